@@ -1,0 +1,294 @@
+//! The sections of a config, one struct each. Structs that hold secrets are not `Serialize` on purpose.
+
+use std::{net::SocketAddr, time::Duration};
+
+use bson::{Bson, Document};
+use secrecy::SecretString;
+
+/// A whole config, layered and checked for its form, not yet for its meaning.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// The deployment's name. It keys all state, so that two teams share a cluster without sharing a leader.
+    pub name: String,
+    /// How to reach the cluster.
+    pub mongodb: Mongodb,
+    /// The rules, in the order of the files and of their lists.
+    pub rules: Vec<Rule>,
+    /// The daemon's HTTP server.
+    pub http: Http,
+    /// Where denormd keeps its own state.
+    pub state: State,
+    /// The daemon's log.
+    pub log: Log,
+    /// Bounds on what the daemon does at once.
+    pub limits: Limits,
+}
+
+/// `mongodb`: how to reach the cluster.
+#[derive(Debug, Clone)]
+pub struct Mongodb {
+    /// The connection string (`uri`, or the trimmed content of the file named by `uri_file`).
+    pub uri: SecretString,
+    /// The database of collections named without one. Falls back to the connection string's default database.
+    pub database: Option<String>,
+}
+
+/// `http`: the daemon's HTTP server.
+#[derive(Debug, Clone)]
+pub struct Http {
+    /// Where it listens. Loopback unless told otherwise.
+    pub listen: SocketAddr,
+}
+
+impl Http {
+    /// The default of `listen`.
+    pub const DEFAULT_LISTEN: &str = "127.0.0.1:9464";
+}
+
+/// `state`: where denormd keeps its own state.
+#[derive(Debug, Clone)]
+pub struct State {
+    /// The database for positions, fingerprints, backfill progress and dead letters.
+    pub database: String,
+}
+
+impl State {
+    /// The default of `database`.
+    pub const DEFAULT_DATABASE: &str = "denormd";
+}
+
+/// `log`: the daemon's log.
+#[derive(Debug, Clone)]
+pub struct Log {
+    /// A `tracing` filter: `info`, `denormd=debug`.
+    pub filter: String,
+    /// How lines look.
+    pub format: LogFormat,
+}
+
+/// `log.format`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LogFormat {
+    /// Text on a terminal, JSON otherwise.
+    #[default]
+    Auto,
+    /// Always text.
+    Text,
+    /// Always one JSON object a line.
+    Json,
+}
+
+/// `limits`: bounds on what the daemon does at once.
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// Keys in one read and one write command (`batch_keys`).
+    pub batch_keys: usize,
+    /// Batches with disjoint keys in flight at once (`batches`).
+    pub batches: usize,
+    /// Reconcile requests held in memory before the stream is left waiting (`pending`).
+    pub pending: usize,
+    /// How long one write command may run on the server (`write_timeout_seconds`).
+    pub write_timeout: Duration,
+    /// How long `remove` and `delete` wait before they read again and destroy (`destroy_grace_seconds`).
+    pub destroy_grace: Duration,
+}
+
+impl Limits {
+    /// Default of `batch_keys`.
+    pub const DEFAULT_BATCH_KEYS: usize = 1000;
+    /// Default of `batches`.
+    pub const DEFAULT_BATCHES: usize = 3;
+    /// Default of `pending`.
+    pub const DEFAULT_PENDING: usize = 100_000;
+    /// Default of `write_timeout_seconds`.
+    pub const DEFAULT_WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+    /// Default of `destroy_grace_seconds`.
+    pub const DEFAULT_DESTROY_GRACE: Duration = Duration::from_secs(10);
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            batch_keys: Self::DEFAULT_BATCH_KEYS,
+            batches: Self::DEFAULT_BATCHES,
+            pending: Self::DEFAULT_PENDING,
+            write_timeout: Self::DEFAULT_WRITE_TIMEOUT,
+            destroy_grace: Self::DEFAULT_DESTROY_GRACE,
+        }
+    }
+}
+
+/// One entry of `rules`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rule {
+    /// Unique over all files: `[A-Za-z0-9][A-Za-z0-9_.-]*`.
+    pub name: String,
+    /// What is copied.
+    pub pattern: Pattern,
+    /// Whether a new or changed rule brings existing data up to date by itself.
+    pub backfill: BackfillMode,
+    /// How somebody else's write to an owned field is noticed.
+    pub guard: Guard,
+    /// What is done about it.
+    pub on_drift: OnDrift,
+    /// Whether lookups without an index are accepted.
+    pub allow_scan: bool,
+}
+
+/// The three kinds of rule.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Pattern {
+    /// One source document's values into the targets that refer to it, or that it refers to.
+    Copy(Copy),
+    /// Many source documents into an array of one target.
+    Collect(Collect),
+    /// Many source documents into accumulated values of one target.
+    Aggregate(Aggregate),
+}
+
+/// One side of a rule: written as a collection's name, or as `{ collection, where }`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Side {
+    /// `parts`, or `other.parts` to name another database.
+    pub collection: String,
+    /// A query document that a document must match to take part (`where`).
+    pub filter: Option<Document>,
+}
+
+/// `copy`
+#[derive(Debug, Clone, PartialEq)]
+pub struct Copy {
+    /// Where values come from.
+    pub source: Side,
+    /// Where they go.
+    pub target: Side,
+    /// `(target path, source path)` pairs, in order (`match`).
+    pub on: Vec<(String, String)>,
+    /// `(source path, 1 or -1)`: which source wins where several match.
+    pub sort: Vec<(String, i32)>,
+    /// `(target path, expression)` pairs, in order. Empty when `into` is given.
+    pub set: Vec<(String, Bson)>,
+    /// The target's array that gets one `element` per reference.
+    pub into: Option<String>,
+    /// The expression of one element of `into`.
+    pub element: Option<Bson>,
+    /// What a reference does that no source document answers.
+    pub on_missing: OnMissing,
+    /// The type that the target's value is converted to before matching.
+    pub key_type: Option<KeyType>,
+    /// Fill a target that has no value yet, and never change it again.
+    pub once: bool,
+}
+
+/// `collect`
+#[derive(Debug, Clone, PartialEq)]
+pub struct Collect {
+    /// Where elements come from.
+    pub source: Side,
+    /// Where they go.
+    pub target: Side,
+    /// `(target path, source path)` pairs, in order (`match`).
+    pub on: Vec<(String, String)>,
+    /// The target's array.
+    pub into: String,
+    /// The expression of one element.
+    pub element: Bson,
+    /// `(source path, 1 or -1)`, ties by `_id` ascending.
+    pub sort: Vec<(String, i32)>,
+    /// As in `$push`: the first N, or the last N when negative.
+    pub slice: Option<i64>,
+    /// What a target without any source gets.
+    pub on_empty: OnEmpty,
+    /// The most elements that a target may be given.
+    pub max_elements: Option<u64>,
+    /// The most bytes of BSON that the array may be given.
+    pub max_bytes: Option<u64>,
+    /// The type that the target's value is converted to before matching.
+    pub key_type: Option<KeyType>,
+}
+
+/// `aggregate`
+#[derive(Debug, Clone, PartialEq)]
+pub struct Aggregate {
+    /// Where input comes from.
+    pub source: Side,
+    /// Where results go.
+    pub target: Side,
+    /// `(target path, source path)` pairs, in order (`match`).
+    pub on: Vec<(String, String)>,
+    /// `(target path, { $accumulator: expression })` pairs, in order.
+    pub set: Vec<(String, Bson)>,
+    /// The order in which accumulators read their input; `_id` ascending by default.
+    pub sort: Vec<(String, i32)>,
+    /// What a target without any source gets.
+    pub on_empty: OnEmpty,
+    /// The type that the target's value is converted to before matching.
+    pub key_type: Option<KeyType>,
+}
+
+/// `on_missing`: what a reference does that no source document answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnMissing {
+    /// Owned paths are unset; `into` leaves the element out.
+    #[default]
+    Unset,
+    /// Owned paths become null; `into` puts null.
+    Null,
+    /// Owned paths keep what they have.
+    Keep,
+    /// The array element that holds the reference is pulled.
+    Remove,
+    /// The target document is deleted.
+    Delete,
+}
+
+/// `on_empty`: what a target of `collect` or `aggregate` without any source gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnEmpty {
+    /// `[]`, 0 or null, by the kind of result.
+    #[default]
+    Value,
+    /// Owned paths are unset.
+    Unset,
+}
+
+/// `key_type`: the type that the target's value is converted to before matching.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyType {
+    /// `objectId`: 24 hexadecimal digits become an ObjectId.
+    ObjectId,
+    /// `string`: an ObjectId becomes its 24 hexadecimal digits, an integer its decimal digits.
+    String,
+}
+
+/// `backfill`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum BackfillMode {
+    /// A new or changed rule backfills itself.
+    #[default]
+    Auto,
+    /// Only `denormd backfill` does.
+    Manual,
+}
+
+/// `guard`: how somebody else's write to an owned field is noticed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Guard {
+    /// Through the change stream, at once; costs an event for each write of ours.
+    Watch,
+    /// By the continuous audit.
+    #[default]
+    Audit,
+    /// Not at all.
+    Off,
+}
+
+/// `on_drift`: what is done about somebody else's write to an owned field.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnDrift {
+    /// Write the right value.
+    #[default]
+    Repair,
+    /// Count and log it.
+    Report,
+}

@@ -1,0 +1,2 @@
+//! The denormd binary.
+fn main() {}
