@@ -8,6 +8,6 @@ pub mod sections;
 pub use diagnose::{ConfigPath, Mistake, Step};
 
 pub use sections::{
-    Aggregate, BackfillMode, Collect, Config, Copy, Guard, Http, KeyType, Limits, Log, LogFormat, Mongodb, OnDrift, OnEmpty,
-    OnMissing, Pattern, Rule, Side, State,
+    Aggregate, BackfillMode, Collect, Config, Copy, Guard, Http, KeyType, Limits, Log, LogFormat, Mongodb, OnDrift,
+    OnEmpty, OnMissing, Pattern, Rule, Side, State,
 };

@@ -1,9 +1,16 @@
-//! denormd keeps the fields you copy between MongoDB collections equal to their source.
-//!
-//! # The floors
-//!
-//! A module imports only from floors below its own; `tests/floors.rs` fails on an upward import or a cycle.
-//!
-//! | floor | modules |
-//! |---|---|
+//! denormd
+pub mod change;
+pub mod checkpoint;
 pub mod config;
+pub mod dead_letter;
+pub mod error;
+pub mod field_path;
+pub mod key;
+pub mod mongo;
+pub mod plan;
+pub mod position;
+pub mod reconcile;
+pub mod request;
+pub mod route;
+pub mod watch;
+pub mod workqueue;

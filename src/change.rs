@@ -1,0 +1,120 @@
+//! One decoded change event.
+
+use std::fmt;
+
+use bson::{Bson, DateTime, Document, RawDocument};
+
+use crate::{
+    error::{Error, Result},
+    position::ClusterTime,
+};
+
+/// A collection and its database.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Namespace {
+    /// The database's name.
+    pub database: String,
+    /// The collection's name.
+    pub collection: String,
+}
+
+impl fmt::Display for Namespace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.database, self.collection)
+    }
+}
+
+/// What happened, as far as a rule can care.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Change {
+    /// A document came: its reference fields.
+    Insert(Document),
+    /// A document was replaced: its reference fields now.
+    Replace(Document),
+    /// These dotted paths changed, with array indexes as numbers.
+    Update(Vec<String>),
+    /// The document went.
+    Delete,
+    /// The collection was dropped.
+    Drop,
+    /// The collection was renamed, maybe onto another; `$out` ends with one.
+    Rename(Namespace),
+    /// The whole database was dropped.
+    DropDatabase,
+    /// Something that changes no document.
+    Other,
+}
+
+/// One event of a change stream, trimmed by the pipeline to what routing needs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ChangeEvent {
+    /// Where. The collection is empty for `dropDatabase`.
+    pub namespace: Namespace,
+    /// What.
+    pub change: Change,
+    /// The document's `_id`; null for events about a whole collection.
+    pub id: Bson,
+    /// The reference fields before the change, where the collection keeps pre-images and the server still has this one.
+    pub before: Option<Document>,
+    /// When it was committed, as the oplog is ordered.
+    pub cluster_time: ClusterTime,
+    /// When it was committed, by the server's clock.
+    pub wall_time: Option<DateTime>,
+}
+
+impl ChangeEvent {
+    /// Decodes one event as the pipeline of [`crate::watch`] projects it
+    /// (<https://www.mongodb.com/docs/manual/reference/change-events/>; `changed` is the pipeline's own).
+    pub fn decode(raw: &RawDocument) -> Result<Self> {
+        let event = Document::try_from(raw).map_err(|_| Error::internal("a change event is not valid BSON"))?;
+        let text = |name: &str| event.get_str(name).unwrap_or_default();
+        let document = |name: &str| event.get_document(name).ok().cloned();
+        let changed = || {
+            let paths = event.get_array("changed").map(Vec::as_slice).unwrap_or_default();
+            paths.iter().filter_map(Bson::as_str).map(ToOwned::to_owned).collect()
+        };
+        let change = match text("operationType") {
+            "insert" => Change::Insert(document("fullDocument").unwrap_or_default()),
+            "replace" => Change::Replace(document("fullDocument").unwrap_or_default()),
+            "update" => Change::Update(changed()),
+            "delete" => Change::Delete,
+            "drop" => Change::Drop,
+            "rename" => Change::Rename(namespace(event.get_document("to").ok())),
+            "dropDatabase" => Change::DropDatabase,
+            _ => Change::Other,
+        };
+        Ok(Self {
+            namespace: namespace(event.get_document("ns").ok()),
+            change,
+            id: event.get_document("documentKey").ok().and_then(|key| key.get("_id")).cloned().unwrap_or(Bson::Null),
+            before: document("fullDocumentBeforeChange"),
+            cluster_time: event.get_timestamp("clusterTime").map(ClusterTime::from).unwrap_or_default(),
+            wall_time: event.get_datetime("wallTime").ok().copied(),
+        })
+    }
+}
+
+fn namespace(ns: Option<&Document>) -> Namespace {
+    let part = |name: &str| ns.and_then(|ns| ns.get_str(name).ok()).unwrap_or_default().to_owned();
+    Namespace { database: part("db"), collection: part("coll") }
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::{RawDocumentBuf, Timestamp, doc};
+
+    use super::*;
+
+    #[test]
+    fn an_update_names_the_paths_that_changed() {
+        let event = doc! {
+            "_id": {"_data": "82"}, "operationType": "update", "clusterTime": Timestamp { time: 5, increment: 2 },
+            "ns": {"db": "shop", "coll": "parts"}, "documentKey": {"_id": 7}, "changed": ["name", "a.0.b"],
+        };
+        let decoded = ChangeEvent::decode(&RawDocumentBuf::try_from(&event).unwrap()).unwrap();
+        assert_eq!(decoded.namespace.to_string(), "shop.parts");
+        assert_eq!(decoded.change, Change::Update(vec!["name".to_owned(), "a.0.b".to_owned()]));
+        assert_eq!(decoded.id, Bson::Int32(7));
+        assert_eq!(decoded.cluster_time, ClusterTime { seconds: 5, increment: 2 });
+    }
+}

@@ -1,0 +1,4 @@
+//! How far each stream is done, and where that is kept.
+
+pub mod store;
+pub mod watermark;

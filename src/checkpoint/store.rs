@@ -1,0 +1,123 @@
+//! Positions and rule states in the state database, acknowledged by a majority.
+
+use bson::{Bson, DateTime, Document, Timestamp, doc};
+use futures_util::TryStreamExt;
+
+use crate::{
+    error::Result,
+    mongo::Server,
+    plan::Rule,
+    position::{ClusterTime, Position},
+};
+
+/// The collection of positions: one document a deployment and stream.
+pub const POSITIONS: &str = "positions";
+/// The collection of rule states: one document a deployment and rule.
+pub const RULES: &str = "rules";
+
+/// The state of one deployment.
+#[derive(Debug, Clone)]
+pub struct Store {
+    /// The state database.
+    pub database: String,
+    /// The deployment's name.
+    pub deployment: String,
+}
+
+/// What is known of a rule from earlier runs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RuleState {
+    /// What the rule was.
+    pub definition: Document,
+    /// How far its backfill is.
+    pub backfill: Backfill,
+}
+
+/// How far a rule's backfill is.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Backfill {
+    /// To be done, from the target after this `_id` on (or from the first).
+    Pending(Option<Bson>),
+    /// Waits for `denormd backfill`.
+    Manual,
+    /// Done.
+    Done,
+}
+
+impl Store {
+    fn id(&self, name: &str, value: &str) -> Document {
+        doc! {"deployment": &self.deployment, name: value}
+    }
+
+    /// Where the stream of `database` is to go on, if it has been followed before. The token only fits the pipeline that
+    /// it came from: with another one the stream is reopened by time.
+    pub async fn position(&self, server: &Server, database: &str, pipeline: &[Document]) -> Result<Option<Position>> {
+        let found =
+            server.collection(&self.database, POSITIONS).find_one(doc! {"_id": self.id("stream", database)}).await?;
+        Ok(found.and_then(|doc| {
+            let time = ClusterTime::from(doc.get_timestamp("time").ok()?);
+            let same = doc.get_array("pipeline").ok()?.iter().filter_map(Bson::as_document).eq(pipeline.iter());
+            let token = doc.get_document("token").ok().filter(|_| same).cloned();
+            Some(Position { time, token })
+        }))
+    }
+
+    /// Saves where the stream of `database` is.
+    pub async fn save_position(
+        &self,
+        server: &Server,
+        database: &str,
+        pipeline: &[Document],
+        position: &Position,
+    ) -> Result<()> {
+        let state = doc! {
+            "time": Timestamp::from(position.time),
+            "token": position.token.clone(),
+            "pipeline": pipeline.to_vec(),
+            "saved": DateTime::now(),
+        };
+        server
+            .collection(&self.database, POSITIONS)
+            .update_one(doc! {"_id": self.id("stream", database)}, doc! {"$set": state})
+            .upsert(true)
+            .await?;
+        Ok(())
+    }
+
+    /// What is known of every rule that this deployment has or had, by name.
+    pub async fn rules(&self, server: &Server) -> Result<Vec<(String, RuleState)>> {
+        let mut cursor =
+            server.collection(&self.database, RULES).find(doc! {"_id.deployment": &self.deployment}).await?;
+        let mut out = Vec::new();
+        while let Some(doc) = cursor.try_next().await? {
+            let (Ok(id), Ok(definition)) = (doc.get_document("_id"), doc.get_document("definition")) else { continue };
+            let backfill = match doc.get_str("backfill").unwrap_or_default() {
+                "done" => Backfill::Done,
+                "manual" => Backfill::Manual,
+                _ => Backfill::Pending(doc.get_array("after").ok().and_then(|after| after.first().cloned())),
+            };
+            out.push((
+                id.get_str("rule").unwrap_or_default().to_owned(),
+                RuleState { definition: definition.clone(), backfill },
+            ));
+        }
+        Ok(out)
+    }
+
+    /// Saves what a rule is and how far its backfill is.
+    pub async fn save_rule(&self, server: &Server, rule: &Rule, backfill: &Backfill) -> Result<()> {
+        let (state, after) = match backfill {
+            Backfill::Pending(after) => ("pending", after.clone().map_or_else(Vec::new, |id| vec![id])),
+            Backfill::Manual => ("manual", Vec::new()),
+            Backfill::Done => ("done", Vec::new()),
+        };
+        let state =
+            doc! {"definition": rule.definition.clone(), "backfill": state, "after": after, "saved": DateTime::now()};
+        server
+            .collection(&self.database, RULES)
+            .update_one(doc! {"_id": self.id("rule", &rule.name)}, doc! {"$set": state})
+            .upsert(true)
+            .await?;
+        Ok(())
+    }
+}

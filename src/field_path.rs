@@ -1,0 +1,226 @@
+//! Paths to fields, with `$[]` for "every element of this array".
+
+use std::fmt;
+
+/// One step of a [`FieldPath`].
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Segment {
+    /// A field's name.
+    Name(String),
+    /// `$[]`, MongoDB's all-positional operator: each element of the array that the path has led to.
+    Each,
+}
+
+/// A path from a document's root to a field: `parts.$[].name`. It has at least one segment and does not start with `$[]`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FieldPath(Vec<Segment>);
+
+/// Why a text is not a path.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PathError {
+    /// The text, or a segment of it, is empty.
+    #[error("a path has no empty segment")]
+    Empty,
+    /// `$[]` needs an array before it.
+    #[error("`$[]` cannot be the first segment of a path")]
+    LeadingEach,
+    /// `$` or `$[name]`.
+    #[error("`{0}` has no meaning here; every element of an array is `$[]`")]
+    Positional(String),
+    /// A field name that starts with `$` and is not part of a DBRef.
+    #[error("a field name cannot start with `$`: `{0}` (only `$ref`, `$id` and `$db` of a DBRef do)")]
+    Dollar(String),
+    /// `parts.0.id`
+    #[error("`{0}` is an array index; rules speak of every element: write `$[]`")]
+    ArrayIndex(String),
+    /// Two `$[]` in a row.
+    #[error("`$[].$[]`, an array directly inside an array, is not supported")]
+    NestedEach,
+    /// A NUL byte, which BSON cannot hold in a name.
+    #[error("a field name cannot hold a NUL character")]
+    Nul,
+}
+
+impl FieldPath {
+    /// Reads a path as it is written in a rule.
+    pub fn parse(text: &str) -> Result<Self, PathError> {
+        let mut segments = Vec::new();
+        for part in text.split('.') {
+            let segment = match part {
+                "" => return Err(PathError::Empty),
+                "$[]" if segments.is_empty() => return Err(PathError::LeadingEach),
+                "$[]" if segments.last() == Some(&Segment::Each) => return Err(PathError::NestedEach),
+                "$[]" => Segment::Each,
+                "$id" | "$ref" | "$db" => Segment::Name(part.to_owned()),
+                "$" => return Err(PathError::Positional(part.to_owned())),
+                _ if part.starts_with("$[") => return Err(PathError::Positional(part.to_owned())),
+                _ if part.starts_with('$') => return Err(PathError::Dollar(part.to_owned())),
+                _ if part.bytes().all(|b| b.is_ascii_digit()) => return Err(PathError::ArrayIndex(part.to_owned())),
+                _ if part.contains('\0') => return Err(PathError::Nul),
+                name => Segment::Name(name.to_owned()),
+            };
+            segments.push(segment);
+        }
+        Ok(Self(segments))
+    }
+
+    /// The segments, first to last.
+    #[must_use]
+    pub fn segments(&self) -> &[Segment] {
+        &self.0
+    }
+
+    /// Whether the path runs through the elements of an array.
+    #[must_use]
+    pub fn has_each(&self) -> bool {
+        self.0.contains(&Segment::Each)
+    }
+
+    /// The path up to and with its last `$[]`, if it has one: `parts.$[]` of `parts.$[].id`.
+    #[must_use]
+    pub fn array_prefix(&self) -> Option<Self> {
+        let last = self.0.iter().rposition(|s| *s == Segment::Each)?;
+        Some(Self(self.0[..=last].to_vec()))
+    }
+
+    /// What follows `prefix`, if the path starts with it and goes on.
+    #[must_use]
+    pub fn below(&self, prefix: &Self) -> Option<&[Segment]> {
+        self.0.strip_prefix(prefix.0.as_slice()).filter(|rest| !rest.is_empty())
+    }
+
+    /// The name of the top-level field.
+    #[must_use]
+    pub fn root(&self) -> &str {
+        match self.0.first() {
+            Some(Segment::Name(name)) => name,
+            Some(Segment::Each) | None => "",
+        }
+    }
+
+    /// The path as a query or an index names it: without `$[]`.
+    #[must_use]
+    pub fn query(&self) -> String {
+        let names: Vec<&str> = self
+            .0
+            .iter()
+            .filter_map(|s| match s {
+                Segment::Name(name) => Some(name.as_str()),
+                Segment::Each => None,
+            })
+            .collect();
+        names.join(".")
+    }
+
+    /// Whether one path is the other, or leads to it: both cannot be owned, and a write to one may change the other.
+    #[must_use]
+    pub fn overlaps(&self, other: &Self) -> bool {
+        self.0.iter().zip(&other.0).all(|(a, b)| a == b)
+    }
+
+    /// As [`FieldPath::overlaps`], with `$[]` passed over on both sides.
+    #[must_use]
+    pub fn overlaps_loosely(&self, other: &Self) -> bool {
+        let names = |path: &Self| path.0.iter().filter(|s| **s != Segment::Each).cloned().collect::<Vec<_>>();
+        names(self).iter().zip(&names(other)).all(|(a, b)| a == b)
+    }
+
+    /// Whether a write to `changed`, a dotted path as `updateDescription` names it (array indexes as numbers), may change
+    /// the value here. Errs on the side of yes: a number may be an index or a field's name.
+    #[must_use]
+    pub fn touched_by(&self, changed: &str) -> bool {
+        touches(&self.0, &changed.split('.').collect::<Vec<_>>())
+    }
+}
+
+fn touches(path: &[Segment], changed: &[&str]) -> bool {
+    let (Some((segment, path_rest)), Some((part, changed_rest))) = (path.split_first(), changed.split_first()) else {
+        return true;
+    };
+    let numeric = part.bytes().all(|b| b.is_ascii_digit());
+    match segment {
+        Segment::Each => numeric && touches(path_rest, changed_rest),
+        // An expression's path looks into arrays without saying so: an index in `changed` may stand between two names.
+        Segment::Name(name) => {
+            (name == part && touches(path_rest, changed_rest)) || (numeric && touches(path, changed_rest))
+        }
+    }
+}
+
+impl fmt::Display for FieldPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (nth, segment) in self.0.iter().enumerate() {
+            if nth > 0 {
+                f.write_str(".")?;
+            }
+            match segment {
+                Segment::Name(name) => f.write_str(name)?,
+                Segment::Each => f.write_str("$[]")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn path(text: &str) -> FieldPath {
+        FieldPath::parse(text).unwrap()
+    }
+
+    #[test]
+    fn what_is_written_is_what_is_shown() {
+        for text in ["a", "a.b", "parts.$[].id", "a.$[].b.$[].c", "publisher.$id", "ünï.code"] {
+            assert_eq!(path(text).to_string(), text);
+        }
+    }
+
+    #[test]
+    fn refused_with_the_reason() {
+        for (text, error) in [
+            ("", PathError::Empty),
+            ("a..b", PathError::Empty),
+            ("$[].a", PathError::LeadingEach),
+            ("a.$.b", PathError::Positional("$".to_owned())),
+            ("a.$[x].b", PathError::Positional("$[x]".to_owned())),
+            ("a.$b", PathError::Dollar("$b".to_owned())),
+            ("a.0.b", PathError::ArrayIndex("0".to_owned())),
+            ("a.$[].$[].b", PathError::NestedEach),
+        ] {
+            assert_eq!(FieldPath::parse(text), Err(error), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_array_prefix_ends_with_the_last_each() {
+        assert_eq!(path("a.b").array_prefix(), None);
+        assert_eq!(path("a.$[].b.$[].c").array_prefix(), Some(path("a.$[].b.$[]")));
+        assert_eq!(path("parts.$[].id").query(), "parts.id");
+    }
+
+    #[test]
+    fn a_write_touches_what_is_above_at_and_below_it() {
+        let touched = |here: &str, changed: &str| path(here).touched_by(changed);
+        assert!(touched("parts.$[].id", "parts"));
+        assert!(touched("parts.$[].id", "parts.0"));
+        assert!(touched("parts.$[].id", "parts.0.id"));
+        assert!(touched("parts.$[].id", "parts.10.id.x"));
+        assert!(!touched("parts.$[].id", "parts.0.name"));
+        assert!(!touched("host", "hostname"));
+        assert!(touched("a.b.c", "a.b"));
+        assert!(touched("a.b", "a.b.c"));
+        assert!(touched("parts.id", "parts.0.id"), "an expression looks into arrays");
+        assert!(!touched("parts.id", "parts.0.name"));
+        assert!(!touched("a.b", "c.b"));
+    }
+
+    #[test]
+    fn overlap_is_equality_or_nesting() {
+        assert!(path("a.b").overlaps(&path("a")));
+        assert!(path("a.b").overlaps(&path("a.b.c")));
+        assert!(!path("a.b").overlaps(&path("a.c")));
+        assert!(!path("a.$[].b").overlaps(&path("a.$[].c")));
+    }
+}

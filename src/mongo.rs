@@ -1,0 +1,7 @@
+//! The driver's edge: connecting, raw commands, and what the server's errors mean.
+
+pub mod classify;
+pub mod command;
+pub mod connect;
+
+pub use command::{Reads, Server};

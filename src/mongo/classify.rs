@@ -1,0 +1,77 @@
+//! The one place that says what an error of the driver or the server means.
+
+use mongodb::error::{ErrorKind, WriteFailure};
+
+use crate::error::{Error, Kind};
+
+/// What a server's error code means. Codes: `src/mongo/base/error_codes.yml` of the server.
+#[must_use]
+pub fn kind_of_code(code: i32) -> Kind {
+    match code {
+        // HostUnreachable, HostNotFound, NetworkTimeout, SocketException, ExceededTimeLimit, and the cursor that died with
+        // its server (CursorNotFound, CursorKilled).
+        6 | 7 | 89 | 9001 | 262 | 43 | 237 => Kind::Connection,
+        // Every "not the primary any more", "shutting down" and "interrupted" code, WriteConflict, LockTimeout,
+        // SnapshotUnavailable, NoSuchTransaction, ReadConcernMajorityNotAvailableYet, NotYetInitialized, TemporarilyUnavailable.
+        91 | 189 | 11600 | 11602 | 10107 | 13435 | 13436 | 10058 | 112 | 24 | 246 | 251 | 134 | 94 | 365 | 11601
+        | 133 | 384 | 136 | 222 => Kind::Unavailable,
+        // MaxTimeMSExpired
+        50 => Kind::TimedOut,
+        // WriteConcernFailed, UnsatisfiableWriteConcern
+        64 | 100 => Kind::NotReplicated,
+        // ChangeStreamHistoryLost, ChangeStreamFatalError, InvalidResumeToken, OplogOperationUnsupported
+        286 | 280 | 260 | 62 => Kind::HistoryLost,
+        // Unauthorized, AuthenticationFailed, UserNotFound
+        13 | 18 | 11 => Kind::Privilege,
+        _ => Kind::Refused,
+    }
+}
+
+impl From<mongodb::error::Error> for Error {
+    fn from(error: mongodb::error::Error) -> Self {
+        let retryable =
+            error.contains_label("RetryableWriteError") || error.contains_label("TransientTransactionError");
+        match error.kind.as_ref() {
+            ErrorKind::Command(command) => {
+                let kind = match kind_of_code(command.code) {
+                    Kind::Refused if retryable => Kind::Unavailable,
+                    kind => kind,
+                };
+                Error { code: Some(command.code), ..Error::new(kind, named(command.code, &command.code_name)) }
+            }
+            ErrorKind::Write(WriteFailure::WriteError(write)) => {
+                let name = write.code_name.as_deref().unwrap_or_default();
+                Error { code: Some(write.code), ..Error::new(kind_of_code(write.code), named(write.code, name)) }
+            }
+            ErrorKind::Write(WriteFailure::WriteConcernError(concern)) => Error {
+                code: Some(concern.code),
+                ..Error::new(Kind::NotReplicated, named(concern.code, &concern.code_name))
+            },
+            ErrorKind::Io(io) => Error::new(Kind::Connection, format!("connection lost ({})", io.kind())),
+            ErrorKind::ConnectionPoolCleared { .. } => {
+                Error::new(Kind::Connection, "connections were closed after a failure")
+            }
+            ErrorKind::ServerSelection { .. } => Error::new(Kind::Unavailable, "no writable primary can be reached")
+                .hint("is the replica set up, and is the name in `replicaSet=` of the URI its real name?"),
+            ErrorKind::Authentication { .. } => {
+                Error::new(Kind::Privilege, "the server refuses the user name or the password")
+            }
+            ErrorKind::DnsResolve { .. } => Error::new(Kind::Connection, "the host name in the URI does not resolve"),
+            ErrorKind::InvalidTlsConfig { .. } => Error::new(Kind::Config, "the TLS settings in the URI do not work"),
+            ErrorKind::InvalidArgument { message, .. } => {
+                Error::new(Kind::Config, format!("the driver refuses: {message}"))
+            }
+            ErrorKind::IncompatibleServer { message, .. } => Error::new(Kind::Topology, message.clone()),
+            other => Error::internal(format!("the driver failed ({})", other_name(other))),
+        }
+    }
+}
+
+fn named(code: i32, name: &str) -> String {
+    if name.is_empty() { format!("server error {code}") } else { format!("server error {code} ({name})") }
+}
+
+fn other_name(kind: &ErrorKind) -> String {
+    // The variant's name alone: its content may quote a document.
+    format!("{kind:?}").split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().to_owned()
+}

@@ -1,0 +1,261 @@
+//! Raw commands: majority reads no older than an event, and bulk updates that a late server does not run.
+
+use std::time::{Duration, Instant};
+
+use bson::{Bson, DateTime, Document, RawArrayBuf, RawDocumentBuf, doc, rawdoc};
+use futures_util::StreamExt;
+use mongodb::{Client, Collection, Database};
+use tokio::sync::RwLock;
+
+use crate::{
+    error::{Error, Kind, Result},
+    mongo::classify::kind_of_code,
+    position::ClusterTime,
+};
+
+/// How long one read may run on the server.
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
+/// How old the measured difference to the server's clock may be.
+const CLOCK_AGE: Duration = Duration::from_secs(30);
+/// A command document may be 16 MiB and a little; statements are cut well below it.
+const COMMAND_BYTES: usize = 8 << 20;
+
+/// A connection to the cluster, with the primary's clock.
+#[derive(Debug)]
+pub struct Server {
+    client: Client,
+    clock: RwLock<Option<Clock>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Clock {
+    /// The server's clock, in milliseconds since 1970, at `at`; not later than the true value.
+    server_millis: i64,
+    at: Instant,
+}
+
+/// What reads must not be older than.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Reads {
+    /// The event's cluster time.
+    pub after: ClusterTime,
+}
+
+impl Reads {
+    fn concern(self) -> Document {
+        if self.after == ClusterTime::default() {
+            doc! {"level": "majority"}
+        } else {
+            doc! {"level": "majority", "afterClusterTime": bson::Timestamp::from(self.after)}
+        }
+    }
+}
+
+/// The batches of a cursor.
+pub struct Pages {
+    cursor: mongodb::raw_batch_cursor::RawBatchCursor,
+}
+
+impl Pages {
+    /// The documents of the next batch, which may be none; None after the last batch.
+    pub async fn next(&mut self) -> Result<Option<Vec<RawDocumentBuf>>> {
+        let Some(batch) = self.cursor.next().await else { return Ok(None) };
+        documents(&batch?).map(Some)
+    }
+}
+
+/// The documents of one batch.
+pub fn documents(batch: &mongodb::raw_batch_cursor::RawBatch) -> Result<Vec<RawDocumentBuf>> {
+    let mut out = Vec::new();
+    for doc in batch.doc_slices()? {
+        let doc = doc.map_err(Error::from)?;
+        let doc = doc.as_document().ok_or_else(|| Error::internal("a batch holds something other than documents"))?;
+        out.push(doc.to_owned());
+    }
+    Ok(out)
+}
+
+/// What one bulk command did.
+#[derive(Debug, Default)]
+pub struct Written {
+    /// Documents that a statement matched.
+    pub matched: u64,
+    /// Documents that a statement changed.
+    pub modified: u64,
+    /// Statements that the server refused: index into the command's statements, and why.
+    pub refused: Vec<(usize, Error)>,
+}
+
+impl Server {
+    /// Wraps a connected client.
+    #[must_use]
+    pub fn new(client: Client) -> Self {
+        Self { client, clock: RwLock::new(None) }
+    }
+
+    /// The driver's client.
+    #[must_use]
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// A database.
+    #[must_use]
+    pub fn database(&self, name: &str) -> Database {
+        self.client.database(name)
+    }
+
+    /// A collection of plain documents whose writes wait for a majority.
+    #[must_use]
+    pub fn collection(&self, database: &str, name: &str) -> Collection<Document> {
+        let options = mongodb::options::CollectionOptions::builder()
+            .write_concern(mongodb::options::WriteConcern::majority())
+            .read_concern(mongodb::options::ReadConcern::majority())
+            .build();
+        self.client.database(database).collection_with_options(name, options)
+    }
+
+    /// The cluster's present operation time.
+    pub async fn operation_time(&self) -> Result<ClusterTime> {
+        let reply = self.client.database("admin").run_command(doc! {"hello": 1}).await?;
+        reply
+            .get_timestamp("operationTime")
+            .map(ClusterTime::from)
+            .map_err(|_| Error::new(Kind::Topology, "the server reports no operation time"))
+    }
+
+    /// Runs a majority read of the primary to its end: `aggregate` or `find` with everything but its concern and limits.
+    pub async fn read(&self, database: &str, command: Document, reads: Reads) -> Result<Vec<RawDocumentBuf>> {
+        let mut pages = self.pages(database, command, reads).await?;
+        let mut out = Vec::new();
+        while let Some(mut page) = pages.next().await? {
+            out.append(&mut page);
+        }
+        Ok(out)
+    }
+
+    /// As [`Server::read`], one batch of the cursor at a time.
+    pub async fn pages(&self, database: &str, mut command: Document, reads: Reads) -> Result<Pages> {
+        command.insert("readConcern", reads.concern());
+        command.insert("maxTimeMS", millis(READ_TIMEOUT));
+        Ok(Pages { cursor: self.database(database).run_cursor_command(command).batch().await? })
+    }
+
+    /// Runs update statements, unordered, acknowledged by a majority.
+    ///
+    /// Statements carry `$expr: "$$ok"`: the server evaluates the deadline by its own clock when it starts the command, and
+    /// `maxTimeMS` bounds what started in time. A command that is delayed past its deadline matches nothing.
+    pub async fn update(
+        &self,
+        database: &str,
+        collection: &str,
+        statements: &[RawDocumentBuf],
+        timeout: Duration,
+    ) -> Result<Written> {
+        self.bulk(database, ("update", "updates"), collection, statements, timeout).await
+    }
+
+    /// Runs delete statements, in the way of [`Server::update`].
+    pub async fn delete(
+        &self,
+        database: &str,
+        collection: &str,
+        statements: &[RawDocumentBuf],
+        timeout: Duration,
+    ) -> Result<Written> {
+        self.bulk(database, ("delete", "deletes"), collection, statements, timeout).await
+    }
+
+    async fn bulk(
+        &self,
+        database: &str,
+        (verb, list): (&str, &str),
+        collection: &str,
+        statements: &[RawDocumentBuf],
+        timeout: Duration,
+    ) -> Result<Written> {
+        let mut written = Written::default();
+        let mut start = 0;
+        while start < statements.len() {
+            let mut array = RawArrayBuf::new();
+            let mut end = start;
+            let mut bytes = 0;
+            while let Some(statement) = statements.get(end) {
+                bytes += statement.as_bytes().len() + 16;
+                if end > start && bytes > COMMAND_BYTES {
+                    break;
+                }
+                array.push(statement.clone());
+                end += 1;
+            }
+            let deadline = self.server_now().await?.saturating_add(millis(timeout));
+            let mut command = rawdoc! {};
+            command.append(bson::cstr!("let"), rawdoc! {"ok": {"$lt": ["$$NOW", DateTime::from_millis(deadline)]}});
+            command.append(bson::cstr!("ordered"), false);
+            command.append(bson::cstr!("writeConcern"), rawdoc! {"w": "majority"});
+            command.append(bson::cstr!("maxTimeMS"), millis(timeout));
+            let mut whole = RawDocumentBuf::new();
+            whole.append(bson::raw::CString::try_from(verb.to_owned())?, collection);
+            whole.append(bson::raw::CString::try_from(list.to_owned())?, array);
+            for element in &command {
+                let (name, value) = element.map_err(Error::from)?;
+                whole.append(name, value);
+            }
+            let reply = self.database(database).run_raw_command(whole).await?;
+            take_reply(&reply, start, &mut written)?;
+            start = end;
+        }
+        Ok(written)
+    }
+
+    /// The primary's clock, in milliseconds since 1970, never later than it really is.
+    async fn server_now(&self) -> Result<i64> {
+        let known = *self.clock.read().await;
+        if let Some(clock) = known.filter(|clock| clock.at.elapsed() < CLOCK_AGE) {
+            return Ok(clock
+                .server_millis
+                .saturating_add(i64::try_from(clock.at.elapsed().as_millis()).unwrap_or(i64::MAX)));
+        }
+        let reply = self.client.database("admin").run_command(doc! {"hello": 1}).await?;
+        let at = Instant::now();
+        let server_millis = reply
+            .get_datetime("localTime")
+            .map_err(|_| Error::internal("the server reports no local time"))?
+            .timestamp_millis();
+        *self.clock.write().await = Some(Clock { server_millis, at });
+        Ok(server_millis)
+    }
+}
+
+fn take_reply(reply: &Document, offset: usize, written: &mut Written) -> Result<()> {
+    let count = |name: &str| match reply.get(name) {
+        Some(Bson::Int32(n)) => u64::try_from(*n).unwrap_or_default(),
+        Some(Bson::Int64(n)) => u64::try_from(*n).unwrap_or_default(),
+        _ => 0,
+    };
+    written.matched += count("n");
+    written.modified += count("nModified");
+    if let Ok(errors) = reply.get_array("writeErrors") {
+        for error in errors.iter().filter_map(Bson::as_document) {
+            let index = error.get_i32("index").ok().and_then(|i| usize::try_from(i).ok()).unwrap_or_default();
+            let code = error.get_i32("code").unwrap_or_default();
+            let kind = kind_of_code(code);
+            let name = error.get_str("codeName").unwrap_or_default();
+            let message =
+                if name.is_empty() { format!("server error {code}") } else { format!("server error {code} ({name})") };
+            written.refused.push((offset + index, Error { code: Some(code), ..Error::new(kind, message) }));
+        }
+    }
+    if let Ok(concern) = reply.get_document("writeConcernError") {
+        let code = concern.get_i32("code").unwrap_or_default();
+        return Err(Error {
+            code: Some(code),
+            ..Error::new(Kind::NotReplicated, format!("the write has not reached a majority (code {code})"))
+        });
+    }
+    Ok(())
+}
+
+fn millis(duration: Duration) -> i64 {
+    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,65 @@
+//! Connecting, and what a cluster must be before anything is written to it.
+
+use std::time::Duration;
+
+use bson::{Document, doc};
+use mongodb::{
+    Client,
+    options::{ClientOptions, ReadPreference, SelectionCriteria},
+};
+use secrecy::{ExposeSecret, SecretString};
+
+use crate::error::{Error, Kind, Result};
+
+/// How long an operation looks for a server before it reports that there is none. Callers retry for ever.
+const SERVER_SELECTION: Duration = Duration::from_secs(10);
+
+/// Connects, and checks that the cluster can be used: a replica set (or mongos) of MongoDB 6.0 or later.
+pub async fn connect(uri: &SecretString) -> Result<Client> {
+    let mut options = ClientOptions::parse(uri.expose_secret()).await.map_err(|error| {
+        let message = match error.kind.as_ref() {
+            mongodb::error::ErrorKind::InvalidArgument { message, .. } => {
+                format!("mongodb.uri cannot be used: {message}")
+            }
+            _ => format!("mongodb.uri cannot be used: {}", Error::from(error.clone()).message),
+        };
+        Error::new(Kind::Config, message).hint("a URI looks like mongodb://user:password@host:27017/?replicaSet=rs0")
+    })?;
+    options.app_name.get_or_insert_with(|| "denormd".to_owned());
+    options.server_selection_timeout.get_or_insert(SERVER_SELECTION);
+    // Every read and write of ours wants the primary (DESIGN: reads no older than the event).
+    options.selection_criteria = Some(SelectionCriteria::ReadPreference(ReadPreference::Primary));
+    options.retry_writes = Some(false);
+    let client = Client::with_options(options)?;
+    check_topology(&client).await?;
+    Ok(client)
+}
+
+/// The database that the URI names, if it does.
+pub async fn default_database(uri: &SecretString) -> Option<String> {
+    ClientOptions::parse(uri.expose_secret()).await.ok()?.default_database
+}
+
+async fn check_topology(client: &Client) -> Result<()> {
+    let hello = client.database("admin").run_command(doc! {"hello": 1}).await?;
+    let mongos = hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid");
+    if !mongos && !hello.contains_key("setName") {
+        return Err(Error::new(Kind::Topology, "the server is a standalone, and change streams need a replica set")
+            .hint(
+                "start mongod with --replSet rs0 and run rs.initiate() once; a replica set of one member is enough",
+            ));
+    }
+    let version = server_version(client).await?;
+    if version < (6, 0) {
+        return Err(Error::new(Kind::Topology, format!("MongoDB {}.{} is too old", version.0, version.1))
+            .hint("denormd needs MongoDB 6.0 or later"));
+    }
+    Ok(())
+}
+
+async fn server_version(client: &Client) -> Result<(i32, i32)> {
+    let info: Document = client.database("admin").run_command(doc! {"buildInfo": 1}).await?;
+    let parts = info.get_array("versionArray").map_err(|_| Error::internal("buildInfo without a version"))?;
+    let part = |n: usize| parts.get(n).and_then(bson::Bson::as_i32).unwrap_or_default();
+    Ok((part(0), part(1)))
+}

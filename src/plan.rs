@@ -1,0 +1,11 @@
+//! What the rules mean: compiled rules, the paths each depends on, and who feeds whom. Pure: a plan is made without a server.
+
+pub mod compile;
+pub mod expression;
+pub mod graph;
+pub mod reference;
+pub mod rule;
+
+pub use compile::compile;
+pub use reference::{Pair, Reference};
+pub use rule::{Assignment, Keyed, Plan, Rule, RuleId, Side, Values};

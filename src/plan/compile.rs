@@ -1,0 +1,477 @@
+//! From what the user wrote to what it means.
+
+use std::sync::Arc;
+
+use bson::{Bson, Document, doc};
+
+use crate::{
+    change::Namespace,
+    config::{self, Config, ConfigPath, Mistake, OnEmpty, OnMissing, Pattern},
+    field_path::FieldPath,
+    plan::{
+        expression::{self, Reads, Refusal},
+        graph,
+        reference::{Pair, Reference},
+        rule::{Assignment, Keyed, Plan, Rule, RuleId, Side, Values},
+    },
+};
+
+/// Compiles every rule and checks them against each other.
+///
+/// `default_database` is where bare collection names are, when the config does not say (`mongodb.database`): the database
+/// of the connection string.
+pub fn compile(config: &Config, default_database: Option<&str>) -> Result<Plan, Vec<Mistake>> {
+    let database = config.mongodb.database.as_deref().or(default_database);
+    let mut mistakes = Vec::new();
+    let mut rules = Vec::new();
+    for (index, rule) in config.rules.iter().enumerate() {
+        let at = ConfigPath::rule(index);
+        let mut compiler = Compiler { at: at.clone(), database, state: &config.state.database, mistakes: Vec::new() };
+        match compiler.rule(RuleId(index), rule) {
+            Some(rule) if compiler.mistakes.is_empty() => rules.push(Arc::new(rule)),
+            _ => mistakes.append(&mut compiler.mistakes),
+        }
+    }
+    if !mistakes.is_empty() {
+        return Err(mistakes);
+    }
+    let order = graph::order(&rules)?;
+    Ok(Plan { name: config.name.clone(), rules, order })
+}
+
+struct Compiler<'a> {
+    at: ConfigPath,
+    database: Option<&'a str>,
+    state: &'a str,
+    mistakes: Vec<Mistake>,
+}
+
+/// What the three kinds of rule have in common.
+struct Common<'a> {
+    kind: &'a str,
+    source: &'a config::Side,
+    target: &'a config::Side,
+    on: &'a [(String, String)],
+    sort: &'a [(String, i32)],
+    key_type: Option<config::KeyType>,
+}
+
+impl Compiler<'_> {
+    fn rule(&mut self, id: RuleId, rule: &config::Rule) -> Option<Rule> {
+        let common = match &rule.pattern {
+            Pattern::Copy(c) => Common {
+                kind: "copy",
+                source: &c.source,
+                target: &c.target,
+                on: &c.on,
+                sort: &c.sort,
+                key_type: c.key_type,
+            },
+            Pattern::Collect(c) => Common {
+                kind: "collect",
+                source: &c.source,
+                target: &c.target,
+                on: &c.on,
+                sort: &c.sort,
+                key_type: c.key_type,
+            },
+            Pattern::Aggregate(c) => Common {
+                kind: "aggregate",
+                source: &c.source,
+                target: &c.target,
+                on: &c.on,
+                sort: &c.sort,
+                key_type: c.key_type,
+            },
+        };
+        let at = self.at.key(common.kind);
+        let source = self.side(&at.key("source"), common.source);
+        let target = self.side(&at.key("target"), common.target);
+        let reference = self.reference(&at, &common, source.as_ref(), target.as_ref());
+        let (mut source_reads, mut target_reads) = (Reads::default(), Reads::default());
+        for (side, at, reads) in
+            [(common.source, at.key("source"), &mut source_reads), (common.target, at.key("target"), &mut target_reads)]
+        {
+            if let Some(filter) = &side.filter {
+                self.take(&at.key("where"), expression::filter(filter), reads);
+            }
+        }
+        for (path, _) in common.sort {
+            if self.path(&at.key("sort").key(path), path, "sort").is_some() {
+                source_reads.add_text(path);
+            }
+        }
+        let reference = reference?;
+        let values = self.values(&at, &rule.pattern, &reference, &mut source_reads)?;
+        let keyed = self.keyed(&at, &reference, &values)?;
+        for pair in &reference.pairs {
+            source_reads.add(pair.source.clone());
+            target_reads.add(pair.target.clone());
+            for (path, reads) in [(&pair.source, &mut source_reads), (&pair.target, &mut target_reads)] {
+                if let Some(parent) = path.to_string().strip_suffix("$id") {
+                    reads.add_text(&format!("{parent}$ref"));
+                    reads.add_text(&format!("{parent}$db"));
+                }
+            }
+        }
+        let on_missing = match &rule.pattern {
+            Pattern::Copy(copy) => copy.on_missing,
+            _ => OnMissing::Unset,
+        };
+        let mut compiled = Rule {
+            id,
+            name: rule.name.clone(),
+            source: source?,
+            target: target?,
+            reference,
+            keyed,
+            values,
+            sort: common.sort.to_vec(),
+            on_missing,
+            source_reads,
+            target_reads,
+            backfill: rule.backfill,
+            guard: rule.guard,
+            on_drift: rule.on_drift,
+            allow_scan: rule.allow_scan,
+            definition: Document::new(),
+        };
+        compiled.definition = definition(&compiled);
+        self.owned(&at, &compiled);
+        Some(compiled)
+    }
+
+    fn mistake(&mut self, at: ConfigPath, message: impl Into<String>, hint: impl Into<String>) {
+        let hint: String = hint.into();
+        let mistake = Mistake::new(at, message);
+        self.mistakes.push(if hint.is_empty() { mistake } else { mistake.hint(hint) });
+    }
+
+    fn side(&mut self, at: &ConfigPath, side: &config::Side) -> Option<Side> {
+        let (database, collection) = match side.collection.split_once('.') {
+            Some((database, collection)) => (database, collection),
+            None => match self.database {
+                Some(database) => (database, side.collection.as_str()),
+                None => {
+                    self.mistake(
+                        at.clone(),
+                        format!("no database is known for the collection `{}`", side.collection),
+                        "set mongodb.database, or write database.collection",
+                    );
+                    return None;
+                }
+            },
+        };
+        if matches!(database, "admin" | "local" | "config")
+            || database == self.state
+            || collection.starts_with("system.")
+        {
+            self.mistake(at.clone(), format!("`{database}.{collection}` is not a collection that rules can use"), "");
+            return None;
+        }
+        if database.is_empty() || collection.is_empty() || collection.contains('$') {
+            self.mistake(
+                at.clone(),
+                format!("`{}` is not a collection's name", side.collection),
+                "write parts, or shop.parts",
+            );
+            return None;
+        }
+        let namespace = Namespace { database: database.to_owned(), collection: collection.to_owned() };
+        Some(Side { namespace, filter: side.filter.clone() })
+    }
+
+    fn path(&mut self, at: &ConfigPath, text: &str, what: &str) -> Option<FieldPath> {
+        match FieldPath::parse(text) {
+            Ok(path) if what == "sort" && path.has_each() => {
+                self.mistake(
+                    at.clone(),
+                    format!("`{text}`: a sort path cannot run through `$[]`"),
+                    "sort by a field of the source document",
+                );
+                None
+            }
+            Ok(path) => Some(path),
+            Err(error) => {
+                let hint = if text.starts_with('$') {
+                    format!("a path has no leading `$`: {}", text.trim_start_matches('$'))
+                } else {
+                    String::new()
+                };
+                self.mistake(at.clone(), format!("`{text}` is not a path: {error}"), hint);
+                None
+            }
+        }
+    }
+
+    fn take(&mut self, at: &ConfigPath, result: Result<Reads, Refusal>, reads: &mut Reads) {
+        match result {
+            Ok(found) => reads.extend(found),
+            Err(refusal) => self.mistake(at.clone(), refusal.message, refusal.hint.unwrap_or_default()),
+        }
+    }
+
+    fn reference(
+        &mut self,
+        at: &ConfigPath,
+        common: &Common<'_>,
+        source: Option<&Side>,
+        target: Option<&Side>,
+    ) -> Option<Reference> {
+        let at = at.key("match");
+        let mut pairs = Vec::new();
+        for (target, source) in common.on {
+            let here = at.key(target);
+            let target = self.path(&here, target, "match");
+            let source = self.path(&here, source, "match");
+            if let (Some(target), Some(source)) = (target, source) {
+                pairs.push(Pair { target, source });
+            }
+        }
+        if pairs.len() < common.on.len() || pairs.is_empty() {
+            return None;
+        }
+        let target_each = self.each(&at, pairs.iter().map(|p| &p.target))?;
+        let source_each = self.each(&at, pairs.iter().map(|p| &p.source))?;
+        if target_each.is_some() && source_each.is_some() {
+            self.mistake(at, "both sides of `match` run through an array", "let one side hold the references");
+            return None;
+        }
+        let name = |side: &Side| (side.namespace.collection.clone(), side.namespace.database.clone());
+        Some(Reference {
+            pairs,
+            target_each,
+            source_each,
+            key_type: common.key_type,
+            source_name: name(source?),
+            target_name: name(target?),
+        })
+    }
+
+    /// The array that the paths of one side run through: one or none.
+    #[expect(clippy::option_option, reason = "outer: is it right; inner: is there one")]
+    fn each<'p>(&mut self, at: &ConfigPath, paths: impl Iterator<Item = &'p FieldPath>) -> Option<Option<FieldPath>> {
+        let mut found: Option<FieldPath> = None;
+        for prefix in paths.filter_map(FieldPath::array_prefix) {
+            match &found {
+                Some(other) if *other != prefix => {
+                    let message = format!("`{other}` and `{prefix}` are different arrays, and `match` can bind one");
+                    self.mistake(at.clone(), message, "make two rules");
+                    return None;
+                }
+                _ => found = Some(prefix),
+            }
+        }
+        Some(found)
+    }
+
+    fn values(
+        &mut self,
+        at: &ConfigPath,
+        pattern: &Pattern,
+        reference: &Reference,
+        reads: &mut Reads,
+    ) -> Option<Values> {
+        let each = reference.source_each.as_ref();
+        match pattern {
+            Pattern::Copy(copy) => match (&copy.into, &copy.element) {
+                (Some(into), Some(element)) => {
+                    self.take(&at.key("element"), expression::expression(element, each), reads);
+                    Some(Values::Into { path: self.plain(&at.key("into"), into)?, element: element.clone() })
+                }
+                _ => Some(Values::Set {
+                    assignments: self.assignments(at, &copy.set, |value| expression::expression(value, each), reads)?,
+                    once: copy.once,
+                }),
+            },
+            Pattern::Collect(collect) => {
+                self.take(&at.key("element"), expression::expression(&collect.element, each), reads);
+                if collect.slice == Some(0) {
+                    self.mistake(at.key("slice"), "a slice of 0 keeps nothing", "first N: 10, last N: -10");
+                }
+                Some(Values::Collect {
+                    path: self.path(&at.key("into"), &collect.into, "into")?,
+                    element: collect.element.clone(),
+                    slice: collect.slice,
+                    on_empty: collect.on_empty,
+                    max_elements: collect.max_elements,
+                    max_bytes: collect.max_bytes,
+                })
+            }
+            Pattern::Aggregate(aggregate) => Some(Values::Aggregate {
+                assignments: self.assignments(at, &aggregate.set, expression::accumulator, reads)?,
+                on_empty: aggregate.on_empty,
+            }),
+        }
+    }
+
+    fn plain(&mut self, at: &ConfigPath, text: &str) -> Option<FieldPath> {
+        let path = self.path(at, text, "into")?;
+        if path.has_each() {
+            self.mistake(
+                at.clone(),
+                format!("`{text}`: the array that `into` fills cannot lie inside another array"),
+                "",
+            );
+            return None;
+        }
+        Some(path)
+    }
+
+    fn assignments(
+        &mut self,
+        at: &ConfigPath,
+        set: &[(String, Bson)],
+        read: impl Fn(&Bson) -> Result<Reads, Refusal>,
+        reads: &mut Reads,
+    ) -> Option<Vec<Assignment>> {
+        let mut out = Vec::new();
+        for (path, value) in set {
+            let here = at.key("set").key(path);
+            self.take(&here, read(value), reads);
+            if let Some(path) = self.path(&here, path, "set") {
+                out.push(Assignment { path, expression: value.clone() });
+            }
+        }
+        (out.len() == set.len()).then_some(out)
+    }
+
+    /// What a reconcile is keyed by; refuses the combinations that have no meaning.
+    fn keyed(&mut self, at: &ConfigPath, reference: &Reference, values: &Values) -> Option<Keyed> {
+        let each = reference.target_each.as_ref();
+        let paths: Vec<&FieldPath> = match values {
+            Values::Set { assignments, .. } | Values::Aggregate { assignments, .. } => {
+                assignments.iter().map(|a| &a.path).collect()
+            }
+            Values::Collect { path, .. } => vec![path],
+            Values::Into { .. } if each.is_none() => {
+                let hint =
+                    "write match: { \"parts.$[]\": _id }; to gather documents that refer to the target, use collect";
+                self.mistake(
+                    at.key("into"),
+                    "`into` makes one element for each reference, and `match` names no array of the target",
+                    hint,
+                );
+                return None;
+            }
+            Values::Into { .. } => return Some(Keyed::Target),
+        };
+        let inside = paths.iter().filter(|path| path.has_each()).count();
+        let Some(each) = each else {
+            if let Some(path) = paths.iter().find(|path| path.has_each()) {
+                self.mistake(
+                    at.clone(),
+                    format!("`{path}` runs through an array that `match` does not bind"),
+                    "`$[]` in a set path needs the same prefix in `match`",
+                );
+                return None;
+            }
+            return Some(Keyed::Value);
+        };
+        if let Some(path) = paths.iter().find(|path| {
+            path.has_each() && path.below(each).is_none_or(|rest| rest.contains(&crate::field_path::Segment::Each))
+        }) {
+            self.mistake(at.clone(), format!("`{path}` does not lie in `{each}`, the array that `match` binds"), "");
+            return None;
+        }
+        if inside == paths.len() {
+            if reference.pairs.iter().any(|pair| pair.target == *each) {
+                let hint = "the elements are the ids themselves: use `into` and `element`, or make them subdocuments";
+                self.mistake(at.key("match"), format!("the elements of `{each}` have no fields to set"), hint);
+                return None;
+            }
+            return Some(Keyed::Value);
+        }
+        if inside > 0 {
+            self.mistake(
+                at.key("set"),
+                "some paths lie in the matched element and some beside the array",
+                "make two rules",
+            );
+            return None;
+        }
+        match values {
+            Values::Set { once: false, .. } => Some(Keyed::Target),
+            Values::Set { .. } => {
+                self.mistake(
+                    at.key("once"),
+                    "`once` needs paths in the matched element, or a reference that is no array",
+                    "",
+                );
+                None
+            }
+            _ => {
+                self.mistake(
+                    at.key("match"),
+                    format!("`{each}` holds several references, and the result would belong to all of them"),
+                    "match on one field of the target",
+                );
+                None
+            }
+        }
+    }
+
+    /// What cannot be owned whatever other rules say.
+    fn owned(&mut self, at: &ConfigPath, rule: &Rule) {
+        let owned: Vec<FieldPath> = rule.owned().into_iter().cloned().collect();
+        for (nth, path) in owned.iter().enumerate() {
+            if path.root() == "_id" {
+                self.mistake(at.clone(), "`_id` cannot be written", "choose another field");
+            }
+            if owned[..nth].iter().any(|other| other.overlaps_loosely(path)) {
+                self.mistake(at.clone(), format!("`{path}` is owned twice"), "one path cannot be, or hold, another");
+            }
+            if rule.target_reads.overlap(path) {
+                self.mistake(
+                    at.clone(),
+                    format!("the rule writes `{path}` and reads it to find its source"),
+                    "a rule's result cannot decide what it refers to",
+                );
+            }
+        }
+        let policy = match rule.on_missing {
+            OnMissing::Remove if rule.keyed != Keyed::Value || rule.reference.target_each.is_none() => "remove",
+            OnMissing::Delete if rule.keyed != Keyed::Value || rule.reference.target_each.is_some() => "delete",
+            _ => return,
+        };
+        let hint = if policy == "remove" {
+            "it pulls the array element that holds the reference"
+        } else {
+            "it deletes a target whose one reference dangles"
+        };
+        self.mistake(at.key("on_missing"), format!("`{policy}` has no meaning for this form of reference"), hint);
+    }
+}
+
+/// Everything of a rule that decides what is written, as one document.
+fn definition(rule: &Rule) -> Document {
+    let side = |side: &Side| doc! {"collection": side.namespace.to_string(), "where": side.filter.clone()};
+    let set = |assignments: &[Assignment]| {
+        assignments.iter().map(|a| (a.path.to_string(), a.expression.clone())).collect::<Document>()
+    };
+    let empty = |on_empty: OnEmpty| if on_empty == OnEmpty::Unset { "unset" } else { "value" };
+    let values = match &rule.values {
+        Values::Set { assignments, once } => doc! {"set": literal(set(assignments)), "once": *once},
+        Values::Into { path, element } => doc! {"into": path.to_string(), "element": element.clone()},
+        Values::Collect { path, element, slice, on_empty, .. } => doc! {
+            "collect": path.to_string(), "element": element.clone(), "slice": *slice, "on_empty": empty(*on_empty),
+        },
+        Values::Aggregate { assignments, on_empty } => {
+            doc! {"aggregate": literal(set(assignments)), "on_empty": empty(*on_empty)}
+        }
+    };
+    doc! {
+        "source": side(&rule.source),
+        "target": side(&rule.target),
+        "match": rule.reference.pairs.iter().map(|p| doc! {"target": p.target.to_string(), "source": p.source.to_string()}).collect::<Vec<_>>(),
+        "key_type": rule.reference.key_type.map(|t| format!("{t:?}")),
+        "sort": rule.sort.iter().map(|(path, direction)| doc! {"path": path, "direction": *direction}).collect::<Vec<_>>(),
+        "on_missing": format!("{:?}", rule.on_missing),
+        "values": values,
+    }
+}
+
+/// A mapping as a list of pairs: its keys hold dots and `$`, and its order is part of the definition.
+fn literal(set: Document) -> Vec<Document> {
+    set.into_iter().map(|(path, expression)| doc! {"path": path, "expression": expression}).collect()
+}

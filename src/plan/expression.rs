@@ -1,0 +1,603 @@
+//! Aggregation expressions and query filters: what they read, and what is refused in them.
+//!
+//! They run on the server, so nothing is evaluated here. Refused is what is not a function of the documents, what runs
+//! code, and what the server does not know (better now, with the line, than in the first read).
+
+use bson::{Bson, Document};
+
+use crate::field_path::FieldPath;
+
+/// The paths that something depends on.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub enum Reads {
+    /// Every path: `$$ROOT` and the like.
+    Everything,
+    /// These.
+    Paths(Vec<FieldPath>),
+    /// None.
+    #[default]
+    Nothing,
+}
+
+impl Reads {
+    /// Adds one path.
+    pub fn add(&mut self, path: FieldPath) {
+        match self {
+            Self::Everything => {}
+            Self::Paths(paths) if paths.contains(&path) => {}
+            Self::Paths(paths) => paths.push(path),
+            Self::Nothing => *self = Self::Paths(vec![path]),
+        }
+    }
+
+    /// Adds a path by its text; a text that is no plain path (an array index, say) counts as everything below its root.
+    pub fn add_text(&mut self, text: &str) {
+        let plain: Vec<&str> = text.split('.').take_while(|part| !part.bytes().all(|b| b.is_ascii_digit())).collect();
+        match FieldPath::parse(&plain.join(".")) {
+            Ok(path) => self.add(path),
+            Err(_) => *self = Self::Everything,
+        }
+    }
+
+    /// Adds all that `other` depends on.
+    pub fn extend(&mut self, other: Self) {
+        match other {
+            Self::Everything => *self = Self::Everything,
+            Self::Paths(paths) => paths.into_iter().for_each(|path| self.add(path)),
+            Self::Nothing => {}
+        }
+    }
+
+    /// Whether an update that changed these dotted paths can matter.
+    #[must_use]
+    pub fn touched_by(&self, changed: &[String]) -> bool {
+        match self {
+            Self::Everything => true,
+            Self::Paths(paths) => changed.iter().any(|changed| paths.iter().any(|path| path.touched_by(changed))),
+            Self::Nothing => false,
+        }
+    }
+
+    /// Whether a write to `owned` can matter. `$[]` or not makes no difference: an expression looks into arrays unasked.
+    #[must_use]
+    pub fn overlap(&self, owned: &FieldPath) -> bool {
+        match self {
+            Self::Everything => true,
+            Self::Paths(paths) => paths.iter().any(|path| path.overlaps_loosely(owned)),
+            Self::Nothing => false,
+        }
+    }
+}
+
+/// Something in an expression that cannot be used, and what to do about it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// What is wrong.
+    pub message: String,
+    /// What to write instead.
+    pub hint: Option<String>,
+}
+
+impl Refusal {
+    fn new(message: impl Into<String>, hint: &str) -> Self {
+        Self { message: message.into(), hint: (!hint.is_empty()).then(|| hint.to_owned()) }
+    }
+}
+
+/// Reads an expression: what it depends on. `element` is what `$$element` stands for, where there is one.
+pub fn expression(value: &Bson, element: Option<&FieldPath>) -> Result<Reads, Refusal> {
+    let mut walk = Walk { element, scope: Vec::new(), reads: Reads::default() };
+    walk.expression(value)?;
+    Ok(walk.reads)
+}
+
+/// Reads a `$group` accumulator: `{ $sum: 1 }`.
+pub fn accumulator(value: &Bson) -> Result<Reads, Refusal> {
+    let form = "an accumulator is written { $sum: 1 } or { $avg: $rating }";
+    let Some((name, argument)) = value.as_document().filter(|doc| doc.len() == 1).and_then(|doc| doc.iter().next())
+    else {
+        return Err(Refusal::new("this is not a `$group` accumulator", form));
+    };
+    if name == "$accumulator" {
+        return Err(code("$accumulator"));
+    }
+    if !ACCUMULATORS.contains(&name.as_str()) {
+        return Err(unknown(name, "accumulator", ACCUMULATORS, form));
+    }
+    let mut walk = Walk { element: None, scope: Vec::new(), reads: Reads::default() };
+    walk.arguments(name, argument)?;
+    Ok(walk.reads)
+}
+
+/// Reads a query document.
+pub fn filter(query: &Document) -> Result<Reads, Refusal> {
+    let mut reads = Reads::default();
+    read_filter(query, &mut reads)?;
+    Ok(reads)
+}
+
+fn read_filter(query: &Document, reads: &mut Reads) -> Result<(), Refusal> {
+    for (name, value) in query {
+        match name.as_str() {
+            "$and" | "$or" | "$nor" => {
+                for clause in value.as_array().map(Vec::as_slice).unwrap_or_default() {
+                    let clause = clause
+                        .as_document()
+                        .ok_or_else(|| Refusal::new(format!("`{name}` takes an array of filters"), ""))?;
+                    read_filter(clause, reads)?;
+                }
+            }
+            "$expr" => reads.extend(expression(value, None)?),
+            "$comment" => {}
+            "$where" => return Err(code("$where")),
+            "$jsonSchema" => *reads = Reads::Everything,
+            _ if name.starts_with('$') => {
+                return Err(Refusal::new(
+                    format!("`{name}` cannot be used in `where`"),
+                    "use a plain query document, { status: published }",
+                ));
+            }
+            path => {
+                reads.add_text(path);
+                inside_filter(value)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn inside_filter(value: &Bson) -> Result<(), Refusal> {
+    let Bson::Document(doc) = value else { return Ok(()) };
+    for (name, value) in doc {
+        if matches!(name.as_str(), "$where" | "$function") {
+            return Err(code(name));
+        }
+        if matches!(name.as_str(), "$near" | "$nearSphere" | "$text") {
+            return Err(Refusal::new(format!("`{name}` cannot be used in `where`"), ""));
+        }
+        inside_filter(value)?;
+    }
+    Ok(())
+}
+
+fn code(name: &str) -> Refusal {
+    Refusal::new(format!("`{name}` runs code on the server and is refused"), "express it with aggregation operators")
+}
+
+fn unknown(name: &str, what: &str, known: &[&str], fallback: &str) -> Refusal {
+    let near = known
+        .iter()
+        .map(|known| (strsim::damerau_levenshtein(known, name), known))
+        .filter(|(distance, _)| *distance <= 2)
+        .min();
+    let hint = near.map_or_else(|| fallback.to_owned(), |(_, known)| format!("did you mean `{known}`?"));
+    Refusal::new(format!("unknown {what} `{name}`"), &hint)
+}
+
+struct Walk<'a> {
+    element: Option<&'a FieldPath>,
+    scope: Vec<String>,
+    reads: Reads,
+}
+
+impl Walk<'_> {
+    fn expression(&mut self, value: &Bson) -> Result<(), Refusal> {
+        match value {
+            Bson::String(text) => self.text(text),
+            Bson::Array(items) => items.iter().try_for_each(|item| self.expression(item)),
+            Bson::Document(doc) => self.document(doc),
+            _ => Ok(()),
+        }
+    }
+
+    fn text(&mut self, text: &str) -> Result<(), Refusal> {
+        if let Some(variable) = text.strip_prefix("$$") {
+            return self.variable(variable);
+        }
+        let Some(path) = text.strip_prefix('$') else { return Ok(()) };
+        if path.contains("$[]") {
+            return Err(Refusal::new(
+                format!("`{text}`: `$[]` has no meaning in an expression"),
+                "an expression looks into arrays by itself; $$element is the matched element of a source-held reference",
+            ));
+        }
+        if path.is_empty() || path.split('.').any(str::is_empty) {
+            return Err(Refusal::new(
+                format!("`{text}` is not a field path"),
+                "write $name or $address.city, or { $literal: \"$\" }",
+            ));
+        }
+        self.reads.add_text(path);
+        Ok(())
+    }
+
+    fn variable(&mut self, text: &str) -> Result<(), Refusal> {
+        let (name, path) = text.split_once('.').unwrap_or((text, ""));
+        match name {
+            "ROOT" | "CURRENT" if path.is_empty() => self.reads = Reads::Everything,
+            "ROOT" | "CURRENT" => self.reads.add_text(path),
+            "REMOVE" | "DESCEND" | "PRUNE" | "KEEP" => {}
+            "NOW" | "CLUSTER_TIME" => {
+                return Err(Refusal::new(
+                    format!("`$${name}` is refused: a copied value is a function of the data alone"),
+                    "store the time in the source document when it is written",
+                ));
+            }
+            "element" => match self.element {
+                Some(each) => self.reads.add(each.clone()),
+                None => {
+                    return Err(Refusal::new(
+                        "`$$element` is the source's matched element, and this rule's source holds no array of references",
+                        "it needs a match such as { _id: \"cast.$[].film\" }",
+                    ));
+                }
+            },
+            _ if self.scope.iter().any(|bound| bound == name) => {}
+            _ => {
+                return Err(Refusal::new(
+                    format!("unknown variable `$${name}`"),
+                    "variables are bound by $let, $map, $filter and $reduce",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn document(&mut self, doc: &Document) -> Result<(), Refusal> {
+        let operator = doc.keys().find(|name| name.starts_with('$'));
+        let Some(operator) = operator else {
+            for (name, value) in doc {
+                if name.contains('.') {
+                    return Err(Refusal::new(
+                        format!("`{name}`: a field of a subdocument expression cannot have a dot in its name"),
+                        "nest it: { a: { b: $x } }",
+                    ));
+                }
+                self.expression(value)?;
+            }
+            return Ok(());
+        };
+        if doc.len() > 1 {
+            return Err(Refusal::new(
+                format!("`{operator}` stands beside other keys; an operator stands alone in its document"),
+                "",
+            ));
+        }
+        let operator = operator.clone();
+        match doc.get(&operator) {
+            Some(argument) => self.arguments(&operator, argument),
+            None => Ok(()),
+        }
+    }
+
+    fn arguments(&mut self, operator: &str, argument: &Bson) -> Result<(), Refusal> {
+        match operator {
+            "$literal" => Ok(()),
+            "$function" | "$accumulator" | "$where" => Err(code(operator)),
+            "$rand" | "$sampleRate" => Err(Refusal::new(
+                format!("`{operator}` is refused: a copied value is a function of the data alone"),
+                "",
+            )),
+            "$getField" => self.get_field(argument),
+            "$let" | "$map" | "$filter" | "$reduce" => self.binding(operator, argument),
+            _ if OPERATORS.contains(&operator) || ACCUMULATORS.contains(&operator) => match argument {
+                // Named arguments ({ input: …, to: … }) are expressions each; a name here is not a field's.
+                Bson::Document(doc) if !doc.keys().any(|name| name.starts_with('$')) => doc.iter().try_for_each(
+                    |(name, value)| if name == "sortBy" { self.sort_by(value) } else { self.expression(value) },
+                ),
+                other => self.expression(other),
+            },
+            _ => Err(unknown(
+                operator,
+                "operator",
+                OPERATORS,
+                "a text that starts with `$` is written { $literal: \"$text\" }",
+            )),
+        }
+    }
+
+    /// `sortBy` of `$topN`, `$sortArray`: field paths as keys.
+    fn sort_by(&mut self, value: &Bson) -> Result<(), Refusal> {
+        for path in value.as_document().into_iter().flat_map(Document::keys) {
+            self.reads.add_text(path);
+        }
+        Ok(())
+    }
+
+    fn get_field(&mut self, argument: &Bson) -> Result<(), Refusal> {
+        match argument {
+            Bson::String(name) => self.reads.add_text(name),
+            Bson::Document(doc) if doc.contains_key("input") => {
+                if let Some(input) = doc.get("input") {
+                    self.expression(input)?;
+                }
+            }
+            _ => self.reads = Reads::Everything,
+        }
+        Ok(())
+    }
+
+    fn binding(&mut self, operator: &str, argument: &Bson) -> Result<(), Refusal> {
+        let Bson::Document(doc) = argument else {
+            return Err(Refusal::new(format!("`{operator}` takes a document"), ""));
+        };
+        let depth = self.scope.len();
+        let inner = match operator {
+            "$let" => {
+                let vars = doc.get_document("vars").cloned().unwrap_or_default();
+                for value in vars.values() {
+                    self.expression(value)?;
+                }
+                self.scope.extend(vars.keys().cloned());
+                "in"
+            }
+            _ => {
+                for name in ["input", "initialValue", "limit"] {
+                    if let Some(value) = doc.get(name) {
+                        self.expression(value)?;
+                    }
+                }
+                self.scope.extend(doc.get_str("as").ok().map(ToOwned::to_owned));
+                self.scope.extend(["this".to_owned(), "value".to_owned()]);
+                if operator == "$filter" { "cond" } else { "in" }
+            }
+        };
+        if let Some(body) = doc.get(inner) {
+            self.expression(body)?;
+        }
+        self.scope.truncate(depth);
+        Ok(())
+    }
+}
+
+/// `$group` accumulators of MongoDB 6.0
+/// (<https://www.mongodb.com/docs/v6.0/reference/operator/aggregation/#accumulators---group---bucket---bucketauto---setwindowfields->).
+const ACCUMULATORS: &[&str] = &[
+    "$addToSet",
+    "$avg",
+    "$bottom",
+    "$bottomN",
+    "$count",
+    "$first",
+    "$firstN",
+    "$last",
+    "$lastN",
+    "$max",
+    "$maxN",
+    "$mergeObjects",
+    "$min",
+    "$minN",
+    "$push",
+    "$stdDevPop",
+    "$stdDevSamp",
+    "$sum",
+    "$top",
+    "$topN",
+];
+
+/// Expression operators of MongoDB 6.0 and the two that later versions added to common use.
+const OPERATORS: &[&str] = &[
+    "$abs",
+    "$acos",
+    "$acosh",
+    "$add",
+    "$allElementsTrue",
+    "$and",
+    "$anyElementTrue",
+    "$arrayElemAt",
+    "$arrayToObject",
+    "$asin",
+    "$asinh",
+    "$atan",
+    "$atan2",
+    "$atanh",
+    "$avg",
+    "$binarySize",
+    "$bitAnd",
+    "$bitNot",
+    "$bitOr",
+    "$bitXor",
+    "$bsonSize",
+    "$ceil",
+    "$cmp",
+    "$concat",
+    "$concatArrays",
+    "$cond",
+    "$convert",
+    "$cos",
+    "$cosh",
+    "$dateAdd",
+    "$dateDiff",
+    "$dateFromParts",
+    "$dateFromString",
+    "$dateSubtract",
+    "$dateToParts",
+    "$dateToString",
+    "$dateTrunc",
+    "$dayOfMonth",
+    "$dayOfWeek",
+    "$dayOfYear",
+    "$degreesToRadians",
+    "$divide",
+    "$eq",
+    "$exp",
+    "$filter",
+    "$first",
+    "$firstN",
+    "$floor",
+    "$getField",
+    "$gt",
+    "$gte",
+    "$hour",
+    "$ifNull",
+    "$in",
+    "$indexOfArray",
+    "$indexOfBytes",
+    "$indexOfCP",
+    "$isArray",
+    "$isNumber",
+    "$isoDayOfWeek",
+    "$isoWeek",
+    "$isoWeekYear",
+    "$last",
+    "$lastN",
+    "$let",
+    "$literal",
+    "$ln",
+    "$log",
+    "$log10",
+    "$lt",
+    "$lte",
+    "$ltrim",
+    "$map",
+    "$max",
+    "$maxN",
+    "$median",
+    "$mergeObjects",
+    "$meta",
+    "$millisecond",
+    "$min",
+    "$minN",
+    "$minute",
+    "$mod",
+    "$month",
+    "$multiply",
+    "$ne",
+    "$not",
+    "$objectToArray",
+    "$or",
+    "$percentile",
+    "$pow",
+    "$radiansToDegrees",
+    "$range",
+    "$reduce",
+    "$regexFind",
+    "$regexFindAll",
+    "$regexMatch",
+    "$replaceAll",
+    "$replaceOne",
+    "$reverseArray",
+    "$round",
+    "$rtrim",
+    "$second",
+    "$setDifference",
+    "$setEquals",
+    "$setField",
+    "$setIntersection",
+    "$setIsSubset",
+    "$setUnion",
+    "$sin",
+    "$sinh",
+    "$size",
+    "$slice",
+    "$sortArray",
+    "$split",
+    "$sqrt",
+    "$stdDevPop",
+    "$stdDevSamp",
+    "$strLenBytes",
+    "$strLenCP",
+    "$strcasecmp",
+    "$substr",
+    "$substrBytes",
+    "$substrCP",
+    "$subtract",
+    "$sum",
+    "$switch",
+    "$tan",
+    "$tanh",
+    "$toBool",
+    "$toDate",
+    "$toDecimal",
+    "$toDouble",
+    "$toInt",
+    "$toLong",
+    "$toLower",
+    "$toObjectId",
+    "$toString",
+    "$toUpper",
+    "$trim",
+    "$trunc",
+    "$tsIncrement",
+    "$tsSecond",
+    "$type",
+    "$unsetField",
+    "$week",
+    "$year",
+    "$zip",
+];
+
+#[cfg(test)]
+mod tests {
+    use bson::{bson, doc};
+
+    use super::*;
+
+    fn reads(value: Bson) -> Vec<String> {
+        match expression(&value, Some(&FieldPath::parse("cast.$[]").unwrap())).unwrap() {
+            Reads::Everything => vec!["*".to_owned()],
+            Reads::Paths(paths) => paths.iter().map(ToString::to_string).collect(),
+            Reads::Nothing => vec![],
+        }
+    }
+
+    #[test]
+    fn what_an_expression_reads() {
+        for (value, expected) in [
+            (bson!("$name"), vec!["name"]),
+            (bson!("name"), vec![]),
+            (bson!({"a": "$x.y", "b": [1, "$z"]}), vec!["x.y", "z"]),
+            (bson!({"$concat": ["$a", " ", "$b"]}), vec!["a", "b"]),
+            (bson!({"$literal": "$a"}), vec![]),
+            (bson!("$$ROOT"), vec!["*"]),
+            (bson!("$$ROOT.a.b"), vec!["a.b"]),
+            (bson!("$$element.role"), vec!["cast.$[]"]),
+            (
+                bson!({"$map": {"input": "$items", "as": "i", "in": {"$add": ["$$i.n", "$base"]}}}),
+                vec!["items", "base"],
+            ),
+            (bson!({"$let": {"vars": {"v": "$a"}, "in": "$$v.b"}}), vec!["a"]),
+            (bson!({"$getField": "dotted.name"}), vec!["dotted.name"]),
+            (bson!({"$dateToString": {"date": "$at", "format": "%Y"}}), vec!["at"]),
+            (bson!("$list.0"), vec!["list"]),
+        ] {
+            assert_eq!(reads(value.clone()), expected, "{value}");
+        }
+    }
+
+    #[test]
+    fn what_is_refused_says_why() {
+        for (value, message, hint) in [
+            (bson!({"$concatt": []}), "unknown operator `$concatt`", "did you mean `$concat`?"),
+            (bson!("$$NOW"), "`$$NOW` is refused", "store the time"),
+            (bson!({"$rand": {}}), "`$rand` is refused", ""),
+            (bson!({"$function": {}}), "`$function` runs code", "aggregation operators"),
+            (bson!("$parts.$[].id"), "`$[]` has no meaning", "looks into arrays by itself"),
+            (bson!("$$nope"), "unknown variable `$$nope`", "$let"),
+            (bson!("$"), "is not a field path", "$literal"),
+            (bson!({"$add": [1], "x": 2}), "stands beside other keys", ""),
+            (bson!({"a.b": 1}), "cannot have a dot", "nest it"),
+        ] {
+            let refusal = expression(&value, None).unwrap_err();
+            assert!(refusal.message.contains(message), "{value}: {}", refusal.message);
+            assert!(refusal.hint.unwrap_or_default().contains(hint), "{value}");
+        }
+    }
+
+    #[test]
+    fn filters_tell_their_paths_and_refuse_code() {
+        let reads = filter(&doc! {"status": "x", "$or": [{"a.b": {"$gt": 1}}, {"$expr": {"$eq": ["$c", 1]}}]}).unwrap();
+        assert_eq!(reads, Reads::Paths(["status", "a.b", "c"].map(|p| FieldPath::parse(p).unwrap()).to_vec()));
+        assert!(filter(&doc! {"$where": "1"}).is_err());
+        assert!(filter(&doc! {"a": {"$not": {"$where": "1"}}}).is_err());
+        assert!(filter(&doc! {"$text": {"$search": "x"}}).is_err());
+    }
+
+    #[test]
+    fn accumulators_are_those_of_group() {
+        assert_eq!(accumulator(&bson!({"$sum": 1})).unwrap(), Reads::Nothing);
+        assert!(accumulator(&bson!({"$summ": 1})).unwrap_err().hint.unwrap().contains("$sum"));
+        assert!(accumulator(&bson!(5)).is_err());
+        assert!(accumulator(&bson!({"$accumulator": {}})).is_err());
+    }
+}

@@ -1,0 +1,318 @@
+//! How a target and its sources find each other: the pairs of `match`, and what documents say of them.
+
+use bson::{Bson, Document, oid::ObjectId};
+
+use crate::{
+    config::KeyType,
+    field_path::{FieldPath, Segment},
+    key::Key,
+};
+
+/// One entry of `match`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Pair {
+    /// The path in the target.
+    pub target: FieldPath,
+    /// The path in the source.
+    pub source: FieldPath,
+}
+
+/// The `match` of a rule.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Reference {
+    /// The entries, in order. A [`Key`]'s values are in the same order.
+    pub pairs: Vec<Pair>,
+    /// `parts.$[]`, where entries run through an array of the target.
+    pub target_each: Option<FieldPath>,
+    /// `parts.$[]`, where entries run through an array of the source.
+    pub source_each: Option<FieldPath>,
+    /// What the target's value is converted to before matching.
+    pub key_type: Option<KeyType>,
+    /// What a DBRef in the target must name: the source's collection and database.
+    pub source_name: (String, String),
+    /// What a DBRef in the source must name: the target's collection and database.
+    pub target_name: (String, String),
+}
+
+/// Which document of a rule is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// The source.
+    Source,
+    /// The target.
+    Target,
+}
+
+impl Reference {
+    /// Whether the one source path is `_id`: the event then names the key, whatever happened.
+    #[must_use]
+    pub fn keyed_by_source_id(&self) -> bool {
+        matches!(self.pairs.as_slice(), [pair] if pair.source.to_string() == "_id")
+    }
+
+    /// Whether the one target path is `_id`.
+    #[must_use]
+    pub fn keyed_by_target_id(&self) -> bool {
+        matches!(self.pairs.as_slice(), [pair] if pair.target.to_string() == "_id")
+    }
+
+    /// The paths on one side, in the order of the pairs.
+    pub fn paths(&self, role: Role) -> impl Iterator<Item = &FieldPath> {
+        self.pairs.iter().map(move |pair| match role {
+            Role::Source => &pair.source,
+            Role::Target => &pair.target,
+        })
+    }
+
+    /// A projection that keeps what [`Reference::keys`] reads.
+    #[must_use]
+    pub fn projection(&self, role: Role) -> Document {
+        let mut out = Document::new();
+        let mut paths: Vec<String> = Vec::new();
+        for path in self.paths(role) {
+            paths.push(path.query());
+            if let Some(parent) = dbref_parent(path) {
+                paths.extend([format!("{parent}$ref"), format!("{parent}$db")]);
+            }
+        }
+        for path in paths {
+            out.insert(path, 1);
+        }
+        out
+    }
+
+    /// What a document refers to, or is referred to by: one entry for each element of the array, or one in all. None is a
+    /// reference to nothing: null, missing, an array where none is expected, a DBRef of another collection.
+    #[must_use]
+    pub fn keys(&self, role: Role, doc: &Document) -> Vec<Option<Key>> {
+        let each = match role {
+            Role::Source => &self.source_each,
+            Role::Target => &self.target_each,
+        };
+        let Some(each) = each else {
+            return vec![self.key_at(role, doc, None)];
+        };
+        let mut elements = Vec::new();
+        collect_elements(each.segments(), Cursor::Document(doc), &mut elements);
+        elements.into_iter().map(|element| self.key_at(role, doc, Some((each, element)))).collect()
+    }
+
+    /// Whether the target has the array that its references are in.
+    #[must_use]
+    pub fn has_array(&self, target: &Document) -> bool {
+        let Some(each) = &self.target_each else { return false };
+        let mut at = Cursor::Document(target);
+        for segment in each.segments() {
+            match (segment, at) {
+                (Segment::Each, Cursor::Value(value)) => return value.as_array().is_some(),
+                (Segment::Name(name), Cursor::Document(doc) | Cursor::Value(Bson::Document(doc))) => {
+                    match doc.get(name) {
+                        Some(value) => at = Cursor::Value(value),
+                        None => return false,
+                    }
+                }
+                _ => return false,
+            }
+        }
+        false
+    }
+
+    fn key_at(&self, role: Role, doc: &Document, element: Option<(&FieldPath, &Bson)>) -> Option<Key> {
+        let mut values = Vec::with_capacity(self.pairs.len());
+        for path in self.paths(role) {
+            let value = match element {
+                Some((each, element)) if path == each => Some(element),
+                Some((each, element)) if path.below(each).is_some() => match element {
+                    Bson::Document(inside) => self.value_at(role, inside, path.below(each).unwrap_or_default()),
+                    _ => None,
+                },
+                _ => self.value_at(role, doc, path.segments()),
+            };
+            match value? {
+                Bson::Null | Bson::Undefined | Bson::Array(_) => return None,
+                value if role == Role::Target => values.push(self.convert(value)),
+                value => values.push(value.clone()),
+            }
+        }
+        Some(Key::new(values))
+    }
+
+    /// The value at `path`, which does not look into arrays.
+    fn value_at<'a>(&self, role: Role, doc: &'a Document, path: &[Segment]) -> Option<&'a Bson> {
+        let (last, parents) = path.split_last()?;
+        let mut at = doc;
+        for segment in parents {
+            at = match segment {
+                Segment::Name(name) => at.get_document(name).ok()?,
+                Segment::Each => return None,
+            };
+        }
+        let Segment::Name(name) = last else { return None };
+        if name == "$id" && !self.names(role, at) {
+            return None;
+        }
+        at.get(name)
+    }
+
+    /// Whether the DBRef `at`, in a document of `role`, names the other side.
+    fn names(&self, role: Role, at: &Document) -> bool {
+        let (collection, database) = self.other(role);
+        at.get_str("$ref").is_ok_and(|name| name == collection)
+            && at.get("$db").is_none_or(|db| db.as_str() == Some(database))
+    }
+
+    /// What a DBRef in a document of `role` must name: collection and database.
+    #[must_use]
+    pub fn other(&self, role: Role) -> (&str, &str) {
+        let (collection, database) = match role {
+            Role::Target => &self.source_name,
+            Role::Source => &self.target_name,
+        };
+        (collection, database)
+    }
+
+    fn convert(&self, value: &Bson) -> Bson {
+        match (self.key_type, value) {
+            (Some(KeyType::ObjectId), Bson::String(text)) if is_lower_hex(text) => {
+                ObjectId::parse_str(text).map_or_else(|_| value.clone(), Bson::ObjectId)
+            }
+            (Some(KeyType::String), Bson::ObjectId(id)) => Bson::String(id.to_hex()),
+            (Some(KeyType::String), Bson::Int32(n)) => Bson::String(n.to_string()),
+            (Some(KeyType::String), Bson::Int64(n)) => Bson::String(n.to_string()),
+            _ => value.clone(),
+        }
+    }
+
+    /// The values of a target that convert to `value`: what a query must look for.
+    #[must_use]
+    pub fn stored_as(&self, value: &Bson) -> Vec<Bson> {
+        match (self.key_type, value) {
+            (Some(KeyType::ObjectId), Bson::ObjectId(id)) => vec![value.clone(), Bson::String(id.to_hex())],
+            (Some(KeyType::String), Bson::String(text)) => {
+                let mut all = vec![value.clone()];
+                if is_lower_hex(text) {
+                    all.extend(ObjectId::parse_str(text).ok().map(Bson::ObjectId));
+                }
+                // Only the digits that an integer is written with: "05" is no integer's text.
+                all.extend(text.parse().ok().filter(|n: &i64| n.to_string() == *text).map(Bson::Int64));
+                all
+            }
+            _ => vec![value.clone()],
+        }
+    }
+}
+
+fn is_lower_hex(text: &str) -> bool {
+    text.len() == 24 && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+}
+
+/// `publisher.` of `publisher.$id`; the prefix of a DBRef's three fields.
+#[must_use]
+pub fn dbref_parent(path: &FieldPath) -> Option<String> {
+    let text = path.query();
+    text.strip_suffix("$id").map(ToOwned::to_owned)
+}
+
+#[derive(Clone, Copy)]
+enum Cursor<'a> {
+    Document(&'a Document),
+    Value(&'a Bson),
+}
+
+/// The elements that a path ending in `$[]` leads to. Anything that is not an array where one is expected has none.
+fn collect_elements<'a>(path: &[Segment], at: Cursor<'a>, out: &mut Vec<&'a Bson>) {
+    match (path.split_first(), at) {
+        (None, Cursor::Value(value)) => out.push(value),
+        (Some((Segment::Each, rest)), Cursor::Value(Bson::Array(items))) => {
+            for item in items {
+                collect_elements(rest, Cursor::Value(item), out);
+            }
+        }
+        (Some((Segment::Name(name), rest)), Cursor::Document(doc) | Cursor::Value(Bson::Document(doc))) => {
+            if let Some(value) = doc.get(name) {
+                collect_elements(rest, Cursor::Value(value), out);
+            }
+        }
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::{bson, doc};
+
+    use super::*;
+
+    fn reference(pairs: &[(&str, &str)]) -> Reference {
+        let pairs: Vec<Pair> = pairs
+            .iter()
+            .map(|(t, s)| Pair { target: FieldPath::parse(t).unwrap(), source: FieldPath::parse(s).unwrap() })
+            .collect();
+        Reference {
+            target_each: pairs.iter().find_map(|p| p.target.array_prefix()),
+            source_each: pairs.iter().find_map(|p| p.source.array_prefix()),
+            pairs,
+            key_type: None,
+            source_name: ("parts".to_owned(), "shop".to_owned()),
+            target_name: ("products".to_owned(), "shop".to_owned()),
+        }
+    }
+
+    fn key(value: Bson) -> Option<Key> {
+        Some(Key::one(value))
+    }
+
+    #[test]
+    fn a_scalar_reference_does_not_look_into_arrays() {
+        let r = reference(&[("a.b", "_id")]);
+        let keys = |doc: Document| r.keys(Role::Target, &doc);
+        assert_eq!(keys(doc! {"a": {"b": 5}}), [key(bson!(5))]);
+        assert_eq!(keys(doc! {"a": {"b": null}}), [None]);
+        assert_eq!(keys(doc! {"a": 5}), [None]);
+        assert_eq!(keys(doc! {"a": [{"b": 5}]}), [None]);
+        assert_eq!(keys(doc! {"a": {"b": [5]}}), [None]);
+    }
+
+    #[test]
+    fn an_array_has_one_reference_an_element() {
+        let r = reference(&[("parts.$[].id", "_id")]);
+        let doc = doc! {"parts": [{"id": 1}, {"id": null}, {"x": 1}, 5, {"id": 1.0}]};
+        assert_eq!(r.keys(Role::Target, &doc), [key(bson!(1)), None, None, None, key(bson!(1))]);
+        assert_eq!(r.keys(Role::Target, &doc! {"parts": {"id": 1}}), []);
+        assert_eq!(reference(&[("p.$[]", "_id")]).keys(Role::Target, &doc! {"p": [3, null]}), [key(bson!(3)), None]);
+        let nested = reference(&[("a.$[].b.$[].c", "_id")]);
+        let doc = doc! {"a": [{"b": [{"c": 1}, {"c": 2}]}, {"b": 5}, 7, {"b": [{"c": 3}]}]};
+        assert_eq!(nested.keys(Role::Target, &doc), [key(bson!(1)), key(bson!(2)), key(bson!(3))]);
+    }
+
+    #[test]
+    fn entries_of_one_element_belong_together() {
+        let r = reference(&[("tenant", "tenant"), ("parts.$[].id", "sku")]);
+        let doc = doc! {"tenant": "t", "parts": [{"id": 1}, {}]};
+        assert_eq!(r.keys(Role::Target, &doc), [Some(Key::new(vec![bson!("t"), bson!(1)])), None]);
+    }
+
+    #[test]
+    fn a_dbref_must_name_the_source() {
+        let r = reference(&[("part.$id", "_id")]);
+        let keys = |part: Document| r.keys(Role::Target, &doc! {"part": part});
+        assert_eq!(keys(doc! {"$ref": "parts", "$id": 1}), [key(bson!(1))]);
+        assert_eq!(keys(doc! {"$ref": "parts", "$id": 1, "$db": "shop"}), [key(bson!(1))]);
+        assert_eq!(keys(doc! {"$ref": "parts", "$id": 1, "$db": "other"}), [None]);
+        assert_eq!(keys(doc! {"$ref": "others", "$id": 1}), [None]);
+    }
+
+    #[test]
+    fn key_type_converts_and_finds_back() {
+        let id = ObjectId::parse_str("0123456789abcdef01234567").unwrap();
+        let mut r = reference(&[("part", "_id")]);
+        r.key_type = Some(KeyType::ObjectId);
+        assert_eq!(r.keys(Role::Target, &doc! {"part": id.to_hex()}), [key(id.into())]);
+        assert_eq!(r.stored_as(&id.into()), [bson!(id), bson!(id.to_hex())]);
+        r.key_type = Some(KeyType::String);
+        assert_eq!(r.keys(Role::Target, &doc! {"part": id}), [key(bson!(id.to_hex()))]);
+        assert_eq!(r.keys(Role::Target, &doc! {"part": 5}), [key(bson!("5"))]);
+        assert_eq!(r.stored_as(&bson!("5")), [bson!("5"), Bson::Int64(5)]);
+        assert_eq!(r.stored_as(&bson!("05")), [bson!("05")]);
+    }
+}

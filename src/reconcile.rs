@@ -1,0 +1,8 @@
+//! One batch of keys: read the sources, compute what the targets should hold, write it.
+
+pub mod read;
+pub mod run;
+pub mod statement;
+pub mod value;
+
+pub use run::{Context, Outcome, run};

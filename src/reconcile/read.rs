@@ -1,0 +1,298 @@
+//! The reads of a reconcile as commands. Pure: what is sent is decided here, sending is done in [`super::run`].
+
+use bson::{Bson, Document, doc};
+
+use crate::{
+    field_path::FieldPath,
+    key::Key,
+    plan::{
+        Assignment, Keyed, Rule, Values,
+        reference::{Role, dbref_parent},
+    },
+};
+
+/// The collation of every comparison: a collection's own would make "A" and "a" one key.
+#[must_use]
+pub fn simple_collation() -> Document {
+    doc! {"locale": "simple"}
+}
+
+/// Reads the sources of `keys`: rows `{ k: [match values], v: { v0: …, v1: … } }`, the winner of each key first; for
+/// `collect` and `aggregate` one row a key, `{ k, v }` with `v.e` the elements or `v.v0…` the accumulated values.
+#[must_use]
+pub fn sources(rule: &Rule, keys: &[&Key]) -> Document {
+    let mut stages = vec![doc! {"$match": source_match(rule, keys)}];
+    let element = rule.reference.source_each.as_ref();
+    if let Some(each) = element {
+        stages.extend(unwind(rule, each, keys));
+    }
+    let row_key: Vec<Bson> = rule.reference.paths(Role::Source).map(|path| row_path(path, element)).collect();
+    match &rule.values {
+        Values::Set { assignments, .. } => {
+            stages.extend(sort_stage(rule));
+            stages.push(row(&row_key, &bind(fields(assignments), element)));
+        }
+        Values::Into { element: value, .. } => {
+            stages.extend(sort_stage(rule));
+            stages.push(row(&row_key, &bind(doc! {"e": value.clone()}.into(), element)));
+        }
+        Values::Collect { element: value, slice, .. } => {
+            stages.extend(collect(rule, row_key, bind(doc! {"e": value.clone()}.into(), element), *slice))
+        }
+        Values::Aggregate { assignments, .. } => stages.extend(aggregate(rule, row_key, assignments)),
+    }
+    command(&rule.source.namespace.collection, stages)
+}
+
+fn command(collection: &str, stages: Vec<Document>) -> Document {
+    doc! {"aggregate": collection, "pipeline": stages, "cursor": {"batchSize": 10_000}, "collation": simple_collation(), "allowDiskUse": true}
+}
+
+fn row(key: &[Bson], values: &Bson) -> Document {
+    doc! {"$replaceWith": {"k": key, "v": values.clone()}}
+}
+
+fn fields(assignments: &[Assignment]) -> Bson {
+    let values: Document =
+        assignments.iter().enumerate().map(|(n, a)| (format!("v{n}"), a.expression.clone())).collect();
+    Bson::Document(values)
+}
+
+/// `$$element` is a variable of ours, bound to the unwound element.
+fn bind(expression: Bson, element: Option<&FieldPath>) -> Bson {
+    match element {
+        Some(_) => doc! {"$let": {"vars": {"element": format!("${ELEMENT}")}, "in": expression}}.into(),
+        None => expression,
+    }
+}
+
+/// The field that holds the unwound element. A document's own field of this name would be shadowed.
+const ELEMENT: &str = "__denormd_element";
+
+/// Where a row finds a match value.
+fn row_path(path: &FieldPath, element: Option<&FieldPath>) -> Bson {
+    match element {
+        Some(each) if path == each => format!("${ELEMENT}").into(),
+        Some(each) => match path.below(each) {
+            Some(_) => {
+                let below = path.query();
+                let below = below.strip_prefix(&format!("{}.", each.query())).unwrap_or(&below).to_owned();
+                format!("${ELEMENT}.{below}").into()
+            }
+            None => format!("${}", path.query()).into(),
+        },
+        None => format!("${}", path.query()).into(),
+    }
+}
+
+/// One row for each element of the source's array; nested arrays one after the other.
+fn unwind(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
+    let text = each.to_string();
+    let mut stages = Vec::new();
+    let mut from = String::new();
+    for part in text.split(".$[]").filter(|part| !part.is_empty()) {
+        let path = if from.is_empty() { format!("${part}") } else { format!("${ELEMENT}{part}") };
+        // A non-array where an array is expected holds no reference.
+        stages.push(doc! {"$set": {ELEMENT: {"$cond": [{"$isArray": &path}, &path, []]}}});
+        stages.push(doc! {"$unwind": format!("${ELEMENT}")});
+        from = part.to_owned();
+    }
+    let mut wanted = Document::new();
+    for (nth, path) in rule.reference.paths(Role::Source).enumerate() {
+        let Bson::String(at) = row_path(path, Some(each)) else { continue };
+        let at = at.trim_start_matches('$').to_owned();
+        if at.starts_with(ELEMENT) {
+            let mut values: Vec<Bson> = keys.iter().filter_map(|key| key.values().get(nth).cloned()).collect();
+            values.retain(|value| !matches!(value, Bson::RegularExpression(_)));
+            if values.len() == keys.len() {
+                wanted.insert(at.clone(), doc! {"$in": values});
+            }
+            if dbref_parent(path).is_some() {
+                let (collection, database) = rule.reference.other(Role::Source);
+                let parent = at.trim_end_matches("$id");
+                wanted.insert(format!("{parent}$ref"), collection);
+                wanted.insert(format!("{parent}$db"), doc! {"$in": [database, Bson::Null]});
+            }
+        }
+    }
+    if !wanted.is_empty() {
+        stages.push(doc! {"$match": wanted});
+    }
+    stages
+}
+
+/// The sources that can answer one of the keys: a superset where several paths match, narrowed by the caller.
+fn source_match(rule: &Rule, keys: &[&Key]) -> Document {
+    let paths: Vec<String> = rule.reference.paths(Role::Source).map(FieldPath::query).collect();
+    let clause = match paths.as_slice() {
+        [path] => one_of(path, keys.iter().filter_map(|key| key.values().first())),
+        _ => {
+            let all = keys.iter().map(|key| {
+                paths
+                    .iter()
+                    .zip(key.values())
+                    .map(|(path, value)| (path.clone(), Bson::from(doc! {"$eq": value.clone()})))
+                    .collect::<Document>()
+            });
+            doc! {"$or": all.collect::<Vec<_>>()}
+        }
+    };
+    match &rule.source.filter {
+        Some(filter) => doc! {"$and": [clause, filter.clone()]},
+        None => clause,
+    }
+}
+
+/// `path` equals one of `values`. A regular expression inside `$in` would be used as a pattern; inside `$eq` it is a value.
+#[must_use]
+pub fn one_of<'a>(path: &str, values: impl Iterator<Item = &'a Bson>) -> Document {
+    let (patterns, plain): (Vec<&Bson>, Vec<&Bson>) =
+        values.partition(|value| matches!(value, Bson::RegularExpression(_)));
+    let plain: Vec<Bson> = plain.into_iter().cloned().collect();
+    if patterns.is_empty() {
+        return doc! {path: {"$in": plain}};
+    }
+    let mut any = vec![doc! {path: {"$in": plain}}];
+    any.extend(patterns.into_iter().map(|pattern| doc! {path: {"$eq": pattern.clone()}}));
+    doc! {"$or": any}
+}
+
+fn order(rule: &Rule) -> Document {
+    let mut order: Document =
+        rule.sort.iter().map(|(path, direction)| (path.clone(), Bson::Int32(*direction))).collect();
+    if !order.contains_key("_id") {
+        order.insert("_id", 1);
+    }
+    order
+}
+
+/// The winner of each key first. A source found by its `_id` has no rival, unless a target has several references.
+fn sort_stage(rule: &Rule) -> Option<Document> {
+    let rivals = !rule.reference.keyed_by_source_id()
+        || (rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. }));
+    rivals.then(|| doc! {"$sort": order(rule)})
+}
+
+fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Vec<Document> {
+    let elements = match slice {
+        Some(n) if n < 0 => doc! {"$bottomN": {"n": n.saturating_neg(), "sortBy": order(rule), "output": element}},
+        Some(n) => doc! {"$topN": {"n": n, "sortBy": order(rule), "output": element}},
+        None => doc! {"$push": element},
+    };
+    let mut stages = Vec::new();
+    if slice.is_none() {
+        stages.push(doc! {"$sort": order(rule)});
+    }
+    stages.push(doc! {"$group": {"_id": key, "e": elements}});
+    stages.push(doc! {"$replaceWith": {"k": "$_id", "v": {"e": "$e"}}});
+    stages
+}
+
+fn aggregate(rule: &Rule, key: Vec<Bson>, assignments: &[Assignment]) -> Vec<Document> {
+    let mut group = doc! {"_id": key};
+    let mut out = Document::new();
+    let mut ordered = false;
+    for (n, assignment) in assignments.iter().enumerate() {
+        let name = format!("v{n}");
+        let accumulator = assignment.expression.as_document().and_then(|doc| doc.iter().next());
+        let whole_numbers = matches!(accumulator, Some((op, Bson::Int32(_) | Bson::Int64(_))) if op == "$sum");
+        let operator = accumulator.map(|(op, _)| op.as_str()).unwrap_or_default();
+        ordered |= !whole_numbers && !matches!(operator, "$count" | "$min" | "$max" | "$addToSet");
+        group.insert(name.clone(), assignment.expression.clone());
+        let value: Bson = if operator == "$addToSet" {
+            doc! {"$sortArray": {"input": format!("${name}"), "sortBy": 1}}.into()
+        } else {
+            format!("${name}").into()
+        };
+        out.insert(name, value);
+    }
+    let mut stages = Vec::new();
+    if ordered {
+        stages.push(doc! {"$sort": order(rule)});
+    }
+    stages.push(doc! {"$group": group});
+    stages.push(doc! {"$replaceWith": {"k": "$_id", "v": out}});
+    stages
+}
+
+/// Reads documents of one side by `_id`, with the fields that its references are in.
+#[must_use]
+pub fn by_id(rule: &Rule, role: Role, ids: &[&Key]) -> Document {
+    let side = match role {
+        Role::Source => &rule.source,
+        Role::Target => &rule.target,
+    };
+    let ids: Vec<Bson> = ids.iter().filter_map(|key| key.values().first().cloned()).collect();
+    doc! {"find": &side.namespace.collection, "filter": {"_id": {"$in": ids}}, "projection": rule.reference.projection(role), "batchSize": 10_000, "collation": simple_collation()}
+}
+
+/// Reads targets by `_id` for a rule that is keyed by them: rows `{ _id, d: reference fields, g: guard }`, where `g` is
+/// what [`super::statement`] demands to be unchanged.
+#[must_use]
+pub fn targets(rule: &Rule, ids: &[&Key]) -> Document {
+    let ids: Vec<Bson> = ids.iter().filter_map(|key| key.values().first().cloned()).collect();
+    let mut filter = doc! {"_id": {"$in": ids}};
+    if let Some(target_filter) = &rule.target.filter {
+        filter = doc! {"$and": [filter, target_filter.clone()]};
+    }
+    let stages = vec![
+        doc! {"$match": filter},
+        doc! {"$set": {GUARD: guard_expression(rule)}},
+        doc! {"$project": with(rule.reference.projection(Role::Target), GUARD)},
+    ];
+    command(&rule.target.namespace.collection, stages)
+}
+
+fn with(mut projection: Document, field: &str) -> Document {
+    projection.insert(field, 1);
+    projection
+}
+
+/// The field of [`targets`]' rows that holds the guard.
+pub const GUARD: &str = "__denormd_guard";
+
+/// All that a target refers to, as one value: while it is the same, what was computed for the target is right.
+#[must_use]
+pub fn guard_expression(rule: &Rule) -> Document {
+    let mut guard = Document::new();
+    for (nth, path) in rule.reference.paths(Role::Target).enumerate() {
+        guard.insert(format!("p{nth}"), format!("${}", path.query()));
+        if let Some(parent) = dbref_parent(path) {
+            guard.insert(format!("r{nth}"), format!("${parent}$ref"));
+            guard.insert(format!("d{nth}"), format!("${parent}$db"));
+        }
+    }
+    guard
+}
+
+/// Reads the `_id`s of all targets that refer to `key`.
+#[must_use]
+pub fn holders(rule: &Rule, keys: &[&Key]) -> Document {
+    let clauses = keys.iter().map(|key| {
+        let paths = rule.reference.paths(Role::Target).zip(key.values());
+        let parts = paths.map(|(path, value)| {
+            let values = rule.reference.stored_as(value);
+            one_of(&path.query(), values.iter())
+        });
+        doc! {"$and": parts.collect::<Vec<_>>()}
+    });
+    let clauses: Vec<Document> = clauses.collect();
+    let filter = match (&rule.target.filter, rule.reference.pairs.as_slice()) {
+        (target_filter, [pair]) => {
+            let values: Vec<Bson> = keys
+                .iter()
+                .flat_map(|key| key.values().first().map(|v| rule.reference.stored_as(v)).unwrap_or_default())
+                .collect();
+            both(one_of(&pair.target.query(), values.iter()), target_filter.as_ref())
+        }
+        (target_filter, _) => both(doc! {"$or": clauses}, target_filter.as_ref()),
+    };
+    doc! {"find": &rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "batchSize": 10_000, "collation": simple_collation()}
+}
+
+fn both(filter: Document, other: Option<&Document>) -> Document {
+    match other {
+        Some(other) => doc! {"$and": [filter, other.clone()]},
+        None => filter,
+    }
+}

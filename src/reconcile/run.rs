@@ -1,0 +1,408 @@
+//! Runs a batch: read, compute, write, and find the culprit where the server refuses.
+
+use std::{
+    collections::HashSet,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use bson::{Bson, Document, RawDocumentBuf};
+
+use crate::{
+    config::Limits,
+    dead_letter::DeadLetters,
+    error::{Error, Kind, Result},
+    key::Key,
+    mongo::{Reads, Server},
+    plan::{Plan, Rule, reference::Role},
+    position::ClusterTime,
+    reconcile::{
+        read,
+        statement::{self, Statement},
+        value::{Desired, Rows},
+    },
+    request::{Request, Scope, Task},
+    route::{target_requests, value_request},
+    workqueue::{Batch, Lane, Work},
+};
+
+/// Targets written by one statement when a fan-out is taken in steps.
+const STEP: usize = 1000;
+
+/// What every batch needs.
+#[derive(Debug)]
+pub struct Context {
+    /// The cluster.
+    pub server: Server,
+    /// The rules.
+    pub plan: Plan,
+    /// Bounds.
+    pub limits: Limits,
+    /// Where refused work is recorded.
+    pub dead_letters: DeadLetters,
+    /// What was done so far.
+    pub counts: Counts,
+}
+
+/// What was done since the start.
+#[derive(Debug, Default)]
+pub struct Counts {
+    /// Keys that were reconciled.
+    pub reconciled: AtomicU64,
+    /// Targets that a statement matched.
+    pub matched: AtomicU64,
+    /// Targets that a statement changed.
+    pub modified: AtomicU64,
+    /// Keys and targets that were set aside.
+    pub dead_letters: AtomicU64,
+    /// Runs that failed for the moment.
+    pub retries: AtomicU64,
+}
+
+/// How a batch ended.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Its rule and task.
+    pub lane: Lane,
+    /// Each key's end.
+    pub keys: Vec<Ended>,
+    /// What look-ups have led to. It comes from all keys of the batch together.
+    pub follow_ups: Vec<Request>,
+}
+
+/// How the run of one key ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// The key.
+    pub key: Key,
+    /// What had been asked of it.
+    pub work: Work,
+    /// How it ended.
+    pub end: End,
+}
+
+/// The end itself.
+#[derive(Debug)]
+pub enum End {
+    /// Acknowledged by a majority.
+    Done,
+    /// Recorded as one or more dead letters, acknowledged by a majority.
+    SetAside,
+    /// Failed for the moment.
+    Failed(Error),
+    /// The reference dangles and the policy destroys: to be read again after the grace period.
+    Dangling,
+}
+
+/// Runs one batch to its end. Never fails as a whole: each key has its own end.
+pub async fn run(context: Arc<Context>, batch: Batch) -> Outcome {
+    let (rule, task) = batch.lane;
+    let rule = context.plan.rule(rule).clone();
+    let run = Run { context: &context, rule: &rule, task };
+    let items = batch.items.into_iter().map(|(key, work)| Item { key, work, end: None }).collect();
+    let mut follow_ups = Vec::new();
+    let keys = run.items(items, &mut follow_ups).await;
+    Outcome { lane: batch.lane, keys, follow_ups }
+}
+
+struct Run<'a> {
+    context: &'a Context,
+    rule: &'a Rule,
+    task: Task,
+}
+
+struct Item {
+    key: Key,
+    work: Work,
+    end: Option<End>,
+}
+
+impl Item {
+    fn ended(self) -> Ended {
+        let end = self.end.unwrap_or(End::Done);
+        Ended { key: self.key, work: self.work, end }
+    }
+}
+
+impl Run<'_> {
+    async fn items(&self, mut items: Vec<Item>, follow_ups: &mut Vec<Request>) -> Vec<Ended> {
+        let result = match self.task {
+            Task::Value => self.values(&mut items).await,
+            Task::Target => self.targets(&mut items).await,
+            Task::LocateSource => self.locate(Role::Source, &items, follow_ups).await,
+            Task::LocateTarget => self.locate(Role::Target, &items, follow_ups).await,
+            Task::Holders => self.holders(&items, follow_ups).await,
+        };
+        if let Err(error) = result {
+            return self.whole_failed(items, error, follow_ups).await;
+        }
+        self.context.counts.reconciled.fetch_add(items.len() as u64, Ordering::Relaxed);
+        items.into_iter().map(Item::ended).collect()
+    }
+
+    /// The batch failed before any key could be told from the others: halve it until the culprit stands alone.
+    async fn whole_failed(&self, mut items: Vec<Item>, error: Error, follow_ups: &mut Vec<Request>) -> Vec<Ended> {
+        let divide = match error.kind {
+            Kind::Refused | Kind::TimedOut | Kind::Internal => true,
+            Kind::Connection
+            | Kind::Unavailable
+            | Kind::NotReplicated
+            | Kind::HistoryLost
+            | Kind::Privilege
+            | Kind::Config
+            | Kind::Topology => false,
+        };
+        if divide && items.len() > 1 {
+            let back = items.split_off(items.len() / 2);
+            let mut out = Box::pin(self.items(items, follow_ups)).await;
+            out.append(&mut Box::pin(self.items(back, follow_ups)).await);
+            return out;
+        }
+        for item in &mut items {
+            item.end = Some(match error.kind {
+                Kind::Refused | Kind::Internal => self.set_aside(&item.key, None, &error).await,
+                _ => End::Failed(copy(&error)),
+            });
+        }
+        items.into_iter().map(Item::ended).collect()
+    }
+
+    async fn set_aside(&self, key: &Key, target: Option<&Key>, error: &Error) -> End {
+        let Context { server, dead_letters, counts, .. } = self.context;
+        match dead_letters.record(server, self.rule, self.task, key, target, error).await {
+            Ok(()) => {
+                counts.dead_letters.fetch_add(1, Ordering::Relaxed);
+                tracing::warn!(rule = %self.rule.name, error = %error.message, "set aside as a dead letter");
+                End::SetAside
+            }
+            Err(error) => End::Failed(error),
+        }
+    }
+
+    async fn read(&self, role: Role, command: Document, after: ClusterTime) -> Result<Vec<RawDocumentBuf>> {
+        let side = match role {
+            Role::Source => &self.rule.source,
+            Role::Target => &self.rule.target,
+        };
+        self.context.server.read(&side.namespace.database, command, Reads { after }).await
+    }
+
+    async fn rows(&self, keys: &[&Key], after: ClusterTime) -> Result<Rows> {
+        let mut rows = Rows::default();
+        if !keys.is_empty() {
+            rows.take(self.read(Role::Source, read::sources(self.rule, keys), after).await?)?;
+        }
+        Ok(rows)
+    }
+
+    async fn values(&self, items: &mut [Item]) -> Result<()> {
+        let keys: Vec<&Key> = items.iter().map(|item| &item.key).filter(|key| !key.values().is_empty()).collect();
+        let rows = self.rows(&keys, newest(items)).await?;
+        let mut statements = Vec::new();
+        for (nth, item) in items.iter_mut().enumerate() {
+            let desired = match rows.desired(self.rule, &item.key) {
+                Ok(desired) => desired,
+                Err(error) if error.kind == Kind::Refused => {
+                    item.end = Some(self.set_aside(&item.key, None, &error).await);
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            if matches!(desired, Desired::Remove | Desired::Delete) && !self.destroy_now(item) {
+                item.end = Some(End::Dangling);
+                continue;
+            }
+            for statement in statement::of_value(self.rule, &item.key, &item.work.scope, &desired)? {
+                statements.push((nth, statement));
+            }
+        }
+        self.write(items, &statements, &rows).await
+    }
+
+    /// Whether the reference has dangled through the grace period.
+    fn destroy_now(&self, item: &mut Item) -> bool {
+        let since = *item.work.missing_since.get_or_insert_with(Instant::now);
+        since.elapsed() >= self.context.limits.destroy_grace
+    }
+
+    async fn write(&self, items: &mut [Item], statements: &[(usize, Statement)], rows: &Rows) -> Result<()> {
+        let mut refused: Vec<(usize, Error)> = Vec::new();
+        for deletes in [false, true] {
+            let (owners, raw): (Vec<usize>, Vec<RawDocumentBuf>) = statements
+                .iter()
+                .filter_map(|(nth, statement)| match statement {
+                    Statement::Update(raw) if !deletes => Some((*nth, raw.clone())),
+                    Statement::Delete(raw) if deletes => Some((*nth, raw.clone())),
+                    _ => None,
+                })
+                .unzip();
+            match self.send(deletes, &raw).await {
+                Ok(errors) => refused.extend(errors.into_iter().map(|(index, error)| (owners[index], error))),
+                // One key whose fan-out takes too long is taken in steps.
+                Err(error) if error.kind == Kind::TimedOut && items.len() == 1 => refused.push((0, error)),
+                Err(error) => return Err(error),
+            }
+        }
+        for (nth, error) in refused {
+            let item = &mut items[nth];
+            item.end = Some(match error.kind {
+                Kind::Refused | Kind::TimedOut | Kind::Internal => match self.in_steps(item, rows, error).await {
+                    Ok(end) => end,
+                    Err(error) => End::Failed(error),
+                },
+                _ => End::Failed(error),
+            });
+        }
+        Ok(())
+    }
+
+    async fn send(&self, deletes: bool, statements: &[RawDocumentBuf]) -> Result<Vec<(usize, Error)>> {
+        if statements.is_empty() {
+            return Ok(Vec::new());
+        }
+        let Context { server, limits, counts, .. } = self.context;
+        let ns = &self.rule.target.namespace;
+        let written = if deletes {
+            server.delete(&ns.database, &ns.collection, statements, limits.write_timeout).await?
+        } else {
+            server.update(&ns.database, &ns.collection, statements, limits.write_timeout).await?
+        };
+        counts.matched.fetch_add(written.matched, Ordering::Relaxed);
+        counts.modified.fetch_add(written.modified, Ordering::Relaxed);
+        Ok(written.refused)
+    }
+
+    /// Writes the targets of one key a step at a time, and sets aside those that the server refuses.
+    async fn in_steps(&self, item: &Item, rows: &Rows, cause: Error) -> Result<End> {
+        if self.task == Task::Target {
+            return Ok(self.set_aside(&item.key, None, &cause).await);
+        }
+        let desired = rows.desired(self.rule, &item.key)?;
+        let mut end = End::Done;
+        match &item.work.scope {
+            Scope::Named(ids) => {
+                let ids: Vec<Key> = ids.iter().cloned().collect();
+                for step in ids.chunks(STEP) {
+                    self.step(&item.key, step, &desired, &mut end).await?;
+                }
+            }
+            Scope::All => {
+                let ns = &self.rule.target.namespace;
+                let command = read::holders(self.rule, &[&item.key]);
+                let mut pages =
+                    self.context.server.pages(&ns.database, command, Reads { after: item.work.after }).await?;
+                while let Some(page) = pages.next().await? {
+                    let ids = page.iter().map(|doc| id_of(doc)).collect::<Result<Vec<Key>>>()?;
+                    for step in ids.chunks(STEP) {
+                        self.step(&item.key, step, &desired, &mut end).await?;
+                    }
+                }
+            }
+        }
+        Ok(end)
+    }
+
+    async fn step(&self, key: &Key, ids: &[Key], desired: &Desired, end: &mut End) -> Result<()> {
+        let mut stack = vec![ids];
+        while let Some(ids) = stack.pop() {
+            let scope = Scope::Named(ids.iter().cloned().collect::<HashSet<_>>());
+            let statements = statement::of_value(self.rule, key, &scope, desired)?;
+            let mut error = None;
+            for deletes in [false, true] {
+                let raw = statements.iter().filter_map(|statement| match statement {
+                    Statement::Update(raw) if !deletes => Some(raw.clone()),
+                    Statement::Delete(raw) if deletes => Some(raw.clone()),
+                    _ => None,
+                });
+                error = error.or(self.send(deletes, &raw.collect::<Vec<_>>()).await?.pop().map(|(_, error)| error));
+            }
+            match error {
+                None => {}
+                Some(_) if ids.len() > 1 => {
+                    let (front, back) = ids.split_at(ids.len() / 2);
+                    stack.extend([front, back]);
+                }
+                Some(error) if error.is_transient() => return Err(error),
+                Some(error) => match self.set_aside(key, ids.first(), &error).await {
+                    End::Failed(error) => return Err(error),
+                    aside => *end = aside,
+                },
+            }
+        }
+        Ok(())
+    }
+
+    async fn targets(&self, items: &mut [Item]) -> Result<()> {
+        let after = newest(items);
+        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        let mut targets = std::collections::HashMap::new();
+        for row in self.read(Role::Target, read::targets(self.rule, &ids), after).await? {
+            let doc = Document::try_from(row.as_ref())?;
+            let guard =
+                row.get_document(read::GUARD).map_err(|_| Error::internal("a target without its guard"))?.to_owned();
+            let references = self.rule.reference.keys(Role::Target, &doc);
+            targets.insert(id_of(&row)?, (references, self.rule.reference.has_array(&doc), guard));
+        }
+        let wanted: HashSet<&Key> = targets.values().flat_map(|(references, ..)| references.iter().flatten()).collect();
+        let rows = self.rows(&wanted.into_iter().collect::<Vec<_>>(), after).await?;
+        let mut statements = Vec::new();
+        for (nth, item) in items.iter().enumerate() {
+            let Some((references, has_array, guard)) = targets.get(&item.key) else { continue };
+            let desired = rows.desired_of_target(self.rule, references, *has_array)?;
+            for statement in statement::of_target(self.rule, &item.key, guard, &desired)? {
+                statements.push((nth, statement));
+            }
+        }
+        self.write(items, &statements, &rows).await
+    }
+
+    async fn locate(&self, role: Role, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        for row in self.read(role, read::by_id(self.rule, role, &ids), newest(items)).await? {
+            let doc = Document::try_from(row.as_ref())?;
+            match role {
+                Role::Source => {
+                    let keys = self.rule.reference.keys(role, &doc).into_iter().flatten();
+                    follow_ups.extend(keys.map(|key| value_request(self.rule, key)));
+                }
+                Role::Target => follow_ups.extend(target_requests(self.rule, &id_of(&row)?, &doc)),
+            }
+        }
+        Ok(())
+    }
+
+    async fn holders(&self, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+        let keys: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        for row in self.read(Role::Target, read::holders(self.rule, &keys), newest(items)).await? {
+            follow_ups.push(Request { rule: self.rule.id, task: Task::Target, key: id_of(&row)?, scope: Scope::All });
+        }
+        Ok(())
+    }
+}
+
+fn id_of(row: &RawDocumentBuf) -> Result<Key> {
+    let id = row.get("_id")?.ok_or_else(|| Error::internal("a document without _id"))?;
+    Ok(Key::one(Bson::try_from(id)?))
+}
+
+fn newest(items: &[Item]) -> ClusterTime {
+    items.iter().map(|item| item.work.after).max().unwrap_or_default()
+}
+
+fn copy(error: &Error) -> Error {
+    Error { kind: error.kind, message: error.message.clone(), hint: error.hint.clone(), code: error.code }
+}
+
+/// How long to wait before the next attempt: doubling from 50 ms to 10 s, and never less than an ambiguous write may
+/// still run on the server.
+#[must_use]
+pub fn backoff(error: &Error, attempts: u32, write_timeout: Duration) -> Duration {
+    let doubling = Duration::from_millis(50).saturating_mul(1 << attempts.min(8)).min(Duration::from_secs(10));
+    match error.kind {
+        Kind::Connection | Kind::TimedOut => doubling.max(write_timeout),
+        _ => doubling,
+    }
+}

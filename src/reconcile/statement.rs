@@ -1,0 +1,330 @@
+//! Update and delete statements. Pure.
+//!
+//! Architecture invariant: every statement demands that the reference is still what the value was computed for, that the
+//! target still takes part (`target.where`), and that the command started in time (`$expr: "$$ok"`).
+
+use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, doc, rawdoc};
+
+use crate::{
+    error::Result,
+    field_path::{FieldPath, Segment},
+    key::Key,
+    plan::{
+        Rule, Values,
+        reference::{Role, dbref_parent},
+    },
+    reconcile::{
+        read::{guard_expression, simple_collation},
+        value::{Desired, Field},
+    },
+    request::Scope,
+};
+
+/// A statement, and which command it belongs to.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Statement {
+    /// For `update`.
+    Update(RawDocumentBuf),
+    /// For `delete`.
+    Delete(RawDocumentBuf),
+}
+
+/// What finds the targets of a reference, and within them its elements.
+#[derive(Debug, Default)]
+struct Matcher {
+    /// Conditions on the document.
+    conditions: Vec<Document>,
+    /// Conditions on elements of arrays, outermost first.
+    array_filters: Vec<Document>,
+    /// `parts.$[e]`: how update operators name the elements found.
+    elements: String,
+}
+
+/// The statements that make the targets of `key` in `scope` hold `desired`.
+pub fn of_value(rule: &Rule, key: &Key, scope: &Scope, desired: &Desired) -> Result<Vec<Statement>> {
+    let named = named(scope);
+    if key.values().is_empty() {
+        return nothing(rule, named, desired);
+    }
+    let mut matcher = refers(rule, &|nth| {
+        let stored = key.values().get(nth).map(|value| rule.reference.stored_as(value)).unwrap_or_default();
+        match stored.as_slice() {
+            [one] => doc! {"$eq": one.clone()},
+            several => doc! {"$in": several.to_vec()},
+        }
+    });
+    matcher.conditions.splice(0..0, named);
+    match desired {
+        Desired::Keep => Ok(Vec::new()),
+        Desired::Delete => Ok(vec![Statement::Delete(
+            rawdoc! {"q": raw(&query(rule, matcher.conditions))?, "limit": 0, "collation": raw(&simple_collation())?},
+        )]),
+        Desired::Remove => Ok(vec![pull(rule, matcher)?]),
+        Desired::Fields(fields) => match &rule.values {
+            Values::Set { once: true, .. } => fill_once(rule, &matcher, fields),
+            _ => Ok(vec![update(
+                query(rule, matcher.conditions),
+                operators(rule, &matcher.elements, fields)?,
+                matcher.array_filters,
+            )?]),
+        },
+    }
+}
+
+/// The statement that makes the target with this `_id` hold `desired`, while it refers to what `guard` says.
+pub fn of_target(rule: &Rule, id: &Key, guard: &RawDocumentBuf, desired: &Desired) -> Result<Vec<Statement>> {
+    let Desired::Fields(fields) = desired else { return Ok(Vec::new()) };
+    let id = id.values().first().cloned().unwrap_or(Bson::Null);
+    let guard = Document::try_from(guard.as_ref())?;
+    let unchanged = doc! {"$expr": {"$eq": [guard_expression(rule), {"$literal": guard}]}};
+    Ok(vec![update(query(rule, vec![doc! {"_id": id}, unchanged]), operators(rule, "", fields)?, Vec::new())?])
+}
+
+fn named(scope: &Scope) -> Option<Document> {
+    match scope {
+        Scope::All => None,
+        Scope::Named(ids) => {
+            let mut ids: Vec<Bson> = ids.iter().filter_map(|id| id.values().first().cloned()).collect();
+            Some(match ids.len() {
+                1 => doc! {"_id": ids.remove(0)},
+                _ => doc! {"_id": {"$in": ids}},
+            })
+        }
+    }
+}
+
+/// Targets whose reference is to nothing: null, missing, an array, a DBRef of another collection.
+fn nothing(rule: &Rule, named: Option<Document>, desired: &Desired) -> Result<Vec<Statement>> {
+    let (Some(named), Desired::Fields(fields)) = (named, desired) else { return Ok(Vec::new()) };
+    if matches!(rule.values, Values::Set { once: true, .. }) {
+        return Ok(Vec::new());
+    }
+    let something = refers(rule, &|_| doc! {"$ne": null});
+    let Some(each) = &rule.reference.target_each else {
+        let conditions = vec![named, doc! {"$nor": [{"$and": something.conditions}]}];
+        return Ok(vec![update(query(rule, conditions), operators(rule, "", fields)?, Vec::new())?]);
+    };
+    let mut out = Vec::new();
+    // Elements whose own fields refer to nothing.
+    let mut filters = something.array_filters.clone();
+    if let Some(last) = filters.pop() {
+        filters.push(doc! {"e": {"$type": "object"}, "$nor": [last]});
+    }
+    let mut conditions = vec![named.clone()];
+    conditions.extend(array_guards(each));
+    out.push(update(query(rule, conditions.clone()), operators(rule, &something.elements, fields)?, filters)?);
+    // All elements, where a field beside the array that belongs to the reference is nothing.
+    let beside = rule.reference.paths(Role::Target).filter(|path| !path.has_each());
+    let beside: Vec<Document> =
+        beside.flat_map(|path| field_conditions("", path.segments(), path, rule, &doc! {"$ne": null})).collect();
+    if !beside.is_empty() {
+        let mut filters = something.array_filters;
+        filters.pop();
+        filters.push(doc! {"e": {"$type": "object"}});
+        conditions.push(doc! {"$nor": [{"$and": beside}]});
+        out.push(update(query(rule, conditions), operators(rule, &something.elements, fields)?, filters)?);
+    }
+    Ok(out)
+}
+
+/// What finds the targets for which every reference field fulfils `condition`, given by its place in `match`.
+fn refers(rule: &Rule, condition: &dyn Fn(usize) -> Document) -> Matcher {
+    let mut matcher = Matcher::default();
+    let mut element = Document::new();
+    for (nth, path) in rule.reference.paths(Role::Target).enumerate() {
+        let condition = condition(nth);
+        match &rule.reference.target_each {
+            Some(each) if path.below(each).is_some() => {
+                // Implied by the array filter; said again because an index answers it.
+                matcher.conditions.push(doc! {path.query(): condition.clone()});
+                let rest = path.below(each).unwrap_or_default();
+                for part in field_conditions("e.", rest, path, rule, &condition) {
+                    element.extend(part);
+                }
+            }
+            _ => matcher.conditions.extend(field_conditions("", path.segments(), path, rule, &condition)),
+        }
+    }
+    if let Some(each) = &rule.reference.target_each {
+        matcher.conditions.extend(array_guards(each));
+        let (outer, elements) = outer_filters(each);
+        matcher.array_filters = outer;
+        matcher.array_filters.push(element);
+        matcher.elements = elements;
+    }
+    matcher
+}
+
+/// Conditions on one field that is reached without looking into arrays, and on the DBRef around it.
+fn field_conditions(
+    prefix: &str,
+    segments: &[Segment],
+    whole: &FieldPath,
+    rule: &Rule,
+    condition: &Document,
+) -> Vec<Document> {
+    let names: Vec<&str> = segments
+        .iter()
+        .filter_map(|s| match s {
+            Segment::Name(name) => Some(name.as_str()),
+            Segment::Each => None,
+        })
+        .collect();
+    let at = |count: usize| format!("{prefix}{}", names[..count].join("."));
+    let mut out = Vec::new();
+    let mut condition = condition.clone();
+    // An `_id` cannot be an array, and a bare equality is what the server looks up fastest.
+    if whole.root() != "_id" {
+        condition.insert("$not", doc! {"$type": "array"});
+    }
+    out.push(doc! {at(names.len()): condition});
+    out.extend((1..names.len()).map(|count| doc! {at(count): {"$not": {"$type": "array"}}}));
+    if dbref_parent(whole).is_some() {
+        let (collection, database) = rule.reference.other(Role::Target);
+        let parent = at(names.len() - 1);
+        let parent = if parent.is_empty() || parent.ends_with('.') { parent } else { format!("{parent}.") };
+        out.push(doc! {format!("{parent}$ref"): collection});
+        out.push(doc! {format!("{parent}$db"): {"$in": [database, Bson::Null]}});
+    }
+    out
+}
+
+/// Conditions under which an update operator may walk through `each`: it is an array, and nothing before it is one.
+fn array_guards(each: &FieldPath) -> Vec<Document> {
+    let mut names: Vec<String> = Vec::new();
+    let mut out = Vec::new();
+    for segment in each.segments() {
+        match segment {
+            Segment::Name(name) => {
+                if !names.is_empty() {
+                    out.push(doc! {names.join("."): {"$not": {"$type": "array"}}});
+                }
+                names.push(name.clone());
+            }
+            Segment::Each => {
+                out.push(doc! {names.join("."): {"$type": "array"}});
+                break;
+            }
+        }
+    }
+    out
+}
+
+/// The filters for the arrays around the innermost one, and the name of its elements: `a.$[x0].b.$[e]`.
+fn outer_filters(each: &FieldPath) -> (Vec<Document>, String) {
+    let text = each.to_string();
+    let parts: Vec<&str> = text.split(".$[]").collect();
+    let arrays = &parts[..parts.len() - 1];
+    let mut filters = Vec::new();
+    let mut name = String::new();
+    for (depth, part) in arrays.iter().enumerate() {
+        name.push_str(part);
+        if depth + 1 == arrays.len() {
+            name.push_str(".$[e]");
+        } else {
+            name.push_str(&format!(".$[x{depth}]"));
+            let mut filter = Document::new();
+            let next: Vec<&str> = arrays[depth + 1].split('.').filter(|part| !part.is_empty()).collect();
+            for count in 1..next.len() {
+                filter.insert(format!("x{depth}.{}", next[..count].join(".")), doc! {"$not": {"$type": "array"}});
+            }
+            filter.insert(format!("x{depth}.{}", next.join(".")), doc! {"$type": "array"});
+            filters.push(filter);
+        }
+    }
+    (filters, name)
+}
+
+fn query(rule: &Rule, mut conditions: Vec<Document>) -> Document {
+    conditions.extend(rule.target.filter.clone());
+    conditions.push(doc! {"$expr": "$$ok"});
+    let mut flat = Document::new();
+    let mut collided = false;
+    for (name, value) in conditions.iter().flatten() {
+        collided |= flat.insert(name.clone(), value.clone()).is_some();
+    }
+    if collided {
+        doc! {"$and": conditions}
+    } else {
+        flat
+    }
+}
+
+/// `$set` and `$unset`. In the classic form a value is data: a string such as "$name" stays one.
+fn operators(rule: &Rule, elements: &str, fields: &[Field]) -> Result<RawDocumentBuf> {
+    let (mut set, mut unset) = (RawDocumentBuf::new(), RawDocumentBuf::new());
+    for (path, field) in rule.owned().into_iter().zip(fields) {
+        let name = bson::raw::CString::try_from(update_path(rule, path, elements))?;
+        match field {
+            Some(value) => set.append(name, value.clone()),
+            None => unset.append(name, ""),
+        }
+    }
+    let mut out = RawDocumentBuf::new();
+    if !set.is_empty() {
+        out.append(bson::cstr!("$set"), set);
+    }
+    if !unset.is_empty() {
+        out.append(bson::cstr!("$unset"), unset);
+    }
+    Ok(out)
+}
+
+fn update_path(rule: &Rule, path: &FieldPath, elements: &str) -> String {
+    match &rule.reference.target_each {
+        Some(each) if path.below(each).is_some() && !elements.is_empty() => {
+            let text = path.to_string();
+            format!("{elements}{}", text.strip_prefix(&each.to_string()).unwrap_or_default())
+        }
+        _ => path.to_string(),
+    }
+}
+
+/// One statement a path: only where nothing is there yet.
+fn fill_once(rule: &Rule, matcher: &Matcher, fields: &[Field]) -> Result<Vec<Statement>> {
+    let mut out = Vec::new();
+    for (path, field) in rule.owned().into_iter().zip(fields) {
+        let Some(value) = field else { continue };
+        let mut set = RawDocumentBuf::new();
+        set.append(bson::raw::CString::try_from(update_path(rule, path, &matcher.elements))?, value.clone());
+        let mut conditions = matcher.conditions.clone();
+        let mut filters = matcher.array_filters.clone();
+        match (&rule.reference.target_each, filters.last_mut()) {
+            (Some(each), Some(last)) if path.below(each).is_some() => {
+                let text = path.query();
+                let below = text.strip_prefix(&format!("{}.", each.query())).unwrap_or(&text);
+                last.insert(format!("e.{below}"), doc! {"$exists": false});
+            }
+            _ => conditions.push(doc! {path.query(): {"$exists": false}}),
+        }
+        out.push(update(query(rule, conditions), rawdoc! {"$set": set}, filters)?);
+    }
+    Ok(out)
+}
+
+fn pull(rule: &Rule, mut matcher: Matcher) -> Result<Statement> {
+    let mut condition = Document::new();
+    for (name, value) in matcher.array_filters.pop().unwrap_or_default() {
+        condition.insert(name.strip_prefix("e.").unwrap_or(&name), value);
+    }
+    let array = matcher.elements.strip_suffix(".$[e]").unwrap_or(&matcher.elements).to_owned();
+    let mut pull = RawDocumentBuf::new();
+    pull.append(bson::raw::CString::try_from(array)?, raw(&condition)?);
+    update(query(rule, matcher.conditions), rawdoc! {"$pull": pull}, matcher.array_filters)
+}
+
+fn update(query: Document, operators: RawDocumentBuf, array_filters: Vec<Document>) -> Result<Statement> {
+    let mut statement = rawdoc! {"q": raw(&query)?, "u": operators, "multi": true, "collation": {"locale": "simple"}};
+    if !array_filters.is_empty() {
+        let mut filters = RawArrayBuf::new();
+        for filter in &array_filters {
+            filters.push(RawBson::Document(raw(filter)?));
+        }
+        statement.append(bson::cstr!("arrayFilters"), filters);
+    }
+    Ok(Statement::Update(statement))
+}
+
+fn raw(doc: &Document) -> Result<RawDocumentBuf> {
+    RawDocumentBuf::try_from(doc).map_err(Into::into)
+}

@@ -1,0 +1,82 @@
+//! Reconcile requests: what route asks for, the work queue holds, and reconcile does.
+
+use std::collections::HashSet;
+
+use crate::{key::Key, plan::RuleId, position::ClusterTime};
+
+/// One thing to look at again. The reason is not part of it, so that many reasons are one request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    /// For which rule.
+    pub rule: RuleId,
+    /// What kind of look.
+    pub task: Task,
+    /// At which document or value.
+    pub key: Key,
+    /// Which targets of the key are meant. Only [`Task::Value`] tells them apart.
+    pub scope: Scope,
+}
+
+/// What is done with a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Task {
+    /// The key is a value that source and targets share: read the sources, write the targets. A key without values stands
+    /// for references to nothing.
+    Value,
+    /// The key is a target's `_id`: read its references and their sources, write it.
+    Target,
+    /// The key is a source's `_id`: find which values it has now, and ask for those.
+    LocateSource,
+    /// The key is a target's `_id`: find what it refers to now, and ask for that, for this target alone.
+    LocateTarget,
+    /// The key is a value: find the targets that refer to it, and ask for each.
+    Holders,
+}
+
+/// Which targets of a value are meant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Scope {
+    /// Every target: the source changed.
+    All,
+    /// Those with these `_id`s: they came or were re-pointed.
+    Named(HashSet<Key>),
+}
+
+impl Scope {
+    /// One named target.
+    #[must_use]
+    pub fn one(id: Key) -> Self {
+        Self::Named(HashSet::from([id]))
+    }
+
+    /// Widens this scope by another.
+    pub fn merge(&mut self, other: Self) {
+        match (&mut *self, other) {
+            (Self::All, _) => {}
+            (_, Self::All) => *self = Self::All,
+            (Self::Named(mine), Self::Named(theirs)) => mine.extend(theirs),
+        }
+    }
+
+    /// How many places in memory it takes.
+    #[must_use]
+    pub fn weight(&self) -> usize {
+        match self {
+            Self::All => 1,
+            Self::Named(ids) => ids.len().max(1),
+        }
+    }
+}
+
+/// Where a request comes from: what must not be taken for done before it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Origin {
+    /// The stream (or the backfill) that delivered it.
+    pub stream: usize,
+    /// The batch within the stream, counted from 1.
+    pub batch: u64,
+    /// The cluster time that reads must not be older than.
+    pub after: ClusterTime,
+    /// The wall time of the event in milliseconds since 1970, where it is known.
+    pub committed: Option<i64>,
+}

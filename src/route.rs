@@ -1,0 +1,155 @@
+//! From a change event to reconcile requests. Pure: the event and the plan are all it knows.
+
+use std::collections::HashMap;
+
+use bson::Document;
+
+use crate::{
+    change::{Change, ChangeEvent, Namespace},
+    key::Key,
+    plan::{Keyed, Plan, Rule, RuleId, reference::Role},
+    request::{Request, Scope, Task},
+};
+
+/// What one event asks for.
+#[derive(Debug, Default, PartialEq)]
+pub struct Routed {
+    /// Keys to look at again.
+    pub requests: Vec<Request>,
+    /// Rules whose every target must be looked at again, because the event does not tell which.
+    pub sweeps: Vec<RuleId>,
+    /// Rules whose source collection is gone.
+    pub bereft: Vec<RuleId>,
+}
+
+/// A plan, indexed by collection.
+#[derive(Debug)]
+pub struct Router {
+    plan: Plan,
+    by_source: HashMap<Namespace, Vec<RuleId>>,
+    by_target: HashMap<Namespace, Vec<RuleId>>,
+}
+
+impl Router {
+    /// Indexes a plan.
+    #[must_use]
+    pub fn new(plan: Plan) -> Self {
+        let (mut by_source, mut by_target) = (HashMap::<_, Vec<_>>::new(), HashMap::<_, Vec<_>>::new());
+        for rule in &plan.rules {
+            by_source.entry(rule.source.namespace.clone()).or_default().push(rule.id);
+            by_target.entry(rule.target.namespace.clone()).or_default().push(rule.id);
+        }
+        Self { plan, by_source, by_target }
+    }
+
+    /// What `event` asks for.
+    pub fn route(&self, event: &ChangeEvent, out: &mut Routed) {
+        match &event.change {
+            Change::Insert(_) | Change::Replace(_) | Change::Update(_) | Change::Delete => {
+                self.rules(&self.by_source, &event.namespace).for_each(|rule| source_changed(rule, event, out));
+                self.rules(&self.by_target, &event.namespace).for_each(|rule| target_changed(rule, event, out));
+            }
+            Change::Drop => out.bereft.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id)),
+            Change::Rename(to) => {
+                out.bereft.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id));
+                let renewed = self.rules(&self.by_source, to).chain(self.rules(&self.by_target, to));
+                out.sweeps.extend(renewed.map(|rule| rule.id));
+            }
+            Change::DropDatabase => {
+                let gone = |rule: &&std::sync::Arc<Rule>| rule.source.namespace.database == event.namespace.database;
+                out.bereft.extend(self.plan.rules.iter().filter(gone).map(|rule| rule.id));
+            }
+            Change::Other => {}
+        }
+    }
+
+    fn rules<'a>(
+        &'a self,
+        index: &'a HashMap<Namespace, Vec<RuleId>>,
+        at: &Namespace,
+    ) -> impl Iterator<Item = &'a Rule> {
+        index.get(at).into_iter().flatten().map(|id| self.plan.rule(*id).as_ref())
+    }
+}
+
+fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
+    if let Change::Update(changed) = &event.change
+        && !rule.source_reads.touched_by(changed)
+    {
+        return;
+    }
+    if rule.reference.keyed_by_source_id() {
+        out.requests.push(value_request(rule, Key::one(event.id.clone())));
+        return;
+    }
+    let mut keys = |doc: &Document| {
+        let found = rule.reference.keys(Role::Source, doc).into_iter().flatten();
+        out.requests.extend(found.map(|key| value_request(rule, key)));
+    };
+    let locate =
+        || Request { rule: rule.id, task: Task::LocateSource, key: Key::one(event.id.clone()), scope: Scope::All };
+    match (&event.change, &event.before) {
+        (Change::Insert(now), _) => keys(now),
+        (Change::Replace(now), Some(before)) => {
+            keys(now);
+            keys(before);
+        }
+        (Change::Delete, Some(before)) => keys(before),
+        (Change::Update(changed), before) => {
+            let moved =
+                changed.iter().any(|changed| rule.reference.paths(Role::Source).any(|path| path.touched_by(changed)));
+            match before {
+                Some(before) => {
+                    keys(before);
+                    if moved {
+                        out.requests.push(locate());
+                    }
+                }
+                // The keys have not changed, so the document as it is now tells them.
+                None if !moved => out.requests.push(locate()),
+                None => out.sweeps.push(rule.id),
+            }
+        }
+        _ => out.sweeps.push(rule.id),
+    }
+}
+
+/// The request for every target of a source's value.
+#[must_use]
+pub fn value_request(rule: &Rule, key: Key) -> Request {
+    let task = match rule.keyed {
+        Keyed::Value => Task::Value,
+        Keyed::Target => Task::Holders,
+    };
+    Request { rule: rule.id, task, key, scope: Scope::All }
+}
+
+fn target_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
+    let id = || Key::one(event.id.clone());
+    match &event.change {
+        Change::Insert(now) | Change::Replace(now) => out.requests.extend(target_requests(rule, &id(), now)),
+        Change::Update(changed) if rule.target_reads.touched_by(changed) => {
+            let task = match rule.keyed {
+                Keyed::Value => Task::LocateTarget,
+                Keyed::Target => Task::Target,
+            };
+            out.requests.push(Request { rule: rule.id, task, key: id(), scope: Scope::All });
+        }
+        _ => {}
+    }
+}
+
+/// The requests that bring one target up to date, given its reference fields.
+#[must_use]
+pub fn target_requests(rule: &Rule, id: &Key, doc: &Document) -> Vec<Request> {
+    match rule.keyed {
+        Keyed::Target => vec![Request { rule: rule.id, task: Task::Target, key: id.clone(), scope: Scope::All }],
+        Keyed::Value => rule
+            .reference
+            .keys(Role::Target, doc)
+            .into_iter()
+            .map(|key| key.unwrap_or_else(|| Key::new(Vec::new())))
+            .map(|key| Request { rule: rule.id, task: Task::Value, key, scope: Scope::one(id.clone()) })
+            .collect(),
+    }
+}

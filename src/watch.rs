@@ -1,0 +1,204 @@
+//! One change stream a database: decoded events in batches, each with the position after it.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use bson::{Document, Timestamp, doc};
+use futures_util::StreamExt;
+use mongodb::raw_batch_cursor::RawBatch;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    change::{ChangeEvent, Namespace},
+    error::{Error, Kind, Result},
+    mongo::Server,
+    plan::{Plan, reference::Role},
+    position::{Position, token_time},
+};
+
+/// How long the server waits for an event before it answers with an empty batch. An empty batch carries a token too.
+const AWAIT: Duration = Duration::from_millis(500);
+/// Events in one batch at most.
+const BATCH: u32 = 5000;
+/// Up to this many collections, comparing whole namespaces costs the server least (measured on MongoDB 6.0.5).
+const WHOLE_NAMESPACES: usize = 8;
+
+/// The stream of one database.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StreamSpec {
+    /// Its place among the streams.
+    pub stream: usize,
+    /// The database.
+    pub database: String,
+    /// What follows `$changeStream`: a filter and a projection.
+    pub pipeline: Vec<Document>,
+    /// Whether events carry pre-images.
+    pub pre_images: bool,
+}
+
+/// What a stream delivers.
+#[derive(Debug)]
+pub struct Delivery {
+    /// Which stream.
+    pub stream: usize,
+    /// The events, in order.
+    pub events: Vec<ChangeEvent>,
+    /// The position after them.
+    pub position: Position,
+    /// The stream could not go on where it was and starts anew: what happened between is not known.
+    pub lost: bool,
+}
+
+/// The streams that a plan needs, one a database.
+#[must_use]
+pub fn streams(plan: &Plan) -> Vec<StreamSpec> {
+    let specs = plan.databases().into_iter().enumerate().map(|(stream, database)| {
+        let namespaces: Vec<Namespace> = plan.namespaces().into_iter().filter(|ns| ns.database == database).collect();
+        let pre_images = plan.pre_images().iter().any(|(ns, _)| ns.database == database);
+        StreamSpec {
+            stream,
+            pipeline: vec![filter(&namespaces), projection(plan, &database, pre_images)],
+            database,
+            pre_images,
+        }
+    });
+    specs.collect()
+}
+
+fn filter(namespaces: &[Namespace]) -> Document {
+    let one_of = |field: &str| {
+        if namespaces.len() <= WHOLE_NAMESPACES {
+            let whole: Vec<Document> =
+                namespaces.iter().map(|ns| doc! {"db": &ns.database, "coll": &ns.collection}).collect();
+            doc! {field: {"$in": whole}}
+        } else {
+            let names: Vec<&str> = namespaces.iter().map(|ns| ns.collection.as_str()).collect();
+            doc! {format!("{field}.coll"): {"$in": names}}
+        }
+    };
+    // `$out` and a rename onto a watched collection are seen by their `to` alone.
+    doc! {"$match": {"$or": [one_of("ns"), one_of("to"), {"operationType": {"$in": ["dropDatabase", "invalidate"]}}]}}
+}
+
+/// Keeps the reference fields and the names of what changed: an event of 16 MB becomes one of a few hundred bytes.
+fn projection(plan: &Plan, database: &str, pre_images: bool) -> Document {
+    let mut fields = doc! {
+        "operationType": 1, "clusterTime": 1, "wallTime": 1, "ns": 1, "to": 1, "documentKey._id": 1,
+        "changed": {"$concatArrays": [
+            {"$map": {"input": {"$objectToArray": {"$ifNull": ["$updateDescription.updatedFields", {}]}}, "in": "$$this.k"}},
+            {"$ifNull": ["$updateDescription.removedFields", []]},
+            {"$map": {"input": {"$ifNull": ["$updateDescription.truncatedArrays", []]}, "in": "$$this.field"}},
+        ]},
+    };
+    let mut roots = BTreeSet::new();
+    for rule in &plan.rules {
+        for (side, role) in [(&rule.source, Role::Source), (&rule.target, Role::Target)] {
+            if side.namespace.database == database {
+                roots.extend(rule.reference.paths(role).map(|path| path.root().to_owned()));
+            }
+        }
+    }
+    for root in roots {
+        fields.insert(format!("fullDocument.{root}"), 1);
+        if pre_images {
+            fields.insert(format!("fullDocumentBeforeChange.{root}"), 1);
+        }
+    }
+    doc! {"$project": fields}
+}
+
+/// Follows a stream until `stop`, and delivers into `out`, which holds it back when it is full. Reopens by itself after
+/// everything that may pass, for ever.
+pub async fn follow(
+    server: &Server,
+    spec: &StreamSpec,
+    start: Position,
+    out: mpsc::Sender<Delivery>,
+    stop: CancellationToken,
+) {
+    let mut position = start;
+    let mut failures = 0_u32;
+    while !stop.is_cancelled() {
+        let result = tokio::select! {
+            result = deliver(server, spec, &mut position, &out, &mut failures) => result,
+            () = stop.cancelled() => return,
+        };
+        let Err(error) = result else { continue };
+        failures += 1;
+        if error.kind == Kind::HistoryLost && start_anew(server, spec, &mut position, &out).await {
+            continue;
+        }
+        let pause = Duration::from_millis(100).saturating_mul(1 << failures.min(6));
+        tracing::warn!(database = %spec.database, error = %error.message, retry_in = ?pause, "the change stream was interrupted");
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = stop.cancelled() => return,
+        }
+    }
+}
+
+async fn start_anew(server: &Server, spec: &StreamSpec, position: &mut Position, out: &mpsc::Sender<Delivery>) -> bool {
+    let Ok(time) = server.operation_time().await else { return false };
+    tracing::error!(database = %spec.database, "the oplog no longer reaches back to the saved position: starting from now, every rule is backfilled");
+    *position = Position { time, token: None };
+    out.send(Delivery { stream: spec.stream, events: Vec::new(), position: position.clone(), lost: true }).await.is_ok()
+}
+
+/// Opens the stream at `position` and delivers batches until it ends.
+async fn deliver(
+    server: &Server,
+    spec: &StreamSpec,
+    position: &mut Position,
+    out: &mpsc::Sender<Delivery>,
+    failures: &mut u32,
+) -> Result<()> {
+    let mut change_stream = Document::new();
+    match &position.token {
+        // `startAfter` also goes on after an invalidate, where `resumeAfter` does not.
+        Some(token) => change_stream.insert("startAfter", token.clone()),
+        None => change_stream.insert("startAtOperationTime", Timestamp::from(position.time)),
+    };
+    if spec.pre_images {
+        change_stream.insert("fullDocumentBeforeChange", "whenAvailable");
+    }
+    let mut pipeline = vec![doc! {"$changeStream": change_stream}];
+    pipeline.extend(spec.pipeline.iter().cloned());
+    let command =
+        doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {"batchSize": 0}, "readConcern": {"level": "majority"}};
+    let database = server.database(&spec.database);
+    let mut batches = database
+        .run_cursor_command(command)
+        .cursor_type(mongodb::options::CursorType::TailableAwait)
+        .batch_size(BATCH)
+        .max_time(AWAIT)
+        .batch()
+        .await?;
+    while let Some(batch) = batches.next().await {
+        let delivery = decode(spec.stream, &batch?, position)?;
+        *failures = 0;
+        *position = delivery.position.clone();
+        if out.send(delivery).await.is_err() {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+fn decode(stream: usize, batch: &RawBatch, before: &Position) -> Result<Delivery> {
+    let mut events = Vec::new();
+    let mut last = None;
+    for raw in batch.doc_slices()? {
+        let raw = raw.map_err(Error::from)?;
+        let raw = raw.as_document().ok_or_else(|| Error::internal("a change event that is no document"))?;
+        last = raw.get_document("_id").ok().map(|token| token.to_owned());
+        events.push(ChangeEvent::decode(raw)?);
+    }
+    let cursor =
+        batch.as_raw_document().get_document("cursor").map_err(|_| Error::internal("a batch without a cursor"))?;
+    let token = cursor.get_document("postBatchResumeToken").ok().map(|token| token.to_owned()).or(last);
+    let token = token.map(|token| Document::try_from(token.as_ref())).transpose()?;
+    let reached = token.as_ref().and_then(token_time);
+    let time = events.last().map(|event| event.cluster_time).into_iter().chain(reached).max().unwrap_or(before.time);
+    let token = token.or_else(|| before.token.clone());
+    Ok(Delivery { stream, events, position: Position { time: time.max(before.time), token }, lost: false })
+}

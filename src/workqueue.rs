@@ -1,0 +1,338 @@
+//! Reconcile requests in waiting: coalesced, one run a key at a time, bounded.
+//!
+//! The queue decides nothing about documents. It promises: requests for a key that waits become one; a request that
+//! arrives while its key runs is remembered and runs after; what a request came from is held until it is done.
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BinaryHeap, HashMap, VecDeque},
+    time::{Duration, Instant},
+};
+
+use crate::{
+    checkpoint::watermark::Watermark,
+    key::Key,
+    plan::RuleId,
+    position::ClusterTime,
+    request::{Origin, Request, Scope, Task},
+};
+
+/// What keys of the queue are told apart by.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Slot {
+    lane: Lane,
+    key: Key,
+}
+
+/// Keys of one rule and task: what can share a batch.
+pub type Lane = (RuleId, Task);
+
+/// All that has been asked of one key.
+#[derive(Debug, Clone)]
+pub struct Work {
+    /// Which targets.
+    pub scope: Scope,
+    /// What reads must not be older than.
+    pub after: ClusterTime,
+    /// Wall time of the oldest event, in milliseconds since 1970.
+    pub committed: Option<i64>,
+    /// How often this was tried in vain.
+    pub attempts: u32,
+    /// When a reference was first found to dangle, for policies that destroy.
+    pub missing_since: Option<Instant>,
+    /// The oldest batch of each stream that this comes from.
+    held: BTreeMap<usize, u64>,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    /// What is asked for next.
+    pending: Option<Work>,
+    /// Held while a batch has the key.
+    running: Option<BTreeMap<usize, u64>>,
+    /// Whether the lane knows of `pending`.
+    in_lane: bool,
+    /// `pending` waits until then.
+    not_before: Option<Instant>,
+}
+
+/// Keys to reconcile together.
+#[derive(Debug)]
+pub struct Batch {
+    /// Rule and task.
+    pub lane: Lane,
+    /// The keys, each with what was asked of it.
+    pub items: Vec<(Key, Work)>,
+}
+
+/// How the run of one key ended.
+#[derive(Debug)]
+pub enum Finish {
+    /// Nothing is left to do.
+    Done,
+    /// To be done again, after a while.
+    Again {
+        /// How long to wait.
+        delay: Duration,
+        /// What to do again.
+        work: Work,
+    },
+}
+
+/// The queue.
+#[derive(Debug)]
+pub struct WorkQueue {
+    entries: HashMap<Slot, Entry>,
+    lanes: BTreeMap<Lane, VecDeque<Key>>,
+    /// The lane that was served last.
+    turn: Option<Lane>,
+    delayed: BinaryHeap<Reverse<Delayed>>,
+    /// Requests held, named targets counted.
+    weight: usize,
+    capacity: usize,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Delayed {
+    at: Instant,
+    slot: Slot,
+}
+
+impl PartialOrd for Delayed {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Delayed {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.at.cmp(&other.at)
+    }
+}
+
+impl WorkQueue {
+    /// An empty queue that wants no more than `capacity` requests.
+    #[must_use]
+    pub fn new(capacity: usize) -> Self {
+        Self {
+            entries: HashMap::new(),
+            lanes: BTreeMap::new(),
+            turn: None,
+            delayed: BinaryHeap::new(),
+            weight: 0,
+            capacity,
+        }
+    }
+
+    /// Whether the streams may deliver more. What is pushed beyond is taken all the same: nothing is ever dropped.
+    #[must_use]
+    pub fn has_room(&self) -> bool {
+        self.weight < self.capacity
+    }
+
+    /// Requests held: waiting and running keys, named targets counted.
+    #[must_use]
+    pub fn depth(&self) -> usize {
+        self.weight
+    }
+
+    /// Whether nothing waits and nothing runs.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Takes a request; what it came from is held in `watermark` until it is done.
+    pub fn push(&mut self, request: Request, origin: Origin, watermark: &mut Watermark) {
+        let work = Work {
+            scope: request.scope,
+            after: origin.after,
+            committed: origin.committed,
+            attempts: 0,
+            missing_since: None,
+            held: BTreeMap::new(),
+        };
+        let slot = Slot { lane: (request.rule, request.task), key: request.key };
+        let entry = self.entries.entry(slot.clone()).or_default();
+        let before = entry.pending.as_ref().map_or(0, |work| work.scope.weight());
+        let work = match entry.pending.take() {
+            Some(pending) => pending.joined(work),
+            None => work,
+        };
+        let work = work.holding(origin, watermark);
+        self.weight = self.weight + work.scope.weight() - before;
+        entry.pending = Some(work);
+        entry.not_before = None;
+        if entry.running.is_none() && !entry.in_lane {
+            entry.in_lane = true;
+            self.lanes.entry(slot.lane).or_default().push_back(slot.key);
+        }
+    }
+
+    /// The next keys to run together, at most `keys` of them and about as many named targets; None when nothing is ready.
+    pub fn take(&mut self, keys: usize, now: Instant) -> Option<Batch> {
+        self.wake(now);
+        let lane = self.next_lane()?;
+        let waiting = self.lanes.get_mut(&lane)?;
+        let mut items = Vec::new();
+        let mut weight = 0;
+        while let Some(key) = waiting.pop_front() {
+            let slot = Slot { lane, key };
+            let Some(entry) = self.entries.get_mut(&slot) else { continue };
+            entry.in_lane = false;
+            // Pushed back by a delay after it entered the lane: the delay's end brings it in again.
+            if entry.not_before.is_some() || entry.running.is_some() {
+                continue;
+            }
+            let Some(work) = entry.pending.take() else { continue };
+            entry.running = Some(work.held.clone());
+            weight += work.scope.weight();
+            items.push((slot.key, work));
+            if items.len() >= keys || weight >= keys.saturating_mul(4) {
+                break;
+            }
+        }
+        if waiting.is_empty() {
+            self.lanes.remove(&lane);
+        }
+        self.turn = Some(lane);
+        if items.is_empty() { self.take(keys, now) } else { Some(Batch { lane, items }) }
+    }
+
+    /// The lane after the one that was served last.
+    fn next_lane(&self) -> Option<Lane> {
+        let after = self.turn.and_then(|turn| {
+            self.lanes
+                .range((std::ops::Bound::Excluded(turn), std::ops::Bound::Unbounded))
+                .next()
+                .map(|(lane, _)| *lane)
+        });
+        after.or_else(|| self.lanes.keys().next().copied())
+    }
+
+    /// Says how the run of a key ended. `weight` is what its scope weighed when it was taken.
+    pub fn finish(
+        &mut self,
+        lane: Lane,
+        key: Key,
+        weight: usize,
+        finish: Finish,
+        now: Instant,
+        watermark: &mut Watermark,
+    ) {
+        let slot = Slot { lane, key };
+        let Some(entry) = self.entries.get_mut(&slot) else { return };
+        let held = entry.running.take().unwrap_or_default();
+        self.weight = self.weight.saturating_sub(weight);
+        match finish {
+            Finish::Done => held.into_iter().for_each(|(stream, batch)| watermark.release(stream, batch)),
+            Finish::Again { delay, mut work } => {
+                work.held = held;
+                // A request that came meanwhile ends the wait: something has changed.
+                let at = if entry.pending.is_none() { now.checked_add(delay) } else { None };
+                let before = entry.pending.as_ref().map_or(0, |work| work.scope.weight());
+                let work = match entry.pending.take() {
+                    Some(pending) => work.joined_held(pending, watermark),
+                    None => work,
+                };
+                self.weight = self.weight + work.scope.weight() - before;
+                entry.pending = Some(work);
+                entry.not_before = at;
+                if let Some(at) = at {
+                    self.delayed.push(Reverse(Delayed { at, slot }));
+                    return;
+                }
+            }
+        }
+        if entry.pending.is_none() {
+            self.entries.remove(&slot);
+        } else if !entry.in_lane {
+            entry.in_lane = true;
+            self.lanes.entry(lane).or_default().push_back(slot.key);
+        }
+    }
+
+    /// When the next delayed key is due.
+    #[must_use]
+    pub fn next_due(&self) -> Option<Instant> {
+        self.delayed.peek().map(|Reverse(delayed)| delayed.at)
+    }
+
+    fn wake(&mut self, now: Instant) {
+        while self.delayed.peek().is_some_and(|Reverse(delayed)| delayed.at <= now) {
+            let Some(Reverse(Delayed { slot, .. })) = self.delayed.pop() else { return };
+            let Some(entry) = self.entries.get_mut(&slot) else { continue };
+            if entry.not_before.is_none_or(|at| at > now) {
+                continue;
+            }
+            entry.not_before = None;
+            if entry.running.is_none() && !entry.in_lane && entry.pending.is_some() {
+                entry.in_lane = true;
+                self.lanes.entry(slot.lane).or_default().push_back(slot.key);
+            }
+        }
+    }
+}
+
+impl Work {
+    /// Both of two works on one key, the newer one without anything held yet.
+    fn joined(mut self, newer: Self) -> Self {
+        self.scope.merge(newer.scope);
+        self.after = self.after.max(newer.after);
+        self.committed = earliest(self.committed, newer.committed);
+        self.attempts = 0;
+        self.missing_since = None;
+        self
+    }
+
+    /// Both, each with what it holds.
+    fn joined_held(mut self, newer: Self, watermark: &mut Watermark) -> Self {
+        for (stream, batch) in &newer.held {
+            match self.held.get_mut(stream) {
+                // Of two batches the older one is enough: the low watermark cannot pass it.
+                Some(mine) if *mine <= *batch => watermark.release(*stream, *batch),
+                Some(mine) => watermark.release(*stream, std::mem::replace(mine, *batch)),
+                None => {
+                    self.held.insert(*stream, *batch);
+                }
+            }
+        }
+        self.joined(newer)
+    }
+
+    fn holding(mut self, origin: Origin, watermark: &mut Watermark) -> Self {
+        let held = self.held.get(&origin.stream).copied();
+        // What a look-up leads to comes from a batch that may be older than what the key already holds.
+        if held.is_none_or(|held| origin.batch < held) {
+            watermark.hold(origin.stream, origin.batch);
+            self.held.insert(origin.stream, origin.batch);
+            if let Some(newer) = held {
+                watermark.release(origin.stream, newer);
+            }
+        }
+        self
+    }
+}
+
+/// Where the works of a batch come from, taken together: of each stream the oldest batch. For what they lead to.
+#[must_use]
+pub fn origins<'a>(works: impl Iterator<Item = &'a Work>) -> Vec<Origin> {
+    let mut streams: BTreeMap<usize, Origin> = BTreeMap::new();
+    let (mut after, mut committed) = (ClusterTime::default(), None);
+    for work in works {
+        after = after.max(work.after);
+        committed = earliest(committed, work.committed);
+        for (stream, batch) in &work.held {
+            let origin = Origin { stream: *stream, batch: *batch, after, committed };
+            streams.entry(*stream).and_modify(|known| known.batch = known.batch.min(*batch)).or_insert(origin);
+        }
+    }
+    streams.into_values().map(|origin| Origin { after, committed, ..origin }).collect()
+}
+
+fn earliest(a: Option<i64>, b: Option<i64>) -> Option<i64> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    }
+}
