@@ -1,9 +1,9 @@
 //! The settings (all but `rules`) of several files and of the environment, one over the other, by the `config` crate.
 //!
 //! Files are parsed here and handed to that crate as sources, rather than read by it: its readers keep no lines, and they
-//! disagree with the places found by a second parser exactly where it matters. Of a key given twice in JSON one is dropped
-//! silently, YAML's merge key `<<` is an ordinary key, integers beyond 64 bits become floats or strings by format. `rules`
-//! do not pass through it at all: a later file's list would replace an earlier one's, and dates would become strings.
+//! differ from format to format: of a key given twice in JSON the first is dropped silently, YAML's merge key `<<` is an
+//! ordinary key, and an integer beyond 64 bits becomes a float (an error in TOML). `rules` do not pass through it at all: a
+//! later file's list would replace an earlier one's, and TOML's dates would become strings.
 
 use config::{Environment, Map, Value as Layer, ValueKind};
 

@@ -19,9 +19,12 @@ pub(super) fn parse(text: &str) -> (Option<Node>, Vec<Fault>) {
 fn syntax_fault(text: &str, error: &serde_json::Error) -> Fault {
     let line = text.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum::<usize>();
     let at = (line + error.column().saturating_sub(1)).min(text.trim_end().len());
+    Fault::new(at..at + 1, message(error))
+}
+
+fn message(error: &serde_json::Error) -> String {
     let message = error.to_string();
-    let message = message.split(" at line ").next().unwrap_or(&message);
-    Fault::new(at..at + 1, format!("this is not JSON: {message}"))
+    format!("this is not JSON: {}", message.split(" at line ").next().unwrap_or(&message))
 }
 
 struct Walk<'a> {
@@ -121,7 +124,7 @@ impl Walk<'_> {
 
     fn decode<T: serde::de::DeserializeOwned>(&self, span: Span) -> Result<T, Fault> {
         let token = self.text.get(span.clone()).unwrap_or_default();
-        serde_json::from_str(token).map_err(|_| Fault::new(span, "this is not JSON"))
+        serde_json::from_str(token).map_err(|error| Fault::new(span, message(&error)))
     }
 
     fn skip_blanks(&mut self) {

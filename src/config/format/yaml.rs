@@ -77,8 +77,14 @@ impl<'a> Walk<'a> {
                 let value = self.scalar(&text, style, tag.as_deref(), &span);
                 (Node::new(value, span), anchor)
             }
-            Event::SequenceStart(_, anchor, _) => (self.sequence(span, depth)?, anchor),
-            Event::MappingStart(_, anchor, _) => (self.mapping(span, depth)?, anchor),
+            Event::SequenceStart(_, anchor, tag) => {
+                self.known_tag(tag.as_deref(), &["seq"], &span);
+                (self.sequence(span, depth)?, anchor)
+            }
+            Event::MappingStart(_, anchor, tag) => {
+                self.known_tag(tag.as_deref(), &["map"], &span);
+                (self.mapping(span, depth)?, anchor)
+            }
             _ => return Err(Fault::new(span, "this is not YAML: a value is missing")),
         };
         if anchor != 0 {
@@ -156,15 +162,18 @@ impl<'a> Walk<'a> {
         }
     }
 
+    /// A tag that would change what a value means is refused rather than passed over.
+    fn known_tag(&mut self, tag: Option<&Tag>, known: &[&str], span: &Span) {
+        if let Some(tag) = tag.filter(|tag| !tag.core_suffix().is_some_and(|core| known.contains(&core))) {
+            self.faults.push(Fault::new(span.clone(), format!("the tag `{}` has no meaning here", tag.original())));
+        }
+    }
+
     fn scalar(&mut self, text: &str, style: ScalarStyle, tag: Option<&Tag>, span: &Span) -> Value {
-        let plain = match tag.map(|tag| (tag.core_suffix(), tag)) {
+        self.known_tag(tag, &["str", "int", "float", "bool", "null"], span);
+        let plain = match tag.and_then(Tag::core_suffix) {
+            Some(core) => core != "str",
             None => style == ScalarStyle::Plain,
-            Some((Some("str"), _)) => false,
-            Some((Some("int" | "float" | "bool" | "null"), _)) => true,
-            Some((_, tag)) => {
-                self.faults.push(Fault::new(span.clone(), format!("the tag `{}` has no meaning here", tag.original())));
-                false
-            }
         };
         if !plain {
             return Value::String(text.to_owned());

@@ -450,8 +450,6 @@ fn formats() -> impl Strategy<Value = (Format, &'static str)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(256))]
-
     #[test]
     fn garbage_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200), (format, _) in formats()) {
         let text = String::from_utf8_lossy(&bytes);
