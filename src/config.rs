@@ -1,13 +1,29 @@
 //! What the user wrote: the sections of a config file, how they are loaded and layered, and how a mistake in them is
 //! shown with its place. What the rules *mean* is decided one floor up, in [`crate::plan`].
+//!
+//! The way of a config through this floor: [`Format`] turns each text into a tree with places, `layer` lays the settings
+//! over each other, `reader`, `settings` and `rule` read trees into [`sections`] and collect mistakes, `sources` and
+//! `excerpt` show where those stand.
 
 pub mod diagnose;
+mod excerpt;
+pub mod format;
+mod layer;
+mod literal;
 pub mod load;
+mod reader;
+mod rule;
 pub mod sections;
+mod settings;
+mod sources;
+mod tree;
 
 pub use diagnose::{ConfigPath, Mistake, Step};
-
+pub use excerpt::Place;
+pub use format::Format;
+pub use load::{ConfigError, Loaded, load, load_str, process_environment};
 pub use sections::{
     Aggregate, BackfillMode, Collect, Config, Copy, Guard, Http, KeyType, Limits, Log, LogFormat, Mongodb, OnDrift,
     OnEmpty, OnMissing, Pattern, Rule, Side, State,
 };
+pub use sources::{LocatedMistake, Related};

@@ -59,22 +59,40 @@ impl fmt::Display for ConfigPath {
 pub struct Mistake {
     /// The value or the mapping that the mistake is in.
     pub at: ConfigPath,
+    /// Whether the last key of `at` is meant rather than its value: an unknown key, a target path of `set`.
+    pub on_key: bool,
     /// What is wrong, in one sentence without a full stop.
     pub message: String,
     /// What to do about it ("did you mean `source`?").
     pub hint: Option<String>,
+    /// Other places that belong to the story, each with a few words: "the first is here".
+    pub related: Vec<(ConfigPath, String)>,
 }
 
 impl Mistake {
     /// A mistake at `at`, without a hint.
     pub fn new(at: ConfigPath, message: impl Into<String>) -> Self {
-        Self { at, message: message.into(), hint: None }
+        Self { at, on_key: false, message: message.into(), hint: None, related: Vec::new() }
     }
 
     /// The same mistake with a hint.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
+        self
+    }
+
+    /// The same mistake, shown at the last key of its path rather than at the value.
+    #[must_use]
+    pub fn on_key(mut self) -> Self {
+        self.on_key = true;
+        self
+    }
+
+    /// The same mistake with one more place to show.
+    #[must_use]
+    pub fn related(mut self, at: ConfigPath, label: impl Into<String>) -> Self {
+        self.related.push((at, label.into()));
         self
     }
 }

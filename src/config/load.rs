@@ -1,1 +1,267 @@
-//! Placeholder.
+//! From files and the environment to a [`Config`], or to all mistakes in it at once.
+
+use std::{
+    collections::HashMap,
+    env, fmt, fs, io,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    diagnose::{ConfigPath, Mistake},
+    format::Format,
+    layer,
+    reader::{Reader, suggestion},
+    sections::{Config, Rule},
+    sources::{LocatedMistake, Source, Sources, entries},
+    tree::{Fault, Node, Value},
+};
+
+/// A config and where each part of it came from.
+#[derive(Debug, Clone)]
+pub struct Loaded {
+    /// The config.
+    pub config: Config,
+    sources: Sources,
+}
+
+impl Loaded {
+    /// Mistakes that were found later, in what the config means, with their places.
+    #[must_use]
+    pub fn report(&self, mistakes: &[Mistake]) -> ConfigError {
+        located(&self.sources, mistakes, Vec::new())
+    }
+}
+
+/// Why there is no config. Its text never holds a connection string's password.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// A file or a directory cannot be read.
+    #[error("cannot read {}: {error}\n   hint: {hint}", path.display())]
+    Read {
+        /// The file or directory.
+        path: PathBuf,
+        /// Why not.
+        error: io::Error,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// A file's extension says nothing about its format.
+    #[error("{}: the format of this file is unknown\n   hint: name it .yaml, .yml, .toml or .json", .0.display())]
+    UnknownFormat(PathBuf),
+    /// There is no config file at all.
+    #[error("no config: {0}")]
+    Nothing(String),
+    /// Mistakes in the files' text or in the environment, in the order of the files and of their lines.
+    #[error("{}", Shown(.0))]
+    Mistakes(Vec<LocatedMistake>),
+}
+
+impl ConfigError {
+    /// The mistakes with their places; empty when the files could not be read in the first place.
+    #[must_use]
+    pub fn mistakes(&self) -> &[LocatedMistake] {
+        match self {
+            Self::Mistakes(mistakes) => mistakes,
+            Self::Read { .. } | Self::UnknownFormat(_) | Self::Nothing(_) => &[],
+        }
+    }
+}
+
+struct Shown<'a>(&'a [LocatedMistake]);
+
+impl fmt::Display for Shown<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (nth, mistake) in self.0.iter().enumerate() {
+            write!(f, "{}{mistake}", if nth == 0 { "" } else { "\n" })?;
+        }
+        Ok(())
+    }
+}
+
+/// The variables of this process that [`load`] looks at. A text that is not Unicode has its bad parts replaced, so that
+/// it is seen and refused rather than passed over.
+#[must_use]
+pub fn process_environment() -> Vec<(String, String)> {
+    let prefix = format!("{}__", layer::PREFIX.to_lowercase());
+    env::vars_os()
+        .map(|(name, text)| (name.to_string_lossy().into_owned(), text.to_string_lossy().into_owned()))
+        .filter(|(name, _)| name.to_lowercase().starts_with(&prefix))
+        .collect()
+}
+
+/// Loads files and directories in order: later settings replace earlier ones, `rules` are joined, and `DENORMD__…` of
+/// `environment` (pairs of name and text) replaces what files say. A directory stands for its `*.yaml`, `*.yml`, `*.toml`
+/// and `*.json` sorted by name, without those of its subdirectories and without hidden ones.
+pub fn load(paths: &[PathBuf], environment: &[(String, String)]) -> Result<Loaded, ConfigError> {
+    let mut texts = Vec::new();
+    for path in paths {
+        let at_path = |error| read_error(path, error);
+        if fs::metadata(path).map_err(at_path)?.is_dir() {
+            for path in files_of(path).map_err(at_path)? {
+                texts.push(read(&path)?);
+            }
+        } else {
+            texts.push(read(path)?);
+        }
+    }
+    if texts.is_empty() {
+        let places: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
+        return Err(ConfigError::Nothing(if places.is_empty() {
+            "no file is named".to_owned()
+        } else {
+            format!("no *.yaml, *.yml, *.toml or *.json in {}", places.join(", "))
+        }));
+    }
+    assemble(texts, environment)
+}
+
+/// Loads one text, without the environment. Messages call it `config.yaml`, or by the name of its format.
+pub fn load_str(text: &str, format: Format) -> Result<Loaded, ConfigError> {
+    let name = match format {
+        Format::Yaml => "config.yaml",
+        Format::Toml => "config.toml",
+        Format::Json => "config.json",
+    };
+    assemble(vec![(name.to_owned(), format, text.to_owned())], &[])
+}
+
+fn read_error(path: &Path, error: io::Error) -> ConfigError {
+    let hint = match error.kind() {
+        io::ErrorKind::NotFound => "check the path; --config names a file or a directory",
+        io::ErrorKind::PermissionDenied => "let the user that runs denormd read it",
+        io::ErrorKind::InvalidData => "save it as UTF-8",
+        _ => "--config names a file or a directory",
+    };
+    ConfigError::Read { path: path.to_owned(), error, hint }
+}
+
+fn read(path: &Path) -> Result<(String, Format, String), ConfigError> {
+    let format = Format::of(path).ok_or_else(|| ConfigError::UnknownFormat(path.to_owned()))?;
+    let text = fs::read_to_string(path).map_err(|error| read_error(path, error))?;
+    Ok((path.display().to_string(), format, text))
+}
+
+/// Kubernetes mounts a ConfigMap as links into a hidden directory (`..data`), which is not to be read a second time.
+fn files_of(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        let hidden = path.file_name().is_none_or(|name| name.to_string_lossy().starts_with('.'));
+        if !hidden && Format::of(&path).is_some() && !path.is_dir() {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+fn assemble(texts: Vec<(String, Format, String)>, environment: &[(String, String)]) -> Result<Loaded, ConfigError> {
+    let mut sources = Sources::default();
+    let mut faults = Vec::new();
+    let mut broken = false;
+    for (index, (name, format, text)) in texts.into_iter().enumerate() {
+        // Some editors put a byte-order mark first; it would count as a column.
+        let text = text.strip_prefix('\u{feff}').map_or(text.clone(), str::to_owned);
+        let (tree, mut found) = format.parse(&text);
+        broken |= tree.is_none() && !found.is_empty();
+        if let Some(tree) = &tree {
+            let rules = root_faults(tree, &mut found);
+            broken |= entries(Some(tree)).is_none();
+            sources.rules.extend((0..rules).map(|rule| (index, rule)));
+        }
+        let source = Source::new(name, text, tree);
+        faults.extend(found.iter().map(|fault| source.locate_fault(fault)));
+        sources.files.push(source);
+    }
+    if broken {
+        // What a file without a value would have held is not missing.
+        return Err(located(&sources, &[], faults));
+    }
+    check(sources, environment, faults)
+}
+
+fn check(
+    mut sources: Sources,
+    environment: &[(String, String)],
+    faults: Vec<LocatedMistake>,
+) -> Result<Loaded, ConfigError> {
+    let mut reader = Reader { mistakes: layer::variables(environment, &mut sources) };
+    let settings = match layer::settings(&sources) {
+        Ok(settings) => settings,
+        Err(error) => return Err(ConfigError::Nothing(super::excerpt::redact(&error.to_string()))),
+    };
+    let settings = reader.settings(&settings, &sources);
+    let rules = rules(&mut reader, &sources);
+    match settings {
+        Some(settings) if reader.mistakes.is_empty() && faults.is_empty() => {
+            let super::settings::Settings { name, mongodb, http, state, log, limits } = settings;
+            Ok(Loaded { config: Config { name, mongodb, rules, http, state, log, limits }, sources })
+        }
+        _ => Err(located(&sources, &reader.mistakes, faults)),
+    }
+}
+
+/// What is wrong with a file's root, and the number of its rules.
+fn root_faults(tree: &Node, faults: &mut Vec<Fault>) -> usize {
+    let Some(entries) = entries(Some(tree)) else {
+        let message = format!("expected a mapping with `mongodb` and `rules`, found {}", tree.kind());
+        faults.push(Fault::new(tree.span.clone(), message));
+        return 0;
+    };
+    let known: Vec<_> = layer::SECTIONS.into_iter().chain(["rules"]).collect();
+    let mut rules = 0;
+    for entry in entries {
+        let span = entry.key_span.clone();
+        match (&*entry.key, &entry.node.value) {
+            ("rules", Value::Sequence(items)) => rules = items.len(),
+            ("rules", Value::Null) => {}
+            ("rules", _) => {
+                let message = format!("expected a list of rules, found {}", entry.node.kind());
+                faults.push(Fault::new(span, message).hint("a rule begins with a dash: `- name: part-names`"));
+            }
+            // For anchors, and for editors.
+            (key, _) if key.starts_with("x-") || key == "$schema" || known.contains(&key) => {}
+            (key, _) => {
+                faults.push(Fault::new(span, format!("unknown key `{key}`")).hint(suggestion(key, &known)));
+            }
+        }
+    }
+    rules
+}
+
+/// The rules of all files, in order. A name is one rule's.
+fn rules(reader: &mut Reader, sources: &Sources) -> Vec<Rule> {
+    if sources.files.iter().all(|file| file.tree.as_ref().and_then(|tree| tree.get("rules")).is_none()) {
+        let hint = "write `rules:` with a list, or `rules: []` for none";
+        reader.mistake(Mistake::new(ConfigPath::default(), "the key `rules` is missing").hint(hint));
+    }
+    let mut rules = Vec::new();
+    let mut names: HashMap<String, ConfigPath> = HashMap::new();
+    for (index, (file, local)) in sources.rules.iter().enumerate() {
+        let items = sources.files.get(*file).and_then(|file| file.tree.as_ref()?.get("rules"));
+        let Some(Value::Sequence(items)) = items.map(|items| &items.value) else { continue };
+        let Some(node) = items.get(*local) else { continue };
+        let at = ConfigPath::rule(index);
+        if let Some(Value::String(name)) = node.get("name").map(|name| &name.value) {
+            let at = at.key("name");
+            if let Some(first) = names.get(name) {
+                let message = format!("a rule named `{name}` exists already");
+                reader.mistake(Mistake::new(at, message).related(first.clone(), "the first is here"));
+            } else {
+                names.insert(name.clone(), at);
+            }
+        }
+        rules.extend(reader.rule(node, at));
+    }
+    rules
+}
+
+fn located(sources: &Sources, mistakes: &[Mistake], mut all: Vec<LocatedMistake>) -> ConfigError {
+    all.extend(mistakes.iter().map(|mistake| sources.locate(mistake)));
+    let file = |name: &str| sources.files.iter().position(|file| file.name == name).map_or(0, |file| file + 1);
+    all.sort_by_key(|mistake| (file(&mistake.place.file), mistake.place.line, mistake.place.column));
+    ConfigError::Mistakes(all)
+}
+
+#[cfg(test)]
+mod tests;

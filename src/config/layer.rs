@@ -1,0 +1,156 @@
+//! The settings (all but `rules`) of several files and of the environment, one over the other, by the `config` crate.
+//!
+//! Files are parsed here and handed to that crate as sources, rather than read by it: its readers keep no lines, and they
+//! differ from format to format: of a key given twice in JSON the first is dropped silently, YAML's merge key `<<` is an
+//! ordinary key, and an integer beyond 64 bits becomes a float (an error in TOML). `rules` do not pass through it at all: a
+//! later file's list would replace an earlier one's, and TOML's dates would become strings.
+
+use config::{Environment, Map, Value as Layer, ValueKind};
+
+use super::{
+    diagnose::{ConfigPath, Mistake},
+    reader::{list, nearest},
+    sources::{Sources, entries},
+    tree::{Entry, Node, Value},
+};
+
+/// The prefix of our variables in the environment.
+pub(super) const PREFIX: &str = "DENORMD";
+
+/// What a setting is read as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Text,
+    Number,
+}
+
+/// The settings, each of which a variable can give.
+const SETTINGS: [(&str, Kind); 13] = [
+    ("name", Kind::Text),
+    ("mongodb.uri", Kind::Text),
+    ("mongodb.uri_file", Kind::Text),
+    ("mongodb.database", Kind::Text),
+    ("http.listen", Kind::Text),
+    ("state.database", Kind::Text),
+    ("log.filter", Kind::Text),
+    ("log.format", Kind::Text),
+    ("limits.batch_keys", Kind::Number),
+    ("limits.batches", Kind::Number),
+    ("limits.pending", Kind::Number),
+    ("limits.write_timeout_seconds", Kind::Number),
+    ("limits.destroy_grace_seconds", Kind::Number),
+];
+
+/// The keys of the root that hold settings.
+pub(super) const SECTIONS: [&str; 6] = ["name", "mongodb", "http", "state", "log", "limits"];
+
+fn path(setting: &str) -> ConfigPath {
+    setting.split('.').fold(ConfigPath::default(), |path, key| path.key(key))
+}
+
+/// Takes our variables out of `environment`, and says which of them mean nothing.
+pub(super) fn variables(environment: &[(String, String)], sources: &mut Sources) -> Vec<Mistake> {
+    let prefix = format!("{}__", PREFIX.to_lowercase());
+    let mut mistakes = Vec::new();
+    for (name, text) in environment {
+        let lower = name.to_lowercase();
+        let Some(setting) = lower.strip_prefix(&prefix).map(|rest| rest.replace("__", ".")) else { continue };
+        if SETTINGS.iter().all(|(known, _)| *known != setting) {
+            mistakes.push(unknown(&setting));
+        }
+        sources.variables.push((path(&setting), name.clone(), text.clone()));
+    }
+    mistakes
+}
+
+fn unknown(setting: &str) -> Mistake {
+    let names = SETTINGS.map(|(known, _)| format!("{PREFIX}__{}", known.replace('.', "__").to_uppercase()));
+    let known = SETTINGS.map(|(known, _)| known);
+    let hint = if setting.split('.').next() == Some("rules") {
+        "rules come from files; the environment gives single settings".to_owned()
+    } else {
+        let near = nearest(setting, &known).and_then(|near| known.iter().position(|known| *known == near));
+        match near.and_then(|index| names.get(index)) {
+            Some(near) => format!("did you mean `{near}`?"),
+            None => format!("known variables: {}", list(&names.each_ref().map(String::as_str))),
+        }
+    };
+    Mistake::new(path(setting), "the variable stands for no setting").hint(hint)
+}
+
+/// The settings of all sources in one tree, without places: those are looked up in the sources.
+pub(super) fn settings(sources: &Sources) -> Result<Node, config::ConfigError> {
+    let mut builder = config::Config::builder();
+    for file in &sources.files {
+        let settings = entries(file.tree.as_ref()).unwrap_or_default();
+        let settings = settings.iter().filter(|entry| SECTIONS.contains(&entry.key.as_str()));
+        builder = builder.add_source(Layered(settings.filter_map(layer_entry).collect()));
+    }
+    let known = sources.variables.iter().filter(|(at, ..)| SETTINGS.iter().any(|(known, _)| path(known) == *at));
+    let variables: Map<_, _> = known.map(|(_, name, text)| (name.clone(), text.clone())).collect();
+    let environment = Environment::with_prefix(PREFIX).prefix_separator("__").separator("__").try_parsing(true);
+    let layered = builder.add_source(environment.source(Some(variables))).build()?;
+    let mut root = from_layer(layered.cache);
+    for (setting, _) in SETTINGS.iter().filter(|(_, kind)| *kind == Kind::Text) {
+        if let Some((.., text)) = sources.variables.iter().rev().find(|(at, ..)| *at == path(setting)) {
+            restore(&mut root, setting, text);
+        }
+    }
+    Ok(root)
+}
+
+/// A variable that was parsed as a number or a boolean, where text is wanted: a database named `007`.
+fn restore(root: &mut Node, setting: &str, text: &str) {
+    let mut node = root;
+    for key in setting.split('.') {
+        let Value::Mapping(entries) = &mut node.value else { return };
+        let Some(entry) = entries.iter_mut().find(|entry| entry.key == key) else { return };
+        node = &mut entry.node;
+    }
+    node.value = Value::String(text.to_owned());
+}
+
+/// The settings of one file.
+#[derive(Debug, Clone)]
+struct Layered(Map<String, Layer>);
+
+impl config::Source for Layered {
+    fn clone_into_box(&self) -> Box<dyn config::Source + Send + Sync> {
+        Box::new(self.clone())
+    }
+
+    fn collect(&self) -> Result<Map<String, Layer>, config::ConfigError> {
+        Ok(self.0.clone())
+    }
+}
+
+/// Keys without a value are left out: `limits:` with all its lines commented out would erase an earlier file's limits.
+fn layer_entry(entry: &Entry) -> Option<(String, Layer)> {
+    let kind = match &entry.node.value {
+        Value::Null => return None,
+        Value::Mapping(entries) => ValueKind::Table(entries.iter().filter_map(layer_entry).collect()),
+        Value::Sequence(_) => ValueKind::Array(Vec::new()),
+        Value::Bool(flag) => ValueKind::Boolean(*flag),
+        Value::Int(number) => ValueKind::I64(*number),
+        Value::Float(number) => ValueKind::Float(*number),
+        Value::String(text) | Value::Date(text) => ValueKind::String(text.clone()),
+    };
+    Some((entry.key.clone(), Layer::new(None, kind)))
+}
+
+fn from_layer(layer: Layer) -> Node {
+    let value = match layer.kind {
+        ValueKind::Table(table) => {
+            let entries = table.into_iter().map(|(key, value)| Entry { key, key_span: 0..0, node: from_layer(value) });
+            Value::Mapping(entries.collect())
+        }
+        ValueKind::Array(_) => Value::Sequence(Vec::new()),
+        ValueKind::Boolean(flag) => Value::Bool(flag),
+        ValueKind::I64(number) => Value::Int(number),
+        ValueKind::Float(number) => Value::Float(number),
+        ValueKind::String(text) => Value::String(text),
+        // No source above yields these.
+        ValueKind::Nil | ValueKind::I128(_) | ValueKind::U64(_) | ValueKind::U128(_) => Value::Null,
+    };
+    Node::new(value, 0..0)
+}

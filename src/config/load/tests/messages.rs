@@ -1,0 +1,88 @@
+//! Each message as the user reads it: `messages.txt` holds a config (its format in the heading), then the full text.
+
+use super::*;
+
+/// `=== toml: what it is about`, the config, `>>>`, the message.
+const CASES: &str = include_str!("messages.txt");
+
+fn shown(format: Format, text: &str) -> String {
+    load_str(text, format).map_or_else(|error| error.to_string(), |_| "no mistake".to_owned())
+}
+
+#[test]
+fn every_mistake_is_shown_with_its_place_and_what_to_do() {
+    let mut wrong = Vec::new();
+    for case in CASES.split("\n=== ").skip(1) {
+        let (title, rest) = case.split_once('\n').unwrap();
+        let (text, expected) = rest.split_once("\n>>>\n").unwrap();
+        let format =
+            Format::of(title.split(':').next().map(|name| PathBuf::from(format!("x.{name}"))).unwrap().as_path());
+        let shown = shown(format.unwrap(), &format!("{text}\n"));
+        if shown != expected.trim_end_matches('\n') {
+            wrong.push(format!("=== {title}\n{text}\n>>>\n{shown}\n"));
+        }
+    }
+    assert!(wrong.is_empty(), "these read otherwise:\n\n{}\n<end>", wrong.join("\n"));
+}
+
+#[test]
+fn a_variable_of_the_environment_is_a_place_too() {
+    let dir = Dir::new(&[("a.yaml", "mongodb: { uri: mongodb://a }\nrules: []")]);
+    for (name, text, expected) in [
+        (
+            "DENORMD__MONGODB__URL",
+            "mongodb://u:hunter2@h",
+            "environment variable DENORMD__MONGODB__URL: the variable stands for no setting\n   \
+             hint: did you mean `DENORMD__MONGODB__URI`?",
+        ),
+        (
+            "DENORMD__RULES__0__NAME",
+            "x",
+            "environment variable DENORMD__RULES__0__NAME: the variable stands for no setting\n   \
+             hint: rules come from files; the environment gives single settings",
+        ),
+        (
+            "DENORMD__LIMITS__BATCHES",
+            "many",
+            "environment variable DENORMD__LIMITS__BATCHES: expected an integer, found a string",
+        ),
+        (
+            "DENORMD__LIMITS__BATCHES",
+            "-1",
+            "environment variable DENORMD__LIMITS__BATCHES: expected an integer of at least 1, found -1",
+        ),
+        (
+            "DENORMD__STATE__DATABASE",
+            "",
+            "environment variable DENORMD__STATE__DATABASE: expected text, found an empty string",
+        ),
+        (
+            "DENORMD__MONGODB",
+            "mongodb://u:hunter2@h",
+            "environment variable DENORMD__MONGODB: the variable stands for no setting\n   hint: known variables: \
+             `DENORMD__NAME`, `DENORMD__MONGODB__URI`, `DENORMD__MONGODB__URI_FILE`, `DENORMD__MONGODB__DATABASE`, \
+             `DENORMD__HTTP__LISTEN`, `DENORMD__STATE__DATABASE`, `DENORMD__LOG__FILTER`, `DENORMD__LOG__FORMAT`, \
+             `DENORMD__LIMITS__BATCH_KEYS`, `DENORMD__LIMITS__BATCHES`, `DENORMD__LIMITS__PENDING`, \
+             `DENORMD__LIMITS__WRITE_TIMEOUT_SECONDS`, `DENORMD__LIMITS__DESTROY_GRACE_SECONDS`",
+        ),
+    ] {
+        assert_eq!(dir.load(&["a.yaml"], &[(name, text)]).unwrap_err(), expected);
+    }
+}
+
+#[test]
+fn a_name_given_in_two_files_points_to_both() {
+    let dir = Dir::new(&[
+        ("a.yaml", &format!("mongodb: {{ uri: mongodb://a }}\nrules: [{}]", rule("r1"))),
+        ("b.yaml", "rules:\n  - name: r1\n    copy: { source: a, target: b, match: { x: _id }, set: { z: $z } }"),
+    ]);
+    assert_eq!(
+        dir.load(&["a.yaml", "b.yaml"], &[]).unwrap_err(),
+        "b.yaml:2:11: a rule named `r1` exists already
+   2 |   - name: r1
+     |           ^^
+   a.yaml:2:17: the first is here
+      2 | rules: [{ name: r1, copy: { source: a, target: b, match: { x: _id }, set: { y: $y } } }]
+        |                 ^^"
+    );
+}

@@ -1,0 +1,174 @@
+//! Reading typed values out of a tree, and collecting every mistake on the way instead of stopping at the first.
+
+use super::{
+    diagnose::{ConfigPath, Mistake},
+    tree::{Entry, Node, Value},
+};
+
+/// Collects mistakes. What cannot be read is left out or takes its default, so that reading goes on; one mistake is enough
+/// for the whole to be refused at the end.
+#[derive(Debug, Default)]
+pub(super) struct Reader {
+    pub mistakes: Vec<Mistake>,
+}
+
+/// A mapping whose keys are known.
+#[derive(Clone)]
+pub(super) struct Fields<'a> {
+    pub at: ConfigPath,
+    entries: &'a [Entry],
+}
+
+/// A value with its path.
+#[derive(Clone)]
+pub(super) struct Field<'a> {
+    pub at: ConfigPath,
+    pub node: &'a Node,
+}
+
+impl<'a> Fields<'a> {
+    /// The value under `key`, which may be null.
+    pub fn raw(&self, key: &str) -> Option<Field<'a>> {
+        let entry = self.entries.iter().find(|entry| entry.key == key)?;
+        Some(Field { at: self.at.key(key), node: &entry.node })
+    }
+
+    /// The value under `key`. A key with nothing behind it (`limits:` with every line commented out) is not there.
+    pub fn get(&self, key: &str) -> Option<Field<'a>> {
+        self.raw(key).filter(|field| field.node.value != Value::Null)
+    }
+}
+
+impl Reader {
+    pub fn mistake(&mut self, mistake: Mistake) {
+        self.mistakes.push(mistake);
+    }
+
+    fn wrong_type<T>(&mut self, field: &Field<'_>, expected: &str) -> Option<T> {
+        let message = format!("expected {expected}, found {}", field.node.kind());
+        self.mistake(Mistake::new(field.at.clone(), message));
+        None
+    }
+
+    /// The entries of a mapping whose keys are the user's own.
+    pub fn entries<'a>(&mut self, field: &Field<'a>) -> Option<&'a [Entry]> {
+        match &field.node.value {
+            Value::Mapping(entries) => Some(entries),
+            _ => self.wrong_type(field, "a mapping"),
+        }
+    }
+
+    /// A mapping with the given keys and no others. `elsewhere` says of a key that is known in another place where that is.
+    pub fn fields<'a>(
+        &mut self,
+        field: &Field<'a>,
+        known: &[&str],
+        elsewhere: fn(&str) -> Option<String>,
+    ) -> Option<Fields<'a>> {
+        let entries = self.entries(field)?;
+        for entry in entries.iter().filter(|entry| !known.contains(&entry.key.as_str())) {
+            let hint = elsewhere(&entry.key).unwrap_or_else(|| suggestion(&entry.key, known));
+            let message = format!("unknown key `{}`", entry.key);
+            self.mistake(Mistake::new(field.at.key(&entry.key), message).on_key().hint(hint));
+        }
+        Some(Fields { at: field.at.clone(), entries })
+    }
+
+    /// The value under `key`, or a mistake that says what belongs there.
+    pub fn required<'a>(&mut self, fields: &Fields<'a>, key: &str, hint: &str) -> Option<Field<'a>> {
+        let found = fields.get(key);
+        if found.is_none() {
+            let mistake = match fields.raw(key) {
+                Some(empty) => Mistake::new(empty.at, format!("`{key}` has no value")),
+                None => Mistake::new(fields.at.clone(), format!("the key `{key}` is missing")),
+            };
+            self.mistake(mistake.hint(hint));
+        }
+        found
+    }
+
+    /// A string that is not empty.
+    pub fn text(&mut self, field: &Field<'_>) -> Option<String> {
+        match &field.node.value {
+            Value::String(text) if text.is_empty() => {
+                self.mistake(Mistake::new(field.at.clone(), "expected text, found an empty string"));
+                None
+            }
+            Value::String(text) => Some(text.clone()),
+            _ => self.wrong_type(field, "a string"),
+        }
+    }
+
+    pub fn flag(&mut self, field: &Field<'_>) -> Option<bool> {
+        match field.node.value {
+            Value::Bool(flag) => Some(flag),
+            _ => self.wrong_type(field, "true or false"),
+        }
+    }
+
+    pub fn integer(&mut self, field: &Field<'_>) -> Option<i64> {
+        match field.node.value {
+            Value::Int(number) => Some(number),
+            _ => self.wrong_type(field, "an integer"),
+        }
+    }
+
+    /// An integer from 1.
+    pub fn count(&mut self, field: &Field<'_>) -> Option<u64> {
+        let number = self.integer(field)?;
+        let count = u64::try_from(number).ok().filter(|count| *count > 0);
+        if count.is_none() {
+            self.mistake(Mistake::new(field.at.clone(), format!("expected an integer of at least 1, found {number}")));
+        }
+        count
+    }
+
+    /// One of a few words.
+    pub fn choice<T: Copy>(&mut self, field: &Field<'_>, words: &[(&str, T)]) -> Option<T> {
+        let names: Vec<_> = words.iter().map(|(name, _)| *name).collect();
+        let Value::String(text) = &field.node.value else {
+            return self.wrong_type(field, &format!("one of {}", list(&names)));
+        };
+        let found = words.iter().find(|(name, _)| name == text).map(|(_, value)| *value);
+        if found.is_none() {
+            let message = format!("`{text}` is not one of {}", list(&names));
+            let mistake = Mistake::new(field.at.clone(), message);
+            self.mistake(match nearest(text, &names) {
+                Some(near) => mistake.hint(format!("did you mean `{near}`?")),
+                None => mistake,
+            });
+        }
+        found
+    }
+
+    /// A name of ours: of a rule, of the deployment. It becomes a label and part of ids.
+    pub fn name(&mut self, field: &Field<'_>) -> Option<String> {
+        let name = self.text(field)?;
+        let starts = name.starts_with(|c: char| c.is_ascii_alphanumeric());
+        if starts && name.chars().all(|c| c.is_ascii_alphanumeric() || "_.-".contains(c)) {
+            return Some(name);
+        }
+        self.mistake(
+            Mistake::new(field.at.clone(), format!("`{name}` cannot be a name"))
+                .hint("a name is of letters, digits, `_`, `.` and `-`, and begins with a letter or a digit"),
+        );
+        None
+    }
+}
+
+/// "did you mean …?", or all there is.
+pub(super) fn suggestion(word: &str, known: &[&str]) -> String {
+    nearest(word, known)
+        .map_or_else(|| format!("known keys: {}", list(known)), |near| format!("did you mean `{near}`?"))
+}
+
+pub(super) fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
+    let word = word.to_ascii_lowercase();
+    let distance = |name: &str| strsim::damerau_levenshtein(&word, &name.to_ascii_lowercase());
+    let (near, distance) = known.iter().map(|name| (*name, distance(name))).min_by_key(|(_, distance)| *distance)?;
+    (distance <= (near.len() / 3).max(1)).then_some(near)
+}
+
+pub(super) fn list(names: &[&str]) -> String {
+    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,352 @@
+//! One entry of `rules`, read.
+
+use bson::{Bson, Document};
+
+use super::{
+    diagnose::{ConfigPath, Mistake},
+    literal::{to_bson, to_document},
+    reader::{Field, Fields, Reader, list},
+    sections::{
+        Aggregate, BackfillMode, Collect, Copy, Guard, KeyType, OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side,
+    },
+    tree::{Node, Value},
+};
+
+const KINDS: [&str; 3] = ["copy", "collect", "aggregate"];
+const RULE: [&str; 8] = ["name", "copy", "collect", "aggregate", "backfill", "guard", "on_drift", "allow_scan"];
+const COPY: [&str; 10] =
+    ["source", "target", "match", "sort", "set", "into", "element", "on_missing", "key_type", "once"];
+const COLLECT: [&str; 11] = [
+    "source",
+    "target",
+    "match",
+    "into",
+    "element",
+    "sort",
+    "slice",
+    "on_empty",
+    "max_elements",
+    "max_bytes",
+    "key_type",
+];
+const AGGREGATE: [&str; 7] = ["source", "target", "match", "set", "sort", "on_empty", "key_type"];
+
+const MATCH_HINT: &str = "`match` says which key of the target equals which key of the source: match: { part_id: _id }";
+
+/// Where a key belongs that stands in the wrong mapping of a rule.
+fn belongs(key: &str) -> Option<String> {
+    if RULE.contains(&key) {
+        return Some(format!("`{key}` belongs to the rule itself, beside `name`"));
+    }
+    let homes: Vec<_> = [("copy", &COPY[..]), ("collect", &COLLECT[..]), ("aggregate", &AGGREGATE[..])]
+        .iter()
+        .filter(|(_, keys)| keys.contains(&key))
+        .map(|(kind, _)| *kind)
+        .collect();
+    (!homes.is_empty()).then(|| format!("`{key}` belongs to {}", list(&homes)))
+}
+
+impl Reader {
+    /// `None` when there is a mistake that leaves no rule to speak of.
+    pub fn rule(&mut self, node: &Node, at: ConfigPath) -> Option<Rule> {
+        let fields = self.fields(&Field { at, node }, &RULE, belongs)?;
+        let name = self.required(&fields, "name", "each rule needs a name of its own").and_then(|f| self.name(&f));
+        let pattern = self.pattern(&fields);
+        let backfill = fields
+            .get("backfill")
+            .and_then(|field| self.choice(&field, &[("auto", BackfillMode::Auto), ("manual", BackfillMode::Manual)]));
+        let guard = fields.get("guard").and_then(|field| self.guard(&field));
+        let on_drift = fields
+            .get("on_drift")
+            .and_then(|field| self.choice(&field, &[("repair", OnDrift::Repair), ("report", OnDrift::Report)]));
+        let allow_scan = fields.get("allow_scan").and_then(|field| self.flag(&field));
+        Some(Rule {
+            name: name?,
+            pattern: pattern?,
+            backfill: backfill.unwrap_or_default(),
+            guard: guard.unwrap_or_default(),
+            on_drift: on_drift.unwrap_or_default(),
+            allow_scan: allow_scan.unwrap_or_default(),
+        })
+    }
+
+    fn guard(&mut self, field: &Field<'_>) -> Option<Guard> {
+        // `off` is a boolean to YAML 1.1, and to editors that rewrite files by it.
+        if field.node.value == Value::Bool(false) {
+            return Some(Guard::Off);
+        }
+        self.choice(field, &[("watch", Guard::Watch), ("audit", Guard::Audit), ("off", Guard::Off)])
+    }
+
+    fn pattern(&mut self, rule: &Fields<'_>) -> Option<Pattern> {
+        let given: Vec<_> = KINDS.into_iter().filter(|kind| rule.raw(kind).is_some()).collect();
+        match given.as_slice() {
+            [] => {
+                let message = format!("the rule does nothing: it needs one of {}", list(&KINDS));
+                self.mistake(Mistake::new(rule.at.clone(), message));
+            }
+            [_] => {}
+            [.., last] => {
+                let message = format!("a rule is one of {}, this one has {}", list(&KINDS), list(&given));
+                let hint = "make a rule of each, with a name of its own";
+                self.mistake(Mistake::new(rule.at.key(last), message).on_key().hint(hint));
+            }
+        }
+        let mut patterns = Vec::new();
+        for kind in &given {
+            let Some(field) = self.required(rule, kind, "it holds `source`, `target` and `match`") else { continue };
+            patterns.push(match *kind {
+                "copy" => self.copy(&field).map(Pattern::Copy),
+                "collect" => self.collect(&field).map(Pattern::Collect),
+                _ => self.aggregate(&field).map(Pattern::Aggregate),
+            });
+        }
+        patterns.into_iter().next()?
+    }
+
+    fn copy(&mut self, field: &Field<'_>) -> Option<Copy> {
+        let fields = self.fields(field, &COPY, belongs)?;
+        let source = self.side(&fields, "source");
+        let target = self.side(&fields, "target");
+        let on = self.matches(&fields);
+        let sort = self.sort(&fields);
+        self.set_or_into(&fields);
+        let set = fields.get("set").and_then(|field| self.set(&field));
+        let into = fields.get("into").and_then(|field| self.text(&field));
+        let element = fields.get("element").map(|field| self.value(&field));
+        let on_missing = fields.raw("on_missing").and_then(|field| self.on_missing(&field));
+        let key_type = self.key_type(&fields);
+        let once = fields.get("once").and_then(|field| self.flag(&field));
+        Some(Copy {
+            source: source?,
+            target: target?,
+            on: on?,
+            sort,
+            set: set.unwrap_or_default(),
+            into,
+            element,
+            on_missing: on_missing.unwrap_or_default(),
+            key_type,
+            once: once.unwrap_or_default(),
+        })
+    }
+
+    /// A copy writes named paths (`set`) or an array of its own (`into`, with the `element` to put there).
+    fn set_or_into(&mut self, fields: &Fields<'_>) {
+        let has = |key| fields.get(key).is_some();
+        let at = &fields.at;
+        match (has("set"), has("into"), has("element")) {
+            (true, false, false) | (false, true, true) => {}
+            (true, true, _) => {
+                let mistake = Mistake::new(at.key("into"), "a copy has either `set` or `into`, this one has both");
+                self.mistake(mistake.on_key().hint("make a rule of each, with a name of its own"));
+            }
+            (false, false, false) => {
+                let hint = "`set` writes paths of the target, `into` with `element` fills an array of its own";
+                self.mistake(Mistake::new(at.clone(), "the copy needs `set` or `into`").hint(hint));
+            }
+            (false, true, false) => {
+                let hint = "`element` is what is put into the array for each reference: element: { id: $_id }";
+                self.mistake(Mistake::new(at.key("into"), "`into` needs `element`").on_key().hint(hint));
+            }
+            (_, false, true) => {
+                let hint = "`into` names the target's array";
+                self.mistake(Mistake::new(at.key("element"), "`element` needs `into`").on_key().hint(hint));
+            }
+        }
+    }
+
+    fn collect(&mut self, field: &Field<'_>) -> Option<Collect> {
+        let fields = self.fields(field, &COLLECT, belongs)?;
+        let source = self.side(&fields, "source");
+        let target = self.side(&fields, "target");
+        let on = self.matches(&fields);
+        let into = self.required(&fields, "into", "`into` names the target's array").and_then(|f| self.text(&f));
+        let element = self
+            .required(&fields, "element", "`element` is what is put into the array: element: $_id")
+            .map(|field| self.value(&field));
+        let sort = self.sort(&fields);
+        let slice = fields.get("slice").and_then(|field| self.slice(&field));
+        let on_empty = self.on_empty(&fields);
+        let max_elements = fields.get("max_elements").and_then(|field| self.count(&field));
+        let max_bytes = fields.get("max_bytes").and_then(|field| self.count(&field));
+        let key_type = self.key_type(&fields);
+        Some(Collect {
+            source: source?,
+            target: target?,
+            on: on?,
+            into: into?,
+            element: element?,
+            sort,
+            slice,
+            on_empty,
+            max_elements,
+            max_bytes,
+            key_type,
+        })
+    }
+
+    fn aggregate(&mut self, field: &Field<'_>) -> Option<Aggregate> {
+        let fields = self.fields(field, &AGGREGATE, belongs)?;
+        let source = self.side(&fields, "source");
+        let target = self.side(&fields, "target");
+        let on = self.matches(&fields);
+        let set = self
+            .required(&fields, "set", "`set` names the target's paths: set: { count: { $sum: 1 } }")
+            .and_then(|field| self.set(&field));
+        let sort = self.sort(&fields);
+        let on_empty = self.on_empty(&fields);
+        let key_type = self.key_type(&fields);
+        Some(Aggregate { source: source?, target: target?, on: on?, set: set?, sort, on_empty, key_type })
+    }
+
+    fn side(&mut self, fields: &Fields<'_>, key: &str) -> Option<Side> {
+        let field = self.required(fields, key, "write the collection's name, or { collection, where }")?;
+        if let Value::String(_) = field.node.value {
+            return Some(Side { collection: self.text(&field)?, filter: None });
+        }
+        let Value::Mapping(_) = field.node.value else {
+            let message =
+                format!("expected a collection's name or a mapping with `collection`, found {}", field.node.kind());
+            self.mistake(Mistake::new(field.at, message));
+            return None;
+        };
+        let fields = self.fields(&field, &["collection", "where"], |_| None)?;
+        let collection =
+            self.required(&fields, "collection", "write { collection: …, where: … }").and_then(|f| self.text(&f));
+        let filter = fields.get("where").and_then(|field| self.filter(&field));
+        Some(Side { collection: collection?, filter })
+    }
+
+    fn filter(&mut self, field: &Field<'_>) -> Option<Document> {
+        self.entries(field)?;
+        self.dates(field);
+        Some(to_document(field.node))
+    }
+
+    /// `match`: target path to source path.
+    fn matches(&mut self, fields: &Fields<'_>) -> Option<Vec<(String, String)>> {
+        let field = self.required(fields, "match", MATCH_HINT)?;
+        let entries = self.filled(&field, MATCH_HINT)?;
+        Some(entries.into_iter().filter_map(|(key, entry)| Some((key, self.source_path(&entry)?))).collect())
+    }
+
+    fn source_path(&mut self, field: &Field<'_>) -> Option<String> {
+        if let Value::String(_) = field.node.value {
+            return self.text(field);
+        }
+        let message = format!("expected a path of the source, a string, found {}", field.node.kind());
+        self.mistake(dotted_hint(field, Mistake::new(field.at.clone(), message)));
+        None
+    }
+
+    fn sort(&mut self, fields: &Fields<'_>) -> Vec<(String, i32)> {
+        let entries = fields
+            .get("sort")
+            .and_then(|field| self.filled(&field, "write sort: { due_date: 1 }, or leave it out"))
+            .unwrap_or_default();
+        entries.into_iter().filter_map(|(key, entry)| Some((key, self.direction(&entry)?))).collect()
+    }
+
+    fn direction(&mut self, field: &Field<'_>) -> Option<i32> {
+        let found = match field.node.value {
+            Value::Int(1) => return Some(1),
+            Value::Int(-1) => return Some(-1),
+            Value::Int(other) => other.to_string(),
+            _ => field.node.kind().to_owned(),
+        };
+        let message = format!("expected 1 (ascending) or -1 (descending), found {found}");
+        self.mistake(dotted_hint(field, Mistake::new(field.at.clone(), message)));
+        None
+    }
+
+    fn set(&mut self, field: &Field<'_>) -> Option<Vec<(String, Bson)>> {
+        let entries = self.filled(field, "write set: { name: $name }")?;
+        Some(entries.into_iter().map(|(key, entry)| (key, self.value(&entry))).collect())
+    }
+
+    /// The entries of a mapping that must have some.
+    fn filled<'a>(&mut self, field: &Field<'a>, hint: &str) -> Option<Vec<(String, Field<'a>)>> {
+        let entries = self.entries(field)?;
+        if entries.is_empty() {
+            self.mistake(Mistake::new(field.at.clone(), "the mapping is empty").hint(hint));
+            return None;
+        }
+        let fields =
+            entries.iter().map(|entry| (entry.key.clone(), Field { at: field.at.key(&entry.key), node: &entry.node }));
+        Some(fields.collect())
+    }
+
+    fn value(&mut self, field: &Field<'_>) -> Bson {
+        self.dates(field);
+        to_bson(field.node)
+    }
+
+    /// TOML's dates become BSON's, which are instants: a local date is none.
+    fn dates(&mut self, field: &Field<'_>) {
+        match &field.node.value {
+            Value::Date(text) if bson::DateTime::parse_rfc3339_str(text).is_err() => {
+                let hint = "write it in full, as 2024-01-31T00:00:00Z, or as a string in quotes";
+                self.mistake(Mistake::new(field.at.clone(), format!("`{text}` is not an instant")).hint(hint));
+            }
+            Value::Sequence(items) => {
+                for (index, node) in items.iter().enumerate() {
+                    self.dates(&Field { at: field.at.index(index), node });
+                }
+            }
+            Value::Mapping(entries) => {
+                for entry in entries {
+                    self.dates(&Field { at: field.at.key(&entry.key), node: &entry.node });
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn on_missing(&mut self, field: &Field<'_>) -> Option<OnMissing> {
+        // `on_missing: null` without quotes says what it means.
+        if field.node.value == Value::Null {
+            return Some(OnMissing::Null);
+        }
+        self.choice(
+            field,
+            &[
+                ("unset", OnMissing::Unset),
+                ("null", OnMissing::Null),
+                ("keep", OnMissing::Keep),
+                ("remove", OnMissing::Remove),
+                ("delete", OnMissing::Delete),
+            ],
+        )
+    }
+
+    fn on_empty(&mut self, fields: &Fields<'_>) -> OnEmpty {
+        let field = fields.get("on_empty");
+        field
+            .and_then(|field| self.choice(&field, &[("value", OnEmpty::Value), ("unset", OnEmpty::Unset)]))
+            .unwrap_or_default()
+    }
+
+    fn key_type(&mut self, fields: &Fields<'_>) -> Option<KeyType> {
+        let field = fields.get("key_type")?;
+        self.choice(&field, &[("objectId", KeyType::ObjectId), ("string", KeyType::String)])
+    }
+
+    fn slice(&mut self, field: &Field<'_>) -> Option<i64> {
+        let slice = self.integer(field)?;
+        if slice == 0 {
+            let hint = "10 keeps the first ten, -10 the last ten";
+            self.mistake(Mistake::new(field.at.clone(), "a slice of 0 keeps nothing").hint(hint));
+            return None;
+        }
+        Some(slice)
+    }
+}
+
+/// In TOML `a.b = "c"` is a table in a table; only `"a.b" = "c"` is a path.
+fn dotted_hint(field: &Field<'_>, mistake: Mistake) -> Mistake {
+    match field.node.value {
+        Value::Mapping(_) => mistake.hint("a path with dots is one key: put it in quotes (\"a.b\")"),
+        _ => mistake,
+    }
+}

@@ -1,0 +1,185 @@
+//! The settings beside the rules, read.
+
+use std::{fs, net::SocketAddr, path::Path, time::Duration};
+
+use secrecy::SecretString;
+
+use super::{
+    diagnose::{ConfigPath, Mistake},
+    reader::{Field, Fields, Reader},
+    sections::{Http, Limits, Log, LogFormat, Mongodb, State},
+    sources::Sources,
+    tree::Node,
+};
+
+/// The default of `name`.
+const DEFAULT_NAME: &str = "default";
+/// The default of `log.filter`.
+const DEFAULT_FILTER: &str = "info";
+
+const URI_HINT: &str = "give `mongodb.uri` or `mongodb.uri_file` in a file, or DENORMD__MONGODB__URI or \
+                        DENORMD__MONGODB__URI_FILE in the environment";
+
+/// All settings.
+pub(super) struct Settings {
+    pub name: String,
+    pub mongodb: Mongodb,
+    pub http: Http,
+    pub state: State,
+    pub log: Log,
+    pub limits: Limits,
+}
+
+impl Reader {
+    pub fn settings(&mut self, root: &Node, sources: &Sources) -> Option<Settings> {
+        let root = self.fields(&Field { at: ConfigPath::default(), node: root }, &super::layer::SECTIONS, |_| None)?;
+        let name = root.get("name").and_then(|field| self.name(&field));
+        let mongodb = self.mongodb(&root, sources);
+        let http = self.http(&root);
+        let state = self.state(&root);
+        let log = self.log(&root);
+        let limits = self.limits(&root);
+        Some(Settings {
+            name: name.unwrap_or_else(|| DEFAULT_NAME.to_owned()),
+            mongodb: mongodb?,
+            http,
+            state,
+            log,
+            limits,
+        })
+    }
+
+    /// A section that may be left out whole.
+    fn section<'a>(&mut self, root: &Fields<'a>, key: &str, known: &[&str]) -> Option<Fields<'a>> {
+        self.fields(&root.get(key)?, known, |_| None)
+    }
+
+    fn mongodb(&mut self, root: &Fields<'_>, sources: &Sources) -> Option<Mongodb> {
+        if root.get("mongodb").is_none() {
+            self.mistake(Mistake::new(root.at.key("mongodb"), "the key `mongodb.uri` is missing").hint(URI_HINT));
+        }
+        let section = self.section(root, "mongodb", &["uri", "uri_file", "database"])?;
+        let database = section.get("database").and_then(|field| self.text(&field));
+        let uri = match (section.get("uri"), section.get("uri_file")) {
+            (Some(uri), None) => self.text(&uri).and_then(|text| self.uri(&uri.at, &text)),
+            (None, Some(file)) => self.uri_file(&file, sources),
+            (Some(uri), Some(file)) => {
+                self.mistake(
+                    Mistake::new(file.at, "`uri` and `uri_file` are both given")
+                        .on_key()
+                        .related(uri.at, "`uri` is given here")
+                        .hint("keep one of them"),
+                );
+                None
+            }
+            (None, None) => {
+                self.mistake(Mistake::new(section.at, "the key `mongodb.uri` is missing").hint(URI_HINT));
+                None
+            }
+        };
+        Some(Mongodb { uri: uri?, database })
+    }
+
+    /// Only the scheme is looked at: the driver parses the rest, and its messages need the same care.
+    fn uri(&mut self, at: &ConfigPath, text: &str) -> Option<SecretString> {
+        if text.starts_with("mongodb://") || text.starts_with("mongodb+srv://") {
+            return Some(SecretString::from(text.to_owned()));
+        }
+        let message = "this is not a MongoDB connection string";
+        self.mistake(Mistake::new(at.clone(), message).hint("it begins with mongodb:// or mongodb+srv://"));
+        None
+    }
+
+    fn uri_file(&mut self, field: &Field<'_>, sources: &Sources) -> Option<SecretString> {
+        let name = self.text(field)?;
+        let directory = sources.directory(&field.at).unwrap_or(Path::new(""));
+        let path = directory.join(&name);
+        match fs::read_to_string(&path) {
+            Ok(content) => self.uri(&field.at, content.trim()),
+            Err(error) => {
+                let message = format!("cannot read {}: {error}", path.display());
+                let hint =
+                    "`uri_file` holds the connection string; a relative path starts at the config file's directory";
+                self.mistake(Mistake::new(field.at.clone(), message).hint(hint));
+                None
+            }
+        }
+    }
+
+    fn http(&mut self, root: &Fields<'_>) -> Http {
+        let listen = self.section(root, "http", &["listen"]).and_then(|section| section.get("listen"));
+        listen.and_then(|field| self.listen(&field)).map_or_else(Http::default, |listen| Http { listen })
+    }
+
+    fn listen(&mut self, field: &Field<'_>) -> Option<SocketAddr> {
+        let text = self.text(field)?;
+        let listen = text.parse().ok();
+        if listen.is_none() {
+            let message = format!("`{text}` is not an address and a port");
+            let hint = format!("write {}, or 0.0.0.0:9464 for every interface", Http::DEFAULT_LISTEN);
+            self.mistake(Mistake::new(field.at.clone(), message).hint(hint));
+        }
+        listen
+    }
+
+    fn state(&mut self, root: &Fields<'_>) -> State {
+        let database = self.section(root, "state", &["database"]).and_then(|section| section.get("database"));
+        database.and_then(|field| self.text(&field)).map_or_else(State::default, |database| State { database })
+    }
+
+    fn log(&mut self, root: &Fields<'_>) -> Log {
+        let Some(section) = self.section(root, "log", &["filter", "format"]) else { return Log::default() };
+        let filter = section.get("filter").and_then(|field| self.text(&field));
+        let format = section.get("format").and_then(|field| {
+            self.choice(&field, &[("auto", LogFormat::Auto), ("text", LogFormat::Text), ("json", LogFormat::Json)])
+        });
+        Log { filter: filter.unwrap_or_else(|| DEFAULT_FILTER.to_owned()), format: format.unwrap_or_default() }
+    }
+
+    fn limits(&mut self, root: &Fields<'_>) -> Limits {
+        let known = ["batch_keys", "batches", "pending", "write_timeout_seconds", "destroy_grace_seconds"];
+        let default = Limits::default();
+        let Some(section) = self.section(root, "limits", &known) else { return default };
+        Limits {
+            batch_keys: self.limit(&section, "batch_keys").unwrap_or(default.batch_keys),
+            batches: self.limit(&section, "batches").unwrap_or(default.batches),
+            pending: self.limit(&section, "pending").unwrap_or(default.pending),
+            write_timeout: self.seconds(&section, "write_timeout_seconds", 1).unwrap_or(default.write_timeout),
+            destroy_grace: self.seconds(&section, "destroy_grace_seconds", 0).unwrap_or(default.destroy_grace),
+        }
+    }
+
+    fn limit(&mut self, section: &Fields<'_>, key: &str) -> Option<usize> {
+        usize::try_from(self.count(&section.get(key)?)?).ok()
+    }
+
+    fn seconds(&mut self, section: &Fields<'_>, key: &str, least: i64) -> Option<Duration> {
+        let field = section.get(key)?;
+        let number = self.integer(&field)?;
+        // A day: what is longer is a slip of units, and would overflow deadlines further down.
+        if (least..=86_400).contains(&number) {
+            return u64::try_from(number).ok().map(Duration::from_secs);
+        }
+        let message = format!("expected {least} to 86400 seconds, found {number}");
+        self.mistake(Mistake::new(field.at, message));
+        None
+    }
+}
+
+impl Default for Http {
+    fn default() -> Self {
+        Self { listen: SocketAddr::from(([127, 0, 0, 1], 9464)) }
+    }
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self { database: Self::DEFAULT_DATABASE.to_owned() }
+    }
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { filter: DEFAULT_FILTER.to_owned(), format: LogFormat::default() }
+    }
+}

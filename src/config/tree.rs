@@ -1,0 +1,140 @@
+//! A parsed file before anybody asks what it means: values in the order they were written, each with its place in the text.
+
+use std::ops::Range;
+
+use super::diagnose::Step;
+
+/// Byte offsets into the text of the file.
+pub(super) type Span = Range<usize>;
+
+/// Nesting deeper than this is refused in every format, so that walking a tree cannot exhaust the stack.
+pub(super) const MAX_DEPTH: usize = 100;
+
+/// What a file can hold. TOML's dates have a variant of their own; YAML's and JSON's are strings.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Value {
+    Null,
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+    String(String),
+    Date(String),
+    Sequence(Vec<Node>),
+    Mapping(Vec<Entry>),
+}
+
+/// A value and where it stands.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Node {
+    pub value: Value,
+    pub span: Span,
+}
+
+/// One key of a mapping.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Entry {
+    pub key: String,
+    pub key_span: Span,
+    pub node: Node,
+}
+
+/// What is wrong with the text of a file itself: syntax, or a key written twice.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Fault {
+    pub span: Span,
+    pub message: String,
+    pub hint: Option<String>,
+    /// Another place that belongs to the story.
+    pub related: Option<(Span, &'static str)>,
+}
+
+impl Fault {
+    pub fn new(span: Span, message: impl Into<String>) -> Self {
+        Self { span, message: message.into(), hint: None, related: None }
+    }
+
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    pub fn duplicate(key: &str, first: Span, second: Span) -> Self {
+        Self {
+            related: Some((first, "it is first given here")),
+            ..Self::new(second, format!("the key `{key}` is given twice"))
+        }
+    }
+
+    pub fn number_too_large(span: Span) -> Self {
+        Self::new(span, "the number does not fit a 64-bit integer")
+            .hint("write { $numberDecimal: \"…\" } for a larger one, or put a string in quotes")
+    }
+
+    pub fn too_deep(span: Span) -> Self {
+        Self::new(span, format!("values are nested more than {MAX_DEPTH} deep"))
+    }
+}
+
+impl Node {
+    pub fn new(value: Value, span: Span) -> Self {
+        Self { value, span }
+    }
+
+    /// The value under `key`, if this is a mapping that has it.
+    pub fn get(&self, key: &str) -> Option<&Node> {
+        match &self.value {
+            Value::Mapping(entries) => entries.iter().find(|entry| entry.key == key).map(|entry| &entry.node),
+            _ => None,
+        }
+    }
+
+    /// What the value is, in the words of a message: "found a string".
+    pub fn kind(&self) -> &'static str {
+        match self.value {
+            Value::Null => "nothing",
+            Value::Bool(_) => "a boolean",
+            Value::Int(_) => "an integer",
+            Value::Float(_) => "a number with a fraction",
+            Value::String(_) => "a string",
+            Value::Date(_) => "a date",
+            Value::Sequence(_) => "a list",
+            Value::Mapping(_) => "a mapping",
+        }
+    }
+
+    /// The number of values in this tree, itself included.
+    pub fn size(&self) -> usize {
+        1 + match &self.value {
+            Value::Sequence(items) => items.iter().map(Node::size).sum::<usize>(),
+            Value::Mapping(entries) => entries.iter().map(|entry| entry.node.size()).sum(),
+            _ => 0,
+        }
+    }
+
+    /// Where to point a reader to for the value at `steps`: at a scalar itself, at the key of a collection (its text may
+    /// begin a line below and go on for many), at the first key of a mapping in a list.
+    pub fn place(&self, steps: &[Step], on_key: bool) -> Option<Span> {
+        let mut node = self;
+        let mut key_span = None;
+        for step in steps {
+            match (step, &node.value) {
+                (Step::Key(key), Value::Mapping(entries)) => {
+                    let entry = entries.iter().find(|entry| entry.key == *key)?;
+                    key_span = Some(entry.key_span.clone());
+                    node = &entry.node;
+                }
+                (Step::Index(index), Value::Sequence(items)) => {
+                    key_span = None;
+                    node = items.get(*index)?;
+                }
+                _ => return None,
+            }
+        }
+        let scalar = !matches!(node.value, Value::Mapping(_) | Value::Sequence(_) | Value::Null);
+        match (key_span, &node.value) {
+            (Some(span), _) if on_key || !scalar => Some(span),
+            (None, Value::Mapping(entries)) => Some(entries.first().map_or(node.span.clone(), |e| e.key_span.clone())),
+            _ => Some(node.span.clone()),
+        }
+    }
+}
