@@ -1,0 +1,39 @@
+# Everything a contributor runs. `make` lists it.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+CARGO ?= cargo
+
+# DENORMD_TEST_PROVIDER=docker takes the shared test cluster from an image, see tests/fixture.
+FEATURES := $(if $(filter docker,$(DENORMD_TEST_PROVIDER)),--features denormd-fixture/testcontainers)
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## List the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+.PHONY: build
+build: ## Build the release binary
+	$(CARGO) build --release
+
+.PHONY: lint
+lint: ## Check the format, and clippy without a warning
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets $(FEATURES) -- -D warnings
+
+# One set for all the tests that share one: nextest gives each test a process of its own.
+.PHONY: test
+test: ## Run every test against a throw-away MongoDB, fetched when there is none
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	echo "mongod: $$MONGOD"
+	if $(CARGO) nextest --version >/dev/null 2>&1; then
+		tests=(nextest run); doctests=yes
+	else
+		tests=(test); doctests=
+	fi
+	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
+	target="$$($(CARGO) metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')"
+	"$$target/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES)
+	if [ "$$doctests" ]; then $(CARGO) test --workspace $(FEATURES) --doc; fi
