@@ -1,5 +1,5 @@
 //! What denormd's rules mean, decided a second time and independently: an in-memory oracle that says what the database
-//! must look like once denormd has converged.
+//! must look like once denormd has converged, and a generator of random rules and random histories to compare with.
 //!
 //! The oracle shares no code with denormd, looks at whole collections, and never talks to a server. It takes the
 //! documents as they are stored and recomputes every owned path from the user-owned rest, rule after rule in
@@ -35,6 +35,8 @@ mod accumulate;
 mod differences;
 mod expected;
 mod expression;
+mod generate;
+mod op;
 mod path;
 mod query;
 mod rule;
@@ -46,6 +48,8 @@ use bson::Document;
 
 pub use differences::differences;
 pub use expected::{Expectation, Oracle, expected};
+pub use generate::{Generator, Options};
+pub use op::Op;
 pub use rule::Rule;
 pub use value::{compare, equal, identical};
 
