@@ -1,0 +1,453 @@
+//! What every owned path must hold, recomputed by definition from whole collections.
+
+use std::{
+    cmp::Ordering,
+    collections::{BTreeMap, BTreeSet},
+};
+
+use bson::{Bson, Document, oid::ObjectId};
+
+use crate::{
+    World, accumulate,
+    expression::{Scope, evaluate},
+    path::{Part, Path, Place, Step, at, get, places, pull, set, unset},
+    query::matches,
+    rule::{KeyType, Kind, OnMissing, Rule, Side, in_dependency_order},
+    value::{compare, equal, is_nothing},
+};
+
+/// Rules, ready to judge worlds.
+#[derive(Debug, Clone)]
+pub struct Oracle {
+    rules: Vec<Rule>,
+}
+
+/// What the database must look like.
+#[derive(Debug, Clone)]
+pub struct Expectation {
+    /// Every collection, with every owned path as its definition wants it.
+    pub world: World,
+    /// The owned paths of each collection.
+    pub owned: BTreeMap<String, Vec<Path>>,
+    /// Where the oracle holds no opinion and why: the target keeps what it has (a write that the server refuses, an
+    /// expression that fails).
+    pub notes: Vec<String>,
+}
+
+/// One source document (or one element of its reference array) that a reference may find.
+struct Candidate<'a> {
+    source: usize,
+    document: &'a Bson,
+    element: Option<&'a Bson>,
+    keys: Vec<Key>,
+}
+
+/// What one entry of `match` reads on one side.
+#[derive(Debug, Clone)]
+enum Key {
+    /// Null, missing, an array, a DBRef to elsewhere: it refers to nothing.
+    Nothing,
+    /// A value that `key_type` cannot convert: it refers to something that is not there.
+    Dangling,
+    /// A value to match.
+    Value(Bson),
+}
+
+/// One reference of a target, and where in it.
+struct Reference {
+    place: Place,
+    keys: Vec<Key>,
+}
+
+enum Want {
+    Set(Bson),
+    Unset,
+    Leave,
+}
+
+/// What one target must become.
+#[derive(Default)]
+struct Desired {
+    wants: Vec<(Place, Want)>,
+    pulls: Vec<Place>,
+    delete: bool,
+}
+
+impl Oracle {
+    /// Reads rule documents as they stand in a config; `database` is the database of bare collection names (a DBRef's
+    /// `$db` is compared with it).
+    pub fn new(rules: &[Document], database: &str) -> Result<Self, String> {
+        let rules: Vec<Rule> = rules.iter().map(|rule| Rule::parse(rule, database)).collect::<Result<_, _>>()?;
+        in_dependency_order(&rules)?;
+        Ok(Self { rules })
+    }
+
+    /// The rules, taken apart.
+    #[must_use]
+    pub fn rules(&self) -> &[Rule] {
+        &self.rules
+    }
+
+    /// Collections that need `changeStreamPreAndPostImages`.
+    #[must_use]
+    pub fn pre_images(&self) -> BTreeSet<String> {
+        crate::rule::pre_images(&self.rules)
+    }
+
+    /// Indexes that the rules' lookups need, without duplicates.
+    #[must_use]
+    pub fn indexes(&self) -> Vec<(String, Document)> {
+        let mut indexes: Vec<(String, Document)> = Vec::new();
+        for index in self.rules.iter().flat_map(Rule::indexes) {
+            if !indexes.contains(&index) {
+                indexes.push(index);
+            }
+        }
+        indexes
+    }
+
+    /// What the database must look like, given what it holds: the user-owned part of `actual` is taken as the truth,
+    /// every owned path is recomputed, rule after rule in dependency order.
+    pub fn expected(&self, actual: &World) -> Result<Expectation, String> {
+        let mut world = actual.clone();
+        let mut owned: BTreeMap<String, Vec<Path>> = BTreeMap::new();
+        let mut notes = Vec::new();
+        for rule in in_dependency_order(&self.rules)? {
+            owned.entry(rule.target.collection.clone()).or_default().extend(rule.owned());
+            apply(rule, &mut world, &mut notes).map_err(|why| format!("rule {}: {why}", rule.name))?;
+        }
+        Ok(Expectation { world, owned, notes })
+    }
+}
+
+/// [`Oracle::new`] and [`Oracle::expected`] in one.
+pub fn expected(rules: &[Document], database: &str, actual: &World) -> Result<Expectation, String> {
+    Oracle::new(rules, database)?.expected(actual)
+}
+
+fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), String> {
+    let documents = |side: &Side| world.get(&side.collection).cloned().unwrap_or_default();
+    let mut sources = Vec::new();
+    for document in documents(&rule.source) {
+        if matches(&document, &rule.source.filter)? {
+            sources.push(Bson::Document(document));
+        }
+    }
+    sources.sort_by(|a, b| by_sort(rule, a, b));
+    let candidates = candidates(rule, &sources);
+
+    let mut targets = Vec::new();
+    for document in documents(&rule.target) {
+        if !matches(&document, &rule.target.filter)? {
+            targets.push(document);
+            continue;
+        }
+        let id = document.get("_id").cloned().unwrap_or(Bson::Null);
+        let before = Bson::Document(document);
+        let after = desired(rule, &before, &candidates).and_then(|desired| write(before.clone(), desired));
+        match after {
+            Ok(Some(Bson::Document(after))) => targets.push(after),
+            Ok(_) => {}
+            Err(why) => {
+                notes.push(format!("rule {}, target {id}: {why}", rule.name));
+                targets.extend(before.as_document().cloned());
+            }
+        }
+    }
+    if world.contains_key(&rule.target.collection) {
+        world.insert(rule.target.collection.clone(), targets);
+    }
+    Ok(())
+}
+
+/// `sort`, then `_id` ascending.
+fn by_sort(rule: &Rule, a: &Bson, b: &Bson) -> Ordering {
+    let mut order = Ordering::Equal;
+    for (path, descends) in &rule.sort {
+        let way = compare(&sort_key(a, path, *descends), &sort_key(b, path, *descends));
+        order = order.then(if *descends { way.reverse() } else { way });
+    }
+    order.then_with(|| compare(&sort_key(a, "_id", false), &sort_key(b, "_id", false)))
+}
+
+/// The value that the server sorts by: the least element of an array ascending, the greatest descending; missing is
+/// null, an empty array is less than null.
+fn sort_key(document: &Bson, path: &str, descends: bool) -> Bson {
+    fn collect(value: Option<&Bson>, names: &[&str], found: &mut Vec<Bson>) {
+        match (value, names.split_first()) {
+            (Some(Bson::Array(elements)), None) if elements.is_empty() => found.push(Bson::Undefined),
+            (Some(Bson::Array(elements)), None) => found.extend(elements.iter().cloned()),
+            (value, None) => found.push(value.cloned().unwrap_or(Bson::Null)),
+            (Some(Bson::Array(elements)), Some(_)) => {
+                elements.iter().for_each(|element| collect(Some(element), names, found));
+            }
+            (Some(Bson::Document(document)), Some((name, rest))) => collect(document.get(name), rest, found),
+            (_, Some(_)) => found.push(Bson::Null),
+        }
+    }
+    let mut found = Vec::new();
+    collect(Some(document), &path.split('.').collect::<Vec<_>>(), &mut found);
+    let extreme = if descends { found.into_iter().max_by(compare) } else { found.into_iter().min_by(compare) };
+    extreme.unwrap_or(Bson::Null)
+}
+
+/// The sources in order, each once for every element that its reference array has.
+fn candidates<'a>(rule: &Rule, sources: &'a [Bson]) -> Vec<Candidate<'a>> {
+    let mut found = Vec::new();
+    for (source, document) in sources.iter().enumerate() {
+        for place in places(document, &rule.source_prefix) {
+            let element = at(document, &place);
+            let keys = rule.on.iter().map(|(_, path)| key(document, element, path, &rule.target)).collect();
+            found.push(Candidate {
+                source,
+                document,
+                element: element.filter(|_| !rule.source_prefix.is_empty()),
+                keys,
+            });
+        }
+    }
+    found
+}
+
+/// What one entry of `match` reads: below `element` when the path has the array prefix, from the document otherwise.
+fn key(document: &Bson, element: Option<&Bson>, path: &Path, names: &Side) -> Key {
+    let (base, rest) = match path.prefix_len() {
+        0 => (Some(document), &path.0[..]),
+        prefix => (element, &path.0[prefix..]),
+    };
+    let Some(base) = base else { return Key::Nothing };
+    if let Some((Part::Field(last), parents)) = rest.split_last()
+        && last == "$id"
+    {
+        let reference = get(base, parents).and_then(Bson::as_document);
+        let named = reference.and_then(|reference| reference.get("$ref")).and_then(Bson::as_str) == Some(&names.bare);
+        let database = reference.and_then(|reference| reference.get("$db"));
+        if !named || database.is_some_and(|database| database.as_str() != Some(&names.database)) {
+            return Key::Nothing;
+        }
+    }
+    match get(base, rest) {
+        Some(Bson::Array(_)) => Key::Nothing,
+        value if is_nothing(value) => Key::Nothing,
+        Some(value) => Key::Value(value.clone()),
+        None => Key::Nothing,
+    }
+}
+
+fn convert(key: Key, key_type: Option<KeyType>) -> Key {
+    let Key::Value(value) = key else { return key };
+    match (key_type, value) {
+        (None, value) => Key::Value(value),
+        (Some(KeyType::ObjectId), Bson::ObjectId(id)) => Key::Value(Bson::ObjectId(id)),
+        (Some(KeyType::ObjectId), Bson::String(text)) => {
+            ObjectId::parse_str(&text).map_or(Key::Dangling, |id| Key::Value(Bson::ObjectId(id)))
+        }
+        (Some(KeyType::String), Bson::String(text)) => Key::Value(Bson::String(text)),
+        (Some(KeyType::String), Bson::ObjectId(id)) => Key::Value(Bson::String(id.to_hex())),
+        (Some(KeyType::String), Bson::Int32(number)) => Key::Value(Bson::String(number.to_string())),
+        (Some(KeyType::String), Bson::Int64(number)) => Key::Value(Bson::String(number.to_string())),
+        (Some(_), _) => Key::Dangling,
+    }
+}
+
+impl Reference {
+    fn refers_to_nothing(&self) -> bool {
+        self.keys.iter().any(|key| matches!(key, Key::Nothing))
+    }
+
+    fn finds(&self, candidate: &Candidate) -> bool {
+        self.keys.iter().zip(&candidate.keys).all(|(a, b)| match (a, b) {
+            (Key::Value(a), Key::Value(b)) => equal(a, b),
+            _ => false,
+        })
+    }
+
+    fn dangles(&self, candidates: &[Candidate]) -> bool {
+        !self.refers_to_nothing() && !candidates.iter().any(|candidate| self.finds(candidate))
+    }
+}
+
+/// The references below one place of the target: one for each combination of the `$[]` that follow.
+fn references(rule: &Rule, target: &Bson, owner: &Place, bound: usize) -> Vec<Reference> {
+    let Some(base) = at(target, owner) else { return Vec::new() };
+    let below = places(base, &rule.target_prefix[bound..]).into_iter();
+    below
+        .map(|rest| {
+            let place: Place = owner.iter().cloned().chain(rest).collect();
+            let element = at(target, &place);
+            let keys = rule.on.iter();
+            let keys = keys.map(|(path, _)| convert(key(target, element, path, &rule.source), rule.key_type)).collect();
+            Reference { place, keys }
+        })
+        .collect()
+}
+
+/// The array that holds the references below a place is there. Without a further `$[]` there is none to miss.
+fn has_array(rule: &Rule, target: &Bson, owner: &Place, bound: usize) -> bool {
+    let rest = &rule.target_prefix[bound..];
+    let array = rest.iter().position(|part| *part == Part::All);
+    array.is_none_or(|array| {
+        at(target, owner).and_then(|base| get(base, &rest[..array])).is_some_and(|value| value.as_array().is_some())
+    })
+}
+
+fn desired(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<Desired, String> {
+    let mut desired = Desired::default();
+    let all = references(rule, target, &Place::new(), 0);
+    let dangling: Vec<&Reference> = all.iter().filter(|reference| reference.dangles(candidates)).collect();
+    match rule.on_missing {
+        OnMissing::Delete if !dangling.is_empty() => {
+            desired.delete = true;
+            return Ok(desired);
+        }
+        OnMissing::Remove => desired.pulls = dangling.iter().map(|reference| reference.place.clone()).collect(),
+        _ => {}
+    }
+    for (index, path) in rule.owned().iter().enumerate() {
+        let bound = path.prefix_len();
+        for owner in places(target, &path.0[..bound]) {
+            let references = references(rule, target, &owner, bound);
+            let place: Place = owner
+                .iter()
+                .cloned()
+                .chain(path.0[bound..].iter().map(|part| match part {
+                    Part::Field(name) => Step::Field(name.clone()),
+                    Part::All => Step::Index(0),
+                }))
+                .collect();
+            let mut want = match &rule.kind {
+                Kind::Set(set) => want_set(rule, &set[index].1, &references, candidates)?,
+                Kind::Into(_, element) if has_array(rule, target, &owner, bound) => {
+                    want_into(rule, element, &references, candidates)?
+                }
+                Kind::Into(..) => Want::Unset,
+                Kind::Collect(_, element, slice) => want_collect(rule, element, *slice, &references, candidates)?,
+                Kind::Aggregate(set) => want_aggregate(rule, &set[index].1, &set[index].2, &references, candidates)?,
+            };
+            // A value that is there stays; only a reference that is answered fills.
+            if rule.once && (at(target, &place).is_some() || dangling_only(&references, candidates)) {
+                want = Want::Leave;
+            }
+            desired.wants.push((place, want));
+        }
+    }
+    Ok(desired)
+}
+
+fn dangling_only(references: &[Reference], candidates: &[Candidate]) -> bool {
+    !candidates.iter().any(|candidate| references.iter().any(|reference| reference.finds(candidate)))
+}
+
+fn scope<'a>(candidate: &Candidate<'a>) -> Scope<'a> {
+    Scope { root: candidate.document, element: candidate.element }
+}
+
+/// The first source, in the candidates' order, that any of the references finds.
+fn want_set(rule: &Rule, value: &Bson, references: &[Reference], candidates: &[Candidate]) -> Result<Want, String> {
+    let found = candidates.iter().find(|candidate| references.iter().any(|reference| reference.finds(candidate)));
+    let Some(found) = found else {
+        let dangles = references.iter().any(|reference| !reference.refers_to_nothing());
+        return Ok(match rule.on_missing {
+            OnMissing::Null if dangles => Want::Set(Bson::Null),
+            OnMissing::Keep if dangles => Want::Leave,
+            _ => Want::Unset,
+        });
+    };
+    Ok(evaluate(value, scope(found))?.map_or(Want::Unset, Want::Set))
+}
+
+/// One element for each reference, in the references' order and with their duplicates.
+fn want_into(rule: &Rule, element: &Bson, references: &[Reference], candidates: &[Candidate]) -> Result<Want, String> {
+    let mut elements = Vec::new();
+    for reference in references.iter().filter(|reference| !reference.refers_to_nothing()) {
+        match candidates.iter().find(|candidate| reference.finds(candidate)) {
+            Some(found) => elements.extend(evaluate(element, scope(found))?),
+            None if rule.on_missing == OnMissing::Null => elements.push(Bson::Null),
+            None if rule.on_missing == OnMissing::Keep => return Ok(Want::Leave),
+            None => {}
+        }
+    }
+    Ok(Want::Set(Bson::Array(elements)))
+}
+
+/// The sources that any of the references finds, each once, in order.
+fn input<'a, 'b>(references: &[Reference], candidates: &'b [Candidate<'a>]) -> Vec<&'b Candidate<'a>> {
+    let mut found: Vec<&Candidate> = Vec::new();
+    for candidate in candidates {
+        let known = found.last().is_some_and(|last| last.source == candidate.source);
+        if !known && references.iter().any(|reference| reference.finds(candidate)) {
+            found.push(candidate);
+        }
+    }
+    found
+}
+
+fn want_collect(
+    rule: &Rule,
+    element: &Bson,
+    slice: Option<i64>,
+    references: &[Reference],
+    candidates: &[Candidate],
+) -> Result<Want, String> {
+    if references.iter().all(Reference::refers_to_nothing) {
+        return Ok(Want::Unset);
+    }
+    let found = input(references, candidates);
+    if found.is_empty() && rule.unset_on_empty {
+        return Ok(Want::Unset);
+    }
+    let mut elements = Vec::new();
+    for candidate in found {
+        elements.extend(evaluate(element, scope(candidate))?);
+    }
+    if let Some(slice) = slice {
+        let keep = usize::try_from(slice.unsigned_abs()).unwrap_or(usize::MAX);
+        if slice < 0 {
+            elements.drain(..elements.len().saturating_sub(keep));
+        } else {
+            elements.truncate(keep);
+        }
+    }
+    Ok(Want::Set(Bson::Array(elements)))
+}
+
+fn want_aggregate(
+    rule: &Rule,
+    operator: &str,
+    operand: &Bson,
+    references: &[Reference],
+    candidates: &[Candidate],
+) -> Result<Want, String> {
+    if references.iter().all(Reference::refers_to_nothing) {
+        return Ok(Want::Unset);
+    }
+    let found = input(references, candidates);
+    if found.is_empty() {
+        return Ok(if rule.unset_on_empty { Want::Unset } else { Want::Set(accumulate::of_nothing(operator)) });
+    }
+    let values: Vec<Option<Bson>> = if operator == "$count" {
+        vec![None; found.len()]
+    } else {
+        found.iter().map(|candidate| evaluate(operand, scope(candidate))).collect::<Result<_, _>>()?
+    };
+    accumulate::accumulate(operator, &values).map(Want::Set)
+}
+
+/// What the server makes of a target. An error is a write that it refuses as a whole.
+fn write(mut target: Bson, desired: Desired) -> Result<Option<Bson>, String> {
+    if desired.delete {
+        return Ok(None);
+    }
+    for (place, want) in desired.wants {
+        match want {
+            Want::Set(value) => set(&mut target, &place, value)?,
+            Want::Unset => unset(&mut target, &place),
+            Want::Leave => {}
+        }
+    }
+    // From the back, so that the positions of the rest stay right.
+    for place in desired.pulls.iter().rev() {
+        pull(&mut target, place);
+    }
+    Ok(Some(target))
+}

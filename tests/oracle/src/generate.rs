@@ -1,0 +1,525 @@
+//! Random rules over collections of their own, and random histories that concern them.
+
+mod draw;
+mod shape;
+
+use std::collections::BTreeSet;
+
+use bson::{Bson, Document, doc};
+use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+
+use crate::{Op, Oracle, World};
+use shape::Shape;
+
+/// What a [`Generator`] may draw.
+#[derive(Debug, Clone)]
+#[allow(clippy::struct_excessive_bools)]
+pub struct Options {
+    /// Begins the names of all the world's collections, so that hundreds of worlds share a database.
+    pub prefix: String,
+    /// The database of the collections, for DBRefs that name it.
+    pub database: String,
+    /// The most rules (at least one is drawn).
+    pub max_rules: usize,
+    /// About how many documents each collection starts with.
+    pub documents: usize,
+    /// `copy` rules. Without any kind, `copy` is drawn all the same.
+    pub copy: bool,
+    /// `collect` rules.
+    pub collect: bool,
+    /// `aggregate` rules.
+    pub aggregate: bool,
+    /// One rule's target may be another's source, and a collection its own; rules read what others own.
+    pub chains: bool,
+    /// `on_missing: remove` and `delete`.
+    pub destroy: bool,
+    /// `once: true`.
+    pub once: bool,
+    /// A composite match of which one entry is outside the array that the others are in.
+    pub mixed_composite: bool,
+    /// Scalars where arrays belong, and the parent of an owned path that is no document.
+    pub wrong_shapes: bool,
+    /// Expressions that fail on some values: dead letters.
+    pub failing: bool,
+    /// Users write owned paths; the rules get `guard: watch`.
+    pub write_owned: bool,
+}
+
+impl Options {
+    /// Copy rules alone, nothing destroyed.
+    #[must_use]
+    pub fn new(prefix: impl Into<String>) -> Self {
+        Self {
+            prefix: prefix.into(),
+            database: "test".to_owned(),
+            max_rules: 3,
+            documents: 5,
+            copy: true,
+            collect: false,
+            aggregate: false,
+            chains: false,
+            destroy: false,
+            once: true,
+            mixed_composite: false,
+            wrong_shapes: true,
+            failing: false,
+            write_owned: false,
+        }
+    }
+
+    /// Every kind of rule, chained.
+    #[must_use]
+    pub fn everything(prefix: impl Into<String>) -> Self {
+        Self { collect: true, aggregate: true, chains: true, ..Self::new(prefix) }
+    }
+}
+
+/// Draws one world: its rules, its first documents, its history. The same seed and options draw the same world.
+///
+/// ```
+/// use denormd_oracle::{Generator, Oracle, World, differences};
+///
+/// let mut generator = Generator::new(7);
+/// let rules = generator.rules();
+/// let oracle = Oracle::new(&rules, generator.database()).unwrap();
+/// // on a server: generator.collections(), generator.pre_images(), generator.indexes(), then start denormd
+/// let mut world = World::new();
+/// for op in generator.initial() {
+///     // A refused operation (duplicate key, $push to a scalar) is part of the history: ignore it.
+///     op.apply(&mut world).ok();
+/// }
+/// for _ in 0..100 {
+///     generator.op().apply(&mut world).ok();
+/// }
+/// // wait until denormd is idle, read the collections back, and:
+/// let expectation = oracle.expected(&world).unwrap();
+/// assert!(differences(&expectation, &expectation.world).is_empty());
+/// ```
+#[derive(Debug)]
+pub struct Generator {
+    rng: StdRng,
+    options: Options,
+    collections: Vec<String>,
+    scenarios: Vec<Scenario>,
+    rules: Vec<Document>,
+    /// What the users wrote, as far as they know: without denormd's fields.
+    model: World,
+    /// Ids that were deleted, to be inserted again.
+    deleted: Vec<(String, Bson)>,
+}
+
+/// One rule in the making.
+#[derive(Debug, Clone)]
+struct Scenario {
+    number: usize,
+    kind: Kind,
+    source: usize,
+    target: usize,
+    /// How references look, and in which field.
+    shape: Shape,
+    held_by: Held,
+    /// Owned paths outside arrays, which rules of a chain may read.
+    outputs: Vec<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Set,
+    Into,
+    Collect,
+    Aggregate,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Held {
+    Target,
+    Source,
+}
+
+impl Scenario {
+    /// The field that holds the references.
+    fn field(&self) -> String {
+        format!("r{}", self.number)
+    }
+
+    /// The collection that holds them.
+    fn holder(&self) -> usize {
+        if self.held_by == Held::Target { self.target } else { self.source }
+    }
+}
+
+impl Generator {
+    /// A world of copy rules, in collections that begin with `w<seed>_`.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self::with_options(seed, Options::new(format!("w{seed}_")))
+    }
+
+    /// A world of whatever the options allow.
+    #[must_use]
+    pub fn with_options(seed: u64, options: Options) -> Self {
+        let mut generator = Self {
+            rng: StdRng::seed_from_u64(seed),
+            collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
+            options,
+            scenarios: Vec::new(),
+            rules: Vec::new(),
+            model: World::new(),
+            deleted: Vec::new(),
+        };
+        generator.draw_scenarios();
+        generator.rules = (0..generator.scenarios.len()).map(|index| generator.draw_rule(index)).collect();
+        generator
+    }
+
+    /// The entries of `rules:`.
+    pub fn rules(&mut self) -> Vec<Document> {
+        self.rules.clone()
+    }
+
+    /// The database of the collections.
+    #[must_use]
+    pub fn database(&self) -> &str {
+        &self.options.database
+    }
+
+    /// The collections that the rules name.
+    #[must_use]
+    pub fn collections(&self) -> Vec<String> {
+        let used: BTreeSet<usize> =
+            self.scenarios.iter().flat_map(|scenario| [scenario.source, scenario.target]).collect();
+        used.into_iter().map(|index| self.collections[index].clone()).collect()
+    }
+
+    /// Collections that need `changeStreamPreAndPostImages`.
+    #[must_use]
+    pub fn pre_images(&self) -> BTreeSet<String> {
+        Oracle::new(&self.rules, self.database()).map(|oracle| oracle.pre_images()).unwrap_or_default()
+    }
+
+    /// Indexes that the rules' lookups need: (collection, keys).
+    #[must_use]
+    pub fn indexes(&self) -> Vec<(String, Document)> {
+        Oracle::new(&self.rules, self.database()).map(|oracle| oracle.indexes()).unwrap_or_default()
+    }
+
+    fn draw_scenarios(&mut self) {
+        let count = self.rng.random_range(1..=self.options.max_rules.max(1));
+        let mut kinds = Vec::new();
+        if self.options.copy || !(self.options.collect || self.options.aggregate) {
+            kinds.extend([Kind::Set, Kind::Set, Kind::Set, Kind::Into]);
+        }
+        if self.options.collect {
+            kinds.extend([Kind::Collect, Kind::Collect]);
+        }
+        if self.options.aggregate {
+            kinds.extend([Kind::Aggregate, Kind::Aggregate]);
+        }
+        for number in 0..count {
+            let kind = kinds.choose(&mut self.rng).copied().unwrap_or(Kind::Set);
+            // Two sources and two targets; in a chain any may be either.
+            let (source, target) = if self.options.chains {
+                let previous = self.scenarios.last().map(|scenario| scenario.target);
+                let source = previous.filter(|_| self.rng.random_bool(0.6)).unwrap_or(self.rng.random_range(0..4));
+                (source, self.rng.random_range(0..4))
+            } else {
+                (self.rng.random_range(0..2), self.rng.random_range(2..4))
+            };
+            let held_by = match kind {
+                Kind::Set if self.rng.random_bool(0.7) => Held::Target,
+                Kind::Into => Held::Target,
+                _ => Held::Source,
+            };
+            let shape = Shape::draw(&mut self.rng, kind == Kind::Into);
+            self.scenarios.push(Scenario { number, kind, source, target, shape, held_by, outputs: Vec::new() });
+        }
+    }
+
+    fn draw_rule(&mut self, index: usize) -> Document {
+        let scenario = self.scenarios[index].clone();
+        let (number, kind) = (scenario.number, scenario.kind);
+        let mut body = doc! {
+            "source": self.draw_side(scenario.source),
+            "target": self.draw_side(scenario.target),
+        };
+        let by_id = self.draw_match(&scenario, &mut body);
+        let sorted = !by_id || kind != Kind::Set || scenario.held_by == Held::Source || scenario.shape.is_array();
+        if sorted && self.rng.random_bool(0.6) {
+            body.insert("sort", self.draw_sort());
+        }
+        let prefixes = match scenario.held_by {
+            Held::Target => scenario.shape.prefixes(&scenario.field()),
+            Held::Source => vec![String::new()],
+        };
+        let element = scenario.held_by == Held::Source && kind == Kind::Set && scenario.shape.has_fields();
+        let mut outputs = Vec::new();
+        match kind {
+            Kind::Set => {
+                let mut set = Document::new();
+                // Ids themselves cannot take a field beside them.
+                let own = prefixes.iter().filter(|prefix| !scenario.shape.is_bare(prefix)).collect::<Vec<_>>();
+                let dotted = self.rng.random_bool(0.3);
+                for part in 0..self.rng.random_range(1..=3) {
+                    let leaf = if dotted { format!("o{number}.p{part}") } else { format!("o{number}_{part}") };
+                    let prefix = own.choose(&mut self.rng).map_or("", |prefix| prefix.as_str());
+                    if prefix.is_empty() {
+                        outputs.push(leaf.clone());
+                    }
+                    let value = if element && self.rng.random_bool(0.4) {
+                        Bson::from(["$$element.role", "$$element"].choose(&mut self.rng).copied().unwrap_or_default())
+                    } else {
+                        self.draw_expression(&scenario)
+                    };
+                    set.insert(format!("{prefix}{leaf}"), value);
+                }
+                body.insert("set", set);
+                self.draw_on_missing(&scenario, &mut body);
+            }
+            Kind::Into => {
+                let shorter: Vec<&String> = prefixes.iter().take(prefixes.len().saturating_sub(1)).collect();
+                let prefix = shorter.choose(&mut self.rng).map_or("", |prefix| prefix.as_str());
+                let into = format!("{prefix}o{number}");
+                if prefix.is_empty() {
+                    outputs.push(into.clone());
+                }
+                body.insert("into", into);
+                let element = self.draw_element(&scenario);
+                body.insert("element", element);
+                if self.rng.random_bool(0.3) {
+                    body.insert("on_missing", "null");
+                }
+            }
+            Kind::Collect => {
+                let into = format!("o{number}{}", if self.rng.random_bool(0.2) { ".in" } else { "" });
+                outputs.push(into.clone());
+                body.insert("into", into);
+                let element = self.draw_element(&scenario);
+                body.insert("element", element);
+                if self.rng.random_bool(0.5) {
+                    body.insert("slice", [-3, -2, -1, 1, 2, 3].choose(&mut self.rng).copied().unwrap_or(2));
+                }
+            }
+            Kind::Aggregate => {
+                let mut set = Document::new();
+                for part in 0..self.rng.random_range(1..=3) {
+                    let path = format!("o{number}.{part}p");
+                    outputs.push(path.clone());
+                    let value = self.draw_accumulator();
+                    set.insert(path, value);
+                }
+                body.insert("set", set);
+            }
+        }
+        if matches!(kind, Kind::Collect | Kind::Aggregate) && self.rng.random_bool(0.25) {
+            body.insert("on_empty", "unset");
+        }
+        self.scenarios[index].outputs = outputs;
+        let word = match kind {
+            Kind::Set | Kind::Into => "copy",
+            Kind::Collect => "collect",
+            Kind::Aggregate => "aggregate",
+        };
+        let mut rule = doc! {"name": format!("{}{number}", self.options.prefix), word: body};
+        if self.options.write_owned {
+            rule.insert("guard", "watch");
+        }
+        rule
+    }
+
+    /// `match`, and sometimes `key_type`; whether the other side's key is `_id`.
+    fn draw_match(&mut self, scenario: &Scenario, body: &mut Document) -> bool {
+        // In a chain, the reference itself may be what an earlier rule wrote.
+        if self.options.chains && scenario.held_by == Held::Target && scenario.shape == Shape::Scalar {
+            let earlier = self.scenarios.iter().filter(|earlier| {
+                earlier.number < scenario.number && earlier.target == scenario.target && earlier.kind == Kind::Set
+            });
+            let outputs: Vec<String> = earlier.flat_map(|earlier| earlier.outputs.clone()).collect();
+            if self.rng.random_bool(0.3)
+                && let Some(output) = outputs.choose(&mut self.rng)
+            {
+                body.insert("match", doc! {output: "_id"});
+                return true;
+            }
+        }
+        let paths = scenario.shape.key_paths(&scenario.field());
+        let other: Vec<&str> = if paths.len() == 2 {
+            vec!["tenant", "code"]
+        } else if self.rng.random_bool(0.7) {
+            vec!["_id"]
+        } else {
+            vec!["code"]
+        };
+        let mut on = Document::new();
+        let mixed = self.options.mixed_composite && other == ["code"] && scenario.shape.is_array();
+        if mixed {
+            on.insert("tenant", "tenant");
+        }
+        for (path, other) in paths.iter().zip(&other) {
+            match scenario.held_by {
+                Held::Target => on.insert(path, *other),
+                Held::Source => on.insert(*other, path.as_str()),
+            };
+        }
+        body.insert("match", on);
+        if paths.len() == 1 && !mixed && self.rng.random_bool(0.15) {
+            body.insert("key_type", if self.rng.random_bool(0.5) { "objectId" } else { "string" });
+        }
+        other == ["_id"]
+    }
+
+    fn draw_side(&mut self, collection: usize) -> Bson {
+        let collection = self.collections[collection].clone();
+        if self.rng.random_bool(0.8) {
+            return Bson::String(collection);
+        }
+        let filter = match self.rng.random_range(0..6) {
+            0 => doc! {"status": "open"},
+            1 => doc! {"status": {"$in": ["open", "draft"]}},
+            2 => doc! {"status": {"$ne": "closed"}},
+            3 => doc! {"num": {"$gte": 2}},
+            4 => doc! {"label": {"$exists": true}},
+            _ => doc! {"status": "open", "num": {"$lt": 4}},
+        };
+        Bson::Document(doc! {"collection": collection, "where": filter})
+    }
+
+    fn draw_sort(&mut self) -> Document {
+        let way = if self.rng.random_bool(0.5) { 1 } else { -1 };
+        match self.rng.random_range(0..4) {
+            0 => doc! {"rank": way, "num": -way},
+            1 => doc! {"info.a": way},
+            _ => doc! {"rank": way},
+        }
+    }
+
+    fn draw_on_missing(&mut self, scenario: &Scenario, body: &mut Document) {
+        if scenario.held_by == Held::Source {
+            return;
+        }
+        let destroys = self.options.destroy && self.rng.random_bool(0.4);
+        let word = match self.rng.random_range(0..10) {
+            _ if destroys && scenario.shape.is_array() => "remove",
+            _ if destroys => "delete",
+            0..=1 => "null",
+            2..=3 => "keep",
+            4 if self.options.once => {
+                body.insert("once", true);
+                return;
+            }
+            _ => return,
+        };
+        body.insert("on_missing", word);
+    }
+
+    fn draw_element(&mut self, scenario: &Scenario) -> Bson {
+        match self.rng.random_range(0..5) {
+            0 => Bson::from("$_id"),
+            1 => Bson::Document(doc! {"name": "$name", "at": "$rank"}),
+            2 => Bson::Document(doc! {"id": "$_id", "v": self.draw_expression(scenario), "n": "$num"}),
+            _ => Bson::Document(doc! {"id": "$_id", "name": "$name"}),
+        }
+    }
+
+    fn draw_accumulator(&mut self) -> Document {
+        let operand = ["$n", "$num", "$n"].choose(&mut self.rng).copied().unwrap_or("$n");
+        match self.rng.random_range(0..10) {
+            0 => doc! {"$sum": 1},
+            1 => doc! {"$count": {}},
+            2 => doc! {"$avg": operand},
+            3 => doc! {"$min": operand},
+            4 => doc! {"$max": operand},
+            5 => doc! {"$first": operand},
+            6 => doc! {"$last": "$name"},
+            7 => doc! {"$push": operand},
+            8 => doc! {"$addToSet": operand},
+            _ => doc! {"$sum": operand},
+        }
+    }
+
+    fn draw_expression(&mut self, scenario: &Scenario) -> Bson {
+        let earlier = self
+            .scenarios
+            .iter()
+            .filter(|earlier| earlier.number < scenario.number && earlier.target == scenario.source);
+        let outputs: Vec<String> = earlier.flat_map(|earlier| earlier.outputs.clone()).collect();
+        if self.options.chains
+            && self.rng.random_bool(0.6)
+            && let Some(output) = outputs.choose(&mut self.rng)
+        {
+            return Bson::String(format!("${output}"));
+        }
+        // The whole document, unless some rule writes into it: that could be a cycle.
+        let untouched = self.scenarios.iter().all(|other| other.target != scenario.source);
+        let failing = self.options.failing;
+        match self.rng.random_range(0..19) {
+            0 => Bson::from("$info"),
+            1 => Bson::from("$info.a"),
+            2 => Bson::from("$info.b.c"),
+            3 => Bson::from("$tags"),
+            4 => Bson::from("$list.x"),
+            5 => Bson::Document(doc! {"name": "$name", "num": "$num", "in": {"a": "$info.a"}}),
+            6 => Bson::Document(doc! {"$ifNull": ["$name", "$label", "none"]}),
+            7 => Bson::Document(doc! {"$concat": [{"$ifNull": ["$label", ""]}, "/", "$label"]}),
+            8 => Bson::Document(doc! {"$toUpper": "$label"}),
+            9 => Bson::Document(doc! {"$literal": "$name"}),
+            10 => Bson::Document(doc! {"$add": ["$num", 1]}),
+            11 => [Bson::Int32(5), Bson::from("text"), Bson::Boolean(false), Bson::Null]
+                .choose(&mut self.rng)
+                .cloned()
+                .unwrap_or(Bson::Null),
+            12 if untouched => Bson::from("$$ROOT"),
+            13 => Bson::Array(vec![Bson::from("$name"), Bson::from("$num")]),
+            14 if failing => Bson::Document(doc! {"$concat": ["$name", "!"]}),
+            15 if failing => Bson::Document(doc! {"$add": ["$n", 1]}),
+            _ => Bson::from("$name"),
+        }
+    }
+
+    /// The first documents of every collection.
+    pub fn initial(&mut self) -> Vec<Op> {
+        let mut ops = Vec::new();
+        for coll in self.collections() {
+            for _ in 0..self.options.documents {
+                let doc = self.draw_document(&coll, None);
+                ops.push(Op::Insert { coll: coll.clone(), doc });
+            }
+        }
+        for op in &ops {
+            self.record(op);
+        }
+        ops
+    }
+
+    /// The next operation of the history.
+    pub fn op(&mut self) -> Op {
+        let collections = self.collections();
+        let coll = collections.choose(&mut self.rng).cloned().unwrap_or_default();
+        let filter = doc! {"_id": self.draw_known_id(&coll)};
+        let again = self.deleted.iter().position(|(gone, _)| *gone == coll);
+        let op = match self.rng.random_range(0..100) {
+            0..=9 => Op::Insert { doc: self.draw_document(&coll, None), coll },
+            10..=17 if again.is_some() => {
+                let id = again.map(|position| self.deleted.remove(position).1);
+                Op::Insert { doc: self.draw_document(&coll, id), coll }
+            }
+            18..=26 => Op::Delete { coll, filter },
+            27..=36 => {
+                let mut doc = self.draw_document(&coll, Some(Bson::Null));
+                doc.remove("_id");
+                Op::Replace { coll, filter, doc }
+            }
+            _ => Op::Update { update: self.draw_update(&coll, &filter), coll, filter },
+        };
+        self.record(&op);
+        op
+    }
+
+    /// Keeps the users' own idea of the world; what the server would refuse changes nothing here either.
+    fn record(&mut self, op: &Op) {
+        if op.apply(&mut self.model).is_ok()
+            && let Op::Delete { coll, filter } = op
+        {
+            self.deleted.push((coll.clone(), filter.get("_id").cloned().unwrap_or(Bson::Null)));
+        }
+    }
+}

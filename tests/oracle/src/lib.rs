@@ -1,0 +1,57 @@
+//! What denormd's rules mean, decided a second time and independently: an in-memory oracle that says what the database
+//! must look like once denormd has converged, and a generator of random rules and random histories to compare with.
+//!
+//! The oracle shares no code with denormd, looks at whole collections, and never talks to a server. It takes the
+//! documents as they are stored and recomputes every owned path from the user-owned rest, rule after rule in
+//! dependency order:
+//!
+//! ```
+//! use bson::doc;
+//! use denormd_oracle::{World, differences, expected};
+//!
+//! let rules = [doc! {
+//!     "name": "part-names",
+//!     "copy": {
+//!         "source": "parts",
+//!         "target": "products",
+//!         "match": { "parts.$[].id": "_id" },
+//!         "set": { "parts.$[].name": "$name" },
+//!     },
+//! }];
+//! let stored = World::from([
+//!     ("parts".into(), vec![doc! { "_id": 1, "name": "bolt" }]),
+//!     ("products".into(), vec![doc! { "_id": 7, "parts": [{ "id": 1.0 }, { "id": 2, "name": "stale" }] }]),
+//! ]);
+//! let expectation = expected(&rules, "shop", &stored).unwrap();
+//! assert_eq!(expectation.world["products"], [doc! { "_id": 7, "parts": [{ "id": 1.0, "name": "bolt" }, { "id": 2 }] }]);
+//! assert_eq!(differences(&expectation, &stored).len(), 2);
+//! ```
+//!
+//! Where the definition leaves the present to the past (`keep`, `once`, a target outside `target.where`, a write that the
+//! server refuses) the oracle expects what is stored: it cannot tell a value that rightly stayed from one that wrongly did.
+//! `remove` and `delete` it judges by what is left that should not be, not by what is gone that should be there.
+
+mod accumulate;
+mod differences;
+mod expected;
+mod expression;
+mod generate;
+mod op;
+mod path;
+mod query;
+mod rule;
+mod value;
+
+use std::collections::BTreeMap;
+
+use bson::Document;
+
+pub use differences::differences;
+pub use expected::{Expectation, Oracle, expected};
+pub use generate::{Generator, Options};
+pub use op::Op;
+pub use rule::Rule;
+pub use value::{compare, equal, identical};
+
+/// Collections by the names that rules use, each with all its documents.
+pub type World = BTreeMap<String, Vec<Document>>;

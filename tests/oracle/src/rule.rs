@@ -1,0 +1,365 @@
+//! A rule document, taken apart, and what it reads and writes.
+
+use std::collections::BTreeSet;
+
+use bson::{Bson, Document, doc};
+
+use crate::{
+    accumulate, expression,
+    path::{Part, Path},
+};
+
+/// One rule.
+#[derive(Debug, Clone)]
+pub struct Rule {
+    /// The rule's name.
+    pub name: String,
+    /// Where values come from.
+    pub source: Side,
+    /// Where they go.
+    pub target: Side,
+    /// `match`: target path, source path.
+    pub on: Vec<(Path, Path)>,
+    /// The longest array prefix among the target paths of `match`.
+    pub target_prefix: Vec<Part>,
+    /// The same of the source paths.
+    pub source_prefix: Vec<Part>,
+    /// Source path, and whether it descends.
+    pub sort: Vec<(String, bool)>,
+    /// What is written.
+    pub kind: Kind,
+    /// `on_missing`
+    pub on_missing: OnMissing,
+    /// `key_type`
+    pub key_type: Option<KeyType>,
+    /// `once`
+    pub once: bool,
+    /// `on_empty: unset`
+    pub unset_on_empty: bool,
+}
+
+/// One side of a rule.
+#[derive(Debug, Clone)]
+pub struct Side {
+    /// The key of [`crate::World`].
+    pub collection: String,
+    /// The collection's name without a database.
+    pub bare: String,
+    /// Its database.
+    pub database: String,
+    /// `where`
+    pub filter: Document,
+}
+
+/// What a rule writes.
+#[derive(Debug, Clone)]
+pub enum Kind {
+    /// `copy` with `set`.
+    Set(Vec<(Path, Bson)>),
+    /// `copy` with `into` and `element`.
+    Into(Path, Bson),
+    /// `collect`
+    Collect(Path, Bson, Option<i64>),
+    /// `aggregate`: path, accumulator, its operand.
+    Aggregate(Vec<(Path, String, Bson)>),
+}
+
+/// `on_missing`
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnMissing {
+    /// Owned paths are unset.
+    Unset,
+    /// Owned paths become null.
+    Null,
+    /// Owned paths keep what they have.
+    Keep,
+    /// The array element is pulled.
+    Remove,
+    /// The target is deleted.
+    Delete,
+}
+
+/// `key_type`
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyType {
+    /// `objectId`
+    ObjectId,
+    /// `string`
+    String,
+}
+
+impl Rule {
+    /// Reads an entry of `rules:`; `database` is that of bare collection names.
+    pub fn parse(entry: &Document, database: &str) -> Result<Self, String> {
+        let name = entry.get_str("name").map_err(|error| error.to_string())?.to_owned();
+        let body = |kind| entry.get_document(kind).ok();
+        let fail = |why: &str| format!("rule {name}: {why}");
+        let (kind, body) = [("copy", body("copy")), ("collect", body("collect")), ("aggregate", body("aggregate"))]
+            .into_iter()
+            .find_map(|(kind, body)| Some((kind, body?)))
+            .ok_or_else(|| fail("copy, collect or aggregate"))?;
+
+        let on: Vec<(Path, Path)> = body
+            .get_document("match")
+            .map_err(|error| fail(&error.to_string()))?
+            .iter()
+            .map(|(target, source)| {
+                let source = source.as_str().ok_or_else(|| fail("a source path is a string"))?;
+                Ok((Path::parse(target), Path::parse(source)))
+            })
+            .collect::<Result<_, String>>()?;
+        let target_prefix = prefix(on.iter().map(|(target, _)| target)).map_err(|why| fail(&why))?;
+        let source_prefix = prefix(on.iter().map(|(_, source)| source)).map_err(|why| fail(&why))?;
+        let set = || -> Result<Vec<(Path, Bson)>, String> {
+            let set = body.get_document("set").map_err(|error| fail(&error.to_string()))?;
+            Ok(set.iter().map(|(path, value)| (Path::parse(path), value.clone())).collect())
+        };
+        let into = || body.get_str("into").map(Path::parse).map_err(|error| fail(&error.to_string()));
+        let element = || body.get("element").cloned().ok_or_else(|| fail("element"));
+        let kind = match kind {
+            "copy" if body.contains_key("into") => Kind::Into(into()?, element()?),
+            "copy" => Kind::Set(set()?),
+            "collect" => Kind::Collect(into()?, element()?, body.get("slice").and_then(whole)),
+            _ => Kind::Aggregate(
+                set()?
+                    .into_iter()
+                    .map(|(path, value)| {
+                        let value = value.as_document().and_then(|value| value.iter().next());
+                        match value {
+                            Some((operator, operand)) if accumulate::KNOWN.contains(&operator.as_str()) => {
+                                Ok((path, operator.clone(), operand.clone()))
+                            }
+                            other => Err(fail(&format!("accumulator {other:?}"))),
+                        }
+                    })
+                    .collect::<Result<_, String>>()?,
+            ),
+        };
+        let sort = body
+            .get_document("sort")
+            .map(|sort| sort.iter().map(|(path, way)| (path.clone(), whole(way).is_some_and(|way| way < 0))).collect())
+            .unwrap_or_default();
+        let on_missing = match body.get_str("on_missing").unwrap_or("unset") {
+            "unset" => OnMissing::Unset,
+            "null" => OnMissing::Null,
+            "keep" => OnMissing::Keep,
+            "remove" => OnMissing::Remove,
+            "delete" => OnMissing::Delete,
+            other => return Err(fail(other)),
+        };
+        let key_type = match body.get_str("key_type").ok() {
+            None => None,
+            Some("objectId") => Some(KeyType::ObjectId),
+            Some("string") => Some(KeyType::String),
+            Some(other) => return Err(fail(other)),
+        };
+        let rule = Self {
+            source: Side::parse(body.get("source"), database).map_err(|why| fail(&why))?,
+            target: Side::parse(body.get("target"), database).map_err(|why| fail(&why))?,
+            on,
+            target_prefix,
+            source_prefix,
+            sort,
+            kind,
+            on_missing,
+            key_type,
+            once: body.get_bool("once").unwrap_or(false),
+            unset_on_empty: body.get_str("on_empty").is_ok_and(|value| value == "unset"),
+            name,
+        };
+        rule.check().map_err(|why| format!("rule {}: {why}", rule.name))?;
+        Ok(rule)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        for path in self.owned() {
+            let prefix = &path.0[..path.prefix_len()];
+            if !self.target_prefix.starts_with(prefix) {
+                return Err(format!("{path} is in another array than the match"));
+            }
+        }
+        if let Kind::Into(into, _) = &self.kind
+            && into.prefix_len() >= self.target_prefix.len()
+        {
+            return Err(format!("{into} wants a match with one more $[]"));
+        }
+        match self.on_missing {
+            OnMissing::Remove if self.target_prefix.is_empty() => Err("remove wants a $[] in the match".to_owned()),
+            OnMissing::Delete if !self.target_prefix.is_empty() => Err("delete wants a scalar reference".to_owned()),
+            _ => Ok(()),
+        }
+    }
+
+    /// The paths this rule owns in its target.
+    #[must_use]
+    pub fn owned(&self) -> Vec<Path> {
+        match &self.kind {
+            Kind::Set(set) => set.iter().map(|(path, _)| path.clone()).collect(),
+            Kind::Into(path, _) | Kind::Collect(path, ..) => vec![path.clone()],
+            Kind::Aggregate(set) => set.iter().map(|(path, ..)| path.clone()).collect(),
+        }
+    }
+
+    /// Whether a document of the source decides which targets it goes to.
+    #[must_use]
+    pub fn source_held(&self) -> bool {
+        !self.source_prefix.is_empty()
+    }
+
+    /// Whether the rule wants pre-images of its source collection.
+    #[must_use]
+    pub fn wants_pre_images(&self) -> bool {
+        let by_id = self.on.iter().all(|(_, source)| source.names() == ["_id"]);
+        match &self.kind {
+            Kind::Aggregate(_) => true,
+            Kind::Collect(_, element, _) => self.source_held() || !holds_id(element),
+            Kind::Set(_) | Kind::Into(..) => !by_id,
+        }
+    }
+
+    /// The indexes that its lookups want: (collection, keys).
+    #[must_use]
+    pub fn indexes(&self) -> Vec<(String, Document)> {
+        let keys = |paths: Vec<&Path>| -> Document {
+            paths.into_iter().map(|path| (path.names().join("."), Bson::Int32(1))).collect()
+        };
+        let mut source = keys(self.on.iter().map(|(_, source)| source).collect());
+        if !source.contains_key("_id") {
+            for (path, descends) in &self.sort {
+                source.entry(path).or_insert(Bson::Int32(if *descends { -1 } else { 1 }));
+            }
+            source.entry("_id").or_insert(Bson::Int32(1));
+        }
+        let target = keys(self.on.iter().map(|(target, _)| target).collect());
+        [(self.source.collection.clone(), source), (self.target.collection.clone(), target)]
+            .into_iter()
+            .filter(|(_, keys)| keys.keys().next().is_some_and(|first| first != "_id"))
+            .collect()
+    }
+
+    /// (collection, path) pairs that decide what the rule writes.
+    pub(crate) fn reads(&self) -> Vec<(&str, String)> {
+        let mut source = Vec::new();
+        match &self.kind {
+            Kind::Set(set) => set.iter().for_each(|(_, value)| expression::reads(value, &mut source)),
+            Kind::Into(_, element) | Kind::Collect(_, element, _) => expression::reads(element, &mut source),
+            Kind::Aggregate(set) => set.iter().for_each(|(_, _, value)| expression::reads(value, &mut source)),
+        }
+        source.extend(self.sort.iter().map(|(path, _)| path.clone()));
+        source.extend(self.source.filter.keys().cloned());
+        source.extend(self.on.iter().map(|(_, path)| path.names().join(".")));
+        if matches!(&self.kind, Kind::Set(_) | Kind::Into(..)) && uses_element(&self.kind) {
+            let names = Path(self.source_prefix.clone());
+            source.push(names.names().join("."));
+        }
+        let mut target: Vec<String> = self.target.filter.keys().cloned().collect();
+        target.extend(self.on.iter().map(|(path, _)| path.names().join(".")));
+        source
+            .into_iter()
+            .map(|path| (self.source.collection.as_str(), path))
+            .chain(target.into_iter().map(|path| (self.target.collection.as_str(), path)))
+            .collect()
+    }
+
+    /// (collection, path) pairs that the rule writes.
+    pub(crate) fn writes(&self) -> Vec<(&str, String)> {
+        let mut paths: Vec<String> = self.owned().iter().map(|path| path.names().join(".")).collect();
+        if self.on_missing == OnMissing::Delete {
+            paths.push(String::new());
+        }
+        paths.into_iter().map(|path| (self.target.collection.as_str(), path)).collect()
+    }
+}
+
+impl Side {
+    fn parse(side: Option<&Bson>, database: &str) -> Result<Self, String> {
+        let (collection, filter) = match side {
+            Some(Bson::String(collection)) => (collection.clone(), doc! {}),
+            Some(Bson::Document(side)) => (
+                side.get_str("collection").map_err(|error| error.to_string())?.to_owned(),
+                side.get_document("where").cloned().unwrap_or_default(),
+            ),
+            other => return Err(format!("source or target: {other:?}")),
+        };
+        let (database, bare) = collection.split_once('.').unwrap_or((database, &collection));
+        Ok(Self { database: database.to_owned(), bare: bare.to_owned(), filter, collection })
+    }
+}
+
+/// The collections that need `changeStreamPreAndPostImages`.
+pub fn pre_images(rules: &[Rule]) -> BTreeSet<String> {
+    rules.iter().filter(|rule| rule.wants_pre_images()).map(|rule| rule.source.collection.clone()).collect()
+}
+
+/// The rules in an order in which each comes after those whose writes it reads.
+pub(crate) fn in_dependency_order(rules: &[Rule]) -> Result<Vec<&Rule>, String> {
+    let overlap = |a: &str, b: &str| {
+        let (shorter, longer) = if a.len() <= b.len() { (a, b) } else { (b, a) };
+        shorter.is_empty()
+            || longer == shorter
+            || longer.strip_prefix(shorter).is_some_and(|rest| rest.starts_with('.'))
+    };
+    let after = |later: &Rule, earlier: &Rule| {
+        earlier.writes().iter().any(|(collection, path)| {
+            later.reads().iter().any(|(read_in, read)| {
+                // A deleted document of one's own target collection is no input.
+                (read_in == collection)
+                    && !(path.is_empty() && *collection == later.target.collection)
+                    && overlap(path, read)
+            })
+        })
+    };
+    let mut left: Vec<&Rule> = rules.iter().collect();
+    let mut ordered = Vec::new();
+    while !left.is_empty() {
+        let free = left.iter().position(|rule| !left.iter().any(|earlier| after(rule, earlier)));
+        let free = free.ok_or_else(|| format!("a cycle through {}", left[0].name))?;
+        ordered.push(left.remove(free));
+    }
+    Ok(ordered)
+}
+
+/// The one array prefix that the paths with `$[]` share.
+fn prefix<'a>(paths: impl Iterator<Item = &'a Path>) -> Result<Vec<Part>, String> {
+    let mut found: Vec<Part> = Vec::new();
+    for path in paths {
+        let prefix = &path.0[..path.prefix_len()];
+        if found.is_empty() {
+            found = prefix.to_vec();
+        } else if !prefix.is_empty() && prefix != found {
+            return Err(format!("{path} is in another array than the rest of the match"));
+        }
+    }
+    Ok(found)
+}
+
+fn holds_id(element: &Bson) -> bool {
+    let is_id = |value: &Bson| value.as_str() == Some("$_id");
+    is_id(element) || element.as_document().is_some_and(|element| element.values().any(is_id))
+}
+
+fn uses_element(kind: &Kind) -> bool {
+    fn within(value: &Bson) -> bool {
+        match value {
+            Bson::String(text) => text.starts_with("$$element"),
+            Bson::Array(elements) => elements.iter().any(within),
+            Bson::Document(document) => document.values().any(within),
+            _ => false,
+        }
+    }
+    match kind {
+        Kind::Set(set) => set.iter().any(|(_, value)| within(value)),
+        Kind::Into(_, element) | Kind::Collect(_, element, _) => within(element),
+        Kind::Aggregate(set) => set.iter().any(|(_, _, value)| within(value)),
+    }
+}
+
+fn whole(value: &Bson) -> Option<i64> {
+    match value {
+        Bson::Int32(number) => Some(i64::from(*number)),
+        Bson::Int64(number) => Some(*number),
+        #[allow(clippy::cast_possible_truncation)]
+        Bson::Double(number) => Some(*number as i64),
+        _ => None,
+    }
+}
