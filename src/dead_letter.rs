@@ -1,13 +1,16 @@
 //! What could not be written, and why: set aside, counted, and tried again.
 
-use bson::{Bson, DateTime, Document, doc};
+use std::time::Duration;
+
+use bson::{DateTime, Document, doc};
+use futures_util::TryStreamExt;
 
 use crate::{
     error::{Error, Result},
     key::Key,
     mongo::Server,
     plan::Rule,
-    request::Task,
+    request::{Request, Scope, Task},
 };
 
 /// The collection of dead letters in the state database.
@@ -45,10 +48,10 @@ impl DeadLetters {
         Ok(())
     }
 
-    /// Forgets what was recorded of `key`: it has been written.
-    pub async fn clear(&self, server: &Server, rule: &Rule, task: Task, key: &Key, target: Option<&Key>) -> Result<()> {
-        let id = self.id(rule, task, key, target);
-        server.collection(&self.database, COLLECTION).delete_one(doc! {"_id": id}).await?;
+    /// Forgets a letter whose work has been done, unless it failed once more meanwhile.
+    pub async fn clear(&self, server: &Server, letter: &Letter) -> Result<()> {
+        let filter = doc! {"_id": letter.id.clone(), "attempts": letter.attempts};
+        server.collection(&self.database, COLLECTION).delete_one(filter).await?;
         Ok(())
     }
 
@@ -63,32 +66,33 @@ impl DeadLetters {
         }
     }
 
-    /// The keys of `rule` that have a dead letter.
-    pub async fn of_rule(&self, server: &Server, rule: &Rule) -> Result<Vec<Letter>> {
-        use futures_util::TryStreamExt;
+    /// The letters of `rule` that are to be tried again now.
+    pub async fn due(&self, server: &Server, rule: &Rule) -> Result<Vec<Letter>> {
         let filter = doc! {"deployment": &self.deployment, "rule": &rule.name};
         let mut cursor = server.collection(&self.database, COLLECTION).find(filter).await?;
         let mut out = Vec::new();
+        let now = DateTime::now().timestamp_millis();
         while let Some(letter) = cursor.try_next().await? {
-            out.extend(Letter::read(&letter));
+            out.extend(Letter::read(&letter).filter(|letter| letter.due <= now));
         }
         Ok(out)
     }
 }
 
+/// How often dead letters are looked through.
+pub const ROUND: Duration = Duration::from_secs(5);
+
 /// One dead letter, as far as trying it again needs it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Letter {
-    /// What was being done.
-    pub task: Task,
-    /// With which key.
-    pub key: Key,
-    /// To which target, where one was found to be the culprit.
-    pub target: Option<Key>,
-    /// How often it was tried.
-    pub attempts: u32,
-    /// When it was last tried, in milliseconds since 1970.
-    pub last: i64,
+    id: Document,
+    task: Task,
+    key: Key,
+    /// The one target that was found to be the culprit.
+    target: Option<Key>,
+    attempts: i32,
+    /// When to try again, in milliseconds since 1970: the pause doubles from 5 seconds to an hour.
+    due: i64,
 }
 
 impl Letter {
@@ -102,14 +106,23 @@ impl Letter {
             "Holders" => Task::Holders,
             _ => return None,
         };
-        let attempts =
-            letter.get("attempts").and_then(|n| n.as_i32().map(i64::from).or(n.as_i64())).unwrap_or_default();
+        let attempts = letter.get_i32("attempts").unwrap_or(1);
+        let last = letter.get_datetime("last").ok()?.timestamp_millis();
+        let pause = 5_000_i64 << (attempts.clamp(1, 10) - 1);
         Some(Self {
             task,
             key: Key::new(id.get_array("key").ok()?.clone()),
             target: id.get_array("target").ok()?.first().cloned().map(Key::one),
-            attempts: u32::try_from(attempts).unwrap_or(u32::MAX),
-            last: letter.get("last").and_then(Bson::as_datetime).map(|at| at.timestamp_millis()).unwrap_or_default(),
+            attempts,
+            due: last + pause.min(3_600_000),
+            id: id.clone(),
         })
+    }
+
+    /// The request that tries it again.
+    #[must_use]
+    pub fn request(&self, rule: &Rule) -> Request {
+        let scope = self.target.clone().map_or(Scope::All, Scope::one);
+        Request { rule: rule.id, task: self.task, key: self.key.clone(), scope }
     }
 }

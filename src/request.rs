@@ -2,6 +2,8 @@
 
 use std::collections::HashSet;
 
+use tokio::sync::oneshot;
+
 use crate::{key::Key, plan::RuleId, position::ClusterTime};
 
 /// One thing to look at again. The reason is not part of it, so that many reasons are one request.
@@ -79,4 +81,15 @@ pub struct Origin {
     pub after: ClusterTime,
     /// The wall time of the event in milliseconds since 1970, where it is known.
     pub committed: Option<i64>,
+}
+
+/// Requests that do not come from a stream, and the wish to know when they are done.
+#[derive(Debug)]
+pub struct Page {
+    /// What is asked for.
+    pub requests: Vec<Request>,
+    /// What reads must not be older than.
+    pub after: ClusterTime,
+    /// Told when all of it is acknowledged or recorded as dead letters.
+    pub done: oneshot::Sender<()>,
 }

@@ -31,6 +31,8 @@ pub struct RuleState {
     pub definition: Document,
     /// How far its backfill is.
     pub backfill: Backfill,
+    /// Counts the times that its backfill was asked for: progress of an older one must not overwrite a newer wish.
+    pub generation: i64,
 }
 
 /// How far a rule's backfill is.
@@ -96,28 +98,40 @@ impl Store {
                 "manual" => Backfill::Manual,
                 _ => Backfill::Pending(doc.get_array("after").ok().and_then(|after| after.first().cloned())),
             };
-            out.push((
-                id.get_str("rule").unwrap_or_default().to_owned(),
-                RuleState { definition: definition.clone(), backfill },
-            ));
+            let generation = doc.get_i64("generation").unwrap_or_default();
+            let state = RuleState { definition: definition.clone(), backfill, generation };
+            out.push((id.get_str("rule").unwrap_or_default().to_owned(), state));
         }
         Ok(out)
     }
 
-    /// Saves what a rule is and how far its backfill is.
-    pub async fn save_rule(&self, server: &Server, rule: &Rule, backfill: &Backfill) -> Result<()> {
-        let (state, after) = match backfill {
-            Backfill::Pending(after) => ("pending", after.clone().map_or_else(Vec::new, |id| vec![id])),
-            Backfill::Manual => ("manual", Vec::new()),
-            Backfill::Done => ("done", Vec::new()),
-        };
-        let state =
-            doc! {"definition": rule.definition.clone(), "backfill": state, "after": after, "saved": DateTime::now()};
-        server
+    /// Records what a rule is, and that its backfill is to be done from the start (or waits to be asked for). Returns the
+    /// generation of this wish.
+    pub async fn reset_rule(&self, server: &Server, rule: &Rule, backfill: &Backfill) -> Result<i64> {
+        let mut state = backfill_state(backfill);
+        state.insert("definition", rule.definition.clone());
+        let saved = server
             .collection(&self.database, RULES)
-            .update_one(doc! {"_id": self.id("rule", &rule.name)}, doc! {"$set": state})
+            .find_one_and_update(doc! {"_id": self.id("rule", &rule.name)}, doc! {"$set": state, "$inc": {"generation": 1_i64}})
             .upsert(true)
+            .return_document(mongodb::options::ReturnDocument::After)
             .await?;
-        Ok(())
+        Ok(saved.and_then(|doc| doc.get_i64("generation").ok()).unwrap_or_default())
     }
+
+    /// Saves how far the backfill of this generation is. False when a newer one has been asked for.
+    pub async fn save_backfill(&self, server: &Server, rule: &Rule, generation: i64, backfill: &Backfill) -> Result<bool> {
+        let filter = doc! {"_id": self.id("rule", &rule.name), "generation": generation};
+        let done = server.collection(&self.database, RULES).update_one(filter, doc! {"$set": backfill_state(backfill)}).await?;
+        Ok(done.matched_count > 0)
+    }
+}
+
+fn backfill_state(backfill: &Backfill) -> Document {
+    let (state, after) = match backfill {
+        Backfill::Pending(after) => ("pending", after.clone().map_or_else(Vec::new, |id| vec![id])),
+        Backfill::Manual => ("manual", Vec::new()),
+        Backfill::Done => ("done", Vec::new()),
+    };
+    doc! {"backfill": state, "after": after, "saved": DateTime::now()}
 }

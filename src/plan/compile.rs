@@ -35,8 +35,8 @@ pub fn compile(config: &Config, default_database: Option<&str>) -> Result<Plan, 
     if !mistakes.is_empty() {
         return Err(mistakes);
     }
-    let order = graph::order(&rules)?;
-    Ok(Plan { name: config.name.clone(), rules, order })
+    let (order, feeds) = graph::order(&rules)?;
+    Ok(Plan { name: config.name.clone(), rules, order, feeds })
 }
 
 struct Compiler<'a> {

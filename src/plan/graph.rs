@@ -8,8 +8,11 @@ use crate::{
     plan::rule::{Rule, RuleId},
 };
 
-/// Checks the rules against each other and orders them: none comes before one that it reads from.
-pub fn order(rules: &[Arc<Rule>]) -> Result<Vec<RuleId>, Vec<Mistake>> {
+/// Rules in an order in which none comes before one that it reads from, and for each those that read what it writes.
+pub type Order = (Vec<RuleId>, Vec<Vec<RuleId>>);
+
+/// Checks the rules against each other and orders them.
+pub fn order(rules: &[Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
     let mut mistakes = collisions(rules);
     let feeds: Vec<Vec<usize>> = rules
         .iter()
@@ -24,7 +27,9 @@ pub fn order(rules: &[Arc<Rule>]) -> Result<Vec<RuleId>, Vec<Mistake>> {
         mistakes.push(cycle_mistake(rules, &cycle));
     }
     if mistakes.is_empty() {
-        Ok(walk.done.into_iter().rev().map(|index| rules[index].id).collect())
+        let ids = |indexes: Vec<usize>| indexes.into_iter().map(|index| rules[index].id).collect::<Vec<_>>();
+        let done = ids(walk.done.into_iter().rev().collect());
+        Ok((done, feeds.into_iter().map(ids).collect()))
     } else {
         Err(mistakes)
     }

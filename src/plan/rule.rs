@@ -24,6 +24,8 @@ pub struct Plan {
     pub rules: Vec<Arc<Rule>>,
     /// Rules in an order in which none comes before one that it reads from.
     pub order: Vec<RuleId>,
+    /// For each rule, those that read what it writes.
+    pub feeds: Vec<Vec<RuleId>>,
 }
 
 impl Plan {
@@ -31,6 +33,17 @@ impl Plan {
     #[must_use]
     pub fn rule(&self, id: RuleId) -> &Arc<Rule> {
         &self.rules[id.0]
+    }
+
+    /// How many rules the longest chain has: a change needs that many steps to reach its end.
+    #[must_use]
+    pub fn longest_chain(&self) -> usize {
+        let mut length = vec![1; self.rules.len()];
+        for rule in self.order.iter().rev() {
+            let beyond = self.feeds[rule.0].iter().map(|fed| length[fed.0]).max();
+            length[rule.0] = 1 + beyond.unwrap_or_default();
+        }
+        length.into_iter().max().unwrap_or_default()
     }
 
     /// Every database with a watched collection.

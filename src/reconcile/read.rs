@@ -97,27 +97,25 @@ fn unwind(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
         stages.push(doc! {"$unwind": format!("${ELEMENT}")});
         from = part.to_owned();
     }
-    let mut wanted = Document::new();
+    let mut wanted = Vec::new();
+    let mut row_key = Vec::new();
     for (nth, path) in rule.reference.paths(Role::Source).enumerate() {
-        let Bson::String(at) = row_path(path, Some(each)) else { continue };
-        let at = at.trim_start_matches('$').to_owned();
+        let Bson::String(field) = row_path(path, Some(each)) else { continue };
+        let at = field.trim_start_matches('$');
         if at.starts_with(ELEMENT) {
-            let mut values: Vec<Bson> = keys.iter().filter_map(|key| key.values().get(nth).cloned()).collect();
-            values.retain(|value| !matches!(value, Bson::RegularExpression(_)));
-            if values.len() == keys.len() {
-                wanted.insert(at.clone(), doc! {"$in": values});
-            }
+            wanted.push(one_of(at, keys.iter().filter_map(|key| key.values().get(nth))));
             if dbref_parent(path).is_some() {
                 let (collection, database) = rule.reference.other(Role::Source);
                 let parent = at.trim_end_matches("$id");
-                wanted.insert(format!("{parent}$ref"), collection);
-                wanted.insert(format!("{parent}$db"), doc! {"$in": [database, Bson::Null]});
+                wanted.push(doc! {format!("{parent}$ref"): collection, format!("{parent}$db"): {"$in": [database, Bson::Null]}});
             }
         }
+        row_key.push(field);
     }
-    if !wanted.is_empty() {
-        stages.push(doc! {"$match": wanted});
-    }
+    stages.push(doc! {"$match": {"$and": wanted}});
+    // A source that lists one id twice counts once, by the first element.
+    stages.push(doc! {"$group": {"_id": {"k": row_key, "s": "$_id"}, "d": {"$first": "$$ROOT"}}});
+    stages.push(doc! {"$replaceWith": "$d"});
     stages
 }
 
@@ -143,11 +141,16 @@ fn source_match(rule: &Rule, keys: &[&Key]) -> Document {
     }
 }
 
-/// `path` equals one of `values`. A regular expression inside `$in` would be used as a pattern; inside `$eq` it is a value.
+/// `path` equals one of `values`. Inside `$in` a regular expression would be used as a pattern, and a document that begins
+/// with a `$` name is refused; inside `$eq` both are values.
 #[must_use]
 pub fn one_of<'a>(path: &str, values: impl Iterator<Item = &'a Bson>) -> Document {
-    let (patterns, plain): (Vec<&Bson>, Vec<&Bson>) =
-        values.partition(|value| matches!(value, Bson::RegularExpression(_)));
+    let alone = |value: &&Bson| match value {
+        Bson::RegularExpression(_) => true,
+        Bson::Document(doc) => doc.keys().next().is_some_and(|name| name.starts_with('$')),
+        _ => false,
+    };
+    let (patterns, plain): (Vec<&Bson>, Vec<&Bson>) = values.partition(alone);
     let plain: Vec<Bson> = plain.into_iter().cloned().collect();
     if patterns.is_empty() {
         return doc! {path: {"$in": plain}};
@@ -175,17 +178,31 @@ fn sort_stage(rule: &Rule) -> Option<Document> {
 
 fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Vec<Document> {
     let elements = match slice {
-        Some(n) if n < 0 => doc! {"$bottomN": {"n": n.saturating_neg(), "sortBy": order(rule), "output": element}},
-        Some(n) => doc! {"$topN": {"n": n, "sortBy": order(rule), "output": element}},
-        None => doc! {"$push": element},
+        Some(n) if n < 0 => {
+            doc! {"$bottomN": {"n": n.saturating_neg(), "sortBy": order(rule), "output": element.clone()}}
+        }
+        Some(n) => doc! {"$topN": {"n": n, "sortBy": order(rule), "output": element.clone()}},
+        None => doc! {"$push": element.clone()},
     };
     let mut stages = Vec::new();
+    if may_be_missing(rule) {
+        stages.push(doc! {"$match": {"$expr": {"$ne": [element, {}]}}});
+    }
     if slice.is_none() {
         stages.push(doc! {"$sort": order(rule)});
     }
     stages.push(doc! {"$group": {"_id": key, "e": elements}});
     stages.push(doc! {"$replaceWith": {"k": "$_id", "v": {"e": "$e"}}});
     stages
+}
+
+/// Whether an element's expression can yield nothing at all; such an element does not count for the slice.
+fn may_be_missing(rule: &Rule) -> bool {
+    match &rule.values {
+        Values::Collect { element: Bson::Document(doc), .. } => doc.keys().any(|name| name.starts_with('$')),
+        Values::Collect { element: Bson::String(path), .. } => path != "$_id" && path != "$$ROOT",
+        _ => false,
+    }
 }
 
 fn aggregate(rule: &Rule, key: Vec<Bson>, assignments: &[Assignment]) -> Vec<Document> {

@@ -1,0 +1,183 @@
+//! Brings existing targets up to date, a page at a time, through the same queue as live changes.
+//!
+//! A page asks for the same reconciles that inserts of its targets would. The queue runs one reconcile a key at a time, so
+//! backfill and live writes commute; progress is saved when a page is acknowledged, so a killed backfill goes on there.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use bson::{Bson, Document, doc};
+use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    checkpoint::store::{Backfill, Store},
+    error::{Error, Result},
+    key::Key,
+    mongo::Reads,
+    plan::{Rule, RuleId, reference::Role},
+    position::ClusterTime,
+    reconcile::Context,
+    request::Page,
+    route::target_requests,
+};
+
+/// Targets in one page.
+const PAGE: i32 = 1000;
+/// Pages in the queue at once: one is written while the next one is read.
+const IN_FLIGHT: usize = 3;
+/// How long to wait after a failed page.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// A backfill that is asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Wish {
+    /// Of which rule.
+    pub rule: RuleId,
+    /// Counts the wishes of the rule.
+    pub generation: i64,
+    /// The `_id` of the target to go on after.
+    pub after: Option<Bson>,
+}
+
+/// Runs the backfills that are asked for, in the order of the plan, until `stop`. Those that are done are told to `finished`.
+pub async fn run(
+    context: Arc<Context>,
+    store: Store,
+    mut asked: mpsc::UnboundedReceiver<Wish>,
+    out: mpsc::Sender<Page>,
+    finished: mpsc::UnboundedSender<Wish>,
+    stop: CancellationToken,
+) {
+    let place = |rule: RuleId| context.plan.order.iter().position(|other| *other == rule);
+    let mut waiting: Vec<Wish> = Vec::new();
+    while !stop.is_cancelled() {
+        if waiting.is_empty() {
+            let next = tokio::select! {
+                next = asked.recv() => next,
+                () = stop.cancelled() => return,
+            };
+            waiting.extend(next);
+        }
+        while let Ok(more) = asked.try_recv() {
+            waiting.push(more);
+        }
+        waiting.sort_by_key(|wish| std::cmp::Reverse(place(wish.rule)));
+        let Some(mut wish) = waiting.pop() else { return };
+        let one = One { context: &context, store: &store, rule: context.plan.rule(wish.rule), out: &out };
+        let result = tokio::select! {
+            result = one.run(&mut wish) => result,
+            () = stop.cancelled() => return,
+        };
+        if let Err(error) = result {
+            tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
+            waiting.push(wish);
+            tokio::select! {
+                () = tokio::time::sleep(PAUSE) => {}
+                () = stop.cancelled() => return,
+            }
+        } else if finished.send(wish).is_err() {
+            return;
+        }
+    }
+}
+
+struct One<'a> {
+    context: &'a Context,
+    store: &'a Store,
+    rule: &'a Rule,
+    out: &'a mpsc::Sender<Page>,
+}
+
+/// A page that is being done: the last `_id` in it, and the word that it is acknowledged.
+type Pending = (Bson, oneshot::Receiver<()>);
+
+impl One<'_> {
+    /// Backfills the rule from the wish's place on, and moves that place along.
+    async fn run(&self, wish: &mut Wish) -> Result<()> {
+        let server = &self.context.server;
+        let mut pending: VecDeque<Pending> = VecDeque::new();
+        let mut after = wish.after.clone();
+        let mut scanned = 0_u64;
+        let time = server.operation_time().await?;
+        tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
+        loop {
+            let page = self.page(after.as_ref(), time).await?;
+            let last = page.last().and_then(|doc| doc.get("_id")).cloned();
+            scanned += page.len() as u64;
+            if let Some(last) = &last {
+                self.submit(&page, last, time, &mut pending).await?;
+            }
+            let keep = if last.is_some() { IN_FLIGHT } else { 0 };
+            while pending.len() > keep {
+                if !self.settle(wish, &mut pending).await? {
+                    tracing::info!(rule = %self.rule.name, "backfill asked for again: starting over");
+                    return Ok(());
+                }
+            }
+            if last.is_none() {
+                break;
+            }
+            after = last;
+        }
+        if self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done).await? {
+            tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
+        }
+        Ok(())
+    }
+
+    async fn submit(&self, page: &[Document], last: &Bson, after: ClusterTime, pending: &mut VecDeque<Pending>) -> Result<()> {
+        let requests = page.iter().flat_map(|doc| {
+            let id = Key::one(doc.get("_id").cloned().unwrap_or(Bson::Null));
+            target_requests(self.rule, &id, doc)
+        });
+        let (done, acknowledged) = oneshot::channel();
+        let page = Page { requests: requests.collect(), after, done };
+        self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
+        pending.push_back((last.clone(), acknowledged));
+        Ok(())
+    }
+
+    /// Waits for the oldest page and saves it. False when a newer backfill of the rule has been asked for.
+    async fn settle(&self, wish: &mut Wish, pending: &mut VecDeque<Pending>) -> Result<bool> {
+        let Some((last, acknowledged)) = pending.pop_front() else { return Ok(true) };
+        acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+        wish.after = Some(last);
+        let state = Backfill::Pending(wish.after.clone());
+        self.store.save_backfill(&self.context.server, self.rule, wish.generation, &state).await
+    }
+
+    /// The next targets by `_id`. `min` with a hint compares across BSON types, where `$gt` stays within one; it includes
+    /// its bound, and leaves out a target whose `_id` is MaxKey, which is read by itself at the end.
+    async fn page(&self, after: Option<&Bson>, time: ClusterTime) -> Result<Vec<Document>> {
+        let mut filter = self.rule.target.filter.clone().unwrap_or_default();
+        let mut limit = PAGE;
+        let mut bounds = Document::new();
+        match after {
+            Some(Bson::MaxKey) => return Ok(Vec::new()),
+            Some(after) => {
+                bounds = doc! {"min": {"_id": after.clone()}};
+                limit += 1;
+            }
+            None => {}
+        }
+        let mut command = doc! {
+            "find": &self.rule.target.namespace.collection, "filter": filter.clone(), "hint": {"_id": 1},
+            "projection": self.rule.reference.projection(Role::Target), "limit": limit, "batchSize": limit,
+        };
+        command.extend(bounds);
+        let mut page = self.read(command, time).await?;
+        if after.is_some() && page.first().and_then(|doc| doc.get("_id")) == after {
+            page.remove(0);
+        }
+        if page.is_empty() && after.is_some() {
+            filter = doc! {"$and": [{"_id": {"$eq": Bson::MaxKey}}, filter]};
+            page = self.read(doc! {"find": &self.rule.target.namespace.collection, "filter": filter, "limit": 1}, time).await?;
+        }
+        Ok(page)
+    }
+
+    async fn read(&self, command: Document, after: ClusterTime) -> Result<Vec<Document>> {
+        let rows = self.context.server.read(&self.rule.target.namespace.database, command, Reads { after }).await?;
+        rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect()
+    }
+}

@@ -1,0 +1,59 @@
+//! The command line: what can be typed, and what it says of itself.
+
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand, ValueEnum};
+
+/// Keeps the fields you copy between MongoDB collections equal to their source.
+#[derive(Debug, Parser)]
+#[command(version, about, after_help = "Examples:
+  denormd plan --config shop.yaml            what the rules need, and whether the cluster has it
+  denormd plan --config shop.yaml --apply    create what is missing
+  denormd run --config shop.yaml             keep the copies true
+
+Exit status: 0 done, 1 failed, 2 usage or config error.")]
+pub struct Cli {
+    /// Config files and directories, layered in order.
+    #[arg(long, short, global = true, env = "DENORMD_CONFIG", value_delimiter = ',', default_value = "denormd.yaml")]
+    pub config: Vec<PathBuf>,
+    /// How results are printed.
+    #[arg(long, global = true, value_enum, default_value_t = Output::Text)]
+    pub output: Output,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// How results are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// For people.
+    Text,
+    /// For programs.
+    Json,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// The daemon: brings existing data up to date, then follows every change.
+    #[command(after_help = "Examples:
+  denormd run --config shop.yaml
+  DENORMD__MONGODB__URI='mongodb://db/?replicaSet=rs0' denormd run --config rules/
+
+SIGTERM and SIGINT end what is in flight, save the position, and exit with 0.")]
+    Run,
+    /// Checks the config, and what the cluster must have for it.
+    #[command(after_help = "Examples:
+  denormd plan --config shop.yaml --offline  the config alone, without a server
+  denormd plan --config shop.yaml            against the cluster, reading only
+  denormd plan --config shop.yaml --apply    creates missing indexes and enables pre-images")]
+    Plan {
+        /// Check the config alone, without a server.
+        #[arg(long, conflicts_with = "apply")]
+        offline: bool,
+        /// Carry out the commands that plan prints.
+        #[arg(long)]
+        apply: bool,
+    },
+}

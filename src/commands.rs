@@ -1,0 +1,67 @@
+//! The commands, one file each, and what they share: loading the config and connecting.
+
+pub mod plan;
+pub mod run;
+
+use std::{process::ExitCode, sync::Arc};
+
+use crate::{
+    cli::{Cli, Command},
+    config::{self, ConfigError, Loaded},
+    dead_letter::DeadLetters,
+    error::{Error, Kind},
+    mongo::{Server, connect},
+    plan::Plan,
+    reconcile::{Context, run::Counts},
+};
+
+/// Why a command did not do its work.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// The config is wrong. Exit status 2.
+    #[error("{0}")]
+    Config(#[from] ConfigError),
+    /// The cluster is not what the rules need. Exit status 2.
+    #[error("{0}")]
+    Refused(String),
+    /// Something failed while it ran. Exit status 1, or 2 where the config is to blame.
+    #[error("{0}")]
+    Failed(#[from] Error),
+}
+
+impl Failure {
+    /// The exit status that tells it.
+    #[must_use]
+    pub fn status(&self) -> ExitCode {
+        match self {
+            Self::Config(_) | Self::Refused(_) => ExitCode::from(2),
+            Self::Failed(error) => match error.kind {
+                Kind::Config | Kind::Topology => ExitCode::from(2),
+                _ => ExitCode::FAILURE,
+            },
+        }
+    }
+}
+
+/// Does what the command line says.
+pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
+    let loaded = config::load(&cli.config, &config::process_environment())?;
+    match cli.command {
+        Command::Run => run::run(&loaded).await,
+        Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, offline, apply).await,
+    }
+}
+
+/// Compiles the rules; mistakes come with their places.
+pub async fn compile(loaded: &Loaded) -> Result<Plan, Failure> {
+    let database = connect::default_database(&loaded.config.mongodb.uri).await;
+    crate::plan::compile(&loaded.config, database.as_deref()).map_err(|mistakes| loaded.report(&mistakes).into())
+}
+
+/// Connects, and gathers what every stage needs.
+pub async fn context(loaded: &Loaded, plan: Plan) -> Result<Arc<Context>, Failure> {
+    let config = &loaded.config;
+    let server = Server::new(connect::connect(&config.mongodb.uri).await?);
+    let dead_letters = DeadLetters { database: config.state.database.clone(), deployment: config.name.clone() };
+    Ok(Arc::new(Context { server, plan, limits: config.limits.clone(), dead_letters, counts: Counts::default() }))
+}

@@ -1,0 +1,464 @@
+//! Joins the stages in data order, and stops them in reverse.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    task::JoinSet,
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    backfill::{self, Wish},
+    checkpoint::{
+        store::{Backfill, Store},
+        watermark::Watermark,
+    },
+    dead_letter,
+    error::Result,
+    plan::RuleId,
+    position::{ClusterTime, Position},
+    reconcile::{self, Context, Outcome, run::End},
+    request::{Origin, Page},
+    route::{Routed, Router},
+    watch::{Delivery, StreamSpec, follow, streams},
+    workqueue::{Finish, WorkQueue, origins},
+};
+
+/// How often positions are saved while work goes on.
+const SAVE_EVERY: Duration = Duration::from_secs(1);
+/// Deliveries that wait between a stream and the pipeline.
+const DELIVERIES: usize = 2;
+/// The origin of backfill pages, beside the streams.
+const BACKFILL: usize = usize::MAX;
+
+/// How far the daemon is.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Progress {
+    /// Everything committed up to here is applied and acknowledged.
+    pub applied: ClusterTime,
+    /// Reconcile requests that wait or run.
+    pub pending: usize,
+    /// Rules whose backfill is not done.
+    pub backfilling: BTreeSet<RuleId>,
+}
+
+/// A running pipeline.
+#[derive(Debug)]
+pub struct Handle {
+    /// What it works with.
+    pub context: Arc<Context>,
+    /// How far it is.
+    pub progress: watch::Receiver<Progress>,
+    stop: CancellationToken,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Handle {
+    /// Stops: takes nothing new, ends what is in flight, saves the positions.
+    pub async fn stop(self) {
+        self.stop.cancel();
+        if self.task.await.is_err() {
+            tracing::error!("the pipeline ended by a panic");
+        }
+    }
+
+    /// Whether the pipeline has ended by itself, which it never should.
+    #[must_use]
+    pub fn is_finished(&self) -> bool {
+        self.task.is_finished()
+    }
+
+    /// Waits until all that is committed now is applied, chains of rules followed to their end, and no backfill is open.
+    pub async fn settled(&self) -> Result<()> {
+        let mut progress = self.progress.clone();
+        for _ in 0..=self.context.plan.rules.len().min(self.context.plan.longest_chain()) {
+            let now = self.context.server.operation_time().await?;
+            let reached = |p: &Progress| p.applied >= now && p.backfilling.is_empty();
+            if progress.wait_for(reached).await.is_err() {
+                return Err(crate::error::Error::internal("the pipeline has stopped"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Starts following the streams of a plan. What is new or changed is recorded and backfilled.
+pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
+    let backfills = register_rules(&context, &store).await?;
+    let now = context.server.operation_time().await?;
+    let mut starts = Vec::new();
+    let mut forgotten = BTreeSet::new();
+    for spec in streams(&context.plan) {
+        let position = match store.position(&context.server, &spec.database, &spec.pipeline).await? {
+            Some(position) => position,
+            None => {
+                let position = Position { time: now, token: None };
+                forgotten.extend(rules_of(&context, &spec.database));
+                store.save_position(&context.server, &spec.database, &spec.pipeline, &position).await?;
+                position
+            }
+        };
+        starts.push((spec, position));
+    }
+    let mut pipeline = Pipeline::new(context.clone(), store);
+    // A rule is done up to a position: without one, it is done again.
+    for rule in forgotten {
+        if !backfills.iter().any(|wish| wish.rule == rule) {
+            pipeline.sweep(rule).await?;
+        }
+    }
+    for wish in backfills {
+        pipeline.ask_backfill(wish);
+    }
+    let stop = CancellationToken::new();
+    let progress = pipeline.progress.subscribe();
+    let task = tokio::spawn(pipeline.run(starts, stop.clone()));
+    Ok(Handle { context, progress, stop, task })
+}
+
+fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
+    let touched = |rule: &&Arc<crate::plan::Rule>| rule.source.namespace.database == database || rule.target.namespace.database == database;
+    context.plan.rules.iter().filter(touched).map(|rule| rule.id).collect()
+}
+
+/// Records new and changed rules; returns the backfills that are open, with the `_id` they go on after.
+async fn register_rules(context: &Context, store: &Store) -> Result<Vec<Wish>> {
+    let known = store.rules(&context.server).await?;
+    let mut open = Vec::new();
+    for rule in &context.plan.rules {
+        let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, state)| state);
+        match before {
+            Some(state) if state.definition == rule.definition => match &state.backfill {
+                Backfill::Pending(after) => open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() }),
+                Backfill::Manual | Backfill::Done => {}
+            },
+            before => {
+                let auto = rule.backfill == crate::config::BackfillMode::Auto;
+                let backfill = if auto { Backfill::Pending(None) } else { Backfill::Manual };
+                tracing::info!(rule = %rule.name, change = if before.is_some() { "changed" } else { "new" }, backfill = auto, "rule");
+                let generation = store.reset_rule(&context.server, rule, &backfill).await?;
+                if auto {
+                    open.push(Wish { rule: rule.id, generation, after: None });
+                }
+            }
+        }
+    }
+    for (name, _) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
+        tracing::warn!(rule = %name, "this rule is no longer in the config; its fields stay as they are");
+    }
+    Ok(open)
+}
+
+struct Stream {
+    spec: StreamSpec,
+    /// Batches routed so far.
+    batches: u64,
+    /// The position after the last batch.
+    reached: Position,
+    saved: Option<Position>,
+}
+
+struct Pipeline {
+    context: Arc<Context>,
+    store: Store,
+    router: Router,
+    queue: WorkQueue,
+    watermark: Watermark,
+    streams: Vec<Stream>,
+    running: JoinSet<Outcome>,
+    backfills: mpsc::UnboundedSender<Wish>,
+    asked: Option<mpsc::UnboundedReceiver<Wish>>,
+    /// Rules whose backfill is not done, with the generation of the last wish.
+    backfilling: BTreeMap<RuleId, i64>,
+    pages: VecDeque<(u64, oneshot::Sender<()>)>,
+    page_count: u64,
+    saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
+    last_save: Instant,
+    progress: watch::Sender<Progress>,
+}
+
+impl Pipeline {
+    fn new(context: Arc<Context>, store: Store) -> Self {
+        let (backfills, asked) = mpsc::unbounded_channel();
+        Self {
+            router: Router::new(context.plan.clone()),
+            queue: WorkQueue::new(context.limits.pending),
+            context,
+            store,
+            watermark: Watermark::default(),
+            streams: Vec::new(),
+            running: JoinSet::new(),
+            backfills,
+            asked: Some(asked),
+            backfilling: BTreeMap::new(),
+            pages: VecDeque::new(),
+            page_count: 0,
+            saver: None,
+            last_save: Instant::now(),
+            progress: watch::channel(Progress::default()).0,
+        }
+    }
+
+    async fn run(mut self, starts: Vec<(StreamSpec, Position)>, stop: CancellationToken) {
+        let (deliver, mut deliveries) = mpsc::channel(DELIVERIES);
+        let (page, mut pages) = mpsc::channel(1);
+        let mut feeders = JoinSet::new();
+        for (spec, position) in starts {
+            self.streams.push(Stream { spec: spec.clone(), batches: 0, reached: position.clone(), saved: Some(position.clone()) });
+            let (context, deliver, stop) = (self.context.clone(), deliver.clone(), stop.clone());
+            feeders.spawn(async move { follow(&context.server, &spec, position, deliver, stop).await });
+        }
+        let (finish, mut finished) = mpsc::unbounded_channel();
+        if let Some(asked) = self.asked.take() {
+            feeders.spawn(backfill::run(self.context.clone(), self.store.clone(), asked, page.clone(), finish, stop.clone()));
+        }
+        feeders.spawn(retry(self.context.clone(), page, stop.clone()));
+        let mut tick = tokio::time::interval(Duration::from_millis(100));
+        tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            self.dispatch();
+            let room = self.queue.has_room();
+            let due = self.queue.next_due();
+            tokio::select! {
+                Some(delivery) = deliveries.recv(), if room => self.take(delivery).await,
+                Some(page) = pages.recv(), if room => self.take_page(page),
+                Some(wish) = finished.recv() => {
+                    if self.backfilling.get(&wish.rule) == Some(&wish.generation) {
+                        self.backfilling.remove(&wish.rule);
+                    }
+                }
+                Some(outcome) = self.running.join_next() => self.finish(outcome),
+                () = sleep_until(due), if due.is_some() => {}
+                _ = tick.tick() => {}
+                () = stop.cancelled() => break,
+            }
+            self.report().await;
+        }
+        drop((deliveries, pages));
+        while let Some(outcome) = self.running.join_next().await {
+            self.finish(outcome);
+        }
+        while feeders.join_next().await.is_some() {}
+        self.last_save = self.last_save.checked_sub(SAVE_EVERY).unwrap_or(self.last_save);
+        self.report().await;
+        if let Some(saver) = self.saver.take() {
+            self.saved(saver.await.unwrap_or_default());
+        }
+    }
+
+    /// Starts batches while there is room for them. What arrives while they run forms the next ones.
+    fn dispatch(&mut self) {
+        while self.running.len() < self.context.limits.batches {
+            let Some(batch) = self.queue.take(self.context.limits.batch_keys, Instant::now()) else { return };
+            self.running.spawn(reconcile::run(self.context.clone(), batch));
+        }
+    }
+
+    async fn take(&mut self, delivery: Delivery) {
+        let mut routed = Routed::default();
+        let stream = &mut self.streams[delivery.stream];
+        stream.batches += 1;
+        let batch = stream.batches;
+        for event in &delivery.events {
+            let origin = Origin {
+                stream: delivery.stream,
+                batch,
+                after: event.cluster_time,
+                committed: event.wall_time.map(bson::DateTime::timestamp_millis),
+            };
+            self.router.route(event, &mut routed);
+            for request in routed.requests.drain(..) {
+                self.queue.push(request, origin, &mut self.watermark);
+            }
+        }
+        if delivery.lost {
+            let database = &self.streams[delivery.stream].spec.database;
+            routed.sweeps.extend(rules_of(&self.context, database));
+        }
+        self.aside(&routed).await;
+        self.streams[delivery.stream].reached = delivery.position.clone();
+        self.watermark.routed(delivery.stream, batch, delivery.position);
+    }
+
+    /// What an event asks for beside keys. Recorded before the position may pass the event.
+    async fn aside(&mut self, routed: &Routed) {
+        for rule in routed.bereft.iter().collect::<BTreeSet<_>>() {
+            let rule = self.context.plan.rule(*rule);
+            tracing::error!(rule = %rule.name, source = %rule.source.namespace, "the source collection is gone; the fields copied from it stay as they are");
+        }
+        for rule in routed.sweeps.iter().collect::<BTreeSet<_>>() {
+            let mut attempts = 0;
+            while let Err(error) = self.sweep(*rule).await {
+                tracing::warn!(error = %error.message, "a rule that needs backfill cannot be recorded; trying again");
+                attempts += 1;
+                tokio::time::sleep(Duration::from_millis(100 * attempts.min(50))).await;
+            }
+        }
+    }
+
+    /// Marks a rule as in need of a whole backfill.
+    async fn sweep(&mut self, rule: RuleId) -> Result<()> {
+        let (store, context) = (&self.store, &self.context);
+        let generation = store.reset_rule(&context.server, context.plan.rule(rule), &Backfill::Pending(None)).await?;
+        self.ask_backfill(Wish { rule, generation, after: None });
+        Ok(())
+    }
+
+    fn ask_backfill(&mut self, wish: Wish) {
+        self.backfilling.insert(wish.rule, wish.generation);
+        if self.backfills.send(wish).is_err() {
+            tracing::error!("the backfill task is gone");
+        }
+    }
+
+    fn take_page(&mut self, page: Page) {
+        self.page_count += 1;
+        let origin = Origin { stream: BACKFILL, batch: self.page_count, after: page.after, committed: None };
+        for request in page.requests {
+            self.queue.push(request, origin, &mut self.watermark);
+        }
+        self.pages.push_back((self.page_count, page.done));
+        self.acknowledge_pages();
+    }
+
+    fn acknowledge_pages(&mut self) {
+        while self.pages.front().is_some_and(|(batch, _)| self.watermark.is_done(BACKFILL, *batch)) {
+            if let Some((_, done)) = self.pages.pop_front() {
+                // A receiver that is gone has been stopped.
+                done.send(()).ok();
+            }
+        }
+    }
+
+    fn finish(&mut self, outcome: std::result::Result<Outcome, tokio::task::JoinError>) {
+        let outcome = match outcome {
+            Ok(outcome) => outcome,
+            Err(error) => {
+                // Its keys stay held: the position does not move past them, and a restart does them again.
+                tracing::error!(%error, "a reconcile ended by a panic");
+                return;
+            }
+        };
+        for origin in origins(outcome.keys.iter().map(|ended| &ended.work)) {
+            for request in &outcome.follow_ups {
+                self.queue.push(request.clone(), origin, &mut self.watermark);
+            }
+        }
+        let limits = &self.context.limits;
+        for ended in outcome.keys {
+            let weight = ended.work.scope.weight();
+            let mut work = ended.work;
+            let finish = match ended.end {
+                End::Done | End::SetAside => Finish::Done,
+                End::Dangling => Finish::Again { delay: limits.destroy_grace, work },
+                End::Failed(error) => {
+                    self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    let delay = reconcile::run::backoff(&error, work.attempts, limits.write_timeout);
+                    if work.attempts.is_power_of_two() || work.attempts == 0 {
+                        let rule = &self.context.plan.rule(outcome.lane.0).name;
+                        tracing::warn!(rule, error = %error.message, attempts = work.attempts, retry_in = ?delay, "a reconcile failed and is tried again");
+                    }
+                    work.attempts += 1;
+                    Finish::Again { delay, work }
+                }
+            };
+            self.queue.finish(outcome.lane, ended.key, weight, finish, Instant::now(), &mut self.watermark);
+        }
+        self.acknowledge_pages();
+    }
+
+    /// Publishes how far everything is, and saves positions from time to time.
+    async fn report(&mut self) {
+        let applied = self.streams.iter().enumerate().map(|(nth, stream)| {
+            if self.watermark.is_drained(nth) { stream.reached.time } else { self.watermark.frontier(nth).map_or(ClusterTime::default(), |p| p.time) }
+        });
+        let progress = Progress { applied: applied.min().unwrap_or_default(), pending: self.queue.depth(), backfilling: self.backfilling.keys().copied().collect() };
+        self.progress.send_if_modified(|known| {
+            let changed = *known != progress;
+            *known = progress;
+            changed
+        });
+        if self.last_save.elapsed() >= SAVE_EVERY {
+            self.save().await;
+        }
+    }
+
+    async fn save(&mut self) {
+        if let Some(saver) = self.saver.take_if(|saver| saver.is_finished()) {
+            let saved = saver.await.unwrap_or_default();
+            self.saved(saved);
+        }
+        if self.saver.is_some() {
+            return;
+        }
+        self.last_save = Instant::now();
+        let due: Vec<(usize, StreamSpec, Position)> = self
+            .streams
+            .iter()
+            .enumerate()
+            .filter_map(|(nth, stream)| Some((nth, stream, self.watermark.frontier(nth)?)))
+            .filter(|(_, stream, frontier)| stream.saved.as_ref() != Some(*frontier))
+            .map(|(nth, stream, frontier)| (nth, stream.spec.clone(), frontier.clone()))
+            .collect();
+        if due.is_empty() {
+            return;
+        }
+        let (context, store) = (self.context.clone(), self.store.clone());
+        self.saver = Some(tokio::spawn(async move {
+            let mut saved = Vec::new();
+            for (nth, spec, position) in due {
+                match store.save_position(&context.server, &spec.database, &spec.pipeline, &position).await {
+                    Ok(()) => saved.push((nth, position)),
+                    Err(error) => tracing::warn!(error = %error.message, "the position could not be saved; trying again"),
+                }
+            }
+            saved
+        }));
+    }
+
+    fn saved(&mut self, saved: Vec<(usize, Position)>) {
+        for (nth, position) in saved {
+            self.streams[nth].saved = Some(position);
+        }
+    }
+}
+
+/// Tries dead letters again, each when its own pause is over.
+async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: CancellationToken) {
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(dead_letter::ROUND) => {}
+            () = stop.cancelled() => return,
+        }
+        let round = async {
+            for rule in &context.plan.rules {
+                for letter in context.dead_letters.due(&context.server, rule).await? {
+                    let after = context.server.operation_time().await?;
+                    let (done, acknowledged) = oneshot::channel();
+                    if out.send(Page { requests: vec![letter.request(rule)], after, done }).await.is_ok() && acknowledged.await.is_ok() {
+                        context.dead_letters.clear(&context.server, &letter).await?;
+                    }
+                }
+            }
+            Ok(())
+        };
+        let result: Result<()> = tokio::select! {
+            result = round => result,
+            () = stop.cancelled() => return,
+        };
+        if let Err(error) = result {
+            tracing::warn!(error = %error.message, "dead letters cannot be read; trying again");
+        }
+    }
+}
+
+async fn sleep_until(due: Option<Instant>) {
+    if let Some(due) = due {
+        tokio::time::sleep_until(due.into()).await;
+    }
+}

@@ -1,0 +1,177 @@
+//! What a cluster must offer before rules may run on it: refused before anything is written, with what to do.
+
+use std::collections::BTreeSet;
+
+use bson::{Bson, Document, doc};
+use futures_util::TryStreamExt;
+
+use crate::{
+    change::Namespace,
+    error::{Error, Kind, Result},
+    mongo::{Reads, Server},
+    plan::{Plan, Rule, reference::Role},
+    reconcile::read,
+};
+
+/// One thing that stands in the way.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Finding {
+    /// The rule that needs it.
+    pub rule: String,
+    /// What is wrong.
+    pub message: String,
+    /// What mends it, where a command does.
+    pub fix: Option<Fix>,
+    /// What else to do.
+    pub hint: Option<String>,
+}
+
+/// A command that mends a finding.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fix {
+    /// Where it runs.
+    pub database: String,
+    /// The command.
+    pub command: Document,
+    /// The same, as one types it in mongosh.
+    pub shell: String,
+}
+
+impl Finding {
+    fn new(rule: &Rule, message: impl Into<String>) -> Self {
+        Self { rule: rule.name.clone(), message: message.into(), fix: None, hint: None }
+    }
+}
+
+/// Looks at everything that the plan needs. Reads only.
+pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
+    let mut findings = Vec::new();
+    let mut collections = Vec::new();
+    for namespace in plan.namespaces() {
+        let info = collection_info(server, &namespace).await?;
+        let indexes = if info.is_some() { indexes(server, &namespace).await? } else { Vec::new() };
+        collections.push((namespace, info, indexes));
+    }
+    let find = |namespace: &Namespace| collections.iter().find(|(ns, ..)| ns == namespace);
+    let mut seen = BTreeSet::new();
+    for rule in &plan.rules {
+        for (role, side) in [(Role::Source, &rule.source), (Role::Target, &rule.target)] {
+            let Some((namespace, info, indexes)) = find(&side.namespace) else { continue };
+            findings.extend(kind_of_collection(rule, namespace, info.as_ref()));
+            if role == Role::Source && rule.needs_pre_images() && !keeps_pre_images(info.as_ref()) && seen.insert(namespace.clone()) {
+                findings.push(pre_images(rule, namespace, info.is_some()));
+            }
+            findings.extend(missing_index(rule, role, namespace, indexes, &mut seen));
+        }
+        findings.extend(try_read(server, rule).await?);
+    }
+    Ok(findings)
+}
+
+/// Carries out the fix of a finding.
+pub async fn apply(server: &Server, fix: &Fix) -> Result<()> {
+    server.database(&fix.database).run_command(fix.command.clone()).await?;
+    Ok(())
+}
+
+async fn collection_info(server: &Server, namespace: &Namespace) -> Result<Option<Document>> {
+    let command = doc! {"listCollections": 1, "filter": {"name": &namespace.collection}};
+    let reply = server.database(&namespace.database).run_command(command).await?;
+    let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
+    Ok(batch.ok().and_then(|batch| batch.first()).and_then(Bson::as_document).cloned())
+}
+
+async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>> {
+    let collection = server.collection(&namespace.database, &namespace.collection);
+    match collection.list_indexes().await {
+        Ok(cursor) => {
+            let models: Vec<_> = cursor.try_collect().await?;
+            Ok(models.into_iter().filter(|m| m.options.as_ref().is_none_or(|o| o.partial_filter_expression.is_none() && o.hidden != Some(true))).map(|m| m.keys).collect())
+        }
+        // A view has none.
+        Err(error) => match Error::from(error) {
+            error if error.kind == Kind::Refused => Ok(Vec::new()),
+            error => Err(error),
+        },
+    }
+}
+
+fn kind_of_collection(rule: &Rule, namespace: &Namespace, info: Option<&Document>) -> Option<Finding> {
+    let info = info?;
+    let options = info.get_document("options").ok();
+    let has = |name: &str| options.is_some_and(|options| options.contains_key(name));
+    let what = match info.get_str("type").unwrap_or_default() {
+        "view" => "a view, which has no change stream",
+        "timeseries" => "a time-series collection, which has no change stream",
+        _ if has("capped") && namespace == &rule.target.namespace => "a capped collection, whose documents cannot grow",
+        _ => return None,
+    };
+    let mut finding = Finding::new(rule, format!("`{namespace}` is {what}"));
+    finding.hint = Some("name the collection that the documents are in".to_owned());
+    Some(finding)
+}
+
+fn keeps_pre_images(info: Option<&Document>) -> bool {
+    let enabled = |info: &Document| info.get_document("options").ok()?.get_document("changeStreamPreAndPostImages").ok()?.get_bool("enabled").ok();
+    info.and_then(enabled) == Some(true)
+}
+
+fn pre_images(rule: &Rule, namespace: &Namespace, exists: bool) -> Finding {
+    let Namespace { database, collection } = namespace;
+    let (verb, shell) = if exists {
+        ("collMod", format!("db.getSiblingDB({database:?}).runCommand({{ collMod: {collection:?}, changeStreamPreAndPostImages: {{ enabled: true }} }})"))
+    } else {
+        ("create", format!("db.getSiblingDB({database:?}).createCollection({collection:?}, {{ changeStreamPreAndPostImages: {{ enabled: true }} }})"))
+    };
+    let command = doc! {verb: collection, "changeStreamPreAndPostImages": {"enabled": true}};
+    let why = "a change of its key, or a delete, would not say which targets it leaves";
+    Finding {
+        fix: Some(Fix { database: database.clone(), command, shell }),
+        ..Finding::new(rule, format!("`{namespace}` keeps no pre-images: {why}"))
+    }
+}
+
+/// The lookup on one side needs an index that begins with one of its paths.
+fn missing_index(rule: &Rule, role: Role, namespace: &Namespace, indexes: &[Document], seen: &mut BTreeSet<Namespace>) -> Option<Finding> {
+    let paths: Vec<String> = rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect();
+    let answered = paths.iter().any(|path| path == "_id")
+        || indexes.iter().any(|keys| keys.iter().next().is_some_and(|(first, kind)| paths.contains(first) && kind.as_str() != Some("text")));
+    if rule.allow_scan || answered {
+        return None;
+    }
+    let keys: Document = paths.iter().map(|path| (path.clone(), Bson::Int32(1))).collect();
+    let name = paths.iter().map(|path| format!("{path}_1")).collect::<Vec<_>>().join("_");
+    let Namespace { database, collection } = namespace;
+    // The same index is asked for once.
+    if !seen.insert(Namespace { database: format!("{database}.{collection}"), collection: name.clone() }) {
+        return None;
+    }
+    let fields: Vec<String> = paths.iter().map(|path| format!("{path:?}: 1")).collect();
+    let shell = format!("db.getSiblingDB({database:?}).getCollection({collection:?}).createIndex({{ {} }})", fields.join(", "));
+    let command = doc! {"createIndexes": collection, "indexes": [{"key": keys, "name": name}]};
+    Some(Finding {
+        fix: Some(Fix { database: database.clone(), command, shell }),
+        hint: Some("or set `allow_scan: true` on the rule, if the collection is small and stays so".to_owned()),
+        ..Finding::new(rule, format!("`{namespace}` has no index on {}: each change would read the whole collection", paths.join(", ")))
+    })
+}
+
+/// Has the server read the rule's expressions and filters, over no documents.
+async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
+    let never = crate::key::Key::new(vec![Bson::MinKey; rule.reference.pairs.len()]);
+    let sources = (&rule.source.namespace.database, read::sources(rule, &[&never]));
+    let filter = rule.target.filter.clone().unwrap_or_default();
+    let targets = (&rule.target.namespace.database, doc! {"find": &rule.target.namespace.collection, "filter": {"$and": [filter, {"_id": Bson::MinKey}]}});
+    for (database, command) in [sources, targets] {
+        match server.read(database, command, Reads::default()).await {
+            Ok(_) => {}
+            Err(error) if error.kind == Kind::Refused => {
+                let mut finding = Finding::new(rule, format!("the server refuses the rule's expressions or filters: {}", error.message));
+                finding.hint = Some("try the expressions in mongosh with db.collection.aggregate([{ $project: … }])".to_owned());
+                return Ok(Some(finding));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
