@@ -67,6 +67,12 @@ impl Handle {
         }
     }
 
+    /// Ends as a crash would: nothing is finished, nothing is saved.
+    pub fn abort(self) {
+        self.task.abort();
+        self.stop.cancel();
+    }
+
     /// Whether the pipeline has ended by itself, which it never should.
     #[must_use]
     pub fn is_finished(&self) -> bool {

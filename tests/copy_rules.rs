@@ -1,0 +1,1 @@
+//! Copy rules: the cases on which a change-stream script goes wrong.

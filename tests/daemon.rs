@@ -1,0 +1,97 @@
+//! denormd inside the test process, on a database of the test's own.
+
+use std::sync::Arc;
+
+use bson::{Bson, Document, doc};
+use denormd::{
+    checkpoint::store::Store,
+    config::{Format, Loaded, load_str},
+    dead_letter::DeadLetters,
+    mongo::{Server, connect},
+    pipeline::{self, Handle},
+    plan, preflight,
+    reconcile::{Context, run::Counts},
+};
+use denormd_fixture::TestDb;
+use futures_util::TryStreamExt;
+
+/// A daemon and what it was started from.
+pub struct Daemon {
+    handle: Handle,
+}
+
+/// Everything of a config but the rules.
+pub fn config(db: &TestDb, rules: &str) -> String {
+    format!(
+        "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlimits: {{ destroy_grace_seconds: 1 }}\nrules:\n{rules}\n",
+        db.uri,
+        db.name,
+        format!("{}_state", db.name)
+    )
+}
+
+/// Rules as the oracle has them, as config text.
+pub fn rules_as_json(rules: &[Document]) -> String {
+    let json: Vec<serde_json::Value> = rules.iter().map(|rule| Bson::Document(rule.clone()).into_relaxed_extjson()).collect();
+    serde_json::to_string(&json).unwrap()
+}
+
+impl Daemon {
+    /// Starts with these rules (a YAML list), after doing what `plan --apply` does.
+    pub async fn start(db: &TestDb, rules: &str) -> Self {
+        Self::start_config(&config(db, rules)).await
+    }
+
+    /// Starts with this config.
+    pub async fn start_config(text: &str) -> Self {
+        let context = context(text).await;
+        for finding in preflight::check(&context.server, &context.plan).await.unwrap() {
+            let fix = finding.fix.unwrap_or_else(|| panic!("{}", finding.message));
+            preflight::apply(&context.server, &fix).await.unwrap();
+        }
+        assert_eq!(preflight::check(&context.server, &context.plan).await.unwrap(), []);
+        let store = Store { database: context.dead_letters.database.clone(), deployment: context.dead_letters.deployment.clone() };
+        Self { handle: pipeline::start(context, store).await.unwrap() }
+    }
+
+    /// Waits until all that is committed now is applied.
+    pub async fn settled(&self) {
+        let limit = std::time::Duration::from_secs(120);
+        tokio::time::timeout(limit, self.handle.settled()).await.expect("the daemon settles").unwrap();
+    }
+
+    /// What it works with.
+    pub fn context(&self) -> &Context {
+        &self.handle.context
+    }
+
+    /// Stops in good order.
+    pub async fn stop(self) {
+        self.handle.stop().await;
+    }
+
+    /// Stops as a crash would: nothing is drained, nothing is saved.
+    pub fn kill(self) {
+        self.handle.abort();
+    }
+}
+
+/// The context of a config, without starting anything.
+pub async fn context(text: &str) -> Arc<Context> {
+    let loaded = load(text);
+    let config = &loaded.config;
+    let plan = plan::compile(config, None).unwrap_or_else(|mistakes| panic!("{}", loaded.report(&mistakes)));
+    let server = Server::new(connect::connect(&config.mongodb.uri).await.unwrap());
+    let dead_letters = DeadLetters { database: config.state.database.clone(), deployment: config.name.clone() };
+    Arc::new(Context { server, plan, limits: config.limits.clone(), dead_letters, counts: Counts::default() })
+}
+
+/// Loads a YAML config that must be right.
+pub fn load(text: &str) -> Loaded {
+    load_str(text, Format::Yaml).unwrap_or_else(|error| panic!("{error}\n{text}"))
+}
+
+/// All documents of a collection, by `_id`.
+pub async fn all(db: &mongodb::Database, collection: &str) -> Vec<Document> {
+    db.collection(collection).find(doc! {}).sort(doc! {"_id": 1}).await.unwrap().try_collect().await.unwrap()
+}

@@ -1,0 +1,192 @@
+//! Random histories against an oracle that shares no code with the plan.
+//!
+//! Each world is a set of rules over collections of its own; hundreds of them live in one database under one daemon. The
+//! seed of a failure is printed; `DENORMD_SEED` replays it, `DENORMD_HISTORIES` sets how many are drawn.
+
+use std::collections::BTreeMap;
+
+use bson::{Document, doc};
+use denormd_fixture::TestDb;
+use denormd_oracle::{Generator, Op, Options, Oracle, World, differences};
+use futures_util::{StreamExt, stream};
+use mongodb::{Database, options::ChangeStreamPreAndPostImages};
+
+use crate::daemon::{Daemon, all, rules_as_json};
+
+struct History {
+    seed: u64,
+    generator: Generator,
+    oracle: Oracle,
+    rules: Vec<Document>,
+}
+
+impl History {
+    fn draw(seed: u64, options: fn(String) -> Options, database: &str) -> Self {
+        let mut options = options(format!("w{seed}_"));
+        options.database = database.to_owned();
+        let mut generator = Generator::with_options(seed, options);
+        let rules: Vec<Document> = generator.rules();
+        let oracle = Oracle::new(&rules, database).unwrap();
+        Self { seed, generator, oracle, rules }
+    }
+
+    async fn create(&self, db: &Database) {
+        let pre_images = self.generator.pre_images();
+        for name in self.generator.collections() {
+            let create = db.create_collection(&name);
+            if pre_images.contains(&name) {
+                create.change_stream_pre_and_post_images(ChangeStreamPreAndPostImages::builder().enabled(true).build()).await.unwrap();
+            } else {
+                create.await.unwrap();
+            }
+        }
+    }
+
+    async fn check(&self, db: &Database) -> Vec<String> {
+        let mut actual = World::new();
+        for name in self.generator.collections() {
+            actual.insert(name.clone(), all(db, &name).await);
+        }
+        let expectation = self.oracle.expected(&actual).unwrap();
+        let mut found = differences(&expectation, &actual);
+        if !found.is_empty() {
+            for rule in &self.rules {
+                found.push(format!("  rule {rule}"));
+            }
+            for (name, documents) in &actual {
+                found.extend(documents.iter().map(|document| format!("  {name} {document}")));
+            }
+            found.extend(expectation.notes.iter().map(|note| format!("  note {note}")));
+        }
+        found
+    }
+}
+
+/// Does an operation. What the server refuses is part of the history.
+async fn perform(db: &Database, op: Op) {
+    let collection = db.collection::<Document>(op.coll());
+    match op {
+        Op::Insert { doc, .. } => collection.insert_one(doc).await.map(|_| ()).ok(),
+        Op::Update { filter, update, .. } => collection.update_one(filter, update).await.map(|_| ()).ok(),
+        Op::Replace { filter, doc, .. } => collection.replace_one(filter, doc).await.map(|_| ()).ok(),
+        Op::Delete { filter, .. } => collection.delete_one(filter).await.map(|_| ()).ok(),
+    };
+}
+
+/// Draws `count` histories from `first` on and runs them side by side, some of their documents there before the daemon.
+async fn run(first: u64, count: u64, options: fn(String) -> Options) {
+    let test: TestDb = denormd_fixture::database().await;
+    let db = test.database();
+    let mut histories: Vec<History> = (first..first + count).map(|seed| History::draw(seed, options, &test.name)).collect();
+    for history in &mut histories {
+        history.create(&db).await;
+        if history.seed % 2 == 0 {
+            for op in history.generator.initial() {
+                perform(&db, op).await;
+            }
+        }
+    }
+    let rules: Vec<Document> = histories.iter().flat_map(named).collect();
+    let rules = rules_as_json(&rules);
+    let mut daemon = Daemon::start(&test, &rules).await;
+    for round in 0..3 {
+        // Each history in its own order, all of them at once.
+        let steps: Vec<(u64, Vec<Op>)> = histories
+            .iter_mut()
+            .map(|history| {
+                let mut ops = if round == 0 && history.seed % 2 == 1 { history.generator.initial() } else { Vec::new() };
+                ops.extend((0..12).map(|_| history.generator.op()));
+                (history.seed, ops)
+            })
+            .collect();
+        let writes = stream::iter(steps).for_each_concurrent(16, |(_, ops)| async {
+            for op in ops {
+                perform(&db, op).await;
+            }
+        });
+        if round == 1 {
+            // A crash and a restart while changes go on.
+            let (daemon_again, ()) = tokio::join!(
+                async {
+                    tokio::task::yield_now().await;
+                    daemon.kill();
+                    Daemon::start(&test, &rules).await
+                },
+                writes
+            );
+            daemon = daemon_again;
+        } else {
+            writes.await;
+        }
+        daemon.settled().await;
+        let mut failures: BTreeMap<u64, Vec<String>> = BTreeMap::new();
+        for history in &histories {
+            let found = history.check(&db).await;
+            if !found.is_empty() {
+                failures.insert(history.seed, found);
+            }
+        }
+        if let Some((seed, found)) = failures.first_key_value() {
+            let seeds: Vec<&u64> = failures.keys().collect();
+            panic!("round {round}: histories {seeds:?} diverge; DENORMD_SEED={seed}:\n{}", found.join("\n"));
+        }
+    }
+    daemon.stop().await;
+}
+
+fn named(history: &History) -> Vec<Document> {
+    let rename = |(nth, rule): (usize, &Document)| {
+        let mut rule = rule.clone();
+        rule.insert("name", format!("w{}-{nth}", history.seed));
+        rule.insert("allow_scan", true);
+        rule
+    };
+    history.rules.iter().enumerate().map(rename).collect()
+}
+
+fn from_environment(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
+}
+
+async fn many(default: u64, options: fn(String) -> Options) {
+    if let Some(seed) = from_environment("DENORMD_SEED") {
+        return run(seed, 1, options).await;
+    }
+    let count = from_environment("DENORMD_HISTORIES").unwrap_or(default);
+    let start = from_environment("DENORMD_FIRST").unwrap_or_else(|| u64::from(rand::random::<u32>()));
+    let mut done = 0;
+    while done < count {
+        let step = (count - done).min(100);
+        println!("histories {}..{}", start + done, start + done + step);
+        run(start + done, step, options).await;
+        done += step;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn copy_rules_converge_whatever_happens() {
+    many(200, |prefix| Options { mixed_composite: true, ..Options::new(prefix) }).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_rules_converge_whatever_happens() {
+    many(200, |prefix| Options { mixed_composite: true, ..Options::everything(prefix) }).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn references_that_dangle_are_removed_with_their_element_or_target() {
+    many(100, |prefix| Options { destroy: true, mixed_composite: true, ..Options::new(prefix) }).await;
+}
+
+#[tokio::test]
+async fn nothing_is_left_of_the_canary() {
+    // The harness itself: a database that the daemon never saw differs from what the oracle expects.
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection::<Document>("s").insert_one(doc! {"_id": 1, "name": "x"}).await.unwrap();
+    db.collection::<Document>("t").insert_one(doc! {"_id": 1, "ref": 1}).await.unwrap();
+    let rule = doc! {"name": "r", "copy": {"source": "s", "target": "t", "match": {"ref": "_id"}, "set": {"copied": "$name"}}};
+    let oracle = Oracle::new(&[rule], &test.name).unwrap();
+    let world: World = [("s".to_owned(), all(&db, "s").await), ("t".to_owned(), all(&db, "t").await)].into();
+    assert_eq!(differences(&oracle.expected(&world).unwrap(), &world).len(), 1);
+}
