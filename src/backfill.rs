@@ -125,7 +125,13 @@ impl One<'_> {
         Ok(())
     }
 
-    async fn submit(&self, page: &[Document], last: &Bson, after: ClusterTime, pending: &mut VecDeque<Pending>) -> Result<()> {
+    async fn submit(
+        &self,
+        page: &[Document],
+        last: &Bson,
+        after: ClusterTime,
+        pending: &mut VecDeque<Pending>,
+    ) -> Result<()> {
         let requests = page.iter().flat_map(|doc| {
             let id = Key::one(doc.get("_id").cloned().unwrap_or(Bson::Null));
             target_requests(self.rule, &id, doc)
@@ -171,7 +177,9 @@ impl One<'_> {
         }
         if page.is_empty() && after.is_some() {
             filter = doc! {"$and": [{"_id": {"$eq": Bson::MaxKey}}, filter]};
-            page = self.read(doc! {"find": &self.rule.target.namespace.collection, "filter": filter, "limit": 1}, time).await?;
+            page = self
+                .read(doc! {"find": &self.rule.target.namespace.collection, "filter": filter, "limit": 1}, time)
+                .await?;
         }
         Ok(page)
     }

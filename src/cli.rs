@@ -6,12 +6,16 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 /// Keeps the fields you copy between MongoDB collections equal to their source.
 #[derive(Debug, Parser)]
-#[command(version, about, after_help = "Examples:
+#[command(
+    version,
+    about,
+    after_help = "Examples:
   denormd plan --config shop.yaml            what the rules need, and whether the cluster has it
   denormd plan --config shop.yaml --apply    create what is missing
   denormd run --config shop.yaml             keep the copies true
 
-Exit status: 0 done, 1 failed, 2 usage or config error.")]
+Exit status: 0 done, 1 failed, 2 usage or config error."
+)]
 pub struct Cli {
     /// Config files and directories, layered in order.
     #[arg(long, short, global = true, env = "DENORMD_CONFIG", value_delimiter = ',', default_value = "denormd.yaml")]

@@ -146,6 +146,27 @@ fn encode(value: &Bson, out: &mut Vec<u8>) {
     }
 }
 
+/// The whole number that a number of any BSON type equals, if it does and 64 bits hold it.
+#[must_use]
+pub fn whole_number(value: &Bson) -> Option<i64> {
+    let number = match value {
+        Bson::Int32(v) => return Some(i64::from(*v)),
+        Bson::Int64(v) => return Some(*v),
+        Bson::Double(v) => Number::from_double(*v),
+        Bson::Decimal128(v) => Number::from_decimal(*v),
+        _ => return None,
+    };
+    match number {
+        Number::Zero => Some(0),
+        Number::Binary { negative, odd, power } => {
+            let factor = 1_i128.checked_shl(u32::try_from(power).ok()?).filter(|_| power < 64)?;
+            let magnitude = i128::try_from(odd).ok()?.checked_mul(factor)?;
+            i64::try_from(if negative { -magnitude } else { magnitude }).ok()
+        }
+        Number::NaN | Number::Infinite { .. } | Number::Decimal { .. } => None,
+    }
+}
+
 /// A number of any BSON type in a form that equal numbers share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Number {
@@ -291,6 +312,17 @@ mod tests {
             (bson!({"a": [1, {"b": 2}]}), bson!({"a": [1.0, {"b": 2.0}]})),
         ] {
             assert_eq!(Key::one(a.clone()), Key::one(b.clone()), "{a} {b}");
+        }
+    }
+
+    #[test]
+    fn whole_numbers_of_every_type() {
+        for value in [bson!(5), bson!(5.0), Bson::Int64(5), decimal("5.00"), decimal("0.5E1")] {
+            assert_eq!(whole_number(&value), Some(5), "{value}");
+        }
+        assert_eq!(whole_number(&bson!(-1e18)), Some(-1_000_000_000_000_000_000));
+        for value in [bson!(0.5), bson!(1e19), bson!(f64::NAN), decimal("1E+40"), bson!("5")] {
+            assert_eq!(whole_number(&value), None, "{value}");
         }
     }
 

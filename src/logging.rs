@@ -16,7 +16,8 @@ pub fn start(log: &Log) {
     };
     let registry = tracing_subscriber::registry().with(filter);
     let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_target(false);
-    let started = if text { registry.with(layer).try_init() } else { registry.with(layer.json().flatten_event(true)).try_init() };
+    let started =
+        if text { registry.with(layer).try_init() } else { registry.with(layer.json().flatten_event(true)).try_init() };
     if started.is_err() {
         tracing::debug!("the log was started before");
     }

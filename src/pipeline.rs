@@ -128,7 +128,9 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
 }
 
 fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
-    let touched = |rule: &&Arc<crate::plan::Rule>| rule.source.namespace.database == database || rule.target.namespace.database == database;
+    let touched = |rule: &&Arc<crate::plan::Rule>| {
+        rule.source.namespace.database == database || rule.target.namespace.database == database
+    };
     context.plan.rules.iter().filter(touched).map(|rule| rule.id).collect()
 }
 
@@ -140,7 +142,9 @@ async fn register_rules(context: &Context, store: &Store) -> Result<Vec<Wish>> {
         let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, state)| state);
         match before {
             Some(state) if state.definition == rule.definition => match &state.backfill {
-                Backfill::Pending(after) => open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() }),
+                Backfill::Pending(after) => {
+                    open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() })
+                }
                 Backfill::Manual | Backfill::Done => {}
             },
             before => {
@@ -215,13 +219,25 @@ impl Pipeline {
         let (page, mut pages) = mpsc::channel(1);
         let mut feeders = JoinSet::new();
         for (spec, position) in starts {
-            self.streams.push(Stream { spec: spec.clone(), batches: 0, reached: position.clone(), saved: Some(position.clone()) });
+            self.streams.push(Stream {
+                spec: spec.clone(),
+                batches: 0,
+                reached: position.clone(),
+                saved: Some(position.clone()),
+            });
             let (context, deliver, stop) = (self.context.clone(), deliver.clone(), stop.clone());
             feeders.spawn(async move { follow(&context.server, &spec, position, deliver, stop).await });
         }
         let (finish, mut finished) = mpsc::unbounded_channel();
         if let Some(asked) = self.asked.take() {
-            feeders.spawn(backfill::run(self.context.clone(), self.store.clone(), asked, page.clone(), finish, stop.clone()));
+            feeders.spawn(backfill::run(
+                self.context.clone(),
+                self.store.clone(),
+                asked,
+                page.clone(),
+                finish,
+                stop.clone(),
+            ));
         }
         feeders.spawn(retry(self.context.clone(), page, stop.clone()));
         let mut tick = tokio::time::interval(Duration::from_millis(100));
@@ -381,9 +397,17 @@ impl Pipeline {
     /// Publishes how far everything is, and saves positions from time to time.
     async fn report(&mut self) {
         let applied = self.streams.iter().enumerate().map(|(nth, stream)| {
-            if self.watermark.is_drained(nth) { stream.reached.time } else { self.watermark.frontier(nth).map_or(ClusterTime::default(), |p| p.time) }
+            if self.watermark.is_drained(nth) {
+                stream.reached.time
+            } else {
+                self.watermark.frontier(nth).map_or(ClusterTime::default(), |p| p.time)
+            }
         });
-        let progress = Progress { applied: applied.min().unwrap_or_default(), pending: self.queue.depth(), backfilling: self.backfilling.keys().copied().collect() };
+        let progress = Progress {
+            applied: applied.min().unwrap_or_default(),
+            pending: self.queue.depth(),
+            backfilling: self.backfilling.keys().copied().collect(),
+        };
         self.progress.send_if_modified(|known| {
             let changed = *known != progress;
             *known = progress;
@@ -420,7 +444,9 @@ impl Pipeline {
             for (nth, spec, position) in due {
                 match store.save_position(&context.server, &spec.database, &spec.pipeline, &position).await {
                     Ok(()) => saved.push((nth, position)),
-                    Err(error) => tracing::warn!(error = %error.message, "the position could not be saved; trying again"),
+                    Err(error) => {
+                        tracing::warn!(error = %error.message, "the position could not be saved; trying again")
+                    }
                 }
             }
             saved
@@ -446,7 +472,9 @@ async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: Cancellatio
                 for letter in context.dead_letters.due(&context.server, rule).await? {
                     let after = context.server.operation_time().await?;
                     let (done, acknowledged) = oneshot::channel();
-                    if out.send(Page { requests: vec![letter.request(rule)], after, done }).await.is_ok() && acknowledged.await.is_ok() {
+                    if out.send(Page { requests: vec![letter.request(rule)], after, done }).await.is_ok()
+                        && acknowledged.await.is_ok()
+                    {
                         context.dead_letters.clear(&context.server, &letter).await?;
                     }
                 }

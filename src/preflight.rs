@@ -58,7 +58,11 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
         for (role, side) in [(Role::Source, &rule.source), (Role::Target, &rule.target)] {
             let Some((namespace, info, indexes)) = find(&side.namespace) else { continue };
             findings.extend(kind_of_collection(rule, namespace, info.as_ref()));
-            if role == Role::Source && rule.needs_pre_images() && !keeps_pre_images(info.as_ref()) && seen.insert(namespace.clone()) {
+            if role == Role::Source
+                && rule.needs_pre_images()
+                && !keeps_pre_images(info.as_ref())
+                && seen.insert(namespace.clone())
+            {
                 findings.push(pre_images(rule, namespace, info.is_some()));
             }
             findings.extend(missing_index(rule, role, namespace, indexes, &mut seen));
@@ -86,7 +90,13 @@ async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>
     match collection.list_indexes().await {
         Ok(cursor) => {
             let models: Vec<_> = cursor.try_collect().await?;
-            Ok(models.into_iter().filter(|m| m.options.as_ref().is_none_or(|o| o.partial_filter_expression.is_none() && o.hidden != Some(true))).map(|m| m.keys).collect())
+            Ok(models
+                .into_iter()
+                .filter(|m| {
+                    m.options.as_ref().is_none_or(|o| o.partial_filter_expression.is_none() && o.hidden != Some(true))
+                })
+                .map(|m| m.keys)
+                .collect())
         }
         // A view has none.
         Err(error) => match Error::from(error) {
@@ -112,16 +122,28 @@ fn kind_of_collection(rule: &Rule, namespace: &Namespace, info: Option<&Document
 }
 
 fn keeps_pre_images(info: Option<&Document>) -> bool {
-    let enabled = |info: &Document| info.get_document("options").ok()?.get_document("changeStreamPreAndPostImages").ok()?.get_bool("enabled").ok();
+    let enabled = |info: &Document| {
+        info.get_document("options").ok()?.get_document("changeStreamPreAndPostImages").ok()?.get_bool("enabled").ok()
+    };
     info.and_then(enabled) == Some(true)
 }
 
 fn pre_images(rule: &Rule, namespace: &Namespace, exists: bool) -> Finding {
     let Namespace { database, collection } = namespace;
     let (verb, shell) = if exists {
-        ("collMod", format!("db.getSiblingDB({database:?}).runCommand({{ collMod: {collection:?}, changeStreamPreAndPostImages: {{ enabled: true }} }})"))
+        (
+            "collMod",
+            format!(
+                "db.getSiblingDB({database:?}).runCommand({{ collMod: {collection:?}, changeStreamPreAndPostImages: {{ enabled: true }} }})"
+            ),
+        )
     } else {
-        ("create", format!("db.getSiblingDB({database:?}).createCollection({collection:?}, {{ changeStreamPreAndPostImages: {{ enabled: true }} }})"))
+        (
+            "create",
+            format!(
+                "db.getSiblingDB({database:?}).createCollection({collection:?}, {{ changeStreamPreAndPostImages: {{ enabled: true }} }})"
+            ),
+        )
     };
     let command = doc! {verb: collection, "changeStreamPreAndPostImages": {"enabled": true}};
     let why = "a change of its key, or a delete, would not say which targets it leaves";
@@ -132,10 +154,18 @@ fn pre_images(rule: &Rule, namespace: &Namespace, exists: bool) -> Finding {
 }
 
 /// The lookup on one side needs an index that begins with one of its paths.
-fn missing_index(rule: &Rule, role: Role, namespace: &Namespace, indexes: &[Document], seen: &mut BTreeSet<Namespace>) -> Option<Finding> {
+fn missing_index(
+    rule: &Rule,
+    role: Role,
+    namespace: &Namespace,
+    indexes: &[Document],
+    seen: &mut BTreeSet<Namespace>,
+) -> Option<Finding> {
     let paths: Vec<String> = rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect();
     let answered = paths.iter().any(|path| path == "_id")
-        || indexes.iter().any(|keys| keys.iter().next().is_some_and(|(first, kind)| paths.contains(first) && kind.as_str() != Some("text")));
+        || indexes.iter().any(|keys| {
+            keys.iter().next().is_some_and(|(first, kind)| paths.contains(first) && kind.as_str() != Some("text"))
+        });
     if rule.allow_scan || answered {
         return None;
     }
@@ -147,12 +177,16 @@ fn missing_index(rule: &Rule, role: Role, namespace: &Namespace, indexes: &[Docu
         return None;
     }
     let fields: Vec<String> = paths.iter().map(|path| format!("{path:?}: 1")).collect();
-    let shell = format!("db.getSiblingDB({database:?}).getCollection({collection:?}).createIndex({{ {} }})", fields.join(", "));
+    let shell =
+        format!("db.getSiblingDB({database:?}).getCollection({collection:?}).createIndex({{ {} }})", fields.join(", "));
     let command = doc! {"createIndexes": collection, "indexes": [{"key": keys, "name": name}]};
     Some(Finding {
         fix: Some(Fix { database: database.clone(), command, shell }),
         hint: Some("or set `allow_scan: true` on the rule, if the collection is small and stays so".to_owned()),
-        ..Finding::new(rule, format!("`{namespace}` has no index on {}: each change would read the whole collection", paths.join(", ")))
+        ..Finding::new(
+            rule,
+            format!("`{namespace}` has no index on {}: each change would read the whole collection", paths.join(", ")),
+        )
     })
 }
 
@@ -161,13 +195,20 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
     let never = crate::key::Key::new(vec![Bson::MinKey; rule.reference.pairs.len()]);
     let sources = (&rule.source.namespace.database, read::sources(rule, &[&never]));
     let filter = rule.target.filter.clone().unwrap_or_default();
-    let targets = (&rule.target.namespace.database, doc! {"find": &rule.target.namespace.collection, "filter": {"$and": [filter, {"_id": Bson::MinKey}]}});
+    let targets = (
+        &rule.target.namespace.database,
+        doc! {"find": &rule.target.namespace.collection, "filter": {"$and": [filter, {"_id": Bson::MinKey}]}},
+    );
     for (database, command) in [sources, targets] {
         match server.read(database, command, Reads::default()).await {
             Ok(_) => {}
             Err(error) if error.kind == Kind::Refused => {
-                let mut finding = Finding::new(rule, format!("the server refuses the rule's expressions or filters: {}", error.message));
-                finding.hint = Some("try the expressions in mongosh with db.collection.aggregate([{ $project: … }])".to_owned());
+                let mut finding = Finding::new(
+                    rule,
+                    format!("the server refuses the rule's expressions or filters: {}", error.message),
+                );
+                finding.hint =
+                    Some("try the expressions in mongosh with db.collection.aggregate([{ $project: … }])".to_owned());
                 return Ok(Some(finding));
             }
             Err(error) => return Err(error),

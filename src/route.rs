@@ -79,7 +79,10 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
         return;
     }
     if rule.reference.keyed_by_source_id() {
-        out.requests.push(value_request(rule, Key::one(event.id.clone())));
+        let key = Key::one(event.id.clone());
+        if rule.reference.can_resolve(&key) {
+            out.requests.push(value_request(rule, key));
+        }
         return;
     }
     let mut keys = |doc: &Document| {

@@ -22,8 +22,10 @@ pub struct Daemon {
 
 /// Everything of a config but the rules.
 pub fn config(db: &TestDb, rules: &str) -> String {
+    // A flow sequence must be indented under its key.
+    let indent = if rules.starts_with('[') { "  " } else { "" };
     format!(
-        "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlimits: {{ destroy_grace_seconds: 1 }}\nrules:\n{rules}\n",
+        "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlimits: {{ destroy_grace_seconds: 1 }}\nrules:\n{indent}{rules}\n",
         db.uri,
         db.name,
         format!("{}_state", db.name)
@@ -32,7 +34,8 @@ pub fn config(db: &TestDb, rules: &str) -> String {
 
 /// Rules as the oracle has them, as config text.
 pub fn rules_as_json(rules: &[Document]) -> String {
-    let json: Vec<serde_json::Value> = rules.iter().map(|rule| Bson::Document(rule.clone()).into_relaxed_extjson()).collect();
+    let json: Vec<serde_json::Value> =
+        rules.iter().map(|rule| Bson::Document(rule.clone()).into_relaxed_extjson()).collect();
     serde_json::to_string(&json).unwrap()
 }
 
@@ -50,7 +53,10 @@ impl Daemon {
             preflight::apply(&context.server, &fix).await.unwrap();
         }
         assert_eq!(preflight::check(&context.server, &context.plan).await.unwrap(), []);
-        let store = Store { database: context.dead_letters.database.clone(), deployment: context.dead_letters.deployment.clone() };
+        let store = Store {
+            database: context.dead_letters.database.clone(),
+            deployment: context.dead_letters.deployment.clone(),
+        };
         Self { handle: pipeline::start(context, store).await.unwrap() }
     }
 

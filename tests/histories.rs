@@ -35,7 +35,10 @@ impl History {
         for name in self.generator.collections() {
             let create = db.create_collection(&name);
             if pre_images.contains(&name) {
-                create.change_stream_pre_and_post_images(ChangeStreamPreAndPostImages::builder().enabled(true).build()).await.unwrap();
+                create
+                    .change_stream_pre_and_post_images(ChangeStreamPreAndPostImages::builder().enabled(true).build())
+                    .await
+                    .unwrap();
             } else {
                 create.await.unwrap();
             }
@@ -77,7 +80,8 @@ async fn perform(db: &Database, op: Op) {
 async fn run(first: u64, count: u64, options: fn(String) -> Options) {
     let test: TestDb = denormd_fixture::database().await;
     let db = test.database();
-    let mut histories: Vec<History> = (first..first + count).map(|seed| History::draw(seed, options, &test.name)).collect();
+    let mut histories: Vec<History> =
+        (first..first + count).map(|seed| History::draw(seed, options, &test.name)).collect();
     for history in &mut histories {
         history.create(&db).await;
         if history.seed % 2 == 0 {
@@ -94,7 +98,8 @@ async fn run(first: u64, count: u64, options: fn(String) -> Options) {
         let steps: Vec<(u64, Vec<Op>)> = histories
             .iter_mut()
             .map(|history| {
-                let mut ops = if round == 0 && history.seed % 2 == 1 { history.generator.initial() } else { Vec::new() };
+                let mut ops =
+                    if round == 0 && history.seed % 2 == 1 { history.generator.initial() } else { Vec::new() };
                 ops.extend((0..12).map(|_| history.generator.op()));
                 (history.seed, ops)
             })
@@ -128,7 +133,17 @@ async fn run(first: u64, count: u64, options: fn(String) -> Options) {
         }
         if let Some((seed, found)) = failures.first_key_value() {
             let seeds: Vec<&u64> = failures.keys().collect();
-            panic!("round {round}: histories {seeds:?} diverge; DENORMD_SEED={seed}:\n{}", found.join("\n"));
+            let letters = all(&test.beside("state"), "dead_letters").await;
+            let letters: Vec<String> = letters
+                .iter()
+                .map(ToString::to_string)
+                .filter(|letter| letter.contains(&format!("w{seed}-")))
+                .collect();
+            panic!(
+                "round {round}: histories {seeds:?} diverge; DENORMD_SEED={seed}:\n{}\n{}",
+                found.join("\n"),
+                letters.join("\n")
+            );
         }
     }
     daemon.stop().await;
@@ -185,7 +200,8 @@ async fn nothing_is_left_of_the_canary() {
     let db = test.database();
     db.collection::<Document>("s").insert_one(doc! {"_id": 1, "name": "x"}).await.unwrap();
     db.collection::<Document>("t").insert_one(doc! {"_id": 1, "ref": 1}).await.unwrap();
-    let rule = doc! {"name": "r", "copy": {"source": "s", "target": "t", "match": {"ref": "_id"}, "set": {"copied": "$name"}}};
+    let rule =
+        doc! {"name": "r", "copy": {"source": "s", "target": "t", "match": {"ref": "_id"}, "set": {"copied": "$name"}}};
     let oracle = Oracle::new(&[rule], &test.name).unwrap();
     let world: World = [("s".to_owned(), all(&db, "s").await), ("t".to_owned(), all(&db, "t").await)].into();
     assert_eq!(differences(&oracle.expected(&world).unwrap(), &world).len(), 1);

@@ -112,7 +112,10 @@ impl Store {
         state.insert("definition", rule.definition.clone());
         let saved = server
             .collection(&self.database, RULES)
-            .find_one_and_update(doc! {"_id": self.id("rule", &rule.name)}, doc! {"$set": state, "$inc": {"generation": 1_i64}})
+            .find_one_and_update(
+                doc! {"_id": self.id("rule", &rule.name)},
+                doc! {"$set": state, "$inc": {"generation": 1_i64}},
+            )
             .upsert(true)
             .return_document(mongodb::options::ReturnDocument::After)
             .await?;
@@ -120,9 +123,18 @@ impl Store {
     }
 
     /// Saves how far the backfill of this generation is. False when a newer one has been asked for.
-    pub async fn save_backfill(&self, server: &Server, rule: &Rule, generation: i64, backfill: &Backfill) -> Result<bool> {
+    pub async fn save_backfill(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        generation: i64,
+        backfill: &Backfill,
+    ) -> Result<bool> {
         let filter = doc! {"_id": self.id("rule", &rule.name), "generation": generation};
-        let done = server.collection(&self.database, RULES).update_one(filter, doc! {"$set": backfill_state(backfill)}).await?;
+        let done = server
+            .collection(&self.database, RULES)
+            .update_one(filter, doc! {"$set": backfill_state(backfill)})
+            .await?;
         Ok(done.matched_count > 0)
     }
 }

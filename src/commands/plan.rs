@@ -29,7 +29,11 @@ pub async fn plan(loaded: &Loaded, output: Output, offline: bool, apply: bool) -
         Output::Text => print(&text(&plan, &findings, offline)),
         Output::Json => print(&format!("{:#}\n", json(&plan, &findings))),
     }
-    if findings.is_empty() { Ok(()) } else { Err(Failure::Refused(format!("{} to do before the rules can run", things(findings.len())))) }
+    if findings.is_empty() {
+        Ok(())
+    } else {
+        Err(Failure::Refused(format!("{} to do before the rules can run", things(findings.len()))))
+    }
 }
 
 fn print(text: &str) {
@@ -42,7 +46,8 @@ fn text(plan: &Plan, findings: &[Finding], offline: bool) -> String {
     for id in &plan.order {
         let rule = plan.rule(*id);
         let owned: Vec<String> = rule.owned().into_iter().map(ToString::to_string).collect();
-        let pairs: Vec<String> = rule.reference.pairs.iter().map(|pair| format!("{} = {}", pair.target, pair.source)).collect();
+        let pairs: Vec<String> =
+            rule.reference.pairs.iter().map(|pair| format!("{} = {}", pair.target, pair.source)).collect();
         let keyed = if rule.keyed == Keyed::Value { "" } else { ", target by target" };
         writeln!(out, "{}: {} -> {}", rule.name, rule.source.namespace, rule.target.namespace).ok();
         writeln!(out, "  match  {}{keyed}", pairs.join(", ")).ok();
@@ -74,8 +79,16 @@ fn todo(findings: &[Finding]) -> String {
 /// What `run` says when the cluster is not what the rules need.
 #[must_use]
 pub fn refusal(findings: &[Finding]) -> String {
-    let fixable = if findings.iter().any(|finding| finding.fix.is_some()) { "\n`denormd plan --apply` runs these commands" } else { "" };
-    format!("{} to do before the rules can run; nothing was written\n{}{fixable}", things(findings.len()), todo(findings).trim_end())
+    let fixable = if findings.iter().any(|finding| finding.fix.is_some()) {
+        "\n`denormd plan --apply` runs these commands"
+    } else {
+        ""
+    };
+    format!(
+        "{} to do before the rules can run; nothing was written\n{}{fixable}",
+        things(findings.len()),
+        todo(findings).trim_end()
+    )
 }
 
 fn things(count: usize) -> String {

@@ -40,7 +40,8 @@ struct Signals {
 impl Signals {
     fn listen() -> Result<Self, Error> {
         use tokio::signal::unix::{SignalKind, signal};
-        let listen = |kind| signal(kind).map_err(|error| Error::internal(format!("signals cannot be handled: {error}")));
+        let listen =
+            |kind| signal(kind).map_err(|error| Error::internal(format!("signals cannot be handled: {error}")));
         Ok(Self { terminate: listen(SignalKind::terminate())?, interrupt: listen(SignalKind::interrupt())? })
     }
 

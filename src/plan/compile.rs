@@ -11,7 +11,7 @@ use crate::{
     plan::{
         expression::{self, Reads, Refusal},
         graph,
-        reference::{Pair, Reference},
+        reference::{self, Pair, Reference},
         rule::{Assignment, Keyed, Plan, Rule, RuleId, Side, Values},
     },
 };
@@ -428,6 +428,13 @@ impl Compiler<'_> {
                     "a rule's result cannot decide what it refers to",
                 );
             }
+        }
+        let nested =
+            rule.reference.target_each.as_ref().is_some_and(|each| each.to_string().matches("$[]").count() > 1);
+        let dbref = rule.reference.pairs.iter().any(|pair| reference::dbref_parent(&pair.target).is_some());
+        if rule.on_missing == OnMissing::Remove && nested && dbref {
+            let message = "`remove` cannot take DBRefs out of an array inside another array";
+            self.mistake(at.key("on_missing"), message, "use unset, null or keep");
         }
         let policy = match rule.on_missing {
             OnMissing::Remove if rule.keyed != Keyed::Value || rule.reference.target_each.is_none() => "remove",

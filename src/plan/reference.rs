@@ -5,7 +5,7 @@ use bson::{Bson, Document, oid::ObjectId};
 use crate::{
     config::KeyType,
     field_path::{FieldPath, Segment},
-    key::Key,
+    key::{Key, whole_number},
 };
 
 /// One entry of `match`.
@@ -134,7 +134,8 @@ impl Reference {
                 value => values.push(value.clone()),
             }
         }
-        Some(Key::new(values))
+        // With a `key_type` every target's value is of that type, so a source's value of another type is nobody's.
+        Some(Key::new(values)).filter(|key| role == Role::Target || self.can_resolve(key))
     }
 
     /// The value at `path`, which does not look into arrays.
@@ -177,10 +178,21 @@ impl Reference {
                 ObjectId::parse_str(text).map_or_else(|_| value.clone(), Bson::ObjectId)
             }
             (Some(KeyType::String), Bson::ObjectId(id)) => Bson::String(id.to_hex()),
-            (Some(KeyType::String), Bson::Int32(n)) => Bson::String(n.to_string()),
-            (Some(KeyType::String), Bson::Int64(n)) => Bson::String(n.to_string()),
+            (Some(KeyType::String), number) => {
+                whole_number(number).map_or_else(|| value.clone(), |whole| Bson::String(whole.to_string()))
+            }
             _ => value.clone(),
         }
+    }
+
+    /// Whether a source can answer `key`: with a `key_type`, a value that does not convert dangles.
+    #[must_use]
+    pub fn can_resolve(&self, key: &Key) -> bool {
+        key.values().iter().all(|value| match self.key_type {
+            None => true,
+            Some(KeyType::ObjectId) => matches!(value, Bson::ObjectId(_)),
+            Some(KeyType::String) => matches!(value, Bson::String(_)),
+        })
     }
 
     /// The values of a target that convert to `value`: what a query must look for.

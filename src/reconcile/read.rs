@@ -58,11 +58,28 @@ fn fields(assignments: &[Assignment]) -> Bson {
     Bson::Document(values)
 }
 
-/// `$$element` is a variable of ours, bound to the unwound element.
+/// `$$element` is a variable of ours, bound to the unwound element; the whole document is what it was without it.
 fn bind(expression: Bson, element: Option<&FieldPath>) -> Bson {
     match element {
-        Some(_) => doc! {"$let": {"vars": {"element": format!("${ELEMENT}")}, "in": expression}}.into(),
+        Some(_) => {
+            let expression = without_element(expression);
+            doc! {"$let": {"vars": {"element": format!("${ELEMENT}")}, "in": expression}}.into()
+        }
         None => expression,
+    }
+}
+
+fn without_element(expression: Bson) -> Bson {
+    match expression {
+        Bson::String(text) if text == "$$ROOT" || text == "$$CURRENT" => {
+            doc! {"$unsetField": {"field": ELEMENT, "input": text}}.into()
+        }
+        Bson::Array(items) => Bson::Array(items.into_iter().map(without_element).collect()),
+        Bson::Document(doc) if doc.contains_key("$literal") => doc.into(),
+        Bson::Document(doc) => {
+            doc.into_iter().map(|(name, value)| (name, without_element(value))).collect::<Document>().into()
+        }
+        other => other,
     }
 }
 
@@ -105,9 +122,7 @@ fn unwind(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
         if at.starts_with(ELEMENT) {
             wanted.push(one_of(at, keys.iter().filter_map(|key| key.values().get(nth))));
             if dbref_parent(path).is_some() {
-                let (collection, database) = rule.reference.other(Role::Source);
-                let parent = at.trim_end_matches("$id");
-                wanted.push(doc! {format!("{parent}$ref"): collection, format!("{parent}$db"): {"$in": [database, Bson::Null]}});
+                wanted.push(names_target(rule, at.trim_end_matches("$id")));
             }
         }
         row_key.push(field);
@@ -135,10 +150,20 @@ fn source_match(rule: &Rule, keys: &[&Key]) -> Document {
             doc! {"$or": all.collect::<Vec<_>>()}
         }
     };
-    match &rule.source.filter {
-        Some(filter) => doc! {"$and": [clause, filter.clone()]},
-        None => clause,
+    let mut clauses = vec![clause];
+    if rule.reference.source_each.is_none() {
+        for parent in rule.reference.paths(Role::Source).filter_map(dbref_parent) {
+            clauses.push(names_target(rule, &parent));
+        }
     }
+    clauses.extend(rule.source.filter.clone());
+    doc! {"$and": clauses}
+}
+
+/// The DBRef at `parent` (with its dot) names the target.
+fn names_target(rule: &Rule, parent: &str) -> Document {
+    let (collection, database) = rule.reference.other(Role::Source);
+    doc! {format!("{parent}$ref"): collection, format!("{parent}$db"): {"$in": [database, Bson::Null]}}
 }
 
 /// `path` equals one of `values`. Inside `$in` a regular expression would be used as a pattern, and a document that begins

@@ -192,8 +192,9 @@ impl Run<'_> {
 
     async fn rows(&self, keys: &[&Key], after: ClusterTime) -> Result<Rows> {
         let mut rows = Rows::default();
+        let keys: Vec<&Key> = keys.iter().copied().filter(|key| self.rule.reference.can_resolve(key)).collect();
         if !keys.is_empty() {
-            rows.take(self.read(Role::Source, read::sources(self.rule, keys), after).await?)?;
+            rows.take(self.read(Role::Source, read::sources(self.rule, &keys), after).await?)?;
         }
         Ok(rows)
     }

@@ -6,7 +6,7 @@
 use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, doc, rawdoc};
 
 use crate::{
-    error::Result,
+    error::{Error, Result},
     field_path::{FieldPath, Segment},
     key::Key,
     plan::{
@@ -59,7 +59,7 @@ pub fn of_value(rule: &Rule, key: &Key, scope: &Scope, desired: &Desired) -> Res
         Desired::Delete => Ok(vec![Statement::Delete(
             rawdoc! {"q": raw(&query(rule, matcher.conditions))?, "limit": 0, "collation": raw(&simple_collation())?},
         )]),
-        Desired::Remove => Ok(vec![pull(rule, matcher)?]),
+        Desired::Remove => Ok(vec![pull(rule, key, matcher)?]),
         Desired::Fields(fields) => match &rule.values {
             Values::Set { once: true, .. } => fill_once(rule, &matcher, fields),
             _ => Ok(vec![update(
@@ -302,15 +302,48 @@ fn fill_once(rule: &Rule, matcher: &Matcher, fields: &[Field]) -> Result<Vec<Sta
     Ok(out)
 }
 
-fn pull(rule: &Rule, mut matcher: Matcher) -> Result<Statement> {
-    let mut condition = Document::new();
-    for (name, value) in matcher.array_filters.pop().unwrap_or_default() {
-        condition.insert(name.strip_prefix("e.").unwrap_or(&name), value);
-    }
+/// Pulls the elements that hold the reference.
+fn pull(rule: &Rule, key: &Key, mut matcher: Matcher) -> Result<Statement> {
     let array = matcher.elements.strip_suffix(".$[e]").unwrap_or(&matcher.elements).to_owned();
+    let last = matcher.array_filters.pop().unwrap_or_default();
+    if rule.reference.paths(Role::Target).any(|path| dbref_parent(path).is_some()) {
+        return filter_out(rule, key, &array, matcher);
+    }
+    let condition: Document =
+        last.into_iter().map(|(name, value)| (name.strip_prefix("e.").unwrap_or(&name).to_owned(), value)).collect();
     let mut pull = RawDocumentBuf::new();
     pull.append(bson::raw::CString::try_from(array)?, raw(&condition)?);
     update(query(rule, matcher.conditions), rawdoc! {"$pull": pull}, matcher.array_filters)
+}
+
+/// The same for DBRefs, as a pipeline: `$pull` takes `$id` for an operator (tried on MongoDB 6.0.5). What is written are
+/// elements that the array holds already; the key is under `$literal`.
+fn filter_out(rule: &Rule, key: &Key, array: &str, matcher: Matcher) -> Result<Statement> {
+    let Some(each) = &rule.reference.target_each else {
+        return Err(Error::internal("there is no array to remove from"));
+    };
+    let (collection, database) = rule.reference.other(Role::Target);
+    let mut same = Vec::new();
+    for (path, value) in rule.reference.paths(Role::Target).zip(key.values()) {
+        let Some(below) = path.query().strip_prefix(&format!("{}.", each.query())).map(ToOwned::to_owned) else {
+            continue;
+        };
+        let stored: Vec<Document> =
+            rule.reference.stored_as(value).into_iter().map(|value| doc! {"$literal": value}).collect();
+        same.push(doc! {"$in": [format!("$$this.{below}"), stored]});
+        if dbref_parent(path).is_some() {
+            let parent = below.strip_suffix("$id").unwrap_or_default();
+            same.push(doc! {"$eq": [format!("$$this.{parent}$ref"), {"$literal": collection}]});
+            same.push(
+                doc! {"$in": [{"$ifNull": [format!("$$this.{parent}$db"), null]}, [null, {"$literal": database}]]},
+            );
+        }
+    }
+    let kept = doc! {"$filter": {"input": format!("${array}"), "cond": {"$not": [{"$and": same}]}}};
+    let statement = doc! {
+        "q": query(rule, matcher.conditions), "u": [{"$set": {array: kept}}], "multi": true, "collation": simple_collation(),
+    };
+    Ok(Statement::Update(raw(&statement)?))
 }
 
 fn update(query: Document, operators: RawDocumentBuf, array_filters: Vec<Document>) -> Result<Statement> {

@@ -234,6 +234,15 @@ fn key(document: &Bson, element: Option<&Bson>, path: &Path, names: &Side) -> Ke
     }
 }
 
+fn whole(number: f64) -> Key {
+    if number.fract() == 0.0 && number.abs() < 9e15 {
+        #[allow(clippy::cast_possible_truncation)]
+        let whole = number as i64;
+        return Key::Value(Bson::String(whole.to_string()));
+    }
+    Key::Dangling
+}
+
 fn convert(key: Key, key_type: Option<KeyType>) -> Key {
     let Key::Value(value) = key else { return key };
     match (key_type, value) {
@@ -246,6 +255,9 @@ fn convert(key: Key, key_type: Option<KeyType>) -> Key {
         (Some(KeyType::String), Bson::ObjectId(id)) => Key::Value(Bson::String(id.to_hex())),
         (Some(KeyType::String), Bson::Int32(number)) => Key::Value(Bson::String(number.to_string())),
         (Some(KeyType::String), Bson::Int64(number)) => Key::Value(Bson::String(number.to_string())),
+        // 5.0 equals 5, so what 5 refers to, 5.0 refers to.
+        (Some(KeyType::String), Bson::Double(number)) => whole(number),
+        (Some(KeyType::String), Bson::Decimal128(number)) => whole(number.to_string().parse().unwrap_or(0.5)),
         (Some(_), _) => Key::Dangling,
     }
 }

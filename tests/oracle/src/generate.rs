@@ -256,12 +256,13 @@ impl Generator {
         match kind {
             Kind::Set => {
                 let mut set = Document::new();
-                // Ids themselves cannot take a field beside them.
-                let own = prefixes.iter().filter(|prefix| !scenario.shape.is_bare(prefix)).collect::<Vec<_>>();
+                // One rule writes in the matched elements or beside the array, not both; ids take no field beside them.
+                let whole = prefixes.last().into_iter().filter(|prefix| !scenario.shape.is_bare(prefix));
+                let own: Vec<&String> = prefixes.iter().take(1).chain(whole).collect();
+                let prefix = own.choose(&mut self.rng).map_or(String::new(), |prefix| (*prefix).clone());
                 let dotted = self.rng.random_bool(0.3);
                 for part in 0..self.rng.random_range(1..=3) {
                     let leaf = if dotted { format!("o{number}.p{part}") } else { format!("o{number}_{part}") };
-                    let prefix = own.choose(&mut self.rng).map_or("", |prefix| prefix.as_str());
                     if prefix.is_empty() {
                         outputs.push(leaf.clone());
                     }
@@ -276,12 +277,8 @@ impl Generator {
                 self.draw_on_missing(&scenario, &mut body);
             }
             Kind::Into => {
-                let shorter: Vec<&String> = prefixes.iter().take(prefixes.len().saturating_sub(1)).collect();
-                let prefix = shorter.choose(&mut self.rng).map_or("", |prefix| prefix.as_str());
-                let into = format!("{prefix}o{number}");
-                if prefix.is_empty() {
-                    outputs.push(into.clone());
-                }
+                let into = format!("o{number}");
+                outputs.push(into.clone());
                 body.insert("into", into);
                 let element = self.draw_element(&scenario);
                 body.insert("element", element);
@@ -396,13 +393,16 @@ impl Generator {
         if scenario.held_by == Held::Source {
             return;
         }
-        let destroys = self.options.destroy && self.rng.random_bool(0.4);
+        // Several references beside one value: neither is there one element to remove, nor one moment to keep.
+        let several = scenario.shape.is_array()
+            && body.get_document("set").is_ok_and(|set| !set.keys().all(|path| path.contains("$[]")));
+        let destroys = self.options.destroy && !several && self.rng.random_bool(0.4);
         let word = match self.rng.random_range(0..10) {
             _ if destroys && scenario.shape.is_array() => "remove",
             _ if destroys => "delete",
             0..=1 => "null",
             2..=3 => "keep",
-            4 if self.options.once => {
+            4 if self.options.once && !several => {
                 body.insert("once", true);
                 return;
             }
