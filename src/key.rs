@@ -244,7 +244,7 @@ impl Number {
         if digits == 0 {
             return Self::Zero;
         }
-        while digits % 10 == 0 {
+        while digits.is_multiple_of(10) {
             digits /= 10;
             power += 1;
         }
@@ -253,7 +253,7 @@ impl Number {
         let fives = 5_u128.checked_pow(power.unsigned_abs());
         let exact = match fives {
             Some(fives) if power >= 0 => odd.checked_mul(fives).map(|product| odd = product).is_some(),
-            Some(fives) if odd % fives == 0 => {
+            Some(fives) if odd.is_multiple_of(fives) => {
                 odd /= fives;
                 true
             }

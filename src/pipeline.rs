@@ -143,7 +143,7 @@ async fn register_rules(context: &Context, store: &Store) -> Result<Vec<Wish>> {
         match before {
             Some(state) if state.definition == rule.definition => match &state.backfill {
                 Backfill::Pending(after) => {
-                    open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() })
+                    open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
                 }
                 Backfill::Manual | Backfill::Done => {}
             },
@@ -445,7 +445,7 @@ impl Pipeline {
                 match store.save_position(&context.server, &spec.database, &spec.pipeline, &position).await {
                     Ok(()) => saved.push((nth, position)),
                     Err(error) => {
-                        tracing::warn!(error = %error.message, "the position could not be saved; trying again")
+                        tracing::warn!(error = %error.message, "the position could not be saved; trying again");
                     }
                 }
             }

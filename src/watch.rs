@@ -190,12 +190,12 @@ fn decode(stream: usize, batch: &RawBatch, before: &Position) -> Result<Delivery
     for raw in batch.doc_slices()? {
         let raw = raw.map_err(Error::from)?;
         let raw = raw.as_document().ok_or_else(|| Error::internal("a change event that is no document"))?;
-        last = raw.get_document("_id").ok().map(|token| token.to_owned());
+        last = raw.get_document("_id").ok().map(std::borrow::ToOwned::to_owned);
         events.push(ChangeEvent::decode(raw)?);
     }
     let cursor =
         batch.as_raw_document().get_document("cursor").map_err(|_| Error::internal("a batch without a cursor"))?;
-    let token = cursor.get_document("postBatchResumeToken").ok().map(|token| token.to_owned()).or(last);
+    let token = cursor.get_document("postBatchResumeToken").ok().map(std::borrow::ToOwned::to_owned).or(last);
     let token = token.map(|token| Document::try_from(token.as_ref())).transpose()?;
     let reached = token.as_ref().and_then(token_time);
     let time = events.last().map(|event| event.cluster_time).into_iter().chain(reached).max().unwrap_or(before.time);

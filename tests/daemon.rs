@@ -21,6 +21,7 @@ pub struct Daemon {
 }
 
 /// Everything of a config but the rules.
+#[must_use]
 pub fn config(db: &TestDb, rules: &str) -> String {
     // A flow sequence must be indented under its key.
     let indent = if rules.starts_with('[') { "  " } else { "" };
@@ -33,6 +34,7 @@ pub fn config(db: &TestDb, rules: &str) -> String {
 }
 
 /// Rules as the oracle has them, as config text.
+#[must_use]
 pub fn rules_as_json(rules: &[Document]) -> String {
     let json: Vec<serde_json::Value> =
         rules.iter().map(|rule| Bson::Document(rule.clone()).into_relaxed_extjson()).collect();
@@ -67,6 +69,7 @@ impl Daemon {
     }
 
     /// What it works with.
+    #[must_use]
     pub fn context(&self) -> &Context {
         &self.handle.context
     }
@@ -93,6 +96,7 @@ pub async fn context(text: &str) -> Arc<Context> {
 }
 
 /// Loads a YAML config that must be right.
+#[must_use]
 pub fn load(text: &str) -> Loaded {
     load_str(text, Format::Yaml).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }

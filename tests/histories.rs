@@ -23,7 +23,7 @@ struct History {
 impl History {
     fn draw(seed: u64, options: fn(String) -> Options, database: &str) -> Self {
         let mut options = options(format!("w{seed}_"));
-        options.database = database.to_owned();
+        database.clone_into(&mut options.database);
         let mut generator = Generator::with_options(seed, options);
         let rules: Vec<Document> = generator.rules();
         let oracle = Oracle::new(&rules, database).unwrap();

@@ -1,4 +1,11 @@
 //! One binary for every test that needs a server: the driver is heavy to link.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::missing_panics_doc,
+    clippy::print_stdout,
+    reason = "a test that fails panics, and helpers of tests are tests"
+)]
 
 mod copy_rules;
 mod daemon;

@@ -282,9 +282,15 @@ impl Walk<'_> {
             "$let" | "$map" | "$filter" | "$reduce" => self.binding(operator, argument),
             _ if OPERATORS.contains(&operator) || ACCUMULATORS.contains(&operator) => match argument {
                 // Named arguments ({ input: …, to: … }) are expressions each; a name here is not a field's.
-                Bson::Document(doc) if !doc.keys().any(|name| name.starts_with('$')) => doc.iter().try_for_each(
-                    |(name, value)| if name == "sortBy" { self.sort_by(value) } else { self.expression(value) },
-                ),
+                Bson::Document(doc) if !doc.keys().any(|name| name.starts_with('$')) => {
+                    doc.iter().try_for_each(|(name, value)| {
+                        if name == "sortBy" {
+                            self.sort_by(value);
+                            return Ok(());
+                        }
+                        self.expression(value)
+                    })
+                }
                 other => self.expression(other),
             },
             _ => Err(unknown(
@@ -297,11 +303,10 @@ impl Walk<'_> {
     }
 
     /// `sortBy` of `$topN`, `$sortArray`: field paths as keys.
-    fn sort_by(&mut self, value: &Bson) -> Result<(), Refusal> {
+    fn sort_by(&mut self, value: &Bson) {
         for path in value.as_document().into_iter().flat_map(Document::keys) {
             self.reads.add_text(path);
         }
-        Ok(())
     }
 
     fn get_field(&mut self, argument: &Bson) -> Result<(), Refusal> {
@@ -533,8 +538,8 @@ mod tests {
 
     use super::*;
 
-    fn reads(value: Bson) -> Vec<String> {
-        match expression(&value, Some(&FieldPath::parse("cast.$[]").unwrap())).unwrap() {
+    fn reads(value: &Bson) -> Vec<String> {
+        match expression(value, Some(&FieldPath::parse("cast.$[]").unwrap())).unwrap() {
             Reads::Everything => vec!["*".to_owned()],
             Reads::Paths(paths) => paths.iter().map(ToString::to_string).collect(),
             Reads::Nothing => vec![],
@@ -561,7 +566,7 @@ mod tests {
             (bson!({"$dateToString": {"date": "$at", "format": "%Y"}}), vec!["at"]),
             (bson!("$list.0"), vec!["list"]),
         ] {
-            assert_eq!(reads(value.clone()), expected, "{value}");
+            assert_eq!(reads(&value), expected, "{value}");
         }
     }
 

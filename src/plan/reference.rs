@@ -270,6 +270,7 @@ mod tests {
         }
     }
 
+    #[expect(clippy::unnecessary_wraps, reason = "what keys() yields")]
     fn key(value: Bson) -> Option<Key> {
         Some(Key::one(value))
     }

@@ -37,7 +37,7 @@ pub fn sources(rule: &Rule, keys: &[&Key]) -> Document {
             stages.push(row(&row_key, &bind(doc! {"e": value.clone()}.into(), element)));
         }
         Values::Collect { element: value, slice, .. } => {
-            stages.extend(collect(rule, row_key, bind(doc! {"e": value.clone()}.into(), element), *slice))
+            stages.extend(collect(rule, row_key, bind(doc! {"e": value.clone()}.into(), element), *slice));
         }
         Values::Aggregate { assignments, .. } => stages.extend(aggregate(rule, row_key, assignments)),
     }
@@ -112,7 +112,7 @@ fn unwind(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
         // A non-array where an array is expected holds no reference.
         stages.push(doc! {"$set": {ELEMENT: {"$cond": [{"$isArray": &path}, &path, []]}}});
         stages.push(doc! {"$unwind": format!("${ELEMENT}")});
-        from = part.to_owned();
+        part.clone_into(&mut from);
     }
     let mut wanted = Vec::new();
     let mut row_key = Vec::new();

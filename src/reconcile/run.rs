@@ -296,7 +296,7 @@ impl Run<'_> {
                 let mut pages =
                     self.context.server.pages(&ns.database, command, Reads { after: item.work.after }).await?;
                 while let Some(page) = pages.next().await? {
-                    let ids = page.iter().map(|doc| id_of(doc)).collect::<Result<Vec<Key>>>()?;
+                    let ids = page.iter().map(id_of).collect::<Result<Vec<Key>>>()?;
                     for step in ids.chunks(STEP) {
                         self.step(&item.key, step, &desired, &mut end).await?;
                     }

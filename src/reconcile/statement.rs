@@ -63,9 +63,10 @@ pub fn of_value(rule: &Rule, key: &Key, scope: &Scope, desired: &Desired) -> Res
         Desired::Fields(fields) => match &rule.values {
             Values::Set { once: true, .. } => fill_once(rule, &matcher, fields),
             _ => Ok(vec![update(
-                query(rule, matcher.conditions),
+                rule,
+                matcher.conditions,
                 operators(rule, &matcher.elements, fields)?,
-                matcher.array_filters,
+                &matcher.array_filters,
             )?]),
         },
     }
@@ -77,7 +78,7 @@ pub fn of_target(rule: &Rule, id: &Key, guard: &RawDocumentBuf, desired: &Desire
     let id = id.values().first().cloned().unwrap_or(Bson::Null);
     let guard = Document::try_from(guard.as_ref())?;
     let unchanged = doc! {"$expr": {"$eq": [guard_expression(rule), {"$literal": guard}]}};
-    Ok(vec![update(query(rule, vec![doc! {"_id": id}, unchanged]), operators(rule, "", fields)?, Vec::new())?])
+    Ok(vec![update(rule, vec![doc! {"_id": id}, unchanged], operators(rule, "", fields)?, &[])?])
 }
 
 fn named(scope: &Scope) -> Option<Document> {
@@ -102,7 +103,7 @@ fn nothing(rule: &Rule, named: Option<Document>, desired: &Desired) -> Result<Ve
     let something = refers(rule, &|_| doc! {"$ne": null});
     let Some(each) = &rule.reference.target_each else {
         let conditions = vec![named, doc! {"$nor": [{"$and": something.conditions}]}];
-        return Ok(vec![update(query(rule, conditions), operators(rule, "", fields)?, Vec::new())?]);
+        return Ok(vec![update(rule, conditions, operators(rule, "", fields)?, &[])?]);
     };
     let mut out = Vec::new();
     // Elements whose own fields refer to nothing.
@@ -112,7 +113,7 @@ fn nothing(rule: &Rule, named: Option<Document>, desired: &Desired) -> Result<Ve
     }
     let mut conditions = vec![named.clone()];
     conditions.extend(array_guards(each));
-    out.push(update(query(rule, conditions.clone()), operators(rule, &something.elements, fields)?, filters)?);
+    out.push(update(rule, conditions.clone(), operators(rule, &something.elements, fields)?, &filters)?);
     // All elements, where a field beside the array that belongs to the reference is nothing.
     let beside = rule.reference.paths(Role::Target).filter(|path| !path.has_each());
     let beside: Vec<Document> =
@@ -122,7 +123,7 @@ fn nothing(rule: &Rule, named: Option<Document>, desired: &Desired) -> Result<Ve
         filters.pop();
         filters.push(doc! {"e": {"$type": "object"}});
         conditions.push(doc! {"$nor": [{"$and": beside}]});
-        out.push(update(query(rule, conditions), operators(rule, &something.elements, fields)?, filters)?);
+        out.push(update(rule, conditions, operators(rule, &something.elements, fields)?, &filters)?);
     }
     Ok(out)
 }
@@ -297,7 +298,7 @@ fn fill_once(rule: &Rule, matcher: &Matcher, fields: &[Field]) -> Result<Vec<Sta
             }
             _ => conditions.push(doc! {path.query(): {"$exists": false}}),
         }
-        out.push(update(query(rule, conditions), rawdoc! {"$set": set}, filters)?);
+        out.push(update(rule, conditions, rawdoc! {"$set": set}, &filters)?);
     }
     Ok(out)
 }
@@ -313,7 +314,7 @@ fn pull(rule: &Rule, key: &Key, mut matcher: Matcher) -> Result<Statement> {
         last.into_iter().map(|(name, value)| (name.strip_prefix("e.").unwrap_or(&name).to_owned(), value)).collect();
     let mut pull = RawDocumentBuf::new();
     pull.append(bson::raw::CString::try_from(array)?, raw(&condition)?);
-    update(query(rule, matcher.conditions), rawdoc! {"$pull": pull}, matcher.array_filters)
+    update(rule, matcher.conditions, rawdoc! {"$pull": pull}, &matcher.array_filters)
 }
 
 /// The same for DBRefs, as a pipeline: `$pull` takes `$id` for an operator (tried on MongoDB 6.0.5). What is written are
@@ -346,11 +347,17 @@ fn filter_out(rule: &Rule, key: &Key, array: &str, matcher: Matcher) -> Result<S
     Ok(Statement::Update(raw(&statement)?))
 }
 
-fn update(query: Document, operators: RawDocumentBuf, array_filters: Vec<Document>) -> Result<Statement> {
-    let mut statement = rawdoc! {"q": raw(&query)?, "u": operators, "multi": true, "collation": {"locale": "simple"}};
+fn update(
+    rule: &Rule,
+    conditions: Vec<Document>,
+    operators: RawDocumentBuf,
+    array_filters: &[Document],
+) -> Result<Statement> {
+    let mut statement =
+        rawdoc! {"q": raw(&query(rule, conditions))?, "u": operators, "multi": true, "collation": {"locale": "simple"}};
     if !array_filters.is_empty() {
         let mut filters = RawArrayBuf::new();
-        for filter in &array_filters {
+        for filter in array_filters {
             filters.push(RawBson::Document(raw(filter)?));
         }
         statement.append(bson::cstr!("arrayFilters"), filters);

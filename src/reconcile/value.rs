@@ -52,17 +52,15 @@ impl Rows {
         }
         let row = self.by_key.get(key).map(|(_, values)| values);
         match (&rule.values, row) {
-            (Values::Set { assignments, .. }, Some(row)) => Ok(Desired::Fields(fields(assignments, row)?)),
+            (Values::Set { assignments, .. } | Values::Aggregate { assignments, .. }, Some(row)) => {
+                Ok(Desired::Fields(fields(assignments, row)?))
+            }
             (Values::Set { assignments, once }, None) => Ok(missing(rule, assignments.len(), *once)),
             (Values::Collect { on_empty, max_elements, max_bytes, .. }, row) => {
                 collected(row.map(RawDocumentBuf::as_ref), *on_empty, *max_elements, *max_bytes)
             }
-            (Values::Aggregate { assignments, .. }, Some(row)) => Ok(Desired::Fields(fields(assignments, row)?)),
             (Values::Aggregate { assignments, on_empty }, None) => Ok(Desired::Fields(
-                assignments
-                    .iter()
-                    .map(|a| if *on_empty == OnEmpty::Unset { None } else { empty(&a.expression) })
-                    .collect(),
+                assignments.iter().map(|a| (*on_empty == OnEmpty::Value).then(|| empty(&a.expression))).collect(),
             )),
             (Values::Into { .. }, _) => Err(Error::internal("an array of references has no value of one key")),
         }
@@ -77,7 +75,7 @@ impl Rows {
                 for key in references.iter().flatten() {
                     match self.by_key.get(key) {
                         Some((_, row)) => {
-                            row.get("e")?.into_iter().for_each(|element| array.push(RawBson::from(element)))
+                            row.get("e")?.into_iter().for_each(|element| array.push(RawBson::from(element)));
                         }
                         None if rule.on_missing == OnMissing::Null => array.push(RawBson::Null),
                         None => {}
@@ -124,15 +122,15 @@ fn missing(rule: &Rule, fields: usize, once: bool) -> Desired {
 }
 
 /// What `$group` has no row for: `[]` of what makes arrays, 0 of what counts, null of the rest.
-fn empty(accumulator: &Bson) -> Field {
+fn empty(accumulator: &Bson) -> RawBson {
     let operator = accumulator.as_document().and_then(|doc| doc.keys().next()).map(String::as_str).unwrap_or_default();
-    Some(match operator {
+    match operator {
         "$sum" | "$count" => RawBson::Int32(0),
         "$push" | "$addToSet" | "$firstN" | "$lastN" | "$topN" | "$bottomN" | "$minN" | "$maxN" => {
             RawBson::Array(RawArrayBuf::new())
         }
         _ => RawBson::Null,
-    })
+    }
 }
 
 fn collected(
