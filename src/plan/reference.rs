@@ -185,13 +185,14 @@ impl Reference {
         }
     }
 
-    /// Whether a source can answer `key`: with a `key_type`, a value that does not convert dangles.
+    /// Whether a source can answer `key`: null refers to nothing, even where a source's `_id` is null; and with a
+    /// `key_type`, a value that does not convert dangles.
     #[must_use]
     pub fn can_resolve(&self, key: &Key) -> bool {
-        key.values().iter().all(|value| match self.key_type {
-            None => true,
-            Some(KeyType::ObjectId) => matches!(value, Bson::ObjectId(_)),
-            Some(KeyType::String) => matches!(value, Bson::String(_)),
+        key.values().iter().all(|value| match (value, self.key_type) {
+            (Bson::Null | Bson::Undefined | Bson::Array(_), _) => false,
+            (_, None) | (Bson::ObjectId(_), Some(KeyType::ObjectId)) | (Bson::String(_), Some(KeyType::String)) => true,
+            (_, Some(_)) => false,
         })
     }
 
