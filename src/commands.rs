@@ -47,7 +47,7 @@ impl Failure {
 pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
     let loaded = config::load(&cli.config, &config::process_environment())?;
     match cli.command {
-        Command::Run => run::run(&loaded).await,
+        Command::Run => run::run(&cli.config, loaded).await,
         Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, offline, apply).await,
     }
 }

@@ -103,6 +103,7 @@ impl Letter {
             "Target" => Task::Target,
             "LocateSource" => Task::LocateSource,
             "LocateTarget" => Task::LocateTarget,
+            "Parents" => Task::Parents,
             "Holders" => Task::Holders,
             _ => return None,
         };

@@ -89,8 +89,8 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
         let found = rule.reference.keys(Role::Source, doc).into_iter().flatten();
         out.requests.extend(found.map(|key| value_request(rule, key)));
     };
-    let locate =
-        || Request { rule: rule.id, task: Task::LocateSource, key: Key::one(event.id.clone()), scope: Scope::All };
+    let look = |task| Request { rule: rule.id, task, key: Key::one(event.id.clone()), scope: Scope::All };
+    let locate = || look(Task::LocateSource);
     match (&event.change, &event.before) {
         (Change::Insert(now), _) => keys(now),
         (Change::Replace(now), Some(before)) => {
@@ -99,8 +99,7 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
         }
         (Change::Delete, Some(before)) => keys(before),
         (Change::Update(changed), before) => {
-            let moved =
-                changed.iter().any(|changed| rule.reference.paths(Role::Source).any(|path| path.touched_by(changed)));
+            let moved = changed.iter().any(|changed| rule.reference.touched_by(Role::Source, changed));
             match before {
                 Some(before) => {
                     keys(before);
@@ -110,8 +109,12 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
                 }
                 // The keys have not changed, so the document as it is now tells them.
                 None if !moved => out.requests.push(locate()),
+                None if rule.child().is_some() => out.requests.extend([locate(), look(Task::Parents)]),
                 None => out.sweeps.push(rule.id),
             }
+        }
+        (Change::Replace(_) | Change::Delete, None) if rule.child().is_some() => {
+            out.requests.extend([locate(), look(Task::Parents)]);
         }
         _ => out.sweeps.push(rule.id),
     }

@@ -307,6 +307,18 @@ pub fn guard_expression(rule: &Rule) -> Document {
     guard
 }
 
+/// Reads the reference fields of the targets whose array holds one of these sources' `_id`s.
+#[must_use]
+pub fn parents(rule: &Rule, ids: &[&Key]) -> Option<Document> {
+    let child = rule.child()?.query();
+    let filter = both(one_of(&child, ids.iter().filter_map(|key| key.values().first())), rule.target.filter.as_ref());
+    let projection = rule.reference.projection(Role::Target);
+    Some(doc! {
+        "find": &rule.target.namespace.collection, "filter": filter, "projection": projection, "batchSize": 10_000,
+        "collation": simple_collation(),
+    })
+}
+
 /// Reads the `_id`s of all targets that refer to `key`.
 #[must_use]
 pub fn holders(rule: &Rule, keys: &[&Key]) -> Document {

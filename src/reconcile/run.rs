@@ -71,6 +71,10 @@ pub struct Outcome {
     pub keys: Vec<Ended>,
     /// What look-ups have led to. It comes from all keys of the batch together.
     pub follow_ups: Vec<Request>,
+    /// The batch's number.
+    pub number: u64,
+    /// How long it took.
+    pub took: Duration,
 }
 
 /// How the run of one key ended.
@@ -99,13 +103,14 @@ pub enum End {
 
 /// Runs one batch to its end. Never fails as a whole: each key has its own end.
 pub async fn run(context: Arc<Context>, batch: Batch) -> Outcome {
+    let started = Instant::now();
     let (rule, task) = batch.lane;
     let rule = context.plan.rule(rule).clone();
     let run = Run { context: &context, rule: &rule, task };
     let items = batch.items.into_iter().map(|(key, work)| Item { key, work, end: None }).collect();
     let mut follow_ups = Vec::new();
     let keys = run.items(items, &mut follow_ups).await;
-    Outcome { lane: batch.lane, keys, follow_ups }
+    Outcome { lane: batch.lane, keys, follow_ups, number: batch.number, took: started.elapsed() }
 }
 
 struct Run<'a> {
@@ -134,6 +139,7 @@ impl Run<'_> {
             Task::Target => self.targets(&mut items).await,
             Task::LocateSource => self.locate(Role::Source, &items, follow_ups).await,
             Task::LocateTarget => self.locate(Role::Target, &items, follow_ups).await,
+            Task::Parents => self.parents(&items, follow_ups).await,
             Task::Holders => self.holders(&items, follow_ups).await,
         };
         if let Err(error) = result {
@@ -371,6 +377,16 @@ impl Run<'_> {
                 }
                 Role::Target => follow_ups.extend(target_requests(self.rule, &id_of(&row)?, &doc)),
             }
+        }
+        Ok(())
+    }
+
+    async fn parents(&self, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        let Some(command) = read::parents(self.rule, &ids) else { return Ok(()) };
+        for row in self.read(Role::Target, command, newest(items)).await? {
+            let doc = Document::try_from(row.as_ref())?;
+            follow_ups.extend(target_requests(self.rule, &id_of(&row)?, &doc));
         }
         Ok(())
     }
