@@ -13,3 +13,4 @@ mod daemon;
 mod floors;
 mod histories;
 mod keys_on_server;
+mod patterns;
