@@ -254,8 +254,7 @@ pub async fn run(cases: &[Case], way: Way) {
     let cases: Vec<&Case> =
         cases.iter().filter(|case| way == Way::StepByStep || case.depends == Depends::OnData).collect();
     let test = denormd_fixture::database().await;
-    let placed: Vec<Placed> =
-        cases.iter().enumerate().map(|(nth, case)| Placed { test: &test, nth, case }).collect();
+    let placed: Vec<Placed> = cases.iter().enumerate().map(|(nth, case)| Placed { test: &test, nth, case }).collect();
     let rules: String = placed.iter().map(Placed::rules).collect();
     let config = crate::daemon::config(&test, &rules);
     each(&placed, Placed::prepare).await;
@@ -291,8 +290,13 @@ pub async fn run(cases: &[Case], way: Way) {
     for placed in &placed {
         let differences = placed.differences().await;
         if !differences.is_empty() {
-            writeln!(wrong, "{} ({way:?})\n  {}\n{differences}", placed.case.name, placed.placed(&placed.case.rules.join("\n  ")))
-                .unwrap();
+            writeln!(
+                wrong,
+                "{} ({way:?})\n  {}\n{differences}",
+                placed.case.name,
+                placed.placed(&placed.case.rules.join("\n  "))
+            )
+            .unwrap();
         }
     }
     let letters = dead_letters(&test).await;
@@ -337,7 +341,10 @@ pub async fn now(database: &Database) -> Timestamp {
 
 /// What was written to the test's databases after `since`, the daemon's own state aside.
 pub async fn oplog(test: &TestDb, since: Timestamp) -> Vec<Document> {
-    let ours = |name: &str| bson::Regex { pattern: format!("^{}{name}", test.name).try_into().unwrap(), options: "".try_into().unwrap() };
+    let ours = |name: &str| bson::Regex {
+        pattern: format!("^{}{name}", test.name).try_into().unwrap(),
+        options: "".try_into().unwrap(),
+    };
     let filter = doc! {"ts": {"$gt": since}, "op": {"$ne": "n"}, "$nor": [{"ns": ours("_state\\.")}], "$or": [
         {"ns": ours("")}, {"o.applyOps.ns": ours("(_other)?\\.")},
     ]};

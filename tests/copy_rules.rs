@@ -1,6 +1,8 @@
 //! Copy rules: the cases on which a change-stream script goes wrong, and every form of reference through every change.
 
-use bson::{Binary, Bson, DateTime, Decimal128, Document, JavaScriptCodeWithScope, Regex, Timestamp, bson, doc, oid::ObjectId};
+use bson::{
+    Binary, Bson, DateTime, Decimal128, Document, JavaScriptCodeWithScope, Regex, Timestamp, bson, doc, oid::ObjectId,
+};
 use denormd::{error::Kind, mongo::connect, preflight};
 use futures_util::TryStreamExt;
 
@@ -364,18 +366,38 @@ impl Form {
             self.case("source update", &[1])
                 .writes([update(s, self.source_id(1), doc! {"$set": {"name": "z"}})])
                 .expect("t", ends(&[1], &[(1, "z"), (2, "b")])),
-            self.case("source replace", &[1]).writes([replace(s, replaced)]).expect("t", ends(&[1], &[(1, "z"), (2, "b")])),
-            self.case("source delete", &[1]).writes([delete(s, self.source_id(1))]).expect("t", ends(&[1], &[(2, "b")])),
-            self.case("source insert", &[3]).writes([insert(s, self.sourced(3, "c"))]).expect("t", ends(&[3], &[(2, "b"), (3, "c")])),
+            self.case("source replace", &[1])
+                .writes([replace(s, replaced)])
+                .expect("t", ends(&[1], &[(1, "z"), (2, "b")])),
+            self.case("source delete", &[1])
+                .writes([delete(s, self.source_id(1))])
+                .expect("t", ends(&[1], &[(2, "b")])),
+            self.case("source insert", &[3])
+                .writes([insert(s, self.sourced(3, "c"))])
+                .expect("t", ends(&[3], &[(2, "b"), (3, "c")])),
             self.case("source delete and insert", &[1])
                 .writes([delete(s, self.source_id(1)), insert(s, self.sourced(1, "z"))])
                 .expect("t", ends(&[1], &[(1, "z"), (2, "b")])),
             self.case("target insert", &[1])
                 .writes([insert("t", self.target(3, &[2])), insert("t", self.target(4, &[9]))])
-                .expect("t", [self.expected(1, &[1], &ab), self.expected(2, &[2], &ab), self.expected(3, &[2], &ab), self.expected(4, &[9], &ab)]),
-            self.case("target re-pointed", &[1]).writes([update("t", 1, doc! {"$set": fields(&[2])})]).expect("t", ends(&[2], &ab)),
-            self.case("target re-pointed to nobody", &[1]).writes([update("t", 1, doc! {"$set": fields(&[9])})]).expect("t", ends(&[9], &ab)),
-            self.case("target replaced", &[1]).writes([replace("t", self.target(1, &[2]))]).expect("t", ends(&[2], &ab)),
+                .expect(
+                    "t",
+                    [
+                        self.expected(1, &[1], &ab),
+                        self.expected(2, &[2], &ab),
+                        self.expected(3, &[2], &ab),
+                        self.expected(4, &[9], &ab),
+                    ],
+                ),
+            self.case("target re-pointed", &[1])
+                .writes([update("t", 1, doc! {"$set": fields(&[2])})])
+                .expect("t", ends(&[2], &ab)),
+            self.case("target re-pointed to nobody", &[1])
+                .writes([update("t", 1, doc! {"$set": fields(&[9])})])
+                .expect("t", ends(&[9], &ab)),
+            self.case("target replaced", &[1])
+                .writes([replace("t", self.target(1, &[2]))])
+                .expect("t", ends(&[2], &ab)),
             self.case("target there and back", &[1])
                 .writes([update("t", 1, doc! {"$set": fields(&[2])}), update("t", 1, doc! {"$set": fields(&[1])})])
                 .expect("t", ends(&[1], &ab)),
@@ -384,15 +406,25 @@ impl Form {
         if let Some(array) = &self.array {
             let swapped = || vec![update("t", 1, (array.put)(0, 2)), update("t", 1, (array.put)(1, 1))];
             cases.extend([
-                self.case("element pushed", &[1]).writes([update("t", 1, (array.push)(2))]).expect("t", ends(&[1, 2], &ab)),
-                self.case("element pushed to nobody", &[1]).writes([update("t", 1, (array.push)(9))]).expect("t", ends(&[1, 9], &ab)),
+                self.case("element pushed", &[1])
+                    .writes([update("t", 1, (array.push)(2))])
+                    .expect("t", ends(&[1, 2], &ab)),
+                self.case("element pushed to nobody", &[1])
+                    .writes([update("t", 1, (array.push)(9))])
+                    .expect("t", ends(&[1, 9], &ab)),
                 self.case("element pushed twice", &[1])
                     .writes([update("t", 1, (array.push)(2)), update("t", 1, (array.push)(1))])
                     .expect("t", ends(&[1, 2, 1], &ab)),
-                self.case("element pulled", &[1, 2]).writes([update("t", 1, (array.pull)(1))]).expect("t", ends(&[2], &ab)),
-                self.case("last element pulled", &[1]).writes([update("t", 1, (array.pull)(1))]).expect("t", ends(&[], &ab)),
+                self.case("element pulled", &[1, 2])
+                    .writes([update("t", 1, (array.pull)(1))])
+                    .expect("t", ends(&[2], &ab)),
+                self.case("last element pulled", &[1])
+                    .writes([update("t", 1, (array.pull)(1))])
+                    .expect("t", ends(&[], &ab)),
                 self.case("elements swapped by index", &[1, 2]).writes(swapped()).expect("t", ends(&[2, 1], &ab)),
-                self.case("element re-pointed to nobody", &[1, 2]).writes([update("t", 1, (array.put)(0, 9))]).expect("t", ends(&[9, 2], &ab)),
+                self.case("element re-pointed to nobody", &[1, 2])
+                    .writes([update("t", 1, (array.put)(0, 9))])
+                    .expect("t", ends(&[9, 2], &ab)),
                 self.case("source of one element changed", &[1, 2, 1])
                     .writes([update(s, self.source_id(1), doc! {"$set": {"name": "z"}})])
                     .expect("t", ends(&[1, 2, 1], &[(1, "z"), (2, "b")])),
@@ -419,17 +451,30 @@ fn every_form() -> Vec<Case> {
 
 /// What a reference does that nobody answers, and what a target does that leaves or enters the rule.
 fn policies() -> Vec<Case> {
-    let copy = |rest: &str| format!("copy: {{ source: '@s', target: '@t', match: {{ ref: _id }}, set: {{ name: $name, a.x: $x }}, {rest} }}");
-    let items = |rest: &str| {
-        format!("copy: {{ source: '@s', target: '@t', match: {{ 'items.$[].id': _id }}, set: {{ 'items.$[].name': $name }}, {rest} }}")
+    let copy = |rest: &str| {
+        format!(
+            "copy: {{ source: '@s', target: '@t', match: {{ ref: _id }}, set: {{ name: $name, a.x: $x }}, {rest} }}"
+        )
     };
-    let into = |rest: &str| format!("copy: {{ source: '@s', target: '@t', match: {{ 'refs.$[]': _id }}, into: names, element: $name, {rest} }}");
+    let items = |rest: &str| {
+        format!(
+            "copy: {{ source: '@s', target: '@t', match: {{ 'items.$[].id': _id }}, set: {{ 'items.$[].name': $name }}, {rest} }}"
+        )
+    };
+    let into = |rest: &str| {
+        format!(
+            "copy: {{ source: '@s', target: '@t', match: {{ 'refs.$[]': _id }}, into: names, element: $name, {rest} }}"
+        )
+    };
     let s = || [doc! {"_id": 1, "name": "a", "x": 1}, doc! {"_id": 2, "name": "b", "x": 2}];
     let t = || [doc! {"_id": 1, "ref": 1}, doc! {"_id": 2, "ref": 2}, doc! {"_id": 3, "ref": 9}];
-    let held = || [doc! {"_id": 1, "ref": 1, "name": "a", "a": {"x": 1}}, doc! {"_id": 2, "ref": 2, "name": "b", "a": {"x": 2}}];
+    let held = || {
+        [doc! {"_id": 1, "ref": 1, "name": "a", "a": {"x": 1}}, doc! {"_id": 2, "ref": 2, "name": "b", "a": {"x": 2}}]
+    };
     let table = |name: &str, rule: String| Case::new(name, &rule).has("s", s()).has("t", t()).writes([delete("s", 1)]);
     let elements = || doc! {"_id": 1, "items": [{"id": 1}, {"id": 2}, {"id": 9}, {"id": 1}]};
-    let element_table = |name: &str, rule: String| Case::new(name, &rule).has("s", s()).has("t", [elements()]).writes([delete("s", 1)]);
+    let element_table =
+        |name: &str, rule: String| Case::new(name, &rule).has("s", s()).has("t", [elements()]).writes([delete("s", 1)]);
     let into_table = |name: &str, rule: String| {
         Case::new(name, &rule).has("s", s()).has("t", [doc! {"_id": 1, "refs": [1, 9, 2, 1]}]).writes([delete("s", 1)])
     };
@@ -538,7 +583,12 @@ fn policies() -> Vec<Case> {
 /// The source holds the references.
 fn source_held() -> Vec<Case> {
     let product = "copy: { source: '@products', target: '@parts', match: { _id: 'parts.$[]' }, sort: { number: 1 }, set: { product: $name } }";
-    let products = || [doc! {"_id": 1, "name": "A", "number": 5, "parts": [1, 2, 2]}, doc! {"_id": 2, "name": "B", "number": 3, "parts": [2, 3]}];
+    let products = || {
+        [
+            doc! {"_id": 1, "name": "A", "number": 5, "parts": [1, 2, 2]},
+            doc! {"_id": 2, "name": "B", "number": 3, "parts": [2, 3]},
+        ]
+    };
     let parts = || (1..=4).map(|id| doc! {"_id": id});
     let table = |name: &str, writes: Vec<Write>, expect: [Option<&str>; 4]| {
         let expect = (1..).zip(expect).map(|(id, product)| {
@@ -546,13 +596,19 @@ fn source_held() -> Vec<Case> {
             part.extend(product.map(|product| ("product".to_owned(), product.into())));
             part
         });
-        Case::new(format!("source-held: {name}"), product).has("products", products()).has("parts", parts()).writes(writes).expect("parts", expect)
+        Case::new(format!("source-held: {name}"), product)
+            .has("products", products())
+            .has("parts", parts())
+            .writes(writes)
+            .expect("parts", expect)
     };
     let cast = "copy: { source: '@films', target: '@people', match: { _id: 'cast.$[].person' }, sort: { year: -1 }, set: { film: $title, role: $$element.role } }";
-    let films = || [
-        doc! {"_id": 1, "title": "Old", "year": 1950, "cast": [{"person": 1, "role": "x"}, {"person": 2, "role": "y"}]},
-        doc! {"_id": 2, "title": "New", "year": 1990, "cast": [{"person": 2, "role": "z"}, {"person": 2, "role": "second"}]},
-    ];
+    let films = || {
+        [
+            doc! {"_id": 1, "title": "Old", "year": 1950, "cast": [{"person": 1, "role": "x"}, {"person": 2, "role": "y"}]},
+            doc! {"_id": 2, "title": "New", "year": 1990, "cast": [{"person": 2, "role": "z"}, {"person": 2, "role": "second"}]},
+        ]
+    };
     let people = || [doc! {"_id": 1}, doc! {"_id": 2}];
     vec![
         table("as it is", vec![], [Some("A"), Some("B"), Some("B"), None]),
@@ -626,9 +682,15 @@ fn values() -> Vec<(&'static str, Bson)> {
         ("binary", binary(bson::spec::BinarySubtype::Generic, &[0, 1, 255])),
         ("uuid", binary(bson::spec::BinarySubtype::Uuid, &[7; 16])),
         ("user binary", binary(bson::spec::BinarySubtype::UserDefined(0x80), &[])),
-        ("regex", Bson::RegularExpression(Regex { pattern: "^a.*$".try_into().unwrap(), options: "im".try_into().unwrap() })),
+        (
+            "regex",
+            Bson::RegularExpression(Regex { pattern: "^a.*$".try_into().unwrap(), options: "im".try_into().unwrap() }),
+        ),
         ("code", Bson::JavaScriptCode("return 1".to_owned())),
-        ("code with scope", Bson::JavaScriptCodeWithScope(JavaScriptCodeWithScope { code: "x".to_owned(), scope: doc! {"x": 1} })),
+        (
+            "code with scope",
+            Bson::JavaScriptCodeWithScope(JavaScriptCodeWithScope { code: "x".to_owned(), scope: doc! {"x": 1} }),
+        ),
         ("symbol", Bson::Symbol("s".to_owned())),
         ("min key", Bson::MinKey),
         ("max key", Bson::MaxKey),
@@ -742,8 +804,10 @@ async fn a_copied_value_is_data_and_keeps_its_type() {
     let mut wrong = Vec::new();
     for (id, (name, value)) in (0..).zip(values()) {
         let cover = |value: &Bson| bson::serialize_to_vec(&doc! {"v": value.clone()}).unwrap();
-        let found = async |target: &str| db.collection::<Document>(target).find_one(doc! {"_id": id}).await.unwrap().unwrap();
-        let inside = |document: Document, array: &str| document.get_array(array).unwrap()[0].as_document().unwrap().clone();
+        let found =
+            async |target: &str| db.collection::<Document>(target).find_one(doc! {"_id": id}).await.unwrap().unwrap();
+        let inside =
+            |document: Document, array: &str| document.get_array(array).unwrap()[0].as_document().unwrap().clone();
         let scalar = found("scalar").await;
         let side = scalar.get_document("in").unwrap().get_document("side").unwrap().clone();
         for (target, holder, field) in [
@@ -788,15 +852,25 @@ async fn a_rule_without_pre_images_is_refused_with_the_command_that_enables_them
         let config = daemon::config(&test, &format!("  - name: r\n    allow_scan: true\n    {rule}"));
         let found = findings(&config).await;
         let [finding] = found.as_slice() else { panic!("{rule}: {found:?}") };
-        assert!(finding.message.contains(&format!("{}.{source}", test.name)) && finding.message.contains("pre-images"), "{finding:?}");
+        assert!(
+            finding.message.contains(&format!("{}.{source}", test.name)) && finding.message.contains("pre-images"),
+            "{finding:?}"
+        );
         let fix = finding.fix.as_ref().unwrap();
         let shell = if verb == "collMod" { "runCommand({ collMod: \"there\"" } else { "createCollection(\"absent\"" };
-        assert!(fix.shell.contains(shell) && fix.shell.contains("changeStreamPreAndPostImages: { enabled: true }"), "{}", fix.shell);
+        assert!(
+            fix.shell.contains(shell) && fix.shell.contains("changeStreamPreAndPostImages: { enabled: true }"),
+            "{}",
+            fix.shell
+        );
         assert_eq!(fix.command.get_str(verb).unwrap(), source);
         assert_eq!(fix.database, test.name);
     }
     // By `_id`, the event alone tells the key.
-    let config = daemon::config(&test, "  - name: r\n    allow_scan: true\n    copy: { source: there, target: t, match: { ref: _id }, set: { name: $name } }");
+    let config = daemon::config(
+        &test,
+        "  - name: r\n    allow_scan: true\n    copy: { source: there, target: t, match: { ref: _id }, set: { name: $name } }",
+    );
     assert_eq!(findings(&config).await, []);
     let names = test.database().list_collection_names().await.unwrap();
     assert_eq!(names, ["there"], "looking creates nothing");
@@ -817,11 +891,16 @@ async fn collections_without_a_change_stream_are_refused() {
         ("s", "capped", Some("a capped collection")),
         ("capped", "t", None),
     ] {
-        let rule = format!("  - name: r\n    allow_scan: true\n    copy: {{ source: {source}, target: {target}, match: {{ ref: _id }}, set: {{ name: $name }} }}");
+        let rule = format!(
+            "  - name: r\n    allow_scan: true\n    copy: {{ source: {source}, target: {target}, match: {{ ref: _id }}, set: {{ name: $name }} }}"
+        );
         let found = findings(&daemon::config(&test, &rule)).await;
         match said {
             Some(said) => {
-                assert!(found.iter().any(|f| f.message.contains(said) && f.fix.is_none() && f.hint.is_some()), "{source} -> {target}: {found:?}");
+                assert!(
+                    found.iter().any(|f| f.message.contains(said) && f.fix.is_none() && f.hint.is_some()),
+                    "{source} -> {target}: {found:?}"
+                );
             }
             None => assert_eq!(found, [], "{source} -> {target}"),
         }
@@ -832,13 +911,24 @@ async fn collections_without_a_change_stream_are_refused() {
 async fn a_lookup_without_an_index_is_refused_with_the_command_that_makes_one() {
     let test = denormd_fixture::database().await;
     let db = test.database();
-    let rule = |rest: &str| daemon::config(&test, &format!("  - name: r{rest}\n    copy: {{ source: s, target: t, match: {{ ref: _id }}, set: {{ name: $name }} }}"));
+    let rule = |rest: &str| {
+        daemon::config(
+            &test,
+            &format!(
+                "  - name: r{rest}\n    copy: {{ source: s, target: t, match: {{ ref: _id }}, set: {{ name: $name }} }}"
+            ),
+        )
+    };
     let found = findings(&rule("")).await;
     let [finding] = found.as_slice() else { panic!("{found:?}") };
     assert!(finding.message.contains("no index on ref"), "{finding:?}");
-    assert!(finding.fix.as_ref().unwrap().shell.contains("getCollection(\"t\").createIndex({ \"ref\": 1 })"), "{finding:?}");
+    assert!(
+        finding.fix.as_ref().unwrap().shell.contains("getCollection(\"t\").createIndex({ \"ref\": 1 })"),
+        "{finding:?}"
+    );
     assert_eq!(findings(&rule("\n    allow_scan: true")).await, []);
-    let create = doc! {"createIndexes": "t", "indexes": [{"key": {"ref": 1}, "name": "a", "partialFilterExpression": {"x": 1}}]};
+    let create =
+        doc! {"createIndexes": "t", "indexes": [{"key": {"ref": 1}, "name": "a", "partialFilterExpression": {"x": 1}}]};
     db.run_command(create).await.unwrap();
     assert_eq!(findings(&rule("")).await.len(), 1, "a partial index does not answer every lookup");
     db.run_command(doc! {"createIndexes": "t", "indexes": [{"key": {"ref": -1, "x": 1}, "name": "b"}]}).await.unwrap();
@@ -852,7 +942,8 @@ async fn writing_is_limited_to_the_declared_paths() {
     let target = doc! {"_id": 1, "z": 1, "ref": 1, "a": {"q": [1, {"name": 2}], "b": 3}, "name": "old", "y": null};
     db.collection("t").insert_one(target.clone()).await.unwrap();
     db.collection("s").insert_one(name(1, "new")).await.unwrap();
-    let daemon = Daemon::start(&test, &format!("  - name: r\n    allow_scan: true\n    {}", NAME.replace('@', ""))).await;
+    let daemon =
+        Daemon::start(&test, &format!("  - name: r\n    allow_scan: true\n    {}", NAME.replace('@', ""))).await;
     daemon.settled().await;
     db.collection::<Document>("s").delete_one(doc! {"_id": 2}).await.unwrap();
     daemon.settled().await;
@@ -867,7 +958,12 @@ async fn writing_is_limited_to_the_declared_paths() {
 async fn one_bad_target_stops_nothing_else() {
     let test = denormd_fixture::database().await;
     let db = test.database();
-    let targets = [doc! {"_id": 1, "ref": 1}, doc! {"_id": 2, "ref": 1, "at": 5}, doc! {"_id": 3, "ref": 1}, doc! {"_id": 4, "ref": 2}];
+    let targets = [
+        doc! {"_id": 1, "ref": 1},
+        doc! {"_id": 2, "ref": 1, "at": 5},
+        doc! {"_id": 3, "ref": 1},
+        doc! {"_id": 4, "ref": 2},
+    ];
     db.collection("t").insert_many(targets).await.unwrap();
     db.collection("s").insert_many([name(1, "a"), name(2, "b")]).await.unwrap();
     let rule = "  - name: r\n    allow_scan: true\n    copy: { source: s, target: t, match: { ref: _id }, set: { at.name: $name } }";
@@ -913,10 +1009,17 @@ async fn a_chain_of_rules_follows_to_its_end() {
         doc! {"_id": 1, "bought": [[{"product": 1, "info": {"name": name, "category": category}}]]}
     };
     let cases = [
-        chain("from the start").writes([update("categories", 1, doc! {"$set": {"name": "TOOLS"}})]).expect("customers", [bought("saw", "TOOLS")]),
-        chain("from the middle").writes([update("products", 1, doc! {"$set": {"category": 2}})]).expect("customers", [bought("saw", "toys")]),
+        chain("from the start")
+            .writes([update("categories", 1, doc! {"$set": {"name": "TOOLS"}})])
+            .expect("customers", [bought("saw", "TOOLS")]),
+        chain("from the middle")
+            .writes([update("products", 1, doc! {"$set": {"category": 2}})])
+            .expect("customers", [bought("saw", "toys")]),
         chain("from both")
-            .writes([update("products", 1, doc! {"$set": {"name": "axe"}}), update("categories", 1, doc! {"$set": {"name": "T"}})])
+            .writes([
+                update("products", 1, doc! {"$set": {"name": "axe"}}),
+                update("categories", 1, doc! {"$set": {"name": "T"}}),
+            ])
             .expect("customers", [bought("axe", "T")]),
     ];
     for way in [Way::Backfill, Way::StepByStep, Way::Flood, Way::Restart] {
@@ -933,7 +1036,16 @@ async fn a_standalone_is_refused() {
     let mongod = String::from_utf8(mongod.stdout).unwrap();
     // It ends with this test's thread, however that ends.
     let mut server = std::process::Command::new("setpriv")
-        .args(["--pdeathsig", "KILL", mongod.trim(), "--bind_ip", "127.0.0.1", "--nounixsocket", "--port", &port.to_string()])
+        .args([
+            "--pdeathsig",
+            "KILL",
+            mongod.trim(),
+            "--bind_ip",
+            "127.0.0.1",
+            "--nounixsocket",
+            "--port",
+            &port.to_string(),
+        ])
         .args(["--wiredTigerCacheSizeGB", "0.25", "--dbpath"])
         .arg(folder.path())
         .stdout(std::process::Stdio::null())

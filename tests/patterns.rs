@@ -31,7 +31,8 @@ impl Example {
             ("DENORMD__MONGODB__DATABASE".to_owned(), test.name.clone()),
             ("DENORMD__STATE__DATABASE".to_owned(), format!("{}_state", test.name)),
         ];
-        let loaded = config::load(&[folder().join(name).with_extension("yaml")], &environment).unwrap_or_else(|e| panic!("{e}"));
+        let loaded =
+            config::load(&[folder().join(name).with_extension("yaml")], &environment).unwrap_or_else(|e| panic!("{e}"));
         Self { daemon: Daemon::start_loaded(&loaded).await, db: test.database(), _test: test }
     }
 
@@ -60,7 +61,11 @@ impl Example {
 
     /// A field of every document, by `_id`.
     async fn field(&self, name: &str, field: &str) -> Vec<Bson> {
-        self.settled(name).await.iter().map(|document| document.get(field).cloned().unwrap_or(bson!("(missing)"))).collect()
+        self.settled(name)
+            .await
+            .iter()
+            .map(|document| document.get(field).cloned().unwrap_or(bson!("(missing)")))
+            .collect()
     }
 
     async fn stop(self) {
@@ -78,13 +83,32 @@ async fn addresses() {
     let address = |id: i32, person: i32, street: &str, city: &str| doc! {"_id": id, "person": person, "street": street, "city": city};
     let embedded = |id: i32, street: &str, city: &str| bson!({"id": id, "street": street, "city": city});
     example.insert("person", [doc! {"_id": 1, "name": "Kate Powell"}, doc! {"_id": 2, "name": "Jo"}]).await;
-    example.insert("address", [address(10, 1, "1 Some Street", "Boston"), address(11, 1, "9 Other Lane", "Athens"), address(12, 2, "5 Way", "Cork")]).await;
-    let (boston, athens, cork) = (embedded(10, "1 Some Street", "Boston"), embedded(11, "9 Other Lane", "Athens"), embedded(12, "5 Way", "Cork"));
-    assert_eq!(example.field("person", "addresses").await, [bson!([athens.clone(), boston.clone()]), bson!([cork.clone()])]);
+    example
+        .insert(
+            "address",
+            [
+                address(10, 1, "1 Some Street", "Boston"),
+                address(11, 1, "9 Other Lane", "Athens"),
+                address(12, 2, "5 Way", "Cork"),
+            ],
+        )
+        .await;
+    let (boston, athens, cork) = (
+        embedded(10, "1 Some Street", "Boston"),
+        embedded(11, "9 Other Lane", "Athens"),
+        embedded(12, "5 Way", "Cork"),
+    );
+    assert_eq!(
+        example.field("person", "addresses").await,
+        [bson!([athens.clone(), boston.clone()]), bson!([cork.clone()])]
+    );
     // Edited, and with it reordered.
     example.set("address", 11, doc! {"city": "Zagreb"}).await;
     let zagreb = embedded(11, "9 Other Lane", "Zagreb");
-    assert_eq!(example.field("person", "addresses").await, [bson!([boston.clone(), zagreb.clone()]), bson!([cork.clone()])]);
+    assert_eq!(
+        example.field("person", "addresses").await,
+        [bson!([boston.clone(), zagreb.clone()]), bson!([cork.clone()])]
+    );
     // Moved to another person, and one gone.
     example.set("address", 10, doc! {"person": 2}).await;
     example.delete("address", 11).await;
@@ -99,7 +123,16 @@ async fn addresses() {
 #[tokio::test(flavor = "multi_thread")]
 async fn parts() {
     let example = Example::start("parts").await;
-    example.insert("parts", [doc! {"_id": "P1", "name": "grommet", "qty": 94}, doc! {"_id": "P2", "name": "strut"}, doc! {"_id": "P3", "name": "bolt"}]).await;
+    example
+        .insert(
+            "parts",
+            [
+                doc! {"_id": "P1", "name": "grommet", "qty": 94},
+                doc! {"_id": "P2", "name": "strut"},
+                doc! {"_id": "P3", "name": "bolt"},
+            ],
+        )
+        .await;
     example
         .insert("products", [
             doc! {"_id": 1, "name": "smoke shifter", "catalog_number": 1234, "parts": ["P2", "P1"], "spares": [{"id": "P1", "count": 2}]},
@@ -107,16 +140,31 @@ async fn parts() {
         ])
         .await;
     let info = |id: &str, name: &str| bson!({"id": id, "name": name});
-    assert_eq!(example.field("products", "part_info").await, [bson!([info("P2", "strut"), info("P1", "grommet")]), bson!([info("P1", "grommet")])]);
-    assert_eq!(example.field("products", "spares").await, [bson!([{"id": "P1", "count": 2, "name": "grommet"}]), bson!([])]);
-    assert_eq!(example.field("parts", "product").await, [bson!("left-handed wrench"), bson!("smoke shifter"), bson!("(missing)")]);
+    assert_eq!(
+        example.field("products", "part_info").await,
+        [bson!([info("P2", "strut"), info("P1", "grommet")]), bson!([info("P1", "grommet")])]
+    );
+    assert_eq!(
+        example.field("products", "spares").await,
+        [bson!([{"id": "P1", "count": 2, "name": "grommet"}]), bson!([])]
+    );
+    assert_eq!(
+        example.field("parts", "product").await,
+        [bson!("left-handed wrench"), bson!("smoke shifter"), bson!("(missing)")]
+    );
     // A part renamed.
     example.set("parts", "P1", doc! {"name": "GROMMET"}).await;
-    assert_eq!(example.field("products", "part_info").await, [bson!([info("P2", "strut"), info("P1", "GROMMET")]), bson!([info("P1", "GROMMET")])]);
+    assert_eq!(
+        example.field("products", "part_info").await,
+        [bson!([info("P2", "strut"), info("P1", "GROMMET")]), bson!([info("P1", "GROMMET")])]
+    );
     assert_eq!(example.field("products", "spares").await[0], bson!([{"id": "P1", "count": 2, "name": "GROMMET"}]));
     // A product no longer lists a part: the other one that does takes over. One lists a new part.
     example.set("products", 2, doc! {"parts": ["P3"]}).await;
-    assert_eq!(example.field("parts", "product").await, [bson!("smoke shifter"), bson!("smoke shifter"), bson!("left-handed wrench")]);
+    assert_eq!(
+        example.field("parts", "product").await,
+        [bson!("smoke shifter"), bson!("smoke shifter"), bson!("left-handed wrench")]
+    );
     assert_eq!(example.field("parts", "catalog_number").await, [bson!(1234), bson!(1234), bson!(1000)]);
     // A part and a product gone.
     example.delete("parts", "P2").await;
@@ -129,13 +177,25 @@ async fn parts() {
 #[tokio::test(flavor = "multi_thread")]
 async fn hosts() {
     let example = Example::start("hosts").await;
-    let message = |id: i32, host: i32| doc! {"_id": id, "time": day(id.into()), "message": format!("m{id}"), "host": host};
-    example.insert("hosts", [doc! {"_id": 7, "name": "goofy", "ipaddr": "127.66.66.66"}, doc! {"_id": 8, "name": "pluto", "ipaddr": "::1"}]).await;
+    let message =
+        |id: i32, host: i32| doc! {"_id": id, "time": day(id.into()), "message": format!("m{id}"), "host": host};
+    example
+        .insert(
+            "hosts",
+            [
+                doc! {"_id": 7, "name": "goofy", "ipaddr": "127.66.66.66"},
+                doc! {"_id": 8, "name": "pluto", "ipaddr": "::1"},
+            ],
+        )
+        .await;
     example.insert("logmsg", (0..1010).map(|id| message(id, 7))).await;
     let logged = async |host: usize| {
         let hosts = example.settled("hosts").await;
         let messages = hosts[host].get_array("logmsgs").unwrap();
-        messages.iter().map(|message| message.as_document().unwrap().get_str("message").unwrap().to_owned()).collect::<Vec<_>>()
+        messages
+            .iter()
+            .map(|message| message.as_document().unwrap().get_str("message").unwrap().to_owned())
+            .collect::<Vec<_>>()
     };
     let names = |range: std::ops::Range<i32>| range.map(|id| format!("m{id}")).collect::<Vec<_>>();
     assert_eq!(logged(0).await, names(10..1010));
@@ -166,7 +226,15 @@ async fn hosts() {
 async fn messages() {
     let example = Example::start("messages").await;
     example.insert("hosts", [doc! {"_id": "10.0.0.1", "name": "goofy", "site": "Oslo"}]).await;
-    example.insert("logmsg", [doc! {"_id": 1, "message": "cpu is on fire!", "ipaddr": "10.0.0.1"}, doc! {"_id": 2, "ipaddr": "10.0.0.2"}]).await;
+    example
+        .insert(
+            "logmsg",
+            [
+                doc! {"_id": 1, "message": "cpu is on fire!", "ipaddr": "10.0.0.1"},
+                doc! {"_id": 2, "ipaddr": "10.0.0.2"},
+            ],
+        )
+        .await;
     let message = |id: i32, site: &str, then: &str| {
         doc! {"_id": id, "ipaddr": "10.0.0.1", "hostname": "goofy", "site": site, "site_then": then}
     };
@@ -182,10 +250,16 @@ async fn messages() {
     example.insert("logmsg", [doc! {"_id": 3, "ipaddr": "10.0.0.1"}]).await;
     example.daemon.settled().await;
     example.delete("hosts", "10.0.0.1").await;
-    assert_eq!(found().await, shown(&[message(1, "Rome", "Oslo"), doc! {"_id": 2, "ipaddr": "10.0.0.2"}, message(3, "Rome", "Rome")]));
+    assert_eq!(
+        found().await,
+        shown(&[message(1, "Rome", "Oslo"), doc! {"_id": 2, "ipaddr": "10.0.0.2"}, message(3, "Rome", "Rome")])
+    );
     // The one side is dropped altogether: the fields stay.
     example.collection("hosts").drop().await.unwrap();
-    assert_eq!(found().await, shown(&[message(1, "Rome", "Oslo"), doc! {"_id": 2, "ipaddr": "10.0.0.2"}, message(3, "Rome", "Rome")]));
+    assert_eq!(
+        found().await,
+        shown(&[message(1, "Rome", "Oslo"), doc! {"_id": 2, "ipaddr": "10.0.0.2"}, message(3, "Rome", "Rome")])
+    );
     example.stop().await;
 }
 
@@ -214,10 +288,22 @@ async fn tasks() {
     assert_eq!(example.field("tasks", "owner_name").await, [bson!("(missing)"), bson!("JO")]);
     // The other way: the team's list is the truth.
     example.insert("players", [doc! {"_id": 4}, doc! {"_id": 5}, doc! {"_id": 6}]).await;
-    example.insert("teams", [doc! {"_id": "red", "name": "The Reds", "players": [4, 5]}, doc! {"_id": "tan", "name": "The Tans", "players": [6]}]).await;
+    example
+        .insert(
+            "teams",
+            [
+                doc! {"_id": "red", "name": "The Reds", "players": [4, 5]},
+                doc! {"_id": "tan", "name": "The Tans", "players": [6]},
+            ],
+        )
+        .await;
     assert_eq!(example.field("players", "team_name").await, [bson!("The Reds"), bson!("The Reds"), bson!("The Tans")]);
     example.set("teams", "red", doc! {"players": [4]}).await;
-    example.collection("teams").update_one(doc! {"_id": "tan"}, doc! {"$push": {"players": 5}, "$set": {"name": "Tan"}}).await.unwrap();
+    example
+        .collection("teams")
+        .update_one(doc! {"_id": "tan"}, doc! {"$push": {"players": 5}, "$set": {"name": "Tan"}})
+        .await
+        .unwrap();
     assert_eq!(example.field("players", "team").await, [bson!("red"), bson!("tan"), bson!("tan")]);
     assert_eq!(example.field("players", "team_name").await, [bson!("The Reds"), bson!("Tan"), bson!("Tan")]);
     example.delete("teams", "tan").await;
@@ -228,7 +314,9 @@ async fn tasks() {
 #[tokio::test(flavor = "multi_thread")]
 async fn reviews() {
     let example = Example::start("reviews").await;
-    example.insert("products", [doc! {"_id": 1, "name": "kettle"}, doc! {"_id": 2, "name": "pot", "rating": {"mine": 1}}]).await;
+    example
+        .insert("products", [doc! {"_id": 1, "name": "kettle"}, doc! {"_id": 2, "name": "pot", "rating": {"mine": 1}}])
+        .await;
     let review = |id: i32, product: i32, status: &str| {
         doc! {"_id": id, "product_id": product, "review_author": format!("a{id}"), "review_text": "long", "rating": f64::from(id % 5), "published_date": day(id.into()), "status": status}
     };
@@ -243,7 +331,10 @@ async fn reviews() {
     let first = all(&example.db, "products").await[0].get_array("reviews").unwrap()[0].clone();
     assert_eq!(first, bson!({"review_id": 12, "review_author": "a12", "rating": 2.0, "published_date": day(12)}));
     assert_eq!(example.field("products", "review_count").await, [bson!(12), bson!(1)]);
-    assert_eq!(example.field("products", "rating").await, [bson!({"avg": f64::from((1..=12).map(|id| id % 5).sum::<i32>()) / 12.0}), bson!({"mine": 1, "avg": 1.0})]);
+    assert_eq!(
+        example.field("products", "rating").await,
+        [bson!({"avg": f64::from((1..=12).map(|id| id % 5).sum::<i32>()) / 12.0}), bson!({"mine": 1, "avg": 1.0})]
+    );
     // Refilled from the eleventh.
     example.delete("reviews", 12).await;
     assert_eq!(newest(0).await, (2..=11).rev().collect::<Vec<_>>());
@@ -273,8 +364,14 @@ async fn reviews() {
 async fn comments() {
     let example = Example::start("comments").await;
     example.insert("posts", [doc! {"_id": 1, "title": "Rules of thumb"}, doc! {"_id": 2, "title": "Other"}]).await;
-    let comment = |id: i32, votes: i32| doc! {"_id": id, "post": 1, "author": format!("a{id}"), "text": "t", "votes": votes};
-    example.insert("comments", [comment(1, 3), comment(2, 9), comment(3, 3), comment(4, 0), comment(5, 3), comment(6, 3), comment(7, 1)]).await;
+    let comment =
+        |id: i32, votes: i32| doc! {"_id": id, "post": 1, "author": format!("a{id}"), "text": "t", "votes": votes};
+    example
+        .insert(
+            "comments",
+            [comment(1, 3), comment(2, 9), comment(3, 3), comment(4, 0), comment(5, 3), comment(6, 3), comment(7, 1)],
+        )
+        .await;
     let top = async |post: usize| {
         let posts = example.settled("posts").await;
         let top = posts[post].get_array("top_comments").unwrap();
@@ -301,44 +398,89 @@ async fn comments() {
 #[tokio::test(flavor = "multi_thread")]
 async fn films() {
     let example = Example::start("films").await;
-    example.insert("films", [doc! {"_id": 1, "title": "The Third Man", "viewers": 10}, doc! {"_id": 2, "title": "Citizen Kane", "viewers": 90}]).await;
-    example.insert("actors", [doc! {"_id": 7, "name": "Orson Welles"}, doc! {"_id": 8, "name": "Joseph Cotten"}, doc! {"_id": 9, "name": "Alida Valli"}, doc! {"_id": 10, "name": "Ernst Deutsch"}]).await;
+    example
+        .insert(
+            "films",
+            [
+                doc! {"_id": 1, "title": "The Third Man", "viewers": 10},
+                doc! {"_id": 2, "title": "Citizen Kane", "viewers": 90},
+            ],
+        )
+        .await;
+    example
+        .insert(
+            "actors",
+            [
+                doc! {"_id": 7, "name": "Orson Welles"},
+                doc! {"_id": 8, "name": "Joseph Cotten"},
+                doc! {"_id": 9, "name": "Alida Valli"},
+                doc! {"_id": 10, "name": "Ernst Deutsch"},
+            ],
+        )
+        .await;
     let role = |id: i32, film: i32, actor: i32, character: &str, minutes: i32| {
         doc! {"_id": id, "film": film, "actor": actor, "character": character, "minutes": minutes}
     };
     example
-        .insert("roles", [
-            role(1, 1, 7, "Harry Lime", 5),
-            role(2, 1, 8, "Holly Martins", 80),
-            role(3, 1, 9, "Anna Schmidt", 40),
-            role(4, 1, 10, "Baron Kurtz", 4),
-            role(5, 2, 7, "Kane", 99),
-        ])
+        .insert(
+            "roles",
+            [
+                role(1, 1, 7, "Harry Lime", 5),
+                role(2, 1, 8, "Holly Martins", 80),
+                role(3, 1, 9, "Anna Schmidt", 40),
+                role(4, 1, 10, "Baron Kurtz", 4),
+                role(5, 2, 7, "Kane", 99),
+            ],
+        )
         .await;
-    let member = |actor: i32, name: &str, character: &str| bson!({"actor": actor, "name": name, "character": character});
-    let (cotten, valli, lime) = (member(8, "Joseph Cotten", "Holly Martins"), member(9, "Alida Valli", "Anna Schmidt"), member(7, "Orson Welles", "Harry Lime"));
-    assert_eq!(example.field("films", "cast").await, [bson!([cotten.clone(), valli.clone(), lime]), bson!([member(7, "Orson Welles", "Kane")])]);
+    let member =
+        |actor: i32, name: &str, character: &str| bson!({"actor": actor, "name": name, "character": character});
+    let (cotten, valli, lime) = (
+        member(8, "Joseph Cotten", "Holly Martins"),
+        member(9, "Alida Valli", "Anna Schmidt"),
+        member(7, "Orson Welles", "Harry Lime"),
+    );
+    assert_eq!(
+        example.field("films", "cast").await,
+        [bson!([cotten.clone(), valli.clone(), lime]), bson!([member(7, "Orson Welles", "Kane")])]
+    );
     let known = |title: &str, character: &str| bson!({"title": title, "character": character});
     let missing = || bson!("(missing)");
     assert_eq!(
         example.field("actors", "best_known_for").await,
-        [known("Citizen Kane", "Kane"), known("The Third Man", "Holly Martins"), known("The Third Man", "Anna Schmidt"), missing()]
+        [
+            known("Citizen Kane", "Kane"),
+            known("The Third Man", "Holly Martins"),
+            known("The Third Man", "Anna Schmidt"),
+            missing()
+        ]
     );
     // A larger role pushes one out; a renamed actor reaches the film through the role.
     example.set("roles", 4, doc! {"minutes": 50}).await;
     example.set("actors", 7, doc! {"name": "O. Welles"}).await;
     example.delete("roles", 3).await;
     let kurtz = member(10, "Ernst Deutsch", "Baron Kurtz");
-    assert_eq!(example.field("films", "cast").await, [bson!([cotten, kurtz, member(7, "O. Welles", "Harry Lime")]), bson!([member(7, "O. Welles", "Kane")])]);
+    assert_eq!(
+        example.field("films", "cast").await,
+        [bson!([cotten, kurtz, member(7, "O. Welles", "Harry Lime")]), bson!([member(7, "O. Welles", "Kane")])]
+    );
     assert_eq!(
         example.field("actors", "best_known_for").await,
-        [known("Citizen Kane", "Kane"), known("The Third Man", "Holly Martins"), missing(), known("The Third Man", "Baron Kurtz")]
+        [
+            known("Citizen Kane", "Kane"),
+            known("The Third Man", "Holly Martins"),
+            missing(),
+            known("The Third Man", "Baron Kurtz")
+        ]
     );
     // The order of films changes; a film goes.
     example.set("films", 1, doc! {"viewers": 1000}).await;
     assert_eq!(example.field("actors", "best_known_for").await[0], known("The Third Man", "Harry Lime"));
     example.delete("films", 1).await;
-    assert_eq!(example.field("actors", "best_known_for").await, [known("Citizen Kane", "Kane"), missing(), missing(), missing()]);
+    assert_eq!(
+        example.field("actors", "best_known_for").await,
+        [known("Citizen Kane", "Kane"), missing(), missing(), missing()]
+    );
     example.stop().await;
 }
 
@@ -356,17 +498,32 @@ async fn books() {
             doc! {"_id": 5, "title": "A DBRef too", "publisher": {"$ref": "publisher", "$id": 1, "$db": example.db.name()}},
         ])
         .await;
-    example.insert("shelf", [doc! {"_id": "fiction", "books": [{"title": "x", "publisher_id": 1}, {"title": "y", "publisher_id": 2}]}]).await;
+    example
+        .insert(
+            "shelf",
+            [doc! {"_id": "fiction", "books": [{"title": "x", "publisher_id": 1}, {"title": "y", "publisher_id": 2}]}],
+        )
+        .await;
     let missing = || bson!("(missing)");
     let info = |name: &str, acronym: &str| bson!({"name": name, "acronym": acronym, "foundationYear": 1978});
     let oreilly = || info("O'Reilly Media", "OREILLY");
     assert_eq!(example.field("book", "publisher_info").await, [oreilly(), missing(), missing(), missing(), oreilly()]);
     let whole = |id: i32, name: &str, acronym: &str| bson!({"_id": id, "name": name, "acronym": acronym, "foundationYear": 1978, "HQ": "California"});
     assert_eq!(example.field("book", "published_by").await[1], whole(1, "O'Reilly Media", "OREILLY"));
-    assert_eq!(example.field("book", "publisher_name").await, [missing(), missing(), bson!("O'Reilly Media"), missing(), missing()]);
+    assert_eq!(
+        example.field("book", "publisher_name").await,
+        [missing(), missing(), bson!("O'Reilly Media"), missing(), missing()]
+    );
     let title = |id: i32, title: &str| bson!({"id": id, "title": title});
-    assert_eq!(example.field("publisher", "books").await, [bson!([title(5, "A DBRef too"), title(1, "By DBRef")]), bson!([])]);
-    let shelf = |first: &str, second: &str| [bson!([{"title": "x", "publisher_id": 1, "publisher": first}, {"title": "y", "publisher_id": 2, "publisher": second}])];
+    assert_eq!(
+        example.field("publisher", "books").await,
+        [bson!([title(5, "A DBRef too"), title(1, "By DBRef")]), bson!([])]
+    );
+    let shelf = |first: &str, second: &str| {
+        [
+            bson!([{"title": "x", "publisher_id": 1, "publisher": first}, {"title": "y", "publisher_id": 2, "publisher": second}]),
+        ]
+    };
     assert_eq!(example.field("shelf", "books").await, shelf("O'Reilly Media", "Manning"));
     // Renamed, and with another acronym.
     example.set("publisher", 1, doc! {"name": "O'R", "acronym": "OR"}).await;
@@ -379,10 +536,16 @@ async fn books() {
     example.set("book", 1, doc! {"publisher": {"$ref": "publisher", "$id": 2}, "title": "Moved"}).await;
     example.set("book", 5, doc! {"publisher.$ref": "press"}).await;
     example.delete("publisher", 1).await;
-    assert_eq!(example.field("book", "publisher_info").await, [info("Manning", "OREILLY"), missing(), missing(), missing(), missing()]);
+    assert_eq!(
+        example.field("book", "publisher_info").await,
+        [info("Manning", "OREILLY"), missing(), missing(), missing(), missing()]
+    );
     assert_eq!(example.field("book", "published_by").await[1], missing());
     assert_eq!(example.field("publisher", "books").await, [bson!([title(1, "Moved")])]);
-    assert_eq!(example.field("shelf", "books").await, [bson!([{"title": "x", "publisher_id": 1}, {"title": "y", "publisher_id": 2, "publisher": "Manning"}])]);
+    assert_eq!(
+        example.field("shelf", "books").await,
+        [bson!([{"title": "x", "publisher_id": 1}, {"title": "y", "publisher_id": 2, "publisher": "Manning"}])]
+    );
     example.stop().await;
 }
 
@@ -416,7 +579,8 @@ async fn patrons() {
 }
 
 /// The examples that are run here, by the tests' names, and those that run elsewhere on data of their own.
-const HERE: &[&str] = &["addresses", "books", "comments", "films", "hosts", "messages", "parts", "patrons", "reviews", "tasks"];
+const HERE: &[&str] =
+    &["addresses", "books", "comments", "films", "hosts", "messages", "parts", "patrons", "reviews", "tasks"];
 const ELSEWHERE: &[&str] = &["flights", "shop"];
 
 #[test]
