@@ -10,6 +10,7 @@
 mod cases;
 mod copy_rules;
 mod daemon;
+mod exact_meaning;
 mod floors;
 mod histories;
 mod keys_on_server;
