@@ -325,6 +325,25 @@ fn binding() -> Vec<Case> {
                 doc! {"_id": 5},
                 doc! {"_id": 6, "items": {"id": 1}},
             ]),
+        Case::new("arrays right inside arrays, around the array that is bound", "copy: { source: '@s', target: '@t', match: { 'a.$[].b.$[].c': _id }, set: { 'a.$[].b.$[].n': $name } }")
+            .has("s", s())
+            .has("t", [
+                doc! {"_id": 1, "a": [[{"b": [{"c": 1}]}], {"b": [[{"c": 1}], {"c": 1}]}, {"b": {"c": 1}}, 7, null]},
+                doc! {"_id": 2, "a": {"b": [{"c": 1}]}},
+            ])
+            .writes([update("s", 1, doc! {"$set": {"name": "z"}})])
+            .expect("t", [
+                doc! {"_id": 1, "a": [[{"b": [{"c": 1}]}], {"b": [[{"c": 1}], {"c": 1, "n": "z"}]}, {"b": {"c": 1}}, 7, null]},
+                doc! {"_id": 2, "a": {"b": [{"c": 1}]}},
+            ]),
+        Case::new("on_missing: remove passes over what is no subdocument", "copy: { source: '@s', target: '@t', match: { 'items.$[].id': _id }, set: { 'items.$[].name': $name }, on_missing: remove }")
+            .has("s", s())
+            .has("t", [doc! {"_id": 1, "items": [[{"id": 9}], 9, {"id": 9}, {"id": [9]}, {"id": 1}]}, doc! {"_id": 2, "items": {"id": 9}}])
+            .expect("t", [doc! {"_id": 1, "items": [[{"id": 9}], 9, {"id": [9]}, {"id": 1, "name": "a"}]}, doc! {"_id": 2, "items": {"id": 9}}]),
+        Case::new("once passes over what is no subdocument", "copy: { source: '@s', target: '@t', match: { 'items.$[].id': _id }, set: { 'items.$[].name': $name }, once: true }")
+            .has("s", s())
+            .has("t", [doc! {"_id": 1, "items": [[{"id": 1}], 1, {"id": 1}]}])
+            .expect("t", [doc! {"_id": 1, "items": [[{"id": 1}], 1, {"id": 1, "name": "a"}]}]),
         Case::new("no array for into", INTO)
             .has("s", s())
             .has("t", [doc! {"_id": 1, "refs": 1, "names": ["stale"]}, doc! {"_id": 2, "names": ["stale"]}, doc! {"_id": 3, "refs": [[1], null, 1]}])
@@ -546,11 +565,11 @@ fn order() -> Vec<Case> {
             .expect("t", [doc! {"_id": 1, "set": [null, 1, 3, "a", "b", {"x": 1}, [2]]}])
             .on_history(),
         // "so that floating-point sums are the same each time"
-        Case::new("floating-point sums", &aggregate("{ sum: { $sum: $v }, avg: { $avg: $v }, dev: { $stdDevPop: $v } }", ""))
+        Case::new("floating-point sums", &aggregate("{ sum: { $sum: $v }, avg: { $avg: $v } }", ""))
             .has("s", [0.1, 0.2, 0.3, 1e16, 1.0, -1e16].into_iter().zip(0..).map(|(v, id)| doc! {"_id": id, "ref": 1, "v": v}))
             .has("t", [doc! {"_id": 1}])
             .writes([update("s", 4, doc! {"$set": {"ref": 2}}), update("s", 3, doc! {"$set": {"ref": 2}}), delete("s", 5)])
-            .expect("t", [doc! {"_id": 1, "sum": 0.600_000_000_000_000_1, "avg": 0.200_000_000_000_000_04, "dev": 0.081_649_658_092_772_61}]),
+            .expect("t", [doc! {"_id": 1, "sum": 0.6, "avg": 0.199_999_999_999_999_98}]),
         // "On no input: `[]` from `collect` and array accumulators, 0 from `$sum` and `$count`, null from the rest"
         Case::new("no input", &aggregate(accumulators, ""))
             .has("s", s())
