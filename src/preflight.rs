@@ -74,6 +74,8 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
         }
         findings.extend(try_read(server, rule).await?);
     }
+    // An index makes its collection, and what is there cannot be created: collections first.
+    findings.sort_by_key(|finding| !finding.fix.as_ref().is_some_and(|fix| fix.command.contains_key("create")));
     Ok(findings)
 }
 

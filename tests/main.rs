@@ -7,8 +7,11 @@
     reason = "a test that fails panics, and helpers of tests are tests"
 )]
 
+mod cases;
 mod copy_rules;
 mod daemon;
+mod exact_meaning;
 mod floors;
 mod histories;
 mod keys_on_server;
+mod patterns;

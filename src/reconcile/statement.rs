@@ -150,6 +150,10 @@ fn refers(rule: &Rule, condition: &dyn Fn(usize) -> Document) -> Matcher {
         matcher.conditions.extend(array_guards(each));
         let (outer, elements) = outer_filters(each);
         matcher.array_filters = outer;
+        if !element.is_empty() {
+            // `e.id` would look into an array that is an element, and a name inside it cannot be set.
+            element.insert("e", doc! {"$not": {"$type": "array"}});
+        }
         matcher.array_filters.push(element);
         matcher.elements = elements;
     }
@@ -230,6 +234,7 @@ fn outer_filters(each: &FieldPath) -> (Vec<Document>, String) {
                 filter.insert(format!("x{depth}.{}", next[..count].join(".")), doc! {"$not": {"$type": "array"}});
             }
             filter.insert(format!("x{depth}.{}", next.join(".")), doc! {"$type": "array"});
+            filter.insert(format!("x{depth}"), doc! {"$not": {"$type": "array"}});
             filters.push(filter);
         }
     }
@@ -310,8 +315,9 @@ fn pull(rule: &Rule, key: &Key, mut matcher: Matcher) -> Result<Statement> {
     if rule.reference.paths(Role::Target).any(|path| dbref_parent(path).is_some()) {
         return filter_out(rule, key, &array, matcher);
     }
+    // `$pull` itself passes over elements that are no documents.
     let condition: Document =
-        last.into_iter().map(|(name, value)| (name.strip_prefix("e.").unwrap_or(&name).to_owned(), value)).collect();
+        last.into_iter().filter_map(|(name, value)| Some((name.strip_prefix("e.")?.to_owned(), value))).collect();
     let mut pull = RawDocumentBuf::new();
     pull.append(bson::raw::CString::try_from(array)?, raw(&condition)?);
     update(rule, matcher.conditions, rawdoc! {"$pull": pull}, &matcher.array_filters)
