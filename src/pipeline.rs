@@ -13,6 +13,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    audit,
     backfill::{self, Wish},
     checkpoint::{
         store::{Backfill, Store},
@@ -155,6 +156,9 @@ async fn register_rules(context: &Context, store: &Store) -> Result<Vec<Wish>> {
                 let auto = rule.backfill == crate::config::BackfillMode::Auto;
                 let backfill = if auto { Backfill::Pending(None) } else { Backfill::Manual };
                 tracing::info!(rule = %rule.name, change = if before.is_some() { "changed" } else { "new" }, backfill = auto, "rule");
+                if let Some(state) = before {
+                    store.retire(&context.server, &rule.name, &state.definition).await?;
+                }
                 let generation = store.reset_rule(&context.server, rule, &backfill).await?;
                 if auto {
                     open.push(Wish { rule: rule.id, generation, after: None });
@@ -163,7 +167,7 @@ async fn register_rules(context: &Context, store: &Store) -> Result<Vec<Wish>> {
         }
     }
     for (name, _) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
-        tracing::warn!(rule = %name, "this rule is no longer in the config; its fields stay as they are");
+        tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
     }
     Ok(open)
 }
@@ -250,7 +254,8 @@ impl Pipeline {
                 stop.clone(),
             ));
         }
-        feeders.spawn(retry(self.context.clone(), page, stop.clone()));
+        feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
+        feeders.spawn(audit::run(self.context.clone(), page, stop.clone()));
         let mut tick = tokio::time::interval(Duration::from_millis(100));
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -396,7 +401,7 @@ impl Pipeline {
             let mut work = ended.work;
             let finish = match ended.end {
                 End::Done | End::SetAside => Finish::Done { pause },
-                End::Dangling => Finish::Again { delay: limits.destroy_grace, work },
+                End::Later(delay) => Finish::Again { delay, work },
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                     let delay = reconcile::run::backoff(&error, work.attempts, limits.write_timeout);

@@ -38,8 +38,8 @@ pub struct Work {
     pub committed: Option<i64>,
     /// How often this was tried in vain.
     pub attempts: u32,
-    /// When a reference was first found to dangle, for policies that destroy.
-    pub missing_since: Option<Instant>,
+    /// When a reference was first found to dangle, for policies that destroy, or a target to differ, for the guard.
+    pub doubted_since: Option<Instant>,
     /// The oldest batch of each stream that this comes from.
     held: BTreeMap<usize, u64>,
 }
@@ -165,7 +165,7 @@ impl WorkQueue {
             after: origin.after,
             committed: origin.committed,
             attempts: 0,
-            missing_since: None,
+            doubted_since: None,
             held: BTreeMap::new(),
         };
         let slot = Slot { lane: (request.rule, request.task), key: request.key };
@@ -248,7 +248,10 @@ impl WorkQueue {
     /// The lane after the one that was served last.
     fn next_lane(&self) -> Option<Lane> {
         let after = self.turn.and_then(|turn| {
-            self.lanes.range((std::ops::Bound::Excluded(turn), std::ops::Bound::Unbounded)).next().map(|(lane, _)| *lane)
+            self.lanes
+                .range((std::ops::Bound::Excluded(turn), std::ops::Bound::Unbounded))
+                .next()
+                .map(|(lane, _)| *lane)
         });
         after.or_else(|| self.lanes.keys().next().copied())
     }
@@ -269,7 +272,9 @@ impl WorkQueue {
         self.weight = self.weight.saturating_sub(weight);
         match finish {
             Finish::Done { pause } => {
-                held.into_iter().for_each(|(stream, batch)| watermark.release(stream, batch));
+                for (stream, batch) in held {
+                    watermark.release(stream, batch);
+                }
                 if let Some(at) = now.checked_add(pause).filter(|_| !pause.is_zero()) {
                     entry.not_before = Some(at);
                     entry.cooling = true;
@@ -334,7 +339,7 @@ impl WorkQueue {
 fn writes(task: Task) -> bool {
     match task {
         Task::Value | Task::Target => true,
-        Task::LocateSource | Task::LocateTarget | Task::Parents | Task::Holders => false,
+        Task::LocateSource | Task::LocateTarget | Task::Parents | Task::Holders | Task::Guard => false,
     }
 }
 
@@ -345,7 +350,7 @@ impl Work {
         self.after = self.after.max(newer.after);
         self.committed = earliest(self.committed, newer.committed);
         self.attempts = 0;
-        self.missing_since = None;
+        self.doubted_since = None;
         self
     }
 

@@ -25,7 +25,7 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     let mut files = config::snapshot(paths);
     let mut handle = start(&loaded, ready(&loaded).await?).await?;
     loop {
-        let wake = signals.next(paths, &files, &handle).await;
+        let wake = signals.next(paths, files.as_ref(), &handle).await;
         match wake {
             Wake::Stop => break,
             Wake::Ended => return Err(Error::internal("the pipeline has ended by itself; see the log").into()),
@@ -104,7 +104,7 @@ impl Signals {
     }
 
     /// Waits for something to do.
-    async fn next(&mut self, paths: &[PathBuf], files: &Option<Vec<String>>, running: &Handle) -> Wake {
+    async fn next(&mut self, paths: &[PathBuf], files: Option<&Vec<String>>, running: &Handle) -> Wake {
         let mut look = tokio::time::interval(LOOK);
         loop {
             tokio::select! {
@@ -116,7 +116,7 @@ impl Signals {
                         return Wake::Ended;
                     }
                     let now = config::snapshot(paths);
-                    if now.is_some() && now != *files {
+                    if now.is_some() && now.as_ref() != files {
                         return Wake::Reload;
                     }
                 }

@@ -81,6 +81,22 @@ pub fn of_target(rule: &Rule, id: &Key, guard: &RawDocumentBuf, desired: &Desire
     Ok(vec![update(rule, vec![doc! {"_id": id}, unchanged], operators(rule, "", fields)?, &[])?])
 }
 
+/// The statement that takes `path` away from the targets with these `_id`s.
+pub fn unset(path: &FieldPath, ids: Vec<Bson>) -> Result<Statement> {
+    let mut query = doc! {"$and": [{"_id": {"$in": ids.clone()}}], "$expr": "$$ok"};
+    let mut name = path.to_string();
+    let mut filters = Vec::new();
+    if let Some(each) = path.array_prefix() {
+        query.insert("$and", [vec![doc! {"_id": {"$in": ids}}], array_guards(&each)].concat());
+        let (outer, elements) = outer_filters(&each);
+        filters = outer;
+        filters.push(doc! {"e": {"$type": "object"}});
+        name = format!("{elements}{}", name.strip_prefix(&each.to_string()).unwrap_or_default());
+    }
+    let statement = doc! {"q": query, "u": {"$unset": {name: ""}}, "multi": true, "arrayFilters": filters};
+    Ok(Statement::Update(raw(&statement)?))
+}
+
 fn named(scope: &Scope) -> Option<Document> {
     match scope {
         Scope::All => None,
