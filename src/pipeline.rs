@@ -380,7 +380,7 @@ impl Pipeline {
                 End::Dangling => Finish::Again { delay: limits.destroy_grace, work },
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-                    let delay = reconcile::run::backoff(&error, work.attempts, limits.write_timeout);
+                    let delay = reconcile::run::backoff(work.attempts);
                     if work.attempts.is_power_of_two() || work.attempts == 0 {
                         let rule = &self.context.plan.rule(outcome.lane.0).name;
                         tracing::warn!(rule, error = %error.message, attempts = work.attempts, retry_in = ?delay, "a reconcile failed and is tried again");
