@@ -9,6 +9,8 @@
 
 mod copy_rules;
 mod daemon;
+mod faults;
 mod floors;
 mod histories;
 mod keys_on_server;
+mod lease;
