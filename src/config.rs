@@ -23,7 +23,7 @@ pub use excerpt::Place;
 pub use format::Format;
 pub use load::{ConfigError, Loaded, load, load_str, process_environment, snapshot};
 pub use sections::{
-    Aggregate, BackfillMode, Collect, Config, Copy, Guard, Http, KeyType, Limits, Log, LogFormat, Mongodb, OnDrift,
-    OnEmpty, OnMissing, Pattern, Rule, Side, State,
+    Aggregate, BackfillMode, Collect, Config, Copy, Guard, Http, KeyType, Lease, Limits, Log, LogFormat, Mongodb,
+    OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State,
 };
 pub use sources::{LocatedMistake, Related};

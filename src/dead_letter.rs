@@ -50,7 +50,8 @@ impl DeadLetters {
 
     /// Forgets a letter whose work has been done, unless it failed once more meanwhile.
     pub async fn clear(&self, server: &Server, letter: &Letter) -> Result<()> {
-        let filter = doc! {"_id": letter.id.clone(), "attempts": letter.attempts};
+        // `last` too: a letter that was forgotten and written anew counts from one again.
+        let filter = doc! {"_id": letter.id.clone(), "attempts": letter.attempts, "last": letter.last};
         server.collection(&self.database, COLLECTION).delete_one(filter).await?;
         Ok(())
     }
@@ -98,6 +99,7 @@ pub struct Letter {
     /// The one target that was found to be the culprit.
     target: Option<Key>,
     attempts: i32,
+    last: DateTime,
     /// When to try again, in milliseconds since 1970: the pause doubles from 5 seconds to an hour.
     due: i64,
 }
@@ -116,14 +118,15 @@ impl Letter {
             _ => return None,
         };
         let attempts = letter.get_i32("attempts").unwrap_or(1);
-        let last = letter.get_datetime("last").ok()?.timestamp_millis();
+        let last = *letter.get_datetime("last").ok()?;
         let pause = 5_000_i64 << (attempts.clamp(1, 10) - 1);
         Some(Self {
             task,
             key: Key::new(id.get_array("key").ok()?.clone()),
             target: id.get_array("target").ok()?.first().cloned().map(Key::one),
             attempts,
-            due: last + pause.min(3_600_000),
+            last,
+            due: last.timestamp_millis() + pause.min(3_600_000),
             id: id.clone(),
         })
     }

@@ -10,6 +10,7 @@ pub mod dead_letter;
 pub mod error;
 pub mod field_path;
 pub mod key;
+pub mod lease;
 pub mod logging;
 pub mod mongo;
 pub mod pipeline;

@@ -3,5 +3,7 @@
 pub mod classify;
 pub mod command;
 pub mod connect;
+pub mod fence;
 
 pub use command::{Reads, Server};
+pub use fence::Fence;

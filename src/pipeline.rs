@@ -395,7 +395,6 @@ impl Pipeline {
                 self.queue.push(request.clone(), origin, &mut self.watermark);
             }
         }
-        let limits = &self.context.limits;
         for ended in outcome.keys {
             let weight = ended.work.scope.weight();
             let mut work = ended.work;
@@ -404,7 +403,7 @@ impl Pipeline {
                 End::Later(delay) => Finish::Again { delay, work },
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-                    let delay = reconcile::run::backoff(&error, work.attempts, limits.write_timeout);
+                    let delay = reconcile::run::backoff(work.attempts);
                     if work.attempts.is_power_of_two() || work.attempts == 0 {
                         let rule = &self.context.plan.rule(outcome.lane.0).name;
                         tracing::warn!(rule, error = %error.message, attempts = work.attempts, retry_in = ?delay, "a reconcile failed and is tried again");

@@ -60,10 +60,8 @@ impl Daemon {
             preflight::apply(&context.server, &fix).await.unwrap();
         }
         assert_eq!(preflight::check(&context.server, &context.plan).await.unwrap(), []);
-        let store = Store {
-            database: context.dead_letters.database.clone(),
-            deployment: context.dead_letters.deployment.clone(),
-        };
+        let letters = &context.dead_letters;
+        let store = Store::open(&context.server, &letters.database, &letters.deployment).await.unwrap();
         Self { handle: pipeline::start(context, store).await.unwrap() }
     }
 

@@ -15,7 +15,7 @@ const FLOORS: &[&[&str]] = &[
     &["plan"],
     &["request"],
     &["route", "dead_letter", "watch", "checkpoint"],
-    &["workqueue"],
+    &["workqueue", "lease"],
     &["reconcile"],
     &["preflight"],
     &["backfill", "audit"],

@@ -1,10 +1,15 @@
 //! Positions and rule states in the state database, acknowledged by a majority.
+//!
+//! Every document holds the term of the leader that wrote it last. A leader first marks all of them with its own term; from
+//! then on nothing that a former leader has sent changes them.
+
+use std::sync::Arc;
 
 use bson::{Bson, DateTime, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
 
 use crate::{
-    error::Result,
+    error::{Error, Kind, Result},
     mongo::Server,
     plan::Rule,
     position::{ClusterTime, Position},
@@ -12,16 +17,21 @@ use crate::{
 
 /// The collection of positions: one document a deployment and stream.
 pub const POSITIONS: &str = "positions";
+/// NamespaceExists
+const NAMESPACE_EXISTS: i32 = 48;
+/// DuplicateKey
+const DUPLICATE_KEY: i32 = 11000;
 /// The collection of rule states: one document a deployment and rule.
 pub const RULES: &str = "rules";
 
 /// The state of one deployment.
 #[derive(Debug, Clone)]
 pub struct Store {
-    /// The state database.
-    pub database: String,
-    /// The deployment's name.
-    pub deployment: String,
+    database: String,
+    deployment: String,
+    /// The UUID of the collection of positions. A copy of the data in another cluster has another one, whether it was
+    /// restored from a dump or synchronised, and reading it takes no more privilege than the state needs anyway.
+    cluster: Arc<Bson>,
 }
 
 /// What is known of a rule from earlier runs.
@@ -48,7 +58,57 @@ pub enum Backfill {
     Done,
 }
 
+/// The greatest term that any state of the deployment was written under; 0 when there is no state.
+pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> Result<i64> {
+    let mut highest = 0;
+    for name in [POSITIONS, RULES] {
+        let last = server
+            .collection(database, name)
+            .find_one(doc! {"_id.deployment": deployment})
+            .sort(doc! {"term": -1})
+            .await?;
+        // State without a term is of a daemon without a lease.
+        highest = highest.max(last.map_or(0, |doc| doc.get_i64("term").unwrap_or(1).max(1)));
+    }
+    Ok(highest)
+}
+
 impl Store {
+    /// Opens the state of a deployment for the leader whose term `server` writes under: what a former leader has sent and
+    /// not seen acknowledged does not change it from now on.
+    pub async fn open(server: &Server, database: &str, deployment: &str) -> Result<Self> {
+        for name in [POSITIONS, RULES] {
+            match server.database(database).create_collection(name).await.map_err(Error::from) {
+                Err(error) if error.code != Some(NAMESPACE_EXISTS) => return Err(error),
+                Ok(()) | Err(_) => {}
+            }
+            let term = server.term();
+            let others = server
+                .collection(database, name)
+                .count_documents(doc! {"_id.deployment": deployment, "term": {"$gt": term}})
+                .await?;
+            if others > 0 && term > 0 {
+                return Err(former());
+            }
+            server
+                .collection(database, name)
+                .update_many(
+                    doc! {"_id.deployment": deployment, "term": {"$not": {"$gte": term}}},
+                    doc! {"$set": {"term": term}},
+                )
+                .await?;
+        }
+        let command = doc! {"listCollections": 1, "filter": {"name": POSITIONS}};
+        let reply = server.database(database).run_command(command).await?;
+        let uuid = reply
+            .get_document("cursor")
+            .and_then(|cursor| cursor.get_array("firstBatch"))
+            .ok()
+            .and_then(|batch| batch.first()?.as_document()?.get_document("info").ok()?.get("uuid").cloned());
+        let cluster = uuid.ok_or_else(|| Error::internal("the collection of positions has no UUID"))?;
+        Ok(Self { database: database.to_owned(), deployment: deployment.to_owned(), cluster: Arc::new(cluster) })
+    }
+
     fn id(&self, name: &str, value: &str) -> Document {
         doc! {"deployment": &self.deployment, name: value}
     }
@@ -58,15 +118,20 @@ impl Store {
     pub async fn position(&self, server: &Server, database: &str, pipeline: &[Document]) -> Result<Option<Position>> {
         let found =
             server.collection(&self.database, POSITIONS).find_one(doc! {"_id": self.id("stream", database)}).await?;
+        let now = server.operation_time().await?;
         Ok(found.and_then(|doc| {
             let time = ClusterTime::from(doc.get_timestamp("time").ok()?);
+            if doc.get("cluster") != Some(&*self.cluster) || time > now {
+                tracing::error!(database, "the saved position is of another cluster and is not used");
+                return None;
+            }
             let same = doc.get_array("pipeline").ok()?.iter().filter_map(Bson::as_document).eq(pipeline.iter());
             let token = doc.get_document("token").ok().filter(|_| same).cloned();
             Some(Position { time, token })
         }))
     }
 
-    /// Saves where the stream of `database` is.
+    /// Saves where the stream of `database` is, unless another leader has opened the state.
     pub async fn save_position(
         &self,
         server: &Server,
@@ -78,13 +143,16 @@ impl Store {
             "time": Timestamp::from(position.time),
             "token": position.token.clone(),
             "pipeline": pipeline.to_vec(),
+            "cluster": (*self.cluster).clone(),
+            "term": server.term(),
             "saved": DateTime::now(),
         };
         server
             .collection(&self.database, POSITIONS)
-            .update_one(doc! {"_id": self.id("stream", database)}, doc! {"$set": state})
+            .update_one(mine(server, self.id("stream", database)), doc! {"$set": state})
             .upsert(true)
-            .await?;
+            .await
+            .map_err(refused_upsert)?;
         Ok(())
     }
 
@@ -114,15 +182,17 @@ impl Store {
     pub async fn reset_rule(&self, server: &Server, rule: &Rule, backfill: &Backfill) -> Result<i64> {
         let mut state = backfill_state(backfill);
         state.insert("definition", rule.definition.clone());
+        state.insert("term", server.term());
         let saved = server
             .collection(&self.database, RULES)
             .find_one_and_update(
-                doc! {"_id": self.id("rule", &rule.name)},
+                mine(server, self.id("rule", &rule.name)),
                 doc! {"$set": state, "$inc": {"generation": 1_i64}},
             )
             .upsert(true)
             .return_document(mongodb::options::ReturnDocument::After)
-            .await?;
+            .await
+            .map_err(refused_upsert)?;
         Ok(saved.and_then(|doc| doc.get_i64("generation").ok()).unwrap_or_default())
     }
 
@@ -154,13 +224,28 @@ impl Store {
         generation: i64,
         backfill: &Backfill,
     ) -> Result<bool> {
-        let filter = doc! {"_id": self.id("rule", &rule.name), "generation": generation};
+        let mut filter = mine(server, self.id("rule", &rule.name));
+        filter.insert("generation", generation);
         let done = server
             .collection(&self.database, RULES)
             .update_one(filter, doc! {"$set": backfill_state(backfill)})
             .await?;
         Ok(done.matched_count > 0)
     }
+}
+
+/// The document with this `_id`, unless a later leader has marked it. An upsert then finds that it is there all the same.
+fn mine(server: &Server, id: Document) -> Document {
+    doc! {"_id": id, "term": {"$not": {"$gt": server.term()}}}
+}
+
+fn refused_upsert(error: mongodb::error::Error) -> Error {
+    let error = Error::from(error);
+    if error.code == Some(DUPLICATE_KEY) { former() } else { error }
+}
+
+fn former() -> Error {
+    Error::new(Kind::Unavailable, "another instance has become the leader")
 }
 
 fn backfill_state(backfill: &Backfill) -> Document {

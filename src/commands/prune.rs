@@ -26,7 +26,7 @@ const PAGE: usize = 1000;
 pub async fn prune(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) -> std::result::Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?).await?;
     let config = &loaded.config;
-    let store = Store { database: config.state.database.clone(), deployment: config.name.clone() };
+    let store = Store::open(&context.server, &config.state.database, &config.name).await?;
     let known = store.rules(&context.server).await?;
     let Some((_, state)) = known.iter().find(|(name, _)| name == rule) else {
         let names: Vec<&str> = known.iter().map(|(name, _)| name.as_str()).collect();

@@ -1,4 +1,4 @@
-//! `denormd run`
+//! `denormd run`: stand by, lead, follow changes; and again when the lease is lost or the config changes.
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
@@ -8,40 +8,53 @@ use crate::{
     checkpoint::store::Store,
     commands::{Failure, compile, context},
     config::{self, Loaded},
-    error::Error,
+    error::{Error, Kind},
+    lease::{Held, Lease},
     logging,
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
 };
 
-/// How often the config files are looked at. A ConfigMap is swapped by a symlink, which file notifications miss.
-const LOOK: Duration = Duration::from_secs(2);
+/// How often a running pipeline and the config files are looked at. A ConfigMap is swapped by a symlink, which file
+/// notifications miss.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, swaps the rules.
 pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     logging::start(&loaded.config.log);
-    let mut signals = Signals::listen()?;
-    let mut files = config::snapshot(paths);
-    let mut handle = start(&loaded, ready(&loaded).await?).await?;
+    let mut signals = Signals::listen(paths)?;
+    let context = tokio::select! {
+        context = patiently(&loaded) => context?,
+        () = signals.stop() => return Ok(()),
+    };
+    let mut rules = Rules { loaded, context };
+    let config = &rules.loaded.config;
+    let lease = Lease::new(rules.context.server.unfenced(), &config.state.database, &config.name, config.lease.ttl);
     loop {
-        let wake = signals.next(paths, files.as_ref(), &handle).await;
-        match wake {
-            Wake::Stop => break,
-            Wake::Ended => return Err(Error::internal("the pipeline has ended by itself; see the log").into()),
-            Wake::Reload => {
-                files = config::snapshot(paths);
-                handle = reload(paths, handle).await?;
-            }
+        tracing::info!(deployment = %rules.loaded.config.name, "standing by");
+        let held = tokio::select! {
+            held = lease.stand_by() => held,
+            wake = signals.next() => match wake {
+                Wake::Stop => break,
+                Wake::Reload => {
+                    rules.reload(paths).await;
+                    continue;
+                }
+            },
+        };
+        if lead(paths, &mut rules, held, &mut signals).await? == Ended::Stopped {
+            break;
         }
-    }
-    tracing::info!("stopping: what is in flight is finished, then the position is saved");
-    tokio::select! {
-        () = handle.stop() => {}
-        () = signals.stop() => return Err(Error::internal("stopped at once by a second signal").into()),
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// A config that is whole, with a cluster that has what it needs.
+struct Rules {
+    loaded: Loaded,
+    context: Arc<Context>,
 }
 
 /// Everything that can be refused, before anything is started.
@@ -51,72 +64,171 @@ async fn ready(loaded: &Loaded) -> Result<Arc<Context>, Failure> {
     if findings.is_empty() { Ok(context) } else { Err(Failure::Refused(super::plan::refusal(&findings))) }
 }
 
-async fn start(loaded: &Loaded, context: Arc<Context>) -> Result<Handle, Failure> {
-    let config = &loaded.config;
-    let store = Store { database: config.state.database.clone(), deployment: config.name.clone() };
-    let handle = pipeline::start(context, store).await?;
-    tracing::info!(rules = config.rules.len(), deployment = %config.name, "following changes");
-    Ok(handle)
-}
-
-/// Swaps the rules when the new config is whole and the cluster has what it needs; otherwise the old ones go on.
-async fn reload(paths: &[PathBuf], running: Handle) -> Result<Handle, Failure> {
-    let loaded = match config::load(paths, &config::process_environment()) {
-        Ok(loaded) => loaded,
-        Err(error) => return Ok(kept(running, &error.into())),
-    };
-    match ready(&loaded).await {
-        Ok(context) => {
-            running.stop().await;
-            tracing::info!("config reloaded");
-            start(&loaded, context).await
+/// The same, through everything that passes by itself: a sidecar may be up before its database.
+async fn patiently(loaded: &Loaded) -> Result<Arc<Context>, Failure> {
+    loop {
+        match ready(loaded).await {
+            Err(Failure::Failed(error)) if error.is_transient() => {
+                tracing::warn!(error = %error, "the cluster cannot be reached yet; trying again");
+                tokio::time::sleep(LOOK).await;
+            }
+            result => return result,
         }
-        Err(failure) => Ok(kept(running, &failure)),
     }
 }
 
-fn kept(running: Handle, failure: &Failure) -> Handle {
-    tracing::error!(reason = %failure, "the new config is refused; the old rules stay in force");
-    running
+impl Rules {
+    /// Takes the new config when it is whole and the cluster has what it needs; otherwise the old one stays in force.
+    async fn reload(&mut self, paths: &[PathBuf]) -> bool {
+        let result = async {
+            let loaded = config::load(paths, &config::process_environment())?;
+            let (old, new) = (&self.loaded.config, &loaded.config);
+            if old.name != new.name || old.state.database != new.state.database || old.lease.ttl != new.lease.ttl {
+                let message = "`name`, `state` and `lease` cannot change while the daemon runs";
+                return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
+            }
+            let context = ready(&loaded).await?;
+            Ok::<_, Failure>(Self { loaded, context })
+        };
+        match result.await {
+            Ok(rules) => {
+                *self = rules;
+                tracing::info!(rules = self.loaded.config.rules.len(), "config reloaded");
+                true
+            }
+            Err(failure) => {
+                tracing::error!(reason = %failure, "the new config is refused; the old rules stay in force");
+                false
+            }
+        }
+    }
 }
 
+/// How a leadership ended.
+#[derive(Debug, PartialEq)]
+enum Ended {
+    /// By a signal: everything is saved and the lease is given back.
+    Stopped,
+    /// Another instance may lead now.
+    Lost,
+}
+
+/// Follows changes while the lease lasts.
+async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Signals) -> Result<Ended, Failure> {
+    loop {
+        let context = Arc::new(rules.context.under(held.fence()));
+        let started = tokio::select! {
+            started = start(&rules.loaded, &context) => started,
+            () = held.lost() => return Ok(Ended::Lost),
+            () = signals.stop() => {
+                held.release().await;
+                return Ok(Ended::Stopped);
+            }
+        };
+        let handle = match started {
+            Ok(handle) => handle,
+            Err(error) => {
+                held.release().await;
+                return Err(error.into());
+            }
+        };
+        tracing::info!(term = held.term(), rules = rules.loaded.config.rules.len(), "following changes");
+        let wake = loop {
+            tokio::select! {
+                () = held.lost() => {
+                    handle.abort();
+                    return Ok(Ended::Lost);
+                }
+                // The lease runs out by itself: what was in flight when the pipeline broke may still be written until then.
+                () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself").into()),
+                wake = signals.next() => match wake {
+                    Wake::Reload if !rules.reload(paths).await => {}
+                    wake => break wake,
+                },
+            }
+        };
+        tracing::info!("stopping: what is in flight is finished, then the position is saved");
+        tokio::select! {
+            () = handle.stop() => {}
+            // What is in flight ends by its deadlines.
+            () = held.lost() => return Ok(if wake == Wake::Stop { Ended::Stopped } else { Ended::Lost }),
+            () = signals.stop() => return Err(Error::internal("stopped at once by a second signal").into()),
+        }
+        if wake == Wake::Stop {
+            held.release().await;
+            return Ok(Ended::Stopped);
+        }
+    }
+}
+
+/// Opens the state and starts the pipeline, through everything that passes by itself.
+async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error> {
+    let config = &loaded.config;
+    loop {
+        let attempt = async {
+            let store = Store::open(&context.server, &config.state.database, &config.name).await?;
+            pipeline::start(context.clone(), store).await
+        };
+        match attempt.await {
+            Err(error) if error.is_transient() => {
+                tracing::warn!(error = %error.message, "following changes cannot begin yet; trying again");
+                tokio::time::sleep(LOOK / 2).await;
+            }
+            result => return result,
+        }
+    }
+}
+
+async fn finished(handle: &Handle) {
+    while !handle.is_finished() {
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+/// What asks the daemon to do something else.
+#[derive(Debug, PartialEq)]
 enum Wake {
     Stop,
     Reload,
-    Ended,
 }
 
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
     hangup: Signal,
+    paths: Vec<PathBuf>,
+    /// The config files as they were last loaded, or refused.
+    files: Option<Vec<String>>,
 }
 
 impl Signals {
-    fn listen() -> Result<Self, Error> {
+    fn listen(paths: &[PathBuf]) -> Result<Self, Error> {
         let listen =
             |kind| signal(kind).map_err(|error| Error::internal(format!("signals cannot be handled: {error}")));
         Ok(Self {
             terminate: listen(SignalKind::terminate())?,
             interrupt: listen(SignalKind::interrupt())?,
             hangup: listen(SignalKind::hangup())?,
+            files: config::snapshot(paths),
+            paths: paths.to_vec(),
         })
     }
 
     /// Waits for something to do.
-    async fn next(&mut self, paths: &[PathBuf], files: Option<&Vec<String>>, running: &Handle) -> Wake {
+    async fn next(&mut self) -> Wake {
         let mut look = tokio::time::interval(LOOK);
         loop {
             tokio::select! {
                 _ = self.terminate.recv() => return Wake::Stop,
                 _ = self.interrupt.recv() => return Wake::Stop,
-                _ = self.hangup.recv() => return Wake::Reload,
+                _ = self.hangup.recv() => {
+                    self.files = config::snapshot(&self.paths);
+                    return Wake::Reload;
+                }
                 _ = look.tick() => {
-                    if running.is_finished() {
-                        return Wake::Ended;
-                    }
-                    let now = config::snapshot(paths);
-                    if now.is_some() && now.as_ref() != files {
+                    let now = config::snapshot(&self.paths);
+                    if now.is_some() && now != self.files {
+                        self.files = now;
                         return Wake::Reload;
                     }
                 }
@@ -124,7 +236,7 @@ impl Signals {
         }
     }
 
-    /// Waits for one more signal to stop.
+    /// Waits for a signal to stop.
     async fn stop(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}

@@ -25,7 +25,7 @@ enum Kind {
 }
 
 /// The settings, each of which a variable can give.
-const SETTINGS: [(&str, Kind); 14] = [
+const SETTINGS: [(&str, Kind); 15] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),
@@ -40,10 +40,11 @@ const SETTINGS: [(&str, Kind); 14] = [
     ("limits.write_timeout_seconds", Kind::Number),
     ("limits.destroy_grace_seconds", Kind::Number),
     ("limits.audit_per_second", Kind::Number),
+    ("lease.ttl_seconds", Kind::Number),
 ];
 
 /// The keys of the root that hold settings.
-pub(super) const SECTIONS: [&str; 6] = ["name", "mongodb", "http", "state", "log", "limits"];
+pub(super) const SECTIONS: [&str; 7] = ["name", "mongodb", "http", "state", "log", "limits", "lease"];
 
 fn path(setting: &str) -> ConfigPath {
     setting.split('.').fold(ConfigPath::default(), |path, key| path.key(key))

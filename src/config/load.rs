@@ -205,8 +205,8 @@ fn check(
     let rules = rules(&mut reader, &sources);
     match settings {
         Some(settings) if reader.mistakes.is_empty() && faults.is_empty() => {
-            let super::settings::Settings { name, mongodb, http, state, log, limits } = settings;
-            Ok(Loaded { config: Config { name, mongodb, rules, http, state, log, limits }, sources })
+            let super::settings::Settings { name, mongodb, http, state, log, limits, lease } = settings;
+            Ok(Loaded { config: Config { name, mongodb, rules, http, state, log, limits, lease }, sources })
         }
         _ => Err(located(&sources, &reader.mistakes, faults)),
     }

@@ -22,6 +22,8 @@ pub struct Config {
     pub log: Log,
     /// Bounds on what the daemon does at once.
     pub limits: Limits,
+    /// How instances of one deployment agree on their leader.
+    pub lease: Lease,
 }
 
 /// `mongodb`: how to reach the cluster.
@@ -120,6 +122,25 @@ impl Default for Limits {
             destroy_grace: Self::DEFAULT_DESTROY_GRACE,
             audit_per_second: Self::DEFAULT_AUDIT_PER_SECOND,
         }
+    }
+}
+
+/// `lease`: how instances of one deployment agree on their leader.
+#[derive(Debug, Clone)]
+pub struct Lease {
+    /// How long a leader that says nothing stays the leader (`ttl_seconds`). It renews three times as often. A write
+    /// command may run for half of it at most.
+    pub ttl: Duration,
+}
+
+impl Lease {
+    /// Default of `ttl_seconds`.
+    pub const DEFAULT_TTL: Duration = Duration::from_secs(10);
+}
+
+impl Default for Lease {
+    fn default() -> Self {
+        Self { ttl: Self::DEFAULT_TTL }
     }
 }
 

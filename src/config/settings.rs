@@ -7,7 +7,7 @@ use secrecy::SecretString;
 use super::{
     diagnose::{ConfigPath, Mistake},
     reader::{Field, Fields, Reader},
-    sections::{Http, Limits, Log, LogFormat, Mongodb, State},
+    sections::{Http, Lease, Limits, Log, LogFormat, Mongodb, State},
     sources::Sources,
     tree::Node,
 };
@@ -28,6 +28,7 @@ pub(super) struct Settings {
     pub state: State,
     pub log: Log,
     pub limits: Limits,
+    pub lease: Lease,
 }
 
 impl Reader {
@@ -39,6 +40,7 @@ impl Reader {
         let state = self.state(&root);
         let log = self.log(&root);
         let limits = self.limits(&root);
+        let lease = self.lease(&root);
         Some(Settings {
             name: name.unwrap_or_else(|| DEFAULT_NAME.to_owned()),
             mongodb: mongodb?,
@@ -46,6 +48,7 @@ impl Reader {
             state,
             log,
             limits,
+            lease,
         })
     }
 
@@ -149,6 +152,12 @@ impl Reader {
             destroy_grace: self.seconds(&section, "destroy_grace_seconds", 0).unwrap_or(default.destroy_grace),
             audit_per_second: self.limit(&section, "audit_per_second").unwrap_or(default.audit_per_second),
         }
+    }
+
+    fn lease(&mut self, root: &Fields<'_>) -> Lease {
+        let default = Lease::default();
+        let Some(section) = self.section(root, "lease", &["ttl_seconds"]) else { return default };
+        Lease { ttl: self.seconds(&section, "ttl_seconds", 2).unwrap_or(default.ttl) }
     }
 
     fn limit(&mut self, section: &Fields<'_>, key: &str) -> Option<usize> {

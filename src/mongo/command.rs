@@ -1,22 +1,35 @@
 //! Raw commands: majority reads no older than an event, and bulk updates that a late server does not run.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
 
 use bson::{Bson, DateTime, Document, RawArrayBuf, RawDocumentBuf, doc, rawdoc};
 use futures_util::StreamExt;
-use mongodb::{Client, Collection, Database};
+use mongodb::{
+    Client, Collection, Database,
+    options::{SelectionCriteria, ServerAddress},
+};
 use tokio::sync::RwLock;
 
 use crate::{
     error::{Error, Kind, Result},
-    mongo::classify::kind_of_code,
+    mongo::{
+        classify::kind_of_code,
+        fence::{Fence, Window},
+    },
     position::ClusterTime,
 };
 
 /// How long one read may run on the server.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// How old the measured difference to the server's clock may be.
-const CLOCK_AGE: Duration = Duration::from_secs(30);
+const CLOCK_AGE: Duration = Duration::from_secs(5);
+/// How long an answer may take before it is asked whether its server is still the primary, and then how often.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// What `$range` says to a step of zero, which is what a command's `let` makes of a deadline that has passed.
+const TOO_LATE: i32 = 34449;
 /// A command document may be 16 MiB and a little; statements are cut well below it.
 const COMMAND_BYTES: usize = 8 << 20;
 
@@ -25,6 +38,7 @@ const COMMAND_BYTES: usize = 8 << 20;
 pub struct Server {
     client: Client,
     clock: RwLock<Option<Clock>>,
+    fence: Option<Arc<Fence>>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -90,7 +104,25 @@ impl Server {
     /// Wraps a connected client.
     #[must_use]
     pub fn new(client: Client) -> Self {
-        Self { client, clock: RwLock::new(None) }
+        Self { client, clock: RwLock::new(None), fence: None }
+    }
+
+    /// The same cluster for a leader, whose writes end with its lease.
+    #[must_use]
+    pub fn under(&self, fence: Arc<Fence>) -> Self {
+        Self { client: self.client.clone(), clock: RwLock::new(None), fence: Some(fence) }
+    }
+
+    /// The same cluster without a leadership.
+    #[must_use]
+    pub fn unfenced(&self) -> Self {
+        Self::new(self.client.clone())
+    }
+
+    /// The term of the leadership that this writes under; 0 without one.
+    #[must_use]
+    pub fn term(&self) -> i64 {
+        self.fence.as_ref().map_or(0, |fence| fence.term())
     }
 
     /// The driver's client.
@@ -144,7 +176,8 @@ impl Server {
     /// Runs update statements, unordered, acknowledged by a majority.
     ///
     /// Statements carry `$expr: "$$ok"`: the server evaluates the deadline by its own clock when it starts the command, and
-    /// `maxTimeMS` bounds what started in time. A command that is delayed past its deadline matches nothing.
+    /// `maxTimeMS` bounds what started in time. A command that is delayed past its deadline writes nothing and says so. One
+    /// whose answer is lost is waited out: when this returns it does not run any more.
     pub async fn update(
         &self,
         database: &str,
@@ -188,24 +221,81 @@ impl Server {
                 array.push(statement.clone());
                 end += 1;
             }
-            let deadline = self.server_now().await?.saturating_add(millis(timeout));
-            let mut command = rawdoc! {};
-            command.append(bson::cstr!("let"), rawdoc! {"ok": {"$lt": ["$$NOW", DateTime::from_millis(deadline)]}});
-            command.append(bson::cstr!("ordered"), false);
-            command.append(bson::cstr!("writeConcern"), rawdoc! {"w": "majority"});
-            command.append(bson::cstr!("maxTimeMS"), millis(timeout));
-            let mut whole = RawDocumentBuf::new();
-            whole.append(bson::raw::CString::try_from(verb.to_owned())?, collection);
-            whole.append(bson::raw::CString::try_from(list.to_owned())?, array);
-            for element in &command {
-                let (name, value) = element.map_err(Error::from)?;
-                whole.append(name, value);
-            }
-            let reply = self.database(database).run_raw_command(whole).await?;
+            let mut command = RawDocumentBuf::new();
+            command.append(bson::raw::CString::try_from(verb.to_owned())?, collection);
+            command.append(bson::raw::CString::try_from(list.to_owned())?, array);
+            let reply = self.fenced(database, command, timeout).await?;
             take_reply(&reply, start, &mut written)?;
             start = end;
         }
         Ok(written)
+    }
+
+    /// Sends a write with its deadline, and stays until it cannot run any more.
+    async fn fenced(&self, database: &str, mut command: RawDocumentBuf, timeout: Duration) -> Result<Document> {
+        let now = self.server_now().await?;
+        let window = Window::new(self.fence.as_deref(), now, timeout, Instant::now())?;
+        let in_time = rawdoc! {"$lt": ["$$NOW", DateTime::from_millis(window.deadline)]};
+        // [0], which is true; an error of its own kind when it is too late: that nothing matched would look like success.
+        let ok = rawdoc! {"$range": [0, 1, {"$cond": [in_time, 1, 0]}]};
+        command.append(bson::cstr!("let"), rawdoc! {"ok": ok});
+        command.append(bson::cstr!("ordered"), false);
+        command.append(bson::cstr!("writeConcern"), rawdoc! {"w": "majority"});
+        command.append(bson::cstr!("maxTimeMS"), millis(window.run));
+        let sent_to = SentTo::default();
+        let database = self.database(database);
+        let answer = database.run_raw_command(command).selection_criteria(sent_to.criteria());
+        let result = tokio::select! {
+            result = answer => result.map_err(Error::from),
+            () = self.moved_away(&sent_to) => Err(Error::new(Kind::Connection, "the primary has changed")),
+            () = tokio::time::sleep_until(window.over.into()) => Err(Error::new(Kind::Connection, "no answer in time")),
+        };
+        if let Err(error) = &result {
+            *self.clock.write().await = None;
+            if error.kind == Kind::Connection && sent_to.address().is_some() {
+                self.wait_out(&sent_to, window.over).await;
+            }
+        }
+        result.map_err(|error| if error.code == Some(TOO_LATE) { too_late() } else { error })
+    }
+
+    /// Waits until a command whose answer is lost has run or never will: until it is over by the clock, or until another
+    /// server is the primary. Then what the old one did is in the log that the new one goes on from, or is gone.
+    async fn wait_out(&self, sent_to: &SentTo, over: Instant) {
+        let moved = async {
+            while !self.has_moved(sent_to).await {
+                tokio::time::sleep(PATIENCE / 5).await;
+            }
+        };
+        tokio::time::timeout_at(over.into(), moved).await.ok();
+    }
+
+    /// Returns when the server that a command was sent to is no longer the primary.
+    async fn moved_away(&self, sent_to: &SentTo) {
+        loop {
+            tokio::time::sleep(PATIENCE).await;
+            if self.has_moved(sent_to).await {
+                return;
+            }
+        }
+    }
+
+    async fn has_moved(&self, sent_to: &SentTo) -> bool {
+        let Some(old) = sent_to.address() else { return false };
+        let now = SentTo::default();
+        let admin = self.client.database("admin");
+        let hello = admin.run_command(doc! {"hello": 1}).selection_criteria(now.criteria());
+        match tokio::time::timeout(PATIENCE, hello).await {
+            Ok(Ok(hello)) => {
+                hello.get_bool("isWritablePrimary").unwrap_or_default() && now.address().is_some_and(|now| now != old)
+            }
+            Ok(Err(_)) | Err(_) => false,
+        }
+    }
+
+    /// Forgets what is known of the server's clock: another server may have become the primary.
+    pub async fn forget_clock(&self) {
+        *self.clock.write().await = None;
     }
 
     /// The primary's clock, in milliseconds since 1970, never later than it really is.
@@ -227,6 +317,33 @@ impl Server {
     }
 }
 
+/// Which server a command went to.
+#[derive(Debug, Clone, Default)]
+struct SentTo(Arc<Mutex<Option<ServerAddress>>>);
+
+impl SentTo {
+    /// Selects the primary (or a mongos), and remembers it.
+    fn criteria(&self) -> SelectionCriteria {
+        let chosen = self.0.clone();
+        SelectionCriteria::Predicate(Arc::new(move |server| {
+            use mongodb::ServerType::{LoadBalancer, Mongos, RsPrimary, Standalone};
+            let writable = matches!(server.server_type(), RsPrimary | Mongos | Standalone | LoadBalancer);
+            if writable {
+                *chosen.lock().unwrap_or_else(PoisonError::into_inner) = Some(server.address().clone());
+            }
+            writable
+        }))
+    }
+
+    fn address(&self) -> Option<ServerAddress> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+fn too_late() -> Error {
+    Error::new(Kind::Unavailable, "the command reached the server after its deadline")
+}
+
 fn take_reply(reply: &Document, offset: usize, written: &mut Written) -> Result<()> {
     let count = |name: &str| match reply.get(name) {
         Some(Bson::Int32(n)) => u64::try_from(*n).unwrap_or_default(),
@@ -239,6 +356,9 @@ fn take_reply(reply: &Document, offset: usize, written: &mut Written) -> Result<
         for error in errors.iter().filter_map(Bson::as_document) {
             let index = error.get_i32("index").ok().and_then(|i| usize::try_from(i).ok()).unwrap_or_default();
             let code = error.get_i32("code").unwrap_or_default();
+            if code == TOO_LATE {
+                return Err(too_late());
+            }
             let kind = kind_of_code(code);
             let name = error.get_str("codeName").unwrap_or_default();
             let message =

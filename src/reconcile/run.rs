@@ -16,7 +16,7 @@ use crate::{
     dead_letter::DeadLetters,
     error::{Error, Kind, Result},
     key::Key,
-    mongo::{Reads, Server},
+    mongo::{Fence, Reads, Server},
     plan::{Plan, Rule, reference::Role},
     position::ClusterTime,
     reconcile::{
@@ -48,6 +48,20 @@ pub struct Context {
     pub dead_letters: DeadLetters,
     /// What was done so far.
     pub counts: Counts,
+}
+
+impl Context {
+    /// The same for a leader, whose writes end with its lease. Counts begin anew.
+    #[must_use]
+    pub fn under(&self, fence: Arc<Fence>) -> Self {
+        Self {
+            server: self.server.under(fence),
+            plan: self.plan.clone(),
+            limits: self.limits.clone(),
+            dead_letters: self.dead_letters.clone(),
+            counts: Counts::default(),
+        }
+    }
 }
 
 /// What was done since the start.
@@ -450,13 +464,9 @@ fn copy(error: &Error) -> Error {
     Error { kind: error.kind, message: error.message.clone(), hint: error.hint.clone(), code: error.code }
 }
 
-/// How long to wait before the next attempt: doubling from 50 ms to 10 s, and never less than an ambiguous write may
-/// still run on the server.
+/// How long to wait before the next attempt: doubling from 50 ms to 10 s. A write whose answer was lost has been waited out
+/// before its error got here.
 #[must_use]
-pub fn backoff(error: &Error, attempts: u32, write_timeout: Duration) -> Duration {
-    let doubling = Duration::from_millis(50).saturating_mul(1 << attempts.min(8)).min(Duration::from_secs(10));
-    match error.kind {
-        Kind::Connection | Kind::TimedOut => doubling.max(write_timeout),
-        _ => doubling,
-    }
+pub fn backoff(attempts: u32) -> Duration {
+    Duration::from_millis(50).saturating_mul(1 << attempts.min(8)).min(Duration::from_secs(10))
 }

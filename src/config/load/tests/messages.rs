@@ -63,7 +63,7 @@ fn a_variable_of_the_environment_is_a_place_too() {
              `DENORMD__NAME`, `DENORMD__MONGODB__URI`, `DENORMD__MONGODB__URI_FILE`, `DENORMD__MONGODB__DATABASE`, \
              `DENORMD__HTTP__LISTEN`, `DENORMD__STATE__DATABASE`, `DENORMD__LOG__FILTER`, `DENORMD__LOG__FORMAT`, \
              `DENORMD__LIMITS__BATCH_KEYS`, `DENORMD__LIMITS__BATCHES`, `DENORMD__LIMITS__PENDING`, \
-             `DENORMD__LIMITS__WRITE_TIMEOUT_SECONDS`, `DENORMD__LIMITS__DESTROY_GRACE_SECONDS`",
+             `DENORMD__LIMITS__WRITE_TIMEOUT_SECONDS`, `DENORMD__LIMITS__DESTROY_GRACE_SECONDS`, `DENORMD__LEASE__TTL_SECONDS`",
         ),
     ] {
         assert_eq!(dir.load(&["a.yaml"], &[(name, text)]).unwrap_err(), expected);

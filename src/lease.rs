@@ -1,0 +1,269 @@
+//! Who leads: a document in the state database, valid by the server's clock alone.
+//!
+//! The instance that the document names may write until `until`, and every write of it is over by then
+//! ([`crate::mongo::fence`]). Another one may take it a moment after that, or at once when it was given back, and the term
+//! grows with every take-over. Local time is only used as the time that has passed since a request was sent, which ends a
+//! leadership early, never late.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
+use mongodb::{
+    Collection,
+    options::{FindOneAndUpdateOptions, ReturnDocument},
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    checkpoint::store::highest_term,
+    error::{Error, Result},
+    mongo::{Fence, Server},
+};
+
+/// The collection of leases in the state database: one document a deployment.
+pub const COLLECTION: &str = "leases";
+/// How much longer than `until` a successor waits for what the predecessor was writing: a server notices the end of a
+/// command's time within milliseconds, and this is for a busy one.
+const GRACE: Duration = Duration::from_secs(1);
+/// How often those that stand by look.
+const POLL: Duration = Duration::from_millis(500);
+/// The pause after a renewal that failed.
+const AGAIN: Duration = Duration::from_millis(200);
+/// How long giving the lease back may take.
+const RELEASE: Duration = Duration::from_secs(2);
+/// DuplicateKey: another instance has made the document at the same moment.
+const DUPLICATE_KEY: i32 = 11000;
+
+/// One instance's claim to lead a deployment.
+#[derive(Debug, Clone)]
+pub struct Lease {
+    server: Arc<Server>,
+    database: String,
+    deployment: String,
+    /// Tells this instance from all others.
+    owner: String,
+    ttl: Duration,
+}
+
+/// A lease as the server has granted it.
+#[derive(Debug)]
+struct Grant {
+    term: i64,
+    /// By the server's clock.
+    until: DateTime,
+    /// When it was asked for.
+    sent: Instant,
+    /// There was no document although there is state: it was deleted, and its owner may not know yet.
+    was_deleted: bool,
+}
+
+/// A leadership. It is renewed until it is given back, lost, or dropped.
+#[derive(Debug)]
+pub struct Held {
+    lease: Lease,
+    fence: Arc<Fence>,
+    lost: CancellationToken,
+    renewal: tokio::task::JoinHandle<()>,
+}
+
+impl Lease {
+    /// A claim on the lease of `deployment`, which is kept in `database`.
+    #[must_use]
+    pub fn new(server: Server, database: &str, deployment: &str, ttl: Duration) -> Self {
+        let owner = ObjectId::new().to_hex();
+        Self { server: Arc::new(server), database: database.to_owned(), deployment: deployment.to_owned(), owner, ttl }
+    }
+
+    fn collection(&self) -> Collection<Document> {
+        self.server.collection(&self.database, COLLECTION)
+    }
+
+    /// Waits until this instance leads. Whatever goes wrong meanwhile is tried again.
+    pub async fn stand_by(&self) -> Held {
+        let mut failures = 0_u32;
+        loop {
+            match self.try_lead().await {
+                Ok(Some(held)) => return held,
+                Ok(None) => failures = 0,
+                Err(error) => {
+                    if failures.is_power_of_two() || failures == 0 {
+                        tracing::warn!(error = %error.message, "the lease cannot be read; trying again");
+                    }
+                    failures += 1;
+                }
+            }
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// Leads if nobody else does.
+    pub async fn try_lead(&self) -> Result<Option<Held>> {
+        let limited = tokio::time::timeout(self.ttl, self.take());
+        let Some(grant) = limited.await.map_err(|_| Error::internal("no answer in time"))?? else { return Ok(None) };
+        let held = self.hold(&grant);
+        if grant.was_deleted {
+            tracing::warn!(term = grant.term, "the lease was deleted: waiting until its last owner has stopped");
+            tokio::select! {
+                () = tokio::time::sleep(self.ttl + GRACE) => {}
+                () = held.lost() => return Ok(None),
+            }
+        }
+        Ok(Some(held))
+    }
+
+    async fn take(&self) -> Result<Option<Grant>> {
+        let id = doc! {"_id": &self.deployment};
+        let seen = self.collection().find_one(id.clone()).projection(doc! {"free": self.is_free()}).await?;
+        if seen.as_ref().is_some_and(|doc| !doc.get_bool("free").unwrap_or_default()) {
+            return Ok(None);
+        }
+        let before = match seen {
+            Some(_) => 0,
+            None => highest_term(&self.server, &self.database, &self.deployment).await?,
+        };
+        let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};
+        let mine = doc! {
+            "_id": "$_id", "term": term, "owner": {"$literal": &self.owner}, "until": self.until(),
+            "host": {"$literal": host()}, "process": i64::from(std::process::id()), "taken": "$$NOW",
+        };
+        let sent = Instant::now();
+        let update = vec![doc! {"$replaceWith": {"$cond": [self.is_free(), mine, "$$ROOT"]}}];
+        let options = FindOneAndUpdateOptions::builder().upsert(true).return_document(ReturnDocument::After).build();
+        let doc =
+            match self.collection().find_one_and_update(id, update).with_options(options).await.map_err(Error::from) {
+                Ok(doc) => doc.unwrap_or_default(),
+                Err(error) if error.code == Some(DUPLICATE_KEY) => return Ok(None),
+                Err(error) => return Err(error),
+            };
+        if doc.get_str("owner").ok() != Some(&self.owner) {
+            return Ok(None);
+        }
+        Ok(Some(Grant { term: term_of(&doc)?, until: until_of(&doc)?, sent, was_deleted: before > 0 }))
+    }
+
+    /// Whether the lease may be taken: it was given back, or its time is over, or it is ours by a request whose answer was
+    /// lost.
+    fn is_free(&self) -> Document {
+        let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
+        let until = doc! {"$cond": [is_date, "$until", DateTime::from_millis(0)]};
+        let ends = doc! {"$add": [until, {"$cond": [{"$eq": [{"$ifNull": ["$owner", Bson::Null]}, Bson::Null]}, 0, millis(GRACE)]}]};
+        doc! {"$or": [{"$lte": [ends, "$$NOW"]}, {"$eq": ["$owner", {"$literal": &self.owner}]}]}
+    }
+
+    fn until(&self) -> Document {
+        doc! {"$add": ["$$NOW", millis(self.ttl)]}
+    }
+
+    fn hold(&self, grant: &Grant) -> Held {
+        let fence = Arc::new(Fence::new(grant.term, grant.until.timestamp_millis()));
+        let lost = CancellationToken::new();
+        let renewal = tokio::spawn(self.clone().keep(fence.clone(), grant.sent + self.ttl, lost.clone()));
+        tracing::info!(term = grant.term, deployment = %self.deployment, "this instance leads");
+        Held { lease: self.clone(), fence, lost, renewal }
+    }
+
+    /// Renews until it is lost. `ends` is when the lease ends at the latest, by the time that has passed here.
+    async fn keep(self, fence: Arc<Fence>, mut ends: Instant, lost: CancellationToken) {
+        let mut pause = self.ttl / 3;
+        let why = loop {
+            let due = (Instant::now() + pause).min(ends);
+            tokio::time::sleep_until(due.into()).await;
+            let sent = Instant::now();
+            if sent >= ends {
+                break "it could not be renewed in time";
+            }
+            let limit = ends.min(sent + self.ttl / 3);
+            match tokio::time::timeout_at(limit.into(), self.renew(fence.term())).await {
+                Ok(Ok(Some(until))) => {
+                    fence.extend(until.timestamp_millis());
+                    (ends, pause) = (sent + self.ttl, self.ttl / 3);
+                }
+                Ok(Ok(None)) => break "the document was deleted, or names another instance",
+                Ok(Err(error)) => {
+                    tracing::warn!(term = fence.term(), error = %error.message, "the lease was not renewed; trying again");
+                    pause = AGAIN;
+                }
+                Err(_) => {
+                    tracing::warn!(term = fence.term(), "the lease was not renewed: no answer; trying again");
+                    pause = AGAIN;
+                }
+            }
+        };
+        tracing::error!(term = fence.term(), why, "the lease is lost");
+        lost.cancel();
+    }
+
+    /// The new end of the lease, acknowledged by a majority: what a new primary would not know of does not count.
+    async fn renew(&self, term: i64) -> Result<Option<DateTime>> {
+        let mine = doc! {"_id": &self.deployment, "owner": &self.owner, "term": term};
+        let update = vec![doc! {"$set": {"until": self.until()}}];
+        let doc = self.collection().find_one_and_update(mine, update).return_document(ReturnDocument::After).await?;
+        doc.as_ref().map(until_of).transpose()
+    }
+
+    async fn give_back(&self, term: i64) -> Result<()> {
+        let mine = doc! {"_id": &self.deployment, "owner": &self.owner, "term": term};
+        let update = vec![doc! {"$set": {"owner": Bson::Null, "until": "$$NOW"}}];
+        self.collection().update_one(mine, update).await?;
+        Ok(())
+    }
+}
+
+impl Held {
+    /// Counts the take-overs of the deployment.
+    #[must_use]
+    pub fn term(&self) -> i64 {
+        self.fence.term()
+    }
+
+    /// Bounds the writes of this leadership.
+    #[must_use]
+    pub fn fence(&self) -> Arc<Fence> {
+        self.fence.clone()
+    }
+
+    /// Returns when the leadership is over: what works under it is to be stopped at once.
+    pub async fn lost(&self) {
+        self.lost.cancelled().await;
+    }
+
+    /// Gives the lease back, so that another instance leads at once. Only after everything that was written under it has
+    /// been answered or waited out.
+    pub async fn release(self) {
+        self.renewal.abort();
+        let term = self.term();
+        match tokio::time::timeout(RELEASE, self.lease.give_back(term)).await {
+            Ok(Ok(())) => tracing::info!(term, "the lease was given back"),
+            Ok(Err(error)) => {
+                tracing::warn!(term, error = %error.message, "the lease could not be given back and runs out");
+            }
+            Err(_) => tracing::warn!(term, "the lease could not be given back in time and runs out"),
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.renewal.abort();
+    }
+}
+
+fn term_of(doc: &Document) -> Result<i64> {
+    doc.get_i64("term").map_err(|_| Error::internal("a lease without a term"))
+}
+
+fn until_of(doc: &Document) -> Result<DateTime> {
+    doc.get_datetime("until").copied().map_err(|_| Error::internal("a lease without an end"))
+}
+
+/// For people who look at the document.
+fn host() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
+}
+
+fn millis(duration: Duration) -> i64 {
+    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,98 @@
+//! What a leader may still write: the bounds that the server checks by its own clock, and what is known of that clock.
+//!
+//! Architecture invariant: a command of a leader starts before its deadline and is over when its lease ends. So a successor
+//! that waits for the end of the lease writes after everything that its predecessor has ever sent.
+
+use std::{
+    sync::atomic::{AtomicI64, Ordering},
+    time::{Duration, Instant},
+};
+
+use crate::error::{Error, Kind, Result};
+
+/// With less than this left of a lease nothing is sent any more.
+const LEAST: i64 = 200;
+/// What a server may need to notice that a command's time is over.
+const NOTICE: Duration = Duration::from_millis(500);
+
+/// One leadership: its term, and the end of its lease.
+#[derive(Debug)]
+pub struct Fence {
+    term: i64,
+    /// By the server's clock, in milliseconds since 1970.
+    end: AtomicI64,
+}
+
+impl Fence {
+    /// The leadership of this term, until `end` (milliseconds since 1970 by the server's clock).
+    #[must_use]
+    pub fn new(term: i64, end: i64) -> Self {
+        Self { term, end: AtomicI64::new(end) }
+    }
+
+    /// Counts the take-overs of the deployment.
+    #[must_use]
+    pub fn term(&self) -> i64 {
+        self.term
+    }
+
+    /// The lease has been renewed, acknowledged by a majority.
+    pub fn extend(&self, end: i64) {
+        self.end.fetch_max(end, Ordering::SeqCst);
+    }
+
+    fn end(&self) -> i64 {
+        self.end.load(Ordering::SeqCst)
+    }
+}
+
+/// When a write may run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Window {
+    /// It does not start at or after this time of the server's clock, in milliseconds since 1970.
+    pub deadline: i64,
+    /// How long it may run once it has started.
+    pub run: Duration,
+    /// After this moment it does not run any more, whatever became of it.
+    pub over: Instant,
+}
+
+impl Window {
+    /// The window of a command that is sent at `sent`, when the server's clock says `now` or later. Half of what is left of
+    /// the lease is for starting and half for running.
+    pub fn new(fence: Option<&Fence>, now: i64, timeout: Duration, sent: Instant) -> Result<Self> {
+        let mut timeout = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
+        if let Some(fence) = fence {
+            let left = fence.end() - now;
+            if left < LEAST {
+                return Err(Error::new(Kind::Unavailable, "the lease has run out"));
+            }
+            timeout = timeout.min(left / 2);
+        }
+        let run = Duration::from_millis(timeout.unsigned_abs());
+        let over = sent + run.saturating_mul(2) + NOTICE;
+        Ok(Self { deadline: now.saturating_add(timeout), run, over })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_write_is_over_when_the_lease_ends() {
+        let sent = Instant::now();
+        for (left, timeout) in [(10_000, 5), (6_700, 5), (300, 5), (200, 60), (86_400_000, 5)] {
+            let fence = Fence::new(1, 1_000_000 + left);
+            let window = Window::new(Some(&fence), 1_000_000, Duration::from_secs(timeout), sent).unwrap();
+            let run = i64::try_from(window.run.as_millis()).unwrap();
+            assert!(window.deadline + run <= fence.end(), "{window:?}");
+            assert!(window.run <= Duration::from_secs(timeout));
+            assert!(window.over >= sent + 2 * window.run);
+        }
+        let fence = Fence::new(1, 1_000_100);
+        assert!(Window::new(Some(&fence), 1_000_000, Duration::from_secs(5), sent).is_err());
+        fence.extend(1_000_000);
+        assert_eq!(fence.end(), 1_000_100, "a lease is not shortened by an answer that comes late");
+    }
+}

@@ -1,0 +1,125 @@
+//! Who leads, and what a leader's writes are bound to.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use bson::{DateTime, doc, rawdoc};
+use denormd::{
+    checkpoint::store::Store,
+    lease::{COLLECTION, Held, Lease},
+    mongo::{Fence, Server},
+    position::Position,
+};
+use denormd_fixture::TestDb;
+use tokio::time::timeout;
+
+const TTL: Duration = Duration::from_secs(2);
+
+fn contender(test: &TestDb) -> Lease {
+    Lease::new(Server::new(test.client.clone()), &test.name, "default", TTL)
+}
+
+async fn leads(lease: &Lease, within: Duration) -> (Held, Duration) {
+    let begun = Instant::now();
+    let held = timeout(within, lease.stand_by()).await.expect("a take-over in time");
+    (held, begun.elapsed())
+}
+
+#[tokio::test]
+async fn a_lease_that_is_given_back_is_taken_at_once_and_one_that_is_not_runs_out() {
+    let test = denormd_fixture::database().await;
+    let (first, second) = (contender(&test), contender(&test));
+    let (held, took) = leads(&first, TTL).await;
+    assert!(took < Duration::from_secs(1), "the first start waited {took:?}");
+    assert!(timeout(TTL * 2, second.stand_by()).await.is_err(), "it is renewed");
+    held.release().await;
+    let (held, took) = leads(&second, TTL).await;
+    assert_eq!(held.term(), 2);
+    assert!(took < Duration::from_secs(1), "after a release {took:?}");
+    drop(held);
+    let (held, took) = leads(&first, TTL + Duration::from_secs(5)).await;
+    assert_eq!(held.term(), 3);
+    assert!(took > TTL / 2, "the old one still wrote: {took:?}");
+}
+
+#[tokio::test]
+async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
+    let test = denormd_fixture::database().await;
+    let collection = test.database().collection::<bson::Document>(COLLECTION);
+    let (first, second) = (contender(&test), contender(&test));
+    let (held, _) = leads(&first, TTL).await;
+    let server = Server::new(test.client.clone()).under(held.fence());
+    let store = Store::open(&server, &test.name, "default").await.unwrap();
+    let time = server.operation_time().await.unwrap();
+    store.save_position(&server, "d", &[], &Position { time, token: None }).await.unwrap();
+
+    collection.delete_one(doc! {}).await.unwrap();
+    let begun = Instant::now();
+    let (next, _) = leads(&second, TTL * 3).await;
+    assert!(begun.elapsed() >= TTL, "the last owner may not have known");
+    timeout(Duration::from_millis(10), held.lost()).await.expect("it has noticed");
+    assert_eq!(next.term(), 2, "terms go on from those in the state");
+
+    // A position that the former leader sent is refused, before and after the new leader has saved its own.
+    let later = Server::new(test.client.clone()).under(next.fence());
+    let reopened = Store::open(&later, &test.name, "default").await.unwrap();
+    let refused = store.save_position(&server, "d", &[], &Position { time, token: Some(doc! {"x": 1}) }).await;
+    assert!(refused.is_err());
+    assert_eq!(reopened.position(&later, "d", &[]).await.unwrap(), Some(Position { time, token: None }));
+
+    collection.update_one(doc! {}, doc! {"$set": {"owner": "somebody"}}).await.unwrap();
+    timeout(TTL, next.lost()).await.expect("it has noticed");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_five_contenders_exactly_one_leads() {
+    let test = denormd_fixture::database().await;
+    let leading = Arc::new(AtomicUsize::new(0));
+    let terms = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let end = Instant::now() + Duration::from_secs(9);
+    let contenders = (0..5_u64).map(|nth| {
+        let (lease, leading, terms) = (contender(&test), leading.clone(), terms.clone());
+        tokio::spawn(async move {
+            while Instant::now() < end {
+                let Ok(held) = timeout(Duration::from_secs(3), lease.stand_by()).await else { continue };
+                assert_eq!(leading.fetch_add(1, Ordering::SeqCst), 0, "two lead");
+                terms.lock().unwrap().push(held.term());
+                tokio::time::sleep(Duration::from_millis(100 * (nth + 1))).await;
+                leading.fetch_sub(1, Ordering::SeqCst);
+                // Some die.
+                if held.term() % 4 == 0 { drop(held) } else { held.release().await }
+            }
+        })
+    });
+    futures_util::future::try_join_all(contenders.collect::<Vec<_>>()).await.unwrap();
+    let terms = terms.lock().unwrap();
+    assert!(terms.len() > 4 && terms.is_sorted_by(|a, b| a < b), "{terms:?}");
+}
+
+#[tokio::test]
+async fn a_write_that_comes_too_late_writes_nothing_and_says_so() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("t").insert_one(doc! {"_id": 1}).await.unwrap();
+    let statement = rawdoc! {"q": {"_id": 1, "$expr": "$$ok"}, "u": {"$set": {"x": 1}}};
+    let now = DateTime::now().timestamp_millis();
+    let server = Server::new(test.client.clone());
+    let written =
+        server.update(&test.name, "t", std::slice::from_ref(&statement), Duration::from_secs(5)).await.unwrap();
+    assert_eq!((written.matched, written.modified, written.refused.len()), (1, 1, 0));
+    // A lease that ended is not written under; and one that ends while the command is on its way is the server's to refuse.
+    let ended = server.under(Arc::new(Fence::new(1, now - 1)));
+    assert!(ended.update(&test.name, "t", std::slice::from_ref(&statement), Duration::from_secs(5)).await.is_err());
+    let late = doc! {
+        "update": "t", "updates": [{"q": {"_id": 1, "$expr": "$$ok"}, "u": {"$set": {"x": 2}}}], "ordered": false,
+        "let": {"ok": {"$range": [0, 1, {"$cond": [{"$lt": ["$$NOW", DateTime::from_millis(now - 1)]}, 1, 0]}]}},
+    };
+    let reply = db.run_command(late).await.unwrap();
+    assert_eq!(reply.get_array("writeErrors").unwrap().len(), 1, "that nothing matched would look like success");
+    assert_eq!(crate::daemon::all(&db, "t").await, [doc! {"_id": 1, "x": 1}]);
+}
