@@ -1,6 +1,7 @@
 //! What rules mean exactly, sentence by sentence: each test or case names its sentence.
 //!
 //! What the cluster must offer (pre-images, indexes, kinds of collections) is in `copy_rules.rs`.
+#![allow(clippy::too_many_lines, reason = "tables are long")]
 
 use std::time::{Duration, Instant};
 
