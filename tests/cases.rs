@@ -247,7 +247,17 @@ fn sorted(value: &Bson) -> Bson {
     }
 }
 
-/// Runs a table in each way that its cases allow, and shows all that differ. When everything is as it should be, a
+/// Runs a table in every way, side by side: most of the time is waiting.
+pub async fn every_way(cases: &[Case]) {
+    tokio::join!(
+        run(cases, Way::Backfill),
+        run(cases, Way::StepByStep),
+        run(cases, Way::Flood),
+        run(cases, Way::Restart),
+    );
+}
+
+/// Runs the cases of a table that allow this way, and shows all that differ. When everything is as it should be, a
 /// restart and a backfill from the start must write nothing.
 pub async fn run(cases: &[Case], way: Way) {
     let cases: Vec<&Case> =

@@ -10,7 +10,7 @@ use denormd::{config::Loaded, plan};
 use mongodb::options::Collation;
 
 use crate::{
-    cases::{Case, Way, Write, delete, insert, replace, run, update},
+    cases::{Case, Write, delete, every_way, insert, replace, update},
     daemon::{self, Daemon, all},
 };
 
@@ -26,12 +26,6 @@ fn decimal(text: &str) -> Bson {
 
 fn regex(pattern: &str) -> Bson {
     Bson::RegularExpression(Regex { pattern: pattern.try_into().unwrap(), options: "".try_into().unwrap() })
-}
-
-async fn every_way(cases: &[Case]) {
-    for way in [Way::Backfill, Way::StepByStep, Way::Flood, Way::Restart] {
-        run(cases, way).await;
-    }
 }
 
 fn keys() -> Vec<Case> {
