@@ -766,3 +766,28 @@ async fn without_its_pre_image_a_change_sweeps_the_rule() {
     assert!(found.iter().all(|finding| finding.message.contains("pre-images")) && !found.is_empty(), "{found:?}");
     daemon.stop().await;
 }
+
+/// "restoring a backup, or dropping the one side on purpose, must not wipe the targets": by way of its whole database, too.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_database_that_is_dropped_leaves_the_fields() {
+    let test = denormd_fixture::database().await;
+    let (db, other) = (test.database(), test.beside("other"));
+    let restore = async || other.collection("s").insert_many([doc! {"_id": 1, "name": "a"}]).await.map(drop).unwrap();
+    restore().await;
+    db.collection("t").insert_one(doc! {"_id": 1, "ref": 1}).await.unwrap();
+    let source = other.name();
+    let rule = format!(
+        "  - {{ name: r, allow_scan: true, copy: {{ source: {source}.s, target: t, match: {{ ref: _id }}, set: {{ name: $name }} }} }}"
+    );
+    let daemon = Daemon::start(&test, &rule).await;
+    daemon.settled().await;
+    other.drop().await.unwrap();
+    daemon.settled().await;
+    assert_eq!(all(&db, "t").await, [doc! {"_id": 1, "ref": 1, "name": "a"}]);
+    // Restored from a backup, with a change on top: followed as before.
+    restore().await;
+    other.collection::<Document>("s").update_one(doc! {}, doc! {"$set": {"name": "b"}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(all(&db, "t").await, [doc! {"_id": 1, "ref": 1, "name": "b"}]);
+    daemon.stop().await;
+}
