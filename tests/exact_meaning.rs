@@ -1,6 +1,7 @@
 //! What rules mean exactly, sentence by sentence: each test or case names its sentence.
 //!
 //! What the cluster must offer (pre-images, indexes, kinds of collections) is in `copy_rules.rs`.
+#![allow(clippy::too_many_lines, reason = "tables are long")]
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use denormd::{config::Loaded, plan};
 use mongodb::options::Collation;
 
 use crate::{
-    cases::{Case, Way, Write, delete, insert, replace, run, update},
+    cases::{Case, Write, delete, every_way, insert, replace, update},
     daemon::{self, Daemon, all},
 };
 
@@ -25,12 +26,6 @@ fn decimal(text: &str) -> Bson {
 
 fn regex(pattern: &str) -> Bson {
     Bson::RegularExpression(Regex { pattern: pattern.try_into().unwrap(), options: "".try_into().unwrap() })
-}
-
-async fn every_way(cases: &[Case]) {
-    for way in [Way::Backfill, Way::StepByStep, Way::Flood, Way::Restart] {
-        run(cases, way).await;
-    }
 }
 
 fn keys() -> Vec<Case> {
@@ -769,5 +764,30 @@ async fn without_its_pre_image_a_change_sweeps_the_rule() {
     let context = daemon::context(&daemon::config(&test, rules)).await;
     let found = denormd::preflight::check(&context.server, &context.plan).await.unwrap();
     assert!(found.iter().all(|finding| finding.message.contains("pre-images")) && !found.is_empty(), "{found:?}");
+    daemon.stop().await;
+}
+
+/// "restoring a backup, or dropping the one side on purpose, must not wipe the targets": by way of its whole database, too.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_database_that_is_dropped_leaves_the_fields() {
+    let test = denormd_fixture::database().await;
+    let (db, other) = (test.database(), test.beside("other"));
+    let restore = async || other.collection("s").insert_many([doc! {"_id": 1, "name": "a"}]).await.map(drop).unwrap();
+    restore().await;
+    db.collection("t").insert_one(doc! {"_id": 1, "ref": 1}).await.unwrap();
+    let source = other.name();
+    let rule = format!(
+        "  - {{ name: r, allow_scan: true, copy: {{ source: {source}.s, target: t, match: {{ ref: _id }}, set: {{ name: $name }} }} }}"
+    );
+    let daemon = Daemon::start(&test, &rule).await;
+    daemon.settled().await;
+    other.drop().await.unwrap();
+    daemon.settled().await;
+    assert_eq!(all(&db, "t").await, [doc! {"_id": 1, "ref": 1, "name": "a"}]);
+    // Restored from a backup, with a change on top: followed as before.
+    restore().await;
+    other.collection::<Document>("s").update_one(doc! {}, doc! {"$set": {"name": "b"}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(all(&db, "t").await, [doc! {"_id": 1, "ref": 1, "name": "b"}]);
     daemon.stop().await;
 }
