@@ -16,4 +16,6 @@ mod floors;
 mod histories;
 mod keys_on_server;
 mod lease;
+mod lifecycle;
 mod patterns;
+mod program;
