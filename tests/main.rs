@@ -14,3 +14,4 @@ mod floors;
 mod histories;
 mod keys_on_server;
 mod lease;
+mod world;
