@@ -117,6 +117,7 @@ pub async fn follow(
 ) {
     let mut position = start;
     let mut failures = 0_u32;
+    let mut by_time = None;
     while !stop.is_cancelled() {
         let result = tokio::select! {
             result = deliver(server, spec, &mut position, &out, &mut failures) => result,
@@ -125,9 +126,12 @@ pub async fn follow(
         let Err(error) = result else { continue };
         failures += 1;
         match error.kind {
-            // Whatever is wrong with a token, its time may still hold, and then nothing is lost.
-            Kind::HistoryLost | Kind::Refused if position.token.take().is_some() => {
+            // Whatever is wrong with a token, its time may still hold, and then nothing is lost. A time that the oplog does not
+            // reach is only refused after a first batch, which has a token again.
+            Kind::HistoryLost | Kind::Refused if position.token.is_some() && by_time != Some(position.time) => {
                 tracing::warn!(database = %spec.database, error = %error.message, "the change stream cannot go on from its token: reopening by time");
+                position.token = None;
+                by_time = Some(position.time);
                 continue;
             }
             Kind::HistoryLost if start_anew(server, spec, &mut position, &out).await => continue,
