@@ -60,4 +60,17 @@ SIGTERM and SIGINT end what is in flight, save the position, and exit with 0.")]
         #[arg(long)]
         apply: bool,
     },
+    /// Takes away the fields of a rule that is no longer in the config, or that a changed rule no longer owns.
+    #[command(after_help = "Examples:
+  denormd prune old-names --config shop.yaml --dry-run
+  denormd prune old-names --config shop.yaml
+
+What another rule of the config owns is left alone.")]
+    Prune {
+        /// The rule's name.
+        rule: String,
+        /// Say what would go, and from how many documents, and leave it.
+        #[arg(long)]
+        dry_run: bool,
+    },
 }

@@ -1,9 +1,10 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
 pub mod plan;
+pub mod prune;
 pub mod run;
 
-use std::{process::ExitCode, sync::Arc};
+use std::{io::Write, process::ExitCode, sync::Arc};
 
 use crate::{
     cli::{Cli, Command},
@@ -46,10 +47,17 @@ impl Failure {
 /// Does what the command line says.
 pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
     let loaded = config::load(&cli.config, &config::process_environment())?;
-    match cli.command {
-        Command::Run => run::run(&loaded).await,
-        Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, offline, apply).await,
+    match &cli.command {
+        Command::Run => run::run(&cli.config, loaded).await,
+        Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, *offline, *apply).await,
+        Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
     }
+}
+
+/// Writes to standard output.
+pub fn print(text: &str) {
+    // A reader that closed the pipe has read enough.
+    std::io::stdout().write_all(text.as_bytes()).ok();
 }
 
 /// Compiles the rules; mistakes come with their places.

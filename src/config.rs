@@ -21,7 +21,7 @@ mod tree;
 pub use diagnose::{ConfigPath, Mistake, Step};
 pub use excerpt::Place;
 pub use format::Format;
-pub use load::{ConfigError, Loaded, load, load_str, process_environment};
+pub use load::{ConfigError, Loaded, load, load_str, process_environment, snapshot};
 pub use sections::{
     Aggregate, BackfillMode, Collect, Config, Copy, Guard, Http, KeyType, Lease, Limits, Log, LogFormat, Mongodb,
     OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State,

@@ -69,12 +69,19 @@ impl DeadLetters {
 
     /// The letters of `rule` that are to be tried again now.
     pub async fn due(&self, server: &Server, rule: &Rule) -> Result<Vec<Letter>> {
+        let now = DateTime::now().timestamp_millis();
+        let mut letters = self.of_rule(server, rule).await?;
+        letters.retain(|letter| letter.due <= now);
+        Ok(letters)
+    }
+
+    /// All letters of `rule`.
+    pub async fn of_rule(&self, server: &Server, rule: &Rule) -> Result<Vec<Letter>> {
         let filter = doc! {"deployment": &self.deployment, "rule": &rule.name};
         let mut cursor = server.collection(&self.database, COLLECTION).find(filter).await?;
         let mut out = Vec::new();
-        let now = DateTime::now().timestamp_millis();
         while let Some(letter) = cursor.try_next().await? {
-            out.extend(Letter::read(&letter).filter(|letter| letter.due <= now));
+            out.extend(Letter::read(&letter));
         }
         Ok(out)
     }
@@ -105,6 +112,8 @@ impl Letter {
             "Target" => Task::Target,
             "LocateSource" => Task::LocateSource,
             "LocateTarget" => Task::LocateTarget,
+            "Parents" => Task::Parents,
+            "Guard" => Task::Guard,
             "Holders" => Task::Holders,
             _ => return None,
         };
@@ -120,6 +129,16 @@ impl Letter {
             due: last.timestamp_millis() + pause.min(3_600_000),
             id: id.clone(),
         })
+    }
+
+    /// Whether it is about this target, or about what the target refers to.
+    #[must_use]
+    pub fn concerns(&self, target: &Key, references: &[Option<Key>]) -> bool {
+        match (&self.target, self.task) {
+            (Some(culprit), _) => culprit == target,
+            (None, Task::Value | Task::Holders) => references.iter().flatten().any(|key| *key == self.key),
+            (None, _) => self.key == *target,
+        }
     }
 
     /// The request that tries it again.

@@ -129,20 +129,26 @@ impl FieldPath {
     /// the value here. Errs on the side of yes: a number may be an index or a field's name.
     #[must_use]
     pub fn touched_by(&self, changed: &str) -> bool {
-        touches(&self.0, &changed.split('.').collect::<Vec<_>>())
+        touches(&self.0, changed)
     }
 }
 
-fn touches(path: &[Segment], changed: &[&str]) -> bool {
+/// [`FieldPath::touched_by`] for the path with these segments.
+#[must_use]
+pub fn touches(path: &[Segment], changed: &str) -> bool {
+    touch(path, &changed.split('.').collect::<Vec<_>>())
+}
+
+fn touch(path: &[Segment], changed: &[&str]) -> bool {
     let (Some((segment, path_rest)), Some((part, changed_rest))) = (path.split_first(), changed.split_first()) else {
         return true;
     };
     let numeric = part.bytes().all(|b| b.is_ascii_digit());
     match segment {
-        Segment::Each => numeric && touches(path_rest, changed_rest),
+        Segment::Each => numeric && touch(path_rest, changed_rest),
         // An expression's path looks into arrays without saying so: an index in `changed` may stand between two names.
         Segment::Name(name) => {
-            (name == part && touches(path_rest, changed_rest)) || (numeric && touches(path, changed_rest))
+            (name == part && touch(path_rest, changed_rest)) || (numeric && touch(path, changed_rest))
         }
     }
 }

@@ -1,4 +1,5 @@
 //! denormd
+pub mod audit;
 pub mod backfill;
 pub mod change;
 pub mod checkpoint;

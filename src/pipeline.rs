@@ -13,6 +13,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    audit,
     backfill::{self, Wish},
     checkpoint::{
         store::{Backfill, Store},
@@ -20,10 +21,10 @@ use crate::{
     },
     dead_letter,
     error::Result,
-    plan::RuleId,
+    plan::{RuleId, Values},
     position::{ClusterTime, Position},
     reconcile::{self, Context, Outcome, run::End},
-    request::{Origin, Page},
+    request::{Origin, Page, Task},
     route::{Routed, Router},
     watch::{Delivery, StreamSpec, follow, streams},
     workqueue::{Finish, WorkQueue, origins},
@@ -33,6 +34,10 @@ use crate::{
 const SAVE_EVERY: Duration = Duration::from_secs(1);
 /// Deliveries that wait between a stream and the pipeline.
 const DELIVERIES: usize = 2;
+/// A recompute of one key that takes no longer than this is not spaced.
+const CHEAP: Duration = Duration::from_millis(20);
+/// The longest pause between two recomputes of one key.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// The origin of backfill pages, beside the streams.
 const BACKFILL: usize = usize::MAX;
 
@@ -151,6 +156,9 @@ async fn register_rules(context: &Context, store: &Store) -> Result<Vec<Wish>> {
                 let auto = rule.backfill == crate::config::BackfillMode::Auto;
                 let backfill = if auto { Backfill::Pending(None) } else { Backfill::Manual };
                 tracing::info!(rule = %rule.name, change = if before.is_some() { "changed" } else { "new" }, backfill = auto, "rule");
+                if let Some(state) = before {
+                    store.retire(&context.server, &rule.name, &state.definition).await?;
+                }
                 let generation = store.reset_rule(&context.server, rule, &backfill).await?;
                 if auto {
                     open.push(Wish { rule: rule.id, generation, after: None });
@@ -159,7 +167,7 @@ async fn register_rules(context: &Context, store: &Store) -> Result<Vec<Wish>> {
         }
     }
     for (name, _) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
-        tracing::warn!(rule = %name, "this rule is no longer in the config; its fields stay as they are");
+        tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
     }
     Ok(open)
 }
@@ -180,6 +188,8 @@ struct Pipeline {
     queue: WorkQueue,
     watermark: Watermark,
     streams: Vec<Stream>,
+    /// The cluster time of the newest event delivered.
+    newest: ClusterTime,
     running: JoinSet<Outcome>,
     backfills: mpsc::UnboundedSender<Wish>,
     asked: Option<mpsc::UnboundedReceiver<Wish>>,
@@ -190,6 +200,8 @@ struct Pipeline {
     saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
     last_save: Instant,
     progress: watch::Sender<Progress>,
+    /// Stops the pipeline, as the stop from outside does.
+    broken: CancellationToken,
 }
 
 impl Pipeline {
@@ -202,6 +214,7 @@ impl Pipeline {
             store,
             watermark: Watermark::default(),
             streams: Vec::new(),
+            newest: ClusterTime::default(),
             running: JoinSet::new(),
             backfills,
             asked: Some(asked),
@@ -211,10 +224,12 @@ impl Pipeline {
             saver: None,
             last_save: Instant::now(),
             progress: watch::channel(Progress::default()).0,
+            broken: CancellationToken::new(),
         }
     }
 
     async fn run(mut self, starts: Vec<(StreamSpec, Position)>, stop: CancellationToken) {
+        self.broken = stop.clone();
         let (deliver, mut deliveries) = mpsc::channel(DELIVERIES);
         let (page, mut pages) = mpsc::channel(1);
         let mut feeders = JoinSet::new();
@@ -239,7 +254,8 @@ impl Pipeline {
                 stop.clone(),
             ));
         }
-        feeders.spawn(retry(self.context.clone(), page, stop.clone()));
+        feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
+        feeders.spawn(audit::run(self.context.clone(), page, stop.clone()));
         let mut tick = tokio::time::interval(Duration::from_millis(100));
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -276,7 +292,11 @@ impl Pipeline {
     /// Starts batches while there is room for them. What arrives while they run forms the next ones.
     fn dispatch(&mut self) {
         while self.running.len() < self.context.limits.batches {
-            let Some(batch) = self.queue.take(self.context.limits.batch_keys, Instant::now()) else { return };
+            let Some(mut batch) = self.queue.take(self.context.limits.batch_keys, Instant::now()) else { return };
+            // What has been delivered is visible to a majority read: a batch never sees less than any event so far.
+            for (_, work) in &mut batch.items {
+                work.after = work.after.max(self.newest);
+            }
             self.running.spawn(reconcile::run(self.context.clone(), batch));
         }
     }
@@ -293,6 +313,7 @@ impl Pipeline {
                 after: event.cluster_time,
                 committed: event.wall_time.map(bson::DateTime::timestamp_millis),
             };
+            self.newest = self.newest.max(event.cluster_time);
             self.router.route(event, &mut routed);
             for request in routed.requests.drain(..) {
                 self.queue.push(request, origin, &mut self.watermark);
@@ -362,22 +383,24 @@ impl Pipeline {
             Ok(outcome) => outcome,
             Err(error) => {
                 // Its keys stay held: the position does not move past them, and a restart does them again.
-                tracing::error!(%error, "a reconcile ended by a panic");
+                tracing::error!(%error, "a reconcile ended by a panic; stopping");
+                self.broken.cancel();
                 return;
             }
         };
+        self.queue.ended(outcome.lane, outcome.number);
+        let pause = self.pause(&outcome);
         for origin in origins(outcome.keys.iter().map(|ended| &ended.work)) {
             for request in &outcome.follow_ups {
                 self.queue.push(request.clone(), origin, &mut self.watermark);
             }
         }
-        let limits = &self.context.limits;
         for ended in outcome.keys {
             let weight = ended.work.scope.weight();
             let mut work = ended.work;
             let finish = match ended.end {
-                End::Done | End::SetAside => Finish::Done,
-                End::Dangling => Finish::Again { delay: limits.destroy_grace, work },
+                End::Done | End::SetAside => Finish::Done { pause },
+                End::Later(delay) => Finish::Again { delay, work },
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                     let delay = reconcile::run::backoff(work.attempts);
@@ -392,6 +415,17 @@ impl Pipeline {
             self.queue.finish(outcome.lane, ended.key, weight, finish, Instant::now(), &mut self.watermark);
         }
         self.acknowledge_pages();
+    }
+
+    /// How long the keys of a batch rest: recomputing a parent with a million children is not repeated for each event, but
+    /// spaced by its own cost.
+    fn pause(&self, outcome: &Outcome) -> Duration {
+        let recomputes = match self.context.plan.rule(outcome.lane.0).values {
+            Values::Collect { .. } | Values::Aggregate { .. } => outcome.lane.1 == Task::Value,
+            Values::Set { .. } | Values::Into { .. } => false,
+        };
+        let cost = outcome.took / u32::try_from(outcome.keys.len().max(1)).unwrap_or(u32::MAX);
+        if recomputes && cost > CHEAP { cost.min(LONGEST_PAUSE) } else { Duration::ZERO }
     }
 
     /// Publishes how far everything is, and saves positions from time to time.

@@ -65,10 +65,17 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
             {
                 findings.push(pre_images(rule, namespace, info.is_some()));
             }
-            findings.extend(missing_index(rule, role, namespace, indexes, &mut seen));
+            let paths: Vec<String> = rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect();
+            findings.extend(missing_index(rule, &paths, namespace, indexes, &mut seen));
+            // Without pre-images the parent that a child has left is found by the ids that it stores.
+            if let Some(child) = rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()) {
+                findings.extend(missing_index(rule, &[child.query()], namespace, indexes, &mut seen));
+            }
         }
         findings.extend(try_read(server, rule).await?);
     }
+    // An index makes its collection, and what is there cannot be created: collections first.
+    findings.sort_by_key(|finding| !finding.fix.as_ref().is_some_and(|fix| fix.command.contains_key("create")));
     Ok(findings)
 }
 
@@ -153,15 +160,14 @@ fn pre_images(rule: &Rule, namespace: &Namespace, exists: bool) -> Finding {
     }
 }
 
-/// The lookup on one side needs an index that begins with one of its paths.
+/// A lookup needs an index that begins with one of its paths.
 fn missing_index(
     rule: &Rule,
-    role: Role,
+    paths: &[String],
     namespace: &Namespace,
     indexes: &[Document],
     seen: &mut BTreeSet<Namespace>,
 ) -> Option<Finding> {
-    let paths: Vec<String> = rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect();
     let answered = paths.iter().any(|path| path == "_id")
         || indexes.iter().any(|keys| {
             keys.iter().next().is_some_and(|(first, kind)| paths.contains(first) && kind.as_str() != Some("text"))

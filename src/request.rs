@@ -31,6 +31,11 @@ pub enum Task {
     LocateSource,
     /// The key is a target's `_id`: find what it refers to now, and ask for that, for this target alone.
     LocateTarget,
+    /// The key is the `_id` of a target whose owned fields somebody wrote, maybe we: compare it with its definition.
+    Guard,
+    /// The key is a source's `_id`: find the targets that hold it in their array, and ask for those. Runs when what was being
+    /// written for the rule when this was asked is acknowledged: a write in flight may put the source into a target yet.
+    Parents,
     /// The key is a value: find the targets that refer to it, and ask for each.
     Holders,
 }

@@ -6,6 +6,7 @@ use bson::Document;
 
 use crate::{
     change::{Change, ChangeEvent, Namespace},
+    config::Guard,
     key::Key,
     plan::{Keyed, Plan, Rule, RuleId, reference::Role},
     request::{Request, Scope, Task},
@@ -89,8 +90,8 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
         let found = rule.reference.keys(Role::Source, doc).into_iter().flatten();
         out.requests.extend(found.map(|key| value_request(rule, key)));
     };
-    let locate =
-        || Request { rule: rule.id, task: Task::LocateSource, key: Key::one(event.id.clone()), scope: Scope::All };
+    let look = |task| Request { rule: rule.id, task, key: Key::one(event.id.clone()), scope: Scope::All };
+    let locate = || look(Task::LocateSource);
     match (&event.change, &event.before) {
         (Change::Insert(now), _) => keys(now),
         (Change::Replace(now), Some(before)) => {
@@ -99,8 +100,7 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
         }
         (Change::Delete, Some(before)) => keys(before),
         (Change::Update(changed), before) => {
-            let moved =
-                changed.iter().any(|changed| rule.reference.paths(Role::Source).any(|path| path.touched_by(changed)));
+            let moved = changed.iter().any(|changed| rule.reference.touched_by(Role::Source, changed));
             match before {
                 Some(before) => {
                     keys(before);
@@ -110,8 +110,12 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
                 }
                 // The keys have not changed, so the document as it is now tells them.
                 None if !moved => out.requests.push(locate()),
+                None if rule.child().is_some() => out.requests.extend([locate(), look(Task::Parents)]),
                 None => out.sweeps.push(rule.id),
             }
+        }
+        (Change::Replace(_) | Change::Delete, None) if rule.child().is_some() => {
+            out.requests.extend([locate(), look(Task::Parents)]);
         }
         _ => out.sweeps.push(rule.id),
     }
@@ -129,6 +133,8 @@ pub fn value_request(rule: &Rule, key: Key) -> Request {
 
 fn target_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
     let id = || Key::one(event.id.clone());
+    let owned =
+        |changed: &[String]| changed.iter().any(|changed| rule.owned().iter().any(|path| path.touched_by(changed)));
     match &event.change {
         Change::Insert(now) | Change::Replace(now) => out.requests.extend(target_requests(rule, &id(), now)),
         Change::Update(changed) if rule.target_reads.touched_by(changed) => {
@@ -138,6 +144,9 @@ fn target_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
             };
             out.requests.push(Request { rule: rule.id, task, key: id(), scope: Scope::All });
         }
+        Change::Update(changed) if rule.guard == Guard::Watch && owned(changed) => {
+            out.requests.push(Request { rule: rule.id, task: Task::Guard, key: id(), scope: Scope::All });
+        }
         _ => {}
     }
 }
@@ -145,11 +154,15 @@ fn target_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
 /// The requests that bring one target up to date, given its reference fields.
 #[must_use]
 pub fn target_requests(rule: &Rule, id: &Key, doc: &Document) -> Vec<Request> {
+    reference_requests(rule, id, rule.reference.keys(Role::Target, doc))
+}
+
+/// The requests that bring one target up to date, given what it refers to.
+#[must_use]
+pub fn reference_requests(rule: &Rule, id: &Key, references: Vec<Option<Key>>) -> Vec<Request> {
     match rule.keyed {
         Keyed::Target => vec![Request { rule: rule.id, task: Task::Target, key: id.clone(), scope: Scope::All }],
-        Keyed::Value => rule
-            .reference
-            .keys(Role::Target, doc)
+        Keyed::Value => references
             .into_iter()
             .map(|key| key.unwrap_or_else(|| Key::new(Vec::new())))
             .map(|key| Request { rule: rule.id, task: Task::Value, key, scope: Scope::one(id.clone()) })

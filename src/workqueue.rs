@@ -5,7 +5,7 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BinaryHeap, HashMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque},
     time::{Duration, Instant},
 };
 
@@ -38,8 +38,8 @@ pub struct Work {
     pub committed: Option<i64>,
     /// How often this was tried in vain.
     pub attempts: u32,
-    /// When a reference was first found to dangle, for policies that destroy.
-    pub missing_since: Option<Instant>,
+    /// When a reference was first found to dangle, for policies that destroy, or a target to differ, for the guard.
+    pub doubted_since: Option<Instant>,
     /// The oldest batch of each stream that this comes from.
     held: BTreeMap<usize, u64>,
 }
@@ -54,6 +54,10 @@ struct Entry {
     in_lane: bool,
     /// `pending` waits until then.
     not_before: Option<Instant>,
+    /// The wait is for the sake of others: a new request does not end it.
+    cooling: bool,
+    /// Batches with a lower number must have ended first ([`Task::Parents`]).
+    barrier: u64,
 }
 
 /// Keys to reconcile together.
@@ -63,13 +67,19 @@ pub struct Batch {
     pub lane: Lane,
     /// The keys, each with what was asked of it.
     pub items: Vec<(Key, Work)>,
+    /// Counts the batches.
+    pub number: u64,
 }
 
 /// How the run of one key ended.
 #[derive(Debug)]
 pub enum Finish {
-    /// Nothing is left to do.
-    Done,
+    /// Nothing is left to do. What is asked of the key within the pause waits for its end: a recompute that takes long is
+    /// not repeated for each event.
+    Done {
+        /// The pause.
+        pause: Duration,
+    },
     /// To be done again, after a while.
     Again {
         /// How long to wait.
@@ -90,6 +100,10 @@ pub struct WorkQueue {
     /// Requests held, named targets counted.
     weight: usize,
     capacity: usize,
+    /// Batches taken so far.
+    taken: u64,
+    /// The batches of each rule that write.
+    writing: BTreeMap<RuleId, BTreeSet<u64>>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -121,6 +135,8 @@ impl WorkQueue {
             delayed: BinaryHeap::new(),
             weight: 0,
             capacity,
+            taken: 0,
+            writing: BTreeMap::new(),
         }
     }
 
@@ -149,7 +165,7 @@ impl WorkQueue {
             after: origin.after,
             committed: origin.committed,
             attempts: 0,
-            missing_since: None,
+            doubted_since: None,
             held: BTreeMap::new(),
         };
         let slot = Slot { lane: (request.rule, request.task), key: request.key };
@@ -162,6 +178,10 @@ impl WorkQueue {
         let work = work.holding(origin, watermark);
         self.weight = self.weight + work.scope.weight() - before;
         entry.pending = Some(work);
+        entry.barrier = self.taken + 1;
+        if entry.cooling {
+            return;
+        }
         entry.not_before = None;
         if entry.running.is_none() && !entry.in_lane {
             entry.in_lane = true;
@@ -172,13 +192,33 @@ impl WorkQueue {
     /// The next keys to run together, at most `keys` of them and about as many named targets; None when nothing is ready.
     pub fn take(&mut self, keys: usize, now: Instant) -> Option<Batch> {
         self.wake(now);
-        let lane = self.next_lane()?;
-        let waiting = self.lanes.get_mut(&lane)?;
+        for _ in 0..self.lanes.len() {
+            let lane = self.next_lane()?;
+            self.turn = Some(lane);
+            let items = self.take_from(lane, keys);
+            if !items.is_empty() {
+                self.taken += 1;
+                if writes(lane.1) {
+                    self.writing.entry(lane.0).or_default().insert(self.taken);
+                }
+                return Some(Batch { lane, items, number: self.taken });
+            }
+        }
+        None
+    }
+
+    fn take_from(&mut self, lane: Lane, keys: usize) -> Vec<(Key, Work)> {
+        let oldest_write = self.writing.get(&lane.0).and_then(BTreeSet::first).copied().unwrap_or(u64::MAX);
         let mut items = Vec::new();
         let mut weight = 0;
+        let Some(waiting) = self.lanes.get_mut(&lane) else { return items };
         while let Some(key) = waiting.pop_front() {
             let slot = Slot { lane, key };
             let Some(entry) = self.entries.get_mut(&slot) else { continue };
+            if lane.1 == Task::Parents && oldest_write < entry.barrier {
+                waiting.push_front(slot.key);
+                break;
+            }
             entry.in_lane = false;
             // Pushed back by a delay after it entered the lane: the delay's end brings it in again.
             if entry.not_before.is_some() || entry.running.is_some() {
@@ -195,8 +235,14 @@ impl WorkQueue {
         if waiting.is_empty() {
             self.lanes.remove(&lane);
         }
-        self.turn = Some(lane);
-        if items.is_empty() { self.take(keys, now) } else { Some(Batch { lane, items }) }
+        items
+    }
+
+    /// Says that a batch has ended, before its keys are finished one by one.
+    pub fn ended(&mut self, lane: Lane, number: u64) {
+        if let Some(writing) = self.writing.get_mut(&lane.0) {
+            writing.remove(&number);
+        }
     }
 
     /// The lane after the one that was served last.
@@ -225,7 +271,17 @@ impl WorkQueue {
         let held = entry.running.take().unwrap_or_default();
         self.weight = self.weight.saturating_sub(weight);
         match finish {
-            Finish::Done => held.into_iter().for_each(|(stream, batch)| watermark.release(stream, batch)),
+            Finish::Done { pause } => {
+                for (stream, batch) in held {
+                    watermark.release(stream, batch);
+                }
+                if let Some(at) = now.checked_add(pause).filter(|_| !pause.is_zero()) {
+                    entry.not_before = Some(at);
+                    entry.cooling = true;
+                    self.delayed.push(Reverse(Delayed { at, slot }));
+                    return;
+                }
+            }
             Finish::Again { delay, mut work } => {
                 work.held = held;
                 // A request that came meanwhile ends the wait: something has changed.
@@ -266,11 +322,24 @@ impl WorkQueue {
                 continue;
             }
             entry.not_before = None;
+            entry.cooling = false;
+            if entry.pending.is_none() && entry.running.is_none() {
+                self.entries.remove(&slot);
+                continue;
+            }
             if entry.running.is_none() && !entry.in_lane && entry.pending.is_some() {
                 entry.in_lane = true;
                 self.lanes.entry(slot.lane).or_default().push_back(slot.key);
             }
         }
+    }
+}
+
+/// Whether a task writes to targets; the others look up.
+fn writes(task: Task) -> bool {
+    match task {
+        Task::Value | Task::Target => true,
+        Task::LocateSource | Task::LocateTarget | Task::Parents | Task::Holders | Task::Guard => false,
     }
 }
 
@@ -281,7 +350,7 @@ impl Work {
         self.after = self.after.max(newer.after);
         self.committed = earliest(self.committed, newer.committed);
         self.attempts = 0;
-        self.missing_since = None;
+        self.doubted_since = None;
         self
     }
 

@@ -49,7 +49,12 @@ impl Daemon {
 
     /// Starts with this config.
     pub async fn start_config(text: &str) -> Self {
-        let context = context(text).await;
+        Self::start_loaded(&load(text)).await
+    }
+
+    /// Starts with a config that has been loaded from wherever it is.
+    pub async fn start_loaded(loaded: &Loaded) -> Self {
+        let context = context_of(loaded).await;
         for finding in preflight::check(&context.server, &context.plan).await.unwrap() {
             let fix = finding.fix.unwrap_or_else(|| panic!("{}", finding.message));
             preflight::apply(&context.server, &fix).await.unwrap();
@@ -85,7 +90,10 @@ impl Daemon {
 
 /// The context of a config, without starting anything.
 pub async fn context(text: &str) -> Arc<Context> {
-    let loaded = load(text);
+    context_of(&load(text)).await
+}
+
+async fn context_of(loaded: &Loaded) -> Arc<Context> {
     let config = &loaded.config;
     let plan = plan::compile(config, None).unwrap_or_else(|mistakes| panic!("{}", loaded.report(&mistakes)));
     let server = Server::new(connect::connect(&config.mongodb.uri).await.unwrap());

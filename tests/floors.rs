@@ -18,7 +18,7 @@ const FLOORS: &[&[&str]] = &[
     &["workqueue", "lease"],
     &["reconcile"],
     &["preflight"],
-    &["backfill"],
+    &["backfill", "audit"],
     &["pipeline"],
     &["cli"],
     &["commands"],

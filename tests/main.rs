@@ -7,11 +7,16 @@
     reason = "a test that fails panics, and helpers of tests are tests"
 )]
 
+mod cases;
 mod copy_rules;
 mod daemon;
+mod exact_meaning;
 mod faults;
 mod floors;
 mod histories;
 mod keys_on_server;
 mod lease;
+mod lifecycle;
+mod patterns;
+mod program;
 mod world;

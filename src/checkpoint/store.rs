@@ -39,6 +39,8 @@ pub struct Store {
 pub struct RuleState {
     /// What the rule was.
     pub definition: Document,
+    /// What it was before, where that owned something else.
+    pub retired: Vec<Document>,
     /// How far its backfill is.
     pub backfill: Backfill,
     /// Counts the times that its backfill was asked for: progress of an older one must not overwrite a newer wish.
@@ -167,7 +169,9 @@ impl Store {
                 _ => Backfill::Pending(doc.get_array("after").ok().and_then(|after| after.first().cloned())),
             };
             let generation = doc.get_i64("generation").unwrap_or_default();
-            let state = RuleState { definition: definition.clone(), backfill, generation };
+            let retired = doc.get_array("retired").map(Vec::as_slice).unwrap_or_default();
+            let retired = retired.iter().filter_map(Bson::as_document).cloned().collect();
+            let state = RuleState { definition: definition.clone(), retired, backfill, generation };
             out.push((id.get_str("rule").unwrap_or_default().to_owned(), state));
         }
         Ok(out)
@@ -190,6 +194,26 @@ impl Store {
             .await
             .map_err(refused_upsert)?;
         Ok(saved.and_then(|doc| doc.get_i64("generation").ok()).unwrap_or_default())
+    }
+
+    /// Keeps what a rule was, for `denormd prune`.
+    pub async fn retire(&self, server: &Server, rule: &str, definition: &Document) -> Result<()> {
+        let filter = doc! {"_id": self.id("rule", rule)};
+        let update = doc! {"$addToSet": {"retired": definition.clone()}};
+        server.collection(&self.database, RULES).update_one(filter, update).await?;
+        Ok(())
+    }
+
+    /// Forgets what a rule was; with `whole`, the rule too.
+    pub async fn forget(&self, server: &Server, rule: &str, whole: bool) -> Result<()> {
+        let filter = doc! {"_id": self.id("rule", rule)};
+        let rules = server.collection(&self.database, RULES);
+        if whole {
+            rules.delete_one(filter).await?;
+        } else {
+            rules.update_one(filter, doc! {"$unset": {"retired": ""}}).await?;
+        }
+        Ok(())
     }
 
     /// Saves how far the backfill of this generation is. False when a newer one has been asked for.

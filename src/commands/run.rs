@@ -1,12 +1,14 @@
-//! `denormd run`: stand by, lead, follow changes; and again when the lease is lost.
+//! `denormd run`: stand by, lead, follow changes; and again when the lease is lost or the config changes.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::{
     checkpoint::store::Store,
     commands::{Failure, compile, context},
-    config::{Config, Loaded},
-    error::Error,
+    config::{self, Loaded},
+    error::{Error, Kind},
     lease::{Held, Lease},
     logging,
     pipeline::{self, Handle},
@@ -14,33 +16,92 @@ use crate::{
     reconcile::Context,
 };
 
-/// How often a running pipeline is looked at.
+/// How often a running pipeline and the config files are looked at. A ConfigMap is swapped by a symlink, which file
+/// notifications miss.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Runs the daemon until SIGTERM or SIGINT.
-pub async fn run(loaded: &Loaded) -> Result<(), Failure> {
-    let config = &loaded.config;
-    logging::start(&config.log);
-    let plan = compile(loaded).await?;
-    let context = context(loaded, plan).await?;
-    let findings = preflight::check(&context.server, &context.plan).await?;
-    if !findings.is_empty() {
-        return Err(Failure::Refused(super::plan::refusal(&findings)));
-    }
-    let mut signals = Signals::listen()?;
-    let lease = Lease::new(context.server.unfenced(), &config.state.database, &config.name, config.lease.ttl);
+/// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, swaps the rules.
+pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
+    logging::start(&loaded.config.log);
+    let mut signals = Signals::listen(paths)?;
+    let context = tokio::select! {
+        context = patiently(&loaded) => context?,
+        () = signals.stop() => return Ok(()),
+    };
+    let mut rules = Rules { loaded, context };
+    let config = &rules.loaded.config;
+    let lease = Lease::new(rules.context.server.unfenced(), &config.state.database, &config.name, config.lease.ttl);
     loop {
-        tracing::info!(rules = config.rules.len(), deployment = %config.name, "standing by");
+        tracing::info!(deployment = %rules.loaded.config.name, "standing by");
         let held = tokio::select! {
             held = lease.stand_by() => held,
-            () = signals.next() => break,
+            wake = signals.next() => match wake {
+                Wake::Stop => break,
+                Wake::Reload => {
+                    rules.reload(paths).await;
+                    continue;
+                }
+            },
         };
-        if lead(config, &context, held, &mut signals).await? == Ended::Stopped {
+        if lead(paths, &mut rules, held, &mut signals).await? == Ended::Stopped {
             break;
         }
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// A config that is whole, with a cluster that has what it needs.
+struct Rules {
+    loaded: Loaded,
+    context: Arc<Context>,
+}
+
+/// Everything that can be refused, before anything is started.
+async fn ready(loaded: &Loaded) -> Result<Arc<Context>, Failure> {
+    let context = context(loaded, compile(loaded).await?).await?;
+    let findings = preflight::check(&context.server, &context.plan).await?;
+    if findings.is_empty() { Ok(context) } else { Err(Failure::Refused(super::plan::refusal(&findings))) }
+}
+
+/// The same, through everything that passes by itself: a sidecar may be up before its database.
+async fn patiently(loaded: &Loaded) -> Result<Arc<Context>, Failure> {
+    loop {
+        match ready(loaded).await {
+            Err(Failure::Failed(error)) if error.is_transient() => {
+                tracing::warn!(error = %error, "the cluster cannot be reached yet; trying again");
+                tokio::time::sleep(LOOK).await;
+            }
+            result => return result,
+        }
+    }
+}
+
+impl Rules {
+    /// Takes the new config when it is whole and the cluster has what it needs; otherwise the old one stays in force.
+    async fn reload(&mut self, paths: &[PathBuf]) -> bool {
+        let result = async {
+            let loaded = config::load(paths, &config::process_environment())?;
+            let (old, new) = (&self.loaded.config, &loaded.config);
+            if old.name != new.name || old.state.database != new.state.database || old.lease.ttl != new.lease.ttl {
+                let message = "`name`, `state` and `lease` cannot change while the daemon runs";
+                return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
+            }
+            let context = ready(&loaded).await?;
+            Ok::<_, Failure>(Self { loaded, context })
+        };
+        match result.await {
+            Ok(rules) => {
+                *self = rules;
+                tracing::info!(rules = self.loaded.config.rules.len(), "config reloaded");
+                true
+            }
+            Err(failure) => {
+                tracing::error!(reason = %failure, "the new config is refused; the old rules stay in force");
+                false
+            }
+        }
+    }
 }
 
 /// How a leadership ended.
@@ -53,48 +114,56 @@ enum Ended {
 }
 
 /// Follows changes while the lease lasts.
-async fn lead(config: &Config, context: &Context, held: Held, signals: &mut Signals) -> Result<Ended, Failure> {
-    let context = Arc::new(context.under(held.fence()));
-    let started = tokio::select! {
-        started = start(config, &context) => started,
-        () = held.lost() => return Ok(Ended::Lost),
-        () = signals.next() => {
+async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Signals) -> Result<Ended, Failure> {
+    loop {
+        let context = Arc::new(rules.context.under(held.fence()));
+        let started = tokio::select! {
+            started = start(&rules.loaded, &context) => started,
+            () = held.lost() => return Ok(Ended::Lost),
+            () = signals.stop() => {
+                held.release().await;
+                return Ok(Ended::Stopped);
+            }
+        };
+        let handle = match started {
+            Ok(handle) => handle,
+            Err(error) => {
+                held.release().await;
+                return Err(error.into());
+            }
+        };
+        tracing::info!(term = held.term(), rules = rules.loaded.config.rules.len(), "following changes");
+        let wake = loop {
+            tokio::select! {
+                () = held.lost() => {
+                    handle.abort();
+                    return Ok(Ended::Lost);
+                }
+                // The lease runs out by itself: what was in flight when the pipeline broke may still be written until then.
+                () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself").into()),
+                wake = signals.next() => match wake {
+                    Wake::Reload if !rules.reload(paths).await => {}
+                    wake => break wake,
+                },
+            }
+        };
+        tracing::info!("stopping: what is in flight is finished, then the position is saved");
+        tokio::select! {
+            () = handle.stop() => {}
+            // What is in flight ends by its deadlines.
+            () = held.lost() => return Ok(if wake == Wake::Stop { Ended::Stopped } else { Ended::Lost }),
+            () = signals.stop() => return Err(Error::internal("stopped at once by a second signal").into()),
+        }
+        if wake == Wake::Stop {
             held.release().await;
             return Ok(Ended::Stopped);
         }
-    };
-    let handle = match started {
-        Ok(handle) => handle,
-        Err(error) => {
-            held.release().await;
-            return Err(error.into());
-        }
-    };
-    tracing::info!(term = held.term(), "following changes");
-    tokio::select! {
-        () = held.lost() => {
-            handle.abort();
-            return Ok(Ended::Lost);
-        }
-        // The lease runs out by itself: what was in flight when the pipeline broke may still be written until then.
-        () = finished(&handle) => {
-            return Err(Error::internal("the pipeline has ended by itself").into());
-        }
-        () = signals.next() => {}
     }
-    tracing::info!("stopping: what is in flight is finished, then the position is saved");
-    tokio::select! {
-        () = handle.stop() => {}
-        // What is in flight ends by its deadlines.
-        () = held.lost() => return Ok(Ended::Stopped),
-        () = signals.next() => return Err(Error::internal("stopped at once by a second signal").into()),
-    }
-    held.release().await;
-    Ok(Ended::Stopped)
 }
 
 /// Opens the state and starts the pipeline, through everything that passes by itself.
-async fn start(config: &Config, context: &Arc<Context>) -> Result<Handle, Error> {
+async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error> {
+    let config = &loaded.config;
     loop {
         let attempt = async {
             let store = Store::open(&context.server, &config.state.database, &config.name).await?;
@@ -116,20 +185,59 @@ async fn finished(handle: &Handle) {
     }
 }
 
+/// What asks the daemon to do something else.
+#[derive(Debug, PartialEq)]
+enum Wake {
+    Stop,
+    Reload,
+}
+
 struct Signals {
-    terminate: tokio::signal::unix::Signal,
-    interrupt: tokio::signal::unix::Signal,
+    terminate: Signal,
+    interrupt: Signal,
+    hangup: Signal,
+    paths: Vec<PathBuf>,
+    /// The config files as they were last loaded, or refused.
+    files: Option<Vec<String>>,
 }
 
 impl Signals {
-    fn listen() -> Result<Self, Error> {
-        use tokio::signal::unix::{SignalKind, signal};
+    fn listen(paths: &[PathBuf]) -> Result<Self, Error> {
         let listen =
             |kind| signal(kind).map_err(|error| Error::internal(format!("signals cannot be handled: {error}")));
-        Ok(Self { terminate: listen(SignalKind::terminate())?, interrupt: listen(SignalKind::interrupt())? })
+        Ok(Self {
+            terminate: listen(SignalKind::terminate())?,
+            interrupt: listen(SignalKind::interrupt())?,
+            hangup: listen(SignalKind::hangup())?,
+            files: config::snapshot(paths),
+            paths: paths.to_vec(),
+        })
     }
 
-    async fn next(&mut self) {
+    /// Waits for something to do.
+    async fn next(&mut self) -> Wake {
+        let mut look = tokio::time::interval(LOOK);
+        loop {
+            tokio::select! {
+                _ = self.terminate.recv() => return Wake::Stop,
+                _ = self.interrupt.recv() => return Wake::Stop,
+                _ = self.hangup.recv() => {
+                    self.files = config::snapshot(&self.paths);
+                    return Wake::Reload;
+                }
+                _ = look.tick() => {
+                    let now = config::snapshot(&self.paths);
+                    if now.is_some() && now != self.files {
+                        self.files = now;
+                        return Wake::Reload;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits for a signal to stop.
+    async fn stop(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}

@@ -93,6 +93,25 @@ pub fn process_environment() -> Vec<(String, String)> {
 /// `environment` (pairs of name and text) replaces what files say. A directory stands for its `*.yaml`, `*.yml`, `*.toml`
 /// and `*.json` sorted by name, without those of its subdirectories and without hidden ones.
 pub fn load(paths: &[PathBuf], environment: &[(String, String)]) -> Result<Loaded, ConfigError> {
+    let texts = read_all(paths)?;
+    if texts.is_empty() {
+        let places: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
+        return Err(ConfigError::Nothing(if places.is_empty() {
+            "no file is named".to_owned()
+        } else {
+            format!("no *.yaml, *.yml, *.toml or *.json in {}", places.join(", "))
+        }));
+    }
+    assemble(texts, environment)
+}
+
+/// The texts that [`load`] would read, to see whether one has changed; None while they cannot be read.
+#[must_use]
+pub fn snapshot(paths: &[PathBuf]) -> Option<Vec<String>> {
+    Some(read_all(paths).ok()?.into_iter().map(|(name, _, text)| format!("{name}\n{text}")).collect())
+}
+
+fn read_all(paths: &[PathBuf]) -> Result<Vec<(String, Format, String)>, ConfigError> {
     let mut texts = Vec::new();
     for path in paths {
         let at_path = |error| read_error(path, error);
@@ -104,15 +123,7 @@ pub fn load(paths: &[PathBuf], environment: &[(String, String)]) -> Result<Loade
             texts.push(read(path)?);
         }
     }
-    if texts.is_empty() {
-        let places: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
-        return Err(ConfigError::Nothing(if places.is_empty() {
-            "no file is named".to_owned()
-        } else {
-            format!("no *.yaml, *.yml, *.toml or *.json in {}", places.join(", "))
-        }));
-    }
-    assemble(texts, environment)
+    Ok(texts)
 }
 
 /// Loads one text, without the environment. Messages call it `config.yaml`, or by the name of its format.

@@ -93,6 +93,8 @@ pub struct Limits {
     pub write_timeout: Duration,
     /// How long `remove` and `delete` wait before they read again and destroy (`destroy_grace_seconds`).
     pub destroy_grace: Duration,
+    /// Targets that the continuous audit of `guard: audit` compares a second (`audit_per_second`).
+    pub audit_per_second: usize,
 }
 
 impl Limits {
@@ -104,6 +106,8 @@ impl Limits {
     pub const DEFAULT_PENDING: usize = 100_000;
     /// Default of `write_timeout_seconds`.
     pub const DEFAULT_WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+    /// Default of `audit_per_second`.
+    pub const DEFAULT_AUDIT_PER_SECOND: usize = 200;
     /// Default of `destroy_grace_seconds`.
     pub const DEFAULT_DESTROY_GRACE: Duration = Duration::from_secs(10);
 }
@@ -116,6 +120,7 @@ impl Default for Limits {
             pending: Self::DEFAULT_PENDING,
             write_timeout: Self::DEFAULT_WRITE_TIMEOUT,
             destroy_grace: Self::DEFAULT_DESTROY_GRACE,
+            audit_per_second: Self::DEFAULT_AUDIT_PER_SECOND,
         }
     }
 }

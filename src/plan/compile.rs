@@ -289,8 +289,10 @@ impl Compiler<'_> {
                 if collect.slice == Some(0) {
                     self.mistake(at.key("slice"), "a slice of 0 keeps nothing", "first N: 10, last N: -10");
                 }
+                let path = self.path(&at.key("into"), &collect.into, "into")?;
                 Some(Values::Collect {
-                    path: self.path(&at.key("into"), &collect.into, "into")?,
+                    child: child(&path, &collect.element),
+                    path,
                     element: collect.element.clone(),
                     slice: collect.slice,
                     on_empty: collect.on_empty,
@@ -448,6 +450,16 @@ impl Compiler<'_> {
         };
         self.mistake(at.key("on_missing"), format!("`{policy}` has no meaning for this form of reference"), hint);
     }
+}
+
+/// Where the source's `_id` is in the target: the element itself, or one of its fields.
+fn child(into: &FieldPath, element: &Bson) -> Option<FieldPath> {
+    let id = Bson::from("$_id");
+    if *element == id {
+        return Some(into.clone());
+    }
+    let (name, _) = element.as_document()?.iter().find(|(name, value)| **value == id && !name.starts_with('$'))?;
+    FieldPath::parse(&format!("{into}.{name}")).ok()
 }
 
 /// Everything of a rule that decides what is written, as one document.

@@ -4,7 +4,7 @@ use bson::{Bson, Document, oid::ObjectId};
 
 use crate::{
     config::KeyType,
-    field_path::{FieldPath, Segment},
+    field_path::{FieldPath, Segment, touches},
     key::{Key, whole_number},
 };
 
@@ -64,6 +64,16 @@ impl Reference {
         })
     }
 
+    /// Whether a write to the dotted path `changed` may change what a document of this role refers to, or is referred to by.
+    #[must_use]
+    pub fn touched_by(&self, role: Role, changed: &str) -> bool {
+        self.paths(role).any(|path| match path.segments() {
+            // The other fields of a DBRef count as much as its `$id`.
+            [parent @ .., Segment::Name(id)] if id == "$id" && !parent.is_empty() => touches(parent, changed),
+            path => touches(path, changed),
+        })
+    }
+
     /// A projection that keeps what [`Reference::keys`] reads.
     #[must_use]
     pub fn projection(&self, role: Role) -> Document {
@@ -85,16 +95,28 @@ impl Reference {
     /// reference to nothing: null, missing, an array where none is expected, a DBRef of another collection.
     #[must_use]
     pub fn keys(&self, role: Role, doc: &Document) -> Vec<Option<Key>> {
-        let each = match role {
-            Role::Source => &self.source_each,
-            Role::Target => &self.target_each,
-        };
-        let Some(each) = each else {
+        let Some(each) = self.each(role) else {
             return vec![self.key_at(role, doc, None)];
         };
+        let elements = self.elements(role, doc).into_iter();
+        elements.map(|element| self.key_at(role, doc, Some((each, element)))).collect()
+    }
+
+    /// The elements that the references of one side are in, in the order of [`Reference::keys`].
+    #[must_use]
+    pub fn elements<'a>(&self, role: Role, doc: &'a Document) -> Vec<&'a Bson> {
         let mut elements = Vec::new();
-        collect_elements(each.segments(), Cursor::Document(doc), &mut elements);
-        elements.into_iter().map(|element| self.key_at(role, doc, Some((each, element)))).collect()
+        if let Some(each) = self.each(role) {
+            collect_elements(each.segments(), Cursor::Document(doc), &mut elements);
+        }
+        elements
+    }
+
+    fn each(&self, role: Role) -> Option<&FieldPath> {
+        match role {
+            Role::Source => self.source_each.as_ref(),
+            Role::Target => self.target_each.as_ref(),
+        }
     }
 
     /// Whether the target has the array that its references are in.
@@ -185,13 +207,14 @@ impl Reference {
         }
     }
 
-    /// Whether a source can answer `key`: with a `key_type`, a value that does not convert dangles.
+    /// Whether a source can answer `key`: null refers to nothing, even where a source's `_id` is null; and with a
+    /// `key_type`, a value that does not convert dangles.
     #[must_use]
     pub fn can_resolve(&self, key: &Key) -> bool {
-        key.values().iter().all(|value| match self.key_type {
-            None => true,
-            Some(KeyType::ObjectId) => matches!(value, Bson::ObjectId(_)),
-            Some(KeyType::String) => matches!(value, Bson::String(_)),
+        key.values().iter().all(|value| match (value, self.key_type) {
+            (Bson::Null | Bson::Undefined | Bson::Array(_), _) => false,
+            (_, None) | (Bson::ObjectId(_), Some(KeyType::ObjectId)) | (Bson::String(_), Some(KeyType::String)) => true,
+            (_, Some(_)) => false,
         })
     }
 

@@ -121,6 +121,8 @@ pub enum Values {
         path: FieldPath,
         /// The expression of one element.
         element: Bson,
+        /// Where in the target the sources' `_id`s are, if the element holds them.
+        child: Option<FieldPath>,
         /// As in `$push`.
         slice: Option<i64>,
         /// What no source gives.
@@ -188,9 +190,18 @@ impl Rule {
         }
     }
 
+    /// Where in the target the `_id`s of the sources that went into it are: what tells the parent that a child has left.
+    #[must_use]
+    pub fn child(&self) -> Option<&FieldPath> {
+        match &self.values {
+            Values::Collect { child, .. } => child.as_ref(),
+            Values::Set { .. } | Values::Into { .. } | Values::Aggregate { .. } => None,
+        }
+    }
+
     /// Whether a source's key can change without the event saying what it was.
     #[must_use]
     pub fn needs_pre_images(&self) -> bool {
-        !self.reference.keyed_by_source_id()
+        !self.reference.keyed_by_source_id() && self.child().is_none()
     }
 }

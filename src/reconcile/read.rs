@@ -239,7 +239,8 @@ fn aggregate(rule: &Rule, key: Vec<Bson>, assignments: &[Assignment]) -> Vec<Doc
         let accumulator = assignment.expression.as_document().and_then(|doc| doc.iter().next());
         let whole_numbers = matches!(accumulator, Some((op, Bson::Int32(_) | Bson::Int64(_))) if op == "$sum");
         let operator = accumulator.map(|(op, _)| op.as_str()).unwrap_or_default();
-        ordered |= !whole_numbers && !matches!(operator, "$count" | "$min" | "$max" | "$addToSet");
+        // $min, $max and $addToSet too: of 1 and 1.0 they keep the one they met at a certain place.
+        ordered |= !whole_numbers && operator != "$count";
         group.insert(name.clone(), assignment.expression.clone());
         let value: Bson = if operator == "$addToSet" {
             doc! {"$sortArray": {"input": format!("${name}"), "sortBy": 1}}.into()
@@ -305,6 +306,18 @@ pub fn guard_expression(rule: &Rule) -> Document {
         }
     }
     guard
+}
+
+/// Reads the reference fields of the targets whose array holds one of these sources' `_id`s.
+#[must_use]
+pub fn parents(rule: &Rule, ids: &[&Key]) -> Option<Document> {
+    let child = rule.child()?.query();
+    let filter = both(one_of(&child, ids.iter().filter_map(|key| key.values().first())), rule.target.filter.as_ref());
+    let projection = rule.reference.projection(Role::Target);
+    Some(doc! {
+        "find": &rule.target.namespace.collection, "filter": filter, "projection": projection, "batchSize": 10_000,
+        "collation": simple_collation(),
+    })
 }
 
 /// Reads the `_id`s of all targets that refer to `key`.

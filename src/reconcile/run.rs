@@ -1,7 +1,7 @@
 //! Runs a batch: read, compute, write, and find the culprit where the server refuses.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -12,7 +12,7 @@ use std::{
 use bson::{Bson, Document, RawDocumentBuf};
 
 use crate::{
-    config::Limits,
+    config::{Limits, OnDrift},
     dead_letter::DeadLetters,
     error::{Error, Kind, Result},
     key::Key,
@@ -20,15 +20,18 @@ use crate::{
     plan::{Plan, Rule, reference::Role},
     position::ClusterTime,
     reconcile::{
+        compare::{self, Compared},
         read,
         statement::{self, Statement},
         value::{Desired, Rows},
     },
     request::{Request, Scope, Task},
-    route::{target_requests, value_request},
+    route::{reference_requests, target_requests, value_request},
     workqueue::{Batch, Lane, Work},
 };
 
+/// How long the guard waits before it calls a difference drift.
+const SECOND_LOOK: Duration = Duration::from_millis(200);
 /// Targets written by one statement when a fan-out is taken in steps.
 const STEP: usize = 1000;
 
@@ -74,6 +77,8 @@ pub struct Counts {
     pub dead_letters: AtomicU64,
     /// Runs that failed for the moment.
     pub retries: AtomicU64,
+    /// Targets whose owned fields somebody else had written.
+    pub drift: AtomicU64,
 }
 
 /// How a batch ended.
@@ -85,6 +90,10 @@ pub struct Outcome {
     pub keys: Vec<Ended>,
     /// What look-ups have led to. It comes from all keys of the batch together.
     pub follow_ups: Vec<Request>,
+    /// The batch's number.
+    pub number: u64,
+    /// How long it took.
+    pub took: Duration,
 }
 
 /// How the run of one key ended.
@@ -107,19 +116,21 @@ pub enum End {
     SetAside,
     /// Failed for the moment.
     Failed(Error),
-    /// The reference dangles and the policy destroys: to be read again after the grace period.
-    Dangling,
+    /// To be looked at again after this while: a reference that dangles under a policy that destroys, a target that differs
+    /// and may be about to be written.
+    Later(Duration),
 }
 
 /// Runs one batch to its end. Never fails as a whole: each key has its own end.
 pub async fn run(context: Arc<Context>, batch: Batch) -> Outcome {
+    let started = Instant::now();
     let (rule, task) = batch.lane;
     let rule = context.plan.rule(rule).clone();
     let run = Run { context: &context, rule: &rule, task };
     let items = batch.items.into_iter().map(|(key, work)| Item { key, work, end: None }).collect();
     let mut follow_ups = Vec::new();
     let keys = run.items(items, &mut follow_ups).await;
-    Outcome { lane: batch.lane, keys, follow_ups }
+    Outcome { lane: batch.lane, keys, follow_ups, number: batch.number, took: started.elapsed() }
 }
 
 struct Run<'a> {
@@ -148,6 +159,8 @@ impl Run<'_> {
             Task::Target => self.targets(&mut items).await,
             Task::LocateSource => self.locate(Role::Source, &items, follow_ups).await,
             Task::LocateTarget => self.locate(Role::Target, &items, follow_ups).await,
+            Task::Guard => self.guard(&mut items, follow_ups).await,
+            Task::Parents => self.parents(&items, follow_ups).await,
             Task::Holders => self.holders(&items, follow_ups).await,
         };
         if let Err(error) = result {
@@ -227,7 +240,7 @@ impl Run<'_> {
                 Err(error) => return Err(error),
             };
             if matches!(desired, Desired::Remove | Desired::Delete) && !self.destroy_now(item) {
-                item.end = Some(End::Dangling);
+                item.end = Some(End::Later(self.context.limits.destroy_grace));
                 continue;
             }
             for statement in statement::of_value(self.rule, &item.key, &item.work.scope, &desired)? {
@@ -239,7 +252,7 @@ impl Run<'_> {
 
     /// Whether the reference has dangled through the grace period.
     fn destroy_now(&self, item: &mut Item) -> bool {
-        let since = *item.work.missing_since.get_or_insert_with(Instant::now);
+        let since = *item.work.doubted_since.get_or_insert_with(Instant::now);
         since.elapsed() >= self.context.limits.destroy_grace
     }
 
@@ -353,7 +366,7 @@ impl Run<'_> {
     async fn targets(&self, items: &mut [Item]) -> Result<()> {
         let after = newest(items);
         let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
-        let mut targets = std::collections::HashMap::new();
+        let mut targets = HashMap::new();
         for row in self.read(Role::Target, read::targets(self.rule, &ids), after).await? {
             let doc = Document::try_from(row.as_ref())?;
             let guard =
@@ -389,6 +402,38 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// Compares targets whose owned fields were written. Most often it was we who wrote them, and nothing differs.
+    async fn guard(&self, items: &mut [Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+        let ids: Vec<Bson> = items.iter().filter_map(|item| item.key.values().first().cloned()).collect();
+        let compared = compare::compare_ids(self.context, self.rule, &ids, newest(items)).await?;
+        let differing = compared.into_iter().filter(|compared| compared.differences().next().is_some());
+        let differing: HashMap<Key, Compared> = differing.map(|c| (Key::one(c.target.clone()), c)).collect();
+        for item in items {
+            let Some(compared) = differing.get(&item.key) else { continue };
+            // The source may have changed a moment ago, and the write that follows may be under way.
+            if item.work.doubted_since.is_none() {
+                item.work.doubted_since = Some(Instant::now());
+                item.end = Some(End::Later(SECOND_LOOK));
+                continue;
+            }
+            drifted(self.context, self.rule, compared);
+            if self.rule.on_drift == OnDrift::Repair {
+                follow_ups.extend(reference_requests(self.rule, &item.key, compared.references.clone()));
+            }
+        }
+        Ok(())
+    }
+
+    async fn parents(&self, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        let Some(command) = read::parents(self.rule, &ids) else { return Ok(()) };
+        for row in self.read(Role::Target, command, newest(items)).await? {
+            let doc = Document::try_from(row.as_ref())?;
+            follow_ups.extend(target_requests(self.rule, &id_of(&row)?, &doc));
+        }
+        Ok(())
+    }
+
     async fn holders(&self, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
         let keys: Vec<&Key> = items.iter().map(|item| &item.key).collect();
         for row in self.read(Role::Target, read::holders(self.rule, &keys), newest(items)).await? {
@@ -396,6 +441,14 @@ impl Run<'_> {
         }
         Ok(())
     }
+}
+
+/// Counts and tells that somebody else has written an owned field.
+pub fn drifted(context: &Context, rule: &Rule, compared: &Compared) {
+    context.counts.drift.fetch_add(1, Ordering::Relaxed);
+    let paths: Vec<&str> = compared.differences().map(|difference| difference.path.as_str()).collect();
+    let repaired = rule.on_drift == OnDrift::Repair;
+    tracing::warn!(rule = %rule.name, paths = paths.join(", "), repaired, "somebody else has written an owned field");
 }
 
 fn id_of(row: &RawDocumentBuf) -> Result<Key> {

@@ -81,6 +81,22 @@ pub fn of_target(rule: &Rule, id: &Key, guard: &RawDocumentBuf, desired: &Desire
     Ok(vec![update(rule, vec![doc! {"_id": id}, unchanged], operators(rule, "", fields)?, &[])?])
 }
 
+/// The statement that takes `path` away from the targets with these `_id`s.
+pub fn unset(path: &FieldPath, ids: Vec<Bson>) -> Result<Statement> {
+    let mut query = doc! {"$and": [{"_id": {"$in": ids.clone()}}], "$expr": "$$ok"};
+    let mut name = path.to_string();
+    let mut filters = Vec::new();
+    if let Some(each) = path.array_prefix() {
+        query.insert("$and", [vec![doc! {"_id": {"$in": ids}}], array_guards(&each)].concat());
+        let (outer, elements) = outer_filters(&each);
+        filters = outer;
+        filters.push(doc! {"e": {"$type": "object"}});
+        name = format!("{elements}{}", name.strip_prefix(&each.to_string()).unwrap_or_default());
+    }
+    let statement = doc! {"q": query, "u": {"$unset": {name: ""}}, "multi": true, "arrayFilters": filters};
+    Ok(Statement::Update(raw(&statement)?))
+}
+
 fn named(scope: &Scope) -> Option<Document> {
     match scope {
         Scope::All => None,
@@ -150,6 +166,10 @@ fn refers(rule: &Rule, condition: &dyn Fn(usize) -> Document) -> Matcher {
         matcher.conditions.extend(array_guards(each));
         let (outer, elements) = outer_filters(each);
         matcher.array_filters = outer;
+        if !element.is_empty() {
+            // `e.id` would look into an array that is an element, and a name inside it cannot be set.
+            element.insert("e", doc! {"$not": {"$type": "array"}});
+        }
         matcher.array_filters.push(element);
         matcher.elements = elements;
     }
@@ -230,6 +250,7 @@ fn outer_filters(each: &FieldPath) -> (Vec<Document>, String) {
                 filter.insert(format!("x{depth}.{}", next[..count].join(".")), doc! {"$not": {"$type": "array"}});
             }
             filter.insert(format!("x{depth}.{}", next.join(".")), doc! {"$type": "array"});
+            filter.insert(format!("x{depth}"), doc! {"$not": {"$type": "array"}});
             filters.push(filter);
         }
     }
@@ -310,8 +331,9 @@ fn pull(rule: &Rule, key: &Key, mut matcher: Matcher) -> Result<Statement> {
     if rule.reference.paths(Role::Target).any(|path| dbref_parent(path).is_some()) {
         return filter_out(rule, key, &array, matcher);
     }
+    // `$pull` itself passes over elements that are no documents.
     let condition: Document =
-        last.into_iter().map(|(name, value)| (name.strip_prefix("e.").unwrap_or(&name).to_owned(), value)).collect();
+        last.into_iter().filter_map(|(name, value)| Some((name.strip_prefix("e.")?.to_owned(), value))).collect();
     let mut pull = RawDocumentBuf::new();
     pull.append(bson::raw::CString::try_from(array)?, raw(&condition)?);
     update(rule, matcher.conditions, rawdoc! {"$pull": pull}, &matcher.array_filters)

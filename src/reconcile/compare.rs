@@ -1,0 +1,165 @@
+//! What targets hold against what they should hold. Reads only.
+
+use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
+
+use crate::{
+    error::{Error, Result},
+    field_path::{FieldPath, Segment},
+    key::Key,
+    mongo::Reads,
+    plan::{Keyed, Rule, Values, reference::Role},
+    position::ClusterTime,
+    reconcile::{
+        read,
+        run::Context,
+        value::{Desired, Field, Rows},
+    },
+};
+
+/// One owned path of one target that is not what its definition says.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Difference {
+    /// The target's `_id`.
+    pub target: Bson,
+    /// The path, with `$[]` for the element that differs.
+    pub path: String,
+    /// What should be there.
+    pub expected: Field,
+    /// What is there.
+    pub stored: Field,
+}
+
+/// One target against its definition.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Compared {
+    /// The target's `_id`.
+    pub target: Bson,
+    /// Every owned path with what should be there and what is; for arrays, once for each element.
+    pub fields: Vec<Difference>,
+    /// The values by which it refers to its sources.
+    pub references: Vec<Option<Key>>,
+}
+
+impl Compared {
+    /// The paths that differ, bit by bit.
+    pub fn differences(&self) -> impl Iterator<Item = &Difference> {
+        self.fields.iter().filter(|field| !identical(field.expected.as_ref(), field.stored.as_ref()))
+    }
+}
+
+/// The projection that comparing needs: what the target refers by, and what the rule owns.
+#[must_use]
+pub fn projection(rule: &Rule) -> Document {
+    let mut roots = Document::new();
+    for path in rule.reference.paths(Role::Target).chain(rule.owned()) {
+        roots.insert(path.root(), 1);
+    }
+    roots
+}
+
+/// Compares targets, read with [`projection`], with their definition.
+pub async fn compare(
+    context: &Context,
+    rule: &Rule,
+    targets: &[Document],
+    after: ClusterTime,
+) -> Result<Vec<Compared>> {
+    let references: Vec<Vec<Option<Key>>> =
+        targets.iter().map(|target| rule.reference.keys(Role::Target, target)).collect();
+    let mut wanted: Vec<&Key> =
+        references.iter().flatten().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
+    wanted.sort_unstable();
+    wanted.dedup();
+    let mut rows = Rows::default();
+    if !wanted.is_empty() {
+        let command = read::sources(rule, &wanted);
+        rows.take(context.server.read(&rule.source.namespace.database, command, Reads { after }).await?)?;
+    }
+    targets.iter().zip(references).map(|(target, references)| one(rule, &rows, target, references)).collect()
+}
+
+fn one(rule: &Rule, rows: &Rows, target: &Document, references: Vec<Option<Key>>) -> Result<Compared> {
+    let id = target.get("_id").cloned().unwrap_or(Bson::Null);
+    let mut fields = Vec::new();
+    match (rule.keyed, &rule.reference.target_each) {
+        (Keyed::Target, _) => {
+            let desired = rows.desired_of_target(rule, &references, rule.reference.has_array(target))?;
+            push(rule, &id, &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
+        }
+        (Keyed::Value, None) => {
+            let key = references.first().cloned().flatten().unwrap_or_else(|| Key::new(Vec::new()));
+            let desired = rows.desired(rule, &key)?;
+            push(rule, &id, &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
+        }
+        (Keyed::Value, Some(each)) => {
+            for (element, key) in rule.reference.elements(Role::Target, target).into_iter().zip(&references) {
+                // What is no subdocument has no fields to hold a copy.
+                let Bson::Document(element) = element else { continue };
+                let desired = rows.desired(rule, &key.clone().unwrap_or_else(|| Key::new(Vec::new())))?;
+                let stored = |path: &FieldPath| value_at(Some(element), path.below(each).unwrap_or_default());
+                push(rule, &id, &desired, &stored, &mut fields)?;
+            }
+        }
+    }
+    Ok(Compared { target: id, fields, references })
+}
+
+/// Adds the owned paths of one target, or of one element.
+fn push(
+    rule: &Rule,
+    id: &Bson,
+    desired: &Desired,
+    stored: &dyn Fn(&FieldPath) -> Option<Bson>,
+    out: &mut Vec<Difference>,
+) -> Result<()> {
+    let fields = match desired {
+        Desired::Fields(fields) => fields.clone(),
+        Desired::Keep => return Ok(()),
+        // The element, or the target, should not be there: said of each owned path.
+        Desired::Remove | Desired::Delete => vec![Some(RawBson::Undefined); rule.owned().len()],
+    };
+    let once = matches!(rule.values, Values::Set { once: true, .. });
+    for (path, expected) in rule.owned().into_iter().zip(fields) {
+        let stored = stored(path).map(RawBson::try_from).transpose()?;
+        if once && (stored.is_some() || expected.is_none()) {
+            continue;
+        }
+        out.push(Difference { target: id.clone(), path: path.to_string(), expected, stored });
+    }
+    Ok(())
+}
+
+/// The value at a path that does not look into arrays.
+fn value_at(doc: Option<&Document>, path: &[Segment]) -> Option<Bson> {
+    let (last, parents) = path.split_last()?;
+    let mut at = doc?;
+    for segment in parents {
+        let Segment::Name(name) = segment else { return None };
+        at = at.get_document(name).ok()?;
+    }
+    let Segment::Name(name) = last else { return None };
+    at.get(name).cloned()
+}
+
+/// Equal to the last bit: 1 is not 1.0, NaN is NaN, missing is not null.
+fn identical(a: Option<&RawBson>, b: Option<&RawBson>) -> bool {
+    let bytes = |value: &RawBson| {
+        let mut doc = RawDocumentBuf::new();
+        doc.append(bson::cstr!("v"), value.clone());
+        doc
+    };
+    a.map(bytes) == b.map(bytes)
+}
+
+/// Reads targets by `_id` and compares them. Those that do not take part (`target.where`) or are gone are left out.
+pub async fn compare_ids(context: &Context, rule: &Rule, ids: &[Bson], after: ClusterTime) -> Result<Vec<Compared>> {
+    let filter = doc! {"$and": [{"_id": {"$in": ids.to_vec()}}, rule.target.filter.clone().unwrap_or_default()]};
+    let command = doc! {
+        "find": &rule.target.namespace.collection, "filter": filter, "projection": projection(rule), "batchSize": 10_000,
+        "collation": read::simple_collation(),
+    };
+    let rows = context.server.read(&rule.target.namespace.database, command, Reads { after }).await?;
+    let targets =
+        rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect::<Result<Vec<_>>>()?;
+    compare(context, rule, &targets, after).await
+}

@@ -1,0 +1,101 @@
+//! Rules that come, change and go; fields that somebody else writes.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use bson::{Document, doc};
+use denormd_fixture::TestDb;
+use mongodb::Database;
+
+use crate::daemon::{Daemon, all};
+
+const HOST: &str =
+    "  - { name: address, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
+
+async fn host_and_log(test: &TestDb) -> Database {
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1", "name": "alpha"}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    db
+}
+
+/// Waits until the one log message is this.
+async fn becomes(db: &Database, expected: Document) {
+    for _ in 0..600 {
+        if all(db, "log").await == [expected.clone()] {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("expected {expected}, found {:?}", all(db, "log").await);
+}
+
+#[tokio::test]
+async fn a_changed_rule_is_backfilled_again_and_only_that_rule() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let other =
+        "  - { name: name, copy: { source: hosts, target: log, match: { host: _id }, set: { hostname: $name } } }";
+    let daemon = Daemon::start(&test, &format!("{HOST}\n{other}")).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    // Nobody tells the daemon of these: only a backfill finds them.
+    db.collection::<Document>("log")
+        .update_one(doc! {}, doc! {"$set": {"hostname": "wrong", "ip": "wrong"}})
+        .await
+        .unwrap();
+    let changed = HOST.replace("$ip }", "$ip, shout: { $toUpper: $name } }");
+    let daemon = Daemon::start(&test, &format!("{changed}\n{other}")).await;
+    daemon.settled().await;
+    let expected = doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "hostname": "wrong", "shout": "ALPHA"};
+    assert_eq!(all(&db, "log").await, [expected]);
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn guard_watch_repairs_at_once_and_counts() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let rule = HOST.replace("name: address,", "name: address, guard: watch,");
+    let daemon = Daemon::start(&test, &rule).await;
+    daemon.settled().await;
+    db.collection::<Document>("log").update_one(doc! {}, doc! {"$set": {"ip": "forged"}}).await.unwrap();
+    becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}).await;
+    daemon.settled().await;
+    let drift = || daemon.context().counts.drift.load(Ordering::Relaxed);
+    assert_eq!(drift(), 1);
+    // A change of the source, and our own write that follows, are nobody's drift, and lead to no further write.
+    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.2"}).await;
+    daemon.settled().await;
+    assert_eq!(drift(), 1);
+    let modified = daemon.context().counts.modified.load(Ordering::Relaxed);
+    daemon.settled().await;
+    assert_eq!(daemon.context().counts.modified.load(Ordering::Relaxed), modified, "no echo");
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn on_drift_report_counts_and_leaves_it() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let rule = HOST.replace("name: address,", "name: address, guard: watch, on_drift: report,");
+    let daemon = Daemon::start(&test, &rule).await;
+    daemon.settled().await;
+    db.collection::<Document>("log").update_one(doc! {}, doc! {"$set": {"ip": "forged"}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(daemon.context().counts.drift.load(Ordering::Relaxed), 1);
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "ip": "forged"}]);
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn the_audit_finds_what_was_written_while_nobody_watched() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    db.collection::<Document>("log").update_one(doc! {}, doc! {"$set": {"ip": "forged"}}).await.unwrap();
+    becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}).await;
+    assert_eq!(daemon.context().counts.drift.load(Ordering::Relaxed), 1);
+    daemon.stop().await;
+}

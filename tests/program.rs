@@ -1,0 +1,214 @@
+//! The program itself: exit statuses, messages, signals, reload, prune.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::PathBuf,
+    process::{Child, Command, Output, Stdio},
+    sync::mpsc,
+    time::{Duration, Instant},
+};
+
+use bson::{Document, doc};
+use denormd_fixture::TestDb;
+use mongodb::Database;
+
+use crate::daemon::{all, config};
+
+const RULE: &str =
+    "  - { name: address, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn denormd() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
+    command.stdin(Stdio::null());
+    command
+}
+
+/// A config file in a folder of its own.
+struct File {
+    folder: tempfile::TempDir,
+}
+
+impl File {
+    fn new(text: &str) -> Self {
+        let file = Self { folder: tempfile::tempdir().unwrap() };
+        file.write(text);
+        file
+    }
+
+    fn write(&self, text: &str) {
+        fs::write(self.path(), text).unwrap();
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("shop.yaml")
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        denormd().args(arguments).arg("--config").arg(self.path()).output().unwrap()
+    }
+}
+
+/// A daemon whose log lines can be waited for.
+struct Running {
+    child: Child,
+    lines: mpsc::Receiver<String>,
+}
+
+impl Running {
+    fn start(file: &File) -> Self {
+        let mut child = denormd().arg("run").arg("--config").arg(file.path()).stderr(Stdio::piped()).spawn().unwrap();
+        let (send, lines) = mpsc::channel();
+        let log = BufReader::new(child.stderr.take().unwrap());
+        std::thread::spawn(move || log.lines().map_while(Result::ok).try_for_each(|line| send.send(line)));
+        Self { child, lines }
+    }
+
+    /// The next log line that holds `text`.
+    fn wait(&self, text: &str) -> String {
+        let deadline = Instant::now() + LIMIT;
+        let mut seen = Vec::new();
+        while let Ok(line) = self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            if line.contains(text) {
+                return line;
+            }
+            seen.push(line);
+        }
+        panic!("no log line holds {text:?}:\n{}", seen.join("\n"));
+    }
+
+    fn signal(&self, name: &str) {
+        assert!(Command::new("kill").args([name, &self.child.id().to_string()]).status().unwrap().success());
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
+
+async fn log_becomes(db: &Database, expected: Document) {
+    let deadline = Instant::now() + LIMIT;
+    while all(db, "log").await != [expected.clone()] {
+        assert!(Instant::now() < deadline, "expected {expected}, found {:?}", all(db, "log").await);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+async fn shop() -> (TestDb, Database) {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1", "name": "alpha"}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    (test, db)
+}
+
+#[test]
+fn a_config_mistake_is_shown_with_its_place_and_a_suggestion() {
+    let file = File::new(
+        "mongodb: { uri: mongodb://localhost }\nrules:\n  - name: a\n    copy: { sorce: x, target: t, match: { r: _id }, set: { v: $v } }\n",
+    );
+    let output = file.run(&["plan", "--offline"]);
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    for part in ["shop.yaml:4:13", "unknown key `sorce`", "did you mean `source`?"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+}
+
+#[test]
+fn rules_that_feed_each_other_are_refused_with_the_circle() {
+    let rules = "mongodb: { uri: mongodb://localhost, database: shop }\nrules:\n\
+                 \x20 - { name: a, copy: { source: x, target: y, match: { r: _id }, set: { v: $w } } }\n\
+                 \x20 - { name: b, copy: { source: y, target: x, match: { r: _id }, set: { w: $v } } }\n";
+    let output = File::new(rules).run(&["plan", "--offline"]);
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(message.contains("a writes shop.y:v, read by b writes shop.x:w, read by a"), "{message}");
+}
+
+#[tokio::test]
+async fn plan_says_what_is_missing_and_apply_makes_it() {
+    let (test, _) = shop().await;
+    let file = File::new(&config(&test, RULE));
+    let output = file.run(&["plan"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text.contains("createIndex({ \"host\": 1 })"), "{text}");
+    assert_eq!(file.run(&["plan", "--apply"]).status.code(), Some(0));
+    assert!(String::from_utf8(file.run(&["plan"]).stdout).unwrap().ends_with("ready\n"));
+}
+
+#[tokio::test]
+async fn run_follows_stops_and_goes_on() {
+    let (test, db) = shop().await;
+    let file = File::new(&config(&test, RULE));
+    assert!(file.run(&["plan", "--apply"]).status.success());
+    let mut running = Running::start(&file);
+    log_becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}).await;
+    running.signal("-TERM");
+    running.wait("stopped");
+    assert_eq!(running.child.wait().unwrap().code(), Some(0));
+    let hosts = db.collection::<Document>("hosts");
+    hosts.update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    let _running = Running::start(&file);
+    log_becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.2"}).await;
+}
+
+#[tokio::test]
+async fn a_reload_swaps_the_rules_and_a_bad_file_leaves_the_old_ones() {
+    let (test, db) = shop().await;
+    let file = File::new(&config(&test, RULE));
+    assert!(file.run(&["plan", "--apply"]).status.success());
+    let running = Running::start(&file);
+    log_becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}).await;
+    file.write(&config(&test, &RULE.replace("copy:", "cpy:")));
+    running.wait("the new config is refused; the old rules stay in force");
+    let hosts = db.collection::<Document>("hosts");
+    hosts.update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    log_becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.2"}).await;
+    file.write(&config(&test, &RULE.replace("{ ip: $ip }", "{ hostname: $name }")));
+    running.signal("-HUP");
+    running.wait("config reloaded");
+    log_becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.2", "hostname": "alpha"}).await;
+    // What the changed rule no longer owns stays until it is pruned.
+    let output = file.run(&["prune", "address"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("ip was taken from 1 documents"), "{text}");
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "hostname": "alpha"}]);
+}
+
+#[tokio::test]
+async fn a_removed_rule_is_reported_and_pruned_on_request() {
+    let (test, db) = shop().await;
+    db.collection::<Document>("log")
+        .update_one(doc! {}, doc! {"$set": {"lines": [{"host": 1}, 5, {"host": 2}]}})
+        .await
+        .unwrap();
+    let lines = "  - { name: lines, copy: { source: hosts, target: log, match: { \"lines.$[].host\": _id }, set: { \"lines.$[].ip\": $ip }, on_missing: \"null\" } }";
+    let file = File::new(&config(&test, &format!("{RULE}\n{lines}")));
+    assert!(file.run(&["plan", "--apply"]).status.success());
+    {
+        let running = Running::start(&file);
+        running.wait("backfill done");
+        running.wait("backfill done");
+        running.signal("-TERM");
+        running.wait("stopped");
+    }
+    file.write(&config(&test, RULE));
+    let running = Running::start(&file);
+    running.wait("this rule is no longer in the config");
+    let written = doc! {"_id": 1, "host": 1, "lines": [{"host": 1, "ip": "10.0.0.1"}, 5, {"host": 2, "ip": null}], "ip": "10.0.0.1"};
+    assert_eq!(all(&db, "log").await, [written]);
+    let dry = String::from_utf8(file.run(&["prune", "lines", "--dry-run"]).stdout).unwrap();
+    assert!(dry.contains("lines.$[].ip would be taken from 1 documents"), "{dry}");
+    assert!(file.run(&["prune", "lines"]).status.success());
+    assert_eq!(
+        all(&db, "log").await,
+        [doc! {"_id": 1, "host": 1, "lines": [{"host": 1}, 5, {"host": 2}], "ip": "10.0.0.1"}]
+    );
+    assert_eq!(file.run(&["prune", "nobody"]).status.code(), Some(2));
+}
