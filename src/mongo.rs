@@ -4,6 +4,7 @@ pub mod classify;
 pub mod command;
 pub mod connect;
 pub mod fence;
+pub mod primary;
 
 pub use command::{Reads, Server};
 pub use fence::Fence;

@@ -3,7 +3,6 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use bson::{Document, Timestamp, doc};
-use futures_util::StreamExt;
 use mongodb::raw_batch_cursor::RawBatch;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -118,6 +117,7 @@ pub async fn follow(
 ) {
     let mut position = start;
     let mut failures = 0_u32;
+    let mut by_time = None;
     while !stop.is_cancelled() {
         let result = tokio::select! {
             result = deliver(server, spec, &mut position, &out, &mut failures) => result,
@@ -125,8 +125,17 @@ pub async fn follow(
         };
         let Err(error) = result else { continue };
         failures += 1;
-        if error.kind == Kind::HistoryLost && start_anew(server, spec, &mut position, &out).await {
-            continue;
+        match error.kind {
+            // Whatever is wrong with a token, its time may still hold, and then nothing is lost. A time that the oplog does not
+            // reach is only refused after a first batch, which has a token again.
+            Kind::HistoryLost | Kind::Refused if position.token.is_some() && by_time != Some(position.time) => {
+                tracing::warn!(database = %spec.database, error = %error.message, "the change stream cannot go on from its token: reopening by time");
+                position.token = None;
+                by_time = Some(position.time);
+                continue;
+            }
+            Kind::HistoryLost if start_anew(server, spec, &mut position, &out).await => continue,
+            _ => {}
         }
         let pause = Duration::from_millis(100).saturating_mul(1 << failures.min(6));
         tracing::warn!(database = %spec.database, error = %error.message, retry_in = ?pause, "the change stream was interrupted");
@@ -165,16 +174,9 @@ async fn deliver(
     pipeline.extend(spec.pipeline.iter().cloned());
     let command =
         doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {"batchSize": 0}, "readConcern": {"level": "majority"}};
-    let database = server.database(&spec.database);
-    let mut batches = database
-        .run_cursor_command(command)
-        .cursor_type(mongodb::options::CursorType::TailableAwait)
-        .batch_size(BATCH)
-        .max_time(AWAIT)
-        .batch()
-        .await?;
-    while let Some(batch) = batches.next().await {
-        let delivery = decode(spec.stream, &batch?, position)?;
+    let mut batches = server.follow(&spec.database, command, BATCH, AWAIT).await?;
+    while let Some(batch) = batches.next().await? {
+        let delivery = decode(spec.stream, &batch, position)?;
         *failures = 0;
         *position = delivery.position.clone();
         if out.send(delivery).await.is_err() {

@@ -1,1 +1,284 @@
-//! Faults.
+//! Faults of servers and daemons, as processes: a short selection of those that lose changes or leave stale values in
+//! daemons that are less careful.
+//!
+//! After each: quiesce, compare the copies with what their sources say, and see in the oplog that nothing is written.
+
+use std::time::{Duration, Instant};
+
+use bson::{Document, doc};
+use denormd_fixture::{ReplicaSet, TestDb};
+
+use crate::world::{Daemon, TTL, World};
+
+/// How long the oplog must be silent.
+const QUIET: Duration = Duration::from_millis(700);
+
+async fn work(milliseconds: u64) {
+    tokio::time::sleep(Duration::from_millis(milliseconds)).await;
+}
+
+fn rounds(default: u64) -> u64 {
+    std::env::var("DENORMD_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_primary_is_killed_frozen_and_steps_down_while_changes_go_on() {
+    let set = ReplicaSet::start(3).await;
+    let world = World::new(set.database().await).await;
+    let daemon = world.daemon();
+    world.at_rest(QUIET).await;
+
+    let writer = world.writer(1);
+    work(500).await;
+    let old = set.primary().await;
+    set.node(old).kill9();
+    set.primary().await;
+    let writable = Instant::now();
+    work(1500).await;
+    assert!(writer.stop().await > 0);
+    println!(
+        "primary killed: right {:?} after the writes, {:?} after the election",
+        world.at_rest(QUIET).await,
+        writable.elapsed()
+    );
+    set.node(old).restart().await;
+    set.wait_members().await;
+
+    let writer = world.writer(2);
+    for _ in 0..rounds(3) {
+        work(400).await;
+        set.step_down().await;
+    }
+    work(400).await;
+    writer.stop().await;
+    println!("step-down storm: right {:?} after the writes", world.at_rest(QUIET).await);
+
+    set.wait_members().await;
+    let writer = world.writer(3);
+    work(400).await;
+    let frozen = set.primary().await;
+    set.node(frozen).sigstop();
+    let begun = Instant::now();
+    while set.primary().await == frozen {
+        work(50).await;
+    }
+    println!("primary frozen: another one after {:?}", begun.elapsed());
+    work(1500).await;
+    set.node(frozen).sigcont();
+    work(500).await;
+    writer.stop().await;
+    println!("primary frozen: right {:?} after the writes", world.at_rest(QUIET).await);
+    daemon.terminate().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_that_is_killed_goes_on_where_it_was() {
+    let world = World::new(denormd_fixture::database().await).await;
+    for round in 0..rounds(2) {
+        let daemon = world.daemon();
+        world.converged().await;
+        let writer = world.writer(10 + round);
+        work(700).await;
+        daemon.kill9();
+        let begun = Instant::now();
+        let term = world.lease().await.unwrap().get_i64("term").unwrap();
+        let daemon = world.daemon();
+        world.term_after(term).await;
+        println!("killed: leads again after {:?}", begun.elapsed());
+        assert!(begun.elapsed() < TTL + Duration::from_secs(5));
+        writer.stop().await;
+        world.at_rest(QUIET).await;
+        daemon.terminate().await;
+        assert_eq!(world.lease().await.unwrap().get("owner"), Some(&bson::Bson::Null), "given back");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_standby_takes_over_at_once_from_one_that_stops() {
+    let world = World::new(denormd_fixture::database().await).await;
+    let (mut leader, mut standby) = (world.daemon(), None);
+    let (mut term, _) = world.term_after(0).await;
+    let writer = world.writer(20);
+    for _ in 0..rounds(2) {
+        let next: Daemon = standby.take().unwrap_or_else(|| world.daemon());
+        work(1000).await;
+        leader.terminate().await;
+        let begun = Instant::now();
+        let (now, process) = world.term_after(term).await;
+        println!("handed over after {:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_secs(2));
+        assert_eq!((now, process), (term + 1, next.pid()));
+        (leader, term) = (next, now);
+    }
+    writer.stop().await;
+    world.at_rest(QUIET).await;
+}
+
+/// A leader that slept through its lease wakes up in the middle of a write. What it read is old, and its successor has
+/// written what is new: the deadline in the write is what keeps the old value out.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_leader_that_wakes_up_late_leaves_no_stale_value() {
+    let world = World::new(denormd_fixture::database().await).await;
+    let daemons = [world.daemon(), world.daemon()];
+    let (mut term, mut process) = world.term_after(0).await;
+    let mut worst = Duration::ZERO;
+    for round in 0..rounds(3) {
+        let writer = world.writer(30 + round);
+        work(300 + round * 37 % 200).await;
+        let leader = daemons.iter().find(|daemon| daemon.pid() == process).unwrap();
+        leader.signal("STOP");
+        let begun = Instant::now();
+        (term, process) = world.term_after(term).await;
+        worst = worst.max(begun.elapsed());
+        work(200).await;
+        writer.stop().await;
+        world.converged().await;
+        leader.signal("CONT");
+        world.at_rest(QUIET).await;
+        assert_ne!(leader.pid(), process);
+    }
+    println!("a frozen leader was replaced after {worst:?} at worst");
+    assert!(worst < TTL + Duration::from_secs(5));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_of_five_leads_and_a_deleted_lease_changes_nothing() {
+    let world = World::new(denormd_fixture::database().await).await;
+    let mut daemons: Vec<Daemon> = (0..5).map(|_| world.daemon()).collect();
+    let (mut term, mut process) = world.term_after(0).await;
+    let writer = world.writer(40);
+    for fault in ["delete", "kill", "delete"] {
+        work(500).await;
+        if fault == "delete" {
+            let leases = world.test.beside("state").collection::<Document>("leases");
+            leases.delete_one(doc! {}).await.unwrap();
+        } else {
+            let nth = daemons.iter().position(|daemon| daemon.pid() == process).unwrap();
+            daemons.remove(nth).kill9();
+        }
+        let begun = Instant::now();
+        (term, process) = world.term_after(term).await;
+        println!("{fault}: term {term} after {:?}", begun.elapsed());
+    }
+    work(500).await;
+    writer.stop().await;
+    world.at_rest(QUIET).await;
+    let leading = |daemon: &&Daemon| {
+        daemon.log().matches("following changes").count() > daemon.log().matches("the lease is lost").count()
+    };
+    assert_eq!(daemons.iter().filter(leading).count(), 1);
+}
+
+async fn fail(test: &TestDb, mode: Document, mut data: Document) {
+    data.insert("appName", "denormd");
+    let command = doc! {"configureFailPoint": "failCommand", "mode": mode, "data": data};
+    test.client.database("admin").run_command(command).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn commands_fail_before_and_after_they_are_applied() {
+    let set = ReplicaSet::start(1).await;
+    let world = World::new(set.database().await).await;
+    let daemon = world.daemon();
+    world.at_rest(QUIET).await;
+    let lost = doc! {"closeConnection": true};
+    let code = |code: i32| doc! {"errorCode": code};
+    let concern = |code: i32| doc! {"writeConcernError": {"code": code, "errmsg": "x"}};
+    let faults = [
+        (vec!["update"], code(10107)),
+        (vec!["update"], code(189)),
+        (vec!["update"], code(11602)),
+        (vec!["update"], lost.clone()),
+        (vec!["update"], concern(64)),
+        (vec!["update"], concern(91)),
+        (vec!["update"], code(13)),
+        (vec!["update"], code(2)),
+        (vec!["find", "aggregate"], code(11602)),
+        (vec!["find", "aggregate"], lost.clone()),
+        (vec!["aggregate"], code(2)),
+        (vec!["getMore"], code(43)),
+        (vec!["getMore"], lost.clone()),
+        (vec!["getMore"], code(280)),
+        (vec!["getMore", "aggregate"], code(286)),
+        (vec!["findAndModify"], code(11602)),
+        (vec!["findAndModify"], lost.clone()),
+    ];
+    for (nth, (commands, fault)) in (0..).zip(faults) {
+        let mut data = doc! {"failCommands": &commands};
+        data.extend(fault.clone());
+        fail(&world.test, doc! {"times": 2}, data).await;
+        let writer = world.writer(100 + nth);
+        work(600).await;
+        writer.stop().await;
+        let took = world.converged().await;
+        println!("{commands:?} {fault}: right {took:?} after the writes");
+    }
+    world.at_rest(QUIET).await;
+    daemon.terminate().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_oplog_that_no_longer_reaches_back_heals_by_itself() {
+    let set = ReplicaSet::builder().oplog_mb(8).arg("--syncdelay").arg("1").start().await;
+    let world = World::new(set.database().await).await;
+    let daemon = world.daemon();
+    world.at_rest(QUIET).await;
+    daemon.terminate().await;
+    let writer = world.writer(50);
+    work(300).await;
+    writer.stop().await;
+    let oplog = world.test.client.database("local").collection::<Document>("oplog.rs");
+    let end_of_oplog = async |end: i32| loop {
+        // The end itself may be cut off while it is read.
+        if let Ok(Some(entry)) = oplog.find_one(doc! {}).sort(doc! {"$natural": end}).await {
+            return entry.get_timestamp("ts").unwrap();
+        }
+    };
+    let stopped = end_of_oplog(-1).await;
+    let junk = world.test.beside("junk").collection::<Document>("junk");
+    let begun = Instant::now();
+    while end_of_oplog(1).await <= stopped {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the oplog does not roll over");
+        junk.insert_many((0..4).map(|_| doc! {"x": "x".repeat(1 << 20)})).await.unwrap();
+    }
+    println!("rolled over after {:?}", begun.elapsed());
+    assert!(!world.differences().await.unwrap().is_empty());
+    let daemon = world.daemon();
+    println!("rollover: right after {:?}", world.at_rest(QUIET).await);
+    assert!(daemon.log().contains("no longer reaches back"), "{}", daemon.log());
+    let writer = world.writer(51);
+    work(300).await;
+    writer.stop().await;
+    world.at_rest(QUIET).await;
+    daemon.terminate().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_position_that_is_garbage_or_of_another_cluster_is_not_used() {
+    let world = World::new(denormd_fixture::database().await).await;
+    let positions = world.test.beside("state").collection::<Document>("positions");
+    let later = bson::Timestamp { time: u32::MAX / 2, increment: 1 };
+    for (change, says) in [
+        (doc! {"token": {"_data": "garbage"}}, "reopening by time"),
+        // Of a time before the set was: its oplog is whole, so that all of it is read again.
+        (doc! {"token": {"_data": "8264E1A5B3000000052B0229296E04"}}, ""),
+        (doc! {"token": {"x": 1}}, "reopening by time"),
+        (doc! {"token": {"_data": 5}}, "reopening by time"),
+        (doc! {"cluster": "another"}, "of another cluster"),
+        (doc! {"time": later}, "of another cluster"),
+    ] {
+        let daemon = world.daemon();
+        world.converged().await;
+        work(1300).await;
+        daemon.terminate().await;
+        positions.update_many(doc! {}, doc! {"$set": change.clone()}).await.unwrap();
+        let writer = world.writer(60);
+        work(200).await;
+        writer.stop().await;
+        let daemon = world.daemon();
+        let took = world.at_rest(QUIET).await;
+        println!("{change} {says}: right after {took:?}");
+        assert!(daemon.log().contains(says), "{}", daemon.log());
+        daemon.terminate().await;
+    }
+}

@@ -19,3 +19,4 @@ mod lease;
 mod lifecycle;
 mod patterns;
 mod program;
+mod world;

@@ -1,16 +1,13 @@
 //! Raw commands: majority reads no older than an event, and bulk updates that a late server does not run.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use bson::{Bson, DateTime, Document, RawArrayBuf, RawDocumentBuf, doc, rawdoc};
 use futures_util::StreamExt;
-use mongodb::{
-    Client, Collection, Database,
-    options::{SelectionCriteria, ServerAddress},
-};
+use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_cursor::RawBatch};
 use tokio::sync::RwLock;
 
 use crate::{
@@ -18,6 +15,7 @@ use crate::{
     mongo::{
         classify::kind_of_code,
         fence::{Fence, Window},
+        primary::Primary,
     },
     position::ClusterTime,
 };
@@ -26,8 +24,8 @@ use crate::{
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// How old the measured difference to the server's clock may be.
 const CLOCK_AGE: Duration = Duration::from_secs(5);
-/// How long an answer may take before it is asked whether its server is still the primary, and then how often.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long the primary may take to say who it is.
+const HELLO: Duration = Duration::from_secs(15);
 /// What `$range` says to a step of zero, which is what a command's `let` makes of a deadline that has passed.
 const TOO_LATE: i32 = 34449;
 /// A command document may be 16 MiB and a little; statements are cut well below it.
@@ -65,21 +63,31 @@ impl Reads {
     }
 }
 
-/// The batches of a cursor.
-pub struct Pages {
+/// The batches of a cursor on the primary. A primary that is no more ends it with an error.
+pub struct Batches {
     cursor: mongodb::raw_batch_cursor::RawBatchCursor,
+    primary: Primary,
 }
+
+impl Batches {
+    /// The next batch; None after the last one.
+    pub async fn next(&mut self) -> Result<Option<RawBatch>> {
+        Ok(self.primary.attend(self.cursor.next()).await?.transpose()?)
+    }
+}
+
+/// The documents of a cursor, a batch at a time.
+pub struct Pages(Batches);
 
 impl Pages {
     /// The documents of the next batch, which may be none; None after the last batch.
     pub async fn next(&mut self) -> Result<Option<Vec<RawDocumentBuf>>> {
-        let Some(batch) = self.cursor.next().await else { return Ok(None) };
-        documents(&batch?).map(Some)
+        self.0.next().await?.as_ref().map(documents).transpose()
     }
 }
 
 /// The documents of one batch.
-pub fn documents(batch: &mongodb::raw_batch_cursor::RawBatch) -> Result<Vec<RawDocumentBuf>> {
+pub fn documents(batch: &RawBatch) -> Result<Vec<RawDocumentBuf>> {
     let mut out = Vec::new();
     for doc in batch.doc_slices()? {
         let doc = doc.map_err(Error::from)?;
@@ -149,7 +157,7 @@ impl Server {
 
     /// The cluster's present operation time.
     pub async fn operation_time(&self) -> Result<ClusterTime> {
-        let reply = self.client.database("admin").run_command(doc! {"hello": 1}).await?;
+        let reply = Primary::of(&self.client).hello(HELLO).await?;
         reply
             .get_timestamp("operationTime")
             .map(ClusterTime::from)
@@ -170,7 +178,26 @@ impl Server {
     pub async fn pages(&self, database: &str, mut command: Document, reads: Reads) -> Result<Pages> {
         command.insert("readConcern", reads.concern());
         command.insert("maxTimeMS", millis(READ_TIMEOUT));
-        Ok(Pages { cursor: self.database(database).run_cursor_command(command).batch().await? })
+        let primary = Primary::of(&self.client);
+        let database = self.database(database);
+        let opened = database.run_cursor_command(command).selection_criteria(primary.criteria()).batch();
+        let cursor = primary.attend(opened).await??;
+        Ok(Pages(Batches { cursor, primary }))
+    }
+
+    /// Follows a cursor that never ends: its batches may be empty, and then come after `wait` at the latest.
+    pub async fn follow(&self, database: &str, command: Document, batch: u32, wait: Duration) -> Result<Batches> {
+        let primary = Primary::of(&self.client);
+        let database = self.database(database);
+        let opened = database
+            .run_cursor_command(command)
+            .selection_criteria(primary.criteria())
+            .cursor_type(CursorType::TailableAwait)
+            .batch_size(batch)
+            .max_time(wait)
+            .batch();
+        let cursor = primary.attend(opened).await??;
+        Ok(Batches { cursor, primary })
     }
 
     /// Runs update statements, unordered, acknowledged by a majority.
@@ -242,60 +269,22 @@ impl Server {
         command.append(bson::cstr!("ordered"), false);
         command.append(bson::cstr!("writeConcern"), rawdoc! {"w": "majority"});
         command.append(bson::cstr!("maxTimeMS"), millis(window.run));
-        let sent_to = SentTo::default();
+        let primary = Primary::of(&self.client);
         let database = self.database(database);
-        let answer = database.run_raw_command(command).selection_criteria(sent_to.criteria());
-        let result = tokio::select! {
-            result = answer => result.map_err(Error::from),
-            () = self.moved_away(&sent_to) => Err(Error::new(Kind::Connection, "the primary has changed")),
-            () = tokio::time::sleep_until(window.over.into()) => Err(Error::new(Kind::Connection, "no answer in time")),
+        let answer = primary.attend(database.run_raw_command(command).selection_criteria(primary.criteria()));
+        let result = match tokio::time::timeout_at(window.over.into(), answer).await {
+            Ok(Ok(answer)) => answer.map_err(Error::from),
+            Ok(Err(error)) => Err(error),
+            Err(_) => Err(Error::new(Kind::Connection, "no answer in time")),
         };
         if let Err(error) = &result {
+            // Another server, with another clock, may have become the primary.
             *self.clock.write().await = None;
-            if error.kind == Kind::Connection && sent_to.address().is_some() {
-                self.wait_out(&sent_to, window.over).await;
+            if error.kind == Kind::Connection && primary.address().is_some() {
+                primary.wait_out(window.over).await;
             }
         }
         result.map_err(|error| if error.code == Some(TOO_LATE) { too_late() } else { error })
-    }
-
-    /// Waits until a command whose answer is lost has run or never will: until it is over by the clock, or until another
-    /// server is the primary. Then what the old one did is in the log that the new one goes on from, or is gone.
-    async fn wait_out(&self, sent_to: &SentTo, over: Instant) {
-        let moved = async {
-            while !self.has_moved(sent_to).await {
-                tokio::time::sleep(PATIENCE / 5).await;
-            }
-        };
-        tokio::time::timeout_at(over.into(), moved).await.ok();
-    }
-
-    /// Returns when the server that a command was sent to is no longer the primary.
-    async fn moved_away(&self, sent_to: &SentTo) {
-        loop {
-            tokio::time::sleep(PATIENCE).await;
-            if self.has_moved(sent_to).await {
-                return;
-            }
-        }
-    }
-
-    async fn has_moved(&self, sent_to: &SentTo) -> bool {
-        let Some(old) = sent_to.address() else { return false };
-        let now = SentTo::default();
-        let admin = self.client.database("admin");
-        let hello = admin.run_command(doc! {"hello": 1}).selection_criteria(now.criteria());
-        match tokio::time::timeout(PATIENCE, hello).await {
-            Ok(Ok(hello)) => {
-                hello.get_bool("isWritablePrimary").unwrap_or_default() && now.address().is_some_and(|now| now != old)
-            }
-            Ok(Err(_)) | Err(_) => false,
-        }
-    }
-
-    /// Forgets what is known of the server's clock: another server may have become the primary.
-    pub async fn forget_clock(&self) {
-        *self.clock.write().await = None;
     }
 
     /// The primary's clock, in milliseconds since 1970, never later than it really is.
@@ -306,7 +295,7 @@ impl Server {
                 .server_millis
                 .saturating_add(i64::try_from(clock.at.elapsed().as_millis()).unwrap_or(i64::MAX)));
         }
-        let reply = self.client.database("admin").run_command(doc! {"hello": 1}).await?;
+        let reply = Primary::of(&self.client).hello(HELLO).await?;
         let at = Instant::now();
         let server_millis = reply
             .get_datetime("localTime")
@@ -314,29 +303,6 @@ impl Server {
             .timestamp_millis();
         *self.clock.write().await = Some(Clock { server_millis, at });
         Ok(server_millis)
-    }
-}
-
-/// Which server a command went to.
-#[derive(Debug, Clone, Default)]
-struct SentTo(Arc<Mutex<Option<ServerAddress>>>);
-
-impl SentTo {
-    /// Selects the primary (or a mongos), and remembers it.
-    fn criteria(&self) -> SelectionCriteria {
-        let chosen = self.0.clone();
-        SelectionCriteria::Predicate(Arc::new(move |server| {
-            use mongodb::ServerType::{LoadBalancer, Mongos, RsPrimary, Standalone};
-            let writable = matches!(server.server_type(), RsPrimary | Mongos | Standalone | LoadBalancer);
-            if writable {
-                *chosen.lock().unwrap_or_else(PoisonError::into_inner) = Some(server.address().clone());
-            }
-            writable
-        }))
-    }
-
-    fn address(&self) -> Option<ServerAddress> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 

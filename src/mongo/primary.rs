@@ -1,0 +1,96 @@
+//! The server that a command went to, and whether it is still the primary: a frozen one neither answers nor hangs up.
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use bson::{Document, doc};
+use mongodb::{
+    Client, ServerType,
+    options::{SelectionCriteria, ServerAddress},
+};
+
+use crate::error::{Error, Kind, Result};
+
+/// How long an answer may take before it is asked whether its server is still the primary, and then how often.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// How often it is asked when the answer is known to be lost.
+const IMPATIENCE: Duration = Duration::from_millis(200);
+
+/// Where one command goes.
+#[derive(Debug, Clone)]
+pub struct Primary {
+    client: Client,
+    chosen: Arc<Mutex<Option<ServerAddress>>>,
+}
+
+impl Primary {
+    /// For a command of `client` that is about to be sent.
+    #[must_use]
+    pub fn of(client: &Client) -> Self {
+        Self { client: client.clone(), chosen: Arc::default() }
+    }
+
+    /// Selects the primary (or a mongos), and remembers it.
+    #[must_use]
+    pub fn criteria(&self) -> SelectionCriteria {
+        let chosen = self.chosen.clone();
+        SelectionCriteria::Predicate(Arc::new(move |server| {
+            let writable = match server.server_type() {
+                ServerType::RsPrimary | ServerType::Mongos | ServerType::Standalone | ServerType::LoadBalancer => true,
+                _ => false,
+            };
+            if writable {
+                *chosen.lock().unwrap_or_else(PoisonError::into_inner) = Some(server.address().clone());
+            }
+            writable
+        }))
+    }
+
+    /// Where the command went; None while it has not been sent.
+    #[must_use]
+    pub fn address(&self) -> Option<ServerAddress> {
+        self.chosen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The command's answer, or an error once another server is the primary.
+    pub async fn attend<T>(&self, answer: impl IntoFuture<Output = T>) -> Result<T> {
+        tokio::select! {
+            answer = answer.into_future() => Ok(answer),
+            () = self.gone(PATIENCE) => Err(Error::new(Kind::Connection, "the primary has changed")),
+        }
+    }
+
+    /// Waits until a command whose answer is lost has run or never will: until it is `over` by the clock, or until another
+    /// server is the primary. Then what the old one did is in the log that the new one goes on from, or is gone.
+    pub async fn wait_out(&self, over: Instant) {
+        tokio::time::timeout_at(over.into(), self.gone(IMPATIENCE)).await.ok();
+    }
+
+    async fn gone(&self, pause: Duration) {
+        loop {
+            tokio::time::sleep(pause).await;
+            if self.has_moved().await {
+                return;
+            }
+        }
+    }
+
+    async fn has_moved(&self) -> bool {
+        let Some(old) = self.address() else { return false };
+        let now = Self::of(&self.client);
+        let Ok(hello) = now.hello(PATIENCE).await else { return false };
+        hello.get_bool("isWritablePrimary").unwrap_or_default() && now.address().is_some_and(|now| now != old)
+    }
+
+    /// What the primary says of itself. An answer that takes longer than `limit` counts as none.
+    pub async fn hello(&self, limit: Duration) -> Result<Document> {
+        let admin = self.client.database("admin");
+        let hello = admin.run_command(doc! {"hello": 1}).selection_criteria(self.criteria());
+        match tokio::time::timeout(limit, hello).await {
+            Ok(reply) => Ok(reply?),
+            Err(_) => Err(Error::new(Kind::Connection, "the primary does not answer")),
+        }
+    }
+}

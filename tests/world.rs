@@ -1,0 +1,270 @@
+//! A small application beside real daemon processes: its writes, what its copies should be, and the oplog as a witness.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use bson::{Bson, Document, doc};
+use denormd_fixture::TestDb;
+use futures_util::TryStreamExt;
+use mongodb::Database;
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+const HOSTS: i32 = 12;
+const LOGS: i32 = 120;
+const PERSONS: i32 = 12;
+/// Shorter than one would run with, so that tests need not wait.
+pub const TTL: Duration = Duration::from_secs(3);
+
+const RULES: &str = "
+  - { name: address, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }
+  - { name: tasks, collect: { source: tasks, target: persons, match: { _id: owner }, into: tasks, element: $_id, sort: { due: 1 } } }
+";
+
+pub struct World {
+    pub test: TestDb,
+    pub db: Database,
+    folder: tempfile::TempDir,
+    daemons: AtomicU64,
+}
+
+/// A daemon process. It dies with the value.
+pub struct Daemon {
+    child: Child,
+    log: PathBuf,
+}
+
+/// The application at work.
+pub struct Writer {
+    stop: Arc<AtomicBool>,
+    task: tokio::task::JoinHandle<u64>,
+}
+
+impl World {
+    /// Documents that no copy has been made of yet, and what the rules need of the cluster.
+    pub async fn new(test: TestDb) -> Self {
+        let db = test.database();
+        let folder = tempfile::tempdir().unwrap();
+        let world = Self { test, db, folder, daemons: AtomicU64::new(0) };
+        let hosts = (0..HOSTS).map(|n| doc! {"_id": n, "ip": n});
+        world.db.collection("hosts").insert_many(hosts).await.unwrap();
+        let logs = (0..LOGS).map(|n| doc! {"_id": n, "host": n % HOSTS});
+        world.db.collection("logs").insert_many(logs).await.unwrap();
+        world.db.collection("persons").insert_many((0..PERSONS).map(|n| doc! {"_id": n})).await.unwrap();
+        let config = format!(
+            "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {} }}\nrules:{RULES}",
+            world.test.uri,
+            world.test.name,
+            format!("{}_state", world.test.name),
+            TTL.as_secs()
+        );
+        std::fs::write(world.config(), config).unwrap();
+        let applied = world.command(&["plan", "--apply"]).stdout(Stdio::null()).status().unwrap();
+        assert!(applied.success());
+        world
+    }
+
+    fn config(&self) -> PathBuf {
+        self.folder.path().join("denormd.yaml")
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
+        command.args(arguments).arg("--config").arg(self.config());
+        command
+    }
+
+    /// Starts one more daemon.
+    pub fn daemon(&self) -> Daemon {
+        let nth = self.daemons.fetch_add(1, Ordering::Relaxed);
+        let log = self.folder.path().join(format!("daemon{nth}.log"));
+        let file = File::create(&log).unwrap();
+        let child = self.command(&["run"]).stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
+        Daemon { child, log }
+    }
+
+    /// Begins to write as applications do, until told to stop. What fails is tried by nobody again.
+    pub fn writer(&self, seed: u64) -> Writer {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (db, stopped) = (self.db.clone(), stop.clone());
+        let task = tokio::spawn(async move {
+            let mut random = StdRng::seed_from_u64(seed);
+            let mut done = 0;
+            while !stopped.load(Ordering::Relaxed) {
+                done += u64::from(write(&db, &mut random).await.is_ok());
+                tokio::time::sleep(Duration::from_millis(random.random_range(0..4))).await;
+            }
+            done
+        });
+        Writer { stop, task }
+    }
+
+    /// What differs from what the sources say.
+    pub async fn differences(&self) -> mongodb::error::Result<Vec<String>> {
+        let hosts: BTreeMap<i32, Bson> =
+            self.read("hosts").await?.iter().map(|doc| (id(doc), doc.get("ip").cloned().unwrap())).collect();
+        let mut found = Vec::new();
+        for log in self.read("logs").await? {
+            let expected = log.get_i32("host").ok().and_then(|host| hosts.get(&host));
+            if log.get("ip") != expected {
+                found.push(format!("{log} should have {expected:?}"));
+            }
+        }
+        let mut tasks = self.read("tasks").await?;
+        tasks.sort_by_key(|task| (task.get_i32("due").unwrap(), id(task)));
+        for person in self.read("persons").await? {
+            let mine = tasks.iter().filter(|task| task.get("owner") == person.get("_id"));
+            let expected: Vec<Bson> = mine.map(|task| Bson::Int32(id(task))).collect();
+            if person.get_array("tasks").ok() != Some(&expected) {
+                found.push(format!("{person} should have {expected:?}"));
+            }
+        }
+        Ok(found)
+    }
+
+    async fn read(&self, name: &str) -> mongodb::error::Result<Vec<Document>> {
+        self.db.collection(name).find(doc! {}).await?.try_collect().await
+    }
+
+    /// Waits until every copy is right, and returns how long that took.
+    pub async fn converged(&self) -> Duration {
+        let begun = Instant::now();
+        loop {
+            let found = self.differences().await;
+            match found {
+                Ok(found) if found.is_empty() => return begun.elapsed(),
+                found => assert!(begun.elapsed() < Duration::from_secs(60), "still wrong: {found:#?}\n{}", self.logs()),
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Converged, and then nothing is written for a while.
+    pub async fn at_rest(&self, quiet: Duration) -> Duration {
+        let took = self.converged().await;
+        // The last writes may have been acknowledged a moment after they were seen.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        let oplog = self.test.client.database("local").collection::<Document>("oplog.rs");
+        let last = oplog.find_one(doc! {}).sort(doc! {"$natural": -1}).await.unwrap().unwrap();
+        tokio::time::sleep(quiet).await;
+        let targets = [format!("{}.logs", self.test.name), format!("{}.persons", self.test.name)];
+        let since = doc! {"ts": {"$gt": last.get("ts").unwrap()}, "ns": {"$in": targets.to_vec()}};
+        assert_eq!(oplog.find_one(since).await.unwrap(), None, "written at rest\n{}", self.logs());
+        assert_eq!(self.differences().await.unwrap(), Vec::<String>::new(), "{}", self.logs());
+        took
+    }
+
+    /// The leases' document.
+    pub async fn lease(&self) -> Option<Document> {
+        self.test.beside("state").collection("leases").find_one(doc! {}).await.ok()?
+    }
+
+    /// Waits until a term after `term` has begun; returns it with the process that leads.
+    pub async fn term_after(&self, term: i64) -> (i64, i64) {
+        let begun = Instant::now();
+        loop {
+            if let Some(lease) = self.lease().await {
+                let now = lease.get_i64("term").unwrap();
+                if now > term && lease.get_str("owner").is_ok() {
+                    return (now, lease.get_i64("process").unwrap());
+                }
+            }
+            assert!(begun.elapsed() < Duration::from_secs(40), "nobody leads\n{}", self.logs());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    fn logs(&self) -> String {
+        let logs = (0..self.daemons.load(Ordering::Relaxed)).map(|nth| {
+            let log = std::fs::read_to_string(self.folder.path().join(format!("daemon{nth}.log"))).unwrap_or_default();
+            let lines: Vec<&str> = log.lines().collect();
+            format!("--- daemon {nth}\n{}\n", lines[lines.len().saturating_sub(15)..].join("\n"))
+        });
+        logs.collect()
+    }
+}
+
+fn id(doc: &Document) -> i32 {
+    doc.get_i32("_id").unwrap()
+}
+
+async fn write(db: &Database, random: &mut StdRng) -> mongodb::error::Result<()> {
+    let (hosts, logs) = (db.collection::<Document>("hosts"), db.collection::<Document>("logs"));
+    let tasks = db.collection::<Document>("tasks");
+    let (host, log) = (random.random_range(0..HOSTS), random.random_range(0..LOGS));
+    let (task, owner) = (random.random_range(0..60), random.random_range(0..PERSONS));
+    let number: i32 = random.random_range(0..1_000_000);
+    match random.random_range(0..12) {
+        0..4 => hosts.update_one(doc! {"_id": host}, doc! {"$set": {"ip": number}}).upsert(true).await.map(drop),
+        4 => hosts.delete_one(doc! {"_id": host}).await.map(drop),
+        5..7 => logs.update_one(doc! {"_id": log}, doc! {"$set": {"host": host}}).upsert(true).await.map(drop),
+        7 => logs.delete_one(doc! {"_id": log}).await.map(drop),
+        8..11 => {
+            let update = doc! {"$set": {"owner": owner, "due": number % 10}};
+            tasks.update_one(doc! {"_id": task}, update).upsert(true).await.map(drop)
+        }
+        _ => tasks.delete_one(doc! {"_id": task}).await.map(drop),
+    }
+}
+
+impl Writer {
+    /// Stops; returns how many writes were acknowledged.
+    pub async fn stop(self) -> u64 {
+        self.stop.store(true, Ordering::Relaxed);
+        self.task.await.unwrap()
+    }
+}
+
+impl Daemon {
+    pub fn pid(&self) -> i64 {
+        i64::from(self.child.id())
+    }
+
+    /// Sends a signal: `STOP`, `CONT`, `TERM`.
+    pub fn signal(&self, name: &str) {
+        assert!(
+            Command::new("kill").args([&format!("-{name}"), &self.child.id().to_string()]).status().unwrap().success()
+        );
+    }
+
+    /// Ends it as a crash would.
+    pub fn kill9(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Asks it to stop, and waits until it has, in good order.
+    pub async fn terminate(mut self) {
+        self.signal("TERM");
+        let begun = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(30), "it does not stop\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        };
+        assert!(status.success(), "{status}\n{}", self.log());
+    }
+
+    /// What it has logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // It may have ended already.
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
