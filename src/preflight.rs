@@ -9,7 +9,7 @@ use crate::{
     change::Namespace,
     error::{Error, Kind, Result},
     mongo::{Reads, Server},
-    plan::{Plan, Rule, reference::Role},
+    plan::{Plan, Rule, Values, reference::Role},
     reconcile::read,
 };
 
@@ -66,10 +66,10 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
                 findings.push(pre_images(rule, namespace, info.is_some()));
             }
             let paths: Vec<String> = rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect();
-            findings.extend(missing_index(rule, &paths, namespace, indexes, &mut seen));
+            findings.extend(missing_index(rule, &paths, &beyond(rule, role), namespace, indexes, &mut seen));
             // Without pre-images the parent that a child has left is found by the ids that it stores.
             if let Some(child) = rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()) {
-                findings.extend(missing_index(rule, &[child.query()], namespace, indexes, &mut seen));
+                findings.extend(missing_index(rule, &[child.query()], &Document::new(), namespace, indexes, &mut seen));
             }
         }
         findings.extend(try_read(server, rule).await?);
@@ -160,10 +160,19 @@ fn pre_images(rule: &Rule, namespace: &Namespace, exists: bool) -> Finding {
     }
 }
 
+/// What an index is to hold after the match paths: for the first N of many, their order, so that N are read and no more.
+fn beyond(rule: &Rule, role: Role) -> Document {
+    match rule.values {
+        Values::Collect { slice: Some(_), .. } if role == Role::Source => read::order(rule),
+        _ => Document::new(),
+    }
+}
+
 /// A lookup needs an index that begins with one of its paths.
 fn missing_index(
     rule: &Rule,
     paths: &[String],
+    beyond: &Document,
     namespace: &Namespace,
     indexes: &[Document],
     seen: &mut BTreeSet<Namespace>,
@@ -175,14 +184,15 @@ fn missing_index(
     if rule.allow_scan || answered {
         return None;
     }
-    let keys: Document = paths.iter().map(|path| (path.clone(), Bson::Int32(1))).collect();
-    let name = paths.iter().map(|path| format!("{path}_1")).collect::<Vec<_>>().join("_");
+    let mut keys: Document = paths.iter().map(|path| (path.clone(), Bson::Int32(1))).collect();
+    keys.extend(beyond.iter().filter(|(path, _)| !paths.contains(path)).map(|(path, way)| (path.clone(), way.clone())));
+    let name = keys.iter().map(|(path, way)| format!("{path}_{way}")).collect::<Vec<_>>().join("_");
     let Namespace { database, collection } = namespace;
     // The same index is asked for once.
     if !seen.insert(Namespace { database: format!("{database}.{collection}"), collection: name.clone() }) {
         return None;
     }
-    let fields: Vec<String> = paths.iter().map(|path| format!("{path:?}: 1")).collect();
+    let fields: Vec<String> = keys.iter().map(|(path, way)| format!("{path:?}: {way}")).collect();
     let shell =
         format!("db.getSiblingDB({database:?}).getCollection({collection:?}).createIndex({{ {} }})", fields.join(", "));
     let command = doc! {"createIndexes": collection, "indexes": [{"key": keys, "name": name}]};

@@ -21,6 +21,9 @@ pub fn simple_collation() -> Document {
 /// `collect` and `aggregate` one row a key, `{ k, v }` with `v.e` the elements or `v.v0…` the accumulated values.
 #[must_use]
 pub fn sources(rule: &Rule, keys: &[&Key]) -> Document {
+    if let Some(command) = first_of_each(rule, keys) {
+        return command;
+    }
     let mut stages = vec![doc! {"$match": source_match(rule, keys)}];
     let element = rule.reference.source_each.as_ref();
     if let Some(each) = element {
@@ -185,7 +188,9 @@ pub fn one_of<'a>(path: &str, values: impl Iterator<Item = &'a Bson>) -> Documen
     doc! {"$or": any}
 }
 
-fn order(rule: &Rule) -> Document {
+/// The rule's order, ties by `_id`.
+#[must_use]
+pub fn order(rule: &Rule) -> Document {
     let mut order: Document =
         rule.sort.iter().map(|(path, direction)| (path.clone(), Bson::Int32(*direction))).collect();
     if !order.contains_key("_id") {
@@ -219,6 +224,53 @@ fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Ve
     stages.push(doc! {"$group": {"_id": key, "e": elements}});
     stages.push(doc! {"$replaceWith": {"k": "$_id", "v": {"e": "$e"}}});
     stages
+}
+
+/// Reads the first (or last) N sources of each key by one limited look-up a key: with an index on match, sort and `_id` it
+/// reads N documents where a `$group` reads all of the key's. None where the form of the rule or of a key does not allow it.
+fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
+    let (Values::Collect { element, slice: Some(slice), .. }, [pair], None) =
+        (&rule.values, rule.reference.pairs.as_slice(), &rule.reference.source_each)
+    else {
+        return None;
+    };
+    let values: Vec<&Bson> = keys.iter().filter_map(|key| key.values().first()).collect();
+    let plain = |value: &&Bson| !matches!(value, Bson::RegularExpression(_) | Bson::Document(_));
+    if dbref_parent(&pair.source).is_some() || !values.iter().all(|value| plain(&value)) {
+        return None;
+    }
+    // `$lookup` looks into arrays; a path without `$[]` does not.
+    let path = pair.source.query();
+    let mut clauses: Vec<Document> = path
+        .match_indices('.')
+        .map(|(end, _)| &path[..end])
+        .chain([path.as_str()])
+        .filter(|path| *path != "_id")
+        .map(|path| doc! {path: {"$not": {"$type": "array"}}})
+        .collect();
+    clauses.extend(rule.source.filter.clone());
+    let element = doc! {"e": element.clone()};
+    if may_be_missing(rule) {
+        clauses.push(doc! {"$expr": {"$ne": [element.clone(), {}]}});
+    }
+    let turn = if *slice < 0 { -1 } else { 1 };
+    let order: Document =
+        order(rule).into_iter().map(|(path, way)| (path, Bson::Int32(turn * way.as_i32().unwrap_or(1)))).collect();
+    let mut inner = Vec::new();
+    if !clauses.is_empty() {
+        inner.push(doc! {"$match": {"$and": clauses}});
+    }
+    inner.extend([doc! {"$sort": order}, doc! {"$limit": slice.saturating_abs()}, doc! {"$replaceWith": element}]);
+    let elements: Bson = if *slice < 0 { doc! {"$reverseArray": "$e"}.into() } else { "$e".into() };
+    let wanted: Vec<Document> = values.into_iter().map(|value| doc! {"k": {"$literal": value.clone()}}).collect();
+    let stages = vec![
+        doc! {"$documents": wanted},
+        doc! {"$lookup": {"from": &rule.source.namespace.collection, "localField": "k", "foreignField": path, "pipeline": inner, "as": "e"}},
+        doc! {"$replaceWith": {"k": ["$k"], "v": {"e": elements}}},
+    ];
+    let mut command = command("", stages);
+    command.insert("aggregate", 1);
+    Some(command)
 }
 
 /// Whether an element's expression can yield nothing at all; such an element does not count for the slice.
