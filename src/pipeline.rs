@@ -16,7 +16,7 @@ use crate::{
     audit,
     backfill::{self, Wish},
     checkpoint::{
-        store::{Backfill, Store},
+        store::{Backfill, Hold, Store},
         watermark::Watermark,
     },
     dead_letter,
@@ -52,8 +52,8 @@ pub struct Progress {
     pub pending: usize,
     /// Rules whose backfill is not done.
     pub backfilling: BTreeSet<RuleId>,
-    /// Rules that do nothing until they are released, and why.
-    pub held: BTreeMap<RuleId, String>,
+    /// Rules that are held until they are released, and why.
+    pub held: BTreeMap<RuleId, Hold>,
 }
 
 /// A running pipeline.
@@ -124,7 +124,7 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     let mut pipeline = Pipeline::new(context.clone(), store);
     pipeline.held = held;
     for rule in gone {
-        pipeline.hold(rule, "its source collection is gone").await;
+        pipeline.hold(rule, "its source collection is gone", true).await;
     }
     // A rule is done up to a position: without one, it is done again.
     for rule in forgotten {
@@ -149,7 +149,7 @@ fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
 }
 
 /// Records new and changed rules; returns the backfills that are open, and the rules that are held.
-async fn register_rules(context: &Context, store: &Store) -> Result<(Vec<Wish>, BTreeMap<RuleId, String>)> {
+async fn register_rules(context: &Context, store: &Store) -> Result<(Vec<Wish>, BTreeMap<RuleId, Hold>)> {
     let known = store.rules(&context.server).await?;
     let mut open = Vec::new();
     let mut held = BTreeMap::new();
@@ -160,9 +160,9 @@ async fn register_rules(context: &Context, store: &Store) -> Result<(Vec<Wish>, 
                 Backfill::Pending(after) => {
                     open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
                 }
-                Backfill::Held(reason) => {
-                    tracing::error!(rule = %rule.name, reason, "this rule is held until `denormd release {}`", rule.name);
-                    held.insert(rule.id, reason.clone());
+                Backfill::Held(hold) => {
+                    tracing::error!(rule = %rule.name, reason = hold.reason, "this rule is held until `denormd release {}`", rule.name);
+                    held.insert(rule.id, hold.clone());
                 }
                 Backfill::Manual | Backfill::Done => {}
             },
@@ -228,8 +228,8 @@ struct Pipeline {
     asked: Option<mpsc::UnboundedReceiver<Wish>>,
     /// Rules whose backfill is not done, with the generation of the last wish.
     backfilling: BTreeMap<RuleId, i64>,
-    /// Rules that do nothing until they are released, and why.
-    held: BTreeMap<RuleId, String>,
+    /// Rules that are held until they are released, and why.
+    held: BTreeMap<RuleId, Hold>,
     pages: VecDeque<(u64, oneshot::Sender<()>)>,
     page_count: u64,
     saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
@@ -336,7 +336,8 @@ impl Pipeline {
             for (_, work) in &mut batch.items {
                 work.after = work.after.max(self.newest);
             }
-            self.running.spawn(reconcile::run(self.context.clone(), batch));
+            let detached = self.held.contains_key(&batch.lane.0);
+            self.running.spawn(reconcile::run(self.context.clone(), batch, detached));
         }
     }
 
@@ -354,11 +355,18 @@ impl Pipeline {
             };
             self.newest = self.newest.max(event.cluster_time);
             self.router.route(event, &mut routed);
+            // A whole new source in place of the one that went.
+            for rule in routed.renewed.drain(..) {
+                self.held.remove(&rule);
+                self.context.saw(&self.context.plan.rule(rule).source.namespace, true);
+                routed.sweeps.push(rule);
+            }
             // In the order of the events: what follows a drop is not done any more.
             for rule in std::mem::take(&mut routed.bereft) {
-                self.hold(rule, "its source collection was dropped or renamed away").await;
+                self.hold(rule, "its source collection was dropped or renamed away", true).await;
             }
-            for request in routed.requests.drain(..).filter(|request| !self.held.contains_key(&request.rule)) {
+            for request in routed.requests.drain(..).filter(|request| may_run(&self.context, &self.held, request.rule))
+            {
                 self.queue.push(request, origin, &mut self.watermark);
             }
         }
@@ -388,20 +396,21 @@ impl Pipeline {
     }
 
     /// Stops a rule until somebody releases it: its fields stay as they are. Recorded before any event may be passed over.
-    async fn hold(&mut self, rule: RuleId, reason: &str) {
+    async fn hold(&mut self, rule: RuleId, reason: &str, detached: bool) {
         if self.held.contains_key(&rule) {
             return;
         }
         let mut attempts = 0;
         let context = self.context.clone();
         let named = context.plan.rule(rule);
-        let state = Backfill::Held(reason.to_owned());
+        let hold = Hold { reason: reason.to_owned(), detached };
+        let state = Backfill::Held(hold.clone());
         while let Err(error) = self.store.reset_rule(&context.server, named, &state).await {
             self.not_recorded(&error, &mut attempts).await;
         }
         tracing::error!(rule = %named.name, reason, "the rule is held: its fields stay as they are until `denormd release {}`", named.name);
         self.backfilling.remove(&rule);
-        self.held.insert(rule, reason.to_owned());
+        self.held.insert(rule, hold);
     }
 
     /// Backfills that commands have asked for.
@@ -441,7 +450,7 @@ impl Pipeline {
     fn take_page(&mut self, page: Page) {
         self.page_count += 1;
         let origin = Origin { stream: BACKFILL, batch: self.page_count, after: page.after, committed: None };
-        for request in page.requests.into_iter().filter(|request| !self.held.contains_key(&request.rule)) {
+        for request in page.requests.into_iter().filter(|request| may_run(&self.context, &self.held, request.rule)) {
             self.queue.push(request, origin, &mut self.watermark);
         }
         self.pages.push_back((self.page_count, page.done));
@@ -469,7 +478,7 @@ impl Pipeline {
         };
         if outcome.keys.iter().any(|ended| matches!(ended.end, End::Brake)) {
             let reason = "`on_missing` would have destroyed more than limits.destroy_per_hour";
-            self.hold(outcome.lane.0, reason).await;
+            self.hold(outcome.lane.0, reason, false).await;
         }
         self.queue.ended(outcome.lane, outcome.number);
         let pause = self.pause(&outcome);
@@ -610,6 +619,14 @@ async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: Cancellatio
             tracing::warn!(error = %error.message, "dead letters cannot be read; trying again");
         }
     }
+}
+
+/// Whether requests of a rule are done: one whose source is gone still copies what it finds, which takes nothing away.
+fn may_run(context: &Context, held: &BTreeMap<RuleId, Hold>, rule: RuleId) -> bool {
+    held.get(&rule).is_none_or(|hold| match context.plan.rule(rule).values {
+        Values::Set { .. } | Values::Into { .. } => hold.detached,
+        Values::Collect { .. } | Values::Aggregate { .. } => false,
+    })
 }
 
 /// Looks for backfills that commands have asked for.

@@ -19,6 +19,8 @@ pub struct Routed {
     pub requests: Vec<Request>,
     /// Rules whose every target must be looked at again, because the event does not tell which.
     pub sweeps: Vec<RuleId>,
+    /// Rules whose source collection was replaced as a whole.
+    pub renewed: Vec<RuleId>,
     /// Rules whose source collection is gone.
     pub bereft: Vec<RuleId>,
 }
@@ -53,8 +55,8 @@ impl Router {
             Change::Drop => out.bereft.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id)),
             Change::Rename(to) => {
                 out.bereft.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id));
-                let renewed = self.rules(&self.by_source, to).chain(self.rules(&self.by_target, to));
-                out.sweeps.extend(renewed.map(|rule| rule.id));
+                out.renewed.extend(self.rules(&self.by_source, to).map(|rule| rule.id));
+                out.sweeps.extend(self.rules(&self.by_target, to).map(|rule| rule.id));
             }
             Change::DropDatabase => {
                 let gone = |rule: &&std::sync::Arc<Rule>| rule.source.namespace.database == event.namespace.database;
@@ -210,7 +212,7 @@ mod tests {
             let key: Vec<String> = request.key.values().iter().map(ToString::to_string).collect();
             format!("{:?} [{}] {scope}", request.task, key.join(","))
         });
-        let sweeps = routed.sweeps.iter().map(|_| "sweep".to_owned());
+        let sweeps = routed.sweeps.iter().chain(&routed.renewed).map(|_| "sweep".to_owned());
         requests.chain(sweeps).chain(routed.bereft.iter().map(|_| "bereft".to_owned())).collect()
     }
 

@@ -758,6 +758,12 @@ async fn without_its_pre_image_a_change_sweeps_the_rule() {
     s.drop().await.unwrap();
     s.insert_many((0..50).map(|id| doc! {"_id": 1000 + id, "code": id, "v": 1})).await.unwrap();
     s.update_many(doc! {"_id": {"$gte": 0}}, doc! {"$set": {"v": 7}}).await.unwrap();
+    daemon.settled().await;
+    for rule in ["n", "first", "all"] {
+        daemon.ask(rule).await;
+    }
+    let mut progress = daemon.progress();
+    progress.wait_for(|progress| progress.held.is_empty()).await.unwrap();
     check(7, Some(1000)).await;
     s.delete_many(doc! {}).await.unwrap();
     check(0, None).await;

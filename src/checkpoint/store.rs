@@ -58,8 +58,17 @@ pub enum Backfill {
     Manual,
     /// Done.
     Done,
-    /// The rule does nothing until `denormd release`, for this reason: what it would do now might destroy.
-    Held(String),
+    /// What the rule would take away is held back until `denormd release`.
+    Held(Hold),
+}
+
+/// Why a rule is held.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hold {
+    /// In words.
+    pub reason: String,
+    /// Its source is gone: what copies find all the same is written. Otherwise the rule does nothing.
+    pub detached: bool,
 }
 
 /// The greatest term that any state of the deployment was written under; 0 when there is no state.
@@ -170,7 +179,10 @@ impl Store {
             let backfill = match doc.get_str("backfill").unwrap_or_default() {
                 "done" => Backfill::Done,
                 "manual" => Backfill::Manual,
-                "held" => Backfill::Held(doc.get_str("reason").unwrap_or_default().to_owned()),
+                "held" => Backfill::Held(Hold {
+                    reason: doc.get_str("reason").unwrap_or_default().to_owned(),
+                    detached: doc.get_bool("detached").unwrap_or_default(),
+                }),
                 _ => Backfill::Pending(doc.get_array("after").ok().and_then(|after| after.first().cloned())),
             };
             let generation = doc.get_i64("generation").unwrap_or_default();
@@ -279,9 +291,9 @@ fn backfill_state(backfill: &Backfill) -> Document {
         Backfill::Done => ("done", Vec::new()),
         Backfill::Held(_) => ("held", Vec::new()),
     };
-    let reason = match backfill {
-        Backfill::Held(reason) => Some(reason.as_str()),
-        Backfill::Pending(_) | Backfill::Manual | Backfill::Done => None,
+    let (reason, detached) = match backfill {
+        Backfill::Held(hold) => (Some(hold.reason.as_str()), Some(hold.detached)),
+        Backfill::Pending(_) | Backfill::Manual | Backfill::Done => (None, None),
     };
-    doc! {"backfill": state, "after": after, "reason": reason, "saved": DateTime::now()}
+    doc! {"backfill": state, "after": after, "reason": reason, "detached": detached, "saved": DateTime::now()}
 }

@@ -21,8 +21,8 @@ pub async fn backfill(loaded: &Loaded, rules: &[String], no_wait: bool) -> std::
     let rules = if rules.is_empty() { &all } else { rules };
     for rule in rules {
         let state = state(&store, &context.server, rule).await?;
-        if let Backfill::Held(reason) = state.backfill {
-            let error = Error::new(Kind::Config, format!("rule `{rule}` is held: {reason}"));
+        if let Backfill::Held(hold) = state.backfill {
+            let error = Error::new(Kind::Config, format!("rule `{rule}` is held: {}", hold.reason));
             return Err(error.hint(format!("`denormd release {rule}` lets it go on and applies the loss")).into());
         }
     }
@@ -37,12 +37,12 @@ pub async fn backfill(loaded: &Loaded, rules: &[String], no_wait: bool) -> std::
 pub async fn release(loaded: &Loaded, rule: &str) -> std::result::Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?).await?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
-    let Backfill::Held(reason) = state(&store, &context.server, rule).await?.backfill else {
+    let Backfill::Held(hold) = state(&store, &context.server, rule).await?.backfill else {
         print(&format!("{rule} is not held\n"));
         return Ok(());
     };
     store.ask(&context.server, rule).await?;
-    print(&format!("{rule} was held ({reason}) and is released\n"));
+    print(&format!("{rule} was held ({}) and is released\n", hold.reason));
     Ok(wait(&store, &context.server, &[rule.to_owned()]).await?)
 }
 

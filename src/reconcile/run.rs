@@ -180,12 +180,13 @@ pub enum End {
     Later(Duration),
 }
 
-/// Runs one batch to its end. Never fails as a whole: each key has its own end.
-pub async fn run(context: Arc<Context>, batch: Batch) -> Outcome {
+/// Runs one batch to its end. Never fails as a whole: each key has its own end. With `detached`, the source is gone for
+/// now: targets keep what no source answers.
+pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome {
     let started = Instant::now();
     let (rule, task) = batch.lane;
     let rule = context.plan.rule(rule).clone();
-    let run = Run { context: &context, rule: &rule, task };
+    let run = Run { context: &context, rule: &rule, task, detached };
     let items = batch.items.into_iter().map(|(key, work)| Item { key, work, end: None }).collect();
     let mut follow_ups = Vec::new();
     let keys = run.items(items, &mut follow_ups).await;
@@ -196,6 +197,7 @@ struct Run<'a> {
     context: &'a Context,
     rule: &'a Rule,
     task: Task,
+    detached: bool,
 }
 
 struct Item {
@@ -281,7 +283,7 @@ impl Run<'_> {
         let keys: Vec<&Key> = keys.iter().copied().filter(|key| self.rule.reference.can_resolve(key)).collect();
         if !keys.is_empty() {
             rows.take(self.read(Role::Source, read::sources(self.rule, &keys), after).await?)?;
-            if rows.is_empty() {
+            if rows.is_empty() && !self.detached {
                 self.still_there().await?;
             }
         }
@@ -306,6 +308,9 @@ impl Run<'_> {
         let rows = self.rows(&keys, newest(items)).await?;
         let mut statements = Vec::new();
         for (nth, item) in items.iter_mut().enumerate() {
+            if self.detached && !item.key.values().is_empty() && !rows.answer(&item.key) {
+                continue;
+            }
             let desired = match rows.desired(self.rule, &item.key) {
                 Ok(desired) => desired,
                 Err(error) if error.kind == Kind::Refused => {
@@ -473,6 +478,9 @@ impl Run<'_> {
         let mut statements = Vec::new();
         for (nth, item) in items.iter().enumerate() {
             let Some((references, has_array, guard)) = targets.get(&item.key) else { continue };
+            if self.detached && references.iter().flatten().any(|key| !rows.answer(key)) {
+                continue;
+            }
             let desired = rows.desired_of_target(self.rule, references, *has_array)?;
             for statement in statement::of_target(self.rule, &item.key, guard, &desired)? {
                 statements.push((nth, statement));

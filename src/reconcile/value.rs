@@ -55,6 +55,12 @@ impl Rows {
         self.by_key.is_empty()
     }
 
+    /// Whether a source was found for `key`.
+    #[must_use]
+    pub fn answer(&self, key: &Key) -> bool {
+        self.by_key.contains_key(key)
+    }
+
     /// What the targets of `key` should hold.
     pub fn desired(&self, rule: &Rule, key: &Key) -> Result<Desired> {
         if key.values().is_empty() {
