@@ -10,6 +10,7 @@ use crate::{
     config::{self, ConfigError, Loaded},
     dead_letter::DeadLetters,
     error::{Error, Kind},
+    metrics::Metrics,
     mongo::{Server, connect},
     plan::Plan,
     reconcile::{Context, run::Counts},
@@ -59,9 +60,10 @@ pub async fn compile(loaded: &Loaded) -> Result<Plan, Failure> {
 }
 
 /// Connects, and gathers what every stage needs.
-pub async fn context(loaded: &Loaded, plan: Plan) -> Result<Arc<Context>, Failure> {
+pub async fn context(loaded: &Loaded, plan: Plan, metrics: Arc<Metrics>) -> Result<Arc<Context>, Failure> {
     let config = &loaded.config;
     let server = Server::new(connect::connect(&config.mongodb.uri).await?);
     let dead_letters = DeadLetters { database: config.state.database.clone(), deployment: config.name.clone() };
-    Ok(Arc::new(Context { server, plan, limits: config.limits.clone(), dead_letters, counts: Counts::default() }))
+    let (limits, counts) = (config.limits.clone(), Counts::default());
+    Ok(Arc::new(Context { server, plan, limits, dead_letters, counts, metrics }))
 }

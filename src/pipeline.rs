@@ -40,6 +40,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// The origin of backfill pages, beside the streams.
 const BACKFILL: usize = usize::MAX;
 
+mod observe;
+
 /// How far the daemon is.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Progress {
@@ -175,6 +177,8 @@ struct Stream {
     /// The position after the last batch.
     reached: Position,
     saved: Option<Position>,
+    /// When it last answered.
+    delivered: Instant,
 }
 
 struct Pipeline {
@@ -196,6 +200,7 @@ struct Pipeline {
     saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
     last_save: Instant,
     progress: watch::Sender<Progress>,
+    observer: observe::Observer,
     /// Stops the pipeline, as the stop from outside does.
     broken: CancellationToken,
 }
@@ -206,6 +211,7 @@ impl Pipeline {
         Self {
             router: Router::new(context.plan.clone()),
             queue: WorkQueue::new(context.limits.pending),
+            observer: observe::Observer::new(&context.plan),
             context,
             store,
             watermark: Watermark::default(),
@@ -235,9 +241,11 @@ impl Pipeline {
                 batches: 0,
                 reached: position.clone(),
                 saved: Some(position.clone()),
+                delivered: Instant::now(),
             });
             let (context, deliver, stop) = (self.context.clone(), deliver.clone(), stop.clone());
-            feeders.spawn(async move { follow(&context.server, &spec, position, deliver, stop).await });
+            feeders
+                .spawn(async move { follow(&context.server, &context.metrics, &spec, position, deliver, stop).await });
         }
         let (finish, mut finished) = mpsc::unbounded_channel();
         if let Some(asked) = self.asked.take() {
@@ -297,8 +305,10 @@ impl Pipeline {
     }
 
     async fn take(&mut self, delivery: Delivery) {
+        self.count_events(&delivery);
         let mut routed = Routed::default();
         let stream = &mut self.streams[delivery.stream];
+        stream.delivered = Instant::now();
         stream.batches += 1;
         let batch = stream.batches;
         for event in &delivery.events {
@@ -317,6 +327,7 @@ impl Pipeline {
         if delivery.lost {
             let database = &self.streams[delivery.stream].spec.database;
             routed.sweeps.extend(rules_of(&self.context, database));
+            self.observer.degraded.extend(&routed.sweeps);
         }
         self.aside(&routed).await;
         self.streams[delivery.stream].reached = delivery.position.clone();
@@ -326,12 +337,14 @@ impl Pipeline {
     /// What an event asks for beside keys. Recorded before the position may pass the event.
     async fn aside(&mut self, routed: &Routed) {
         for rule in routed.bereft.iter().collect::<BTreeSet<_>>() {
+            self.observer.bereft.insert(*rule);
             let rule = self.context.plan.rule(*rule);
             tracing::error!(rule = %rule.name, source = %rule.source.namespace, "the source collection is gone; the fields copied from it stay as they are");
         }
         for rule in routed.sweeps.iter().collect::<BTreeSet<_>>() {
             let mut attempts = 0;
             while let Err(error) = self.sweep(*rule).await {
+                self.context.metrics.turn();
                 tracing::warn!(error = %error.message, "a rule that needs backfill cannot be recorded; trying again");
                 attempts += 1;
                 tokio::time::sleep(Duration::from_millis(100 * attempts.min(50))).await;
@@ -383,6 +396,7 @@ impl Pipeline {
                 return;
             }
         };
+        self.count_outcome(&outcome);
         self.queue.ended(outcome.lane, outcome.number);
         let pause = self.pause(&outcome);
         for origin in origins(outcome.keys.iter().map(|ended| &ended.work)) {
@@ -426,13 +440,8 @@ impl Pipeline {
 
     /// Publishes how far everything is, and saves positions from time to time.
     async fn report(&mut self) {
-        let applied = self.streams.iter().enumerate().map(|(nth, stream)| {
-            if self.watermark.is_drained(nth) {
-                stream.reached.time
-            } else {
-                self.watermark.frontier(nth).map_or(ClusterTime::default(), |p| p.time)
-            }
-        });
+        self.observe();
+        let applied = self.streams.iter().enumerate().map(|(nth, stream)| self.applied(nth, stream));
         let progress = Progress {
             applied: applied.min().unwrap_or_default(),
             pending: self.queue.depth(),
@@ -445,6 +454,15 @@ impl Pipeline {
         });
         if self.last_save.elapsed() >= SAVE_EVERY {
             self.save().await;
+        }
+    }
+
+    /// Everything of a stream that is committed up to here is applied.
+    fn applied(&self, nth: usize, stream: &Stream) -> ClusterTime {
+        if self.watermark.is_drained(nth) {
+            stream.reached.time
+        } else {
+            self.watermark.frontier(nth).map_or(ClusterTime::default(), |p| p.time)
         }
     }
 
@@ -476,6 +494,7 @@ impl Pipeline {
                     Ok(()) => saved.push((nth, position)),
                     Err(error) => {
                         tracing::warn!(error = %error.message, "the position could not be saved; trying again");
+                        context.metrics.trouble(None, "save position", &error);
                     }
                 }
             }

@@ -7,6 +7,7 @@ use denormd::{
     checkpoint::store::Store,
     config::{Format, Loaded, load_str},
     dead_letter::DeadLetters,
+    metrics::Metrics,
     mongo::{Server, connect},
     pipeline::{self, Handle},
     plan, preflight,
@@ -100,7 +101,14 @@ async fn context_of(loaded: &Loaded) -> Arc<Context> {
     let plan = plan::compile(config, None).unwrap_or_else(|mistakes| panic!("{}", loaded.report(&mistakes)));
     let server = Server::new(connect::connect(&config.mongodb.uri).await.unwrap());
     let dead_letters = DeadLetters { database: config.state.database.clone(), deployment: config.name.clone() };
-    Arc::new(Context { server, plan, limits: config.limits.clone(), dead_letters, counts: Counts::default() })
+    Arc::new(Context {
+        server,
+        plan,
+        limits: config.limits.clone(),
+        dead_letters,
+        counts: Counts::default(),
+        metrics: Metrics::new().unwrap(),
+    })
 }
 
 /// Loads a YAML config that must be right.

@@ -3,6 +3,7 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::store::Store,
@@ -10,9 +11,12 @@ use crate::{
     config::{self, Loaded},
     error::Error,
     logging,
+    metrics::Metrics,
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
+    server,
+    status::Board,
 };
 
 /// How often the config files are looked at. A ConfigMap is swapped by a symlink, which file notifications miss.
@@ -23,7 +27,8 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     logging::start(&loaded.config.log);
     let mut signals = Signals::listen()?;
     let mut files = config::snapshot(paths);
-    let mut handle = start(&loaded, ready(&loaded).await?).await?;
+    let board = serve(&loaded).await?;
+    let mut handle = start(&loaded, ready(&loaded, &board).await?, &board).await?;
     loop {
         let wake = signals.next(paths, &files, &handle).await;
         match wake {
@@ -31,7 +36,7 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
             Wake::Ended => return Err(Error::internal("the pipeline has ended by itself; see the log").into()),
             Wake::Reload => {
                 files = config::snapshot(paths);
-                handle = reload(paths, handle).await?;
+                handle = reload(paths, handle, &board).await?;
             }
         }
     }
@@ -45,31 +50,41 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
 }
 
 /// Everything that can be refused, before anything is started.
-async fn ready(loaded: &Loaded) -> Result<Arc<Context>, Failure> {
-    let context = context(loaded, compile(loaded).await?).await?;
+async fn ready(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> {
+    let context = context(loaded, compile(loaded).await?, board.metrics.clone()).await?;
     let findings = preflight::check(&context.server, &context.plan).await?;
     if findings.is_empty() { Ok(context) } else { Err(Failure::Refused(super::plan::refusal(&findings))) }
 }
 
-async fn start(loaded: &Loaded, context: Arc<Context>) -> Result<Handle, Failure> {
+/// Takes the address first: a second daemon on the machine ends here. Serves until the process ends.
+async fn serve(loaded: &Loaded) -> Result<Arc<Board>, Failure> {
+    let listener = server::bind(loaded.config.http.listen).await?;
+    let board = Board::new(&loaded.config.name, Metrics::new()?);
+    tokio::spawn(board.clone().watch(CancellationToken::new()));
+    tokio::spawn(server::serve(listener, board.clone(), CancellationToken::new()));
+    Ok(board)
+}
+
+async fn start(loaded: &Loaded, context: Arc<Context>, board: &Board) -> Result<Handle, Failure> {
     let config = &loaded.config;
     let store = Store { database: config.state.database.clone(), deployment: config.name.clone() };
     let handle = pipeline::start(context, store).await?;
-    tracing::info!(rules = config.rules.len(), deployment = %config.name, "following changes");
+    board.attach(handle.context.clone(), handle.progress.clone());
+    tracing::info!(rules = config.rules.len(), deployment = %config.name, http = %config.http.listen, "following changes");
     Ok(handle)
 }
 
 /// Swaps the rules when the new config is whole and the cluster has what it needs; otherwise the old ones go on.
-async fn reload(paths: &[PathBuf], running: Handle) -> Result<Handle, Failure> {
+async fn reload(paths: &[PathBuf], running: Handle, board: &Board) -> Result<Handle, Failure> {
     let loaded = match config::load(paths, &config::process_environment()) {
         Ok(loaded) => loaded,
         Err(error) => return Ok(kept(running, &error.into())),
     };
-    match ready(&loaded).await {
+    match ready(&loaded, board).await {
         Ok(context) => {
             running.stop().await;
             tracing::info!("config reloaded");
-            start(&loaded, context).await
+            start(&loaded, context, board).await
         }
         Err(failure) => Ok(kept(running, &failure)),
     }

@@ -58,9 +58,16 @@ pub fn projection(rule: &Rule) -> Document {
 }
 
 /// Compares targets, read with [`projection`], with their definition.
-pub async fn compare(context: &Context, rule: &Rule, targets: &[Document], after: ClusterTime) -> Result<Vec<Compared>> {
-    let references: Vec<Vec<Option<Key>>> = targets.iter().map(|target| rule.reference.keys(Role::Target, target)).collect();
-    let mut wanted: Vec<&Key> = references.iter().flatten().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
+pub async fn compare(
+    context: &Context,
+    rule: &Rule,
+    targets: &[Document],
+    after: ClusterTime,
+) -> Result<Vec<Compared>> {
+    let references: Vec<Vec<Option<Key>>> =
+        targets.iter().map(|target| rule.reference.keys(Role::Target, target)).collect();
+    let mut wanted: Vec<&Key> =
+        references.iter().flatten().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
     wanted.sort_unstable();
     wanted.dedup();
     let mut rows = Rows::default();
@@ -98,7 +105,13 @@ fn one(rule: &Rule, rows: &Rows, target: &Document, references: Vec<Option<Key>>
 }
 
 /// Adds the owned paths of one target, or of one element.
-fn push(rule: &Rule, id: &Bson, desired: &Desired, stored: &dyn Fn(&FieldPath) -> Option<Bson>, out: &mut Vec<Difference>) -> Result<()> {
+fn push(
+    rule: &Rule,
+    id: &Bson,
+    desired: &Desired,
+    stored: &dyn Fn(&FieldPath) -> Option<Bson>,
+    out: &mut Vec<Difference>,
+) -> Result<()> {
     let fields = match desired {
         Desired::Fields(fields) => fields.clone(),
         Desired::Keep => return Ok(()),
@@ -146,6 +159,7 @@ pub async fn compare_ids(context: &Context, rule: &Rule, ids: &[Bson], after: Cl
         "collation": read::simple_collation(),
     };
     let rows = context.server.read(&rule.target.namespace.database, command, Reads { after }).await?;
-    let targets = rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect::<Result<Vec<_>>>()?;
+    let targets =
+        rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect::<Result<Vec<_>>>()?;
     compare(context, rule, &targets, after).await
 }

@@ -16,6 +16,7 @@ use crate::{
     dead_letter::DeadLetters,
     error::{Error, Kind, Result},
     key::Key,
+    metrics::Metrics,
     mongo::{Reads, Server},
     plan::{Plan, Rule, reference::Role},
     position::ClusterTime,
@@ -45,6 +46,8 @@ pub struct Context {
     pub dead_letters: DeadLetters,
     /// What was done so far.
     pub counts: Counts,
+    /// What is measured.
+    pub metrics: Arc<Metrics>,
 }
 
 /// What was done since the start.
@@ -181,6 +184,7 @@ impl Run<'_> {
         match dead_letters.record(server, self.rule, self.task, key, target, error).await {
             Ok(()) => {
                 counts.dead_letters.fetch_add(1, Ordering::Relaxed);
+                self.context.metrics.set_aside(&self.rule.name, error);
                 tracing::warn!(rule = %self.rule.name, error = %error.message, "set aside as a dead letter");
                 End::SetAside
             }
@@ -270,13 +274,15 @@ impl Run<'_> {
         if statements.is_empty() {
             return Ok(Vec::new());
         }
-        let Context { server, limits, counts, .. } = self.context;
+        let Context { server, limits, counts, metrics, .. } = self.context;
+        let writing = metrics.write(&self.rule.name, if deletes { "delete" } else { "update" });
         let ns = &self.rule.target.namespace;
         let written = if deletes {
             server.delete(&ns.database, &ns.collection, statements, limits.write_timeout).await?
         } else {
             server.update(&ns.database, &ns.collection, statements, limits.write_timeout).await?
         };
+        writing.done(written.matched, written.modified);
         counts.matched.fetch_add(written.matched, Ordering::Relaxed);
         counts.modified.fetch_add(written.modified, Ordering::Relaxed);
         Ok(written.refused)
