@@ -1,9 +1,12 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
+pub mod health;
 pub mod plan;
 pub mod run;
+pub mod status;
+pub mod wait;
 
-use std::{process::ExitCode, sync::Arc};
+use std::{io::Write, process::ExitCode, sync::Arc};
 
 use crate::{
     cli::{Cli, Command},
@@ -47,10 +50,21 @@ impl Failure {
 /// Does what the command line says.
 pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
     let loaded = config::load(&cli.config, &config::process_environment())?;
-    match cli.command {
+    match &cli.command {
         Command::Run => run::run(&cli.config, loaded).await,
-        Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, offline, apply).await,
+        Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, *offline, *apply).await,
+        Command::Status { address } => status::status(&loaded, cli.output, *address).await,
+        Command::Wait { address, operation_time, timeout } => {
+            wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
+        }
+        Command::Health { address, live } => health::health(&loaded, cli.output, *address, *live).await,
     }
+}
+
+/// Writes to standard output.
+pub fn print(text: &str) {
+    // A reader that closed the pipe has read enough.
+    std::io::stdout().write_all(text.as_bytes()).ok();
 }
 
 /// Compiles the rules; mistakes come with their places.

@@ -191,7 +191,7 @@ impl Board {
 
     fn view(&self, state: &State, now: i64) -> View {
         let lags = self.metrics.observation().map(|seen| Lags::of(&seen, &state.probes, now)).unwrap_or_default();
-        let causes = causes::find(&self.metrics, state, &lags, now);
+        let causes = causes::find(&self.metrics, state, &lags);
         View { lags, causes }
     }
 

@@ -80,6 +80,18 @@ impl Daemon {
         &self.handle.context
     }
 
+    /// The same, to be kept.
+    #[must_use]
+    pub fn shared(&self) -> Arc<Context> {
+        self.handle.context.clone()
+    }
+
+    /// How far it is.
+    #[must_use]
+    pub fn progress(&self) -> tokio::sync::watch::Receiver<pipeline::Progress> {
+        self.handle.progress.clone()
+    }
+
     /// Stops in good order.
     pub async fn stop(self) {
         self.handle.stop().await;

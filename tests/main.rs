@@ -14,4 +14,5 @@ mod exact_meaning;
 mod floors;
 mod histories;
 mod keys_on_server;
+mod observe;
 mod patterns;

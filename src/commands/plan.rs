@@ -1,10 +1,10 @@
 //! `denormd plan`
 
-use std::{fmt::Write as _, io::Write as _};
+use std::fmt::Write as _;
 
 use crate::{
     cli::Output,
-    commands::{Failure, compile, context},
+    commands::{Failure, compile, context, print},
     config::Loaded,
     metrics::Metrics,
     plan::{Keyed, Plan},
@@ -35,11 +35,6 @@ pub async fn plan(loaded: &Loaded, output: Output, offline: bool, apply: bool) -
     } else {
         Err(Failure::Refused(format!("{} to do before the rules can run", things(findings.len()))))
     }
-}
-
-fn print(text: &str) {
-    // A reader that closed the pipe has read enough.
-    std::io::stdout().write_all(text.as_bytes()).ok();
 }
 
 fn text(plan: &Plan, findings: &[Finding], offline: bool) -> String {

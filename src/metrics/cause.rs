@@ -15,6 +15,8 @@ pub enum Cause {
     Degraded,
     /// The source collection is gone; its fields stay.
     SourceGone,
+    /// Reads or writes of a rule that is behind fail and are tried again.
+    Retrying,
     /// Write commands take long, or none is answered.
     ServerSlow,
     /// One key alone takes long: a fan-out to very many targets.
@@ -39,7 +41,7 @@ pub enum Cause {
 
 impl Cause {
     /// All of them, the most urgent first.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::NoPrimary,
         Self::Privilege,
         Self::Stalled,
@@ -48,6 +50,7 @@ impl Cause {
         Self::Degraded,
         Self::OplogShort,
         Self::SourceGone,
+        Self::Retrying,
         Self::ServerSlow,
         Self::HotKey,
         Self::Throttled,
@@ -68,6 +71,7 @@ impl Cause {
             Self::StreamInterrupted => "stream_interrupted",
             Self::Degraded => "degraded",
             Self::SourceGone => "source_gone",
+            Self::Retrying => "retrying",
             Self::ServerSlow => "server_slow",
             Self::HotKey => "hot_key",
             Self::Throttled => "throttled",
@@ -93,6 +97,7 @@ impl Cause {
             Self::SourceGone => {
                 "a source collection was dropped or renamed; the fields copied from it stay as they are"
             }
+            Self::Retrying => "reads or writes fail for the moment and are tried again",
             Self::ServerSlow => "the server takes long to acknowledge writes",
             Self::HotKey => "one value with very many targets is being written",
             Self::Throttled => "more work waits than memory allows; the streams are held back",
@@ -116,6 +121,9 @@ impl Cause {
             Self::StreamInterrupted => "see the errors below; it is opened again by itself",
             Self::Degraded => "nothing: the backfill runs. Enlarge the oplog so that it does not happen again",
             Self::SourceGone => "restore the collection, or remove the rule",
+            Self::Retrying => {
+                "see the errors below; nothing is lost meanwhile, and it goes on by itself when they pass"
+            }
             Self::ServerSlow => "look at the server's load and replication lag (rs.printSecondaryReplicationInfo())",
             Self::HotKey => "wait; if it is often so, copy a field that changes less",
             Self::Throttled => "look at the causes beside this one; raise `limits.pending` if memory allows",
@@ -145,7 +153,8 @@ impl Cause {
             | Self::SourceGone
             | Self::OplogShort
             | Self::Stalled => true,
-            Self::ServerSlow
+            Self::Retrying
+            | Self::ServerSlow
             | Self::HotKey
             | Self::Throttled
             | Self::CatchingUp

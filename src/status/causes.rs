@@ -7,7 +7,7 @@ use std::{
 
 use crate::{
     error::Kind,
-    metrics::{Cause, Metrics, Observation},
+    metrics::{Cause, Metrics, Observation, wall_millis},
 };
 
 use super::{
@@ -36,7 +36,7 @@ pub struct Found {
 }
 
 /// What holds now, the most urgent first.
-pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags, _now: i64) -> Vec<Found> {
+pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags) -> Vec<Found> {
     let Some(seen) = metrics.observation() else { return Vec::new() };
     let mut found: BTreeMap<Cause, Vec<String>> = BTreeMap::new();
     let mut say = |cause: Cause, rules: Vec<String>| found.insert(cause, rules);
@@ -79,7 +79,10 @@ pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags, _now: i64) -> 
     let writes = silent(metrics.last_write()) && metrics.in_flight() > 0;
     let slow = metrics.met(&[Kind::TimedOut], RECENT) || state.history.write_seconds(metrics) > 1.0;
     if !behind.is_empty() && !no_primary {
-        if writes || slow {
+        let failing: Vec<String> = failing(metrics).into_iter().filter(|rule| behind.contains(rule)).collect();
+        if !failing.is_empty() {
+            say(Cause::Retrying, failing);
+        } else if writes || slow {
             say(Cause::ServerSlow, behind.clone());
         } else if seen.keys <= 2 && metrics.in_flight() > 0 {
             say(Cause::HotKey, behind.clone());
@@ -103,6 +106,13 @@ fn is_gone(kind: Kind) -> bool {
 
 fn names(seen: &Observation, rules: &BTreeSet<usize>) -> Vec<String> {
     rules.iter().filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone()).collect()
+}
+
+/// Rules that met an error a moment ago which is tried again.
+fn failing(metrics: &Metrics) -> BTreeSet<String> {
+    let from = wall_millis() - i64::try_from(RECENT.as_millis()).unwrap_or(i64::MAX);
+    let lines = metrics.troubles().into_iter().filter(|line| line.last >= from && line.doing == "reconcile");
+    lines.filter_map(|line| line.rule).collect()
 }
 
 fn troubled(metrics: &Metrics, reason: &str) -> Vec<String> {

@@ -161,7 +161,7 @@ impl History {
         let ((from, before), (to, after)) = (self.headroom.front()?, self.headroom.back()?);
         let rate = (before - after) / seconds((to - from).max(1));
         // Less is the breathing of a healthy oplog.
-        (to - from >= 15_000 && rate > 0.5).then(|| (after / rate).max(0.0))
+        (to - from >= 15_000 && rate > 0.1).then(|| (after / rate).max(0.0))
     }
 
     /// The points since `since`, for the page.

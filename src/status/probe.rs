@@ -14,7 +14,11 @@ use crate::{
     reconcile::Context,
 };
 
-use super::{Board, lag::Probe, report::Oplog};
+use super::{
+    Board,
+    lag::{BEHIND, Probe},
+    report::Oplog,
+};
 
 /// How long one question may take.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -37,7 +41,7 @@ impl Board {
                 return;
             }
         }
-        if round % SELDOM != 0 {
+        if !round.is_multiple_of(SELDOM) {
             return;
         }
         if let Ok(Ok(letters)) = tokio::time::timeout(PATIENCE, letters(context)).await {
@@ -73,13 +77,14 @@ impl Board {
     }
 
     fn take_oplog(&self, oplog: Oplog) {
+        let behind = self.metrics.lag.get() >= BEHIND;
         let mut state = self.state();
         self.metrics.oplog_readable.set(1);
         if let Some(headroom) = oplog.headroom_seconds {
             self.metrics.oplog_headroom.with_label_values::<&str>(&[]).set(headroom);
             state.history.headroom(self.metrics.now(), headroom);
         }
-        state.oplog = Oplog { lost_in_seconds: state.history.lost_in(), ..oplog };
+        state.oplog = Oplog { lost_in_seconds: state.history.lost_in().filter(|_| behind), ..oplog };
     }
 }
 
