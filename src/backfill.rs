@@ -25,6 +25,8 @@ use crate::{
 const PAGE: i32 = 1000;
 /// Pages in the queue at once: one is written while the next one is read.
 const IN_FLIGHT: usize = 3;
+/// How long the targets may be counted for, in milliseconds.
+const COUNTING: i64 = 2000;
 /// How long to wait after a failed page.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -70,6 +72,7 @@ pub async fn run(
         };
         if let Err(error) = result {
             tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
+            context.metrics.trouble(Some(&one.rule.name), "backfill", &error);
             waiting.push(wish);
             tokio::select! {
                 () = tokio::time::sleep(PAUSE) => {}
@@ -88,8 +91,13 @@ struct One<'a> {
     out: &'a mpsc::Sender<Page>,
 }
 
-/// A page that is being done: the last `_id` in it, and the word that it is acknowledged.
-type Pending = (Bson, oneshot::Receiver<()>);
+/// A page that is being done.
+struct Pending {
+    /// The last `_id` in it.
+    last: Bson,
+    targets: u64,
+    acknowledged: oneshot::Receiver<()>,
+}
 
 impl One<'_> {
     /// Backfills the rule from the wish's place on, and moves that place along.
@@ -100,6 +108,9 @@ impl One<'_> {
         let mut scanned = 0_u64;
         let time = server.operation_time().await?;
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
+        let metrics = &self.context.metrics;
+        metrics.backfill_started(&self.rule.name, self.expected(after.as_ref()).await);
+        let mut done = 0_u64;
         loop {
             let page = self.page(after.as_ref(), time).await?;
             let last = page.last().and_then(|doc| doc.get("_id")).cloned();
@@ -109,10 +120,12 @@ impl One<'_> {
             }
             let keep = if last.is_some() { IN_FLIGHT } else { 0 };
             while pending.len() > keep {
+                done += pending.front().map_or(0, |page: &Pending| page.targets);
                 if !self.settle(wish, &mut pending).await? {
                     tracing::info!(rule = %self.rule.name, "backfill asked for again: starting over");
                     return Ok(());
                 }
+                metrics.backfilled(&self.rule.name, done);
             }
             if last.is_none() {
                 break;
@@ -120,9 +133,29 @@ impl One<'_> {
             after = last;
         }
         if self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done).await? {
+            metrics.backfill_ended(&self.rule.name);
             tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
         }
         Ok(())
+    }
+
+    /// About how many targets are to be read, for the progress alone: None when counting takes long. After a restart an
+    /// `_id` of another BSON type is not counted, as `$gt` stays within one.
+    async fn expected(&self, after: Option<&Bson>) -> Option<u64> {
+        let mut filter = self.rule.target.filter.clone().unwrap_or_default();
+        if let Some(after) = after {
+            filter = doc! {"$and": [{"_id": {"$gt": after.clone()}}, filter]};
+        }
+        let command = doc! {
+            "count": &self.rule.target.namespace.collection, "query": filter, "maxTimeMS": COUNTING,
+        };
+        let database = self.context.server.database(&self.rule.target.namespace.database);
+        let reply = database.run_command(command).await.ok()?;
+        match reply.get("n")? {
+            Bson::Int32(n) => u64::try_from(*n).ok(),
+            Bson::Int64(n) => u64::try_from(*n).ok(),
+            _ => None,
+        }
     }
 
     async fn submit(
@@ -136,16 +169,17 @@ impl One<'_> {
             let id = Key::one(doc.get("_id").cloned().unwrap_or(Bson::Null));
             target_requests(self.rule, &id, doc)
         });
+        let targets = page.len() as u64;
         let (done, acknowledged) = oneshot::channel();
         let page = Page { requests: requests.collect(), after, done };
         self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
-        pending.push_back((last.clone(), acknowledged));
+        pending.push_back(Pending { last: last.clone(), targets, acknowledged });
         Ok(())
     }
 
     /// Waits for the oldest page and saves it. False when a newer backfill of the rule has been asked for.
     async fn settle(&self, wish: &mut Wish, pending: &mut VecDeque<Pending>) -> Result<bool> {
-        let Some((last, acknowledged)) = pending.pop_front() else { return Ok(true) };
+        let Some(Pending { last, acknowledged, .. }) = pending.pop_front() else { return Ok(true) };
         acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
         wish.after = Some(last);
         let state = Backfill::Pending(wish.after.clone());

@@ -1,6 +1,6 @@
 //! The command line: what can be typed, and what it says of itself.
 
-use std::path::PathBuf;
+use std::{net::SocketAddr, path::PathBuf};
 
 use clap::{Parser, Subcommand, ValueEnum};
 
@@ -96,5 +96,51 @@ more than limits.destroy_per_hour. Released, it is backfilled: an absent source 
     Release {
         /// The rule's name.
         rule: String,
+    },
+    /// What the running daemon says: are we behind, since when, on which rule, will data be lost, what to do.
+    #[command(after_help = "Examples:
+  denormd status --config shop.yaml
+  denormd status --config shop.yaml --output json | jq .lag_seconds
+  watch -n 2 denormd status --address 127.0.0.1:9464
+
+Exit status: 0 when a daemon answers, however it fares (see `health`), 1 when none does.")]
+    Status {
+        /// Where the daemon listens, when not at the config's http.listen.
+        #[arg(long, value_name = "IP:PORT")]
+        address: Option<SocketAddr>,
+    },
+    /// Returns once everything up to now (or an operation time) is applied: read your writes.
+    #[command(after_help = "Examples:
+  denormd wait --config shop.yaml                      everything that is committed now
+  denormd wait --operation-time 1700000000.5 --timeout 5
+
+An operation time is what the driver's session holds after a write. Chains of rules are followed to their end, and an
+open backfill is waited for.
+
+Exit status: 0 applied, 1 not within the timeout or no leader answers, 2 usage.")]
+    Wait {
+        /// Where the daemon listens, when not at the config's http.listen.
+        #[arg(long, value_name = "IP:PORT")]
+        address: Option<SocketAddr>,
+        /// The operation time to wait for, as seconds.increment.
+        #[arg(long, value_name = "TIME")]
+        operation_time: Option<String>,
+        /// How many seconds to wait at most.
+        #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=3600))]
+        timeout: u32,
+    },
+    /// Succeeds when the running daemon is well: for the health checks of containers.
+    #[command(after_help = "Examples:
+  HEALTHCHECK CMD [\"denormd\", \"health\"]
+  denormd health --live --config shop.yaml             does its loop turn? Does not depend on MongoDB
+
+Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
+    Health {
+        /// Where the daemon listens, when not at the config's http.listen.
+        #[arg(long, value_name = "IP:PORT")]
+        address: Option<SocketAddr>,
+        /// Ask whether it is alive, not whether it is ready.
+        #[arg(long)]
+        live: bool,
     },
 }

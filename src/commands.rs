@@ -1,9 +1,12 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
 pub mod backfill;
+pub mod health;
 pub mod plan;
 pub mod prune;
 pub mod run;
+pub mod status;
+pub mod wait;
 
 use std::{io::Write, process::ExitCode, sync::Arc};
 
@@ -12,6 +15,7 @@ use crate::{
     config::{self, ConfigError, Loaded},
     dead_letter::DeadLetters,
     error::{Error, Kind},
+    metrics::Metrics,
     mongo::{Server, connect},
     plan::Plan,
     reconcile::Context,
@@ -54,6 +58,11 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, rule, *no_wait).await,
         Command::Release { rule } => backfill::release(&loaded, rule).await,
         Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
+        Command::Status { address } => status::status(&loaded, cli.output, *address).await,
+        Command::Wait { address, operation_time, timeout } => {
+            wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
+        }
+        Command::Health { address, live } => health::health(&loaded, cli.output, *address, *live).await,
     }
 }
 
@@ -70,9 +79,9 @@ pub async fn compile(loaded: &Loaded) -> Result<Plan, Failure> {
 }
 
 /// Connects, and gathers what every stage needs.
-pub async fn context(loaded: &Loaded, plan: Plan) -> Result<Arc<Context>, Failure> {
+pub async fn context(loaded: &Loaded, plan: Plan, metrics: Arc<Metrics>) -> Result<Arc<Context>, Failure> {
     let config = &loaded.config;
     let server = Server::new(connect::connect(&config.mongodb.uri).await?);
     let dead_letters = DeadLetters { database: config.state.database.clone(), deployment: config.name.clone() };
-    Ok(Arc::new(Context::new(server, plan, config.limits.clone(), dead_letters)))
+    Ok(Arc::new(Context::new(server, plan, config.limits.clone(), dead_letters, metrics)))
 }

@@ -43,6 +43,8 @@ const LOOK_FOR_WISHES: Duration = Duration::from_secs(1);
 /// The origin of backfill pages, beside the streams.
 const BACKFILL: usize = usize::MAX;
 
+mod observe;
+
 /// How far the daemon is.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Progress {
@@ -212,6 +214,8 @@ struct Stream {
     /// The position after the last batch.
     reached: Position,
     saved: Option<Position>,
+    /// When it last answered.
+    delivered: Instant,
 }
 
 struct Pipeline {
@@ -235,6 +239,7 @@ struct Pipeline {
     saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
     last_save: Instant,
     progress: watch::Sender<Progress>,
+    observer: observe::Observer,
     /// Stops the pipeline, as the stop from outside does.
     broken: CancellationToken,
 }
@@ -245,6 +250,7 @@ impl Pipeline {
         Self {
             router: Router::new(context.plan.clone()),
             queue: WorkQueue::new(context.limits.pending),
+            observer: observe::Observer::new(&context.plan),
             context,
             store,
             watermark: Watermark::default(),
@@ -275,9 +281,11 @@ impl Pipeline {
                 batches: 0,
                 reached: position.clone(),
                 saved: Some(position.clone()),
+                delivered: Instant::now(),
             });
             let (context, deliver, stop) = (self.context.clone(), deliver.clone(), stop.clone());
-            feeders.spawn(async move { follow(&context.server, &spec, position, deliver, stop).await });
+            feeders
+                .spawn(async move { follow(&context.server, &context.metrics, &spec, position, deliver, stop).await });
         }
         let (finish, mut finished) = mpsc::unbounded_channel();
         if let Some(asked) = self.asked.take() {
@@ -342,8 +350,10 @@ impl Pipeline {
     }
 
     async fn take(&mut self, delivery: Delivery) {
+        self.count_events(&delivery);
         let mut routed = Routed::default();
         let stream = &mut self.streams[delivery.stream];
+        stream.delivered = Instant::now();
         stream.batches += 1;
         let batch = stream.batches;
         for event in &delivery.events {
@@ -373,6 +383,7 @@ impl Pipeline {
         if delivery.lost {
             let database = &self.streams[delivery.stream].spec.database;
             routed.sweeps.extend(rules_of(&self.context, database));
+            self.observer.degraded.extend(&routed.sweeps);
         }
         self.aside(&routed).await;
         self.streams[delivery.stream].reached = delivery.position.clone();
@@ -480,6 +491,7 @@ impl Pipeline {
             let reason = "`on_missing` would have destroyed more than limits.destroy_per_hour";
             self.hold(outcome.lane.0, reason, false).await;
         }
+        self.count_outcome(&outcome);
         self.queue.ended(outcome.lane, outcome.number);
         let pause = self.pause(&outcome);
         for origin in origins(outcome.keys.iter().map(|ended| &ended.work)) {
@@ -525,13 +537,8 @@ impl Pipeline {
 
     /// Publishes how far everything is, and saves positions from time to time.
     async fn report(&mut self) {
-        let applied = self.streams.iter().enumerate().map(|(nth, stream)| {
-            if self.watermark.is_drained(nth) {
-                stream.reached.time
-            } else {
-                self.watermark.frontier(nth).map_or(ClusterTime::default(), |p| p.time)
-            }
-        });
+        self.observe();
+        let applied = self.streams.iter().enumerate().map(|(nth, stream)| self.applied(nth, stream));
         let progress = Progress {
             applied: applied.min().unwrap_or_default(),
             pending: self.queue.depth(),
@@ -545,6 +552,15 @@ impl Pipeline {
         });
         if self.last_save.elapsed() >= SAVE_EVERY {
             self.save().await;
+        }
+    }
+
+    /// Everything of a stream that is committed up to here is applied.
+    fn applied(&self, nth: usize, stream: &Stream) -> ClusterTime {
+        if self.watermark.is_drained(nth) {
+            stream.reached.time
+        } else {
+            self.watermark.frontier(nth).map_or(ClusterTime::default(), |p| p.time)
         }
     }
 
@@ -576,6 +592,7 @@ impl Pipeline {
                     Ok(()) => saved.push((nth, position)),
                     Err(error) => {
                         tracing::warn!(error = %error.message, "the position could not be saved; trying again");
+                        context.metrics.trouble(None, "save position", &error);
                     }
                 }
             }

@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     change::{ChangeEvent, Namespace},
     error::{Error, Kind, Result},
+    metrics::Metrics,
     mongo::Server,
     plan::{Plan, reference::Role},
     position::{Position, token_time},
@@ -110,6 +111,7 @@ fn projection(plan: &Plan, database: &str, pre_images: bool) -> Document {
 /// everything that may pass, for ever.
 pub async fn follow(
     server: &Server,
+    metrics: &Metrics,
     spec: &StreamSpec,
     start: Position,
     out: mpsc::Sender<Delivery>,
@@ -138,6 +140,7 @@ pub async fn follow(
             _ => {}
         }
         let pause = Duration::from_millis(100).saturating_mul(1 << failures.min(6));
+        metrics.trouble(None, "read changes", &error);
         tracing::warn!(database = %spec.database, error = %error.message, retry_in = ?pause, "the change stream was interrupted");
         tokio::select! {
             () = tokio::time::sleep(pause) => {}

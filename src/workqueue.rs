@@ -58,6 +58,8 @@ struct Entry {
     cooling: bool,
     /// Batches with a lower number must have ended first ([`Task::Parents`]).
     barrier: u64,
+    /// When the oldest change was committed that the key waits or runs for, as [`Oldest`] knows it.
+    since: Option<i64>,
 }
 
 /// Keys to reconcile together.
@@ -104,6 +106,31 @@ pub struct WorkQueue {
     taken: u64,
     /// The batches of each rule that write.
     writing: BTreeMap<RuleId, BTreeSet<u64>>,
+    oldest: Oldest,
+}
+
+/// For each rule, how many keys wait or run for a change that was committed then.
+#[derive(Debug, Default)]
+struct Oldest {
+    rules: BTreeMap<RuleId, BTreeMap<i64, usize>>,
+}
+
+impl Oldest {
+    fn moved(&mut self, rule: RuleId, from: Option<i64>, to: Option<i64>) -> Option<i64> {
+        if from != to {
+            let counts = self.rules.entry(rule).or_default();
+            if let Some(count) = from.and_then(|from| counts.get_mut(&from)) {
+                *count -= 1;
+            }
+            if let Some(from) = from.filter(|from| counts.get(from) == Some(&0)) {
+                counts.remove(&from);
+            }
+            if let Some(to) = to {
+                *counts.entry(to).or_default() += 1;
+            }
+        }
+        to
+    }
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -137,6 +164,7 @@ impl WorkQueue {
             capacity,
             taken: 0,
             writing: BTreeMap::new(),
+            oldest: Oldest::default(),
         }
     }
 
@@ -150,6 +178,18 @@ impl WorkQueue {
     #[must_use]
     pub fn depth(&self) -> usize {
         self.weight
+    }
+
+    /// When the oldest change was committed that a key of `rule` waits or runs for, in milliseconds since 1970.
+    #[must_use]
+    pub fn oldest(&self, rule: RuleId) -> Option<i64> {
+        self.oldest.rules.get(&rule)?.first_key_value().map(|(committed, _)| *committed)
+    }
+
+    /// Keys that wait or run.
+    #[must_use]
+    pub fn keys(&self) -> usize {
+        self.entries.len()
     }
 
     /// Whether nothing waits and nothing runs.
@@ -178,6 +218,7 @@ impl WorkQueue {
         let work = work.holding(origin, watermark);
         self.weight = self.weight + work.scope.weight() - before;
         entry.pending = Some(work);
+        entry.since = self.oldest.moved(request.rule, entry.since, earliest(entry.since, origin.committed));
         entry.barrier = self.taken + 1;
         if entry.cooling {
             return;
@@ -269,6 +310,12 @@ impl WorkQueue {
         let slot = Slot { lane, key };
         let Some(entry) = self.entries.get_mut(&slot) else { return };
         let held = entry.running.take().unwrap_or_default();
+        let waits = entry.pending.as_ref().and_then(|work| work.committed);
+        let goes_on = match &finish {
+            Finish::Done { .. } => waits,
+            Finish::Again { work, .. } => earliest(waits, work.committed),
+        };
+        entry.since = self.oldest.moved(lane.0, entry.since, goes_on);
         self.weight = self.weight.saturating_sub(weight);
         match finish {
             Finish::Done { pause } => {

@@ -7,6 +7,7 @@ use denormd::{
     checkpoint::store::Store,
     config::{Format, Loaded, load_str},
     dead_letter::DeadLetters,
+    metrics::Metrics,
     mongo::{Server, connect},
     pipeline::{self, Handle},
     plan, preflight,
@@ -26,7 +27,7 @@ pub fn config(db: &TestDb, rules: &str) -> String {
     // A flow sequence must be indented under its key.
     let indent = if rules.starts_with('[') { "  " } else { "" };
     format!(
-        "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlimits: {{ destroy_grace_seconds: 1 }}\nrules:\n{indent}{rules}\n",
+        "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlimits: {{ destroy_grace_seconds: 1 }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:\n{indent}{rules}\n",
         db.uri,
         db.name,
         format!("{}_state", db.name)
@@ -89,6 +90,12 @@ impl Daemon {
         &self.handle.context
     }
 
+    /// The same, to be kept.
+    #[must_use]
+    pub fn shared(&self) -> Arc<Context> {
+        self.handle.context.clone()
+    }
+
     /// Stops in good order.
     pub async fn stop(self) {
         self.handle.stop().await;
@@ -110,7 +117,7 @@ async fn context_of(loaded: &Loaded) -> Arc<Context> {
     let plan = plan::compile(config, None).unwrap_or_else(|mistakes| panic!("{}", loaded.report(&mistakes)));
     let server = Server::new(connect::connect(&config.mongodb.uri).await.unwrap());
     let dead_letters = DeadLetters { database: config.state.database.clone(), deployment: config.name.clone() };
-    Arc::new(Context::new(server, plan, config.limits.clone(), dead_letters))
+    Arc::new(Context::new(server, plan, config.limits.clone(), dead_letters, Metrics::new().unwrap()))
 }
 
 /// Loads a YAML config that must be right.

@@ -10,6 +10,7 @@ use std::{
 const FLOORS: &[&[&str]] = &[
     &["error"],
     &["key", "field_path", "position"],
+    &["metrics"],
     &["config", "change"],
     &["logging", "mongo"],
     &["plan"],
@@ -20,6 +21,8 @@ const FLOORS: &[&[&str]] = &[
     &["preflight"],
     &["backfill", "audit"],
     &["pipeline"],
+    &["status"],
+    &["server"],
     &["cli"],
     &["commands"],
 ];

@@ -17,6 +17,7 @@ mod histories;
 mod keys_on_server;
 mod lease;
 mod lifecycle;
+mod observe;
 mod patterns;
 mod program;
 mod world;

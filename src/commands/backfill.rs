@@ -7,6 +7,7 @@ use crate::{
     commands::{Failure, compile, context, print},
     config::Loaded,
     error::{Error, Kind, Result},
+    metrics::Metrics,
     mongo::Server,
 };
 
@@ -15,7 +16,7 @@ const LOOK: Duration = Duration::from_millis(500);
 
 /// Asks for a backfill of these rules, or of all.
 pub async fn backfill(loaded: &Loaded, rules: &[String], no_wait: bool) -> std::result::Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?).await?;
+    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let all: Vec<String> = context.plan.rules.iter().map(|rule| rule.name.clone()).collect();
     let rules = if rules.is_empty() { &all } else { rules };
@@ -35,7 +36,7 @@ pub async fn backfill(loaded: &Loaded, rules: &[String], no_wait: bool) -> std::
 
 /// Lets a held rule go on.
 pub async fn release(loaded: &Loaded, rule: &str) -> std::result::Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?).await?;
+    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let Backfill::Held(hold) = state(&store, &context.server, rule).await?.backfill else {
         print(&format!("{rule} is not held\n"));

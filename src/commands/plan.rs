@@ -6,6 +6,7 @@ use crate::{
     cli::Output,
     commands::{Failure, compile, context, print},
     config::Loaded,
+    metrics::Metrics,
     plan::{Keyed, Plan},
     preflight::{self, Finding},
 };
@@ -15,7 +16,7 @@ pub async fn plan(loaded: &Loaded, output: Output, offline: bool, apply: bool) -
     let plan = compile(loaded).await?;
     let mut findings = Vec::new();
     if !offline {
-        let context = context(loaded, plan.clone()).await?;
+        let context = context(loaded, plan.clone(), Metrics::new()?).await?;
         findings = preflight::check(&context.server, &context.plan).await?;
         if apply {
             for fix in findings.iter().filter_map(|finding| finding.fix.as_ref()) {

@@ -11,6 +11,7 @@ use crate::{
     config::Loaded,
     error::{Error, Kind, Result},
     field_path::FieldPath,
+    metrics::Metrics,
     mongo::Reads,
     plan::Plan,
     reconcile::{
@@ -24,7 +25,7 @@ const PAGE: usize = 1000;
 
 /// Takes away what `rule` wrote and no rule owns any more.
 pub async fn prune(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) -> std::result::Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?).await?;
+    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     let config = &loaded.config;
     let store = Store::open(&context.server, &config.state.database, &config.name).await?;
     let known = store.rules(&context.server).await?;

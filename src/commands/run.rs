@@ -3,6 +3,7 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::store::Store,
@@ -11,9 +12,12 @@ use crate::{
     error::{Error, Kind},
     lease::{Held, Lease},
     logging,
+    metrics::Metrics,
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
+    server,
+    status::Board,
 };
 
 /// How often a running pipeline and the config files are looked at. A ConfigMap is swapped by a symlink, which file
@@ -24,11 +28,12 @@ const LOOK: Duration = Duration::from_secs(1);
 pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     logging::start(&loaded.config.log);
     let mut signals = Signals::listen(paths)?;
+    let board = serve(&loaded).await?;
     let context = tokio::select! {
-        context = patiently(&loaded) => context?,
+        context = patiently(&loaded, &board) => context?,
         () = signals.stop() => return Ok(()),
     };
-    let mut rules = Rules { loaded, context };
+    let mut rules = Rules { loaded, context, board };
     let config = &rules.loaded.config;
     let lease = Lease::new(rules.context.server.unfenced(), &config.state.database, &config.name, config.lease.ttl);
     loop {
@@ -55,19 +60,29 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
 struct Rules {
     loaded: Loaded,
     context: Arc<Context>,
+    board: Arc<Board>,
+}
+
+/// Takes the address before anything else, and serves until the process ends.
+async fn serve(loaded: &Loaded) -> Result<Arc<Board>, Failure> {
+    let listener = server::bind(loaded.config.http.listen).await?;
+    let board = Board::new(&loaded.config.name, Metrics::new()?);
+    tokio::spawn(board.clone().watch(CancellationToken::new()));
+    tokio::spawn(server::serve(listener, board.clone(), CancellationToken::new()));
+    Ok(board)
 }
 
 /// Everything that can be refused, before anything is started.
-async fn ready(loaded: &Loaded) -> Result<Arc<Context>, Failure> {
-    let context = context(loaded, compile(loaded).await?).await?;
+async fn ready(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> {
+    let context = context(loaded, compile(loaded).await?, board.metrics.clone()).await?;
     let findings = preflight::check(&context.server, &context.plan).await?;
     if findings.is_empty() { Ok(context) } else { Err(Failure::Refused(super::plan::refusal(&findings))) }
 }
 
 /// The same, through everything that passes by itself: a sidecar may be up before its database.
-async fn patiently(loaded: &Loaded) -> Result<Arc<Context>, Failure> {
+async fn patiently(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> {
     loop {
-        match ready(loaded).await {
+        match ready(loaded, board).await {
             Err(Failure::Failed(error)) if error.is_transient() => {
                 tracing::warn!(error = %error, "the cluster cannot be reached yet; trying again");
                 tokio::time::sleep(LOOK).await;
@@ -87,8 +102,8 @@ impl Rules {
                 let message = "`name`, `state` and `lease` cannot change while the daemon runs";
                 return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
             }
-            let context = ready(&loaded).await?;
-            Ok::<_, Failure>(Self { loaded, context })
+            let context = ready(&loaded, &self.board).await?;
+            Ok::<_, Failure>(Self { loaded, context, board: self.board.clone() })
         };
         match result.await {
             Ok(rules) => {
@@ -132,6 +147,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
                 return Err(error.into());
             }
         };
+        rules.board.attach(handle.context.clone(), handle.progress.clone());
         tracing::info!(term = held.term(), rules = rules.loaded.config.rules.len(), "following changes");
         let wake = loop {
             tokio::select! {

@@ -17,6 +17,7 @@ use crate::{
     dead_letter::DeadLetters,
     error::{Error, Kind, Result},
     key::Key,
+    metrics::Metrics,
     mongo::{Fence, Reads, Server},
     plan::{Plan, Rule, RuleId, reference::Role},
     position::ClusterTime,
@@ -55,12 +56,14 @@ pub struct Context {
     destroyed: Mutex<HashMap<RuleId, (Instant, usize)>>,
     /// What was done so far.
     pub counts: Counts,
+    /// What is measured.
+    pub metrics: Arc<Metrics>,
 }
 
 impl Context {
     /// Gathers them.
     #[must_use]
-    pub fn new(server: Server, plan: Plan, limits: Limits, dead_letters: DeadLetters) -> Self {
+    pub fn new(server: Server, plan: Plan, limits: Limits, dead_letters: DeadLetters, metrics: Arc<Metrics>) -> Self {
         Self {
             server,
             plan,
@@ -69,6 +72,7 @@ impl Context {
             sources: Mutex::default(),
             destroyed: Mutex::default(),
             counts: Counts::default(),
+            metrics,
         }
     }
 
@@ -117,6 +121,7 @@ impl Context {
             sources: Mutex::default(),
             destroyed: Mutex::default(),
             counts: Counts::default(),
+            metrics: self.metrics.clone(),
         }
     }
 }
@@ -263,6 +268,7 @@ impl Run<'_> {
         match dead_letters.record(server, self.rule, self.task, key, target, error).await {
             Ok(()) => {
                 counts.dead_letters.fetch_add(1, Ordering::Relaxed);
+                self.context.metrics.set_aside(&self.rule.name, error);
                 tracing::warn!(rule = %self.rule.name, error = %error.message, "set aside as a dead letter");
                 End::SetAside
             }
@@ -390,13 +396,15 @@ impl Run<'_> {
         if statements.is_empty() {
             return Ok(Vec::new());
         }
-        let Context { server, limits, counts, .. } = self.context;
+        let Context { server, limits, counts, metrics, .. } = self.context;
+        let writing = metrics.write(&self.rule.name, if deletes { "delete" } else { "update" });
         let ns = &self.rule.target.namespace;
         let written = if deletes {
             server.delete(&ns.database, &ns.collection, statements, limits.write_timeout).await?
         } else {
             server.update(&ns.database, &ns.collection, statements, limits.write_timeout).await?
         };
+        writing.done(written.matched, written.modified);
         counts.matched.fetch_add(written.matched, Ordering::Relaxed);
         counts.modified.fetch_add(written.modified, Ordering::Relaxed);
         Ok(written.refused)

@@ -1,0 +1,47 @@
+//! `denormd wait`
+
+use std::{net::SocketAddr, time::Duration};
+
+use crate::{
+    cli::Output,
+    commands::{Failure, print},
+    config::Loaded,
+    error::{Error, Kind},
+    server::client,
+};
+
+/// The daemon answers at the timeout; this much longer is waited for the answer.
+const MARGIN: Duration = Duration::from_secs(5);
+
+/// Returns once the daemon has applied everything up to an operation time, or up to now.
+pub async fn wait(
+    loaded: &Loaded,
+    output: Output,
+    address: Option<SocketAddr>,
+    operation_time: Option<&str>,
+    timeout: u32,
+) -> Result<(), Failure> {
+    let legible = |text: &str| text.chars().all(|c| c.is_ascii_digit() || c == '.' || c == ':');
+    if operation_time.is_some_and(|text| !legible(text)) {
+        return Err(Failure::Refused("--operation-time is seconds.increment, as in 1700000000.5".to_owned()));
+    }
+    let from = operation_time.map(|time| format!("&operationTime={time}")).unwrap_or_default();
+    let patience = Duration::from_secs(timeout.into()) + MARGIN;
+    let address = address.unwrap_or(loaded.config.http.listen);
+    let answer = client::get(address, &format!("/v1/wait?timeout={timeout}{from}"), patience).await?;
+    let body: serde_json::Value = answer.json()?;
+    if output == Output::Json {
+        print(&format!("{body:#}\n"));
+    }
+    if answer.ok {
+        return Ok(());
+    }
+    let text = |name: &str| body.get(name).and_then(serde_json::Value::as_str).unwrap_or_default().to_owned();
+    if answer.code == 400 {
+        return Err(Failure::Refused(text("error")));
+    }
+    let causes = body.get("causes").and_then(serde_json::Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    let causes: Vec<&str> = causes.iter().filter_map(serde_json::Value::as_str).collect();
+    let error = Error::new(Kind::TimedOut, text("error"));
+    Err(if causes.is_empty() { error } else { error.hint(format!("it says: {}", causes.join(", "))) }.into())
+}

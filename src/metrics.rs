@@ -1,0 +1,516 @@
+//! What the daemon counts and measures, in a registry of its own.
+//!
+//! Labels are a rule's name, a collection's, an operation or a reason, all of them bounded by the config and by this file:
+//! never a document's id or value.
+
+mod cause;
+mod observation;
+mod trouble;
+
+use std::{
+    collections::BTreeSet,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicI64, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use prometheus::{
+    Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder, core::Collector,
+};
+
+use crate::error::{Error, Kind, Result};
+pub use cause::Cause;
+pub use observation::{BackfillProgress, Observation, RuleFacts, StreamFacts};
+pub use trouble::Trouble;
+use trouble::Troubles;
+
+/// From the first millisecond to ten minutes: a change stream answers within one, a failover takes a minute.
+const PROPAGATION_BUCKETS: [f64; 17] =
+    [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0];
+
+/// Everything that is measured. One for each daemon, handed to whoever measures.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    /// Seconds since the oldest change that is not applied to each rule's targets.
+    pub rule_lag: GaugeVec,
+    /// The same, rules that feed this one included.
+    pub rule_chain_lag: GaugeVec,
+    /// Seconds since the oldest change that is not applied.
+    pub lag: Gauge,
+    propagation: HistogramVec,
+    events: IntCounterVec,
+    reconciles: IntCounterVec,
+    matched: IntCounterVec,
+    modified: IntCounterVec,
+    write_seconds: HistogramVec,
+    writes_in_flight: IntGauge,
+    retries: IntCounterVec,
+    set_aside: IntCounterVec,
+    /// Dead letters there are.
+    pub dead_letters: IntGaugeVec,
+    /// Whether a rule's backfill is open.
+    pub backfill_running: IntGaugeVec,
+    /// Targets that the open backfill has read.
+    pub backfill_scanned: IntGaugeVec,
+    /// Targets that the open backfill has to read.
+    pub backfill_total: IntGaugeVec,
+    /// How old the saved position is, while a newer one is known.
+    pub checkpoint_age: Gauge,
+    /// How old the last answer of the slowest stream is.
+    pub stream_age: Gauge,
+    /// Seconds of oplog behind the saved position. No series where it cannot be read.
+    pub oplog_headroom: GaugeVec,
+    /// Whether the oplog's first entry can be read.
+    pub oplog_readable: IntGauge,
+    /// Requests that wait or run.
+    pub queue_depth: IntGauge,
+    /// 1 while this process writes.
+    pub leader: IntGauge,
+    /// What is wrong, one series a cause.
+    pub causes: IntGaugeVec,
+    drift_found: IntCounterVec,
+    drift_repaired: IntCounterVec,
+    live: Mutex<Live>,
+    turned: AtomicU64,
+    clock: AtomicI64,
+    started: Instant,
+    started_at: i64,
+}
+
+/// What changes with time and is read by who draws the status.
+#[derive(Debug, Default)]
+struct Live {
+    observation: Option<Arc<Observation>>,
+    troubles: Troubles,
+    backfills: Vec<(String, BackfillProgress)>,
+    last_write: Option<Instant>,
+}
+
+/// How the run of one key ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reconciled {
+    /// Acknowledged by a majority.
+    Done,
+    /// Recorded as a dead letter.
+    SetAside,
+    /// To be tried again.
+    Failed,
+    /// The reference dangles: waits for the grace period.
+    Dangling,
+}
+
+impl Reconciled {
+    const ALL: [Self; 4] = [Self::Done, Self::SetAside, Self::Failed, Self::Dangling];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Done => "done",
+            Self::SetAside => "dead_letter",
+            Self::Failed => "failed",
+            Self::Dangling => "dangling",
+        }
+    }
+}
+
+struct Families {
+    registry: Registry,
+}
+
+impl Families {
+    fn add<C: Collector + Clone + 'static>(&self, made: prometheus::Result<C>) -> Result<C> {
+        let add = || {
+            let family = made?;
+            self.registry.register(Box::new(family.clone()))?;
+            Ok(family)
+        };
+        add().map_err(|error: prometheus::Error| Error::internal(format!("a metric cannot be made: {error}")))
+    }
+
+    fn gauge(&self, name: &str, help: &str) -> Result<Gauge> {
+        self.add(Gauge::with_opts(Opts::new(name, help)))
+    }
+
+    fn whole(&self, name: &str, help: &str) -> Result<IntGauge> {
+        self.add(IntGauge::with_opts(Opts::new(name, help)))
+    }
+
+    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<GaugeVec> {
+        self.add(GaugeVec::new(Opts::new(name, help), labels))
+    }
+
+    fn wholes(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec> {
+        self.add(IntGaugeVec::new(Opts::new(name, help), labels))
+    }
+
+    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec> {
+        self.add(IntCounterVec::new(Opts::new(name, help), labels))
+    }
+
+    fn histograms(&self, name: &str, help: &str, labels: &[&str]) -> Result<HistogramVec> {
+        self.add(HistogramVec::new(HistogramOpts::new(name, help).buckets(PROPAGATION_BUCKETS.to_vec()), labels))
+    }
+}
+
+impl Metrics {
+    /// All families, empty.
+    pub fn new() -> Result<Arc<Self>> {
+        let registry = Registry::new();
+        let f = Families { registry: registry.clone() };
+        let build = f.wholes("denormd_build_info", "The version, always 1.", &["version"])?;
+        build.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
+        let metrics = Self {
+            rule_lag: f.gauges("denormd_rule_lag_seconds", "Seconds since the oldest change that is not applied to the rule's targets; 0 when all are.", &["rule"])?,
+            rule_chain_lag: f.gauges("denormd_rule_chain_lag_seconds", "The largest lag of the rule and of those that feed it.", &["rule"])?,
+            lag: f.gauge("denormd_lag_seconds", "Seconds since the oldest change that is not applied to its targets; 0 when all are.")?,
+            propagation: f.histograms("denormd_propagation_seconds", "From the commit of the source's change to the acknowledged write of its targets.", &["rule"])?,
+            events: f.counters("denormd_events_total", "Change events read.", &["collection", "operation"])?,
+            reconciles: f.counters("denormd_reconciles_total", "Keys reconciled, by how it ended.", &["rule", "reason"])?,
+            matched: f.counters("denormd_targets_matched_total", "Targets that write statements matched.", &["rule"])?,
+            modified: f.counters("denormd_targets_modified_total", "Targets that write statements changed.", &["rule"])?,
+            write_seconds: f.histograms("denormd_write_duration_seconds", "How long write commands took until a majority had them.", &["rule", "operation"])?,
+            writes_in_flight: f.whole("denormd_writes_in_flight", "Write commands that wait for their answer.")?,
+            retries: f.counters("denormd_retries_total", "Keys that failed for the moment and are tried again, by kind of error.", &["rule", "reason"])?,
+            set_aside: f.counters("denormd_dead_letters_recorded_total", "Times that a key or a target was set aside, by reason.", &["rule", "reason"])?,
+            dead_letters: f.wholes("denormd_dead_letters", "Dead letters that wait to be tried again.", &["rule"])?,
+            backfill_running: f.wholes("denormd_backfill_running", "1 while the rule's backfill is open.", &["rule"])?,
+            backfill_scanned: f.wholes("denormd_backfill_scanned_targets", "Targets that the rule's last backfill has read.", &["rule"])?,
+            backfill_total: f.wholes("denormd_backfill_expected_targets", "Targets that the rule's last backfill has to read, estimated.", &["rule"])?,
+            checkpoint_age: f.gauge("denormd_checkpoint_age_seconds", "How far back a restart would begin; 0 when the saved position is the newest.")?,
+            stream_age: f.gauge("denormd_stream_age_seconds", "Seconds since every change stream has answered, with or without events.")?,
+            oplog_headroom: f.gauges("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the saved position; absent when the oplog cannot be read.", &[])?,
+            oplog_readable: f.whole("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
+            queue_depth: f.whole("denormd_queue_depth", "Reconcile requests that wait or run, named targets counted.")?,
+            leader: f.whole("denormd_leader", "1 while this process is the one that writes.")?,
+            causes: f.wholes("denormd_cause", "1 while this keeps the copies from being true at once.", &["reason"])?,
+            drift_found: f.counters("denormd_drift_found_total", "Targets that differed from their definition without a change that explains it.", &["rule"])?,
+            drift_repaired: f.counters("denormd_drift_repaired_total", "Of those, repaired.", &["rule"])?,
+            live: Mutex::default(),
+            turned: AtomicU64::new(0),
+            clock: AtomicI64::new(0),
+            started: Instant::now(),
+            started_at: wall_millis(),
+            registry,
+        };
+        for cause in Cause::ALL {
+            metrics.causes.with_label_values(&[cause.name()]).set(0);
+        }
+        Ok(Arc::new(metrics))
+    }
+
+    /// Makes the series of these rules, at zero, so that none is missing before something happens, and ends the gauges of
+    /// rules that are no more.
+    pub fn rules<'a>(&self, names: impl IntoIterator<Item = &'a str>) {
+        let names: BTreeSet<&str> = names.into_iter().collect();
+        for rule in &names {
+            for family in [&self.rule_lag, &self.rule_chain_lag] {
+                family.with_label_values(&[rule]);
+            }
+            for family in [&self.dead_letters, &self.backfill_running, &self.backfill_scanned, &self.backfill_total] {
+                family.with_label_values(&[rule]);
+            }
+            for family in [&self.matched, &self.modified, &self.drift_found, &self.drift_repaired] {
+                family.with_label_values(&[rule]);
+            }
+            for outcome in Reconciled::ALL {
+                self.reconciles.with_label_values(&[rule, outcome.name()]);
+            }
+            self.propagation.with_label_values(&[rule]);
+        }
+        let retired: Vec<String> = self
+            .observation()
+            .map(|old| {
+                old.rules.iter().map(|rule| rule.name.clone()).filter(|name| !names.contains(name.as_str())).collect()
+            })
+            .unwrap_or_default();
+        for rule in retired {
+            for family in [&self.rule_lag, &self.rule_chain_lag] {
+                // It may have had none.
+                family.remove_label_values(&[rule.as_str()]).ok();
+            }
+            for family in [&self.dead_letters, &self.backfill_running, &self.backfill_scanned, &self.backfill_total] {
+                family.remove_label_values(&[rule.as_str()]).ok();
+            }
+        }
+    }
+
+    /// Change events were read.
+    pub fn events(&self, collection: &str, operation: &str, count: u64) {
+        self.events.with_label_values(&[collection, operation]).inc_by(count);
+    }
+
+    /// Keys of a rule were reconciled.
+    pub fn reconciled(&self, rule: &str, outcome: Reconciled, count: u64) {
+        self.reconciles.with_label_values(&[rule, outcome.name()]).inc_by(count);
+    }
+
+    /// From commit to acknowledged write, in seconds.
+    #[must_use]
+    pub fn propagation(&self, rule: &str) -> Histogram {
+        self.propagation.with_label_values(&[rule])
+    }
+
+    /// A write command goes out. What is returned ends with it.
+    #[must_use]
+    pub fn write<'a>(&'a self, rule: &'a str, operation: &'static str) -> Writing<'a> {
+        self.writes_in_flight.inc();
+        Writing { metrics: self, rule, operation, started: Instant::now() }
+    }
+
+    /// A key failed for the moment.
+    pub fn retried(&self, rule: &str, error: &Error) {
+        self.retries.with_label_values(&[rule, kind(error.kind)]).inc();
+        self.trouble(Some(rule), "reconcile", error);
+    }
+
+    /// A key or a target was set aside.
+    pub fn set_aside(&self, rule: &str, error: &Error) {
+        let reason = error.code.map_or_else(|| kind(error.kind).to_owned(), |code| format!("server_error_{code}"));
+        self.set_aside.with_label_values(&[rule, &reason]).inc();
+        self.trouble(Some(rule), "set aside", error);
+    }
+
+    /// Something failed: kept among the recent errors. The error's text holds no values, see [`Error`].
+    pub fn trouble(&self, rule: Option<&str>, doing: &'static str, error: &Error) {
+        self.live().troubles.add(rule, doing, kind(error.kind), &error.message);
+    }
+
+    /// The recent errors, newest first.
+    #[must_use]
+    pub fn troubles(&self) -> Vec<Trouble> {
+        self.live().troubles.recent()
+    }
+
+    /// Whether an error of one of these kinds was met within `window`.
+    #[must_use]
+    pub fn met(&self, kinds: &[Kind], window: Duration) -> bool {
+        let names: Vec<&str> = kinds.iter().map(|k| kind(*k)).collect();
+        self.live().troubles.met(&names, window)
+    }
+
+    /// A rule's backfill starts, or goes on.
+    pub fn backfill_started(&self, rule: &str, total: Option<u64>) {
+        let progress = BackfillProgress { started: Instant::now(), scanned: 0, total, ended: None };
+        self.backfill_scanned.with_label_values(&[rule]).set(0);
+        self.backfill_total.with_label_values(&[rule]).set(whole(total.unwrap_or_default()));
+        let mut live = self.live();
+        live.backfills.retain(|(name, _)| name != rule);
+        live.backfills.push((rule.to_owned(), progress));
+    }
+
+    /// Targets of a rule's backfill are done.
+    pub fn backfilled(&self, rule: &str, scanned: u64) {
+        self.backfill_scanned.with_label_values(&[rule]).set(whole(scanned));
+        if let Some((_, progress)) = self.live().backfills.iter_mut().find(|(name, _)| name == rule) {
+            progress.scanned = scanned;
+        }
+    }
+
+    /// A rule's backfill has ended.
+    pub fn backfill_ended(&self, rule: &str) {
+        if let Some((_, progress)) = self.live().backfills.iter_mut().find(|(name, _)| name == rule) {
+            progress.ended = Some(Instant::now());
+        }
+    }
+
+    /// The rule's last backfill of this process.
+    #[must_use]
+    pub fn backfill(&self, rule: &str) -> Option<BackfillProgress> {
+        self.live().backfills.iter().find(|(name, _)| name == rule).map(|(_, progress)| progress.clone())
+    }
+
+    /// The pipeline says how far it is.
+    pub fn observe(&self, observation: Observation) {
+        self.queue_depth.set(i64::try_from(observation.depth).unwrap_or(i64::MAX));
+        for (nth, rule) in observation.rules.iter().enumerate() {
+            self.backfill_running
+                .with_label_values(&[&rule.name])
+                .set(i64::from(observation.backfilling.contains(&nth)));
+        }
+        self.live().observation = Some(Arc::new(observation));
+    }
+
+    /// What the pipeline said last. None before it has started, or where another process leads.
+    #[must_use]
+    pub fn observation(&self) -> Option<Arc<Observation>> {
+        self.live().observation.clone()
+    }
+
+    /// The pipeline runs no more: nothing it said holds.
+    pub fn forget_observation(&self) {
+        self.live().observation = None;
+    }
+
+    /// By how many milliseconds the server's clock is ahead of this machine's.
+    pub fn set_clock(&self, offset: i64) {
+        self.clock.store(offset, Ordering::Relaxed);
+    }
+
+    /// The server's clock, in milliseconds since 1970: what commits are dated by.
+    #[must_use]
+    pub fn now(&self) -> i64 {
+        wall_millis() + self.clock.load(Ordering::Relaxed)
+    }
+
+    /// The pipeline's loop has come round.
+    pub fn turn(&self) {
+        let since = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.turned.store(since, Ordering::Relaxed);
+    }
+
+    /// How long ago the pipeline's loop came round.
+    #[must_use]
+    pub fn since_turn(&self) -> Duration {
+        self.started.elapsed().saturating_sub(Duration::from_millis(self.turned.load(Ordering::Relaxed)))
+    }
+
+    /// When this was made, in milliseconds since 1970.
+    #[must_use]
+    pub fn started_at(&self) -> i64 {
+        self.started_at
+    }
+
+    /// When the last write was acknowledged.
+    #[must_use]
+    pub fn last_write(&self) -> Option<Instant> {
+        self.live().last_write
+    }
+
+    /// Write commands that wait for their answer.
+    #[must_use]
+    pub fn in_flight(&self) -> i64 {
+        self.writes_in_flight.get()
+    }
+
+    /// The number of write commands so far, and the seconds that they took together.
+    #[must_use]
+    pub fn writes(&self) -> (u64, f64) {
+        histograms(&self.write_seconds).fold((0, 0.0), |(count, sum), (_, h)| (count + h.count, sum + h.sum))
+    }
+
+    /// Each rule's propagation so far: counts by bucket, not cumulative, the last one without bound.
+    #[must_use]
+    pub fn propagations(&self) -> Vec<(String, Vec<u64>)> {
+        histograms(&self.propagation).map(|(rule, h)| (rule, h.buckets)).collect()
+    }
+
+    /// The upper bounds of the buckets, in seconds.
+    #[must_use]
+    pub fn bounds() -> &'static [f64] {
+        &PROPAGATION_BUCKETS
+    }
+
+    /// Events read so far, and each rule's changed targets.
+    #[must_use]
+    pub fn totals(&self) -> (u64, Vec<(String, u64)>) {
+        let sum = |family: &IntCounterVec| counters(family).collect::<Vec<_>>();
+        (sum(&self.events).iter().map(|(_, n)| n).sum(), sum(&self.modified))
+    }
+
+    /// The exposition text.
+    pub fn expose(&self) -> Result<Vec<u8>> {
+        let mut out = Vec::new();
+        TextEncoder::new()
+            .encode(&self.registry.gather(), &mut out)
+            .map_err(|error| Error::internal(format!("the metrics cannot be written: {error}")))?;
+        Ok(out)
+    }
+
+    fn live(&self) -> MutexGuard<'_, Live> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A write command that waits for its answer.
+#[derive(Debug)]
+pub struct Writing<'a> {
+    metrics: &'a Metrics,
+    rule: &'a str,
+    operation: &'static str,
+    started: Instant,
+}
+
+impl Writing<'_> {
+    /// It was answered.
+    pub fn done(self, matched: u64, modified: u64) {
+        let metrics = self.metrics;
+        metrics.matched.with_label_values(&[self.rule]).inc_by(matched);
+        metrics.modified.with_label_values(&[self.rule]).inc_by(modified);
+        metrics.live().last_write = Some(Instant::now());
+    }
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        self.metrics.writes_in_flight.dec();
+        let seconds = self.started.elapsed().as_secs_f64();
+        self.metrics.write_seconds.with_label_values(&[self.rule, self.operation]).observe(seconds);
+    }
+}
+
+/// What a kind of error is called in labels and in the status.
+#[must_use]
+pub fn kind(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Connection => "connection",
+        Kind::Unavailable => "unavailable",
+        Kind::TimedOut => "timed_out",
+        Kind::NotReplicated => "not_replicated",
+        Kind::HistoryLost => "history_lost",
+        Kind::Privilege => "privilege",
+        Kind::Refused => "refused",
+        Kind::Config => "config",
+        Kind::Topology => "topology",
+        Kind::Internal => "internal",
+    }
+}
+
+struct Counted {
+    count: u64,
+    sum: f64,
+    buckets: Vec<u64>,
+}
+
+fn histograms(family: &HistogramVec) -> impl Iterator<Item = (String, Counted)> {
+    family.collect().into_iter().flat_map(|family| family.get_metric().to_vec()).map(|metric| {
+        let h = metric.get_histogram();
+        let mut below = 0;
+        let mut buckets: Vec<u64> = h
+            .get_bucket()
+            .iter()
+            .map(|bucket| {
+                let own = bucket.cumulative_count().saturating_sub(below);
+                below = bucket.cumulative_count();
+                own
+            })
+            .collect();
+        buckets.push(h.get_sample_count().saturating_sub(below));
+        (rule_of(metric.get_label()), Counted { count: h.get_sample_count(), sum: h.get_sample_sum(), buckets })
+    })
+}
+
+fn counters(family: &IntCounterVec) -> impl Iterator<Item = (String, u64)> {
+    family.collect().into_iter().flat_map(|family| family.get_metric().to_vec()).map(|metric| {
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a counter of whole numbers")]
+        let value = metric.get_counter().get_value() as u64;
+        (rule_of(metric.get_label()), value)
+    })
+}
+
+fn rule_of(labels: &[prometheus::proto::LabelPair]) -> String {
+    labels.iter().find(|label| label.name() == "rule").map(|label| label.value().to_owned()).unwrap_or_default()
+}
+
+fn whole(count: u64) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+/// This machine's clock, in milliseconds since 1970.
+#[must_use]
+pub fn wall_millis() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,174 @@
+//! Why copies are not true at once: one enumeration for metric, status, page and alert.
+
+/// What keeps copies behind, or will.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Cause {
+    /// No primary answers.
+    NoPrimary,
+    /// A user or a role lacks something.
+    Privilege,
+    /// Writes take effect and reach no majority.
+    NoMajority,
+    /// A change stream does not answer, while the primary does.
+    StreamInterrupted,
+    /// History was lost: copies may be wrong until the backfill ends.
+    Degraded,
+    /// The source collection is gone; its fields stay.
+    SourceGone,
+    /// `remove` or `delete` of a rule would have destroyed too much.
+    Braked,
+    /// Reads or writes of a rule that is behind fail and are tried again.
+    Retrying,
+    /// Write commands take long, or none is answered.
+    ServerSlow,
+    /// One key alone takes long: a fan-out to very many targets.
+    HotKey,
+    /// The queue is full: streams wait for it.
+    Throttled,
+    /// The stream is read faster than real time and not there yet.
+    CatchingUp,
+    /// A rule's backfill is open.
+    Backfilling,
+    /// Documents are set aside.
+    DeadLetters,
+    /// The saved position will soon fall off the oplog.
+    OplogShort,
+    /// The oplog's first entry cannot be read.
+    OplogUnreadable,
+    /// The pipeline does not turn.
+    Stalled,
+    /// An operator has paused it.
+    Paused,
+}
+
+impl Cause {
+    /// All of them, the most urgent first.
+    pub const ALL: [Self; 18] = [
+        Self::NoPrimary,
+        Self::Privilege,
+        Self::Stalled,
+        Self::StreamInterrupted,
+        Self::NoMajority,
+        Self::Degraded,
+        Self::OplogShort,
+        Self::SourceGone,
+        Self::Braked,
+        Self::Retrying,
+        Self::ServerSlow,
+        Self::HotKey,
+        Self::Throttled,
+        Self::CatchingUp,
+        Self::Paused,
+        Self::Backfilling,
+        Self::DeadLetters,
+        Self::OplogUnreadable,
+    ];
+
+    /// Its name in metrics, status and alerts.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NoPrimary => "no_primary",
+            Self::Privilege => "privilege",
+            Self::NoMajority => "no_majority",
+            Self::StreamInterrupted => "stream_interrupted",
+            Self::Degraded => "degraded",
+            Self::SourceGone => "source_gone",
+            Self::Braked => "braked",
+            Self::Retrying => "retrying",
+            Self::ServerSlow => "server_slow",
+            Self::HotKey => "hot_key",
+            Self::Throttled => "throttled",
+            Self::CatchingUp => "catching_up",
+            Self::Backfilling => "backfilling",
+            Self::DeadLetters => "dead_letters",
+            Self::OplogShort => "oplog_short",
+            Self::OplogUnreadable => "oplog_unreadable",
+            Self::Stalled => "stalled",
+            Self::Paused => "paused",
+        }
+    }
+
+    /// What it means, in a sentence.
+    #[must_use]
+    pub fn meaning(self) -> &'static str {
+        match self {
+            Self::NoPrimary => "no primary of the replica set answers",
+            Self::Privilege => "the user of `mongodb.uri` lacks a privilege",
+            Self::NoMajority => "writes take effect, but a majority does not acknowledge them",
+            Self::StreamInterrupted => "a change stream does not answer, though the primary does",
+            Self::Degraded => "changes were lost with the oplog; copies may be wrong until the backfill ends",
+            Self::SourceGone => {
+                "a source collection was dropped or renamed; the fields copied from it stay as they are"
+            }
+            Self::Braked => "`on_missing` would have destroyed more than limits.destroy_per_hour: the rule is held",
+            Self::Retrying => "reads or writes fail for the moment and are tried again",
+            Self::ServerSlow => "the server takes long to acknowledge writes",
+            Self::HotKey => "one value with very many targets is being written",
+            Self::Throttled => "more work waits than memory allows; the streams are held back",
+            Self::CatchingUp => "older changes are still being read",
+            Self::Backfilling => "existing data is being brought up to date",
+            Self::DeadLetters => "documents that could not be read or written are set aside",
+            Self::OplogShort => "the saved position will soon fall off the oplog",
+            Self::OplogUnreadable => "how far the oplog reaches back cannot be read",
+            Self::Stalled => "the daemon's loop does not turn",
+            Self::Paused => "an operator has paused it",
+        }
+    }
+
+    /// What to do about it.
+    #[must_use]
+    pub fn advice(self) -> &'static str {
+        match self {
+            Self::NoPrimary => "look at rs.status(); denormd goes on by itself as soon as there is a primary",
+            Self::Privilege => "grant what the errors below name; it is tried again by itself",
+            Self::NoMajority => "look at rs.status(): a majority of data-bearing members must be up and not far behind",
+            Self::StreamInterrupted => "see the errors below; it is opened again by itself",
+            Self::Degraded => "nothing: the backfill runs. Enlarge the oplog so that it does not happen again",
+            Self::SourceGone => "restore the collection; then, or to apply the loss, `denormd release RULE`",
+            Self::Braked => "see what deleted so many sources; `denormd release RULE` lets it go on",
+            Self::Retrying => {
+                "see the errors below; nothing is lost meanwhile, and it goes on by itself when they pass"
+            }
+            Self::ServerSlow => "look at the server's load and replication lag (rs.printSecondaryReplicationInfo())",
+            Self::HotKey => "wait; if it is often so, copy a field that changes less",
+            Self::Throttled => "look at the causes beside this one; raise `limits.pending` if memory allows",
+            Self::CatchingUp => "wait: the lag falls. If it does not, look at the server's load",
+            Self::Backfilling => "wait, see its progress",
+            Self::DeadLetters => {
+                "see their reasons in the collection `dead_letters` of the state database; they are tried again by themselves"
+            }
+            Self::OplogShort => {
+                "remove what holds the lag up, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})"
+            }
+            Self::OplogUnreadable => "grant `find` on local.oplog.rs, or watch the oplog window by other means",
+            Self::Stalled => "restart the daemon, and report its log",
+            Self::Paused => "resume it when ready",
+        }
+    }
+
+    /// Whether data is at risk or nothing moves; others are to be known, not to be acted upon at night.
+    #[must_use]
+    pub fn is_severe(self) -> bool {
+        match self {
+            Self::NoPrimary
+            | Self::Privilege
+            | Self::NoMajority
+            | Self::StreamInterrupted
+            | Self::Degraded
+            | Self::SourceGone
+            | Self::Braked
+            | Self::OplogShort
+            | Self::Stalled => true,
+            Self::Retrying
+            | Self::ServerSlow
+            | Self::HotKey
+            | Self::Throttled
+            | Self::CatchingUp
+            | Self::Backfilling
+            | Self::DeadLetters
+            | Self::OplogUnreadable
+            | Self::Paused => false,
+        }
+    }
+}

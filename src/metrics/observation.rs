@@ -1,0 +1,76 @@
+//! What the pipeline says of itself, several times a second. Lag is computed from it when somebody asks, so that it grows
+//! also while the pipeline is stuck.
+
+use std::{collections::BTreeSet, sync::Arc, time::Instant};
+
+use crate::position::ClusterTime;
+
+/// The pipeline at one moment. Rules and streams are numbered by their places here.
+#[derive(Debug, Clone)]
+pub struct Observation {
+    /// When.
+    pub at: Instant,
+    /// The rules, in the config's order.
+    pub rules: Arc<[RuleFacts]>,
+    /// For each rule: when the oldest change was committed that waits or runs, in milliseconds since 1970 of the server.
+    pub oldest: Vec<Option<i64>>,
+    /// The streams.
+    pub streams: Vec<StreamFacts>,
+    /// Requests that wait or run, named targets counted.
+    pub depth: usize,
+    /// Requests from which on the streams wait.
+    pub capacity: usize,
+    /// Keys that are queued or run.
+    pub keys: usize,
+    /// Rules whose backfill is open.
+    pub backfilling: BTreeSet<usize>,
+    /// Rules whose history was lost and whose backfill has not ended since.
+    pub degraded: BTreeSet<usize>,
+    /// Rules whose source collection is gone.
+    pub bereft: BTreeSet<usize>,
+    /// Rules that the brake holds: `remove` or `delete` would have destroyed too much.
+    pub braked: BTreeSet<usize>,
+}
+
+/// What does not change about a rule.
+#[derive(Debug, Clone)]
+pub struct RuleFacts {
+    /// Its name.
+    pub name: String,
+    /// The source collection.
+    pub source: String,
+    /// The target collection.
+    pub target: String,
+    /// The rules that it reads from, whole chains.
+    pub fed_by: Vec<usize>,
+    /// The streams that it listens to.
+    pub streams: Vec<usize>,
+}
+
+/// How far a stream is.
+#[derive(Debug, Clone)]
+pub struct StreamFacts {
+    /// Its database.
+    pub database: String,
+    /// Everything up to here was read.
+    pub reached: ClusterTime,
+    /// Everything up to here is applied.
+    pub applied: ClusterTime,
+    /// A restart begins here.
+    pub saved: Option<ClusterTime>,
+    /// When it last answered.
+    pub delivered: Instant,
+}
+
+/// How far a backfill is.
+#[derive(Debug, Clone)]
+pub struct BackfillProgress {
+    /// When it started, or went on after a restart.
+    pub started: Instant,
+    /// Targets read since.
+    pub scanned: u64,
+    /// Targets to read since then, estimated.
+    pub total: Option<u64>,
+    /// When it ended.
+    pub ended: Option<Instant>,
+}

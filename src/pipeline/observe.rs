@@ -1,0 +1,155 @@
+//! What the pipeline tells of itself.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    change::Change,
+    metrics::{Observation, Reconciled, RuleFacts, StreamFacts},
+    plan::{Plan, RuleId},
+    reconcile::{Outcome, run::End},
+    request::Task,
+    watch::Delivery,
+};
+
+use super::Pipeline;
+
+/// How often.
+const EVERY: Duration = Duration::from_millis(100);
+
+/// What is remembered for the next observation.
+pub(super) struct Observer {
+    rules: Arc<[RuleFacts]>,
+    last: Option<Instant>,
+    /// Rules whose history was lost and whose backfill has not ended since.
+    pub degraded: BTreeSet<RuleId>,
+}
+
+impl Observer {
+    pub fn new(plan: &Plan) -> Self {
+        Self { rules: facts(plan), last: None, degraded: BTreeSet::new() }
+    }
+}
+
+fn facts(plan: &Plan) -> Arc<[RuleFacts]> {
+    let databases: Vec<String> = plan.databases().into_iter().collect();
+    let mut fed_by: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); plan.rules.len()];
+    // In the plan's order each rule is whole before it is handed on.
+    for rule in &plan.order {
+        for fed in &plan.feeds[rule.0] {
+            let mut from = fed_by[rule.0].clone();
+            from.insert(rule.0);
+            fed_by[fed.0].extend(from);
+        }
+    }
+    let facts = plan.rules.iter().zip(fed_by).map(|(rule, fed_by)| {
+        let sides = [&rule.source.namespace, &rule.target.namespace];
+        let touched = |(_, database): &(usize, &String)| sides.iter().any(|side| side.database == **database);
+        RuleFacts {
+            name: rule.name.clone(),
+            source: rule.source.namespace.to_string(),
+            target: rule.target.namespace.to_string(),
+            fed_by: fed_by.into_iter().filter(|from| *from != rule.id.0).collect(),
+            streams: databases.iter().enumerate().filter(touched).map(|(nth, _)| nth).collect(),
+        }
+    });
+    facts.collect()
+}
+
+impl Pipeline {
+    pub(super) fn count_events(&mut self, delivery: &Delivery) {
+        let mut counts: BTreeMap<(&crate::change::Namespace, &'static str), u64> = BTreeMap::new();
+        for event in &delivery.events {
+            *counts.entry((&event.namespace, operation(&event.change))).or_default() += 1;
+        }
+        for ((namespace, operation), count) in counts {
+            // Only collections of the config: a rename or `$out` names others, without bound.
+            let known = self.observer.rules.iter().any(|rule| {
+                let name = namespace.to_string();
+                rule.source == name || rule.target == name
+            });
+            let collection = if known { namespace.to_string() } else { "other".to_owned() };
+            self.context.metrics.events(&collection, operation, count);
+        }
+    }
+
+    pub(super) fn count_outcome(&self, outcome: &Outcome) {
+        let now = self.context.metrics.now();
+        let (metrics, rule) = (&self.context.metrics, &self.context.plan.rule(outcome.lane.0).name);
+        let writes = matches!(outcome.lane.1, Task::Value | Task::Target);
+        let propagation = metrics.propagation(rule);
+        let mut counts = [0_u64; 4];
+        for ended in &outcome.keys {
+            let (place, outcome) = match &ended.end {
+                End::Done => (0, Reconciled::Done),
+                End::SetAside => (1, Reconciled::SetAside),
+                End::Failed(error) => {
+                    metrics.retried(rule, error);
+                    (2, Reconciled::Failed)
+                }
+                End::Later(_) | End::Brake => (3, Reconciled::Dangling),
+            };
+            counts[place] += 1;
+            if let Some(committed) = ended.work.committed.filter(|_| writes && outcome == Reconciled::Done) {
+                #[expect(clippy::cast_precision_loss, reason = "milliseconds of a lag, not of an age")]
+                propagation.observe((now - committed).max(0) as f64 / 1000.0);
+            }
+        }
+        for (outcome, count) in
+            [Reconciled::Done, Reconciled::SetAside, Reconciled::Failed, Reconciled::Dangling].into_iter().zip(counts)
+        {
+            metrics.reconciled(rule, outcome, count);
+        }
+    }
+
+    /// Says how far everything is, at most ten times a second.
+    pub(super) fn observe(&mut self) {
+        self.context.metrics.turn();
+        if self.observer.last.is_some_and(|last| last.elapsed() < EVERY) {
+            return;
+        }
+        if self.observer.last.is_none() {
+            self.context.metrics.rules(self.observer.rules.iter().map(|rule| rule.name.as_str()));
+        }
+        self.observer.last = Some(Instant::now());
+        self.observer.degraded.retain(|rule| self.backfilling.contains_key(rule));
+        let numbers = |rules: &BTreeSet<RuleId>| rules.iter().map(|rule| rule.0).collect();
+        let streams = self.streams.iter().enumerate().map(|(nth, stream)| StreamFacts {
+            database: stream.spec.database.clone(),
+            reached: stream.reached.time,
+            applied: self.applied(nth, stream),
+            saved: stream.saved.as_ref().map(|position| position.time),
+            delivered: stream.delivered,
+        });
+        let observation = Observation {
+            at: Instant::now(),
+            oldest: (0..self.observer.rules.len()).map(|rule| self.queue.oldest(RuleId(rule))).collect(),
+            rules: self.observer.rules.clone(),
+            streams: streams.collect(),
+            depth: self.queue.depth(),
+            capacity: self.context.limits.pending,
+            keys: self.queue.keys(),
+            backfilling: self.backfilling.keys().map(|rule| rule.0).collect(),
+            degraded: numbers(&self.observer.degraded),
+            bereft: self.held.iter().filter(|(_, hold)| hold.detached).map(|(rule, _)| rule.0).collect(),
+            braked: self.held.iter().filter(|(_, hold)| !hold.detached).map(|(rule, _)| rule.0).collect(),
+        };
+        self.context.metrics.observe(observation);
+    }
+}
+
+fn operation(change: &Change) -> &'static str {
+    match change {
+        Change::Insert(_) => "insert",
+        Change::Replace(_) => "replace",
+        Change::Update(_) => "update",
+        Change::Delete => "delete",
+        Change::Drop => "drop",
+        Change::Rename(_) => "rename",
+        Change::DropDatabase => "drop_database",
+        Change::Other => "other",
+    }
+}

@@ -1,0 +1,227 @@
+//! What is said to people and programs about how true the copies are: lag, causes, progress, history.
+//!
+//! The pipeline publishes what it knows; the board adds what the server says (its clock, its last write, how far its oplog
+//! reaches back), and turns both into figures whenever somebody asks.
+
+mod causes;
+mod history;
+mod lag;
+mod probe;
+mod report;
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    metrics::{Cause, Metrics},
+    pipeline::Progress,
+    reconcile::Context,
+};
+use causes::Found;
+use history::History;
+pub use lag::BEHIND;
+use lag::{Lags, Probes};
+pub use report::{Backfill, Oplog, Percentiles, Role, Rule, Status, duration};
+
+/// How often the board looks.
+const TICK: Duration = Duration::from_secs(1);
+/// A board that has not looked for so long is on an event loop that does not turn.
+const LIVE: Duration = Duration::from_secs(30);
+
+/// Gathers the figures of one daemon.
+#[derive(Debug)]
+pub struct Board {
+    /// What is measured.
+    pub metrics: Arc<Metrics>,
+    name: String,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    attached: Option<Attached>,
+    role: Role,
+    probes: Probes,
+    /// Why the last question to the server was not answered.
+    unanswered: Option<crate::error::Kind>,
+    oplog: Oplog,
+    /// Dead letters by rule and reason.
+    letters: BTreeMap<String, BTreeMap<String, u64>>,
+    history: History,
+    behind_since: BTreeMap<String, i64>,
+    since: BTreeMap<Cause, i64>,
+    ticked: Instant,
+}
+
+/// The pipeline that runs.
+#[derive(Debug, Clone)]
+pub struct Attached {
+    /// What it works with.
+    pub context: Arc<Context>,
+    /// How far it is.
+    pub progress: watch::Receiver<Progress>,
+}
+
+/// Everything that one status is made of.
+struct View {
+    lags: Lags,
+    causes: Vec<Found>,
+}
+
+impl Board {
+    /// A board of a deployment, without a pipeline yet.
+    #[must_use]
+    pub fn new(name: &str, metrics: Arc<Metrics>) -> Arc<Self> {
+        let state = State {
+            attached: None,
+            role: Role::Starting,
+            probes: Probes::default(),
+            unanswered: None,
+            oplog: Oplog::default(),
+            letters: BTreeMap::new(),
+            history: History::default(),
+            behind_since: BTreeMap::new(),
+            since: BTreeMap::new(),
+            ticked: Instant::now(),
+        };
+        Arc::new(Self { metrics, name: name.to_owned(), state: Mutex::new(state) })
+    }
+
+    /// A pipeline runs: this process leads.
+    pub fn attach(&self, context: Arc<Context>, progress: watch::Receiver<Progress>) {
+        let mut state = self.state();
+        state.attached = Some(Attached { context, progress });
+        state.role = Role::Leader;
+        self.metrics.leader.set(1);
+    }
+
+    /// No pipeline runs: another process leads, or none.
+    pub fn detach(&self, role: Role) {
+        let mut state = self.state();
+        state.attached = None;
+        state.role = role;
+        state.probes = Probes::default();
+        self.metrics.leader.set(0);
+        self.metrics.forget_observation();
+    }
+
+    /// The pipeline that runs, if one does.
+    #[must_use]
+    pub fn attached(&self) -> Option<Attached> {
+        self.state().attached.clone()
+    }
+
+    /// Looks at the server and at itself until `stop`.
+    pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
+        let probing = async {
+            let mut round = 0_u64;
+            loop {
+                self.probe(round).await;
+                round += 1;
+                tokio::time::sleep(TICK).await;
+            }
+        };
+        let ticking = async {
+            let mut tick = tokio::time::interval(TICK);
+            loop {
+                tick.tick().await;
+                self.tick();
+            }
+        };
+        tokio::select! {
+            () = probing => {}
+            () = ticking => {}
+            () = stop.cancelled() => {}
+        }
+    }
+
+    /// Whether the event loop turns and the pipeline with it. Does not depend on the server.
+    #[must_use]
+    pub fn is_live(&self) -> bool {
+        let state = self.state();
+        let turns = state.ticked.elapsed() < LIVE;
+        let pipeline = state.attached.as_ref().is_none_or(|attached| attached.progress.has_changed().is_ok());
+        turns && pipeline && (state.attached.is_none() || self.metrics.since_turn() < LIVE)
+    }
+
+    /// Computes the gauges anew.
+    pub fn refresh(&self) {
+        let now = self.metrics.now();
+        let mut state = self.state();
+        let view = self.view(&state, now);
+        self.publish(&mut state, &view, now);
+    }
+
+    /// The exposition text, as of now.
+    pub fn expose(&self) -> crate::error::Result<Vec<u8>> {
+        self.refresh();
+        self.metrics.expose()
+    }
+
+    /// The history since a time in milliseconds since 1970, as JSON.
+    #[must_use]
+    pub fn history(&self, since: i64) -> serde_json::Value {
+        self.state().history.json(since)
+    }
+
+    /// The status as of now.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        let now = self.metrics.now();
+        let mut state = self.state();
+        let view = self.view(&state, now);
+        self.publish(&mut state, &view, now);
+        report::status(self, &state, &view, now)
+    }
+
+    fn tick(&self) {
+        let now = self.metrics.now();
+        let mut state = self.state();
+        state.ticked = Instant::now();
+        let view = self.view(&state, now);
+        self.publish(&mut state, &view, now);
+        state.history.sample(&self.metrics, &view.lags, now);
+    }
+
+    fn view(&self, state: &State, now: i64) -> View {
+        let lags = self.metrics.observation().map(|seen| Lags::of(&seen, &state.probes, now)).unwrap_or_default();
+        let causes = causes::find(&self.metrics, state, &lags);
+        View { lags, causes }
+    }
+
+    fn publish(&self, state: &mut State, view: &View, now: i64) {
+        let metrics = &self.metrics;
+        metrics.lag.set(view.lags.overall);
+        for rule in &view.lags.rules {
+            metrics.rule_lag.with_label_values(&[&rule.name]).set(rule.own);
+            metrics.rule_chain_lag.with_label_values(&[&rule.name]).set(rule.chain);
+            if rule.own < BEHIND {
+                state.behind_since.remove(&rule.name);
+            } else {
+                state.behind_since.entry(rule.name.clone()).or_insert(now - lag::millis(rule.own));
+            }
+        }
+        state.behind_since.retain(|name, _| view.lags.rules.iter().any(|rule| rule.name == *name));
+        metrics.checkpoint_age.set(view.lags.checkpoint);
+        metrics.stream_age.set(view.lags.stream_age);
+        for cause in Cause::ALL {
+            let found = view.causes.iter().any(|found| found.cause == cause);
+            metrics.causes.with_label_values(&[cause.name()]).set(i64::from(found));
+            if found {
+                state.since.entry(cause).or_insert(now);
+            } else {
+                state.since.remove(&cause);
+            }
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

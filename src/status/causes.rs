@@ -1,0 +1,124 @@
+//! Why copies are not true at once.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+use crate::{
+    error::Kind,
+    metrics::{Cause, Metrics, Observation, wall_millis},
+};
+
+use super::{
+    State,
+    lag::{BEHIND, Lags},
+};
+
+/// A server, a stream or a loop that is silent for so long has stopped.
+const SILENCE: Duration = Duration::from_secs(15);
+/// How long an error that was met once counts as going on.
+const RECENT: Duration = Duration::from_secs(30);
+/// While it is behind, no acknowledged write for so long means that the server is slow.
+const SLOW: Duration = Duration::from_secs(5);
+/// Less headroom than this, in seconds, while behind.
+const SHORT: f64 = 3600.0;
+/// The position falls off the oplog in less than this, in seconds.
+const SOON: f64 = 4.0 * 3600.0;
+
+/// A cause, and the rules that it concerns (all, where none is named).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Found {
+    /// The cause.
+    pub cause: Cause,
+    /// The rules.
+    pub rules: Vec<String>,
+}
+
+/// What holds now, the most urgent first.
+pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags) -> Vec<Found> {
+    let Some(seen) = metrics.observation() else { return Vec::new() };
+    let mut found: BTreeMap<Cause, Vec<String>> = BTreeMap::new();
+    let mut say = |cause: Cause, rules: Vec<String>| found.insert(cause, rules);
+    let behind: Vec<String> =
+        lags.rules.iter().filter(|rule| rule.own >= BEHIND).map(|rule| rule.name.clone()).collect();
+    let silent = |since: Option<Instant>| since.is_none_or(|since| since.elapsed() > SLOW);
+    let no_primary = state.unanswered.is_some_and(is_gone) && silent(state.probes.answered());
+    let full = seen.depth >= seen.capacity;
+    if no_primary {
+        say(Cause::NoPrimary, Vec::new());
+    }
+    if metrics.met(&[Kind::Privilege], RECENT) || state.unanswered == Some(Kind::Privilege) {
+        say(Cause::Privilege, troubled(metrics, "privilege"));
+    }
+    if metrics.since_turn() > SILENCE && !no_primary {
+        say(Cause::Stalled, Vec::new());
+    }
+    let interrupted = seen.streams.iter().any(|stream| stream.delivered.elapsed() > SILENCE);
+    if interrupted && !no_primary && !full {
+        say(Cause::StreamInterrupted, Vec::new());
+    }
+    if metrics.met(&[Kind::NotReplicated], RECENT) {
+        say(Cause::NoMajority, troubled(metrics, "not_replicated"));
+    }
+    for (cause, rules) in [
+        (Cause::Degraded, &seen.degraded),
+        (Cause::SourceGone, &seen.bereft),
+        (Cause::Braked, &seen.braked),
+        (Cause::Backfilling, &seen.backfilling),
+    ] {
+        if !rules.is_empty() {
+            say(cause, names(&seen, rules));
+        }
+    }
+    let headroom = state.oplog.headroom_seconds.unwrap_or(f64::INFINITY);
+    let lost_in = state.oplog.lost_in_seconds.unwrap_or(f64::INFINITY);
+    if !behind.is_empty() && (headroom < SHORT || lost_in < SOON) {
+        say(Cause::OplogShort, Vec::new());
+    }
+    if state.oplog.readable == Some(false) {
+        say(Cause::OplogUnreadable, Vec::new());
+    }
+    let writes = silent(metrics.last_write()) && metrics.in_flight() > 0;
+    let slow = metrics.met(&[Kind::TimedOut], RECENT) || state.history.write_seconds(metrics) > 1.0;
+    if !behind.is_empty() && !no_primary {
+        let failing: Vec<String> = failing(metrics).into_iter().filter(|rule| behind.contains(rule)).collect();
+        if !failing.is_empty() {
+            say(Cause::Retrying, failing);
+        } else if writes || slow {
+            say(Cause::ServerSlow, behind.clone());
+        } else if seen.keys <= 2 && metrics.in_flight() > 0 {
+            say(Cause::HotKey, behind.clone());
+        }
+        if lags.unread >= BEHIND && !interrupted {
+            say(Cause::CatchingUp, behind.clone());
+        }
+    }
+    if full {
+        say(Cause::Throttled, Vec::new());
+    }
+    if !state.letters.is_empty() {
+        say(Cause::DeadLetters, state.letters.keys().cloned().collect());
+    }
+    Cause::ALL.into_iter().filter_map(|cause| Some(Found { cause, rules: found.remove(&cause)? })).collect()
+}
+
+fn is_gone(kind: Kind) -> bool {
+    matches!(kind, Kind::Connection | Kind::Unavailable | Kind::TimedOut)
+}
+
+fn names(seen: &Observation, rules: &BTreeSet<usize>) -> Vec<String> {
+    rules.iter().filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone()).collect()
+}
+
+/// Rules that met an error a moment ago which is tried again.
+fn failing(metrics: &Metrics) -> BTreeSet<String> {
+    let from = wall_millis() - i64::try_from(RECENT.as_millis()).unwrap_or(i64::MAX);
+    let lines = metrics.troubles().into_iter().filter(|line| line.last >= from && line.doing == "reconcile");
+    lines.filter_map(|line| line.rule).collect()
+}
+
+fn troubled(metrics: &Metrics, reason: &str) -> Vec<String> {
+    let rules = metrics.troubles().into_iter().filter(|line| line.reason == reason).filter_map(|line| line.rule);
+    rules.collect::<BTreeSet<_>>().into_iter().collect()
+}
