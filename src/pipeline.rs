@@ -108,15 +108,13 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
         let position = match store.position(&context.server, &spec.database, &spec.pipeline).await? {
             Some(position) => position,
             None => {
-                let position = Position { time: now, token: None };
                 forgotten.extend(rules_of(&context, &spec.database));
-                store.save_position(&context.server, &spec.database, &spec.pipeline, &position).await?;
-                position
+                Position { time: now, token: None }
             }
         };
         starts.push((spec, position));
     }
-    let mut pipeline = Pipeline::new(context.clone(), store);
+    let mut pipeline = Pipeline::new(context.clone(), store.clone());
     // A rule is done up to a position: without one, it is done again.
     for rule in forgotten {
         if !backfills.iter().any(|wish| wish.rule == rule) {
@@ -125,6 +123,12 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     }
     for wish in backfills {
         pipeline.ask_backfill(wish);
+    }
+    // Only now that the rules are known to need a backfill: a crash in between would take them for done.
+    for (spec, position) in &starts {
+        if position.token.is_none() {
+            store.save_position(&context.server, &spec.database, &spec.pipeline, position).await?;
+        }
     }
     let stop = CancellationToken::new();
     let progress = pipeline.progress.subscribe();
