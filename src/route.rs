@@ -169,3 +169,151 @@ pub fn reference_requests(rule: &Rule, id: &Key, references: Vec<Option<Key>>) -
             .collect(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use bson::{Bson, doc};
+
+    use super::*;
+    use crate::{
+        config::{Format, load_str},
+        plan::compile,
+        position::ClusterTime,
+    };
+
+    fn router(rule: &str) -> Router {
+        let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {rule}\n");
+        let loaded = load_str(&text, Format::Yaml).unwrap();
+        Router::new(compile(&loaded.config, None).unwrap())
+    }
+
+    fn event(collection: &str, change: Change, before: Option<Document>) -> ChangeEvent {
+        ChangeEvent {
+            namespace: Namespace { database: "d".to_owned(), collection: collection.to_owned() },
+            change,
+            id: Bson::Int32(7),
+            before,
+            cluster_time: ClusterTime::default(),
+            wall_time: None,
+        }
+    }
+
+    /// The requests of an event, in short: `Value [1] all`, `Value [] 7`.
+    fn asked(router: &Router, collection: &str, change: Change, before: Option<Document>) -> Vec<String> {
+        let mut routed = Routed::default();
+        router.route(&event(collection, change, before), &mut routed);
+        let requests = routed.requests.iter().map(|request| {
+            let scope = match &request.scope {
+                Scope::All => "all".to_owned(),
+                Scope::Named(ids) => ids.iter().map(|id| id.values()[0].to_string()).collect::<Vec<_>>().join(","),
+            };
+            let key: Vec<String> = request.key.values().iter().map(ToString::to_string).collect();
+            format!("{:?} [{}] {scope}", request.task, key.join(","))
+        });
+        let sweeps = routed.sweeps.iter().map(|_| "sweep".to_owned());
+        requests.chain(sweeps).chain(routed.bereft.iter().map(|_| "bereft".to_owned())).collect()
+    }
+
+    fn update(paths: &[&str]) -> Change {
+        Change::Update(paths.iter().map(ToString::to_string).collect())
+    }
+
+    #[test]
+    fn a_source_found_by_its_id_names_its_key() {
+        let router = router(
+            "{ name: r, copy: { source: { collection: s, where: { on: true } }, target: t, match: { ref: _id }, set: { n: $a.b } } }",
+        );
+        for (change, expected) in [
+            (Change::Insert(doc! {}), vec!["Value [7] all"]),
+            (Change::Delete, vec!["Value [7] all"]),
+            (update(&["a.b"]), vec!["Value [7] all"]),
+            (update(&["a"]), vec!["Value [7] all"]),
+            (update(&["on"]), vec!["Value [7] all"]),
+            (update(&["a.c", "other"]), vec![]),
+            (Change::Drop, vec!["bereft"]),
+        ] {
+            assert_eq!(asked(&router, "s", change.clone(), None), expected, "{change:?}");
+        }
+    }
+
+    #[test]
+    fn a_target_asks_for_itself_alone() {
+        let router = router(
+            "{ name: r, copy: { source: s, target: t, match: { \"p.$[].id\": _id }, set: { \"p.$[].n\": $n } } }",
+        );
+        for (change, expected) in [
+            (Change::Insert(doc! {"p": [{"id": 1}, {}]}), vec!["Value [1] 7", "Value [] 7"]),
+            (Change::Replace(doc! {"p": 5}), vec![]),
+            (update(&["p.0.id"]), vec!["LocateTarget [7] all"]),
+            (update(&["p"]), vec!["LocateTarget [7] all"]),
+            (update(&["p.0.n"]), vec![]),
+            (Change::Delete, vec![]),
+        ] {
+            assert_eq!(asked(&router, "t", change.clone(), None), expected, "{change:?}");
+        }
+    }
+
+    #[test]
+    fn a_source_that_moves_asks_for_where_it_was_and_where_it_is() {
+        let router = router(
+            "{ name: r, aggregate: { source: s, target: t, match: { _id: parent }, set: { n: { $sum: $v } } } }",
+        );
+        let was = || Some(doc! {"parent": 1});
+        for (change, before, expected) in [
+            (update(&["parent"]), was(), vec!["Value [1] all", "LocateSource [7] all"]),
+            (update(&["v"]), was(), vec!["Value [1] all"]),
+            (update(&["v"]), None, vec!["LocateSource [7] all"]),
+            (update(&["parent"]), None, vec!["sweep"]),
+            (Change::Replace(doc! {"parent": 2}), was(), vec!["Value [2] all", "Value [1] all"]),
+            (Change::Replace(doc! {"parent": 2}), None, vec!["sweep"]),
+            (Change::Delete, was(), vec!["Value [1] all"]),
+            (Change::Delete, None, vec!["sweep"]),
+            (Change::Insert(doc! {"parent": 2}), None, vec!["Value [2] all"]),
+        ] {
+            assert_eq!(asked(&router, "s", change.clone(), before), expected, "{change:?}");
+        }
+    }
+
+    #[test]
+    fn an_element_that_holds_the_id_tells_the_old_parent_without_a_pre_image() {
+        let router = router(
+            "{ name: r, collect: { source: s, target: t, match: { _id: parent }, into: c, element: { id: $_id, v: $v } } }",
+        );
+        for (change, expected) in [
+            (update(&["parent"]), vec!["LocateSource [7] all", "Parents [7] all"]),
+            (update(&["v"]), vec!["LocateSource [7] all"]),
+            (Change::Delete, vec!["LocateSource [7] all", "Parents [7] all"]),
+        ] {
+            assert_eq!(asked(&router, "s", change.clone(), None), expected, "{change:?}");
+        }
+    }
+
+    #[test]
+    fn references_of_one_target_belong_together() {
+        let router = router(
+            "{ name: r, copy: { source: s, target: t, match: { \"ids.$[]\": _id }, into: copies, element: $n } }",
+        );
+        assert_eq!(asked(&router, "s", update(&["n"]), None), ["Holders [7] all"]);
+        assert_eq!(asked(&router, "t", update(&["ids.3"]), None), ["Target [7] all"]);
+    }
+
+    #[test]
+    fn only_a_watched_guard_looks_at_owned_fields() {
+        let rule = |guard: &str| {
+            router(&format!(
+                "{{ name: r, {guard} copy: {{ source: s, target: t, match: {{ ref: _id }}, set: {{ n: $n }} }} }}"
+            ))
+        };
+        assert_eq!(asked(&rule("guard: watch,"), "t", update(&["n"]), None), ["Guard [7] all"]);
+        assert_eq!(asked(&rule(""), "t", update(&["n"]), None), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_rename_onto_a_collection_sweeps_its_rules() {
+        let router = router("{ name: r, copy: { source: s, target: t, match: { ref: _id }, set: { n: $n } } }");
+        let onto = |name: &str| Change::Rename(Namespace { database: "d".to_owned(), collection: name.to_owned() });
+        assert_eq!(asked(&router, "tmp", onto("s"), None), ["sweep"]);
+        assert_eq!(asked(&router, "tmp", onto("t"), None), ["sweep"]);
+        assert_eq!(asked(&router, "s", onto("old"), None), ["bereft"]);
+    }
+}

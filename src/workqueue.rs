@@ -405,3 +405,214 @@ fn earliest(a: Option<i64>, b: Option<i64>) -> Option<i64> {
         (a, b) => a.or(b),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use bson::Bson;
+
+    use super::*;
+    use crate::position::Position;
+
+    const LANE: Lane = (RuleId(0), Task::Value);
+
+    /// A queue with its watermark and a clock of its own.
+    struct Bench {
+        queue: WorkQueue,
+        watermark: Watermark,
+        now: Instant,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            Self { queue: WorkQueue::new(10), watermark: Watermark::default(), now: Instant::now() }
+        }
+
+        fn push(&mut self, task: Task, key: i32, scope: Scope, batch: u64) {
+            let request = Request { rule: RuleId(0), task, key: Key::one(Bson::Int32(key)), scope };
+            let after = ClusterTime { seconds: u32::try_from(batch).unwrap(), increment: 1 };
+            let origin = Origin { stream: 0, batch, after, committed: None };
+            self.queue.push(request, origin, &mut self.watermark);
+        }
+
+        fn routed(&mut self, batch: u64) {
+            let time = ClusterTime { seconds: u32::try_from(batch).unwrap(), increment: 1 };
+            self.watermark.routed(0, batch, Position { time, token: None });
+        }
+
+        fn take(&mut self) -> Option<Batch> {
+            self.queue.take(100, self.now)
+        }
+
+        fn keys(&mut self) -> Vec<i32> {
+            let items = self.take().map(|batch| batch.items).unwrap_or_default();
+            items.iter().filter_map(|(key, _)| key.values()[0].as_i32()).collect()
+        }
+
+        fn finish(&mut self, batch: Batch, finish: impl Fn(Work) -> Finish) {
+            self.queue.ended(batch.lane, batch.number);
+            for (key, work) in batch.items {
+                let weight = work.scope.weight();
+                self.queue.finish(batch.lane, key, weight, finish(work), self.now, &mut self.watermark);
+            }
+        }
+
+        fn done(&mut self, batch: Batch) {
+            self.finish(batch, |_| Finish::Done { pause: Duration::ZERO });
+        }
+
+        fn frontier(&self) -> Option<u32> {
+            self.watermark.frontier(0).map(|position| position.time.seconds)
+        }
+    }
+
+    fn named(ids: &[i32]) -> Scope {
+        Scope::Named(ids.iter().map(|id| Key::one(Bson::Int32(*id))).collect::<HashSet<_>>())
+    }
+
+    #[test]
+    fn requests_for_a_key_that_waits_are_one() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, named(&[7]), 1);
+        bench.push(Task::Value, 1, named(&[8, 7]), 2);
+        let batch = bench.take().unwrap();
+        assert_eq!(batch.items.len(), 1);
+        assert_eq!(batch.items[0].1.scope, named(&[7, 8]));
+        assert_eq!(batch.items[0].1.after.seconds, 2);
+        bench.done(batch);
+        assert!(bench.queue.is_empty() && bench.queue.depth() == 0);
+    }
+
+    #[test]
+    fn a_key_never_runs_twice_at_once_and_what_arrives_meanwhile_runs_after() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let first = bench.take().unwrap();
+        bench.push(Task::Value, 1, Scope::All, 2);
+        assert!(bench.take().is_none());
+        bench.done(first);
+        assert_eq!(bench.keys(), [1]);
+    }
+
+    #[test]
+    fn the_position_waits_for_the_oldest_request_of_a_merged_key() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        bench.routed(1);
+        bench.push(Task::Value, 1, Scope::All, 2);
+        bench.routed(2);
+        assert_eq!(bench.frontier(), None);
+        let batch = bench.take().unwrap();
+        bench.push(Task::Value, 1, Scope::All, 3);
+        bench.routed(3);
+        bench.done(batch);
+        assert_eq!(bench.frontier(), Some(2));
+        let batch = bench.take().unwrap();
+        bench.done(batch);
+        assert_eq!(bench.frontier(), Some(3));
+    }
+
+    #[test]
+    fn what_a_look_up_leads_to_holds_the_batch_it_comes_from() {
+        let mut bench = Bench::new();
+        bench.push(Task::LocateSource, 1, Scope::All, 1);
+        bench.routed(1);
+        bench.push(Task::Value, 5, Scope::All, 2);
+        bench.routed(2);
+        let batch = std::iter::from_fn(|| bench.take()).find(|batch| batch.lane.1 == Task::LocateSource);
+        let look_up = batch.unwrap();
+        for origin in origins(look_up.items.iter().map(|(_, work)| work)) {
+            let request =
+                Request { rule: RuleId(0), task: Task::Value, key: Key::one(Bson::Int32(5)), scope: Scope::All };
+            bench.queue.push(request, origin, &mut bench.watermark);
+        }
+        bench.done(look_up);
+        assert_eq!(bench.frontier(), None, "key 5 is now asked for by batch 1 too");
+    }
+
+    #[test]
+    fn a_failed_key_waits_unless_something_new_is_asked_of_it() {
+        let mut bench = Bench::new();
+        let again = |work| Finish::Again { delay: Duration::from_secs(5), work };
+        bench.push(Task::Value, 1, Scope::All, 1);
+        bench.push(Task::Value, 2, Scope::All, 1);
+        let batch = bench.take().unwrap();
+        bench.finish(batch, again);
+        assert!(bench.take().is_none());
+        bench.push(Task::Value, 2, Scope::All, 2);
+        assert_eq!(bench.keys(), [2]);
+        bench.now += Duration::from_secs(5);
+        assert_eq!(bench.keys(), [1]);
+    }
+
+    #[test]
+    fn a_costly_key_rests_whatever_is_asked_of_it() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let batch = bench.take().unwrap();
+        bench.finish(batch, |_| Finish::Done { pause: Duration::from_secs(5) });
+        for batch in 2..100 {
+            bench.push(Task::Value, 1, Scope::All, batch);
+            assert!(bench.take().is_none());
+        }
+        bench.now += Duration::from_secs(5);
+        assert_eq!(bench.keys(), [1], "once for all");
+        bench.routed(99);
+        assert_eq!(bench.frontier(), None);
+    }
+
+    #[test]
+    fn a_key_that_rests_unasked_is_forgotten() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let batch = bench.take().unwrap();
+        bench.finish(batch, |_| Finish::Done { pause: Duration::from_secs(5) });
+        bench.now += Duration::from_secs(6);
+        assert!(bench.take().is_none());
+        assert!(bench.queue.is_empty());
+    }
+
+    #[test]
+    fn parents_are_looked_for_when_earlier_writes_of_the_rule_have_ended() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let writing = bench.take().unwrap();
+        bench.push(Task::Parents, 9, Scope::All, 2);
+        assert!(bench.take().is_none(), "a write in flight may put source 9 into a parent yet");
+        bench.push(Task::Value, 2, Scope::All, 3);
+        let later = bench.take().unwrap();
+        assert_eq!(later.lane, LANE, "writes that begin later see the move");
+        bench.done(writing);
+        assert_eq!(bench.keys(), [9]);
+        bench.done(later);
+    }
+
+    #[test]
+    fn lanes_take_turns() {
+        let mut bench = Bench::new();
+        for key in 0..3 {
+            bench.push(Task::Value, key, Scope::All, 1);
+            bench.push(Task::LocateTarget, key, Scope::All, 1);
+        }
+        let lanes: Vec<Task> =
+            std::iter::from_fn(|| bench.queue.take(1, bench.now)).map(|batch| batch.lane.1).collect();
+        let (first, second) = (lanes[0], lanes[1]);
+        assert_ne!(first, second);
+        assert_eq!(lanes, [first, second, first, second, first, second]);
+    }
+
+    #[test]
+    fn a_full_queue_says_so_and_drops_nothing() {
+        let mut bench = Bench::new();
+        for key in 0..20 {
+            bench.push(Task::Value, key, named(&[1, 2]), 1);
+        }
+        assert!(!bench.queue.has_room());
+        assert_eq!(bench.queue.depth(), 40);
+        let batch = bench.take().unwrap();
+        assert_eq!(batch.items.len(), 20);
+        bench.done(batch);
+        assert!(bench.queue.has_room() && bench.queue.depth() == 0);
+    }
+}
