@@ -68,15 +68,32 @@ pub async fn run(
             result = one.run(&mut wish) => result,
             () = stop.cancelled() => return,
         };
-        if let Err(error) = result {
-            tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
-            waiting.push(wish);
-            tokio::select! {
-                () = tokio::time::sleep(PAUSE) => {}
-                () = stop.cancelled() => return,
+        let error = match result {
+            Ok(true) if finished.send(wish.clone()).is_err() => return,
+            Ok(true) => continue,
+            Ok(false) => {
+                while let Ok(more) = asked.try_recv() {
+                    waiting.push(more);
+                }
+                if waiting.iter().any(|other| other.rule == wish.rule && other.generation > wish.generation) {
+                    continue;
+                }
+                // Asked for by a command whose answer was lost: nobody else knows of it.
+                match store.reset_rule(&context.server, one.rule, &Backfill::Pending(None)).await {
+                    Ok(generation) => {
+                        waiting.push(Wish { rule: wish.rule, generation, after: None });
+                        continue;
+                    }
+                    Err(error) => error,
+                }
             }
-        } else if finished.send(wish).is_err() {
-            return;
+            Err(error) => error,
+        };
+        tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
+        waiting.push(wish);
+        tokio::select! {
+            () = tokio::time::sleep(PAUSE) => {}
+            () = stop.cancelled() => return,
         }
     }
 }
@@ -92,8 +109,9 @@ struct One<'a> {
 type Pending = (Bson, oneshot::Receiver<()>);
 
 impl One<'_> {
-    /// Backfills the rule from the wish's place on, and moves that place along.
-    async fn run(&self, wish: &mut Wish) -> Result<()> {
+    /// Backfills the rule from the wish's place on, and moves that place along. False when the rule's backfill has been asked
+    /// for again.
+    async fn run(&self, wish: &mut Wish) -> Result<bool> {
         let server = &self.context.server;
         let mut pending: VecDeque<Pending> = VecDeque::new();
         let mut after = wish.after.clone();
@@ -111,7 +129,7 @@ impl One<'_> {
             while pending.len() > keep {
                 if !self.settle(wish, &mut pending).await? {
                     tracing::info!(rule = %self.rule.name, "backfill asked for again: starting over");
-                    return Ok(());
+                    return Ok(false);
                 }
             }
             if last.is_none() {
@@ -119,10 +137,11 @@ impl One<'_> {
             }
             after = last;
         }
-        if self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done).await? {
+        let done = self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done).await?;
+        if done {
             tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
         }
-        Ok(())
+        Ok(done)
     }
 
     async fn submit(

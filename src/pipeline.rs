@@ -270,7 +270,7 @@ impl Pipeline {
                 Some(delivery) = deliveries.recv(), if room => self.take(delivery).await,
                 Some(page) = pages.recv(), if room => self.take_page(page),
                 Some(wish) = finished.recv() => {
-                    if self.backfilling.get(&wish.rule) == Some(&wish.generation) {
+                    if self.backfilling.get(&wish.rule).is_some_and(|asked| *asked <= wish.generation) {
                         self.backfilling.remove(&wish.rule);
                     }
                 }

@@ -309,3 +309,23 @@ async fn a_position_that_is_garbage_or_of_another_cluster_is_not_used() {
         daemon.terminate().await;
     }
 }
+
+/// A command that asks for a backfill may run twice when its first answer is lost. The second generation was known to nobody:
+/// the backfill stopped half way and was reported as done.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_backfill_that_was_asked_for_twice_is_done() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": 5}).await.unwrap();
+    db.collection("logs").insert_many((0..20_000).map(|n| doc! {"_id": n, "host": 1})).await.unwrap();
+    let rules =
+        "  - { name: ip, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
+    let daemon = crate::daemon::Daemon::start(&test, rules).await;
+    let states = test.beside("state").collection::<Document>("rules");
+    let asked = states.update_one(doc! {"backfill": "pending"}, doc! {"$inc": {"generation": 1_i64}}).await.unwrap();
+    assert_eq!(asked.modified_count, 1, "the backfill was done before");
+    daemon.settled().await;
+    assert_eq!(db.collection::<Document>("logs").count_documents(doc! {"ip": 5}).await.unwrap(), 20_000);
+    assert_eq!(states.find_one(doc! {}).await.unwrap().unwrap().get_str("backfill").unwrap(), "done");
+    daemon.stop().await;
+}
