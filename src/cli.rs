@@ -73,4 +73,28 @@ What another rule of the config owns is left alone.")]
         #[arg(long)]
         dry_run: bool,
     },
+    /// Brings existing targets up to date, as a new rule does by itself. The leader does it, beside live changes.
+    #[command(after_help = "Examples:
+  denormd backfill --config shop.yaml                     every rule
+  denormd backfill --config shop.yaml --rule part-names   one
+
+Returns when it is done. Interrupting it does not interrupt the backfill.")]
+    Backfill {
+        /// Which rules; all of them when none is named.
+        #[arg(long)]
+        rule: Vec<String>,
+        /// Ask for it, and do not wait.
+        #[arg(long)]
+        no_wait: bool,
+    },
+    /// Lets a held rule go on, and applies what the brake held back.
+    #[command(after_help = "Examples:
+  denormd release part-names --config shop.yaml
+
+A rule is held when its source collection was dropped or renamed away, or when `remove` or `delete` would have destroyed
+more than limits.destroy_per_hour. Released, it is backfilled: an absent source counts as an empty one.")]
+    Release {
+        /// The rule's name.
+        rule: String,
+    },
 }

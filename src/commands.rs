@@ -1,5 +1,6 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
+pub mod backfill;
 pub mod plan;
 pub mod prune;
 pub mod run;
@@ -13,7 +14,7 @@ use crate::{
     error::{Error, Kind},
     mongo::{Server, connect},
     plan::Plan,
-    reconcile::{Context, run::Counts},
+    reconcile::Context,
 };
 
 /// Why a command did not do its work.
@@ -50,6 +51,8 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
     match &cli.command {
         Command::Run => run::run(&cli.config, loaded).await,
         Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, *offline, *apply).await,
+        Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, rule, *no_wait).await,
+        Command::Release { rule } => backfill::release(&loaded, rule).await,
         Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
     }
 }
@@ -71,5 +74,5 @@ pub async fn context(loaded: &Loaded, plan: Plan) -> Result<Arc<Context>, Failur
     let config = &loaded.config;
     let server = Server::new(connect::connect(&config.mongodb.uri).await?);
     let dead_letters = DeadLetters { database: config.state.database.clone(), deployment: config.name.clone() };
-    Ok(Arc::new(Context { server, plan, limits: config.limits.clone(), dead_letters, counts: Counts::default() }))
+    Ok(Arc::new(Context::new(server, plan, config.limits.clone(), dead_letters)))
 }

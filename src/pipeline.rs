@@ -38,6 +38,8 @@ const DELIVERIES: usize = 2;
 const CHEAP: Duration = Duration::from_millis(20);
 /// The longest pause between two recomputes of one key.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// How often commands' wishes are looked for.
+const LOOK_FOR_WISHES: Duration = Duration::from_secs(1);
 /// The origin of backfill pages, beside the streams.
 const BACKFILL: usize = usize::MAX;
 
@@ -50,6 +52,8 @@ pub struct Progress {
     pub pending: usize,
     /// Rules whose backfill is not done.
     pub backfilling: BTreeSet<RuleId>,
+    /// Rules that do nothing until they are released, and why.
+    pub held: BTreeMap<RuleId, String>,
 }
 
 /// A running pipeline.
@@ -100,7 +104,7 @@ impl Handle {
 
 /// Starts following the streams of a plan. What is new or changed is recorded and backfilled.
 pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
-    let backfills = register_rules(&context, &store).await?;
+    let (backfills, held) = register_rules(&context, &store).await?;
     let now = context.server.operation_time().await?;
     let mut starts = Vec::new();
     let mut forgotten = BTreeSet::new();
@@ -114,14 +118,19 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
         };
         starts.push((spec, position));
     }
+    let gone = look_for_sources(&context, &store).await?;
     let mut pipeline = Pipeline::new(context.clone(), store.clone());
+    pipeline.held = held;
+    for rule in gone {
+        pipeline.hold(rule, "its source collection is gone").await;
+    }
     // A rule is done up to a position: without one, it is done again.
     for rule in forgotten {
-        if !backfills.iter().any(|wish| wish.rule == rule) {
+        if !backfills.iter().any(|wish| wish.rule == rule) && !pipeline.held.contains_key(&rule) {
             pipeline.sweep(rule).await?;
         }
     }
-    for wish in backfills {
+    for wish in backfills.into_iter().filter(|wish| !pipeline.held.contains_key(&wish.rule)).collect::<Vec<_>>() {
         pipeline.ask_backfill(wish);
     }
     // Only now that the rules are known to need a backfill: a crash in between would take them for done.
@@ -143,16 +152,21 @@ fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
     context.plan.rules.iter().filter(touched).map(|rule| rule.id).collect()
 }
 
-/// Records new and changed rules; returns the backfills that are open, with the `_id` they go on after.
-async fn register_rules(context: &Context, store: &Store) -> Result<Vec<Wish>> {
+/// Records new and changed rules; returns the backfills that are open, and the rules that are held.
+async fn register_rules(context: &Context, store: &Store) -> Result<(Vec<Wish>, BTreeMap<RuleId, String>)> {
     let known = store.rules(&context.server).await?;
     let mut open = Vec::new();
+    let mut held = BTreeMap::new();
     for rule in &context.plan.rules {
         let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, state)| state);
         match before {
             Some(state) if state.definition == rule.definition => match &state.backfill {
                 Backfill::Pending(after) => {
                     open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+                }
+                Backfill::Held(reason) => {
+                    tracing::error!(rule = %rule.name, reason, "this rule is held until `denormd release {}`", rule.name);
+                    held.insert(rule.id, reason.clone());
                 }
                 Backfill::Manual | Backfill::Done => {}
             },
@@ -173,7 +187,26 @@ async fn register_rules(context: &Context, store: &Store) -> Result<Vec<Wish>> {
     for (name, _) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
         tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
     }
-    Ok(open)
+    Ok((open, held))
+}
+
+/// Remembers which source collections are there; returns the rules whose source has been there and is gone.
+async fn look_for_sources(context: &Context, store: &Store) -> Result<Vec<RuleId>> {
+    let known = store.rules(&context.server).await?;
+    let mut gone = Vec::new();
+    for rule in &context.plan.rules {
+        let source = &rule.source.namespace;
+        let seen = known.iter().any(|(name, state)| *name == rule.name && state.source_seen);
+        if context.server.has_collection(&source.database, &source.collection).await? {
+            context.saw(source, true);
+            if !seen {
+                store.source_seen(&context.server, &rule.name).await?;
+            }
+        } else if seen {
+            gone.push(rule.id);
+        }
+    }
+    Ok(gone)
 }
 
 struct Stream {
@@ -199,6 +232,8 @@ struct Pipeline {
     asked: Option<mpsc::UnboundedReceiver<Wish>>,
     /// Rules whose backfill is not done, with the generation of the last wish.
     backfilling: BTreeMap<RuleId, i64>,
+    /// Rules that do nothing until they are released, and why.
+    held: BTreeMap<RuleId, String>,
     pages: VecDeque<(u64, oneshot::Sender<()>)>,
     page_count: u64,
     saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
@@ -223,6 +258,7 @@ impl Pipeline {
             backfills,
             asked: Some(asked),
             backfilling: BTreeMap::new(),
+            held: BTreeMap::new(),
             pages: VecDeque::new(),
             page_count: 0,
             saver: None,
@@ -259,6 +295,8 @@ impl Pipeline {
             ));
         }
         feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
+        let (ask, mut asked) = mpsc::channel(1);
+        feeders.spawn(wishes(self.context.clone(), self.store.clone(), ask, stop.clone()));
         feeders.spawn(audit::run(self.context.clone(), page, stop.clone()));
         let mut tick = tokio::time::interval(Duration::from_millis(100));
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -269,12 +307,13 @@ impl Pipeline {
             tokio::select! {
                 Some(delivery) = deliveries.recv(), if room => self.take(delivery).await,
                 Some(page) = pages.recv(), if room => self.take_page(page),
+                Some(wishes) = asked.recv() => self.take_wishes(wishes),
                 Some(wish) = finished.recv() => {
                     if self.backfilling.get(&wish.rule).is_some_and(|asked| *asked <= wish.generation) {
                         self.backfilling.remove(&wish.rule);
                     }
                 }
-                Some(outcome) = self.running.join_next() => self.finish(outcome),
+                Some(outcome) = self.running.join_next() => self.finish(outcome).await,
                 () = sleep_until(due), if due.is_some() => {}
                 _ = tick.tick() => {}
                 () = stop.cancelled() => break,
@@ -283,7 +322,7 @@ impl Pipeline {
         }
         drop((deliveries, pages));
         while let Some(outcome) = self.running.join_next().await {
-            self.finish(outcome);
+            self.finish(outcome).await;
         }
         while feeders.join_next().await.is_some() {}
         self.last_save = self.last_save.checked_sub(SAVE_EVERY).unwrap_or(self.last_save);
@@ -319,7 +358,11 @@ impl Pipeline {
             };
             self.newest = self.newest.max(event.cluster_time);
             self.router.route(event, &mut routed);
-            for request in routed.requests.drain(..) {
+            // In the order of the events: what follows a drop is not done any more.
+            for rule in std::mem::take(&mut routed.bereft) {
+                self.hold(rule, "its source collection was dropped or renamed away").await;
+            }
+            for request in routed.requests.drain(..).filter(|request| !self.held.contains_key(&request.rule)) {
                 self.queue.push(request, origin, &mut self.watermark);
             }
         }
@@ -332,24 +375,60 @@ impl Pipeline {
         self.watermark.routed(delivery.stream, batch, delivery.position);
     }
 
-    /// What an event asks for beside keys. Recorded before the position may pass the event.
+    /// What events ask for beside keys. Recorded before the position may pass the events.
     async fn aside(&mut self, routed: &Routed) {
-        for rule in routed.bereft.iter().collect::<BTreeSet<_>>() {
-            let rule = self.context.plan.rule(*rule);
-            tracing::error!(rule = %rule.name, source = %rule.source.namespace, "the source collection is gone; the fields copied from it stay as they are");
-        }
-        for rule in routed.sweeps.iter().collect::<BTreeSet<_>>() {
+        for rule in routed.sweeps.iter().copied().collect::<BTreeSet<_>>() {
             let mut attempts = 0;
-            while let Err(error) = self.sweep(*rule).await {
-                tracing::warn!(error = %error.message, "a rule that needs backfill cannot be recorded; trying again");
-                attempts += 1;
-                tokio::time::sleep(Duration::from_millis(100 * attempts.min(50))).await;
+            while let Err(error) = self.sweep(rule).await {
+                self.not_recorded(&error, &mut attempts).await;
+            }
+        }
+    }
+
+    async fn not_recorded(&self, error: &crate::error::Error, attempts: &mut u64) {
+        tracing::warn!(error = %error.message, "the state of a rule cannot be recorded; trying again");
+        *attempts += 1;
+        tokio::time::sleep(Duration::from_millis(100 * (*attempts).min(50))).await;
+    }
+
+    /// Stops a rule until somebody releases it: its fields stay as they are. Recorded before any event may be passed over.
+    async fn hold(&mut self, rule: RuleId, reason: &str) {
+        if self.held.contains_key(&rule) {
+            return;
+        }
+        let mut attempts = 0;
+        let context = self.context.clone();
+        let named = context.plan.rule(rule);
+        let state = Backfill::Held(reason.to_owned());
+        while let Err(error) = self.store.reset_rule(&context.server, named, &state).await {
+            self.not_recorded(&error, &mut attempts).await;
+        }
+        tracing::error!(rule = %named.name, reason, "the rule is held: its fields stay as they are until `denormd release {}`", named.name);
+        self.backfilling.remove(&rule);
+        self.held.insert(rule, reason.to_owned());
+    }
+
+    /// Backfills that commands have asked for.
+    fn take_wishes(&mut self, wishes: Vec<Wish>) {
+        for wish in wishes {
+            let known = self.backfilling.get(&wish.rule).is_some_and(|generation| *generation >= wish.generation);
+            if !known {
+                if self.held.remove(&wish.rule).is_some() {
+                    // The loss is wanted: an absent source is an empty one.
+                    self.context.released(wish.rule);
+                    self.context.saw(&self.context.plan.rule(wish.rule).source.namespace, false);
+                    tracing::info!(rule = %self.context.plan.rule(wish.rule).name, "the rule is released");
+                }
+                self.ask_backfill(wish);
             }
         }
     }
 
     /// Marks a rule as in need of a whole backfill.
     async fn sweep(&mut self, rule: RuleId) -> Result<()> {
+        if self.held.contains_key(&rule) {
+            return Ok(());
+        }
         let (store, context) = (&self.store, &self.context);
         let generation = store.reset_rule(&context.server, context.plan.rule(rule), &Backfill::Pending(None)).await?;
         self.ask_backfill(Wish { rule, generation, after: None });
@@ -366,7 +445,7 @@ impl Pipeline {
     fn take_page(&mut self, page: Page) {
         self.page_count += 1;
         let origin = Origin { stream: BACKFILL, batch: self.page_count, after: page.after, committed: None };
-        for request in page.requests {
+        for request in page.requests.into_iter().filter(|request| !self.held.contains_key(&request.rule)) {
             self.queue.push(request, origin, &mut self.watermark);
         }
         self.pages.push_back((self.page_count, page.done));
@@ -382,7 +461,7 @@ impl Pipeline {
         }
     }
 
-    fn finish(&mut self, outcome: std::result::Result<Outcome, tokio::task::JoinError>) {
+    async fn finish(&mut self, outcome: std::result::Result<Outcome, tokio::task::JoinError>) {
         let outcome = match outcome {
             Ok(outcome) => outcome,
             Err(error) => {
@@ -392,6 +471,10 @@ impl Pipeline {
                 return;
             }
         };
+        if outcome.keys.iter().any(|ended| matches!(ended.end, End::Brake)) {
+            let reason = "`on_missing` would have destroyed more than limits.destroy_per_hour";
+            self.hold(outcome.lane.0, reason).await;
+        }
         self.queue.ended(outcome.lane, outcome.number);
         let pause = self.pause(&outcome);
         for origin in origins(outcome.keys.iter().map(|ended| &ended.work)) {
@@ -403,7 +486,10 @@ impl Pipeline {
             let weight = ended.work.scope.weight();
             let mut work = ended.work;
             let finish = match ended.end {
-                End::Done | End::SetAside => Finish::Done { pause },
+                // The brake has held the rule.
+                End::Done | End::SetAside | End::Brake => Finish::Done { pause },
+                // Whatever is left of a held rule is done by the backfill that follows its release.
+                End::Later(_) | End::Failed(_) if self.held.contains_key(&outcome.lane.0) => Finish::Done { pause },
                 End::Later(delay) => Finish::Again { delay, work },
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -445,6 +531,7 @@ impl Pipeline {
             applied: applied.min().unwrap_or_default(),
             pending: self.queue.depth(),
             backfilling: self.backfilling.keys().copied().collect(),
+            held: self.held.clone(),
         };
         self.progress.send_if_modified(|known| {
             let changed = *known != progress;
@@ -525,6 +612,29 @@ async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: Cancellatio
         };
         if let Err(error) = result {
             tracing::warn!(error = %error.message, "dead letters cannot be read; trying again");
+        }
+    }
+}
+
+/// Looks for backfills that commands have asked for.
+async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sender<Vec<Wish>>, stop: CancellationToken) {
+    let mut seen: BTreeMap<String, i64> = BTreeMap::new();
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(LOOK_FOR_WISHES) => {}
+            () = stop.cancelled() => return,
+        }
+        let Ok(states) = store.rules(&context.server).await else { continue };
+        let mut wishes = Vec::new();
+        for (name, state) in states {
+            let newer = seen.insert(name.clone(), state.generation) != Some(state.generation);
+            let rule = context.plan.rules.iter().find(|rule| rule.name == name);
+            if let (true, Some(rule), Backfill::Pending(after)) = (newer, rule, &state.backfill) {
+                wishes.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+            }
+        }
+        if !wishes.is_empty() && out.send(wishes).await.is_err() {
+            return;
         }
     }
 }

@@ -10,7 +10,7 @@ use denormd::{
     mongo::{Server, connect},
     pipeline::{self, Handle},
     plan, preflight,
-    reconcile::{Context, run::Counts},
+    reconcile::Context,
 };
 use denormd_fixture::TestDb;
 use futures_util::TryStreamExt;
@@ -71,6 +71,18 @@ impl Daemon {
         tokio::time::timeout(limit, self.handle.settled()).await.expect("the daemon settles").unwrap();
     }
 
+    /// How far it is.
+    pub fn progress(&self) -> tokio::sync::watch::Receiver<pipeline::Progress> {
+        self.handle.progress.clone()
+    }
+
+    /// Asks for a backfill of a rule, as `denormd backfill` and `denormd release` do.
+    pub async fn ask(&self, rule: &str) {
+        let DeadLetters { database, deployment, .. } = &self.context().dead_letters;
+        let store = Store::open(&self.context().server, database, deployment).await.unwrap();
+        assert!(store.ask(&self.context().server, rule).await.unwrap());
+    }
+
     /// What it works with.
     #[must_use]
     pub fn context(&self) -> &Context {
@@ -98,7 +110,7 @@ async fn context_of(loaded: &Loaded) -> Arc<Context> {
     let plan = plan::compile(config, None).unwrap_or_else(|mistakes| panic!("{}", loaded.report(&mistakes)));
     let server = Server::new(connect::connect(&config.mongodb.uri).await.unwrap());
     let dead_letters = DeadLetters { database: config.state.database.clone(), deployment: config.name.clone() };
-    Arc::new(Context { server, plan, limits: config.limits.clone(), dead_letters, counts: Counts::default() })
+    Arc::new(Context::new(server, plan, config.limits.clone(), dead_letters))
 }
 
 /// Loads a YAML config that must be right.

@@ -99,3 +99,85 @@ async fn the_audit_finds_what_was_written_while_nobody_watched() {
     assert_eq!(daemon.context().counts.drift.load(Ordering::Relaxed), 1);
     daemon.stop().await;
 }
+
+/// Waits until the rule is held, or is not.
+async fn held(daemon: &Daemon, is: bool) {
+    let mut progress = daemon.progress();
+    let wait = progress.wait_for(|progress| progress.held.is_empty() != is);
+    tokio::time::timeout(Duration::from_secs(60), wait).await.expect("the rule is held").unwrap();
+}
+
+#[tokio::test]
+async fn a_dropped_source_detaches_its_rules_until_they_are_released() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    db.collection("rooms").insert_one(doc! {"_id": 1, "room": "R1"}).await.unwrap();
+    let other = "  - { name: room, copy: { source: rooms, target: log, match: { host: _id }, set: { room: $room } } }";
+    let rules = format!("{HOST}\n{other}");
+    let daemon = Daemon::start(&test, &rules).await;
+    daemon.settled().await;
+    let whole = doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "room": "R1"};
+    assert_eq!(all(&db, "log").await, std::slice::from_ref(&whole));
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    held(&daemon, true).await;
+    // Whatever makes the rule look again: the target's event, a restart, a half restored backup.
+    let log = db.collection::<Document>("log");
+    log.update_one(doc! {}, doc! {"$set": {"host": 1.0}}).await.unwrap();
+    db.collection("hosts").insert_one(doc! {"_id": 2, "ip": "10.0.0.2"}).await.unwrap();
+    daemon.settled().await;
+    daemon.stop().await;
+    let daemon = Daemon::start(&test, &rules).await;
+    held(&daemon, true).await;
+    db.collection::<Document>("rooms").update_one(doc! {}, doc! {"$set": {"room": "R2"}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(
+        all(&db, "log").await,
+        [doc! {"_id": 1, "host": 1.0, "ip": "10.0.0.1", "room": "R2"}],
+        "the other rule goes on"
+    );
+    daemon.ask("address").await;
+    held(&daemon, false).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1.0, "room": "R2"}]);
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn a_source_dropped_while_the_daemon_is_down_detaches_its_rules() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    db.collection("log").insert_one(doc! {"_id": 2, "host": 1}).await.unwrap();
+    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.9"}}).await.unwrap();
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    let daemon = Daemon::start(&test, HOST).await;
+    held(&daemon, true).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await[0], doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"});
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn the_brake_holds_a_wave_of_deletes() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let hosts = (0..30).map(|n| doc! {"_id": n, "ip": "10.0.0.1"});
+    db.collection("hosts").insert_many(hosts).await.unwrap();
+    db.collection("log").insert_many((0..30).map(|n| doc! {"_id": n, "host": n})).await.unwrap();
+    let rule = HOST.replace("set: { ip: $ip }", "set: { ip: $ip }, on_missing: delete");
+    let text = crate::daemon::config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
+    let daemon = Daemon::start_config(&text).await;
+    daemon.settled().await;
+    for n in 0..5 {
+        db.collection::<Document>("hosts").delete_one(doc! {"_id": n}).await.unwrap();
+    }
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await.len(), 25);
+    db.collection::<Document>("hosts").delete_many(doc! {}).await.unwrap();
+    held(&daemon, true).await;
+    daemon.settled().await;
+    assert!(all(&db, "log").await.len() >= 20, "no more than ten go in an hour");
+    daemon.stop().await;
+}

@@ -41,6 +41,8 @@ pub struct RuleState {
     pub definition: Document,
     /// What it was before, where that owned something else.
     pub retired: Vec<Document>,
+    /// Whether its source collection has been there.
+    pub source_seen: bool,
     /// How far its backfill is.
     pub backfill: Backfill,
     /// Counts the times that its backfill was asked for: progress of an older one must not overwrite a newer wish.
@@ -56,6 +58,8 @@ pub enum Backfill {
     Manual,
     /// Done.
     Done,
+    /// The rule does nothing until `denormd release`, for this reason: what it would do now might destroy.
+    Held(String),
 }
 
 /// The greatest term that any state of the deployment was written under; 0 when there is no state.
@@ -164,12 +168,14 @@ impl Store {
             let backfill = match doc.get_str("backfill").unwrap_or_default() {
                 "done" => Backfill::Done,
                 "manual" => Backfill::Manual,
+                "held" => Backfill::Held(doc.get_str("reason").unwrap_or_default().to_owned()),
                 _ => Backfill::Pending(doc.get_array("after").ok().and_then(|after| after.first().cloned())),
             };
             let generation = doc.get_i64("generation").unwrap_or_default();
             let retired = doc.get_array("retired").map(Vec::as_slice).unwrap_or_default();
             let retired = retired.iter().filter_map(Bson::as_document).cloned().collect();
-            let state = RuleState { definition: definition.clone(), retired, backfill, generation };
+            let source_seen = doc.get_bool("source_seen").unwrap_or_default();
+            let state = RuleState { definition: definition.clone(), retired, source_seen, backfill, generation };
             out.push((id.get_str("rule").unwrap_or_default().to_owned(), state));
         }
         Ok(out)
@@ -190,6 +196,24 @@ impl Store {
         // One that comes late asks for the backfill again, which is seen when its progress is saved.
         let saved = bounded(reset).await.map_err(refused_upsert)?;
         Ok(saved.and_then(|doc| doc.get_i64("generation").ok()).unwrap_or_default())
+    }
+
+    /// Asks the leader, whoever it is, to backfill a rule from the start; releases it where it is held. False for a rule
+    /// that has never run.
+    pub async fn ask(&self, server: &Server, rule: &str) -> Result<bool> {
+        // A source that is gone is taken for empty from now on.
+        let mut state = backfill_state(&Backfill::Pending(None));
+        state.insert("source_seen", false);
+        let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+        let rules = server.collection(&self.database, RULES);
+        Ok(rules.update_one(doc! {"_id": self.id("rule", rule)}, update).await?.matched_count > 0)
+    }
+
+    /// Remembers that the source collection of a rule is there.
+    pub async fn source_seen(&self, server: &Server, rule: &str) -> Result<()> {
+        let update = doc! {"$set": {"source_seen": true}};
+        server.collection(&self.database, RULES).update_one(doc! {"_id": self.id("rule", rule)}, update).await?;
+        Ok(())
     }
 
     /// Keeps what a rule was, for `denormd prune`.
@@ -247,6 +271,11 @@ fn backfill_state(backfill: &Backfill) -> Document {
         Backfill::Pending(after) => ("pending", after.clone().map_or_else(Vec::new, |id| vec![id])),
         Backfill::Manual => ("manual", Vec::new()),
         Backfill::Done => ("done", Vec::new()),
+        Backfill::Held(_) => ("held", Vec::new()),
     };
-    doc! {"backfill": state, "after": after, "saved": DateTime::now()}
+    let reason = match backfill {
+        Backfill::Held(reason) => Some(reason.as_str()),
+        Backfill::Pending(_) | Backfill::Manual | Backfill::Done => None,
+    };
+    doc! {"backfill": state, "after": after, "reason": reason, "saved": DateTime::now()}
 }

@@ -25,7 +25,7 @@ enum Kind {
 }
 
 /// The settings, each of which a variable can give.
-const SETTINGS: [(&str, Kind); 15] = [
+const SETTINGS: [(&str, Kind); 16] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),
@@ -39,6 +39,7 @@ const SETTINGS: [(&str, Kind); 15] = [
     ("limits.pending", Kind::Number),
     ("limits.write_timeout_seconds", Kind::Number),
     ("limits.destroy_grace_seconds", Kind::Number),
+    ("limits.destroy_per_hour", Kind::Number),
     ("limits.audit_per_second", Kind::Number),
     ("lease.ttl_seconds", Kind::Number),
 ];

@@ -93,6 +93,9 @@ pub struct Limits {
     pub write_timeout: Duration,
     /// How long `remove` and `delete` wait before they read again and destroy (`destroy_grace_seconds`).
     pub destroy_grace: Duration,
+    /// Elements and targets that `remove` and `delete` of one rule may destroy in an hour before the rule is held
+    /// (`destroy_per_hour`).
+    pub destroy_per_hour: usize,
     /// Targets that the continuous audit of `guard: audit` compares a second (`audit_per_second`).
     pub audit_per_second: usize,
 }
@@ -106,6 +109,8 @@ impl Limits {
     pub const DEFAULT_PENDING: usize = 100_000;
     /// Default of `write_timeout_seconds`.
     pub const DEFAULT_WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+    /// Default of `destroy_per_hour`.
+    pub const DEFAULT_DESTROY_PER_HOUR: usize = 1000;
     /// Default of `audit_per_second`.
     pub const DEFAULT_AUDIT_PER_SECOND: usize = 200;
     /// Default of `destroy_grace_seconds`.
@@ -120,6 +125,7 @@ impl Default for Limits {
             pending: Self::DEFAULT_PENDING,
             write_timeout: Self::DEFAULT_WRITE_TIMEOUT,
             destroy_grace: Self::DEFAULT_DESTROY_GRACE,
+            destroy_per_hour: Self::DEFAULT_DESTROY_PER_HOUR,
             audit_per_second: Self::DEFAULT_AUDIT_PER_SECOND,
         }
     }

@@ -140,8 +140,15 @@ impl Reader {
     }
 
     fn limits(&mut self, root: &Fields<'_>) -> Limits {
-        let known =
-            ["batch_keys", "batches", "pending", "write_timeout_seconds", "destroy_grace_seconds", "audit_per_second"];
+        let known = [
+            "batch_keys",
+            "batches",
+            "pending",
+            "write_timeout_seconds",
+            "destroy_grace_seconds",
+            "audit_per_second",
+            "destroy_per_hour",
+        ];
         let default = Limits::default();
         let Some(section) = self.section(root, "limits", &known) else { return default };
         Limits {
@@ -150,6 +157,7 @@ impl Reader {
             pending: self.limit(&section, "pending").unwrap_or(default.pending),
             write_timeout: self.seconds(&section, "write_timeout_seconds", 1).unwrap_or(default.write_timeout),
             destroy_grace: self.seconds(&section, "destroy_grace_seconds", 0).unwrap_or(default.destroy_grace),
+            destroy_per_hour: self.limit(&section, "destroy_per_hour").unwrap_or(default.destroy_per_hour),
             audit_per_second: self.limit(&section, "audit_per_second").unwrap_or(default.audit_per_second),
         }
     }

@@ -155,6 +155,14 @@ impl Server {
         self.client.database(database).collection_with_options(name, options)
     }
 
+    /// Whether a collection exists.
+    pub async fn has_collection(&self, database: &str, collection: &str) -> Result<bool> {
+        let command = doc! {"listCollections": 1, "filter": {"name": collection}, "nameOnly": true};
+        let reply = self.database(database).run_command(command).await?;
+        let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
+        Ok(batch.is_ok_and(|batch| !batch.is_empty()))
+    }
+
     /// The cluster's present operation time.
     pub async fn operation_time(&self) -> Result<ClusterTime> {
         let reply = Primary::of(&self.client).hello(HELLO).await?;

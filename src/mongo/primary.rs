@@ -69,10 +69,14 @@ impl Primary {
     }
 
     /// The command's answer, or an error once another server is the primary.
-    pub async fn attend<T>(&self, answer: impl IntoFuture<Output = T>) -> Result<T> {
-        tokio::select! {
-            answer = answer.into_future() => Ok(answer),
-            () = self.gone(PATIENCE) => Err(Error::new(Kind::Connection, "the primary has changed")),
+    pub fn attend<T>(&self, answer: impl IntoFuture<Output = T>) -> impl Future<Output = Result<T>> {
+        // The driver's futures are large.
+        let (answer, gone) = (Box::pin(answer.into_future()), Box::pin(self.gone(PATIENCE)));
+        async {
+            tokio::select! {
+                answer = answer => Ok(answer),
+                () = gone => Err(Error::new(Kind::Connection, "the primary has changed")),
+            }
         }
     }
 

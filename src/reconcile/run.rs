@@ -3,7 +3,7 @@
 use std::{
     collections::{HashMap, HashSet},
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -12,12 +12,13 @@ use std::{
 use bson::{Bson, Document, RawDocumentBuf};
 
 use crate::{
+    change::Namespace,
     config::{Limits, OnDrift},
     dead_letter::DeadLetters,
     error::{Error, Kind, Result},
     key::Key,
     mongo::{Fence, Reads, Server},
-    plan::{Plan, Rule, reference::Role},
+    plan::{Plan, Rule, RuleId, reference::Role},
     position::ClusterTime,
     reconcile::{
         compare::{self, Compared},
@@ -32,6 +33,8 @@ use crate::{
 
 /// How long the guard waits before it calls a difference drift.
 const SECOND_LOOK: Duration = Duration::from_millis(200);
+/// The span of `limits.destroy_per_hour`.
+const HOUR: Duration = Duration::from_secs(3600);
 /// Targets written by one statement when a fan-out is taken in steps.
 const STEP: usize = 1000;
 
@@ -46,11 +49,63 @@ pub struct Context {
     pub limits: Limits,
     /// Where refused work is recorded.
     pub dead_letters: DeadLetters,
+    /// The source collections that are known to have been there: one of them that is missing has been dropped.
+    pub sources: Mutex<HashSet<Namespace>>,
+    /// What `remove` and `delete` of each rule have destroyed, and since when that is counted.
+    destroyed: Mutex<HashMap<RuleId, (Instant, usize)>>,
     /// What was done so far.
     pub counts: Counts,
 }
 
 impl Context {
+    /// Gathers them.
+    #[must_use]
+    pub fn new(server: Server, plan: Plan, limits: Limits, dead_letters: DeadLetters) -> Self {
+        Self {
+            server,
+            plan,
+            limits,
+            dead_letters,
+            sources: Mutex::default(),
+            destroyed: Mutex::default(),
+            counts: Counts::default(),
+        }
+    }
+
+    /// Counts what a rule destroys; returns how much that is in this hour.
+    pub fn destroyed(&self, rule: RuleId, count: usize) -> usize {
+        let Ok(mut destroyed) = self.destroyed.lock() else { return usize::MAX };
+        let (since, total) = destroyed.entry(rule).or_insert_with(|| (Instant::now(), 0));
+        if since.elapsed() > HOUR {
+            (*since, *total) = (Instant::now(), 0);
+        }
+        *total += count;
+        *total
+    }
+
+    /// Starts counting anew: the rule was released.
+    pub fn released(&self, rule: RuleId) {
+        if let Ok(mut destroyed) = self.destroyed.lock() {
+            destroyed.remove(&rule);
+        }
+    }
+
+    /// Whether a source collection is known to have been there.
+    #[must_use]
+    pub fn has_seen(&self, source: &Namespace) -> bool {
+        self.sources.lock().is_ok_and(|sources| sources.contains(source))
+    }
+
+    /// Remembers that a source collection is there, or forgets that it was.
+    pub fn saw(&self, source: &Namespace, there: bool) {
+        let Ok(mut sources) = self.sources.lock() else { return };
+        if there {
+            sources.insert(source.clone());
+        } else {
+            sources.remove(source);
+        }
+    }
+
     /// The same for a leader, whose writes end with its lease. Counts begin anew.
     #[must_use]
     pub fn under(&self, fence: Arc<Fence>) -> Self {
@@ -59,6 +114,8 @@ impl Context {
             plan: self.plan.clone(),
             limits: self.limits.clone(),
             dead_letters: self.dead_letters.clone(),
+            sources: Mutex::default(),
+            destroyed: Mutex::default(),
             counts: Counts::default(),
         }
     }
@@ -116,6 +173,8 @@ pub enum End {
     SetAside,
     /// Failed for the moment.
     Failed(Error),
+    /// More would be destroyed than the rule may: it is to be held.
+    Brake,
     /// To be looked at again after this while: a reference that dangles under a policy that destroys, a target that differs
     /// and may be about to be written.
     Later(Duration),
@@ -222,8 +281,24 @@ impl Run<'_> {
         let keys: Vec<&Key> = keys.iter().copied().filter(|key| self.rule.reference.can_resolve(key)).collect();
         if !keys.is_empty() {
             rows.take(self.read(Role::Source, read::sources(self.rule, &keys), after).await?)?;
+            if rows.is_empty() {
+                self.still_there().await?;
+            }
         }
         Ok(rows)
+    }
+
+    /// Nothing was found in a collection that was there when we started: it may be gone, and the event that says so on its
+    /// way. What depends on it keeps what it has.
+    async fn still_there(&self) -> Result<()> {
+        let namespace = &self.rule.source.namespace;
+        let server = &self.context.server;
+        if !self.context.has_seen(namespace)
+            || server.has_collection(&namespace.database, &namespace.collection).await?
+        {
+            return Ok(());
+        }
+        Err(Error::new(Kind::Unavailable, format!("the source collection `{namespace}` is gone")))
     }
 
     async fn values(&self, items: &mut [Item]) -> Result<()> {
@@ -239,8 +314,10 @@ impl Run<'_> {
                 }
                 Err(error) => return Err(error),
             };
-            if matches!(desired, Desired::Remove | Desired::Delete) && !self.destroy_now(item) {
-                item.end = Some(End::Later(self.context.limits.destroy_grace));
+            if matches!(desired, Desired::Remove | Desired::Delete)
+                && let Some(end) = self.destroys(item).await?
+            {
+                item.end = Some(end);
                 continue;
             }
             for statement in statement::of_value(self.rule, &item.key, &item.work.scope, &desired)? {
@@ -250,10 +327,27 @@ impl Run<'_> {
         self.write(items, &statements, &rows).await
     }
 
-    /// Whether the reference has dangled through the grace period.
-    fn destroy_now(&self, item: &mut Item) -> bool {
+    /// What keeps a dangling reference from destroying: the grace period, or the brake.
+    async fn destroys(&self, item: &mut Item) -> Result<Option<End>> {
+        let limits = &self.context.limits;
         let since = *item.work.doubted_since.get_or_insert_with(Instant::now);
-        since.elapsed() >= self.context.limits.destroy_grace
+        if since.elapsed() < limits.destroy_grace {
+            return Ok(Some(End::Later(limits.destroy_grace)));
+        }
+        let left = limits.destroy_per_hour.saturating_sub(self.context.destroyed(self.rule.id, 0));
+        let count = match &item.work.scope {
+            Scope::Named(ids) => ids.len(),
+            Scope::All => {
+                let mut command = read::holders(self.rule, &[&item.key]);
+                command.insert("limit", i64::try_from(left).unwrap_or(i64::MAX).saturating_add(1));
+                self.read(Role::Target, command, item.work.after).await?.len()
+            }
+        };
+        if count > left {
+            return Ok(Some(End::Brake));
+        }
+        self.context.destroyed(self.rule.id, count);
+        Ok(None)
     }
 
     async fn write(&self, items: &mut [Item], statements: &[(usize, Statement)], rows: &Rows) -> Result<()> {

@@ -45,6 +45,12 @@ impl Rows {
         Ok(())
     }
 
+    /// Whether no source was found at all.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.by_key.is_empty()
+    }
+
     /// What the targets of `key` should hold.
     pub fn desired(&self, rule: &Rule, key: &Key) -> Result<Desired> {
         if key.values().is_empty() {

@@ -1,0 +1,69 @@
+//! `denormd backfill` and `denormd release`: wishes that the leader carries out.
+
+use std::time::Duration;
+
+use crate::{
+    checkpoint::store::{Backfill, RuleState, Store},
+    commands::{Failure, compile, context, print},
+    config::Loaded,
+    error::{Error, Kind, Result},
+    mongo::Server,
+};
+
+/// How often the leader's progress is looked at.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// Asks for a backfill of these rules, or of all.
+pub async fn backfill(loaded: &Loaded, rules: &[String], no_wait: bool) -> std::result::Result<(), Failure> {
+    let context = context(loaded, compile(loaded).await?).await?;
+    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
+    let all: Vec<String> = context.plan.rules.iter().map(|rule| rule.name.clone()).collect();
+    let rules = if rules.is_empty() { &all } else { rules };
+    for rule in rules {
+        let state = state(&store, &context.server, rule).await?;
+        if let Backfill::Held(reason) = state.backfill {
+            let error = Error::new(Kind::Config, format!("rule `{rule}` is held: {reason}"));
+            return Err(error.hint(format!("`denormd release {rule}` lets it go on and applies the loss")).into());
+        }
+    }
+    for rule in rules {
+        store.ask(&context.server, rule).await?;
+        print(&format!("{rule}: asked for\n"));
+    }
+    if no_wait { Ok(()) } else { Ok(wait(&store, &context.server, rules).await?) }
+}
+
+/// Lets a held rule go on.
+pub async fn release(loaded: &Loaded, rule: &str) -> std::result::Result<(), Failure> {
+    let context = context(loaded, compile(loaded).await?).await?;
+    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
+    let Backfill::Held(reason) = state(&store, &context.server, rule).await?.backfill else {
+        print(&format!("{rule} is not held\n"));
+        return Ok(());
+    };
+    store.ask(&context.server, rule).await?;
+    print(&format!("{rule} was held ({reason}) and is released\n"));
+    Ok(wait(&store, &context.server, &[rule.to_owned()]).await?)
+}
+
+async fn state(store: &Store, server: &Server, rule: &str) -> Result<RuleState> {
+    let known = store.rules(server).await?;
+    let names: Vec<String> = known.iter().map(|(name, _)| name.clone()).collect();
+    known.into_iter().find(|(name, _)| name == rule).map(|(_, state)| state).ok_or_else(|| {
+        Error::new(Kind::Config, format!("no rule named `{rule}` has run yet")).hint(format!(
+            "known are: {}; a new rule is backfilled when `denormd run` first meets it",
+            names.join(", ")
+        ))
+    })
+}
+
+/// Waits until the leader has done them all.
+async fn wait(store: &Store, server: &Server, rules: &[String]) -> Result<()> {
+    for rule in rules {
+        while matches!(state(store, server, rule).await?.backfill, Backfill::Pending(_)) {
+            tokio::time::sleep(LOOK).await;
+        }
+        print(&format!("{rule}: done\n"));
+    }
+    Ok(())
+}
