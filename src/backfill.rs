@@ -70,23 +70,8 @@ pub async fn run(
         };
         let error = match result {
             Ok(true) if finished.send(wish.clone()).is_err() => return,
-            Ok(true) => continue,
-            Ok(false) => {
-                while let Ok(more) = asked.try_recv() {
-                    waiting.push(more);
-                }
-                if waiting.iter().any(|other| other.rule == wish.rule && other.generation > wish.generation) {
-                    continue;
-                }
-                // Asked for by a command whose answer was lost: nobody else knows of it.
-                match store.reset_rule(&context.server, one.rule, &Backfill::Pending(None)).await {
-                    Ok(generation) => {
-                        waiting.push(Wish { rule: wish.rule, generation, after: None });
-                        continue;
-                    }
-                    Err(error) => error,
-                }
-            }
+            // Done; or asked for again, and the newer wish is found in the state, also when nobody here knows of it.
+            Ok(_) => continue,
             Err(error) => error,
         };
         tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
