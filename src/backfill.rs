@@ -70,16 +70,18 @@ pub async fn run(
             result = one.run(&mut wish) => result,
             () = stop.cancelled() => return,
         };
-        if let Err(error) = result {
-            tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
-            context.metrics.trouble(Some(&one.rule.name), "backfill", &error);
-            waiting.push(wish);
-            tokio::select! {
-                () = tokio::time::sleep(PAUSE) => {}
-                () = stop.cancelled() => return,
-            }
-        } else if finished.send(wish).is_err() {
-            return;
+        let error = match result {
+            Ok(true) if finished.send(wish.clone()).is_err() => return,
+            // Done; or asked for again, and the newer wish is found in the state, also when nobody here knows of it.
+            Ok(_) => continue,
+            Err(error) => error,
+        };
+        tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
+        context.metrics.trouble(Some(&one.rule.name), "backfill", &error);
+        waiting.push(wish);
+        tokio::select! {
+            () = tokio::time::sleep(PAUSE) => {}
+            () = stop.cancelled() => return,
         }
     }
 }
@@ -100,8 +102,9 @@ struct Pending {
 }
 
 impl One<'_> {
-    /// Backfills the rule from the wish's place on, and moves that place along.
-    async fn run(&self, wish: &mut Wish) -> Result<()> {
+    /// Backfills the rule from the wish's place on, and moves that place along. False when the rule's backfill has been asked
+    /// for again.
+    async fn run(&self, wish: &mut Wish) -> Result<bool> {
         let server = &self.context.server;
         let mut pending: VecDeque<Pending> = VecDeque::new();
         let mut after = wish.after.clone();
@@ -123,7 +126,7 @@ impl One<'_> {
                 done += pending.front().map_or(0, |page: &Pending| page.targets);
                 if !self.settle(wish, &mut pending).await? {
                     tracing::info!(rule = %self.rule.name, "backfill asked for again: starting over");
-                    return Ok(());
+                    return Ok(false);
                 }
                 metrics.backfilled(&self.rule.name, done);
             }
@@ -132,11 +135,12 @@ impl One<'_> {
             }
             after = last;
         }
-        if self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done).await? {
+        let done = self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done).await?;
+        if done {
             metrics.backfill_ended(&self.rule.name);
             tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
         }
-        Ok(())
+        Ok(done)
     }
 
     /// About how many targets are to be read, for the progress alone: None when counting takes long. After a restart an

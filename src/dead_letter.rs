@@ -8,7 +8,7 @@ use futures_util::TryStreamExt;
 use crate::{
     error::{Error, Result},
     key::Key,
-    mongo::Server,
+    mongo::{Server, bounded},
     plan::Rule,
     request::{Request, Scope, Task},
 };
@@ -44,7 +44,9 @@ impl DeadLetters {
             "$setOnInsert": {"deployment": &self.deployment, "rule": &rule.name, "first": now},
             "$inc": {"attempts": 1},
         };
-        server.collection(&self.database, COLLECTION).update_one(doc! {"_id": id}, update).upsert(true).await?;
+        let letters = server.collection(&self.database, COLLECTION);
+        // One that comes late is tried again, and forgotten.
+        bounded(letters.update_one(doc! {"_id": id}, update).upsert(true)).await?;
         Ok(())
     }
 
@@ -52,7 +54,7 @@ impl DeadLetters {
     pub async fn clear(&self, server: &Server, letter: &Letter) -> Result<()> {
         // `last` too: a letter that was forgotten and written anew counts from one again.
         let filter = doc! {"_id": letter.id.clone(), "attempts": letter.attempts, "last": letter.last};
-        server.collection(&self.database, COLLECTION).delete_one(filter).await?;
+        bounded(server.collection(&self.database, COLLECTION).delete_one(filter)).await?;
         Ok(())
     }
 

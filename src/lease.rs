@@ -43,8 +43,6 @@ pub struct Lease {
     server: Arc<Server>,
     database: String,
     deployment: String,
-    /// Tells this instance from all others.
-    owner: String,
     ttl: Duration,
 }
 
@@ -52,6 +50,9 @@ pub struct Lease {
 #[derive(Debug)]
 struct Grant {
     term: i64,
+    /// Tells this leadership from all others, also from earlier ones of this instance: what those were writing has to be
+    /// over before this one begins.
+    owner: String,
     /// By the server's clock.
     until: DateTime,
     /// When it was asked for.
@@ -64,6 +65,7 @@ struct Grant {
 #[derive(Debug)]
 pub struct Held {
     lease: Lease,
+    owner: String,
     fence: Arc<Fence>,
     lost: CancellationToken,
     renewal: tokio::task::JoinHandle<()>,
@@ -73,8 +75,7 @@ impl Lease {
     /// A claim on the lease of `deployment`, which is kept in `database`.
     #[must_use]
     pub fn new(server: Server, database: &str, deployment: &str, ttl: Duration) -> Self {
-        let owner = ObjectId::new().to_hex();
-        Self { server: Arc::new(server), database: database.to_owned(), deployment: deployment.to_owned(), owner, ttl }
+        Self { server: Arc::new(server), database: database.to_owned(), deployment: deployment.to_owned(), ttl }
     }
 
     fn collection(&self) -> Collection<Document> {
@@ -116,7 +117,7 @@ impl Lease {
 
     async fn take(&self) -> Result<Option<Grant>> {
         let id = doc! {"_id": &self.deployment};
-        let seen = self.collection().find_one(id.clone()).projection(doc! {"free": self.is_free()}).await?;
+        let seen = self.collection().find_one(id.clone()).projection(doc! {"free": is_free()}).await?;
         if seen.as_ref().is_some_and(|doc| !doc.get_bool("free").unwrap_or_default()) {
             return Ok(None);
         }
@@ -124,13 +125,14 @@ impl Lease {
             Some(_) => 0,
             None => highest_term(&self.server, &self.database, &self.deployment).await?,
         };
+        let owner = ObjectId::new().to_hex();
         let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};
         let mine = doc! {
-            "_id": "$_id", "term": term, "owner": {"$literal": &self.owner}, "until": self.until(),
+            "_id": "$_id", "term": term, "owner": &owner, "until": self.until(),
             "host": {"$literal": host()}, "process": i64::from(std::process::id()), "taken": "$$NOW",
         };
         let sent = Instant::now();
-        let update = vec![doc! {"$replaceWith": {"$cond": [self.is_free(), mine, "$$ROOT"]}}];
+        let update = vec![doc! {"$replaceWith": {"$cond": [is_free(), mine, "$$ROOT"]}}];
         let options = FindOneAndUpdateOptions::builder().upsert(true).return_document(ReturnDocument::After).build();
         let doc =
             match self.collection().find_one_and_update(id, update).with_options(options).await.map_err(Error::from) {
@@ -138,19 +140,10 @@ impl Lease {
                 Err(error) if error.code == Some(DUPLICATE_KEY) => return Ok(None),
                 Err(error) => return Err(error),
             };
-        if doc.get_str("owner").ok() != Some(&self.owner) {
+        if doc.get_str("owner").ok() != Some(&owner) {
             return Ok(None);
         }
-        Ok(Some(Grant { term: term_of(&doc)?, until: until_of(&doc)?, sent, was_deleted: before > 0 }))
-    }
-
-    /// Whether the lease may be taken: it was given back, or its time is over, or it is ours by a request whose answer was
-    /// lost.
-    fn is_free(&self) -> Document {
-        let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
-        let until = doc! {"$cond": [is_date, "$until", DateTime::from_millis(0)]};
-        let ends = doc! {"$add": [until, {"$cond": [{"$eq": [{"$ifNull": ["$owner", Bson::Null]}, Bson::Null]}, 0, millis(GRACE)]}]};
-        doc! {"$or": [{"$lte": [ends, "$$NOW"]}, {"$eq": ["$owner", {"$literal": &self.owner}]}]}
+        Ok(Some(Grant { term: term_of(&doc)?, owner, until: until_of(&doc)?, sent, was_deleted: before > 0 }))
     }
 
     fn until(&self) -> Document {
@@ -160,13 +153,14 @@ impl Lease {
     fn hold(&self, grant: &Grant) -> Held {
         let fence = Arc::new(Fence::new(grant.term, grant.until.timestamp_millis()));
         let lost = CancellationToken::new();
-        let renewal = tokio::spawn(self.clone().keep(fence.clone(), grant.sent + self.ttl, lost.clone()));
+        let owner = grant.owner.clone();
+        let renewal = tokio::spawn(self.clone().keep(owner, fence.clone(), grant.sent + self.ttl, lost.clone()));
         tracing::info!(term = grant.term, deployment = %self.deployment, "this instance leads");
-        Held { lease: self.clone(), fence, lost, renewal }
+        Held { lease: self.clone(), owner: grant.owner.clone(), fence, lost, renewal }
     }
 
     /// Renews until it is lost. `ends` is when the lease ends at the latest, by the time that has passed here.
-    async fn keep(self, fence: Arc<Fence>, mut ends: Instant, lost: CancellationToken) {
+    async fn keep(self, owner: String, fence: Arc<Fence>, mut ends: Instant, lost: CancellationToken) {
         let mut pause = self.ttl / 3;
         let why = loop {
             let due = (Instant::now() + pause).min(ends);
@@ -176,7 +170,7 @@ impl Lease {
                 break "it could not be renewed in time";
             }
             let limit = ends.min(sent + self.ttl / 3);
-            match tokio::time::timeout_at(limit.into(), self.renew(fence.term())).await {
+            match tokio::time::timeout_at(limit.into(), self.renew(&owner, fence.term())).await {
                 Ok(Ok(Some(until))) => {
                     fence.extend(until.timestamp_millis());
                     (ends, pause) = (sent + self.ttl, self.ttl / 3);
@@ -197,15 +191,15 @@ impl Lease {
     }
 
     /// The new end of the lease, acknowledged by a majority: what a new primary would not know of does not count.
-    async fn renew(&self, term: i64) -> Result<Option<DateTime>> {
-        let mine = doc! {"_id": &self.deployment, "owner": &self.owner, "term": term};
+    async fn renew(&self, owner: &str, term: i64) -> Result<Option<DateTime>> {
+        let mine = doc! {"_id": &self.deployment, "owner": owner, "term": term};
         let update = vec![doc! {"$set": {"until": self.until()}}];
         let doc = self.collection().find_one_and_update(mine, update).return_document(ReturnDocument::After).await?;
         doc.as_ref().map(until_of).transpose()
     }
 
-    async fn give_back(&self, term: i64) -> Result<()> {
-        let mine = doc! {"_id": &self.deployment, "owner": &self.owner, "term": term};
+    async fn give_back(&self, owner: &str, term: i64) -> Result<()> {
+        let mine = doc! {"_id": &self.deployment, "owner": owner, "term": term};
         let update = vec![doc! {"$set": {"owner": Bson::Null, "until": "$$NOW"}}];
         self.collection().update_one(mine, update).await?;
         Ok(())
@@ -235,7 +229,7 @@ impl Held {
     pub async fn release(self) {
         self.renewal.abort();
         let term = self.term();
-        match tokio::time::timeout(RELEASE, self.lease.give_back(term)).await {
+        match tokio::time::timeout(RELEASE, self.lease.give_back(&self.owner, term)).await {
             Ok(Ok(())) => tracing::info!(term, "the lease was given back"),
             Ok(Err(error)) => {
                 tracing::warn!(term, error = %error.message, "the lease could not be given back and runs out");
@@ -249,6 +243,15 @@ impl Drop for Held {
     fn drop(&mut self) {
         self.renewal.abort();
     }
+}
+
+/// Whether the lease may be taken: its time is over, and what was written under it has been noticed to be over; or it was
+/// given back. One that was granted by an answer that got lost runs out as any other.
+fn is_free() -> Document {
+    let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
+    let until = doc! {"$cond": [is_date, "$until", DateTime::from_millis(0)]};
+    let given_back = doc! {"$eq": [{"$ifNull": ["$owner", Bson::Null]}, Bson::Null]};
+    doc! {"$lte": [{"$add": [until, {"$cond": [given_back, 0, millis(GRACE)]}]}, "$$NOW"]}
 }
 
 fn term_of(doc: &Document) -> Result<i64> {

@@ -8,3 +8,4 @@ pub mod primary;
 
 pub use command::{Reads, Server};
 pub use fence::Fence;
+pub use primary::bounded;

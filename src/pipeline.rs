@@ -114,16 +114,14 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
         let position = match store.position(&context.server, &spec.database, &spec.pipeline).await? {
             Some(position) => position,
             None => {
-                let position = Position { time: now, token: None };
                 forgotten.extend(rules_of(&context, &spec.database));
-                store.save_position(&context.server, &spec.database, &spec.pipeline, &position).await?;
-                position
+                Position { time: now, token: None }
             }
         };
         starts.push((spec, position));
     }
     let gone = look_for_sources(&context, &store).await?;
-    let mut pipeline = Pipeline::new(context.clone(), store);
+    let mut pipeline = Pipeline::new(context.clone(), store.clone());
     pipeline.held = held;
     for rule in gone {
         pipeline.hold(rule, "its source collection is gone", true).await;
@@ -136,6 +134,12 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     }
     for wish in backfills.into_iter().filter(|wish| !pipeline.held.contains_key(&wish.rule)).collect::<Vec<_>>() {
         pipeline.ask_backfill(wish);
+    }
+    // Only now that the rules are known to need a backfill: a crash in between would take them for done.
+    for (spec, position) in &starts {
+        if position.token.is_none() {
+            store.save_position(&context.server, &spec.database, &spec.pipeline, position).await?;
+        }
     }
     let stop = CancellationToken::new();
     let progress = pipeline.progress.subscribe();
@@ -313,7 +317,7 @@ impl Pipeline {
                 Some(page) = pages.recv(), if room => self.take_page(page),
                 Some(wishes) = asked.recv() => self.take_wishes(wishes),
                 Some(wish) = finished.recv() => {
-                    if self.backfilling.get(&wish.rule) == Some(&wish.generation) {
+                    if self.backfilling.get(&wish.rule).is_some_and(|asked| *asked <= wish.generation) {
                         self.backfilling.remove(&wish.rule);
                     }
                 }

@@ -117,7 +117,7 @@ async fn a_dropped_source_detaches_its_rules_until_they_are_released() {
     let daemon = Daemon::start(&test, &rules).await;
     daemon.settled().await;
     let whole = doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "room": "R1"};
-    assert_eq!(all(&db, "log").await, [whole.clone()]);
+    assert_eq!(all(&db, "log").await, std::slice::from_ref(&whole));
     db.collection::<Document>("hosts").drop().await.unwrap();
     held(&daemon, true).await;
     // Whatever makes the rule look again: the target's event, a restart, a half restored backup.

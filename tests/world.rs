@@ -24,9 +24,10 @@ const PERSONS: i32 = 12;
 /// Shorter than one would run with, so that tests need not wait.
 pub const TTL: Duration = Duration::from_secs(3);
 
+/// Unguarded: the audit would mend in a while what a fault has left.
 const RULES: &str = "
-  - { name: address, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }
-  - { name: tasks, collect: { source: tasks, target: persons, match: { _id: owner }, into: tasks, element: $_id, sort: { due: 1 } } }
+  - { name: address, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }
+  - { name: tasks, guard: off, collect: { source: tasks, target: persons, match: { _id: owner }, into: tasks, element: $_id, sort: { due: 1 } } }
 ";
 
 pub struct World {

@@ -10,7 +10,7 @@ use futures_util::TryStreamExt;
 
 use crate::{
     error::{Error, Kind, Result},
-    mongo::Server,
+    mongo::{Server, bounded},
     plan::Rule,
     position::{ClusterTime, Position},
 };
@@ -129,8 +129,8 @@ impl Store {
     /// Where the stream of `database` is to go on, if it has been followed before. The token only fits the pipeline that
     /// it came from: with another one the stream is reopened by time.
     pub async fn position(&self, server: &Server, database: &str, pipeline: &[Document]) -> Result<Option<Position>> {
-        let found =
-            server.collection(&self.database, POSITIONS).find_one(doc! {"_id": self.id("stream", database)}).await?;
+        let positions = server.collection(&self.database, POSITIONS);
+        let found = bounded(positions.find_one(doc! {"_id": self.id("stream", database)})).await?;
         let now = server.operation_time().await?;
         Ok(found.and_then(|doc| {
             let time = ClusterTime::from(doc.get_timestamp("time").ok()?);
@@ -160,12 +160,10 @@ impl Store {
             "term": server.term(),
             "saved": DateTime::now(),
         };
-        server
-            .collection(&self.database, POSITIONS)
-            .update_one(mine(server, self.id("stream", database)), doc! {"$set": state})
-            .upsert(true)
-            .await
-            .map_err(refused_upsert)?;
+        let positions = server.collection(&self.database, POSITIONS);
+        let save = positions.update_one(mine(server, self.id("stream", database)), doc! {"$set": state}).upsert(true);
+        // One that comes late takes the position back: what follows it is only done again.
+        bounded(save).await.map_err(refused_upsert)?;
         Ok(())
     }
 
@@ -201,16 +199,14 @@ impl Store {
         let mut state = backfill_state(backfill);
         state.insert("definition", rule.definition.clone());
         state.insert("term", server.term());
-        let saved = server
-            .collection(&self.database, RULES)
-            .find_one_and_update(
-                mine(server, self.id("rule", &rule.name)),
-                doc! {"$set": state, "$inc": {"generation": 1_i64}},
-            )
+        let rules = server.collection(&self.database, RULES);
+        let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+        let reset = rules
+            .find_one_and_update(mine(server, self.id("rule", &rule.name)), update)
             .upsert(true)
-            .return_document(mongodb::options::ReturnDocument::After)
-            .await
-            .map_err(refused_upsert)?;
+            .return_document(mongodb::options::ReturnDocument::After);
+        // One that comes late asks for the backfill again, which is seen when its progress is saved.
+        let saved = bounded(reset).await.map_err(refused_upsert)?;
         Ok(saved.and_then(|doc| doc.get_i64("generation").ok()).unwrap_or_default())
     }
 
@@ -234,7 +230,7 @@ impl Store {
 
     /// Keeps what a rule was, for `denormd prune`.
     pub async fn retire(&self, server: &Server, rule: &str, definition: &Document) -> Result<()> {
-        let filter = doc! {"_id": self.id("rule", rule)};
+        let filter = mine(server, self.id("rule", rule));
         let update = doc! {"$addToSet": {"retired": definition.clone()}};
         server.collection(&self.database, RULES).update_one(filter, update).await?;
         Ok(())
@@ -262,10 +258,9 @@ impl Store {
     ) -> Result<bool> {
         let mut filter = mine(server, self.id("rule", &rule.name));
         filter.insert("generation", generation);
-        let done = server
-            .collection(&self.database, RULES)
-            .update_one(filter, doc! {"$set": backfill_state(backfill)})
-            .await?;
+        let rules = server.collection(&self.database, RULES);
+        // One that comes late takes the progress back.
+        let done = bounded(rules.update_one(filter, doc! {"$set": backfill_state(backfill)})).await?;
         Ok(done.matched_count > 0)
     }
 }
@@ -275,8 +270,7 @@ fn mine(server: &Server, id: Document) -> Document {
     doc! {"_id": id, "term": {"$not": {"$gt": server.term()}}}
 }
 
-fn refused_upsert(error: mongodb::error::Error) -> Error {
-    let error = Error::from(error);
+fn refused_upsert(error: Error) -> Error {
     if error.code == Some(DUPLICATE_KEY) { former() } else { error }
 }
 

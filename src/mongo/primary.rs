@@ -18,6 +18,22 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How often it is asked when the answer is known to be lost.
 const IMPATIENCE: Duration = Duration::from_millis(200);
 
+/// How long an operation on the daemon's own state may take.
+const STATE: Duration = Duration::from_secs(10);
+
+/// The answer of an operation on the daemon's own state. A frozen server gives none, and whoever waits for it would not see
+/// that another one is the primary. The operation may still happen later: callers say why that does no harm.
+pub fn bounded<T>(operation: impl IntoFuture<Output = mongodb::error::Result<T>>) -> impl Future<Output = Result<T>> {
+    // The driver's futures are large.
+    let operation = tokio::time::timeout(STATE, Box::pin(operation.into_future()));
+    async {
+        match operation.await {
+            Ok(answer) => Ok(answer?),
+            Err(_) => Err(Error::new(Kind::Connection, "no answer in time")),
+        }
+    }
+}
+
 /// Where one command goes.
 #[derive(Debug, Clone)]
 pub struct Primary {
@@ -37,10 +53,8 @@ impl Primary {
     pub fn criteria(&self) -> SelectionCriteria {
         let chosen = self.chosen.clone();
         SelectionCriteria::Predicate(Arc::new(move |server| {
-            let writable = match server.server_type() {
-                ServerType::RsPrimary | ServerType::Mongos | ServerType::Standalone | ServerType::LoadBalancer => true,
-                _ => false,
-            };
+            use ServerType::{LoadBalancer, Mongos, RsPrimary, Standalone};
+            let writable = matches!(server.server_type(), RsPrimary | Mongos | Standalone | LoadBalancer);
             if writable {
                 *chosen.lock().unwrap_or_else(PoisonError::into_inner) = Some(server.address().clone());
             }
@@ -55,10 +69,14 @@ impl Primary {
     }
 
     /// The command's answer, or an error once another server is the primary.
-    pub async fn attend<T>(&self, answer: impl IntoFuture<Output = T>) -> Result<T> {
-        tokio::select! {
-            answer = answer.into_future() => Ok(answer),
-            () = self.gone(PATIENCE) => Err(Error::new(Kind::Connection, "the primary has changed")),
+    pub fn attend<T>(&self, answer: impl IntoFuture<Output = T>) -> impl Future<Output = Result<T>> {
+        // The driver's futures are large.
+        let (answer, gone) = (Box::pin(answer.into_future()), Box::pin(self.gone(PATIENCE)));
+        async {
+            tokio::select! {
+                answer = answer => Ok(answer),
+                () = gone => Err(Error::new(Kind::Connection, "the primary has changed")),
+            }
         }
     }
 
