@@ -2,21 +2,22 @@
 
 use std::{
     env,
-    fs::File,
+    fs::{self, File},
     path::{Path, PathBuf},
-    process::Stdio,
+    process::{Child, Command, Stdio},
+    time::Duration,
 };
 
-use tempfile::TempDir;
-use tokio::process::{Child, Command};
+/// How long a stop in good order may take.
+const STOP_LIMIT: Duration = Duration::from_secs(30);
 
-/// `denormd run` with a config file of `config/`, on a cluster of ours.
+/// `denormd run` with a config file of `config/`, on a cluster of ours. Gone with its log when this is dropped.
 pub struct Daemon {
     binary: PathBuf,
     config: PathBuf,
     uri: String,
     child: Option<Child>,
-    folder: TempDir,
+    log: PathBuf,
 }
 
 impl Daemon {
@@ -27,21 +28,21 @@ impl Daemon {
         assert!(binary.exists(), "there is no {}: build it with `cargo build --release`", binary.display());
         let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../config").join(config);
         let config = config.canonicalize().unwrap_or_else(|error| panic!("{}: {error}", config.display()));
-        let folder = tempfile::tempdir().expect("a folder for the daemon's log");
-        Self { binary, config, uri: uri.to_owned(), child: None, folder }
+        let log = env::temp_dir().join(format!("denormd-show-{}.log", std::process::id()));
+        Self { binary, config, uri: uri.to_owned(), child: None, log }
     }
 
     fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(&self.binary);
-        command.args(words).arg("--config").arg(&self.config).stdin(Stdio::null()).kill_on_drop(true);
+        command.args(words).arg("--config").arg(&self.config).stdin(Stdio::null());
         // Several may run on this machine.
         command.env("DENORMD__MONGODB__URI", &self.uri).env("DENORMD__HTTP__LISTEN", "127.0.0.1:0");
         command
     }
 
     /// `denormd plan --apply`: the commands that it ran.
-    pub async fn plan_apply(&self) -> Vec<String> {
-        let output = self.command(&["plan", "--apply"]).output().await.expect("denormd starts");
+    pub fn plan_apply(&self) -> Vec<String> {
+        let output = self.command(&["plan", "--apply"]).output().expect("denormd starts");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.success(), "denormd plan --apply: {}\n{text}", String::from_utf8_lossy(&output.stderr));
         text.lines().filter(|line| line.starts_with("db.")).map(str::to_owned).collect()
@@ -49,26 +50,40 @@ impl Daemon {
 
     /// `denormd run`. Its log goes to one file through all restarts.
     pub fn start(&mut self) {
-        let log = File::options().create(true).append(true).open(self.log_path()).expect("a log file");
+        let log = File::options().create(true).append(true).open(&self.log).expect("a log file");
         let child = self.command(&["run"]).stdout(Stdio::null()).stderr(log).spawn().expect("denormd starts");
         self.child = Some(child);
     }
 
     /// SIGKILL. The process is gone when this returns.
-    pub async fn kill9(&mut self) {
+    pub fn kill9(&mut self) {
         self.assert_running();
-        self.child.take().expect("a daemon that runs").kill().await.expect("SIGKILL");
+        let mut child = self.child.take().expect("a daemon that runs");
+        child.kill().expect("SIGKILL");
+        child.wait().expect("the exit status");
     }
 
     /// SIGTERM, on which the daemon ends what is in flight and exits with 0.
     pub async fn stop(&mut self) {
         self.assert_running();
         let mut child = self.child.take().expect("a daemon that runs");
-        let pid = child.id().expect("a process that runs").to_string();
-        let sent = Command::new("kill").args(["-TERM", &pid]).status().await.expect("kill runs");
+        let sent = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill runs");
         assert!(sent.success(), "SIGTERM could not be sent");
-        let status = child.wait().await.expect("the exit status");
-        assert!(status.success(), "denormd did not stop in good order: {status}\n{}", self.log_tail());
+        let wait = async {
+            loop {
+                if let Some(status) = child.try_wait().expect("the exit status") {
+                    return status;
+                }
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        match tokio::time::timeout(STOP_LIMIT, wait).await {
+            Ok(status) => assert!(status.success(), "denormd did not stop in good order: {status}\n{}", self.log_tail()),
+            Err(_) => {
+                self.child = Some(child);
+                panic!("denormd did not stop within {STOP_LIMIT:?} of SIGTERM\n{}", self.log_tail());
+            }
+        }
     }
 
     /// Panics with the end of the log when the daemon has ended by itself.
@@ -80,22 +95,29 @@ impl Daemon {
         }
     }
 
-    fn log_path(&self) -> PathBuf {
-        self.folder.path().join("denormd.log")
-    }
-
     /// The last lines of the daemon's log.
     pub fn log_tail(&self) -> String {
         const LINES: usize = 20;
-        let log = std::fs::read_to_string(self.log_path()).unwrap_or_default();
+        let log = fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = log.lines().collect();
         lines[lines.len().saturating_sub(LINES)..].join("\n")
     }
 
     /// The lines of the log that warn or worse.
     pub fn warnings(&self) -> Vec<String> {
-        let log = std::fs::read_to_string(self.log_path()).unwrap_or_default();
+        let log = fs::read_to_string(&self.log).unwrap_or_default();
         let bad = |line: &&str| line.contains("\"level\":\"WARN\"") || line.contains("\"level\":\"ERROR\"");
         log.lines().filter(bad).map(str::to_owned).collect()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            // It may have ended by itself.
+            child.kill().ok();
+            child.wait().ok();
+        }
+        fs::remove_file(&self.log).ok();
     }
 }
