@@ -77,13 +77,11 @@ impl Daemon {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        match tokio::time::timeout(STOP_LIMIT, wait).await {
-            Ok(status) => assert!(status.success(), "denormd did not stop in good order: {status}\n{}", self.log_tail()),
-            Err(_) => {
-                self.child = Some(child);
-                panic!("denormd did not stop within {STOP_LIMIT:?} of SIGTERM\n{}", self.log_tail());
-            }
-        }
+        let Ok(status) = tokio::time::timeout(STOP_LIMIT, wait).await else {
+            self.child = Some(child);
+            panic!("denormd did not stop within {STOP_LIMIT:?} of SIGTERM\n{}", self.log_tail());
+        };
+        assert!(status.success(), "denormd did not stop in good order: {status}\n{}", self.log_tail());
     }
 
     /// Panics with the end of the log when the daemon has ended by itself.

@@ -96,7 +96,8 @@ fn lines(document: &Document) -> Vec<String> {
 fn inline(value: &Bson) -> String {
     match value {
         Bson::Document(document) => {
-            let fields: Vec<String> = document.iter().map(|(name, value)| format!("{name}: {}", inline(value))).collect();
+            let fields: Vec<String> =
+                document.iter().map(|(name, value)| format!("{name}: {}", inline(value))).collect();
             format!("{{ {} }}", fields.join(", "))
         }
         Bson::Array(elements) => format!("[{}]", elements.iter().map(inline).collect::<Vec<_>>().join(", ")),
@@ -107,16 +108,17 @@ fn inline(value: &Bson) -> String {
     }
 }
 
-/// Two states of a document side by side; lines that differ stand out.
+/// Two states of a document side by side; lines that differ stand out and are marked.
 pub fn side_by_side(left: &str, before: &Document, right: &str, after: &Document) {
     let (before, after) = (lines(before), lines(after));
-    let mut out = format!("  {}   {right}\n", pad(left));
-    out = dim(&out);
+    let mut out = dim(&format!("  {}   {right}", pad(left)));
+    out.push('\n');
     for place in 0..before.len().max(after.len()) {
         let (old, new) = (before.get(place).map_or("", String::as_str), after.get(place).map_or("", String::as_str));
         let (old, new) = (pad(&shorten(old)), shorten(new));
-        let line = if old.trim_end() == new { (old, new) } else { (red(&old), green(&new)) };
-        writeln!(out, "  {}   {}", line.0, line.1).expect("a string takes text");
+        // Marked as `diff -y` does, for where there is no colour.
+        let (old, mark, new) = if old.trim_end() == new { (old, " ", new) } else { (red(&old), "|", green(&new)) };
+        writeln!(out, "  {old} {mark} {new}").expect("a string takes text");
     }
     print!("{out}");
 }

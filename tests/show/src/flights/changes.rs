@@ -44,7 +44,8 @@ impl Touched {
     /// Whether what a rule copies into a flight may have changed.
     pub fn has(&self, rule: Rule, flight: &Document) -> bool {
         let key = flight.get_str(rule.reference()).ok();
-        key.is_some_and(|key| self.keys.contains(&(rule, key.to_owned()))) || flight.get_object_id("_id").is_ok_and(|id| self.ids.contains(&id))
+        key.is_some_and(|key| self.keys.contains(&(rule, key.to_owned())))
+            || flight.get_object_id("_id").is_ok_and(|id| self.ids.contains(&id))
     }
 }
 
@@ -71,9 +72,20 @@ impl Users {
     /// They do the same for the same seed.
     pub async fn new(client: &Client, seed: u64) -> Self {
         let database = client.database(DATABASE);
-        let every_hundredth = [doc! {"$match": {"minute": 30}}, doc! {"$sort": {"_id": 1}}, doc! {"$limit": 5000}, doc! {"$project": {"_id": 1}}];
-        let flights: Vec<Document> =
-            database.collection::<Document>("flights").aggregate(every_hundredth).await.expect("flights").try_collect().await.expect("flights");
+        let every_hundredth = [
+            doc! {"$match": {"minute": 30}},
+            doc! {"$sort": {"_id": 1}},
+            doc! {"$limit": 5000},
+            doc! {"$project": {"_id": 1}},
+        ];
+        let flights: Vec<Document> = database
+            .collection::<Document>("flights")
+            .aggregate(every_hundredth)
+            .await
+            .expect("flights")
+            .try_collect()
+            .await
+            .expect("flights");
         Self {
             random: StdRng::seed_from_u64(seed),
             carriers: distinct(&database, "airlines", "carrier").await,
@@ -95,7 +107,10 @@ impl Users {
         self.renames += 1;
         let name = format!("{carrier} Airways, name {}", self.renames);
         self.touch(Rule::Airline, carrier);
-        self.collection("airlines").update_one(doc! {"carrier": carrier}, doc! {"$set": {"name": &name}}).await.expect("an update");
+        self.collection("airlines")
+            .update_one(doc! {"carrier": carrier}, doc! {"$set": {"name": &name}})
+            .await
+            .expect("an update");
         name
     }
 
@@ -120,7 +135,8 @@ impl Users {
                 _ => changes.push(Change::InsertPlane(tailnum)),
             }
         }
-        for (change, times) in [(Change::InsertFlight, 100), (Change::RepointFlight, 200), (Change::DeleteFlight, 100)] {
+        for (change, times) in [(Change::InsertFlight, 100), (Change::RepointFlight, 200), (Change::DeleteFlight, 100)]
+        {
             changes.extend(std::iter::repeat_n(change, times));
         }
         changes.shuffle(&mut self.random);
@@ -167,7 +183,9 @@ impl Users {
 
     async fn insert_flight(&mut self) {
         let id = *self.flights.choose(&mut self.random).expect("flights");
-        let Some(mut flight) = self.collection("flights").find_one(doc! {"_id": id}).await.expect("a flight") else { return };
+        let Some(mut flight) = self.collection("flights").find_one(doc! {"_id": id}).await.expect("a flight") else {
+            return;
+        };
         let new = ObjectId::new();
         flight.insert("_id", new);
         flight.extend(self.references());

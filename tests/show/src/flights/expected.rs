@@ -44,7 +44,10 @@ impl Rule {
         match self {
             Self::Airline => vec![("airline_name", field("name"))],
             Self::Origin => vec![("origin_airport.name", field("name")), ("origin_airport.tzone", field("tzone"))],
-            Self::Dest => vec![("dest_airport", source.map(|source| Bson::Document(part(source, &["name", "lat", "lon", "alt", "tzone"]))))],
+            Self::Dest => vec![(
+                "dest_airport",
+                source.map(|source| Bson::Document(part(source, &["name", "lat", "lon", "alt", "tzone"]))),
+            )],
             Self::Plane => {
                 vec![("plane.year", field("year")), ("plane.model", source.map(model)), ("plane.seats", field("seats"))]
             }
@@ -129,9 +132,30 @@ pub struct Comparison {
 
 /// The columns of the CSV file and what the rules add.
 const KNOWN: &[&str] = &[
-    "_id", "year", "month", "day", "dep_time", "sched_dep_time", "dep_delay", "arr_time", "sched_arr_time", "arr_delay",
-    "carrier", "flight", "tailnum", "origin", "dest", "air_time", "distance", "hour", "minute", "time_hour", "airline_name",
-    "origin_airport", "dest_airport", "plane",
+    "_id",
+    "year",
+    "month",
+    "day",
+    "dep_time",
+    "sched_dep_time",
+    "dep_delay",
+    "arr_time",
+    "sched_arr_time",
+    "arr_delay",
+    "carrier",
+    "flight",
+    "tailnum",
+    "origin",
+    "dest",
+    "air_time",
+    "distance",
+    "hour",
+    "minute",
+    "time_hour",
+    "airline_name",
+    "origin_airport",
+    "dest_airport",
+    "plane",
 ];
 
 /// Compares every flight on the server, one after the other, and shows each with its sources to `see`.
@@ -160,7 +184,9 @@ pub async fn compare(client: &Client, mut see: impl FnMut(&Sources, &Document)) 
                 }
             }
         }
-        wrong.extend(flight.keys().filter(|name| !KNOWN.contains(&name.as_str())).map(|name| format!("{name} is nobody's")));
+        wrong.extend(
+            flight.keys().filter(|name| !KNOWN.contains(&name.as_str())).map(|name| format!("{name} is nobody's")),
+        );
         if !wrong.is_empty() {
             out.wrong += 1;
             let id = flight.get("_id").map(ToString::to_string).unwrap_or_default();

@@ -7,7 +7,10 @@ use futures_util::{StreamExt, stream};
 use mongodb::Client;
 use tokio::time::Instant;
 
-use super::{DATABASE, expected::{Rule, Sources}};
+use super::{
+    DATABASE,
+    expected::{Rule, Sources},
+};
 
 /// Statements in one command.
 const STATEMENTS: usize = 1000;
@@ -76,5 +79,10 @@ impl Floor {
 /// Takes every copied field away, as if there had been no daemon.
 pub async fn reset(client: &Client) {
     let paths = doc! {"airline_name": "", "origin_airport": "", "dest_airport": "", "plane": ""};
-    client.database(DATABASE).collection::<Document>("flights").update_many(doc! {}, doc! {"$unset": paths}).await.expect("an update");
+    client
+        .database(DATABASE)
+        .collection::<Document>("flights")
+        .update_many(doc! {}, doc! {"$unset": paths})
+        .await
+        .expect("an update");
 }

@@ -13,8 +13,25 @@ const BATCH: usize = 2000;
 
 /// The columns that are not text.
 const INTEGERS: &[&str] = &[
-    "year", "month", "day", "dep_time", "sched_dep_time", "dep_delay", "arr_time", "sched_arr_time", "arr_delay", "flight",
-    "air_time", "distance", "hour", "minute", "alt", "tz", "engines", "seats", "speed",
+    "year",
+    "month",
+    "day",
+    "dep_time",
+    "sched_dep_time",
+    "dep_delay",
+    "arr_time",
+    "sched_arr_time",
+    "arr_delay",
+    "flight",
+    "air_time",
+    "distance",
+    "hour",
+    "minute",
+    "alt",
+    "tz",
+    "engines",
+    "seats",
+    "speed",
 ];
 const DOUBLES: &[&str] = &["lat", "lon"];
 const TIMES: &[&str] = &["time_hour"];
@@ -48,7 +65,8 @@ async fn table(database: &Database, folder: &Path, name: &str) -> usize {
     let mut reader = csv::Reader::from_path(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let columns: Vec<String> = reader.headers().expect("a header").iter().map(str::to_owned).collect();
     let mut rows = reader.records().map(|row| document(&columns, &row.expect("a row of CSV")));
-    let batches = std::iter::from_fn(|| Some(rows.by_ref().take(BATCH).collect::<Vec<_>>()).filter(|batch| !batch.is_empty()));
+    let batches =
+        std::iter::from_fn(|| Some(rows.by_ref().take(BATCH).collect::<Vec<_>>()).filter(|batch| !batch.is_empty()));
     let collection = database.collection::<Document>(name);
     let insert = |batch: Vec<Document>| {
         let collection = collection.clone();
