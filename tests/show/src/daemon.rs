@@ -1,0 +1,121 @@
+//! The release binary `denormd` as a child process.
+
+use std::{
+    env,
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+/// How long a stop in good order may take.
+const STOP_LIMIT: Duration = Duration::from_secs(30);
+
+/// `denormd run` with a config file of `config/`, on a cluster of ours. Gone with its log when this is dropped.
+pub struct Daemon {
+    binary: PathBuf,
+    config: PathBuf,
+    uri: String,
+    child: Option<Child>,
+    log: PathBuf,
+}
+
+impl Daemon {
+    /// With `config/<name>`; nothing runs yet. The binary is the one beside this program, or `$DENORMD`.
+    pub fn new(config: &str, uri: &str) -> Self {
+        let beside = env::current_exe().expect("the path of this program").with_file_name("denormd");
+        let binary = env::var_os("DENORMD").map_or(beside, PathBuf::from);
+        assert!(binary.exists(), "there is no {}: build it with `cargo build --release`", binary.display());
+        let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../config").join(config);
+        let config = config.canonicalize().unwrap_or_else(|error| panic!("{}: {error}", config.display()));
+        let log = env::temp_dir().join(format!("denormd-show-{}.log", std::process::id()));
+        Self { binary, config, uri: uri.to_owned(), child: None, log }
+    }
+
+    fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(&self.binary);
+        command.args(words).arg("--config").arg(&self.config).stdin(Stdio::null());
+        // Several may run on this machine.
+        command.env("DENORMD__MONGODB__URI", &self.uri).env("DENORMD__HTTP__LISTEN", "127.0.0.1:0");
+        command
+    }
+
+    /// `denormd plan --apply`: the commands that it ran.
+    pub fn plan_apply(&self) -> Vec<String> {
+        let output = self.command(&["plan", "--apply"]).output().expect("denormd starts");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "denormd plan --apply: {}\n{text}", String::from_utf8_lossy(&output.stderr));
+        text.lines().filter(|line| line.starts_with("db.")).map(str::to_owned).collect()
+    }
+
+    /// `denormd run`. Its log goes to one file through all restarts.
+    pub fn start(&mut self) {
+        let log = File::options().create(true).append(true).open(&self.log).expect("a log file");
+        let child = self.command(&["run"]).stdout(Stdio::null()).stderr(log).spawn().expect("denormd starts");
+        self.child = Some(child);
+    }
+
+    /// SIGKILL. The process is gone when this returns.
+    pub fn kill9(&mut self) {
+        self.assert_running();
+        let mut child = self.child.take().expect("a daemon that runs");
+        child.kill().expect("SIGKILL");
+        child.wait().expect("the exit status");
+    }
+
+    /// SIGTERM, on which the daemon ends what is in flight and exits with 0.
+    pub async fn stop(&mut self) {
+        self.assert_running();
+        let mut child = self.child.take().expect("a daemon that runs");
+        let sent = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill runs");
+        assert!(sent.success(), "SIGTERM could not be sent");
+        let wait = async {
+            loop {
+                if let Some(status) = child.try_wait().expect("the exit status") {
+                    return status;
+                }
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        let Ok(status) = tokio::time::timeout(STOP_LIMIT, wait).await else {
+            self.child = Some(child);
+            panic!("denormd did not stop within {STOP_LIMIT:?} of SIGTERM\n{}", self.log_tail());
+        };
+        assert!(status.success(), "denormd did not stop in good order: {status}\n{}", self.log_tail());
+    }
+
+    /// Panics with the end of the log when the daemon has ended by itself.
+    pub fn assert_running(&mut self) {
+        if let Some(child) = &mut self.child
+            && let Some(status) = child.try_wait().expect("the exit status")
+        {
+            panic!("denormd ended by itself: {status}\n{}", self.log_tail());
+        }
+    }
+
+    /// The last lines of the daemon's log.
+    pub fn log_tail(&self) -> String {
+        const LINES: usize = 20;
+        let log = fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        lines[lines.len().saturating_sub(LINES)..].join("\n")
+    }
+
+    /// The lines of the log that warn or worse.
+    pub fn warnings(&self) -> Vec<String> {
+        let log = fs::read_to_string(&self.log).unwrap_or_default();
+        let bad = |line: &&str| line.contains("\"level\":\"WARN\"") || line.contains("\"level\":\"ERROR\"");
+        log.lines().filter(bad).map(str::to_owned).collect()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            // It may have ended by itself.
+            child.kill().ok();
+            child.wait().ok();
+        }
+        fs::remove_file(&self.log).ok();
+    }
+}

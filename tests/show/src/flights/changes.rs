@@ -1,0 +1,215 @@
+//! What an application does while the daemon runs: sources are renamed, deleted and come back, flights are added, take
+//! another plane, and are cancelled.
+
+use std::collections::BTreeSet;
+
+use bson::{Bson, Document, doc, oid::ObjectId};
+use futures_util::TryStreamExt;
+use mongodb::{Client, Collection, Database};
+use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom, seq::SliceRandom};
+
+use super::{DATABASE, expected::Rule};
+
+/// One change.
+#[derive(Debug, Clone)]
+enum Change {
+    RenameAirline(String),
+    RenameAirport(String),
+    /// Gone, and its flights lose it.
+    DeletePlane(String),
+    /// Back as a new document, with another model.
+    InsertPlane(String),
+    /// A second document with the same tail number: the first by `_id` counts.
+    DoublePlane(String),
+    /// A copy of a flight under a new `_id`, copied fields and all, which may be wrong for it.
+    InsertFlight,
+    RepointFlight,
+    DeleteFlight,
+}
+
+/// What a round did, and what it has touched.
+#[derive(Debug, Default)]
+pub struct Touched {
+    /// Writes to sources.
+    pub sources: usize,
+    /// Writes to flights.
+    pub flights: usize,
+    /// Keys whose flights all have to be looked at.
+    keys: BTreeSet<(Rule, String)>,
+    /// Flights to be looked at in themselves.
+    ids: BTreeSet<ObjectId>,
+}
+
+impl Touched {
+    /// Whether what a rule copies into a flight may have changed.
+    pub fn has(&self, rule: Rule, flight: &Document) -> bool {
+        let key = flight.get_str(rule.reference()).ok();
+        key.is_some_and(|key| self.keys.contains(&(rule, key.to_owned())))
+            || flight.get_object_id("_id").is_ok_and(|id| self.ids.contains(&id))
+    }
+}
+
+/// The users of the database, who know nothing of the daemon.
+pub struct Users {
+    random: StdRng,
+    database: Database,
+    carriers: Vec<String>,
+    /// Where flights go.
+    dests: Vec<String>,
+    tailnums: Vec<String>,
+    flights: Vec<ObjectId>,
+    renames: u32,
+    /// What they have done.
+    pub touched: Touched,
+}
+
+async fn distinct(database: &Database, collection: &str, field: &str) -> Vec<String> {
+    let found = database.collection::<Document>(collection).distinct(field, doc! {}).await.expect("the keys");
+    found.into_iter().filter_map(|key| key.as_str().map(str::to_owned)).collect()
+}
+
+impl Users {
+    /// They do the same for the same seed.
+    pub async fn new(client: &Client, seed: u64) -> Self {
+        let database = client.database(DATABASE);
+        let every_hundredth = [
+            doc! {"$match": {"minute": 30}},
+            doc! {"$sort": {"_id": 1}},
+            doc! {"$limit": 5000},
+            doc! {"$project": {"_id": 1}},
+        ];
+        let flights: Vec<Document> = database
+            .collection::<Document>("flights")
+            .aggregate(every_hundredth)
+            .await
+            .expect("flights")
+            .try_collect()
+            .await
+            .expect("flights");
+        Self {
+            random: StdRng::seed_from_u64(seed),
+            carriers: distinct(&database, "airlines", "carrier").await,
+            dests: distinct(&database, "flights", "dest").await,
+            tailnums: distinct(&database, "planes", "tailnum").await,
+            flights: flights.iter().filter_map(|flight| flight.get_object_id("_id").ok()).collect(),
+            database,
+            renames: 0,
+            touched: Touched::default(),
+        }
+    }
+
+    fn collection(&self, name: &str) -> Collection<Document> {
+        self.database.collection(name)
+    }
+
+    /// One airline is renamed. Returns its new name.
+    pub async fn rename_airline(&mut self, carrier: &str) -> String {
+        self.renames += 1;
+        let name = format!("{carrier} Airways, name {}", self.renames);
+        self.touch(Rule::Airline, carrier);
+        self.collection("airlines")
+            .update_one(doc! {"carrier": carrier}, doc! {"$set": {"name": &name}})
+            .await
+            .expect("an update");
+        name
+    }
+
+    fn touch(&mut self, rule: Rule, key: &str) {
+        self.touched.sources += 1;
+        self.touched.keys.insert((rule, key.to_owned()));
+    }
+
+    /// Some 600 changes in a random order: every airline, fifty airports, planes that go and come, single flights, of
+    /// which as many come as go.
+    pub async fn round(&mut self) {
+        let mut changes: Vec<Change> = self.carriers.iter().cloned().map(Change::RenameAirline).collect();
+        // The large ones again: renamed while their last rename is still being copied.
+        changes.extend(["UA", "UA", "B6", "EV"].map(|carrier| Change::RenameAirline(carrier.to_owned())));
+        changes.extend(self.dests.choose_multiple(&mut self.random, 50).cloned().map(Change::RenameAirport));
+        changes.push(Change::RenameAirport("JFK".to_owned()));
+        for tailnum in self.tailnums.choose_multiple(&mut self.random, 60).cloned().collect::<Vec<_>>() {
+            changes.push(Change::DeletePlane(tailnum.clone()));
+            match self.random.random_range(0..4) {
+                0 => {}
+                1 => changes.push(Change::DoublePlane(tailnum)),
+                _ => changes.push(Change::InsertPlane(tailnum)),
+            }
+        }
+        for (change, times) in [(Change::InsertFlight, 100), (Change::RepointFlight, 200), (Change::DeleteFlight, 100)]
+        {
+            changes.extend(std::iter::repeat_n(change, times));
+        }
+        changes.shuffle(&mut self.random);
+        for change in changes {
+            self.perform(change).await;
+        }
+    }
+
+    async fn perform(&mut self, change: Change) {
+        match change {
+            Change::RenameAirline(carrier) => {
+                self.rename_airline(&carrier).await;
+            }
+            Change::RenameAirport(faa) => {
+                self.renames += 1;
+                let set = match self.random.random_range(0..4) {
+                    0 => doc! {"$unset": {"tzone": ""}, "$set": {"alt": self.random.random_range(0..9000)}},
+                    1 => doc! {"$set": {"tzone": "Etc/UTC", "lat": self.random.random_range(-90.0..90.0)}},
+                    _ => doc! {"$set": {"name": format!("{faa} Field, name {}", self.renames)}},
+                };
+                self.touch(Rule::Origin, &faa);
+                self.touched.keys.insert((Rule::Dest, faa.clone()));
+                self.collection("airports").update_one(doc! {"faa": faa}, set).await.expect("an update");
+            }
+            Change::DeletePlane(tailnum) => {
+                self.touch(Rule::Plane, &tailnum);
+                self.collection("planes").delete_one(doc! {"tailnum": tailnum}).await.expect("a delete");
+            }
+            Change::InsertPlane(tailnum) | Change::DoublePlane(tailnum) => {
+                self.touch(Rule::Plane, &tailnum);
+                let plane = doc! {"tailnum": tailnum, "manufacturer": "AIRBUS", "model": format!("A{}", self.random.random_range(100..400)), "seats": 179};
+                self.collection("planes").insert_one(plane).await.expect("an insert");
+            }
+            Change::InsertFlight => self.insert_flight().await,
+            Change::RepointFlight => self.repoint_flight().await,
+            Change::DeleteFlight => {
+                self.touched.flights += 1;
+                let place = self.random.random_range(0..self.flights.len());
+                let id = self.flights.swap_remove(place);
+                self.collection("flights").delete_one(doc! {"_id": id}).await.expect("a delete");
+            }
+        }
+    }
+
+    async fn insert_flight(&mut self) {
+        let id = *self.flights.choose(&mut self.random).expect("flights");
+        let Some(mut flight) = self.collection("flights").find_one(doc! {"_id": id}).await.expect("a flight") else {
+            return;
+        };
+        let new = ObjectId::new();
+        flight.insert("_id", new);
+        flight.extend(self.references());
+        self.touched.flights += 1;
+        self.touched.ids.insert(new);
+        self.flights.push(new);
+        self.collection("flights").insert_one(flight).await.expect("an insert");
+    }
+
+    async fn repoint_flight(&mut self) {
+        let id = *self.flights.choose(&mut self.random).expect("flights");
+        let update = match self.random.random_range(0..8) {
+            0 => doc! {"$unset": {"tailnum": ""}},
+            1 => doc! {"$set": {"tailnum": Bson::Null}},
+            2 => doc! {"$set": {"dest": "nowhere"}},
+            _ => doc! {"$set": self.references()},
+        };
+        self.touched.flights += 1;
+        self.touched.ids.insert(id);
+        self.collection("flights").update_one(doc! {"_id": id}, update).await.expect("an update");
+    }
+
+    fn references(&mut self) -> Document {
+        let mut pick = |from: &[String]| from.choose(&mut self.random).cloned().unwrap_or_default();
+        doc! {"carrier": pick(&self.carriers), "dest": pick(&self.dests), "tailnum": pick(&self.tailnums)}
+    }
+}

@@ -1,0 +1,9 @@
+//! Shows denormd at work: `make demo` on a small shop, `make flights` on a year of real flights.
+//!
+//! Both start a throw-away replica set and drive the release binary `denormd` as anyone would: a config file, `plan
+//! --apply`, `run`, and SIGKILL. What they know of it is what an operator can see, the data and the state database.
+
+pub mod daemon;
+pub mod flights;
+pub mod print;
+pub mod progress;

@@ -1,0 +1,88 @@
+//! How far the daemon is, seen from outside: what it keeps in its state database.
+
+use std::time::Duration;
+
+use bson::{Document, Timestamp, doc};
+use futures_util::TryStreamExt;
+use mongodb::{Client, Collection};
+use tokio::time::{Instant, sleep};
+
+/// Generous: reached only when something is broken.
+const LIMIT: Duration = Duration::from_mins(5);
+/// How often the state is looked at.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// The state of one deployment, by the names of `state.database` and its collections.
+#[derive(Clone)]
+pub struct Progress {
+    client: Client,
+    database: String,
+    rules: usize,
+}
+
+impl Progress {
+    /// Of a daemon with so many rules over one database.
+    pub fn new(client: &Client, database: &str, rules: usize) -> Self {
+        Self { client: client.clone(), database: database.to_owned(), rules }
+    }
+
+    fn state(&self, collection: &str) -> Collection<Document> {
+        self.client.database("denormd").collection(collection)
+    }
+
+    /// The rules whose backfill is done.
+    pub async fn backfilled(&self) -> usize {
+        let done = self.state("rules").count_documents(doc! {"backfill": "done"}).await.expect("the rules' states");
+        usize::try_from(done).unwrap_or_default()
+    }
+
+    /// Waits until every rule's backfill is done.
+    pub async fn wait_backfilled(&self) {
+        let started = Instant::now();
+        while self.backfilled().await < self.rules {
+            assert!(started.elapsed() < LIMIT, "the backfill was not done after {LIMIT:?}");
+            sleep(PAUSE).await;
+        }
+    }
+
+    /// Waits until all that is committed now is applied. The daemon saves its position once a second while it moves, so
+    /// this returns up to a second late.
+    pub async fn wait_caught_up(&self) {
+        let started = Instant::now();
+        let now = self.mark().await;
+        loop {
+            let positions: Vec<Document> = self
+                .state("positions")
+                .find(doc! {})
+                .await
+                .expect("the positions")
+                .try_collect()
+                .await
+                .expect("the positions");
+            let time = |position: &Document| position.get_timestamp("time").ok();
+            let reached = !positions.is_empty() && positions.iter().all(|position| time(position) >= Some(now));
+            // After the positions: a rule that an event sends back to be backfilled is recorded before they pass it.
+            if reached && self.backfilled().await == self.rules {
+                return;
+            }
+            assert!(
+                started.elapsed() < LIMIT,
+                "the daemon has not caught up with {now} after {LIMIT:?}: {positions:?}"
+            );
+            sleep(PAUSE).await;
+        }
+    }
+
+    /// Writes where no rule looks; the time of that write on the cluster's clock.
+    async fn mark(&self) -> Timestamp {
+        let insert = doc! {"insert": "marks", "documents": [{}], "writeConcern": {"w": "majority"}};
+        let reply = self.client.database(&self.database).run_command(insert).await.expect("an insert");
+        reply.get_timestamp("operationTime").expect("a replica set's reply has an operationTime")
+    }
+
+    /// The dead letters: what could not be written, and why.
+    pub async fn dead_letters(&self) -> Vec<Document> {
+        let letters = self.state("dead_letters").find(doc! {}).await.expect("the dead letters");
+        letters.try_collect().await.expect("the dead letters")
+    }
+}
