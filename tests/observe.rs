@@ -298,3 +298,44 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
     assert_eq!(code, Some(2), "{error}");
     assert!(error.contains("another process listens there"), "{error}");
 }
+
+#[test]
+fn alerts_fire_when_they_should_and_only_then() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/prometheus");
+    let file = |name: &str| folder.join(name).to_string_lossy().into_owned();
+    promtool(&["check", "config", &file("prometheus.yml")], "");
+    promtool(&["test", "rules", &file("alerts_test.yml")], "");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_dashboard_rules_and_alerts_ask_for_is_measured() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test, 3).await;
+    let observed = Observed::start(&test, RULES).await;
+    observed.daemon.settled().await;
+    observed.until("a look at the oplog", |status| status.oplog.readable.is_some()).await;
+    let text = observed.text("/metrics").await;
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy");
+    let known: std::collections::BTreeSet<&str> =
+        text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.split([' ', '{']).next()).collect();
+    for file in ["prometheus/rules.yml", "prometheus/alerts.yml", "grafana/denormd.json"] {
+        let asked = std::fs::read_to_string(root.join(file)).unwrap();
+        let words = asked.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        for name in words.filter(|word| word.starts_with("denormd_")) {
+            // Counted when the first retry happens.
+            assert!(known.contains(name) || name == "denormd_retries_total", "{file} asks for {name}");
+        }
+    }
+    let alerts = std::fs::read_to_string(root.join("prometheus/alerts.yml")).unwrap();
+    let runbook = std::fs::read_to_string(root.join("RUNBOOK.md")).unwrap();
+    for alert in alerts.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")) {
+        assert!(runbook.contains(&format!("## {alert}\n")), "{alert} has no section in the runbook");
+    }
+    let names = denormd::metrics::Cause::ALL.map(denormd::metrics::Cause::name);
+    for reason in alerts.split("reason=").skip(1).filter_map(|rest| rest.split('"').nth(1)) {
+        for name in reason.split('|') {
+            assert!(names.contains(&name), "no cause is called {name}");
+        }
+    }
+    observed.end().await;
+}

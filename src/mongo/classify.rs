@@ -67,7 +67,22 @@ impl From<mongodb::error::Error> for Error {
     }
 }
 
-fn named(code: i32, name: &str) -> String {
+/// The server's own text of an error code. Of an error within a bulk write it sends the code alone; these are the ones that
+/// refuse a document.
+#[must_use]
+pub fn named(code: i32, name: &str) -> String {
+    let name = match (name, code) {
+        ("", 2) => "BadValue",
+        ("", 9) => "FailedToParse",
+        ("", 14) => "TypeMismatch",
+        ("", 28) => "PathNotViable",
+        ("", 66) => "ImmutableField",
+        ("", 121) => "DocumentValidationFailure",
+        ("", 11000) => "DuplicateKey",
+        ("", 10334 | 17280 | 17419 | 17420) => "BSONObjectTooLarge",
+        ("", 16755 | 16804) => "GeoIndexRefusesValue",
+        (name, _) => name,
+    };
     if name.is_empty() { format!("server error {code}") } else { format!("server error {code} ({name})") }
 }
 

@@ -13,7 +13,7 @@ use tokio::sync::RwLock;
 use crate::{
     error::{Error, Kind, Result},
     mongo::{
-        classify::kind_of_code,
+        classify::{kind_of_code, named},
         fence::{Fence, Window},
         primary::Primary,
     },
@@ -335,9 +335,8 @@ fn take_reply(reply: &Document, offset: usize, written: &mut Written) -> Result<
             }
             let kind = kind_of_code(code);
             let name = error.get_str("codeName").unwrap_or_default();
-            let message =
-                if name.is_empty() { format!("server error {code}") } else { format!("server error {code} ({name})") };
-            written.refused.push((offset + index, Error { code: Some(code), ..Error::new(kind, message) }));
+            let error = Error { code: Some(code), ..Error::new(kind, named(code, name)) };
+            written.refused.push((offset + index, error));
         }
     }
     if let Ok(concern) = reply.get_document("writeConcernError") {

@@ -40,7 +40,7 @@ impl Rows {
             let key = key_of(&row)?;
             let values = row.get_document("v").map_err(|_| Error::internal("a row without values"))?.to_owned();
             // A look-up has a row for a key without sources too.
-            if values.get_array("e").is_ok_and(|elements| elements.is_empty()) {
+            if values.get_array("e").is_ok_and(bson::RawArray::is_empty) {
                 continue;
             }
             let rank = self.by_key.len();
