@@ -41,6 +41,10 @@ test: ## Run every test against a throw-away MongoDB, fetched when there is none
 	"$$target/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES)
 	if [ "$$doctests" ]; then $(CARGO) test --workspace $(FEATURES) --doc; fi
 
+.PHONY: mutants
+mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, tests/mutants.toml has them
+	@python3 tests/mutants.py $(if $(ONLY),--only "$(ONLY)")
+
 .PHONY: demo
 demo: ## Watch a small shop stay true: before and after side by side, with times
 	@export MONGOD="$$(python3 tests/mongod.py)"

@@ -957,6 +957,23 @@ async fn a_copied_value_is_data_and_keeps_its_type() {
     crate::cases::assert_silence(&test, &config).await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_backfill_of_several_pages_goes_on_across_types() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("s").insert_one(name(1, "a")).await.unwrap();
+    // The numbers fill more than a page, and end within one.
+    let targets = (0..1100).map(Bson::Int32).chain(ids()).map(|id| doc! {"_id": id, "ref": 1});
+    db.collection("t").insert_many(targets).await.unwrap();
+    let rule =
+        "{ name: r, allow_scan: true, copy: { source: s, target: t, match: { ref: _id }, set: { name: $name } } }";
+    let daemon = Daemon::start(&test, &format!("  - {rule}")).await;
+    daemon.settled().await;
+    let left = daemon::all(&db, "t").await.into_iter().filter(|target| target.get_str("name").ok() != Some("a"));
+    assert_eq!(left.collect::<Vec<_>>(), Vec::<Document>::new());
+    daemon.stop().await;
+}
+
 /// The findings of a rule that is about to run.
 async fn findings(text: &str) -> Vec<preflight::Finding> {
     let context = daemon::context(text).await;
