@@ -40,6 +40,11 @@ fn known_failures() -> Vec<Case> {
             .has("t", [doc! {"_id": 1, "ref": 1}, doc! {"_id": 2, "ref": 2}])
             .writes([replace("s", name(1, "z")), replace("s", doc! {"_id": 2, "other": 1})])
             .expect("t", [doc! {"_id": 1, "ref": 1, "name": "z"}, doc! {"_id": 2, "ref": 2}]),
+        Case::new("re-pointed there and back", NAME)
+            .has("s", [name(1, "x"), name(2, "y")])
+            .has("t", (0..30).map(|id| doc! {"_id": id, "ref": 1}))
+            .writes((0..30).flat_map(|id| [1, 2, 1].map(|to| replace("t", doc! {"_id": id, "ref": to}))))
+            .expect("t", (0..30).map(|id| doc! {"_id": id, "ref": 1, "name": "x"})),
         Case::new("delete", NAME)
             .has("s", [name(1, "x"), name(2, "y")])
             .has("t", [doc! {"_id": 1, "ref": 1}, doc! {"_id": 2, "ref": 2}])

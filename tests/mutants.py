@@ -163,7 +163,7 @@ def main():
     logs = PROJECT / "target/mutants/logs"
     logs.mkdir(parents=True, exist_ok=True)
     # One server for all tests of a run, as `make test` has it.
-    subprocess.run([CARGO, "build", "--quiet", "--package", "denormd-fixture"], cwd=copy, env=env, check=True)
+    subprocess.run([CARGO, "build", "--quiet", "--workspace", "--bin", "denormd-fixture"], cwd=copy, env=env, check=True)
     if not given.skip_unplanted and not unplanted(mutants, copy, env, logs):
         say("the tests fail without a bug: nothing can be said of the mutants")
         return 1
