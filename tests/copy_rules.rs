@@ -966,9 +966,9 @@ async fn a_copied_value_is_data_and_keeps_its_type() {
 async fn a_backfill_of_several_pages_goes_on_across_types() {
     let test = denormd_fixture::database().await;
     let db = test.database();
-    db.collection("s").insert_one(name(1, "a")).await.unwrap();
-    // The numbers fill more than a page, and end within one.
-    let targets = (0..1100).map(Bson::Int32).chain(ids()).map(|id| doc! {"_id": id, "ref": 1});
+    db.collection("s").insert_many((0..1200).map(|id| name(id, "a"))).await.unwrap();
+    // The numbers fill more than a page, and end within one. No two share a source: then one would write the other.
+    let targets = (0..1100).map(Bson::Int32).chain(ids()).zip(0..).map(|(id, n)| doc! {"_id": id, "ref": n});
     db.collection("t").insert_many(targets).await.unwrap();
     let rule =
         "{ name: r, allow_scan: true, copy: { source: s, target: t, match: { ref: _id }, set: { name: $name } } }";
