@@ -26,6 +26,8 @@ import time
 import tomllib
 from pathlib import Path
 
+import fetch
+
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent
 CARGO = os.environ.get("CARGO", "cargo")
@@ -193,4 +195,7 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Two at once would run each other's builds.
+    (PROJECT / "target/mutants").mkdir(parents=True, exist_ok=True)
+    with fetch.locked(PROJECT / "target/mutants", "run"):
+        sys.exit(main())
