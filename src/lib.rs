@@ -1,4 +1,40 @@
-//! denormd
+//! denormd keeps the fields you copy between MongoDB collections equal to their source.
+//!
+//! # The way of the data
+//!
+//! ```text
+//! config -> plan -> watch -> route -> workqueue -> reconcile -> checkpoint
+//!                                                  (read, value, statement)
+//! ```
+//!
+//! # The floors, lowest first
+//!
+//! A module imports only from floors below its own; `tests/floors.rs` holds the list and fails on an upward import.
+//!
+//! | floor | modules |
+//! |---|---|
+//! | vocabulary | [`error`], [`key`], [`field_path`], [`position`], [`metrics`] |
+//! | what the user wrote, what happened | [`config`], [`change`], [`logging`] |
+//! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
+//! | what is asked for | [`request`] |
+//! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`lease`], [`workqueue`], [`reconcile`] |
+//! | what feeds the same queue | [`preflight`], [`backfill`], [`audit`] |
+//! | assembly | [`pipeline`], [`status`], [`server`] |
+//! | the command line | [`cli`], [`commands`] |
+//!
+//! # Architecture invariants
+//!
+//! - **An event only says what to look at again.** What is written is computed from the sources as they are when they are
+//!   read, whole; so replays, duplicates and reordering do no harm.
+//! - **A position is saved only when every batch up to it has nothing left in the queue** ([`checkpoint::watermark`]), or
+//!   what is left is recorded by a majority: a dead letter, a backfill, a hold.
+//! - **A key never runs twice at once, and a request that arrives while it runs is remembered** ([`workqueue`]).
+//! - **Every statement demands that the reference is still what the value was computed for, that the target still takes
+//!   part, and that the command started in time** ([`reconcile::statement`]); every read is of a majority, by the primary,
+//!   no older than any event delivered so far.
+//! - **A copied value is data**: it is written by classic `$set`, never inside a pipeline.
+//! - **No document's value reaches a log, a metric or an error's text.**
+
 pub mod audit;
 pub mod backfill;
 pub mod change;

@@ -99,19 +99,19 @@ pub enum Reconciled {
     SetAside,
     /// To be tried again.
     Failed,
-    /// The reference dangles: waits for the grace period.
-    Dangling,
+    /// Looked at, and left for later: a grace period, a second look, the brake.
+    Waiting,
 }
 
 impl Reconciled {
-    const ALL: [Self; 4] = [Self::Done, Self::SetAside, Self::Failed, Self::Dangling];
+    const ALL: [Self; 4] = [Self::Done, Self::SetAside, Self::Failed, Self::Waiting];
 
     fn name(self) -> &'static str {
         match self {
             Self::Done => "done",
             Self::SetAside => "dead_letter",
             Self::Failed => "failed",
-            Self::Dangling => "dangling",
+            Self::Waiting => "waiting",
         }
     }
 }
@@ -271,6 +271,14 @@ impl Metrics {
         let reason = error.code.map_or_else(|| kind(error.kind).to_owned(), |code| format!("server_error_{code}"));
         self.set_aside.with_label_values(&[rule, &reason]).inc();
         self.trouble(Some(rule), "set aside", error);
+    }
+
+    /// A target differed without a change that explains it; with `repaired`, it is being mended.
+    pub fn drifted(&self, rule: &str, repaired: bool) {
+        self.drift_found.with_label_values(&[rule]).inc();
+        if repaired {
+            self.drift_repaired.with_label_values(&[rule]).inc();
+        }
     }
 
     /// Something failed: kept among the recent errors. The error's text holds no values, see [`Error`].

@@ -19,7 +19,6 @@ use crate::{
         store::{Backfill, Hold, Store},
         watermark::Watermark,
     },
-    dead_letter,
     error::Result,
     plan::{RuleId, Values},
     position::{ClusterTime, Position},
@@ -38,12 +37,15 @@ const DELIVERIES: usize = 2;
 const CHEAP: Duration = Duration::from_millis(20);
 /// The longest pause between two recomputes of one key.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// How often commands' wishes are looked for.
-const LOOK_FOR_WISHES: Duration = Duration::from_secs(1);
 /// The origin of backfill pages, beside the streams.
 const BACKFILL: usize = usize::MAX;
 
+mod feeders;
 mod observe;
+mod rules;
+
+use feeders::{retry, wishes};
+use rules::{look_for_sources, register_rules, rules_of};
 
 /// How far the daemon is.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -145,70 +147,6 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     let progress = pipeline.progress.subscribe();
     let task = tokio::spawn(pipeline.run(starts, stop.clone()));
     Ok(Handle { context, progress, stop, task })
-}
-
-fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
-    let touched = |rule: &&Arc<crate::plan::Rule>| {
-        rule.source.namespace.database == database || rule.target.namespace.database == database
-    };
-    context.plan.rules.iter().filter(touched).map(|rule| rule.id).collect()
-}
-
-/// Records new and changed rules; returns the backfills that are open, and the rules that are held.
-async fn register_rules(context: &Context, store: &Store) -> Result<(Vec<Wish>, BTreeMap<RuleId, Hold>)> {
-    let known = store.rules(&context.server).await?;
-    let mut open = Vec::new();
-    let mut held = BTreeMap::new();
-    for rule in &context.plan.rules {
-        let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, state)| state);
-        match before {
-            Some(state) if state.definition == rule.definition => match &state.backfill {
-                Backfill::Pending(after) => {
-                    open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
-                }
-                Backfill::Held(hold) => {
-                    tracing::error!(rule = %rule.name, reason = hold.reason, "this rule is held until `denormd release {}`", rule.name);
-                    held.insert(rule.id, hold.clone());
-                }
-                Backfill::Manual | Backfill::Done => {}
-            },
-            before => {
-                let auto = rule.backfill == crate::config::BackfillMode::Auto;
-                let backfill = if auto { Backfill::Pending(None) } else { Backfill::Manual };
-                tracing::info!(rule = %rule.name, change = if before.is_some() { "changed" } else { "new" }, backfill = auto, "rule");
-                if let Some(state) = before {
-                    store.retire(&context.server, &rule.name, &state.definition).await?;
-                }
-                let generation = store.reset_rule(&context.server, rule, &backfill).await?;
-                if auto {
-                    open.push(Wish { rule: rule.id, generation, after: None });
-                }
-            }
-        }
-    }
-    for (name, _) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
-        tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
-    }
-    Ok((open, held))
-}
-
-/// Remembers which source collections are there; returns the rules whose source has been there and is gone.
-async fn look_for_sources(context: &Context, store: &Store) -> Result<Vec<RuleId>> {
-    let known = store.rules(&context.server).await?;
-    let mut gone = Vec::new();
-    for rule in &context.plan.rules {
-        let source = &rule.source.namespace;
-        let seen = known.iter().any(|(name, state)| *name == rule.name && state.source_seen);
-        if context.server.has_collection(&source.database, &source.collection).await? {
-            context.saw(source, true);
-            if !seen {
-                store.source_seen(&context.server, &rule.name).await?;
-            }
-        } else if seen {
-            gone.push(rule.id);
-        }
-    }
-    Ok(gone)
 }
 
 struct Stream {
@@ -611,66 +549,12 @@ impl Pipeline {
     }
 }
 
-/// Tries dead letters again, each when its own pause is over.
-async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: CancellationToken) {
-    loop {
-        tokio::select! {
-            () = tokio::time::sleep(dead_letter::ROUND) => {}
-            () = stop.cancelled() => return,
-        }
-        let round = async {
-            for rule in &context.plan.rules {
-                for letter in context.dead_letters.due(&context.server, rule).await? {
-                    let after = context.server.operation_time().await?;
-                    let (done, acknowledged) = oneshot::channel();
-                    if out.send(Page { requests: vec![letter.request(rule)], after, done }).await.is_ok()
-                        && acknowledged.await.is_ok()
-                    {
-                        context.dead_letters.clear(&context.server, &letter).await?;
-                    }
-                }
-            }
-            Ok(())
-        };
-        let result: Result<()> = tokio::select! {
-            result = round => result,
-            () = stop.cancelled() => return,
-        };
-        if let Err(error) = result {
-            tracing::warn!(error = %error.message, "dead letters cannot be read; trying again");
-        }
-    }
-}
-
 /// Whether requests of a rule are done: one whose source is gone still copies what it finds, which takes nothing away.
 fn may_run(context: &Context, held: &BTreeMap<RuleId, Hold>, rule: RuleId) -> bool {
     held.get(&rule).is_none_or(|hold| match context.plan.rule(rule).values {
         Values::Set { .. } | Values::Into { .. } => hold.detached,
         Values::Collect { .. } | Values::Aggregate { .. } => false,
     })
-}
-
-/// Looks for backfills that commands have asked for.
-async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sender<Vec<Wish>>, stop: CancellationToken) {
-    let mut seen: BTreeMap<String, i64> = BTreeMap::new();
-    loop {
-        tokio::select! {
-            () = tokio::time::sleep(LOOK_FOR_WISHES) => {}
-            () = stop.cancelled() => return,
-        }
-        let Ok(states) = store.rules(&context.server).await else { continue };
-        let mut wishes = Vec::new();
-        for (name, state) in states {
-            let newer = seen.insert(name.clone(), state.generation) != Some(state.generation);
-            let rule = context.plan.rules.iter().find(|rule| rule.name == name);
-            if let (true, Some(rule), Backfill::Pending(after)) = (newer, rule, &state.backfill) {
-                wishes.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
-            }
-        }
-        if !wishes.is_empty() && out.send(wishes).await.is_err() {
-            return;
-        }
-    }
 }
 
 async fn sleep_until(due: Option<Instant>) {

@@ -181,17 +181,17 @@ async fn many(default: u64, options: fn(String) -> Options) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn copy_rules_converge_whatever_happens() {
-    many(200, |prefix| Options { mixed_composite: true, ..Options::new(prefix) }).await;
+    many(100, |prefix| Options { mixed_composite: true, ..Options::new(prefix) }).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn all_rules_converge_whatever_happens() {
-    many(200, |prefix| Options { mixed_composite: true, ..Options::everything(prefix) }).await;
+    many(100, |prefix| Options { mixed_composite: true, ..Options::everything(prefix) }).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn references_that_dangle_are_removed_with_their_element_or_target() {
-    many(100, |prefix| Options { destroy: true, mixed_composite: true, ..Options::new(prefix) }).await;
+    many(50, |prefix| Options { destroy: true, mixed_composite: true, ..Options::new(prefix) }).await;
 }
 
 #[tokio::test]

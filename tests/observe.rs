@@ -339,3 +339,41 @@ async fn what_dashboard_rules_and_alerts_ask_for_is_measured() {
     }
     observed.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn neither_the_password_nor_a_value_is_told_in_logs_or_figures() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let user = doc! {"createUser": "denormd", "pwd": CANARY, "roles": ["root"]};
+    set.client().await.database("admin").run_command(user).await.unwrap();
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": CANARY}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 0, "host": 1}).await.unwrap();
+    db.create_collection("notes").validator(doc! {"ip": {"$ne": CANARY}}).await.unwrap();
+    db.collection("notes").insert_one(doc! {"_id": CANARY, "log": 0}).await.unwrap();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let uri = test.uri.replace("mongodb://", &format!("mongodb://denormd:{CANARY}@"));
+    let text = config(&test, RULES).replace(&test.uri, &uri).replace("127.0.0.1:0", &format!("127.0.0.1:{port}"));
+    let folder = tempfile::tempdir().unwrap();
+    let (file, log) = (folder.path().join("denormd.yaml"), folder.path().join("log"));
+    std::fs::write(&file, format!("{text}log: {{ filter: denormd=trace }}\n")).unwrap();
+    assert!(denormd(&file, &["plan", "--apply"]).output().unwrap().status.success());
+    let into = std::fs::File::create(&log).unwrap();
+    let daemon = Process(denormd(&file, &["run"]).stderr(into).spawn().unwrap());
+    let address = SocketAddr::from(([127, 0, 0, 1], port));
+    let limit = Instant::now() + Duration::from_secs(60);
+    let mut told = String::new();
+    while !told.contains("server_error_121") {
+        assert!(Instant::now() < limit, "{told}");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        if let Ok(answer) = client::get(address, "/metrics", Duration::from_secs(10)).await {
+            told = String::from_utf8(answer.body).unwrap();
+        }
+    }
+    told +=
+        &String::from_utf8(client::get(address, "/v1/status", Duration::from_secs(10)).await.unwrap().body).unwrap();
+    drop(daemon);
+    let log = std::fs::read_to_string(&log).unwrap();
+    assert!(log.contains("set aside"), "{log}");
+    assert!(!log.contains(CANARY) && !told.contains(CANARY), "{log}\n{told}");
+}

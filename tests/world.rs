@@ -61,7 +61,7 @@ impl World {
         world.db.collection("logs").insert_many(logs).await.unwrap();
         world.db.collection("persons").insert_many((0..PERSONS).map(|n| doc! {"_id": n})).await.unwrap();
         let config = format!(
-            "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {} }}\nrules:{RULES}",
+            "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {} }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}",
             world.test.uri,
             world.test.name,
             format!("{}_state", world.test.name),

@@ -90,7 +90,7 @@ impl Pipeline {
                     metrics.retried(rule, error);
                     (2, Reconciled::Failed)
                 }
-                End::Later(_) | End::Brake => (3, Reconciled::Dangling),
+                End::Later(_) | End::Brake => (3, Reconciled::Waiting),
             };
             counts[place] += 1;
             if let Some(committed) = ended.work.committed.filter(|_| writes && outcome == Reconciled::Done) {
@@ -99,7 +99,7 @@ impl Pipeline {
             }
         }
         for (outcome, count) in
-            [Reconciled::Done, Reconciled::SetAside, Reconciled::Failed, Reconciled::Dangling].into_iter().zip(counts)
+            [Reconciled::Done, Reconciled::SetAside, Reconciled::Failed, Reconciled::Waiting].into_iter().zip(counts)
         {
             metrics.reconciled(rule, outcome, count);
         }

@@ -236,7 +236,7 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     };
     let values: Vec<&Bson> = keys.iter().filter_map(|key| key.values().first()).collect();
     let plain = |value: &&Bson| !matches!(value, Bson::RegularExpression(_) | Bson::Document(_));
-    if dbref_parent(&pair.source).is_some() || !values.iter().all(|value| plain(value)) {
+    if dbref_parent(&pair.source).is_some() || !values.iter().all(plain) {
         return None;
     }
     // `$lookup` looks into arrays; a path without `$[]` does not.

@@ -558,6 +558,7 @@ pub fn drifted(context: &Context, rule: &Rule, compared: &Compared) {
     context.counts.drift.fetch_add(1, Ordering::Relaxed);
     let paths: Vec<&str> = compared.differences().map(|difference| difference.path.as_str()).collect();
     let repaired = rule.on_drift == OnDrift::Repair;
+    context.metrics.drifted(&rule.name, repaired);
     tracing::warn!(rule = %rule.name, paths = paths.join(", "), repaired, "somebody else has written an owned field");
 }
 

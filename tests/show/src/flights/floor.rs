@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bson::{Bson, Document, RawDocumentBuf, doc};
+use bson::{Document, RawDocumentBuf, doc};
 use futures_util::{StreamExt, stream};
 use mongodb::Client;
 use tokio::time::Instant;
@@ -22,29 +22,20 @@ const WRITERS: usize = 2;
 pub struct Floor {
     commands: Vec<RawDocumentBuf>,
     open: Vec<Document>,
-    /// Statements in all of them, one a flight.
+    /// Statements in all of them.
     pub statements: usize,
 }
 
 impl Floor {
-    /// One statement for a flight, with all that these rules copy into it.
+    /// One statement for a flight, with all that these rules copy into it. Where they copy nothing there is nothing to do:
+    /// the floor starts from flights without a copied field.
     pub fn add(&mut self, sources: &Sources, flight: &Document, rules: impl Iterator<Item = Rule>) {
-        let (mut set, mut unset) = (Document::new(), Document::new());
-        for (path, value) in rules.flat_map(|rule| sources.expected(rule, flight)) {
-            match value {
-                Some(value) => set.insert(path, value),
-                None => unset.insert(path, ""),
-            };
-        }
-        let update: Document = [("$set", set), ("$unset", unset)]
-            .into_iter()
-            .filter(|(_, paths)| !paths.is_empty())
-            .map(|(operator, paths)| (operator.to_owned(), Bson::Document(paths)))
-            .collect();
-        if update.is_empty() {
+        let values = rules.flat_map(|rule| sources.expected(rule, flight));
+        let set: Document = values.filter_map(|(path, value)| Some((path.to_owned(), value?))).collect();
+        if set.is_empty() {
             return;
         }
-        self.open.push(doc! {"q": {"_id": flight.get("_id").cloned()}, "u": update});
+        self.open.push(doc! {"q": {"_id": flight.get("_id").cloned()}, "u": {"$set": set}});
         self.statements += 1;
         if self.open.len() == STATEMENTS {
             self.close();

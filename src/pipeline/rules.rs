@@ -1,0 +1,75 @@
+//! What is known of the rules when the pipeline starts.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use crate::{
+    backfill::Wish,
+    checkpoint::store::{Backfill, Hold, Store},
+    error::Result,
+    plan::RuleId,
+    reconcile::Context,
+};
+
+pub(super) fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
+    let touched = |rule: &&Arc<crate::plan::Rule>| {
+        rule.source.namespace.database == database || rule.target.namespace.database == database
+    };
+    context.plan.rules.iter().filter(touched).map(|rule| rule.id).collect()
+}
+
+/// Records new and changed rules; returns the backfills that are open, and the rules that are held.
+pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<(Vec<Wish>, BTreeMap<RuleId, Hold>)> {
+    let known = store.rules(&context.server).await?;
+    let mut open = Vec::new();
+    let mut held = BTreeMap::new();
+    for rule in &context.plan.rules {
+        let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, state)| state);
+        match before {
+            Some(state) if state.definition == rule.definition => match &state.backfill {
+                Backfill::Pending(after) => {
+                    open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+                }
+                Backfill::Held(hold) => {
+                    tracing::error!(rule = %rule.name, reason = hold.reason, "this rule is held until `denormd release {}`", rule.name);
+                    held.insert(rule.id, hold.clone());
+                }
+                Backfill::Manual | Backfill::Done => {}
+            },
+            before => {
+                let auto = rule.backfill == crate::config::BackfillMode::Auto;
+                let backfill = if auto { Backfill::Pending(None) } else { Backfill::Manual };
+                tracing::info!(rule = %rule.name, change = if before.is_some() { "changed" } else { "new" }, backfill = auto, "rule");
+                if let Some(state) = before {
+                    store.retire(&context.server, &rule.name, &state.definition).await?;
+                }
+                let generation = store.reset_rule(&context.server, rule, &backfill).await?;
+                if auto {
+                    open.push(Wish { rule: rule.id, generation, after: None });
+                }
+            }
+        }
+    }
+    for (name, _) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
+        tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
+    }
+    Ok((open, held))
+}
+
+/// Remembers which source collections are there; returns the rules whose source has been there and is gone.
+pub(super) async fn look_for_sources(context: &Context, store: &Store) -> Result<Vec<RuleId>> {
+    let known = store.rules(&context.server).await?;
+    let mut gone = Vec::new();
+    for rule in &context.plan.rules {
+        let source = &rule.source.namespace;
+        let seen = known.iter().any(|(name, state)| *name == rule.name && state.source_seen);
+        if context.server.has_collection(&source.database, &source.collection).await? {
+            context.saw(source, true);
+            if !seen {
+                store.source_seen(&context.server, &rule.name).await?;
+            }
+        } else if seen {
+            gone.push(rule.id);
+        }
+    }
+    Ok(gone)
+}
