@@ -5,7 +5,7 @@ use std::{
     iter::once,
     path::PathBuf,
     process::{Command, ExitCode},
-    sync::{Arc, Mutex as Lock, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
@@ -31,8 +31,8 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// The moments to kill the daemon at are drawn from this long, about a backfill and a round of live changes.
-const KILLS_WITHIN: Duration = Duration::from_secs(75);
+/// The moments to kill the daemon at are drawn from this long after the start of the backfill, and of the live changes.
+const KILLS_WITHIN: Duration = Duration::from_secs(25);
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -126,23 +126,23 @@ impl Show {
     async fn run(&self, kills: usize, seed: u64) -> Live {
         println!("\n{}", bold("denormd run --config config/flights.yaml"));
         let mut users = Users::new(&self.client, seed).await;
-        let phase = Arc::new(Lock::new("the backfill"));
         let started = Instant::now();
         self.daemon.lock().await.start();
-        let killer = self.kill(kills, started, phase.clone());
+        // Half of them in each phase; which one gets the odd one is chance.
+        let early = kills / 2 + kills % 2 * usize::from(rand::rng().random_bool(0.5));
+        let killer = self.kill(early, "the backfill");
         tokio::select! {
             () = self.progress.wait_backfilled() => {}
             () = self.watch_over() => {}
         }
         let backfill = started.elapsed();
         println!("  backfill: 4 rules over {} in {}", counted(self.loaded.flights, "flight"), bold(&time(backfill)));
-        *phase.lock().unwrap_or_else(PoisonError::into_inner) = "live changes";
         if kills == 0 {
             self.rename_and_watch(&mut users).await;
             users.touched = denormd_show::flights::changes::Touched::default();
         }
-        let changes = self.live(&mut users, &killer, seed).await;
         killer.await.expect("the kills");
+        let changes = self.live(&mut users, self.kill(kills - early, "the live changes"), seed).await;
         Live { users, backfill, changes, kills }
     }
 
@@ -172,15 +172,11 @@ impl Show {
         );
     }
 
-    async fn live(&self, users: &mut Users, killer: &JoinHandle<()>, seed: u64) -> Duration {
+    async fn live(&self, users: &mut Users, killer: JoinHandle<()>, seed: u64) -> Duration {
         let started = Instant::now();
-        let mut rounds = 0;
-        // At least one round, and until the last kill.
-        while rounds == 0 || !killer.is_finished() {
-            users.round().await;
-            rounds += 1;
-        }
+        users.round().await;
         let written = started.elapsed();
+        killer.await.expect("the kills");
         tokio::select! {
             () = self.progress.wait_caught_up() => {}
             () = self.watch_over() => {}
@@ -205,8 +201,8 @@ impl Show {
     }
 
     /// Kills and restarts the daemon at random moments.
-    fn kill(&self, kills: usize, started: Instant, phase: Arc<Lock<&'static str>>) -> JoinHandle<()> {
-        let daemon = self.daemon.clone();
+    fn kill(&self, kills: usize, phase: &'static str) -> JoinHandle<()> {
+        let (daemon, started) = (self.daemon.clone(), Instant::now());
         let mut moments: Vec<Duration> =
             (0..kills).map(|_| KILLS_WITHIN.mul_f64(rand::rng().random_range(0.01..1.0))).collect();
         moments.sort();
@@ -218,9 +214,8 @@ impl Show {
                 daemon.kill9();
                 sleep(pause).await;
                 daemon.start();
-                let phase = *phase.lock().unwrap_or_else(PoisonError::into_inner);
                 println!(
-                    "  kill -9 ({} of {kills}) after {}, during {phase}; started again {} later",
+                    "  kill -9 ({} of {kills}) {} after {phase} began; started again {} later",
                     nth + 1,
                     time(moment),
                     time(pause)
