@@ -36,7 +36,7 @@ pub fn fingerprint(plan: &Plan) -> String {
         // A definition was read from a config, which is smaller than any document may be.
         hash.update(bson::serialize_to_vec(definition).unwrap_or_default());
     }
-    format!("{:x}", hash.finalize())
+    hash.finalize().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
 }
 
 /// One instance's place among those of its deployment. It is announced until this is dropped or it leaves.
