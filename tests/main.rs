@@ -21,4 +21,5 @@ mod lifecycle;
 mod observe;
 mod patterns;
 mod program;
+mod simulation;
 mod world;
