@@ -11,6 +11,7 @@ mod cases;
 mod copy_rules;
 mod daemon;
 mod exact_meaning;
+mod fan_outs;
 mod faults;
 mod floors;
 mod histories;
