@@ -10,6 +10,7 @@ use crate::{
     commands::{Failure, compile, context},
     config::{self, Loaded},
     error::{Error, Kind},
+    events::Journal,
     lease::{Held, Lease},
     logging,
     metrics::Metrics,
@@ -17,7 +18,7 @@ use crate::{
     preflight,
     reconcile::Context,
     server,
-    status::Board,
+    status::{Board, Role},
 };
 
 /// How often a running pipeline and the config files are looked at. A ConfigMap is swapped by a symlink, which file
@@ -35,6 +36,7 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     };
     let mut rules = Rules { loaded, context, board };
     let config = &rules.loaded.config;
+    rules.board.keep(Journal::new(rules.context.server.unfenced(), &config.state.database, &config.name));
     let lease = Lease::new(rules.context.server.unfenced(), &config.state.database, &config.name, config.lease.ttl);
     loop {
         tracing::info!(deployment = %rules.loaded.config.name, "standing by");
@@ -48,7 +50,18 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
                 }
             },
         };
-        if lead(paths, &mut rules, held, &mut signals).await? == Ended::Stopped {
+        let ended = lead(paths, &mut rules, held, &mut signals).await;
+        rules.board.detach(Role::Standby);
+        let why = match &ended {
+            Ok(Ended::Stopped) => "this instance leads no more: it was stopped",
+            Ok(Ended::Lost) => "this instance leads no more: its lease is lost",
+            Err(_) => "this instance leads no more: it failed",
+        };
+        rules.board.happened("standby", why);
+        if !matches!(ended, Ok(Ended::Lost)) {
+            rules.board.close().await;
+        }
+        if ended? == Ended::Stopped {
             break;
         }
     }
@@ -108,10 +121,18 @@ impl Rules {
         match result.await {
             Ok(rules) => {
                 *self = rules;
+                self.board.metrics.reloaded(true);
+                let count = self.loaded.config.rules.len();
+                self.board.happened("config_reloaded", &format!("the config was read again: {count} rules"));
                 tracing::info!(rules = self.loaded.config.rules.len(), "config reloaded");
                 true
             }
             Err(failure) => {
+                self.board.metrics.reloaded(false);
+                // The first line has the place and the mistake; what follows quotes the file.
+                let reason = failure.to_string().lines().next().unwrap_or_default().to_owned();
+                self.board.metrics.trouble(None, "read the config again", &Error::new(Kind::Config, &reason));
+                self.board.happened("config_refused", &format!("the new config is refused: {reason}"));
                 tracing::error!(reason = %failure, "the new config is refused; the old rules stay in force");
                 false
             }
@@ -130,6 +151,7 @@ enum Ended {
 
 /// Follows changes while the lease lasts.
 async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Signals) -> Result<Ended, Failure> {
+    let mut new = true;
     loop {
         let context = Arc::new(rules.context.under(held.fence()));
         let started = tokio::select! {
@@ -148,6 +170,9 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
             }
         };
         rules.board.attach(handle.context.clone(), handle.progress.clone());
+        if std::mem::take(&mut new) {
+            rules.board.happened("leader", &format!("this instance leads, term {}", held.term()));
+        }
         tracing::info!(term = held.term(), rules = rules.loaded.config.rules.len(), "following changes");
         let wake = loop {
             tokio::select! {
