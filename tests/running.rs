@@ -76,11 +76,6 @@ impl Running {
         std::fs::read_to_string(self.log_file()).unwrap_or_default()
     }
 
-    /// The number of the process.
-    pub fn id(&self) -> u32 {
-        self.child.as_ref().unwrap().id()
-    }
-
     /// Runs another command with the same config: exit status, standard output, standard error.
     pub fn command(&self, arguments: &[&str]) -> (Option<i32>, String, String) {
         let output = denormd(&self.file()).args(arguments).output().unwrap();
