@@ -16,7 +16,7 @@ const FLOORS: &[&[&str]] = &[
     &["plan"],
     &["request"],
     &["route", "dead_letter", "events", "watch", "checkpoint"],
-    &["workqueue", "lease"],
+    &["workqueue", "lease", "membership"],
     &["reconcile"],
     &["preflight"],
     &["backfill", "fan_out", "audit"],
