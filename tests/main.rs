@@ -21,4 +21,6 @@ mod lifecycle;
 mod observe;
 mod patterns;
 mod program;
+mod running;
+mod timeline;
 mod world;
