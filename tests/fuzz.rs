@@ -1,5 +1,5 @@
 //! Whatever is in a config file, a field path or a change event: it is read or refused, never a panic, and what is read is
-//! written back as it was. Drawn by proptest, which shrinks what fails and remembers it.
+//! written back as it was. Drawn by proptest, which shrinks what fails; `DENORMD_FUZZ=100000` draws so many of each.
 
 use bson::{Bson, Document, RawDocument, RawDocumentBuf, doc, oid::ObjectId};
 use denormd::{
@@ -122,8 +122,12 @@ fn value() -> impl Strategy<Value = Bson> {
     })
 }
 
+fn cases() -> u32 {
+    std::env::var("DENORMD_FUZZ").map_or(400, |text| text.parse().expect("DENORMD_FUZZ is a number"))
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn an_edited_config_is_read_or_refused(which: Index, edits in vec(edit(), 1..6)) {
