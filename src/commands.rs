@@ -51,7 +51,13 @@ impl Failure {
 
 /// Does what the command line says.
 pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
-    let loaded = config::load(&cli.config, &config::process_environment())?;
+    let environment = config::process_environment();
+    let loaded = config::load(&cli.config, &environment);
+    if let Command::Health { address, live } = &cli.command {
+        let address = address.map_or_else(|| health::address(loaded.as_ref().ok(), &environment), Ok)?;
+        return health::health(cli.output, address, *live).await;
+    }
+    let loaded = loaded?;
     match &cli.command {
         Command::Run => run::run(&cli.config, loaded).await,
         Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, *offline, *apply).await,
@@ -62,7 +68,8 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Wait { address, operation_time, timeout } => {
             wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
         }
-        Command::Health { address, live } => health::health(&loaded, cli.output, *address, *live).await,
+        // Answered above.
+        Command::Health { .. } => Ok(()),
     }
 }
 

@@ -160,8 +160,8 @@ impl Metrics {
     pub fn new() -> Result<Arc<Self>> {
         let registry = Registry::new();
         let f = Families { registry: registry.clone() };
-        let build = f.wholes("denormd_build_info", "The version, always 1.", &["version"])?;
-        build.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
+        let build = f.wholes("denormd_build_info", "The version and the commit it was built from, always 1.", &["version", "commit"])?;
+        build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
         let metrics = Self {
             rule_lag: f.gauges("denormd_rule_lag_seconds", "Seconds since the oldest change that is not applied to the rule's targets; 0 when all are.", &["rule"])?,
             rule_chain_lag: f.gauges("denormd_rule_chain_lag_seconds", "The largest lag of the rule and of those that feed it.", &["rule"])?,

@@ -8,6 +8,8 @@
 )]
 
 mod cases;
+#[cfg(feature = "testcontainers")]
+mod containers;
 mod copy_rules;
 mod daemon;
 mod exact_meaning;

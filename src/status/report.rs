@@ -249,7 +249,7 @@ pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Sta
     });
     Status {
         name: board.name.clone(),
-        version: env!("CARGO_PKG_VERSION").to_owned(),
+        version: env!("DENORMD_VERSION").to_owned(),
         role: state.role,
         started: metrics.started_at(),
         now,
