@@ -63,7 +63,7 @@ impl DeadLetters {
         doc! {
             "deployment": &self.deployment,
             "rule": &rule.name,
-            "task": format!("{task:?}"),
+            "task": task.name(),
             "key": key.values().to_vec(),
             "target": target.map_or_else(Vec::new, |id| vec![id]),
         }
@@ -109,16 +109,7 @@ pub struct Letter {
 impl Letter {
     fn read(letter: &Document) -> Option<Self> {
         let id = letter.get_document("_id").ok()?;
-        let task = match id.get_str("task").ok()? {
-            "Value" => Task::Value,
-            "Target" => Task::Target,
-            "LocateSource" => Task::LocateSource,
-            "LocateTarget" => Task::LocateTarget,
-            "Parents" => Task::Parents,
-            "Guard" => Task::Guard,
-            "Holders" => Task::Holders,
-            _ => return None,
-        };
+        let task = Task::named(id.get_str("task").ok()?)?;
         let attempts = letter.get_i32("attempts").unwrap_or(1);
         let last = *letter.get_datetime("last").ok()?;
         let pause = 5_000_i64 << (attempts.clamp(1, 10) - 1);

@@ -18,7 +18,7 @@
 //! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
 //! | what is asked for | [`request`] |
 //! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`lease`], [`workqueue`], [`reconcile`] |
-//! | what feeds the same queue | [`preflight`], [`backfill`], [`audit`] |
+//! | what feeds the same queue | [`preflight`], [`backfill`], [`fan_out`], [`audit`] |
 //! | assembly | [`pipeline`], [`status`], [`server`] |
 //! | the command line | [`cli`], [`commands`] |
 //!
@@ -44,6 +44,7 @@ pub mod commands;
 pub mod config;
 pub mod dead_letter;
 pub mod error;
+pub mod fan_out;
 pub mod field_path;
 pub mod key;
 pub mod lease;

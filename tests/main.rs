@@ -13,6 +13,7 @@ mod containers;
 mod copy_rules;
 mod daemon;
 mod exact_meaning;
+mod fan_outs;
 mod faults;
 mod floors;
 mod histories;
