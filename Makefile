@@ -44,6 +44,18 @@ test: ## Run every test against a throw-away MongoDB, fetched when there is none
 	if [ "$$doctests" ]; then $(CARGO) test --workspace $(FEATURES) --doc; fi
 	$(MAKE) --no-print-directory test-images
 
+.PHONY: check-deploy
+check-deploy: ## Check the files of deploy/ with the tools that read them: kustomize, Compose, systemd, promtool
+	@deploy/check.py
+
+.PHONY: image
+image: ## Build the sidecar's image from a static release binary, and print its size
+	@deploy/build-image.sh
+
+.PHONY: stack
+stack: ## Build the image and start it beside a replica set, Prometheus and Grafana, as far as they can be had
+	@deploy/stack.sh up
+
 # The patterns again, on MongoDB from an image. The other tests in containers are among the tests.
 .PHONY: test-images
 test-images: ## Run the patterns on MongoDB from an image, where Docker answers

@@ -6,7 +6,7 @@
 //! leadership early, never late.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -40,7 +40,8 @@ const DUPLICATE_KEY: i32 = 11000;
 /// One instance's claim to lead a deployment.
 #[derive(Debug, Clone)]
 pub struct Lease {
-    server: Arc<Server>,
+    /// One connection for all that came of this claim.
+    server: Arc<Mutex<Arc<Server>>>,
     database: String,
     deployment: String,
     ttl: Duration,
@@ -75,11 +76,21 @@ impl Lease {
     /// A claim on the lease of `deployment`, which is kept in `database`.
     #[must_use]
     pub fn new(server: Server, database: &str, deployment: &str, ttl: Duration) -> Self {
-        Self { server: Arc::new(server), database: database.to_owned(), deployment: deployment.to_owned(), ttl }
+        let server = Arc::new(Mutex::new(Arc::new(server)));
+        Self { server, database: database.to_owned(), deployment: deployment.to_owned(), ttl }
+    }
+
+    /// Goes on with another connection, as what is held by this claim does: with another password, or certificate.
+    pub fn reconnect(&self, server: Server) {
+        *self.server.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(server);
+    }
+
+    fn server(&self) -> Arc<Server> {
+        self.server.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn collection(&self) -> Collection<Document> {
-        self.server.collection(&self.database, COLLECTION)
+        self.server().collection(&self.database, COLLECTION)
     }
 
     /// Waits until this instance leads. Whatever goes wrong meanwhile is tried again.
@@ -123,7 +134,7 @@ impl Lease {
         }
         let before = match seen {
             Some(_) => 0,
-            None => highest_term(&self.server, &self.database, &self.deployment).await?,
+            None => highest_term(&self.server(), &self.database, &self.deployment).await?,
         };
         let owner = ObjectId::new().to_hex();
         let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};

@@ -69,6 +69,8 @@ pub struct Metrics {
     pub oplog_readable: IntGauge,
     /// Requests that wait or run.
     pub queue_depth: IntGauge,
+    /// Whether the server's certificate is not verified.
+    pub tls_unverified: IntGauge,
     /// 1 while this process writes.
     pub leader: IntGauge,
     /// What is wrong, one series a cause.
@@ -161,7 +163,11 @@ impl Metrics {
     pub fn new() -> Result<Arc<Self>> {
         let registry = Registry::new();
         let f = Families { registry: registry.clone() };
-        let build = f.wholes("denormd_build_info", "The version and the commit it was built from, always 1.", &["version", "commit"])?;
+        let build = f.wholes(
+            "denormd_build_info",
+            "The version and the commit it was built from, always 1.",
+            &["version", "commit"],
+        )?;
         build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
         let metrics = Self {
             rule_lag: f.gauges("denormd_rule_lag_seconds", "Seconds since the oldest change that is not applied to the rule's targets; 0 when all are.", &["rule"])?,
@@ -186,6 +192,7 @@ impl Metrics {
             oplog_headroom: f.gauges("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the saved position; absent when the oplog cannot be read.", &[])?,
             oplog_readable: f.whole("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
             queue_depth: f.whole("denormd_queue_depth", "Reconcile requests that wait or run, named targets counted.")?,
+            tls_unverified: f.whole("denormd_tls_unverified", "1 while the connection string switches the verification of the server's certificate off.")?,
             leader: f.whole("denormd_leader", "1 while this process is the one that writes.")?,
             causes: f.wholes("denormd_cause", "1 while this keeps the copies from being true at once.", &["reason"])?,
             drift_found: f.counters("denormd_drift_found_total", "Targets that differed from their definition without a change that explains it.", &["rule"])?,

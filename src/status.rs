@@ -57,6 +57,7 @@ struct State {
     behind_since: BTreeMap<String, i64>,
     since: BTreeMap<Cause, i64>,
     ticked: Instant,
+    insecure: Vec<&'static str>,
 }
 
 /// The pipeline that runs.
@@ -89,8 +90,15 @@ impl Board {
             behind_since: BTreeMap::new(),
             since: BTreeMap::new(),
             ticked: Instant::now(),
+            insecure: Vec::new(),
         };
         Arc::new(Self { metrics, name: name.to_owned(), state: Mutex::new(state) })
+    }
+
+    /// Options that switch the verification of certificates off; none is as it should be.
+    pub fn insecure(&self, options: Vec<&'static str>) {
+        self.metrics.tls_unverified.set(i64::from(!options.is_empty()));
+        self.state().insecure = options;
     }
 
     /// A pipeline runs: this process leads.

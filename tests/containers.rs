@@ -190,7 +190,8 @@ async fn the_sidecar_converges_whatever_befalls_it_and_its_cluster() {
         return;
     }
     let binary = Path::new(env!("CARGO_BIN_EXE_denormd"));
-    let (old, new) = (docker::sidecar_image("denormd-test:old", binary), docker::sidecar_image("denormd-test:new", binary));
+    let (old, new) =
+        (docker::sidecar_image("denormd-test:old", binary), docker::sidecar_image("denormd-test:new", binary));
     let network = Network::create();
     let cluster = Cluster::start(&network).await;
     let shop = cluster.primary().await.1.database("shop");

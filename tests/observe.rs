@@ -3,6 +3,7 @@
 use std::{
     net::SocketAddr,
     process::{Child, Command, Stdio},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -38,7 +39,7 @@ impl Observed {
         board.attach(daemon.shared(), daemon.progress());
         let stop = CancellationToken::new();
         tokio::spawn(board.clone().watch(stop.clone()));
-        tokio::spawn(server::serve(listener, board, stop.clone()));
+        tokio::spawn(server::serve(listener, board, Arc::new(server::Guard::new(None)), stop.clone()));
         Self { daemon, address, stop }
     }
 

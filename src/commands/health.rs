@@ -23,9 +23,9 @@ pub fn address(loaded: Option<&Loaded>, environment: &[(String, String)]) -> Res
     }
     match environment.iter().find(|(name, _)| name.eq_ignore_ascii_case(LISTEN)) {
         None => Ok(Http::default().listen),
-        Some((_, text)) => text
-            .parse()
-            .map_err(|_| Error::new(Kind::Config, format!("{LISTEN} is not an address and a port")).into()),
+        Some((_, text)) => {
+            text.parse().map_err(|_| Error::new(Kind::Config, format!("{LISTEN} is not an address and a port")).into())
+        }
     }
 }
 

@@ -1,8 +1,11 @@
 //! `denormd run`: stand by, lead, follow changes; and again when the lease is lost or the config changes.
 
+mod service;
+mod signals;
+
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use sd_notify::NotifyState;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -13,42 +16,49 @@ use crate::{
     lease::{Held, Lease},
     logging,
     metrics::Metrics,
+    mongo::connect,
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
-    server,
-    status::Board,
+    server::{self, Guard},
+    status::{Board, Role},
 };
+use signals::{Signals, Wake};
 
-/// How often a running pipeline and the config files are looked at. A ConfigMap is swapped by a symlink, which file
-/// notifications miss.
+/// How often a running pipeline is looked at.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, swaps the rules.
 pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     logging::start(&loaded.config.log);
+    warn_of_insecure(&loaded);
     let mut signals = Signals::listen(paths)?;
-    let board = serve(&loaded).await?;
+    signals.watch(files_of(&loaded));
+    let (board, guard) = serve(&loaded).await?;
+    tokio::spawn(service::watchdog(board.clone()));
+    // It has started: its address is taken and its config is whole. The cluster may come up later.
+    service::say(&[NotifyState::Ready]);
     let context = tokio::select! {
         context = patiently(&loaded, &board) => context?,
         () = signals.stop() => return Ok(()),
     };
-    let mut rules = Rules { loaded, context, board };
+    let mut rules = Rules { loaded, context, board, guard };
     let config = &rules.loaded.config;
     let lease = Lease::new(rules.context.server.unfenced(), &config.state.database, &config.name, config.lease.ttl);
     loop {
+        rules.board.detach(Role::Standby);
         tracing::info!(deployment = %rules.loaded.config.name, "standing by");
         let held = tokio::select! {
             held = lease.stand_by() => held,
             wake = signals.next() => match wake {
                 Wake::Stop => break,
                 Wake::Reload => {
-                    rules.reload(paths).await;
+                    rules.reload(paths, &mut signals, &lease).await;
                     continue;
                 }
             },
         };
-        if lead(paths, &mut rules, held, &mut signals).await? == Ended::Stopped {
+        if lead(paths, &mut rules, &lease, held, &mut signals).await? == Ended::Stopped {
             break;
         }
     }
@@ -61,15 +71,39 @@ struct Rules {
     loaded: Loaded,
     context: Arc<Context>,
     board: Arc<Board>,
+    guard: Arc<Guard>,
+}
+
+/// Files whose change is a change of the config: the connection string's, the token's, and the certificates'.
+fn files_of(loaded: &Loaded) -> Vec<PathBuf> {
+    let config = &loaded.config;
+    let named = [config.mongodb.uri_file.clone(), config.http.token_file.clone()];
+    named.into_iter().flatten().chain(connect::certificates(&config.mongodb.uri)).collect()
+}
+
+/// What the connection string switches off is said at every start, and in the status.
+fn warn_of_insecure(loaded: &Loaded) {
+    for option in connect::insecure(&loaded.config.mongodb.uri) {
+        tracing::warn!(
+            option,
+            "INSECURE: the server's certificate is not verified; anybody on the way can read and change the data. Give \
+             tlsCAFile instead"
+        );
+    }
+    if !loaded.config.http.listen.ip().is_loopback() {
+        tracing::info!(listen = %loaded.config.http.listen, "the HTTP server can be reached from other machines");
+    }
 }
 
 /// Takes the address before anything else, and serves until the process ends.
-async fn serve(loaded: &Loaded) -> Result<Arc<Board>, Failure> {
+async fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
     let listener = server::bind(loaded.config.http.listen).await?;
     let board = Board::new(&loaded.config.name, Metrics::new()?);
+    board.insecure(connect::insecure(&loaded.config.mongodb.uri));
+    let guard = Arc::new(Guard::new(loaded.config.http.token.clone()));
     tokio::spawn(board.clone().watch(CancellationToken::new()));
-    tokio::spawn(server::serve(listener, board.clone(), CancellationToken::new()));
-    Ok(board)
+    tokio::spawn(server::serve(listener, board.clone(), guard.clone(), CancellationToken::new()));
+    Ok((board, guard))
 }
 
 /// Everything that can be refused, before anything is started.
@@ -93,8 +127,19 @@ async fn patiently(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failu
 }
 
 impl Rules {
-    /// Takes the new config when it is whole and the cluster has what it needs; otherwise the old one stays in force.
-    async fn reload(&mut self, paths: &[PathBuf]) -> bool {
+    /// Takes the new config when it is whole and the cluster has what it needs; otherwise the old one stays in force. The
+    /// lease is held by the new connection from then on: the old one's password may not be good for another.
+    async fn reload(&mut self, paths: &[PathBuf], signals: &mut Signals, lease: &Lease) -> bool {
+        service::reloading();
+        let taken = self.take(paths, signals).await;
+        if taken {
+            lease.reconnect(self.context.server.unfenced());
+        }
+        service::say(&[NotifyState::Ready]);
+        taken
+    }
+
+    async fn take(&mut self, paths: &[PathBuf], signals: &mut Signals) -> bool {
         let result = async {
             let loaded = config::load(paths, &config::process_environment())?;
             let (old, new) = (&self.loaded.config, &loaded.config);
@@ -103,15 +148,23 @@ impl Rules {
                 return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
             }
             let context = ready(&loaded, &self.board).await?;
-            Ok::<_, Failure>(Self { loaded, context, board: self.board.clone() })
+            Ok::<_, Failure>(Self { loaded, context, board: self.board.clone(), guard: self.guard.clone() })
         };
         match result.await {
             Ok(rules) => {
                 *self = rules;
+                signals.watch(files_of(&self.loaded));
+                self.guard.set_token(self.loaded.config.http.token.clone());
+                self.board.insecure(connect::insecure(&self.loaded.config.mongodb.uri));
+                warn_of_insecure(&self.loaded);
                 tracing::info!(rules = self.loaded.config.rules.len(), "config reloaded");
                 true
             }
             Err(failure) => {
+                // What the cluster refuses it may take later: a new password is often in the file before it is set.
+                if matches!(failure, Failure::Failed(_)) {
+                    signals.try_again();
+                }
                 tracing::error!(reason = %failure, "the new config is refused; the old rules stay in force");
                 false
             }
@@ -129,7 +182,13 @@ enum Ended {
 }
 
 /// Follows changes while the lease lasts.
-async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Signals) -> Result<Ended, Failure> {
+async fn lead(
+    paths: &[PathBuf],
+    rules: &mut Rules,
+    lease: &Lease,
+    held: Held,
+    signals: &mut Signals,
+) -> Result<Ended, Failure> {
     loop {
         let context = Arc::new(rules.context.under(held.fence()));
         let started = tokio::select! {
@@ -158,11 +217,14 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
                 // The lease runs out by itself: what was in flight when the pipeline broke may still be written until then.
                 () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself").into()),
                 wake = signals.next() => match wake {
-                    Wake::Reload if !rules.reload(paths).await => {}
+                    Wake::Reload if !rules.reload(paths, signals, lease).await => {}
                     wake => break wake,
                 },
             }
         };
+        if wake == Wake::Stop {
+            service::say(&[NotifyState::Stopping]);
+        }
         tracing::info!("stopping: what is in flight is finished, then the position is saved");
         tokio::select! {
             () = handle.stop() => {}
@@ -198,65 +260,5 @@ async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error>
 async fn finished(handle: &Handle) {
     while !handle.is_finished() {
         tokio::time::sleep(LOOK).await;
-    }
-}
-
-/// What asks the daemon to do something else.
-#[derive(Debug, PartialEq)]
-enum Wake {
-    Stop,
-    Reload,
-}
-
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    hangup: Signal,
-    paths: Vec<PathBuf>,
-    /// The config files as they were last loaded, or refused.
-    files: Option<Vec<String>>,
-}
-
-impl Signals {
-    fn listen(paths: &[PathBuf]) -> Result<Self, Error> {
-        let listen =
-            |kind| signal(kind).map_err(|error| Error::internal(format!("signals cannot be handled: {error}")));
-        Ok(Self {
-            terminate: listen(SignalKind::terminate())?,
-            interrupt: listen(SignalKind::interrupt())?,
-            hangup: listen(SignalKind::hangup())?,
-            files: config::snapshot(paths),
-            paths: paths.to_vec(),
-        })
-    }
-
-    /// Waits for something to do.
-    async fn next(&mut self) -> Wake {
-        let mut look = tokio::time::interval(LOOK);
-        loop {
-            tokio::select! {
-                _ = self.terminate.recv() => return Wake::Stop,
-                _ = self.interrupt.recv() => return Wake::Stop,
-                _ = self.hangup.recv() => {
-                    self.files = config::snapshot(&self.paths);
-                    return Wake::Reload;
-                }
-                _ = look.tick() => {
-                    let now = config::snapshot(&self.paths);
-                    if now.is_some() && now != self.files {
-                        self.files = now;
-                        return Wake::Reload;
-                    }
-                }
-            }
-        }
-    }
-
-    /// Waits for a signal to stop.
-    async fn stop(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-        }
     }
 }
