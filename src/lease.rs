@@ -6,7 +6,7 @@
 //! leadership early, never late.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     checkpoint::store::highest_term,
     error::{Error, Result},
-    mongo::{Fence, Server},
+    mongo::{Connection, Fence},
 };
 
 /// The collection of leases in the state database: one document a deployment.
@@ -40,8 +40,7 @@ const DUPLICATE_KEY: i32 = 11000;
 /// One instance's claim to lead a deployment.
 #[derive(Debug, Clone)]
 pub struct Lease {
-    /// One connection for all that came of this claim.
-    server: Arc<Mutex<Arc<Server>>>,
+    connection: Connection,
     database: String,
     deployment: String,
     ttl: Duration,
@@ -75,29 +74,25 @@ pub struct Held {
 impl Lease {
     /// A claim on the lease of `deployment`, which is kept in `database`.
     #[must_use]
-    pub fn new(server: Server, database: &str, deployment: &str, ttl: Duration) -> Self {
-        let server = Arc::new(Mutex::new(Arc::new(server)));
-        Self { server, database: database.to_owned(), deployment: deployment.to_owned(), ttl }
-    }
-
-    /// Goes on with another connection, as what is held by this claim does: with another password, or certificate.
-    pub fn reconnect(&self, server: Server) {
-        *self.server.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(server);
-    }
-
-    fn server(&self) -> Arc<Server> {
-        self.server.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn new(connection: impl Into<Connection>, database: &str, deployment: &str, ttl: Duration) -> Self {
+        Self { connection: connection.into(), database: database.to_owned(), deployment: deployment.to_owned(), ttl }
     }
 
     fn collection(&self) -> Collection<Document> {
-        self.server().collection(&self.database, COLLECTION)
+        self.connection.now().collection(&self.database, COLLECTION)
     }
 
     /// Waits until this instance leads. Whatever goes wrong meanwhile is tried again.
     pub async fn stand_by(&self) -> Held {
+        self.stand_by_while(async || Ok(false)).await
+    }
+
+    /// The same, and does not try while it is `held_back`.
+    pub async fn stand_by_while(&self, held_back: impl AsyncFn() -> Result<bool>) -> Held {
         let mut failures = 0_u32;
         loop {
-            match self.try_lead().await {
+            let attempt = async { if held_back().await? { Ok(None) } else { self.try_lead().await } };
+            match attempt.await {
                 Ok(Some(held)) => return held,
                 Ok(None) => failures = 0,
                 Err(error) => {
@@ -134,7 +129,7 @@ impl Lease {
         }
         let before = match seen {
             Some(_) => 0,
-            None => highest_term(&self.server(), &self.database, &self.deployment).await?,
+            None => highest_term(&self.connection.now(), &self.database, &self.deployment).await?,
         };
         let owner = ObjectId::new().to_hex();
         let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};
@@ -274,6 +269,12 @@ fn until_of(doc: &Document) -> Result<DateTime> {
 }
 
 /// For people who look at the document.
+/// What this process is called where several are told apart: its host and its number there.
+#[must_use]
+pub fn instance() -> String {
+    format!("{}:{}", host(), std::process::id())
+}
+
 fn host() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }

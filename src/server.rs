@@ -57,6 +57,7 @@ pub async fn serve(listener: TcpListener, board: Arc<Board>, guard: Arc<Guard>, 
         .route("/readyz", get(readyz))
         .route("/v1/status", get(status))
         .route("/v1/history", get(history))
+        .route("/v1/events", get(events))
         .route("/v1/wait", get(wait::wait))
         .route("/v1/rules/{rule}/backfill", post(ask::backfill))
         .route("/v1/rules/{rule}/release", post(ask::release))
@@ -126,4 +127,8 @@ struct Since {
 
 async fn history(State(board): State<Arc<Board>>, Query(Since { since }): Query<Since>) -> Response {
     Json(board.history(since)).into_response()
+}
+
+async fn events(State(board): State<Arc<Board>>, Query(Since { since }): Query<Since>) -> Response {
+    Json(board.events(since)).into_response()
 }

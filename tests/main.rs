@@ -24,5 +24,7 @@ mod lifecycle;
 mod observe;
 mod patterns;
 mod program;
+mod running;
 mod secured;
+mod timeline;
 mod world;

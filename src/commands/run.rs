@@ -13,10 +13,12 @@ use crate::{
     commands::{Failure, compile, context},
     config::{self, Loaded},
     error::{Error, Kind},
+    events::Journal,
     lease::{Held, Lease},
     logging,
+    membership::Member,
     metrics::Metrics,
-    mongo::connect,
+    mongo::{Connection, connect},
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
@@ -42,28 +44,47 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
         context = patiently(&loaded, &board) => context?,
         () = signals.stop() => return Ok(()),
     };
-    let mut rules = Rules { loaded, context, board, guard };
-    let config = &rules.loaded.config;
-    let lease = Lease::new(rules.context.server.unfenced(), &config.state.database, &config.name, config.lease.ttl);
+    let config = &loaded.config;
+    let connection = Connection::from(context.server.unfenced());
+    let (database, ttl) = (config.state.database.clone(), config.lease.ttl);
+    let lease = Lease::new(connection.clone(), &database, &config.name, ttl);
+    let member = Member::join(connection.clone(), &database, &config.name, ttl, &context.plan);
+    board.keep(Journal::new(connection.clone(), &database, &config.name));
+    board.detach(Role::Standby);
+    let mut rules = Rules { loaded, context, board, guard, member, connection };
+    let result = take_turns(paths, &mut rules, &lease, &mut signals).await;
+    rules.board.close().await;
+    rules.member.leave().await;
+    tracing::info!("stopped");
+    result
+}
+
+/// Stands by and leads in turns, until it is told to stop.
+async fn take_turns(paths: &[PathBuf], rules: &mut Rules, lease: &Lease, signals: &mut Signals) -> Result<(), Failure> {
     loop {
-        rules.board.detach(Role::Standby);
         tracing::info!(deployment = %rules.loaded.config.name, "standing by");
         let held = tokio::select! {
-            held = lease.stand_by() => held,
+            held = lease.stand_by_while(async || rules.member.is_outdated().await) => held,
             wake = signals.next() => match wake {
-                Wake::Stop => break,
-                Wake::Reload => {
-                    rules.reload(paths, &mut signals, &lease).await;
+                Wake::Stop => return Ok(()),
+                Wake::Reload | Wake::Yield => {
+                    rules.reload(paths, signals).await;
                     continue;
                 }
             },
         };
-        if lead(paths, &mut rules, &lease, held, &mut signals).await? == Ended::Stopped {
-            break;
+        let ended = lead(paths, rules, held, signals).await;
+        rules.board.detach(Role::Standby);
+        let why = match &ended {
+            Ok(Ended::Stopped) => "this instance leads no more: it was stopped",
+            Ok(Ended::Lost) => "this instance leads no more: its lease is lost, or another instance has newer rules",
+            Err(_) => "this instance leads no more: it failed",
+        };
+        rules.board.happened("standby", why);
+        if ended? == Ended::Stopped {
+            return Ok(());
         }
     }
-    tracing::info!("stopped");
-    Ok(())
 }
 
 /// A config that is whole, with a cluster that has what it needs.
@@ -72,6 +93,9 @@ struct Rules {
     context: Arc<Context>,
     board: Arc<Board>,
     guard: Arc<Guard>,
+    member: Member,
+    /// What lasts longer than a config goes by this.
+    connection: Connection,
 }
 
 /// Files whose change is a change of the config: the connection string's, the token's, and the certificates'.
@@ -127,14 +151,10 @@ async fn patiently(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failu
 }
 
 impl Rules {
-    /// Takes the new config when it is whole and the cluster has what it needs; otherwise the old one stays in force. The
-    /// lease is held by the new connection from then on: the old one's password may not be good for another.
-    async fn reload(&mut self, paths: &[PathBuf], signals: &mut Signals, lease: &Lease) -> bool {
+    /// Takes the new config when it is whole and the cluster has what it needs; otherwise the old one stays in force.
+    async fn reload(&mut self, paths: &[PathBuf], signals: &mut Signals) -> bool {
         service::reloading();
         let taken = self.take(paths, signals).await;
-        if taken {
-            lease.reconnect(self.context.server.unfenced());
-        }
         service::say(&[NotifyState::Ready]);
         taken
     }
@@ -148,15 +168,20 @@ impl Rules {
                 return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
             }
             let context = ready(&loaded, &self.board).await?;
-            Ok::<_, Failure>(Self { loaded, context, board: self.board.clone(), guard: self.guard.clone() })
+            Ok::<_, Failure>((loaded, context))
         };
         match result.await {
-            Ok(rules) => {
-                *self = rules;
-                signals.watch(files_of(&self.loaded));
+            Ok((loaded, context)) => {
+                self.member.has_plan(&context.plan);
+                (self.loaded, self.context) = (loaded, context);
+                self.connection.replace(self.context.server.unfenced());
                 self.guard.set_token(self.loaded.config.http.token.clone());
                 self.board.insecure(connect::insecure(&self.loaded.config.mongodb.uri));
+                signals.watch(files_of(&self.loaded));
                 warn_of_insecure(&self.loaded);
+                self.board.metrics.reloaded(true);
+                let count = self.loaded.config.rules.len();
+                self.board.happened("config_reloaded", &format!("the config was read again: {count} rules"));
                 tracing::info!(rules = self.loaded.config.rules.len(), "config reloaded");
                 true
             }
@@ -165,6 +190,11 @@ impl Rules {
                 if matches!(failure, Failure::Failed(_)) {
                     signals.try_again();
                 }
+                self.board.metrics.reloaded(false);
+                // The first line has the place and the mistake; what follows quotes the file.
+                let reason = failure.to_string().lines().next().unwrap_or_default().to_owned();
+                self.board.metrics.trouble(None, "read the config again", &Error::new(Kind::Config, &reason));
+                self.board.happened("config_refused", &format!("the new config is refused: {reason}"));
                 tracing::error!(reason = %failure, "the new config is refused; the old rules stay in force");
                 false
             }
@@ -182,13 +212,8 @@ enum Ended {
 }
 
 /// Follows changes while the lease lasts.
-async fn lead(
-    paths: &[PathBuf],
-    rules: &mut Rules,
-    lease: &Lease,
-    held: Held,
-    signals: &mut Signals,
-) -> Result<Ended, Failure> {
+async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Signals) -> Result<Ended, Failure> {
+    let mut new = true;
     loop {
         let context = Arc::new(rules.context.under(held.fence()));
         let started = tokio::select! {
@@ -207,6 +232,9 @@ async fn lead(
             }
         };
         rules.board.attach(handle.context.clone(), handle.progress.clone());
+        if std::mem::take(&mut new) {
+            rules.board.happened("leader", &format!("this instance leads, term {}", held.term()));
+        }
         tracing::info!(term = held.term(), rules = rules.loaded.config.rules.len(), "following changes");
         let wake = loop {
             tokio::select! {
@@ -214,10 +242,14 @@ async fn lead(
                     handle.abort();
                     return Ok(Ended::Lost);
                 }
+                () = outdated(&rules.member) => {
+                    tracing::info!("an instance with newer rules is there: handing over to it");
+                    break Wake::Yield;
+                }
                 // The lease runs out by itself: what was in flight when the pipeline broke may still be written until then.
                 () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself").into()),
                 wake = signals.next() => match wake {
-                    Wake::Reload if !rules.reload(paths, signals, lease).await => {}
+                    Wake::Reload if !rules.reload(paths, signals).await => {}
                     wake => break wake,
                 },
             }
@@ -232,10 +264,13 @@ async fn lead(
             () = held.lost() => return Ok(if wake == Wake::Stop { Ended::Stopped } else { Ended::Lost }),
             () = signals.stop() => return Err(Error::internal("stopped at once by a second signal").into()),
         }
-        if wake == Wake::Stop {
-            held.release().await;
-            return Ok(Ended::Stopped);
-        }
+        let ended = match wake {
+            Wake::Stop => Ended::Stopped,
+            Wake::Yield => Ended::Lost,
+            Wake::Reload => continue,
+        };
+        held.release().await;
+        return Ok(ended);
     }
 }
 
@@ -253,6 +288,17 @@ async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error>
                 tokio::time::sleep(LOOK / 2).await;
             }
             result => return result,
+        }
+    }
+}
+
+/// Waits until an instance with newer rules is there.
+async fn outdated(member: &Member) {
+    loop {
+        tokio::time::sleep(LOOK).await;
+        // Who cannot be asked is not there.
+        if member.is_outdated().await.unwrap_or_default() {
+            return;
         }
     }
 }

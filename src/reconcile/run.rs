@@ -9,13 +9,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bson::{Bson, Document, RawDocumentBuf};
+use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::{
     change::Namespace,
     checkpoint::fan_out::{FanOut, FanOuts, Subject},
     config::{Limits, OnDrift},
-    dead_letter::DeadLetters,
+    dead_letter::{Culprit, DeadLetters},
     error::{Error, Kind, Result},
     key::Key,
     metrics::Metrics,
@@ -24,7 +24,7 @@ use crate::{
     position::ClusterTime,
     reconcile::{
         compare::{self, Compared},
-        read,
+        read, shape,
         statement::{self, Statement},
         value::{Desired, Rows},
     },
@@ -284,7 +284,12 @@ impl Run<'_> {
 
     async fn set_aside(&self, key: &Key, target: Option<&Key>, error: &Error) -> End {
         let Context { server, dead_letters, counts, .. } = self.context;
-        match dead_letters.record(server, self.rule, self.task, key, target, error).await {
+        let path = match target.or((self.task == Task::Target).then_some(key)) {
+            Some(target) => self.in_the_way(target).await,
+            None => None,
+        };
+        let culprit = Culprit { key, target, path };
+        match dead_letters.record(server, self.rule, self.task, &culprit, error).await {
             Ok(()) => {
                 counts.dead_letters.fetch_add(1, Ordering::Relaxed);
                 self.context.metrics.set_aside(&self.rule.name, error);
@@ -293,6 +298,18 @@ impl Run<'_> {
             }
             Err(error) => End::Failed(error),
         }
+    }
+
+    /// What in the shape of a target that refuses a write is in the way: for people, so a target that cannot be read has
+    /// none.
+    async fn in_the_way(&self, target: &Key) -> Option<String> {
+        let paths = self.rule.owned();
+        let fields: Document = paths.iter().map(|path| (path.root().to_owned(), Bson::Int32(1))).collect();
+        let id = target.values().first()?.clone();
+        let command =
+            doc! {"find": &self.rule.target.namespace.collection, "filter": {"_id": {"$eq": id}}, "projection": fields};
+        let found = self.read(Role::Target, command, ClusterTime::default()).await.ok()?;
+        shape::in_the_way(&paths, &Document::try_from(found.first()?.as_ref()).ok()?)
     }
 
     async fn read(&self, role: Role, command: Document, after: ClusterTime) -> Result<Vec<RawDocumentBuf>> {

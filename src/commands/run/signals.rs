@@ -22,6 +22,8 @@ pub enum Wake {
     Stop,
     /// To read the config again.
     Reload,
+    /// An instance with newer rules is there. No signal says so.
+    Yield,
 }
 
 /// Listens.
