@@ -27,4 +27,5 @@ mod program;
 mod running;
 mod secured;
 mod timeline;
+mod upgrade;
 mod world;

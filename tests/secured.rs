@@ -139,11 +139,12 @@ async fn a_password_is_changed_without_a_restart_in_either_order() {
     let running = Running::start(&secured.file);
     secured.copies("10.0.0.2").await;
 
-    // First in the server: open connections stay, so nobody notices.
+    // First in the server: every connection that is opened from now on is refused.
     change("second").await;
-    secured.copies("10.0.0.3").await;
+    secured.set.node(0).restart().await;
     secured.put("uri", &uri("second"));
     running.wait("config reloaded");
+    secured.copies("10.0.0.3").await;
     // After the restart every connection says the password anew.
     secured.set.node(0).restart().await;
     secured.copies("10.0.0.4").await;

@@ -226,6 +226,13 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
         };
         let handle = match started {
             Ok(handle) => handle,
+            // It was granted before: a password that is being changed, and the file with the new one comes.
+            Err(error) if error.kind == Kind::Privilege => {
+                tracing::warn!(error = %error.message, "following changes cannot begin; standing by again");
+                held.release().await;
+                tokio::time::sleep(LOOK).await;
+                return Ok(Ended::Lost);
+            }
             Err(error) => {
                 held.release().await;
                 return Err(error.into());
