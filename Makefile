@@ -42,7 +42,7 @@ test: ## Run every test against a throw-away MongoDB, fetched when there is none
 	target="$(TARGET)"
 	"$$target/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES)
 	if [ "$$doctests" ]; then $(CARGO) test --workspace $(FEATURES) --doc; fi
-	$(MAKE) --no-print-directory test-images
+	$(MAKE) --no-print-directory test-secure test-images
 
 .PHONY: check-deploy
 check-deploy: ## Check the files of deploy/ with the tools that read them: kustomize, Compose, systemd, promtool
@@ -65,13 +65,17 @@ test-images: ## Run the patterns on MongoDB from an image, where Docker answers
 	fi
 	export DENORMD_TEST_PROVIDER=docker MONGOD="$$(python3 tests/mongod.py)"
 	unset DENORMD_TEST_URI
-	$(CARGO) build --package denormd-fixture --features testcontainers
-	if $(CARGO) nextest --version >/dev/null 2>&1; then
-		tests=(nextest run --workspace --features testcontainers -E 'test(/^patterns::/)')
-	else
-		tests=(test --workspace --features testcontainers --test main patterns::)
-	fi
-	"$(TARGET)/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}"
+	if $(CARGO) nextest --version >/dev/null 2>&1; then tests=(nextest run); only=(-E 'test(/^patterns::/)'); else tests=(test); only=(patterns::); fi
+	$(CARGO) "$${tests[@]}" --workspace --features testcontainers --no-run
+	"$(TARGET)/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace --features testcontainers "$${only[@]}"
+
+.PHONY: test-secure
+test-secure: ## Run the patterns on MongoDB with TLS and authentication
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	unset DENORMD_TEST_URI DENORMD_TEST_PROVIDER
+	if $(CARGO) nextest --version >/dev/null 2>&1; then tests=(nextest run); only=(-E 'test(/^patterns::/)'); else tests=(test); only=(patterns::); fi
+	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
+	"$(TARGET)/debug/denormd-fixture" run --secure -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES) "$${only[@]}"
 
 .PHONY: mutants
 mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, tests/mutants.toml has them
