@@ -1,4 +1,5 @@
 //! How far each stream is done, and where that is kept.
 
+pub mod fan_out;
 pub mod store;
 pub mod watermark;

@@ -135,6 +135,18 @@ Exit status: 0 when a daemon answers, however it fares (see `health`), 1 when no
         #[arg(long, value_name = "IP:PORT")]
         address: Option<SocketAddr>,
     },
+    /// The timeline: who led when, what was wrong and for how long, reloads, backfills. Read from the state database.
+    #[command(after_help = "Examples:
+  denormd events --config shop.yaml                the last day
+  denormd events --config shop.yaml --since 7d
+  denormd events --config shop.yaml --since 2h --output json | jq .[].text
+
+It needs no running daemon. A few thousand events are kept; then the oldest go.")]
+    Events {
+        /// How far back: 30m, 2h, 7d.
+        #[arg(long, value_name = "AGE", default_value = "1d", value_parser = age)]
+        since: Duration,
+    },
     /// Returns once everything up to now (or an operation time) is applied: read your writes.
     #[command(after_help = "Examples:
   denormd wait --config shop.yaml                      everything that is committed now
@@ -181,25 +193,11 @@ pub struct Survey {
     #[arg(long)]
     pub database: Vec<String>,
     /// How long reads are counted: 30s, 10m, 2h. Zero takes the counters since the members started.
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = time)]
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = age)]
     pub observe: Duration,
     /// A relationship to look at: COLLECTION.PATH=COLLECTION.PATH.
     #[arg(long = "match", value_name = "PAIR", value_parser = pair)]
     pub matches: Vec<(String, String)>,
-}
-
-/// `30s`, `10m`, `2h`, `90`
-fn time(text: &str) -> Result<Duration, String> {
-    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = text.get(number.len()..).unwrap_or_default();
-    let number: u64 = number.parse().map_err(|_| "write 30s, 10m or 2h".to_owned())?;
-    let seconds = match unit {
-        "" | "s" => number,
-        "m" | "min" => number.saturating_mul(60),
-        "h" => number.saturating_mul(3600),
-        _ => return Err("write 30s, 10m or 2h".to_owned()),
-    };
-    if seconds > 86_400 { Err("a day is the most".to_owned()) } else { Ok(Duration::from_secs(seconds)) }
 }
 
 /// `products.parts.id=parts._id`
@@ -208,18 +206,40 @@ fn pair(text: &str) -> Result<(String, String), String> {
     Ok((holder.trim().to_owned(), held.trim().to_owned()))
 }
 
+/// `30m`, `2h`, `7d`, or seconds.
+fn age(text: &str) -> Result<Duration, String> {
+    let wrong = || "write a number and s, m, h or d, as in 30m, 2h or 7d".to_owned();
+    let (number, unit) = match text.char_indices().last() {
+        Some((at, unit)) if unit.is_ascii_alphabetic() => (&text[..at], unit),
+        _ => (text, 's'),
+    };
+    let seconds = match unit {
+        's' => 1,
+        'm' => 60,
+        'h' => 3600,
+        'd' => 86_400,
+        _ => return Err(wrong()),
+    };
+    let number: u64 = number.parse().map_err(|_| wrong())?;
+    number.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32).map(Duration::from_secs).ok_or_else(wrong)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn times_and_pairs() {
-        for (text, seconds) in [("30s", 30), ("10m", 600), ("2h", 7200), ("90", 90), ("0", 0)] {
-            assert_eq!(time(text), Ok(Duration::from_secs(seconds)), "{text}");
+    fn an_age_has_a_number_and_a_unit() {
+        for (text, seconds) in [("90", 90), ("90s", 90), ("30m", 1800), ("2h", 7200), ("7d", 604_800)] {
+            assert_eq!(age(text), Ok(Duration::from_secs(seconds)), "{text}");
         }
-        for text in ["", "s", "5d", "-1", "99h"] {
-            assert!(time(text).is_err(), "{text}");
+        for wrong in ["", "d", "-1d", "1.5h", "1w", "99999999999d", "ä"] {
+            assert!(age(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_pair_has_two_sides() {
         assert_eq!(pair("a.b = c._id"), Ok(("a.b".to_owned(), "c._id".to_owned())));
         assert!(pair("a.b").is_err());
     }

@@ -15,6 +15,8 @@ use crate::{
     position::{ClusterTime, Position},
 };
 
+use super::fan_out;
+
 /// The collection of positions: one document a deployment and stream.
 pub const POSITIONS: &str = "positions";
 /// NamespaceExists
@@ -45,6 +47,8 @@ pub struct RuleState {
     pub source_seen: bool,
     /// How far its backfill is.
     pub backfill: Backfill,
+    /// How many targets its open backfill has done and has to do, where that is known.
+    pub progress: Option<(u64, Option<u64>)>,
     /// Counts the times that its backfill was asked for: progress of an older one must not overwrite a newer wish.
     pub generation: i64,
 }
@@ -60,6 +64,8 @@ pub enum Backfill {
     Done,
     /// What the rule would take away is held back until `denormd release`.
     Held(Hold),
+    /// The rule was not in the config for a while: what was changed meanwhile is not known.
+    Absent,
 }
 
 /// Why a rule is held.
@@ -74,7 +80,7 @@ pub struct Hold {
 /// The greatest term that any state of the deployment was written under; 0 when there is no state.
 pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> Result<i64> {
     let mut highest = 0;
-    for name in [POSITIONS, RULES] {
+    for name in [POSITIONS, RULES, fan_out::COLLECTION] {
         let last = server
             .collection(database, name)
             .find_one(doc! {"_id.deployment": deployment})
@@ -90,7 +96,7 @@ impl Store {
     /// Opens the state of a deployment for the leader whose term `server` writes under: what a former leader has sent and
     /// not seen acknowledged does not change it from now on.
     pub async fn open(server: &Server, database: &str, deployment: &str) -> Result<Self> {
-        for name in [POSITIONS, RULES] {
+        for name in [POSITIONS, RULES, fan_out::COLLECTION] {
             match server.database(database).create_collection(name).await.map_err(Error::from) {
                 Err(error) if error.code != Some(NAMESPACE_EXISTS) => return Err(error),
                 Ok(()) | Err(_) => {}
@@ -177,6 +183,7 @@ impl Store {
             let backfill = match doc.get_str("backfill").unwrap_or_default() {
                 "done" => Backfill::Done,
                 "manual" => Backfill::Manual,
+                "absent" => Backfill::Absent,
                 "held" => Backfill::Held(Hold {
                     reason: doc.get_str("reason").unwrap_or_default().to_owned(),
                     detached: doc.get_bool("detached").unwrap_or_default(),
@@ -187,7 +194,9 @@ impl Store {
             let retired = doc.get_array("retired").map(Vec::as_slice).unwrap_or_default();
             let retired = retired.iter().filter_map(Bson::as_document).cloned().collect();
             let source_seen = doc.get_bool("source_seen").unwrap_or_default();
-            let state = RuleState { definition: definition.clone(), retired, source_seen, backfill, generation };
+            let progress = doc.get_document("progress").ok().and_then(progress);
+            let state =
+                RuleState { definition: definition.clone(), retired, source_seen, backfill, progress, generation };
             out.push((id.get_str("rule").unwrap_or_default().to_owned(), state));
         }
         Ok(out)
@@ -228,6 +237,16 @@ impl Store {
         Ok(())
     }
 
+    /// Remembers that a rule is not in the config, so that it is backfilled when it comes back.
+    pub async fn absent(&self, server: &Server, rule: &str) -> Result<()> {
+        let state = backfill_state(&Backfill::Absent);
+        server
+            .collection(&self.database, RULES)
+            .update_one(mine(server, self.id("rule", rule)), doc! {"$set": state})
+            .await?;
+        Ok(())
+    }
+
     /// Keeps what a rule was, for `denormd prune`.
     pub async fn retire(&self, server: &Server, rule: &str, definition: &Document) -> Result<()> {
         let filter = mine(server, self.id("rule", rule));
@@ -248,29 +267,34 @@ impl Store {
         Ok(())
     }
 
-    /// Saves how far the backfill of this generation is. False when a newer one has been asked for.
+    /// Saves how far the backfill of this generation is: its place, and how many targets it `(has done, has to do)`. False
+    /// when a newer one has been asked for.
     pub async fn save_backfill(
         &self,
         server: &Server,
         rule: &Rule,
         generation: i64,
         backfill: &Backfill,
+        progress: (u64, Option<u64>),
     ) -> Result<bool> {
         let mut filter = mine(server, self.id("rule", &rule.name));
         filter.insert("generation", generation);
         let rules = server.collection(&self.database, RULES);
+        let mut state = backfill_state(backfill);
+        let (done, expected) = (count(progress.0), progress.1.map(count));
+        state.insert("progress", doc! {"done": done, "expected": expected});
         // One that comes late takes the progress back.
-        let done = bounded(rules.update_one(filter, doc! {"$set": backfill_state(backfill)})).await?;
+        let done = bounded(rules.update_one(filter, doc! {"$set": state})).await?;
         Ok(done.matched_count > 0)
     }
 }
 
 /// The document with this `_id`, unless a later leader has marked it. An upsert then finds that it is there all the same.
-fn mine(server: &Server, id: Document) -> Document {
+pub(super) fn mine(server: &Server, id: Document) -> Document {
     doc! {"_id": id, "term": {"$not": {"$gt": server.term()}}}
 }
 
-fn refused_upsert(error: Error) -> Error {
+pub(super) fn refused_upsert(error: Error) -> Error {
     if error.code == Some(DUPLICATE_KEY) { former() } else { error }
 }
 
@@ -284,10 +308,23 @@ fn backfill_state(backfill: &Backfill) -> Document {
         Backfill::Manual => ("manual", Vec::new()),
         Backfill::Done => ("done", Vec::new()),
         Backfill::Held(_) => ("held", Vec::new()),
+        Backfill::Absent => ("absent", Vec::new()),
     };
     let (reason, detached) = match backfill {
         Backfill::Held(hold) => (Some(hold.reason.as_str()), Some(hold.detached)),
-        Backfill::Pending(_) | Backfill::Manual | Backfill::Done => (None, None),
+        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => (None, None),
     };
-    doc! {"backfill": state, "after": after, "reason": reason, "detached": detached, "saved": DateTime::now()}
+    doc! {
+        "backfill": state, "after": after, "reason": reason, "detached": detached, "progress": Bson::Null,
+        "saved": DateTime::now(),
+    }
+}
+
+fn count(targets: u64) -> i64 {
+    i64::try_from(targets).unwrap_or(i64::MAX)
+}
+
+fn progress(doc: &Document) -> Option<(u64, Option<u64>)> {
+    let number = |name: &str| u64::try_from(doc.get_i64(name).ok()?).ok();
+    Some((number("done")?, number("expected")))
 }

@@ -8,7 +8,7 @@ use mongodb::{Client, Collection};
 use tokio::time::{Instant, sleep};
 
 /// Generous: reached only when something is broken.
-const LIMIT: Duration = Duration::from_mins(5);
+const LIMIT: Duration = Duration::from_mins(15);
 /// How often the state is looked at.
 const PAUSE: Duration = Duration::from_millis(20);
 

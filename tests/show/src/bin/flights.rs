@@ -16,7 +16,7 @@ use denormd_show::{
     flights::{
         DATABASE, RULES,
         changes::Users,
-        expected::{Comparison, Rule, compare},
+        expected::{Comparison, Rule, Values, compare},
         floor::{self, Floor},
         tables::{self, Loaded},
     },
@@ -38,20 +38,21 @@ const KILLS_WITHIN: Duration = Duration::from_secs(25);
 async fn main() -> ExitCode {
     let kills: usize = number("KILLS").unwrap_or_else(|| usize::from(number::<u8>("KILL").unwrap_or(0) != 0));
     let seed: u64 = number("SEED").unwrap_or_else(|| rand::random::<u32>().into());
-    let show = Show::start().await;
+    let show = Show::start(number("FLIGHTS").unwrap_or(usize::MAX)).await;
     let live = show.run(kills, seed).await;
     let (wrong, floors) = show.finish(live).await;
     if wrong.wrong == 0 {
         floors.print();
-        println!("\n{}", green(&bold(&format!("0 differences in {}", counted(wrong.flights, "flight")))));
+        let all = format!("{} and {} planes and airports", counted(wrong.flights, "flight"), count(wrong.parents));
+        println!("\n{}", green(&bold(&format!("0 differences in {all}"))));
         ExitCode::SUCCESS
     } else {
         println!(
             "\n{}",
             red(&format!(
                 "{} of {} differ; the history again: make flights SEED={seed}",
-                counted(wrong.wrong, "flight"),
-                count(wrong.flights)
+                counted(wrong.wrong, "document"),
+                count(wrong.flights + wrong.parents)
             ))
         );
         ExitCode::FAILURE
@@ -93,7 +94,7 @@ struct Live {
 }
 
 impl Show {
-    async fn start() -> Self {
+    async fn start(flights: usize) -> Self {
         let folder = folder();
         heading("A year of flights out of New York");
         let started = Instant::now();
@@ -102,7 +103,7 @@ impl Show {
         let client = set.client().await;
         println!("  a throw-away replica set, one node, in {}", time(started.elapsed()));
         let started = Instant::now();
-        let loaded = tables::load(&client, &folder).await;
+        let loaded = tables::load(&client, &folder, flights).await;
         let Loaded { airlines, airports, planes, flights } = loaded;
         println!(
             "  loaded {} with {}, {}, {} in {}",
@@ -136,7 +137,11 @@ impl Show {
             () = self.watch_over() => {}
         }
         let backfill = started.elapsed();
-        println!("  backfill: 4 rules over {} in {}", counted(self.loaded.flights, "flight"), bold(&time(backfill)));
+        println!(
+            "  backfill: {RULES} rules over {} in {}",
+            counted(self.loaded.flights, "flight"),
+            bold(&time(backfill))
+        );
         if kills == 0 {
             self.rename_and_watch(&mut users).await;
             users.touched = denormd_show::flights::changes::Touched::default();
@@ -226,24 +231,25 @@ impl Show {
 
     /// Compares all, then measures the floors on the same server.
     async fn finish(self, live: Live) -> (Comparison, Floors) {
-        heading("Every flight against an independent computation");
+        heading("Every flight, plane and airport against an independent computation");
         let started = Instant::now();
         let mut floors: [[Floor; 2]; 2] = Default::default();
-        let found = compare(&self.client, |sources, flight| {
+        let found = compare(&self.client, |document, expected| {
             let [[all, all_at_once], [touched, touched_at_once]] = &mut floors;
-            let is_touched = |rule: &Rule| live.users.touched.has(*rule, flight);
-            for rule in Rule::ALL {
-                all.add(sources, flight, once(rule));
-                touched.add(sources, flight, once(rule).filter(is_touched));
+            let is_touched = |(rule, _): &&(Rule, Values)| live.users.touched.has(*rule, document);
+            for rule in expected {
+                all.add(document, once(rule));
+                touched.add(document, once(rule).filter(is_touched));
             }
-            all_at_once.add(sources, flight, Rule::ALL.into_iter());
-            touched_at_once.add(sources, flight, Rule::ALL.into_iter().filter(is_touched));
+            all_at_once.add(document, expected.iter());
+            touched_at_once.add(document, expected.iter().filter(is_touched));
         })
         .await;
         let [no_tailnum, no_plane, no_airport] = found.holes;
         println!(
-            "  compared {} with {} copied values in {}",
+            "  compared {} and {} planes and airports with {} copied values in {}",
             counted(found.flights, "flight"),
+            count(found.parents),
             count(found.values),
             time(started.elapsed())
         );

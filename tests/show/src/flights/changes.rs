@@ -1,11 +1,11 @@
 //! What an application does while the daemon runs: sources are renamed, deleted and come back, flights are added, take
-//! another plane, and are cancelled.
+//! another plane, are late, are put off, are cancelled and deleted.
 
 use std::collections::BTreeSet;
 
-use bson::{Bson, Document, doc, oid::ObjectId};
+use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
-use mongodb::{Client, Collection, Database};
+use mongodb::{Client, Collection, Database, options::ReturnDocument};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom, seq::SliceRandom};
 
 use super::{DATABASE, expected::Rule};
@@ -24,7 +24,13 @@ enum Change {
     /// A copy of a flight under a new `_id`, copied fields and all, which may be wrong for it.
     InsertFlight,
     RepointFlight,
+    /// Another delay, or none: it was cancelled.
+    DelayFlight,
+    /// Another hour, and so another place among the last flights of its plane.
+    PutOffFlight,
     DeleteFlight,
+    /// The last flight of a plane: the eleventh from the end takes its place.
+    DeleteLastFlight(String),
 }
 
 /// What a round did, and what it has touched.
@@ -38,14 +44,30 @@ pub struct Touched {
     keys: BTreeSet<(Rule, String)>,
     /// Flights to be looked at in themselves.
     ids: BTreeSet<ObjectId>,
+    /// An airline was renamed. Each has flights among the last ones of most planes.
+    airlines: bool,
 }
 
 impl Touched {
-    /// Whether what a rule copies into a flight may have changed.
-    pub fn has(&self, rule: Rule, flight: &Document) -> bool {
-        let key = flight.get_str(rule.reference()).ok();
+    /// Whether what a rule copies into a document may have changed.
+    pub fn has(&self, rule: Rule, target: &Document) -> bool {
+        let key = target.get_str(rule.reference()).ok();
         key.is_some_and(|key| self.keys.contains(&(rule, key.to_owned())))
-            || flight.get_object_id("_id").is_ok_and(|id| self.ids.contains(&id))
+            || target.get_object_id("_id").is_ok_and(|id| self.ids.contains(&id))
+            || (rule == Rule::LastFlights && self.airlines)
+    }
+
+    /// A flight is, or was until now, among those of its plane and its airports.
+    fn flight(&mut self, flight: &Document) {
+        for (rule, field) in [
+            (Rule::LastFlights, "tailnum"),
+            (Rule::PlaneFlights, "tailnum"),
+            (Rule::Departures, "origin"),
+            (Rule::Arrivals, "dest"),
+        ] {
+            self.keys.extend(flight.get_str(field).ok().map(|key| (rule, key.to_owned())));
+        }
+        self.ids.extend(flight.get_object_id("_id"));
     }
 }
 
@@ -106,7 +128,8 @@ impl Users {
     pub async fn rename_airline(&mut self, carrier: &str) -> String {
         self.renames += 1;
         let name = format!("{carrier} Airways, name {}", self.renames);
-        self.touch(Rule::Airline, carrier);
+        self.touch(&[Rule::Airline], carrier);
+        self.touched.airlines = true;
         self.collection("airlines")
             .update_one(doc! {"carrier": carrier}, doc! {"$set": {"name": &name}})
             .await
@@ -114,13 +137,12 @@ impl Users {
         name
     }
 
-    fn touch(&mut self, rule: Rule, key: &str) {
+    fn touch(&mut self, rules: &[Rule], key: &str) {
         self.touched.sources += 1;
-        self.touched.keys.insert((rule, key.to_owned()));
+        self.touched.keys.extend(rules.iter().map(|rule| (*rule, key.to_owned())));
     }
 
-    /// Some 600 changes in a random order: every airline, fifty airports, planes that go and come, single flights, of
-    /// which as many come as go.
+    /// Some 1,000 changes in a random order: every airline, fifty airports, planes that go and come, single flights.
     pub async fn round(&mut self) {
         let mut changes: Vec<Change> = self.carriers.iter().cloned().map(Change::RenameAirline).collect();
         // The large ones again: renamed while their last rename is still being copied.
@@ -135,8 +157,15 @@ impl Users {
                 _ => changes.push(Change::InsertPlane(tailnum)),
             }
         }
-        for (change, times) in [(Change::InsertFlight, 100), (Change::RepointFlight, 200), (Change::DeleteFlight, 100)]
-        {
+        let losing = self.tailnums.choose_multiple(&mut self.random, 60).cloned().collect::<Vec<_>>();
+        changes.extend(losing.into_iter().map(Change::DeleteLastFlight));
+        for (change, times) in [
+            (Change::InsertFlight, 100),
+            (Change::RepointFlight, 200),
+            (Change::DelayFlight, 200),
+            (Change::PutOffFlight, 100),
+            (Change::DeleteFlight, 100),
+        ] {
             changes.extend(std::iter::repeat_n(change, times));
         }
         changes.shuffle(&mut self.random);
@@ -157,27 +186,64 @@ impl Users {
                     1 => doc! {"$set": {"tzone": "Etc/UTC", "lat": self.random.random_range(-90.0..90.0)}},
                     _ => doc! {"$set": {"name": format!("{faa} Field, name {}", self.renames)}},
                 };
-                self.touch(Rule::Origin, &faa);
-                self.touched.keys.insert((Rule::Dest, faa.clone()));
+                self.touch(&[Rule::Origin, Rule::Dest], &faa);
                 self.collection("airports").update_one(doc! {"faa": faa}, set).await.expect("an update");
             }
             Change::DeletePlane(tailnum) => {
-                self.touch(Rule::Plane, &tailnum);
+                self.touch(&[Rule::Plane], &tailnum);
                 self.collection("planes").delete_one(doc! {"tailnum": tailnum}).await.expect("a delete");
             }
             Change::InsertPlane(tailnum) | Change::DoublePlane(tailnum) => {
-                self.touch(Rule::Plane, &tailnum);
+                self.touch(&[Rule::Plane, Rule::LastFlights, Rule::PlaneFlights], &tailnum);
                 let plane = doc! {"tailnum": tailnum, "manufacturer": "AIRBUS", "model": format!("A{}", self.random.random_range(100..400)), "seats": 179};
                 self.collection("planes").insert_one(plane).await.expect("an insert");
             }
             Change::InsertFlight => self.insert_flight().await,
             Change::RepointFlight => self.repoint_flight().await,
+            Change::DelayFlight => {
+                let update = match self.random.random_range(0..5) {
+                    0 => doc! {"$unset": {"dep_delay": "", "arr_delay": ""}},
+                    1 => doc! {"$set": {"dep_delay": Bson::Null}},
+                    _ => {
+                        let mut late = || self.random.random_range(-30..300);
+                        doc! {"$set": {"dep_delay": late(), "arr_delay": late()}}
+                    }
+                };
+                self.edit_flight(update).await;
+            }
+            Change::PutOffFlight => {
+                // A day of the year 2013, so that some become the last of their plane, and some stop being it.
+                let hour = 1_357_000_000_000 + self.random.random_range(0..8760) * 3_600_000_i64;
+                self.edit_flight(doc! {"$set": {"time_hour": DateTime::from_millis(hour)}}).await;
+            }
             Change::DeleteFlight => {
-                self.touched.flights += 1;
                 let place = self.random.random_range(0..self.flights.len());
                 let id = self.flights.swap_remove(place);
-                self.collection("flights").delete_one(doc! {"_id": id}).await.expect("a delete");
+                self.delete_flight(doc! {"_id": id}).await;
             }
+            Change::DeleteLastFlight(tailnum) => self.delete_flight(doc! {"tailnum": tailnum}).await,
+        }
+    }
+
+    /// Of several, the last.
+    async fn delete_flight(&mut self, which: Document) {
+        let last = doc! {"time_hour": -1, "_id": -1};
+        let flights = self.collection("flights");
+        if let Some(gone) = flights.find_one_and_delete(which).sort(last).await.expect("a delete") {
+            self.touched.flights += 1;
+            self.touched.flight(&gone);
+            let id = gone.get_object_id("_id").ok();
+            self.flights.retain(|flight| Some(*flight) != id);
+        }
+    }
+
+    async fn edit_flight(&mut self, update: Document) {
+        let id = *self.flights.choose(&mut self.random).expect("flights");
+        let flights = self.collection("flights");
+        let after = flights.find_one_and_update(doc! {"_id": id}, update).return_document(ReturnDocument::After);
+        if let Some(flight) = after.await.expect("an update") {
+            self.touched.flights += 1;
+            self.touched.flight(&flight);
         }
     }
 
@@ -190,7 +256,7 @@ impl Users {
         flight.insert("_id", new);
         flight.extend(self.references());
         self.touched.flights += 1;
-        self.touched.ids.insert(new);
+        self.touched.flight(&flight);
         self.flights.push(new);
         self.collection("flights").insert_one(flight).await.expect("an insert");
     }
@@ -203,9 +269,15 @@ impl Users {
             2 => doc! {"$set": {"dest": "nowhere"}},
             _ => doc! {"$set": self.references()},
         };
+        let flights = self.collection("flights");
+        // What it was, for the parents that lose it, and what it is.
+        let Some(before) = flights.find_one_and_update(doc! {"_id": id}, update).await.expect("an update") else {
+            return;
+        };
+        let after = flights.find_one(doc! {"_id": id}).await.expect("a flight").expect("nobody else deletes flights");
         self.touched.flights += 1;
-        self.touched.ids.insert(id);
-        self.collection("flights").update_one(doc! {"_id": id}, update).await.expect("an update");
+        self.touched.flight(&before);
+        self.touched.flight(&after);
     }
 
     fn references(&mut self) -> Document {

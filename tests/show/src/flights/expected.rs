@@ -1,4 +1,4 @@
-//! What each flight must look like, worked out a second time from the sources alone: `config/flights.yaml` in plain Rust.
+//! What each document must look like, worked out a second time from the sources alone: `config/flights.yaml` in plain Rust.
 
 use std::collections::HashMap;
 
@@ -6,10 +6,10 @@ use bson::{Bson, Document, doc};
 use futures_util::TryStreamExt;
 use mongodb::{
     Client, Database,
-    options::{ReadConcern, SelectionCriteria},
+    options::{ReadConcern, ReadPreference, SelectionCriteria},
 };
 
-use super::DATABASE;
+use super::{DATABASE, gathered::Gathered};
 
 /// A rule of `config/flights.yaml`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -22,36 +22,72 @@ pub enum Rule {
     Dest,
     /// `plane`
     Plane,
+    /// `plane-last-flights`
+    LastFlights,
+    /// `plane-flights`
+    PlaneFlights,
+    /// `departures`
+    Departures,
+    /// `arrivals`
+    Arrivals,
 }
 
 impl Rule {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Airline, Self::Origin, Self::Dest, Self::Plane];
+    pub const ALL: [Self; 8] = [
+        Self::Airline,
+        Self::Origin,
+        Self::Dest,
+        Self::Plane,
+        Self::LastFlights,
+        Self::PlaneFlights,
+        Self::Departures,
+        Self::Arrivals,
+    ];
 
-    /// The flight's field that refers to the source.
+    /// The collection that it writes to.
+    pub fn target(self) -> &'static str {
+        match self {
+            Self::Airline | Self::Origin | Self::Dest | Self::Plane => "flights",
+            Self::LastFlights | Self::PlaneFlights => "planes",
+            Self::Departures | Self::Arrivals => "airports",
+        }
+    }
+
+    /// The field of the target in its `match`.
     pub fn reference(self) -> &'static str {
         match self {
             Self::Airline => "carrier",
             Self::Origin => "origin",
             Self::Dest => "dest",
-            Self::Plane => "tailnum",
+            Self::Plane | Self::LastFlights | Self::PlaneFlights => "tailnum",
+            Self::Departures | Self::Arrivals => "faa",
         }
     }
 
-    /// The paths that are copied, and the value of each for a source document; `None` where there is to be none.
-    fn values(self, source: Option<&Document>) -> Vec<(&'static str, Option<Bson>)> {
-        let field = |name: &str| source.and_then(|source| source.get(name)).cloned();
-        match self {
-            Self::Airline => vec![("airline_name", field("name"))],
-            Self::Origin => vec![("origin_airport.name", field("name")), ("origin_airport.tzone", field("tzone"))],
-            Self::Dest => vec![(
-                "dest_airport",
-                source.map(|source| Bson::Document(part(source, &["name", "lat", "lon", "alt", "tzone"]))),
-            )],
-            Self::Plane => {
-                vec![("plane.year", field("year")), ("plane.model", source.map(model)), ("plane.seats", field("seats"))]
-            }
+    /// Those that write to a collection.
+    pub fn into(target: &str) -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(move |rule| rule.target() == target)
+    }
+}
+
+/// The paths that are copied, and the value of each; `None` where there is to be none.
+pub type Values = Vec<(&'static str, Option<Bson>)>;
+
+/// What the rules that copy into a flight take from a source document.
+fn copied(rule: Rule, source: Option<&Document>) -> Values {
+    let field = |name: &str| source.and_then(|source| source.get(name)).cloned();
+    match rule {
+        Rule::Airline => vec![("airline_name", field("name"))],
+        Rule::Origin => vec![("origin_airport.name", field("name")), ("origin_airport.tzone", field("tzone"))],
+        Rule::Dest => vec![(
+            "dest_airport",
+            source.map(|source| Bson::Document(part(source, &["name", "lat", "lon", "alt", "tzone"]))),
+        )],
+        Rule::Plane => {
+            vec![("plane.year", field("year")), ("plane.model", source.map(model)), ("plane.seats", field("seats"))]
         }
+        Rule::LastFlights | Rule::PlaneFlights | Rule::Departures | Rule::Arrivals => Vec::new(),
     }
 }
 
@@ -68,11 +104,12 @@ fn model(plane: &Document) -> Bson {
     }
 }
 
-/// The sources as they are on the server now, by key.
+/// The sources as they are on the server now, by key, and what the flights that were seen make of them.
 pub struct Sources {
     airlines: HashMap<String, Document>,
     airports: HashMap<String, Document>,
     planes: HashMap<String, Document>,
+    gathered: Gathered,
 }
 
 impl Sources {
@@ -83,17 +120,23 @@ impl Sources {
             airlines: by_key(&database, "airlines", "carrier").await,
             airports: by_key(&database, "airports", "faa").await,
             planes: by_key(&database, "planes", "tailnum").await,
+            gathered: Gathered::default(),
         }
     }
 
-    /// The copied paths of a rule in a flight, with their values.
-    pub fn expected(&self, rule: Rule, flight: &Document) -> Vec<(&'static str, Option<Bson>)> {
+    /// The copied paths of a rule in a document of its target, with their values. Of planes and airports once every flight
+    /// was seen.
+    pub fn expected(&self, rule: Rule, target: &Document) -> Values {
+        let key = target.get_str(rule.reference()).ok();
         let sources = match rule {
             Rule::Airline => &self.airlines,
             Rule::Origin | Rule::Dest => &self.airports,
             Rule::Plane => &self.planes,
+            Rule::LastFlights | Rule::PlaneFlights | Rule::Departures | Rule::Arrivals => {
+                return self.gathered.expected(rule, key);
+            }
         };
-        rule.values(flight.get_str(rule.reference()).ok().and_then(|key| sources.get(key)))
+        copied(rule, key.and_then(|key| sources.get(key)))
     }
 }
 
@@ -120,7 +163,9 @@ async fn by_key(database: &Database, collection: &str, key: &str) -> HashMap<Str
 pub struct Comparison {
     /// Flights compared: all of them.
     pub flights: usize,
-    /// How many of them are not as they must be.
+    /// Planes and airports compared: all of them.
+    pub parents: usize,
+    /// How many of all these are not as they must be.
     pub wrong: usize,
     /// The first ten differences.
     pub first: Vec<String>,
@@ -130,78 +175,117 @@ pub struct Comparison {
     pub holes: [usize; 3],
 }
 
-/// The columns of the CSV file and what the rules add.
-const KNOWN: &[&str] = &[
-    "_id",
-    "year",
-    "month",
-    "day",
-    "dep_time",
-    "sched_dep_time",
-    "dep_delay",
-    "arr_time",
-    "sched_arr_time",
-    "arr_delay",
-    "carrier",
-    "flight",
-    "tailnum",
-    "origin",
-    "dest",
-    "air_time",
-    "distance",
-    "hour",
-    "minute",
-    "time_hour",
-    "airline_name",
-    "origin_airport",
-    "dest_airport",
-    "plane",
-];
+/// The columns of the CSV files and what the rules add.
+fn known(collection: &str) -> &'static [&'static str] {
+    match collection {
+        "flights" => &[
+            "_id",
+            "year",
+            "month",
+            "day",
+            "dep_time",
+            "sched_dep_time",
+            "dep_delay",
+            "arr_time",
+            "sched_arr_time",
+            "arr_delay",
+            "carrier",
+            "flight",
+            "tailnum",
+            "origin",
+            "dest",
+            "air_time",
+            "distance",
+            "hour",
+            "minute",
+            "time_hour",
+            "airline_name",
+            "origin_airport",
+            "dest_airport",
+            "plane",
+        ],
+        "planes" => &[
+            "_id",
+            "tailnum",
+            "year",
+            "type",
+            "manufacturer",
+            "model",
+            "engines",
+            "seats",
+            "speed",
+            "engine",
+            "last_flights",
+            "flights",
+            "mean_delay",
+        ],
+        _ => &["_id", "faa", "name", "lat", "lon", "alt", "tz", "dst", "tzone", "departures", "arrivals"],
+    }
+}
 
-/// Compares every flight on the server, one after the other, and shows each with its sources to `see`.
-pub async fn compare(client: &Client, mut see: impl FnMut(&Sources, &Document)) -> Comparison {
-    let sources = Sources::read(client).await;
+/// Compares every flight on the server, one after the other, then every plane and airport, and shows each with what its
+/// rules must have written to `see`.
+pub async fn compare(client: &Client, mut see: impl FnMut(&Document, &[(Rule, Values)])) -> Comparison {
+    let mut sources = Sources::read(client).await;
     let mut out = Comparison::default();
-    let mut flights = client
-        .database(DATABASE)
-        .collection::<Document>("flights")
-        .find(doc! {})
-        .batch_size(5000)
-        .read_concern(ReadConcern::majority())
-        .selection_criteria(SelectionCriteria::ReadPreference(mongodb::options::ReadPreference::Primary))
-        .await
-        .expect("the flights");
-    while let Some(flight) = flights.try_next().await.expect("the flights") {
-        out.flights += 1;
-        let mut wrong = Vec::new();
-        for rule in Rule::ALL {
-            for (path, value) in sources.expected(rule, &flight) {
-                let stored = get(&flight, path);
-                out.values += usize::from(value.is_some());
-                // Type and all: 1 is not 1.0, and null is not missing.
-                if stored != value.as_ref() {
-                    wrong.push(format!("{path} is {} and must be {}", show(stored), show(value.as_ref())));
-                }
+    for collection in ["flights", "planes", "airports"] {
+        let mut found = client
+            .database(DATABASE)
+            .collection::<Document>(collection)
+            .find(doc! {})
+            .batch_size(5000)
+            .read_concern(ReadConcern::majority())
+            .selection_criteria(SelectionCriteria::ReadPreference(ReadPreference::Primary))
+            .await
+            .expect(collection);
+        while let Some(document) = found.try_next().await.expect(collection) {
+            let expected: Vec<(Rule, Values)> =
+                Rule::into(collection).map(|rule| (rule, sources.expected(rule, &document))).collect();
+            out.take(collection, &document, &expected);
+            see(&document, &expected);
+            if collection == "flights" {
+                out.count_holes(&sources, &document);
+                let airline = sources.expected(Rule::Airline, &document).pop().and_then(|(_, name)| name);
+                sources.gathered.add(&document, airline);
             }
         }
-        wrong.extend(
-            flight.keys().filter(|name| !KNOWN.contains(&name.as_str())).map(|name| format!("{name} is nobody's")),
-        );
-        if !wrong.is_empty() {
-            out.wrong += 1;
-            let id = flight.get("_id").map(ToString::to_string).unwrap_or_default();
-            let room = 10_usize.saturating_sub(out.first.len());
-            out.first.extend(wrong.into_iter().take(room).map(|wrong| format!("flight {id}: {wrong}")));
-        }
-        match flight.get_str("tailnum") {
-            Err(_) => out.holes[0] += 1,
-            Ok(tailnum) if !sources.planes.contains_key(tailnum) => out.holes[1] += 1,
-            Ok(_) => {}
-        }
-        out.holes[2] += usize::from(flight.get_str("dest").is_ok_and(|dest| !sources.airports.contains_key(dest)));
-        see(&sources, &flight);
     }
     out
+}
+
+impl Comparison {
+    fn take(&mut self, collection: &str, document: &Document, expected: &[(Rule, Values)]) {
+        let counter = if collection == "flights" { &mut self.flights } else { &mut self.parents };
+        *counter += 1;
+        let mut wrong = Vec::new();
+        for (path, value) in expected.iter().flat_map(|(_, values)| values) {
+            let stored = get(document, path);
+            self.values += usize::from(value.is_some());
+            // Type and all: 1 is not 1.0, and null is not missing.
+            if stored != value.as_ref() {
+                wrong.push(format!("{path} is {} and must be {}", show(stored), show(value.as_ref())));
+            }
+        }
+        let known = known(collection);
+        wrong.extend(
+            document.keys().filter(|name| !known.contains(&name.as_str())).map(|name| format!("{name} is nobody's")),
+        );
+        if !wrong.is_empty() {
+            self.wrong += 1;
+            let id = document.get("_id").map(ToString::to_string).unwrap_or_default();
+            let room = 10_usize.saturating_sub(self.first.len());
+            self.first.extend(wrong.into_iter().take(room).map(|wrong| format!("{collection} {id}: {wrong}")));
+        }
+    }
+
+    fn count_holes(&mut self, sources: &Sources, flight: &Document) {
+        match flight.get_str("tailnum") {
+            Err(_) => self.holes[0] += 1,
+            Ok(tailnum) if !sources.planes.contains_key(tailnum) => self.holes[1] += 1,
+            Ok(_) => {}
+        }
+        self.holes[2] += usize::from(flight.get_str("dest").is_ok_and(|dest| !sources.airports.contains_key(dest)));
+    }
 }
 
 fn get<'a>(document: &'a Document, path: &str) -> Option<&'a Bson> {

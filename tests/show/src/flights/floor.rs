@@ -1,6 +1,6 @@
 //! The floor: the same values written by a plain writer that already knows every one of them.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use bson::{Document, RawDocumentBuf, doc};
 use futures_util::{StreamExt, stream};
@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::{
     DATABASE,
-    expected::{Rule, Sources},
+    expected::{Rule, Values},
 };
 
 /// Statements in one command.
@@ -21,37 +21,37 @@ const WRITERS: usize = 2;
 #[derive(Default)]
 pub struct Floor {
     commands: Vec<RawDocumentBuf>,
-    open: Vec<Document>,
+    /// Statements of commands that are not full, by collection.
+    open: BTreeMap<&'static str, Vec<Document>>,
     /// Statements in all of them.
     pub statements: usize,
 }
 
 impl Floor {
-    /// One statement for a flight, with all that these rules copy into it. Where they copy nothing there is nothing to do:
-    /// the floor starts from flights without a copied field.
-    pub fn add(&mut self, sources: &Sources, flight: &Document, rules: impl Iterator<Item = Rule>) {
-        let values = rules.flat_map(|rule| sources.expected(rule, flight));
-        let set: Document = values.filter_map(|(path, value)| Some((path.to_owned(), value?))).collect();
-        if set.is_empty() {
-            return;
+    /// One statement for a document, with all that these rules, which write to one collection, copy into it. Where they
+    /// copy nothing there is nothing to do: the floor starts from documents without a copied field.
+    pub fn add<'a>(&mut self, document: &Document, rules: impl Iterator<Item = &'a (Rule, Values)>) {
+        let mut target = None;
+        let mut set = Document::new();
+        for (rule, values) in rules {
+            target = Some(rule.target());
+            let there = values.iter().filter_map(|(path, value)| Some(((*path).to_owned(), value.clone()?)));
+            set.extend(there);
         }
-        self.open.push(doc! {"q": {"_id": flight.get("_id").cloned()}, "u": {"$set": set}});
+        let Some(target) = target.filter(|_| !set.is_empty()) else { return };
+        let open = self.open.entry(target).or_default();
+        open.push(doc! {"q": {"_id": document.get("_id").cloned()}, "u": {"$set": set}});
         self.statements += 1;
-        if self.open.len() == STATEMENTS {
-            self.close();
+        if open.len() == STATEMENTS {
+            let full = std::mem::take(open);
+            self.commands.push(command(target, full));
         }
-    }
-
-    fn close(&mut self) {
-        let command = doc! {"update": "flights", "updates": std::mem::take(&mut self.open), "ordered": false, "writeConcern": {"w": "majority"}};
-        self.commands.push(RawDocumentBuf::try_from(&command).expect("a command"));
     }
 
     /// Sends them; how long that took.
     pub async fn write(mut self, client: &Client) -> Duration {
-        if !self.open.is_empty() {
-            self.close();
-        }
+        let rest = std::mem::take(&mut self.open).into_iter().filter(|(_, open)| !open.is_empty());
+        self.commands.extend(rest.map(|(target, open)| command(target, open)));
         let database = client.database(DATABASE);
         let started = Instant::now();
         stream::iter(self.commands)
@@ -67,13 +67,20 @@ impl Floor {
     }
 }
 
+fn command(target: &str, statements: Vec<Document>) -> RawDocumentBuf {
+    let command = doc! {"update": target, "updates": statements, "ordered": false, "writeConcern": {"w": "majority"}};
+    RawDocumentBuf::try_from(&command).expect("a command")
+}
+
 /// Takes every copied field away, as if there had been no daemon.
 pub async fn reset(client: &Client) {
-    let paths = doc! {"airline_name": "", "origin_airport": "", "dest_airport": "", "plane": ""};
-    client
-        .database(DATABASE)
-        .collection::<Document>("flights")
-        .update_many(doc! {}, doc! {"$unset": paths})
-        .await
-        .expect("an update");
+    for (collection, paths) in [
+        ("flights", ["airline_name", "origin_airport", "dest_airport", "plane"].as_slice()),
+        ("planes", &["last_flights", "flights", "mean_delay"]),
+        ("airports", &["departures", "arrivals"]),
+    ] {
+        let paths: Document = paths.iter().map(|path| ((*path).to_owned(), "".into())).collect();
+        let documents = client.database(DATABASE).collection::<Document>(collection);
+        documents.update_many(doc! {}, doc! {"$unset": paths}).await.expect("an update");
+    }
 }

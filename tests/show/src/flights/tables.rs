@@ -49,22 +49,22 @@ pub struct Loaded {
     pub flights: usize,
 }
 
-/// Loads every table of a folder.
-pub async fn load(client: &Client, folder: &Path) -> Loaded {
+/// Loads every table of a folder; of the flights not more than so many.
+pub async fn load(client: &Client, folder: &Path, flights: usize) -> Loaded {
     let database = client.database(DATABASE);
     Loaded {
-        airlines: table(&database, folder, "airlines").await,
-        airports: table(&database, folder, "airports").await,
-        planes: table(&database, folder, "planes").await,
-        flights: table(&database, folder, "flights").await,
+        airlines: table(&database, folder, "airlines", usize::MAX).await,
+        airports: table(&database, folder, "airports", usize::MAX).await,
+        planes: table(&database, folder, "planes", usize::MAX).await,
+        flights: table(&database, folder, "flights", flights).await,
     }
 }
 
-async fn table(database: &Database, folder: &Path, name: &str) -> usize {
+async fn table(database: &Database, folder: &Path, name: &str, most: usize) -> usize {
     let path = folder.join(format!("{name}.csv"));
     let mut reader = csv::Reader::from_path(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let columns: Vec<String> = reader.headers().expect("a header").iter().map(str::to_owned).collect();
-    let mut rows = reader.records().map(|row| document(&columns, &row.expect("a row of CSV")));
+    let mut rows = reader.records().take(most).map(|row| document(&columns, &row.expect("a row of CSV")));
     let batches =
         std::iter::from_fn(|| Some(rows.by_ref().take(BATCH).collect::<Vec<_>>()).filter(|batch| !batch.is_empty()));
     let collection = database.collection::<Document>(name);
