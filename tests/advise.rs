@@ -195,9 +195,11 @@ async fn log_messages_keep_the_id_of_their_host() {
 #[tokio::test(flavor = "multi_thread")]
 async fn of_the_reviews_ten_are_kept_in_the_product() {
     // Every query is slow to it.
-    let set = ReplicaSet::builder().arg("--slowms").arg("-1").start().await;
+    let set = ReplicaSet::builder().nodes(2).arg("--slowms").arg("-1").start().await;
     let test = set.database().await;
     let db = test.database();
+    // Products are read on the other member.
+    let elsewhere = denormd_fixture::client(&format!("{}&readPreference=secondary", test.uri)).await;
     insert(&db, "products", (0..20).map(|n| doc! {"_id": n, "name": format!("kettle {n}")})).await;
     let review = |n: i32| {
         let published = DateTime::from_millis(1_700_000_000_000 + i64::from(n) * 60_000);
@@ -205,16 +207,19 @@ async fn of_the_reviews_ten_are_kept_in_the_product() {
     };
     insert(&db, "reviews", (0..12_000).map(review)).await;
     index(&db, "reviews", doc! {"product_id": 1, "published_date": -1, "_id": 1}).await;
-    let (products, reviews) = (db.collection::<Document>("products"), db.collection::<Document>("reviews"));
+    let products = elsewhere.database(&test.name).collection::<Document>("products");
+    let reviews = db.collection::<Document>("reviews");
 
     let asked = std::thread::spawn({
         let (uri, name) = (test.uri.clone(), test.name.clone());
         move || denormd(&uri, &name, &["advise", "--output", "json", "--observe", "12s"])
     });
+    let mut pages = 0_u64;
     for n in 0.. {
         if asked.is_finished() {
             break;
         }
+        pages += 1;
         products.find_one(doc! {"_id": n % 20}).await.unwrap();
         let newest =
             reviews.find(doc! {"product_id": n % 20}).sort(doc! {"published_date": -1}).limit(10).await.unwrap();
@@ -224,6 +229,9 @@ async fn of_the_reviews_ten_are_kept_in_the_product() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
 
+    // Neither more than were made, nor only the first member's.
+    let seen = collection(&report, "products")["reads"].as_u64().unwrap();
+    assert!(seen > pages / 2 && seen <= pages, "{seen} of {pages}");
     let found = relationship(&report, "reviews.product_id");
     assert_figures(found, exact(&db, "reviews", "", "product_id").await);
     let kinds: Vec<&str> =
@@ -368,4 +376,41 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     assert!(String::from_utf8_lossy(&again.stderr).contains("is not overwritten"));
     assert_eq!(fs::read_to_string(file).unwrap(), written);
     assert!(Path::new(file).exists());
+}
+
+/// With the role `read` alone, what it does not allow is "not known"; and whatever is asked, nothing is written.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_may_not_be_read_is_not_known_and_nothing_is_written() {
+    let set = ReplicaSet::builder().auth().start().await;
+    let test = set.database().await;
+    let db = test.database();
+    insert(&db, "patron", (0..30).map(|n| doc! {"_id": n, "name": format!("Joe {n}")})).await;
+    insert(&db, "address", (0..90).map(|n| doc! {"_id": n, "patron_id": n % 30, "city": "Faketon"})).await;
+    let admin = test.client.database("admin");
+    let role = doc! {"role": "read", "db": &test.name};
+    admin.run_command(doc! {"createUser": "reader", "pwd": "secret", "roles": [role]}).await.unwrap();
+    let before = crate::cases::now(&db).await;
+
+    let output =
+        denormd(&set.uri_of("reader", "secret"), &test.name, &["advise", "--output", "json", "--observe", "1s"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(!told.contains("secret"), "{told}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let found = relationship(&report, "address.patron_id");
+    assert_figures(found, exact(&db, "address", "", "patron_id").await);
+    advice(found, "embed");
+    let unknown = report["not_known"].to_string();
+    for privilege in ["top", "getLog", "serverStatus", "indexStats"] {
+        assert!(unknown.contains(&format!("needs the privilege {privilege}")), "{privilege}: {unknown}");
+    }
+    assert_eq!(report["changes"]["events"], 120, "a change stream is within `read`");
+
+    let output = denormd(&test.uri, &test.name, &["advise", "--output", "json", "--observe", "1s"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["not_known"], serde_json::json!([]));
+    assert_eq!(collection(&report, "patron")["reads"], 0, "its own reads are not counted");
+    assert_eq!(crate::cases::oplog(&test, before).await, [], "advise only reads");
+    let profile = db.run_command(doc! {"profile": -1}).await.unwrap();
+    assert_eq!(profile.get_i32("was").unwrap(), 0);
 }

@@ -5,7 +5,7 @@ use crate::{change::Namespace, field_path::FieldPath};
 use super::{
     fan_out::FanOut,
     relationships::Link,
-    spread::{Known, Spread, ratio},
+    spread::{How, Known, Spread, ratio},
 };
 
 /// How often something happened, in how long a time.
@@ -59,6 +59,8 @@ pub struct Relationship {
     pub back: Option<FieldPath>,
     /// Other fields that refer to the documents that refer here.
     pub others: usize,
+    /// Other collections that the referring documents might be embedded in as well.
+    pub parents: Vec<String>,
     /// How many of the referring documents the application shows of one, and in which order: by its own queries.
     pub shown: Option<Shown>,
     /// Joins that the log has seen, and those of them that fetch whole documents.
@@ -131,6 +133,17 @@ pub enum Place {
 }
 
 impl Relationship {
+    /// Referring documents that lead to nothing, of how many: null, missing and dangling.
+    #[must_use]
+    pub fn homeless(&self) -> (u64, u64) {
+        let found: u64 = self.fan_out.types.iter().map(|of| of.resolved + of.converted).sum();
+        let of = match self.fan_out.how {
+            How::Exact => self.holder.count,
+            How::Sample(drawn) => drawn,
+        };
+        (of.saturating_sub(found), of)
+    }
+
     /// Reads of the referring documents that do not come through the reference; None where that is not known.
     #[must_use]
     pub fn holder_read_alone(&self) -> Option<(u64, u64)> {

@@ -337,7 +337,7 @@ impl Reads {
         let members = if self.members == 1 { "1 member".to_owned() } else { format!("{} members", self.members) };
         let time = super::render::duration(whole(self.seconds));
         if self.since_start {
-            format!("in the {time} since {members} started")
+            format!("in the {time} since {members} started, denormd's own among them")
         } else {
             format!("in {time}, on {members}")
         }

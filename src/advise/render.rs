@@ -136,7 +136,10 @@ fn figures(facts: &Relationship) -> String {
     let resolved: u64 = fan_out.types.iter().map(|of| of.resolved).sum();
     let seen: u64 = fan_out.types.iter().map(|of| of.references).sum();
     let sampled = if fan_out.how == How::Exact { "" } else { " sampled" };
-    parts.push(format!("{} of {}{sampled} lead somewhere", count(resolved), counted(seen, "reference")));
+    parts.push(match seen - resolved {
+        0 => format!("all {}{sampled} resolve", counted(seen, "reference")),
+        _ => format!("{} of {}{sampled} resolve", count(resolved), counted(seen, "reference")),
+    });
     if let Some(alone) = fan_out.alone.filter(|alone| *alone > 0) {
         parts.push(format!("nothing refers to {} of `{held}`", count(alone)));
     }

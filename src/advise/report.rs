@@ -26,7 +26,7 @@ use super::{
     fan_out, names,
     reads::{self, Reads},
     relationships::{self, End, Found, HeldKey, Link, Sampled},
-    spread::Known,
+    spread::{Known, Spread},
     survey::{self, Collection, Survey},
     updates::{self, History},
 };
@@ -106,14 +106,12 @@ pub async fn report(
     }
     let surveyed =
         Surveyed { ask: &ask, survey: &survey, history: &history, reads: &reads, plan, links: &links, bounds };
-    let mut relationships = Vec::new();
+    let mut measured = Vec::new();
     for link in &links {
         say(&format!("measuring {}.{}", link.holder.namespace.collection, link.holder.path));
-        if let Some(facts) = surveyed.measure(link).await? {
-            let advice = decide::relationship::decide(&facts, bounds, options.default.as_deref());
-            relationships.push((facts, advice));
-        }
+        measured.extend(surveyed.measure(link).await?);
     }
+    let relationships = advised(measured, options);
     let mut collections = Vec::new();
     for collection in &survey.collections {
         let arrays = surveyed.arrays(collection).await?;
@@ -123,6 +121,34 @@ pub async fn report(
     let cluster = decide::cluster::decide(&survey, &reads, bounds);
     let default = options.default.clone();
     Ok(Report { default, survey, history, reads, relationships, collections, cluster, notes })
+}
+
+/// The advice for each relationship, once all are measured.
+fn advised(measured: Vec<Relationship>, options: &Options) -> Vec<(Relationship, Vec<Advice>)> {
+    let few = |facts: &&Relationship| {
+        let few = |fan_out: &Spread| fan_out.p99 < options.thresholds.embed_elements;
+        facts.form == Form::One && facts.fan_out.spread.as_ref().is_ok_and(few)
+    };
+    let parents: Vec<(Namespace, Namespace)> = measured
+        .iter()
+        .filter(few)
+        .map(|facts| (facts.link.holder.namespace.clone(), facts.link.held.namespace.clone()))
+        .collect();
+    let mut commands = HashSet::new();
+    let decide = |mut facts: Relationship| {
+        let others = parents
+            .iter()
+            .filter(|(holder, held)| *holder == facts.link.holder.namespace && *held != facts.link.held.namespace);
+        facts.parents = others.map(|(_, held)| held.collection.clone()).collect();
+        let mut advice = decide::relationship::decide(&facts, &options.thresholds, options.default.as_deref());
+        // One index serves every relationship that wants it.
+        advice.retain(|advice| {
+            let index = advice.command.as_ref().filter(|_| advice.kind == super::advice::Kind::IndexMissing);
+            index.is_none_or(|command| commands.insert(command.clone()))
+        });
+        (facts, advice)
+    };
+    measured.into_iter().map(decide).collect()
 }
 
 /// Finds the relationships.
@@ -299,6 +325,7 @@ impl Surveyed<'_> {
             held: self.side(held, &link.held.path),
             back: self.back(link, form),
             others: self.links.iter().filter(|other| refers_to_holder(other, link)).count(),
+            parents: Vec::new(),
             shown: self.shown(link),
             joins: self.joins(link),
             fields: fields.into_iter().map(|field| self.candidate(link, form, holder, field, &copied)).collect(),

@@ -66,6 +66,10 @@ async fn file(loaded: &Loaded, report: &Report, server: &Server) -> Result<Strin
     let mut names = BTreeSet::new();
     for (about, advice) in drafts(report) {
         let Some(draft) = &advice.draft else { continue };
+        // Whether any page shows the first few is not known: that is no rule to begin with.
+        if advice.kind == Kind::Measure && draft.kind == "collect" {
+            continue;
+        }
         if !names.insert(draft.name.clone()) {
             continue;
         }
@@ -131,7 +135,7 @@ fn head(loaded: &Loaded, report: &Report) -> String {
 
 fn entry(about: &str, advice: &Advice, draft: &Draft) -> String {
     let mut out = String::new();
-    let mut comment = format!("{about}: {}: {}", advice.kind.name(), advice.says);
+    let mut comment = format!("{about}: {}", advice.says);
     if !draft.comment.is_empty() {
         comment.push_str(&format!("; {}", draft.comment));
     }

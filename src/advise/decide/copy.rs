@@ -17,6 +17,8 @@ use crate::{
 /// Fields that a draft copies, at most: the first few are a name and the like.
 const FEW: usize = 5;
 
+/// Fewer reads may be anybody's: a person's who looked, a monitor's.
+const LEAST: u64 = 100;
 /// Less than so many seconds of the oplog say nothing of how often a field is updated.
 const SHORT: f64 = 10.0;
 
@@ -38,7 +40,7 @@ pub enum Verdict {
 /// The ratio of reads to copied writes against the thresholds.
 #[must_use]
 pub fn verdict(reads: Option<Rate>, updates: Option<Rate>, fan_out: f64, thresholds: &Advise) -> Verdict {
-    let seen = reads.filter(|reads| reads.times > 0);
+    let seen = reads.filter(|reads| reads.times >= LEAST);
     let Some(updates) = updates else { return Verdict::Unknown };
     if updates.seconds < SHORT {
         return if updates.times == 0 { Verdict::Quiet } else { Verdict::Unknown };
@@ -81,7 +83,7 @@ pub fn figures(reads: Option<Rate>, updates: Option<Rate>, reader: &str, what: &
         None => format!("{what} are not known"),
     };
     let times = fan_out
-        .map(|fan_out| format!(", each of which is {} copied writes on average", figure(fan_out)))
+        .map(|fan_out| format!(", one of which is {} copied writes on average", figure(fan_out)))
         .unwrap_or_default();
     format!("{reads}, {updates}{times}")
 }
@@ -231,13 +233,14 @@ mod tests {
             (Some(rate(1000)), Some(rate(0)), 3.0, Verdict::Copy(f64::INFINITY)),
             (Some(rate(300)), Some(rate(10)), 3.0, Verdict::Copy(10.0)),
             (Some(rate(299)), Some(rate(10)), 3.0, Verdict::Between(299.0 / 30.0)),
-            (Some(rate(30)), Some(rate(10)), 3.0, Verdict::DoNot(1.0)),
+            (Some(rate(120)), Some(rate(40)), 3.0, Verdict::DoNot(1.0)),
+            (Some(rate(99)), Some(rate(40)), 3.0, Verdict::Unknown),
             (Some(rate(0)), Some(rate(10)), 3.0, Verdict::Unknown),
             (None, Some(rate(10)), 3.0, Verdict::Unknown),
             (None, Some(rate(0)), 3.0, Verdict::Quiet),
-            (Some(rate(10)), None, 3.0, Verdict::Unknown),
-            (Some(rate(10)), Some(rate(1)), 0.0, Verdict::Copy(f64::INFINITY)),
-            (Some(rate(10)), Some(Rate { times: 0, seconds: 5.0 }), 3.0, Verdict::Quiet),
+            (Some(rate(100)), None, 3.0, Verdict::Unknown),
+            (Some(rate(100)), Some(rate(1)), 0.0, Verdict::Copy(f64::INFINITY)),
+            (Some(rate(100)), Some(Rate { times: 0, seconds: 5.0 }), 3.0, Verdict::Quiet),
         ] {
             let found = verdict(reads, updates, fan_out, &thresholds);
             let same = match (found, expected) {
@@ -253,9 +256,9 @@ mod tests {
     #[test]
     fn times_of_different_length_are_compared_by_the_day() {
         let updates = Some(Rate { times: 60, seconds: 3600.0 });
-        // Sixty reads a minute, one update a minute.
+        // Six hundred reads a minute, one update a minute.
         assert!(
-            matches!(verdict(Some(rate(60)), updates, 1.0, &Advise::default()), Verdict::Copy(found) if (found - 60.0).abs() < 1e-9)
+            matches!(verdict(Some(rate(600)), updates, 1.0, &Advise::default()), Verdict::Copy(found) if (found - 600.0).abs() < 1e-9)
         );
     }
 }

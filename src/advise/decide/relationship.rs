@@ -14,8 +14,10 @@ use crate::{
     config::Advise,
 };
 
-/// Fields that a draft names one by one.
-const NAMED: usize = 12;
+/// Fields of what is embedded.
+const ALL: usize = 60;
+/// Fields of what is shown in a list.
+const FEW: usize = 6;
 
 /// All advice for one relationship.
 #[must_use]
@@ -50,24 +52,22 @@ fn one(facts: &Relationship, thresholds: &Advise, default: Option<&str>) -> Vec<
             None => return vec![embed(facts, fan_out, thresholds, default)],
             Some((rule, _)) => {
                 let reasons: Vec<&str> = compelling.iter().map(|(_, reason)| reason.as_str()).collect();
-                let says = format!(
-                    "keep the id of `{parent}` in `{many}`, few as they are: {}; {figures}",
-                    reasons.join("; ")
-                );
+                let says =
+                    format!("keep the reference in `{many}`, few as they are: {}; {figures}", reasons.join("; "));
                 advice.push(Advice::new(Kind::ParentReference, *rule, says));
             }
         }
     } else {
         let says = if fan_out.p99 >= thresholds.references_stop {
             format!(
-                "keep the id of `{parent}` in each of `{many}`, and no array in `{parent}`: {figures}; from {} on even an array of ids is too long",
+                "keep the reference in each of `{many}`, and no array in `{parent}`: {figures}; from {} on even an array of ids is too long",
                 count(thresholds.references_stop)
             )
         } else {
             let long =
                 if fan_out.p99 >= thresholds.references_warn { "would be long already" } else { "would still do" };
             format!(
-                "keep the id of `{parent}` in each of `{many}`: {figures}; too many to embed (from {}), an array of ids in `{parent}` {long} ({} to {})",
+                "keep the reference in each of `{many}`: {figures}; too many to embed (from {}), an array of ids in `{parent}` {long} ({} to {})",
                 count(thresholds.embed_elements),
                 count(thresholds.references_warn),
                 count(thresholds.references_stop)
@@ -92,15 +92,24 @@ fn compelling(facts: &Relationship, fan_out: &Spread, thresholds: &Advise) -> Ve
             format!("{} of {} of `{many}` did not come through the reference", count(alone), counted(reads, "read")),
         ));
     }
+    let (homeless, of) = facts.homeless();
+    if homeless * 100 > of {
+        let says =
+            format!("{} of {} of `{many}` refer to no `{parent}` and would be nowhere", count(homeless), count(of));
+        reasons.push((2, says));
+    }
+    if let [other, ..] = facts.parents.as_slice() {
+        reasons.push((2, format!("`{many}` belong to `{other}` as much as to `{parent}`")));
+    }
     if facts.others > 0 {
         reasons.push((2, format!("{} to `{many}` by its own id", refer(facts.others))));
     }
     let size = embedded_size(facts, fan_out);
     if size > thresholds.document_warn {
-        reasons.push((3, format!("a `{parent}` would have {}", bytes(size))));
+        reasons.push((3, format!("a document of `{parent}` would have {}", bytes(size))));
     }
     if let Some(years) = grows(facts, thresholds) {
-        reasons.push((3, format!("each `{parent}` gets {} of `{many}` more a year", figure(years))));
+        reasons.push((3, format!("one of `{parent}` gets {} of `{many}` more a year", figure(years))));
     }
     reasons
 }
@@ -132,24 +141,24 @@ fn embed(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: O
         None => format!("whether `{many}` is read alone is not known"),
     };
     let says = format!(
-        "embed `{many}` in `{parent}`: {}, below {}; a `{parent}` would have {}; {reads}",
+        "embed `{many}` in `{parent}`: {}, below {}; a document of `{parent}` would have {}; {reads}",
         spread(fan_out),
         count(thresholds.embed_elements),
         bytes(embedded_size(facts, fan_out))
     );
-    let mut draft = collected(facts, default, many);
+    let mut draft = collected(facts, default, many, ALL);
     draft.comment = format!("keeps the embedded `{many}` true while the collection is still written to");
     Advice::new(Kind::Embed, 1, says).draft(Some(draft))
 }
 
 /// A rule that collects the many into an array of the one. The reference itself would say what is known.
-fn collected(facts: &Relationship, default: Option<&str>, into: &str) -> Draft {
+fn collected(facts: &Relationship, default: Option<&str>, into: &str, most: usize) -> Draft {
     let (holder, held) = (&facts.holder, &facts.held);
     let last = into.rsplit('.').next().unwrap_or(into);
     let into = if held.names.iter().any(|name| name == last) { format!("{last}_embedded") } else { last.to_owned() };
     let reference = facts.link.holder.path.root();
     let plain = |name: &&String| name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
-    let fields = holder.names.iter().filter(|name| *name != reference).filter(plain).take(NAMED);
+    let fields = holder.names.iter().filter(|name| *name != reference).filter(plain).take(most);
     let mut element: Map<String, Value> = fields.map(|name| (name.clone(), json!(format!("${name}")))).collect();
     // With it the old parent of a document that moves is known.
     element.insert("_id".to_owned(), json!("$_id"));
@@ -238,7 +247,7 @@ fn subset(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: 
     if kind == Kind::DoNotCopy {
         return Some(rule);
     }
-    let mut draft = collected(facts, default, many);
+    let mut draft = collected(facts, default, many, FEW);
     if draft.body.get("into").and_then(Value::as_str) == Some(many) && draft.name.ends_with(parent.as_str()) {
         draft.name = format!("latest-{}", draft.name);
     }
