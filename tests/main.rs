@@ -9,6 +9,8 @@
 
 mod advise;
 mod cases;
+#[cfg(feature = "testcontainers")]
+mod containers;
 mod copy_rules;
 mod daemon;
 mod exact_meaning;
@@ -16,6 +18,7 @@ mod fan_outs;
 mod faults;
 mod floors;
 mod histories;
+mod http;
 mod keys_on_server;
 mod lease;
 mod lifecycle;
@@ -23,5 +26,7 @@ mod observe;
 mod patterns;
 mod program;
 mod running;
+mod secured;
 mod timeline;
+mod upgrade;
 mod world;
