@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     checkpoint::store::highest_term,
     error::{Error, Result},
-    mongo::{Fence, Server},
+    mongo::{Connection, Fence},
 };
 
 /// The collection of leases in the state database: one document a deployment.
@@ -69,7 +69,7 @@ pub struct Grant {
 /// A document in the state database.
 #[derive(Debug, Clone)]
 pub struct LeaseDocument {
-    server: Arc<Server>,
+    connection: Connection,
     database: String,
     deployment: String,
     ttl: Duration,
@@ -90,9 +90,9 @@ pub struct Held<R: Registry = LeaseDocument> {
 impl Lease {
     /// A claim on the lease of `deployment`, which is kept in `database`.
     #[must_use]
-    pub fn new(server: Server, database: &str, deployment: &str, ttl: Duration) -> Self {
+    pub fn new(connection: impl Into<Connection>, database: &str, deployment: &str, ttl: Duration) -> Self {
         let registry = LeaseDocument {
-            server: Arc::new(server),
+            connection: connection.into(),
             database: database.to_owned(),
             deployment: deployment.to_owned(),
             ttl,
@@ -191,7 +191,7 @@ impl<R: Registry> Lease<R> {
 
 impl LeaseDocument {
     fn collection(&self) -> Collection<Document> {
-        self.server.collection(&self.database, COLLECTION)
+        self.connection.now().collection(&self.database, COLLECTION)
     }
 
     fn until(&self) -> Document {
@@ -212,7 +212,7 @@ impl Registry for LeaseDocument {
         }
         let before = match seen {
             Some(_) => 0,
-            None => highest_term(&self.server, &self.database, &self.deployment).await?,
+            None => highest_term(&self.connection.now(), &self.database, &self.deployment).await?,
         };
         let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};
         let mine = doc! {

@@ -7,7 +7,10 @@
     reason = "a test that fails panics, and helpers of tests are tests"
 )]
 
+mod advise;
 mod cases;
+#[cfg(feature = "testcontainers")]
+mod containers;
 mod copy_rules;
 mod daemon;
 mod exact_meaning;
@@ -17,6 +20,7 @@ mod faults;
 mod floors;
 mod fuzz;
 mod histories;
+mod http;
 mod keys_on_server;
 mod lease;
 mod lifecycle;
@@ -24,6 +28,8 @@ mod observe;
 mod patterns;
 mod program;
 mod running;
+mod secured;
 mod simulation;
 mod timeline;
+mod upgrade;
 mod world;
