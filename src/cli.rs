@@ -1,6 +1,6 @@
 //! The command line: what can be typed, and what it says of itself.
 
-use std::{net::SocketAddr, path::PathBuf};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Parser, Subcommand, ValueEnum};
 
@@ -109,6 +109,18 @@ Exit status: 0 when a daemon answers, however it fares (see `health`), 1 when no
         #[arg(long, value_name = "IP:PORT")]
         address: Option<SocketAddr>,
     },
+    /// The timeline: who led when, what was wrong and for how long, reloads, backfills. Read from the state database.
+    #[command(after_help = "Examples:
+  denormd events --config shop.yaml                the last day
+  denormd events --config shop.yaml --since 7d
+  denormd events --config shop.yaml --since 2h --output json | jq .[].text
+
+It needs no running daemon. A few thousand events are kept; then the oldest go.")]
+    Events {
+        /// How far back: 30m, 2h, 7d.
+        #[arg(long, value_name = "AGE", default_value = "1d", value_parser = age)]
+        since: Duration,
+    },
     /// Returns once everything up to now (or an operation time) is applied: read your writes.
     #[command(after_help = "Examples:
   denormd wait --config shop.yaml                      everything that is committed now
@@ -143,4 +155,37 @@ Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
         #[arg(long)]
         live: bool,
     },
+}
+
+/// `30m`, `2h`, `7d`, or seconds.
+fn age(text: &str) -> Result<Duration, String> {
+    let wrong = || "write a number and s, m, h or d, as in 30m, 2h or 7d".to_owned();
+    let (number, unit) = match text.char_indices().last() {
+        Some((at, unit)) if unit.is_ascii_alphabetic() => (&text[..at], unit),
+        _ => (text, 's'),
+    };
+    let seconds = match unit {
+        's' => 1,
+        'm' => 60,
+        'h' => 3600,
+        'd' => 86_400,
+        _ => return Err(wrong()),
+    };
+    let number: u64 = number.parse().map_err(|_| wrong())?;
+    number.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32).map(Duration::from_secs).ok_or_else(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_age_has_a_number_and_a_unit() {
+        for (text, seconds) in [("90", 90), ("90s", 90), ("30m", 1800), ("2h", 7200), ("7d", 604_800)] {
+            assert_eq!(age(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for wrong in ["", "d", "-1d", "1.5h", "1w", "99999999999d", "ä"] {
+            assert!(age(wrong).is_err(), "{wrong}");
+        }
+    }
 }

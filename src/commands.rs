@@ -1,8 +1,10 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
 pub mod backfill;
+pub mod events;
 pub mod health;
 pub mod plan;
+pub mod progress;
 pub mod prune;
 pub mod run;
 pub mod status;
@@ -59,6 +61,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Release { rule } => backfill::release(&loaded, rule).await,
         Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
         Command::Status { address } => status::status(&loaded, cli.output, *address).await,
+        Command::Events { since } => events::events(&loaded, cli.output, *since).await,
         Command::Wait { address, operation_time, timeout } => {
             wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
         }

@@ -22,4 +22,6 @@ mod lifecycle;
 mod observe;
 mod patterns;
 mod program;
+mod running;
+mod timeline;
 mod world;

@@ -10,14 +10,16 @@ use crate::{
     commands::{Failure, compile, context},
     config::{self, Loaded},
     error::{Error, Kind},
+    events::Journal,
     lease::{Held, Lease},
     logging,
+    membership::Member,
     metrics::Metrics,
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
     server,
-    status::Board,
+    status::{Board, Role},
 };
 
 /// How often a running pipeline and the config files are looked at. A ConfigMap is swapped by a symlink, which file
@@ -33,27 +35,45 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
         context = patiently(&loaded, &board) => context?,
         () = signals.stop() => return Ok(()),
     };
-    let mut rules = Rules { loaded, context, board };
-    let config = &rules.loaded.config;
-    let lease = Lease::new(rules.context.server.unfenced(), &config.state.database, &config.name, config.lease.ttl);
+    let config = &loaded.config;
+    let (server, database, ttl) = (context.server.unfenced(), config.state.database.clone(), config.lease.ttl);
+    let lease = Lease::new(server, &database, &config.name, ttl);
+    let member = Member::join(context.server.unfenced(), &database, &config.name, ttl, &context.plan);
+    board.keep(Journal::new(context.server.unfenced(), &database, &config.name));
+    let mut rules = Rules { loaded, context, board, member };
+    let result = take_turns(paths, &mut rules, &lease, &mut signals).await;
+    rules.board.close().await;
+    rules.member.leave().await;
+    tracing::info!("stopped");
+    result
+}
+
+/// Stands by and leads in turns, until it is told to stop.
+async fn take_turns(paths: &[PathBuf], rules: &mut Rules, lease: &Lease, signals: &mut Signals) -> Result<(), Failure> {
     loop {
         tracing::info!(deployment = %rules.loaded.config.name, "standing by");
         let held = tokio::select! {
-            held = lease.stand_by() => held,
+            held = lease.stand_by_while(async || rules.member.is_outdated().await) => held,
             wake = signals.next() => match wake {
-                Wake::Stop => break,
-                Wake::Reload => {
+                Wake::Stop => return Ok(()),
+                Wake::Reload | Wake::Yield => {
                     rules.reload(paths).await;
                     continue;
                 }
             },
         };
-        if lead(paths, &mut rules, held, &mut signals).await? == Ended::Stopped {
-            break;
+        let ended = lead(paths, rules, held, signals).await;
+        rules.board.detach(Role::Standby);
+        let why = match &ended {
+            Ok(Ended::Stopped) => "this instance leads no more: it was stopped",
+            Ok(Ended::Lost) => "this instance leads no more: its lease is lost, or another instance has newer rules",
+            Err(_) => "this instance leads no more: it failed",
+        };
+        rules.board.happened("standby", why);
+        if ended? == Ended::Stopped {
+            return Ok(());
         }
     }
-    tracing::info!("stopped");
-    Ok(())
 }
 
 /// A config that is whole, with a cluster that has what it needs.
@@ -61,6 +81,7 @@ struct Rules {
     loaded: Loaded,
     context: Arc<Context>,
     board: Arc<Board>,
+    member: Member,
 }
 
 /// Takes the address before anything else, and serves until the process ends.
@@ -103,15 +124,24 @@ impl Rules {
                 return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
             }
             let context = ready(&loaded, &self.board).await?;
-            Ok::<_, Failure>(Self { loaded, context, board: self.board.clone() })
+            Ok::<_, Failure>((loaded, context))
         };
         match result.await {
-            Ok(rules) => {
-                *self = rules;
+            Ok((loaded, context)) => {
+                self.member.has_plan(&context.plan);
+                (self.loaded, self.context) = (loaded, context);
+                self.board.metrics.reloaded(true);
+                let count = self.loaded.config.rules.len();
+                self.board.happened("config_reloaded", &format!("the config was read again: {count} rules"));
                 tracing::info!(rules = self.loaded.config.rules.len(), "config reloaded");
                 true
             }
             Err(failure) => {
+                self.board.metrics.reloaded(false);
+                // The first line has the place and the mistake; what follows quotes the file.
+                let reason = failure.to_string().lines().next().unwrap_or_default().to_owned();
+                self.board.metrics.trouble(None, "read the config again", &Error::new(Kind::Config, &reason));
+                self.board.happened("config_refused", &format!("the new config is refused: {reason}"));
                 tracing::error!(reason = %failure, "the new config is refused; the old rules stay in force");
                 false
             }
@@ -130,6 +160,7 @@ enum Ended {
 
 /// Follows changes while the lease lasts.
 async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Signals) -> Result<Ended, Failure> {
+    let mut new = true;
     loop {
         let context = Arc::new(rules.context.under(held.fence()));
         let started = tokio::select! {
@@ -148,12 +179,19 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
             }
         };
         rules.board.attach(handle.context.clone(), handle.progress.clone());
+        if std::mem::take(&mut new) {
+            rules.board.happened("leader", &format!("this instance leads, term {}", held.term()));
+        }
         tracing::info!(term = held.term(), rules = rules.loaded.config.rules.len(), "following changes");
         let wake = loop {
             tokio::select! {
                 () = held.lost() => {
                     handle.abort();
                     return Ok(Ended::Lost);
+                }
+                () = outdated(&rules.member) => {
+                    tracing::info!("an instance with newer rules is there: handing over to it");
+                    break Wake::Yield;
                 }
                 // The lease runs out by itself: what was in flight when the pipeline broke may still be written until then.
                 () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself").into()),
@@ -170,10 +208,13 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
             () = held.lost() => return Ok(if wake == Wake::Stop { Ended::Stopped } else { Ended::Lost }),
             () = signals.stop() => return Err(Error::internal("stopped at once by a second signal").into()),
         }
-        if wake == Wake::Stop {
-            held.release().await;
-            return Ok(Ended::Stopped);
-        }
+        let ended = match wake {
+            Wake::Stop => Ended::Stopped,
+            Wake::Yield => Ended::Lost,
+            Wake::Reload => continue,
+        };
+        held.release().await;
+        return Ok(ended);
     }
 }
 
@@ -195,6 +236,17 @@ async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error>
     }
 }
 
+/// Waits until an instance with newer rules is there.
+async fn outdated(member: &Member) {
+    loop {
+        tokio::time::sleep(LOOK).await;
+        // Who cannot be asked is not there.
+        if member.is_outdated().await.unwrap_or_default() {
+            return;
+        }
+    }
+}
+
 async fn finished(handle: &Handle) {
     while !handle.is_finished() {
         tokio::time::sleep(LOOK).await;
@@ -206,6 +258,8 @@ async fn finished(handle: &Handle) {
 enum Wake {
     Stop,
     Reload,
+    /// An instance with newer rules is there. No signal says so.
+    Yield,
 }
 
 struct Signals {
