@@ -121,6 +121,8 @@ impl Bench {
         };
         if let Some(daemon) = &mut daemon {
             assert_true(&database).await;
+            let warnings = daemon.warnings();
+            assert!(warnings.is_empty(), "{} warnings, the first: {}", warnings.len(), warnings[0]);
             daemon.stop().await;
         }
         cost
