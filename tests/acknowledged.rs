@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use bson::{Document, doc};
 use denormd::{
+    checkpoint::store::{Backfill, Store},
     mongo::{Reads, Server},
     position::ClusterTime,
 };
@@ -113,4 +114,23 @@ async fn reads_are_of_a_majority_and_no_older_than_asked() {
     };
     let (value, ()) = tokio::join!(read(ClusterTime::from(written)), resumed);
     assert_eq!(value, "new", "read before a majority had what was asked for");
+}
+
+/// The backfill that was asked for again must not be called done by the older one when that ends: a crash a moment later would
+/// leave it at that.
+#[tokio::test]
+async fn an_older_backfill_does_not_end_a_newer_wish() {
+    let test = denormd_fixture::database().await;
+    let rule = "  - { name: r, allow_scan: true, copy: { source: s, target: t, match: { ref: _id }, set: { x: $x } } }";
+    let context = crate::daemon::context(&crate::daemon::config(&test, rule)).await;
+    let (server, rule) = (&context.server, &context.plan.rules[0]);
+    let store = Store::open(server, &context.dead_letters.database, "default").await.unwrap();
+    let older = store.reset_rule(server, rule, &Backfill::Pending(None)).await.unwrap();
+    assert!(store.save_backfill(server, rule, older, &Backfill::Pending(Some(5.into()))).await.unwrap());
+    assert!(store.ask(server, "r").await.unwrap());
+    for state in [Backfill::Pending(Some(9.into())), Backfill::Done] {
+        assert!(!store.save_backfill(server, rule, older, &state).await.unwrap(), "{state:?}");
+    }
+    let states = store.rules(server).await.unwrap();
+    assert_eq!(states[0].1.backfill, Backfill::Pending(None));
 }
