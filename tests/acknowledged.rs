@@ -126,10 +126,10 @@ async fn an_older_backfill_does_not_end_a_newer_wish() {
     let (server, rule) = (&context.server, &context.plan.rules[0]);
     let store = Store::open(server, &context.dead_letters.database, "default").await.unwrap();
     let older = store.reset_rule(server, rule, &Backfill::Pending(None)).await.unwrap();
-    assert!(store.save_backfill(server, rule, older, &Backfill::Pending(Some(5.into()))).await.unwrap());
+    assert!(store.save_backfill(server, rule, older, &Backfill::Pending(Some(5.into())), (1, None)).await.unwrap());
     assert!(store.ask(server, "r").await.unwrap());
     for state in [Backfill::Pending(Some(9.into())), Backfill::Done] {
-        assert!(!store.save_backfill(server, rule, older, &state).await.unwrap(), "{state:?}");
+        assert!(!store.save_backfill(server, rule, older, &state, (2, None)).await.unwrap(), "{state:?}");
     }
     let states = store.rules(server).await.unwrap();
     assert_eq!(states[0].1.backfill, Backfill::Pending(None));
