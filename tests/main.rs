@@ -8,6 +8,7 @@
 )]
 
 mod acknowledged;
+mod advise;
 mod cases;
 mod copy_rules;
 mod daemon;
