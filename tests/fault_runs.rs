@@ -186,38 +186,18 @@ impl Stage {
             Fault::NoMajority => {
                 let primary = self.set.primary().await;
                 let others = [(primary + 1) % 3, (primary + 2) % 3];
-                others.iter().for_each(|node| self.set.node(*node).sigstop());
+                for node in others {
+                    self.set.node(node).sigstop();
+                }
                 pause(1000 + 2 * wait).await;
-                others.iter().for_each(|node| self.set.node(*node).sigcont());
+                for node in others {
+                    self.set.node(node).sigcont();
+                }
             }
             Fault::RolledBack => self.roll_back().await,
-            Fault::CommandsRefused => {
-                let code = [91, 189, 11600, 11602, 10107, 13435, 262, 112, 43, 280][self.random.random_range(0..10)];
-                let times = self.random.random_range(1..6);
-                let commands = ["update", "find", "aggregate", "getMore", "findAndModify"];
-                self.fail(doc! {"times": times}.into(), doc! {"failCommands": commands.to_vec(), "errorCode": code})
-                    .await;
+            Fault::CommandsRefused | Fault::AnswersLost | Fault::WritesHang | Fault::SlowServer => {
+                self.commands_fail(fault).await;
                 pause(wait).await;
-                self.heal_commands().await;
-            }
-            Fault::AnswersLost => {
-                let times = self.random.random_range(1..6);
-                let commands = vec!["update", "find", "aggregate", "getMore", "findAndModify"];
-                self.fail(doc! {"times": times}.into(), doc! {"failCommands": commands, "closeConnection": true}).await;
-                pause(wait).await;
-                self.heal_commands().await;
-            }
-            Fault::WritesHang => {
-                let hang = doc! {"failCommands": ["update"], "blockConnection": true, "blockTimeMS": 4000};
-                self.fail(doc! {"times": 1}.into(), hang).await;
-                pause(wait).await;
-                self.heal_commands().await;
-            }
-            Fault::SlowServer => {
-                let commands = vec!["update", "find", "aggregate"];
-                let slow = doc! {"failCommands": commands, "blockConnection": true, "blockTimeMS": 150};
-                self.fail("alwaysOn".into(), slow).await;
-                pause(1000 + wait).await;
                 self.heal_commands().await;
             }
             Fault::LargeTransaction => self.large_transaction(wait % 2 == 0).await,
@@ -234,11 +214,31 @@ impl Stage {
         }
     }
 
+    async fn commands_fail(&mut self, fault: Fault) {
+        let commands = ["update", "find", "aggregate", "getMore", "findAndModify"].to_vec();
+        let times = |times: i32| doc! {"times": times}.into();
+        let several = self.random.random_range(1..6);
+        let (mode, data) = match fault {
+            Fault::CommandsRefused => {
+                let code = [91, 189, 11600, 11602, 10107, 13435, 262, 112, 43, 280][self.random.random_range(0..10)];
+                (times(several), doc! {"failCommands": commands, "errorCode": code})
+            }
+            Fault::AnswersLost => (times(several), doc! {"failCommands": commands, "closeConnection": true}),
+            Fault::WritesHang => {
+                (times(1), doc! {"failCommands": ["update"], "blockConnection": true, "blockTimeMS": 4000})
+            }
+            _ => ("alwaysOn".into(), doc! {"failCommands": commands, "blockConnection": true, "blockTimeMS": 150}),
+        };
+        self.fail(mode, data).await;
+    }
+
     /// A write that its primary alone has, and that is gone when another one leads.
     async fn roll_back(&mut self) {
         let old = self.set.primary().await;
         let others = [(old + 1) % 3, (old + 2) % 3];
-        others.iter().for_each(|node| self.set.node(*node).sigstop());
+        for node in others {
+            self.set.node(node).sigstop();
+        }
         let lost = doc! {
             "update": "hosts", "updates": [{"q": {"_id": MARKER}, "u": {"$set": {"ip": -7}}}],
             "writeConcern": {"w": 1}, "maxTimeMS": 2000,
@@ -247,7 +247,9 @@ impl Stage {
         alone.database(&self.world.test.name).run_command(lost).await.ok();
         pause(300).await;
         self.set.node(old).kill9();
-        others.iter().for_each(|node| self.set.node(*node).sigcont());
+        for node in others {
+            self.set.node(node).sigcont();
+        }
         while self.set.primary().await == old {
             pause(50).await;
         }

@@ -329,6 +329,8 @@ impl Registry for Wire {
     }
 }
 
+type Write = Box<dyn FnOnce(&mut Server) + Send>;
+
 /// What a batch led to.
 struct Outcome {
     lane: Lane,
@@ -464,7 +466,7 @@ async fn reconcile(
     let after = batch.items.iter().map(|(_, work)| work.after).max().unwrap_or_default();
     let data = wire.read(after).await?;
     let guarded = wire.sim.bug != Bug::NoGuard;
-    let mut writes: Vec<Box<dyn FnOnce(&mut Server) + Send>> = Vec::new();
+    let mut writes: Vec<Write> = Vec::new();
     for (key, work) in &batch.items {
         let id = number(key);
         match (rule.name.as_str(), batch.lane.1) {
@@ -558,9 +560,8 @@ fn operate(server: &mut Server) {
     let id = server.random.random_range(0..DOCUMENTS);
     let other = server.random.random_range(0..DOCUMENTS);
     let value = server.random.random_range(0..1000);
-    let insert_or = |there: bool, doc: Document, path: &str| match there {
-        true => Change::Update(vec![path.to_owned()]),
-        false => Change::Insert(doc),
+    let insert_or = |there: bool, doc: Document, path: &str| {
+        if there { Change::Update(vec![path.to_owned()]) } else { Change::Insert(doc) }
     };
     match server.random.random_range(0..14) {
         0..3 => {
@@ -583,10 +584,10 @@ fn operate(server: &mut Server) {
             data.logs.remove(&id);
         }),
         7 | 8 => {
-            let there = server.now().tasks.contains_key(&id);
-            let change = match there {
-                true => Change::Update(vec!["owner".to_owned(), "due".to_owned()]),
-                false => Change::Insert(doc! {"owner": other}),
+            let change = if server.now().tasks.contains_key(&id) {
+                Change::Update(vec!["owner".to_owned(), "due".to_owned()])
+            } else {
+                Change::Insert(doc! {"owner": other})
             };
             server.write("tasks", id, change, |data| {
                 data.tasks.insert(id, (other, value % 3));
