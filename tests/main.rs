@@ -13,6 +13,7 @@ mod cases;
 #[cfg(feature = "testcontainers")]
 mod containers;
 mod copy_rules;
+mod crashes;
 mod daemon;
 mod exact_meaning;
 mod fan_outs;
