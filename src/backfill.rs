@@ -112,7 +112,8 @@ impl One<'_> {
         let time = server.operation_time().await?;
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
         let metrics = &self.context.metrics;
-        metrics.backfill_started(&self.rule.name, self.expected(after.as_ref()).await);
+        let expected = self.expected(after.as_ref()).await;
+        metrics.backfill_started(&self.rule.name, expected);
         let mut done = 0_u64;
         loop {
             let page = self.page(after.as_ref(), time).await?;
@@ -124,7 +125,7 @@ impl One<'_> {
             let keep = if last.is_some() { IN_FLIGHT } else { 0 };
             while pending.len() > keep {
                 done += pending.front().map_or(0, |page: &Pending| page.targets);
-                if !self.settle(wish, &mut pending).await? {
+                if !self.settle(wish, &mut pending, (done, expected)).await? {
                     tracing::info!(rule = %self.rule.name, "backfill asked for again: starting over");
                     return Ok(false);
                 }
@@ -135,7 +136,8 @@ impl One<'_> {
             }
             after = last;
         }
-        let done = self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done).await?;
+        let progress = (done, expected);
+        let done = self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done, progress).await?;
         if done {
             metrics.backfill_ended(&self.rule.name);
             tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
@@ -182,12 +184,17 @@ impl One<'_> {
     }
 
     /// Waits for the oldest page and saves it. False when a newer backfill of the rule has been asked for.
-    async fn settle(&self, wish: &mut Wish, pending: &mut VecDeque<Pending>) -> Result<bool> {
+    async fn settle(
+        &self,
+        wish: &mut Wish,
+        pending: &mut VecDeque<Pending>,
+        progress: (u64, Option<u64>),
+    ) -> Result<bool> {
         let Some(Pending { last, acknowledged, .. }) = pending.pop_front() else { return Ok(true) };
         acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
         wish.after = Some(last);
         let state = Backfill::Pending(wish.after.clone());
-        self.store.save_backfill(&self.context.server, self.rule, wish.generation, &state).await
+        self.store.save_backfill(&self.context.server, self.rule, wish.generation, &state, progress).await
     }
 
     /// The next targets by `_id`. `min` with a hint compares across BSON types, where `$gt` stays within one; it includes

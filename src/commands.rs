@@ -3,6 +3,7 @@
 pub mod backfill;
 pub mod health;
 pub mod plan;
+pub mod progress;
 pub mod prune;
 pub mod run;
 pub mod status;

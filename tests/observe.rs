@@ -294,6 +294,8 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
     assert!(text.contains("RULE") && text.contains("note"), "{text}");
     let (_, json, _) = run(&["status", "--output", "json"]);
     assert_eq!(serde_json::from_str::<Status>(&json).unwrap().rules.len(), 2);
+    let (code, text, _) = run(&["backfill", "--rule", "ip"]);
+    assert_eq!((code, text.as_str()), (Some(0), "ip: asked for\nip: done, 3 targets\n"));
     let (code, _, error) = run(&["run"]);
     assert_eq!(code, Some(2), "{error}");
     assert!(error.contains("another process listens there"), "{error}");

@@ -45,6 +45,8 @@ pub struct RuleState {
     pub source_seen: bool,
     /// How far its backfill is.
     pub backfill: Backfill,
+    /// How many targets its open backfill has done and has to do, where that is known.
+    pub progress: Option<(u64, Option<u64>)>,
     /// Counts the times that its backfill was asked for: progress of an older one must not overwrite a newer wish.
     pub generation: i64,
 }
@@ -187,7 +189,9 @@ impl Store {
             let retired = doc.get_array("retired").map(Vec::as_slice).unwrap_or_default();
             let retired = retired.iter().filter_map(Bson::as_document).cloned().collect();
             let source_seen = doc.get_bool("source_seen").unwrap_or_default();
-            let state = RuleState { definition: definition.clone(), retired, source_seen, backfill, generation };
+            let progress = doc.get_document("progress").ok().and_then(progress);
+            let state =
+                RuleState { definition: definition.clone(), retired, source_seen, backfill, progress, generation };
             out.push((id.get_str("rule").unwrap_or_default().to_owned(), state));
         }
         Ok(out)
@@ -248,19 +252,24 @@ impl Store {
         Ok(())
     }
 
-    /// Saves how far the backfill of this generation is. False when a newer one has been asked for.
+    /// Saves how far the backfill of this generation is: its place, and how many targets it `(has done, has to do)`. False
+    /// when a newer one has been asked for.
     pub async fn save_backfill(
         &self,
         server: &Server,
         rule: &Rule,
         generation: i64,
         backfill: &Backfill,
+        progress: (u64, Option<u64>),
     ) -> Result<bool> {
         let mut filter = mine(server, self.id("rule", &rule.name));
         filter.insert("generation", generation);
         let rules = server.collection(&self.database, RULES);
+        let mut state = backfill_state(backfill);
+        let (done, expected) = (count(progress.0), progress.1.map(count));
+        state.insert("progress", doc! {"done": done, "expected": expected});
         // One that comes late takes the progress back.
-        let done = bounded(rules.update_one(filter, doc! {"$set": backfill_state(backfill)})).await?;
+        let done = bounded(rules.update_one(filter, doc! {"$set": state})).await?;
         Ok(done.matched_count > 0)
     }
 }
@@ -289,5 +298,17 @@ fn backfill_state(backfill: &Backfill) -> Document {
         Backfill::Held(hold) => (Some(hold.reason.as_str()), Some(hold.detached)),
         Backfill::Pending(_) | Backfill::Manual | Backfill::Done => (None, None),
     };
-    doc! {"backfill": state, "after": after, "reason": reason, "detached": detached, "saved": DateTime::now()}
+    doc! {
+        "backfill": state, "after": after, "reason": reason, "detached": detached, "progress": Bson::Null,
+        "saved": DateTime::now(),
+    }
+}
+
+fn count(targets: u64) -> i64 {
+    i64::try_from(targets).unwrap_or(i64::MAX)
+}
+
+fn progress(doc: &Document) -> Option<(u64, Option<u64>)> {
+    let number = |name: &str| u64::try_from(doc.get_i64(name).ok()?).ok();
+    Some((number("done")?, number("expected")))
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::{
     checkpoint::store::{Backfill, RuleState, Store},
-    commands::{Failure, compile, context, print},
+    commands::{Failure, compile, context, print, progress::Progress},
     config::Loaded,
     error::{Error, Kind, Result},
     metrics::Metrics,
@@ -58,13 +58,28 @@ async fn state(store: &Store, server: &Server, rule: &str) -> Result<RuleState> 
     })
 }
 
-/// Waits until the leader has done them all.
+/// Waits until the leader has done them all, and shows how far it is.
 async fn wait(store: &Store, server: &Server, rules: &[String]) -> Result<()> {
     for rule in rules {
-        while matches!(state(store, server, rule).await?.backfill, Backfill::Pending(_)) {
+        let mut bar = Progress::new(rule);
+        let state = loop {
+            let state = state(store, server, rule).await?;
+            if !matches!(state.backfill, Backfill::Pending(_)) {
+                break state;
+            }
+            let (done, total) = state.progress.unwrap_or_default();
+            bar.set(done, total);
             tokio::time::sleep(LOOK).await;
+        };
+        bar.end();
+        if let Backfill::Held(hold) = state.backfill {
+            let error = Error::new(Kind::Refused, format!("rule `{rule}` is held: {}", hold.reason));
+            return Err(error.hint(format!("`denormd release {rule}` lets it go on and applies the loss")));
         }
-        print(&format!("{rule}: done\n"));
+        match state.progress {
+            Some((targets, _)) => print(&format!("{rule}: done, {targets} targets\n")),
+            None => print(&format!("{rule}: done\n")),
+        }
     }
     Ok(())
 }

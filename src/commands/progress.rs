@@ -1,0 +1,143 @@
+//! How far a long command is: a bar with rate and time to go on a terminal, a plain line now and then elsewhere.
+//!
+//! On standard error, so that standard output keeps what programs read.
+
+use std::{
+    io::{IsTerminal, Write},
+    time::{Duration, Instant},
+};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::status::duration;
+
+/// How often a plain line is written.
+const EVERY: Duration = Duration::from_secs(5);
+const COUNTED: &str = "{prefix} [{wide_bar}] {percent}% of {human_len}, {per_sec}, {eta} to go";
+const UNCOUNTED: &str = "{prefix} {spinner} {human_pos} done, {per_sec}";
+
+/// The progress of one piece of work.
+#[derive(Debug)]
+pub struct Progress {
+    name: String,
+    form: Form,
+    /// When the first count was given, and what it was: work that goes on after a restart has no rate before that.
+    first: Option<(Instant, u64)>,
+}
+
+#[derive(Debug)]
+enum Form {
+    Bar(ProgressBar),
+    Lines { said: Instant },
+}
+
+impl Progress {
+    /// Of the work called `name`; a bar if standard error is a terminal.
+    #[must_use]
+    pub fn new(name: &str) -> Self {
+        let form = if std::io::stderr().is_terminal() {
+            let bar = ProgressBar::no_length().with_prefix(name.to_owned());
+            bar.enable_steady_tick(Duration::from_millis(200));
+            Form::Bar(bar)
+        } else {
+            Form::Lines { said: Instant::now() }
+        };
+        Self { name: name.to_owned(), form, first: None }
+    }
+
+    /// `done` of `total` are done, or of an unknown number.
+    pub fn set(&mut self, done: u64, total: Option<u64>) {
+        let first = match self.first {
+            // A count that goes back is of work that has started over.
+            Some(first) if first.1 <= done => first,
+            _ => {
+                let now = (Instant::now(), done);
+                self.first = Some(now);
+                if let Form::Bar(bar) = &self.form {
+                    bar.set_position(done);
+                    bar.reset_eta();
+                }
+                now
+            }
+        };
+        match &mut self.form {
+            Form::Bar(bar) => {
+                // Its own templates: that they are well formed is tested.
+                if let Ok(style) = ProgressStyle::with_template(if total.is_some() { COUNTED } else { UNCOUNTED }) {
+                    bar.set_style(style);
+                }
+                total.map_or_else(|| bar.unset_length(), |total| bar.set_length(total.max(done)));
+                bar.set_position(done);
+            }
+            Form::Lines { said } if said.elapsed() >= EVERY => {
+                *said = Instant::now();
+                say(&line(&self.name, done, total, per_second(first.1, done, first.0.elapsed())));
+            }
+            Form::Lines { .. } => {}
+        }
+    }
+
+    /// It is over: the bar goes away. What came of it is for the caller to print.
+    pub fn end(self) {
+        if let Form::Bar(bar) = self.form {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn say(line: &str) {
+    // Whoever closed standard error has seen enough.
+    writeln!(std::io::stderr(), "{line}").ok();
+}
+
+fn per_second(from: u64, to: u64, elapsed: Duration) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+    let done = to.saturating_sub(from) as f64;
+    done / elapsed.as_secs_f64().max(0.001)
+}
+
+/// `part-names: 12000 of 50000 (24%), 3000/s, 13 s to go`
+fn line(name: &str, done: u64, total: Option<u64>, per_second: f64) -> String {
+    let Some(total) = total.filter(|total| *total > 0) else {
+        return format!("{name}: {done} done, {per_second:.0}/s");
+    };
+    let share = done.min(total) * 100 / total;
+    let left = total.saturating_sub(done);
+    #[expect(clippy::cast_precision_loss, reason = "an estimate for people")]
+    let eta = (per_second > 0.0).then(|| format!(", {} to go", duration(left as f64 / per_second)));
+    format!("{name}: {done} of {total} ({share}%), {per_second:.0}/s{}", eta.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_says_the_share_the_rate_and_the_time_to_go() {
+        let cases = [
+            ((0, None, 0.0), "r: 0 done, 0/s"),
+            ((1200, None, 400.0), "r: 1200 done, 400/s"),
+            ((0, Some(50_000), 0.0), "r: 0 of 50000 (0%), 0/s"),
+            ((12_000, Some(50_000), 3000.0), "r: 12000 of 50000 (24%), 3000/s, 13 s to go"),
+            // More were found than were expected.
+            ((600, Some(500), 100.0), "r: 600 of 500 (100%), 100/s, 0.0 s to go"),
+            ((0, Some(0), 0.0), "r: 0 done, 0/s"),
+        ];
+        for ((done, total, rate), text) in cases {
+            assert_eq!(line("r", done, total, rate), text);
+        }
+    }
+
+    #[test]
+    fn work_that_goes_on_after_a_restart_is_not_taken_for_fast() {
+        assert!((per_second(40_000, 41_000, Duration::from_secs(10)) - 100.0).abs() < 0.001);
+        assert!(per_second(5, 0, Duration::ZERO).abs() < 0.001, "a count that goes back");
+    }
+
+    #[test]
+    fn the_templates_are_well_formed() {
+        for template in [COUNTED, UNCOUNTED] {
+            ProgressStyle::with_template(template).unwrap();
+        }
+    }
+}
