@@ -1,4 +1,6 @@
 //! How far each stream is done, and where that is kept.
 
+pub mod progress;
+pub mod requests;
 pub mod store;
 pub mod watermark;

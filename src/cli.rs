@@ -14,7 +14,7 @@ use clap::{Parser, Subcommand, ValueEnum};
   denormd plan --config shop.yaml --apply    create what is missing
   denormd run --config shop.yaml             keep the copies true
 
-Exit status: 0 done, 1 failed, 2 usage or config error."
+Exit status: 0 done, 1 failed, 2 usage or config error, 3 check found differences."
 )]
 pub struct Cli {
     /// Config files and directories, layered in order.
@@ -129,6 +129,25 @@ Exit status: 0 applied, 1 not within the timeout or no leader answers, 2 usage."
         #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=3600))]
         timeout: u32,
     },
+    /// Compares every target with its definition and says what differs. Safe beside live writes.
+    #[command(after_help = "Examples:
+  denormd check --config shop.yaml                         every target of every rule
+  denormd check --rule part-names --sample 10000           ten thousand, drawn at random
+  denormd check --rule part-names --resume                 goes on where an interrupted one was
+  denormd check --rule part-names --repair                 and has the leader write what is right
+  denormd check --output json | jq -r 'select(.target) | .target'
+
+A difference counts when it stays the same, look after look, each time that the daemon has applied everything that was
+committed at the look before. Kinds: missing, surplus, type (1 instead of 1.0), length and order of an array, value,
+dangling (on_missing should have taken it away). Values are shown with --show-values alone.
+
+With --output json: a line for each target that differs, then one for each rule.
+
+Exit status: 0 nothing differs (or all is repaired), 1 failed, 2 usage or config error, 3 differences are left.")]
+    Check(CheckOptions),
+    /// What could not be written, and why.
+    #[command(name = "dead-letters", subcommand)]
+    DeadLetters(DeadLetters),
     /// Succeeds when the running daemon is well: for the health checks of containers.
     #[command(after_help = "Examples:
   HEALTHCHECK CMD [\"denormd\", \"health\"]
@@ -143,4 +162,82 @@ Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
         #[arg(long)]
         live: bool,
     },
+}
+
+/// What `check` takes.
+#[derive(Debug, clap::Args)]
+pub struct CheckOptions {
+    /// Which rules; all of them when none is named.
+    #[arg(long)]
+    pub rule: Vec<String>,
+    /// Only so many targets of each rule, drawn at random.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub sample: Option<u64>,
+    /// Have what differs written anew, by the leader; by this command where no daemon leads.
+    #[arg(long)]
+    pub repair: bool,
+    /// Go on where the last check was interrupted.
+    #[arg(long, conflicts_with = "sample")]
+    pub resume: bool,
+    /// Show the expected and the stored values.
+    #[arg(long)]
+    pub show_values: bool,
+    /// How many targets of each rule are listed; 0 for all. All are counted.
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    pub limit: u64,
+}
+
+/// What is done with dead letters.
+#[derive(Debug, Subcommand)]
+pub enum DeadLetters {
+    /// Lists them, the newest first.
+    #[command(after_help = "Examples:
+  denormd dead-letters list --config shop.yaml
+  denormd dead-letters list --rule part-names --output json")]
+    List {
+        /// Which ones.
+        #[command(flatten)]
+        which: Letters,
+        /// How many at most.
+        #[arg(long, value_name = "N", default_value_t = 100)]
+        limit: u32,
+    },
+    /// Has the leader try them again at once, and says what came of it.
+    #[command(after_help = "Examples:
+  denormd dead-letters retry --rule part-names
+  denormd dead-letters retry --key 17
+  denormd dead-letters retry --key '{\"$oid\": \"65f0c0ffee65f0c0ffee65f0\"}'
+
+Exit status: 0 all are gone, 1 some failed again.")]
+    Retry {
+        /// Which ones.
+        #[command(flatten)]
+        which: Letters,
+        /// All of them.
+        #[arg(long, conflicts_with_all = ["rule", "key"])]
+        all: bool,
+    },
+    /// Forgets them without trying. Their targets stay as they are until a source or a reference changes, or the audit
+    /// comes round.
+    #[command(after_help = "Examples:
+  denormd dead-letters drop --rule part-names --key 17")]
+    Drop {
+        /// Which ones.
+        #[command(flatten)]
+        which: Letters,
+        /// All of them.
+        #[arg(long, conflicts_with_all = ["rule", "key"])]
+        all: bool,
+    },
+}
+
+/// Which dead letters.
+#[derive(Debug, clap::Args)]
+pub struct Letters {
+    /// Of this rule.
+    #[arg(long)]
+    pub rule: Option<String>,
+    /// With this key or target: Extended JSON, or a plain string.
+    #[arg(long, value_name = "VALUE")]
+    pub key: Option<String>,
 }

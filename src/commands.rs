@@ -1,7 +1,10 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
 pub mod backfill;
+pub mod check;
+pub mod dead_letters;
 pub mod health;
+pub mod leader;
 pub mod plan;
 pub mod progress;
 pub mod prune;
@@ -18,7 +21,7 @@ use crate::{
     error::{Error, Kind},
     metrics::Metrics,
     mongo::{Server, connect},
-    plan::Plan,
+    plan::{Plan, Rule},
     reconcile::Context,
 };
 
@@ -31,6 +34,9 @@ pub enum Failure {
     /// The cluster is not what the rules need. Exit status 2.
     #[error("{0}")]
     Refused(String),
+    /// `check` has found differences. Exit status 3.
+    #[error("{0}")]
+    Differs(String),
     /// Something failed while it ran. Exit status 1, or 2 where the config is to blame.
     #[error("{0}")]
     Failed(#[from] Error),
@@ -42,6 +48,7 @@ impl Failure {
     pub fn status(&self) -> ExitCode {
         match self {
             Self::Config(_) | Self::Refused(_) => ExitCode::from(2),
+            Self::Differs(_) => ExitCode::from(3),
             Self::Failed(error) => match error.kind {
                 Kind::Config | Kind::Topology => ExitCode::from(2),
                 _ => ExitCode::FAILURE,
@@ -63,6 +70,8 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Wait { address, operation_time, timeout } => {
             wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
         }
+        Command::Check(options) => check::check(&loaded, cli.output, options).await,
+        Command::DeadLetters(action) => dead_letters::dead_letters(&loaded, cli.output, action).await,
         Command::Health { address, live } => health::health(&loaded, cli.output, *address, *live).await,
     }
 }
@@ -73,10 +82,37 @@ pub fn print(text: &str) {
     std::io::stdout().write_all(text.as_bytes()).ok();
 }
 
+/// Tells the user something beside the results: on standard error, so that standard output keeps what programs read.
+pub fn notice(text: &str) {
+    // Whoever closed standard error has seen enough.
+    writeln!(std::io::stderr(), "{text}").ok();
+}
+
+/// A value as one types it: relaxed Extended JSON on one line.
+#[must_use]
+pub fn shown(value: &bson::Bson) -> String {
+    value.clone().into_relaxed_extjson().to_string()
+}
+
 /// Compiles the rules; mistakes come with their places.
 pub async fn compile(loaded: &Loaded) -> Result<Plan, Failure> {
     let database = connect::default_database(&loaded.config.mongodb.uri).await;
     crate::plan::compile(&loaded.config, database.as_deref()).map_err(|mistakes| loaded.report(&mistakes).into())
+}
+
+/// The rules with these names, or all of them when none is named.
+pub fn chosen<'a>(plan: &'a Plan, names: &[String]) -> Result<Vec<&'a Arc<Rule>>, Error> {
+    if names.is_empty() {
+        return Ok(plan.order.iter().map(|id| plan.rule(*id)).collect());
+    }
+    let find = |name: &String| {
+        plan.rules.iter().find(|rule| rule.name == *name).ok_or_else(|| {
+            let known: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
+            Error::new(Kind::Config, format!("the config has no rule `{name}`"))
+                .hint(format!("its rules are: {}", known.join(", ")))
+        })
+    };
+    names.iter().map(find).collect()
 }
 
 /// Connects, and gathers what every stage needs.

@@ -245,6 +245,13 @@ impl Drop for Held {
     }
 }
 
+/// Whether somebody leads the deployment now.
+pub async fn is_held(server: &Server, database: &str, deployment: &str) -> Result<bool> {
+    let leases = server.collection(database, COLLECTION);
+    let found = leases.find_one(doc! {"_id": deployment}).projection(doc! {"free": is_free()}).await?;
+    Ok(found.is_some_and(|lease| !lease.get_bool("free").unwrap_or_default()))
+}
+
 /// Whether the lease may be taken: its time is over, and what was written under it has been noticed to be over; or it was
 /// given back. One that was granted by an answer that got lost runs out as any other.
 fn is_free() -> Document {

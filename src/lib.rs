@@ -18,7 +18,7 @@
 //! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
 //! | what is asked for | [`request`] |
 //! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`lease`], [`workqueue`], [`reconcile`] |
-//! | what feeds the same queue | [`preflight`], [`backfill`], [`audit`] |
+//! | what feeds the same queue | [`preflight`], [`backfill`], [`audit`], [`check`] |
 //! | assembly | [`pipeline`], [`status`], [`server`] |
 //! | the command line | [`cli`], [`commands`] |
 //!
@@ -38,6 +38,7 @@
 pub mod audit;
 pub mod backfill;
 pub mod change;
+pub mod check;
 pub mod checkpoint;
 pub mod cli;
 pub mod commands;

@@ -6,6 +6,6 @@ pub mod connect;
 pub mod fence;
 pub mod primary;
 
-pub use command::{Reads, Server};
+pub use command::{Pages, Reads, Server};
 pub use fence::Fence;
 pub use primary::bounded;

@@ -44,7 +44,7 @@ mod feeders;
 mod observe;
 mod rules;
 
-use feeders::{retry, wishes};
+use feeders::{requests, retry, wishes};
 use rules::{look_for_sources, register_rules, rules_of};
 
 /// How far the daemon is.
@@ -241,6 +241,7 @@ impl Pipeline {
             ));
         }
         feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
+        feeders.spawn(requests(self.context.clone(), self.store.clone(), page.clone(), stop.clone()));
         let (ask, mut asked) = mpsc::channel(1);
         feeders.spawn(wishes(self.context.clone(), self.store.clone(), ask, stop.clone()));
         feeders.spawn(audit::run(self.context.clone(), page, stop.clone()));

@@ -3,6 +3,7 @@
 pub mod compare;
 pub mod read;
 pub mod run;
+pub mod scan;
 pub mod statement;
 pub mod value;
 

@@ -19,7 +19,7 @@ const FLOORS: &[&[&str]] = &[
     &["workqueue", "lease"],
     &["reconcile"],
     &["preflight"],
-    &["backfill", "audit"],
+    &["backfill", "audit", "check"],
     &["pipeline"],
     &["status"],
     &["server"],

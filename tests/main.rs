@@ -8,6 +8,7 @@
 )]
 
 mod cases;
+mod check;
 mod copy_rules;
 mod daemon;
 mod exact_meaning;
@@ -19,5 +20,6 @@ mod lease;
 mod lifecycle;
 mod observe;
 mod patterns;
+mod process;
 mod program;
 mod world;

@@ -124,7 +124,19 @@ impl Store {
         Ok(Self { database: database.to_owned(), deployment: deployment.to_owned(), cluster: Arc::new(cluster) })
     }
 
-    fn id(&self, name: &str, value: &str) -> Document {
+    /// The state database.
+    #[must_use]
+    pub fn database(&self) -> &str {
+        &self.database
+    }
+
+    /// The deployment's name.
+    #[must_use]
+    pub fn deployment(&self) -> &str {
+        &self.deployment
+    }
+
+    pub(super) fn id(&self, name: &str, value: &str) -> Document {
         doc! {"deployment": &self.deployment, name: value}
     }
 

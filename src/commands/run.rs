@@ -178,7 +178,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
 }
 
 /// Opens the state and starts the pipeline, through everything that passes by itself.
-async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error> {
+pub(super) async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error> {
     let config = &loaded.config;
     loop {
         let attempt = async {
@@ -195,7 +195,7 @@ async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error>
     }
 }
 
-async fn finished(handle: &Handle) {
+pub(super) async fn finished(handle: &Handle) {
     while !handle.is_finished() {
         tokio::time::sleep(LOOK).await;
     }

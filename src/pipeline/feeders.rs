@@ -9,9 +9,11 @@ use crate::{
     backfill::Wish,
     checkpoint::store::{Backfill, Store},
     dead_letter,
-    error::Result,
+    error::{Error, Result},
+    key::Key,
     reconcile::Context,
     request::Page,
+    route::target_request,
 };
 
 /// How often commands' wishes are looked for.
@@ -44,6 +46,39 @@ pub(super) async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: 
         };
         if let Err(error) = result {
             tracing::warn!(error = %error.message, "dead letters cannot be read; trying again");
+        }
+    }
+}
+
+/// Looks for targets that commands want to be looked at again, and answers when that is done.
+pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, stop: CancellationToken) {
+    let round = async || {
+        for asked in store.requests(&context.server).await? {
+            let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == asked.rule) else {
+                store.refuse_request(&context.server, asked.id, "the leader has no rule of that name").await?;
+                continue;
+            };
+            let requests = asked.targets.into_iter().map(|id| target_request(rule, Key::one(id))).collect();
+            let after = context.server.operation_time().await?;
+            let (done, acknowledged) = oneshot::channel();
+            if out.send(Page { requests, after, done }).await.is_err() || acknowledged.await.is_err() {
+                return Ok(());
+            }
+            store.request_done(&context.server, asked.id).await?;
+        }
+        Ok::<_, Error>(())
+    };
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(LOOK_FOR_WISHES) => {}
+            () = stop.cancelled() => return,
+        }
+        let result = tokio::select! {
+            result = round() => result,
+            () = stop.cancelled() => return,
+        };
+        if let Err(error) = result {
+            tracing::warn!(error = %error.message, "what commands ask for cannot be read; trying again");
         }
     }
 }
