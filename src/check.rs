@@ -268,7 +268,10 @@ impl<'a> Check<'a> {
                 return Ok(false);
             }
             let applied = self.store.applied(server, &self.context.plan.databases()).await?;
-            if applied.is_some_and(|applied| applied >= now) {
+            // A large fan-out is recorded, and the position passes it before its last target is written.
+            if applied.is_some_and(|applied| applied >= now)
+                && !self.context.fan_outs.is_open(server, &self.rule.name).await?
+            {
                 return Ok(true);
             }
             if started.elapsed() > PATIENCE {

@@ -145,6 +145,19 @@ With --output json: a line for each target that differs, then one for each rule.
 
 Exit status: 0 nothing differs (or all is repaired), 1 failed, 2 usage or config error, 3 differences are left.")]
     Check(CheckOptions),
+    /// Says of one target what each owned path should hold, which source documents that comes from, and what is stored.
+    #[command(after_help = "Examples:
+  denormd explain part-names 17 --config shop.yaml
+  denormd explain part-names 65f0c0ffee65f0c0ffee65f0      an ObjectId
+  denormd explain part-names '\"17\"' --output json          Extended JSON: the string 17
+
+Exit status: 0 told, however it is, 1 there is no such document, 2 usage or config error.")]
+    Explain {
+        /// The rule's name.
+        rule: String,
+        /// The target's _id: Extended JSON, a plain string, or an ObjectId's digits.
+        id: String,
+    },
     /// What could not be written, and why.
     #[command(name = "dead-letters", subcommand)]
     DeadLetters(DeadLetters),

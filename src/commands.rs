@@ -3,6 +3,7 @@
 pub mod backfill;
 pub mod check;
 pub mod dead_letters;
+pub mod explain;
 pub mod health;
 pub mod leader;
 pub mod plan;
@@ -15,6 +16,7 @@ pub mod wait;
 use std::{io::Write, process::ExitCode, sync::Arc};
 
 use crate::{
+    checkpoint::store::{Backfill, RuleState},
     cli::{Cli, Command},
     config::{self, ConfigError, Loaded},
     dead_letter::DeadLetters,
@@ -71,6 +73,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
         }
         Command::Check(options) => check::check(&loaded, cli.output, options).await,
+        Command::Explain { rule, id } => explain::explain(&loaded, cli.output, rule, id).await,
         Command::DeadLetters(action) => dead_letters::dead_letters(&loaded, cli.output, action).await,
         Command::Health { address, live } => health::health(&loaded, cli.output, *address, *live).await,
     }
@@ -92,6 +95,18 @@ pub fn notice(text: &str) {
 #[must_use]
 pub fn shown(value: &bson::Bson) -> String {
     value.clone().into_relaxed_extjson().to_string()
+}
+
+/// What a rule's state explains of its targets.
+#[must_use]
+pub fn state_note(state: Option<&RuleState>) -> Option<String> {
+    match state.map(|state| &state.backfill) {
+        None | Some(Backfill::Absent) => Some("it has never run".to_owned()),
+        Some(Backfill::Pending(_)) => Some("its backfill is not done".to_owned()),
+        Some(Backfill::Manual) => Some("it waits for `denormd backfill`".to_owned()),
+        Some(Backfill::Held(hold)) => Some(format!("it is held: {}", hold.reason)),
+        Some(Backfill::Done) => None,
+    }
 }
 
 /// Compiles the rules; mistakes come with their places.

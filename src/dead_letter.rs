@@ -16,6 +16,17 @@ use crate::{
 /// The collection of dead letters in the state database.
 pub const COLLECTION: &str = "dead_letters";
 
+/// What cannot be read or written.
+#[derive(Debug)]
+pub struct Culprit<'a> {
+    /// A key of the rule.
+    pub key: &'a Key,
+    /// One target of it.
+    pub target: Option<&'a Key>,
+    /// The path where the target's shape is in the way.
+    pub path: Option<String>,
+}
+
 /// The dead letters of one deployment.
 #[derive(Debug, Clone)]
 pub struct DeadLetters {
@@ -26,21 +37,20 @@ pub struct DeadLetters {
 }
 
 impl DeadLetters {
-    /// Records that `key` of `rule` (or one `target` of it) cannot be read or written. Acknowledged by a majority: after
+    /// Records that what `culprit` says of `rule` cannot be read or written. Acknowledged by a majority: after
     /// that the position may pass the event.
     pub async fn record(
         &self,
         server: &Server,
         rule: &Rule,
         task: Task,
-        key: &Key,
-        target: Option<&Key>,
+        culprit: &Culprit<'_>,
         error: &Error,
     ) -> Result<()> {
-        let id = self.id(rule, task, key, target);
+        let id = self.id(rule, task, culprit.key, culprit.target);
         let now = DateTime::now();
         let update = doc! {
-            "$set": {"code": error.code, "reason": &error.message, "last": now},
+            "$set": {"code": error.code, "reason": &error.message, "path": &culprit.path, "last": now},
             "$unset": {"asked": ""},
             "$setOnInsert": {"deployment": &self.deployment, "rule": &rule.name, "first": now},
             "$inc": {"attempts": 1},
@@ -64,7 +74,7 @@ impl DeadLetters {
         doc! {
             "deployment": &self.deployment,
             "rule": &rule.name,
-            "task": format!("{task:?}"),
+            "task": task.name(),
             "key": key.values().to_vec(),
             "target": target.map_or_else(Vec::new, |id| vec![id]),
         }
@@ -158,6 +168,8 @@ pub struct Letter {
     pub rule: String,
     /// Why, without values.
     pub reason: String,
+    /// The path where the target's shape is in the way.
+    pub path: Option<String>,
     /// How often it was tried.
     pub attempts: i32,
     /// When it was set aside.
@@ -172,16 +184,7 @@ pub struct Letter {
 impl Letter {
     fn read(letter: &Document) -> Option<Self> {
         let id = letter.get_document("_id").ok()?;
-        let task = match id.get_str("task").ok()? {
-            "Value" => Task::Value,
-            "Target" => Task::Target,
-            "LocateSource" => Task::LocateSource,
-            "LocateTarget" => Task::LocateTarget,
-            "Parents" => Task::Parents,
-            "Guard" => Task::Guard,
-            "Holders" => Task::Holders,
-            _ => return None,
-        };
+        let task = Task::named(id.get_str("task").ok()?)?;
         let attempts = letter.get_i32("attempts").unwrap_or(1);
         let last = *letter.get_datetime("last").ok()?;
         let pause = 5_000_i64 << (attempts.clamp(1, 10) - 1);
@@ -192,6 +195,7 @@ impl Letter {
             rule: letter.get_str("rule").unwrap_or_default().to_owned(),
             reason: letter.get_str("reason").unwrap_or_default().to_owned(),
             first: letter.get_datetime("first").copied().unwrap_or(last),
+            path: letter.get_str("path").ok().map(ToOwned::to_owned),
             attempts,
             last,
             due: if letter.contains_key("asked") { 0 } else { last.timestamp_millis() + pause.min(3_600_000) },

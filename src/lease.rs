@@ -84,9 +84,15 @@ impl Lease {
 
     /// Waits until this instance leads. Whatever goes wrong meanwhile is tried again.
     pub async fn stand_by(&self) -> Held {
+        self.stand_by_while(async || Ok(false)).await
+    }
+
+    /// The same, and does not try while it is `held_back`.
+    pub async fn stand_by_while(&self, held_back: impl AsyncFn() -> Result<bool>) -> Held {
         let mut failures = 0_u32;
         loop {
-            match self.try_lead().await {
+            let attempt = async { if held_back().await? { Ok(None) } else { self.try_lead().await } };
+            match attempt.await {
                 Ok(Some(held)) => return held,
                 Ok(None) => failures = 0,
                 Err(error) => {

@@ -17,8 +17,8 @@
 //! | what the user wrote, what happened | [`config`], [`change`], [`logging`] |
 //! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
 //! | what is asked for | [`request`] |
-//! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`lease`], [`workqueue`], [`reconcile`] |
-//! | what feeds the same queue | [`preflight`], [`backfill`], [`audit`], [`check`] |
+//! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`lease`], [`membership`], [`workqueue`], [`reconcile`] |
+//! | what feeds the same queue | [`preflight`], [`backfill`], [`fan_out`], [`audit`], [`check`] |
 //! | assembly | [`pipeline`], [`status`], [`server`] |
 //! | the command line | [`cli`], [`commands`] |
 //!
@@ -45,10 +45,12 @@ pub mod commands;
 pub mod config;
 pub mod dead_letter;
 pub mod error;
+pub mod fan_out;
 pub mod field_path;
 pub mod key;
 pub mod lease;
 pub mod logging;
+pub mod membership;
 pub mod metrics;
 pub mod mongo;
 pub mod pipeline;

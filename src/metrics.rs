@@ -54,6 +54,7 @@ pub struct Metrics {
     pub dead_letters: IntGaugeVec,
     /// Whether a rule's backfill is open.
     pub backfill_running: IntGaugeVec,
+    fan_outs: IntGaugeVec,
     /// Targets that the open backfill has read.
     pub backfill_scanned: IntGaugeVec,
     /// Targets that the open backfill has to read.
@@ -177,6 +178,7 @@ impl Metrics {
             set_aside: f.counters("denormd_dead_letters_recorded_total", "Times that a key or a target was set aside, by reason.", &["rule", "reason"])?,
             dead_letters: f.wholes("denormd_dead_letters", "Dead letters that wait to be tried again.", &["rule"])?,
             backfill_running: f.wholes("denormd_backfill_running", "1 while the rule's backfill is open.", &["rule"])?,
+            fan_outs: f.wholes("denormd_fan_outs", "Large fan-outs of the rule that are under way.", &["rule"])?,
             backfill_scanned: f.wholes("denormd_backfill_scanned_targets", "Targets that the rule's last backfill has read.", &["rule"])?,
             backfill_total: f.wholes("denormd_backfill_expected_targets", "Targets that the rule's last backfill has to read, estimated.", &["rule"])?,
             checkpoint_age: f.gauge("denormd_checkpoint_age_seconds", "How far back a restart would begin; 0 when the saved position is the newest.")?,
@@ -209,7 +211,13 @@ impl Metrics {
             for family in [&self.rule_lag, &self.rule_chain_lag] {
                 family.with_label_values(&[rule]);
             }
-            for family in [&self.dead_letters, &self.backfill_running, &self.backfill_scanned, &self.backfill_total] {
+            for family in [
+                &self.dead_letters,
+                &self.backfill_running,
+                &self.fan_outs,
+                &self.backfill_scanned,
+                &self.backfill_total,
+            ] {
                 family.with_label_values(&[rule]);
             }
             for family in [&self.matched, &self.modified, &self.drift_found, &self.drift_repaired] {
@@ -231,7 +239,13 @@ impl Metrics {
                 // It may have had none.
                 family.remove_label_values(&[rule.as_str()]).ok();
             }
-            for family in [&self.dead_letters, &self.backfill_running, &self.backfill_scanned, &self.backfill_total] {
+            for family in [
+                &self.dead_letters,
+                &self.backfill_running,
+                &self.fan_outs,
+                &self.backfill_scanned,
+                &self.backfill_total,
+            ] {
                 family.remove_label_values(&[rule.as_str()]).ok();
             }
         }
@@ -337,6 +351,8 @@ impl Metrics {
             self.backfill_running
                 .with_label_values(&[&rule.name])
                 .set(i64::from(observation.backfilling.contains(&nth)));
+            let fan_outs = observation.fan_outs.get(nth).copied().unwrap_or_default();
+            self.fan_outs.with_label_values(&[&rule.name]).set(i64::try_from(fan_outs).unwrap_or(i64::MAX));
         }
         self.live().observation = Some(Arc::new(observation));
     }

@@ -1,7 +1,7 @@
 //! Joins the stages in data order, and stops them in reverse.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -16,10 +16,12 @@ use crate::{
     audit,
     backfill::{self, Wish},
     checkpoint::{
+        fan_out::{FanOut, Subject},
         store::{Backfill, Hold, Store},
         watermark::Watermark,
     },
     error::Result,
+    fan_out,
     plan::{RuleId, Values},
     position::{ClusterTime, Position},
     reconcile::{self, Context, Outcome, run::End},
@@ -56,8 +58,18 @@ pub struct Progress {
     pub pending: usize,
     /// Rules whose backfill is not done.
     pub backfilling: BTreeSet<RuleId>,
+    /// Large fan-outs that are not done.
+    pub fan_outs: usize,
     /// Rules that are held until they are released, and why.
     pub held: BTreeMap<RuleId, Hold>,
+}
+
+impl Progress {
+    /// Whether everything that was committed by `time` is applied, what that has led to included.
+    #[must_use]
+    pub fn has_applied(&self, time: ClusterTime) -> bool {
+        self.applied >= time && self.backfilling.is_empty() && self.fan_outs == 0
+    }
 }
 
 /// A running pipeline.
@@ -97,8 +109,7 @@ impl Handle {
         let mut progress = self.progress.clone();
         for _ in 0..=self.context.plan.rules.len().min(self.context.plan.longest_chain()) {
             let now = self.context.server.operation_time().await?;
-            let reached = |p: &Progress| p.applied >= now && p.backfilling.is_empty();
-            if progress.wait_for(reached).await.is_err() {
+            if progress.wait_for(|progress| progress.has_applied(now)).await.is_err() {
                 return Err(crate::error::Error::internal("the pipeline has stopped"));
             }
         }
@@ -137,6 +148,9 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     for wish in backfills.into_iter().filter(|wish| !pipeline.held.contains_key(&wish.rule)).collect::<Vec<_>>() {
         pipeline.ask_backfill(wish);
     }
+    for fan_out in context.fan_outs.all(&context.server, &context.plan).await? {
+        pipeline.ask_fan_out(fan_out);
+    }
     // Only now that the rules are known to need a backfill: a crash in between would take them for done.
     for (spec, position) in &starts {
         if position.token.is_none() {
@@ -174,6 +188,10 @@ struct Pipeline {
     asked: Option<mpsc::UnboundedReceiver<Wish>>,
     /// Rules whose backfill is not done, with the generation of the last wish.
     backfilling: BTreeMap<RuleId, i64>,
+    spread: mpsc::UnboundedSender<FanOut>,
+    spread_asked: Option<mpsc::UnboundedReceiver<FanOut>>,
+    /// Large fan-outs that are not done.
+    fan_outs: HashMap<Subject, FanOut>,
     /// Rules that are held until they are released, and why.
     held: BTreeMap<RuleId, Hold>,
     pages: VecDeque<(u64, oneshot::Sender<()>)>,
@@ -189,6 +207,7 @@ struct Pipeline {
 impl Pipeline {
     fn new(context: Arc<Context>, store: Store) -> Self {
         let (backfills, asked) = mpsc::unbounded_channel();
+        let (spread, spread_asked) = mpsc::unbounded_channel();
         Self {
             router: Router::new(context.plan.clone()),
             queue: WorkQueue::new(context.limits.pending),
@@ -202,6 +221,9 @@ impl Pipeline {
             backfills,
             asked: Some(asked),
             backfilling: BTreeMap::new(),
+            spread,
+            spread_asked: Some(spread_asked),
+            fan_outs: HashMap::new(),
             held: BTreeMap::new(),
             pages: VecDeque::new(),
             page_count: 0,
@@ -240,6 +262,10 @@ impl Pipeline {
                 stop.clone(),
             ));
         }
+        let (spread, mut spread_out) = mpsc::unbounded_channel();
+        if let Some(asked) = self.spread_asked.take() {
+            feeders.spawn(fan_out::run(self.context.clone(), asked, page.clone(), spread, stop.clone()));
+        }
         feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
         feeders.spawn(requests(self.context.clone(), self.store.clone(), page.clone(), stop.clone()));
         let (ask, mut asked) = mpsc::channel(1);
@@ -260,6 +286,7 @@ impl Pipeline {
                         self.backfilling.remove(&wish.rule);
                     }
                 }
+                Some(done) = spread_out.recv() => self.spread_out(&done),
                 Some(outcome) = self.running.join_next() => self.finish(outcome).await,
                 () = sleep_until(due), if due.is_some() => {}
                 _ = tick.tick() => {}
@@ -401,6 +428,25 @@ impl Pipeline {
         }
     }
 
+    fn ask_fan_out(&mut self, fan_out: FanOut) {
+        if let Ok(mut spreading) = self.context.spreading.lock() {
+            spreading.insert(fan_out.subject.clone());
+        }
+        self.fan_outs.insert(fan_out.subject.clone(), fan_out.clone());
+        if self.spread.send(fan_out).is_err() {
+            tracing::error!("the fan-out task is gone");
+        }
+    }
+
+    fn spread_out(&mut self, done: &FanOut) {
+        if self.fan_outs.get(&done.subject).is_some_and(|newest| newest.wish == done.wish) {
+            self.fan_outs.remove(&done.subject);
+            if let Ok(mut spreading) = self.context.spreading.lock() {
+                spreading.remove(&done.subject);
+            }
+        }
+    }
+
     fn take_page(&mut self, page: Page) {
         self.page_count += 1;
         let origin = Origin { stream: BACKFILL, batch: self.page_count, after: page.after, committed: None };
@@ -450,6 +496,10 @@ impl Pipeline {
                 End::Done | End::SetAside | End::Brake => Finish::Done { pause },
                 // Whatever is left of a held rule is done by the backfill that follows its release.
                 End::Later(_) | End::Failed(_) if self.held.contains_key(&outcome.lane.0) => Finish::Done { pause },
+                End::Spread(fan_out) => {
+                    self.ask_fan_out(fan_out);
+                    Finish::Done { pause }
+                }
                 End::Later(delay) => Finish::Again { delay, work },
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -486,6 +536,7 @@ impl Pipeline {
             applied: applied.min().unwrap_or_default(),
             pending: self.queue.depth(),
             backfilling: self.backfilling.keys().copied().collect(),
+            fan_outs: self.fan_outs.len(),
             held: self.held.clone(),
         };
         self.progress.send_if_modified(|known| {

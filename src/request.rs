@@ -40,6 +40,23 @@ pub enum Task {
     Holders,
 }
 
+impl Task {
+    const ALL: [Self; 7] =
+        [Self::Value, Self::Target, Self::LocateSource, Self::LocateTarget, Self::Guard, Self::Parents, Self::Holders];
+
+    /// Its name in the state database.
+    #[must_use]
+    pub fn name(self) -> String {
+        format!("{self:?}")
+    }
+
+    /// The task of this name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|task| task.name() == name)
+    }
+}
+
 /// Which targets of a value are meant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Scope {

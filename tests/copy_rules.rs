@@ -1147,6 +1147,90 @@ async fn one_bad_target_stops_nothing_else() {
     daemon.stop().await;
 }
 
+/// "a scalar where an array is expected, null or missing on the path, nested arrays …": where a rule would have to write below
+/// something that is no subdocument, the target is set aside with the path and the reason, and stops nothing else.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_shape_is_set_aside_with_its_path() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("s")
+        .insert_many([doc! {"_id": 1, "name": "a", "t": 1}, doc! {"_id": 2, "name": "b", "t": 2}])
+        .await
+        .unwrap();
+    let rules = "
+  - { name: set, allow_scan: true, copy: { source: s, target: set, match: { ref: _id }, set: { at.name: $name, beside: $name } } }
+  - { name: element, allow_scan: true, copy: { source: s, target: element, match: { 'items.$[].id': _id }, set: { 'items.$[].at.name': $name } } }
+  - { name: into, allow_scan: true, copy: { source: s, target: into, match: { 'refs.$[]': _id }, into: at.names, element: $name } }
+  - { name: collect, allow_scan: true, collect: { source: s, target: collect, match: { ref: t }, into: at.all, element: $_id } }
+  - { name: aggregate, allow_scan: true, aggregate: { source: s, target: aggregate, match: { ref: t }, set: { at.n: { $sum: 1 } } } }";
+    // In the way of every rule; and what is not.
+    let bad = [bson!(5), Bson::Null, bson!("text"), bson!([{"name": 1}]), bson!(true)];
+    let good = [None, Some(bson!({})), Some(bson!({"mine": 1}))];
+    let shapes: Vec<(i32, Option<Bson>)> = (0..).zip(bad.into_iter().map(Some).chain(good)).collect();
+    let target = |rule: &str, id: i32, at: Option<Bson>| {
+        let at: Document = at.into_iter().map(|at| ("at".to_owned(), at)).collect();
+        let mut target = doc! {"_id": id, "ref": 1, "refs": [2]};
+        if rule == "element" {
+            let mut element = doc! {"id": 1};
+            element.extend(at);
+            // A reference that is in nobody's way, in the same array.
+            target.insert("items", vec![element, doc! {"id": 2}]);
+        } else {
+            target.extend(at);
+        }
+        target
+    };
+    let names = ["set", "element", "into", "collect", "aggregate"];
+    for rule in names {
+        let targets = shapes.iter().map(|(id, at)| target(rule, *id, at.clone()));
+        db.collection(rule).insert_many(targets).await.unwrap();
+    }
+    let daemon = Daemon::start(&test, rules).await;
+    daemon.settled().await;
+    db.collection::<Document>("s").update_many(doc! {}, doc! {"$set": {"name": "new"}}).await.unwrap();
+    daemon.settled().await;
+    let holds = |found: &Document, id: i32| found.get_document("at").is_ok_and(|at| at.len() > usize::from(id == 7));
+    for rule in names {
+        for (found, (id, at)) in daemon::all(&db, rule).await.into_iter().zip(&shapes) {
+            let bad = *id < 5;
+            match (rule, bad) {
+                ("element", bad) => {
+                    let items = found.get_array("items").unwrap();
+                    let [first, second] = [0, 1].map(|nth: usize| items[nth].as_document().unwrap());
+                    assert_eq!(holds(first, *id), !bad, "{found}");
+                    assert_eq!(second, &doc! {"id": 2, "at": {"name": "new"}}, "{found}");
+                }
+                (_, true) => assert_eq!(found, target(rule, *id, at.clone()), "{rule}"),
+                (_, false) => assert!(holds(&found, *id), "{rule}: {found}"),
+            }
+        }
+    }
+    let mut letters: Vec<(String, i32, String, String)> = Vec::new();
+    for letter in crate::cases::dead_letters(&test).await {
+        let id = letter.get_document("_id").unwrap();
+        // A rule that is keyed by its targets names the target as the key.
+        let target = id.get_array("target").unwrap().first().or(id.get_array("key").unwrap().first()).unwrap();
+        letters.push((
+            letter.get_str("rule").unwrap().to_owned(),
+            target.as_i32().unwrap(),
+            letter.get_str("path").unwrap_or("none").to_owned(),
+            letter.get_str("reason").unwrap().to_owned(),
+        ));
+    }
+    letters.sort();
+    let mut expected: Vec<_> = names
+        .into_iter()
+        .flat_map(|rule| (0..5).map(move |id| (rule.to_owned(), id)))
+        .map(|(rule, id)| {
+            let path = if rule == "element" { "items.$[].at" } else { "at" };
+            (rule, id, path.to_owned(), "server error 28 (PathNotViable)".to_owned())
+        })
+        .collect();
+    expected.sort();
+    assert_eq!(letters, expected);
+    daemon.stop().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_chain_of_rules_follows_to_its_end() {
     let chain = |case: &str| {

@@ -182,6 +182,11 @@ fn keys() -> Vec<Case> {
             .has("s", s())
             .has("t", [doc! {"_id": 1, "items": [{"id": null, "name": "stale"}, {"name": "stale"}, {"id": 1}, {"id": [1], "name": "stale"}]}])
             .expect("t", [doc! {"_id": 1, "items": [{"id": null}, {}, {"id": 1, "name": "a"}, {"id": [1]}]}]),
+        Case::new("a source whose _id is null", "copy: { source: '@s', target: '@t', match: { ref: _id }, set: { name: $name } }")
+            .has("s", [doc! {"_id": null, "name": "null"}, doc! {"_id": 1, "name": "a"}])
+            .has("t", [doc! {"_id": 1, "ref": null}, doc! {"_id": 2}, doc! {"_id": 3, "ref": 1}])
+            .writes([update("s", Bson::Null, doc! {"$set": {"name": "still null"}}), insert("t", doc! {"_id": 4, "name": "stale"})])
+            .expect("t", [doc! {"_id": 1, "ref": null}, doc! {"_id": 2}, doc! {"_id": 3, "ref": 1, "name": "a"}, doc! {"_id": 4}]),
         Case::new("null of one part of a composite key", "copy: { source: '@s', target: '@t', match: { a: a, b: b }, set: { name: $name } }")
             .has("s", [doc! {"_id": 1, "a": 1, "b": null, "name": "null"}, doc! {"_id": 2, "a": 1, "name": "missing"}])
             .has("t", [doc! {"_id": 1, "a": 1, "b": null, "name": "stale"}, doc! {"_id": 2, "a": 1, "name": "stale"}])
@@ -497,6 +502,11 @@ fn order() -> Vec<Case> {
             doc! {"_id": 2, "ref": 1, "rank": 0, "kind": "x"},
         ]
     };
+    let slice = |rest: &str| {
+        format!(
+            "collect: {{ source: '@s', target: '@t', match: {{ _id: ref }}, into: all, element: {{ rank: $rank }}, {rest} }}"
+        )
+    };
     let table = |rest: &str, expected: &[i32]| {
         Case::new(format!("collect {rest}"), &collect(rest))
             .has("s", s())
@@ -537,6 +547,17 @@ fn order() -> Vec<Case> {
             .has("t", [doc! {"_id": 1}])
             .writes([delete("s", 1), update("s", 3, doc! {"$set": {"rank": 0}}), insert("s", doc! {"_id": 9, "ref": 1, "rank": 0.5})])
             .expect("t", [doc! {"_id": 1, "all": [5, 9]}]),
+        // Of a deleted child whose element holds no `_id`, the pre-image alone says whose it was.
+        Case::new("the first two are refilled after a delete", &slice("sort: { rank: -1 }, slice: 2"))
+            .has("s", s())
+            .has("t", [doc! {"_id": 1}])
+            .writes([delete("s", 1)])
+            .expect("t", [doc! {"_id": 1, "all": [{"rank": 2}, {"rank": 1}]}]),
+        Case::new("the last two are refilled after a delete", &slice("sort: { rank: 1 }, slice: -2"))
+            .has("s", s())
+            .has("t", [doc! {"_id": 1}])
+            .writes([delete("s", 3), delete("s", 1)])
+            .expect("t", [doc! {"_id": 1, "all": [{"rank": 0}, {"rank": 1}]}]),
         Case::new("a child moves", &collect("sort: { rank: -1 }, slice: 2"))
             .has("s", s())
             .has("t", [doc! {"_id": 1}, doc! {"_id": 2}])

@@ -196,6 +196,41 @@ async fn one_of_five_leads_and_a_deleted_lease_changes_nothing() {
     assert_eq!(daemons.iter().filter(leading).count(), 1);
 }
 
+/// In a rolling update old and new instances run side by side. If each of them could lead, a changed rule would be taken
+/// back and forth.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_newest_rules_lead() {
+    let world = World::new(denormd_fixture::database().await).await;
+    let more = "  - { name: shout, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { shout: { $concat: [\"!\", { $toString: $ip }] } } } }\n";
+    world.write_config("new.yaml", more);
+    let old = world.daemon();
+    let (term, process) = world.term_after(0).await;
+    assert_eq!(process, old.pid());
+    let writer = world.writer(70);
+    let begun = Instant::now();
+    let new = world.daemon_with("new.yaml");
+    let (term, process) = world.term_after(term).await;
+    assert_eq!(process, new.pid());
+    println!("handed over to the new rules after {:?}", begun.elapsed());
+    // An old one that is restarted in the middle of the update stays the older one, also when the newer one dies.
+    old.kill9();
+    let (old, newest) = (world.daemon(), world.daemon_with("new.yaml"));
+    work(1000).await;
+    new.kill9();
+    let (term, process) = world.term_after(term).await;
+    assert_eq!(process, newest.pid(), "\n{}", old.log());
+    // Rolled back: the newer one goes, and the older one leads.
+    newest.terminate().await;
+    let (_, process) = world.term_after(term).await;
+    assert_eq!(process, old.pid());
+    writer.stop().await;
+    world.at_rest(QUIET).await;
+    old.terminate().await;
+    let instances = world.test.beside("state").collection::<Document>("instances");
+    let left: u64 = instances.count_documents(doc! {"process": process}).await.unwrap();
+    assert_eq!(left, 0, "it has said that it leaves");
+}
+
 async fn fail(test: &TestDb, mode: Document, mut data: Document) {
     data.insert("appName", "denormd");
     let command = doc! {"configureFailPoint": "failCommand", "mode": mode, "data": data};

@@ -51,6 +51,27 @@ async fn a_changed_rule_is_backfilled_again_and_only_that_rule() {
     daemon.stop().await;
 }
 
+/// A rule that was taken out of the config and put back unchanged was taken for done, whatever had happened meanwhile.
+#[tokio::test]
+async fn a_rule_that_comes_back_is_backfilled() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let other =
+        "  - { name: name, copy: { source: hosts, target: log, match: { host: _id }, set: { hostname: $name } } }";
+    let both = format!("{HOST}\n{other}");
+    let daemon = Daemon::start(&test, &both).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let daemon = Daemon::start(&test, HOST).await;
+    db.collection::<Document>("hosts").update_one(doc! {"_id": 1}, doc! {"$set": {"name": "new"}}).await.unwrap();
+    daemon.settled().await;
+    daemon.stop().await;
+    let daemon = Daemon::start(&test, &both).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "hostname": "new"}]);
+    daemon.stop().await;
+}
+
 #[tokio::test]
 async fn guard_watch_repairs_at_once_and_counts() {
     let test = denormd_fixture::database().await;

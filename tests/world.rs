@@ -60,35 +60,41 @@ impl World {
         let logs = (0..LOGS).map(|n| doc! {"_id": n, "host": n % HOSTS});
         world.db.collection("logs").insert_many(logs).await.unwrap();
         world.db.collection("persons").insert_many((0..PERSONS).map(|n| doc! {"_id": n})).await.unwrap();
-        let config = format!(
-            "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {} }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}",
-            world.test.uri,
-            world.test.name,
-            format!("{}_state", world.test.name),
-            TTL.as_secs()
-        );
-        std::fs::write(world.config(), config).unwrap();
-        let applied = world.command(&["plan", "--apply"]).stdout(Stdio::null()).status().unwrap();
+        world.write_config("denormd.yaml", "");
+        let applied = world.command(&["plan", "--apply"], "denormd.yaml").stdout(Stdio::null()).status().unwrap();
         assert!(applied.success());
         world
     }
 
-    fn config(&self) -> PathBuf {
-        self.folder.path().join("denormd.yaml")
+    /// Writes a config file with the rules of this world and more.
+    pub fn write_config(&self, file: &str, more_rules: &str) {
+        let config = format!(
+            "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {} }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}{more_rules}",
+            self.test.uri,
+            self.test.name,
+            format!("{}_state", self.test.name),
+            TTL.as_secs()
+        );
+        std::fs::write(self.folder.path().join(file), config).unwrap();
     }
 
-    fn command(&self, arguments: &[&str]) -> Command {
+    fn command(&self, arguments: &[&str], config: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
-        command.args(arguments).arg("--config").arg(self.config());
+        command.args(arguments).arg("--config").arg(self.folder.path().join(config));
         command
     }
 
     /// Starts one more daemon.
     pub fn daemon(&self) -> Daemon {
+        self.daemon_with("denormd.yaml")
+    }
+
+    /// Starts one more daemon with the config file of this name.
+    pub fn daemon_with(&self, config: &str) -> Daemon {
         let nth = self.daemons.fetch_add(1, Ordering::Relaxed);
         let log = self.folder.path().join(format!("daemon{nth}.log"));
         let file = File::create(&log).unwrap();
-        let child = self.command(&["run"]).stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
+        let child = self.command(&["run"], config).stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
         Daemon { child, log }
     }
 

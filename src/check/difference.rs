@@ -46,6 +46,8 @@ impl Kind {
 pub struct Differing {
     /// The path, with `$[]` for the element.
     pub path: String,
+    /// Which element, in the order of the target's references.
+    pub element: Option<usize>,
     /// How.
     pub kind: Kind,
     /// The same in words, with types and lengths, and without values.
@@ -57,14 +59,14 @@ pub struct Differing {
 impl Differing {
     /// Describes a difference; keeps the values on request.
     pub fn of(difference: &Difference, values: bool) -> Result<Self> {
-        let Difference { path, expected, stored, .. } = difference;
+        let Difference { path, element, expected, stored, .. } = difference;
         let (kind, words) = describe(expected.as_ref(), stored.as_ref())?;
         let value = |field: &Option<RawBson>| match field {
             None | Some(RawBson::Undefined) => Ok(None),
             Some(value) => Bson::try_from(value.as_raw_bson_ref()).map(Some),
         };
         let values = if values { Some((value(expected)?, value(stored)?)) } else { None };
-        Ok(Self { path: path.clone(), kind, words, values })
+        Ok(Self { path: path.clone(), element: *element, kind, words, values })
     }
 }
 

@@ -95,7 +95,7 @@ fn fingerprint(compared: &Compared) -> Result<Option<u64>> {
     let mut differs = false;
     for difference in compared.differences() {
         differs = true;
-        difference.path.hash(&mut hasher);
+        (&difference.path, difference.element).hash(&mut hasher);
         for value in [&difference.expected, &difference.stored] {
             bytes(value.as_ref())?.hash(&mut hasher);
         }
@@ -124,6 +124,7 @@ mod tests {
         let field = Difference {
             target: target.clone(),
             path: "n".to_owned(),
+            element: None,
             expected: value(expected),
             stored: value(stored),
         };

@@ -15,6 +15,8 @@ use crate::{
     position::{ClusterTime, Position},
 };
 
+use super::fan_out;
+
 /// The collection of positions: one document a deployment and stream.
 pub const POSITIONS: &str = "positions";
 /// NamespaceExists
@@ -62,6 +64,8 @@ pub enum Backfill {
     Done,
     /// What the rule would take away is held back until `denormd release`.
     Held(Hold),
+    /// The rule was not in the config for a while: what was changed meanwhile is not known.
+    Absent,
 }
 
 /// Why a rule is held.
@@ -76,7 +80,7 @@ pub struct Hold {
 /// The greatest term that any state of the deployment was written under; 0 when there is no state.
 pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> Result<i64> {
     let mut highest = 0;
-    for name in [POSITIONS, RULES] {
+    for name in [POSITIONS, RULES, fan_out::COLLECTION] {
         let last = server
             .collection(database, name)
             .find_one(doc! {"_id.deployment": deployment})
@@ -92,7 +96,7 @@ impl Store {
     /// Opens the state of a deployment for the leader whose term `server` writes under: what a former leader has sent and
     /// not seen acknowledged does not change it from now on.
     pub async fn open(server: &Server, database: &str, deployment: &str) -> Result<Self> {
-        for name in [POSITIONS, RULES] {
+        for name in [POSITIONS, RULES, fan_out::COLLECTION] {
             match server.database(database).create_collection(name).await.map_err(Error::from) {
                 Err(error) if error.code != Some(NAMESPACE_EXISTS) => return Err(error),
                 Ok(()) | Err(_) => {}
@@ -191,6 +195,7 @@ impl Store {
             let backfill = match doc.get_str("backfill").unwrap_or_default() {
                 "done" => Backfill::Done,
                 "manual" => Backfill::Manual,
+                "absent" => Backfill::Absent,
                 "held" => Backfill::Held(Hold {
                     reason: doc.get_str("reason").unwrap_or_default().to_owned(),
                     detached: doc.get_bool("detached").unwrap_or_default(),
@@ -244,6 +249,16 @@ impl Store {
         Ok(())
     }
 
+    /// Remembers that a rule is not in the config, so that it is backfilled when it comes back.
+    pub async fn absent(&self, server: &Server, rule: &str) -> Result<()> {
+        let state = backfill_state(&Backfill::Absent);
+        server
+            .collection(&self.database, RULES)
+            .update_one(mine(server, self.id("rule", rule)), doc! {"$set": state})
+            .await?;
+        Ok(())
+    }
+
     /// Keeps what a rule was, for `denormd prune`.
     pub async fn retire(&self, server: &Server, rule: &str, definition: &Document) -> Result<()> {
         let filter = mine(server, self.id("rule", rule));
@@ -287,11 +302,11 @@ impl Store {
 }
 
 /// The document with this `_id`, unless a later leader has marked it. An upsert then finds that it is there all the same.
-fn mine(server: &Server, id: Document) -> Document {
+pub(super) fn mine(server: &Server, id: Document) -> Document {
     doc! {"_id": id, "term": {"$not": {"$gt": server.term()}}}
 }
 
-fn refused_upsert(error: Error) -> Error {
+pub(super) fn refused_upsert(error: Error) -> Error {
     if error.code == Some(DUPLICATE_KEY) { former() } else { error }
 }
 
@@ -305,10 +320,11 @@ fn backfill_state(backfill: &Backfill) -> Document {
         Backfill::Manual => ("manual", Vec::new()),
         Backfill::Done => ("done", Vec::new()),
         Backfill::Held(_) => ("held", Vec::new()),
+        Backfill::Absent => ("absent", Vec::new()),
     };
     let (reason, detached) = match backfill {
         Backfill::Held(hold) => (Some(hold.reason.as_str()), Some(hold.detached)),
-        Backfill::Pending(_) | Backfill::Manual | Backfill::Done => (None, None),
+        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => (None, None),
     };
     doc! {
         "backfill": state, "after": after, "reason": reason, "detached": detached, "progress": Bson::Null,

@@ -9,10 +9,12 @@ use crate::{
     checkpoint::{
         progress::Tally,
         requests::Answer,
-        store::{Backfill, RuleState, Store},
+        store::{RuleState, Store},
     },
     cli::{CheckOptions, Output},
-    commands::{Failure, chosen, compile, context, leader::with_a_leader, notice, print, progress::Progress, shown},
+    commands::{
+        Failure, chosen, compile, context, leader::with_a_leader, notice, print, progress::Progress, shown, state_note,
+    },
     config::Loaded,
     error::{Error, Kind},
     metrics::Metrics,
@@ -33,7 +35,7 @@ pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> s
     let mut left = 0;
     for rule in chosen(&context.plan, &options.rule)? {
         let one = One { loaded, context: &context, store: &store, rule, output, options };
-        if let Some(note) = note(states.get(&rule.name)) {
+        if let Some(note) = state_note(states.get(&rule.name)) {
             notice(&format!("{}: {note}", rule.name));
         }
         left += one.run().await?;
@@ -42,17 +44,6 @@ pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> s
         0 => Ok(()),
         1 => Err(Failure::Differs("one target differs from its definition".to_owned())),
         n => Err(Failure::Differs(format!("{n} targets differ from their definition"))),
-    }
-}
-
-/// What explains that many targets differ.
-fn note(state: Option<&RuleState>) -> Option<String> {
-    match state.map(|state| &state.backfill) {
-        None => Some("it has never run".to_owned()),
-        Some(Backfill::Pending(_)) => Some("its backfill is not done".to_owned()),
-        Some(Backfill::Manual) => Some("it waits for `denormd backfill`".to_owned()),
-        Some(Backfill::Held(hold)) => Some(format!("it is held: {}", hold.reason)),
-        Some(Backfill::Done) => None,
     }
 }
 
@@ -144,11 +135,15 @@ impl One<'_> {
                     None => "",
                 };
                 for differing in &found.differing {
-                    let Differing { path, kind, words, values } = differing;
+                    let Differing { path, element, kind, words, values } = differing;
+                    let element = element.map(|nth| format!(" (element {nth})")).unwrap_or_default();
                     let values = values.as_ref().map(show).unwrap_or_default();
                     let target = shown(&found.target);
                     let rule = &self.rule.name;
-                    print(&format!("{rule} {target} {path}: {}: {words}{values}{known}{repaired}\n", kind.name()));
+                    print(&format!(
+                        "{rule} {target} {path}{element}: {}: {words}{values}{known}{repaired}\n",
+                        kind.name()
+                    ));
                 }
             }
             Output::Json => print(&format!("{}\n", json(&self.rule.name, found, repaired))),
@@ -200,7 +195,9 @@ fn show((expected, stored): &(Option<Bson>, Option<Bson>)) -> String {
 
 fn json(rule: &str, found: &Found, repaired: Option<bool>) -> serde_json::Value {
     let paths = found.differing.iter().map(|differing| {
-        let mut path = serde_json::json!({"path": differing.path, "kind": differing.kind, "words": differing.words});
+        let mut path = serde_json::json!({
+            "path": differing.path, "element": differing.element, "kind": differing.kind, "words": differing.words,
+        });
         if let Some((expected, stored)) = &differing.values {
             for (name, value) in [("expected", expected), ("stored", stored)] {
                 if let Some(value) = value {

@@ -121,9 +121,10 @@ fn text(letter: &Letter) -> String {
     let key: Vec<String> = letter.key.values().iter().map(shown).collect();
     let target = letter.target.as_ref().and_then(|target| target.values().first());
     let target = target.map(|target| format!(", target {}", shown(target))).unwrap_or_default();
+    let path = letter.path.as_ref().map(|path| format!(" at {path}")).unwrap_or_default();
     let next = if letter.due == 0 { "now".to_owned() } else { time(DateTime::from_millis(letter.due)) };
     format!(
-        "{} {} {}{target}: {}\n  tried {} times since {}, last {}, next {next}\n",
+        "{} {} {}{target}: {}{path}\n  tried {} times since {}, last {}, next {next}\n",
         letter.rule,
         letter.about(),
         if key.is_empty() { "nothing".to_owned() } else { key.join(", ") },
@@ -146,6 +147,7 @@ fn json(letter: &Letter) -> serde_json::Value {
         "key": letter.key.values().iter().map(value).collect::<Vec<_>>(),
         "target": letter.target.as_ref().and_then(|target| target.values().first()).map(value),
         "reason": letter.reason,
+        "path": letter.path,
         "attempts": letter.attempts,
         "first": time(letter.first),
         "last": time(letter.last),

@@ -12,6 +12,7 @@ use crate::{
     error::{Error, Kind},
     lease::{Held, Lease},
     logging,
+    membership::Member,
     metrics::Metrics,
     pipeline::{self, Handle},
     preflight,
@@ -33,27 +34,35 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
         context = patiently(&loaded, &board) => context?,
         () = signals.stop() => return Ok(()),
     };
-    let mut rules = Rules { loaded, context, board };
-    let config = &rules.loaded.config;
-    let lease = Lease::new(rules.context.server.unfenced(), &config.state.database, &config.name, config.lease.ttl);
+    let config = &loaded.config;
+    let (server, database, ttl) = (context.server.unfenced(), config.state.database.clone(), config.lease.ttl);
+    let lease = Lease::new(server, &database, &config.name, ttl);
+    let member = Member::join(context.server.unfenced(), &database, &config.name, ttl, &context.plan);
+    let mut rules = Rules { loaded, context, board, member };
+    let result = take_turns(paths, &mut rules, &lease, &mut signals).await;
+    rules.member.leave().await;
+    tracing::info!("stopped");
+    result
+}
+
+/// Stands by and leads in turns, until it is told to stop.
+async fn take_turns(paths: &[PathBuf], rules: &mut Rules, lease: &Lease, signals: &mut Signals) -> Result<(), Failure> {
     loop {
         tracing::info!(deployment = %rules.loaded.config.name, "standing by");
         let held = tokio::select! {
-            held = lease.stand_by() => held,
+            held = lease.stand_by_while(async || rules.member.is_outdated().await) => held,
             wake = signals.next() => match wake {
-                Wake::Stop => break,
-                Wake::Reload => {
+                Wake::Stop => return Ok(()),
+                Wake::Reload | Wake::Yield => {
                     rules.reload(paths).await;
                     continue;
                 }
             },
         };
-        if lead(paths, &mut rules, held, &mut signals).await? == Ended::Stopped {
-            break;
+        if lead(paths, rules, held, signals).await? == Ended::Stopped {
+            return Ok(());
         }
     }
-    tracing::info!("stopped");
-    Ok(())
 }
 
 /// A config that is whole, with a cluster that has what it needs.
@@ -61,6 +70,7 @@ struct Rules {
     loaded: Loaded,
     context: Arc<Context>,
     board: Arc<Board>,
+    member: Member,
 }
 
 /// Takes the address before anything else, and serves until the process ends.
@@ -103,11 +113,12 @@ impl Rules {
                 return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
             }
             let context = ready(&loaded, &self.board).await?;
-            Ok::<_, Failure>(Self { loaded, context, board: self.board.clone() })
+            Ok::<_, Failure>((loaded, context))
         };
         match result.await {
-            Ok(rules) => {
-                *self = rules;
+            Ok((loaded, context)) => {
+                self.member.has_plan(&context.plan);
+                (self.loaded, self.context) = (loaded, context);
                 tracing::info!(rules = self.loaded.config.rules.len(), "config reloaded");
                 true
             }
@@ -155,6 +166,10 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
                     handle.abort();
                     return Ok(Ended::Lost);
                 }
+                () = outdated(&rules.member) => {
+                    tracing::info!("an instance with newer rules is there: handing over to it");
+                    break Wake::Yield;
+                }
                 // The lease runs out by itself: what was in flight when the pipeline broke may still be written until then.
                 () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself").into()),
                 wake = signals.next() => match wake {
@@ -170,10 +185,13 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
             () = held.lost() => return Ok(if wake == Wake::Stop { Ended::Stopped } else { Ended::Lost }),
             () = signals.stop() => return Err(Error::internal("stopped at once by a second signal").into()),
         }
-        if wake == Wake::Stop {
-            held.release().await;
-            return Ok(Ended::Stopped);
-        }
+        let ended = match wake {
+            Wake::Stop => Ended::Stopped,
+            Wake::Yield => Ended::Lost,
+            Wake::Reload => continue,
+        };
+        held.release().await;
+        return Ok(ended);
     }
 }
 
@@ -195,6 +213,17 @@ pub(super) async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Han
     }
 }
 
+/// Waits until an instance with newer rules is there.
+async fn outdated(member: &Member) {
+    loop {
+        tokio::time::sleep(LOOK).await;
+        // Who cannot be asked is not there.
+        if member.is_outdated().await.unwrap_or_default() {
+            return;
+        }
+    }
+}
+
 pub(super) async fn finished(handle: &Handle) {
     while !handle.is_finished() {
         tokio::time::sleep(LOOK).await;
@@ -206,6 +235,8 @@ pub(super) async fn finished(handle: &Handle) {
 enum Wake {
     Stop,
     Reload,
+    /// An instance with newer rules is there. No signal says so.
+    Yield,
 }
 
 struct Signals {

@@ -14,6 +14,8 @@ pub struct Observation {
     pub rules: Arc<[RuleFacts]>,
     /// For each rule: when the oldest change was committed that waits or runs, in milliseconds since 1970 of the server.
     pub oldest: Vec<Option<i64>>,
+    /// For each rule: how many large fan-outs are under way.
+    pub fan_outs: Vec<usize>,
     /// The streams.
     pub streams: Vec<StreamFacts>,
     /// Requests that wait or run, named targets counted.

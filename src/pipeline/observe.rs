@@ -8,6 +8,7 @@ use std::{
 
 use crate::{
     change::Change,
+    checkpoint::fan_out::FanOut,
     metrics::{Observation, Reconciled, RuleFacts, StreamFacts},
     plan::{Plan, RuleId},
     reconcile::{Outcome, run::End},
@@ -84,7 +85,7 @@ impl Pipeline {
         let mut counts = [0_u64; 4];
         for ended in &outcome.keys {
             let (place, outcome) = match &ended.end {
-                End::Done => (0, Reconciled::Done),
+                End::Done | End::Spread(_) => (0, Reconciled::Done),
                 End::SetAside => (1, Reconciled::SetAside),
                 End::Failed(error) => {
                     metrics.retried(rule, error);
@@ -103,6 +104,16 @@ impl Pipeline {
         {
             metrics.reconciled(rule, outcome, count);
         }
+    }
+
+    fn fan_outs_of(&self, rule: RuleId) -> impl Iterator<Item = &FanOut> {
+        self.fan_outs.values().filter(move |fan_out| fan_out.subject.rule == rule)
+    }
+
+    /// When the oldest change was committed that is not applied, what fan-outs carry included.
+    fn oldest(&self, rule: RuleId) -> Option<i64> {
+        let spreading = self.fan_outs_of(rule).filter_map(|fan_out| fan_out.committed);
+        self.queue.oldest(rule).into_iter().chain(spreading).min()
     }
 
     /// Says how far everything is, at most ten times a second.
@@ -126,7 +137,8 @@ impl Pipeline {
         });
         let observation = Observation {
             at: Instant::now(),
-            oldest: (0..self.observer.rules.len()).map(|rule| self.queue.oldest(RuleId(rule))).collect(),
+            oldest: (0..self.observer.rules.len()).map(|rule| self.oldest(RuleId(rule))).collect(),
+            fan_outs: (0..self.observer.rules.len()).map(|rule| self.fan_outs_of(RuleId(rule)).count()).collect(),
             rules: self.observer.rules.clone(),
             streams: streams.collect(),
             depth: self.queue.depth(),

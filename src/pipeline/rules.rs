@@ -25,31 +25,43 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<(
     for rule in &context.plan.rules {
         let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, state)| state);
         match before {
-            Some(state) if state.definition == rule.definition => match &state.backfill {
-                Backfill::Pending(after) => {
-                    open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+            Some(state) if state.definition == rule.definition && state.backfill != Backfill::Absent => {
+                match &state.backfill {
+                    Backfill::Pending(after) => {
+                        open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+                    }
+                    Backfill::Held(hold) => {
+                        tracing::error!(rule = %rule.name, reason = hold.reason, "this rule is held until `denormd release {}`", rule.name);
+                        held.insert(rule.id, hold.clone());
+                    }
+                    Backfill::Manual | Backfill::Done | Backfill::Absent => {}
                 }
-                Backfill::Held(hold) => {
-                    tracing::error!(rule = %rule.name, reason = hold.reason, "this rule is held until `denormd release {}`", rule.name);
-                    held.insert(rule.id, hold.clone());
-                }
-                Backfill::Manual | Backfill::Done => {}
-            },
+            }
             before => {
                 let auto = rule.backfill == crate::config::BackfillMode::Auto;
                 let backfill = if auto { Backfill::Pending(None) } else { Backfill::Manual };
-                tracing::info!(rule = %rule.name, change = if before.is_some() { "changed" } else { "new" }, backfill = auto, "rule");
-                if let Some(state) = before {
+                let change = match before {
+                    None => "new",
+                    Some(state) if state.definition == rule.definition => "back in the config",
+                    Some(_) => "changed",
+                };
+                tracing::info!(rule = %rule.name, change, backfill = auto, "rule");
+                if let Some(state) = before.filter(|state| state.definition != rule.definition) {
                     store.retire(&context.server, &rule.name, &state.definition).await?;
                 }
                 let generation = store.reset_rule(&context.server, rule, &backfill).await?;
+                context.fan_outs.forget(&context.server, &rule.name).await?;
                 if auto {
                     open.push(Wish { rule: rule.id, generation, after: None });
                 }
             }
         }
     }
-    for (name, _) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
+    for (name, state) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
+        // A hold stays: its release is a whole backfill too.
+        if !matches!(state.backfill, Backfill::Absent | Backfill::Held(_)) {
+            store.absent(&context.server, name).await?;
+        }
         tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
     }
     Ok((open, held))

@@ -9,6 +9,7 @@ use crate::{
         Assignment, Keyed, Rule, Values,
         reference::{Role, dbref_parent},
     },
+    request::Task,
 };
 
 /// The collation of every comparison: a collection's own would make "A" and "a" one key.
@@ -161,6 +162,17 @@ fn source_match(rule: &Rule, keys: &[&Key]) -> Document {
     }
     clauses.extend(rule.source.filter.clone());
     doc! {"$and": clauses}
+}
+
+/// Reads the `_id`s and reference fields of the sources that can answer one of the keys, the winner of each key first.
+#[must_use]
+pub fn source_ids(rule: &Rule, keys: &[&Key], limit: i64) -> Document {
+    let mut projection = rule.reference.projection(Role::Source);
+    projection.insert("_id", 1);
+    doc! {
+        "find": &rule.source.namespace.collection, "filter": source_match(rule, keys), "projection": projection,
+        "sort": order(rule), "limit": limit, "batchSize": 10_000, "collation": simple_collation(), "allowDiskUse": true,
+    }
 }
 
 /// The DBRef at `parent` (with its dot) names the target.
@@ -362,7 +374,7 @@ pub fn guard_expression(rule: &Rule) -> Document {
 
 /// Reads the reference fields of the targets whose array holds one of these sources' `_id`s.
 #[must_use]
-pub fn parents(rule: &Rule, ids: &[&Key]) -> Option<Document> {
+fn parents(rule: &Rule, ids: &[&Key]) -> Option<Document> {
     let child = rule.child()?.query();
     let filter = both(one_of(&child, ids.iter().filter_map(|key| key.values().first())), rule.target.filter.as_ref());
     let projection = rule.reference.projection(Role::Target);
@@ -370,6 +382,27 @@ pub fn parents(rule: &Rule, ids: &[&Key]) -> Option<Document> {
         "find": &rule.target.namespace.collection, "filter": filter, "projection": projection, "batchSize": 10_000,
         "collation": simple_collation(),
     })
+}
+
+/// Reads the targets that a change of `keys` concerns: those that refer to them, or for [`Task::Parents`] hold them.
+#[must_use]
+pub fn found(rule: &Rule, task: Task, keys: &[&Key]) -> Option<Document> {
+    if task == Task::Parents { parents(rule, keys) } else { Some(holders(rule, keys)) }
+}
+
+/// The same for one key in the order of `_id`, from the target after `after` on. One pass sorts all their `_id`s on the
+/// server.
+#[must_use]
+pub fn found_in_order(rule: &Rule, task: Task, key: &Key, after: Option<&Bson>) -> Option<Document> {
+    let mut command = found(rule, task, &[key])?;
+    if let Some(after) = after {
+        // `$gt` outside of an expression stays within one BSON type.
+        let beyond = doc! {"$expr": {"$gt": ["$_id", {"$literal": after.clone()}]}};
+        let filter = command.remove("filter").unwrap_or_default();
+        command.insert("filter", doc! {"$and": [filter, beyond]});
+    }
+    command.extend(doc! {"sort": {"_id": 1}, "allowDiskUse": true});
+    Some(command)
 }
 
 /// Reads the `_id`s of all targets that refer to `key`.

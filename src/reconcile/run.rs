@@ -9,12 +9,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bson::{Bson, Document, RawDocumentBuf};
+use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::{
     change::Namespace,
+    checkpoint::fan_out::{FanOut, FanOuts, Subject},
     config::{Limits, OnDrift},
-    dead_letter::DeadLetters,
+    dead_letter::{Culprit, DeadLetters},
     error::{Error, Kind, Result},
     key::Key,
     metrics::Metrics,
@@ -23,7 +24,7 @@ use crate::{
     position::ClusterTime,
     reconcile::{
         compare::{self, Compared},
-        read,
+        read, shape,
         statement::{self, Statement},
         value::{Desired, Rows},
     },
@@ -36,8 +37,10 @@ use crate::{
 const SECOND_LOOK: Duration = Duration::from_millis(200);
 /// The span of `limits.destroy_per_hour`.
 const HOUR: Duration = Duration::from_secs(3600);
-/// Targets written by one statement when a fan-out is taken in steps.
+/// Targets written by one statement when the culprit of a refusal is looked for.
 const STEP: usize = 1000;
+/// Targets that a look-up may lead to. More of one key are a fan-out of their own.
+const MANY: usize = 10_000;
 
 /// What every batch needs.
 #[derive(Debug)]
@@ -50,6 +53,10 @@ pub struct Context {
     pub limits: Limits,
     /// Where refused work is recorded.
     pub dead_letters: DeadLetters,
+    /// Where large fan-outs are recorded.
+    pub fan_outs: FanOuts,
+    /// Those that are under way.
+    pub spreading: Mutex<HashSet<Subject>>,
     /// The source collections that are known to have been there: one of them that is missing has been dropped.
     pub sources: Mutex<HashSet<Namespace>>,
     /// What `remove` and `delete` of each rule have destroyed, and since when that is counted.
@@ -64,11 +71,14 @@ impl Context {
     /// Gathers them.
     #[must_use]
     pub fn new(server: Server, plan: Plan, limits: Limits, dead_letters: DeadLetters, metrics: Arc<Metrics>) -> Self {
+        let (database, deployment) = (dead_letters.database.clone(), dead_letters.deployment.clone());
         Self {
             server,
             plan,
             limits,
             dead_letters,
+            fan_outs: FanOuts { database, deployment },
+            spreading: Mutex::default(),
             sources: Mutex::default(),
             destroyed: Mutex::default(),
             counts: Counts::default(),
@@ -110,6 +120,12 @@ impl Context {
         }
     }
 
+    /// Whether a fan-out is under way.
+    #[must_use]
+    pub fn is_spreading(&self, subject: &Subject) -> bool {
+        self.spreading.lock().is_ok_and(|spreading| spreading.contains(subject))
+    }
+
     /// The same for a leader, whose writes end with its lease. Counts begin anew.
     #[must_use]
     pub fn under(&self, fence: Arc<Fence>) -> Self {
@@ -118,6 +134,8 @@ impl Context {
             plan: self.plan.clone(),
             limits: self.limits.clone(),
             dead_letters: self.dead_letters.clone(),
+            fan_outs: self.fan_outs.clone(),
+            spreading: Mutex::default(),
             sources: Mutex::default(),
             destroyed: Mutex::default(),
             counts: Counts::default(),
@@ -176,6 +194,8 @@ pub enum End {
     Done,
     /// Recorded as one or more dead letters, acknowledged by a majority.
     SetAside,
+    /// Recorded as a fan-out, acknowledged by a majority: its targets are done a page at a time.
+    Spread(FanOut),
     /// Failed for the moment.
     Failed(Error),
     /// More would be destroyed than the rule may: it is to be held.
@@ -226,8 +246,7 @@ impl Run<'_> {
             Task::LocateSource => self.locate(Role::Source, &items, follow_ups).await,
             Task::LocateTarget => self.locate(Role::Target, &items, follow_ups).await,
             Task::Guard => self.guard(&mut items, follow_ups).await,
-            Task::Parents => self.parents(&items, follow_ups).await,
-            Task::Holders => self.holders(&items, follow_ups).await,
+            Task::Parents | Task::Holders => self.found(&mut items, follow_ups).await,
         };
         if let Err(error) = result {
             return self.whole_failed(items, error, follow_ups).await;
@@ -265,7 +284,12 @@ impl Run<'_> {
 
     async fn set_aside(&self, key: &Key, target: Option<&Key>, error: &Error) -> End {
         let Context { server, dead_letters, counts, .. } = self.context;
-        match dead_letters.record(server, self.rule, self.task, key, target, error).await {
+        let path = match target.or((self.task == Task::Target).then_some(key)) {
+            Some(target) => self.in_the_way(target).await,
+            None => None,
+        };
+        let culprit = Culprit { key, target, path };
+        match dead_letters.record(server, self.rule, self.task, &culprit, error).await {
             Ok(()) => {
                 counts.dead_letters.fetch_add(1, Ordering::Relaxed);
                 self.context.metrics.set_aside(&self.rule.name, error);
@@ -274,6 +298,18 @@ impl Run<'_> {
             }
             Err(error) => End::Failed(error),
         }
+    }
+
+    /// What in the shape of a target that refuses a write is in the way: for people, so a target that cannot be read has
+    /// none.
+    async fn in_the_way(&self, target: &Key) -> Option<String> {
+        let paths = self.rule.owned();
+        let fields: Document = paths.iter().map(|path| (path.root().to_owned(), Bson::Int32(1))).collect();
+        let id = target.values().first()?.clone();
+        let command =
+            doc! {"find": &self.rule.target.namespace.collection, "filter": {"_id": {"$eq": id}}, "projection": fields};
+        let found = self.read(Role::Target, command, ClusterTime::default()).await.ok()?;
+        shape::in_the_way(&paths, &Document::try_from(found.first()?.as_ref()).ok()?)
     }
 
     async fn read(&self, role: Role, command: Document, after: ClusterTime) -> Result<Vec<RawDocumentBuf>> {
@@ -314,6 +350,10 @@ impl Run<'_> {
         let rows = self.rows(&keys, newest(items)).await?;
         let mut statements = Vec::new();
         for (nth, item) in items.iter_mut().enumerate() {
+            if item.work.scope == Scope::All && self.context.is_spreading(&self.subject(item)) {
+                item.end = Some(self.spread(item).await);
+                continue;
+            }
             if self.detached && !item.key.values().is_empty() && !rows.answer(&item.key) {
                 continue;
             }
@@ -374,7 +414,7 @@ impl Run<'_> {
                 .unzip();
             match self.send(deletes, &raw).await {
                 Ok(errors) => refused.extend(errors.into_iter().map(|(index, error)| (owners[index], error))),
-                // One key whose fan-out takes too long is taken in steps.
+                // One key whose targets take too long is taken in steps.
                 Err(error) if error.kind == Kind::TimedOut && items.len() == 1 => refused.push((0, error)),
                 Err(error) => return Err(error),
             }
@@ -410,32 +450,18 @@ impl Run<'_> {
         Ok(written.refused)
     }
 
-    /// Writes the targets of one key a step at a time, and sets aside those that the server refuses.
+    /// Writes the named targets of one key a step at a time, and sets aside those that the server refuses. All targets of a
+    /// key are too many to hold: they become a fan-out.
     async fn in_steps(&self, item: &Item, rows: &Rows, cause: Error) -> Result<End> {
         if self.task == Task::Target {
             return Ok(self.set_aside(&item.key, None, &cause).await);
         }
+        let Scope::Named(ids) = &item.work.scope else { return Ok(self.spread(item).await) };
         let desired = rows.desired(self.rule, &item.key)?;
         let mut end = End::Done;
-        match &item.work.scope {
-            Scope::Named(ids) => {
-                let ids: Vec<Key> = ids.iter().cloned().collect();
-                for step in ids.chunks(STEP) {
-                    self.step(&item.key, step, &desired, &mut end).await?;
-                }
-            }
-            Scope::All => {
-                let ns = &self.rule.target.namespace;
-                let command = read::holders(self.rule, &[&item.key]);
-                let mut pages =
-                    self.context.server.pages(&ns.database, command, Reads { after: item.work.after }).await?;
-                while let Some(page) = pages.next().await? {
-                    let ids = page.iter().map(id_of).collect::<Result<Vec<Key>>>()?;
-                    for step in ids.chunks(STEP) {
-                        self.step(&item.key, step, &desired, &mut end).await?;
-                    }
-                }
-            }
+        let ids: Vec<Key> = ids.iter().cloned().collect();
+        for step in ids.chunks(STEP) {
+            self.step(&item.key, step, &desired, &mut end).await?;
         }
         Ok(end)
     }
@@ -534,23 +560,59 @@ impl Run<'_> {
         Ok(())
     }
 
-    async fn parents(&self, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
-        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
-        let Some(command) = read::parents(self.rule, &ids) else { return Ok(()) };
-        for row in self.read(Role::Target, command, newest(items)).await? {
-            let doc = Document::try_from(row.as_ref())?;
-            follow_ups.extend(target_requests(self.rule, &id_of(&row)?, &doc));
+    /// Finds the targets that refer to the keys, or hold them, and asks for each.
+    async fn found(&self, items: &mut [Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+        match (self.few(items).await?, items) {
+            (Some(mut requests), _) => follow_ups.append(&mut requests),
+            (None, [item]) => item.end = Some(self.spread(item).await),
+            (None, _) => return Err(Error::new(Kind::TimedOut, "these keys have too many targets")),
         }
         Ok(())
     }
 
-    async fn holders(&self, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+    /// What the targets found ask for; None when they are many.
+    async fn few(&self, items: &[Item]) -> Result<Option<Vec<Request>>> {
+        let mut requests = Vec::new();
         let keys: Vec<&Key> = items.iter().map(|item| &item.key).collect();
-        for row in self.read(Role::Target, read::holders(self.rule, &keys), newest(items)).await? {
-            follow_ups.push(Request { rule: self.rule.id, task: Task::Target, key: id_of(&row)?, scope: Scope::All });
+        let Some(command) = read::found(self.rule, self.task, &keys) else { return Ok(Some(requests)) };
+        let database = &self.rule.target.namespace.database;
+        let mut pages = self.context.server.pages(database, command, Reads { after: newest(items) }).await?;
+        let mut targets = 0;
+        while let Some(page) = pages.next().await? {
+            targets += page.len();
+            if targets > MANY {
+                return Ok(None);
+            }
+            for row in &page {
+                requests.extend(request_of_found(self.rule, self.task, row)?);
+            }
         }
-        Ok(())
+        Ok(Some(requests))
     }
+
+    /// Leaves all targets of a key to a fan-out, which has its own progress: neither the saved position nor other keys wait
+    /// for it.
+    async fn spread(&self, item: &Item) -> End {
+        let Context { server, fan_outs, .. } = self.context;
+        let subject = self.subject(item);
+        match fan_outs.open(server, self.rule, subject, item.work.committed).await {
+            Ok(fan_out) => End::Spread(fan_out),
+            Err(error) => End::Failed(error),
+        }
+    }
+
+    fn subject(&self, item: &Item) -> Subject {
+        Subject { rule: self.rule.id, task: self.task, key: item.key.clone() }
+    }
+}
+
+/// What is asked for when a look-up has found a target.
+pub fn request_of_found(rule: &Rule, task: Task, row: &RawDocumentBuf) -> Result<Vec<Request>> {
+    let id = id_of(row)?;
+    Ok(match task {
+        Task::Parents => target_requests(rule, &id, &Document::try_from(row.as_ref())?),
+        _ => vec![Request { rule: rule.id, task: Task::Target, key: id, scope: Scope::All }],
+    })
 }
 
 /// Counts and tells that somebody else has written an owned field.
@@ -562,7 +624,8 @@ pub fn drifted(context: &Context, rule: &Rule, compared: &Compared) {
     tracing::warn!(rule = %rule.name, paths = paths.join(", "), repaired, "somebody else has written an owned field");
 }
 
-fn id_of(row: &RawDocumentBuf) -> Result<Key> {
+/// A document's `_id`.
+pub fn id_of(row: &RawDocumentBuf) -> Result<Key> {
     let id = row.get("_id")?.ok_or_else(|| Error::internal("a document without _id"))?;
     Ok(Key::one(Bson::try_from(id)?))
 }

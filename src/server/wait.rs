@@ -78,7 +78,7 @@ async fn settled(mut attached: Attached, from: Option<ClusterTime>) -> Result<Cl
         first.get_or_insert(time);
         attached
             .progress
-            .wait_for(|progress| progress.applied >= time && progress.backfilling.is_empty())
+            .wait_for(|progress| progress.has_applied(time))
             .await
             .map_err(|_| Error::internal("the pipeline has stopped"))?;
     }

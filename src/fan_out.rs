@@ -1,0 +1,149 @@
+//! Fan-outs too large for one command: the targets of one key, a page at a time through the same queue as everything else.
+//!
+//! A fan-out is recorded before the event that it comes from is passed ([`crate::checkpoint::fan_out`]), its progress is
+//! saved when a page is acknowledged, and it starts over when its key changes meanwhile: after the page in flight, so that
+//! a page never writes beside another one of the same key.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use bson::RawDocumentBuf;
+use tokio::{
+    sync::{mpsc, oneshot},
+    task::JoinSet,
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    checkpoint::fan_out::{FanOut, Subject},
+    error::{Error, Result},
+    key::Key,
+    mongo::Reads,
+    plan::Rule,
+    reconcile::{
+        Context, read,
+        run::{id_of, request_of_found},
+    },
+    request::{Page, Request, Scope, Task},
+};
+
+/// Targets in one page.
+const PAGE: usize = 2000;
+/// Fan-outs at once; others wait for one of them to end.
+const AT_ONCE: usize = 4;
+/// How long to wait after a failure.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Does the fan-outs that are asked for until `stop`. Those that are done are told to `finished`.
+pub async fn run(
+    context: Arc<Context>,
+    mut asked: mpsc::UnboundedReceiver<FanOut>,
+    out: mpsc::Sender<Page>,
+    finished: mpsc::UnboundedSender<FanOut>,
+    stop: CancellationToken,
+) {
+    let mut waiting: Vec<FanOut> = Vec::new();
+    // The newest wish of each that runs.
+    let mut running: HashMap<Subject, FanOut> = HashMap::new();
+    let mut tasks = JoinSet::new();
+    loop {
+        while let Some(job) = waiting.pop_if(|_| running.len() < AT_ONCE) {
+            running.insert(job.subject.clone(), job.clone());
+            tasks.spawn(patiently(context.clone(), job, out.clone(), stop.clone()));
+        }
+        tokio::select! {
+            job = asked.recv() => {
+                let Some(job) = job else { return };
+                waiting.retain(|other| other.subject != job.subject);
+                match running.get_mut(&job.subject) {
+                    // Its progress is refused: it ends, and starts over.
+                    Some(newest) => *newest = job,
+                    None => waiting.insert(0, job),
+                }
+            }
+            Some(ended) = tasks.join_next() => {
+                let Ok(Some(ended)) = ended else { return };
+                match running.remove(&ended.subject) {
+                    Some(newest) if newest.wish != ended.wish => waiting.push(newest),
+                    _ if finished.send(ended).is_err() => return,
+                    _ => {}
+                }
+            }
+            () = stop.cancelled() => return,
+        }
+    }
+}
+
+/// Does one to its end, whatever fails meanwhile. None when it was stopped.
+async fn patiently(
+    context: Arc<Context>,
+    mut job: FanOut,
+    out: mpsc::Sender<Page>,
+    stop: CancellationToken,
+) -> Option<FanOut> {
+    let rule = context.plan.rule(job.subject.rule).clone();
+    tracing::info!(rule = %rule.name, resumed = job.after.is_some(), "fan-out started");
+    let one = One { context: &context, rule: &rule, out: &out };
+    loop {
+        let result = tokio::select! {
+            result = one.run(&mut job) => result,
+            () = stop.cancelled() => return None,
+        };
+        let Err(error) = result else { return Some(job) };
+        tracing::warn!(rule = %rule.name, error = %error.message, "the fan-out was interrupted and goes on");
+        context.metrics.trouble(Some(&rule.name), "fan-out", &error);
+        tokio::select! {
+            () = tokio::time::sleep(PAUSE) => {}
+            () = stop.cancelled() => return None,
+        }
+    }
+}
+
+struct One<'a> {
+    context: &'a Context,
+    rule: &'a Rule,
+    out: &'a mpsc::Sender<Page>,
+}
+
+impl One<'_> {
+    /// Goes on after `job.after`, and moves it along. Ends early when the fan-out was asked for again.
+    async fn run(&self, job: &mut FanOut) -> Result<()> {
+        let server = &self.context.server;
+        let after = server.operation_time().await?;
+        let Subject { task, key, .. } = job.subject.clone();
+        let Some(command) = read::found_in_order(self.rule, task, &key, job.after.as_ref()) else { return Ok(()) };
+        let mut pages = server.pages(&self.rule.target.namespace.database, command, Reads { after }).await?;
+        let mut targets = 0;
+        while let Some(rows) = pages.next().await? {
+            for rows in rows.chunks(PAGE) {
+                let (done, acknowledged) = oneshot::channel();
+                let page = Page { requests: self.requests(task, &key, rows)?, after, done };
+                self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
+                acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+                targets += rows.len();
+                let last = rows.last().map(id_of).transpose()?;
+                job.after = last.and_then(|id| id.values().first().cloned());
+                if !self.context.fan_outs.advance(server, self.rule, job).await? {
+                    tracing::info!(rule = %self.rule.name, "the fan-out's source has changed: starting over");
+                    return Ok(());
+                }
+            }
+        }
+        if self.context.fan_outs.close(server, self.rule, job).await? {
+            tracing::info!(rule = %self.rule.name, targets, "fan-out done");
+        }
+        Ok(())
+    }
+
+    fn requests(&self, task: Task, key: &Key, rows: &[RawDocumentBuf]) -> Result<Vec<Request>> {
+        if task == Task::Value {
+            let ids: HashSet<Key> = rows.iter().map(id_of).collect::<Result<_>>()?;
+            return Ok(vec![Request { rule: self.rule.id, task, key: key.clone(), scope: Scope::Named(ids) }]);
+        }
+        let requests = rows.iter().map(|row| request_of_found(self.rule, task, row));
+        Ok(requests.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
+    }
+}

@@ -1,0 +1,175 @@
+//! Fan-outs that are too large for one command: recorded, resumed, started over, and passed by the position.
+
+use std::time::{Duration, Instant};
+
+use bson::{Document, doc};
+use denormd_fixture::{ReplicaSet, TestDb};
+use mongodb::Database;
+
+use crate::daemon::Daemon;
+
+const RULES: &str =
+    "  - { name: ip, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
+const LOGS: i32 = 12_000;
+
+async fn hosts_and_logs(test: &TestDb) -> Database {
+    let db = test.database();
+    db.collection("hosts").insert_many([doc! {"_id": 1, "ip": 0}, doc! {"_id": 2, "ip": 0}]).await.unwrap();
+    // `_id`s of two BSON types: a page goes from the one to the other.
+    let logs = (0..LOGS).map(|n| match n % 2 {
+        0 => doc! {"_id": n, "host": 1, "ip": 0},
+        _ => doc! {"_id": format!("{n:06}"), "host": 1, "ip": 0},
+    });
+    db.collection("logs").insert_many(logs).await.unwrap();
+    db.collection("logs").insert_one(doc! {"_id": "other", "host": 2, "ip": 0}).await.unwrap();
+    db
+}
+
+async fn fail(test: &TestDb, mode: impl Into<bson::Bson>, data: Document) {
+    let mut command = doc! {"configureFailPoint": "failCommand", "mode": mode.into()};
+    if !data.is_empty() {
+        command.insert("data", data);
+    }
+    test.client.database("admin").run_command(command).await.unwrap();
+}
+
+/// The next write of the daemon takes too long, and each after it takes a while.
+async fn next_write_times_out(test: &TestDb) {
+    fail(test, doc! {"times": 1}, doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50}).await;
+}
+
+async fn slow_writes(test: &TestDb) {
+    let slow = doc! {"failCommands": ["update"], "appName": "denormd", "blockConnection": true, "blockTimeMS": 300};
+    fail(test, "alwaysOn", slow).await;
+}
+
+async fn until<T>(what: &str, check: impl AsyncFn() -> Option<T>) -> T {
+    let begun = Instant::now();
+    loop {
+        if let Some(found) = check().await {
+            return found;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+async fn fan_out(test: &TestDb) -> Option<Document> {
+    test.beside("state").collection("fan_outs").find_one(doc! {}).await.unwrap()
+}
+
+async fn half_done(test: &TestDb) -> Document {
+    until("the fan-out has some progress", async || {
+        fan_out(test).await.filter(|doc| doc.get_array("after").is_ok_and(|after| !after.is_empty()))
+    })
+    .await
+}
+
+async fn set_ip(db: &Database, ip: i32) {
+    db.collection::<Document>("hosts").update_one(doc! {"_id": 1}, doc! {"$set": {"ip": ip}}).await.unwrap();
+}
+
+async fn with_ip(db: &Database, ip: i32) -> u64 {
+    db.collection::<Document>("logs").count_documents(doc! {"host": 1, "ip": ip}).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = hosts_and_logs(&test).await;
+    let daemon = Daemon::start(&test, RULES).await;
+    daemon.settled().await;
+    next_write_times_out(&test).await;
+    set_ip(&db, 1).await;
+    until("a fan-out is recorded", async || fan_out(&test).await).await;
+    slow_writes(&test).await;
+    let begun = half_done(&test).await;
+    // Other keys do not wait for it.
+    db.collection::<Document>("hosts").update_one(doc! {"_id": 2}, doc! {"$set": {"ip": 7}}).await.unwrap();
+    let changed = daemon.context().server.operation_time().await.unwrap();
+    until("the other host's log", async || {
+        db.collection::<Document>("logs").find_one(doc! {"_id": "other", "ip": 7}).await.unwrap()
+    })
+    .await;
+    let positions = test.beside("state").collection::<Document>("positions");
+    until("the position passes what is recorded", async || {
+        let position = positions.find_one(doc! {}).await.unwrap()?;
+        (position.get_timestamp("time").unwrap() >= bson::Timestamp::from(changed)).then_some(())
+    })
+    .await;
+    assert!(with_ip(&db, 1).await < u64::try_from(LOGS).unwrap(), "it is still under way");
+    daemon.kill();
+    let before = fan_out(&test).await.unwrap();
+    assert_eq!(before.get("wish"), begun.get("wish"));
+    fail(&test, "off", doc! {}).await;
+    let daemon = Daemon::start(&test, RULES).await;
+    daemon.settled().await;
+    assert_eq!(with_ip(&db, 1).await, u64::try_from(LOGS).unwrap());
+    assert_eq!(fan_out(&test).await, None);
+    daemon.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fan_out_whose_source_changes_starts_over() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = hosts_and_logs(&test).await;
+    let daemon = Daemon::start(&test, RULES).await;
+    daemon.settled().await;
+    next_write_times_out(&test).await;
+    set_ip(&db, 1).await;
+    until("a fan-out is recorded", async || fan_out(&test).await).await;
+    slow_writes(&test).await;
+    let first = half_done(&test).await;
+    set_ip(&db, 2).await;
+    let second = until("it is asked for again", async || {
+        fan_out(&test).await.filter(|doc| doc.get("wish") != first.get("wish"))
+    })
+    .await;
+    assert_eq!(second.get("started"), first.get("started"));
+    assert_eq!(second.get("committed"), first.get("committed"), "the lag counts from the first change");
+    fail(&test, "off", doc! {}).await;
+    daemon.settled().await;
+    assert_eq!(with_ip(&db, 2).await, u64::try_from(LOGS).unwrap());
+    assert_eq!(fan_out(&test).await, None);
+    daemon.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_target_that_is_refused_is_found_among_many() {
+    let test = denormd_fixture::database().await;
+    let db = hosts_and_logs(&test).await;
+    let daemon = Daemon::start(&test, RULES).await;
+    daemon.settled().await;
+    let validator = doc! {"$nor": [{"_id": 5000, "ip": 1}]};
+    db.run_command(doc! {"collMod": "logs", "validator": validator}).await.unwrap();
+    set_ip(&db, 1).await;
+    daemon.settled().await;
+    assert_eq!(with_ip(&db, 1).await, u64::try_from(LOGS).unwrap() - 1);
+    let letter = test.beside("state").collection::<Document>("dead_letters").find_one(doc! {}).await.unwrap().unwrap();
+    assert_eq!(letter.get_document("_id").unwrap().get_array("target").unwrap()[0], 5000.into());
+    assert_eq!(letter.get_i32("code").unwrap(), 121);
+    daemon.stop().await;
+}
+
+/// The targets of one source were all read into memory and queued at once.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_in_many_arrays_is_looked_up_a_page_at_a_time() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("parts").insert_one(doc! {"_id": 1, "name": "a"}).await.unwrap();
+    db.collection("products").insert_many((0..LOGS).map(|n| doc! {"_id": n, "parts": [1]})).await.unwrap();
+    let rules = "  - { name: info, guard: off, copy: { source: parts, target: products, match: { \"parts.$[]\": _id }, into: info, element: { name: $name } } }";
+    let daemon = Daemon::start(&test, rules).await;
+    daemon.settled().await;
+    db.collection::<Document>("parts").update_one(doc! {"_id": 1}, doc! {"$set": {"name": "b"}}).await.unwrap();
+    let mut progress = daemon.progress();
+    let waited = progress.wait_for(|progress| progress.fan_outs == 1);
+    tokio::time::timeout(Duration::from_secs(60), waited).await.expect("a fan-out").unwrap();
+    daemon.settled().await;
+    let products = db.collection::<Document>("products");
+    let done = products.count_documents(doc! {"info": [{"name": "b"}]}).await.unwrap();
+    assert_eq!(done, u64::try_from(LOGS).unwrap());
+    daemon.stop().await;
+}
