@@ -1,8 +1,12 @@
 //! The command line: what can be typed, and what it says of itself.
 
-use std::{net::SocketAddr, path::PathBuf};
+mod operator;
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Parser, Subcommand, ValueEnum};
+
+pub use operator::{CheckOptions, DeadLetters, Letters};
 
 /// Keeps the fields you copy between MongoDB collections equal to their source.
 #[derive(Debug, Parser)]
@@ -109,6 +113,18 @@ Exit status: 0 when a daemon answers, however it fares (see `health`), 1 when no
         #[arg(long, value_name = "IP:PORT")]
         address: Option<SocketAddr>,
     },
+    /// The timeline: who led when, what was wrong and for how long, reloads, backfills. Read from the state database.
+    #[command(after_help = "Examples:
+  denormd events --config shop.yaml                the last day
+  denormd events --config shop.yaml --since 7d
+  denormd events --config shop.yaml --since 2h --output json | jq .[].text
+
+It needs no running daemon. A few thousand events are kept; then the oldest go.")]
+    Events {
+        /// How far back: 30m, 2h, 7d.
+        #[arg(long, value_name = "AGE", default_value = "1d", value_parser = age)]
+        since: Duration,
+    },
     /// Returns once everything up to now (or an operation time) is applied: read your writes.
     #[command(after_help = "Examples:
   denormd wait --config shop.yaml                      everything that is committed now
@@ -177,80 +193,35 @@ Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
     },
 }
 
-/// What `check` takes.
-#[derive(Debug, clap::Args)]
-pub struct CheckOptions {
-    /// Which rules; all of them when none is named.
-    #[arg(long)]
-    pub rule: Vec<String>,
-    /// Only so many targets of each rule, drawn at random.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
-    pub sample: Option<u64>,
-    /// Have what differs written anew, by the leader; by this command where no daemon leads.
-    #[arg(long)]
-    pub repair: bool,
-    /// Go on where the last check was interrupted.
-    #[arg(long, conflicts_with = "sample")]
-    pub resume: bool,
-    /// Show the expected and the stored values.
-    #[arg(long)]
-    pub show_values: bool,
-    /// How many targets of each rule are listed; 0 for all. All are counted.
-    #[arg(long, value_name = "N", default_value_t = 100)]
-    pub limit: u64,
+/// `30m`, `2h`, `7d`, or seconds.
+fn age(text: &str) -> Result<Duration, String> {
+    let wrong = || "write a number and s, m, h or d, as in 30m, 2h or 7d".to_owned();
+    let (number, unit) = match text.char_indices().last() {
+        Some((at, unit)) if unit.is_ascii_alphabetic() => (&text[..at], unit),
+        _ => (text, 's'),
+    };
+    let seconds = match unit {
+        's' => 1,
+        'm' => 60,
+        'h' => 3600,
+        'd' => 86_400,
+        _ => return Err(wrong()),
+    };
+    let number: u64 = number.parse().map_err(|_| wrong())?;
+    number.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32).map(Duration::from_secs).ok_or_else(wrong)
 }
 
-/// What is done with dead letters.
-#[derive(Debug, Subcommand)]
-pub enum DeadLetters {
-    /// Lists them, the newest first.
-    #[command(after_help = "Examples:
-  denormd dead-letters list --config shop.yaml
-  denormd dead-letters list --rule part-names --output json")]
-    List {
-        /// Which ones.
-        #[command(flatten)]
-        which: Letters,
-        /// How many at most.
-        #[arg(long, value_name = "N", default_value_t = 100)]
-        limit: u32,
-    },
-    /// Has the leader try them again at once, and says what came of it.
-    #[command(after_help = "Examples:
-  denormd dead-letters retry --rule part-names
-  denormd dead-letters retry --key 17
-  denormd dead-letters retry --key '{\"$oid\": \"65f0c0ffee65f0c0ffee65f0\"}'
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-Exit status: 0 all are gone, 1 some failed again.")]
-    Retry {
-        /// Which ones.
-        #[command(flatten)]
-        which: Letters,
-        /// All of them.
-        #[arg(long, conflicts_with_all = ["rule", "key"])]
-        all: bool,
-    },
-    /// Forgets them without trying. Their targets stay as they are until a source or a reference changes, or the audit
-    /// comes round.
-    #[command(after_help = "Examples:
-  denormd dead-letters drop --rule part-names --key 17")]
-    Drop {
-        /// Which ones.
-        #[command(flatten)]
-        which: Letters,
-        /// All of them.
-        #[arg(long, conflicts_with_all = ["rule", "key"])]
-        all: bool,
-    },
-}
-
-/// Which dead letters.
-#[derive(Debug, clap::Args)]
-pub struct Letters {
-    /// Of this rule.
-    #[arg(long)]
-    pub rule: Option<String>,
-    /// With this key or target: Extended JSON, or a plain string.
-    #[arg(long, value_name = "VALUE")]
-    pub key: Option<String>,
+    #[test]
+    fn an_age_has_a_number_and_a_unit() {
+        for (text, seconds) in [("90", 90), ("90s", 90), ("30m", 1800), ("2h", 7200), ("7d", 604_800)] {
+            assert_eq!(age(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for wrong in ["", "d", "-1d", "1.5h", "1w", "99999999999d", "ä"] {
+            assert!(age(wrong).is_err(), "{wrong}");
+        }
+    }
 }

@@ -3,6 +3,7 @@
 pub mod backfill;
 pub mod check;
 pub mod dead_letters;
+pub mod events;
 pub mod explain;
 pub mod health;
 pub mod leader;
@@ -69,6 +70,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Release { rule } => backfill::release(&loaded, rule).await,
         Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
         Command::Status { address } => status::status(&loaded, cli.output, *address).await,
+        Command::Events { since } => events::events(&loaded, cli.output, *since).await,
         Command::Wait { address, operation_time, timeout } => {
             wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
         }

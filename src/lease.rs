@@ -276,6 +276,12 @@ fn until_of(doc: &Document) -> Result<DateTime> {
 }
 
 /// For people who look at the document.
+/// What this process is called where several are told apart: its host and its number there.
+#[must_use]
+pub fn instance() -> String {
+    format!("{}:{}", host(), std::process::id())
+}
+
 fn host() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }

@@ -17,7 +17,7 @@
 //! | what the user wrote, what happened | [`config`], [`change`], [`logging`] |
 //! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
 //! | what is asked for | [`request`] |
-//! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`lease`], [`membership`], [`workqueue`], [`reconcile`] |
+//! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`events`], [`lease`], [`membership`], [`workqueue`], [`reconcile`] |
 //! | what feeds the same queue | [`preflight`], [`backfill`], [`fan_out`], [`audit`], [`check`] |
 //! | assembly | [`pipeline`], [`status`], [`server`] |
 //! | the command line | [`cli`], [`commands`] |
@@ -45,6 +45,7 @@ pub mod commands;
 pub mod config;
 pub mod dead_letter;
 pub mod error;
+pub mod events;
 pub mod fan_out;
 pub mod field_path;
 pub mod key;

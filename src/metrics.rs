@@ -67,6 +67,11 @@ pub struct Metrics {
     pub oplog_headroom: GaugeVec,
     /// Whether the oplog's first entry can be read.
     pub oplog_readable: IntGauge,
+    /// How long ago the newest write of our own that has come through was sent. No series where another process leads.
+    pub canary_age: GaugeVec,
+    config_ok: IntGauge,
+    config_reloads: IntCounterVec,
+    last_event: GaugeVec,
     /// Requests that wait or run.
     pub queue_depth: IntGauge,
     /// 1 while this process writes.
@@ -185,6 +190,10 @@ impl Metrics {
             stream_age: f.gauge("denormd_stream_age_seconds", "Seconds since every change stream has answered, with or without events.")?,
             oplog_headroom: f.gauges("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the saved position; absent when the oplog cannot be read.", &[])?,
             oplog_readable: f.whole("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
+            canary_age: f.gauges("denormd_canary_age_seconds", "Seconds since the newest write of denormd's own was sent that every stream has passed and that is applied.", &[])?,
+            config_ok: f.whole("denormd_config_last_reload_successful", "0 while the config that was read last is refused and an older one is in force.")?,
+            config_reloads: f.counters("denormd_config_reloads_total", "Times that the config was read again, by what came of it.", &["reason"])?,
+            last_event: f.gauges("denormd_last_event_timestamp_seconds", "When this instance last wrote an event of this reason into the timeline, in seconds since 1970.", &["reason"])?,
             queue_depth: f.whole("denormd_queue_depth", "Reconcile requests that wait or run, named targets counted.")?,
             leader: f.whole("denormd_leader", "1 while this process is the one that writes.")?,
             causes: f.wholes("denormd_cause", "1 while this keeps the copies from being true at once.", &["reason"])?,
@@ -200,6 +209,10 @@ impl Metrics {
         for cause in Cause::ALL {
             metrics.causes.with_label_values(&[cause.name()]).set(0);
         }
+        for reason in ["done", "refused"] {
+            metrics.config_reloads.with_label_values(&[reason]);
+        }
+        metrics.config_ok.set(1);
         Ok(Arc::new(metrics))
     }
 
@@ -227,6 +240,9 @@ impl Metrics {
                 self.reconciles.with_label_values(&[rule, outcome.name()]);
             }
             self.propagation.with_label_values(&[rule]);
+            for passing in [Kind::Connection, Kind::Unavailable, Kind::TimedOut, Kind::NotReplicated] {
+                self.retries.with_label_values(&[rule, kind(passing)]);
+            }
         }
         let retired: Vec<String> = self
             .observation()
@@ -295,6 +311,24 @@ impl Metrics {
         }
     }
 
+    /// The config was read again, and is in force or refused.
+    pub fn reloaded(&self, in_force: bool) {
+        self.config_ok.set(i64::from(in_force));
+        self.config_reloads.with_label_values(&[if in_force { "done" } else { "refused" }]).inc();
+    }
+
+    /// Whether the config that was read last is in force.
+    #[must_use]
+    pub fn config_is_in_force(&self) -> bool {
+        self.config_ok.get() == 1
+    }
+
+    /// An event of the timeline, by its name: one of a cause's, or of a few others.
+    pub fn happened(&self, what: &str, at: i64) {
+        #[expect(clippy::cast_precision_loss, reason = "milliseconds since 1970 are far below 2^53")]
+        self.last_event.with_label_values(&[what]).set(at as f64 / 1000.0);
+    }
+
     /// Something failed: kept among the recent errors. The error's text holds no values, see [`Error`].
     pub fn trouble(&self, rule: Option<&str>, doing: &'static str, error: &Error) {
         self.live().troubles.add(rule, doing, kind(error.kind), &error.message);
@@ -342,6 +376,12 @@ impl Metrics {
     #[must_use]
     pub fn backfill(&self, rule: &str) -> Option<BackfillProgress> {
         self.live().backfills.iter().find(|(name, _)| name == rule).map(|(_, progress)| progress.clone())
+    }
+
+    /// The last backfill of each rule in this process.
+    #[must_use]
+    pub fn backfills(&self) -> Vec<(String, BackfillProgress)> {
+        self.live().backfills.clone()
     }
 
     /// The pipeline says how far it is.

@@ -52,6 +52,7 @@ pub async fn serve(listener: TcpListener, board: Arc<Board>, stop: CancellationT
         .route("/readyz", get(readyz))
         .route("/v1/status", get(status))
         .route("/v1/history", get(history))
+        .route("/v1/events", get(events))
         .route("/v1/wait", get(wait::wait))
         .with_state(board);
     let served = axum::serve(listener, router).with_graceful_shutdown(async move { stop.cancelled().await });
@@ -118,4 +119,8 @@ struct Since {
 
 async fn history(State(board): State<Arc<Board>>, Query(Since { since }): Query<Since>) -> Response {
     Json(board.history(since)).into_response()
+}
+
+async fn events(State(board): State<Arc<Board>>, Query(Since { since }): Query<Since>) -> Response {
+    Json(board.events(since)).into_response()
 }

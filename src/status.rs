@@ -3,14 +3,16 @@
 //! The pipeline publishes what it knows; the board adds what the server says (its clock, its last write, how far its oplog
 //! reaches back), and turns both into figures whenever somebody asks.
 
+mod canary;
 mod causes;
 mod history;
 mod lag;
 mod probe;
 mod report;
+mod timeline;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -19,20 +21,34 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    error::Result,
+    events::{Event, Journal},
+    lease::instance,
     metrics::{Cause, Metrics},
     pipeline::Progress,
     reconcile::Context,
 };
+use canary::Canary;
 use causes::Found;
 use history::History;
 pub use lag::BEHIND;
 use lag::{Lags, Probes};
 pub use report::{Backfill, Oplog, Percentiles, Role, Rule, Status, duration};
+use timeline::Timeline;
 
 /// How often the board looks.
 const TICK: Duration = Duration::from_secs(1);
+/// How long writing events may take before it is tried again.
+const WRITE_EVENTS: Duration = Duration::from_secs(10);
+/// How long a process that ends waits for its last events to be kept.
+const CLOSE: Duration = Duration::from_secs(2);
 /// A board that has not looked for so long is on an event loop that does not turn.
 const LIVE: Duration = Duration::from_secs(30);
+
+/// How often the kept timeline is read: other instances write into it too.
+const READ_EVENTS: u32 = 10;
+/// Events shown, and events kept while they cannot be written.
+const EVENTS: usize = 200;
 
 /// Gathers the figures of one daemon.
 #[derive(Debug)]
@@ -40,6 +56,7 @@ pub struct Board {
     /// What is measured.
     pub metrics: Arc<Metrics>,
     name: String,
+    instance: String,
     state: Mutex<State>,
 }
 
@@ -56,6 +73,14 @@ struct State {
     history: History,
     behind_since: BTreeMap<String, i64>,
     since: BTreeMap<Cause, i64>,
+    /// While this process leads.
+    canary: Option<Canary>,
+    timeline: Timeline,
+    journal: Option<Arc<Journal>>,
+    /// Events that are not kept yet, oldest first.
+    unwritten: VecDeque<Event>,
+    /// The last events that are kept, of all instances, oldest first.
+    written: Vec<Event>,
     ticked: Instant,
 }
 
@@ -88,9 +113,14 @@ impl Board {
             history: History::default(),
             behind_since: BTreeMap::new(),
             since: BTreeMap::new(),
+            canary: None,
+            timeline: Timeline::default(),
+            journal: None,
+            unwritten: VecDeque::new(),
+            written: Vec::new(),
             ticked: Instant::now(),
         };
-        Arc::new(Self { metrics, name: name.to_owned(), state: Mutex::new(state) })
+        Arc::new(Self { metrics, name: name.to_owned(), instance: instance(), state: Mutex::new(state) })
     }
 
     /// A pipeline runs: this process leads.
@@ -98,6 +128,7 @@ impl Board {
         let mut state = self.state();
         state.attached = Some(Attached { context, progress });
         state.role = Role::Leader;
+        state.canary = Some(Canary::new(self.metrics.now()));
         self.metrics.leader.set(1);
     }
 
@@ -107,7 +138,10 @@ impl Board {
         state.attached = None;
         state.role = role;
         state.probes = Probes::default();
+        state.canary = None;
         self.metrics.leader.set(0);
+        // There may have been none.
+        self.metrics.canary_age.remove_label_values::<&str>(&[]).ok();
         self.metrics.forget_observation();
     }
 
@@ -117,6 +151,68 @@ impl Board {
         self.state().attached.clone()
     }
 
+    /// Where the timeline is kept, from now on.
+    pub fn keep(&self, journal: Journal) {
+        self.state().journal = Some(Arc::new(journal));
+    }
+
+    /// Something for the timeline. It names rules and reasons, never a document's id or value.
+    pub fn happened(&self, what: &str, text: &str) {
+        self.tell(&mut self.state(), vec![Event::new(self.metrics.now(), what, Vec::new(), text.to_owned())]);
+    }
+
+    /// The last events after `since` (milliseconds since 1970), oldest first.
+    #[must_use]
+    pub fn events(&self, since: i64) -> Vec<Event> {
+        let state = self.state();
+        let mut events: Vec<Event> = state.written.iter().filter(|event| event.time > since).cloned().collect();
+        let new = state.unwritten.iter().filter(|event| event.time > since && !events.iter().any(|e| e.id == event.id));
+        events.extend(new.cloned().collect::<Vec<_>>());
+        events.sort_by(|a, b| (a.time, &a.id).cmp(&(b.time, &b.id)));
+        events
+    }
+
+    fn tell(&self, state: &mut State, events: Vec<Event>) {
+        for event in events {
+            self.metrics.happened(&event.what, event.time);
+            tracing::info!(event = %event.what, rules = event.rules.len(), "{}", event.text);
+            state.unwritten.push_back(Event { instance: self.instance.clone(), ..event });
+        }
+        while state.unwritten.len() > EVENTS {
+            state.unwritten.pop_front();
+        }
+    }
+
+    /// Writes what is not kept yet, and reads what is. A server that does not answer is asked again.
+    async fn write_events(&self, read: bool) -> Result<()> {
+        let (journal, events) = {
+            let state = self.state();
+            let events: Vec<Event> = state.unwritten.iter().cloned().collect();
+            (state.journal.clone(), events)
+        };
+        let Some(journal) = journal else { return Ok(()) };
+        if !events.is_empty() {
+            journal.open().await?;
+            journal.write(&events).await?;
+        }
+        if read || !events.is_empty() {
+            let written = journal.read(0, i64::try_from(EVENTS).unwrap_or(i64::MAX)).await?;
+            let mut state = self.state();
+            state.unwritten.retain(|event| !events.iter().any(|done| done.id == event.id));
+            state.written = written;
+        }
+        Ok(())
+    }
+
+    /// Writes what is left, for a process that ends.
+    pub async fn close(&self) {
+        match tokio::time::timeout(CLOSE, self.write_events(false)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(error = %error.message, "the last events could not be kept"),
+            Err(_) => tracing::warn!("the last events could not be kept in time"),
+        }
+    }
+
     /// Looks at the server and at itself until `stop`.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         let probing = async {
@@ -124,6 +220,19 @@ impl Board {
             loop {
                 self.probe(round).await;
                 round += 1;
+                tokio::time::sleep(TICK).await;
+            }
+        };
+        let journaling = async {
+            let mut round = 0_u32;
+            loop {
+                let read = round.is_multiple_of(READ_EVENTS);
+                let failed = match tokio::time::timeout(WRITE_EVENTS, self.write_events(read)).await {
+                    Ok(result) => result.is_err(),
+                    Err(_) => true,
+                };
+                // What could not be written is written when the server is back.
+                round = if failed { 0 } else { round + 1 };
                 tokio::time::sleep(TICK).await;
             }
         };
@@ -137,6 +246,7 @@ impl Board {
         tokio::select! {
             () = probing => {}
             () = ticking => {}
+            () = journaling => {}
             () = stop.cancelled() => {}
         }
     }
@@ -159,7 +269,7 @@ impl Board {
     }
 
     /// The exposition text, as of now.
-    pub fn expose(&self) -> crate::error::Result<Vec<u8>> {
+    pub fn expose(&self) -> Result<Vec<u8>> {
         self.refresh();
         self.metrics.expose()
     }
@@ -187,11 +297,14 @@ impl Board {
         let view = self.view(&state, now);
         self.publish(&mut state, &view, now);
         state.history.sample(&self.metrics, &view.lags, now);
+        let mut events = state.timeline.causes(now, &view.causes);
+        events.extend(state.timeline.backfills(now, &self.metrics.backfills()));
+        self.tell(&mut state, events);
     }
 
     fn view(&self, state: &State, now: i64) -> View {
         let lags = self.metrics.observation().map(|seen| Lags::of(&seen, &state.probes, now)).unwrap_or_default();
-        let causes = causes::find(&self.metrics, state, &lags);
+        let causes = causes::find(&self.metrics, state, &lags, now);
         View { lags, causes }
     }
 
@@ -208,6 +321,12 @@ impl Board {
             }
         }
         state.behind_since.retain(|name, _| view.lags.rules.iter().any(|rule| rule.name == *name));
+        if let (Some(canary), Some(seen)) = (&mut state.canary, metrics.observation()) {
+            if let Some(applied) = seen.streams.iter().map(|stream| stream.applied).min() {
+                canary.applied(applied);
+            }
+            metrics.canary_age.with_label_values::<&str>(&[]).set(lag::seconds(canary.age(now)));
+        }
         metrics.checkpoint_age.set(view.lags.checkpoint);
         metrics.stream_age.set(view.lags.stream_age);
         for cause in Cause::ALL {

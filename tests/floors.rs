@@ -15,7 +15,7 @@ const FLOORS: &[&[&str]] = &[
     &["logging", "mongo"],
     &["plan"],
     &["request"],
-    &["route", "dead_letter", "watch", "checkpoint"],
+    &["route", "dead_letter", "events", "watch", "checkpoint"],
     &["workqueue", "lease", "membership"],
     &["reconcile"],
     &["preflight"],

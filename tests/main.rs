@@ -24,4 +24,6 @@ mod operator;
 mod patterns;
 mod process;
 mod program;
+mod running;
+mod timeline;
 mod world;

@@ -10,6 +10,7 @@ use crate::{
     commands::{Failure, compile, context},
     config::{self, Loaded},
     error::{Error, Kind},
+    events::Journal,
     lease::{Held, Lease},
     logging,
     membership::Member,
@@ -18,7 +19,7 @@ use crate::{
     preflight,
     reconcile::Context,
     server,
-    status::Board,
+    status::{Board, Role},
 };
 
 /// How often a running pipeline and the config files are looked at. A ConfigMap is swapped by a symlink, which file
@@ -38,8 +39,10 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     let (server, database, ttl) = (context.server.unfenced(), config.state.database.clone(), config.lease.ttl);
     let lease = Lease::new(server, &database, &config.name, ttl);
     let member = Member::join(context.server.unfenced(), &database, &config.name, ttl, &context.plan);
+    board.keep(Journal::new(context.server.unfenced(), &database, &config.name));
     let mut rules = Rules { loaded, context, board, member };
     let result = take_turns(paths, &mut rules, &lease, &mut signals).await;
+    rules.board.close().await;
     rules.member.leave().await;
     tracing::info!("stopped");
     result
@@ -59,7 +62,15 @@ async fn take_turns(paths: &[PathBuf], rules: &mut Rules, lease: &Lease, signals
                 }
             },
         };
-        if lead(paths, rules, held, signals).await? == Ended::Stopped {
+        let ended = lead(paths, rules, held, signals).await;
+        rules.board.detach(Role::Standby);
+        let why = match &ended {
+            Ok(Ended::Stopped) => "this instance leads no more: it was stopped",
+            Ok(Ended::Lost) => "this instance leads no more: its lease is lost, or another instance has newer rules",
+            Err(_) => "this instance leads no more: it failed",
+        };
+        rules.board.happened("standby", why);
+        if ended? == Ended::Stopped {
             return Ok(());
         }
     }
@@ -119,10 +130,18 @@ impl Rules {
             Ok((loaded, context)) => {
                 self.member.has_plan(&context.plan);
                 (self.loaded, self.context) = (loaded, context);
+                self.board.metrics.reloaded(true);
+                let count = self.loaded.config.rules.len();
+                self.board.happened("config_reloaded", &format!("the config was read again: {count} rules"));
                 tracing::info!(rules = self.loaded.config.rules.len(), "config reloaded");
                 true
             }
             Err(failure) => {
+                self.board.metrics.reloaded(false);
+                // The first line has the place and the mistake; what follows quotes the file.
+                let reason = failure.to_string().lines().next().unwrap_or_default().to_owned();
+                self.board.metrics.trouble(None, "read the config again", &Error::new(Kind::Config, &reason));
+                self.board.happened("config_refused", &format!("the new config is refused: {reason}"));
                 tracing::error!(reason = %failure, "the new config is refused; the old rules stay in force");
                 false
             }
@@ -141,6 +160,7 @@ enum Ended {
 
 /// Follows changes while the lease lasts.
 async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Signals) -> Result<Ended, Failure> {
+    let mut new = true;
     loop {
         let context = Arc::new(rules.context.under(held.fence()));
         let started = tokio::select! {
@@ -159,6 +179,9 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
             }
         };
         rules.board.attach(handle.context.clone(), handle.progress.clone());
+        if std::mem::take(&mut new) {
+            rules.board.happened("leader", &format!("this instance leads, term {}", held.term()));
+        }
         tracing::info!(term = held.term(), rules = rules.loaded.config.rules.len(), "following changes");
         let wake = loop {
             tokio::select! {

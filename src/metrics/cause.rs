@@ -39,16 +39,21 @@ pub enum Cause {
     Stalled,
     /// An operator has paused it.
     Paused,
+    /// A write of our own does not come through the oplog and the pipeline, though no rule seems behind.
+    CanaryLate,
+    /// The config was changed, and the new one is refused.
+    ConfigRefused,
 }
 
 impl Cause {
     /// All of them, the most urgent first.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 20] = [
         Self::NoPrimary,
         Self::Privilege,
         Self::Stalled,
         Self::StreamInterrupted,
         Self::NoMajority,
+        Self::CanaryLate,
         Self::Degraded,
         Self::OplogShort,
         Self::SourceGone,
@@ -59,6 +64,7 @@ impl Cause {
         Self::Throttled,
         Self::CatchingUp,
         Self::Paused,
+        Self::ConfigRefused,
         Self::Backfilling,
         Self::DeadLetters,
         Self::OplogUnreadable,
@@ -86,6 +92,8 @@ impl Cause {
             Self::OplogUnreadable => "oplog_unreadable",
             Self::Stalled => "stalled",
             Self::Paused => "paused",
+            Self::CanaryLate => "canary_late",
+            Self::ConfigRefused => "config_refused",
         }
     }
 
@@ -113,6 +121,10 @@ impl Cause {
             Self::OplogUnreadable => "how far the oplog reaches back cannot be read",
             Self::Stalled => "the daemon's loop does not turn",
             Self::Paused => "an operator has paused it",
+            Self::CanaryLate => {
+                "a write of denormd's own has not come through for a minute, though no rule seems behind"
+            }
+            Self::ConfigRefused => "the config was changed and the new one is refused; the old rules stay in force",
         }
     }
 
@@ -144,6 +156,10 @@ impl Cause {
             Self::OplogUnreadable => "grant `find` on local.oplog.rs, or watch the oplog window by other means",
             Self::Stalled => "restart the daemon, and report its log",
             Self::Paused => "resume it when ready",
+            Self::CanaryLate => {
+                "see the errors below and rs.status(); if neither says why, restart the daemon and report its log"
+            }
+            Self::ConfigRefused => "`denormd plan` says what is wrong with it; it is read again when the file changes",
         }
     }
 
@@ -159,7 +175,8 @@ impl Cause {
             | Self::SourceGone
             | Self::Braked
             | Self::OplogShort
-            | Self::Stalled => true,
+            | Self::Stalled
+            | Self::CanaryLate => true,
             Self::Retrying
             | Self::ServerSlow
             | Self::HotKey
@@ -168,6 +185,7 @@ impl Cause {
             | Self::Backfilling
             | Self::DeadLetters
             | Self::OplogUnreadable
+            | Self::ConfigRefused
             | Self::Paused => false,
         }
     }

@@ -26,6 +26,9 @@ const SHORT: f64 = 3600.0;
 /// The position falls off the oplog in less than this, in seconds.
 const SOON: f64 = 4.0 * 3600.0;
 
+/// One canary is sent every ten seconds: this many milliseconds without one coming through are five that did not.
+const LATE: i64 = 60_000;
+
 /// A cause, and the rules that it concerns (all, where none is named).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Found {
@@ -36,9 +39,10 @@ pub struct Found {
 }
 
 /// What holds now, the most urgent first.
-pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags) -> Vec<Found> {
-    let Some(seen) = metrics.observation() else { return Vec::new() };
-    let mut found: BTreeMap<Cause, Vec<String>> = BTreeMap::new();
+pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags, now: i64) -> Vec<Found> {
+    let refused = (!metrics.config_is_in_force()).then_some(Found { cause: Cause::ConfigRefused, rules: Vec::new() });
+    let Some(seen) = metrics.observation() else { return refused.into_iter().collect() };
+    let mut found: BTreeMap<Cause, Vec<String>> = refused.into_iter().map(|it| (it.cause, it.rules)).collect();
     let mut say = |cause: Cause, rules: Vec<String>| found.insert(cause, rules);
     let behind: Vec<String> =
         lags.rules.iter().filter(|rule| rule.own >= BEHIND).map(|rule| rule.name.clone()).collect();
@@ -78,6 +82,9 @@ pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags) -> Vec<Found> 
     }
     if state.oplog.readable == Some(false) {
         say(Cause::OplogUnreadable, Vec::new());
+    }
+    if behind.is_empty() && !no_primary && state.canary.as_ref().is_some_and(|canary| canary.age(now) > LATE) {
+        say(Cause::CanaryLate, Vec::new());
     }
     let writes = silent(metrics.last_write()) && metrics.in_flight() > 0;
     let slow = metrics.met(&[Kind::TimedOut], RECENT) || state.history.write_seconds(metrics) > 1.0;

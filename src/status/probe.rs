@@ -25,6 +25,11 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// In rounds of about a second: how often the dead letters are counted and the oplog is looked at.
 const SELDOM: u64 = 5;
 
+/// In rounds of about a second: how often a canary is sent.
+const CANARY: u64 = 10;
+/// The collection of canaries in the state database: one document a deployment.
+const CANARIES: &str = "canaries";
+
 impl Board {
     pub(super) async fn probe(&self, round: u64) {
         let Some(attached) = self.attached() else { return };
@@ -39,6 +44,14 @@ impl Board {
             Err(error) => {
                 self.state().unanswered = Some(error.kind);
                 return;
+            }
+        }
+        if round.is_multiple_of(CANARY) {
+            let sent = self.metrics.now();
+            if let Ok(Ok(place)) = tokio::time::timeout(PATIENCE, canary(context)).await
+                && let Some(canary) = &mut self.state().canary
+            {
+                canary.sent(place, sent);
             }
         }
         if !round.is_multiple_of(SELDOM) {
@@ -103,6 +116,21 @@ async fn hello(server: &Server) -> Result<(Probe, i64)> {
     // Within the round trip the difference cannot be told from none.
     let offset = if (before..=after).contains(&millis) { 0 } else { millis - i64::midpoint(before, after) };
     Ok((Probe { operation: operation.into(), millis }, offset))
+}
+
+/// Writes a canary; returns a place of the oplog that is not before it.
+async fn canary(context: &Context) -> Result<ClusterTime> {
+    let letters = &context.dead_letters;
+    let command = doc! {
+        "update": CANARIES,
+        "updates": [{"q": {"_id": &letters.deployment}, "u": {"$currentDate": {"sent": true}}, "upsert": true}],
+        "writeConcern": {"w": "majority", "wtimeout": i64::try_from(PATIENCE.as_millis()).unwrap_or(i64::MAX)},
+    };
+    let reply = context.server.database(&letters.database).run_command(command).await?;
+    if reply.contains_key("writeErrors") || reply.contains_key("writeConcernError") {
+        return Err(Error::new(Kind::NotReplicated, "a canary was not acknowledged"));
+    }
+    reply.get_timestamp("operationTime").map(Into::into).map_err(|_| Error::new(Kind::Topology, "no operation time"))
 }
 
 /// Rule, reason and number of the dead letters.

@@ -83,6 +83,8 @@ pub struct Status {
     pub targets_per_second: f64,
     /// How far back a restart would begin.
     pub checkpoint_age_seconds: f64,
+    /// How long ago the newest write of denormd's own was sent that has come through. None while another process leads.
+    pub canary_age_seconds: Option<f64>,
     /// Dead letters of all rules.
     pub dead_letters: u64,
     /// Recent errors, newest first.
@@ -268,6 +270,7 @@ pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Sta
         events_per_second,
         targets_per_second,
         checkpoint_age_seconds: view.lags.checkpoint,
+        canary_age_seconds: state.canary.as_ref().map(|canary| seconds(canary.age(now))),
         dead_letters: state.letters.values().flat_map(BTreeMap::values).sum(),
         errors: errors.collect(),
     }
