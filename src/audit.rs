@@ -33,7 +33,7 @@ pub async fn run(context: Arc<Context>, out: mpsc::Sender<Page>, stop: Cancellat
     loop {
         let round = async {
             tokio::time::sleep(REST).await;
-            for rule in context.plan.rules.iter().filter(|rule| rule.guard == Guard::Audit) {
+            for rule in context.plan.rules.iter().filter(|rule| rule.guard == Guard::Audit && !rule.shadow) {
                 if let Err(error) = (Audit { context: &context, rule, out: &out }).round().await {
                     tracing::warn!(rule = %rule.name, error = %error.message, "the audit was interrupted");
                 }

@@ -23,10 +23,9 @@ use crate::{
     lease,
     mongo::{Pages, Reads},
     plan::Rule,
-    position::ClusterTime,
     reconcile::{
         Context,
-        compare::{Compared, compare, compare_ids, projection},
+        compare::{Compared, compare_each, compare_ids, projection},
         scan,
     },
 };
@@ -154,7 +153,7 @@ impl<'a> Check<'a> {
         let time = self.context.server.operation_time().await?;
         for ids in ids.chunks(PAGE) {
             for compared in compare_ids(self.context, self.rule, ids, time).await? {
-                self.suspects.add(&compared)?;
+                self.suspects.add(&compared);
             }
         }
         self.judge().await
@@ -192,30 +191,14 @@ impl<'a> Check<'a> {
         self.tally.compared += page.len() as u64;
         self.saved = false;
         for chunk in page.chunks(PAGE) {
-            for compared in self.compare_page(chunk, time).await? {
-                self.suspects.add(&compared)?;
+            let (compared, refused) = compare_each(self.context, self.rule, chunk, time).await?;
+            // Left to their dead letters.
+            self.tally.refused += refused;
+            for compared in compared {
+                self.suspects.add(&compared);
             }
         }
         Ok(())
-    }
-
-    /// A source on which an expression fails (a division by zero) fails the whole read: such a page is halved, and the
-    /// culprit's targets are left to their dead letters.
-    async fn compare_page(&mut self, targets: &[Document], time: ClusterTime) -> Result<Vec<Compared>> {
-        let mut out = Vec::new();
-        let mut stack = vec![targets];
-        while let Some(part) = stack.pop() {
-            match compare(self.context, self.rule, part, time).await {
-                Ok(compared) => out.extend(compared),
-                Err(error) if error.kind == Kind::Refused && part.len() > 1 => {
-                    let (front, back) = part.split_at(part.len() / 2);
-                    stack.extend([back, front]);
-                }
-                Err(error) if error.kind == Kind::Refused => self.tally.refused += part.len() as u64,
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(out)
     }
 
     /// Looks at the suspects until each is cleared, found, or left undecided.
@@ -231,7 +214,7 @@ impl<'a> Check<'a> {
                 let compared = compare_ids(self.context, self.rule, &ids, time).await?;
                 self.suspects.forget_all_but(&ids, &compared);
                 for compared in compared {
-                    if self.suspects.look(&compared, needed)? == Verdict::Differs {
+                    if self.suspects.look(&compared, needed) == Verdict::Differs {
                         found.push(self.found(&compared)?);
                     }
                 }

@@ -51,11 +51,18 @@ pub enum Command {
 
 SIGTERM and SIGINT end what is in flight, save the position, and exit with 0.")]
     Run,
-    /// Checks the config, and what the cluster must have for it.
+    /// Checks the config, and what the cluster must have for it. Reads only.
     #[command(after_help = "Examples:
   denormd plan --config shop.yaml --offline  the config alone, without a server
   denormd plan --config shop.yaml            against the cluster, reading only
-  denormd plan --config shop.yaml --apply    creates missing indexes and enables pre-images")]
+  denormd plan --config shop.yaml --apply    creates missing indexes and enables pre-images, after printing them
+  denormd plan --output json | jq .ready
+
+For each rule: the paths it reads and owns, the index of each lookup; and, from a sample of its documents, the share of
+references that resolve by BSON type, fan-out, growth, and what a backfill would change. It ends with `ready`, or with a
+numbered list of what to do.
+
+Exit status: 0 ready, 1 failed, 2 something is to be done first.")]
     Plan {
         /// Check the config alone, without a server.
         #[arg(long, conflicts_with = "apply")]
@@ -63,6 +70,53 @@ SIGTERM and SIGINT end what is in flight, save the position, and exit with 0.")]
         /// Carry out the commands that plan prints.
         #[arg(long)]
         apply: bool,
+        /// How many targets of each rule are drawn at random; 0 for none.
+        #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(0..=100_000))]
+        sample: u32,
+    },
+    /// Prints the settings in force, each with where it comes from. Passwords are hidden.
+    #[command(after_help = "Examples:
+  denormd config --config rules/
+  denormd config --output json")]
+    Config,
+    /// Prints the config's JSON Schema, for editors.
+    #[command(after_help = "Examples:
+  denormd schema > denormd.schema.json
+  # yaml-language-server: $schema=denormd.schema.json    first line of a YAML config, for completion and checks")]
+    Schema {
+        /// The reference of all keys in Markdown instead.
+        #[arg(long)]
+        reference: bool,
+    },
+    /// Prints what a shell needs to complete the commands.
+    #[command(after_help = "Examples:
+  denormd completions bash > /etc/bash_completion.d/denormd
+  denormd completions zsh > ~/.zfunc/_denormd")]
+    Completions {
+        /// Which shell.
+        shell: clap_complete::Shell,
+    },
+    /// Writes the man pages.
+    #[command(after_help = "Examples:
+  denormd man | man -l -                                 this program's page
+  denormd man --out /usr/local/share/man/man1            one page a command")]
+    Man {
+        /// The folder to write them to; without it, one page is printed.
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
+    /// Prints the least role that the rules need, as createRole and createUser. Asks no server.
+    #[command(after_help = "Examples:
+  denormd role --config shop.yaml | mongosh 'mongodb://admin@db/admin'
+  denormd role --name shop-denormd --with-apply           and what `plan --apply` needs
+  denormd role --output json                              the createRole command alone")]
+    Role {
+        /// The role's name.
+        #[arg(long, default_value = "denormd")]
+        name: String,
+        /// With what `plan --apply` needs: createIndex, collMod, createCollection.
+        #[arg(long)]
+        with_apply: bool,
     },
     /// Takes away the fields of a rule that is no longer in the config, or that a changed rule no longer owns.
     #[command(after_help = "Examples:
@@ -173,6 +227,27 @@ Exit status: 0 told, however it is, 1 there is no such document, 2 usage or conf
         rule: String,
         /// The target's _id: Extended JSON, a plain string, or an ObjectId's digits.
         id: String,
+    },
+    /// Stops a rule: its fields stay as they are until it is resumed. Takes effect within seconds, and outlives restarts.
+    #[command(after_help = "Examples:
+  denormd pause part-names --config shop.yaml
+  denormd pause part-names --for 30m                      resumes by itself
+
+The saved position goes on, so a pause does not use up the oplog's headroom, and other rules are not held up. The price: a
+resumed rule is backfilled whole. `denormd status` names the cause `paused`; `denormd wait` does not wait for the rule.")]
+    Pause {
+        /// The rule's name.
+        rule: String,
+        /// For how long: 90s, 30m, 2h, 7d. Without it, until `denormd resume`.
+        #[arg(long = "for", value_name = "TIME", value_parser = age)]
+        time: Option<Duration>,
+    },
+    /// Lets a paused rule go on. It is backfilled whole, beside live changes.
+    #[command(after_help = "Examples:
+  denormd resume part-names --config shop.yaml")]
+    Resume {
+        /// The rule's name.
+        rule: String,
     },
     /// What could not be written, and why.
     #[command(name = "dead-letters", subcommand)]

@@ -1,5 +1,6 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
+pub mod about;
 pub mod backfill;
 pub mod check;
 pub mod dead_letters;
@@ -7,9 +8,11 @@ pub mod events;
 pub mod explain;
 pub mod health;
 pub mod leader;
+pub mod pause;
 pub mod plan;
 pub mod progress;
 pub mod prune;
+pub mod role;
 pub mod run;
 pub mod status;
 pub mod wait;
@@ -62,10 +65,32 @@ impl Failure {
 
 /// Does what the command line says.
 pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
+    match &cli.command {
+        // These need no config.
+        Command::Schema { reference } => {
+            about::schema(*reference);
+            return Ok(());
+        }
+        Command::Completions { shell } => {
+            about::completions(*shell);
+            return Ok(());
+        }
+        Command::Man { out } => return about::man(out.as_deref()),
+        _ => {}
+    }
     let loaded = config::load(&cli.config, &config::process_environment())?;
     match &cli.command {
         Command::Run => run::run(&cli.config, loaded).await,
-        Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, *offline, *apply).await,
+        Command::Plan { offline, apply, sample } => {
+            let options = plan::Options { offline: *offline, apply: *apply, sample: *sample };
+            plan::plan(&loaded, cli.output, options).await
+        }
+        Command::Config => {
+            about::config(&loaded, cli.output);
+            Ok(())
+        }
+        Command::Schema { .. } | Command::Completions { .. } | Command::Man { .. } => Ok(()),
+        Command::Role { name, with_apply } => role::role(&loaded, cli.output, name, *with_apply).await,
         Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, rule, *no_wait).await,
         Command::Release { rule } => backfill::release(&loaded, rule).await,
         Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
@@ -75,6 +100,8 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
         }
         Command::Check(options) => check::check(&loaded, cli.output, options).await,
+        Command::Pause { rule, time } => pause::pause(&loaded, cli.output, rule, *time).await,
+        Command::Resume { rule } => pause::resume(&loaded, cli.output, rule).await,
         Command::Explain { rule, id } => explain::explain(&loaded, cli.output, rule, id).await,
         Command::DeadLetters(action) => dead_letters::dead_letters(&loaded, cli.output, action).await,
         Command::Health { address, live } => health::health(&loaded, cli.output, *address, *live).await,
@@ -106,6 +133,7 @@ pub fn state_note(state: Option<&RuleState>) -> Option<String> {
         None | Some(Backfill::Absent) => Some("it has never run".to_owned()),
         Some(Backfill::Pending(_)) => Some("its backfill is not done".to_owned()),
         Some(Backfill::Manual) => Some("it waits for `denormd backfill`".to_owned()),
+        Some(Backfill::Held(hold)) if hold.paused => Some("it is paused".to_owned()),
         Some(Backfill::Held(hold)) => Some(format!("it is held: {}", hold.reason)),
         Some(Backfill::Done) => None,
     }

@@ -19,6 +19,7 @@
 //! | what is asked for | [`request`] |
 //! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`events`], [`lease`], [`membership`], [`workqueue`], [`reconcile`] |
 //! | what feeds the same queue | [`preflight`], [`backfill`], [`fan_out`], [`audit`], [`check`] |
+//! | what tells before it runs | [`survey`] |
 //! | assembly | [`pipeline`], [`status`], [`server`] |
 //! | the command line | [`cli`], [`commands`] |
 //!
@@ -63,5 +64,6 @@ pub mod request;
 pub mod route;
 pub mod server;
 pub mod status;
+pub mod survey;
 pub mod watch;
 pub mod workqueue;

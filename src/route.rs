@@ -142,7 +142,7 @@ fn target_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
         Change::Update(changed) if rule.target_reads.touched_by(changed) => {
             out.requests.push(target_request(rule, id()));
         }
-        Change::Update(changed) if rule.guard == Guard::Watch && owned(changed) => {
+        Change::Update(changed) if rule.guard == Guard::Watch && !rule.shadow && owned(changed) => {
             out.requests.push(Request { rule: rule.id, task: Task::Guard, key: id(), scope: Scope::All });
         }
         _ => {}

@@ -20,6 +20,7 @@ const FLOORS: &[&[&str]] = &[
     &["reconcile"],
     &["preflight"],
     &["backfill", "fan_out", "audit", "check"],
+    &["survey"],
     &["pipeline"],
     &["status"],
     &["server"],

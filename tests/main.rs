@@ -9,6 +9,7 @@
 
 mod cases;
 mod check;
+mod config_pages;
 mod copy_rules;
 mod daemon;
 mod exact_meaning;
@@ -22,6 +23,7 @@ mod lifecycle;
 mod observe;
 mod operator;
 mod patterns;
+mod plan;
 mod process;
 mod program;
 mod running;

@@ -1,9 +1,15 @@
 //! The operator's commands, as one types them: explain, dead-letters, pause, resume.
 
+use std::time::{Duration, Instant};
+
 use bson::{Bson, Document, doc};
+use mongodb::Database;
 use serde_json::json;
 
-use crate::{daemon::config, process::Program};
+use crate::{
+    daemon::{Daemon, config},
+    process::{LIMIT, Program},
+};
 
 const NAMES: &str = r#"  - { name: names, copy: { source: parts, target: products, match: { "parts.$[].id": _id }, set: { "parts.$[].name": $name } } }"#;
 
@@ -96,5 +102,126 @@ async fn dead_letters_are_listed_retried_and_dropped() {
         product.get_array("parts").unwrap()[0].as_document().unwrap().get("name").cloned()
     };
     assert_eq!((name(3).await, name(1).await), (Some("Spoke".into()), None), "what was dropped stays as it is");
+    daemon.stop().await;
+}
+
+const HOST: &str = "  - { name: host, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
+const ROOM: &str =
+    "  - { name: room, copy: { source: rooms, target: logs, match: { room: _id }, set: { floor: $floor } } }";
+
+/// Waits until the one log message has these fields.
+async fn log_has(db: &Database, fields: Document) {
+    let begun = Instant::now();
+    loop {
+        let log = db.collection::<Document>("logs").find_one(doc! {}).await.unwrap().unwrap();
+        if fields.iter().all(|(name, value)| log.get(name) == Some(value)) {
+            return;
+        }
+        assert!(begun.elapsed() < LIMIT, "expected {fields}, found {log}");
+        tokio::time::sleep(Duration::from_millis(30)).await;
+    }
+}
+
+async fn hosts_and_rooms(db: &Database) {
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "old"}).await.unwrap();
+    db.collection("rooms").insert_one(doc! {"_id": 1, "floor": 0}).await.unwrap();
+    db.collection("logs").insert_one(doc! {"_id": 1, "host": 1, "room": 1}).await.unwrap();
+}
+
+async fn set(db: &Database, collection: &str, fields: Document) {
+    db.collection::<Document>(collection).update_one(doc! {"_id": 1}, doc! {"$set": fields}).await.unwrap();
+}
+
+/// A paused rule writes nothing, also after a restart; the others go on, and so does the saved position. Resumed, it has
+/// missed nothing.
+#[tokio::test]
+async fn a_paused_rule_stands_still_and_misses_nothing() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    let program = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let told = program.run(&["pause", "host"]).await.exits(2);
+    assert!(told.err.contains("no rule named `host` has run yet"), "{}", told.err);
+    let daemon = program.daemon();
+    program.backfilled(&test, 2).await;
+
+    let told = program.run(&["pause", "host"]).await.exits(0);
+    assert!(told.out.starts_with("host is paused until `denormd resume host`"), "{}", told.out);
+    set(&db, "hosts", doc! {"ip": "new"}).await;
+    set(&db, "rooms", doc! {"floor": 1}).await;
+    log_has(&db, doc! {"floor": 1, "ip": "old"}).await;
+    let refused = program.run(&["backfill", "--rule", "host"]).await.exits(2);
+    assert!(refused.err.contains("`denormd resume host` lets it go on"), "{}", refused.err);
+    daemon.stop().await;
+
+    let daemon = program.daemon();
+    daemon.says("this rule is paused").await;
+    set(&db, "rooms", doc! {"floor": 2}).await;
+    log_has(&db, doc! {"floor": 2, "ip": "old"}).await;
+    let checked = program.run(&["check"]).await.exits(3);
+    assert!(checked.err.contains("host: it is paused"), "{}", checked.err);
+    assert!(checked.out.contains("host 1 ip: value: another string"), "{}", checked.out);
+
+    program.run(&["resume", "host"]).await.exits(0);
+    log_has(&db, doc! {"floor": 2, "ip": "new"}).await;
+    let told = program.run(&["resume", "host"]).await.exits(0);
+    assert_eq!(told.out, "host is not paused\n");
+    // One that ends by itself.
+    let told = program.run(&["pause", "host", "--for", "2s", "--output", "json"]).await.exits(0);
+    assert_eq!(told.json(), json!({"rule": "host", "paused": true, "seconds": 2}));
+    set(&db, "hosts", doc! {"ip": "newest"}).await;
+    log_has(&db, doc! {"ip": "newest"}).await;
+    daemon.stop().await;
+}
+
+/// While a rule is paused its source goes. Resumed, it must not take the loss for wanted.
+#[tokio::test]
+async fn a_source_that_goes_during_a_pause_holds_the_rule() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    let program = Program::new(&config(&test, HOST));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    program.run(&["pause", "host"]).await.exits(0);
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    daemon.says("the rule is held").await;
+    let told = program.run(&["resume", "host"]).await.exits(2);
+    assert!(told.err.contains("its source collection was dropped"), "{}", told.err);
+    log_has(&db, doc! {"ip": "old"}).await;
+    daemon.stop().await;
+}
+
+/// A rule in shadow counts what it would change, in the backfill and at each change, and changes nothing.
+#[tokio::test]
+async fn a_rule_in_shadow_counts_and_writes_nothing() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    db.collection("logs").insert_many((2..5).map(|n| doc! {"_id": n, "host": 1, "ip": "old"})).await.unwrap();
+    let names = "  - { name: names, shadow: true, copy: { source: hosts, target: logs, match: { \"hosts.$[]\": _id }, into: all, element: $ip } }";
+    let rules = format!("{}\n{names}", HOST.replace("name: host,", "name: host, shadow: true,"));
+    let before = crate::daemon::all(&db, "logs").await;
+    let daemon = Daemon::start(&test, &rules).await;
+    daemon.settled().await;
+    let figure = |name: &str, rule: &str| {
+        let text = String::from_utf8(daemon.context().metrics.expose().unwrap()).unwrap();
+        let series = format!("denormd_shadow_{name}_total{{rule=\"{rule}\"}} ");
+        let line = text.lines().find_map(|line| line.strip_prefix(&series).map(ToOwned::to_owned));
+        line.map_or(0, |value| value.parse::<u64>().unwrap())
+    };
+    assert_eq!((figure("compared", "host"), figure("differing", "host")), (4, 1));
+    assert_eq!((figure("compared", "names"), figure("differing", "names")), (4, 0));
+    set(&db, "hosts", doc! {"ip": "new"}).await;
+    daemon.settled().await;
+    assert_eq!((figure("compared", "host"), figure("differing", "host")), (8, 5));
+    assert_eq!(crate::daemon::all(&db, "logs").await, before);
+    daemon.stop().await;
+    // Out of the shadow it is backfilled.
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    log_has(&db, doc! {"ip": "new"}).await;
     daemon.stop().await;
 }

@@ -88,6 +88,11 @@ impl Program {
         Daemon { child, log }
     }
 
+    /// What its daemons have logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("daemon.log")).unwrap_or_default()
+    }
+
     /// Waits until every rule of the deployment has brought existing data up to date.
     pub async fn backfilled(&self, test: &TestDb, rules: usize) {
         let states = test.beside("state").collection::<Document>("rules");

@@ -120,7 +120,13 @@ fn both(expected: &RawBson, stored: &RawBson) -> Result<(Kind, String)> {
     Ok((Kind::Value, words))
 }
 
-/// The type's name as `$type` has it.
+/// The name of a value's type, as `$type` has it.
+#[must_use]
+pub fn type_name(value: &Bson) -> &'static str {
+    // Every value can be written as BSON.
+    RawBson::try_from(value.clone()).map_or("unknown", |raw| type_of(&raw))
+}
+
 fn type_of(value: &RawBson) -> &'static str {
     match value.as_raw_bson_ref() {
         RawBsonRef::Double(_) => "double",

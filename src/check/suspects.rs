@@ -7,7 +7,7 @@ use std::{
 
 use bson::{Bson, RawBson, RawDocumentBuf};
 
-use crate::{error::Result, key::Key, reconcile::compare::Compared};
+use crate::{key::Key, reconcile::compare::Compared};
 
 /// What a look has led to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,11 +53,10 @@ impl Suspects {
     }
 
     /// The first look at a target.
-    pub fn add(&mut self, compared: &Compared) -> Result<()> {
-        if let Some(fingerprint) = fingerprint(compared)? {
+    pub fn add(&mut self, compared: &Compared) {
+        if let Some(fingerprint) = fingerprint(compared) {
             self.looked.insert(Key::one(compared.target.clone()), Looked { fingerprint, times: 1 });
         }
-        Ok(())
     }
 
     /// Of `ids`, those that were not found any more take no part.
@@ -69,46 +68,46 @@ impl Suspects {
     }
 
     /// One more look, after everything that was committed at the last one has been applied.
-    pub fn look(&mut self, compared: &Compared, needed: u32) -> Result<Verdict> {
+    pub fn look(&mut self, compared: &Compared, needed: u32) -> Verdict {
         let id = Key::one(compared.target.clone());
-        let Some(fingerprint) = fingerprint(compared)? else {
+        let Some(fingerprint) = fingerprint(compared) else {
             self.looked.remove(&id);
-            return Ok(Verdict::Cleared);
+            return Verdict::Cleared;
         };
-        let Some(looked) = self.looked.get_mut(&id) else { return Ok(Verdict::Cleared) };
+        let Some(looked) = self.looked.get_mut(&id) else { return Verdict::Cleared };
         if looked.fingerprint != fingerprint {
             *looked = Looked { fingerprint, times: 1 };
-            return Ok(Verdict::Suspect);
+            return Verdict::Suspect;
         }
         looked.times += 1;
         if looked.times < needed {
-            return Ok(Verdict::Suspect);
+            return Verdict::Suspect;
         }
         self.looked.remove(&id);
-        Ok(Verdict::Differs)
+        Verdict::Differs
     }
 }
 
 /// Which paths differ, what they hold and what they should hold; None when nothing differs.
-fn fingerprint(compared: &Compared) -> Result<Option<u64>> {
+fn fingerprint(compared: &Compared) -> Option<u64> {
     let mut hasher = DefaultHasher::new();
     let mut differs = false;
     for difference in compared.differences() {
         differs = true;
         (&difference.path, difference.element).hash(&mut hasher);
         for value in [&difference.expected, &difference.stored] {
-            bytes(value.as_ref())?.hash(&mut hasher);
+            bytes(value.as_ref()).hash(&mut hasher);
         }
     }
-    Ok(differs.then(|| hasher.finish()))
+    differs.then(|| hasher.finish())
 }
 
-fn bytes(value: Option<&RawBson>) -> Result<Vec<u8>> {
+fn bytes(value: Option<&RawBson>) -> Vec<u8> {
     let mut doc = RawDocumentBuf::new();
     if let Some(value) = value {
         doc.append(bson::cstr!("v"), value.clone());
     }
-    Ok(doc.into_bytes())
+    doc.into_bytes()
 }
 
 #[cfg(test)]
@@ -144,9 +143,8 @@ mod tests {
             (vec![(2, 1), (3, 1), (3, 1), (3, 1)], vec![Suspect, Suspect, Differs]),
         ] {
             let mut suspects = Suspects::default();
-            suspects.add(&compared(looks[0].0, looks[0].1)).unwrap();
-            let verdicts: Vec<Verdict> =
-                looks[1..].iter().map(|(e, s)| suspects.look(&compared(*e, *s), 3).unwrap()).collect();
+            suspects.add(&compared(looks[0].0, looks[0].1));
+            let verdicts: Vec<Verdict> = looks[1..].iter().map(|(e, s)| suspects.look(&compared(*e, *s), 3)).collect();
             assert_eq!(verdicts, expected, "{looks:?}");
         }
     }
@@ -154,9 +152,9 @@ mod tests {
     #[test]
     fn a_target_as_it_should_be_is_no_suspect_and_one_that_is_gone_none_any_more() {
         let mut suspects = Suspects::default();
-        suspects.add(&compared(1, 1)).unwrap();
+        suspects.add(&compared(1, 1));
         assert!(suspects.is_empty());
-        suspects.add(&compared(1, 2)).unwrap();
+        suspects.add(&compared(1, 2));
         suspects.forget_all_but(&[Bson::Int64(1)], &[]);
         assert!(suspects.is_empty());
     }

@@ -92,7 +92,9 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
             print(&format!("{:#}\n", serde_json::json!({"tried": before, "left": left})));
         }
         Output::Text => {
-            left.iter().for_each(|letter| print(&text(letter)));
+            for letter in &left {
+                print(&text(letter));
+            }
             print(&format!("{} tried, {} left\n", counted(before), left.len()));
         }
     }

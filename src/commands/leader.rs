@@ -40,7 +40,10 @@ async fn lead(loaded: &Loaded, context: &Arc<Context>, stop: CancellationToken) 
             held = lease.stand_by() => held,
             () = stop.cancelled() => break,
         };
-        let findings = preflight::check(&context.server, &context.plan).await?;
+        let mut findings = preflight::privileges(&context.server, &context.plan, &config.state.database).await?;
+        if findings.is_empty() {
+            findings = preflight::check(&context.server, &context.plan).await?;
+        }
         if !findings.is_empty() {
             held.release().await;
             return Err(Failure::Refused(refusal(&findings)));

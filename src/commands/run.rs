@@ -96,7 +96,10 @@ async fn serve(loaded: &Loaded) -> Result<Arc<Board>, Failure> {
 /// Everything that can be refused, before anything is started.
 async fn ready(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> {
     let context = context(loaded, compile(loaded).await?, board.metrics.clone()).await?;
-    let findings = preflight::check(&context.server, &context.plan).await?;
+    let mut findings = preflight::privileges(&context.server, &context.plan, &loaded.config.state.database).await?;
+    if findings.is_empty() {
+        findings = preflight::check(&context.server, &context.plan).await?;
+    }
     if findings.is_empty() { Ok(context) } else { Err(Failure::Refused(super::plan::refusal(&findings))) }
 }
 

@@ -7,10 +7,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     backfill::Wish,
-    checkpoint::store::{Backfill, Store},
+    checkpoint::store::{Backfill, Hold, Store},
     dead_letter,
     error::{Error, Result},
     key::Key,
+    plan::RuleId,
     reconcile::Context,
     request::Page,
     route::target_request,
@@ -83,8 +84,17 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
     }
 }
 
-/// Looks for backfills that commands have asked for.
-pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sender<Vec<Wish>>, stop: CancellationToken) {
+/// What commands have asked for.
+#[derive(Debug, Default)]
+pub(super) struct Wishes {
+    /// Backfills.
+    pub backfills: Vec<Wish>,
+    /// Rules to pause.
+    pub paused: Vec<(RuleId, Hold)>,
+}
+
+/// Looks for what commands have asked for, and for pauses that are over.
+pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sender<Wishes>, stop: CancellationToken) {
     let mut seen: BTreeMap<String, i64> = BTreeMap::new();
     loop {
         tokio::select! {
@@ -92,16 +102,36 @@ pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sende
             () = stop.cancelled() => return,
         }
         let Ok(states) = store.rules(&context.server).await else { continue };
-        let mut wishes = Vec::new();
+        let mut wishes = Wishes::default();
+        let (mut pauses, mut noticed) = (false, Vec::new());
         for (name, state) in states {
             let newer = seen.insert(name.clone(), state.generation) != Some(state.generation);
             let rule = context.plan.rules.iter().find(|rule| rule.name == name);
-            if let (true, Some(rule), Backfill::Pending(after)) = (newer, rule, &state.backfill) {
-                wishes.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+            pauses |= matches!(&state.backfill, Backfill::Held(hold) if hold.paused);
+            match (newer, rule, &state.backfill) {
+                (true, Some(rule), Backfill::Pending(after)) => {
+                    wishes.backfills.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+                }
+                (true, Some(rule), Backfill::Held(hold)) if hold.paused => {
+                    wishes.paused.push((rule.id, hold.clone()));
+                    noticed.push((name, state.generation));
+                }
+                _ => {}
             }
         }
-        if !wishes.is_empty() && out.send(wishes).await.is_err() {
+        let asked = !wishes.backfills.is_empty() || !wishes.paused.is_empty();
+        if asked && out.send(wishes).await.is_err() {
             return;
+        }
+        for (name, generation) in noticed {
+            // For the command alone, which waits no longer than a leader is there.
+            if store.notice(&context.server, &name, generation).await.is_err() {
+                seen.remove(&name);
+            }
+        }
+        // Found resumed the next time round.
+        if pauses && let Err(error) = store.resume(&context.server, None).await {
+            tracing::warn!(error = %error.message, "the end of a pause cannot be recorded; trying again");
         }
     }
 }

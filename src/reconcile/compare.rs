@@ -3,7 +3,7 @@
 use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 
 use crate::{
-    error::{Error, Result},
+    error::{Error, Kind, Result},
     field_path::{FieldPath, Segment},
     key::Key,
     mongo::Reads,
@@ -86,6 +86,30 @@ pub async fn compare(
         rows.take(context.server.read(&rule.source.namespace.database, command, Reads { after }).await?)?;
     }
     targets.iter().zip(references).map(|(target, references)| one(rule, &rows, target, references)).collect()
+}
+
+/// The same, with those apart for which the rule's expressions fail (a division by zero fails the whole read): a page is
+/// halved until the culprits stand alone. Returns how many they are.
+pub async fn compare_each(
+    context: &Context,
+    rule: &Rule,
+    targets: &[Document],
+    after: ClusterTime,
+) -> Result<(Vec<Compared>, u64)> {
+    let (mut out, mut failing) = (Vec::new(), 0);
+    let mut stack = vec![targets];
+    while let Some(part) = stack.pop() {
+        match compare(context, rule, part, after).await {
+            Ok(compared) => out.extend(compared),
+            Err(error) if error.kind == Kind::Refused && part.len() > 1 => {
+                let (front, back) = part.split_at(part.len() / 2);
+                stack.extend([back, front]);
+            }
+            Err(error) if error.kind == Kind::Refused => failing += part.len() as u64,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok((out, failing))
 }
 
 fn one(rule: &Rule, rows: &Rows, target: &Document, references: Vec<Option<Key>>) -> Result<Compared> {

@@ -374,7 +374,7 @@ pub fn guard_expression(rule: &Rule) -> Document {
 
 /// Reads the reference fields of the targets whose array holds one of these sources' `_id`s.
 #[must_use]
-fn parents(rule: &Rule, ids: &[&Key]) -> Option<Document> {
+pub fn parents(rule: &Rule, ids: &[&Key]) -> Option<Document> {
     let child = rule.child()?.query();
     let filter = both(one_of(&child, ids.iter().filter_map(|key| key.values().first())), rule.target.filter.as_ref());
     let projection = rule.reference.projection(Role::Target);

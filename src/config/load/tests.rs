@@ -172,6 +172,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
             guard: Guard::Off,
             on_drift: OnDrift::Repair,
             allow_scan: false,
+            shadow: false,
         },
         Rule {
             name: "latest".to_owned(),
@@ -180,6 +181,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
             guard: Guard::Audit,
             on_drift: OnDrift::Report,
             allow_scan: true,
+            shadow: false,
         },
     ]
 }
