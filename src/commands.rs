@@ -1,12 +1,14 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
 pub mod about;
+pub mod advise;
 pub mod backfill;
 pub mod check;
 pub mod dead_letters;
 pub mod events;
 pub mod explain;
 pub mod health;
+pub mod init;
 pub mod leader;
 pub mod pause;
 pub mod plan;
@@ -76,10 +78,14 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             return Ok(());
         }
         Command::Man { out } => return about::man(out.as_deref()),
+        Command::Advise(survey) => return advise::advise(&cli.config, cli.output, survey).await,
+        Command::Init { to, survey } => return init::init(&cli.config, to.as_deref(), survey).await,
         _ => {}
     }
     let loaded = config::load(&cli.config, &config::process_environment())?;
     match &cli.command {
+        // They need no config file.
+        Command::Advise(_) | Command::Init { .. } => Ok(()),
         Command::Run => run::run(&cli.config, loaded).await,
         Command::Plan { offline, apply, sample } => {
             let options = plan::Options { offline: *offline, apply: *apply, sample: *sample };

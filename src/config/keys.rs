@@ -79,6 +79,7 @@ pub const ROOT: &[Key] = &[
     key("log", Form::Keys(LOG), "", "The daemon's log."),
     key("limits", Form::Keys(LIMITS), "", "Bounds on what the daemon does at once."),
     key("lease", Form::Keys(LEASE), "", "How instances of one deployment agree on their leader."),
+    key("advise", Form::Keys(ADVISE), "", "The thresholds and bounds of `denormd advise`."),
 ];
 
 /// `mongodb`
@@ -163,6 +164,30 @@ pub const LEASE: &[Key] = &[key(
     "10",
     "How long a leader that says nothing stays the leader. A write command may run for half of it at most.",
 )];
+
+/// `advise`
+pub const ADVISE: &[Key] = &[
+    key("sample", Form::Count, "1000", "Documents that are sampled from each collection."),
+    key(
+        "scan_documents",
+        Form::Count,
+        "500000",
+        "Without an index a collection is read whole only up to this many documents, beyond it is sampled.",
+    ),
+    key("history_events", Form::Count, "1000000", "Events that are read from the oplog, at most."),
+    key("history_seconds", Form::Seconds(1), "30", "How long events are read from the oplog, at most."),
+    key("embed_elements", Form::Count, "250", "Embed while the 99th percentile is below this."),
+    key("references_warn", Form::Count, "2000", "From here an array of references is warned about."),
+    key("references_stop", Form::Count, "5000", "From here an array of references is advised against."),
+    key("document_warn_bytes", Form::Count, "1048576", "Bytes of a document that are warned about."),
+    key("document_bad_bytes", Form::Count, "10485760", "Bytes of a document that are bad."),
+    key("copy_ratio", Form::Count, "10", "Reads for each copied write from which a field is copied."),
+    key("no_copy_ratio", Form::Count, "1", "Reads for each copied write up to which a field is not copied."),
+    key("subset", Form::Count, "10", "Children that a parent shows where the application's own limit was not seen."),
+    key("indexes", Form::Count, "10", "Indexes on one collection, at most."),
+    key("lookup_percent", Form::Count, "10", "Share of reads that may be `$lookup`, in percent."),
+    key("collections", Form::Count, "10000", "Collections, at most."),
+];
 
 /// One of `rules`
 pub const RULE: &[Key] = &[

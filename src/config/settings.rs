@@ -8,7 +8,7 @@ use super::{
     diagnose::{ConfigPath, Mistake},
     keys,
     reader::{Field, Fields, Reader},
-    sections::{Http, Lease, Limits, Log, LogFormat, Mongodb, State},
+    sections::{Advise, Http, Lease, Limits, Log, LogFormat, Mongodb, State},
     sources::Sources,
     tree::Node,
 };
@@ -30,6 +30,7 @@ pub(super) struct Settings {
     pub log: Log,
     pub limits: Limits,
     pub lease: Lease,
+    pub advise: Advise,
 }
 
 impl Reader {
@@ -42,6 +43,7 @@ impl Reader {
         let log = self.log(&root);
         let limits = self.limits(&root);
         let lease = self.lease(&root);
+        let advise = self.advise(&root);
         Some(Settings {
             name: name.unwrap_or_else(|| DEFAULT_NAME.to_owned()),
             mongodb: mongodb?,
@@ -50,6 +52,7 @@ impl Reader {
             log,
             limits,
             lease,
+            advise,
         })
     }
 
@@ -159,6 +162,35 @@ impl Reader {
         let default = Lease::default();
         let Some(section) = self.section(root, "lease", &keys::names(keys::LEASE)) else { return default };
         Lease { ttl: self.seconds(&section, "ttl_seconds", 2).unwrap_or(default.ttl) }
+    }
+
+    fn advise(&mut self, root: &Fields<'_>) -> Advise {
+        let mut advise = Advise::default();
+        let Some(section) = self.section(root, "advise", &keys::names(keys::ADVISE)) else { return advise };
+        if let Some(history) = self.seconds(&section, "history_seconds", 1) {
+            advise.history = history;
+        }
+        for (key, setting) in [
+            ("sample", &mut advise.sample),
+            ("scan_documents", &mut advise.scan_documents),
+            ("history_events", &mut advise.history_events),
+            ("embed_elements", &mut advise.embed_elements),
+            ("references_warn", &mut advise.references_warn),
+            ("references_stop", &mut advise.references_stop),
+            ("document_warn_bytes", &mut advise.document_warn),
+            ("document_bad_bytes", &mut advise.document_bad),
+            ("copy_ratio", &mut advise.copy_ratio),
+            ("no_copy_ratio", &mut advise.no_copy_ratio),
+            ("subset", &mut advise.subset),
+            ("indexes", &mut advise.indexes),
+            ("lookup_percent", &mut advise.lookup_percent),
+            ("collections", &mut advise.collections),
+        ] {
+            if let Some(count) = section.get(key).and_then(|field| self.count(&field)) {
+                *setting = count;
+            }
+        }
+        advise
     }
 
     fn limit(&mut self, section: &Fields<'_>, key: &str) -> Option<usize> {
