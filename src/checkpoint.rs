@@ -1,6 +1,7 @@
 //! How far each stream is done, and where that is kept.
 
 pub mod fan_out;
+pub mod format;
 pub mod progress;
 pub mod requests;
 pub mod store;

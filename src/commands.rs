@@ -67,6 +67,7 @@ impl Failure {
 
 /// Does what the command line says.
 pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
+    let environment = config::process_environment();
     match &cli.command {
         // These need no config.
         Command::Schema { reference } => {
@@ -80,12 +81,22 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Man { out } => return about::man(out.as_deref()),
         Command::Advise(survey) => return advise::advise(&cli.config, cli.output, survey).await,
         Command::Init { to, survey } => return init::init(&cli.config, to.as_deref(), survey).await,
+        Command::Health { address, live } => {
+            let listen = || health::address(config::load(&cli.config, &environment).ok().as_ref(), &environment);
+            let address = address.map_or_else(listen, Ok)?;
+            return health::health(cli.output, address, *live).await;
+        }
         _ => {}
     }
-    let loaded = config::load(&cli.config, &config::process_environment())?;
+    let loaded = config::load(&cli.config, &environment)?;
     match &cli.command {
-        // They need no config file.
-        Command::Advise(_) | Command::Init { .. } => Ok(()),
+        // They need no config file, see above.
+        Command::Advise(_)
+        | Command::Init { .. }
+        | Command::Health { .. }
+        | Command::Schema { .. }
+        | Command::Completions { .. }
+        | Command::Man { .. } => Ok(()),
         Command::Run => run::run(&cli.config, loaded).await,
         Command::Plan { offline, apply, sample } => {
             let options = plan::Options { offline: *offline, apply: *apply, sample: *sample };
@@ -95,7 +106,6 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             about::config(&loaded, cli.output);
             Ok(())
         }
-        Command::Schema { .. } | Command::Completions { .. } | Command::Man { .. } => Ok(()),
         Command::Role { name, with_apply } => role::role(&loaded, cli.output, name, *with_apply).await,
         Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, rule, *no_wait).await,
         Command::Release { rule } => backfill::release(&loaded, rule).await,
@@ -110,7 +120,6 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Resume { rule } => pause::resume(&loaded, cli.output, rule).await,
         Command::Explain { rule, id } => explain::explain(&loaded, cli.output, rule, id).await,
         Command::DeadLetters(action) => dead_letters::dead_letters(&loaded, cli.output, action).await,
-        Command::Health { address, live } => health::health(&loaded, cli.output, *address, *live).await,
     }
 }
 

@@ -7,10 +7,13 @@
     reason = "a test that fails panics, and helpers of tests are tests"
 )]
 
+mod acknowledged;
 mod advise;
 mod cases;
 mod check;
 mod config_pages;
+#[cfg(feature = "testcontainers")]
+mod containers;
 mod copy_rules;
 mod daemon;
 mod exact_meaning;
@@ -18,6 +21,7 @@ mod fan_outs;
 mod faults;
 mod floors;
 mod histories;
+mod http;
 mod keys_on_server;
 mod lease;
 mod lifecycle;
@@ -28,5 +32,7 @@ mod plan;
 mod process;
 mod program;
 mod running;
+mod secured;
 mod timeline;
+mod upgrade;
 mod world;

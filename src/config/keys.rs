@@ -105,8 +105,21 @@ pub const MONGODB: &[Key] = &[
 ];
 
 /// `http`
-pub const HTTP: &[Key] =
-    &[key("listen", Form::Address, "127.0.0.1:9464", "Where it listens. Loopback unless told otherwise.")];
+pub const HTTP: &[Key] = &[
+    key("listen", Form::Address, "127.0.0.1:9464", "Where it listens. Loopback unless told otherwise."),
+    key(
+        "token",
+        Form::Text,
+        "",
+        "A token that whoever asks for a change must show, of 16 characters at least. Rather in a file of its own: `token_file`.",
+    ),
+    key(
+        "token_file",
+        Form::Text,
+        "",
+        "A file that holds the token; a relative path starts at the config file's directory.",
+    ),
+];
 
 /// `state`
 pub const STATE: &[Key] = &[key(

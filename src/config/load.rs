@@ -56,6 +56,7 @@ impl Loaded {
             let found = section.iter().chain([&key.name]).try_fold(&root, |node, name| node.get(name));
             let given = found.and_then(|node| node.value.as_text());
             let (value, from) = match given {
+                Some(_) if key.name == "token" => ("***".to_owned(), self.sources.origin(&at)),
                 Some(value) => (super::excerpt::redact(&value), self.sources.origin(&at)),
                 None if key.default.is_empty() => continue,
                 None => (key.default.to_owned(), "default".to_owned()),
