@@ -12,6 +12,7 @@ use crate::{
     key::Key,
     mongo::Reads,
     plan::Rule,
+    position::ClusterTime,
     reconcile::{
         Context,
         compare::{Compared, compare, compare_ids, projection},
@@ -65,7 +66,7 @@ impl Audit<'_> {
             let suspects: Vec<Bson> =
                 compared.into_iter().filter(|c| c.differences().next().is_some()).map(|c| c.target).collect();
             if !suspects.is_empty() {
-                self.second_look(&suspects).await?;
+                self.second_look(&suspects, time).await?;
             }
             after = Some(last);
             let millis = 1000 * page.len() / self.context.limits.audit_per_second.max(1);
@@ -74,8 +75,15 @@ impl Audit<'_> {
         }
     }
 
-    async fn second_look(&self, suspects: &[Bson]) -> Result<()> {
+    /// Looks again at what differed at `seen`.
+    async fn second_look(&self, suspects: &[Bson], seen: ClusterTime) -> Result<()> {
         tokio::time::sleep(SECOND_LOOK).await;
+        // While changes from before the first look wait, what is late would be taken for drift. The next round looks again.
+        let applied =
+            self.context.metrics.observation().and_then(|now| now.streams.iter().map(|stream| stream.applied).min());
+        if applied.is_none_or(|applied| applied < seen) {
+            return Ok(());
+        }
         let time = self.context.server.operation_time().await?;
         let compared = compare_ids(self.context, self.rule, suspects, time).await?;
         let letters = self.context.dead_letters.of_rule(&self.context.server, self.rule).await?;

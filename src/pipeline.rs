@@ -487,6 +487,7 @@ impl Pipeline {
                 self.queue.push(request.clone(), origin, &mut self.watermark);
             }
         }
+        let mut failed: BTreeMap<String, (usize, u32)> = BTreeMap::new();
         for ended in outcome.keys {
             let weight = ended.work.scope.weight();
             let mut work = ended.work;
@@ -503,15 +504,17 @@ impl Pipeline {
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                     let delay = reconcile::run::backoff(work.attempts);
-                    if work.attempts.is_power_of_two() || work.attempts == 0 {
-                        let rule = &self.context.plan.rule(outcome.lane.0).name;
-                        tracing::warn!(rule, error = %error.message, attempts = work.attempts, retry_in = ?delay, "a reconcile failed and is tried again");
-                    }
+                    let (keys, attempts) = failed.entry(error.message).or_default();
+                    (*keys, *attempts) = (*keys + 1, work.attempts.max(*attempts));
                     work.attempts += 1;
                     Finish::Again { delay, work }
                 }
             };
             self.queue.finish(outcome.lane, ended.key, weight, finish, Instant::now(), &mut self.watermark);
+        }
+        let rule = &self.context.plan.rule(outcome.lane.0).name;
+        for (error, (keys, attempts)) in failed {
+            tracing::warn!(rule, keys, attempts, error, "reconciles failed and are tried again");
         }
         self.acknowledge_pages();
     }

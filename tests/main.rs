@@ -22,5 +22,7 @@ mod observe;
 mod patterns;
 mod program;
 mod running;
+mod scraped;
+mod story;
 mod timeline;
 mod world;
