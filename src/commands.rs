@@ -1,8 +1,10 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
+pub mod advise;
 pub mod backfill;
 pub mod events;
 pub mod health;
+pub mod init;
 pub mod plan;
 pub mod progress;
 pub mod prune;
@@ -54,8 +56,15 @@ impl Failure {
 
 /// Does what the command line says.
 pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
+    match &cli.command {
+        Command::Advise(survey) => return advise::advise(&cli.config, cli.output, survey).await,
+        Command::Init { to, survey } => return init::init(&cli.config, to.as_deref(), survey).await,
+        _ => {}
+    }
     let loaded = config::load(&cli.config, &config::process_environment())?;
     match &cli.command {
+        // They need no config file.
+        Command::Advise(_) | Command::Init { .. } => Ok(()),
         Command::Run => run::run(&cli.config, loaded).await,
         Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, *offline, *apply).await,
         Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, rule, *no_wait).await,

@@ -7,6 +7,7 @@
     reason = "a test that fails panics, and helpers of tests are tests"
 )]
 
+mod advise;
 mod cases;
 mod copy_rules;
 mod daemon;

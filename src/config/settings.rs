@@ -7,7 +7,7 @@ use secrecy::SecretString;
 use super::{
     diagnose::{ConfigPath, Mistake},
     reader::{Field, Fields, Reader},
-    sections::{Http, Lease, Limits, Log, LogFormat, Mongodb, State},
+    sections::{Advise, Http, Lease, Limits, Log, LogFormat, Mongodb, State},
     sources::Sources,
     tree::Node,
 };
@@ -29,6 +29,7 @@ pub(super) struct Settings {
     pub log: Log,
     pub limits: Limits,
     pub lease: Lease,
+    pub advise: Advise,
 }
 
 impl Reader {
@@ -41,6 +42,7 @@ impl Reader {
         let log = self.log(&root);
         let limits = self.limits(&root);
         let lease = self.lease(&root);
+        let advise = self.advise(&root);
         Some(Settings {
             name: name.unwrap_or_else(|| DEFAULT_NAME.to_owned()),
             mongodb: mongodb?,
@@ -49,6 +51,7 @@ impl Reader {
             log,
             limits,
             lease,
+            advise,
         })
     }
 
@@ -166,6 +169,52 @@ impl Reader {
         let default = Lease::default();
         let Some(section) = self.section(root, "lease", &["ttl_seconds"]) else { return default };
         Lease { ttl: self.seconds(&section, "ttl_seconds", 2).unwrap_or(default.ttl) }
+    }
+
+    fn advise(&mut self, root: &Fields<'_>) -> Advise {
+        let known = [
+            "sample",
+            "scan_documents",
+            "history_events",
+            "history_seconds",
+            "embed_elements",
+            "references_warn",
+            "references_stop",
+            "document_warn_bytes",
+            "document_bad_bytes",
+            "copy_ratio",
+            "no_copy_ratio",
+            "subset",
+            "indexes",
+            "lookup_percent",
+            "collections",
+        ];
+        let mut advise = Advise::default();
+        let Some(section) = self.section(root, "advise", &known) else { return advise };
+        if let Some(history) = self.seconds(&section, "history_seconds", 1) {
+            advise.history = history;
+        }
+        for (key, setting) in [
+            ("sample", &mut advise.sample),
+            ("scan_documents", &mut advise.scan_documents),
+            ("history_events", &mut advise.history_events),
+            ("embed_elements", &mut advise.embed_elements),
+            ("references_warn", &mut advise.references_warn),
+            ("references_stop", &mut advise.references_stop),
+            ("document_warn_bytes", &mut advise.document_warn),
+            ("document_bad_bytes", &mut advise.document_bad),
+            ("copy_ratio", &mut advise.copy_ratio),
+            ("no_copy_ratio", &mut advise.no_copy_ratio),
+            ("subset", &mut advise.subset),
+            ("indexes", &mut advise.indexes),
+            ("lookup_percent", &mut advise.lookup_percent),
+            ("collections", &mut advise.collections),
+        ] {
+            if let Some(count) = section.get(key).and_then(|field| self.count(&field)) {
+                *setting = count;
+            }
+        }
+        advise
     }
 
     fn limit(&mut self, section: &Fields<'_>, key: &str) -> Option<usize> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bson::{Document, doc};
 use mongodb::{
     Client,
-    options::{ClientOptions, ReadPreference, SelectionCriteria},
+    options::{ClientOptions, ReadPreference, SelectionCriteria, ServerAddress},
 };
 use secrecy::{ExposeSecret, SecretString};
 
@@ -13,6 +13,9 @@ use crate::error::{Error, Kind, Result};
 
 /// How long an operation looks for a server before it reports that there is none. Callers retry for ever.
 const SERVER_SELECTION: Duration = Duration::from_secs(10);
+
+/// How long one member of the set is looked for.
+const MEMBER_SELECTION: Duration = Duration::from_secs(3);
 
 /// Connects, and checks that the cluster can be used: a replica set (or mongos) of MongoDB 6.0 or later.
 pub async fn connect(uri: &SecretString) -> Result<Client> {
@@ -33,6 +36,18 @@ pub async fn connect(uri: &SecretString) -> Result<Client> {
     let client = Client::with_options(options)?;
     check_topology(&client).await?;
     Ok(client)
+}
+
+/// Connects to one member of the set alone, whatever its role.
+pub async fn member(uri: &SecretString, host: &str) -> Result<Client> {
+    let mut options = ClientOptions::parse(uri.expose_secret()).await?;
+    options.hosts = vec![ServerAddress::parse(host)?];
+    options.direct_connection = Some(true);
+    options.repl_set_name = None;
+    options.app_name.get_or_insert_with(|| "denormd".to_owned());
+    options.server_selection_timeout = Some(MEMBER_SELECTION);
+    options.selection_criteria = Some(SelectionCriteria::ReadPreference(ReadPreference::Nearest { options: None }));
+    Ok(Client::with_options(options)?)
 }
 
 /// The database that the URI names, if it does.
