@@ -9,6 +9,8 @@
 
 mod advise;
 mod cases;
+#[cfg(feature = "testcontainers")]
+mod containers;
 mod copy_rules;
 mod daemon;
 mod exact_meaning;
@@ -16,6 +18,7 @@ mod fan_outs;
 mod faults;
 mod floors;
 mod histories;
+mod http;
 mod keys_on_server;
 mod lease;
 mod lifecycle;
@@ -24,6 +27,8 @@ mod patterns;
 mod program;
 mod running;
 mod scraped;
+mod secured;
 mod story;
 mod timeline;
+mod upgrade;
 mod world;
