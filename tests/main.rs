@@ -7,6 +7,7 @@
     reason = "a test that fails panics, and helpers of tests are tests"
 )]
 
+mod acknowledged;
 mod advise;
 mod cases;
 #[cfg(feature = "testcontainers")]
