@@ -81,6 +81,13 @@ test-secure: ## Run the patterns on MongoDB with TLS and authentication
 mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, tests/mutants.toml has them
 	@python3 tests/mutants.py $(if $(ONLY),--only "$(ONLY)")
 
+# MINUTES=60, SEED=7, FAULT=LeaderFrozen for one kind alone.
+.PHONY: faults
+faults: ## Strike servers and daemons for MINUTES (5), compare everything after each, and print a table
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	export DENORMD_FAULT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
+	$(CARGO) test --package denormd --test main -- --ignored --nocapture for_as_long_as_it_is_told
+
 .PHONY: demo
 demo: ## Watch a small shop stay true: before and after side by side, with times
 	@export MONGOD="$$(python3 tests/mongod.py)"
