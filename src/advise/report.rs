@@ -10,7 +10,7 @@ use secrecy::SecretString;
 use crate::{
     change::Namespace,
     config::Advise,
-    error::{Error, Kind, Result},
+    error::{self, Error, Result},
     field_path::{FieldPath, Segment},
     key::Key,
     mongo::Server,
@@ -18,7 +18,7 @@ use crate::{
 };
 
 use super::{
-    advice::Advice,
+    advice::{Advice, Kind},
     ask::Ask,
     copies,
     decide::{self, collection::Array, collection::Usage},
@@ -134,17 +134,17 @@ fn advised(measured: Vec<Relationship>, options: &Options) -> Vec<(Relationship,
         .filter(few)
         .map(|facts| (facts.link.holder.namespace.clone(), facts.link.held.namespace.clone()))
         .collect();
-    let mut commands = HashSet::new();
+    let mut said = HashSet::new();
     let decide = |mut facts: Relationship| {
         let others = parents
             .iter()
             .filter(|(holder, held)| *holder == facts.link.holder.namespace && *held != facts.link.held.namespace);
         facts.parents = others.map(|(_, held)| held.collection.clone()).collect();
         let mut advice = decide::relationship::decide(&facts, &options.thresholds, options.default.as_deref());
-        // One index serves every relationship that wants it.
-        advice.retain(|advice| {
-            let index = advice.command.as_ref().filter(|_| advice.kind == super::advice::Kind::IndexMissing);
-            index.is_none_or(|command| commands.insert(command.clone()))
+        // One index serves every relationship that wants it, and joins to one collection are said once.
+        advice.retain(|advice| match advice.kind {
+            Kind::IndexMissing | Kind::Projection => said.insert(advice.command.clone().unwrap_or(advice.says.clone())),
+            _ => true,
         });
         (facts, advice)
     };
@@ -270,7 +270,7 @@ fn end(survey: &Survey, options: &Options, text: &str) -> Result<End> {
     let found = names
         .filter_map(|(name, collection)| Some((name.len(), collection, text.strip_prefix(&name)?.strip_prefix('.')?)))
         .max_by_key(|(length, ..)| *length);
-    let wrong = |why: String| Error::new(Kind::Config, why).hint("write --match products.parts.id=parts._id");
+    let wrong = |why: String| Error::new(error::Kind::Config, why).hint("write --match products.parts.id=parts._id");
     let Some((_, collection, path)) = found else {
         return Err(wrong(format!("--match: no collection that was looked at begins `{text}`")));
     };
