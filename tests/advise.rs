@@ -373,7 +373,7 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     .await;
     insert(&db, "logmsg", (1..=6000).map(|id| doc! {"_id": id, "host": id % 20 + 1, "message": "GET /"})).await;
     db.create_collection("pings").capped(true).size(1 << 20).await.unwrap();
-    insert(&db, "pings", (1..=50).map(|id| doc! {"_id": id, "host": id % 20 + 1})).await;
+    insert(&db, "pings", (1..=6000).map(|id| doc! {"_id": id, "host": id % 20 + 1})).await;
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("denormd.yaml");
     let file = file.to_str().unwrap();
