@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 /// Keeps the fields you copy between MongoDB collections equal to their source.
 #[derive(Debug, Parser)]
 #[command(
-    version,
+    version = env!("DENORMD_VERSION"),
     about,
     after_help = "Examples:
   denormd plan --config shop.yaml            what the rules need, and whether the cluster has it

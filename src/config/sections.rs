@@ -1,6 +1,6 @@
 //! The sections of a config, one struct each. Structs that hold secrets are not `Serialize` on purpose.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use bson::{Bson, Document};
 use secrecy::SecretString;
@@ -33,6 +33,8 @@ pub struct Config {
 pub struct Mongodb {
     /// The connection string (`uri`, or the trimmed content of the file named by `uri_file`).
     pub uri: SecretString,
+    /// The file that it was read from, if it was.
+    pub uri_file: Option<PathBuf>,
     /// The database of collections named without one. Falls back to the connection string's default database.
     pub database: Option<String>,
 }
@@ -42,11 +44,18 @@ pub struct Mongodb {
 pub struct Http {
     /// Where it listens. Loopback unless told otherwise.
     pub listen: SocketAddr,
+    /// What a request that changes something has to bring (`token`, or the trimmed content of `token_file`). Without one
+    /// nothing can be changed over HTTP.
+    pub token: Option<SecretString>,
+    /// The file that it was read from, if it was.
+    pub token_file: Option<PathBuf>,
 }
 
 impl Http {
     /// The default of `listen`.
     pub const DEFAULT_LISTEN: &str = "127.0.0.1:9464";
+    /// A shorter token could be guessed.
+    pub const SHORTEST_TOKEN: usize = 16;
 }
 
 /// `state`: where denormd keeps its own state.

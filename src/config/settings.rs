@@ -1,6 +1,11 @@
 //! The settings beside the rules, read.
 
-use std::{fs, net::SocketAddr, path::Path, time::Duration};
+use std::{
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use secrecy::SecretString;
 
@@ -37,7 +42,7 @@ impl Reader {
         let root = self.fields(&Field { at: ConfigPath::default(), node: root }, &super::layer::SECTIONS, |_| None)?;
         let name = root.get("name").and_then(|field| self.name(&field));
         let mongodb = self.mongodb(&root, sources);
-        let http = self.http(&root);
+        let http = self.http(&root, sources);
         let state = self.state(&root);
         let log = self.log(&root);
         let limits = self.limits(&root);
@@ -79,11 +84,12 @@ impl Reader {
                 None
             }
             (None, None) => {
-                self.mistake(Mistake::new(section.at, "the key `mongodb.uri` is missing").hint(URI_HINT));
+                self.mistake(Mistake::new(section.at.clone(), "the key `mongodb.uri` is missing").hint(URI_HINT));
                 None
             }
         };
-        Some(Mongodb { uri: uri?, database })
+        let uri_file = section.get("uri_file").and_then(|file| self.file(&file, sources));
+        Some(Mongodb { uri: uri?, uri_file, database })
     }
 
     /// Only the scheme is looked at: the driver parses the rest, and its messages need the same care.
@@ -97,24 +103,58 @@ impl Reader {
     }
 
     fn uri_file(&mut self, field: &Field<'_>, sources: &Sources) -> Option<SecretString> {
+        let what = "`uri_file` holds the connection string";
+        let content = self.content(field, sources, what)?;
+        self.uri(&field.at, content.trim())
+    }
+
+    /// The file that a setting names: a relative path starts at the directory of the config file that says it.
+    fn file(&mut self, field: &Field<'_>, sources: &Sources) -> Option<PathBuf> {
         let name = self.text(field)?;
-        let directory = sources.directory(&field.at).unwrap_or(Path::new(""));
-        let path = directory.join(&name);
+        Some(sources.directory(&field.at).unwrap_or(Path::new("")).join(name))
+    }
+
+    fn content(&mut self, field: &Field<'_>, sources: &Sources, what: &str) -> Option<String> {
+        let path = self.file(field, sources)?;
         match fs::read_to_string(&path) {
-            Ok(content) => self.uri(&field.at, content.trim()),
+            Ok(content) => Some(content),
             Err(error) => {
                 let message = format!("cannot read {}: {error}", path.display());
-                let hint =
-                    "`uri_file` holds the connection string; a relative path starts at the config file's directory";
+                let hint = format!("{what}; a relative path starts at the config file's directory");
                 self.mistake(Mistake::new(field.at.clone(), message).hint(hint));
                 None
             }
         }
     }
 
-    fn http(&mut self, root: &Fields<'_>) -> Http {
-        let listen = self.section(root, "http", &["listen"]).and_then(|section| section.get("listen"));
-        listen.and_then(|field| self.listen(&field)).map_or_else(Http::default, |listen| Http { listen })
+    fn http(&mut self, root: &Fields<'_>, sources: &Sources) -> Http {
+        let default = Http::default();
+        let Some(section) = self.section(root, "http", &["listen", "token", "token_file"]) else { return default };
+        let listen = section.get("listen").and_then(|field| self.listen(&field)).unwrap_or(default.listen);
+        let (token, file) = (section.get("token"), section.get("token_file"));
+        if let (Some(token), Some(file)) = (&token, &file) {
+            let mistake = Mistake::new(file.at.clone(), "`token` and `token_file` are both given").on_key();
+            self.mistake(mistake.related(token.at.clone(), "`token` is given here").hint("keep one of them"));
+        }
+        let token_file = file.as_ref().and_then(|file| self.file(file, sources));
+        let token = match (token, file) {
+            (Some(token), _) => self.text(&token).and_then(|text| self.token(&token.at, &text)),
+            (None, Some(file)) => {
+                let content = self.content(&file, sources, "`token_file` holds the token");
+                content.and_then(|content| self.token(&file.at, content.trim()))
+            }
+            (None, None) => None,
+        };
+        Http { listen, token, token_file }
+    }
+
+    fn token(&mut self, at: &ConfigPath, text: &str) -> Option<SecretString> {
+        if text.len() >= Http::SHORTEST_TOKEN {
+            return Some(SecretString::from(text.to_owned()));
+        }
+        let message = format!("a token has {} characters at least", Http::SHORTEST_TOKEN);
+        self.mistake(Mistake::new(at.clone(), message).hint("make one with `openssl rand -hex 32`"));
+        None
     }
 
     fn listen(&mut self, field: &Field<'_>) -> Option<SocketAddr> {
@@ -236,7 +276,7 @@ impl Reader {
 
 impl Default for Http {
     fn default() -> Self {
-        Self { listen: SocketAddr::from(([127, 0, 0, 1], 9464)) }
+        Self { listen: SocketAddr::from(([127, 0, 0, 1], 9464)), token: None, token_file: None }
     }
 }
 
