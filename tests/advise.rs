@@ -398,6 +398,18 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     assert!(applied.status.success(), "{}{written}", String::from_utf8_lossy(&applied.stderr));
     assert!(plan(&[]).status.success());
 
+    // What the rules do is not advised again.
+    let output = Command::new(env!("CARGO_BIN_EXE_denormd"))
+        .args(["advise", "--output", "json", "--observe", "0", "--config", file])
+        .env("DENORMD__STATE__DATABASE", &state)
+        .output()
+        .unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let found = relationship(&report, "logmsg.host");
+    assert_eq!(found["found"], "told");
+    let drafts = found["advice"].as_array().unwrap().iter().filter(|advice| !advice["rule"]["copy"].is_null());
+    assert_eq!(drafts.count(), 0, "{found:#}");
+
     let again = init();
     assert_eq!(again.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&again.stderr).contains("is not overwritten"));
@@ -472,4 +484,29 @@ async fn what_may_not_be_read_is_not_known_and_nothing_is_written() {
     assert_eq!(crate::cases::oplog(&test, before).await, [], "advise only reads");
     let profile = db.run_command(doc! {"profile": -1}).await.unwrap();
     assert_eq!(profile.get_i32("was").unwrap(), 0);
+}
+
+#[test]
+fn the_page_has_the_defaults_of_every_threshold() {
+    let page = include_str!("../docs/advise.md");
+    let advise = denormd::config::Advise::default();
+    for (key, default) in [
+        ("embed_elements", advise.embed_elements),
+        ("references_warn", advise.references_warn),
+        ("references_stop", advise.references_stop),
+        ("document_warn_bytes", advise.document_warn),
+        ("document_bad_bytes", advise.document_bad),
+        ("copy_ratio", advise.copy_ratio),
+        ("no_copy_ratio", advise.no_copy_ratio),
+        ("subset", advise.subset),
+        ("indexes", advise.indexes),
+        ("lookup_percent", advise.lookup_percent),
+        ("collections", advise.collections),
+        ("sample", advise.sample),
+        ("scan_documents", advise.scan_documents),
+        ("history_events", advise.history_events),
+        ("history_seconds", advise.history.as_secs()),
+    ] {
+        assert!(page.contains(&format!("| `{key}` | {default} |")), "docs/advise.md: {key} is {default}");
+    }
 }

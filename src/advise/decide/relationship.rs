@@ -151,7 +151,7 @@ fn embed(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: O
     );
     let mut draft = collected(facts, default, many, ALL);
     draft.comment = format!("keeps the embedded `{many}` true while the collection is still written to");
-    Advice::new(Kind::Embed, 1, says).draft(Some(draft))
+    Advice::new(Kind::Embed, 1, says).draft((!facts.collected).then_some(draft))
 }
 
 /// A rule that collects the many into an array of the one. The reference itself would say what is known.
@@ -200,7 +200,7 @@ fn two_way(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default:
         return Some(Advice::new(Kind::TwoWay, 6, says).draft(Some(mirrored(facts, default, &back.query()))));
     }
     let both = down.zip(up).is_some_and(|(down, up)| down >= 100 && up >= 100);
-    if !both || fan_out.p99 >= thresholds.references_warn {
+    if facts.collected || !both || fan_out.p99 >= thresholds.references_warn {
         return None;
     }
     let says = format!(
@@ -229,7 +229,7 @@ fn subset(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: 
             (thresholds.subset, format!("no limit of the application was seen, so {} is assumed", thresholds.subset))
         }
     };
-    if fan_out.p99 <= limit {
+    if fan_out.p99 <= limit || facts.collected {
         return None;
     }
     let verdict = copy::verdict(facts.held.reads, facts.holder.changes, 1.0, thresholds);
@@ -378,6 +378,7 @@ mod tests {
             holder: Side { count: references, ..holder },
             held,
             back: None,
+            collected: false,
             others: 0,
             parents: Vec::new(),
             shown: None,
