@@ -126,6 +126,18 @@ impl World {
         }
     }
 
+    /// Waits until the saved position has passed everything that is committed now.
+    pub async fn caught_up(&self) {
+        let reply = self.db.run_command(doc! {"ping": 1}).await.unwrap();
+        let now = reply.get_timestamp("operationTime").unwrap();
+        let positions = self.test.beside("state").collection::<Document>("positions");
+        let begun = Instant::now();
+        while positions.find_one(doc! {"time": {"$gte": now}}).await.unwrap().is_none() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "the position stays behind\n{}", self.logs());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
     /// Begins to write as applications do, until told to stop. What fails is tried by nobody again.
     pub fn writer(&self, seed: u64) -> Writer {
         let stop = Arc::new(AtomicBool::new(false));
@@ -276,10 +288,15 @@ impl Daemon {
         self.child.wait().unwrap();
     }
 
+    /// Whether it has ended.
+    pub fn is_dead(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
+    }
+
     /// Waits until it has died by itself, and by what it was told to die of.
     pub async fn has_died(&mut self, place: &str) {
         let begun = Instant::now();
-        while self.child.try_wait().unwrap().is_none() {
+        while !self.is_dead() {
             assert!(begun.elapsed() < Duration::from_secs(60), "it does not come to `{place}`\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
