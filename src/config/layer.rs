@@ -25,7 +25,7 @@ enum Kind {
 }
 
 /// The settings, each of which a variable can give.
-const SETTINGS: [(&str, Kind); 16] = [
+const SETTINGS: [(&str, Kind); 17] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),
@@ -34,6 +34,7 @@ const SETTINGS: [(&str, Kind); 16] = [
     ("state.database", Kind::Text),
     ("log.filter", Kind::Text),
     ("log.format", Kind::Text),
+    ("log.otlp", Kind::Text),
     ("limits.batch_keys", Kind::Number),
     ("limits.batches", Kind::Number),
     ("limits.pending", Kind::Number),
