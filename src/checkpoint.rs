@@ -1,5 +1,6 @@
 //! How far each stream is done, and where that is kept.
 
 pub mod fan_out;
+pub mod format;
 pub mod store;
 pub mod watermark;

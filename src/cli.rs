@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 /// Keeps the fields you copy between MongoDB collections equal to their source.
 #[derive(Debug, Parser)]
 #[command(
-    version,
+    version = env!("DENORMD_VERSION"),
     about,
     after_help = "Examples:
   denormd plan --config shop.yaml            what the rules need, and whether the cluster has it
@@ -59,6 +59,32 @@ SIGTERM and SIGINT end what is in flight, save the position, and exit with 0.")]
         /// Carry out the commands that plan prints.
         #[arg(long)]
         apply: bool,
+    },
+    /// Looks at the data and says what MongoDB's six rules of thumb make of it, with the number behind each sentence. Reads only.
+    #[command(after_help = "Examples:
+  denormd advise --uri mongodb://localhost:27017/shop         no config file is needed
+  denormd advise --config shop.yaml --observe 10m             while the application is busy
+  denormd advise --match products.parts.id=parts._id          a relationship that its names do not tell
+  denormd advise --output json | jq '.relationships[].advice[] | select(.kind == \"copy\")'
+
+It draws samples, counts along indexes, reads the names of changed fields from the oplog, and takes the members' counters
+twice. It never writes and never touches profiler settings. What it may not read is \"not known\". The thresholds are the
+config's section `advise`.")]
+    Advise(Survey),
+    /// Writes a first rules file from what `advise` finds.
+    #[command(after_help = "Examples:
+  denormd init --uri mongodb://localhost:27017/shop           writes denormd.yaml
+  denormd init --config shop.yaml --to rules.yaml
+  denormd init --uri mongodb://localhost:27017/shop --to -    to standard output
+
+A file that exists is not overwritten. Read what it wrote, then: denormd plan --apply")]
+    Init {
+        /// Where the rules go, `-` for standard output; the config's path where there is no such file.
+        #[arg(long, value_name = "FILE")]
+        to: Option<PathBuf>,
+        /// What to look at.
+        #[command(flatten)]
+        survey: Survey,
     },
     /// Takes away the fields of a rule that is no longer in the config, or that a changed rule no longer owns.
     #[command(after_help = "Examples:
@@ -171,6 +197,29 @@ Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
     },
 }
 
+/// What `advise` and `init` look at.
+#[derive(Debug, clap::Args)]
+pub struct Survey {
+    /// The connection string, when there is no config file. With a password, DENORMD__MONGODB__URI keeps it off the process list.
+    #[arg(long)]
+    pub uri: Option<String>,
+    /// Databases to look at; the config's, or the connection string's, when none is named.
+    #[arg(long)]
+    pub database: Vec<String>,
+    /// How long reads are counted: 30s, 10m, 2h. Zero takes the counters since the members started.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = age)]
+    pub observe: Duration,
+    /// A relationship to look at: COLLECTION.PATH=COLLECTION.PATH.
+    #[arg(long = "match", value_name = "PAIR", value_parser = pair)]
+    pub matches: Vec<(String, String)>,
+}
+
+/// `products.parts.id=parts._id`
+fn pair(text: &str) -> Result<(String, String), String> {
+    let (holder, held) = text.split_once('=').ok_or("write COLLECTION.PATH=COLLECTION.PATH")?;
+    Ok((holder.trim().to_owned(), held.trim().to_owned()))
+}
+
 /// `30m`, `2h`, `7d`, or seconds.
 fn age(text: &str) -> Result<Duration, String> {
     let wrong = || "write a number and s, m, h or d, as in 30m, 2h or 7d".to_owned();
@@ -201,5 +250,11 @@ mod tests {
         for wrong in ["", "d", "-1d", "1.5h", "1w", "99999999999d", "ä"] {
             assert!(age(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_pair_has_two_sides() {
+        assert_eq!(pair("a.b = c._id"), Ok(("a.b".to_owned(), "c._id".to_owned())));
+        assert!(pair("a.b").is_err());
     }
 }

@@ -1,8 +1,10 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
+pub mod advise;
 pub mod backfill;
 pub mod events;
 pub mod health;
+pub mod init;
 pub mod plan;
 pub mod progress;
 pub mod prune;
@@ -54,8 +56,21 @@ impl Failure {
 
 /// Does what the command line says.
 pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
-    let loaded = config::load(&cli.config, &config::process_environment())?;
+    let environment = config::process_environment();
     match &cli.command {
+        Command::Advise(survey) => return advise::advise(&cli.config, cli.output, survey).await,
+        Command::Init { to, survey } => return init::init(&cli.config, to.as_deref(), survey).await,
+        Command::Health { address, live } => {
+            let listen = || health::address(config::load(&cli.config, &environment).ok().as_ref(), &environment);
+            let address = address.map_or_else(listen, Ok)?;
+            return health::health(cli.output, address, *live).await;
+        }
+        _ => {}
+    }
+    let loaded = config::load(&cli.config, &environment)?;
+    match &cli.command {
+        // They need no config file, see above.
+        Command::Advise(_) | Command::Init { .. } | Command::Health { .. } => Ok(()),
         Command::Run => run::run(&cli.config, loaded).await,
         Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, *offline, *apply).await,
         Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, rule, *no_wait).await,
@@ -67,7 +82,6 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Wait { address, operation_time, timeout } => {
             wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
         }
-        Command::Health { address, live } => health::health(&loaded, cli.output, *address, *live).await,
     }
 }
 

@@ -21,9 +21,9 @@ mod tree;
 pub use diagnose::{ConfigPath, Mistake, Step};
 pub use excerpt::Place;
 pub use format::Format;
-pub use load::{ConfigError, Loaded, load, load_str, process_environment, snapshot};
+pub use load::{ConfigError, Loaded, load, load_if_any, load_str, load_text, process_environment, snapshot};
 pub use sections::{
-    Aggregate, BackfillMode, Collect, Config, Copy, Guard, Http, KeyType, Lease, Limits, Log, LogFormat, Mongodb,
-    OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State,
+    Advise, Aggregate, BackfillMode, Collect, Config, Copy, Guard, Http, KeyType, Lease, Limits, Log, LogFormat,
+    Mongodb, OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State,
 };
 pub use sources::{LocatedMistake, Related};

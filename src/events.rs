@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{Error, Result},
-    mongo::{Server, bounded},
+    mongo::{Connection, bounded},
 };
 
 /// The collection of events in the state database, shared by its deployments.
@@ -68,7 +68,7 @@ impl Event {
 /// The kept timeline of one deployment.
 #[derive(Debug)]
 pub struct Journal {
-    server: Server,
+    connection: Connection,
     database: String,
     deployment: String,
 }
@@ -76,14 +76,14 @@ pub struct Journal {
 impl Journal {
     /// The timeline of `deployment` in the state database.
     #[must_use]
-    pub fn new(server: Server, database: &str, deployment: &str) -> Self {
-        Self { server, database: database.to_owned(), deployment: deployment.to_owned() }
+    pub fn new(connection: impl Into<Connection>, database: &str, deployment: &str) -> Self {
+        Self { connection: connection.into(), database: database.to_owned(), deployment: deployment.to_owned() }
     }
 
     /// Makes the collection where there is none yet.
     pub async fn open(&self) -> Result<()> {
         let command = doc! {"create": COLLECTION, "capped": true, "size": BYTES};
-        match self.server.database(&self.database).run_command(command).await.map_err(Error::from) {
+        match self.connection.now().database(&self.database).run_command(command).await.map_err(Error::from) {
             Err(error) if error.code != Some(NAMESPACE_EXISTS) => Err(error),
             Ok(_) | Err(_) => Ok(()),
         }
@@ -91,7 +91,7 @@ impl Journal {
 
     /// Appends. An event that was written before is left as it is, so that this may be repeated.
     pub async fn write(&self, events: &[Event]) -> Result<()> {
-        let collection = self.server.collection(&self.database, COLLECTION);
+        let collection = self.connection.now().collection(&self.database, COLLECTION);
         for event in events {
             // One that comes late is a line in its place all the same: readers sort by time.
             match bounded(collection.insert_one(event.document(&self.deployment))).await {
@@ -105,7 +105,7 @@ impl Journal {
     /// The last `limit` events since `since` (milliseconds since 1970), oldest first.
     pub async fn read(&self, since: i64, limit: i64) -> Result<Vec<Event>> {
         let filter = doc! {"deployment": &self.deployment, "time": {"$gte": DateTime::from_millis(since)}};
-        let collection = self.server.collection(&self.database, COLLECTION);
+        let collection = self.connection.now().collection(&self.database, COLLECTION);
         // Newest first: a reader of the last few does not walk through all of them.
         let found = collection.find(filter).sort(doc! {"$natural": -1}).limit(limit);
         let documents: Vec<Document> = found.await?.try_collect().await?;

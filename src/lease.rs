@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     checkpoint::store::highest_term,
     error::{Error, Result},
-    mongo::{Fence, Server},
+    mongo::{Connection, Fence},
 };
 
 /// The collection of leases in the state database: one document a deployment.
@@ -40,7 +40,7 @@ const DUPLICATE_KEY: i32 = 11000;
 /// One instance's claim to lead a deployment.
 #[derive(Debug, Clone)]
 pub struct Lease {
-    server: Arc<Server>,
+    connection: Connection,
     database: String,
     deployment: String,
     ttl: Duration,
@@ -74,12 +74,12 @@ pub struct Held {
 impl Lease {
     /// A claim on the lease of `deployment`, which is kept in `database`.
     #[must_use]
-    pub fn new(server: Server, database: &str, deployment: &str, ttl: Duration) -> Self {
-        Self { server: Arc::new(server), database: database.to_owned(), deployment: deployment.to_owned(), ttl }
+    pub fn new(connection: impl Into<Connection>, database: &str, deployment: &str, ttl: Duration) -> Self {
+        Self { connection: connection.into(), database: database.to_owned(), deployment: deployment.to_owned(), ttl }
     }
 
     fn collection(&self) -> Collection<Document> {
-        self.server.collection(&self.database, COLLECTION)
+        self.connection.now().collection(&self.database, COLLECTION)
     }
 
     /// Waits until this instance leads. Whatever goes wrong meanwhile is tried again.
@@ -129,7 +129,7 @@ impl Lease {
         }
         let before = match seen {
             Some(_) => 0,
-            None => highest_term(&self.server, &self.database, &self.deployment).await?,
+            None => highest_term(&self.connection.now(), &self.database, &self.deployment).await?,
         };
         let owner = ObjectId::new().to_hex();
         let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};

@@ -19,6 +19,7 @@
 //! | what is asked for | [`request`] |
 //! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`events`], [`lease`], [`membership`], [`workqueue`], [`reconcile`] |
 //! | what feeds the same queue | [`preflight`], [`backfill`], [`fan_out`], [`audit`] |
+//! | beside them: schema advice | [`advise`] |
 //! | assembly | [`pipeline`], [`status`], [`server`] |
 //! | the command line | [`cli`], [`commands`] |
 //!
@@ -35,6 +36,7 @@
 //! - **A copied value is data**: it is written by classic `$set`, never inside a pipeline.
 //! - **No document's value reaches a log, a metric or an error's text.**
 
+pub mod advise;
 pub mod audit;
 pub mod backfill;
 pub mod change;

@@ -5,7 +5,7 @@
 //! is when the deployment first met it: an old instance that restarts in the middle of an update stays the older one, and
 //! after a roll-back the older plan leads as soon as the newer instances are gone.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 use bson::{DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use crate::{
     error::Result,
-    mongo::{Server, bounded},
+    mongo::{Connection, bounded},
     plan::Plan,
 };
 
@@ -49,7 +49,7 @@ pub struct Member {
 
 #[derive(Debug, Clone)]
 struct Place {
-    server: Arc<Server>,
+    connection: Connection,
     database: String,
     deployment: String,
     instance: String,
@@ -60,9 +60,15 @@ struct Place {
 impl Member {
     /// Announces an instance with this plan, several times in every `ttl`.
     #[must_use]
-    pub fn join(server: Server, database: &str, deployment: &str, ttl: Duration, plan: &Plan) -> Self {
+    pub fn join(
+        connection: impl Into<Connection>,
+        database: &str,
+        deployment: &str,
+        ttl: Duration,
+        plan: &Plan,
+    ) -> Self {
         let place = Place {
-            server: Arc::new(server),
+            connection: connection.into(),
             database: database.to_owned(),
             deployment: deployment.to_owned(),
             instance: ObjectId::new().to_hex(),
@@ -105,7 +111,7 @@ impl Drop for Member {
 
 impl Place {
     fn collection(&self, name: &str) -> mongodb::Collection<Document> {
-        self.server.collection(&self.database, name)
+        self.connection.now().collection(&self.database, name)
     }
 
     fn id(&self) -> Document {

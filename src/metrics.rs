@@ -76,6 +76,8 @@ pub struct Metrics {
     last_event: GaugeVec,
     /// Requests that wait or run.
     pub queue_depth: IntGauge,
+    /// Whether the server's certificate is not verified.
+    pub tls_unverified: IntGauge,
     /// 1 while this process writes.
     pub leader: IntGauge,
     /// What is wrong, one series a cause.
@@ -168,8 +170,12 @@ impl Metrics {
     pub fn new() -> Result<Arc<Self>> {
         let registry = Registry::new();
         let f = Families { registry: registry.clone() };
-        let build = f.wholes("denormd_build_info", "The version, always 1.", &["version"])?;
-        build.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
+        let build = f.wholes(
+            "denormd_build_info",
+            "The version and the commit it was built from, always 1.",
+            &["version", "commit"],
+        )?;
+        build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
         let metrics = Self {
             rule_lag: f.gauges("denormd_rule_lag_seconds", "Seconds since the oldest change that is not applied to the rule's targets; 0 when all are.", &["rule"])?,
             rule_chain_lag: f.gauges("denormd_rule_chain_lag_seconds", "The largest lag of the rule and of those that feed it.", &["rule"])?,
@@ -198,6 +204,7 @@ impl Metrics {
             config_reloads: f.counters("denormd_config_reloads_total", "Times that the config was read again, by what came of it.", &["reason"])?,
             last_event: f.gauges("denormd_last_event_timestamp_seconds", "When this instance last wrote an event of this reason into the timeline, in seconds since 1970.", &["reason"])?,
             queue_depth: f.whole("denormd_queue_depth", "Reconcile requests that wait or run, named targets counted.")?,
+            tls_unverified: f.whole("denormd_tls_unverified", "1 while the connection string switches the verification of the server's certificate off.")?,
             leader: f.whole("denormd_leader", "1 while this process is the one that writes.")?,
             causes: f.wholes("denormd_cause", "1 while this keeps the copies from being true at once.", &["reason"])?,
             drift_found: f.counters("denormd_drift_found_total", "Targets that differed from their definition without a change that explains it.", &["rule"])?,

@@ -3,9 +3,11 @@
 pub mod classify;
 pub mod command;
 pub mod connect;
+pub mod connection;
 pub mod fence;
 pub mod primary;
 
 pub use command::{Reads, Server};
+pub use connection::Connection;
 pub use fence::Fence;
 pub use primary::bounded;

@@ -269,7 +269,7 @@ impl Pipeline {
         feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
         let (ask, mut asked) = mpsc::channel(1);
         feeders.spawn(wishes(self.context.clone(), self.store.clone(), ask, stop.clone()));
-        feeders.spawn(audit::run(self.context.clone(), page, stop.clone()));
+        feeders.spawn(audit::run(self.context.clone(), self.applied_of_rules(), page, stop.clone()));
         let mut tick = tokio::time::interval(Duration::from_millis(100));
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -303,6 +303,17 @@ impl Pipeline {
         if let Some(saver) = self.saver.take() {
             self.saved(saver.await.unwrap_or_default());
         }
+    }
+
+    /// What the audit asks of a rule before it calls a difference drift.
+    fn applied_of_rules(&self) -> Box<audit::Applied> {
+        let progress = self.progress.subscribe();
+        Box::new(move |rule| {
+            let progress = progress.borrow();
+            let settled =
+                progress.fan_outs == 0 && !progress.backfilling.contains(&rule) && !progress.held.contains_key(&rule);
+            settled.then_some(progress.applied)
+        })
     }
 
     /// Starts batches while there is room for them. What arrives while they run forms the next ones.

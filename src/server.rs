@@ -1,6 +1,8 @@
-//! `/metrics`, health, `/v1` and the page. Everything here reads; nothing changes state.
+//! `/metrics`, health, `/v1` and the page. What changes something needs a token.
 
+mod ask;
 pub mod client;
+mod guard;
 mod wait;
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
@@ -9,8 +11,9 @@ use axum::{
     Json, Router,
     extract::{Query, State},
     http::{StatusCode, header},
+    middleware,
     response::{Html, IntoResponse, Response},
-    routing::get,
+    routing::{get, post},
 };
 use serde::Deserialize;
 use tokio::net::TcpListener;
@@ -20,6 +23,8 @@ use crate::{
     error::{Error, Kind, Result},
     status::{Board, Role},
 };
+
+pub use guard::Guard;
 
 /// A server that has not answered for so long makes this process unready.
 const SILENCE: Duration = Duration::from_secs(15);
@@ -44,7 +49,7 @@ pub async fn bind(listen: SocketAddr) -> Result<TcpListener> {
 }
 
 /// Serves until `stop`.
-pub async fn serve(listener: TcpListener, board: Arc<Board>, stop: CancellationToken) {
+pub async fn serve(listener: TcpListener, board: Arc<Board>, guard: Arc<Guard>, stop: CancellationToken) {
     let router = Router::new()
         .route("/", get(page))
         .route("/metrics", get(metrics))
@@ -54,6 +59,9 @@ pub async fn serve(listener: TcpListener, board: Arc<Board>, stop: CancellationT
         .route("/v1/history", get(history))
         .route("/v1/events", get(events))
         .route("/v1/wait", get(wait::wait))
+        .route("/v1/rules/{rule}/backfill", post(ask::backfill))
+        .route("/v1/rules/{rule}/release", post(ask::release))
+        .layer(middleware::from_fn_with_state(guard, guard::admit))
         .with_state(board);
     let served = axum::serve(listener, router).with_graceful_shutdown(async move { stop.cancelled().await });
     if let Err(error) = served.await {

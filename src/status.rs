@@ -82,6 +82,7 @@ struct State {
     /// The last events that are kept, of all instances, oldest first.
     written: Vec<Event>,
     ticked: Instant,
+    insecure: Vec<&'static str>,
 }
 
 /// The pipeline that runs.
@@ -119,8 +120,15 @@ impl Board {
             unwritten: VecDeque::new(),
             written: Vec::new(),
             ticked: Instant::now(),
+            insecure: Vec::new(),
         };
         Arc::new(Self { metrics, name: name.to_owned(), instance: instance(), state: Mutex::new(state) })
+    }
+
+    /// Options that switch the verification of certificates off; none is as it should be.
+    pub fn insecure(&self, options: Vec<&'static str>) {
+        self.metrics.tls_unverified.set(i64::from(!options.is_empty()));
+        self.state().insecure = options;
     }
 
     /// A pipeline runs: this process leads.

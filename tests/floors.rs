@@ -14,7 +14,7 @@ const FLOORS: &[&[&str]] = &[
     &["config", "change"],
     &["logging", "mongo"],
     &["plan"],
-    &["request"],
+    &["request", "advise"],
     &["route", "dead_letter", "events", "watch", "checkpoint"],
     &["workqueue", "lease", "membership"],
     &["reconcile"],

@@ -7,7 +7,11 @@
     reason = "a test that fails panics, and helpers of tests are tests"
 )]
 
+mod acknowledged;
+mod advise;
 mod cases;
+#[cfg(feature = "testcontainers")]
+mod containers;
 mod copy_rules;
 mod daemon;
 mod exact_meaning;
@@ -15,6 +19,7 @@ mod fan_outs;
 mod faults;
 mod floors;
 mod histories;
+mod http;
 mod keys_on_server;
 mod lease;
 mod lifecycle;
@@ -24,7 +29,9 @@ mod patterns;
 mod program;
 mod running;
 mod scraped;
+mod secured;
 mod story;
 mod timeline;
 mod traces;
+mod upgrade;
 mod world;

@@ -3,6 +3,7 @@
 use std::{
     net::SocketAddr,
     process::{Child, Command, Stdio},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -38,7 +39,7 @@ impl Observed {
         board.attach(daemon.shared(), daemon.progress());
         let stop = CancellationToken::new();
         tokio::spawn(board.clone().watch(stop.clone()));
-        tokio::spawn(server::serve(listener, board, stop.clone()));
+        tokio::spawn(server::serve(listener, board, Arc::new(server::Guard::new(None)), stop.clone()));
         Self { daemon, address, stop }
     }
 
@@ -123,7 +124,7 @@ async fn metrics_are_well_formed_and_named_by_convention() {
         let labels = series.split_once('{').map_or("", |(_, rest)| rest.trim_end_matches('}'));
         for label in labels.split("\",").filter(|label| !label.is_empty()) {
             let name = label.split('=').next().unwrap();
-            assert!(["rule", "collection", "operation", "reason", "version", "le"].contains(&name), "{line}");
+            assert!(["rule", "collection", "operation", "reason", "version", "commit", "le"].contains(&name), "{line}");
         }
     }
     for rule in ["ip", "note"] {
@@ -284,6 +285,11 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     assert_eq!(run(&["health", "--live"]).0, Some(0));
+    // Who stands by is well, too.
+    while !run(&["status"]).1.contains("leader") {
+        assert!(Instant::now() < limit, "{:?}", run(&["status"]));
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
     assert_eq!(run(&["wait", "--timeout", "30"]), (Some(0), String::new(), String::new()));
     assert_eq!(run(&["wait", "--operation-time", "9;rm"]).0, Some(2));
     assert_eq!(run(&["wait", "--operation-time", "4000000000.1", "--timeout", "1"]).0, Some(1));

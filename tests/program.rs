@@ -26,39 +26,43 @@ fn denormd() -> Command {
 }
 
 /// A config file in a folder of its own.
-struct File {
-    folder: tempfile::TempDir,
+pub struct File {
+    pub folder: tempfile::TempDir,
 }
 
 impl File {
-    fn new(text: &str) -> Self {
+    pub fn new(text: &str) -> Self {
         let file = Self { folder: tempfile::tempdir().unwrap() };
         file.write(text);
         file
     }
 
-    fn write(&self, text: &str) {
+    pub fn write(&self, text: &str) {
         fs::write(self.path(), text).unwrap();
     }
 
-    fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         self.folder.path().join("shop.yaml")
     }
 
-    fn run(&self, arguments: &[&str]) -> Output {
+    pub fn run(&self, arguments: &[&str]) -> Output {
         denormd().args(arguments).arg("--config").arg(self.path()).output().unwrap()
     }
 }
 
 /// A daemon whose log lines can be waited for.
-struct Running {
-    child: Child,
+pub struct Running {
+    pub child: Child,
     lines: mpsc::Receiver<String>,
 }
 
 impl Running {
-    fn start(file: &File) -> Self {
-        let mut child = denormd().arg("run").arg("--config").arg(file.path()).stderr(Stdio::piped()).spawn().unwrap();
+    pub fn start(file: &File) -> Self {
+        Self::spawn(denormd().arg("--config").arg(file.path()))
+    }
+
+    fn spawn(command: &mut Command) -> Self {
+        let mut child = command.arg("run").stderr(Stdio::piped()).spawn().unwrap();
         let (send, lines) = mpsc::channel();
         let log = BufReader::new(child.stderr.take().unwrap());
         std::thread::spawn(move || log.lines().map_while(Result::ok).try_for_each(|line| send.send(line)));
@@ -66,7 +70,7 @@ impl Running {
     }
 
     /// The next log line that holds `text`.
-    fn wait(&self, text: &str) -> String {
+    pub fn wait(&self, text: &str) -> String {
         let deadline = Instant::now() + LIMIT;
         let mut seen = Vec::new();
         while let Ok(line) = self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
@@ -78,7 +82,7 @@ impl Running {
         panic!("no log line holds {text:?}:\n{}", seen.join("\n"));
     }
 
-    fn signal(&self, name: &str) {
+    pub fn signal(&self, name: &str) {
         assert!(Command::new("kill").args([name, &self.child.id().to_string()]).status().unwrap().success());
     }
 }
@@ -211,4 +215,80 @@ async fn a_removed_rule_is_reported_and_pruned_on_request() {
         [doc! {"_id": 1, "host": 1, "lines": [{"host": 1}, 5, {"host": 2}], "ip": "10.0.0.1"}]
     );
     assert_eq!(file.run(&["prune", "nobody"]).status.code(), Some(2));
+}
+
+/// A ConfigMap's folder as the kubelet mounts it: files are links through a hidden one, which is what an update swaps.
+struct Mounted {
+    folder: tempfile::TempDir,
+}
+
+impl Mounted {
+    fn new(text: &str) -> Self {
+        let mounted = Self { folder: tempfile::tempdir().unwrap() };
+        mounted.swap("..1", text);
+        std::os::unix::fs::symlink("..data/shop.yaml", mounted.folder.path().join("shop.yaml")).unwrap();
+        mounted
+    }
+
+    fn swap(&self, version: &str, text: &str) {
+        let at = |name: &str| self.folder.path().join(name);
+        fs::create_dir(at(version)).unwrap();
+        fs::write(at(version).join("shop.yaml"), text).unwrap();
+        let old = fs::read_link(at("..data"));
+        std::os::unix::fs::symlink(version, at("..data_tmp")).unwrap();
+        fs::rename(at("..data_tmp"), at("..data")).unwrap();
+        if let Ok(old) = old {
+            fs::remove_dir_all(at("").join(old)).unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_config_map_that_is_swapped_is_reloaded() {
+    let (test, db) = shop().await;
+    let rule = RULE.replace("copy:", "allow_scan: true, copy:");
+    let mounted = Mounted::new(&config(&test, &rule));
+    let running = Running::spawn(denormd().arg("--config").arg(mounted.folder.path()));
+    log_becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}).await;
+    mounted.swap("..2", &config(&test, &rule.replace("{ ip: $ip }", "{ ip: $ip, hostname: $name }")));
+    running.wait("config reloaded");
+    log_becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "hostname": "alpha"}).await;
+}
+
+/// What a service manager hears, until it hears this.
+fn hears(socket: &std::os::unix::net::UnixDatagram, text: &str) {
+    let mut all = Vec::new();
+    loop {
+        let mut message = [0; 1000];
+        let length = socket.recv(&mut message).unwrap_or_else(|error| panic!("{text} is not said: {error}; {all:?}"));
+        all.push(String::from_utf8_lossy(&message[..length]).into_owned());
+        if all.last().unwrap().lines().any(|line| line == text) {
+            return;
+        }
+    }
+}
+
+#[tokio::test]
+async fn systemd_hears_of_the_start_the_reload_the_end_and_that_the_loop_turns() {
+    let (test, _) = shop().await;
+    let file = File::new(&config(&test, RULE));
+    assert!(file.run(&["plan", "--apply"]).status.success());
+    let path = file.folder.path().join("notify");
+    let socket = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+    socket.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut command = denormd();
+    command.arg("--config").arg(file.path()).env("NOTIFY_SOCKET", &path).env("WATCHDOG_USEC", "200000");
+    let mut running = Running::spawn(&mut command);
+    for text in ["READY=1", "WATCHDOG=1", "WATCHDOG=1"] {
+        hears(&socket, text);
+    }
+    running.wait("following changes");
+    running.signal("-HUP");
+    for text in ["RELOADING=1", "READY=1"] {
+        hears(&socket, text);
+    }
+    running.wait("following changes");
+    running.signal("-TERM");
+    hears(&socket, "STOPPING=1");
+    assert_eq!(running.child.wait().unwrap().code(), Some(0));
 }

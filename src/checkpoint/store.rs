@@ -96,6 +96,7 @@ impl Store {
     /// Opens the state of a deployment for the leader whose term `server` writes under: what a former leader has sent and
     /// not seen acknowledged does not change it from now on.
     pub async fn open(server: &Server, database: &str, deployment: &str) -> Result<Self> {
+        super::format::check(server, database, deployment).await?;
         for name in [POSITIONS, RULES, fan_out::COLLECTION] {
             match server.database(database).create_collection(name).await.map_err(Error::from) {
                 Err(error) if error.code != Some(NAMESPACE_EXISTS) => return Err(error),

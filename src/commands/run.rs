@@ -1,8 +1,11 @@
 //! `denormd run`: stand by, lead, follow changes; and again when the lease is lost or the config changes.
 
+mod service;
+mod signals;
+
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use sd_notify::NotifyState;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -15,32 +18,40 @@ use crate::{
     logging,
     membership::Member,
     metrics::Metrics,
+    mongo::{Connection, connect},
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
-    server,
+    server::{self, Guard},
     status::{Board, Role},
 };
+use signals::{Signals, Wake};
 
-/// How often a running pipeline and the config files are looked at. A ConfigMap is swapped by a symlink, which file
-/// notifications miss.
+/// How often a running pipeline is looked at.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, swaps the rules.
 pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     let log = logging::start(&loaded.config.log, &loaded.config.name)?;
+    warn_of_insecure(&loaded);
     let mut signals = Signals::listen(paths)?;
-    let board = serve(&loaded).await?;
+    signals.watch(files_of(&loaded));
+    let (board, guard) = serve(&loaded).await?;
+    tokio::spawn(service::watchdog(board.clone()));
+    // It has started: its address is taken and its config is whole. The cluster may come up later.
+    service::say(&[NotifyState::Ready]);
     let context = tokio::select! {
         context = patiently(&loaded, &board) => context?,
         () = signals.stop() => return Ok(()),
     };
     let config = &loaded.config;
-    let (server, database, ttl) = (context.server.unfenced(), config.state.database.clone(), config.lease.ttl);
-    let lease = Lease::new(server, &database, &config.name, ttl);
-    let member = Member::join(context.server.unfenced(), &database, &config.name, ttl, &context.plan);
-    board.keep(Journal::new(context.server.unfenced(), &database, &config.name));
-    let mut rules = Rules { loaded, context, board, member };
+    let connection = Connection::from(context.server.unfenced());
+    let (database, ttl) = (config.state.database.clone(), config.lease.ttl);
+    let lease = Lease::new(connection.clone(), &database, &config.name, ttl);
+    let member = Member::join(connection.clone(), &database, &config.name, ttl, &context.plan);
+    board.keep(Journal::new(connection.clone(), &database, &config.name));
+    board.detach(Role::Standby);
+    let mut rules = Rules { loaded, context, board, guard, member, connection };
     let result = take_turns(paths, &mut rules, &lease, &mut signals).await;
     rules.board.close().await;
     log.end().await;
@@ -58,7 +69,7 @@ async fn take_turns(paths: &[PathBuf], rules: &mut Rules, lease: &Lease, signals
             wake = signals.next() => match wake {
                 Wake::Stop => return Ok(()),
                 Wake::Reload | Wake::Yield => {
-                    rules.reload(paths).await;
+                    rules.reload(paths, signals).await;
                     continue;
                 }
             },
@@ -82,16 +93,42 @@ struct Rules {
     loaded: Loaded,
     context: Arc<Context>,
     board: Arc<Board>,
+    guard: Arc<Guard>,
     member: Member,
+    /// What lasts longer than a config goes by this.
+    connection: Connection,
+}
+
+/// Files whose change is a change of the config: the connection string's, the token's, and the certificates'.
+fn files_of(loaded: &Loaded) -> Vec<PathBuf> {
+    let config = &loaded.config;
+    let named = [config.mongodb.uri_file.clone(), config.http.token_file.clone()];
+    named.into_iter().flatten().chain(connect::certificates(&config.mongodb.uri)).collect()
+}
+
+/// What the connection string switches off is said at every start, and in the status.
+fn warn_of_insecure(loaded: &Loaded) {
+    for option in connect::insecure(&loaded.config.mongodb.uri) {
+        tracing::warn!(
+            option,
+            "INSECURE: the server's certificate is not verified; anybody on the way can read and change the data. Give \
+             tlsCAFile instead"
+        );
+    }
+    if !loaded.config.http.listen.ip().is_loopback() {
+        tracing::info!(listen = %loaded.config.http.listen, "the HTTP server can be reached from other machines");
+    }
 }
 
 /// Takes the address before anything else, and serves until the process ends.
-async fn serve(loaded: &Loaded) -> Result<Arc<Board>, Failure> {
+async fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
     let listener = server::bind(loaded.config.http.listen).await?;
     let board = Board::new(&loaded.config.name, Metrics::new()?);
+    board.insecure(connect::insecure(&loaded.config.mongodb.uri));
+    let guard = Arc::new(Guard::new(loaded.config.http.token.clone()));
     tokio::spawn(board.clone().watch(CancellationToken::new()));
-    tokio::spawn(server::serve(listener, board.clone(), CancellationToken::new()));
-    Ok(board)
+    tokio::spawn(server::serve(listener, board.clone(), guard.clone(), CancellationToken::new()));
+    Ok((board, guard))
 }
 
 /// Everything that can be refused, before anything is started.
@@ -116,7 +153,14 @@ async fn patiently(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failu
 
 impl Rules {
     /// Takes the new config when it is whole and the cluster has what it needs; otherwise the old one stays in force.
-    async fn reload(&mut self, paths: &[PathBuf]) -> bool {
+    async fn reload(&mut self, paths: &[PathBuf], signals: &mut Signals) -> bool {
+        service::reloading();
+        let taken = self.take(paths, signals).await;
+        service::say(&[NotifyState::Ready]);
+        taken
+    }
+
+    async fn take(&mut self, paths: &[PathBuf], signals: &mut Signals) -> bool {
         let result = async {
             let loaded = config::load(paths, &config::process_environment())?;
             let (old, new) = (&self.loaded.config, &loaded.config);
@@ -131,6 +175,11 @@ impl Rules {
             Ok((loaded, context)) => {
                 self.member.has_plan(&context.plan);
                 (self.loaded, self.context) = (loaded, context);
+                self.connection.replace(self.context.server.unfenced());
+                self.guard.set_token(self.loaded.config.http.token.clone());
+                self.board.insecure(connect::insecure(&self.loaded.config.mongodb.uri));
+                signals.watch(files_of(&self.loaded));
+                warn_of_insecure(&self.loaded);
                 self.board.metrics.reloaded(true);
                 let count = self.loaded.config.rules.len();
                 self.board.happened("config_reloaded", &format!("the config was read again: {count} rules"));
@@ -138,6 +187,10 @@ impl Rules {
                 true
             }
             Err(failure) => {
+                // What the cluster refuses it may take later: a new password is often in the file before it is set.
+                if matches!(failure, Failure::Failed(_)) {
+                    signals.try_again();
+                }
                 self.board.metrics.reloaded(false);
                 // The first line has the place and the mistake; what follows quotes the file.
                 let reason = failure.to_string().lines().next().unwrap_or_default().to_owned();
@@ -174,6 +227,13 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
         };
         let handle = match started {
             Ok(handle) => handle,
+            // It was granted before: a password that is being changed, and the file with the new one comes.
+            Err(error) if error.kind == Kind::Privilege => {
+                tracing::warn!(error = %error.message, "following changes cannot begin; standing by again");
+                held.release().await;
+                tokio::time::sleep(LOOK).await;
+                return Ok(Ended::Lost);
+            }
             Err(error) => {
                 held.release().await;
                 return Err(error.into());
@@ -197,11 +257,14 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
                 // The lease runs out by itself: what was in flight when the pipeline broke may still be written until then.
                 () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself").into()),
                 wake = signals.next() => match wake {
-                    Wake::Reload if !rules.reload(paths).await => {}
+                    Wake::Reload if !rules.reload(paths, signals).await => {}
                     wake => break wake,
                 },
             }
         };
+        if wake == Wake::Stop {
+            service::say(&[NotifyState::Stopping]);
+        }
         tracing::info!("stopping: what is in flight is finished, then the position is saved");
         tokio::select! {
             () = handle.stop() => {}
@@ -251,67 +314,5 @@ async fn outdated(member: &Member) {
 async fn finished(handle: &Handle) {
     while !handle.is_finished() {
         tokio::time::sleep(LOOK).await;
-    }
-}
-
-/// What asks the daemon to do something else.
-#[derive(Debug, PartialEq)]
-enum Wake {
-    Stop,
-    Reload,
-    /// An instance with newer rules is there. No signal says so.
-    Yield,
-}
-
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    hangup: Signal,
-    paths: Vec<PathBuf>,
-    /// The config files as they were last loaded, or refused.
-    files: Option<Vec<String>>,
-}
-
-impl Signals {
-    fn listen(paths: &[PathBuf]) -> Result<Self, Error> {
-        let listen =
-            |kind| signal(kind).map_err(|error| Error::internal(format!("signals cannot be handled: {error}")));
-        Ok(Self {
-            terminate: listen(SignalKind::terminate())?,
-            interrupt: listen(SignalKind::interrupt())?,
-            hangup: listen(SignalKind::hangup())?,
-            files: config::snapshot(paths),
-            paths: paths.to_vec(),
-        })
-    }
-
-    /// Waits for something to do.
-    async fn next(&mut self) -> Wake {
-        let mut look = tokio::time::interval(LOOK);
-        loop {
-            tokio::select! {
-                _ = self.terminate.recv() => return Wake::Stop,
-                _ = self.interrupt.recv() => return Wake::Stop,
-                _ = self.hangup.recv() => {
-                    self.files = config::snapshot(&self.paths);
-                    return Wake::Reload;
-                }
-                _ = look.tick() => {
-                    let now = config::snapshot(&self.paths);
-                    if now.is_some() && now != self.files {
-                        self.files = now;
-                        return Wake::Reload;
-                    }
-                }
-            }
-        }
-    }
-
-    /// Waits for a signal to stop.
-    async fn stop(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-        }
     }
 }

@@ -192,7 +192,7 @@ mod tests {
             "rules": [], "streams": [], "queue_depth": 0, "queue_capacity": 1, "events_per_second": 0.0,
             "oplog": {"readable": true, "headroom_seconds": 7200.0, "size_megabytes": 1000.0, "bridged_seconds": 21_600.0},
             "propagation": {"count": 0}, "targets_per_second": 0.0, "checkpoint_age_seconds": 0.0, "dead_letters": 0, "errors": [],
-            "canary_age_seconds": 3.0,
+            "canary_age_seconds": 3.0, "insecure": [],
         }))
         .unwrap()
     }

@@ -32,6 +32,10 @@ fn text(status: &Status) -> String {
     for rule in status.rules.iter().filter(|rule| rule.behind_since.is_some()) {
         writeln!(out, "   {}", stale(status, rule)).ok();
     }
+    for option in &status.insecure {
+        writeln!(out, "\n!! INSECURE: {option} is set: the server's certificate is not verified").ok();
+        writeln!(out, "   what to do: give tlsCAFile instead").ok();
+    }
     for cause in &status.causes {
         let rules = if cause.rules.is_empty() { String::new() } else { format!(" ({})", cause.rules.join(", ")) };
         let mark = if cause.severe { "!!" } else { " *" };

@@ -25,7 +25,7 @@ enum Kind {
 }
 
 /// The settings, each of which a variable can give.
-const SETTINGS: [(&str, Kind); 17] = [
+const SETTINGS: [(&str, Kind); 32] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),
@@ -43,10 +43,25 @@ const SETTINGS: [(&str, Kind); 17] = [
     ("limits.destroy_per_hour", Kind::Number),
     ("limits.audit_per_second", Kind::Number),
     ("lease.ttl_seconds", Kind::Number),
+    ("advise.sample", Kind::Number),
+    ("advise.scan_documents", Kind::Number),
+    ("advise.history_events", Kind::Number),
+    ("advise.history_seconds", Kind::Number),
+    ("advise.embed_elements", Kind::Number),
+    ("advise.references_warn", Kind::Number),
+    ("advise.references_stop", Kind::Number),
+    ("advise.document_warn_bytes", Kind::Number),
+    ("advise.document_bad_bytes", Kind::Number),
+    ("advise.copy_ratio", Kind::Number),
+    ("advise.no_copy_ratio", Kind::Number),
+    ("advise.subset", Kind::Number),
+    ("advise.indexes", Kind::Number),
+    ("advise.lookup_percent", Kind::Number),
+    ("advise.collections", Kind::Number),
 ];
 
 /// The keys of the root that hold settings.
-pub(super) const SECTIONS: [&str; 7] = ["name", "mongodb", "http", "state", "log", "limits", "lease"];
+pub(super) const SECTIONS: [&str; 8] = ["name", "mongodb", "http", "state", "log", "limits", "lease", "advise"];
 
 fn path(setting: &str) -> ConfigPath {
     setting.split('.').fold(ConfigPath::default(), |path, key| path.key(key))

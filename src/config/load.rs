@@ -105,6 +105,14 @@ pub fn load(paths: &[PathBuf], environment: &[(String, String)]) -> Result<Loade
     assemble(texts, environment)
 }
 
+/// As [`load`], where a config file is optional: without one, everything comes from the environment, and there are no rules.
+pub fn load_if_any(paths: &[PathBuf], environment: &[(String, String)]) -> Result<Loaded, ConfigError> {
+    if paths.iter().any(|path| path.exists()) {
+        return load(paths, environment);
+    }
+    assemble(vec![("the defaults".to_owned(), Format::Yaml, "rules: []\n".to_owned())], environment)
+}
+
 /// The texts that [`load`] would read, to see whether one has changed; None while they cannot be read.
 #[must_use]
 pub fn snapshot(paths: &[PathBuf]) -> Option<Vec<String>> {
@@ -134,6 +142,16 @@ pub fn load_str(text: &str, format: Format) -> Result<Loaded, ConfigError> {
         Format::Json => "config.json",
     };
     assemble(vec![(name.to_owned(), format, text.to_owned())], &[])
+}
+
+/// Loads one text under the environment. Messages call it by `name`.
+pub fn load_text(
+    name: &str,
+    text: &str,
+    format: Format,
+    environment: &[(String, String)],
+) -> Result<Loaded, ConfigError> {
+    assemble(vec![(name.to_owned(), format, text.to_owned())], environment)
 }
 
 fn read_error(path: &Path, error: io::Error) -> ConfigError {
@@ -205,8 +223,8 @@ fn check(
     let rules = rules(&mut reader, &sources);
     match settings {
         Some(settings) if reader.mistakes.is_empty() && faults.is_empty() => {
-            let super::settings::Settings { name, mongodb, http, state, log, limits, lease } = settings;
-            Ok(Loaded { config: Config { name, mongodb, rules, http, state, log, limits, lease }, sources })
+            let super::settings::Settings { name, mongodb, http, state, log, limits, lease, advise } = settings;
+            Ok(Loaded { config: Config { name, mongodb, rules, http, state, log, limits, lease, advise }, sources })
         }
         _ => Err(located(&sources, &reader.mistakes, faults)),
     }

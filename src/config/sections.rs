@@ -1,6 +1,6 @@
 //! The sections of a config, one struct each. Structs that hold secrets are not `Serialize` on purpose.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use bson::{Bson, Document};
 use secrecy::SecretString;
@@ -24,6 +24,8 @@ pub struct Config {
     pub limits: Limits,
     /// How instances of one deployment agree on their leader.
     pub lease: Lease,
+    /// The thresholds and bounds of `denormd advise`.
+    pub advise: Advise,
 }
 
 /// `mongodb`: how to reach the cluster.
@@ -31,6 +33,8 @@ pub struct Config {
 pub struct Mongodb {
     /// The connection string (`uri`, or the trimmed content of the file named by `uri_file`).
     pub uri: SecretString,
+    /// The file that it was read from, if it was.
+    pub uri_file: Option<PathBuf>,
     /// The database of collections named without one. Falls back to the connection string's default database.
     pub database: Option<String>,
 }
@@ -40,11 +44,18 @@ pub struct Mongodb {
 pub struct Http {
     /// Where it listens. Loopback unless told otherwise.
     pub listen: SocketAddr,
+    /// What a request that changes something has to bring (`token`, or the trimmed content of `token_file`). Without one
+    /// nothing can be changed over HTTP.
+    pub token: Option<SecretString>,
+    /// The file that it was read from, if it was.
+    pub token_file: Option<PathBuf>,
 }
 
 impl Http {
     /// The default of `listen`.
     pub const DEFAULT_LISTEN: &str = "127.0.0.1:9464";
+    /// A shorter token could be guessed.
+    pub const SHORTEST_TOKEN: usize = 16;
 }
 
 /// `state`: where denormd keeps its own state.
@@ -149,6 +160,67 @@ impl Lease {
 impl Default for Lease {
     fn default() -> Self {
         Self { ttl: Self::DEFAULT_TTL }
+    }
+}
+
+/// `advise`: the thresholds of its advice, and the bounds of what it reads. "Rules of thumb" are those of MongoDB's blog
+/// series "6 Rules of Thumb for MongoDB Schema Design"; what names no source is denormd's own.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Advise {
+    /// Documents that are sampled from each collection (`sample`).
+    pub sample: u64,
+    /// Without an index a collection is read whole only up to this many documents, beyond it is sampled
+    /// (`scan_documents`).
+    pub scan_documents: u64,
+    /// Events that are read from the oplog, at most (`history_events`).
+    pub history_events: u64,
+    /// How long events are read from the oplog, at most (`history_seconds`).
+    pub history: Duration,
+    /// Embed while the 99th percentile is below this: "a couple of hundred", rule of thumb 3 (`embed_elements`).
+    pub embed_elements: u64,
+    /// From here an array of references is warned about: "a few thousand", rule of thumb 3 (`references_warn`).
+    pub references_warn: u64,
+    /// From here an array of references is advised against: "a few thousand", rule of thumb 3 (`references_stop`).
+    pub references_stop: u64,
+    /// Bytes of a document that are warned about: a sixteenth of the server's limit of 16 MB (`document_warn_bytes`).
+    pub document_warn: u64,
+    /// Bytes of a document that are bad: what is left up to 16 MB is the time to act (`document_bad_bytes`).
+    pub document_bad: u64,
+    /// Reads for each copied write from which a field is copied: "mostly read and only seldom updated", rule of thumb 5
+    /// (`copy_ratio`).
+    pub copy_ratio: u64,
+    /// Reads for each copied write up to which a field is not copied (`no_copy_ratio`).
+    pub no_copy_ratio: u64,
+    /// Children that a parent shows where the application's own limit was not seen: the ten reviews of MongoDB's "Building
+    /// with Patterns: The Subset Pattern" (`subset`).
+    pub subset: u64,
+    /// Indexes on one collection, at most (`indexes`): each is one more write for every write.
+    pub indexes: u64,
+    /// Share of reads that may be `$lookup`, in percent (`lookup_percent`).
+    pub lookup_percent: u64,
+    /// Collections, at most: MongoDB's manual, "Reduce the Number of Collections" (`collections`).
+    pub collections: u64,
+}
+
+impl Default for Advise {
+    fn default() -> Self {
+        Self {
+            sample: 1000,
+            scan_documents: 500_000,
+            history_events: 1_000_000,
+            history: Duration::from_secs(30),
+            embed_elements: 250,
+            references_warn: 2000,
+            references_stop: 5000,
+            document_warn: 1 << 20,
+            document_bad: 10 << 20,
+            copy_ratio: 10,
+            no_copy_ratio: 1,
+            subset: 10,
+            indexes: 10,
+            lookup_percent: 10,
+            collections: 10_000,
+        }
     }
 }
 

@@ -1,13 +1,18 @@
 //! The settings beside the rules, read.
 
-use std::{fs, net::SocketAddr, path::Path, time::Duration};
+use std::{
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use secrecy::SecretString;
 
 use super::{
     diagnose::{ConfigPath, Mistake},
     reader::{Field, Fields, Reader},
-    sections::{Http, Lease, Limits, Log, LogFormat, Mongodb, State},
+    sections::{Advise, Http, Lease, Limits, Log, LogFormat, Mongodb, State},
     sources::Sources,
     tree::Node,
 };
@@ -29,6 +34,7 @@ pub(super) struct Settings {
     pub log: Log,
     pub limits: Limits,
     pub lease: Lease,
+    pub advise: Advise,
 }
 
 impl Reader {
@@ -36,11 +42,12 @@ impl Reader {
         let root = self.fields(&Field { at: ConfigPath::default(), node: root }, &super::layer::SECTIONS, |_| None)?;
         let name = root.get("name").and_then(|field| self.name(&field));
         let mongodb = self.mongodb(&root, sources);
-        let http = self.http(&root);
+        let http = self.http(&root, sources);
         let state = self.state(&root);
         let log = self.log(&root);
         let limits = self.limits(&root);
         let lease = self.lease(&root);
+        let advise = self.advise(&root);
         Some(Settings {
             name: name.unwrap_or_else(|| DEFAULT_NAME.to_owned()),
             mongodb: mongodb?,
@@ -49,6 +56,7 @@ impl Reader {
             log,
             limits,
             lease,
+            advise,
         })
     }
 
@@ -76,11 +84,12 @@ impl Reader {
                 None
             }
             (None, None) => {
-                self.mistake(Mistake::new(section.at, "the key `mongodb.uri` is missing").hint(URI_HINT));
+                self.mistake(Mistake::new(section.at.clone(), "the key `mongodb.uri` is missing").hint(URI_HINT));
                 None
             }
         };
-        Some(Mongodb { uri: uri?, database })
+        let uri_file = section.get("uri_file").and_then(|file| self.file(&file, sources));
+        Some(Mongodb { uri: uri?, uri_file, database })
     }
 
     /// Only the scheme is looked at: the driver parses the rest, and its messages need the same care.
@@ -94,24 +103,58 @@ impl Reader {
     }
 
     fn uri_file(&mut self, field: &Field<'_>, sources: &Sources) -> Option<SecretString> {
+        let what = "`uri_file` holds the connection string";
+        let content = self.content(field, sources, what)?;
+        self.uri(&field.at, content.trim())
+    }
+
+    /// The file that a setting names: a relative path starts at the directory of the config file that says it.
+    fn file(&mut self, field: &Field<'_>, sources: &Sources) -> Option<PathBuf> {
         let name = self.text(field)?;
-        let directory = sources.directory(&field.at).unwrap_or(Path::new(""));
-        let path = directory.join(&name);
+        Some(sources.directory(&field.at).unwrap_or(Path::new("")).join(name))
+    }
+
+    fn content(&mut self, field: &Field<'_>, sources: &Sources, what: &str) -> Option<String> {
+        let path = self.file(field, sources)?;
         match fs::read_to_string(&path) {
-            Ok(content) => self.uri(&field.at, content.trim()),
+            Ok(content) => Some(content),
             Err(error) => {
                 let message = format!("cannot read {}: {error}", path.display());
-                let hint =
-                    "`uri_file` holds the connection string; a relative path starts at the config file's directory";
+                let hint = format!("{what}; a relative path starts at the config file's directory");
                 self.mistake(Mistake::new(field.at.clone(), message).hint(hint));
                 None
             }
         }
     }
 
-    fn http(&mut self, root: &Fields<'_>) -> Http {
-        let listen = self.section(root, "http", &["listen"]).and_then(|section| section.get("listen"));
-        listen.and_then(|field| self.listen(&field)).map_or_else(Http::default, |listen| Http { listen })
+    fn http(&mut self, root: &Fields<'_>, sources: &Sources) -> Http {
+        let default = Http::default();
+        let Some(section) = self.section(root, "http", &["listen", "token", "token_file"]) else { return default };
+        let listen = section.get("listen").and_then(|field| self.listen(&field)).unwrap_or(default.listen);
+        let (token, file) = (section.get("token"), section.get("token_file"));
+        if let (Some(token), Some(file)) = (&token, &file) {
+            let mistake = Mistake::new(file.at.clone(), "`token` and `token_file` are both given").on_key();
+            self.mistake(mistake.related(token.at.clone(), "`token` is given here").hint("keep one of them"));
+        }
+        let token_file = file.as_ref().and_then(|file| self.file(file, sources));
+        let token = match (token, file) {
+            (Some(token), _) => self.text(&token).and_then(|text| self.token(&token.at, &text)),
+            (None, Some(file)) => {
+                let content = self.content(&file, sources, "`token_file` holds the token");
+                content.and_then(|content| self.token(&file.at, content.trim()))
+            }
+            (None, None) => None,
+        };
+        Http { listen, token, token_file }
+    }
+
+    fn token(&mut self, at: &ConfigPath, text: &str) -> Option<SecretString> {
+        if text.len() >= Http::SHORTEST_TOKEN {
+            return Some(SecretString::from(text.to_owned()));
+        }
+        let message = format!("a token has {} characters at least", Http::SHORTEST_TOKEN);
+        self.mistake(Mistake::new(at.clone(), message).hint("make one with `openssl rand -hex 32`"));
+        None
     }
 
     fn listen(&mut self, field: &Field<'_>) -> Option<SocketAddr> {
@@ -179,6 +222,52 @@ impl Reader {
         Lease { ttl: self.seconds(&section, "ttl_seconds", 2).unwrap_or(default.ttl) }
     }
 
+    fn advise(&mut self, root: &Fields<'_>) -> Advise {
+        let known = [
+            "sample",
+            "scan_documents",
+            "history_events",
+            "history_seconds",
+            "embed_elements",
+            "references_warn",
+            "references_stop",
+            "document_warn_bytes",
+            "document_bad_bytes",
+            "copy_ratio",
+            "no_copy_ratio",
+            "subset",
+            "indexes",
+            "lookup_percent",
+            "collections",
+        ];
+        let mut advise = Advise::default();
+        let Some(section) = self.section(root, "advise", &known) else { return advise };
+        if let Some(history) = self.seconds(&section, "history_seconds", 1) {
+            advise.history = history;
+        }
+        for (key, setting) in [
+            ("sample", &mut advise.sample),
+            ("scan_documents", &mut advise.scan_documents),
+            ("history_events", &mut advise.history_events),
+            ("embed_elements", &mut advise.embed_elements),
+            ("references_warn", &mut advise.references_warn),
+            ("references_stop", &mut advise.references_stop),
+            ("document_warn_bytes", &mut advise.document_warn),
+            ("document_bad_bytes", &mut advise.document_bad),
+            ("copy_ratio", &mut advise.copy_ratio),
+            ("no_copy_ratio", &mut advise.no_copy_ratio),
+            ("subset", &mut advise.subset),
+            ("indexes", &mut advise.indexes),
+            ("lookup_percent", &mut advise.lookup_percent),
+            ("collections", &mut advise.collections),
+        ] {
+            if let Some(count) = section.get(key).and_then(|field| self.count(&field)) {
+                *setting = count;
+            }
+        }
+        advise
+    }
+
     fn limit(&mut self, section: &Fields<'_>, key: &str) -> Option<usize> {
         usize::try_from(self.count(&section.get(key)?)?).ok()
     }
@@ -198,7 +287,7 @@ impl Reader {
 
 impl Default for Http {
     fn default() -> Self {
-        Self { listen: SocketAddr::from(([127, 0, 0, 1], 9464)) }
+        Self { listen: SocketAddr::from(([127, 0, 0, 1], 9464)), token: None, token_file: None }
     }
 }
 

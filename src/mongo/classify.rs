@@ -51,6 +51,15 @@ impl From<mongodb::error::Error> for Error {
             ErrorKind::ConnectionPoolCleared { .. } => {
                 Error::new(Kind::Connection, "connections were closed after a failure")
             }
+            // The message lists what each server said, which is addresses and the text of the TLS library.
+            ErrorKind::ServerSelection { message, .. } if message.contains("certificate") => Error::new(
+                Kind::Unavailable,
+                "no server can be reached whose certificate is valid and trusted",
+            )
+            .hint(
+                "give `tlsCAFile=` in the URI with the authority that signed the server's certificate; the host names \
+                     in the URI must be in the certificate, and the dates right",
+            ),
             ErrorKind::ServerSelection { .. } => Error::new(Kind::Unavailable, "no writable primary can be reached")
                 .hint("is the replica set up, and is the name in `replicaSet=` of the URI its real name?"),
             ErrorKind::Authentication { .. } => {

@@ -1,11 +1,11 @@
 //! Connecting, and what a cluster must be before anything is written to it.
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 use bson::{Document, doc};
 use mongodb::{
     Client,
-    options::{ClientOptions, ReadPreference, SelectionCriteria},
+    options::{ClientOptions, ReadPreference, SelectionCriteria, ServerAddress},
 };
 use secrecy::{ExposeSecret, SecretString};
 
@@ -13,6 +13,9 @@ use crate::error::{Error, Kind, Result};
 
 /// How long an operation looks for a server before it reports that there is none. Callers retry for ever.
 const SERVER_SELECTION: Duration = Duration::from_secs(10);
+
+/// How long one member of the set is looked for.
+const MEMBER_SELECTION: Duration = Duration::from_secs(3);
 
 /// Connects, and checks that the cluster can be used: a replica set (or mongos) of MongoDB 6.0 or later.
 pub async fn connect(uri: &SecretString) -> Result<Client> {
@@ -35,9 +38,47 @@ pub async fn connect(uri: &SecretString) -> Result<Client> {
     Ok(client)
 }
 
+/// Connects to one member of the set alone, whatever its role.
+pub async fn member(uri: &SecretString, host: &str) -> Result<Client> {
+    let mut options = ClientOptions::parse(uri.expose_secret()).await?;
+    options.hosts = vec![ServerAddress::parse(host)?];
+    options.direct_connection = Some(true);
+    options.repl_set_name = None;
+    options.app_name.get_or_insert_with(|| "denormd".to_owned());
+    options.server_selection_timeout = Some(MEMBER_SELECTION);
+    options.selection_criteria = Some(SelectionCriteria::ReadPreference(ReadPreference::Nearest { options: None }));
+    Ok(Client::with_options(options)?)
+}
+
 /// The database that the URI names, if it does.
 pub async fn default_database(uri: &SecretString) -> Option<String> {
     ClientOptions::parse(uri.expose_secret()).await.ok()?.default_database
+}
+
+/// The certificate files that the URI names: the driver reads them once for each client.
+#[must_use]
+pub fn certificates(uri: &SecretString) -> Vec<PathBuf> {
+    let files = options(uri.expose_secret())
+        .filter(|(name, _)| matches!(name.as_str(), "tlscafile" | "tlscertificatekeyfile"))
+        .map(|(_, value)| PathBuf::from(value));
+    files.collect()
+}
+
+/// The options of the URI that switch the verification of certificates off, as they are spelled in the documentation.
+#[must_use]
+pub fn insecure(uri: &SecretString) -> Vec<&'static str> {
+    let known = ["tlsInsecure", "tlsAllowInvalidCertificates", "tlsAllowInvalidHostnames"];
+    let on: Vec<String> =
+        options(uri.expose_secret()).filter(|(_, value)| value == "true").map(|(name, _)| name).collect();
+    known.into_iter().filter(|known| on.contains(&known.to_lowercase())).collect()
+}
+
+/// The options of a URI: names in lower case, values decoded.
+fn options(uri: &str) -> impl Iterator<Item = (String, String)> {
+    let query = uri.split_once('?').map_or("", |(_, query)| query);
+    query.split('&').filter_map(|option| option.split_once('=')).map(|(name, value)| {
+        (name.to_lowercase(), percent_encoding::percent_decode_str(value).decode_utf8_lossy().into_owned())
+    })
 }
 
 async fn check_topology(client: &Client) -> Result<()> {
@@ -62,4 +103,25 @@ async fn server_version(client: &Client) -> Result<(i32, i32)> {
     let parts = info.get_array("versionArray").map_err(|_| Error::internal("buildInfo without a version"))?;
     let part = |n: usize| parts.get(n).and_then(bson::Bson::as_i32).unwrap_or_default();
     Ok((part(0), part(1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_uri_says_of_certificates() {
+        let uri = |text: &str| SecretString::from(text.to_owned());
+        let whole = uri("mongodb://u:p@h/d?tls=true&tlsCAFile=/etc/my%20ca.pem&tlsCertificateKeyFile=/k.pem");
+        assert_eq!(certificates(&whole), [PathBuf::from("/etc/my ca.pem"), PathBuf::from("/k.pem")]);
+        assert!(insecure(&whole).is_empty());
+        for (text, expected) in [
+            ("mongodb://h/?tlsInsecure=true", vec!["tlsInsecure"]),
+            ("mongodb://h/?tls=true&TLSALLOWINVALIDCERTIFICATES=true", vec!["tlsAllowInvalidCertificates"]),
+            ("mongodb://h/?tlsInsecure=false", vec![]),
+            ("mongodb://tlsInsecure=true@h/", vec![]),
+        ] {
+            assert_eq!(insecure(&uri(text)), expected, "{text}");
+        }
+    }
 }

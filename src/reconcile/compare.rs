@@ -45,6 +45,19 @@ impl Compared {
     pub fn differences(&self) -> impl Iterator<Item = &Difference> {
         self.fields.iter().filter(|field| !identical(field.expected.as_ref(), field.stored.as_ref()))
     }
+
+    /// Whether another comparison of the same target has found the same differences: the same values are expected, the
+    /// same are stored.
+    #[must_use]
+    pub fn differs_as(&self, other: &Self) -> bool {
+        let same = |a: &Difference, b: &Difference| {
+            a.path == b.path
+                && identical(a.expected.as_ref(), b.expected.as_ref())
+                && identical(a.stored.as_ref(), b.stored.as_ref())
+        };
+        let (mine, theirs): (Vec<_>, Vec<_>) = (self.differences().collect(), other.differences().collect());
+        mine.len() == theirs.len() && mine.into_iter().zip(theirs).all(|(a, b)| same(a, b))
+    }
 }
 
 /// The projection that comparing needs: what the target refers by, and what the rule owns.

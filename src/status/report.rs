@@ -47,6 +47,9 @@ pub struct Status {
     pub name: String,
     /// The program's version.
     pub version: String,
+    /// Options of the connection string that switch the verification of certificates off.
+    #[serde(default)]
+    pub insecure: Vec<String>,
     /// Leader or standby.
     pub role: Role,
     /// When the process started.
@@ -259,7 +262,8 @@ pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Sta
     });
     Status {
         name: board.name.clone(),
-        version: env!("CARGO_PKG_VERSION").to_owned(),
+        version: env!("DENORMD_VERSION").to_owned(),
+        insecure: state.insecure.iter().map(|option| (*option).to_owned()).collect(),
         role: state.role,
         started: metrics.started_at(),
         now,

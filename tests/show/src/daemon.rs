@@ -16,27 +16,51 @@ pub struct Daemon {
     binary: PathBuf,
     config: PathBuf,
     uri: String,
+    listen: String,
     child: Option<Child>,
     log: PathBuf,
 }
 
 impl Daemon {
-    /// With `config/<name>`; nothing runs yet. The binary is the one beside this program, or `$DENORMD`.
+    /// With `config/<name>`; nothing runs yet.
     pub fn new(config: &str, uri: &str) -> Self {
+        Self::with(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../config").join(config), uri)
+    }
+
+    /// With this config file. The binary is the one beside this program, or `$DENORMD`.
+    pub fn with(config: &Path, uri: &str) -> Self {
         let beside = env::current_exe().expect("the path of this program").with_file_name("denormd");
         let binary = env::var_os("DENORMD").map_or(beside, PathBuf::from);
         assert!(binary.exists(), "there is no {}: build it with `cargo build --release`", binary.display());
-        let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../config").join(config);
         let config = config.canonicalize().unwrap_or_else(|error| panic!("{}: {error}", config.display()));
         let log = env::temp_dir().join(format!("denormd-show-{}.log", std::process::id()));
-        Self { binary, config, uri: uri.to_owned(), child: None, log }
+        Self { binary, config, uri: uri.to_owned(), listen: "127.0.0.1:0".to_owned(), child: None, log }
+    }
+
+    /// On a port of this machine that was free a moment ago, so that it can be asked.
+    #[must_use]
+    pub fn reachable(mut self) -> Self {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+        self.listen = free.local_addr().expect("its address").to_string();
+        self
+    }
+
+    /// `denormd wait`: returns when all that is committed now is applied.
+    pub fn wait(&self) {
+        let output = self.command(&["wait"]).output().expect("denormd starts");
+        assert!(output.status.success(), "denormd wait: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    /// Of the process that runs.
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
     }
 
     fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(&self.binary);
         command.args(words).arg("--config").arg(&self.config).stdin(Stdio::null());
         // Several may run on this machine.
-        command.env("DENORMD__MONGODB__URI", &self.uri).env("DENORMD__HTTP__LISTEN", "127.0.0.1:0");
+        command.env("DENORMD__MONGODB__URI", &self.uri).env("DENORMD__HTTP__LISTEN", &self.listen);
         command
     }
 

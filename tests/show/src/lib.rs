@@ -7,3 +7,4 @@ pub mod daemon;
 pub mod flights;
 pub mod print;
 pub mod progress;
+pub mod shop;

@@ -8,20 +8,14 @@ use denormd_show::{
     daemon::Daemon,
     print::{bold, counted, dim, green, heading, red, side_by_side, time},
     progress::Progress,
+    shop::{self, DATABASE, HOSTS, MESSAGES, PARTS, PRODUCTS},
 };
 use futures_util::TryStreamExt;
 use mongodb::{Collection, Database};
 use tokio::time::{Instant, sleep};
 
-/// The database of `config/shop.yaml`, and the number of its rules.
-const DATABASE: &str = "shop";
+/// The number of rules in `config/shop.yaml`.
 const RULES: usize = 3;
-
-const PARTS: i32 = 200;
-const PRODUCTS: i32 = 1_000;
-/// One moves with every tenth part.
-const HOSTS: i32 = PARTS / 10;
-const MESSAGES: i32 = 20_000;
 
 /// Longer than that and something is broken.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -96,24 +90,7 @@ impl Shop {
     }
 
     async fn load(&self) {
-        let names = ["Spoke", "Rim", "Hub", "Chain", "Saddle", "Pedal", "Brake", "Tyre", "Bell", "Lamp"];
-        let name = |id: i32| format!("{} {}", names[size(id) % names.len()], 100 + id);
-        let parts = (1..=PARTS).map(|id| doc! {"_id": id, "name": name(id), "price": f64::from(id * 7 % 90) + 0.5});
-        let products = (1..=PRODUCTS).map(|id| {
-            let part = |nth: i32| (id * nth * 3) % PARTS + 1;
-            let parts: Vec<Bson> =
-                (1..=3).map(|nth| Bson::Document(doc! {"id": part(nth), "quantity": nth * 2})).collect();
-            doc! {"_id": id, "name": format!("Bicycle {id}"), "parts": parts, "spares": [part(3), part(4)]}
-        });
-        let hosts =
-            (1..=HOSTS).map(|id| doc! {"_id": id, "name": format!("web-{id}"), "ipaddr": format!("10.0.0.{id}")});
-        let messages = (1..=MESSAGES).map(
-            |id| doc! {"_id": id, "host": id % HOSTS + 1, "message": format!("GET /bicycles/{}", id % PRODUCTS + 1)},
-        );
-        self.insert("parts", parts).await;
-        self.insert("products", products).await;
-        self.insert("hosts", hosts).await;
-        self.insert("logmsg", messages).await;
+        shop::load(&self.database).await;
         println!(
             "  {}, {}, {}, {}",
             counted(size(PARTS), "part"),
@@ -121,11 +98,6 @@ impl Shop {
             counted(size(HOSTS), "host"),
             counted(size(MESSAGES), "log message")
         );
-    }
-
-    async fn insert(&self, collection: &str, documents: impl Iterator<Item = Document>) {
-        let documents: Vec<Document> = documents.collect();
-        self.collection(collection).insert_many(documents).await.expect("an insert");
     }
 
     async fn read(&self, collection: &str, id: i32) -> Document {

@@ -20,14 +20,14 @@ use bson::{Document, doc};
 use denormd_fixture::ReplicaSet;
 
 /// How much more often than in real life it is looked at.
-const FASTER: u32 = 10;
+const FASTER: u32 = 100;
 /// What a browser does every two seconds.
 const PAGE: [&str; 3] = ["/v1/status", "/v1/history?since=9999999999999", "/v1/events"];
 const PAGE_EVERY: Duration = Duration::from_secs(2);
 /// What our prometheus.yml does.
 const SCRAPE_EVERY: Duration = Duration::from_secs(15);
-const PHASE: Duration = Duration::from_secs(15);
-const PAIRS: usize = 4;
+const PHASE: Duration = Duration::from_secs(10);
+const PAIRS: usize = 6;
 const CHANGES_PER_SECOND: u32 = 200;
 
 #[tokio::main]

@@ -1,0 +1,107 @@
+//! Questions to the server, each of them a read that is bounded in time. What may not be asked, or takes too long, is not known.
+
+use std::time::{Duration, Instant};
+
+use bson::{Bson, Document, doc};
+use futures_util::TryStreamExt;
+use mongodb::Client;
+
+use crate::{
+    change::Namespace,
+    error::{Error, Kind, Result},
+};
+
+use super::spread::{Known, Unknown};
+
+/// How long one question may take on the server.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Asks one cluster, or one of its members.
+#[derive(Debug, Clone)]
+pub struct Ask {
+    client: Client,
+}
+
+impl Ask {
+    /// Through a client.
+    #[must_use]
+    pub fn new(client: &Client) -> Self {
+        Self { client: client.clone() }
+    }
+
+    /// The driver's client.
+    #[must_use]
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// An aggregation to its end. `needs` is the privilege that it takes.
+    pub async fn aggregate(
+        &self,
+        ns: &Namespace,
+        pipeline: Vec<Document>,
+        needs: &str,
+    ) -> Result<Known<Vec<Document>>> {
+        self.hinted(ns, pipeline, None, needs).await
+    }
+
+    /// As [`Ask::aggregate`], along the index with these keys.
+    pub async fn hinted(
+        &self,
+        ns: &Namespace,
+        pipeline: Vec<Document>,
+        hint: Option<Document>,
+        needs: &str,
+    ) -> Result<Known<Vec<Document>>> {
+        let collection = self.client.database(&ns.database).collection::<Document>(&ns.collection);
+        let started = Instant::now();
+        let answer = async {
+            let mut asked = collection.aggregate(pipeline).max_time(PATIENCE).batch_size(5000);
+            if let Some(keys) = hint {
+                asked = asked.hint(mongodb::options::Hint::Keys(keys));
+            }
+            asked.await?.try_collect::<Vec<Document>>().await
+        };
+        known(Box::pin(answer).await.map_err(Error::from), needs, &ns.to_string(), started)
+    }
+
+    /// A command that answers with one document.
+    pub async fn command(&self, database: &str, mut command: Document, needs: &str) -> Result<Known<Document>> {
+        command.insert("maxTimeMS", Bson::Int64(i64::try_from(PATIENCE.as_millis()).unwrap_or(i64::MAX)));
+        let started = Instant::now();
+        let answer = Box::pin(self.client.database(database).run_command(command).into_future()).await;
+        known(answer.map_err(Error::from), needs, database, started)
+    }
+
+    /// What a collection's stage of figures says: `$collStats`, `$indexStats`.
+    pub async fn figures(&self, ns: &Namespace, stage: Document, needs: &str) -> Result<Known<Vec<Document>>> {
+        self.aggregate(ns, vec![stage], needs).await
+    }
+
+    /// The collections of a database.
+    pub async fn collections(&self, database: &str) -> Result<Vec<Document>> {
+        let command = doc! {"listCollections": 1, "authorizedCollections": false};
+        let mut cursor = self.client.database(database).run_cursor_command(command).await?;
+        let mut found = Vec::new();
+        while let Some(info) = cursor.try_next().await? {
+            found.push(info);
+        }
+        Ok(found)
+    }
+}
+
+/// A refusal becomes "not known"; a connection that is gone stays an error.
+fn known<T>(answer: Result<T>, needs: &str, about: &str, started: Instant) -> Result<Known<T>> {
+    let error = match answer {
+        Ok(answer) => return Ok(Ok(answer)),
+        Err(error) => error,
+    };
+    Ok(Err(Unknown(match error.kind {
+        Kind::Privilege => format!("needs the privilege {needs}"),
+        Kind::TimedOut => format!("{about} gave no answer within {} s", started.elapsed().as_secs()),
+        Kind::Refused | Kind::Internal | Kind::HistoryLost => format!("{about} refuses: {}", error.message),
+        Kind::Connection | Kind::Unavailable | Kind::NotReplicated | Kind::Config | Kind::Topology => {
+            return Err(error);
+        }
+    })))
+}

@@ -1,0 +1,134 @@
+//! What concerns all collections at once: `$lookup`, regular expressions, the number of collections, the cache.
+
+use std::collections::BTreeMap;
+
+use crate::{
+    advise::{
+        advice::{Advice, Kind, bytes, count, counted, figure},
+        reads::Reads,
+        spread::ratio,
+        survey::Survey,
+    },
+    config::Advise,
+};
+
+/// Fewer reads have no share to speak of.
+const FEW: u64 = 20;
+/// Of the cache, what data may fill: the rest is for writes, by WiredTiger's `eviction_target` of 80%.
+const CACHE_PERCENT: u64 = 80;
+
+/// Advice on the whole.
+#[must_use]
+pub fn decide(survey: &Survey, reads: &Reads, thresholds: &Advise) -> Vec<Advice> {
+    let mut advice = Vec::new();
+    advice.extend(lookups(reads, thresholds));
+    advice.extend(regexes(reads));
+    advice.extend(collections(survey, thresholds));
+    advice.extend(cache(survey, reads));
+    advice
+}
+
+fn lookups(reads: &Reads, thresholds: &Advise) -> Option<Advice> {
+    let (lookups, commands) = (reads.lookups?, reads.commands?);
+    if commands < FEW || lookups * 100 <= commands.saturating_mul(thresholds.lookup_percent) {
+        return None;
+    }
+    let says = format!(
+        "{} of {} {} were $lookup, {}%, more than {}%: what is joined that often is better copied or embedded",
+        count(lookups),
+        counted(commands, "read"),
+        reads.basis(),
+        figure(ratio(lookups * 100, commands)),
+        thresholds.lookup_percent
+    );
+    Some(Advice::new(Kind::LookupShare, 6, says))
+}
+
+fn regexes(reads: &Reads) -> Vec<Advice> {
+    let mut seen: BTreeMap<(String, String), u64> = BTreeMap::new();
+    for query in &reads.slow {
+        for path in &query.ignores_case {
+            *seen.entry((query.namespace.to_string(), path.clone())).or_default() += 1;
+        }
+    }
+    let all =
+        reads.regexes.map(|all| format!(" ({} $regex of all kinds {})", count(all), reads.basis())).unwrap_or_default();
+    seen.into_iter()
+        .map(|((namespace, path), times)| {
+            let says = format!(
+                "{} of `{namespace}` in the log match {path} by a regular expression that ignores case, which no index serves{all}: \
+                 an index with a collation of strength 2 does, or a second field in lower case",
+                counted(times, "slow read")
+            );
+            Advice::new(Kind::IgnoreCase, 6, says)
+        })
+        .collect()
+}
+
+fn collections(survey: &Survey, thresholds: &Advise) -> Option<Advice> {
+    let says = format!(
+        "{}, more than {}: each takes a file and memory, and so does each of its indexes",
+        counted(survey.listed, "collection"),
+        count(thresholds.collections)
+    );
+    (survey.listed > thresholds.collections).then(|| Advice::new(Kind::Collections, None, says))
+}
+
+/// Whether what is read fits the cache.
+fn cache(survey: &Survey, reads: &Reads) -> Option<Advice> {
+    let cache = reads.cache?;
+    let hot: Vec<_> = survey
+        .collections
+        .iter()
+        .filter(|collection| reads.of(&collection.namespace).is_some_and(|used| used.reads + used.writes > 0))
+        .collect();
+    let size: u64 = hot.iter().map(|collection| collection.bytes + collection.index_bytes).sum();
+    if size * 100 <= cache.size * CACHE_PERCENT {
+        return None;
+    }
+    let largest = hot.iter().max_by_key(|collection| collection.bytes)?;
+    let says = format!(
+        "the {} that were used {} hold {} with their indexes, the smallest cache {}; {} were read into it: larger documents than a page needs \
+         (`{}` has {}) push others out",
+        counted(hot.len() as u64, "collection"),
+        reads.basis(),
+        bytes(size),
+        bytes(cache.size),
+        bytes(cache.read),
+        largest.namespace.collection,
+        bytes(largest.bytes)
+    );
+    Some(Advice::new(Kind::Cache, 6, says))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::advise::log::slow_query;
+
+    fn kinds(survey: &Survey, reads: &Reads) -> Vec<Kind> {
+        decide(survey, reads, &Advise::default()).iter().map(|advice| advice.kind).collect()
+    }
+
+    #[test]
+    fn lookups_are_counted_against_all_reads() {
+        for (lookups, commands, expected) in [
+            (Some(11), Some(100), vec![Kind::LookupShare]),
+            (Some(10), Some(100), vec![]),
+            (Some(10), Some(10), vec![]),
+            (None, Some(100), vec![]),
+        ] {
+            let reads = Reads { commands, lookups, ..Reads::default() };
+            assert_eq!(kinds(&Survey::default(), &reads), expected, "{lookups:?} of {commands:?}");
+        }
+    }
+
+    #[test]
+    fn too_many_collections_and_regular_expressions() {
+        let survey = Survey { listed: 10_001, ..Survey::default() };
+        assert_eq!(kinds(&survey, &Reads::default()), [Kind::Collections]);
+        let line = r#"{"msg":"Slow query","attr":{"ns":"a.b","command":{"find":"b","filter":{"name":{"$regex":"^x","$options":"i"}}}}}"#;
+        let reads = Reads { slow: vec![slow_query(line).unwrap()], ..Reads::default() };
+        assert_eq!(kinds(&Survey::default(), &reads), [Kind::IgnoreCase]);
+    }
+}

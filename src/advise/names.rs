@@ -1,0 +1,133 @@
+//! Whether a field's name speaks of a collection: `product_id` of `products`, `hostId` of `hosts`. Pure.
+
+use crate::field_path::{FieldPath, Segment};
+
+/// Words at the end of a field's name that say that it refers, not to what.
+const REFERRING: [&str; 9] = ["id", "key", "ref", "oid", "uuid", "code", "no", "number", "fk"];
+/// Names that fields of every collection have: that two of them are the same says nothing.
+const COMMON: [&str; 8] = ["id", "name", "title", "type", "status", "description", "code", "number"];
+
+/// Whether a path's name speaks of a collection, or is the name of its key.
+#[must_use]
+pub fn speaks_of(path: &FieldPath, collection: &str, key: &FieldPath) -> bool {
+    let (wanted, found) = (words(collection), meaning(path));
+    let same_key = || {
+        let (path, key) = (names(path), names(key));
+        path.last() == key.last()
+            && path.last().is_some_and(|name| *name != "_id" && !COMMON.contains(&name.to_lowercase().as_str()))
+    };
+    (!wanted.is_empty() && found.ends_with(&wanted)) || same_key()
+}
+
+/// What a field that refers is about, as a name for what is copied beside it: `product` of `product_id`, `host` of `host`.
+#[must_use]
+pub fn about(path: &FieldPath) -> String {
+    let words = meaning(path);
+    if words.is_empty() { "copied".to_owned() } else { words.join("_") }
+}
+
+/// The words of the last name that means something.
+fn meaning(path: &FieldPath) -> Vec<String> {
+    for name in names(path).iter().rev() {
+        let mut words = words(name);
+        while words.last().is_some_and(|word| REFERRING.contains(&word.as_str())) {
+            words.pop();
+        }
+        if !words.is_empty() {
+            return words;
+        }
+    }
+    Vec::new()
+}
+
+fn names(path: &FieldPath) -> Vec<&str> {
+    let names = path.segments().iter().filter_map(|segment| match segment {
+        Segment::Name(name) => Some(name.as_str()),
+        Segment::Each => None,
+    });
+    names.collect()
+}
+
+/// The words of a name, lower case and singular: `[user, profile]` of `UserProfiles` and of `user_profiles`.
+fn words(name: &str) -> Vec<String> {
+    let mut words: Vec<String> = Vec::new();
+    let mut last = ' ';
+    for c in name.chars() {
+        if c.is_alphanumeric() {
+            let begins = !last.is_alphanumeric() || (c.is_uppercase() && last.is_lowercase());
+            match words.last_mut() {
+                Some(word) if !begins => word.extend(c.to_lowercase()),
+                _ => words.push(c.to_lowercase().collect()),
+            }
+        }
+        last = c;
+    }
+    words.iter().map(|word| singular(word)).collect()
+}
+
+fn singular(word: &str) -> String {
+    match word {
+        "people" => "person".to_owned(),
+        "children" => "child".to_owned(),
+        _ => {
+            let cut = |ending: &str, with: &str| word.strip_suffix(ending).map(|stem| format!("{stem}{with}"));
+            cut("ies", "y")
+                .or_else(|| cut("sses", "ss"))
+                .or_else(|| cut("xes", "x"))
+                .or_else(|| cut("ches", "ch"))
+                .or_else(|| if word.ends_with("ss") { Some(word.to_owned()) } else { cut("s", "") })
+                .unwrap_or_else(|| word.to_owned())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn path(text: &str) -> FieldPath {
+        FieldPath::parse(text).unwrap()
+    }
+
+    #[test]
+    fn names_that_speak() {
+        for (field, collection, key) in [
+            ("product_id", "products", "_id"),
+            ("productId", "products", "_id"),
+            ("host", "hosts", "_id"),
+            ("parts.$[].id", "parts", "_id"),
+            ("parts.$[]", "parts", "_id"),
+            ("publisher.$id", "publisher", "_id"),
+            ("category_ids.$[]", "categories", "_id"),
+            ("shipping_address_id", "addresses", "_id"),
+            ("userProfileId", "user_profiles", "_id"),
+            ("person", "people", "_id"),
+            ("carrier", "airlines", "carrier"),
+        ] {
+            assert!(speaks_of(&path(field), collection, &path(key)), "{field} of {collection}");
+        }
+        for (field, collection, key) in [
+            ("quantity", "parts", "_id"),
+            ("parts.$[].quantity", "parts", "_id"),
+            ("name", "airlines", "name"),
+            ("_id", "products", "_id"),
+            ("origin", "airports", "faa"),
+        ] {
+            assert!(!speaks_of(&path(field), collection, &path(key)), "{field} of {collection}");
+        }
+    }
+
+    #[test]
+    fn what_a_reference_is_about() {
+        for (field, name) in [
+            ("product_id", "product"),
+            ("hostId", "host"),
+            ("carrier", "carrier"),
+            ("publisher.$id", "publisher"),
+            ("parts.$[].id", "part"),
+            ("_id", "copied"),
+        ] {
+            assert_eq!(about(&path(field)), name);
+        }
+    }
+}

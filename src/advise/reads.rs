@@ -1,0 +1,345 @@
+//! Who reads what: counters of every member, twice, and what happened between. Profiler settings are never touched.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    time::{Duration, Instant},
+};
+
+use bson::{Bson, Document, doc};
+use secrecy::SecretString;
+
+use crate::{change::Namespace, error::Result, mongo::connect};
+
+use super::{
+    ask::Ask,
+    log::{Query, slow_query},
+    spread::{Unknown, whole},
+    survey::number,
+};
+
+/// What the members counted between two looks, or since they started.
+#[derive(Debug, Clone, Default)]
+pub struct Reads {
+    /// How long that is.
+    pub seconds: f64,
+    /// Whether it is since the members started, rather than between two looks.
+    pub since_start: bool,
+    /// How many members were asked.
+    pub members: usize,
+    /// Reads and writes of a collection, on all members.
+    pub collections: HashMap<Namespace, Used>,
+    /// How often an index was used, on all members.
+    pub indexes: HashMap<(Namespace, String), IndexUse>,
+    /// find, aggregate, count and distinct, on all members.
+    pub commands: Option<u64>,
+    /// `$lookup` stages, on all members.
+    pub lookups: Option<u64>,
+    /// `$regex` in queries, on all members.
+    pub regexes: Option<u64>,
+    /// The cache of the member with the least.
+    pub cache: Option<Cache>,
+    /// Queries that the members called slow.
+    pub slow: Vec<Query>,
+    /// Whether the log could be read.
+    pub log_read: bool,
+    /// What is not known.
+    pub unknown: BTreeSet<String>,
+}
+
+/// The use of one collection.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Used {
+    /// Reads.
+    pub reads: u64,
+    /// Writes.
+    pub writes: u64,
+    /// Microseconds that were spent in it, by `top`.
+    pub micros: u64,
+}
+
+/// The use of one index.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct IndexUse {
+    /// Uses between the two looks.
+    pub between: u64,
+    /// Uses since it is counted.
+    pub ever: u64,
+    /// For how many seconds it is counted: on the member that counts the shortest.
+    pub seconds: f64,
+}
+
+/// WiredTiger's cache.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Cache {
+    /// Its size in bytes.
+    pub size: u64,
+    /// Bytes that were read into it between the two looks.
+    pub read: u64,
+}
+
+impl Reads {
+    /// The use of a collection; None where it is not known.
+    #[must_use]
+    pub fn of(&self, namespace: &Namespace) -> Option<Used> {
+        self.collections.get(namespace).copied()
+    }
+
+    /// How often an index was used in the time that [`Reads::seconds`] tells.
+    #[must_use]
+    pub fn index(&self, namespace: &Namespace, name: &str) -> Option<u64> {
+        let used = self.indexes.get(&(namespace.clone(), name.to_owned()))?;
+        Some(if self.since_start { used.ever } else { used.between })
+    }
+}
+
+/// One member's counters.
+#[derive(Debug, Clone, Default)]
+struct Counters {
+    uptime: f64,
+    latency: HashMap<Namespace, (u64, u64)>,
+    top: HashMap<Namespace, u64>,
+    indexes: HashMap<(Namespace, String), (u64, f64)>,
+    status: Option<Document>,
+}
+
+/// The members of the set, and their counters at a first look.
+pub struct Observation {
+    members: Vec<(Ask, Counters)>,
+    began: Instant,
+    unknown: BTreeSet<String>,
+}
+
+/// Takes the first look at every member.
+pub async fn begin(ask: &Ask, uri: &SecretString, namespaces: &[Namespace]) -> Result<Observation> {
+    let (clients, mut unknown) = members(ask, uri).await?;
+    let mut members = Vec::new();
+    for ask in clients {
+        let mut counters = Counters::default();
+        counters.indexes(&ask, namespaces, &mut unknown).await?;
+        counters.latencies(&ask, namespaces, &mut unknown).await?;
+        counters.top(&ask, &mut unknown).await?;
+        counters.status(&ask, &mut unknown).await?;
+        members.push((ask, counters));
+    }
+    Ok(Observation { members, began: Instant::now(), unknown })
+}
+
+async fn members(ask: &Ask, uri: &SecretString) -> Result<(Vec<Ask>, BTreeSet<String>)> {
+    let hello = ask.client().database("admin").run_command(doc! {"hello": 1}).await?;
+    let names = |field: &str| hello.get_array(field).map(Vec::as_slice).unwrap_or_default();
+    let hosts: Vec<&str> = names("hosts").iter().chain(names("passives")).filter_map(Bson::as_str).collect();
+    let (mut found, mut unknown) = (Vec::new(), BTreeSet::new());
+    for host in &hosts {
+        let member = async {
+            let client = connect::member(uri, host).await?;
+            client.database("admin").run_command(doc! {"ping": 1}).await?;
+            Result::<mongodb::Client>::Ok(client)
+        };
+        match member.await {
+            Ok(client) => found.push(Ask::new(&client)),
+            Err(error) => {
+                unknown.insert(format!("what is read on the member {host}: {}", error.message));
+            }
+        }
+    }
+    if found.is_empty() {
+        // mongos, or names that only the members can resolve.
+        found.push(ask.clone());
+    }
+    Ok((found, unknown))
+}
+
+impl Observation {
+    /// Waits until `window` is over, takes the second look, and says what happened between. Of no window: since the members
+    /// started.
+    pub async fn end(self, window: Duration, namespaces: &[Namespace]) -> Result<Reads> {
+        let since_start = window.is_zero();
+        tokio::time::sleep(window.saturating_sub(self.began.elapsed())).await;
+        let mut reads = Reads {
+            since_start,
+            members: self.members.len(),
+            seconds: self.began.elapsed().as_secs_f64(),
+            unknown: self.unknown,
+            ..Reads::default()
+        };
+        if since_start {
+            reads.seconds = self.members.iter().map(|(_, first)| first.uptime).fold(f64::INFINITY, f64::min);
+        }
+        for (ask, first) in self.members {
+            if since_start {
+                reads.add(&Counters::default(), &first);
+            } else {
+                let mut second = Counters::default();
+                second.status(&ask, &mut reads.unknown).await?;
+                second.top(&ask, &mut reads.unknown).await?;
+                second.latencies(&ask, namespaces, &mut reads.unknown).await?;
+                second.indexes(&ask, namespaces, &mut reads.unknown).await?;
+                // The first look was a read itself.
+                let mut first = first;
+                first.latency.values_mut().for_each(|(reads, _)| *reads += 1);
+                reads.add(&first, &second);
+            }
+            reads.log(&ask).await?;
+        }
+        Ok(reads)
+    }
+}
+
+impl Counters {
+    async fn latencies(&mut self, ask: &Ask, namespaces: &[Namespace], unknown: &mut BTreeSet<String>) -> Result<()> {
+        for namespace in namespaces {
+            let needs = "collStats (latencyStats) on each collection";
+            match ask.figures(namespace, doc! {"$collStats": {"latencyStats": {}}}, needs).await? {
+                Ok(reply) => {
+                    let stats = reply.first().and_then(|reply| reply.get_document("latencyStats").ok());
+                    let ops = |kind: &str| {
+                        let kind = stats.and_then(|stats| stats.get_document(kind).ok());
+                        kind.and_then(|kind| kind.get("ops")).map_or(0, number)
+                    };
+                    self.latency.insert(namespace.clone(), (ops("reads"), ops("writes")));
+                }
+                Err(Unknown(why)) => {
+                    unknown.insert(format!("how often a collection is read: {why}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn indexes(&mut self, ask: &Ask, namespaces: &[Namespace], unknown: &mut BTreeSet<String>) -> Result<()> {
+        for namespace in namespaces {
+            match ask.figures(namespace, doc! {"$indexStats": {}}, "indexStats on each collection").await? {
+                Ok(rows) => self.indexes.extend(rows.iter().filter_map(|row| {
+                    let accesses = row.get_document("accesses").ok()?;
+                    let since = accesses.get_datetime("since").ok()?;
+                    let age = bson::DateTime::now().timestamp_millis() - since.timestamp_millis();
+                    let age = Duration::from_millis(u64::try_from(age).unwrap_or_default()).as_secs_f64();
+                    let name = row.get_str("name").ok()?.to_owned();
+                    Some(((namespace.clone(), name), (accesses.get("ops").map_or(0, number), age)))
+                })),
+                Err(Unknown(why)) => {
+                    unknown.insert(format!("which indexes are used: {why}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn top(&mut self, ask: &Ask, unknown: &mut BTreeSet<String>) -> Result<()> {
+        match ask.command("admin", doc! {"top": 1}, "top on the cluster").await? {
+            Ok(reply) => {
+                let totals = reply.get_document("totals").cloned().unwrap_or_default();
+                self.top = totals
+                    .iter()
+                    .filter_map(|(name, totals)| {
+                        let (database, collection) = name.split_once('.')?;
+                        let namespace = Namespace { database: database.to_owned(), collection: collection.to_owned() };
+                        let total = totals.as_document()?.get_document("total").ok()?;
+                        Some((namespace, total.get("time").map_or(0, number)))
+                    })
+                    .collect();
+            }
+            Err(Unknown(why)) => {
+                unknown.insert(format!("where the time goes: {why}"));
+            }
+        }
+        Ok(())
+    }
+
+    async fn status(&mut self, ask: &Ask, unknown: &mut BTreeSet<String>) -> Result<()> {
+        let command = doc! {"serverStatus": 1, "repl": 0, "locks": 0, "tcmalloc": 0, "transactions": 0};
+        match ask.command("admin", command, "serverStatus on the cluster").await? {
+            Ok(status) => {
+                self.uptime = super::spread::ratio(status.get("uptimeMillis").map_or(0, number), 1000);
+                self.status = Some(status);
+            }
+            Err(Unknown(why)) => {
+                unknown.insert(format!("the share of $lookup, and the cache: {why}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// A number in serverStatus.
+    fn number(&self, path: &[&str]) -> Option<u64> {
+        let (last, parents) = path.split_last()?;
+        let mut at = self.status.as_ref()?;
+        for name in parents {
+            at = at.get_document(name).ok()?;
+        }
+        at.get(last).map(number)
+    }
+
+    fn read_commands(&self) -> Option<u64> {
+        let total = |name: &str| self.number(&["metrics", "commands", name, "total"]);
+        Some(total("find")? + total("aggregate")? + total("count").unwrap_or(0) + total("distinct").unwrap_or(0))
+    }
+}
+
+impl Reads {
+    /// What one member counted between two looks.
+    fn add(&mut self, first: &Counters, second: &Counters) {
+        for (namespace, (reads, writes)) in &second.latency {
+            let (reads_then, writes_then) = first.latency.get(namespace).copied().unwrap_or_default();
+            let used = self.collections.entry(namespace.clone()).or_default();
+            used.reads += reads.saturating_sub(reads_then);
+            used.writes += writes.saturating_sub(writes_then);
+            let time = |counters: &Counters| counters.top.get(namespace).copied().unwrap_or_default();
+            used.micros += time(second).saturating_sub(time(first));
+        }
+        for (index, (ops, seconds)) in &second.indexes {
+            let used =
+                self.indexes.entry(index.clone()).or_insert(IndexUse { seconds: *seconds, ..IndexUse::default() });
+            used.between += ops.saturating_sub(first.indexes.get(index).map_or(0, |(ops, _)| *ops));
+            used.ever += ops;
+            used.seconds = used.seconds.min(*seconds);
+        }
+        let between = |read: &dyn Fn(&Counters) -> Option<u64>| {
+            read(second).map(|now| now.saturating_sub(read(first).unwrap_or_default()))
+        };
+        let add = |sum: &mut Option<u64>, more: Option<u64>| {
+            if let Some(more) = more {
+                *sum = Some(sum.unwrap_or_default() + more);
+            }
+        };
+        add(&mut self.commands, between(&Counters::read_commands));
+        add(&mut self.lookups, between(&|counters| counters.number(&["metrics", "aggStageCounters", "$lookup"])));
+        add(
+            &mut self.regexes,
+            between(&|counters| counters.number(&["metrics", "operatorCounters", "match", "$regex"])),
+        );
+        let cache = |counters: &Counters, name: &str| counters.number(&["wiredTiger", "cache", name]);
+        if let Some(size) = cache(second, "maximum bytes configured") {
+            let read = between(&|counters| cache(counters, "bytes read into cache")).unwrap_or_default();
+            let least = self.cache.map_or(size, |cache| cache.size.min(size));
+            self.cache = Some(Cache { size: least, read: read + self.cache.map_or(0, |cache| cache.read) });
+        }
+    }
+
+    /// The last slow queries of a member's log.
+    async fn log(&mut self, ask: &Ask) -> Result<()> {
+        match ask.command("admin", doc! {"getLog": "global"}, "getLog on the cluster").await? {
+            Ok(reply) => {
+                self.log_read = true;
+                let lines = reply.get_array("log").map(Vec::as_slice).unwrap_or_default();
+                self.slow.extend(lines.iter().filter_map(Bson::as_str).filter_map(slow_query));
+            }
+            Err(Unknown(why)) => {
+                self.unknown.insert(format!("what slow queries look like: {why}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// In words: where the figures come from.
+    #[must_use]
+    pub fn basis(&self) -> String {
+        let members = if self.members == 1 { "1 member".to_owned() } else { format!("{} members", self.members) };
+        let time = super::render::duration(whole(self.seconds));
+        if self.since_start {
+            format!("in the {time} since {members} started, denormd's own among them")
+        } else {
+            format!("in {time}, on {members}")
+        }
+    }
+}

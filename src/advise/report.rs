@@ -1,0 +1,510 @@
+//! The whole: looks, finds relationships, measures each, and has the advice decided.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashSet},
+    time::Duration,
+};
+
+use secrecy::SecretString;
+
+use crate::{
+    change::Namespace,
+    config::Advise,
+    error::{Error, Kind, Result},
+    field_path::{FieldPath, Segment},
+    key::Key,
+    mongo::Server,
+    plan::Plan,
+};
+
+use super::{
+    advice::Advice,
+    ask::Ask,
+    copies,
+    decide::{self, collection::Array, collection::Usage},
+    facts::{Candidate, Form, Place, Rate, Relationship, Shown, Side},
+    fan_out, names,
+    reads::{self, Reads},
+    relationships::{self, End, Found, HeldKey, Link, Sampled},
+    spread::{Known, Spread},
+    survey::{self, Collection, Survey},
+    updates::{self, History},
+};
+
+/// Relationships that are measured.
+const MEASURED: usize = 200;
+/// A larger field is not copied without thought.
+const SMALL: u64 = 200;
+
+/// What the user asked for.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The databases to look at.
+    pub databases: BTreeSet<String>,
+    /// The database of bare names.
+    pub default: Option<String>,
+    /// denormd's own database.
+    pub state: String,
+    /// How long the counters are watched; zero takes them as they are, since the members started.
+    pub observe: Duration,
+    /// Relationships that the user names: `products.parts.id=parts._id`.
+    pub told: Vec<(String, String)>,
+    /// Thresholds and bounds.
+    pub thresholds: Advise,
+}
+
+/// Everything that was found.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// The database of bare names.
+    pub default: Option<String>,
+    /// What was looked at.
+    pub survey: Survey,
+    /// What changed.
+    pub history: Known<History>,
+    /// What was read.
+    pub reads: Reads,
+    /// The relationships, with their advice.
+    pub relationships: Vec<(Relationship, Vec<Advice>)>,
+    /// The collections, with their advice.
+    pub collections: Vec<(Namespace, Vec<Advice>)>,
+    /// Advice on all at once.
+    pub cluster: Vec<Advice>,
+    /// Remarks on what was left out.
+    pub notes: Vec<String>,
+}
+
+/// Looks, measures and decides. Reads only.
+pub async fn report(
+    server: &Server,
+    uri: &SecretString,
+    plan: &Plan,
+    options: &Options,
+    say: &dyn Fn(&str),
+) -> Result<Report> {
+    let ask = Ask::new(server.client());
+    let bounds = &options.thresholds;
+    let listing = survey::list(&ask, &options.databases, &options.state).await?;
+    let namespaces = listing.namespaces();
+    // The counters first: what is read later is our own.
+    say(&format!("counting reads for {} s (--observe), then reading the oplog", options.observe.as_secs()));
+    let observation = reads::begin(&ask, uri, &namespaces).await?;
+    let reads = observation.end(options.observe, &namespaces).await?;
+    // The oplog last: it covers what was counted meanwhile.
+    let history = updates::history(&ask, &namespaces, bounds).await?;
+    say(&format!("sampling {} collections", namespaces.len()));
+    let survey = survey::survey(&ask, listing, bounds).await?;
+    let mut notes = survey.left_out.clone();
+    let mut links = find(&ask, &survey, &reads, plan, options, &mut notes).await?;
+    if links.len() > MEASURED {
+        notes.push(format!(
+            "{} of {} relationships were not measured: name them with --match",
+            links.len() - MEASURED,
+            links.len()
+        ));
+        links.truncate(MEASURED);
+    }
+    let surveyed =
+        Surveyed { ask: &ask, survey: &survey, history: &history, reads: &reads, plan, links: &links, bounds };
+    let mut measured = Vec::new();
+    for link in &links {
+        say(&format!("measuring {}.{}", link.holder.namespace.collection, link.holder.path));
+        measured.extend(surveyed.measure(link).await?);
+    }
+    let relationships = advised(measured, options);
+    let mut collections = Vec::new();
+    for collection in &survey.collections {
+        let arrays = surveyed.arrays(collection).await?;
+        let advice = decide::collection::decide(collection, &arrays, &surveyed.usage(collection), bounds);
+        collections.push((collection.namespace.clone(), advice));
+    }
+    let cluster = decide::cluster::decide(&survey, &reads, bounds);
+    let default = options.default.clone();
+    Ok(Report { default, survey, history, reads, relationships, collections, cluster, notes })
+}
+
+/// The advice for each relationship, once all are measured.
+fn advised(measured: Vec<Relationship>, options: &Options) -> Vec<(Relationship, Vec<Advice>)> {
+    let few = |facts: &&Relationship| {
+        let few = |fan_out: &Spread| fan_out.p99 < options.thresholds.embed_elements;
+        facts.form == Form::One && facts.fan_out.spread.as_ref().is_ok_and(few)
+    };
+    let parents: Vec<(Namespace, Namespace)> = measured
+        .iter()
+        .filter(few)
+        .map(|facts| (facts.link.holder.namespace.clone(), facts.link.held.namespace.clone()))
+        .collect();
+    let mut commands = HashSet::new();
+    let decide = |mut facts: Relationship| {
+        let others = parents
+            .iter()
+            .filter(|(holder, held)| *holder == facts.link.holder.namespace && *held != facts.link.held.namespace);
+        facts.parents = others.map(|(_, held)| held.collection.clone()).collect();
+        let mut advice = decide::relationship::decide(&facts, &options.thresholds, options.default.as_deref());
+        // One index serves every relationship that wants it.
+        advice.retain(|advice| {
+            let index = advice.command.as_ref().filter(|_| advice.kind == super::advice::Kind::IndexMissing);
+            index.is_none_or(|command| commands.insert(command.clone()))
+        });
+        (facts, advice)
+    };
+    measured.into_iter().map(decide).collect()
+}
+
+/// Finds the relationships.
+async fn find(
+    ask: &Ask,
+    survey: &Survey,
+    reads: &Reads,
+    plan: &Plan,
+    options: &Options,
+    notes: &mut Vec<String>,
+) -> Result<Vec<Link>> {
+    let sampled: Vec<Sampled<'_>> = survey
+        .collections
+        .iter()
+        .map(|collection| Sampled {
+            namespace: &collection.namespace,
+            shape: &collection.shape,
+            count: collection.count,
+        })
+        .collect();
+    let mut told = Vec::new();
+    for (holder, held) in &options.told {
+        let (holder, held) = (end(survey, options, holder)?, end(survey, options, held)?);
+        told.push(Link { holder, held, found: Found::Told, copies: Vec::new() });
+    }
+    told.extend(of_rules(plan, notes));
+    told.extend(joined_by_lookups(survey, reads));
+    let holders = relationships::holders(&sampled, |namespace, path| is_owned(plan, namespace, path));
+    let keys = relationships::keys(&sampled);
+    let mut present = Vec::new();
+    for key in &keys {
+        present.push(wanted(ask, survey, key, &relationships::wanted(key, &holders), &options.thresholds).await?);
+    }
+    let found = relationships::links(&holders, &keys, &present);
+    let known = |link: &Link| {
+        survey.collection(&link.holder.namespace).is_some() && survey.collection(&link.held.namespace).is_some()
+    };
+    let mut links = relationships::joined(told, relationships::db_refs(&sampled), found);
+    links.retain(known);
+    Ok(links)
+}
+
+/// Which of the wanted values a key has. A large collection without an index on it is not asked.
+async fn wanted(
+    ask: &Ask,
+    survey: &Survey,
+    key: &HeldKey,
+    values: &[bson::Bson],
+    bounds: &Advise,
+) -> Result<HashSet<Key>> {
+    let Some(held) = survey.collection(&key.end.namespace) else { return Ok(HashSet::new()) };
+    let whole =
+        held.shape.field(&key.end.path).is_some_and(|field| field.all_values) && held.how == super::spread::How::Exact;
+    if !whole && !held.is_indexed(&key.end.path.query()) && held.count > bounds.scan_documents / 10 {
+        return Ok(HashSet::new());
+    }
+    fan_out::present(ask, held, &key.end.path, values).await
+}
+
+fn is_owned(plan: &Plan, namespace: &Namespace, path: &FieldPath) -> bool {
+    plan.rules.iter().any(|rule| {
+        rule.target.namespace == *namespace && rule.owned().iter().any(|owned| owned.overlaps_loosely(path))
+    })
+}
+
+/// The `match` pairs of the config's rules.
+fn of_rules(plan: &Plan, notes: &mut Vec<String>) -> Vec<Link> {
+    let mut links: Vec<Link> = Vec::new();
+    for rule in &plan.rules {
+        let [pair] = rule.reference.pairs.as_slice() else {
+            notes.push(format!("rule {}: several pairs in `match` are not measured", rule.name));
+            continue;
+        };
+        let source = End { namespace: rule.source.namespace.clone(), path: pair.source.clone() };
+        let target = End { namespace: rule.target.namespace.clone(), path: pair.target.clone() };
+        // Who refers: not the one that is found by its `_id`, nor the one without an array.
+        let source_refers = target.path.to_string() == "_id" || (source.path.has_each() && !target.path.has_each());
+        let (holder, held) = if source_refers { (source, target) } else { (target, source) };
+        let link = Link { holder, held, found: Found::Told, copies: Vec::new() };
+        if !links.contains(&link) {
+            links.push(link);
+        }
+    }
+    links
+}
+
+fn joined_by_lookups(survey: &Survey, reads: &Reads) -> Vec<Link> {
+    let path = |namespace: &Namespace, query: &str| {
+        survey.collection(namespace)?.shape.query_field(query).map(|field| field.path.clone())
+    };
+    let mut links: Vec<Link> = Vec::new();
+    for query in &reads.slow {
+        for lookup in &query.lookups {
+            let from = Namespace { database: query.namespace.database.clone(), collection: lookup.from.clone() };
+            let (Some(local), Some(foreign)) = (path(&query.namespace, &lookup.local), path(&from, &lookup.foreign))
+            else {
+                continue;
+            };
+            let local = End { namespace: query.namespace.clone(), path: local };
+            let foreign = End { namespace: from, path: foreign };
+            let backwards = local.path.to_string() == "_id" || (foreign.path.has_each() && !local.path.has_each());
+            let (holder, held) = if backwards { (foreign, local) } else { (local, foreign) };
+            let link = Link { holder, held, found: Found::Joined, copies: Vec::new() };
+            if !links.contains(&link) {
+                links.push(link);
+            }
+        }
+    }
+    links
+}
+
+/// `products.parts.id` as a collection and a path; the arrays are known from the sample.
+fn end(survey: &Survey, options: &Options, text: &str) -> Result<End> {
+    let names = survey.collections.iter().flat_map(|collection| {
+        let bare = (options.default.as_ref() == Some(&collection.namespace.database))
+            .then(|| collection.namespace.collection.clone());
+        [Some(collection.namespace.to_string()), bare].into_iter().flatten().map(move |name| (name, collection))
+    });
+    let found = names
+        .filter_map(|(name, collection)| Some((name.len(), collection, text.strip_prefix(&name)?.strip_prefix('.')?)))
+        .max_by_key(|(length, ..)| *length);
+    let wrong = |why: String| Error::new(Kind::Config, why).hint("write --match products.parts.id=parts._id");
+    let Some((_, collection, path)) = found else {
+        return Err(wrong(format!("--match: no collection that was looked at begins `{text}`")));
+    };
+    let parsed = FieldPath::parse(path).map_err(|error| wrong(format!("--match: `{path}`: {error}")))?;
+    let known = if parsed.has_each() {
+        Some(parsed)
+    } else {
+        collection.shape.query_field(path).map(|field| field.path.clone())
+    };
+    let path = known.ok_or_else(|| {
+        wrong(format!("--match: no document of the sample of `{}` has a key at {path}", collection.namespace))
+    })?;
+    Ok(End { namespace: collection.namespace.clone(), path })
+}
+
+/// What all measuring draws from.
+struct Surveyed<'a> {
+    ask: &'a Ask,
+    survey: &'a Survey,
+    history: &'a Known<History>,
+    reads: &'a Reads,
+    plan: &'a Plan,
+    links: &'a [Link],
+    bounds: &'a Advise,
+}
+
+impl Surveyed<'_> {
+    async fn measure(&self, link: &Link) -> Result<Option<Relationship>> {
+        let (Some(holder), Some(held)) =
+            (self.survey.collection(&link.holder.namespace), self.survey.collection(&link.held.namespace))
+        else {
+            return Ok(None);
+        };
+        let form = form(&link.holder.path);
+        let array = link.holder.path.array_prefix().and_then(|each| parent(&each));
+        let lengths = match &array {
+            Some(array) => fan_out::lengths(self.ask, holder, array, self.bounds).await?,
+            None => None,
+        };
+        let fields = self.copyable(held, &link.held.path);
+        let copied = copies::find(self.ask, link, form, holder, held, &fields).await?;
+        Ok(Some(Relationship {
+            form,
+            db_ref: db_ref(holder, &link.holder.path),
+            fan_out: fan_out::count(self.ask, link, holder, held, self.bounds).await?,
+            lengths,
+            duplicates: match link.held.path.to_string().as_str() {
+                "_id" => Ok(0),
+                _ => fan_out::duplicates(self.ask, held, &link.held.path, self.bounds).await?,
+            },
+            holder: self.side(holder, &link.holder.path),
+            held: self.side(held, &link.held.path),
+            back: self.back(link, form),
+            others: self.links.iter().filter(|other| refers_to_holder(other, link)).count(),
+            parents: Vec::new(),
+            shown: self.shown(link),
+            joins: self.joins(link),
+            fields: fields.into_iter().map(|field| self.candidate(link, form, holder, field, &copied)).collect(),
+            link: link.clone(),
+        }))
+    }
+
+    /// Small fields at the root, without keys and references.
+    fn copyable(&self, held: &Collection, key: &FieldPath) -> Vec<FieldPath> {
+        const COPYABLE: [&str; 8] = ["string", "int", "long", "double", "decimal", "date", "bool", "objectId"];
+        let refers = |path: &FieldPath| {
+            self.links
+                .iter()
+                .any(|link| link.holder.namespace == held.namespace && link.holder.path.root() == path.root())
+        };
+        let fields = held.shape.children(None).filter(|field| {
+            let name = field.path.to_string();
+            let scalar = COPYABLE.iter().filter_map(|kind| field.types.get(kind)).sum::<u64>() * 2 > field.met;
+            name != "_id" && field.path != *key && scalar && field.average_bytes() <= SMALL && !refers(&field.path)
+        });
+        fields.map(|field| field.path.clone()).filter(|path| !is_owned(self.plan, &held.namespace, path)).collect()
+    }
+
+    fn candidate(
+        &self,
+        link: &Link,
+        form: Form,
+        holder: &Collection,
+        field: FieldPath,
+        copied: &[copies::Copied],
+    ) -> Candidate {
+        let found = copied.iter().find(|copied| copied.field == field);
+        let each = link.holder.path.array_prefix();
+        let place = match (form, &each) {
+            (Form::Subdocuments, Some(each)) => format!("{each}.{field}"),
+            (Form::Ids, Some(each)) => format!("{}_info.$[].{field}", each.query()),
+            _ => format!("{}_{field}", names::about(&link.holder.path)),
+        };
+        let place = FieldPath::parse(&place).unwrap_or_else(|_| field.clone());
+        let taken = holder.shape.field(&place).is_some();
+        let (place, held) = match found {
+            Some(found) => (found.place.clone(), found.held),
+            None => (place, if taken { Place::Taken } else { Place::Free }),
+        };
+        let updates = self.times(&link.held.namespace, |changes| changes.of_field(&field));
+        Candidate { path: field, updates, place, held }
+    }
+
+    /// A number of the history, with the time that it covers.
+    fn times(&self, namespace: &Namespace, of: impl Fn(&updates::Changes) -> u64) -> Option<Rate> {
+        let history = self.history.as_ref().ok()?;
+        Some(Rate { times: of(&history.of(namespace)), seconds: f64::from(history.seconds()) })
+    }
+
+    fn side(&self, collection: &Collection, path: &FieldPath) -> Side {
+        let namespace = &collection.namespace;
+        let seconds = self.reads.seconds;
+        let index = collection.index(&path.query());
+        let time =
+            collection.shape.children(None).find(|field| field.has_type("date")).map(|field| field.path.to_string());
+        Side {
+            namespace: namespace.clone(),
+            count: collection.count,
+            size: collection.size,
+            reads: self.reads.of(namespace).map(|used| Rate { times: used.reads, seconds }),
+            by_reference: index.and_then(|index| self.reads.index(namespace, &index.name)),
+            changes: self.times(namespace, updates::Changes::all),
+            made_per_day: collection.shape.made_per_day(collection.count),
+            indexed: index.is_some(),
+            names: collection.shape.children(None).map(|field| field.path.to_string()).collect(),
+            time,
+        }
+    }
+
+    /// The field of the other side that refers back.
+    fn back(&self, link: &Link, form: Form) -> Option<FieldPath> {
+        let mirrors = |other: &&Link| {
+            other.holder.namespace == link.held.namespace
+                && other.held.namespace == link.holder.namespace
+                && (other.holder.path.has_each()) == (form == Form::One)
+                && self::form(&other.holder.path) != Form::Subdocuments
+        };
+        self.links.iter().find(mirrors).map(|other| other.holder.path.clone())
+    }
+
+    /// The limit that the application gives most often when it reads what refers to one document.
+    fn shown(&self, link: &Link) -> Option<Shown> {
+        let path = link.holder.path.query();
+        let mut seen: BTreeMap<(u64, Vec<(String, i64)>), u64> = BTreeMap::new();
+        for query in self.reads.slow.iter().filter(|query| query.namespace == link.holder.namespace) {
+            if let Some(limit) = query.limit.filter(|limit| (2..=1000).contains(limit))
+                && query.filter.contains(&path)
+            {
+                *seen.entry((limit, query.sort.clone())).or_default() += 1;
+            }
+        }
+        let ((limit, sort), _) = seen.into_iter().max_by_key(|(_, times)| *times)?;
+        Some(Shown { limit, sort })
+    }
+
+    /// Joins to what is referred to, and those that fetch whole documents.
+    fn joins(&self, link: &Link) -> (u64, u64) {
+        let held = &link.held;
+        let key = held.path.query();
+        let mut joins = (0, 0);
+        for query in &self.reads.slow {
+            let lookups = query.lookups.iter().filter(|lookup| {
+                query.namespace.database == held.namespace.database
+                    && lookup.from == held.namespace.collection
+                    && lookup.foreign == key
+            });
+            let listed = query.namespace == held.namespace && query.lists.contains(&key);
+            for projected in lookups.map(|lookup| lookup.projected).chain(listed.then_some(query.projected)) {
+                joins = (joins.0 + 1, joins.1 + u64::from(!projected));
+            }
+        }
+        joins
+    }
+
+    async fn arrays(&self, collection: &Collection) -> Result<Vec<Array>> {
+        let refers = |path: &FieldPath| {
+            let into = |link: &Link| {
+                let array = link.holder.path.array_prefix().and_then(|each| parent(&each));
+                link.holder.namespace == collection.namespace && array.as_ref() == Some(path)
+            };
+            self.links.iter().any(into) || is_owned(self.plan, &collection.namespace, path)
+        };
+        let mut arrays = decide::collection::arrays(collection, refers);
+        for array in arrays.iter_mut().filter(|array| !array.refers) {
+            if let Some(lengths) = fan_out::lengths(self.ask, collection, &array.path, self.bounds).await? {
+                array.lengths = lengths;
+            }
+            let query = array.path.query();
+            let slices = self.reads.slow.iter().filter(|seen| seen.namespace == collection.namespace);
+            array.shown =
+                slices.flat_map(|seen| &seen.slices).find(|(path, _)| *path == query).map(|(_, shown)| *shown);
+        }
+        Ok(arrays)
+    }
+
+    fn usage(&self, collection: &Collection) -> Vec<Usage> {
+        let usage = |index: &survey::Index| {
+            let used = self.reads.indexes.get(&(collection.namespace.clone(), index.name.clone()));
+            Usage { name: index.name.clone(), works: index.works, used: used.map(|used| (used.ever, used.seconds)) }
+        };
+        collection.indexes.iter().map(usage).collect()
+    }
+}
+
+/// Whether another collection refers to the documents that refer in `link`.
+fn refers_to_holder(other: &Link, link: &Link) -> bool {
+    other.held.namespace == link.holder.namespace
+        && other.held.path.to_string() == "_id"
+        && other.holder.namespace != link.held.namespace
+}
+
+fn form(path: &FieldPath) -> Form {
+    match path.segments().last() {
+        Some(Segment::Each) => Form::Ids,
+        _ if path.has_each() => Form::Subdocuments,
+        _ => Form::One,
+    }
+}
+
+/// The array whose elements are at `each`.
+fn parent(each: &FieldPath) -> Option<FieldPath> {
+    FieldPath::parse(each.to_string().strip_suffix(".$[]")?).ok()
+}
+
+/// What a DBRef spends beside its id: the names and values of `$ref` and `$db`, and a document around them.
+fn db_ref(holder: &Collection, path: &FieldPath) -> Option<u64> {
+    let text = path.to_string();
+    let parent = text.strip_suffix(".$id")?;
+    let field =
+        |name: &str| FieldPath::parse(&format!("{parent}.{name}")).ok().and_then(|path| holder.shape.field(&path));
+    let spent = |name: &str| field(name).map_or(0, |field| field.average_bytes() + 2 + name.len() as u64);
+    // The document's length and end, and the name `$id`.
+    Some(5 + 5 + spent("$ref") + spent("$db")).filter(|_| {
+        let refs = field("$ref").map_or(0, |field| field.values.len());
+        refs == 1
+    })
+}

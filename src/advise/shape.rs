@@ -1,0 +1,363 @@
+//! What the documents of a sample look like: paths, types, lengths of arrays, and the values that may be keys. Pure.
+
+use std::collections::{BTreeMap, HashMap};
+
+use bson::{Bson, Document, spec::BinarySubtype};
+
+use crate::{field_path::FieldPath, key::Key};
+
+use super::spread::{How, Spread};
+
+/// Paths that are kept of one collection: a document that is a map of ids has no end of them.
+const PATHS: usize = 400;
+/// How deep documents are looked into.
+const DEPTH: usize = 6;
+/// Different values of one path that are kept.
+const VALUES: usize = 2000;
+/// A string that is longer is no key.
+const LONGEST: usize = 64;
+const DAY: f64 = 86_400.0;
+
+/// The documents of a sample.
+#[derive(Debug, Clone, Default)]
+pub struct Shape {
+    /// How many there are.
+    pub documents: u64,
+    /// Their sizes in bytes.
+    pub sizes: Vec<u64>,
+    /// When they were made, in seconds since 1970: by an ObjectId in `_id`.
+    pub made: Vec<i64>,
+    /// What is at which path, in the order in which paths were met.
+    pub fields: Vec<Field>,
+    index: HashMap<String, usize>,
+}
+
+/// What is at one path.
+#[derive(Debug, Clone)]
+pub struct Field {
+    /// The path; elements of arrays are `$[]`.
+    pub path: FieldPath,
+    /// Values that were met: several in a document where the path runs through an array.
+    pub met: u64,
+    /// How often each BSON type was met, by the names that `$type` has.
+    pub types: BTreeMap<&'static str, u64>,
+    /// Bytes of all values together.
+    pub bytes: u64,
+    /// The values that may be keys, and how often each was met.
+    pub values: HashMap<Key, u64>,
+    /// Whether every value that may be a key was kept.
+    pub all_values: bool,
+    /// Lengths of the arrays here.
+    pub lengths: Vec<u64>,
+    /// Elements that came in a day, by the times in the elements of each array.
+    pub growth: Vec<f64>,
+}
+
+/// What a value can be compared with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Class {
+    /// ObjectId.
+    ObjectId,
+    /// A UUID in binary.
+    Uuid,
+    /// A short string without spaces.
+    Text,
+    /// A whole number.
+    Number,
+}
+
+impl Shape {
+    /// Of documents, with the size of each.
+    #[must_use]
+    pub fn of<'a>(documents: impl IntoIterator<Item = (&'a Document, u64)>) -> Self {
+        let mut shape = Self::default();
+        for (document, size) in documents {
+            shape.documents += 1;
+            shape.sizes.push(size);
+            if let Some(Bson::ObjectId(id)) = document.get("_id") {
+                shape.made.push(id.timestamp().timestamp_millis() / 1000);
+            }
+            shape.walk("", document, 0);
+        }
+        shape
+    }
+
+    /// What is at a path.
+    #[must_use]
+    pub fn field(&self, path: &FieldPath) -> Option<&Field> {
+        self.index.get(&path.to_string()).and_then(|at| self.fields.get(*at))
+    }
+
+    /// What is at the path that a query would name so: `parts.id` for `parts.$[].id`.
+    #[must_use]
+    pub fn query_field(&self, query: &str) -> Option<&Field> {
+        self.fields.iter().find(|field| field.path.query() == query && field.class().is_some())
+    }
+
+    /// The fields directly below a path, or at the root.
+    pub fn children<'a>(&'a self, parent: Option<&'a FieldPath>) -> impl Iterator<Item = &'a Field> {
+        self.fields.iter().filter(move |field| match parent {
+            None => field.path.segments().len() == 1,
+            Some(parent) => field.path.below(parent).is_some_and(|rest| rest.len() == 1),
+        })
+    }
+
+    fn walk(&mut self, prefix: &str, document: &Document, depth: usize) {
+        for (name, value) in document {
+            // Names with dots are one segment to BSON and two to a path.
+            if !name.contains('.') {
+                let path = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
+                self.take(&path, value, depth);
+            }
+        }
+    }
+
+    fn take(&mut self, path: &str, value: &Bson, depth: usize) {
+        let Some(field) = self.entry(path) else { return };
+        field.met += 1;
+        *field.types.entry(type_name(value)).or_default() += 1;
+        field.bytes += weight(value);
+        if class(value).is_some() {
+            let room = field.values.len() < VALUES;
+            match field.values.entry(Key::one(value.clone())) {
+                std::collections::hash_map::Entry::Occupied(mut seen) => *seen.get_mut() += 1,
+                std::collections::hash_map::Entry::Vacant(free) if room => {
+                    free.insert(1);
+                }
+                std::collections::hash_map::Entry::Vacant(_) => field.all_values = false,
+            }
+        }
+        match value {
+            Bson::Array(items) => {
+                field.lengths.push(items.len() as u64);
+                field.growth.extend(growth(items));
+                if depth < DEPTH && !path.ends_with("$[]") {
+                    for item in items {
+                        self.take(&format!("{path}.$[]"), item, depth + 1);
+                    }
+                }
+            }
+            Bson::Document(inner) if depth < DEPTH => self.walk(path, inner, depth + 1),
+            _ => {}
+        }
+    }
+
+    fn entry(&mut self, path: &str) -> Option<&mut Field> {
+        if let Some(at) = self.index.get(path) {
+            return self.fields.get_mut(*at);
+        }
+        let parsed = FieldPath::parse(path).ok().filter(|_| self.fields.len() < PATHS)?;
+        self.index.insert(path.to_owned(), self.fields.len());
+        self.fields.push(Field {
+            path: parsed,
+            met: 0,
+            types: BTreeMap::new(),
+            bytes: 0,
+            values: HashMap::new(),
+            all_values: true,
+            lengths: Vec::new(),
+            growth: Vec::new(),
+        });
+        self.fields.last_mut()
+    }
+
+    /// Documents that are made in a day, of `count` in all; by the last 30 days before the newest where there are so many.
+    #[must_use]
+    pub fn made_per_day(&self, count: u64) -> Option<f64> {
+        let (first, last) = (*self.made.iter().min()?, *self.made.iter().max()?);
+        if self.made.len() < 10 || last - first < 3600 {
+            return None;
+        }
+        let month = last - 30 * 86_400;
+        let recent = self.made.iter().filter(|made| **made > month).count();
+        let days = to_f64(u64::try_from(last - first.max(month)).unwrap_or_default()) / DAY;
+        Some(to_f64(count) * to_f64(recent as u64) / to_f64(self.made.len() as u64) / days)
+    }
+
+    /// The spread of the documents' sizes.
+    #[must_use]
+    pub fn size(&self, how: How) -> Option<Spread> {
+        Spread::of_list(self.sizes.iter().copied(), how)
+    }
+}
+
+impl Field {
+    /// The class of most of the values, if they may be keys.
+    #[must_use]
+    pub fn class(&self) -> Option<Class> {
+        let mut seen: BTreeMap<Class, u64> = BTreeMap::new();
+        for (key, times) in &self.values {
+            if let Some(class) = key.values().first().and_then(class) {
+                *seen.entry(class).or_default() += times;
+            }
+        }
+        let (class, times) = seen.into_iter().max_by_key(|(_, times)| *times)?;
+        (times * 2 >= self.met - self.types.get("null").copied().unwrap_or_default()).then_some(class)
+    }
+
+    /// Whether no value was met twice, in a field that (nearly) each of `documents` has.
+    #[must_use]
+    pub fn is_unique(&self, documents: u64) -> bool {
+        self.all_values
+            && self.class().is_some()
+            && self.values.values().all(|times| *times == 1)
+            && self.values.len() as u64 * 10 >= documents * 9
+    }
+
+    /// Bytes of one value, on average.
+    #[must_use]
+    pub fn average_bytes(&self) -> u64 {
+        self.bytes.checked_div(self.met).unwrap_or_default()
+    }
+
+    /// Whether any value is of this type, by the name that `$type` has.
+    #[must_use]
+    pub fn has_type(&self, name: &str) -> bool {
+        self.types.contains_key(name)
+    }
+}
+
+/// What a value may be compared with, if it may be a key at all.
+#[must_use]
+pub fn class(value: &Bson) -> Option<Class> {
+    match value {
+        Bson::ObjectId(_) => Some(Class::ObjectId),
+        Bson::Binary(binary) if matches!(binary.subtype, BinarySubtype::Uuid | BinarySubtype::UuidOld) => {
+            Some(Class::Uuid)
+        }
+        Bson::String(text) if !text.is_empty() && text.len() <= LONGEST && !text.contains(char::is_whitespace) => {
+            Some(Class::Text)
+        }
+        Bson::Int32(_) | Bson::Int64(_) => Some(Class::Number),
+        _ => None,
+    }
+}
+
+/// The name that `$type` has for the type of a value.
+#[must_use]
+pub fn type_name(value: &Bson) -> &'static str {
+    match value {
+        Bson::Double(_) => "double",
+        Bson::String(_) => "string",
+        Bson::Document(_) => "object",
+        Bson::Array(_) => "array",
+        Bson::Binary(_) => "binData",
+        Bson::Undefined => "undefined",
+        Bson::ObjectId(_) => "objectId",
+        Bson::Boolean(_) => "bool",
+        Bson::DateTime(_) => "date",
+        Bson::Null => "null",
+        Bson::RegularExpression(_) => "regex",
+        Bson::DbPointer(_) => "dbPointer",
+        Bson::JavaScriptCode(_) => "javascript",
+        Bson::Symbol(_) => "symbol",
+        Bson::JavaScriptCodeWithScope(_) => "javascriptWithScope",
+        Bson::Int32(_) => "int",
+        Bson::Timestamp(_) => "timestamp",
+        Bson::Int64(_) => "long",
+        Bson::Decimal128(_) => "decimal",
+        Bson::MinKey => "minKey",
+        Bson::MaxKey => "maxKey",
+    }
+}
+
+/// About how many bytes of BSON a value has, without its name.
+fn weight(value: &Bson) -> u64 {
+    match value {
+        Bson::Double(_) | Bson::DateTime(_) | Bson::Int64(_) | Bson::Timestamp(_) => 8,
+        Bson::String(text) | Bson::Symbol(text) => text.len() as u64 + 5,
+        Bson::Document(document) => {
+            5 + document.iter().map(|(name, value)| name.len() as u64 + 2 + weight(value)).sum::<u64>()
+        }
+        Bson::Array(items) => 5 + items.iter().map(|item| 4 + weight(item)).sum::<u64>(),
+        Bson::Binary(binary) => binary.bytes.len() as u64 + 5,
+        Bson::ObjectId(_) => 12,
+        Bson::Boolean(_) => 1,
+        Bson::Int32(_) => 4,
+        Bson::Decimal128(_) => 16,
+        _ => 0,
+    }
+}
+
+/// Elements in a day, by the times that ten or more elements carry.
+fn growth(items: &[Bson]) -> Option<f64> {
+    let time = |item: &Bson| match item {
+        Bson::ObjectId(id) => Some(id.timestamp().timestamp_millis()),
+        Bson::DateTime(time) => Some(time.timestamp_millis()),
+        Bson::Document(document) => document.values().find_map(|value| match value {
+            Bson::DateTime(time) => Some(time.timestamp_millis()),
+            _ => None,
+        }),
+        _ => None,
+    };
+    let times: Vec<i64> = items.iter().filter_map(time).collect();
+    let (first, last) = (times.iter().min()?, times.iter().max()?);
+    let days = to_f64(u64::try_from(last - first).ok()?) / 1000.0 / DAY;
+    (times.len() >= 10 && times.len() == items.len() && days >= 1.0 / 24.0)
+        .then(|| to_f64(times.len() as u64 - 1) / days)
+}
+
+fn to_f64(number: u64) -> f64 {
+    super::spread::ratio(number, 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::{doc, oid::ObjectId};
+
+    use super::*;
+
+    fn shape(documents: &[Document]) -> Shape {
+        Shape::of(documents.iter().map(|document| (document, 100)))
+    }
+
+    fn field<'a>(shape: &'a Shape, path: &str) -> &'a Field {
+        shape.field(&FieldPath::parse(path).unwrap()).unwrap_or_else(|| panic!("no {path}"))
+    }
+
+    #[test]
+    fn paths_run_through_arrays_and_subdocuments() {
+        let shape = shape(&[
+            doc! {"_id": 1, "parts": [{"id": 7, "n": 2}, {"id": 9}], "spares": [7, 7], "at": {"x": 1.5}},
+            doc! {"_id": 2, "parts": [], "a.b": 1, "$odd": 1, "7": 1},
+        ]);
+        let paths: Vec<String> = shape.fields.iter().map(|field| field.path.to_string()).collect();
+        let expected =
+            ["_id", "parts", "parts.$[]", "parts.$[].id", "parts.$[].n", "spares", "spares.$[]", "at", "at.x"];
+        assert_eq!(paths, expected);
+        assert_eq!(field(&shape, "parts").lengths, [2, 0]);
+        assert_eq!(field(&shape, "parts.$[].id").class(), Some(Class::Number));
+        assert_eq!(field(&shape, "at.x").class(), None, "a double is no key");
+        assert!(field(&shape, "_id").is_unique(2));
+        assert!(!field(&shape, "spares.$[]").is_unique(2), "7 is there twice");
+        assert!(!field(&shape, "parts.$[].n").is_unique(2), "too few have it");
+        assert_eq!(shape.children(None).count(), 4);
+    }
+
+    #[test]
+    fn text_with_spaces_is_no_key() {
+        let shape = shape(&[doc! {"a": "two words", "b": "one", "c": "x".repeat(100)}]);
+        assert_eq!(field(&shape, "a").class(), None);
+        assert_eq!(field(&shape, "b").class(), Some(Class::Text));
+        assert_eq!(field(&shape, "c").class(), None);
+    }
+
+    #[test]
+    fn growth_is_read_from_ids_and_dates() {
+        let id = |second: u32| {
+            let mut bytes = [0; 12];
+            bytes[..4].copy_from_slice(&second.to_be_bytes());
+            ObjectId::from_bytes(bytes)
+        };
+        // One a day, for a hundred days; and one an hour in an array.
+        let day = |nth: u32| doc! {"_id": id(1_700_000_000 + nth * 86_400)};
+        let documents: Vec<Document> = (0..100).map(day).collect();
+        let per_day = shape(&documents).made_per_day(1000).unwrap();
+        assert!((9.0..=11.0).contains(&per_day), "{per_day}: of 1000, of which a hundred were drawn, ten a day");
+        let log: Vec<Bson> = (0..48_u32).map(|nth| id(1_700_000_000 + nth * 3600).into()).collect();
+        let rate = shape(&[doc! {"log": log}]);
+        let rate = field(&rate, "log").growth[0];
+        assert!((23.9..=24.1).contains(&rate), "{rate}");
+        assert_eq!(shape(&documents[..5]).made_per_day(5), None, "five are too few to tell");
+    }
+}

@@ -1,0 +1,264 @@
+//! The collections: how many documents, how large, with which indexes, and a sample of each.
+
+use std::collections::BTreeSet;
+
+use bson::{Bson, Document, doc};
+
+use crate::{change::Namespace, config::Advise, error::Result};
+
+use super::{
+    ask::Ask,
+    shape::Shape,
+    spread::{How, Known, Spread, Unknown},
+};
+
+/// Bytes of one sample: of large documents fewer are drawn.
+const SAMPLE_BYTES: u64 = 64 << 20;
+/// Fewer than this many documents say nothing.
+const LEAST: u64 = 20;
+/// Collections that are looked into: the largest.
+const COLLECTIONS: usize = 200;
+
+/// One collection.
+#[derive(Debug, Clone)]
+pub struct Collection {
+    /// Which.
+    pub namespace: Namespace,
+    /// Whether it is capped.
+    pub capped: bool,
+    /// Documents.
+    pub count: u64,
+    /// Bytes of its documents, as the cache holds them.
+    pub bytes: u64,
+    /// Bytes of its indexes, on disk.
+    pub index_bytes: u64,
+    /// Its indexes.
+    pub indexes: Vec<Index>,
+    /// A sample.
+    pub shape: Shape,
+    /// Whether the sample is all of it, or a part.
+    pub how: How,
+    /// The documents' sizes.
+    pub size: Option<Spread>,
+}
+
+/// One index.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Index {
+    /// Its name.
+    pub name: String,
+    /// Its keys.
+    pub keys: Document,
+    /// Whether it enforces something, or expires documents: such an index is used without being read.
+    pub works: bool,
+    /// Whether no two documents may share its keys.
+    pub unique: bool,
+    /// Whether every document is in it.
+    pub whole: bool,
+}
+
+/// What was looked at.
+#[derive(Debug, Clone, Default)]
+pub struct Survey {
+    /// The collections.
+    pub collections: Vec<Collection>,
+    /// How many collections the databases have in all.
+    pub listed: u64,
+    /// What was left out, and why.
+    pub left_out: Vec<String>,
+}
+
+impl Survey {
+    /// One collection.
+    #[must_use]
+    pub fn collection(&self, namespace: &Namespace) -> Option<&Collection> {
+        self.collections.iter().find(|collection| collection.namespace == *namespace)
+    }
+}
+
+impl Collection {
+    /// Whether an index of whole documents begins with this path.
+    #[must_use]
+    pub fn is_indexed(&self, query: &str) -> bool {
+        self.index(query).is_some()
+    }
+
+    /// An index of all documents that begins with this path.
+    #[must_use]
+    pub fn index(&self, query: &str) -> Option<&Index> {
+        let leads = |index: &&Index| {
+            let first = index.keys.iter().next();
+            index.whole && first.is_some_and(|(name, kind)| name == query && kind.as_str().is_none())
+        };
+        self.indexes.iter().find(leads)
+    }
+}
+
+/// The collections that there are to look at, without those of `state`, where denormd keeps its own.
+#[derive(Debug, Clone, Default)]
+pub struct Listing {
+    /// Plain collections, and whether each is capped.
+    pub plain: Vec<(Namespace, bool)>,
+    /// How many there are of any kind.
+    pub listed: u64,
+    /// The others.
+    pub left_out: Vec<String>,
+}
+
+impl Listing {
+    /// The plain collections.
+    #[must_use]
+    pub fn namespaces(&self) -> Vec<Namespace> {
+        self.plain.iter().map(|(namespace, _)| namespace.clone()).collect()
+    }
+}
+
+/// Lists the collections of `databases`.
+pub async fn list(ask: &Ask, databases: &BTreeSet<String>, state: &str) -> Result<Listing> {
+    let mut listing = Listing::default();
+    for database in databases.iter().filter(|database| *database != state) {
+        for info in ask.collections(database).await? {
+            let Ok(name) = info.get_str("name") else { continue };
+            if name.starts_with("system.") {
+                continue;
+            }
+            listing.listed += 1;
+            let namespace = Namespace { database: database.clone(), collection: name.to_owned() };
+            match info.get_str("type").unwrap_or("collection") {
+                "collection" => {
+                    let capped = info.get_document("options").is_ok_and(|options| options.contains_key("capped"));
+                    listing.plain.push((namespace, capped));
+                }
+                kind => listing.left_out.push(format!("`{namespace}` is a {kind}")),
+            }
+        }
+    }
+    Ok(listing)
+}
+
+/// Looks at each collection of a list.
+pub async fn survey(ask: &Ask, listing: Listing, bounds: &Advise) -> Result<Survey> {
+    let mut survey = Survey { listed: listing.listed, left_out: listing.left_out, ..Survey::default() };
+    let mut plain = Vec::new();
+    for (namespace, capped) in listing.plain {
+        plain.push((stats(ask, &namespace).await?, namespace, capped));
+    }
+    plain.sort_by_key(|(stats, ..)| std::cmp::Reverse(stats.bytes));
+    if plain.len() > COLLECTIONS {
+        survey.left_out.push(format!("{} of {} collections, the smallest", plain.len() - COLLECTIONS, plain.len()));
+        plain.truncate(COLLECTIONS);
+    }
+    for (stats, namespace, capped) in plain {
+        match collection(ask, &namespace, capped, &stats, bounds).await? {
+            Ok(collection) => survey.collections.push(collection),
+            Err(Unknown(why)) => survey.left_out.push(format!("`{namespace}`: {why}")),
+        }
+    }
+    survey.collections.sort_by(|a, b| a.namespace.cmp(&b.namespace));
+    Ok(survey)
+}
+
+/// What the server knows of a collection by heart.
+#[derive(Debug, Default)]
+struct Stats {
+    count: u64,
+    bytes: u64,
+    index_bytes: u64,
+}
+
+async fn stats(ask: &Ask, namespace: &Namespace) -> Result<Stats> {
+    let stage = doc! {"$collStats": {"storageStats": {}}};
+    if let Ok(reply) = ask.figures(namespace, stage, "collStats").await? {
+        let storage = reply.first().and_then(|reply| reply.get_document("storageStats").ok());
+        let number = |name: &str| storage.and_then(|storage| storage.get(name)).map_or(0, number);
+        return Ok(Stats { count: number("count"), bytes: number("size"), index_bytes: number("totalIndexSize") });
+    }
+    let counted = ask.command(&namespace.database, doc! {"count": &namespace.collection}, "find").await?;
+    let count = counted.ok().and_then(|reply| reply.get("n").map(number)).unwrap_or_default();
+    Ok(Stats { count, ..Stats::default() })
+}
+
+async fn collection(
+    ask: &Ask,
+    namespace: &Namespace,
+    capped: bool,
+    stats: &Stats,
+    bounds: &Advise,
+) -> Result<Known<Collection>> {
+    let average = stats.bytes.checked_div(stats.count).unwrap_or(1).max(1);
+    let wanted = bounds.sample.min((SAMPLE_BYTES / average).max(LEAST));
+    // All of it costs less than drawing from it.
+    let draw = if stats.count <= wanted {
+        doc! {"$limit": i64::try_from(wanted).unwrap_or(i64::MAX)}
+    } else {
+        doc! {"$sample": {"size": i64::try_from(wanted).unwrap_or(i64::MAX)}}
+    };
+    let documents = match ask.aggregate(namespace, vec![draw], &format!("find on {namespace}")).await? {
+        Ok(documents) => documents,
+        Err(unknown) => return Ok(Err(unknown)),
+    };
+    let how = if stats.count <= wanted { How::Exact } else { How::Sample(documents.len() as u64) };
+    let shape = Shape::of(documents.iter().map(|document| (document, size(document))));
+    let mut spread = shape.size(how);
+    if wanted < bounds.sample && how != How::Exact {
+        // Large documents: the sizes alone are cheap.
+        spread = sizes(ask, namespace, bounds.sample).await?.or(spread);
+    }
+    let count = if how == How::Exact { shape.documents } else { stats.count };
+    Ok(Ok(Collection {
+        namespace: namespace.clone(),
+        capped,
+        count,
+        bytes: stats.bytes,
+        index_bytes: stats.index_bytes,
+        indexes: indexes(ask, namespace).await?,
+        size: spread,
+        shape,
+        how,
+    }))
+}
+
+fn size(document: &Document) -> u64 {
+    bson::RawDocumentBuf::try_from(document).map(|raw| raw.as_bytes().len() as u64).unwrap_or_default()
+}
+
+async fn sizes(ask: &Ask, namespace: &Namespace, sample: u64) -> Result<Option<Spread>> {
+    let pipeline = vec![
+        doc! {"$sample": {"size": i64::try_from(sample).unwrap_or(i64::MAX)}},
+        doc! {"$project": {"_id": 0, "n": {"$bsonSize": "$$ROOT"}}},
+    ];
+    let found = ask.aggregate(namespace, pipeline, &format!("find on {namespace}")).await?;
+    Ok(found.ok().and_then(|found| {
+        let how = How::Sample(found.len() as u64);
+        Spread::of_list(found.iter().filter_map(|row| row.get("n").map(number)), how)
+    }))
+}
+
+async fn indexes(ask: &Ask, namespace: &Namespace) -> Result<Vec<Index>> {
+    let reply = ask.command(&namespace.database, doc! {"listIndexes": &namespace.collection}, "listIndexes").await?;
+    let Ok(reply) = reply else { return Ok(Vec::new()) };
+    let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch")).cloned();
+    let read = |spec: &Document| {
+        let flag = |name: &str| spec.get_bool(name).unwrap_or_default();
+        let id = spec.get_str("name").ok()? == "_id_";
+        Some(Index {
+            name: spec.get_str("name").ok()?.to_owned(),
+            keys: spec.get_document("key").ok()?.clone(),
+            works: id || flag("unique") || spec.contains_key("expireAfterSeconds"),
+            unique: id || flag("unique"),
+            whole: !flag("hidden") && !flag("sparse") && !spec.contains_key("partialFilterExpression"),
+        })
+    };
+    Ok(batch.unwrap_or_default().iter().filter_map(Bson::as_document).filter_map(read).collect())
+}
+
+/// A number that is not negative, of whatever type.
+#[must_use]
+pub fn number(value: &Bson) -> u64 {
+    match value {
+        Bson::Int32(n) => u64::try_from(*n).unwrap_or_default(),
+        Bson::Int64(n) => u64::try_from(*n).unwrap_or_default(),
+        Bson::Double(n) => super::spread::whole(*n),
+        _ => 0,
+    }
+}

@@ -1,0 +1,311 @@
+//! What changes how often: a change stream from the oldest entry of the oplog, of which only the names of changed fields are
+//! read.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    time::{Duration, Instant},
+};
+
+use bson::{Document, RawDocument, Timestamp, doc};
+use mongodb::options::CursorType;
+
+use crate::{
+    change::Namespace,
+    config::Advise,
+    error::{Error, Kind, Result},
+    field_path::FieldPath,
+    position::token_time,
+};
+
+use futures_util::StreamExt;
+
+use super::{
+    ask::Ask,
+    spread::{Known, Unknown},
+};
+
+/// Different fields of a collection that are told apart.
+const FIELDS: usize = 1000;
+/// How long the server may wait for more, in one batch.
+const WAIT: Duration = Duration::from_millis(200);
+const BATCH: u32 = 10_000;
+/// Where the oplog may not be read, its reach is tried: a month, a week, a day, six hours, an hour, ten minutes, one.
+const REACHES: [u32; 7] = [30 * 86_400, 7 * 86_400, 86_400, 6 * 3600, 3600, 600, 60];
+
+/// What was read of the oplog.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct History {
+    /// The first moment, in seconds since 1970.
+    pub from: u32,
+    /// The last one.
+    pub to: u32,
+    /// The end of the oplog when reading began.
+    pub end: u32,
+    /// How many changes.
+    pub events: u64,
+    /// What changed, by collection.
+    pub collections: HashMap<Namespace, Changes>,
+}
+
+/// The changes of one collection.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Changes {
+    /// Documents that came.
+    pub inserts: u64,
+    /// Documents that were changed.
+    pub updates: u64,
+    /// Documents that were replaced whole.
+    pub replaces: u64,
+    /// Documents that went.
+    pub deletes: u64,
+    /// Updates by field; indexes of arrays are `$[]`.
+    pub fields: HashMap<String, u64>,
+}
+
+impl History {
+    /// How long a time it covers.
+    #[must_use]
+    pub fn seconds(&self) -> u32 {
+        self.to.saturating_sub(self.from)
+    }
+
+    /// Whether it reaches the end.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.to >= self.end
+    }
+
+    /// The changes of a collection.
+    #[must_use]
+    pub fn of(&self, namespace: &Namespace) -> Changes {
+        self.collections.get(namespace).cloned().unwrap_or_default()
+    }
+
+    fn take(&mut self, event: &RawDocument) {
+        let text = |name: &str| event.get_str(name).unwrap_or_default();
+        let part = |name: &str| {
+            let ns = event.get_document("ns").ok();
+            ns.and_then(|ns| ns.get_str(name).ok()).unwrap_or_default().to_owned()
+        };
+        self.events += 1;
+        let changes = self.collections.entry(Namespace { database: part("db"), collection: part("coll") }).or_default();
+        match text("operationType") {
+            "insert" => changes.inserts += 1,
+            "replace" => changes.replaces += 1,
+            "delete" => changes.deletes += 1,
+            "update" => {
+                let paths = event.get_array("changed").ok().into_iter().flatten().filter_map(std::result::Result::ok);
+                let paths: BTreeSet<String> = paths.filter_map(|path| path.as_str().map(general)).collect();
+                changes.update(paths);
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Changes {
+    /// Takes one update of these fields.
+    fn update(&mut self, paths: BTreeSet<String>) {
+        self.updates += 1;
+        for path in paths {
+            if let Some(times) = self.fields.get_mut(&path) {
+                *times += 1;
+            } else if self.fields.len() < FIELDS {
+                self.fields.insert(path, 1);
+            }
+        }
+    }
+
+    /// How often a field may have changed: by updates of it, of what it is in, of what is in it; and by replacing the document.
+    #[must_use]
+    pub fn of_field(&self, path: &FieldPath) -> u64 {
+        let touching = self
+            .fields
+            .iter()
+            .filter(|(changed, _)| FieldPath::parse(changed).is_ok_and(|changed| changed.overlaps_loosely(path)));
+        self.replaces + touching.map(|(_, times)| times).sum::<u64>()
+    }
+
+    /// Everything.
+    #[must_use]
+    pub fn all(&self) -> u64 {
+        self.inserts + self.updates + self.replaces + self.deletes
+    }
+}
+
+/// `parts.$[].name` for `parts.12.name`.
+fn general(path: &str) -> String {
+    let parts = path.split('.').enumerate().map(|(nth, part)| {
+        let index = nth > 0 && !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
+        if index { "$[]" } else { part }
+    });
+    parts.collect::<Vec<_>>().join(".")
+}
+
+/// Reads the oplog from its oldest entry, within the bounds of time and number.
+pub async fn history(ask: &Ask, namespaces: &[Namespace], bounds: &Advise) -> Result<Known<History>> {
+    let now = ask.client().database("admin").run_command(doc! {"hello": 1}).await?;
+    let Ok(end) = now.get_timestamp("operationTime") else {
+        return Ok(Err(Unknown("the server reports no operation time".to_owned())));
+    };
+    let mut refused = Unknown("the oplog does not reach back one minute".to_owned());
+    for from in starts(ask, end.time).await? {
+        match read(ask, namespaces, from, end, bounds).await {
+            Ok(history) => return Ok(Ok(history)),
+            Err(error) if error.kind == Kind::HistoryLost => {}
+            Err(error) if error.kind == Kind::Privilege => {
+                refused = Unknown(
+                    "needs the privilege changeStream on all databases (or on each that is looked at)".to_owned(),
+                );
+                break;
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(Err(refused))
+}
+
+/// Moments to begin at, the earliest first.
+async fn starts(ask: &Ask, end: u32) -> Result<Vec<u32>> {
+    let oplog = ask.client().database("local").collection::<Document>("oplog.rs");
+    let oldest = oplog.find_one(doc! {}).sort(doc! {"$natural": 1}).projection(doc! {"_id": 0, "ts": 1}).await;
+    let oldest = match oldest.map_err(Error::from) {
+        Ok(entry) => entry.and_then(|entry| entry.get_timestamp("ts").ok()).map(|ts| ts.time),
+        // It may only be read under a role of its own; a change stream tells in its own way how far back it reaches.
+        Err(error) if error.kind == Kind::Privilege || error.kind == Kind::Refused => None,
+        Err(error) => return Err(error),
+    };
+    let tried = REACHES.iter().map(|reach| end.saturating_sub(*reach));
+    Ok(match oldest {
+        // The very oldest entry may be gone a moment later.
+        Some(oldest) => [oldest, oldest + 1].into_iter().chain(tried.filter(|start| *start > oldest)).collect(),
+        None => tried.collect(),
+    })
+}
+
+async fn read(ask: &Ask, namespaces: &[Namespace], from: u32, end: Timestamp, bounds: &Advise) -> Result<History> {
+    let databases: BTreeSet<&str> = namespaces.iter().map(|ns| ns.database.as_str()).collect();
+    let mut whole = History { from, to: end.time, end: end.time, ..History::default() };
+    for database in databases {
+        let history = read_database(ask, database, namespaces, from, end, bounds).await?;
+        whole.events += history.events;
+        whole.to = whole.to.min(history.to);
+        whole.collections.extend(history.collections);
+    }
+    Ok(whole)
+}
+
+async fn read_database(
+    ask: &Ask,
+    database: &str,
+    namespaces: &[Namespace],
+    from: u32,
+    end: Timestamp,
+    bounds: &Advise,
+) -> Result<History> {
+    let names: Vec<&str> =
+        namespaces.iter().filter(|ns| ns.database == database).map(|ns| ns.collection.as_str()).collect();
+    let pipeline = vec![
+        doc! {"$changeStream": {"startAtOperationTime": Timestamp { time: from, increment: 1 }}},
+        doc! {"$match": {"ns.coll": {"$in": names}, "operationType": {"$in": ["insert", "update", "replace", "delete"]}}},
+        doc! {"$project": {
+            "operationType": 1, "ns": 1, "clusterTime": 1,
+            "changed": {"$concatArrays": [
+                {"$map": {"input": {"$objectToArray": {"$ifNull": ["$updateDescription.updatedFields", {}]}}, "in": "$$this.k"}},
+                {"$ifNull": ["$updateDescription.removedFields", []]},
+                {"$map": {"input": {"$ifNull": ["$updateDescription.truncatedArrays", []]}, "in": "$$this.field"}},
+            ]},
+        }},
+    ];
+    let command = doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {"batchSize": 0}};
+    let database = ask.client().database(database);
+    let opened =
+        database.run_cursor_command(command).cursor_type(CursorType::TailableAwait).batch_size(BATCH).max_time(WAIT);
+    let mut cursor = Box::pin(opened.batch().into_future()).await?;
+    let mut history = History { from, to: from, end: end.time, ..History::default() };
+    let started = Instant::now();
+    while started.elapsed() < bounds.history && history.events < bounds.history_events {
+        let Some(batch) = cursor.next().await.transpose()? else { break };
+        for event in batch.doc_slices()? {
+            let event = event.map_err(Error::from)?;
+            let Some(event) = event.as_document() else { continue };
+            let time = event.get_timestamp("clusterTime").map(|ts| ts.time).unwrap_or_default();
+            history.take(event);
+            history.to = history.to.max(time);
+        }
+        let reached = batch.as_raw_document().get_document("cursor").ok();
+        let reached = reached.and_then(|cursor| cursor.get_document("postBatchResumeToken").ok());
+        let reached = reached.and_then(|token| Document::try_from(token.to_owned()).ok());
+        if let Some(time) = reached.as_ref().and_then(token_time) {
+            history.to = history.to.max(time.seconds);
+        }
+        if history.to >= end.time && history.to > 0 && reached_end(reached.as_ref(), end) {
+            history.to = end.time;
+            break;
+        }
+    }
+    Ok(history)
+}
+
+fn reached_end(token: Option<&Document>, end: Timestamp) -> bool {
+    token.and_then(token_time).is_some_and(|time| (time.seconds, time.increment) >= (end.time, end.increment))
+}
+
+/// For programs.
+#[must_use]
+pub fn json(history: &History) -> serde_json::Value {
+    let mut collections: Vec<_> = history.collections.iter().collect();
+    collections.sort_by(|a, b| a.0.cmp(b.0));
+    let changes = |(namespace, changes): (&Namespace, &Changes)| {
+        let fields: std::collections::BTreeMap<_, _> = changes.fields.iter().collect();
+        let value = serde_json::json!({
+            "inserts": changes.inserts, "updates": changes.updates, "replaces": changes.replaces,
+            "deletes": changes.deletes, "fields": fields,
+        });
+        (namespace.to_string(), value)
+    };
+    serde_json::json!({
+        "seconds": history.seconds(), "complete": history.is_complete(), "events": history.events,
+        "collections": collections.into_iter().map(changes).collect::<serde_json::Map<_, _>>(),
+    })
+}
+
+/// An instant as people write it.
+#[must_use]
+pub fn moment(seconds: u32) -> String {
+    bson::DateTime::from_millis(i64::from(seconds) * 1000).try_to_rfc3339_string().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::rawdoc;
+
+    use super::*;
+
+    #[test]
+    fn an_update_counts_once_for_each_field_that_it_touches() {
+        let mut history = History::default();
+        let ns = rawdoc! {"db": "shop", "coll": "parts"};
+        for changed in [vec!["qty"], vec!["qty", "tags.0", "tags.1"], vec!["at.x"]] {
+            let changed: Vec<bson::RawBson> =
+                changed.into_iter().map(|path| bson::RawBson::String(path.to_owned())).collect();
+            history.take(&rawdoc! {"operationType": "update", "ns": ns.clone(), "changed": bson::RawArrayBuf::from_iter(changed)});
+        }
+        history.take(&rawdoc! {"operationType": "replace", "ns": ns.clone()});
+        history.take(&rawdoc! {"operationType": "insert", "ns": ns});
+        let changes = history.of(&Namespace { database: "shop".to_owned(), collection: "parts".to_owned() });
+        let of = |path: &str| changes.of_field(&FieldPath::parse(path).unwrap());
+        assert_eq!((changes.inserts, changes.updates, changes.replaces, changes.all()), (1, 3, 1, 5));
+        assert_eq!(of("qty"), 3, "two updates and the replaced document");
+        assert_eq!(of("tags"), 2, "one update, whatever it did to the array, and the replaced document");
+        assert_eq!(of("at"), 2);
+        assert_eq!(of("name"), 1);
+    }
+
+    #[test]
+    fn indexes_of_arrays_are_each() {
+        for (path, general_path) in [("a.0.b", "a.$[].b"), ("a", "a"), ("7.x", "7.x"), ("a.10", "a.$[]")] {
+            assert_eq!(general(path), general_path);
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! The version of the state's format: who may read and write it.
+
+use bson::{DateTime, doc};
+
+use crate::{
+    error::{Error, Kind, Result},
+    mongo::{Server, bounded},
+};
+
+/// The collection of formats: one document a deployment.
+pub const COLLECTION: &str = "formats";
+/// What this program reads and writes. It grows when an older program would misread what a newer one has written; fields
+/// that an older one passes over do not count.
+///
+/// 1: the first with a version. State without one is of a daemon from before, and is read as it is: what it lacks (terms,
+/// generations, retired definitions) has a meaning when missing.
+pub const VERSION: i32 = 1;
+/// DuplicateKey: another instance has written it at the same moment.
+const DUPLICATE_KEY: i32 = 11000;
+
+/// Refuses the state of a newer program before anything is written to it; marks that of an older one as this program's.
+pub async fn check(server: &Server, database: &str, deployment: &str) -> Result<()> {
+    let formats = server.collection(database, COLLECTION);
+    let found = bounded(formats.find_one(doc! {"_id": deployment})).await?;
+    let version = found.as_ref().and_then(|found| found.get_i32("version").ok());
+    match version {
+        Some(version) if version > VERSION => Err(newer(version, found.and_then(|found| written_by(&found)))),
+        Some(VERSION) => Ok(()),
+        _ => {
+            let state = doc! {"version": VERSION, "program": env!("CARGO_PKG_VERSION"), "since": DateTime::now()};
+            // One that a newer program has marked meanwhile is not found, and cannot be inserted a second time.
+            let older = doc! {"_id": deployment, "version": {"$not": {"$gt": VERSION}}};
+            let marked = bounded(formats.update_one(older, doc! {"$set": state}).upsert(true)).await;
+            match marked {
+                Err(error) if error.code == Some(DUPLICATE_KEY) => {
+                    Err(Error::new(Kind::Unavailable, "another instance has just changed the state's format"))
+                }
+                marked => marked.map(drop),
+            }
+        }
+    }
+}
+
+fn written_by(found: &bson::Document) -> Option<String> {
+    found.get_str("program").ok().map(ToOwned::to_owned)
+}
+
+fn newer(version: i32, program: Option<String>) -> Error {
+    let by = program.map(|program| format!(" by denormd {program}")).unwrap_or_default();
+    let message = format!("the state has format {version}, written{by}; this denormd knows formats up to {VERSION}");
+    Error::new(Kind::Topology, message).hint(
+        "run that version or a newer one. To go back all the same, stop every instance and drop the state database: \
+         everything is backfilled then",
+    )
+}

@@ -1,0 +1,136 @@
+//! Nothing counts before a majority has it: neither what is read nor what is written.
+
+use std::time::{Duration, Instant};
+
+use bson::{Document, doc};
+use denormd::{
+    checkpoint::store::{Backfill, Store},
+    mongo::{Reads, Server},
+    position::ClusterTime,
+};
+use denormd_fixture::{ReplicaSet, TestDb};
+use mongodb::options::WriteConcern;
+
+use crate::{daemon::all, world::World};
+
+/// Updates of one collection fail as they do on a primary that steps down, until told otherwise.
+async fn refuse_writes(test: &TestDb, collection: &str, refuse: bool) {
+    let command = doc! {
+        "configureFailPoint": "failCommand", "mode": if refuse { "alwaysOn" } else { "off" },
+        "data": {"failCommands": ["update"], "namespace": format!("{}.{collection}", test.name), "errorCode": 189, "appName": "denormd"},
+    };
+    test.client.database("admin").run_command(command).await.unwrap();
+}
+
+/// Waits until the daemon has tried `refused`, and longer than it waits between two saves of its state.
+async fn tried_in_vain(world: &World, daemon: &crate::world::Daemon) {
+    let begun = Instant::now();
+    while !daemon.log().contains("a reconcile failed and is tried again") {
+        assert!(begun.elapsed() < Duration::from_secs(30), "nothing was tried: {}", daemon.log());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // What the daemon could save meanwhile, wrongly, it saves once a second. Other work goes on.
+    for n in 0..25 {
+        let tasks = world.db.collection::<Document>("tasks");
+        let due = doc! {"$set": {"owner": n % 3, "due": n}};
+        tasks.update_one(doc! {"_id": n % 9}, due).upsert(true).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// A daemon that saves its place before the write is acknowledged loses the change when it is killed then: nothing tells of
+/// it a second time. First its place in a backfill, then its position in the oplog.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_state_does_not_pass_what_is_not_written() {
+    let set = ReplicaSet::start(1).await;
+    let world = World::new(set.database().await).await;
+    let state = world.test.beside("state");
+    refuse_writes(&world.test, "logs", true).await;
+    let daemon = world.daemon();
+    tried_in_vain(&world, &daemon).await;
+    let rules = state.collection::<Document>("rules");
+    let address = rules.find_one(doc! {"_id.rule": "address"}).await.unwrap().unwrap();
+    assert_eq!(address.get_str("backfill").ok(), Some("pending"), "{address}");
+    assert!(address.get_array("after").is_ok_and(Vec::is_empty), "a page that was not written is passed: {address}");
+    daemon.kill9();
+    refuse_writes(&world.test, "logs", false).await;
+    let daemon = world.daemon();
+    world.converged().await;
+    daemon.kill9();
+
+    refuse_writes(&world.test, "logs", true).await;
+    let daemon = world.daemon();
+    let update = doc! {"update": "hosts", "updates": [{"q": {"_id": 1}, "u": {"$set": {"ip": "new"}}}]};
+    let changed = world.db.run_command(update).await.unwrap().get_timestamp("operationTime").unwrap();
+    tried_in_vain(&world, &daemon).await;
+    for position in all(&state, "positions").await {
+        assert!(position.get_timestamp("time").unwrap() < changed, "{changed} is passed: {position}");
+    }
+    daemon.kill9();
+    refuse_writes(&world.test, "logs", false).await;
+    let daemon = world.daemon();
+    world.converged().await;
+    daemon.terminate().await;
+}
+
+/// A source that only the primary has may be rolled back, without an event: a copy of it would be of something that never was.
+/// And a read that is older than the event that asked for it would write the old value and be done.
+#[tokio::test(flavor = "multi_thread")]
+async fn reads_are_of_a_majority_and_no_older_than_asked() {
+    let set = ReplicaSet::start(3).await;
+    let test = set.database().await;
+    let db = test.database();
+    let majority = WriteConcern::builder().w(mongodb::options::Acknowledgment::Majority).build();
+    db.collection("s").insert_one(doc! {"_id": 1, "v": "old"}).write_concern(majority).await.unwrap();
+    let primary = set.primary().await;
+    let replicate = async |go_on: bool| {
+        for node in set.nodes().iter().enumerate().filter(|(nth, _)| *nth != primary).map(|(_, node)| node) {
+            let stop = doc! {"configureFailPoint": "stopReplProducer", "mode": if go_on { "off" } else { "alwaysOn" }};
+            node.client().await.database("admin").run_command(stop).await.unwrap();
+        }
+    };
+    replicate(false).await;
+    // The secondaries stop at their next batch: until a majority does not answer any more, writes go through.
+    let begun = Instant::now();
+    loop {
+        let hurried = doc! {"insert": "marks", "documents": [{}], "writeConcern": {"w": "majority", "wtimeout": 300}};
+        if db.run_command(hurried).await.is_ok_and(|reply| reply.contains_key("writeConcernError")) {
+            break;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(30), "the secondaries go on");
+    }
+    let alone =
+        doc! {"update": "s", "updates": [{"q": {"_id": 1}, "u": {"$set": {"v": "new"}}}], "writeConcern": {"w": 1}};
+    let written = db.run_command(alone).await.unwrap().get_timestamp("operationTime").unwrap();
+    let server = Server::new(test.client.clone());
+    let read = async |after: ClusterTime| {
+        let rows = server.read(&test.name, doc! {"find": "s"}, Reads { after }).await.unwrap();
+        rows[0].get_str("v").unwrap().to_owned()
+    };
+    assert_eq!(read(ClusterTime::default()).await, "old", "a majority does not have it");
+    let resumed = async {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        replicate(true).await;
+    };
+    let (value, ()) = tokio::join!(read(ClusterTime::from(written)), resumed);
+    assert_eq!(value, "new", "read before a majority had what was asked for");
+}
+
+/// The backfill that was asked for again must not be called done by the older one when that ends: a crash a moment later would
+/// leave it at that.
+#[tokio::test]
+async fn an_older_backfill_does_not_end_a_newer_wish() {
+    let test = denormd_fixture::database().await;
+    let rule = "  - { name: r, allow_scan: true, copy: { source: s, target: t, match: { ref: _id }, set: { x: $x } } }";
+    let context = crate::daemon::context(&crate::daemon::config(&test, rule)).await;
+    let (server, rule) = (&context.server, &context.plan.rules[0]);
+    let store = Store::open(server, &context.dead_letters.database, "default").await.unwrap();
+    let older = store.reset_rule(server, rule, &Backfill::Pending(None)).await.unwrap();
+    assert!(store.save_backfill(server, rule, older, &Backfill::Pending(Some(5.into())), (1, None)).await.unwrap());
+    assert!(store.ask(server, "r").await.unwrap());
+    for state in [Backfill::Pending(Some(9.into())), Backfill::Done] {
+        assert!(!store.save_backfill(server, rule, older, &state, (2, None)).await.unwrap(), "{state:?}");
+    }
+    let states = store.rules(server).await.unwrap();
+    assert_eq!(states[0].1.backfill, Backfill::Pending(None));
+}

@@ -1,0 +1,416 @@
+//! `denormd advise` and `denormd init` on data whose advice the literature gives, and its figures against exact counts.
+
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Output, Stdio},
+};
+
+use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
+use denormd_fixture::{ReplicaSet, TestDb};
+use mongodb::Database;
+use serde_json::Value;
+
+fn denormd(uri: &str, database: &str, arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
+    command.args(arguments).args(["--uri", uri, "--database", database]).stdin(Stdio::null());
+    // No file of the folder that the test runs in.
+    command.env("DENORMD_CONFIG", "/nonexistent/denormd.yaml").output().unwrap()
+}
+
+/// The report of a database, counters taken as they are.
+fn advise(db: &TestDb, more: &[&str]) -> Value {
+    let mut arguments = vec!["advise", "--output", "json", "--observe", "0"];
+    arguments.extend(more);
+    let output = denormd(&db.uri, &db.name, &arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// A relationship of a report, by the end of its collection and the path that refers.
+fn relationship<'a>(report: &'a Value, holder: &str) -> &'a Value {
+    let named = |found: &&Value| {
+        let text = |name: &str| found["holder"][name].as_str().unwrap().to_owned();
+        format!("{}.{}", text("collection"), text("path")).ends_with(&format!(".{holder}"))
+    };
+    report["relationships"].as_array().unwrap().iter().find(named).unwrap_or_else(|| panic!("no {holder}: {report:#}"))
+}
+
+fn collection<'a>(report: &'a Value, name: &str) -> &'a Value {
+    let all = report["collections"].as_array().unwrap();
+    all.iter().find(|found| found["collection"].as_str().unwrap().ends_with(&format!(".{name}"))).unwrap()
+}
+
+/// The advice of one kind, which must be there.
+fn advice<'a>(of: &'a Value, kind: &str) -> &'a Value {
+    all_advice(of, kind).into_iter().next().unwrap_or_else(|| panic!("no {kind:?}: {:#}", of["advice"]))
+}
+
+fn all_advice<'a>(of: &'a Value, kind: &str) -> Vec<&'a Value> {
+    of["advice"].as_array().unwrap().iter().filter(|advice| advice["kind"] == kind).collect()
+}
+
+async fn insert(db: &Database, collection: &str, documents: impl IntoIterator<Item = Document>) {
+    db.collection(collection).insert_many(documents).await.unwrap();
+}
+
+async fn index(db: &Database, collection: &str, keys: Document) {
+    let model = mongodb::IndexModel::builder().keys(keys).build();
+    db.collection::<Document>(collection).create_index(model).await.unwrap();
+}
+
+/// What `$group` says of the references at a path: how many, the most, and the 99th percentile by nearest rank.
+async fn exact(db: &Database, collection: &str, unwind: &str, path: &str) -> (u64, u64, u64) {
+    let mut pipeline = vec![doc! {"$group": {"_id": format!("${path}"), "n": {"$sum": 1}}}, doc! {"$sort": {"n": 1}}];
+    if !unwind.is_empty() {
+        pipeline.insert(0, doc! {"$unwind": format!("${unwind}")});
+    }
+    let mut cursor = db.collection::<Document>(collection).aggregate(pipeline).await.unwrap();
+    let mut counts = Vec::new();
+    while cursor.advance().await.unwrap() {
+        counts.push(u64::try_from(cursor.current().get_i32("n").unwrap()).unwrap());
+    }
+    let rank = (counts.len() * 99).div_ceil(100) - 1;
+    (counts.iter().sum(), *counts.last().unwrap(), counts[rank])
+}
+
+fn assert_figures(found: &Value, (sum, max, p99): (u64, u64, u64)) {
+    let spread = &found["fan_out"];
+    assert_eq!(
+        (&found["references"], &spread["max"], &spread["p99"]),
+        (&sum.into(), &max.into(), &p99.into()),
+        "{found:#}"
+    );
+    assert_eq!(spread["exact"], true);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn addresses_are_embedded_in_their_person() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let address = |n: i32| doc! {"street": format!("{n} Sesame St"), "city": "Anytown"};
+    insert(
+        &db,
+        "person",
+        (0..300).map(|n| doc! {"_id": n, "name": format!("Kate {n}"), "addresses": [address(n), address(n + 1)]}),
+    )
+    .await;
+    insert(&db, "patron", (0..300).map(|n| doc! {"_id": n, "name": format!("Joe {n}")})).await;
+    let address =
+        |n: i32| doc! {"_id": n, "patron_id": (n * n) % 300, "street": format!("{n} Fake Street"), "city": "Faketon"};
+    insert(&db, "address", (0..900).map(address)).await;
+    let report = advise(&test, &[]);
+
+    let kept = advice(collection(&report, "person"), "keep embedded");
+    assert_eq!(kept["rule_of_thumb"], 1);
+    let found = relationship(&report, "address.patron_id");
+    assert_figures(found, exact(&db, "address", "", "patron_id").await);
+    let embed = advice(found, "embed");
+    assert_eq!(embed["rule_of_thumb"], 1);
+    assert_eq!(embed["rule"]["collect"]["into"], "address");
+    assert!(all_advice(found, "copy").is_empty(), "what is embedded is not copied");
+}
+
+/// The parts of the blog: the name is read with each product and hardly ever changes, the quantity changes with each order.
+#[tokio::test(flavor = "multi_thread")]
+async fn of_a_part_the_name_is_copied_and_the_quantity_is_not() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = test.database();
+    let ids: Vec<ObjectId> = (0..400).map(|_| ObjectId::new()).collect();
+    let part =
+        |(n, id): (usize, &ObjectId)| doc! {"_id": *id, "name": format!("grommet {n}"), "qty": 94, "price": 3.99};
+    insert(&db, "parts", ids.iter().enumerate().map(part)).await;
+    let listed = |n: usize, count: usize| -> Vec<Bson> {
+        (0..count).map(|nth| ids[(n * 7 + nth * 13) % ids.len()].into()).collect()
+    };
+    let product = |n: usize| {
+        let spares: Vec<Document> = listed(n, 2).into_iter().map(|id| doc! {"id": id, "quantity": 2}).collect();
+        doc! {"_id": i32::try_from(n).unwrap(), "name": format!("smoke shifter {n}"), "parts": listed(n, 1 + n % 12), "spares": spares}
+    };
+    insert(&db, "products", (0..2000).map(product)).await;
+    index(&db, "products", doc! {"parts": 1}).await;
+
+    let asked = std::thread::spawn({
+        let (uri, name) = (test.uri.clone(), test.name.clone());
+        move || denormd(&uri, &name, &["advise", "--output", "json", "--observe", "12s"])
+    });
+    // While it looks: each product page reads a product, and each order takes from one part.
+    let (products, parts) = (db.collection::<Document>("products"), db.collection::<Document>("parts"));
+    for n in 0_i32.. {
+        if asked.is_finished() {
+            break;
+        }
+        products.find_one(doc! {"_id": n % 2000}).await.unwrap();
+        if n % 2 == 0 {
+            let id = ids[usize::try_from(n).unwrap() % ids.len()];
+            parts.update_one(doc! {"_id": id}, doc! {"$inc": {"qty": -1}}).await.unwrap();
+        }
+    }
+    let output = asked.join().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+
+    let found = relationship(&report, "products.parts.$[]");
+    assert_figures(found, exact(&db, "products", "parts", "parts").await);
+    assert_eq!((&found["lengths"]["max"], &found["lengths"]["count"]), (&12.into(), &2000.into()));
+    assert_eq!(advice(found, "array of references")["rule_of_thumb"], 2);
+    let copy = advice(found, "copy");
+    assert_eq!(copy["rule_of_thumb"], 5);
+    assert_eq!(copy["rule"]["copy"]["element"]["name"], "$name");
+    assert_eq!(copy["rule"]["copy"]["element"]["qty"], Value::Null, "{copy:#}");
+    let no = advice(found, "do not copy");
+    assert!(no["says"].as_str().unwrap().contains("`qty`"), "{no:#}");
+    let beside = advice(relationship(&report, "products.spares.$[].id"), "copy");
+    assert_eq!(beside["rule"]["copy"]["set"]["spares.$[].name"], "$name");
+    // The counted updates are the real ones: each order was one.
+    let seen = report["changes"]["collections"][format!("{}.parts", test.name)]["fields"]["qty"].as_u64().unwrap();
+    assert!(seen > 0, "{:#}", report["changes"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn log_messages_keep_the_id_of_their_host() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let hosts: Vec<ObjectId> = (0..3).map(|_| ObjectId::new()).collect();
+    insert(
+        &db,
+        "hosts",
+        hosts.iter().map(|id| doc! {"_id": *id, "name": "goofy.example.com", "ipaddr": "127.66.66.66"}),
+    )
+    .await;
+    let message = |n: usize| doc! {"host": hosts[(n * n) % 3], "time": DateTime::now(), "message": "cpu is on fire!"};
+    insert(&db, "logmsg", (0..18_000).map(message)).await;
+    let report = advise(&test, &[]);
+
+    let found = relationship(&report, "logmsg.host");
+    assert_figures(found, exact(&db, "logmsg", "", "host").await);
+    let kept = advice(found, "parent reference");
+    assert_eq!(kept["rule_of_thumb"], 3);
+    assert!(kept["says"].as_str().unwrap().contains("even an array of ids is too long"), "{kept:#}");
+    assert!(advice(found, "missing index")["command"].as_str().unwrap().contains("createIndex({ \"host\": 1 })"));
+}
+
+/// The product page shows ten reviews: the application's own queries say so, in the log of slow ones.
+#[tokio::test(flavor = "multi_thread")]
+async fn of_the_reviews_ten_are_kept_in_the_product() {
+    // Every query is slow to it.
+    let set = ReplicaSet::builder().nodes(2).arg("--slowms").arg("-1").start().await;
+    let test = set.database().await;
+    let db = test.database();
+    // Products are read on the other member.
+    let elsewhere = denormd_fixture::client(&format!("{}&readPreference=secondary", test.uri)).await;
+    insert(&db, "products", (0..20).map(|n| doc! {"_id": n, "name": format!("kettle {n}")})).await;
+    let review = |n: i32| {
+        let published = DateTime::from_millis(1_700_000_000_000 + i64::from(n) * 60_000);
+        doc! {"_id": ObjectId::new(), "product_id": n % 20, "review_author": "Kristina", "published_date": published}
+    };
+    insert(&db, "reviews", (0..12_000).map(review)).await;
+    index(&db, "reviews", doc! {"product_id": 1, "published_date": -1, "_id": 1}).await;
+    let products = elsewhere.database(&test.name).collection::<Document>("products");
+    let reviews = db.collection::<Document>("reviews");
+
+    let asked = std::thread::spawn({
+        let (uri, name) = (test.uri.clone(), test.name.clone());
+        move || denormd(&uri, &name, &["advise", "--output", "json", "--observe", "12s"])
+    });
+    let mut pages = 0_u64;
+    for n in 0.. {
+        if asked.is_finished() {
+            break;
+        }
+        pages += 1;
+        products.find_one(doc! {"_id": n % 20}).await.unwrap();
+        let newest =
+            reviews.find(doc! {"product_id": n % 20}).sort(doc! {"published_date": -1}).limit(10).await.unwrap();
+        assert_eq!(futures_util::TryStreamExt::try_collect::<Vec<_>>(newest).await.unwrap().len(), 10);
+    }
+    let output = asked.join().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+
+    // Neither more than were made, nor only the first member's.
+    let seen = collection(&report, "products")["reads"].as_u64().unwrap();
+    assert!(seen > pages / 2 && seen <= pages, "{seen} of {pages}");
+    let found = relationship(&report, "reviews.product_id");
+    assert_figures(found, exact(&db, "reviews", "", "product_id").await);
+    let kinds: Vec<&str> =
+        found["advice"].as_array().unwrap().iter().map(|advice| advice["kind"].as_str().unwrap()).collect();
+    assert!(kinds.contains(&"subset") || kinds.contains(&"measure"), "{kinds:?}");
+    let subset =
+        found["advice"].as_array().unwrap().iter().find(|advice| advice["rule"]["collect"]["slice"] == 10).unwrap();
+    assert!(subset["says"].as_str().unwrap().contains("the application asks for 10 of them"), "{subset:#}");
+    assert_eq!(subset["rule"]["collect"]["sort"]["published_date"], -1);
+}
+
+/// References of the wrong type, DBRefs, references to nothing, two holders of one key, arrays without end.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_wrong_with_references_is_said_with_its_number() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let ids: Vec<ObjectId> = (0..100).map(|_| ObjectId::new()).collect();
+    insert(
+        &db,
+        "publishers",
+        ids.iter()
+            .enumerate()
+            .map(|(n, id)| doc! {"_id": *id, "acronym": format!("P{}", n.max(1)), "name": "O'Reilly Media"}),
+    )
+    .await;
+    let book = |n: usize| {
+        let to: Bson = if n.is_multiple_of(10) { ObjectId::new().into() } else { ids[n % 100].into() };
+        doc! {
+            "_id": i32::try_from(n).unwrap(), "publisher": {"$ref": "publishers", "$id": ids[n % 100]},
+            "publisher_id": ids[n % 100].to_hex(), "second": to, "acronym": format!("P{}", n % 100),
+        }
+    };
+    insert(&db, "books", (0..2000).map(book)).await;
+    let comments: Vec<Document> = (0..400).map(|n| doc! {"text": format!("no {n}")}).collect();
+    insert(&db, "posts", (0..5).map(|n| doc! {"_id": n, "comments": comments.clone()})).await;
+    let report = advise(&test, &[]);
+
+    let dbrefs = advice(relationship(&report, "books.publisher.$id"), "plain ids");
+    assert!(dbrefs["says"].as_str().unwrap().contains("publishers"), "{dbrefs:#}");
+    let strings = relationship(&report, "books.publisher_id");
+    assert_eq!(
+        strings["types"],
+        serde_json::json!([{"type": "string", "references": 2000, "resolved": 0, "converted": 2000}])
+    );
+    assert!(advice(strings, "key type")["says"].as_str().unwrap().contains("key_type: objectId"));
+    let dangling = relationship(&report, "books.second");
+    assert_eq!(
+        dangling["types"],
+        serde_json::json!([{"type": "objectId", "references": 2000, "resolved": 1800, "converted": 0}])
+    );
+    assert!(advice(dangling, "dangling references")["says"].as_str().unwrap().contains("200 of 2,000 objectId"));
+    assert!(advice(collection(&report, "posts"), "move out")["says"].as_str().unwrap().contains("most 400"));
+
+    // The commands that are printed do what they say.
+    let shell = advice(collection(&report, "posts"), "move out")["command"].as_str().unwrap().to_owned();
+    run_aggregation(&db, "posts", &shell).await;
+    assert_eq!(db.collection::<Document>("posts_comments").count_documents(doc! {}).await.unwrap(), 2000);
+    let moved = db.collection::<Document>("posts_comments").find_one(doc! {"posts_id": 3}).await.unwrap().unwrap();
+    assert!(moved.get_str("text").unwrap().starts_with("no "), "{moved}");
+
+    // Two publishers share an acronym, and a book may refer to them by it.
+    let report = advise(&test, &["--match", "books.acronym=publishers.acronym"]);
+    let told = relationship(&report, "books.acronym");
+    assert_eq!(told["found"], "told");
+    assert_eq!(told["duplicate_keys"], 1);
+    assert!(!all_advice(told, "duplicate keys").is_empty());
+}
+
+/// Runs what a mongosh command would: the pipeline between its brackets.
+async fn run_aggregation(db: &Database, collection: &str, shell: &str) {
+    let start = shell.find("aggregate(").unwrap() + "aggregate(".len();
+    let text = shell[start..].trim_end().trim_end_matches(')');
+    // JSON but for the names without quotes.
+    let mut json = String::new();
+    for (nth, part) in text.split('"').enumerate() {
+        if nth % 2 == 1 {
+            json.push_str(&format!("\"{part}\""));
+            continue;
+        }
+        let mut word = String::new();
+        for c in part.chars() {
+            if c.is_alphanumeric() || c == '_' || c == '$' {
+                word.push(c);
+                continue;
+            }
+            json.push_str(&quoted(&word, c));
+            word.clear();
+            json.push(c);
+        }
+        json.push_str(&word);
+    }
+    let stages: Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {json}"));
+    let stages: Vec<Document> =
+        stages.as_array().unwrap().iter().map(|stage| bson::serialize_to_document(stage).unwrap()).collect();
+    let mut cursor = db.collection::<Document>(collection).aggregate(stages).await.unwrap();
+    while cursor.advance().await.unwrap() {}
+}
+
+fn quoted(word: &str, next: char) -> String {
+    if next == ':' && !word.is_empty() { format!("\"{word}\"") } else { word.to_owned() }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    insert(&db, "parts", (1..=200).map(|id| doc! {"_id": id, "name": format!("Spoke {id}"), "price": 0.5})).await;
+    let product =
+        |id: i32| doc! {"_id": id, "parts": [{"id": id * 3 % 200 + 1, "quantity": 2}], "spares": [id * 9 % 200 + 1]};
+    insert(&db, "products", (1..=1000).map(product)).await;
+    insert(
+        &db,
+        "hosts",
+        (1..=20).map(|id| doc! {"_id": id, "name": format!("web-{id}"), "ipaddr": format!("10.0.0.{id}")}),
+    )
+    .await;
+    insert(&db, "logmsg", (1..=6000).map(|id| doc! {"_id": id, "host": id % 20 + 1, "message": "GET /"})).await;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("denormd.yaml");
+    let file = file.to_str().unwrap();
+    let init = || denormd(&test.uri, &test.name, &["init", "--observe", "0", "--config", file]);
+    let output = init();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let written = fs::read_to_string(file).unwrap();
+    for expected in
+        ["\"parts.$[].id\": _id", "\"spares.$[]\": _id", "host: _id", "\"parts.$[].name\": $name", "host_name: $name"]
+    {
+        assert!(written.contains(expected), "no {expected}:\n{written}");
+    }
+
+    let state = format!("{}_state", test.name);
+    let plan = |more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
+        command.args(["plan", "--config", file]).args(more).env("DENORMD__STATE__DATABASE", &state).output().unwrap()
+    };
+    let applied = plan(&["--apply"]);
+    assert!(applied.status.success(), "{}{written}", String::from_utf8_lossy(&applied.stderr));
+    assert!(plan(&[]).status.success());
+
+    let again = init();
+    assert_eq!(again.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&again.stderr).contains("is not overwritten"));
+    assert_eq!(fs::read_to_string(file).unwrap(), written);
+    assert!(Path::new(file).exists());
+}
+
+/// With the role `read` alone, what it does not allow is "not known"; and whatever is asked, nothing is written.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_may_not_be_read_is_not_known_and_nothing_is_written() {
+    let set = ReplicaSet::builder().auth().start().await;
+    let test = set.database().await;
+    let db = test.database();
+    insert(&db, "patron", (0..30).map(|n| doc! {"_id": n, "name": format!("Joe {n}")})).await;
+    insert(&db, "address", (0..90).map(|n| doc! {"_id": n, "patron_id": n % 30, "city": "Faketon"})).await;
+    let admin = test.client.database("admin");
+    let role = doc! {"role": "read", "db": &test.name};
+    admin.run_command(doc! {"createUser": "reader", "pwd": "secret", "roles": [role]}).await.unwrap();
+    let before = crate::cases::now(&db).await;
+
+    let output =
+        denormd(&set.uri_of("reader", "secret"), &test.name, &["advise", "--output", "json", "--observe", "1s"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(!told.contains("secret"), "{told}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let found = relationship(&report, "address.patron_id");
+    assert_figures(found, exact(&db, "address", "", "patron_id").await);
+    advice(found, "embed");
+    let unknown = report["not_known"].to_string();
+    for privilege in ["top", "getLog", "serverStatus", "indexStats"] {
+        assert!(unknown.contains(&format!("needs the privilege {privilege}")), "{privilege}: {unknown}");
+    }
+    assert_eq!(report["changes"]["events"], 120, "a change stream is within `read`");
+
+    let output = denormd(&test.uri, &test.name, &["advise", "--output", "json", "--observe", "1s"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["not_known"], serde_json::json!([]));
+    assert_eq!(collection(&report, "patron")["reads"], 0, "its own reads are not counted");
+    assert_eq!(crate::cases::oplog(&test, before).await, [], "advise only reads");
+    let profile = db.run_command(doc! {"profile": -1}).await.unwrap();
+    assert_eq!(profile.get_i32("was").unwrap(), 0);
+}
