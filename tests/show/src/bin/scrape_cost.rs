@@ -130,7 +130,7 @@ fn start(uri: &str, database: &str) -> (Daemon, SocketAddr) {
     };
     assert!(command(&["plan", "--apply"]).status().expect("denormd starts").success(), "denormd plan --apply");
     let daemon = Daemon(command(&["run"]).spawn().expect("denormd starts"));
-    let limit = Instant::now() + Duration::from_secs(60);
+    let limit = Instant::now() + Duration::from_mins(1);
     while !get(address, "/readyz").is_some_and(|answer| answer.starts_with("HTTP/1.1 200")) {
         assert!(Instant::now() < limit, "denormd does not become ready");
         std::thread::sleep(Duration::from_millis(100));
