@@ -28,7 +28,7 @@ use crate::{
     request::{Origin, Page, Task},
     route::{Routed, Router},
     watch::{Delivery, StreamSpec, follow, streams},
-    workqueue::{Finish, WorkQueue, origins},
+    workqueue::{Batch, Finish, WorkQueue, origins},
 };
 
 /// How often positions are saved while work goes on.
@@ -39,6 +39,8 @@ const DELIVERIES: usize = 2;
 const CHEAP: Duration = Duration::from_millis(20);
 /// The longest pause between two recomputes of one key.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// How long the guard waits for a rule that is never at rest before it calls a difference drift.
+const LONGEST_DOUBT: Duration = Duration::from_secs(60);
 /// The origin of backfill pages, beside the streams.
 const BACKFILL: usize = usize::MAX;
 
@@ -69,6 +71,14 @@ impl Progress {
     #[must_use]
     pub fn has_applied(&self, time: ClusterTime) -> bool {
         self.applied >= time && self.backfilling.is_empty() && self.fan_outs == 0
+    }
+
+    /// Up to when everything is applied, where the targets of `rule` are true by then: not while it is being backfilled, or is
+    /// held.
+    #[must_use]
+    pub fn applied_of(&self, rule: RuleId) -> Option<ClusterTime> {
+        let settled = self.fan_outs == 0 && !self.backfilling.contains(&rule) && !self.held.contains_key(&rule);
+        settled.then_some(self.applied)
     }
 }
 
@@ -305,15 +315,24 @@ impl Pipeline {
         }
     }
 
+    /// A target that the guard has found to differ may be about to be written: until everything that the guard has seen then
+    /// is delivered, and the rule has nothing left to write. A rule that is never at rest is waited for no longer than
+    /// [`LONGEST_DOUBT`].
+    fn postpone_verdicts(&self, batch: &mut Batch) {
+        let delivered = self.streams.iter().map(|stream| stream.reached.time).min().unwrap_or_default();
+        let rule = batch.lane.0;
+        let writing =
+            self.queue.is_reconciling(rule) || !self.fan_outs.is_empty() || self.backfilling.contains_key(&rule);
+        for (_, work) in &mut batch.items {
+            let long = work.doubted_since.is_some_and(|since| since.elapsed() > LONGEST_DOUBT);
+            work.doubt.premature = delivered < work.doubt.seen || (writing && !long);
+        }
+    }
+
     /// What the audit asks of a rule before it calls a difference drift.
     fn applied_of_rules(&self) -> Box<audit::Applied> {
         let progress = self.progress.subscribe();
-        Box::new(move |rule| {
-            let progress = progress.borrow();
-            let settled =
-                progress.fan_outs == 0 && !progress.backfilling.contains(&rule) && !progress.held.contains_key(&rule);
-            settled.then_some(progress.applied)
-        })
+        Box::new(move |rule| progress.borrow().applied_of(rule))
     }
 
     /// Starts batches while there is room for them. What arrives while they run forms the next ones.
@@ -323,6 +342,9 @@ impl Pipeline {
             // What has been delivered is visible to a majority read: a batch never sees less than any event so far.
             for (_, work) in &mut batch.items {
                 work.after = work.after.max(self.newest);
+            }
+            if batch.lane.1 == Task::Guard {
+                self.postpone_verdicts(&mut batch);
             }
             let detached = self.held.contains_key(&batch.lane.0);
             self.running.spawn(reconcile::run(self.context.clone(), batch, detached));
