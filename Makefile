@@ -17,7 +17,7 @@ TARGET = $$($(CARGO) metadata --format-version 1 --no-deps | python3 -c 'import 
 
 .PHONY: help
 help: ## List the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 .PHONY: build
 build: ## Build the release binary
@@ -56,6 +56,14 @@ image: ## Build the sidecar's image from a static release binary, and print its 
 stack: ## Build the image and start it beside a replica set, Prometheus and Grafana, as far as they can be had
 	@deploy/stack.sh up
 
+.PHONY: try-deploy
+try-deploy: ## Build the release image, start the stack with it, and run the end-to-end test on it; needs Docker
+	@export DENORMD_IMAGE="$${DENORMD_IMAGE:-denormd:dev}" DENORMD_TEST_CONTAINERS=required MONGOD="$$(python3 tests/mongod.py)"
+	trap 'deploy/stack.sh down >/dev/null 2>&1' EXIT
+	deploy/stack.sh up
+	export DENORMD_TEST_SIDECAR="$$DENORMD_IMAGE"
+	$(CARGO) test --workspace --features testcontainers --test main containers:: -- --nocapture
+
 # The patterns again, on MongoDB from an image. The other tests in containers are among the tests.
 .PHONY: test-images
 test-images: ## Run the patterns on MongoDB from an image, where Docker answers
@@ -80,6 +88,13 @@ test-secure: ## Run the patterns on MongoDB with TLS and authentication
 .PHONY: mutants
 mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, tests/mutants.toml has them
 	@python3 tests/mutants.py $(if $(ONLY),--only "$(ONLY)")
+
+# MINUTES=60, SEED=7, FAULT=LeaderFrozen for one kind alone.
+.PHONY: faults
+faults: ## Strike servers and daemons for MINUTES (5), compare everything after each, and print a table
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	export DENORMD_FAULT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
+	$(CARGO) test --package denormd --test main -- --ignored --nocapture for_as_long_as_it_is_told
 
 .PHONY: demo
 demo: ## Watch a small shop stay true: before and after side by side, with times

@@ -5,16 +5,14 @@
 //! grows with every take-over. Local time is only used as the time that has passed since a request was sent, which ends a
 //! leadership early, never late.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
 use mongodb::{
     Collection,
     options::{FindOneAndUpdateOptions, ReturnDocument},
 };
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -27,7 +25,7 @@ use crate::{
 pub const COLLECTION: &str = "leases";
 /// How much longer than `until` a successor waits for what the predecessor was writing: a server notices the end of a
 /// command's time within milliseconds, and this is for a busy one.
-const GRACE: Duration = Duration::from_secs(1);
+pub const GRACE: Duration = Duration::from_secs(1);
 /// How often those that stand by look.
 const POLL: Duration = Duration::from_millis(500);
 /// The pause after a renewal that failed.
@@ -39,32 +37,50 @@ const DUPLICATE_KEY: i32 = 11000;
 
 /// One instance's claim to lead a deployment.
 #[derive(Debug, Clone)]
-pub struct Lease {
+pub struct Lease<R = LeaseDocument> {
+    registry: R,
+    ttl: Duration,
+}
+
+/// Where the lease is kept, and whose clock decides. Every answer is of a majority: what a new primary would not know of
+/// does not count.
+pub trait Registry: Clone + Send + Sync + 'static {
+    /// Takes the lease for `owner` if nobody has it. None when somebody has.
+    fn take(&self, owner: &str) -> impl Future<Output = Result<Option<Grant>>> + Send;
+
+    /// Renews it; returns its new end in milliseconds since 1970. None when it is another's.
+    fn renew(&self, owner: &str, term: i64) -> impl Future<Output = Result<Option<i64>>> + Send;
+
+    /// Lets anybody take it at once.
+    fn give_back(&self, owner: &str, term: i64) -> impl Future<Output = Result<()>> + Send;
+}
+
+/// A lease as it was granted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grant {
+    /// Counts the take-overs.
+    pub term: i64,
+    /// Its end by the registry's clock, in milliseconds since 1970.
+    pub until: i64,
+    /// There was no document although there is state: it was deleted, and its owner may not know yet.
+    pub was_deleted: bool,
+}
+
+/// A document in the state database.
+#[derive(Debug, Clone)]
+pub struct LeaseDocument {
     connection: Connection,
     database: String,
     deployment: String,
     ttl: Duration,
 }
 
-/// A lease as the server has granted it.
-#[derive(Debug)]
-struct Grant {
-    term: i64,
-    /// Tells this leadership from all others, also from earlier ones of this instance: what those were writing has to be
-    /// over before this one begins.
-    owner: String,
-    /// By the server's clock.
-    until: DateTime,
-    /// When it was asked for.
-    sent: Instant,
-    /// There was no document although there is state: it was deleted, and its owner may not know yet.
-    was_deleted: bool,
-}
-
 /// A leadership. It is renewed until it is given back, lost, or dropped.
 #[derive(Debug)]
-pub struct Held {
-    lease: Lease,
+pub struct Held<R: Registry = LeaseDocument> {
+    registry: R,
+    /// Tells this leadership from all others, also from earlier ones of this instance: what those were writing has to be
+    /// over before this one begins.
     owner: String,
     fence: Arc<Fence>,
     lost: CancellationToken,
@@ -75,20 +91,30 @@ impl Lease {
     /// A claim on the lease of `deployment`, which is kept in `database`.
     #[must_use]
     pub fn new(connection: impl Into<Connection>, database: &str, deployment: &str, ttl: Duration) -> Self {
-        Self { connection: connection.into(), database: database.to_owned(), deployment: deployment.to_owned(), ttl }
+        let registry = LeaseDocument {
+            connection: connection.into(),
+            database: database.to_owned(),
+            deployment: deployment.to_owned(),
+            ttl,
+        };
+        Self::of(registry, ttl)
     }
+}
 
-    fn collection(&self) -> Collection<Document> {
-        self.connection.now().collection(&self.database, COLLECTION)
+impl<R: Registry> Lease<R> {
+    /// A claim on the lease that `registry` keeps and grants for `ttl` at a time.
+    #[must_use]
+    pub fn of(registry: R, ttl: Duration) -> Self {
+        Self { registry, ttl }
     }
 
     /// Waits until this instance leads. Whatever goes wrong meanwhile is tried again.
-    pub async fn stand_by(&self) -> Held {
+    pub async fn stand_by(&self) -> Held<R> {
         self.stand_by_while(async || Ok(false)).await
     }
 
     /// The same, and does not try while it is `held_back`.
-    pub async fn stand_by_while(&self, held_back: impl AsyncFn() -> Result<bool>) -> Held {
+    pub async fn stand_by_while(&self, held_back: impl AsyncFn() -> Result<bool>) -> Held<R> {
         let mut failures = 0_u32;
         loop {
             let attempt = async { if held_back().await? { Ok(None) } else { self.try_lead().await } };
@@ -107,10 +133,11 @@ impl Lease {
     }
 
     /// Leads if nobody else does.
-    pub async fn try_lead(&self) -> Result<Option<Held>> {
-        let limited = tokio::time::timeout(self.ttl, self.take());
+    pub async fn try_lead(&self) -> Result<Option<Held<R>>> {
+        let (owner, sent) = (ObjectId::new().to_hex(), Instant::now());
+        let limited = tokio::time::timeout(self.ttl, self.registry.take(&owner));
         let Some(grant) = limited.await.map_err(|_| Error::internal("no answer in time"))?? else { return Ok(None) };
-        let held = self.hold(&grant);
+        let held = self.hold(owner, &grant, sent);
         if grant.was_deleted {
             tracing::warn!(term = grant.term, "the lease was deleted: waiting until its last owner has stopped");
             tokio::select! {
@@ -121,48 +148,13 @@ impl Lease {
         Ok(Some(held))
     }
 
-    async fn take(&self) -> Result<Option<Grant>> {
-        let id = doc! {"_id": &self.deployment};
-        let seen = self.collection().find_one(id.clone()).projection(doc! {"free": is_free()}).await?;
-        if seen.as_ref().is_some_and(|doc| !doc.get_bool("free").unwrap_or_default()) {
-            return Ok(None);
-        }
-        let before = match seen {
-            Some(_) => 0,
-            None => highest_term(&self.connection.now(), &self.database, &self.deployment).await?,
-        };
-        let owner = ObjectId::new().to_hex();
-        let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};
-        let mine = doc! {
-            "_id": "$_id", "term": term, "owner": &owner, "until": self.until(),
-            "host": {"$literal": host()}, "process": i64::from(std::process::id()), "taken": "$$NOW",
-        };
-        let sent = Instant::now();
-        let update = vec![doc! {"$replaceWith": {"$cond": [is_free(), mine, "$$ROOT"]}}];
-        let options = FindOneAndUpdateOptions::builder().upsert(true).return_document(ReturnDocument::After).build();
-        let doc =
-            match self.collection().find_one_and_update(id, update).with_options(options).await.map_err(Error::from) {
-                Ok(doc) => doc.unwrap_or_default(),
-                Err(error) if error.code == Some(DUPLICATE_KEY) => return Ok(None),
-                Err(error) => return Err(error),
-            };
-        if doc.get_str("owner").ok() != Some(&owner) {
-            return Ok(None);
-        }
-        Ok(Some(Grant { term: term_of(&doc)?, owner, until: until_of(&doc)?, sent, was_deleted: before > 0 }))
-    }
-
-    fn until(&self) -> Document {
-        doc! {"$add": ["$$NOW", millis(self.ttl)]}
-    }
-
-    fn hold(&self, grant: &Grant) -> Held {
-        let fence = Arc::new(Fence::new(grant.term, grant.until.timestamp_millis()));
+    fn hold(&self, owner: String, grant: &Grant, sent: Instant) -> Held<R> {
+        let fence = Arc::new(Fence::new(grant.term, grant.until));
         let lost = CancellationToken::new();
-        let owner = grant.owner.clone();
-        let renewal = tokio::spawn(self.clone().keep(owner, fence.clone(), grant.sent + self.ttl, lost.clone()));
-        tracing::info!(term = grant.term, deployment = %self.deployment, "this instance leads");
-        Held { lease: self.clone(), owner: grant.owner.clone(), fence, lost, renewal }
+        let ends = sent + self.ttl;
+        let renewal = tokio::spawn(self.clone().keep(owner.clone(), fence.clone(), ends, lost.clone()));
+        tracing::info!(term = grant.term, "this instance leads");
+        Held { registry: self.registry.clone(), owner, fence, lost, renewal }
     }
 
     /// Renews until it is lost. `ends` is when the lease ends at the latest, by the time that has passed here.
@@ -170,15 +162,15 @@ impl Lease {
         let mut pause = self.ttl / 3;
         let why = loop {
             let due = (Instant::now() + pause).min(ends);
-            tokio::time::sleep_until(due.into()).await;
+            tokio::time::sleep_until(due).await;
             let sent = Instant::now();
             if sent >= ends {
                 break "it could not be renewed in time";
             }
             let limit = ends.min(sent + self.ttl / 3);
-            match tokio::time::timeout_at(limit.into(), self.renew(&owner, fence.term())).await {
+            match tokio::time::timeout_at(limit, self.registry.renew(&owner, fence.term())).await {
                 Ok(Ok(Some(until))) => {
-                    fence.extend(until.timestamp_millis());
+                    fence.extend(until);
                     (ends, pause) = (sent + self.ttl, self.ttl / 3);
                 }
                 Ok(Ok(None)) => break "the document was deleted, or names another instance",
@@ -195,24 +187,67 @@ impl Lease {
         tracing::error!(term = fence.term(), why, "the lease is lost");
         lost.cancel();
     }
+}
 
-    /// The new end of the lease, acknowledged by a majority: what a new primary would not know of does not count.
-    async fn renew(&self, owner: &str, term: i64) -> Result<Option<DateTime>> {
-        let mine = doc! {"_id": &self.deployment, "owner": owner, "term": term};
+impl LeaseDocument {
+    fn collection(&self) -> Collection<Document> {
+        self.connection.now().collection(&self.database, COLLECTION)
+    }
+
+    fn until(&self) -> Document {
+        doc! {"$add": ["$$NOW", millis(self.ttl)]}
+    }
+
+    fn mine(&self, owner: &str, term: i64) -> Document {
+        doc! {"_id": &self.deployment, "owner": owner, "term": term}
+    }
+}
+
+impl Registry for LeaseDocument {
+    async fn take(&self, owner: &str) -> Result<Option<Grant>> {
+        let id = doc! {"_id": &self.deployment};
+        let seen = self.collection().find_one(id.clone()).projection(doc! {"free": is_free()}).await?;
+        if seen.as_ref().is_some_and(|doc| !doc.get_bool("free").unwrap_or_default()) {
+            return Ok(None);
+        }
+        let before = match seen {
+            Some(_) => 0,
+            None => highest_term(&self.connection.now(), &self.database, &self.deployment).await?,
+        };
+        let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};
+        let mine = doc! {
+            "_id": "$_id", "term": term, "owner": owner, "until": self.until(),
+            "host": {"$literal": host()}, "process": i64::from(std::process::id()), "taken": "$$NOW",
+        };
+        let update = vec![doc! {"$replaceWith": {"$cond": [is_free(), mine, "$$ROOT"]}}];
+        let options = FindOneAndUpdateOptions::builder().upsert(true).return_document(ReturnDocument::After).build();
+        let doc =
+            match self.collection().find_one_and_update(id, update).with_options(options).await.map_err(Error::from) {
+                Ok(doc) => doc.unwrap_or_default(),
+                Err(error) if error.code == Some(DUPLICATE_KEY) => return Ok(None),
+                Err(error) => return Err(error),
+            };
+        if doc.get_str("owner").ok() != Some(owner) {
+            return Ok(None);
+        }
+        Ok(Some(Grant { term: term_of(&doc)?, until: until_of(&doc)?, was_deleted: before > 0 }))
+    }
+
+    async fn renew(&self, owner: &str, term: i64) -> Result<Option<i64>> {
         let update = vec![doc! {"$set": {"until": self.until()}}];
-        let doc = self.collection().find_one_and_update(mine, update).return_document(ReturnDocument::After).await?;
-        doc.as_ref().map(until_of).transpose()
+        let leases = self.collection();
+        let renewed = leases.find_one_and_update(self.mine(owner, term), update);
+        renewed.return_document(ReturnDocument::After).await?.as_ref().map(until_of).transpose()
     }
 
     async fn give_back(&self, owner: &str, term: i64) -> Result<()> {
-        let mine = doc! {"_id": &self.deployment, "owner": owner, "term": term};
         let update = vec![doc! {"$set": {"owner": Bson::Null, "until": "$$NOW"}}];
-        self.collection().update_one(mine, update).await?;
+        self.collection().update_one(self.mine(owner, term), update).await?;
         Ok(())
     }
 }
 
-impl Held {
+impl<R: Registry> Held<R> {
     /// Counts the take-overs of the deployment.
     #[must_use]
     pub fn term(&self) -> i64 {
@@ -235,7 +270,7 @@ impl Held {
     pub async fn release(self) {
         self.renewal.abort();
         let term = self.term();
-        match tokio::time::timeout(RELEASE, self.lease.give_back(&self.owner, term)).await {
+        match tokio::time::timeout(RELEASE, self.registry.give_back(&self.owner, term)).await {
             Ok(Ok(())) => tracing::info!(term, "the lease was given back"),
             Ok(Err(error)) => {
                 tracing::warn!(term, error = %error.message, "the lease could not be given back and runs out");
@@ -245,7 +280,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl<R: Registry> Drop for Held<R> {
     fn drop(&mut self) {
         self.renewal.abort();
     }
@@ -264,8 +299,10 @@ fn term_of(doc: &Document) -> Result<i64> {
     doc.get_i64("term").map_err(|_| Error::internal("a lease without a term"))
 }
 
-fn until_of(doc: &Document) -> Result<DateTime> {
-    doc.get_datetime("until").copied().map_err(|_| Error::internal("a lease without an end"))
+fn until_of(doc: &Document) -> Result<i64> {
+    doc.get_datetime("until")
+        .map(|until| until.timestamp_millis())
+        .map_err(|_| Error::internal("a lease without an end"))
 }
 
 /// For people who look at the document.

@@ -18,17 +18,15 @@ use crate::{
     checkpoint::{
         fan_out::{FanOut, Subject},
         store::{Backfill, Hold, Store},
-        watermark::Watermark,
     },
     error::Result,
     fan_out,
     plan::{RuleId, Values},
     position::{ClusterTime, Position},
     reconcile::{self, Context, Outcome, run::End},
-    request::{Origin, Page, Task},
-    route::{Routed, Router},
+    request::{Page, Task},
+    route::Routed,
     watch::{Delivery, StreamSpec, follow, streams},
-    workqueue::{Batch, Finish, WorkQueue, origins},
 };
 
 /// How often positions are saved while work goes on.
@@ -39,17 +37,15 @@ const DELIVERIES: usize = 2;
 const CHEAP: Duration = Duration::from_millis(20);
 /// The longest pause between two recomputes of one key.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// How long the guard waits for a rule that is never at rest before it calls a difference drift.
-const LONGEST_DOUBT: Duration = Duration::from_secs(60);
-/// The origin of backfill pages, beside the streams.
-const BACKFILL: usize = usize::MAX;
 
 mod feeders;
 mod observe;
 mod rules;
+pub mod schedule;
 
 use feeders::{retry, wishes};
 use rules::{look_for_sources, register_rules, rules_of};
+use schedule::{Next, Schedule};
 
 /// How far the daemon is.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -175,10 +171,6 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
 
 struct Stream {
     spec: StreamSpec,
-    /// Batches routed so far.
-    batches: u64,
-    /// The position after the last batch.
-    reached: Position,
     saved: Option<Position>,
     /// When it last answered.
     delivered: Instant,
@@ -187,12 +179,8 @@ struct Stream {
 struct Pipeline {
     context: Arc<Context>,
     store: Store,
-    router: Router,
-    queue: WorkQueue,
-    watermark: Watermark,
+    schedule: Schedule,
     streams: Vec<Stream>,
-    /// The cluster time of the newest event delivered.
-    newest: ClusterTime,
     running: JoinSet<Outcome>,
     backfills: mpsc::UnboundedSender<Wish>,
     asked: Option<mpsc::UnboundedReceiver<Wish>>,
@@ -205,7 +193,6 @@ struct Pipeline {
     /// Rules that are held until they are released, and why.
     held: BTreeMap<RuleId, Hold>,
     pages: VecDeque<(u64, oneshot::Sender<()>)>,
-    page_count: u64,
     saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
     last_save: Instant,
     progress: watch::Sender<Progress>,
@@ -219,14 +206,11 @@ impl Pipeline {
         let (backfills, asked) = mpsc::unbounded_channel();
         let (spread, spread_asked) = mpsc::unbounded_channel();
         Self {
-            router: Router::new(context.plan.clone()),
-            queue: WorkQueue::new(context.limits.pending),
+            schedule: Schedule::new(context.plan.clone(), context.limits.pending),
             observer: observe::Observer::new(&context.plan),
             context,
             store,
-            watermark: Watermark::default(),
             streams: Vec::new(),
-            newest: ClusterTime::default(),
             running: JoinSet::new(),
             backfills,
             asked: Some(asked),
@@ -236,7 +220,6 @@ impl Pipeline {
             fan_outs: HashMap::new(),
             held: BTreeMap::new(),
             pages: VecDeque::new(),
-            page_count: 0,
             saver: None,
             last_save: Instant::now(),
             progress: watch::channel(Progress::default()).0,
@@ -250,13 +233,8 @@ impl Pipeline {
         let (page, mut pages) = mpsc::channel(1);
         let mut feeders = JoinSet::new();
         for (spec, position) in starts {
-            self.streams.push(Stream {
-                spec: spec.clone(),
-                batches: 0,
-                reached: position.clone(),
-                saved: Some(position.clone()),
-                delivered: Instant::now(),
-            });
+            self.schedule.follow(position.clone());
+            self.streams.push(Stream { spec: spec.clone(), saved: Some(position.clone()), delivered: Instant::now() });
             let (context, deliver, stop) = (self.context.clone(), deliver.clone(), stop.clone());
             feeders
                 .spawn(async move { follow(&context.server, &context.metrics, &spec, position, deliver, stop).await });
@@ -284,8 +262,9 @@ impl Pipeline {
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             self.dispatch();
-            let room = self.queue.has_room();
-            let due = self.queue.next_due();
+            let room = self.schedule.has_room();
+            // While all batches run, what is due waits for one of them: a moment that has passed would turn the loop idly.
+            let due = self.schedule.next_due().filter(|_| self.running.len() < self.context.limits.batches);
             tokio::select! {
                 Some(delivery) = deliveries.recv(), if room => self.take(delivery).await,
                 Some(page) = pages.recv(), if room => self.take_page(page),
@@ -315,20 +294,6 @@ impl Pipeline {
         }
     }
 
-    /// A target that the guard has found to differ may be about to be written: until everything that the guard has seen then
-    /// is delivered, and the rule has nothing left to write. A rule that is never at rest is waited for no longer than
-    /// [`LONGEST_DOUBT`].
-    fn postpone_verdicts(&self, batch: &mut Batch) {
-        let delivered = self.streams.iter().map(|stream| stream.reached.time).min().unwrap_or_default();
-        let rule = batch.lane.0;
-        let writing =
-            self.queue.is_reconciling(rule) || !self.fan_outs.is_empty() || self.backfilling.contains_key(&rule);
-        for (_, work) in &mut batch.items {
-            let long = work.doubted_since.is_some_and(|since| since.elapsed() > LONGEST_DOUBT);
-            work.doubt.premature = delivered < work.doubt.seen || (writing && !long);
-        }
-    }
-
     /// What the audit asks of a rule before it calls a difference drift.
     fn applied_of_rules(&self) -> Box<audit::Applied> {
         let progress = self.progress.subscribe();
@@ -338,14 +303,10 @@ impl Pipeline {
     /// Starts batches while there is room for them. What arrives while they run forms the next ones.
     fn dispatch(&mut self) {
         while self.running.len() < self.context.limits.batches {
-            let Some(mut batch) = self.queue.take(self.context.limits.batch_keys, Instant::now()) else { return };
-            // What has been delivered is visible to a majority read: a batch never sees less than any event so far.
-            for (_, work) in &mut batch.items {
-                work.after = work.after.max(self.newest);
-            }
-            if batch.lane.1 == Task::Guard {
-                self.postpone_verdicts(&mut batch);
-            }
+            let now = Instant::now();
+            let Some(mut batch) = self.schedule.take(self.context.limits.batch_keys, now) else { return };
+            let elsewhere = !self.fan_outs.is_empty() || self.backfilling.contains_key(&batch.lane.0);
+            self.schedule.postpone_verdicts(&mut batch, elsewhere, now);
             let detached = self.held.contains_key(&batch.lane.0);
             self.running.spawn(reconcile::run(self.context.clone(), batch, detached));
         }
@@ -354,19 +315,10 @@ impl Pipeline {
     async fn take(&mut self, delivery: Delivery) {
         self.count_events(&delivery);
         let mut routed = Routed::default();
-        let stream = &mut self.streams[delivery.stream];
-        stream.delivered = Instant::now();
-        stream.batches += 1;
-        let batch = stream.batches;
+        self.streams[delivery.stream].delivered = Instant::now();
+        let batch = self.schedule.begin(delivery.stream);
         for event in &delivery.events {
-            let origin = Origin {
-                stream: delivery.stream,
-                batch,
-                after: event.cluster_time,
-                committed: event.wall_time.map(bson::DateTime::timestamp_millis),
-            };
-            self.newest = self.newest.max(event.cluster_time);
-            self.router.route(event, &mut routed);
+            let origin = self.schedule.arrive(delivery.stream, batch, event, &mut routed);
             // A whole new source in place of the one that went.
             for rule in routed.renewed.drain(..) {
                 self.held.remove(&rule);
@@ -379,7 +331,7 @@ impl Pipeline {
             }
             for request in routed.requests.drain(..).filter(|request| may_run(&self.context, &self.held, request.rule))
             {
-                self.queue.push(request, origin, &mut self.watermark);
+                self.schedule.ask(request, origin);
             }
         }
         if delivery.lost {
@@ -388,8 +340,7 @@ impl Pipeline {
             self.observer.degraded.extend(&routed.sweeps);
         }
         self.aside(&routed).await;
-        self.streams[delivery.stream].reached = delivery.position.clone();
-        self.watermark.routed(delivery.stream, batch, delivery.position);
+        self.schedule.end(delivery.stream, batch, delivery.position);
     }
 
     /// What events ask for beside keys. Recorded before the position may pass the events.
@@ -480,17 +431,15 @@ impl Pipeline {
     }
 
     fn take_page(&mut self, page: Page) {
-        self.page_count += 1;
-        let origin = Origin { stream: BACKFILL, batch: self.page_count, after: page.after, committed: None };
-        for request in page.requests.into_iter().filter(|request| may_run(&self.context, &self.held, request.rule)) {
-            self.queue.push(request, origin, &mut self.watermark);
-        }
-        self.pages.push_back((self.page_count, page.done));
+        let (context, held) = (&self.context, &self.held);
+        let requests = page.requests.into_iter().filter(|request| may_run(context, held, request.rule));
+        let number = self.schedule.page(requests, page.after);
+        self.pages.push_back((number, page.done));
         self.acknowledge_pages();
     }
 
     fn acknowledge_pages(&mut self) {
-        while self.pages.front().is_some_and(|(batch, _)| self.watermark.is_done(BACKFILL, *batch)) {
+        while self.pages.front().is_some_and(|(page, _)| self.schedule.is_page_done(*page)) {
             if let Some((_, done)) = self.pages.pop_front() {
                 // A receiver that is gone has been stopped.
                 done.send(()).ok();
@@ -513,26 +462,20 @@ impl Pipeline {
             self.hold(outcome.lane.0, reason, false).await;
         }
         self.count_outcome(&outcome);
-        self.queue.ended(outcome.lane, outcome.number);
         let pause = self.pause(&outcome);
-        for origin in origins(outcome.keys.iter().map(|ended| &ended.work)) {
-            for request in &outcome.follow_ups {
-                self.queue.push(request.clone(), origin, &mut self.watermark);
-            }
-        }
+        let mut keys = Vec::with_capacity(outcome.keys.len());
         for ended in outcome.keys {
-            let weight = ended.work.scope.weight();
             let mut work = ended.work;
-            let finish = match ended.end {
+            let next = match ended.end {
                 // The brake has held the rule.
-                End::Done | End::SetAside | End::Brake => Finish::Done { pause },
+                End::Done | End::SetAside | End::Brake => Next::Done { pause },
                 // Whatever is left of a held rule is done by the backfill that follows its release.
-                End::Later(_) | End::Failed(_) if self.held.contains_key(&outcome.lane.0) => Finish::Done { pause },
+                End::Later(_) | End::Failed(_) if self.held.contains_key(&outcome.lane.0) => Next::Done { pause },
                 End::Spread(fan_out) => {
                     self.ask_fan_out(fan_out);
-                    Finish::Done { pause }
+                    Next::Done { pause }
                 }
-                End::Later(delay) => Finish::Again { delay, work },
+                End::Later(delay) => Next::Again { delay },
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                     let delay = reconcile::run::backoff(work.attempts);
@@ -541,11 +484,12 @@ impl Pipeline {
                         tracing::warn!(rule, error = %error.message, attempts = work.attempts, retry_in = ?delay, "a reconcile failed and is tried again");
                     }
                     work.attempts += 1;
-                    Finish::Again { delay, work }
+                    Next::Again { delay }
                 }
             };
-            self.queue.finish(outcome.lane, ended.key, weight, finish, Instant::now(), &mut self.watermark);
+            keys.push((ended.key, work, next));
         }
+        self.schedule.finish(outcome.lane, outcome.number, &outcome.follow_ups, keys, Instant::now());
         self.acknowledge_pages();
     }
 
@@ -563,10 +507,10 @@ impl Pipeline {
     /// Publishes how far everything is, and saves positions from time to time.
     async fn report(&mut self) {
         self.observe();
-        let applied = self.streams.iter().enumerate().map(|(nth, stream)| self.applied(nth, stream));
+        let applied = (0..self.streams.len()).map(|stream| self.schedule.applied(stream));
         let progress = Progress {
             applied: applied.min().unwrap_or_default(),
-            pending: self.queue.depth(),
+            pending: self.schedule.depth(),
             backfilling: self.backfilling.keys().copied().collect(),
             fan_outs: self.fan_outs.len(),
             held: self.held.clone(),
@@ -578,15 +522,6 @@ impl Pipeline {
         });
         if self.last_save.elapsed() >= SAVE_EVERY {
             self.save().await;
-        }
-    }
-
-    /// Everything of a stream that is committed up to here is applied.
-    fn applied(&self, nth: usize, stream: &Stream) -> ClusterTime {
-        if self.watermark.is_drained(nth) {
-            stream.reached.time
-        } else {
-            self.watermark.frontier(nth).map_or(ClusterTime::default(), |p| p.time)
         }
     }
 
@@ -603,7 +538,7 @@ impl Pipeline {
             .streams
             .iter()
             .enumerate()
-            .filter_map(|(nth, stream)| Some((nth, stream, self.watermark.frontier(nth)?)))
+            .filter_map(|(nth, stream)| Some((nth, stream, self.schedule.frontier(nth)?)))
             .filter(|(_, stream, frontier)| stream.saved.as_ref() != Some(*frontier))
             .map(|(nth, stream, frontier)| (nth, stream.spec.clone(), frontier.clone()))
             .collect();

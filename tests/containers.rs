@@ -32,6 +32,14 @@ fn skipped() -> bool {
     true
 }
 
+/// The image of a version: the one that is named (`DENORMD_TEST_SIDECAR`, a release image that is there), or one of the
+/// debug binary that was just built, by the same steps.
+fn sidecar_image(version: &str) -> String {
+    let binary = Path::new(env!("CARGO_BIN_EXE_denormd"));
+    let named = std::env::var("DENORMD_TEST_SIDECAR");
+    named.unwrap_or_else(|_| docker::sidecar_image(&format!("denormd-test:{version}"), binary))
+}
+
 /// Three mongods in containers, and the documents of an application.
 struct Cluster {
     members: Vec<Peer>,
@@ -189,9 +197,7 @@ async fn the_sidecar_converges_whatever_befalls_it_and_its_cluster() {
     if skipped() {
         return;
     }
-    let binary = Path::new(env!("CARGO_BIN_EXE_denormd"));
-    let (old, new) =
-        (docker::sidecar_image("denormd-test:old", binary), docker::sidecar_image("denormd-test:new", binary));
+    let (old, new) = (sidecar_image("old"), sidecar_image("new"));
     let network = Network::create();
     let cluster = Cluster::start(&network).await;
     let shop = cluster.primary().await.1.database("shop");

@@ -113,7 +113,7 @@ impl Pipeline {
     /// When the oldest change was committed that is not applied, what fan-outs carry included.
     fn oldest(&self, rule: RuleId) -> Option<i64> {
         let spreading = self.fan_outs_of(rule).filter_map(|fan_out| fan_out.committed);
-        self.queue.oldest(rule).into_iter().chain(spreading).min()
+        self.schedule.oldest(rule).into_iter().chain(spreading).min()
     }
 
     /// Says how far everything is, at most ten times a second.
@@ -130,8 +130,8 @@ impl Pipeline {
         let numbers = |rules: &BTreeSet<RuleId>| rules.iter().map(|rule| rule.0).collect();
         let streams = self.streams.iter().enumerate().map(|(nth, stream)| StreamFacts {
             database: stream.spec.database.clone(),
-            reached: stream.reached.time,
-            applied: self.applied(nth, stream),
+            reached: self.schedule.reached(nth).time,
+            applied: self.schedule.applied(nth),
             saved: stream.saved.as_ref().map(|position| position.time),
             delivered: stream.delivered,
         });
@@ -141,9 +141,9 @@ impl Pipeline {
             fan_outs: (0..self.observer.rules.len()).map(|rule| self.fan_outs_of(RuleId(rule)).count()).collect(),
             rules: self.observer.rules.clone(),
             streams: streams.collect(),
-            depth: self.queue.depth(),
+            depth: self.schedule.depth(),
             capacity: self.context.limits.pending,
-            keys: self.queue.keys(),
+            keys: self.schedule.keys(),
             backfilling: self.backfilling.keys().map(|rule| rule.0).collect(),
             degraded: numbers(&self.observer.degraded),
             bereft: self.held.iter().filter(|(_, hold)| hold.detached).map(|(rule, _)| rule.0).collect(),

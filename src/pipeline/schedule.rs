@@ -1,0 +1,223 @@
+//! What runs next, and what is done: all that the pipeline decides about work, without I/O and without a clock of its own.
+//!
+//! Everything that a change could get lost in is here: routing, coalescing, what a look-up's results come from, the low
+//! watermark. `tests/simulation.rs` drives it through crashes, slow writes and former leaders in virtual time.
+
+use std::time::{Duration, Instant};
+
+use crate::{
+    change::ChangeEvent,
+    checkpoint::watermark::Watermark,
+    key::Key,
+    plan::{Plan, RuleId},
+    position::{ClusterTime, Position},
+    request::{Origin, Request, Task},
+    route::{Routed, Router},
+    workqueue::{Batch, Finish, Lane, Work, WorkQueue, origins},
+};
+
+/// How long the guard waits for a rule that is never at rest before it calls a difference drift.
+const LONGEST_DOUBT: Duration = Duration::from_secs(60);
+/// The origin of pages, beside the streams.
+const PAGES: usize = usize::MAX;
+
+/// The state of the work.
+#[derive(Debug)]
+pub struct Schedule {
+    router: Router,
+    queue: WorkQueue,
+    watermark: Watermark,
+    streams: Vec<Followed>,
+    /// The cluster time of the newest event that has arrived.
+    newest: ClusterTime,
+    /// Pages taken so far.
+    pages: u64,
+}
+
+/// A stream that is followed.
+#[derive(Debug)]
+struct Followed {
+    /// Batches routed so far.
+    batches: u64,
+    /// The position after the last one.
+    reached: Position,
+}
+
+/// What becomes of a key whose run has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// Nothing is left to do; what is asked of it within the pause waits.
+    Done {
+        /// The pause.
+        pause: Duration,
+    },
+    /// It is done again.
+    Again {
+        /// After this.
+        delay: Duration,
+    },
+}
+
+impl Schedule {
+    /// No work yet, and room for about `capacity` requests.
+    #[must_use]
+    pub fn new(plan: Plan, capacity: usize) -> Self {
+        Self {
+            router: Router::new(plan),
+            queue: WorkQueue::new(capacity),
+            watermark: Watermark::default(),
+            streams: Vec::new(),
+            newest: ClusterTime::default(),
+            pages: 0,
+        }
+    }
+
+    /// One more stream is followed, from `position` on. Streams are numbered in this order.
+    pub fn follow(&mut self, position: Position) {
+        self.streams.push(Followed { batches: 0, reached: position });
+    }
+
+    /// A batch of a stream begins; returns its number.
+    pub fn begin(&mut self, stream: usize) -> u64 {
+        self.streams[stream].batches += 1;
+        self.streams[stream].batches
+    }
+
+    /// An event of the batch arrives: what it asks for is added to `routed`. Returns what that comes from.
+    pub fn arrive(&mut self, stream: usize, batch: u64, event: &ChangeEvent, routed: &mut Routed) -> Origin {
+        self.newest = self.newest.max(event.cluster_time);
+        self.router.route(event, routed);
+        let committed = event.wall_time.map(bson::DateTime::timestamp_millis);
+        Origin { stream, batch, after: event.cluster_time, committed }
+    }
+
+    /// Takes a request. What it comes from is not passed before it is done.
+    pub fn ask(&mut self, request: Request, origin: Origin) {
+        self.queue.push(request, origin, &mut self.watermark);
+    }
+
+    /// The batch has arrived whole, and everything that it asks for has been taken or recorded.
+    pub fn end(&mut self, stream: usize, batch: u64, position: Position) {
+        self.streams[stream].reached = position.clone();
+        self.watermark.routed(stream, batch, position);
+    }
+
+    /// Takes requests that do not come from a stream; returns the page's number.
+    pub fn page(&mut self, requests: impl IntoIterator<Item = Request>, after: ClusterTime) -> u64 {
+        self.pages += 1;
+        let origin = Origin { stream: PAGES, batch: self.pages, after, committed: None };
+        for request in requests {
+            self.ask(request, origin);
+        }
+        self.pages
+    }
+
+    /// Whether all of a page is done, and of those before it.
+    #[must_use]
+    pub fn is_page_done(&self, page: u64) -> bool {
+        self.watermark.is_done(PAGES, page)
+    }
+
+    /// The next keys to run together, at most `keys` of them.
+    pub fn take(&mut self, keys: usize, now: Instant) -> Option<Batch> {
+        let mut batch = self.queue.take(keys, now)?;
+        // What has arrived is visible to a majority read: a batch never sees less than any event so far.
+        for (_, work) in &mut batch.items {
+            work.after = work.after.max(self.newest);
+        }
+        Some(batch)
+    }
+
+    /// A target that the guard has found to differ may be about to be written: until everything that the guard has seen then
+    /// is delivered, and the rule has nothing left to write, here or `elsewhere`. A rule that is never at rest is waited for
+    /// no longer than [`LONGEST_DOUBT`].
+    pub fn postpone_verdicts(&self, batch: &mut Batch, elsewhere: bool, now: Instant) {
+        let (rule, task) = batch.lane;
+        if task != Task::Guard {
+            return;
+        }
+        let delivered = self.streams.iter().map(|stream| stream.reached.time).min().unwrap_or_default();
+        let writing = elsewhere || self.queue.is_reconciling(rule);
+        for (_, work) in &mut batch.items {
+            let long = work.doubted_since.is_some_and(|since| now.saturating_duration_since(since) > LONGEST_DOUBT);
+            work.doubt.premature = delivered < work.doubt.seen || (writing && !long);
+        }
+    }
+
+    /// A batch has ended: its keys, and what its look-ups have led to, which comes from all of them together.
+    pub fn finish(
+        &mut self,
+        lane: Lane,
+        number: u64,
+        follow_ups: &[Request],
+        keys: Vec<(Key, Work, Next)>,
+        now: Instant,
+    ) {
+        self.queue.ended(lane, number);
+        for origin in origins(keys.iter().map(|(_, work, _)| work)) {
+            for request in follow_ups {
+                self.queue.push(request.clone(), origin, &mut self.watermark);
+            }
+        }
+        for (key, work, next) in keys {
+            let weight = work.scope.weight();
+            let finish = match next {
+                Next::Done { pause } => Finish::Done { pause },
+                Next::Again { delay } => Finish::Again { delay, work },
+            };
+            self.queue.finish(lane, key, weight, finish, now, &mut self.watermark);
+        }
+    }
+
+    /// The position up to which everything of a stream is done. None before its first batch is.
+    #[must_use]
+    pub fn frontier(&self, stream: usize) -> Option<&Position> {
+        self.watermark.frontier(stream)
+    }
+
+    /// The position after the last batch of a stream.
+    #[must_use]
+    pub fn reached(&self, stream: usize) -> &Position {
+        &self.streams[stream].reached
+    }
+
+    /// Everything of a stream that was committed up to here is done.
+    #[must_use]
+    pub fn applied(&self, stream: usize) -> ClusterTime {
+        if self.watermark.is_drained(stream) {
+            self.streams[stream].reached.time
+        } else {
+            self.frontier(stream).map_or(ClusterTime::default(), |position| position.time)
+        }
+    }
+
+    /// Whether the streams may deliver more.
+    #[must_use]
+    pub fn has_room(&self) -> bool {
+        self.queue.has_room()
+    }
+
+    /// When the next key that waits for its time is due.
+    #[must_use]
+    pub fn next_due(&self) -> Option<Instant> {
+        self.queue.next_due()
+    }
+
+    /// Requests that wait or run, named targets counted.
+    #[must_use]
+    pub fn depth(&self) -> usize {
+        self.queue.depth()
+    }
+
+    /// Keys that wait or run.
+    #[must_use]
+    pub fn keys(&self) -> usize {
+        self.queue.keys()
+    }
+
+    /// When the oldest change was committed that a key of `rule` waits or runs for, in milliseconds since 1970.
+    #[must_use]
+    pub fn oldest(&self, rule: RuleId) -> Option<i64> {
+        self.queue.oldest(rule)
+    }
+}

@@ -1,0 +1,361 @@
+//! `make faults`: faults drawn from a seed, alone and in pairs, on three real servers and two daemons, for as long as one
+//! likes; then a table of what was done and how long it took to be right again.
+//!
+//! After each fault the writer stops, every copy is compared with its source, and the oplog is silent. How long changes
+//! stood still is measured by a marker: one more write, from the moment that somebody can lead and a primary can write.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use bson::{Document, doc};
+use denormd_fixture::ReplicaSet;
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+use crate::world::{Daemon, World};
+
+/// How long the oplog must be silent.
+const QUIET: Duration = Duration::from_millis(700);
+/// A host and a log that the application's writer leaves alone.
+const MARKER: i32 = -1;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Fault {
+    LeaderKilled,
+    LeaderStopped,
+    LeaderFrozen,
+    LeaderFrozenShortly,
+    LeaseDeleted,
+    PrimaryKilled,
+    PrimaryFrozen,
+    PrimaryStepsDown,
+    SecondaryKilled,
+    NoMajority,
+    RolledBack,
+    CommandsRefused,
+    AnswersLost,
+    WritesHang,
+    SlowServer,
+    LargeTransaction,
+    LargeDocument,
+}
+
+impl Fault {
+    const ALL: [Self; 17] = [
+        Self::LeaderKilled,
+        Self::LeaderStopped,
+        Self::LeaderFrozen,
+        Self::LeaderFrozenShortly,
+        Self::LeaseDeleted,
+        Self::PrimaryKilled,
+        Self::PrimaryFrozen,
+        Self::PrimaryStepsDown,
+        Self::SecondaryKilled,
+        Self::NoMajority,
+        Self::RolledBack,
+        Self::CommandsRefused,
+        Self::AnswersLost,
+        Self::WritesHang,
+        Self::SlowServer,
+        Self::LargeTransaction,
+        Self::LargeDocument,
+    ];
+
+    /// What can strike while servers come and go too.
+    fn of_daemons(self) -> bool {
+        matches!(self, Self::LeaderKilled | Self::LeaderStopped | Self::LeaderFrozen | Self::LeaseDeleted)
+    }
+
+    fn of_servers(self) -> bool {
+        matches!(self, Self::PrimaryKilled | Self::PrimaryFrozen | Self::PrimaryStepsDown | Self::SecondaryKilled)
+    }
+}
+
+struct Stage {
+    set: ReplicaSet,
+    world: World,
+    daemons: Vec<Daemon>,
+    random: StdRng,
+}
+
+fn pause(milliseconds: u64) -> impl Future<Output = ()> {
+    tokio::time::sleep(Duration::from_millis(milliseconds))
+}
+
+impl Stage {
+    async fn set_up(seed: u64) -> Self {
+        let set = ReplicaSet::start(3).await;
+        let world = World::new(set.database().await).await;
+        world.db.collection("hosts").insert_one(doc! {"_id": MARKER, "ip": 0}).await.unwrap();
+        world.db.collection("logs").insert_one(doc! {"_id": MARKER, "host": MARKER}).await.unwrap();
+        let daemons = vec![world.daemon(), world.daemon()];
+        world.at_rest(QUIET).await;
+        Self { set, world, daemons, random: StdRng::seed_from_u64(seed) }
+    }
+
+    async fn leader(&self) -> usize {
+        loop {
+            let process = self.world.lease().await.and_then(|lease| lease.get_i64("process").ok());
+            if let Some(nth) = self.daemons.iter().position(|daemon| Some(daemon.pid()) == process) {
+                return nth;
+            }
+            pause(50).await;
+        }
+    }
+
+    async fn term(&self) -> i64 {
+        loop {
+            if let Some(term) = self.world.lease().await.and_then(|lease| lease.get_i64("term").ok()) {
+                return term;
+            }
+            pause(50).await;
+        }
+    }
+
+    async fn fail(&self, mode: bson::Bson, mut data: Document) {
+        data.insert("appName", "denormd");
+        let command = doc! {"configureFailPoint": "failCommand", "mode": mode, "data": data};
+        // A primary that goes meanwhile takes the fault with it.
+        self.world.test.client.database("admin").run_command(command).await.ok();
+    }
+
+    async fn heal_commands(&self) {
+        for node in self.set.nodes() {
+            let off = doc! {"configureFailPoint": "failCommand", "mode": "off"};
+            node.client().await.database("admin").run_command(off).await.ok();
+        }
+    }
+
+    /// Does one fault and what heals it, but for what passes by itself.
+    async fn strike(&mut self, fault: Fault) {
+        let wait = self.random.random_range(0..1500);
+        match fault {
+            Fault::LeaderKilled => {
+                let nth = self.leader().await;
+                self.daemons.remove(nth).kill9();
+                self.daemons.push(self.world.daemon());
+            }
+            Fault::LeaderStopped => {
+                let nth = self.leader().await;
+                self.daemons.remove(nth).terminate().await;
+                self.daemons.push(self.world.daemon());
+            }
+            Fault::LeaderFrozen => {
+                let (nth, term) = (self.leader().await, self.term().await);
+                self.daemons[nth].signal("STOP");
+                self.world.term_after(term).await;
+                pause(wait).await;
+                self.daemons[nth].signal("CONT");
+            }
+            Fault::LeaderFrozenShortly => {
+                let nth = self.leader().await;
+                self.daemons[nth].signal("STOP");
+                pause(wait).await;
+                self.daemons[nth].signal("CONT");
+            }
+            Fault::LeaseDeleted => {
+                let leases = self.world.test.beside("state").collection::<Document>("leases");
+                leases.delete_one(doc! {}).await.ok();
+            }
+            Fault::PrimaryKilled => {
+                let old = self.set.primary().await;
+                self.set.node(old).kill9();
+                self.set.primary().await;
+                pause(wait).await;
+                self.set.node(old).restart().await;
+            }
+            Fault::PrimaryFrozen => {
+                let old = self.set.primary().await;
+                self.set.node(old).sigstop();
+                while self.set.primary().await == old {
+                    pause(50).await;
+                }
+                pause(wait).await;
+                self.set.node(old).sigcont();
+            }
+            Fault::PrimaryStepsDown => {
+                self.set.step_down().await;
+            }
+            Fault::SecondaryKilled => {
+                let secondary = (self.set.primary().await + 1) % 3;
+                self.set.node(secondary).kill9();
+                pause(wait).await;
+                self.set.node(secondary).restart().await;
+            }
+            Fault::NoMajority => {
+                let primary = self.set.primary().await;
+                let others = [(primary + 1) % 3, (primary + 2) % 3];
+                for node in others {
+                    self.set.node(node).sigstop();
+                }
+                pause(1000 + 2 * wait).await;
+                for node in others {
+                    self.set.node(node).sigcont();
+                }
+            }
+            Fault::RolledBack => self.roll_back().await,
+            Fault::CommandsRefused | Fault::AnswersLost | Fault::WritesHang | Fault::SlowServer => {
+                self.commands_fail(fault).await;
+                pause(wait).await;
+                self.heal_commands().await;
+            }
+            Fault::LargeTransaction => self.large_transaction(wait % 2 == 0).await,
+            Fault::LargeDocument => {
+                // Its change event is larger than an event may be, unless it is trimmed.
+                let junk = "x".repeat(15 << 20);
+                let hosts = self.world.db.collection::<Document>("hosts");
+                let filter = doc! {"_id": MARKER};
+                for update in [doc! {"$set": {"junk": &junk}}, doc! {"$set": {"ip": 1}}, doc! {"$unset": {"junk": ""}}]
+                {
+                    hosts.update_one(filter.clone(), update).await.ok();
+                }
+            }
+        }
+    }
+
+    async fn commands_fail(&mut self, fault: Fault) {
+        let commands = ["update", "find", "aggregate", "getMore", "findAndModify"].to_vec();
+        let times = |times: i32| doc! {"times": times}.into();
+        let several = self.random.random_range(1..6);
+        let (mode, data) = match fault {
+            Fault::CommandsRefused => {
+                let code = [91, 189, 11600, 11602, 10107, 13435, 262, 112, 43, 280][self.random.random_range(0..10)];
+                (times(several), doc! {"failCommands": commands, "errorCode": code})
+            }
+            Fault::AnswersLost => (times(several), doc! {"failCommands": commands, "closeConnection": true}),
+            Fault::WritesHang => {
+                (times(1), doc! {"failCommands": ["update"], "blockConnection": true, "blockTimeMS": 4000})
+            }
+            _ => ("alwaysOn".into(), doc! {"failCommands": commands, "blockConnection": true, "blockTimeMS": 150}),
+        };
+        self.fail(mode, data).await;
+    }
+
+    /// A write that its primary alone has, and that is gone when another one leads.
+    async fn roll_back(&mut self) {
+        let old = self.set.primary().await;
+        let others = [(old + 1) % 3, (old + 2) % 3];
+        for node in others {
+            self.set.node(node).sigstop();
+        }
+        let lost = doc! {
+            "update": "hosts", "updates": [{"q": {"_id": MARKER}, "u": {"$set": {"ip": -7}}}],
+            "writeConcern": {"w": 1}, "maxTimeMS": 2000,
+        };
+        let alone = self.set.node(old).client().await;
+        alone.database(&self.world.test.name).run_command(lost).await.ok();
+        pause(300).await;
+        self.set.node(old).kill9();
+        for node in others {
+            self.set.node(node).sigcont();
+        }
+        while self.set.primary().await == old {
+            pause(50).await;
+        }
+        self.set.node(old).restart().await;
+    }
+
+    /// Ten thousand writes that become visible at once, or not at all.
+    async fn large_transaction(&self, commits: bool) {
+        let run = async {
+            let mut session = self.world.test.client.start_session().await?;
+            session.start_transaction().await?;
+            let logs = self.world.db.collection::<Document>("logs");
+            let new: Vec<Document> = (0..5000).map(|n| doc! {"_id": 1_000_000 + n, "host": n % 12}).collect();
+            logs.insert_many(new).session(&mut session).await?;
+            logs.delete_many(doc! {"_id": {"$gte": 1_000_000}}).session(&mut session).await?;
+            if commits { session.commit_transaction().await } else { session.abort_transaction().await }
+        };
+        let result: mongodb::error::Result<()> = run.await;
+        // What fails is part of the fault.
+        result.ok();
+    }
+
+    /// From the moment that the marker can be written until its copy is there.
+    async fn stood_still(&mut self) -> Duration {
+        let ip = self.random.random_range(2..i32::MAX);
+        let (hosts, logs) =
+            (self.world.db.collection::<Document>("hosts"), self.world.db.collection::<Document>("logs"));
+        while hosts.update_one(doc! {"_id": MARKER}, doc! {"$set": {"ip": ip}}).await.is_err() {
+            pause(20).await;
+        }
+        let written = Instant::now();
+        while !matches!(logs.find_one(doc! {"_id": MARKER, "ip": ip}).await, Ok(Some(_))) {
+            assert!(written.elapsed() < Duration::from_secs(90), "changes stand still");
+            pause(5).await;
+        }
+        written.elapsed()
+    }
+
+    /// One round: the application writes, the faults strike, everything is right again.
+    async fn round(&mut self, faults: &[Fault]) -> (Duration, Duration) {
+        let writer = self.world.writer(self.random.random());
+        let lead = self.random.random_range(100..500);
+        pause(lead).await;
+        for fault in faults {
+            self.strike(*fault).await;
+        }
+        let stood_still = self.stood_still().await;
+        writer.stop().await;
+        let right = self.world.at_rest(QUIET).await;
+        self.set.wait_members().await;
+        (stood_still, right)
+    }
+
+    fn draw(&mut self) -> Vec<Fault> {
+        let first = Fault::ALL[self.random.random_range(0..Fault::ALL.len())];
+        let second = Fault::ALL[self.random.random_range(0..Fault::ALL.len())];
+        // Of daemons and of servers at once, one time in three.
+        let pair = (first.of_daemons() && second.of_servers()) || (first.of_servers() && second.of_daemons());
+        if pair { vec![first, second] } else { vec![first] }
+    }
+}
+
+fn from_environment<T: std::str::FromStr>(name: &str) -> Option<T> {
+    std::env::var(name)
+        .ok()
+        .filter(|text| !text.is_empty())
+        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
+}
+
+fn median(times: &mut [Duration]) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "runs for as long as it is told: make faults MINUTES=60"]
+async fn for_as_long_as_it_is_told() {
+    let minutes: f64 = from_environment("DENORMD_FAULT_MINUTES").unwrap_or(5.0);
+    let seed = from_environment("DENORMD_SEED").unwrap_or_else(rand::random::<u32>);
+    let only: Option<String> = std::env::var("DENORMD_FAULT").ok().filter(|name| !name.is_empty());
+    println!("seed {seed}, {minutes} minutes");
+    let begun = Instant::now();
+    let mut stage = Stage::set_up(u64::from(seed)).await;
+    let mut table: BTreeMap<String, Vec<(Duration, Duration)>> = BTreeMap::new();
+    while begun.elapsed().as_secs_f64() < minutes * 60.0 {
+        let faults = match &only {
+            Some(name) => Fault::ALL.into_iter().filter(|fault| format!("{fault:?}") == *name).collect(),
+            None => stage.draw(),
+        };
+        assert!(!faults.is_empty(), "DENORMD_FAULT is one of {:?}", Fault::ALL);
+        let name = faults.iter().map(|fault| format!("{fault:?}")).collect::<Vec<_>>().join(" + ");
+        let times = stage.round(&faults).await;
+        println!(
+            "{:6.0} s  {name}: stood still for {:?}, right {:?} after the writes",
+            begun.elapsed().as_secs_f64(),
+            times.0,
+            times.1
+        );
+        table.entry(name).or_default().push(times);
+    }
+    println!("\n{:<40} {:>5} {:>14} {:>14}", "fault", "runs", "still, median", "still, worst");
+    for (name, times) in &table {
+        let mut still: Vec<Duration> = times.iter().map(|(still, _)| *still).collect();
+        let middle = median(&mut still).as_secs_f64();
+        let worst = still.last().unwrap().as_secs_f64();
+        println!("{name:<40} {:>5} {middle:>12.2} s {worst:>12.2} s", times.len());
+    }
+    println!("{} runs without a divergence: one would have ended them", table.values().map(Vec::len).sum::<usize>());
+}
