@@ -65,6 +65,8 @@ pub struct Metrics {
     pub stream_age: Gauge,
     /// Seconds of oplog behind the saved position. No series where it cannot be read.
     pub oplog_headroom: GaugeVec,
+    /// Seconds until the saved position falls off the oplog at the present rate; infinite while it does not fall behind.
+    pub oplog_loss: GaugeVec,
     /// Whether the oplog's first entry can be read.
     pub oplog_readable: IntGauge,
     /// How long ago the newest write of our own that has come through was sent. No series where another process leads.
@@ -82,6 +84,8 @@ pub struct Metrics {
     pub causes: IntGaugeVec,
     drift_found: IntCounterVec,
     drift_repaired: IntCounterVec,
+    shadow_compared: IntCounterVec,
+    shadow_differing: IntCounterVec,
     live: Mutex<Live>,
     turned: AtomicU64,
     clock: AtomicI64,
@@ -195,6 +199,7 @@ impl Metrics {
             checkpoint_age: f.gauge("denormd_checkpoint_age_seconds", "How far back a restart would begin; 0 when the saved position is the newest.")?,
             stream_age: f.gauge("denormd_stream_age_seconds", "Seconds since every change stream has answered, with or without events.")?,
             oplog_headroom: f.gauges("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the saved position; absent when the oplog cannot be read.", &[])?,
+            oplog_loss: f.gauges("denormd_oplog_time_to_loss_seconds", "Seconds until changes are lost with the oplog, if it goes on as in the last minutes; +Inf while nothing falls behind.", &[])?,
             oplog_readable: f.whole("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
             canary_age: f.gauges("denormd_canary_age_seconds", "Seconds since the newest write of denormd's own was sent that every stream has passed and that is applied.", &[])?,
             config_ok: f.whole("denormd_config_last_reload_successful", "0 while the config that was read last is refused and an older one is in force.")?,
@@ -206,6 +211,8 @@ impl Metrics {
             causes: f.wholes("denormd_cause", "1 while this keeps the copies from being true at once.", &["reason"])?,
             drift_found: f.counters("denormd_drift_found_total", "Targets that differed from their definition without a change that explains it.", &["rule"])?,
             drift_repaired: f.counters("denormd_drift_repaired_total", "Of those, repaired.", &["rule"])?,
+            shadow_compared: f.counters("denormd_shadow_compared_total", "Targets that a rule in shadow has compared instead of writing.", &["rule"])?,
+            shadow_differing: f.counters("denormd_shadow_differing_total", "Of those, the ones that it would have changed.", &["rule"])?,
             live: Mutex::default(),
             turned: AtomicU64::new(0),
             clock: AtomicI64::new(0),
@@ -334,6 +341,12 @@ impl Metrics {
     pub fn happened(&self, what: &str, at: i64) {
         #[expect(clippy::cast_precision_loss, reason = "milliseconds since 1970 are far below 2^53")]
         self.last_event.with_label_values(&[what]).set(at as f64 / 1000.0);
+    }
+
+    /// A rule in shadow has compared targets instead of writing them.
+    pub fn shadowed(&self, rule: &str, compared: u64, differing: u64) {
+        self.shadow_compared.with_label_values(&[rule]).inc_by(compared);
+        self.shadow_differing.with_label_values(&[rule]).inc_by(differing);
     }
 
     /// Something failed: kept among the recent errors. The error's text holds no values, see [`Error`].

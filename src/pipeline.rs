@@ -1,7 +1,7 @@
 //! Joins the stages in data order, and stops them in reverse.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque, btree_map::Entry},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -27,6 +27,7 @@ use crate::{
     request::{Page, Task},
     route::Routed,
     watch::{Delivery, StreamSpec, follow, streams},
+    workqueue::Batch,
 };
 
 /// How often positions are saved while work goes on.
@@ -43,7 +44,7 @@ mod observe;
 mod rules;
 pub mod schedule;
 
-use feeders::{retry, wishes};
+use feeders::{Wishes, requests, retry, wishes};
 use rules::{look_for_sources, register_rules, rules_of};
 use schedule::{Next, Schedule};
 
@@ -255,6 +256,7 @@ impl Pipeline {
             feeders.spawn(fan_out::run(self.context.clone(), asked, page.clone(), spread, stop.clone()));
         }
         feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
+        feeders.spawn(requests(self.context.clone(), self.store.clone(), page.clone(), stop.clone()));
         let (ask, mut asked) = mpsc::channel(1);
         feeders.spawn(wishes(self.context.clone(), self.store.clone(), ask, stop.clone()));
         feeders.spawn(audit::run(self.context.clone(), self.applied_of_rules(), page, stop.clone()));
@@ -305,11 +307,23 @@ impl Pipeline {
         while self.running.len() < self.context.limits.batches {
             let now = Instant::now();
             let Some(mut batch) = self.schedule.take(self.context.limits.batch_keys, now) else { return };
+            if self.held.get(&batch.lane.0).is_some_and(|hold| hold.paused) {
+                self.skip(batch);
+                continue;
+            }
             let elsewhere = !self.fan_outs.is_empty() || self.backfilling.contains_key(&batch.lane.0);
             self.schedule.postpone_verdicts(&mut batch, elsewhere, now);
             let detached = self.held.contains_key(&batch.lane.0);
             self.running.spawn(reconcile::run(self.context.clone(), batch, detached));
         }
+    }
+
+    /// What waits of a rule that is paused is not done: the backfill that follows its pause does it.
+    fn skip(&mut self, batch: Batch) {
+        let done = Next::Done { pause: Duration::ZERO };
+        let keys = batch.items.into_iter().map(|(key, work)| (key, work, done)).collect();
+        self.schedule.finish(batch.lane, batch.number, &[], keys, Instant::now());
+        self.acknowledge_pages();
     }
 
     async fn take(&mut self, delivery: Delivery) {
@@ -321,7 +335,9 @@ impl Pipeline {
             let origin = self.schedule.arrive(delivery.stream, batch, event, &mut routed);
             // A whole new source in place of the one that went.
             for rule in routed.renewed.drain(..) {
-                self.held.remove(&rule);
+                if self.held.get(&rule).is_some_and(|hold| !hold.paused) {
+                    self.held.remove(&rule);
+                }
                 self.context.saw(&self.context.plan.rule(rule).source.namespace, true);
                 routed.sweeps.push(rule);
             }
@@ -360,14 +376,15 @@ impl Pipeline {
     }
 
     /// Stops a rule until somebody releases it: its fields stay as they are. Recorded before any event may be passed over.
+    /// A rule that is paused is held all the same: resumed, it would take an absent source for an empty one.
     async fn hold(&mut self, rule: RuleId, reason: &str, detached: bool) {
-        if self.held.contains_key(&rule) {
+        if self.held.get(&rule).is_some_and(|hold| !hold.paused) {
             return;
         }
         let mut attempts = 0;
         let context = self.context.clone();
         let named = context.plan.rule(rule);
-        let hold = Hold { reason: reason.to_owned(), detached };
+        let hold = Hold { reason: reason.to_owned(), detached, paused: false };
         let state = Backfill::Held(hold.clone());
         while let Err(error) = self.store.reset_rule(&context.server, named, &state).await {
             self.not_recorded(&error, &mut attempts).await;
@@ -377,12 +394,24 @@ impl Pipeline {
         self.held.insert(rule, hold);
     }
 
-    /// Backfills that commands have asked for.
-    fn take_wishes(&mut self, wishes: Vec<Wish>) {
-        for wish in wishes {
+    /// Backfills that commands have asked for, and rules that they have paused.
+    fn take_wishes(&mut self, wishes: Wishes) {
+        for (rule, hold) in wishes.paused {
+            // A rule that is held stays so.
+            if let Entry::Vacant(free) = self.held.entry(rule) {
+                tracing::warn!(rule = %self.context.plan.rule(rule).name, "the rule is paused");
+                free.insert(hold);
+                // It is stopped: the state has a newer wish than the one it runs for.
+                self.backfilling.remove(&rule);
+            }
+        }
+        for wish in wishes.backfills {
             let known = self.backfilling.get(&wish.rule).is_some_and(|generation| *generation >= wish.generation);
             if !known {
-                if self.held.remove(&wish.rule).is_some() {
+                let hold = self.held.remove(&wish.rule);
+                if hold.as_ref().is_some_and(|hold| hold.paused) {
+                    tracing::info!(rule = %self.context.plan.rule(wish.rule).name, "the rule is resumed");
+                } else if hold.is_some() {
                     // The loss is wanted: an absent source is an empty one.
                     self.context.released(wish.rule);
                     self.context.saw(&self.context.plan.rule(wish.rule).source.namespace, false);
@@ -463,6 +492,7 @@ impl Pipeline {
         }
         self.count_outcome(&outcome);
         let pause = self.pause(&outcome);
+        let mut failed: BTreeMap<String, (usize, u32)> = BTreeMap::new();
         let mut keys = Vec::with_capacity(outcome.keys.len());
         for ended in outcome.keys {
             let mut work = ended.work;
@@ -479,15 +509,17 @@ impl Pipeline {
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                     let delay = reconcile::run::backoff(work.attempts);
-                    if work.attempts.is_power_of_two() || work.attempts == 0 {
-                        let rule = &self.context.plan.rule(outcome.lane.0).name;
-                        tracing::warn!(rule, error = %error.message, attempts = work.attempts, retry_in = ?delay, "a reconcile failed and is tried again");
-                    }
+                    let (keys, attempts) = failed.entry(error.message).or_default();
+                    (*keys, *attempts) = (*keys + 1, work.attempts.max(*attempts));
                     work.attempts += 1;
                     Next::Again { delay }
                 }
             };
             keys.push((ended.key, work, next));
+        }
+        let rule = &self.context.plan.rule(outcome.lane.0).name;
+        for (error, (keys, attempts)) in failed {
+            tracing::warn!(rule, keys, attempts, error, "reconciles failed and are tried again");
         }
         self.schedule.finish(outcome.lane, outcome.number, &outcome.follow_ups, keys, Instant::now());
         self.acknowledge_pages();

@@ -10,6 +10,8 @@
 mod acknowledged;
 mod advise;
 mod cases;
+mod check;
+mod config_pages;
 #[cfg(feature = "testcontainers")]
 mod containers;
 mod copy_rules;
@@ -26,11 +28,16 @@ mod keys_on_server;
 mod lease;
 mod lifecycle;
 mod observe;
+mod operator;
 mod patterns;
+mod plan;
+mod process;
 mod program;
 mod running;
+mod scraped;
 mod secured;
 mod simulation;
+mod story;
 mod timeline;
 mod upgrade;
 mod world;

@@ -9,8 +9,9 @@ use std::{
 use crate::{
     change::Change,
     checkpoint::fan_out::FanOut,
+    checkpoint::store::Hold,
     metrics::{Observation, Reconciled, RuleFacts, StreamFacts},
-    plan::{Plan, RuleId},
+    plan::{Keyed, Plan, RuleId},
     reconcile::{Outcome, run::End},
     request::Task,
     watch::Delivery,
@@ -53,6 +54,7 @@ fn facts(plan: &Plan) -> Arc<[RuleFacts]> {
             name: rule.name.clone(),
             source: rule.source.namespace.to_string(),
             target: rule.target.namespace.to_string(),
+            keyed_by_target: rule.keyed == Keyed::Target,
             fed_by: fed_by.into_iter().filter(|from| *from != rule.id.0).collect(),
             streams: databases.iter().enumerate().filter(touched).map(|(nth, _)| nth).collect(),
         }
@@ -116,6 +118,10 @@ impl Pipeline {
         self.schedule.oldest(rule).into_iter().chain(spreading).min()
     }
 
+    fn held_because(&self, why: impl Fn(&Hold) -> bool) -> BTreeSet<usize> {
+        self.held.iter().filter(|(_, hold)| why(hold)).map(|(rule, _)| rule.0).collect()
+    }
+
     /// Says how far everything is, at most ten times a second.
     pub(super) fn observe(&mut self) {
         self.context.metrics.turn();
@@ -139,6 +145,7 @@ impl Pipeline {
             at: Instant::now(),
             oldest: (0..self.observer.rules.len()).map(|rule| self.oldest(RuleId(rule))).collect(),
             fan_outs: (0..self.observer.rules.len()).map(|rule| self.fan_outs_of(RuleId(rule)).count()).collect(),
+            late: (0..self.observer.rules.len()).map(|rule| self.schedule.late(RuleId(rule))).collect(),
             rules: self.observer.rules.clone(),
             streams: streams.collect(),
             depth: self.schedule.depth(),
@@ -146,8 +153,9 @@ impl Pipeline {
             keys: self.schedule.keys(),
             backfilling: self.backfilling.keys().map(|rule| rule.0).collect(),
             degraded: numbers(&self.observer.degraded),
-            bereft: self.held.iter().filter(|(_, hold)| hold.detached).map(|(rule, _)| rule.0).collect(),
-            braked: self.held.iter().filter(|(_, hold)| !hold.detached).map(|(rule, _)| rule.0).collect(),
+            bereft: self.held_because(|hold| hold.detached),
+            braked: self.held_because(|hold| !hold.detached && !hold.paused),
+            paused: self.held_because(|hold| hold.paused),
         };
         self.context.metrics.observe(observation);
     }
