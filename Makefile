@@ -89,6 +89,11 @@ test-secure: ## Run the patterns on MongoDB with TLS and authentication
 mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, tests/mutants.toml has them
 	@python3 tests/mutants.py $(if $(ONLY),--only "$(ONLY)")
 
+.PHONY: pages
+pages: ## Write anew what is made from the config's keys: its reference and its JSON Schema
+	$(CARGO) run -q -- schema --reference >docs/reference.md
+	$(CARGO) run -q -- schema >config/denormd.schema.json
+
 # MINUTES=60, SEED=7, FAULT=LeaderFrozen for one kind alone.
 .PHONY: faults
 faults: ## Strike servers and daemons for MINUTES (5), compare everything after each, and print a table

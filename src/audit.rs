@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
-use bson::{Bson, Document, doc};
+use bson::Bson;
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
@@ -10,13 +10,13 @@ use crate::{
     config::{Guard, OnDrift},
     error::{Error, Result},
     key::Key,
-    mongo::Reads,
     plan::{Rule, RuleId},
     position::ClusterTime,
     reconcile::{
         Context,
         compare::{Compared, compare, compare_ids, projection},
         run::drifted,
+        scan,
     },
     request::Page,
     route::reference_requests,
@@ -40,7 +40,7 @@ pub async fn run(context: Arc<Context>, applied: Box<Applied>, out: mpsc::Sender
     loop {
         let round = async {
             tokio::time::sleep(REST).await;
-            for rule in context.plan.rules.iter().filter(|rule| rule.guard == Guard::Audit) {
+            for rule in context.plan.rules.iter().filter(|rule| rule.guard == Guard::Audit && !rule.shadow) {
                 if let Err(error) = round(&context, rule, &*applied, &out).await {
                     tracing::warn!(rule = %rule.name, error = %error.message, "the audit was interrupted");
                 }
@@ -70,9 +70,9 @@ impl Audit<'_> {
         let mut after: Option<Bson> = None;
         while (self.applied)(self.rule.id).is_some() {
             let started = tokio::time::Instant::now();
-            let page = self.page(after.as_ref()).await?;
-            let Some(last) = page.last().and_then(|target| target.get("_id")).cloned() else { return Ok(()) };
             let time = self.context.server.operation_time().await?;
+            let page = scan::page(self.context, self.rule, &projection(self.rule), after.as_ref(), PAGE, time).await?;
+            let Some(last) = page.last().and_then(|target| target.get("_id")).cloned() else { return Ok(()) };
             let compared = compare(self.context, self.rule, &page, time).await?;
             let suspects: Vec<Compared> = compared.into_iter().filter(|c| c.differences().next().is_some()).collect();
             if !suspects.is_empty() {
@@ -120,22 +120,5 @@ impl Audit<'_> {
         let page = Page { requests: requests.collect(), after: time, done };
         self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
         acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))
-    }
-
-    /// The next targets by `_id`, across BSON types (see the backfill's pages).
-    async fn page(&self, after: Option<&Bson>) -> Result<Vec<Document>> {
-        let mut command = doc! {
-            "find": &self.rule.target.namespace.collection, "filter": self.rule.target.filter.clone().unwrap_or_default(),
-            "hint": {"_id": 1}, "projection": projection(self.rule), "limit": i64::try_from(PAGE).unwrap_or(1) + 1,
-        };
-        if let Some(after) = after {
-            command.insert("min", doc! {"_id": after.clone()});
-        }
-        let rows = self.context.server.read(&self.rule.target.namespace.database, command, Reads::default()).await?;
-        let page: Result<Vec<Document>> =
-            rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect();
-        let mut page = page?;
-        page.retain(|target| target.get("_id") != after);
-        Ok(page)
     }
 }

@@ -2,5 +2,7 @@
 
 pub mod fan_out;
 pub mod format;
+pub mod progress;
+pub mod requests;
 pub mod store;
 pub mod watermark;

@@ -1,8 +1,12 @@
 //! The command line: what can be typed, and what it says of itself.
 
+mod operator;
+
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Parser, Subcommand, ValueEnum};
+
+pub use operator::{CheckOptions, DeadLetters, Letters};
 
 /// Keeps the fields you copy between MongoDB collections equal to their source.
 #[derive(Debug, Parser)]
@@ -14,7 +18,7 @@ use clap::{Parser, Subcommand, ValueEnum};
   denormd plan --config shop.yaml --apply    create what is missing
   denormd run --config shop.yaml             keep the copies true
 
-Exit status: 0 done, 1 failed, 2 usage or config error."
+Exit status: 0 done, 1 failed, 2 usage or config error, 3 check found differences."
 )]
 pub struct Cli {
     /// Config files and directories, layered in order.
@@ -47,11 +51,18 @@ pub enum Command {
 
 SIGTERM and SIGINT end what is in flight, save the position, and exit with 0.")]
     Run,
-    /// Checks the config, and what the cluster must have for it.
+    /// Checks the config, and what the cluster must have for it. Reads only.
     #[command(after_help = "Examples:
   denormd plan --config shop.yaml --offline  the config alone, without a server
   denormd plan --config shop.yaml            against the cluster, reading only
-  denormd plan --config shop.yaml --apply    creates missing indexes and enables pre-images")]
+  denormd plan --config shop.yaml --apply    creates missing indexes and enables pre-images, after printing them
+  denormd plan --output json | jq .ready
+
+For each rule: the paths it reads and owns, the index of each lookup; and, from a sample of its documents, the share of
+references that resolve by BSON type, fan-out, growth, and what a backfill would change. It ends with `ready`, or with a
+numbered list of what to do.
+
+Exit status: 0 ready, 1 failed, 2 something is to be done first.")]
     Plan {
         /// Check the config alone, without a server.
         #[arg(long, conflicts_with = "apply")]
@@ -59,6 +70,53 @@ SIGTERM and SIGINT end what is in flight, save the position, and exit with 0.")]
         /// Carry out the commands that plan prints.
         #[arg(long)]
         apply: bool,
+        /// How many targets of each rule are drawn at random; 0 for none.
+        #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(0..=100_000))]
+        sample: u32,
+    },
+    /// Prints the settings in force, each with where it comes from. Passwords are hidden.
+    #[command(after_help = "Examples:
+  denormd config --config rules/
+  denormd config --output json")]
+    Config,
+    /// Prints the config's JSON Schema, for editors.
+    #[command(after_help = "Examples:
+  denormd schema > denormd.schema.json
+  # yaml-language-server: $schema=denormd.schema.json    first line of a YAML config, for completion and checks")]
+    Schema {
+        /// The reference of all keys in Markdown instead.
+        #[arg(long)]
+        reference: bool,
+    },
+    /// Prints what a shell needs to complete the commands.
+    #[command(after_help = "Examples:
+  denormd completions bash > /etc/bash_completion.d/denormd
+  denormd completions zsh > ~/.zfunc/_denormd")]
+    Completions {
+        /// Which shell.
+        shell: clap_complete::Shell,
+    },
+    /// Writes the man pages.
+    #[command(after_help = "Examples:
+  denormd man | man -l -                                 this program's page
+  denormd man --out /usr/local/share/man/man1            one page a command")]
+    Man {
+        /// The folder to write them to; without it, one page is printed.
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
+    /// Prints the least role that the rules need, as createRole and createUser. Asks no server.
+    #[command(after_help = "Examples:
+  denormd role --config shop.yaml | mongosh 'mongodb://admin@db/admin'
+  denormd role --name shop-denormd --with-apply           and what `plan --apply` needs
+  denormd role --output json                              the createRole command alone")]
+    Role {
+        /// The role's name.
+        #[arg(long, default_value = "denormd")]
+        name: String,
+        /// With what `plan --apply` needs: createIndex, collMod, createCollection.
+        #[arg(long)]
+        with_apply: bool,
     },
     /// Looks at the data and says what MongoDB's six rules of thumb make of it, with the number behind each sentence. Reads only.
     #[command(after_help = "Examples:
@@ -167,6 +225,59 @@ Exit status: 0 applied, 1 not within the timeout or no leader answers, 2 usage."
         #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=3600))]
         timeout: u32,
     },
+    /// Compares every target with its definition and says what differs. Safe beside live writes.
+    #[command(after_help = "Examples:
+  denormd check --config shop.yaml                         every target of every rule
+  denormd check --rule part-names --sample 10000           ten thousand, drawn at random
+  denormd check --rule part-names --resume                 goes on where an interrupted one was
+  denormd check --rule part-names --repair                 and has the leader write what is right
+  denormd check --output json | jq -r 'select(.target) | .target'
+
+A difference counts when it stays the same, look after look, each time that the daemon has applied everything that was
+committed at the look before. Kinds: missing, surplus, type (1 instead of 1.0), length and order of an array, value,
+dangling (on_missing should have taken it away). Values are shown with --show-values alone.
+
+With --output json: a line for each target that differs, then one for each rule.
+
+Exit status: 0 nothing differs (or all is repaired), 1 failed, 2 usage or config error, 3 differences are left.")]
+    Check(CheckOptions),
+    /// Says of one target what each owned path should hold, which source documents that comes from, and what is stored.
+    #[command(after_help = "Examples:
+  denormd explain part-names 17 --config shop.yaml
+  denormd explain part-names 65f0c0ffee65f0c0ffee65f0      an ObjectId
+  denormd explain part-names '\"17\"' --output json          Extended JSON: the string 17
+
+Exit status: 0 told, however it is, 1 there is no such document, 2 usage or config error.")]
+    Explain {
+        /// The rule's name.
+        rule: String,
+        /// The target's _id: Extended JSON, a plain string, or an ObjectId's digits.
+        id: String,
+    },
+    /// Stops a rule: its fields stay as they are until it is resumed. Takes effect within seconds, and outlives restarts.
+    #[command(after_help = "Examples:
+  denormd pause part-names --config shop.yaml
+  denormd pause part-names --for 30m                      resumes by itself
+
+The saved position goes on, so a pause does not use up the oplog's headroom, and other rules are not held up. The price: a
+resumed rule is backfilled whole. `denormd status` names the cause `paused`; `denormd wait` does not wait for the rule.")]
+    Pause {
+        /// The rule's name.
+        rule: String,
+        /// For how long: 90s, 30m, 2h, 7d. Without it, until `denormd resume`.
+        #[arg(long = "for", value_name = "TIME", value_parser = age)]
+        time: Option<Duration>,
+    },
+    /// Lets a paused rule go on. It is backfilled whole, beside live changes.
+    #[command(after_help = "Examples:
+  denormd resume part-names --config shop.yaml")]
+    Resume {
+        /// The rule's name.
+        rule: String,
+    },
+    /// What could not be written, and why.
+    #[command(name = "dead-letters", subcommand)]
+    DeadLetters(DeadLetters),
     /// Succeeds when the running daemon is well: for the health checks of containers.
     #[command(after_help = "Examples:
   HEALTHCHECK CMD [\"denormd\", \"health\"]

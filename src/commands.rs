@@ -1,13 +1,20 @@
 //! The commands, one file each, and what they share: loading the config and connecting.
 
+pub mod about;
 pub mod advise;
 pub mod backfill;
+pub mod check;
+pub mod dead_letters;
 pub mod events;
+pub mod explain;
 pub mod health;
 pub mod init;
+pub mod leader;
+pub mod pause;
 pub mod plan;
 pub mod progress;
 pub mod prune;
+pub mod role;
 pub mod run;
 pub mod status;
 pub mod wait;
@@ -15,13 +22,14 @@ pub mod wait;
 use std::{io::Write, process::ExitCode, sync::Arc};
 
 use crate::{
+    checkpoint::store::{Backfill, RuleState},
     cli::{Cli, Command},
     config::{self, ConfigError, Loaded},
     dead_letter::DeadLetters,
     error::{Error, Kind},
     metrics::Metrics,
     mongo::{Server, connect},
-    plan::Plan,
+    plan::{Plan, Rule},
     reconcile::Context,
 };
 
@@ -34,6 +42,9 @@ pub enum Failure {
     /// The cluster is not what the rules need. Exit status 2.
     #[error("{0}")]
     Refused(String),
+    /// `check` has found differences. Exit status 3.
+    #[error("{0}")]
+    Differs(String),
     /// Something failed while it ran. Exit status 1, or 2 where the config is to blame.
     #[error("{0}")]
     Failed(#[from] Error),
@@ -45,6 +56,7 @@ impl Failure {
     pub fn status(&self) -> ExitCode {
         match self {
             Self::Config(_) | Self::Refused(_) => ExitCode::from(2),
+            Self::Differs(_) => ExitCode::from(3),
             Self::Failed(error) => match error.kind {
                 Kind::Config | Kind::Topology => ExitCode::from(2),
                 _ => ExitCode::FAILURE,
@@ -57,6 +69,16 @@ impl Failure {
 pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
     let environment = config::process_environment();
     match &cli.command {
+        // These need no config.
+        Command::Schema { reference } => {
+            about::schema(*reference);
+            return Ok(());
+        }
+        Command::Completions { shell } => {
+            about::completions(*shell);
+            return Ok(());
+        }
+        Command::Man { out } => return about::man(out.as_deref()),
         Command::Advise(survey) => return advise::advise(&cli.config, cli.output, survey).await,
         Command::Init { to, survey } => return init::init(&cli.config, to.as_deref(), survey).await,
         Command::Health { address, live } => {
@@ -69,9 +91,22 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
     let loaded = config::load(&cli.config, &environment)?;
     match &cli.command {
         // They need no config file, see above.
-        Command::Advise(_) | Command::Init { .. } | Command::Health { .. } => Ok(()),
+        Command::Advise(_)
+        | Command::Init { .. }
+        | Command::Health { .. }
+        | Command::Schema { .. }
+        | Command::Completions { .. }
+        | Command::Man { .. } => Ok(()),
         Command::Run => run::run(&cli.config, loaded).await,
-        Command::Plan { offline, apply } => plan::plan(&loaded, cli.output, *offline, *apply).await,
+        Command::Plan { offline, apply, sample } => {
+            let options = plan::Options { offline: *offline, apply: *apply, sample: *sample };
+            plan::plan(&loaded, cli.output, options).await
+        }
+        Command::Config => {
+            about::config(&loaded, cli.output);
+            Ok(())
+        }
+        Command::Role { name, with_apply } => role::role(&loaded, cli.output, name, *with_apply).await,
         Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, rule, *no_wait).await,
         Command::Release { rule } => backfill::release(&loaded, rule).await,
         Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
@@ -80,6 +115,11 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Wait { address, operation_time, timeout } => {
             wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
         }
+        Command::Check(options) => check::check(&loaded, cli.output, options).await,
+        Command::Pause { rule, time } => pause::pause(&loaded, cli.output, rule, *time).await,
+        Command::Resume { rule } => pause::resume(&loaded, cli.output, rule).await,
+        Command::Explain { rule, id } => explain::explain(&loaded, cli.output, rule, id).await,
+        Command::DeadLetters(action) => dead_letters::dead_letters(&loaded, cli.output, action).await,
     }
 }
 
@@ -89,10 +129,50 @@ pub fn print(text: &str) {
     std::io::stdout().write_all(text.as_bytes()).ok();
 }
 
+/// Tells the user something beside the results: on standard error, so that standard output keeps what programs read.
+pub fn notice(text: &str) {
+    // Whoever closed standard error has seen enough.
+    writeln!(std::io::stderr(), "{text}").ok();
+}
+
+/// A value as one types it: relaxed Extended JSON on one line.
+#[must_use]
+pub fn shown(value: &bson::Bson) -> String {
+    value.clone().into_relaxed_extjson().to_string()
+}
+
+/// What a rule's state explains of its targets.
+#[must_use]
+pub fn state_note(state: Option<&RuleState>) -> Option<String> {
+    match state.map(|state| &state.backfill) {
+        None | Some(Backfill::Absent) => Some("it has never run".to_owned()),
+        Some(Backfill::Pending(_)) => Some("its backfill is not done".to_owned()),
+        Some(Backfill::Manual) => Some("it waits for `denormd backfill`".to_owned()),
+        Some(Backfill::Held(hold)) if hold.paused => Some("it is paused".to_owned()),
+        Some(Backfill::Held(hold)) => Some(format!("it is held: {}", hold.reason)),
+        Some(Backfill::Done) => None,
+    }
+}
+
 /// Compiles the rules; mistakes come with their places.
 pub async fn compile(loaded: &Loaded) -> Result<Plan, Failure> {
     let database = connect::default_database(&loaded.config.mongodb.uri).await;
     crate::plan::compile(&loaded.config, database.as_deref()).map_err(|mistakes| loaded.report(&mistakes).into())
+}
+
+/// The rules with these names, or all of them when none is named.
+pub fn chosen<'a>(plan: &'a Plan, names: &[String]) -> Result<Vec<&'a Arc<Rule>>, Error> {
+    if names.is_empty() {
+        return Ok(plan.order.iter().map(|id| plan.rule(*id)).collect());
+    }
+    let find = |name: &String| {
+        plan.rules.iter().find(|rule| rule.name == *name).ok_or_else(|| {
+            let known: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
+            Error::new(Kind::Config, format!("the config has no rule `{name}`"))
+                .hint(format!("its rules are: {}", known.join(", ")))
+        })
+    };
+    names.iter().map(find).collect()
 }
 
 /// Connects, and gathers what every stage needs.

@@ -8,11 +8,13 @@
 pub mod diagnose;
 mod excerpt;
 pub mod format;
+pub mod keys;
 mod layer;
 mod literal;
 pub mod load;
 mod reader;
 mod rule;
+pub mod schema;
 pub mod sections;
 mod settings;
 mod sources;
@@ -21,7 +23,7 @@ mod tree;
 pub use diagnose::{ConfigPath, Mistake, Step};
 pub use excerpt::Place;
 pub use format::Format;
-pub use load::{ConfigError, Loaded, load, load_if_any, load_str, load_text, process_environment, snapshot};
+pub use load::{ConfigError, Effective, Loaded, load, load_if_any, load_str, load_text, process_environment, snapshot};
 pub use sections::{
     Advise, Aggregate, BackfillMode, Collect, Config, Copy, Guard, Http, KeyType, Lease, Limits, Log, LogFormat,
     Mongodb, OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State,

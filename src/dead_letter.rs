@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bson::{DateTime, Document, doc};
+use bson::{Bson, DateTime, Document, doc};
 use futures_util::TryStreamExt;
 
 use crate::{
@@ -51,6 +51,7 @@ impl DeadLetters {
         let now = DateTime::now();
         let update = doc! {
             "$set": {"code": error.code, "reason": &error.message, "path": &culprit.path, "last": now},
+            "$unset": {"asked": ""},
             "$setOnInsert": {"deployment": &self.deployment, "rule": &rule.name, "first": now},
             "$inc": {"attempts": 1},
         };
@@ -89,14 +90,66 @@ impl DeadLetters {
 
     /// All letters of `rule`.
     pub async fn of_rule(&self, server: &Server, rule: &Rule) -> Result<Vec<Letter>> {
-        let filter = doc! {"deployment": &self.deployment, "rule": &rule.name};
-        let mut cursor = server.collection(&self.database, COLLECTION).find(filter).await?;
+        self.find(server, &Chosen { rule: Some(rule.name.clone()), key: None }, 0).await
+    }
+
+    /// The chosen letters, the newest first; `limit` of them at most, if it is not 0.
+    pub async fn find(&self, server: &Server, chosen: &Chosen, limit: i64) -> Result<Vec<Letter>> {
+        let letters = server.collection(&self.database, COLLECTION);
+        let mut cursor = letters.find(self.filter(chosen)).sort(doc! {"last": -1}).limit(limit).await?;
         let mut out = Vec::new();
         while let Some(letter) = cursor.try_next().await? {
             out.extend(Letter::read(&letter));
         }
         Ok(out)
     }
+
+    /// How many letters are chosen.
+    pub async fn count(&self, server: &Server, chosen: &Chosen) -> Result<u64> {
+        Ok(server.collection(&self.database, COLLECTION).count_documents(self.filter(chosen)).await?)
+    }
+
+    /// Asks the leader to try the chosen letters now; returns when that was asked, by this machine's clock as all times of
+    /// letters.
+    pub async fn ask(&self, server: &Server, chosen: &Chosen) -> Result<DateTime> {
+        let now = DateTime::now();
+        let letters = server.collection(&self.database, COLLECTION);
+        // Not `last`: a letter that fails once more meanwhile counts as tried.
+        letters.update_many(self.filter(chosen), doc! {"$set": {"asked": now}}).await?;
+        Ok(now)
+    }
+
+    /// How many of the chosen letters have been asked for at `asked` and not been tried since.
+    pub async fn untried(&self, server: &Server, chosen: &Chosen, asked: DateTime) -> Result<u64> {
+        let filter = doc! {"$and": [self.filter(chosen), {"asked": asked}]};
+        Ok(server.collection(&self.database, COLLECTION).count_documents(filter).await?)
+    }
+
+    /// Forgets the chosen letters; returns how many there were.
+    pub async fn drop(&self, server: &Server, chosen: &Chosen) -> Result<u64> {
+        Ok(server.collection(&self.database, COLLECTION).delete_many(self.filter(chosen)).await?.deleted_count)
+    }
+
+    fn filter(&self, chosen: &Chosen) -> Document {
+        let mut filter = doc! {"deployment": &self.deployment};
+        if let Some(rule) = &chosen.rule {
+            filter.insert("rule", rule);
+        }
+        if let Some(key) = &chosen.key {
+            let is = doc! {"$elemMatch": {"$eq": key.clone()}};
+            filter.insert("$or", vec![doc! {"_id.key": is.clone()}, doc! {"_id.target": is}]);
+        }
+        filter
+    }
+}
+
+/// Which letters.
+#[derive(Debug, Clone, Default)]
+pub struct Chosen {
+    /// Of this rule.
+    pub rule: Option<String>,
+    /// With this value in their key, or as their target.
+    pub key: Option<Bson>,
 }
 
 /// How often dead letters are looked through.
@@ -107,13 +160,25 @@ pub const ROUND: Duration = Duration::from_secs(5);
 pub struct Letter {
     id: Document,
     task: Task,
-    key: Key,
+    /// The value or the document that it is about.
+    pub key: Key,
     /// The one target that was found to be the culprit.
-    target: Option<Key>,
-    attempts: i32,
-    last: DateTime,
-    /// When to try again, in milliseconds since 1970: the pause doubles from 5 seconds to an hour.
-    due: i64,
+    pub target: Option<Key>,
+    /// The rule's name.
+    pub rule: String,
+    /// Why, without values.
+    pub reason: String,
+    /// The path where the target's shape is in the way.
+    pub path: Option<String>,
+    /// How often it was tried.
+    pub attempts: i32,
+    /// When it was set aside.
+    pub first: DateTime,
+    /// When it was tried last.
+    pub last: DateTime,
+    /// When to try again, in milliseconds since 1970: the pause doubles from 5 seconds to an hour. At once, when somebody
+    /// has asked for it.
+    pub due: i64,
 }
 
 impl Letter {
@@ -127,11 +192,25 @@ impl Letter {
             task,
             key: Key::new(id.get_array("key").ok()?.clone()),
             target: id.get_array("target").ok()?.first().cloned().map(Key::one),
+            rule: letter.get_str("rule").unwrap_or_default().to_owned(),
+            reason: letter.get_str("reason").unwrap_or_default().to_owned(),
+            first: letter.get_datetime("first").copied().unwrap_or(last),
+            path: letter.get_str("path").ok().map(ToOwned::to_owned),
             attempts,
             last,
-            due: last.timestamp_millis() + pause.min(3_600_000),
+            due: if letter.contains_key("asked") { 0 } else { last.timestamp_millis() + pause.min(3_600_000) },
             id: id.clone(),
         })
+    }
+
+    /// What it is about, in a word: a value that sources and targets share, or a document.
+    #[must_use]
+    pub fn about(&self) -> &'static str {
+        match self.task {
+            Task::Value | Task::Holders => "value",
+            Task::LocateSource | Task::Parents => "source",
+            Task::Target | Task::LocateTarget | Task::Guard => "target",
+        }
     }
 
     /// Whether it is about this target, or about what the target refers to.

@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     checkpoint::store::highest_term,
     error::{Error, Result},
-    mongo::{Connection, Fence},
+    mongo::{Connection, Fence, Server},
 };
 
 /// The collection of leases in the state database: one document a deployment.
@@ -284,6 +284,13 @@ impl<R: Registry> Drop for Held<R> {
     fn drop(&mut self) {
         self.renewal.abort();
     }
+}
+
+/// Whether somebody leads the deployment now.
+pub async fn is_held(server: &Server, database: &str, deployment: &str) -> Result<bool> {
+    let leases = server.collection(database, COLLECTION);
+    let found = leases.find_one(doc! {"_id": deployment}).projection(doc! {"free": is_free()}).await?;
+    Ok(found.is_some_and(|lease| !lease.get_bool("free").unwrap_or_default()))
 }
 
 /// Whether the lease may be taken: its time is over, and what was written under it has been noticed to be over; or it was

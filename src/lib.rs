@@ -18,7 +18,8 @@
 //! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
 //! | what is asked for | [`request`] |
 //! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`events`], [`lease`], [`membership`], [`workqueue`], [`reconcile`] |
-//! | what feeds the same queue | [`preflight`], [`backfill`], [`fan_out`], [`audit`] |
+//! | what feeds the same queue | [`preflight`], [`backfill`], [`fan_out`], [`audit`], [`check`] |
+//! | what tells before it runs | [`survey`] |
 //! | beside them: schema advice | [`advise`] |
 //! | assembly | [`pipeline`], [`status`], [`server`] |
 //! | the command line | [`cli`], [`commands`] |
@@ -40,6 +41,7 @@ pub mod advise;
 pub mod audit;
 pub mod backfill;
 pub mod change;
+pub mod check;
 pub mod checkpoint;
 pub mod cli;
 pub mod commands;
@@ -64,5 +66,6 @@ pub mod request;
 pub mod route;
 pub mod server;
 pub mod status;
+pub mod survey;
 pub mod watch;
 pub mod workqueue;

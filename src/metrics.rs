@@ -82,6 +82,8 @@ pub struct Metrics {
     pub causes: IntGaugeVec,
     drift_found: IntCounterVec,
     drift_repaired: IntCounterVec,
+    shadow_compared: IntCounterVec,
+    shadow_differing: IntCounterVec,
     live: Mutex<Live>,
     turned: AtomicU64,
     clock: AtomicI64,
@@ -206,6 +208,8 @@ impl Metrics {
             causes: f.wholes("denormd_cause", "1 while this keeps the copies from being true at once.", &["reason"])?,
             drift_found: f.counters("denormd_drift_found_total", "Targets that differed from their definition without a change that explains it.", &["rule"])?,
             drift_repaired: f.counters("denormd_drift_repaired_total", "Of those, repaired.", &["rule"])?,
+            shadow_compared: f.counters("denormd_shadow_compared_total", "Targets that a rule in shadow has compared instead of writing.", &["rule"])?,
+            shadow_differing: f.counters("denormd_shadow_differing_total", "Of those, the ones that it would have changed.", &["rule"])?,
             live: Mutex::default(),
             turned: AtomicU64::new(0),
             clock: AtomicI64::new(0),
@@ -334,6 +338,12 @@ impl Metrics {
     pub fn happened(&self, what: &str, at: i64) {
         #[expect(clippy::cast_precision_loss, reason = "milliseconds since 1970 are far below 2^53")]
         self.last_event.with_label_values(&[what]).set(at as f64 / 1000.0);
+    }
+
+    /// A rule in shadow has compared targets instead of writing them.
+    pub fn shadowed(&self, rule: &str, compared: u64, differing: u64) {
+        self.shadow_compared.with_label_values(&[rule]).inc_by(compared);
+        self.shadow_differing.with_label_values(&[rule]).inc_by(differing);
     }
 
     /// Something failed: kept among the recent errors. The error's text holds no values, see [`Error`].

@@ -1,7 +1,7 @@
 //! Joins the stages in data order, and stops them in reverse.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque, btree_map::Entry},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -27,6 +27,7 @@ use crate::{
     request::{Page, Task},
     route::Routed,
     watch::{Delivery, StreamSpec, follow, streams},
+    workqueue::Batch,
 };
 
 /// How often positions are saved while work goes on.
@@ -43,7 +44,7 @@ mod observe;
 mod rules;
 pub mod schedule;
 
-use feeders::{retry, wishes};
+use feeders::{Wishes, requests, retry, wishes};
 use rules::{look_for_sources, register_rules, rules_of};
 use schedule::{Next, Schedule};
 
@@ -247,6 +248,7 @@ impl Pipeline {
             feeders.spawn(fan_out::run(self.context.clone(), asked, page.clone(), spread, stop.clone()));
         }
         feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
+        feeders.spawn(requests(self.context.clone(), self.store.clone(), page.clone(), stop.clone()));
         let (ask, mut asked) = mpsc::channel(1);
         feeders.spawn(wishes(self.context.clone(), self.store.clone(), ask, stop.clone()));
         feeders.spawn(audit::run(self.context.clone(), self.applied_of_rules(), page, stop.clone()));
@@ -301,9 +303,21 @@ impl Pipeline {
     fn dispatch(&mut self) {
         while self.running.len() < self.context.limits.batches {
             let Some(batch) = self.schedule.take(self.context.limits.batch_keys, Instant::now()) else { return };
+            if self.held.get(&batch.lane.0).is_some_and(|hold| hold.paused) {
+                self.skip(batch);
+                continue;
+            }
             let detached = self.held.contains_key(&batch.lane.0);
             self.running.spawn(reconcile::run(self.context.clone(), batch, detached));
         }
+    }
+
+    /// What waits of a rule that is paused is not done: the backfill that follows its pause does it.
+    fn skip(&mut self, batch: Batch) {
+        let done = Next::Done { pause: Duration::ZERO };
+        let keys = batch.items.into_iter().map(|(key, work)| (key, work, done)).collect();
+        self.schedule.finish(batch.lane, batch.number, &[], keys, Instant::now());
+        self.acknowledge_pages();
     }
 
     async fn take(&mut self, delivery: Delivery) {
@@ -315,7 +329,9 @@ impl Pipeline {
             let origin = self.schedule.arrive(delivery.stream, batch, event, &mut routed);
             // A whole new source in place of the one that went.
             for rule in routed.renewed.drain(..) {
-                self.held.remove(&rule);
+                if self.held.get(&rule).is_some_and(|hold| !hold.paused) {
+                    self.held.remove(&rule);
+                }
                 self.context.saw(&self.context.plan.rule(rule).source.namespace, true);
                 routed.sweeps.push(rule);
             }
@@ -354,14 +370,15 @@ impl Pipeline {
     }
 
     /// Stops a rule until somebody releases it: its fields stay as they are. Recorded before any event may be passed over.
+    /// A rule that is paused is held all the same: resumed, it would take an absent source for an empty one.
     async fn hold(&mut self, rule: RuleId, reason: &str, detached: bool) {
-        if self.held.contains_key(&rule) {
+        if self.held.get(&rule).is_some_and(|hold| !hold.paused) {
             return;
         }
         let mut attempts = 0;
         let context = self.context.clone();
         let named = context.plan.rule(rule);
-        let hold = Hold { reason: reason.to_owned(), detached };
+        let hold = Hold { reason: reason.to_owned(), detached, paused: false };
         let state = Backfill::Held(hold.clone());
         while let Err(error) = self.store.reset_rule(&context.server, named, &state).await {
             self.not_recorded(&error, &mut attempts).await;
@@ -371,12 +388,24 @@ impl Pipeline {
         self.held.insert(rule, hold);
     }
 
-    /// Backfills that commands have asked for.
-    fn take_wishes(&mut self, wishes: Vec<Wish>) {
-        for wish in wishes {
+    /// Backfills that commands have asked for, and rules that they have paused.
+    fn take_wishes(&mut self, wishes: Wishes) {
+        for (rule, hold) in wishes.paused {
+            // A rule that is held stays so.
+            if let Entry::Vacant(free) = self.held.entry(rule) {
+                tracing::warn!(rule = %self.context.plan.rule(rule).name, "the rule is paused");
+                free.insert(hold);
+                // It is stopped: the state has a newer wish than the one it runs for.
+                self.backfilling.remove(&rule);
+            }
+        }
+        for wish in wishes.backfills {
             let known = self.backfilling.get(&wish.rule).is_some_and(|generation| *generation >= wish.generation);
             if !known {
-                if self.held.remove(&wish.rule).is_some() {
+                let hold = self.held.remove(&wish.rule);
+                if hold.as_ref().is_some_and(|hold| hold.paused) {
+                    tracing::info!(rule = %self.context.plan.rule(wish.rule).name, "the rule is resumed");
+                } else if hold.is_some() {
                     // The loss is wanted: an absent source is an empty one.
                     self.context.released(wish.rule);
                     self.context.saw(&self.context.plan.rule(wish.rule).source.namespace, false);

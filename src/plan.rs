@@ -3,6 +3,7 @@
 pub mod compile;
 pub mod expression;
 pub mod graph;
+pub mod privileges;
 pub mod reference;
 pub mod rule;
 

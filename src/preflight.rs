@@ -9,14 +9,18 @@ use crate::{
     change::Namespace,
     error::{Error, Kind, Result},
     mongo::{Reads, Server},
-    plan::{Plan, Rule, Values, reference::Role},
+    plan::{
+        Plan, Rule, Values,
+        privileges::{self, Privilege, Resource},
+        reference::Role,
+    },
     reconcile::read,
 };
 
 /// One thing that stands in the way.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finding {
-    /// The rule that needs it.
+    /// The rule that needs it; empty where all of them do.
     pub rule: String,
     /// What is wrong.
     pub message: String,
@@ -66,10 +70,11 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
                 findings.push(pre_images(rule, namespace, info.is_some()));
             }
             let paths: Vec<String> = rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect();
-            findings.extend(missing_index(rule, &paths, &beyond(rule, role), namespace, indexes, &mut seen));
+            let collection = (namespace, has_collation(info.as_ref()), indexes.as_slice());
+            findings.extend(missing_index(rule, &paths, &beyond(rule, role), collection, &mut seen));
             // Without pre-images the parent that a child has left is found by the ids that it stores.
             if let Some(child) = rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()) {
-                findings.extend(missing_index(rule, &[child.query()], &Document::new(), namespace, indexes, &mut seen));
+                findings.extend(missing_index(rule, &[child.query()], &Document::new(), collection, &mut seen));
             }
         }
         findings.extend(try_read(server, rule).await?);
@@ -77,6 +82,41 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
     // An index makes its collection, and what is there cannot be created: collections first.
     findings.sort_by_key(|finding| !finding.fix.as_ref().is_some_and(|fix| fix.command.contains_key("create")));
     Ok(findings)
+}
+
+/// Looks at what the connected user may do. Nothing is missing where nobody has to say who he is.
+pub async fn privileges(server: &Server, plan: &Plan, state: &str) -> Result<Vec<Finding>> {
+    let status = server.database("admin").run_command(doc! {"connectionStatus": 1, "showPrivileges": true}).await?;
+    let list = |name: &str| {
+        let info = status.get_document("authInfo").ok();
+        info.and_then(|info| info.get_array(name).ok()).map(Vec::as_slice).unwrap_or_default()
+    };
+    if list("authenticatedUsers").is_empty() {
+        return Ok(Vec::new());
+    }
+    let has: Vec<Document> =
+        list("authenticatedUserPrivileges").iter().filter_map(Bson::as_document).cloned().collect();
+    let missing = privileges::missing(&privileges::needed(plan, state), &has);
+    let finding = |privilege: &Privilege| {
+        let actions: Vec<&str> = privilege.actions.iter().copied().collect();
+        let Resource { database, collection } = &privilege.resource;
+        let place = match (database.as_str(), collection.as_str()) {
+            (database, "") => format!("the database `{database}`"),
+            (database, collection) => format!("`{database}.{collection}`"),
+        };
+        // Without it, nothing but the oplog's window is unknown.
+        let optional = database == "local";
+        (!optional).then(|| Finding {
+            rule: String::new(),
+            message: format!("the user lacks {} on {place}", actions.join(", ")),
+            fix: None,
+            hint: Some(format!(
+                "db.getSiblingDB(\"admin\").grantPrivilegesToRole(ROLE, [{}]); `denormd role` prints the whole role",
+                privilege.shell()
+            )),
+        })
+    };
+    Ok(missing.iter().filter_map(finding).collect())
 }
 
 /// Carries out the fix of a finding.
@@ -100,7 +140,12 @@ async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>
             Ok(models
                 .into_iter()
                 .filter(|m| {
-                    m.options.as_ref().is_none_or(|o| o.partial_filter_expression.is_none() && o.hidden != Some(true))
+                    // Keys are compared under the simple collation, which an index of another one cannot answer.
+                    m.options.as_ref().is_none_or(|o| {
+                        o.partial_filter_expression.is_none()
+                            && o.hidden != Some(true)
+                            && o.collation.as_ref().is_none_or(|collation| collation.locale == "simple")
+                    })
                 })
                 .map(|m| m.keys)
                 .collect())
@@ -126,6 +171,15 @@ fn kind_of_collection(rule: &Rule, namespace: &Namespace, info: Option<&Document
     let mut finding = Finding::new(rule, format!("`{namespace}` is {what}"));
     finding.hint = Some("name the collection that the documents are in".to_owned());
     Some(finding)
+}
+
+/// Whether the collection compares strings otherwise than byte by byte, unless told.
+fn has_collation(info: Option<&Document>) -> bool {
+    let collation = |info: &Document| {
+        let options = info.get_document("options").ok()?;
+        options.get_document("collation").ok()?.get_str("locale").ok().map(|locale| locale != "simple")
+    };
+    info.and_then(collation) == Some(true)
 }
 
 fn keeps_pre_images(info: Option<&Document>) -> bool {
@@ -173,35 +227,54 @@ fn missing_index(
     rule: &Rule,
     paths: &[String],
     beyond: &Document,
-    namespace: &Namespace,
-    indexes: &[Document],
+    (namespace, collated, indexes): (&Namespace, bool, &[Document]),
     seen: &mut BTreeSet<Namespace>,
 ) -> Option<Finding> {
-    let answered = paths.iter().any(|path| path == "_id")
-        || indexes.iter().any(|keys| {
-            keys.iter().next().is_some_and(|(first, kind)| paths.contains(first) && kind.as_str() != Some("text"))
-        });
+    let answered = indexes.iter().any(|keys| {
+        keys.iter().next().is_some_and(|(first, kind)| paths.contains(first) && kind.as_str() != Some("text"))
+    });
+    // A collection that is not there will have its index on `_id`.
+    let answered = answered || (paths.iter().any(|path| path == "_id") && !collated);
     if rule.allow_scan || answered {
         return None;
     }
     let mut keys: Document = paths.iter().map(|path| (path.clone(), Bson::Int32(1))).collect();
+    if paths == ["_id"] {
+        // A second one on `_id` is only taken hashed.
+        keys = doc! {"_id": "hashed"};
+    }
     keys.extend(beyond.iter().filter(|(path, _)| !paths.contains(path)).map(|(path, way)| (path.clone(), way.clone())));
-    let name = keys.iter().map(|(path, way)| format!("{path}_{way}")).collect::<Vec<_>>().join("_");
+    let name = keys
+        .iter()
+        .map(|(path, way)| format!("{path}_{}", way.as_str().map_or_else(|| way.to_string(), ToOwned::to_owned)))
+        .collect::<Vec<_>>()
+        .join("_");
     let Namespace { database, collection } = namespace;
     // The same index is asked for once.
     if !seen.insert(Namespace { database: format!("{database}.{collection}"), collection: name.clone() }) {
         return None;
     }
     let fields: Vec<String> = keys.iter().map(|(path, way)| format!("{path:?}: {way}")).collect();
-    let shell =
-        format!("db.getSiblingDB({database:?}).getCollection({collection:?}).createIndex({{ {} }})", fields.join(", "));
-    let command = doc! {"createIndexes": collection, "indexes": [{"key": keys, "name": name}]};
+    let options = if collated { ", { collation: { locale: \"simple\" } }" } else { "" };
+    let shell = format!(
+        "db.getSiblingDB({database:?}).getCollection({collection:?}).createIndex({{ {} }}{options})",
+        fields.join(", ")
+    );
+    let mut index = doc! {"key": keys, "name": name};
+    if collated {
+        index.insert("collation", read::simple_collation());
+    }
+    let command = doc! {"createIndexes": collection, "indexes": [index]};
+    let why = if collated { " under the simple collation, by which keys are compared" } else { "" };
     Some(Finding {
         fix: Some(Fix { database: database.clone(), command, shell }),
         hint: Some("or set `allow_scan: true` on the rule, if the collection is small and stays so".to_owned()),
         ..Finding::new(
             rule,
-            format!("`{namespace}` has no index on {}: each change would read the whole collection", paths.join(", ")),
+            format!(
+                "`{namespace}` has no index on {}{why}: each change would read the whole collection",
+                paths.join(", ")
+            ),
         )
     })
 }

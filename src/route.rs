@@ -140,17 +140,23 @@ fn target_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
     match &event.change {
         Change::Insert(now) | Change::Replace(now) => out.requests.extend(target_requests(rule, &id(), now)),
         Change::Update(changed) if rule.target_reads.touched_by(changed) => {
-            let task = match rule.keyed {
-                Keyed::Value => Task::LocateTarget,
-                Keyed::Target => Task::Target,
-            };
-            out.requests.push(Request { rule: rule.id, task, key: id(), scope: Scope::All });
+            out.requests.push(target_request(rule, id()));
         }
-        Change::Update(changed) if rule.guard == Guard::Watch && owned(changed) => {
+        Change::Update(changed) if rule.guard == Guard::Watch && !rule.shadow && owned(changed) => {
             out.requests.push(Request { rule: rule.id, task: Task::Guard, key: id(), scope: Scope::All });
         }
         _ => {}
     }
+}
+
+/// The request that brings one target up to date, whatever it refers to.
+#[must_use]
+pub fn target_request(rule: &Rule, id: Key) -> Request {
+    let task = match rule.keyed {
+        Keyed::Value => Task::LocateTarget,
+        Keyed::Target => Task::Target,
+    };
+    Request { rule: rule.id, task, key: id, scope: Scope::All }
 }
 
 /// The requests that bring one target up to date, given its reference fields.

@@ -10,6 +10,8 @@
 mod acknowledged;
 mod advise;
 mod cases;
+mod check;
+mod config_pages;
 #[cfg(feature = "testcontainers")]
 mod containers;
 mod copy_rules;
@@ -26,7 +28,10 @@ mod keys_on_server;
 mod lease;
 mod lifecycle;
 mod observe;
+mod operator;
 mod patterns;
+mod plan;
+mod process;
 mod program;
 mod running;
 mod secured;

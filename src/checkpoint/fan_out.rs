@@ -95,6 +95,12 @@ impl FanOuts {
         Ok(())
     }
 
+    /// Whether one of the rule is open.
+    pub async fn is_open(&self, server: &Server, rule: &str) -> Result<bool> {
+        let filter = doc! {"_id.deployment": &self.deployment, "_id.rule": rule};
+        Ok(server.collection(&self.database, COLLECTION).find_one(filter).await?.is_some())
+    }
+
     /// Those of the plan's rules.
     pub async fn all(&self, server: &Server, plan: &Plan) -> Result<Vec<FanOut>> {
         let filter = doc! {"_id.deployment": &self.deployment};

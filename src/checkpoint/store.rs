@@ -3,7 +3,7 @@
 //! Every document holds the term of the leader that wrote it last. A leader first marks all of them with its own term; from
 //! then on nothing that a former leader has sent changes them.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use bson::{Bson, DateTime, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
@@ -49,6 +49,8 @@ pub struct RuleState {
     pub backfill: Backfill,
     /// How many targets its open backfill has done and has to do, where that is known.
     pub progress: Option<(u64, Option<u64>)>,
+    /// The last wish that a leader has taken notice of, of those that it is told.
+    pub noticed: i64,
     /// Counts the times that its backfill was asked for: progress of an older one must not overwrite a newer wish.
     pub generation: i64,
 }
@@ -75,6 +77,8 @@ pub struct Hold {
     pub reason: String,
     /// Its source is gone: what copies find all the same is written. Otherwise the rule does nothing.
     pub detached: bool,
+    /// An operator has paused it: resumed, it takes nothing away that it would not take away otherwise.
+    pub paused: bool,
 }
 
 /// The greatest term that any state of the deployment was written under; 0 when there is no state.
@@ -129,7 +133,19 @@ impl Store {
         Ok(Self { database: database.to_owned(), deployment: deployment.to_owned(), cluster: Arc::new(cluster) })
     }
 
-    fn id(&self, name: &str, value: &str) -> Document {
+    /// The state database.
+    #[must_use]
+    pub fn database(&self) -> &str {
+        &self.database
+    }
+
+    /// The deployment's name.
+    #[must_use]
+    pub fn deployment(&self) -> &str {
+        &self.deployment
+    }
+
+    pub(super) fn id(&self, name: &str, value: &str) -> Document {
         doc! {"deployment": &self.deployment, name: value}
     }
 
@@ -188,6 +204,7 @@ impl Store {
                 "held" => Backfill::Held(Hold {
                     reason: doc.get_str("reason").unwrap_or_default().to_owned(),
                     detached: doc.get_bool("detached").unwrap_or_default(),
+                    paused: doc.get_bool("paused").unwrap_or_default(),
                 }),
                 _ => Backfill::Pending(doc.get_array("after").ok().and_then(|after| after.first().cloned())),
             };
@@ -196,8 +213,16 @@ impl Store {
             let retired = retired.iter().filter_map(Bson::as_document).cloned().collect();
             let source_seen = doc.get_bool("source_seen").unwrap_or_default();
             let progress = doc.get_document("progress").ok().and_then(progress);
-            let state =
-                RuleState { definition: definition.clone(), retired, source_seen, backfill, progress, generation };
+            let noticed = doc.get_i64("noticed").unwrap_or_default();
+            let state = RuleState {
+                definition: definition.clone(),
+                retired,
+                source_seen,
+                backfill,
+                progress,
+                noticed,
+                generation,
+            };
             out.push((id.get_str("rule").unwrap_or_default().to_owned(), state));
         }
         Ok(out)
@@ -229,6 +254,48 @@ impl Store {
         let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
         let rules = server.collection(&self.database, RULES);
         Ok(rules.update_one(doc! {"_id": self.id("rule", rule)}, update).await?.matched_count > 0)
+    }
+
+    /// Pauses a rule that is not held for another reason: from the moment that the leader sees it, the rule does nothing, and
+    /// this state is what says that everything missed meanwhile is to be backfilled.
+    pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
+        let hold = Hold { reason: "paused by an operator".to_owned(), detached: false, paused: true };
+        let mut state = backfill_state(&Backfill::Held(hold));
+        let until = time.map(|time| i64::try_from(time.as_millis()).unwrap_or(i64::MAX));
+        // By the server's clock, as the end is looked for.
+        let until = until.map_or(Bson::Null, |millis| doc! {"$add": ["$$NOW", millis]}.into());
+        state.insert("until", until);
+        state.insert("generation", doc! {"$add": [{"$ifNull": ["$generation", 0_i64]}, 1_i64]});
+        let free = doc! {"_id": self.id("rule", rule), "$or": [{"backfill": {"$ne": "held"}}, {"paused": true}]};
+        let rules = server.collection(&self.database, RULES);
+        rules.update_one(free, vec![doc! {"$set": state}]).await?;
+        Ok(())
+    }
+
+    /// The leader knows of the pause.
+    pub async fn notice(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+        let filter = doc! {"_id": self.id("rule", rule), "generation": generation};
+        let rules = server.collection(&self.database, RULES);
+        rules.update_one(filter, doc! {"$set": {"noticed": generation}}).await?;
+        Ok(())
+    }
+
+    /// Lets a paused rule go on, by a whole backfill; without a name, those whose pause is over. Returns how many.
+    pub async fn resume(&self, server: &Server, rule: Option<&str>) -> Result<u64> {
+        let mut paused = doc! {"_id.deployment": &self.deployment, "backfill": "held", "paused": true};
+        match rule {
+            Some(rule) => {
+                paused.insert("_id.rule", rule);
+            }
+            None => {
+                let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
+                paused.insert("$expr", doc! {"$and": [is_date, {"$lte": ["$until", "$$NOW"]}]});
+            }
+        }
+        let mut state = backfill_state(&Backfill::Pending(None));
+        state.insert("until", Bson::Null);
+        let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+        Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
     }
 
     /// Remembers that the source collection of a rule is there.
@@ -311,12 +378,12 @@ fn backfill_state(backfill: &Backfill) -> Document {
         Backfill::Held(_) => ("held", Vec::new()),
         Backfill::Absent => ("absent", Vec::new()),
     };
-    let (reason, detached) = match backfill {
-        Backfill::Held(hold) => (Some(hold.reason.as_str()), Some(hold.detached)),
-        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => (None, None),
+    let (reason, detached, paused) = match backfill {
+        Backfill::Held(hold) => (Some(hold.reason.as_str()), Some(hold.detached), Some(hold.paused)),
+        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => (None, None, None),
     };
     doc! {
-        "backfill": state, "after": after, "reason": reason, "detached": detached, "progress": Bson::Null,
+        "backfill": state, "after": after, "reason": reason, "detached": detached, "paused": paused, "progress": Bson::Null,
         "saved": DateTime::now(),
     }
 }

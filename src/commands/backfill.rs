@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::{
-    checkpoint::store::{Backfill, RuleState, Store},
+    checkpoint::store::{Backfill, Hold, RuleState, Store},
     commands::{Failure, compile, context, print, progress::Progress},
     config::Loaded,
     error::{Error, Kind, Result},
@@ -23,8 +23,7 @@ pub async fn backfill(loaded: &Loaded, rules: &[String], no_wait: bool) -> std::
     for rule in rules {
         let state = state(&store, &context.server, rule).await?;
         if let Backfill::Held(hold) = state.backfill {
-            let error = Error::new(Kind::Config, format!("rule `{rule}` is held: {}", hold.reason));
-            return Err(error.hint(format!("`denormd release {rule}` lets it go on and applies the loss")).into());
+            return Err(held(rule, &hold, Kind::Config).into());
         }
     }
     for rule in rules {
@@ -42,12 +41,26 @@ pub async fn release(loaded: &Loaded, rule: &str) -> std::result::Result<(), Fai
         print(&format!("{rule} is not held\n"));
         return Ok(());
     };
+    if hold.paused {
+        return Err(held(rule, &hold, Kind::Config).into());
+    }
     store.ask(&context.server, rule).await?;
     print(&format!("{rule} was held ({}) and is released\n", hold.reason));
     Ok(wait(&store, &context.server, &[rule.to_owned()]).await?)
 }
 
-async fn state(store: &Store, server: &Server, rule: &str) -> Result<RuleState> {
+/// That a rule is held, and what lets it go on.
+pub(super) fn held(rule: &str, hold: &Hold, kind: Kind) -> Error {
+    let error = Error::new(kind, format!("rule `{rule}` is held: {}", hold.reason));
+    error.hint(if hold.paused {
+        format!("`denormd resume {rule}` lets it go on, by a backfill")
+    } else {
+        format!("`denormd release {rule}` lets it go on and applies the loss")
+    })
+}
+
+/// What is known of a rule that has run.
+pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<RuleState> {
     let known = store.rules(server).await?;
     let names: Vec<String> = known.iter().map(|(name, _)| name.clone()).collect();
     known.into_iter().find(|(name, _)| name == rule).map(|(_, state)| state).ok_or_else(|| {
@@ -73,8 +86,7 @@ async fn wait(store: &Store, server: &Server, rules: &[String]) -> Result<()> {
         };
         bar.end();
         if let Backfill::Held(hold) = state.backfill {
-            let error = Error::new(Kind::Refused, format!("rule `{rule}` is held: {}", hold.reason));
-            return Err(error.hint(format!("`denormd release {rule}` lets it go on and applies the loss")));
+            return Err(held(rule, &hold, Kind::Refused));
         }
         match state.progress {
             Some((targets, _)) => print(&format!("{rule}: done, {targets} targets\n")),

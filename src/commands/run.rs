@@ -133,7 +133,10 @@ async fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
 /// Everything that can be refused, before anything is started.
 async fn ready(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> {
     let context = context(loaded, compile(loaded).await?, board.metrics.clone()).await?;
-    let findings = preflight::check(&context.server, &context.plan).await?;
+    let mut findings = preflight::privileges(&context.server, &context.plan, &loaded.config.state.database).await?;
+    if findings.is_empty() {
+        findings = preflight::check(&context.server, &context.plan).await?;
+    }
     if findings.is_empty() { Ok(context) } else { Err(Failure::Refused(super::plan::refusal(&findings))) }
 }
 
@@ -282,7 +285,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
 }
 
 /// Opens the state and starts the pipeline, through everything that passes by itself.
-async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error> {
+pub(super) async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error> {
     let config = &loaded.config;
     loop {
         let attempt = async {
@@ -310,7 +313,7 @@ async fn outdated(member: &Member) {
     }
 }
 
-async fn finished(handle: &Handle) {
+pub(super) async fn finished(handle: &Handle) {
     while !handle.is_finished() {
         tokio::time::sleep(LOOK).await;
     }

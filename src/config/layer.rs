@@ -19,13 +19,13 @@ pub(super) const PREFIX: &str = "DENORMD";
 
 /// What a setting is read as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+pub(super) enum Kind {
     Text,
     Number,
 }
 
 /// The settings, each of which a variable can give.
-const SETTINGS: [(&str, Kind); 31] = [
+pub(super) const SETTINGS: [(&str, Kind); 31] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),

@@ -9,6 +9,7 @@ use std::{
 use super::{
     diagnose::{ConfigPath, Mistake},
     format::Format,
+    keys::{self, Form, Key},
     layer,
     reader::{Reader, suggestion},
     sections::{Config, Rule},
@@ -30,6 +31,58 @@ impl Loaded {
     pub fn report(&self, mistakes: &[Mistake]) -> ConfigError {
         located(&self.sources, mistakes, Vec::new())
     }
+}
+
+/// A setting in force.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Effective {
+    /// `http.listen`, or `rules[0]` with a rule's name.
+    pub setting: String,
+    /// Its value; never a password.
+    pub value: String,
+    /// `file:line`, `environment variable …`, or `default`.
+    pub from: String,
+}
+
+impl Loaded {
+    /// Every setting in force and the rules' names, each with where it came from. What has neither a value nor a default is
+    /// left out.
+    #[must_use]
+    pub fn effective(&self) -> Vec<Effective> {
+        let Ok(root) = layer::settings(&self.sources) else { return Vec::new() };
+        let mut out = Vec::new();
+        for (section, key) in settings_keys() {
+            let at = section.iter().fold(ConfigPath::default(), |at, name| at.key(name)).key(key.name);
+            let found = section.iter().chain([&key.name]).try_fold(&root, |node, name| node.get(name));
+            let given = found.and_then(|node| node.value.as_text());
+            let (value, from) = match given {
+                Some(_) if key.name == "token" => ("***".to_owned(), self.sources.origin(&at)),
+                Some(value) => (super::excerpt::redact(&value), self.sources.origin(&at)),
+                None if key.default.is_empty() => continue,
+                None => (key.default.to_owned(), "default".to_owned()),
+            };
+            out.push(Effective { setting: at.to_string(), value, from });
+        }
+        for (index, rule) in self.config.rules.iter().enumerate() {
+            let at = ConfigPath::rule(index);
+            let from = self.sources.origin(&at);
+            out.push(Effective { setting: at.to_string(), value: rule.name.clone(), from });
+        }
+        out
+    }
+}
+
+/// The settings beside the rules, each with the section that it is in.
+pub(super) fn settings_keys() -> Vec<(Vec<&'static str>, &'static Key)> {
+    let mut out = Vec::new();
+    for key in keys::ROOT {
+        match key.form {
+            Form::Keys(below) => out.extend(below.iter().map(|below| (vec![key.name], below))),
+            Form::List(_) => {}
+            _ => out.push((Vec::new(), key)),
+        }
+    }
+    out
 }
 
 /// Why there is no config. Its text never holds a connection string's password.

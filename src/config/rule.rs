@@ -4,6 +4,7 @@ use bson::{Bson, Document};
 
 use super::{
     diagnose::{ConfigPath, Mistake},
+    keys,
     literal::{to_bson, to_document},
     reader::{Field, Fields, Reader, list},
     sections::{
@@ -13,34 +14,17 @@ use super::{
 };
 
 const KINDS: [&str; 3] = ["copy", "collect", "aggregate"];
-const RULE: [&str; 8] = ["name", "copy", "collect", "aggregate", "backfill", "guard", "on_drift", "allow_scan"];
-const COPY: [&str; 10] =
-    ["source", "target", "match", "sort", "set", "into", "element", "on_missing", "key_type", "once"];
-const COLLECT: [&str; 11] = [
-    "source",
-    "target",
-    "match",
-    "into",
-    "element",
-    "sort",
-    "slice",
-    "on_empty",
-    "max_elements",
-    "max_bytes",
-    "key_type",
-];
-const AGGREGATE: [&str; 7] = ["source", "target", "match", "set", "sort", "on_empty", "key_type"];
 
 const MATCH_HINT: &str = "`match` says which key of the target equals which key of the source: match: { part_id: _id }";
 
 /// Where a key belongs that stands in the wrong mapping of a rule.
 fn belongs(key: &str) -> Option<String> {
-    if RULE.contains(&key) {
+    if keys::has(keys::RULE, key) {
         return Some(format!("`{key}` belongs to the rule itself, beside `name`"));
     }
-    let homes: Vec<_> = [("copy", &COPY[..]), ("collect", &COLLECT[..]), ("aggregate", &AGGREGATE[..])]
+    let homes: Vec<_> = [("copy", keys::COPY), ("collect", keys::COLLECT), ("aggregate", keys::AGGREGATE)]
         .iter()
-        .filter(|(_, keys)| keys.contains(&key))
+        .filter(|(_, keys)| keys::has(keys, key))
         .map(|(kind, _)| *kind)
         .collect();
     (!homes.is_empty()).then(|| format!("`{key}` belongs to {}", list(&homes)))
@@ -49,7 +33,7 @@ fn belongs(key: &str) -> Option<String> {
 impl Reader {
     /// `None` when there is a mistake that leaves no rule to speak of.
     pub fn rule(&mut self, node: &Node, at: ConfigPath) -> Option<Rule> {
-        let fields = self.fields(&Field { at, node }, &RULE, belongs)?;
+        let fields = self.fields(&Field { at, node }, &keys::names(keys::RULE), belongs)?;
         let name = self.required(&fields, "name", "each rule needs a name of its own").and_then(|f| self.name(&f));
         let pattern = self.pattern(&fields);
         let backfill = fields
@@ -60,6 +44,7 @@ impl Reader {
             .get("on_drift")
             .and_then(|field| self.choice(&field, &[("repair", OnDrift::Repair), ("report", OnDrift::Report)]));
         let allow_scan = fields.get("allow_scan").and_then(|field| self.flag(&field));
+        let shadow = fields.get("shadow").and_then(|field| self.flag(&field));
         Some(Rule {
             name: name?,
             pattern: pattern?,
@@ -67,6 +52,7 @@ impl Reader {
             guard: guard.unwrap_or_default(),
             on_drift: on_drift.unwrap_or_default(),
             allow_scan: allow_scan.unwrap_or_default(),
+            shadow: shadow.unwrap_or_default(),
         })
     }
 
@@ -105,7 +91,7 @@ impl Reader {
     }
 
     fn copy(&mut self, field: &Field<'_>) -> Option<Copy> {
-        let fields = self.fields(field, &COPY, belongs)?;
+        let fields = self.fields(field, &keys::names(keys::COPY), belongs)?;
         let source = self.side(&fields, "source");
         let target = self.side(&fields, "target");
         let on = self.matches(&fields);
@@ -157,7 +143,7 @@ impl Reader {
     }
 
     fn collect(&mut self, field: &Field<'_>) -> Option<Collect> {
-        let fields = self.fields(field, &COLLECT, belongs)?;
+        let fields = self.fields(field, &keys::names(keys::COLLECT), belongs)?;
         let source = self.side(&fields, "source");
         let target = self.side(&fields, "target");
         let on = self.matches(&fields);
@@ -187,7 +173,7 @@ impl Reader {
     }
 
     fn aggregate(&mut self, field: &Field<'_>) -> Option<Aggregate> {
-        let fields = self.fields(field, &AGGREGATE, belongs)?;
+        let fields = self.fields(field, &keys::names(keys::AGGREGATE), belongs)?;
         let source = self.side(&fields, "source");
         let target = self.side(&fields, "target");
         let on = self.matches(&fields);
@@ -211,7 +197,7 @@ impl Reader {
             self.mistake(Mistake::new(field.at, message));
             return None;
         };
-        let fields = self.fields(&field, &["collection", "where"], |_| None)?;
+        let fields = self.fields(&field, &keys::names(keys::SIDE), |_| None)?;
         let collection =
             self.required(&fields, "collection", "write { collection: …, where: … }").and_then(|f| self.text(&f));
         let filter = fields.get("where").and_then(|field| self.filter(&field));

@@ -237,6 +237,8 @@ pub struct Rule {
     pub on_drift: OnDrift,
     /// Whether lookups without an index are accepted.
     pub allow_scan: bool,
+    /// Whether it computes, compares and counts, and writes nothing.
+    pub shadow: bool,
 }
 
 /// The three kinds of rule.

@@ -11,6 +11,7 @@ use secrecy::SecretString;
 
 use super::{
     diagnose::{ConfigPath, Mistake},
+    keys,
     reader::{Field, Fields, Reader},
     sections::{Advise, Http, Lease, Limits, Log, LogFormat, Mongodb, State},
     sources::Sources,
@@ -69,7 +70,7 @@ impl Reader {
         if root.get("mongodb").is_none() {
             self.mistake(Mistake::new(root.at.key("mongodb"), "the key `mongodb.uri` is missing").hint(URI_HINT));
         }
-        let section = self.section(root, "mongodb", &["uri", "uri_file", "database"])?;
+        let section = self.section(root, "mongodb", &keys::names(keys::MONGODB))?;
         let database = section.get("database").and_then(|field| self.text(&field));
         let uri = match (section.get("uri"), section.get("uri_file")) {
             (Some(uri), None) => self.text(&uri).and_then(|text| self.uri(&uri.at, &text)),
@@ -129,7 +130,7 @@ impl Reader {
 
     fn http(&mut self, root: &Fields<'_>, sources: &Sources) -> Http {
         let default = Http::default();
-        let Some(section) = self.section(root, "http", &["listen", "token", "token_file"]) else { return default };
+        let Some(section) = self.section(root, "http", &keys::names(keys::HTTP)) else { return default };
         let listen = section.get("listen").and_then(|field| self.listen(&field)).unwrap_or(default.listen);
         let (token, file) = (section.get("token"), section.get("token_file"));
         if let (Some(token), Some(file)) = (&token, &file) {
@@ -169,12 +170,13 @@ impl Reader {
     }
 
     fn state(&mut self, root: &Fields<'_>) -> State {
-        let database = self.section(root, "state", &["database"]).and_then(|section| section.get("database"));
+        let database =
+            self.section(root, "state", &keys::names(keys::STATE)).and_then(|section| section.get("database"));
         database.and_then(|field| self.text(&field)).map_or_else(State::default, |database| State { database })
     }
 
     fn log(&mut self, root: &Fields<'_>) -> Log {
-        let Some(section) = self.section(root, "log", &["filter", "format"]) else { return Log::default() };
+        let Some(section) = self.section(root, "log", &keys::names(keys::LOG)) else { return Log::default() };
         let filter = section.get("filter").and_then(|field| self.text(&field));
         let format = section.get("format").and_then(|field| {
             self.choice(&field, &[("auto", LogFormat::Auto), ("text", LogFormat::Text), ("json", LogFormat::Json)])
@@ -183,17 +185,8 @@ impl Reader {
     }
 
     fn limits(&mut self, root: &Fields<'_>) -> Limits {
-        let known = [
-            "batch_keys",
-            "batches",
-            "pending",
-            "write_timeout_seconds",
-            "destroy_grace_seconds",
-            "audit_per_second",
-            "destroy_per_hour",
-        ];
         let default = Limits::default();
-        let Some(section) = self.section(root, "limits", &known) else { return default };
+        let Some(section) = self.section(root, "limits", &keys::names(keys::LIMITS)) else { return default };
         Limits {
             batch_keys: self.limit(&section, "batch_keys").unwrap_or(default.batch_keys),
             batches: self.limit(&section, "batches").unwrap_or(default.batches),
@@ -207,30 +200,13 @@ impl Reader {
 
     fn lease(&mut self, root: &Fields<'_>) -> Lease {
         let default = Lease::default();
-        let Some(section) = self.section(root, "lease", &["ttl_seconds"]) else { return default };
+        let Some(section) = self.section(root, "lease", &keys::names(keys::LEASE)) else { return default };
         Lease { ttl: self.seconds(&section, "ttl_seconds", 2).unwrap_or(default.ttl) }
     }
 
     fn advise(&mut self, root: &Fields<'_>) -> Advise {
-        let known = [
-            "sample",
-            "scan_documents",
-            "history_events",
-            "history_seconds",
-            "embed_elements",
-            "references_warn",
-            "references_stop",
-            "document_warn_bytes",
-            "document_bad_bytes",
-            "copy_ratio",
-            "no_copy_ratio",
-            "subset",
-            "indexes",
-            "lookup_percent",
-            "collections",
-        ];
         let mut advise = Advise::default();
-        let Some(section) = self.section(root, "advise", &known) else { return advise };
+        let Some(section) = self.section(root, "advise", &keys::names(keys::ADVISE)) else { return advise };
         if let Some(history) = self.seconds(&section, "history_seconds", 1) {
             advise.history = history;
         }

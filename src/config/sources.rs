@@ -111,6 +111,12 @@ impl Sources {
         }
     }
 
+    /// Where the value at `at` comes from, in a line.
+    pub fn origin(&self, at: &ConfigPath) -> String {
+        let place = self.place(at, false);
+        place.line.map_or_else(|| place.file.clone(), |line| format!("{}:{line}", place.file))
+    }
+
     /// The directory of the file that the value at `at` comes from; `None` for a variable of the environment.
     pub fn directory(&self, at: &ConfigPath) -> Option<&Path> {
         let from_environment = self.variables.iter().any(|(path, ..)| path == at);

@@ -75,6 +75,19 @@ impl Fault {
     }
 }
 
+impl Value {
+    /// A scalar as one would write it.
+    pub fn as_text(&self) -> Option<String> {
+        match self {
+            Self::Bool(flag) => Some(flag.to_string()),
+            Self::Int(number) => Some(number.to_string()),
+            Self::Float(number) => Some(number.to_string()),
+            Self::String(text) | Self::Date(text) => Some(text.clone()),
+            Self::Null | Self::Sequence(_) | Self::Mapping(_) => None,
+        }
+    }
+}
+
 impl Node {
     pub fn new(value: Value, span: Span) -> Self {
         Self { value, span }

@@ -120,7 +120,7 @@ impl Cause {
             Self::OplogShort => "the saved position will soon fall off the oplog",
             Self::OplogUnreadable => "how far the oplog reaches back cannot be read",
             Self::Stalled => "the daemon's loop does not turn",
-            Self::Paused => "an operator has paused it",
+            Self::Paused => "an operator has paused it: its fields stay as they are",
             Self::CanaryLate => {
                 "a write of denormd's own has not come through for a minute, though no rule seems behind"
             }
@@ -155,7 +155,7 @@ impl Cause {
             }
             Self::OplogUnreadable => "grant `find` on local.oplog.rs, or watch the oplog window by other means",
             Self::Stalled => "restart the daemon, and report its log",
-            Self::Paused => "resume it when ready",
+            Self::Paused => "`denormd resume RULE` when ready, which backfills it",
             Self::CanaryLate => {
                 "see the errors below and rs.status(); if neither says why, restart the daemon and report its log"
             }

@@ -32,6 +32,8 @@ pub struct Observation {
     pub bereft: BTreeSet<usize>,
     /// Rules that the brake holds: `remove` or `delete` would have destroyed too much.
     pub braked: BTreeSet<usize>,
+    /// Rules that an operator has paused.
+    pub paused: BTreeSet<usize>,
 }
 
 /// What does not change about a rule.

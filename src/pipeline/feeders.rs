@@ -7,11 +7,14 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     backfill::Wish,
-    checkpoint::store::{Backfill, Store},
+    checkpoint::store::{Backfill, Hold, Store},
     dead_letter,
-    error::Result,
+    error::{Error, Result},
+    key::Key,
+    plan::RuleId,
     reconcile::Context,
     request::Page,
+    route::target_request,
 };
 
 /// How often commands' wishes are looked for.
@@ -48,8 +51,50 @@ pub(super) async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: 
     }
 }
 
-/// Looks for backfills that commands have asked for.
-pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sender<Vec<Wish>>, stop: CancellationToken) {
+/// Looks for targets that commands want to be looked at again, and answers when that is done.
+pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, stop: CancellationToken) {
+    let round = async || {
+        for asked in store.requests(&context.server).await? {
+            let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == asked.rule) else {
+                store.refuse_request(&context.server, asked.id, "the leader has no rule of that name").await?;
+                continue;
+            };
+            let requests = asked.targets.into_iter().map(|id| target_request(rule, Key::one(id))).collect();
+            let after = context.server.operation_time().await?;
+            let (done, acknowledged) = oneshot::channel();
+            if out.send(Page { requests, after, done }).await.is_err() || acknowledged.await.is_err() {
+                return Ok(());
+            }
+            store.request_done(&context.server, asked.id).await?;
+        }
+        Ok::<_, Error>(())
+    };
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(LOOK_FOR_WISHES) => {}
+            () = stop.cancelled() => return,
+        }
+        let result = tokio::select! {
+            result = round() => result,
+            () = stop.cancelled() => return,
+        };
+        if let Err(error) = result {
+            tracing::warn!(error = %error.message, "what commands ask for cannot be read; trying again");
+        }
+    }
+}
+
+/// What commands have asked for.
+#[derive(Debug, Default)]
+pub(super) struct Wishes {
+    /// Backfills.
+    pub backfills: Vec<Wish>,
+    /// Rules to pause.
+    pub paused: Vec<(RuleId, Hold)>,
+}
+
+/// Looks for what commands have asked for, and for pauses that are over.
+pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sender<Wishes>, stop: CancellationToken) {
     let mut seen: BTreeMap<String, i64> = BTreeMap::new();
     loop {
         tokio::select! {
@@ -57,16 +102,36 @@ pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sende
             () = stop.cancelled() => return,
         }
         let Ok(states) = store.rules(&context.server).await else { continue };
-        let mut wishes = Vec::new();
+        let mut wishes = Wishes::default();
+        let (mut pauses, mut noticed) = (false, Vec::new());
         for (name, state) in states {
             let newer = seen.insert(name.clone(), state.generation) != Some(state.generation);
             let rule = context.plan.rules.iter().find(|rule| rule.name == name);
-            if let (true, Some(rule), Backfill::Pending(after)) = (newer, rule, &state.backfill) {
-                wishes.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+            pauses |= matches!(&state.backfill, Backfill::Held(hold) if hold.paused);
+            match (newer, rule, &state.backfill) {
+                (true, Some(rule), Backfill::Pending(after)) => {
+                    wishes.backfills.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+                }
+                (true, Some(rule), Backfill::Held(hold)) if hold.paused => {
+                    wishes.paused.push((rule.id, hold.clone()));
+                    noticed.push((name, state.generation));
+                }
+                _ => {}
             }
         }
-        if !wishes.is_empty() && out.send(wishes).await.is_err() {
+        let asked = !wishes.backfills.is_empty() || !wishes.paused.is_empty();
+        if asked && out.send(wishes).await.is_err() {
             return;
+        }
+        for (name, generation) in noticed {
+            // For the command alone, which waits no longer than a leader is there.
+            if store.notice(&context.server, &name, generation).await.is_err() {
+                seen.remove(&name);
+            }
+        }
+        // Found resumed the next time round.
+        if pauses && let Err(error) = store.resume(&context.server, None).await {
+            tracing::warn!(error = %error.message, "the end of a pause cannot be recorded; trying again");
         }
     }
 }

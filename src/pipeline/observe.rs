@@ -9,6 +9,7 @@ use std::{
 use crate::{
     change::Change,
     checkpoint::fan_out::FanOut,
+    checkpoint::store::Hold,
     metrics::{Observation, Reconciled, RuleFacts, StreamFacts},
     plan::{Plan, RuleId},
     reconcile::{Outcome, run::End},
@@ -116,6 +117,10 @@ impl Pipeline {
         self.schedule.oldest(rule).into_iter().chain(spreading).min()
     }
 
+    fn held_because(&self, why: impl Fn(&Hold) -> bool) -> BTreeSet<usize> {
+        self.held.iter().filter(|(_, hold)| why(hold)).map(|(rule, _)| rule.0).collect()
+    }
+
     /// Says how far everything is, at most ten times a second.
     pub(super) fn observe(&mut self) {
         self.context.metrics.turn();
@@ -146,8 +151,9 @@ impl Pipeline {
             keys: self.schedule.keys(),
             backfilling: self.backfilling.keys().map(|rule| rule.0).collect(),
             degraded: numbers(&self.observer.degraded),
-            bereft: self.held.iter().filter(|(_, hold)| hold.detached).map(|(rule, _)| rule.0).collect(),
-            braked: self.held.iter().filter(|(_, hold)| !hold.detached).map(|(rule, _)| rule.0).collect(),
+            bereft: self.held_because(|hold| hold.detached),
+            braked: self.held_because(|hold| !hold.detached && !hold.paused),
+            paused: self.held_because(|hold| hold.paused),
         };
         self.context.metrics.observe(observation);
     }

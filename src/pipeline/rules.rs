@@ -30,6 +30,10 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<(
                     Backfill::Pending(after) => {
                         open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
                     }
+                    Backfill::Held(hold) if hold.paused => {
+                        tracing::warn!(rule = %rule.name, "this rule is paused until `denormd resume {}`", rule.name);
+                        held.insert(rule.id, hold.clone());
+                    }
                     Backfill::Held(hold) => {
                         tracing::error!(rule = %rule.name, reason = hold.reason, "this rule is held until `denormd release {}`", rule.name);
                         held.insert(rule.id, hold.clone());
@@ -39,7 +43,17 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<(
             }
             before => {
                 let auto = rule.backfill == crate::config::BackfillMode::Auto;
-                let backfill = if auto { Backfill::Pending(None) } else { Backfill::Manual };
+                // A pause outlives a change of the rule.
+                let paused = before.and_then(|state| match &state.backfill {
+                    Backfill::Held(hold) if hold.paused => Some(hold.clone()),
+                    _ => None,
+                });
+                let auto = auto && paused.is_none();
+                let backfill = match &paused {
+                    Some(hold) => Backfill::Held(hold.clone()),
+                    None if auto => Backfill::Pending(None),
+                    None => Backfill::Manual,
+                };
                 let change = match before {
                     None => "new",
                     Some(state) if state.definition == rule.definition => "back in the config",
@@ -54,6 +68,7 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<(
                 if auto {
                     open.push(Wish { rule: rule.id, generation, after: None });
                 }
+                held.extend(paused.map(|hold| (rule.id, hold)));
             }
         }
     }

@@ -134,6 +134,7 @@ impl Compiler<'_> {
             guard: rule.guard,
             on_drift: rule.on_drift,
             allow_scan: rule.allow_scan,
+            shadow: rule.shadow,
             definition: Document::new(),
         };
         compiled.definition = definition(&compiled);
@@ -479,7 +480,7 @@ fn definition(rule: &Rule) -> Document {
             doc! {"aggregate": literal(set(assignments)), "on_empty": empty(*on_empty)}
         }
     };
-    doc! {
+    let mut definition = doc! {
         "source": side(&rule.source),
         "target": side(&rule.target),
         "match": rule.reference.pairs.iter().map(|p| doc! {"target": p.target.to_string(), "source": p.source.to_string()}).collect::<Vec<_>>(),
@@ -487,7 +488,12 @@ fn definition(rule: &Rule) -> Document {
         "sort": rule.sort.iter().map(|(path, direction)| doc! {"path": path, "direction": *direction}).collect::<Vec<_>>(),
         "on_missing": format!("{:?}", rule.on_missing),
         "values": values,
+    };
+    // Out of the shadow, a rule is another one, and backfilled.
+    if rule.shadow {
+        definition.insert("shadow", true);
     }
+    definition
 }
 
 /// A mapping as a list of pairs: its keys hold dots and `$`, and its order is part of the definition.

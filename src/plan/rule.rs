@@ -174,6 +174,8 @@ pub struct Rule {
     pub on_drift: OnDrift,
     /// Whether lookups without an index are accepted.
     pub allow_scan: bool,
+    /// Whether it computes, compares and counts, and writes nothing.
+    pub shadow: bool,
     /// All of the above that decides what is written, as one document: two rules with the same one write the same.
     pub definition: Document,
 }

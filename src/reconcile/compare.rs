@@ -3,7 +3,7 @@
 use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 
 use crate::{
-    error::{Error, Result},
+    error::{Error, Kind, Result},
     field_path::{FieldPath, Segment},
     key::Key,
     mongo::Reads,
@@ -16,13 +16,15 @@ use crate::{
     },
 };
 
-/// One owned path of one target that is not what its definition says.
+/// One owned path of one target: what should be there, and what is.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Difference {
     /// The target's `_id`.
     pub target: Bson,
-    /// The path, with `$[]` for the element that differs.
+    /// The path, with `$[]` for the element.
     pub path: String,
+    /// Which element, in the order of the target's references; none where the path is not below the array.
+    pub element: Option<usize>,
     /// What should be there.
     pub expected: Field,
     /// What is there.
@@ -40,10 +42,18 @@ pub struct Compared {
     pub references: Vec<Option<Key>>,
 }
 
+impl Difference {
+    /// Whether it differs, bit by bit.
+    #[must_use]
+    pub fn differs(&self) -> bool {
+        !identical(self.expected.as_ref(), self.stored.as_ref())
+    }
+}
+
 impl Compared {
     /// The paths that differ, bit by bit.
     pub fn differences(&self) -> impl Iterator<Item = &Difference> {
-        self.fields.iter().filter(|field| !identical(field.expected.as_ref(), field.stored.as_ref()))
+        self.fields.iter().filter(|field| field.differs())
     }
 
     /// Whether another comparison of the same target has found the same differences: the same values are expected, the
@@ -91,26 +101,51 @@ pub async fn compare(
     targets.iter().zip(references).map(|(target, references)| one(rule, &rows, target, references)).collect()
 }
 
+/// The same, with those apart for which the rule's expressions fail (a division by zero fails the whole read): a page is
+/// halved until the culprits stand alone. Returns how many they are.
+pub async fn compare_each(
+    context: &Context,
+    rule: &Rule,
+    targets: &[Document],
+    after: ClusterTime,
+) -> Result<(Vec<Compared>, u64)> {
+    let (mut out, mut failing) = (Vec::new(), 0);
+    let mut stack = vec![targets];
+    while let Some(part) = stack.pop() {
+        match compare(context, rule, part, after).await {
+            Ok(compared) => out.extend(compared),
+            Err(error) if error.kind == Kind::Refused && part.len() > 1 => {
+                let (front, back) = part.split_at(part.len() / 2);
+                stack.extend([back, front]);
+            }
+            Err(error) if error.kind == Kind::Refused => failing += part.len() as u64,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok((out, failing))
+}
+
 fn one(rule: &Rule, rows: &Rows, target: &Document, references: Vec<Option<Key>>) -> Result<Compared> {
     let id = target.get("_id").cloned().unwrap_or(Bson::Null);
     let mut fields = Vec::new();
     match (rule.keyed, &rule.reference.target_each) {
         (Keyed::Target, _) => {
             let desired = rows.desired_of_target(rule, &references, rule.reference.has_array(target))?;
-            push(rule, &id, &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
+            push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
         }
         (Keyed::Value, None) => {
             let key = references.first().cloned().flatten().unwrap_or_else(|| Key::new(Vec::new()));
             let desired = rows.desired(rule, &key)?;
-            push(rule, &id, &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
+            push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
         }
         (Keyed::Value, Some(each)) => {
-            for (element, key) in rule.reference.elements(Role::Target, target).into_iter().zip(&references) {
+            for (nth, element) in rule.reference.elements(Role::Target, target).into_iter().enumerate() {
                 // What is no subdocument has no fields to hold a copy.
                 let Bson::Document(element) = element else { continue };
-                let desired = rows.desired(rule, &key.clone().unwrap_or_else(|| Key::new(Vec::new())))?;
+                let key = references.get(nth).cloned().flatten();
+                let desired = rows.desired(rule, &key.unwrap_or_else(|| Key::new(Vec::new())))?;
                 let stored = |path: &FieldPath| value_at(Some(element), path.below(each).unwrap_or_default());
-                push(rule, &id, &desired, &stored, &mut fields)?;
+                push(rule, (&id, Some(nth)), &desired, &stored, &mut fields)?;
             }
         }
     }
@@ -120,7 +155,7 @@ fn one(rule: &Rule, rows: &Rows, target: &Document, references: Vec<Option<Key>>
 /// Adds the owned paths of one target, or of one element.
 fn push(
     rule: &Rule,
-    id: &Bson,
+    (id, element): (&Bson, Option<usize>),
     desired: &Desired,
     stored: &dyn Fn(&FieldPath) -> Option<Bson>,
     out: &mut Vec<Difference>,
@@ -137,7 +172,7 @@ fn push(
         if once && (stored.is_some() || expected.is_none()) {
             continue;
         }
-        out.push(Difference { target: id.clone(), path: path.to_string(), expected, stored });
+        out.push(Difference { target: id.clone(), path: path.to_string(), element, expected, stored });
     }
     Ok(())
 }

@@ -164,6 +164,17 @@ fn source_match(rule: &Rule, keys: &[&Key]) -> Document {
     doc! {"$and": clauses}
 }
 
+/// Reads the `_id`s and reference fields of the sources that can answer one of the keys, the winner of each key first.
+#[must_use]
+pub fn source_ids(rule: &Rule, keys: &[&Key], limit: i64) -> Document {
+    let mut projection = rule.reference.projection(Role::Source);
+    projection.insert("_id", 1);
+    doc! {
+        "find": &rule.source.namespace.collection, "filter": source_match(rule, keys), "projection": projection,
+        "sort": order(rule), "limit": limit, "batchSize": 10_000, "collation": simple_collation(), "allowDiskUse": true,
+    }
+}
+
 /// The DBRef at `parent` (with its dot) names the target.
 fn names_target(rule: &Rule, parent: &str) -> Document {
     let (collection, database) = rule.reference.other(Role::Source);
@@ -363,7 +374,7 @@ pub fn guard_expression(rule: &Rule) -> Document {
 
 /// Reads the reference fields of the targets whose array holds one of these sources' `_id`s.
 #[must_use]
-fn parents(rule: &Rule, ids: &[&Key]) -> Option<Document> {
+pub fn parents(rule: &Rule, ids: &[&Key]) -> Option<Document> {
     let child = rule.child()?.query();
     let filter = both(one_of(&child, ids.iter().filter_map(|key| key.values().first())), rule.target.filter.as_ref());
     let projection = rule.reference.projection(Role::Target);

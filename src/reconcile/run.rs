@@ -345,7 +345,42 @@ impl Run<'_> {
         Err(Error::new(Kind::Unavailable, format!("the source collection `{namespace}` is gone")))
     }
 
+    /// A rule in shadow compares where it would write, and counts.
+    async fn shadow(&self, items: &[Item]) -> Result<()> {
+        let after = newest(items);
+        let mut named: Vec<Bson> = Vec::new();
+        for item in items {
+            match (&item.work.scope, self.task) {
+                (Scope::Named(ids), _) => named.extend(ids.iter().filter_map(|id| id.values().first().cloned())),
+                (Scope::All, Task::Target) => named.extend(item.key.values().first().cloned()),
+                (Scope::All, _) => {
+                    let command = read::holders(self.rule, &[&item.key]);
+                    let database = &self.rule.target.namespace.database;
+                    let mut pages = self.context.server.pages(database, command, Reads { after }).await?;
+                    while let Some(page) = pages.next().await? {
+                        let ids = page.iter().map(|row| Ok(id_of(row)?.values().first().cloned()));
+                        let ids: Vec<Bson> = ids.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+                        self.shadow_of(&ids, after).await?;
+                    }
+                }
+            }
+        }
+        self.shadow_of(&named, after).await
+    }
+
+    async fn shadow_of(&self, ids: &[Bson], after: ClusterTime) -> Result<()> {
+        for ids in ids.chunks(STEP) {
+            let compared = compare::compare_ids(self.context, self.rule, ids, after).await?;
+            let differing = compared.iter().filter(|compared| compared.differences().next().is_some()).count();
+            self.context.metrics.shadowed(&self.rule.name, compared.len() as u64, differing as u64);
+        }
+        Ok(())
+    }
+
     async fn values(&self, items: &mut [Item]) -> Result<()> {
+        if self.rule.shadow {
+            return self.shadow(items).await;
+        }
         let keys: Vec<&Key> = items.iter().map(|item| &item.key).filter(|key| !key.values().is_empty()).collect();
         let rows = self.rows(&keys, newest(items)).await?;
         let mut statements = Vec::new();
@@ -497,6 +532,9 @@ impl Run<'_> {
     }
 
     async fn targets(&self, items: &mut [Item]) -> Result<()> {
+        if self.rule.shadow {
+            return self.shadow(items).await;
+        }
         let after = newest(items);
         let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
         let mut targets = HashMap::new();

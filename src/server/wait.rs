@@ -44,8 +44,13 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(wish): Query<Wis
     let Some(attached) = board.attached() else {
         return refusal(StatusCode::SERVICE_UNAVAILABLE, "this process does not lead: ask the one that does");
     };
+    let stopped = stopped(&attached);
     match tokio::time::timeout(Duration::from_secs_f64(timeout), settled(attached, from)).await {
-        Ok(Ok(time)) => Json(serde_json::json!({"applied": true, "operationTime": time.to_string()})).into_response(),
+        Ok(Ok(time)) => {
+            // Rules that are held or paused write nothing, however long one waits.
+            let body = serde_json::json!({"applied": true, "operationTime": time.to_string(), "except": stopped});
+            Json(body).into_response()
+        }
         Ok(Err(error)) => refusal(StatusCode::SERVICE_UNAVAILABLE, &error.message),
         Err(_) => {
             let status = board.status();
@@ -63,6 +68,12 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(wish): Query<Wis
 
 fn refusal(code: StatusCode, error: &str) -> Response {
     (code, Json(serde_json::json!({"applied": false, "error": error}))).into_response()
+}
+
+/// The rules that are held or paused.
+fn stopped(attached: &Attached) -> Vec<String> {
+    let progress = attached.progress.borrow();
+    progress.held.keys().map(|rule| attached.context.plan.rule(*rule).name.clone()).collect()
 }
 
 /// Waits for `from` (or for now), then as often as the longest chain of rules needs for what that has written.

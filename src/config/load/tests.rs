@@ -172,6 +172,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
             guard: Guard::Off,
             on_drift: OnDrift::Repair,
             allow_scan: false,
+            shadow: false,
         },
         Rule {
             name: "latest".to_owned(),
@@ -180,6 +181,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
             guard: Guard::Audit,
             on_drift: OnDrift::Report,
             allow_scan: true,
+            shadow: false,
         },
     ]
 }
@@ -504,4 +506,26 @@ fn deep_nesting_and_alias_bombs_are_refused() {
     ] {
         assert!(!load_str(&text, format).unwrap_err().to_string().is_empty());
     }
+}
+
+/// The environment's settings, the sections that are layered, and the table of keys name the same.
+#[test]
+fn the_table_of_keys_has_every_setting() {
+    let table: Vec<String> = crate::config::load::settings_keys()
+        .into_iter()
+        .map(|(section, key)| section.into_iter().chain([key.name]).collect::<Vec<_>>().join("."))
+        .collect();
+    let mut known: Vec<&str> = crate::config::layer::SETTINGS.iter().map(|(name, _)| *name).collect();
+    // Secrets that come from files alone.
+    known.extend(["http.token", "http.token_file"]);
+    let mut listed: Vec<&str> = table.iter().map(String::as_str).collect();
+    known.sort_unstable();
+    listed.sort_unstable();
+    assert_eq!(listed, known);
+    let mut roots = crate::config::keys::names(crate::config::keys::ROOT);
+    roots.retain(|name| *name != "rules");
+    roots.sort_unstable();
+    let mut sections = crate::config::layer::SECTIONS.to_vec();
+    sections.sort_unstable();
+    assert_eq!(roots, sections);
 }

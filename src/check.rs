@@ -1,0 +1,295 @@
+//! Compares every target of a rule with its definition, beside live writes, in constant memory.
+//!
+//! A target that differs may be about to be written. So it is a suspect first, and looked at again each time that the
+//! leader has applied all that was committed at the look before. It counts when the same paths hold the same values and
+//! should hold the same other ones look after look; a target whose sources change all the while is left undecided.
+//!
+//! The place is saved when nobody is suspected, so that a check that was interrupted goes on there.
+
+pub mod difference;
+mod suspects;
+
+use std::time::{Duration, Instant};
+
+use bson::{Bson, Document, doc};
+
+use crate::{
+    checkpoint::{
+        progress::{CheckProgress, Tally},
+        store::Store,
+    },
+    error::{Error, Kind, Result},
+    key::Key,
+    lease,
+    mongo::{Pages, Reads},
+    plan::Rule,
+    reconcile::{
+        Context,
+        compare::{Compared, compare_each, compare_ids, projection},
+        scan,
+    },
+};
+pub use difference::{Differing, Kind as DifferenceKind};
+use suspects::{Suspects, Verdict};
+
+/// Targets compared at once.
+const PAGE: usize = 200;
+/// Suspects from which on they are judged before more is read.
+const MOST_SUSPECTS: usize = 1000;
+/// How long reading goes on before the suspects are judged.
+const ROUND: Duration = Duration::from_secs(20);
+/// How long it goes on, while there are none, before the place is saved.
+const SHORT_ROUND: Duration = Duration::from_secs(2);
+/// Looks that must agree when a leader writes beside us, the first one included.
+const LOOKS: u32 = 3;
+/// The same when nobody does.
+const LOOKS_ALONE: u32 = 2;
+/// Looks after which a target that never stands still is left undecided.
+const MOST_LOOKS: u32 = 20;
+/// How long the leader may take to apply what is committed.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// The pause between two looks at how far the leader is.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// What to check.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Scope {
+    /// That many targets drawn at random; all, when none is given.
+    pub sample: Option<u64>,
+    /// Go on where the last check of the rule was.
+    pub resume: bool,
+    /// Keep the values that differ, to show them.
+    pub values: bool,
+}
+
+/// A target that is not what its definition says.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Found {
+    /// Its `_id`.
+    pub target: Bson,
+    /// The paths that differ, and how.
+    pub differing: Vec<Differing>,
+    /// It is known: a dead letter says why it cannot be written.
+    pub set_aside: bool,
+}
+
+/// The check of one rule.
+pub struct Check<'a> {
+    context: &'a Context,
+    store: &'a Store,
+    rule: &'a Rule,
+    values: bool,
+    /// What has been compared, as far as it is judged.
+    pub tally: Tally,
+    suspects: Suspects,
+    reading: Reading,
+    saved: bool,
+}
+
+/// Where targets come from.
+enum Reading {
+    All { after: Option<Bson>, done: bool },
+    Sample(Box<Pages>, bool),
+}
+
+impl<'a> Check<'a> {
+    /// A check of `rule`, from the start or from where the last one was.
+    pub async fn new(context: &'a Context, store: &'a Store, rule: &'a Rule, scope: Scope) -> Result<Self> {
+        let mut tally = Tally::default();
+        let reading = match scope.sample {
+            Some(size) => Reading::Sample(Box::new(sample(context, rule, size).await?), false),
+            None => {
+                let before = if scope.resume { store.check(&context.server, rule).await? } else { None };
+                // One that came to its end is begun anew.
+                let before = before.filter(|before| !before.done);
+                let after = before.and_then(|before| {
+                    tally = before.tally;
+                    before.after
+                });
+                Reading::All { after, done: false }
+            }
+        };
+        tally.resumed = tally.compared > 0;
+        Ok(Self {
+            context,
+            store,
+            rule,
+            values: scope.values,
+            tally,
+            suspects: Suspects::default(),
+            reading,
+            saved: true,
+        })
+    }
+
+    /// The next targets that differ, judged; None after the last one. What has been returned before is taken for dealt with:
+    /// its place is saved.
+    pub async fn next(&mut self) -> Result<Option<Vec<Found>>> {
+        let started = Instant::now();
+        loop {
+            if self.suspects.is_empty() && !self.saved {
+                self.save().await?;
+            }
+            if self.is_read() && self.suspects.is_empty() {
+                return Ok(None);
+            }
+            while !self.is_read() && self.suspects.len() < MOST_SUSPECTS {
+                self.read().await?;
+                let round = if self.suspects.is_empty() { SHORT_ROUND } else { ROUND };
+                if started.elapsed() > round {
+                    break;
+                }
+            }
+            let found = self.judge().await?;
+            self.tally.differing += found.len() as u64;
+            if !found.is_empty() || !self.is_read() {
+                return Ok(Some(found));
+            }
+        }
+    }
+
+    /// Those of these targets that differ, judged in the same way: after a repair.
+    pub async fn again(&mut self, ids: &[Bson]) -> Result<Vec<Found>> {
+        let time = self.context.server.operation_time().await?;
+        for ids in ids.chunks(PAGE) {
+            for compared in compare_ids(self.context, self.rule, ids, time).await? {
+                self.suspects.add(&compared);
+            }
+        }
+        self.judge().await
+    }
+
+    fn is_read(&self) -> bool {
+        match &self.reading {
+            Reading::All { done, .. } | Reading::Sample(_, done) => *done,
+        }
+    }
+
+    async fn read(&mut self) -> Result<()> {
+        let time = self.context.server.operation_time().await?;
+        let page = match &mut self.reading {
+            Reading::All { after, done } => {
+                let page =
+                    scan::page(self.context, self.rule, &projection(self.rule), after.as_ref(), PAGE, time).await?;
+                match page.last().and_then(|target| target.get("_id")) {
+                    Some(last) => *after = Some(last.clone()),
+                    None => *done = true,
+                }
+                page
+            }
+            Reading::Sample(pages, done) => match pages.next().await? {
+                Some(rows) => rows
+                    .iter()
+                    .map(|row| Document::try_from(row.as_ref()).map_err(Error::from))
+                    .collect::<Result<_>>()?,
+                None => {
+                    *done = true;
+                    Vec::new()
+                }
+            },
+        };
+        self.tally.compared += page.len() as u64;
+        self.saved = false;
+        for chunk in page.chunks(PAGE) {
+            let (compared, refused) = compare_each(self.context, self.rule, chunk, time).await?;
+            // Left to their dead letters.
+            self.tally.refused += refused;
+            for compared in compared {
+                self.suspects.add(&compared);
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at the suspects until each is cleared, found, or left undecided.
+    async fn judge(&mut self) -> Result<Vec<Found>> {
+        let mut found = Vec::new();
+        for look in 0.. {
+            if self.suspects.is_empty() || look == MOST_LOOKS {
+                break;
+            }
+            let needed = if self.applied_up_to_now().await? { LOOKS } else { LOOKS_ALONE };
+            let time = self.context.server.operation_time().await?;
+            for ids in self.suspects.ids(PAGE) {
+                let compared = compare_ids(self.context, self.rule, &ids, time).await?;
+                self.suspects.forget_all_but(&ids, &compared);
+                for compared in compared {
+                    if self.suspects.look(&compared, needed) == Verdict::Differs {
+                        found.push(self.found(&compared)?);
+                    }
+                }
+            }
+        }
+        self.tally.undecided += self.suspects.len() as u64;
+        self.suspects.clear();
+        if !found.is_empty() {
+            let letters = self.context.dead_letters.of_rule(&self.context.server, self.rule).await?;
+            for (found, references) in &mut found {
+                let id = Key::one(found.target.clone());
+                found.set_aside = letters.iter().any(|letter| letter.concerns(&id, references));
+            }
+        }
+        Ok(found.into_iter().map(|(found, _)| found).collect())
+    }
+
+    fn found(&self, compared: &Compared) -> Result<(Found, Vec<Option<Key>>)> {
+        let differing = compared.differences().map(|difference| Differing::of(difference, self.values));
+        let differing = differing.collect::<Result<Vec<_>>>()?;
+        let found = Found { target: compared.target.clone(), differing, set_aside: false };
+        Ok((found, compared.references.clone()))
+    }
+
+    /// Waits until the leader has applied all that is committed now. False when nobody leads: then nothing is on its way.
+    async fn applied_up_to_now(&self) -> Result<bool> {
+        let server = &self.context.server;
+        let started = Instant::now();
+        let now = server.operation_time().await?;
+        let mut nudged = false;
+        loop {
+            if !lease::is_held(server, self.store.database(), self.store.deployment()).await? {
+                tokio::time::sleep(PAUSE).await;
+                return Ok(false);
+            }
+            let applied = self.store.applied(server, &self.context.plan.databases()).await?;
+            // A large fan-out is recorded, and the position passes it before its last target is written.
+            if applied.is_some_and(|applied| applied >= now)
+                && !self.context.fan_outs.is_open(server, &self.rule.name).await?
+            {
+                return Ok(true);
+            }
+            if started.elapsed() > PATIENCE {
+                let message =
+                    format!("the daemon has not applied what was committed {} minutes ago", PATIENCE.as_secs() / 60);
+                return Err(Error::new(Kind::TimedOut, message)
+                    .hint("`denormd status` says why; then `denormd check --resume` goes on from here"));
+            }
+            // Where nothing is written, a stream's position moves once in ten seconds.
+            if !nudged {
+                self.store.nudge(server).await?;
+                nudged = true;
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    async fn save(&mut self) -> Result<()> {
+        if let Reading::All { after, done } = &self.reading {
+            let progress = CheckProgress { after: after.clone(), done: *done, tally: self.tally.clone() };
+            self.store.save_check(&self.context.server, self.rule, &progress).await?;
+        }
+        self.saved = true;
+        Ok(())
+    }
+}
+
+async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {
+    let size = i64::try_from(size.max(1)).unwrap_or(i64::MAX);
+    let mut stages = Vec::new();
+    stages.extend(rule.target.filter.clone().map(|filter| doc! {"$match": filter}));
+    stages.extend([doc! {"$sample": {"size": size}}, doc! {"$project": projection(rule)}]);
+    let command = doc! {
+        "aggregate": &rule.target.namespace.collection, "pipeline": stages,
+        "cursor": {"batchSize": i32::try_from(PAGE).unwrap_or(200)}, "allowDiskUse": true,
+    };
+    context.server.pages(&rule.target.namespace.database, command, Reads::default()).await
+}

@@ -1,0 +1,100 @@
+//! How far each rule's `denormd check` is, and how far the leader is.
+
+use std::collections::BTreeSet;
+
+use bson::{Bson, DateTime, Document, doc};
+use futures_util::TryStreamExt;
+
+use crate::{
+    checkpoint::store::{POSITIONS, Store},
+    error::Result,
+    mongo::Server,
+    plan::Rule,
+    position::ClusterTime,
+};
+
+/// The collection of checks: one document a deployment and rule.
+const CHECKS: &str = "checks";
+
+/// What a check has seen so far.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Targets compared.
+    pub compared: u64,
+    /// Targets that differ.
+    pub differing: u64,
+    /// Targets whose sources changed all the while.
+    pub undecided: u64,
+    /// Targets whose definition the server cannot compute: an expression fails.
+    pub refused: u64,
+    /// It goes on where an earlier one was: some of the above was counted then.
+    pub resumed: bool,
+}
+
+/// How far a check is.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CheckProgress {
+    /// Everything up to the target with this `_id` is judged.
+    pub after: Option<Bson>,
+    /// It has come to its end.
+    pub done: bool,
+    /// What it has seen.
+    pub tally: Tally,
+}
+
+impl Store {
+    /// How far the last check of the rule is. None when the rule was another one then.
+    pub async fn check(&self, server: &Server, rule: &Rule) -> Result<Option<CheckProgress>> {
+        let checks = server.collection(self.database(), CHECKS);
+        let found = checks.find_one(doc! {"_id": self.id("rule", &rule.name)}).await?;
+        Ok(found.filter(|found| found.get_document("definition").ok() == Some(&rule.definition)).map(|found| {
+            let count = |name| found.get_i64(name).ok().and_then(|n| u64::try_from(n).ok()).unwrap_or_default();
+            let tally = Tally {
+                compared: count("compared"),
+                differing: count("differing"),
+                undecided: count("undecided"),
+                refused: count("refused"),
+                resumed: false,
+            };
+            let after = found.get_array("after").ok().and_then(|after| after.first().cloned());
+            CheckProgress { after, done: found.get_bool("done").unwrap_or_default(), tally }
+        }))
+    }
+
+    /// Saves how far the check of the rule is.
+    pub async fn save_check(&self, server: &Server, rule: &Rule, progress: &CheckProgress) -> Result<()> {
+        let CheckProgress { after, done, tally } = progress;
+        let count = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        let state = doc! {
+            "definition": rule.definition.clone(),
+            "after": after.iter().cloned().collect::<Vec<Bson>>(),
+            "done": done,
+            "compared": count(tally.compared),
+            "differing": count(tally.differing),
+            "undecided": count(tally.undecided),
+            "refused": count(tally.refused),
+            "saved": DateTime::now(),
+        };
+        let checks = server.collection(self.database(), CHECKS);
+        checks.update_one(doc! {"_id": self.id("rule", &rule.name)}, doc! {"$set": state}).upsert(true).await?;
+        Ok(())
+    }
+
+    /// Writes something of no importance, so that every stream has something to pass.
+    pub async fn nudge(&self, server: &Server) -> Result<()> {
+        let update = doc! {"$inc": {"nudges": 1_i64}};
+        let checks = server.collection(self.database(), CHECKS);
+        checks.update_one(doc! {"_id": self.id("nudge", "")}, update).upsert(true).await?;
+        Ok(())
+    }
+
+    /// What is committed up to here is applied, by what the leader has saved: the least of all streams. None before all of
+    /// them have a position.
+    pub async fn applied(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
+        let ids: Vec<Document> = databases.iter().map(|database| self.id("stream", database)).collect();
+        let cursor = server.collection(self.database(), POSITIONS).find(doc! {"_id": {"$in": ids}}).await?;
+        let positions: Vec<Document> = cursor.try_collect().await?;
+        let times = positions.iter().filter_map(|position| position.get_timestamp("time").ok()).map(ClusterTime::from);
+        Ok(if positions.len() == databases.len() { times.min() } else { None })
+    }
+}

@@ -1,0 +1,68 @@
+//! What the program says of itself: `schema`, `config`, `completions`, `man`.
+
+use std::path::Path;
+
+use clap::CommandFactory;
+
+use crate::{
+    cli::{Cli, Output},
+    commands::{Failure, print},
+    config::{Loaded, schema},
+    error::{Error, Kind},
+};
+
+/// Prints the config's JSON Schema, or its reference in Markdown.
+pub fn schema(reference: bool) {
+    if reference {
+        print(&schema::reference());
+    } else {
+        print(&format!("{:#}\n", schema::schema()));
+    }
+}
+
+/// Prints every setting in force, and where it comes from. Passwords are hidden.
+pub fn config(loaded: &Loaded, output: Output) {
+    let effective = loaded.effective();
+    match output {
+        Output::Json => {
+            let settings = effective
+                .iter()
+                .map(|it| serde_json::json!({"setting": it.setting, "value": it.value, "from": it.from}));
+            print(&format!("{:#}\n", serde_json::Value::Array(settings.collect())));
+        }
+        Output::Text => {
+            let width = |text: fn(&crate::config::Effective) -> &str| {
+                effective.iter().map(|it| text(it).chars().count()).max().unwrap_or_default()
+            };
+            let (setting, value) = (width(|it| &it.setting), width(|it| &it.value));
+            for it in &effective {
+                print(&format!("{:setting$}  {:value$}  # {}\n", it.setting, it.value, it.from));
+            }
+        }
+    }
+}
+
+/// Prints what a shell needs to complete the commands.
+pub fn completions(shell: clap_complete::Shell) {
+    let mut out = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "denormd", &mut out);
+    print(&String::from_utf8_lossy(&out));
+}
+
+/// Writes the man pages into a folder, or prints that of `denormd` itself.
+pub fn man(folder: Option<&Path>) -> Result<(), Failure> {
+    let unwritable =
+        |error: std::io::Error| Error::new(Kind::Config, format!("the man pages cannot be written: {error}"));
+    match folder {
+        Some(folder) => {
+            std::fs::create_dir_all(folder).map_err(unwritable)?;
+            clap_mangen::generate_to(Cli::command(), folder).map_err(unwritable)?;
+        }
+        None => {
+            let mut page = Vec::new();
+            clap_mangen::Man::new(Cli::command()).render(&mut page).map_err(unwritable)?;
+            print(&String::from_utf8_lossy(&page));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,235 @@
+//! `denormd explain`
+
+use std::fmt::Write as _;
+
+use bson::{Bson, Document, doc, oid::ObjectId};
+
+use crate::{
+    checkpoint::store::{RuleState, Store},
+    cli::Output,
+    commands::{Failure, chosen, compile, context, print, shown, state_note},
+    config::Loaded,
+    error::{Error, Kind, Result},
+    key::Key,
+    metrics::Metrics,
+    mongo::Reads,
+    plan::{Rule, Values, reference::Role},
+    position::ClusterTime,
+    reconcile::{
+        Context,
+        compare::{Compared, Difference, compare, compare_ids, projection},
+        read,
+    },
+};
+
+/// Sources that are named of one reference.
+const NAMED: usize = 10;
+/// Sources that are looked through for all references.
+const LOOKED: i64 = 1000;
+
+/// Everything that is said of one target.
+struct Explained<'a> {
+    rule: &'a Rule,
+    target: Bson,
+    /// It is not left out by `target.where`.
+    takes_part: bool,
+    compared: Compared,
+    references: Vec<Answered>,
+    notes: Vec<String>,
+}
+
+/// One reference of the target, and the sources that answer it.
+struct Answered {
+    /// The element that holds it, where an array does.
+    element: Option<usize>,
+    key: Option<Key>,
+    sources: Vec<Bson>,
+    /// There are more, or may be.
+    more: bool,
+}
+
+/// Says of one target what each owned path should hold, where that comes from, and what is stored.
+pub async fn explain(loaded: &Loaded, output: Output, rule: &str, id: &str) -> std::result::Result<(), Failure> {
+    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    let rule = chosen(&context.plan, &[rule.to_owned()])?.remove(0).clone();
+    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
+    let state = store.rules(&context.server).await?.into_iter().find(|(name, _)| *name == rule.name);
+    let explained = look(&context, &rule, id, state.map(|(_, state)| state)).await?;
+    match output {
+        Output::Text => print(&text(&explained)),
+        Output::Json => print(&format!("{:#}\n", json(&explained))),
+    }
+    Ok(())
+}
+
+async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<RuleState>) -> Result<Explained<'a>> {
+    let time = context.server.operation_time().await?;
+    let target = target(context, rule, id, time).await?;
+    let id = target.get("_id").cloned().unwrap_or(Bson::Null);
+    let takes_part = !compare_ids(context, rule, std::slice::from_ref(&id), time).await?.is_empty();
+    let compared = compare(context, rule, std::slice::from_ref(&target), time).await?.pop();
+    let compared = compared.ok_or_else(|| Error::internal("a target that is not compared"))?;
+    let references = references(context, rule, &compared, time).await?;
+    let mut notes = Vec::new();
+    if !takes_part {
+        notes.push("it does not take part: `target.where` leaves it out, and it keeps what it has".to_owned());
+    }
+    notes.extend(state_note(state.as_ref()).map(|note| format!("the rule: {note}")));
+    let key = Key::one(id.clone());
+    let letters = context.dead_letters.of_rule(&context.server, rule).await?;
+    for letter in letters.iter().filter(|letter| letter.concerns(&key, &compared.references)) {
+        notes.push(format!("set aside as a dead letter, tried {} times: {}", letter.attempts, letter.reason));
+    }
+    Ok(Explained { rule, target: id, takes_part, compared, references, notes })
+}
+
+/// The target that is meant: an `_id` as Extended JSON, a plain string, or the digits of an ObjectId.
+async fn target(context: &Context, rule: &Rule, id: &str, after: ClusterTime) -> Result<Document> {
+    let json = serde_json::from_str::<serde_json::Value>(id).ok().and_then(|json| Bson::try_from(json).ok());
+    let mut meant: Vec<Bson> = json.into_iter().collect();
+    meant.push(Bson::String(id.to_owned()));
+    meant.extend(ObjectId::parse_str(id).ok().map(Bson::ObjectId));
+    let namespace = &rule.target.namespace;
+    let command = doc! {
+        "find": &namespace.collection, "filter": {"_id": {"$in": meant}}, "projection": projection(rule),
+        "collation": read::simple_collation(),
+    };
+    let rows = context.server.read(&namespace.database, command, Reads { after }).await?;
+    match rows.as_slice() {
+        [row] => Ok(Document::try_from(row.as_ref())?),
+        [] => Err(Error::new(Kind::Refused, format!("`{namespace}` has no document with this _id"))
+            .hint("write it as Extended JSON: 17, '\"text\"', '{\"$oid\": \"…\"}'")),
+        _ => Err(Error::new(Kind::Refused, format!("`{namespace}` has several documents that this may mean"))
+            .hint("write it as Extended JSON: 17 is a number, '\"17\"' a string")),
+    }
+}
+
+async fn references(context: &Context, rule: &Rule, compared: &Compared, after: ClusterTime) -> Result<Vec<Answered>> {
+    let mut keys: Vec<&Key> =
+        compared.references.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    let mut sources: Vec<(Vec<Key>, Bson)> = Vec::new();
+    if !keys.is_empty() {
+        let command = read::source_ids(rule, &keys, LOOKED);
+        for row in context.server.read(&rule.source.namespace.database, command, Reads { after }).await? {
+            let source = Document::try_from(row.as_ref())?;
+            let keys = rule.reference.keys(Role::Source, &source).into_iter().flatten().collect();
+            sources.push((keys, source.get("_id").cloned().unwrap_or(Bson::Null)));
+        }
+    }
+    let cut = i64::try_from(sources.len()).is_ok_and(|found| found == LOOKED);
+    let each = rule.reference.target_each.is_some();
+    let answered = compared.references.iter().enumerate().map(|(nth, key)| {
+        let answers = |(keys, _): &&(Vec<Key>, Bson)| key.as_ref().is_some_and(|key| keys.contains(key));
+        let mut ids: Vec<Bson> = sources.iter().filter(answers).map(|(_, id)| id.clone()).collect();
+        let more = cut || ids.len() > NAMED;
+        ids.truncate(NAMED);
+        Answered { element: each.then_some(nth), key: key.clone(), sources: ids, more }
+    });
+    Ok(answered.collect())
+}
+
+fn text(explained: &Explained<'_>) -> String {
+    let Explained { rule, target, compared, references, notes, .. } = explained;
+    let mut out = format!("{}: {} {}\n", rule.name, rule.target.namespace, shown(target));
+    for note in notes {
+        writeln!(out, "  ! {note}").ok();
+    }
+    if rule.reference.target_each.is_some() && references.is_empty() {
+        out.push_str("  it has no references\n");
+    }
+    // The paths of an element beside its reference; those of the whole target after all references.
+    for reference in references {
+        writeln!(out, "  {}", refers(rule, reference)).ok();
+        for field in
+            compared.fields.iter().filter(|field| field.element.is_some() && field.element == reference.element)
+        {
+            path(&mut out, field);
+        }
+    }
+    for field in compared.fields.iter().filter(|field| field.element.is_none()) {
+        path(&mut out, field);
+    }
+    if compared.fields.is_empty() {
+        writeln!(out, "  {}", nothing(rule)).ok();
+    }
+    out
+}
+
+/// `parts.$[].id, element 0: 7, found in shop.parts 7`
+fn refers(rule: &Rule, Answered { element, key, sources, more }: &Answered) -> String {
+    let paths: Vec<String> = rule.reference.paths(Role::Target).map(ToString::to_string).collect();
+    let element = element.map(|nth| format!(", element {nth}")).unwrap_or_default();
+    let Some(key) = key else { return format!("{}{element}: refers to nothing", paths.join(", ")) };
+    let values: Vec<String> = key.values().iter().map(shown).collect();
+    let ids: Vec<String> = sources.iter().map(shown).collect();
+    let (more, namespace) = (if *more { ", …" } else { "" }, &rule.source.namespace);
+    let found = if ids.is_empty() {
+        format!("no document of {namespace} answers")
+    } else {
+        format!("found in {namespace} {}{more}", ids.join(", "))
+    };
+    format!("{}{element}: {}, {found}", paths.join(", "), values.join(", "))
+}
+
+fn path(out: &mut String, field: &Difference) {
+    let value =
+        |value: &Option<bson::RawBson>| plain(value.as_ref()).map_or_else(|| "nothing".to_owned(), |v| shown(&v));
+    writeln!(out, "    {}", field.path).ok();
+    if field.differs() {
+        writeln!(out, "      expected {}", value(&field.expected)).ok();
+        writeln!(out, "      stored   {}   <- differs", value(&field.stored)).ok();
+    } else {
+        writeln!(out, "      expected and stored {}", value(&field.stored)).ok();
+    }
+}
+
+/// Why no path of a target is told.
+fn nothing(rule: &Rule) -> &'static str {
+    match rule.values {
+        Values::Set { once: true, .. } => "it has a value, and `once` never changes it again (or has none to give yet)",
+        _ => "nothing is to be written: there is no element to write in, or `on_missing: keep` keeps what is there",
+    }
+}
+
+/// A stored value; Undefined stands for what `on_missing` takes away.
+fn plain(value: Option<&bson::RawBson>) -> Option<Bson> {
+    match value? {
+        bson::RawBson::Undefined => None,
+        value => Bson::try_from(value.as_raw_bson_ref()).ok(),
+    }
+}
+
+fn json(explained: &Explained<'_>) -> serde_json::Value {
+    let Explained { rule, target, takes_part, compared, references, notes } = explained;
+    let value = |value: &Bson| value.clone().into_relaxed_extjson();
+    let references = references.iter().map(|reference| {
+        serde_json::json!({
+            "element": reference.element,
+            "value": reference.key.as_ref().map(|key| key.values().iter().map(value).collect::<Vec<_>>()),
+            "sources": reference.sources.iter().map(value).collect::<Vec<_>>(),
+            "more": reference.more,
+        })
+    });
+    let paths = compared.fields.iter().map(|field| {
+        let mut path = serde_json::json!({"path": field.path, "element": field.element, "differs": field.differs()});
+        for (name, stored) in [("expected", &field.expected), ("stored", &field.stored)] {
+            if let Some(stored) = plain(stored.as_ref()) {
+                path[name] = value(&stored);
+            }
+        }
+        path
+    });
+    serde_json::json!({
+        "rule": rule.name,
+        "collection": rule.target.namespace.to_string(),
+        "target": value(target),
+        "takes_part": takes_part,
+        "source": rule.source.namespace.to_string(),
+        "references": references.collect::<Vec<_>>(),
+        "paths": paths.collect::<Vec<_>>(),
+        "notes": notes,
+        "differs": compared.differences().next().is_some(),
+    })
+}

@@ -1,0 +1,40 @@
+//! `denormd role`
+
+use bson::{Bson, Document, doc};
+
+use crate::{
+    cli::Output,
+    commands::{Failure, compile, print},
+    config::Loaded,
+    plan::privileges::{Privilege, needed, needed_to_apply},
+};
+
+/// Prints the least role that these rules need. Asks no server.
+pub async fn role(loaded: &Loaded, output: Output, name: &str, apply: bool) -> Result<(), Failure> {
+    let plan = compile(loaded).await?;
+    let mut privileges = needed(&plan, &loaded.config.state.database);
+    if apply {
+        privileges.extend(needed_to_apply(&plan));
+    }
+    match output {
+        Output::Text => print(&text(name, &privileges)),
+        Output::Json => print(&format!("{:#}\n", Bson::Document(command(name, &privileges)).into_relaxed_extjson())),
+    }
+    Ok(())
+}
+
+/// The command, to be run against `admin`: a role there may name several databases.
+#[must_use]
+pub fn command(name: &str, privileges: &[Privilege]) -> Document {
+    let privileges: Vec<Document> = privileges.iter().map(Privilege::document).collect();
+    doc! {"createRole": name, "privileges": privileges, "roles": []}
+}
+
+fn text(name: &str, privileges: &[Privilege]) -> String {
+    let lines: Vec<String> = privileges.iter().map(|privilege| format!("    {}", privilege.shell())).collect();
+    format!(
+        "db.getSiblingDB(\"admin\").createRole({{\n  role: {name:?},\n  privileges: [\n{}\n  ],\n  roles: []\n}})\n\
+         db.getSiblingDB(\"admin\").createUser({{ user: {name:?}, pwd: passwordPrompt(), roles: [{name:?}] }})\n",
+        lines.join(",\n")
+    )
+}

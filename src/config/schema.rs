@@ -1,0 +1,160 @@
+//! The config's JSON Schema and its reference in Markdown, both made from [`super::keys`].
+
+use serde_json::{Map, Value, json};
+
+use super::keys::{Form, Key, ROOT, SIDE};
+
+/// Where the draft is defined that the schema is written in.
+const DRAFT: &str = "http://json-schema.org/draft-07/schema#";
+
+/// The JSON Schema of a config file. Of several files layered over each other each fits it, as nothing but a rule's own keys
+/// is required.
+#[must_use]
+pub fn schema() -> Value {
+    let mut root = mapping(ROOT, &["rules"]);
+    root["$schema"] = DRAFT.into();
+    root["title"] = "denormd config".into();
+    // For anchors, and for editors.
+    root["patternProperties"] = json!({"^x-": {}});
+    root["properties"]["$schema"] = json!({"type": "string"});
+    let rule = &mut root["properties"]["rules"]["items"];
+    rule["oneOf"] = json!([{"required": ["copy"]}, {"required": ["collect"]}, {"required": ["aggregate"]}]);
+    let copy = &mut rule["properties"]["copy"];
+    copy["oneOf"] = json!([{"required": ["set"]}, {"required": ["into", "element"]}]);
+    root
+}
+
+fn mapping(keys: &[Key], optional: &[&str]) -> Value {
+    let properties: Map<String, Value> = keys.iter().map(|key| (key.name.to_owned(), property(key))).collect();
+    let required: Vec<&str> =
+        keys.iter().filter(|key| key.required && !optional.contains(&key.name)).map(|key| key.name).collect();
+    let mut mapping = json!({"type": "object", "properties": properties, "additionalProperties": false});
+    if !required.is_empty() {
+        mapping["required"] = json!(required);
+    }
+    mapping
+}
+
+fn property(key: &Key) -> Value {
+    let mut value = form(&key.form);
+    let mut about = key.about.to_owned();
+    if let Form::Choice(words) = key.form {
+        for (word, meaning) in words {
+            about.push_str(&format!("\n- {word}: {meaning}"));
+        }
+    }
+    value["description"] = about.into();
+    if !key.default.is_empty() {
+        // A number where one is meant.
+        let default = key.default;
+        value["default"] = default
+            .parse::<i64>()
+            .map(Value::from)
+            .or_else(|_| default.parse::<bool>().map(Value::from))
+            .unwrap_or_else(|_| default.into());
+    }
+    value
+}
+
+fn form(form: &Form) -> Value {
+    let paths = |value: Value| json!({"type": "object", "minProperties": 1, "additionalProperties": value});
+    match form {
+        Form::Text | Form::Path => json!({"type": "string", "minLength": 1}),
+        Form::Name => json!({"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_.-]*$"}),
+        Form::Flag => json!({"type": "boolean"}),
+        Form::Count => json!({"type": "integer", "minimum": 1}),
+        Form::Seconds(least) => json!({"type": "integer", "minimum": least, "maximum": 86_400}),
+        Form::Address => json!({"type": "string", "pattern": "^.+:[0-9]+$"}),
+        Form::Choice(words) => {
+            let mut words: Vec<Value> = words.iter().map(|(word, _)| (*word).into()).collect();
+            // `on_missing: null` and `guard: off` mean what they say, though YAML reads no string.
+            if words.contains(&"null".into()) {
+                words.push(Value::Null);
+            }
+            if words.contains(&"off".into()) {
+                words.push(false.into());
+            }
+            json!({"enum": words})
+        }
+        Form::Side => json!({"anyOf": [{"type": "string", "minLength": 1}, mapping(SIDE, &[])]}),
+        Form::Match => paths(json!({"type": "string", "minLength": 1})),
+        Form::Set => paths(json!({})),
+        Form::Accumulators => paths(json!({"type": "object", "minProperties": 1, "maxProperties": 1})),
+        Form::Sort => paths(json!({"enum": [1, -1]})),
+        Form::Expression => json!({}),
+        Form::Filter => json!({"type": "object"}),
+        Form::Slice => json!({"type": "integer", "not": {"const": 0}}),
+        Form::Keys(keys) => mapping(keys, &[]),
+        Form::List(keys) => json!({"type": ["array", "null"], "items": mapping(keys, &[])}),
+    }
+}
+
+/// The reference of all keys, as the page under `docs/` has it.
+#[must_use]
+pub fn reference() -> String {
+    let mut out = String::from(
+        "# Config reference\n\n\
+         Written by `denormd schema --reference` from what the program itself knows; a test compares. Keys that must be there are **bold**.\n\n",
+    );
+    let deeper = table(&mut out, ROOT);
+    for (name, keys) in deeper {
+        section(&mut out, name, keys);
+    }
+    out.push_str("\n## `source` and `target`\n\nA collection's name, or a mapping:\n\n");
+    table(&mut out, SIDE);
+    out
+}
+
+fn section(out: &mut String, name: &str, keys: &'static [Key]) {
+    let title = if name == "rules" { "one of `rules`".to_owned() } else { format!("`{name}`") };
+    out.push_str(&format!("\n## {title}\n\n"));
+    for (name, keys) in table(out, keys) {
+        section(out, name, keys);
+    }
+}
+
+/// Writes a table, and returns the keys that hold mappings of their own.
+fn table(out: &mut String, keys: &'static [Key]) -> Vec<(&'static str, &'static [Key])> {
+    out.push_str("| key | value | default | meaning |\n|---|---|---|---|\n");
+    let mut deeper = Vec::new();
+    for key in keys {
+        if let Form::Keys(below) | Form::List(below) = key.form {
+            deeper.push((key.name, below));
+        }
+        let name = if key.required { format!("**`{}`**", key.name) } else { format!("`{}`", key.name) };
+        let default = if key.default.is_empty() { String::new() } else { format!("`{}`", key.default) };
+        let words = match key.form {
+            Form::Choice(words) => {
+                let words: Vec<String> = words.iter().map(|(word, meaning)| format!("`{word}`: {meaning}")).collect();
+                format!(" {}.", words.join("; "))
+            }
+            _ => String::new(),
+        };
+        out.push_str(&format!("| {name} | {} | {default} | {}{words} |\n", value(&key.form), key.about));
+    }
+    deeper
+}
+
+/// What stands behind a key, in a word or two.
+fn value(form: &Form) -> &'static str {
+    match form {
+        Form::Text => "text",
+        Form::Name => "name",
+        Form::Flag => "true or false",
+        Form::Count => "integer from 1",
+        Form::Seconds(_) => "seconds",
+        Form::Address => "address:port",
+        Form::Choice(_) => "one of",
+        Form::Side => "collection, or a mapping",
+        Form::Match => "target path: source path",
+        Form::Set => "target path: expression",
+        Form::Accumulators => "target path: accumulator",
+        Form::Sort => "source path: 1 or -1",
+        Form::Path => "path",
+        Form::Expression => "expression",
+        Form::Filter => "query document",
+        Form::Slice => "integer",
+        Form::Keys(_) => "mapping, see below",
+        Form::List(_) => "list, see below",
+    }
+}

@@ -1,0 +1,194 @@
+//! What the user that denormd connects as must be allowed to do, and no more. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bson::{Bson, Document, doc};
+
+use crate::{change::Namespace, config::OnMissing, plan::Plan};
+
+/// A database and a collection of it; an empty collection stands for all of them.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Resource {
+    /// The database.
+    pub database: String,
+    /// The collection.
+    pub collection: String,
+}
+
+/// Actions on a resource.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Privilege {
+    /// Where.
+    pub resource: Resource,
+    /// What: MongoDB's privilege actions.
+    pub actions: BTreeSet<&'static str>,
+}
+
+/// What the daemon and the commands need for these rules, with their state in `state`.
+#[must_use]
+pub fn needed(plan: &Plan, state: &str) -> Vec<Privilege> {
+    let mut all: BTreeMap<Resource, BTreeSet<&'static str>> = BTreeMap::new();
+    let mut need = |database: &str, collection: &str, actions: &[&'static str]| {
+        let resource = Resource { database: database.to_owned(), collection: collection.to_owned() };
+        all.entry(resource).or_default().extend(actions);
+    };
+    for rule in &plan.rules {
+        let Namespace { database, collection } = &rule.source.namespace;
+        need(database, collection, &["find", "listIndexes"]);
+        let Namespace { database, collection } = &rule.target.namespace;
+        need(database, collection, &["find", "listIndexes"]);
+        if !rule.shadow {
+            need(database, collection, &["update"]);
+            if rule.on_missing == OnMissing::Delete {
+                need(database, collection, &["remove"]);
+            }
+        }
+    }
+    for database in plan.databases() {
+        // A stream of the database: one, whatever the number of its collections. It wants `find` on all of them.
+        need(&database, "", &["changeStream", "find", "listCollections"]);
+    }
+    // The events are in a capped collection, which takes two privileges to make.
+    need(state, "", &["convertToCapped", "createCollection", "find", "insert", "listCollections", "remove", "update"]);
+    // How long the saved position stays in the oplog.
+    need("local", "oplog.rs", &["collStats", "find"]);
+    all.into_iter().map(|(resource, actions)| Privilege { resource, actions }).collect()
+}
+
+/// What `plan --apply` needs beside that.
+#[must_use]
+pub fn needed_to_apply(plan: &Plan) -> Vec<Privilege> {
+    let actions = |namespace: Namespace| Privilege {
+        actions: ["collMod", "createCollection", "createIndex"].into(),
+        resource: Resource { database: namespace.database, collection: namespace.collection },
+    };
+    plan.namespaces().into_iter().map(actions).collect()
+}
+
+/// Of what is needed, what the privileges that a user has (`connectionStatus` with `showPrivileges`) do not give.
+#[must_use]
+pub fn missing(needed: &[Privilege], has: &[Document]) -> Vec<Privilege> {
+    let lacks = |need: &Privilege| {
+        let lacking: BTreeSet<&'static str> = need
+            .actions
+            .iter()
+            .filter(|action| !has.iter().any(|has| gives(has, &need.resource, action)))
+            .copied()
+            .collect();
+        (!lacking.is_empty()).then(|| Privilege { resource: need.resource.clone(), actions: lacking })
+    };
+    needed.iter().filter_map(lacks).collect()
+}
+
+fn gives(has: &Document, resource: &Resource, action: &str) -> bool {
+    let actions = has.get_array("actions").map(Vec::as_slice).unwrap_or_default();
+    if !actions.iter().any(|has| matches!(has.as_str(), Some(has) if has == action || has == "anyAction")) {
+        return false;
+    }
+    let Ok(on) = has.get_document("resource") else { return false };
+    if on.get_bool("anyResource").unwrap_or_default() {
+        return true;
+    }
+    let (Ok(database), Ok(collection)) = (on.get_str("db"), on.get_str("collection")) else { return false };
+    // An empty name stands for all, but not for those of the system: neither `local` nor `config` is among them.
+    let databases = database == resource.database || (database.is_empty() && !is_system(&resource.database));
+    databases && (collection == resource.collection || collection.is_empty())
+}
+
+fn is_system(database: &str) -> bool {
+    ["local", "config"].contains(&database)
+}
+
+impl Privilege {
+    /// As `createRole` and `grantPrivilegesToRole` take it.
+    #[must_use]
+    pub fn document(&self) -> Document {
+        let actions: Vec<Bson> = self.actions.iter().map(|action| Bson::from(*action)).collect();
+        doc! {
+            "resource": {"db": &self.resource.database, "collection": &self.resource.collection},
+            "actions": actions,
+        }
+    }
+
+    /// The same, as one types it.
+    #[must_use]
+    pub fn shell(&self) -> String {
+        let Resource { database, collection } = &self.resource;
+        let actions: Vec<String> = self.actions.iter().map(|action| format!("{action:?}")).collect();
+        format!("{{ resource: {{ db: {database:?}, collection: {collection:?} }}, actions: [{}] }}", actions.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        config::{Format, load_str},
+        plan::compile,
+    };
+
+    fn plan(rule: &str) -> Plan {
+        let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {rule}\n");
+        compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap()
+    }
+
+    fn texts(privileges: &[Privilege]) -> Vec<String> {
+        privileges
+            .iter()
+            .map(|p| {
+                let actions: Vec<&str> = p.actions.iter().copied().collect();
+                format!("{}.{} {}", p.resource.database, p.resource.collection, actions.join(" "))
+            })
+            .collect()
+    }
+
+    #[test]
+    fn targets_are_updated_and_removed_only_where_the_rule_does_so() {
+        let rule = |more: &str| {
+            texts(&needed(
+                &plan(&format!(
+                    "{{ name: r, {more} copy: {{ source: s, target: e.t, match: {{ ref: _id }}, set: {{ n: $n }} }} }}"
+                )),
+                "denormd",
+            ))
+        };
+        assert_eq!(
+            rule(""),
+            [
+                "d. changeStream find listCollections",
+                "d.s find listIndexes",
+                "denormd. convertToCapped createCollection find insert listCollections remove update",
+                "e. changeStream find listCollections",
+                "e.t find listIndexes update",
+                "local.oplog.rs collStats find",
+            ]
+        );
+        assert!(rule("shadow: true,").contains(&"e.t find listIndexes".to_owned()));
+        let deletes =
+            "{ name: r, copy: { source: s, target: t, match: { ref: _id }, set: { n: $n }, on_missing: delete } }";
+        assert!(texts(&needed(&plan(deletes), "x")).contains(&"d.t find listIndexes remove update".to_owned()));
+    }
+
+    #[test]
+    fn what_is_given_on_more_covers_what_is_needed_on_less() {
+        let need = |database: &str, collection: &str| Privilege {
+            resource: Resource { database: database.to_owned(), collection: collection.to_owned() },
+            actions: ["find", "update"].into(),
+        };
+        let on = |resource: Document, actions: &[&str]| doc! {"resource": resource, "actions": actions.to_vec()};
+        let exact = doc! {"db": "d", "collection": "c"};
+        for (has, lacking) in [
+            (vec![], vec!["d.c find update"]),
+            (vec![on(exact.clone(), &["find"])], vec!["d.c update"]),
+            (vec![on(exact.clone(), &["find"]), on(exact, &["update"])], vec![]),
+            (vec![on(doc! {"db": "d", "collection": ""}, &["find", "update"])], vec![]),
+            (vec![on(doc! {"db": "", "collection": "c"}, &["find", "update"])], vec![]),
+            (vec![on(doc! {"db": "d", "collection": "other"}, &["find", "update"])], vec!["d.c find update"]),
+            (vec![on(doc! {"anyResource": true}, &["anyAction"])], vec![]),
+        ] {
+            assert_eq!(texts(&missing(&[need("d", "c")], &has)), lacking, "{has:?}");
+        }
+        let everywhere = [on(doc! {"db": "", "collection": ""}, &["find", "update"])];
+        assert_eq!(missing(&[need("local", "oplog.rs")], &everywhere).len(), 1, "local is not everywhere");
+    }
+}

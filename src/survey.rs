@@ -1,0 +1,92 @@
+//! What rules will meet on the live cluster: indexes, references, fan-outs, sizes, validators, from samples. Reads only.
+
+mod apply;
+mod lookups;
+mod sample;
+
+use serde::Serialize;
+
+use crate::{
+    error::Result,
+    plan::{Plan, Rule, expression::Reads},
+    reconcile::Context,
+};
+pub use lookups::Lookup;
+pub use sample::{Example, References, Sample, Sizes, Spread};
+
+/// What is said of one rule.
+#[derive(Debug, Clone, Serialize)]
+pub struct Survey {
+    /// Its name.
+    pub rule: String,
+    /// The source paths whose change makes it look again; `*` for all.
+    pub source_reads: Vec<String>,
+    /// The target paths whose change does.
+    pub target_reads: Vec<String>,
+    /// Its lookups, and the index that each would use.
+    pub lookups: Vec<Lookup>,
+    /// What a sample of its documents says. None when no sample was wanted.
+    pub sample: Option<Sample>,
+}
+
+/// Looks at the rules of a plan; `size` targets of each are drawn at random, none when it is 0.
+pub async fn survey(context: &Context, plan: &Plan, size: u32) -> Result<Vec<Survey>> {
+    let mut out = Vec::new();
+    for id in &plan.order {
+        let rule = plan.rule(*id);
+        let sample = if size > 0 { Some(sample::draw(context, rule, size).await?) } else { None };
+        let keys = sample.as_ref().map(|sample| sample.key.clone()).unwrap_or_default();
+        out.push(Survey {
+            rule: rule.name.clone(),
+            source_reads: paths(&rule.source_reads),
+            target_reads: paths(&rule.target_reads),
+            lookups: lookups::lookups(context, rule, keys).await?,
+            sample,
+        });
+    }
+    Ok(out)
+}
+
+fn paths(reads: &Reads) -> Vec<String> {
+    match reads {
+        Reads::Everything => vec!["*".to_owned()],
+        Reads::Paths(paths) => paths.iter().map(ToString::to_string).collect(),
+        Reads::Nothing => Vec::new(),
+    }
+}
+
+impl Survey {
+    /// What the sample says that must be seen to before the rule runs.
+    #[must_use]
+    pub fn problems(&self, rule: &Rule) -> Vec<(String, String)> {
+        let Some(sample) = &self.sample else { return Vec::new() };
+        let mut out = Vec::new();
+        if sample.refused > 0 {
+            out.push((
+                format!(
+                    "the validator of `{}` would refuse {} of {} sampled targets",
+                    rule.target.namespace, sample.refused, sample.targets
+                ),
+                "let the validator accept the copied fields, or change the rule; refused targets become dead letters"
+                    .to_owned(),
+            ));
+        }
+        if sample.sizes.largest_then > sample::LARGEST {
+            out.push((
+                format!(
+                    "a target of `{}` would have {} bytes, and 16 MB is the most",
+                    rule.target.namespace, sample.sizes.largest_then
+                ),
+                "copy less: `slice`, `max_elements`, or fewer fields".to_owned(),
+            ));
+        }
+        if sample.failing > 0 {
+            out.push((
+                format!("the rule's expressions fail on {} of {} sampled targets", sample.failing, sample.targets),
+                "the server refuses to compute them (a division by zero, a wrong type): guard the expression with $cond or $ifNull"
+                    .to_owned(),
+            ));
+        }
+        out
+    }
+}

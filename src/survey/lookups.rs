@@ -1,0 +1,119 @@
+//! The lookups that a rule does all the time, and the index that the server would use for each.
+
+use bson::{Bson, Document, doc};
+use serde::Serialize;
+
+use crate::{
+    error::{Kind, Result},
+    key::Key,
+    plan::Rule,
+    reconcile::{Context, read},
+};
+
+/// One lookup.
+#[derive(Debug, Clone, Serialize)]
+pub struct Lookup {
+    /// What is looked for.
+    pub what: &'static str,
+    /// Where.
+    pub collection: String,
+    /// The index; None when the whole collection is read.
+    pub index: Option<String>,
+}
+
+/// The lookups of a rule, explained with a key that occurs, or with any.
+pub(super) async fn lookups(context: &Context, rule: &Rule, keys: Vec<Key>) -> Result<Vec<Lookup>> {
+    let any = Key::new(vec![Bson::String("x".to_owned()); rule.reference.pairs.len()]);
+    let keys = if keys.is_empty() { vec![any] } else { keys };
+    let keys: Vec<&Key> = keys.iter().take(1).collect();
+    let mut sources = read::source_ids(rule, &keys, 1);
+    sources.remove("sort");
+    sources.remove("limit");
+    let mut wanted = vec![
+        ("the sources of a target", &rule.source.namespace, Some(sources)),
+        ("the targets of a source", &rule.target.namespace, Some(read::holders(rule, &keys))),
+    ];
+    if rule.child().is_some() && !rule.reference.keyed_by_source_id() {
+        wanted.push(("the target that a source has left", &rule.target.namespace, read::parents(rule, &keys)));
+    }
+    let mut out = Vec::new();
+    for (what, namespace, command) in wanted {
+        let Some(mut command) = command else { continue };
+        command.remove("allowDiskUse");
+        let explain = doc! {"explain": command, "verbosity": "queryPlanner"};
+        let reply = match context.server.database(&namespace.database).run_command(explain).await {
+            Ok(reply) => reply,
+            // A filter or a collection that the server refuses is a finding of its own.
+            Err(error) if crate::error::Error::from(error.clone()).kind == Kind::Refused => continue,
+            Err(error) => return Err(error.into()),
+        };
+        let mut stages = Stages::default();
+        stages.find(&reply, false);
+        let index = if stages.scans { None } else { stages.index.or(stages.by_id.then(|| "_id_".to_owned())) };
+        // A collection that is not there has neither.
+        if stages.scans || index.is_some() {
+            out.push(Lookup { what, collection: namespace.to_string(), index });
+        }
+    }
+    Ok(out)
+}
+
+/// What a winning plan is made of.
+#[derive(Debug, Default, PartialEq)]
+struct Stages {
+    index: Option<String>,
+    by_id: bool,
+    scans: bool,
+}
+
+impl Stages {
+    /// Looks through an explanation, whose shape differs from version to version and engine to engine.
+    fn find(&mut self, doc: &Document, winning: bool) {
+        for (name, value) in doc {
+            if winning && name == "stage" {
+                self.scans |= value.as_str() == Some("COLLSCAN");
+                self.by_id |= value.as_str() == Some("IDHACK");
+            }
+            if winning && name == "indexName" && self.index.is_none() {
+                self.index = value.as_str().map(ToOwned::to_owned);
+            }
+            let winning = winning || name == "winningPlan";
+            match value {
+                Bson::Document(inner) if name != "rejectedPlans" => self.find(inner, winning),
+                Bson::Array(items) if name != "rejectedPlans" => {
+                    items.iter().filter_map(Bson::as_document).for_each(|inner| self.find(inner, winning));
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_index_is_found_wherever_the_plan_has_it() {
+        let scan = doc! {"stage": "COLLSCAN", "direction": "forward"};
+        let index = doc! {"stage": "FETCH", "inputStage": {"stage": "IXSCAN", "indexName": "host_1"}};
+        let other = doc! {"stage": "IXSCAN", "indexName": "other_1"};
+        for (plan, expected) in [
+            (doc! {"winningPlan": scan.clone()}, Stages { scans: true, ..Stages::default() }),
+            (
+                doc! {"winningPlan": {"queryPlan": index.clone()}, "rejectedPlans": [scan, other]},
+                Stages { index: Some("host_1".to_owned()), ..Stages::default() },
+            ),
+            (
+                doc! {"winningPlan": {"stage": "OR", "inputStages": [index]}},
+                Stages { index: Some("host_1".to_owned()), ..Stages::default() },
+            ),
+            (doc! {"winningPlan": {"stage": "IDHACK"}}, Stages { by_id: true, ..Stages::default() }),
+            (doc! {"winningPlan": {"stage": "EOF"}}, Stages::default()),
+        ] {
+            let mut stages = Stages::default();
+            stages.find(&doc! {"queryPlanner": plan.clone()}, false);
+            assert_eq!(stages, expected, "{plan}");
+        }
+    }
+}

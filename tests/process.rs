@@ -1,0 +1,176 @@
+//! The program as a user meets it: commands on a config file, and daemons beside them.
+
+use std::{
+    fs::File,
+    io::Read,
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use bson::{Document, doc};
+use denormd_fixture::TestDb;
+use serde_json::Value;
+
+/// Generous: it is reached only when something is broken, or the machine is far too busy.
+pub const LIMIT: Duration = Duration::from_secs(120);
+
+/// A config file in a folder of its own.
+pub struct Program {
+    folder: tempfile::TempDir,
+}
+
+/// What a command did.
+#[derive(Debug)]
+pub struct Printed {
+    pub code: i32,
+    pub out: String,
+    pub err: String,
+    /// The most memory that it had, in bytes.
+    pub peak: u64,
+}
+
+impl Printed {
+    /// Each line of standard output as JSON.
+    pub fn lines(&self) -> Vec<Value> {
+        let line = |line: &str| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"));
+        self.out.lines().map(line).collect()
+    }
+
+    /// All of standard output as JSON.
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    /// Fails unless the exit status is this one.
+    pub fn exits(self, code: i32) -> Self {
+        assert_eq!(self.code, code, "{}\n{}", self.out, self.err);
+        self
+    }
+}
+
+impl Program {
+    /// With this config.
+    pub fn new(config: &str) -> Self {
+        let program = Self { folder: tempfile::tempdir().unwrap() };
+        program.write(config);
+        program
+    }
+
+    /// Changes the config.
+    pub fn write(&self, config: &str) {
+        std::fs::write(self.config(), config).unwrap();
+    }
+
+    fn config(&self) -> PathBuf {
+        self.folder.path().join("shop.yaml")
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
+        command.args(arguments).arg("--config").arg(self.config()).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a command to its end, beside the test.
+    pub async fn run(&self, arguments: &[&str]) -> Printed {
+        let mut command = self.command(arguments);
+        let text = arguments.join(" ");
+        let done = tokio::task::spawn_blocking(move || finish(&mut command, &text));
+        done.await.unwrap()
+    }
+
+    /// Starts a daemon. It dies with the value.
+    pub fn daemon(&self) -> Daemon {
+        let log = self.folder.path().join("daemon.log");
+        let file = File::options().create(true).append(true).open(&log).unwrap();
+        let child = self.command(&["run"]).stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
+        Daemon { child, log }
+    }
+
+    /// What its daemons have logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("daemon.log")).unwrap_or_default()
+    }
+
+    /// Waits until every rule of the deployment has brought existing data up to date.
+    pub async fn backfilled(&self, test: &TestDb, rules: usize) {
+        let states = test.beside("state").collection::<Document>("rules");
+        let begun = Instant::now();
+        while states.count_documents(doc! {"backfill": "done"}).await.unwrap() < rules as u64 {
+            assert!(begun.elapsed() < LIMIT, "the backfills are not done");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+}
+
+fn finish(command: &mut Command, text: &str) -> Printed {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let (out, err) = (read(child.stdout.take().unwrap()), read(child.stderr.take().unwrap()));
+    let (begun, mut peak) = (Instant::now(), 0);
+    let status = loop {
+        peak = peak.max(memory(child.id()));
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        assert!(begun.elapsed() < 10 * LIMIT, "denormd {text} does not end");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    Printed { code: status.code().unwrap_or(-1), out: out.join().unwrap(), err: err.join().unwrap(), peak }
+}
+
+fn read(mut pipe: impl Read + Send + 'static) -> std::thread::JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut text = String::new();
+        pipe.read_to_string(&mut text).unwrap();
+        text
+    })
+}
+
+/// The most memory that a process had so far, where the system tells.
+fn memory(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()).unwrap_or_default() * 1024
+}
+
+/// A daemon process.
+pub struct Daemon {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Daemon {
+    /// Waits until it has logged `text`.
+    pub async fn says(&self, text: &str) {
+        let begun = Instant::now();
+        while !self.log().contains(text) {
+            assert!(begun.elapsed() < LIMIT, "it does not say {text:?}:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// What it has logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Asks it to stop, and waits until it has.
+    pub async fn stop(mut self) {
+        let id = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+        let begun = Instant::now();
+        while self.child.try_wait().unwrap().is_none() {
+            assert!(begun.elapsed() < LIMIT, "it does not stop\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // It may have ended already.
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
