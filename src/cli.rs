@@ -205,6 +205,20 @@ It needs no running daemon. A few thousand events are kept; then the oldest go."
         #[arg(long, value_name = "AGE", default_value = "1d", value_parser = age)]
         since: Duration,
     },
+    /// What to do about an alert, with what the running daemon says filled in.
+    #[command(after_help = "Examples:
+  denormd runbook                                  the alerts there are
+  denormd runbook DenormdBehind --config shop.yaml
+  denormd runbook behind --address 10.0.0.7:9464
+
+The same text is in deploy/RUNBOOK.md.")]
+    Runbook {
+        /// The alert's name, with or without `Denormd`.
+        alert: Option<String>,
+        /// Where the daemon listens, when not at the config's http.listen.
+        #[arg(long, value_name = "IP:PORT")]
+        address: Option<SocketAddr>,
+    },
     /// Returns once everything up to now (or an operation time) is applied: read your writes.
     #[command(after_help = "Examples:
   denormd wait --config shop.yaml                      everything that is committed now

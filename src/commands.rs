@@ -16,6 +16,7 @@ pub mod progress;
 pub mod prune;
 pub mod role;
 pub mod run;
+pub mod runbook;
 pub mod status;
 pub mod wait;
 
@@ -112,6 +113,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
         Command::Status { address } => status::status(&loaded, cli.output, *address).await,
         Command::Events { since } => events::events(&loaded, cli.output, *since).await,
+        Command::Runbook { alert, address } => runbook::runbook(&loaded, cli.output, alert.as_deref(), *address).await,
         Command::Wait { address, operation_time, timeout } => {
             wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
         }

@@ -65,6 +65,8 @@ pub struct Metrics {
     pub stream_age: Gauge,
     /// Seconds of oplog behind the saved position. No series where it cannot be read.
     pub oplog_headroom: GaugeVec,
+    /// Seconds until the saved position falls off the oplog at the present rate; infinite while it does not fall behind.
+    pub oplog_loss: GaugeVec,
     /// Whether the oplog's first entry can be read.
     pub oplog_readable: IntGauge,
     /// How long ago the newest write of our own that has come through was sent. No series where another process leads.
@@ -197,6 +199,7 @@ impl Metrics {
             checkpoint_age: f.gauge("denormd_checkpoint_age_seconds", "How far back a restart would begin; 0 when the saved position is the newest.")?,
             stream_age: f.gauge("denormd_stream_age_seconds", "Seconds since every change stream has answered, with or without events.")?,
             oplog_headroom: f.gauges("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the saved position; absent when the oplog cannot be read.", &[])?,
+            oplog_loss: f.gauges("denormd_oplog_time_to_loss_seconds", "Seconds until changes are lost with the oplog, if it goes on as in the last minutes; +Inf while nothing falls behind.", &[])?,
             oplog_readable: f.whole("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
             canary_age: f.gauges("denormd_canary_age_seconds", "Seconds since the newest write of denormd's own was sent that every stream has passed and that is applied.", &[])?,
             config_ok: f.whole("denormd_config_last_reload_successful", "0 while the config that was read last is refused and an older one is in force.")?,

@@ -486,6 +486,7 @@ impl Pipeline {
         }
         self.count_outcome(&outcome);
         let pause = self.pause(&outcome);
+        let mut failed: BTreeMap<String, (usize, u32)> = BTreeMap::new();
         let mut keys = Vec::with_capacity(outcome.keys.len());
         for ended in outcome.keys {
             let mut work = ended.work;
@@ -502,15 +503,17 @@ impl Pipeline {
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                     let delay = reconcile::run::backoff(work.attempts);
-                    if work.attempts.is_power_of_two() || work.attempts == 0 {
-                        let rule = &self.context.plan.rule(outcome.lane.0).name;
-                        tracing::warn!(rule, error = %error.message, attempts = work.attempts, retry_in = ?delay, "a reconcile failed and is tried again");
-                    }
+                    let (keys, attempts) = failed.entry(error.message).or_default();
+                    (*keys, *attempts) = (*keys + 1, work.attempts.max(*attempts));
                     work.attempts += 1;
                     Next::Again { delay }
                 }
             };
             keys.push((ended.key, work, next));
+        }
+        let rule = &self.context.plan.rule(outcome.lane.0).name;
+        for (error, (keys, attempts)) in failed {
+            tracing::warn!(rule, keys, attempts, error, "reconciles failed and are tried again");
         }
         self.schedule.finish(outcome.lane, outcome.number, &outcome.follow_ups, keys, Instant::now());
         self.acknowledge_pages();

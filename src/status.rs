@@ -33,7 +33,7 @@ use causes::Found;
 use history::History;
 pub use lag::BEHIND;
 use lag::{Lags, Probes};
-pub use report::{Backfill, Oplog, Percentiles, Role, Rule, Status, duration};
+pub use report::{Backfill, Level, Oplog, Percentiles, Role, Rule, Status, duration};
 use timeline::Timeline;
 
 /// How often the board looks.

@@ -113,6 +113,8 @@ pub struct WorkQueue {
 #[derive(Debug, Default)]
 struct Oldest {
     rules: BTreeMap<RuleId, BTreeMap<i64, usize>>,
+    /// The sums of these counts.
+    keys: BTreeMap<RuleId, usize>,
 }
 
 impl Oldest {
@@ -128,6 +130,8 @@ impl Oldest {
             if let Some(to) = to {
                 *counts.entry(to).or_default() += 1;
             }
+            let keys = self.keys.entry(rule).or_default();
+            *keys = (*keys + usize::from(to.is_some())).saturating_sub(usize::from(from.is_some()));
         }
         to
     }
@@ -184,6 +188,12 @@ impl WorkQueue {
     #[must_use]
     pub fn oldest(&self, rule: RuleId) -> Option<i64> {
         self.oldest.rules.get(&rule)?.first_key_value().map(|(committed, _)| *committed)
+    }
+
+    /// Keys of `rule` that wait or run for the sake of a change.
+    #[must_use]
+    pub fn late(&self, rule: RuleId) -> usize {
+        self.oldest.keys.get(&rule).copied().unwrap_or_default()
     }
 
     /// Keys that wait or run.

@@ -292,6 +292,15 @@ async fn what_is_wrong_with_references_is_said_with_its_number() {
     let moved = db.collection::<Document>("posts_comments").find_one(doc! {"posts_id": 3}).await.unwrap().unwrap();
     assert!(moved.get_str("text").unwrap().starts_with("no "), "{moved}");
 
+    for (of, kind, field) in [(&report, "plain ids", "publisher"), (&report, "key type", "publisher_id")] {
+        let found =
+            of["relationships"].as_array().unwrap().iter().flat_map(|found| found["advice"].as_array().unwrap());
+        let advice = found.into_iter().find(|advice| advice["kind"] == kind).unwrap();
+        run_update(&db, "books", advice["command"].as_str().unwrap()).await;
+        let plain = doc! {field: {"$type": "objectId"}};
+        assert_eq!(db.collection::<Document>("books").count_documents(plain).await.unwrap(), 2000, "{kind}");
+    }
+
     // Two publishers share an acronym, and a book may refer to them by it.
     let report = advise(&test, &["--match", "books.acronym=publishers.acronym"]);
     let told = relationship(&report, "books.acronym");
@@ -302,8 +311,26 @@ async fn what_is_wrong_with_references_is_said_with_its_number() {
 
 /// Runs what a mongosh command would: the pipeline between its brackets.
 async fn run_aggregation(db: &Database, collection: &str, shell: &str) {
-    let start = shell.find("aggregate(").unwrap() + "aggregate(".len();
-    let text = shell[start..].trim_end().trim_end_matches(')');
+    let arguments = arguments(shell, "aggregate(");
+    let mut cursor = db.collection::<Document>(collection).aggregate(documents(&arguments[0])).await.unwrap();
+    while cursor.advance().await.unwrap() {}
+}
+
+/// The same of an update by a pipeline.
+async fn run_update(db: &Database, collection: &str, shell: &str) {
+    let arguments = arguments(shell, "updateMany(");
+    let filter = bson::serialize_to_document(&arguments[0]).unwrap();
+    db.collection::<Document>(collection).update_many(filter, documents(&arguments[1])).await.unwrap();
+}
+
+fn documents(list: &Value) -> Vec<Document> {
+    list.as_array().unwrap().iter().map(|stage| bson::serialize_to_document(stage).unwrap()).collect()
+}
+
+/// The arguments of a method in a mongosh command.
+fn arguments(shell: &str, method: &str) -> Vec<Value> {
+    let start = shell.find(method).unwrap() + method.len();
+    let text = format!("[{}]", shell[start..].trim_end().strip_suffix(')').unwrap());
     // JSON but for the names without quotes.
     let mut json = String::new();
     for (nth, part) in text.split('"').enumerate() {
@@ -323,11 +350,7 @@ async fn run_aggregation(db: &Database, collection: &str, shell: &str) {
         }
         json.push_str(&word);
     }
-    let stages: Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {json}"));
-    let stages: Vec<Document> =
-        stages.as_array().unwrap().iter().map(|stage| bson::serialize_to_document(stage).unwrap()).collect();
-    let mut cursor = db.collection::<Document>(collection).aggregate(stages).await.unwrap();
-    while cursor.advance().await.unwrap() {}
+    serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {json}"))
 }
 
 fn quoted(word: &str, next: char) -> String {
@@ -349,6 +372,8 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     )
     .await;
     insert(&db, "logmsg", (1..=6000).map(|id| doc! {"_id": id, "host": id % 20 + 1, "message": "GET /"})).await;
+    db.create_collection("pings").capped(true).size(1 << 20).await.unwrap();
+    insert(&db, "pings", (1..=6000).map(|id| doc! {"_id": id, "host": id % 20 + 1})).await;
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("denormd.yaml");
     let file = file.to_str().unwrap();
@@ -361,6 +386,8 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     {
         assert!(written.contains(expected), "no {expected}:\n{written}");
     }
+    // What cannot run is said, and does not stand in the way of what can.
+    assert!(written.contains("# left out: ") && written.contains("capped"), "{written}");
 
     let state = format!("{}_state", test.name);
     let plan = |more: &[&str]| {
@@ -371,11 +398,55 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     assert!(applied.status.success(), "{}{written}", String::from_utf8_lossy(&applied.stderr));
     assert!(plan(&[]).status.success());
 
+    // What the rules do is not advised again.
+    let output = Command::new(env!("CARGO_BIN_EXE_denormd"))
+        .args(["advise", "--output", "json", "--observe", "0", "--config", file])
+        .env("DENORMD__STATE__DATABASE", &state)
+        .output()
+        .unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let found = relationship(&report, "logmsg.host");
+    assert_eq!(found["found"], "told");
+    let drafts = found["advice"].as_array().unwrap().iter().filter(|advice| !advice["rule"]["copy"].is_null());
+    assert_eq!(drafts.count(), 0, "{found:#}");
+
     let again = init();
     assert_eq!(again.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&again.stderr).contains("is not overwritten"));
     assert_eq!(fs::read_to_string(file).unwrap(), written);
     assert!(Path::new(file).exists());
+}
+
+/// People and their tasks: each names the other, and the owner's name is copied, badly.
+#[tokio::test(flavor = "multi_thread")]
+async fn two_way_references_and_copies_that_are_there_already() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let (people, ids): (Vec<ObjectId>, Vec<ObjectId>) = (0..40).map(|_| (ObjectId::new(), ObjectId::new())).unzip();
+    let task = |(n, id): (usize, &ObjectId)| {
+        let name = if n == 7 { "Kate, before she married".to_owned() } else { format!("Kate {}", n % 20) };
+        doc! {"_id": *id, "description": "Write the plan", "owner": people[n % 20], "by": name}
+    };
+    insert(&db, "tasks", ids.iter().enumerate().map(task)).await;
+    let person = |(n, id): (usize, &ObjectId)| {
+        let tasks: Vec<ObjectId> =
+            ids.iter().enumerate().filter(|(task, _)| task % 20 == n).map(|(_, id)| *id).collect();
+        doc! {"_id": *id, "name": format!("Kate {n}"), "tasks": tasks}
+    };
+    insert(&db, "person", people[..20].iter().enumerate().map(person)).await;
+    let report = advise(&test, &[]);
+
+    let up = relationship(&report, "tasks.owner");
+    assert!(
+        advice(up, "two-way references")["says"].as_str().unwrap().contains("`person`.tasks.$[] and `tasks`.owner")
+    );
+    let down = relationship(&report, "person.tasks.$[]");
+    assert_eq!(advice(down, "array of references")["rule_of_thumb"], 3, "each task is one person's");
+    assert!(all_advice(up, "embed").is_empty(), "{up:#}");
+    let stale = advice(up, "stale copies");
+    assert!(stale["says"].as_str().unwrap().contains("by (of `name`): 1 of 40"), "{stale:#}");
+    let copy = up["advice"].as_array().unwrap().iter().find(|advice| !advice["rule"]["copy"].is_null()).unwrap();
+    assert_eq!(copy["rule"]["copy"]["set"], serde_json::json!({"by": "$name"}), "what is there is taken over");
 }
 
 /// With the role `read` alone, what it does not allow is "not known"; and whatever is asked, nothing is written.
@@ -413,4 +484,29 @@ async fn what_may_not_be_read_is_not_known_and_nothing_is_written() {
     assert_eq!(crate::cases::oplog(&test, before).await, [], "advise only reads");
     let profile = db.run_command(doc! {"profile": -1}).await.unwrap();
     assert_eq!(profile.get_i32("was").unwrap(), 0);
+}
+
+#[test]
+fn the_page_has_the_defaults_of_every_threshold() {
+    let page = include_str!("../docs/advise.md");
+    let advise = denormd::config::Advise::default();
+    for (key, default) in [
+        ("embed_elements", advise.embed_elements),
+        ("references_warn", advise.references_warn),
+        ("references_stop", advise.references_stop),
+        ("document_warn_bytes", advise.document_warn),
+        ("document_bad_bytes", advise.document_bad),
+        ("copy_ratio", advise.copy_ratio),
+        ("no_copy_ratio", advise.no_copy_ratio),
+        ("subset", advise.subset),
+        ("indexes", advise.indexes),
+        ("lookup_percent", advise.lookup_percent),
+        ("collections", advise.collections),
+        ("sample", advise.sample),
+        ("scan_documents", advise.scan_documents),
+        ("history_events", advise.history_events),
+        ("history_seconds", advise.history.as_secs()),
+    ] {
+        assert!(page.contains(&format!("| `{key}` | {default} |")), "docs/advise.md: {key} is {default}");
+    }
 }

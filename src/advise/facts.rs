@@ -59,6 +59,8 @@ pub struct Relationship {
     pub back: Option<FieldPath>,
     /// Other fields that refer to the documents that refer here.
     pub others: usize,
+    /// Whether a rule of the config collects the referring documents already.
+    pub collected: bool,
     /// Other collections that the referring documents might be embedded in as well.
     pub parents: Vec<String>,
     /// How many of the referring documents the application shows of one, and in which order: by its own queries.

@@ -84,13 +84,17 @@ fn head(out: &mut String, report: &Report) {
         String::new()
     };
     wrapped(out, "", &format!("reads: {} {}{log}{cache}", count(reads), report.reads.basis()));
+    let busy: u64 = report.reads.collections.values().map(|used| used.micros).sum();
     for collection in &survey.collections {
         let used = report.reads.of(&collection.namespace);
+        let share = used.map(|used| super::spread::ratio(used.micros * 100, busy)).filter(|_| busy > 0);
+        let share =
+            share.map(|share| format!(", {}% of the time spent in all", figure(share.round()))).unwrap_or_default();
         let used = used
             .map(|used| format!(", {}, {}", counted(used.reads, "read"), counted(used.writes, "write")))
             .unwrap_or_default();
         let text = format!(
-            "{}: {}, {}, {}{used}",
+            "{}: {}, {}, {}{used}{share}",
             name(&collection.namespace, report.default.as_deref()),
             counted(collection.count, "document"),
             collection
@@ -152,7 +156,13 @@ fn figures(facts: &Relationship) -> String {
 fn sentences(out: &mut String, advice: &[Advice]) {
     for advice in advice {
         let rule = advice.rule.map(|rule| format!(" [rule {rule}]")).unwrap_or_default();
-        let text = format!("{}: {}{rule}", advice.kind.name().to_uppercase(), advice.says);
+        // A sentence that begins with its kind has it once.
+        let kind = advice.kind.name();
+        let says = match advice.says.strip_prefix(kind) {
+            Some(rest) => format!("{}{rest}", kind.to_uppercase()),
+            None => format!("{}: {}", kind.to_uppercase(), advice.says),
+        };
+        let text = format!("{says}{rule}");
         item(out, &text);
         if let Some(command) = &advice.command {
             indented(out, command);

@@ -5,20 +5,21 @@ use std::{
     time::Duration,
 };
 
+use bson::Bson;
 use secrecy::SecretString;
 
 use crate::{
     change::Namespace,
     config::Advise,
-    error::{Error, Kind, Result},
+    error::{self, Error, Result},
     field_path::{FieldPath, Segment},
     key::Key,
     mongo::Server,
-    plan::Plan,
+    plan::{Plan, Rule, Values},
 };
 
 use super::{
-    advice::Advice,
+    advice::{Advice, Kind},
     ask::Ask,
     copies,
     decide::{self, collection::Array, collection::Usage},
@@ -134,17 +135,17 @@ fn advised(measured: Vec<Relationship>, options: &Options) -> Vec<(Relationship,
         .filter(few)
         .map(|facts| (facts.link.holder.namespace.clone(), facts.link.held.namespace.clone()))
         .collect();
-    let mut commands = HashSet::new();
+    let mut said = HashSet::new();
     let decide = |mut facts: Relationship| {
         let others = parents
             .iter()
             .filter(|(holder, held)| *holder == facts.link.holder.namespace && *held != facts.link.held.namespace);
         facts.parents = others.map(|(_, held)| held.collection.clone()).collect();
         let mut advice = decide::relationship::decide(&facts, &options.thresholds, options.default.as_deref());
-        // One index serves every relationship that wants it.
-        advice.retain(|advice| {
-            let index = advice.command.as_ref().filter(|_| advice.kind == super::advice::Kind::IndexMissing);
-            index.is_none_or(|command| commands.insert(command.clone()))
+        // One index serves every relationship that wants it, and joins to one collection are said once.
+        advice.retain(|advice| match advice.kind {
+            Kind::IndexMissing | Kind::Projection => said.insert(advice.command.clone().unwrap_or(advice.says.clone())),
+            _ => true,
         });
         (facts, advice)
     };
@@ -192,13 +193,7 @@ async fn find(
 }
 
 /// Which of the wanted values a key has. A large collection without an index on it is not asked.
-async fn wanted(
-    ask: &Ask,
-    survey: &Survey,
-    key: &HeldKey,
-    values: &[bson::Bson],
-    bounds: &Advise,
-) -> Result<HashSet<Key>> {
+async fn wanted(ask: &Ask, survey: &Survey, key: &HeldKey, values: &[Bson], bounds: &Advise) -> Result<HashSet<Key>> {
     let Some(held) = survey.collection(&key.end.namespace) else { return Ok(HashSet::new()) };
     let whole =
         held.shape.field(&key.end.path).is_some_and(|field| field.all_values) && held.how == super::spread::How::Exact;
@@ -270,7 +265,7 @@ fn end(survey: &Survey, options: &Options, text: &str) -> Result<End> {
     let found = names
         .filter_map(|(name, collection)| Some((name.len(), collection, text.strip_prefix(&name)?.strip_prefix('.')?)))
         .max_by_key(|(length, ..)| *length);
-    let wrong = |why: String| Error::new(Kind::Config, why).hint("write --match products.parts.id=parts._id");
+    let wrong = |why: String| Error::new(error::Kind::Config, why).hint("write --match products.parts.id=parts._id");
     let Some((_, collection, path)) = found else {
         return Err(wrong(format!("--match: no collection that was looked at begins `{text}`")));
     };
@@ -310,7 +305,10 @@ impl Surveyed<'_> {
             Some(array) => fan_out::lengths(self.ask, holder, array, self.bounds).await?,
             None => None,
         };
-        let fields = self.copyable(held, &link.held.path);
+        let mut fields = self.copyable(held, &link.held.path);
+        let copied: HashSet<String> =
+            self.rules(&link.held, &link.holder).flat_map(|rule| read_by(&rule.values)).collect();
+        fields.retain(|field| !copied.contains(&format!("${field}")));
         let copied = copies::find(self.ask, link, form, holder, held, &fields).await?;
         Ok(Some(Relationship {
             form,
@@ -325,12 +323,23 @@ impl Surveyed<'_> {
             held: self.side(held, &link.held.path),
             back: self.back(link, form),
             others: self.links.iter().filter(|other| refers_to_holder(other, link)).count(),
+            collected: self.rules(&link.holder, &link.held).next().is_some(),
             parents: Vec::new(),
             shown: self.shown(link),
             joins: self.joins(link),
             fields: fields.into_iter().map(|field| self.candidate(link, form, holder, field, &copied)).collect(),
             link: link.clone(),
         }))
+    }
+
+    /// The config's rules from one end to the other.
+    fn rules<'a>(&'a self, from: &'a End, to: &'a End) -> impl Iterator<Item = &'a std::sync::Arc<Rule>> {
+        self.plan.rules.iter().filter(move |rule| {
+            let pair = rule.reference.pairs.as_slice();
+            rule.source.namespace == from.namespace
+                && rule.target.namespace == to.namespace
+                && matches!(pair, [pair] if pair.source == from.path && pair.target == to.path)
+        })
     }
 
     /// Small fields at the root, without keys and references.
@@ -473,6 +482,28 @@ impl Surveyed<'_> {
         };
         collection.indexes.iter().map(usage).collect()
     }
+}
+
+/// The fields that a rule's expressions name, as they name them: `$name`.
+fn read_by(values: &Values) -> Vec<String> {
+    fn strings(value: &Bson, out: &mut Vec<String>) {
+        match value {
+            Bson::String(text) => out.push(text.clone()),
+            Bson::Array(items) => items.iter().for_each(|item| strings(item, out)),
+            Bson::Document(document) => document.values().for_each(|value| strings(value, out)),
+            _ => {}
+        }
+    }
+    let mut out = Vec::new();
+    match values {
+        Values::Set { assignments, .. } | Values::Aggregate { assignments, .. } => {
+            for assignment in assignments {
+                strings(&assignment.expression, &mut out);
+            }
+        }
+        Values::Into { element, .. } | Values::Collect { element, .. } => strings(element, &mut out),
+    }
+    out
 }
 
 /// Whether another collection refers to the documents that refer in `link`.

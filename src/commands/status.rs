@@ -7,7 +7,7 @@ use crate::{
     commands::{Failure, print},
     config::Loaded,
     server::client,
-    status::{Backfill, Role, Status, duration},
+    status::{Backfill, Role, Rule, Status, duration},
 };
 
 /// How long the daemon may take to answer.
@@ -28,6 +28,9 @@ fn text(status: &Status) -> String {
     let mut out = format!("{}\n", status.summary);
     if status.role == Role::Leader {
         writeln!(out, "Will data be lost? {}", status.risk).ok();
+    }
+    for rule in status.rules.iter().filter(|rule| rule.behind_since.is_some()) {
+        writeln!(out, "   {}", stale(status, rule)).ok();
     }
     for option in &status.insecure {
         writeln!(out, "\n!! INSECURE: {option} is set: the server's certificate is not verified").ok();
@@ -59,6 +62,9 @@ fn text(status: &Status) -> String {
         since(status, status.started),
     )
     .ok();
+    if let Some(age) = status.canary_age_seconds {
+        writeln!(out, "the last write of its own that came through was sent {} ago", duration(age)).ok();
+    }
     let reasons = status.rules.iter().flat_map(|rule| {
         rule.dead_letter_reasons.iter().map(|(why, count)| vec![rule.name.clone(), count.to_string(), why.clone()])
     });
@@ -79,6 +85,11 @@ fn text(status: &Status) -> String {
     out
 }
 
+/// The rules, the worst first.
+pub(super) fn rules_table(status: &Status) -> String {
+    table(&rules(status))
+}
+
 fn rules(status: &Status) -> Vec<Vec<String>> {
     let head = ["RULE", "LAG", "SINCE", "P50", "P99", "BACKFILL", "DEAD"].map(str::to_owned).to_vec();
     let percentile = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), short);
@@ -97,6 +108,23 @@ fn rules(status: &Status) -> Vec<Vec<String>> {
         ]
     });
     std::iter::once(head).chain(rows).collect()
+}
+
+/// How many targets are stale, since when, on which rule.
+fn stale(status: &Status, rule: &Rule) -> String {
+    let (name, target, from) = (&rule.name, &rule.target, rule.behind_since.unwrap_or(status.now));
+    let what = match (rule.late_keys, rule.keyed_by_target) {
+        (0, _) => format!("changes that are not read yet may concern {target}"),
+        (1, true) => format!("1 document of {target} is stale"),
+        (keys, true) => format!("{keys} documents of {target} are stale"),
+        (1, false) => format!("1 changed value is not in {target}: every document there that refers to it is stale"),
+        (keys, false) => {
+            format!("{keys} changed values are not in {target}: every document there that refers to them is stale")
+        }
+    };
+    let at = bson::DateTime::from_millis(from).try_to_rfc3339_string().unwrap_or_default();
+    let at = at.get(11..19).unwrap_or("an unknown time").to_owned();
+    format!("{name}: {what}; the oldest since {at} UTC, {} ago", since(status, from))
 }
 
 fn backfill(backfill: &Backfill) -> String {

@@ -16,6 +16,8 @@ pub struct Observation {
     pub oldest: Vec<Option<i64>>,
     /// For each rule: how many large fan-outs are under way.
     pub fan_outs: Vec<usize>,
+    /// For each rule: keys that wait or run for the sake of a change.
+    pub late: Vec<usize>,
     /// The streams.
     pub streams: Vec<StreamFacts>,
     /// Requests that wait or run, named targets counted.
@@ -45,6 +47,8 @@ pub struct RuleFacts {
     pub source: String,
     /// The target collection.
     pub target: String,
+    /// Whether its keys are targets; else they are values that sources and targets match on, each of many targets.
+    pub keyed_by_target: bool,
     /// The rules that it reads from, whole chains.
     pub fed_by: Vec<usize>,
     /// The streams that it listens to.

@@ -197,6 +197,12 @@ impl Schedule {
         self.queue.keys()
     }
 
+    /// Keys of `rule` that wait or run for the sake of a change.
+    #[must_use]
+    pub fn late(&self, rule: RuleId) -> usize {
+        self.queue.late(rule)
+    }
+
     /// When the oldest change was committed that a key of `rule` waits or runs for, in milliseconds since 1970.
     #[must_use]
     pub fn oldest(&self, rule: RuleId) -> Option<i64> {

@@ -85,6 +85,7 @@ impl Board {
                 self.metrics.oplog_readable.set(0);
                 // There may have been none.
                 self.metrics.oplog_headroom.remove_label_values::<&str>(&[]).ok();
+                self.metrics.oplog_loss.remove_label_values::<&str>(&[]).ok();
             }
         }
     }
@@ -97,7 +98,9 @@ impl Board {
             self.metrics.oplog_headroom.with_label_values::<&str>(&[]).set(headroom);
             state.history.headroom(self.metrics.now(), headroom);
         }
-        state.oplog = Oplog { lost_in_seconds: state.history.lost_in().filter(|_| behind), ..oplog };
+        let lost_in_seconds = state.history.lost_in().filter(|_| behind);
+        self.metrics.oplog_loss.with_label_values::<&str>(&[]).set(lost_in_seconds.unwrap_or(f64::INFINITY));
+        state.oplog = Oplog { lost_in_seconds, ..oplog };
     }
 }
 
@@ -169,26 +172,32 @@ async fn oplog(server: &Server, saved: Option<ClusterTime>) -> Result<Oplog> {
     let (first, last) = (edge(1).await?, edge(-1).await?);
     let window = f64::from(last.seconds.saturating_sub(first.seconds));
     // Without the privilege for its size, the oplog is taken for full.
-    let fill = fill(&local.run_command(doc! {"collStats": "oplog.rs"}).await.unwrap_or_default()).unwrap_or(1.0);
+    let stats = local.run_command(doc! {"collStats": "oplog.rs"}).await.unwrap_or_default();
+    let fill = fill(&stats).unwrap_or(1.0);
     let unused = if fill > 0.0 { window / fill - window } else { 0.0 };
     Ok(Oplog {
         readable: Some(true),
         reason: None,
         window_seconds: Some(window),
         headroom_seconds: saved.map(|saved| f64::from(saved.seconds) - f64::from(first.seconds) + unused),
+        size_megabytes: number(&stats, "maxSize").map(|bytes| bytes / f64::from(1 << 20)),
+        bridged_seconds: Some(window + unused).filter(|bridged| *bridged > 0.0),
         lost_in_seconds: None,
     })
 }
 
 /// How much of the oplog's size is used, at most 1.
 fn fill(stats: &Document) -> Option<f64> {
-    let number = |name: &str| match stats.get(name)? {
+    let (size, most) = (number(stats, "size")?, number(stats, "maxSize")?);
+    (most > 0.0).then(|| (size / most).min(1.0))
+}
+
+fn number(stats: &Document, name: &str) -> Option<f64> {
+    match stats.get(name)? {
         Bson::Int32(n) => Some(f64::from(*n)),
         #[expect(clippy::cast_precision_loss, reason = "a size in bytes, for a share")]
         Bson::Int64(n) => Some(*n as f64),
         Bson::Double(n) => Some(*n),
         _ => None,
-    };
-    let (size, most) = (number("size")?, number("maxSize")?);
-    (most > 0.0).then(|| (size / most).min(1.0))
+    }
 }

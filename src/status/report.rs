@@ -126,6 +126,10 @@ pub struct Rule {
     pub chain_lag_seconds: f64,
     /// Since when it is behind.
     pub behind_since: Option<i64>,
+    /// How many keys wait or run for the sake of a change.
+    pub late_keys: usize,
+    /// Whether these keys are targets; else each is a value that any number of targets match.
+    pub keyed_by_target: bool,
     /// Its backfill.
     pub backfill: Backfill,
     /// Changes may have been lost: copies may be wrong until its backfill ends.
@@ -187,6 +191,10 @@ pub struct Oplog {
     pub window_seconds: Option<f64>,
     /// How long until the saved position falls off, at the mean rate of writing.
     pub headroom_seconds: Option<f64>,
+    /// Its size.
+    pub size_megabytes: Option<f64>,
+    /// What it bridges when it is full, at the mean rate of writing.
+    pub bridged_seconds: Option<f64>,
     /// The same at the present rate of falling behind. None while it does not.
     pub lost_in_seconds: Option<f64>,
 }
@@ -261,7 +269,7 @@ pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Sta
         now,
         level: level(state, view),
         summary: summary(state, view, now),
-        risk: risk(state, view),
+        risk: risk(state, view, now),
         lag_seconds: view.lags.overall,
         behind_since,
         causes: causes.collect(),
@@ -292,6 +300,8 @@ fn rules(metrics: &Metrics, state: &State, view: &View) -> Vec<Rule> {
             lag_seconds: lag.own,
             chain_lag_seconds: lag.chain,
             behind_since: state.behind_since.get(&facts.name).copied(),
+            late_keys: seen.late.get(nth).copied().unwrap_or_default(),
+            keyed_by_target: facts.keyed_by_target,
             backfill: if seen.backfilling.contains(&nth) { backfill(metrics, &facts.name) } else { Backfill::None },
             degraded: seen.degraded.contains(&nth),
             propagation: state.history.propagation(metrics, Some(&facts.name)),
@@ -356,7 +366,7 @@ fn summary(state: &State, view: &View, now: i64) -> String {
     format!("Behind by {} on {rules}, for {}.", duration(worst.own), duration(seconds(now - since).max(BEHIND)))
 }
 
-fn risk(state: &State, view: &View) -> String {
+fn risk(state: &State, view: &View, now: i64) -> String {
     if view.causes.iter().any(|found| found.cause == Cause::Degraded) {
         return "History was lost with the oplog; the backfill that runs repairs it.".to_owned();
     }
@@ -364,7 +374,7 @@ fn risk(state: &State, view: &View) -> String {
     match (oplog.readable, oplog.lost_in_seconds, oplog.headroom_seconds) {
         (Some(false), ..) => "Not known whether changes will be lost: the oplog cannot be read.".to_owned(),
         (_, Some(left), _) if view.lags.overall >= BEHIND => {
-            format!("Falling back: the oplog loses our position in {}.", duration(left))
+            format!("Falling back: changes are lost in {}, at {}.", duration(left), clock(now, left))
         }
         (_, _, Some(headroom)) if headroom < THIN => {
             format!("No loss now, but the oplog bridges an outage of only {}.", duration(headroom))
@@ -372,6 +382,13 @@ fn risk(state: &State, view: &View) -> String {
         (_, _, Some(headroom)) => format!("No: the oplog bridges an outage of {}.", duration(headroom)),
         _ => "How far the oplog reaches back is not known yet.".to_owned(),
     }
+}
+
+/// The time of day in so many seconds: `04:12 UTC`.
+fn clock(now: i64, seconds: f64) -> String {
+    let at = bson::DateTime::from_millis(now.saturating_add(super::lag::millis(seconds)));
+    let text = at.try_to_rfc3339_string().unwrap_or_default();
+    format!("{} UTC", text.get(11..16).unwrap_or("an unknown time"))
 }
 
 /// A duration as people say it: `4.2 s`, `3 min 20 s`, `5 h 3 min`, `2 d 4 h`.

@@ -74,18 +74,17 @@ pub fn figures(reads: Option<Rate>, updates: Option<Rate>, reader: &str, what: &
     };
     let updates = match updates {
         Some(updates) => {
-            format!(
-                "{} {what} in {}",
-                if updates.times == 0 { "no".to_owned() } else { count(updates.times) },
-                duration(whole(updates.seconds))
-            )
+            let times = match updates.times {
+                0 => "none".to_owned(),
+                times => count(times),
+            };
+            format!("{what}: {times} in {}", duration(whole(updates.seconds)))
         }
-        None => format!("{what} are not known"),
+        None => format!("{what}: not known"),
     };
-    let times = fan_out
-        .map(|fan_out| format!(", one of which is {} copied writes on average", figure(fan_out)))
-        .unwrap_or_default();
-    format!("{reads}, {updates}{times}")
+    let times =
+        fan_out.map(|fan_out| format!(", each {} copied writes on average", figure(fan_out))).unwrap_or_default();
+    format!("{reads}; {updates}{times}")
 }
 
 /// The fields to copy from what is referred to into what refers, and those not to.
@@ -137,7 +136,7 @@ fn rated(field: &Candidate, found: f64) -> String {
     if found.is_finite() {
         format!("`{}` (ratio {})", field.path, figure(found))
     } else {
-        format!("`{}` (never updated)", field.path)
+        format!("`{}` (no update seen)", field.path)
     }
 }
 
@@ -151,7 +150,7 @@ fn behind(facts: &Relationship, fields: &[&Candidate]) -> String {
         fields.iter().filter_map(|field| Some((field.updates?, &field.path))).max_by_key(|(updates, _)| updates.times);
     let (updates, what) = match most {
         Some((updates, path)) if updates.times > 0 => (Some(updates), format!("updates of `{path}`")),
-        Some((updates, _)) => (Some(updates), "updates of them".to_owned()),
+        Some((updates, _)) => (Some(updates), "updates".to_owned()),
         None => (None, "updates".to_owned()),
     };
     let reader = &facts.holder.namespace.collection;

@@ -65,7 +65,7 @@ fn key_type(facts: &Relationship) -> Option<Advice> {
     Some(if facts.form == Form::One && facts.db_ref.is_none() && wanted == "objectId" {
         let path = holder.path.query();
         advice.command(format!(
-            "db.getSiblingDB({:?}).getCollection({:?}).updateMany({{ {path:?}: {{ $type: \"string\", $regex: /^[0-9a-fA-F]{{24}}$/ }} }}, [{{ $set: {{ {path:?}: {{ {operator}: \"${path}\" }} }} }}])",
+            "db.getSiblingDB({:?}).getCollection({:?}).updateMany({{ {path:?}: {{ $type: \"string\", $regex: \"^[0-9a-fA-F]{{24}}$\" }} }}, [{{ $set: {{ {path:?}: {{ {operator}: \"${path}\" }} }} }}])",
             holder.namespace.database, holder.namespace.collection
         ))
     } else {

@@ -24,7 +24,7 @@ const FEW: usize = 6;
 pub fn decide(facts: &Relationship, thresholds: &Advise, default: Option<&str>) -> Vec<Advice> {
     let mut advice = match facts.form {
         Form::One => one(facts, thresholds, default),
-        Form::Ids | Form::Subdocuments => array(facts, thresholds, default),
+        Form::Ids | Form::Subdocuments => array(facts, thresholds),
     };
     // What is embedded has nothing to copy from.
     if !advice.iter().any(|advice| advice.kind == Kind::Embed) {
@@ -101,6 +101,9 @@ fn compelling(facts: &Relationship, fan_out: &Spread, thresholds: &Advise) -> Ve
     if let [other, ..] = facts.parents.as_slice() {
         reasons.push((2, format!("`{many}` belong to `{other}` as much as to `{parent}`")));
     }
+    if let Some(back) = &facts.back {
+        reasons.push((2, format!("`{parent}`.{back} lists them by their own ids")));
+    }
     if facts.others > 0 {
         reasons.push((2, format!("{} to `{many}` by its own id", refer(facts.others))));
     }
@@ -148,7 +151,7 @@ fn embed(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: O
     );
     let mut draft = collected(facts, default, many, ALL);
     draft.comment = format!("keeps the embedded `{many}` true while the collection is still written to");
-    Advice::new(Kind::Embed, 1, says).draft(Some(draft))
+    Advice::new(Kind::Embed, 1, says).draft((!facts.collected).then_some(draft))
 }
 
 /// A rule that collects the many into an array of the one. The reference itself would say what is known.
@@ -197,7 +200,7 @@ fn two_way(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default:
         return Some(Advice::new(Kind::TwoWay, 6, says).draft(Some(mirrored(facts, default, &back.query()))));
     }
     let both = down.zip(up).is_some_and(|(down, up)| down >= 100 && up >= 100);
-    if !both || fan_out.p99 >= thresholds.references_warn {
+    if facts.collected || !both || fan_out.p99 >= thresholds.references_warn {
         return None;
     }
     let says = format!(
@@ -226,7 +229,7 @@ fn subset(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: 
             (thresholds.subset, format!("no limit of the application was seen, so {} is assumed", thresholds.subset))
         }
     };
-    if fan_out.p99 <= limit {
+    if fan_out.p99 <= limit || facts.collected {
         return None;
     }
     let verdict = copy::verdict(facts.held.reads, facts.holder.changes, 1.0, thresholds);
@@ -262,7 +265,7 @@ fn subset(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: 
 }
 
 /// The one holds the ids of the many.
-fn array(facts: &Relationship, thresholds: &Advise, default: Option<&str>) -> Vec<Advice> {
+fn array(facts: &Relationship, thresholds: &Advise) -> Vec<Advice> {
     let (one, many) = (&facts.holder.namespace.collection, &facts.held.namespace.collection);
     let Some(lengths) = &facts.lengths else { return Vec::new() };
     let array = facts.link.holder.path.array_prefix().map(|path| path.query()).unwrap_or_default();
@@ -283,7 +286,10 @@ fn array(facts: &Relationship, thresholds: &Advise, default: Option<&str>) -> Ve
             "turn it round, the id of `{one}` in each of `{many}`: {figures}; from {} on an array of ids is too long{shared}",
             count(thresholds.references_stop)
         );
-        advice.push(Advice::new(Kind::ParentReference, 3, says).command(turn_round(facts)));
+        let turned = Advice::new(Kind::ParentReference, 3, says);
+        // Where each has one parent; an id of many parents would be an array again.
+        let alone = facts.fan_out.spread.as_ref().is_ok_and(|fan_out| fan_out.max == 1);
+        advice.push(if alone { turned.command(turn_round(facts)) } else { turned });
     } else {
         let (kept, from) = if lengths.p99 >= thresholds.references_warn {
             ("the array of references is getting long", thresholds.references_warn)
@@ -293,15 +299,6 @@ fn array(facts: &Relationship, thresholds: &Advise, default: Option<&str>) -> Ve
         let says = format!("{kept}: {figures}; it is warned about from {}{shared}", count(from));
         let rule = if facts.fan_out.spread.as_ref().is_ok_and(|fan_out| fan_out.max > 1) { 2 } else { 3 };
         advice.push(Advice::new(Kind::ArrayOfReferences, rule, says));
-    }
-    if facts.back.is_some()
-        && let Ok(fan_out) = &facts.fan_out.spread
-    {
-        advice.extend(two_way(facts, fan_out, thresholds, default).map(|mut advice| {
-            // The other direction has the rule.
-            advice.draft = None;
-            advice
-        }));
     }
     advice
 }
@@ -323,4 +320,178 @@ fn turn_round(facts: &Relationship) -> String {
         many.database,
         many.collection
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        advise::{
+            facts::{Rate, Shown, Side},
+            fan_out::{ByType, FanOut},
+            relationships::{End, Found, Link},
+            spread::How,
+        },
+        change::Namespace,
+        field_path::FieldPath,
+    };
+
+    fn spread_of(p99: u64, max: u64) -> Spread {
+        Spread { count: 100, sum: p99 * 100, median: p99, p99, max, how: How::Exact }
+    }
+
+    fn side(collection: &str, bytes: u64) -> Side {
+        Side {
+            namespace: Namespace { database: "d".to_owned(), collection: collection.to_owned() },
+            count: 100,
+            size: Some(spread_of(bytes, bytes)),
+            reads: None,
+            by_reference: None,
+            changes: None,
+            made_per_day: None,
+            indexed: true,
+            names: vec!["_id".to_owned(), "text".to_owned()],
+            time: None,
+        }
+    }
+
+    /// A hundred parents, with so many children each.
+    fn facts(path: &str, p99: u64) -> Relationship {
+        let (holder, held) = (side("many", 100), side("one", 200));
+        let end =
+            |side: &Side, path: &str| End { namespace: side.namespace.clone(), path: FieldPath::parse(path).unwrap() };
+        let references = p99 * 100;
+        Relationship {
+            link: Link { holder: end(&holder, path), held: end(&held, "_id"), found: Found::Told, copies: Vec::new() },
+            form: if path.ends_with("$[]") { Form::Ids } else { Form::One },
+            db_ref: None,
+            fan_out: FanOut {
+                references,
+                spread: Ok(spread_of(p99, p99)),
+                mean: ratio(p99, 1),
+                alone: Some(0),
+                types: vec![ByType { name: "int", references, resolved: references, converted: 0 }],
+                how: How::Exact,
+            },
+            lengths: None,
+            duplicates: Ok(0),
+            holder: Side { count: references, ..holder },
+            held,
+            back: None,
+            collected: false,
+            others: 0,
+            parents: Vec::new(),
+            shown: None,
+            joins: (0, 0),
+            fields: Vec::new(),
+        }
+    }
+
+    fn kinds(facts: &Relationship) -> Vec<Kind> {
+        decide(facts, &Advise::default(), Some("d")).iter().map(|advice| advice.kind).collect()
+    }
+
+    #[test]
+    fn the_number_of_children_decides() {
+        for (p99, kind, says) in [
+            (1, Kind::Embed, "below 250"),
+            (249, Kind::Embed, "below 250"),
+            (250, Kind::ParentReference, "would still do"),
+            (1999, Kind::ParentReference, "would still do"),
+            (2000, Kind::ParentReference, "would be long already"),
+            (5000, Kind::ParentReference, "even an array of ids is too long"),
+        ] {
+            let advice = decide(&facts("one_id", p99), &Advise::default(), None);
+            assert_eq!(advice[0].kind, kind, "{p99}");
+            assert!(advice[0].says.contains(says), "{p99}: {}", advice[0].says);
+        }
+        let mut unknown = facts("one_id", 3);
+        unknown.fan_out.spread = Err(Unknown("it has no index".to_owned()));
+        assert_eq!(kinds(&unknown), [Kind::Measure]);
+    }
+
+    #[test]
+    fn a_compelling_reason_keeps_the_few_apart() {
+        let reason = |change: &dyn Fn(&mut Relationship)| {
+            let mut facts = facts("one_id", 3);
+            change(&mut facts);
+            let advice = decide(&facts, &Advise::default(), None).remove(0);
+            (advice.kind, advice.rule)
+        };
+        let reads = |alone: u64| {
+            move |facts: &mut Relationship| {
+                facts.holder.reads = Some(Rate { times: 1000, seconds: 60.0 });
+                facts.holder.by_reference = Some(1000 - alone);
+            }
+        };
+        assert_eq!(reason(&reads(50)), (Kind::Embed, Some(1)), "one in twenty may be a report");
+        assert_eq!(reason(&reads(51)), (Kind::ParentReference, Some(2)));
+        assert_eq!(reason(&|facts| facts.others = 1), (Kind::ParentReference, Some(2)));
+        assert_eq!(reason(&|facts| facts.parents = vec!["user".to_owned()]), (Kind::ParentReference, Some(2)));
+        assert_eq!(reason(&|facts| facts.holder.count = 310), (Kind::ParentReference, Some(2)), "ten are homeless");
+        assert_eq!(reason(&|facts| facts.holder.count = 303), (Kind::Embed, Some(1)));
+        assert_eq!(
+            reason(&|facts| facts.holder.size = Some(spread_of(400_000, 400_000))),
+            (Kind::ParentReference, Some(3))
+        );
+        assert_eq!(
+            reason(&|facts| facts.holder.made_per_day = Some(100.0)),
+            (Kind::ParentReference, Some(3)),
+            "365 a year"
+        );
+    }
+
+    #[test]
+    fn arrays_of_ids_by_their_length() {
+        for (length, kind, says) in [
+            (12, Kind::ArrayOfReferences, "is right"),
+            (2000, Kind::ArrayOfReferences, "is getting long"),
+            (5000, Kind::ParentReference, "turn it round"),
+        ] {
+            let mut facts = facts("ids.$[]", 1);
+            facts.lengths = Some(spread_of(length, length));
+            let advice = decide(&facts, &Advise::default(), None);
+            assert_eq!(advice[0].kind, kind, "{length}");
+            assert!(advice[0].says.contains(says), "{length}: {}", advice[0].says);
+            assert_eq!(advice[0].command.is_some(), kind == Kind::ParentReference);
+        }
+    }
+
+    #[test]
+    fn a_subset_by_reads_of_the_parent_and_changes_of_the_children() {
+        let rate = |times| Some(Rate { times, seconds: 3600.0 });
+        for (reads, changes, expected) in [
+            (rate(10_000), rate(1000), vec![Kind::ParentReference, Kind::Subset]),
+            (rate(1000), rate(1000), vec![Kind::ParentReference, Kind::DoNotCopy]),
+            (rate(5000), rate(1000), vec![Kind::ParentReference, Kind::Measure]),
+        ] {
+            let mut facts = facts("one_id", 300);
+            (facts.held.reads, facts.holder.changes) = (reads, changes);
+            assert_eq!(kinds(&facts), expected, "{reads:?} {changes:?}");
+        }
+        let mut shown = facts("one_id", 300);
+        shown.held.reads = rate(10_000);
+        shown.holder.changes = rate(10);
+        shown.shown = Some(Shown { limit: 20, sort: vec![("at".to_owned(), -1)] });
+        let advice = decide(&shown, &Advise::default(), Some("d"));
+        let draft = advice.iter().find_map(|advice| advice.draft.as_ref()).unwrap();
+        assert_eq!((&draft.body["slice"], &draft.body["sort"]), (&json!(20), &json!({"at": -1})));
+    }
+
+    #[test]
+    fn two_way_references_and_whether_both_are_read() {
+        let mut both = facts("one_id", 300);
+        both.back = FieldPath::parse("many.$[]").ok();
+        (both.holder.by_reference, both.held.by_reference) = (Some(0), Some(500));
+        let advice = decide(&both, &Advise::default(), Some("d"));
+        let two_way = advice.iter().find(|advice| advice.kind == Kind::TwoWay).unwrap();
+        assert!(two_way.says.contains("one of the two is not read"), "{}", two_way.says);
+        assert_eq!(two_way.draft.as_ref().unwrap().body["into"], "many");
+
+        let mut wanted = facts("one_id", 300);
+        (wanted.holder.by_reference, wanted.held.by_reference) = (Some(100), Some(100));
+        assert!(kinds(&wanted).contains(&Kind::TwoWay));
+        wanted.held.by_reference = Some(99);
+        assert!(!kinds(&wanted).contains(&Kind::TwoWay));
+    }
 }

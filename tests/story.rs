@@ -1,0 +1,233 @@
+//! One story, told by everything that tells: the status that the page draws, `denormd status`, the metrics, and the
+//! expressions of the alerts, asked of a real Prometheus.
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use bson::{Document, doc};
+use denormd::status::{Level, Status};
+use denormd_fixture::{ReplicaSet, TestDb};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    running::{Running, causes},
+    scraped::{Prometheus, alert, alerts, dashboard, records, selectors},
+};
+
+const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
+  - { name: note, copy: { source: log, target: notes, match: { log: _id }, set: { ip: $ip } } }";
+
+async fn shop(test: &TestDb) {
+    let db = test.database();
+    // What a document must not become is poison for the rule that copies it.
+    db.create_collection("log").validator(doc! {"ip": {"$ne": "poison"}}).await.unwrap();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1"}).await.unwrap();
+    let log: Vec<Document> = (0..100).map(|id| doc! {"_id": id, "host": 1}).collect();
+    db.collection("log").insert_many(log).await.unwrap();
+    db.collection("notes").insert_one(doc! {"_id": 1, "log": 0}).await.unwrap();
+}
+
+async fn rename(test: &TestDb, ip: &str) {
+    let hosts = test.database().collection::<Document>("hosts");
+    hosts.update_one(doc! {"_id": 1}, doc! {"$set": {"ip": ip}}).await.unwrap();
+}
+
+/// Until it is dropped, writes come and go.
+struct Bustle(CancellationToken);
+
+impl Bustle {
+    fn start(test: &TestDb) -> Self {
+        let (stop, database) = (CancellationToken::new(), test.database());
+        let stopped = stop.clone();
+        tokio::spawn(async move {
+            let hosts = database.collection::<Document>("hosts");
+            for nth in 0_u64.. {
+                hosts.update_one(doc! {"_id": 1}, doc! {"$set": {"ip": format!("10.1.0.{nth}")}}).await.unwrap();
+                tokio::select! {
+                    () = tokio::time::sleep(Duration::from_millis(300)) => {}
+                    () = stopped.cancelled() => return,
+                }
+            }
+        });
+        Self(stop)
+    }
+}
+
+impl Drop for Bustle {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+/// A panel whose query finds nothing looks the same as one whose figure is zero, and an alert on a series that there is
+/// not never fires.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_query_of_the_dashboard_the_alerts_and_the_rules_comes_back_empty() {
+    let test = denormd_fixture::database().await;
+    shop(&test).await;
+    let running = Running::start(&test, RULES, "").await;
+    let Some(prometheus) = Prometheus::start(running.address).await else { return };
+    let _bustle = Bustle::start(&test);
+    let mut asked: BTreeSet<String> = dashboard().into_iter().chain(records()).collect();
+    asked.extend(alerts().iter().flat_map(|(_, expression)| selectors(expression)));
+    assert!(asked.len() > 40, "{asked:#?}");
+    for expression in &asked {
+        prometheus.until(expression).await;
+    }
+    // Evaluated as they stand, too: a rule that cannot be is not healthy.
+    for (name, expression) in alerts() {
+        prometheus.query(&expression).await;
+        assert!(!selectors(&expression).is_empty(), "{name}");
+    }
+    for (name, value) in prometheus.query("denormd_last_event_timestamp_seconds").await {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        let age = now.as_secs_f64() - value;
+        assert!((0.0..600.0).contains(&age), "{name:?} is {age} seconds old");
+    }
+}
+
+/// What is told at one moment.
+struct Told {
+    status: Status,
+    /// What `denormd status` prints.
+    output: String,
+    /// The alerts whose expressions hold.
+    alerts: BTreeSet<String>,
+}
+
+async fn told(running: &Running, prometheus: &Prometheus) -> Told {
+    let mut firing = BTreeSet::new();
+    for (name, expression) in alerts() {
+        if !prometheus.query(&expression).await.is_empty() {
+            firing.insert(name);
+        }
+    }
+    let (code, output, error) = running.command(&["status"]);
+    assert_eq!(code, Some(0), "{error}");
+    Told { status: running.status().await, output, alerts: firing }
+}
+
+impl Told {
+    fn says(&self, cause: &str, alert: &str) -> bool {
+        causes(&self.status).contains(&cause) && self.output.contains(cause) && self.alerts.contains(alert)
+    }
+
+    /// Alerts that have nothing to do with how short the test's own oplog is.
+    fn alarming(&self) -> Vec<&str> {
+        self.alerts.iter().map(String::as_str).filter(|name| !name.contains("Headroom")).collect()
+    }
+}
+
+/// Waits until all of them tell the same.
+async fn until(what: &str, running: &Running, prometheus: &Prometheus, condition: impl Fn(&Told) -> bool) -> Told {
+    let limit = Instant::now() + Duration::from_secs(150);
+    loop {
+        let told = told(running, prometheus).await;
+        if condition(&told) {
+            return told;
+        }
+        assert!(Instant::now() < limit, "{what}: {:#?}\n{}\n{:?}", told.status, told.output, told.alerts);
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+}
+
+/// Writes what nobody watches until the oplog is `share` full, or has begun to drop its oldest entries.
+async fn fill_oplog(set: &ReplicaSet, share: f64) {
+    let client = set.client().await;
+    let junk = client.database("junk").collection("junk");
+    let local = client.database("local");
+    loop {
+        let stats = local.run_command(doc! {"collStats": "oplog.rs", "scale": 1024}).await.unwrap();
+        // In kilobytes: these fit.
+        let number = |name: &str| f64::from(stats.get_i32(name).unwrap());
+        if number("size") >= share * number("maxSize") {
+            return;
+        }
+        let text = "x".repeat(50_000);
+        junk.insert_many((0..10).map(|_| doc! {"text": &text})).await.unwrap();
+        junk.delete_many(doc! {}).await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn page_metrics_status_and_alerts_tell_the_same_story() {
+    let set = ReplicaSet::builder().oplog_mb(32).start().await;
+    let test = set.database().await;
+    shop(&test).await;
+    let mut running = Running::start(&test, RULES, "").await;
+    let Some(prometheus) = Prometheus::start(running.address).await else { return };
+
+    // All is well.
+    let well = |told: &Told| {
+        told.alarming().is_empty()
+            && told.status.lag_seconds < 5.0
+            && !told.output.contains("!!")
+            && told.status.dead_letters == 0
+    };
+    let first = until("all is well", &running, &prometheus, well).await;
+    assert!(first.output.starts_with("Not behind: every change is applied."), "{}", first.output);
+    assert!(matches!(first.status.level, Level::Ok | Level::Notice), "{:?}", first.status);
+
+    // A document is poisoned: it alone is set aside.
+    rename(&test, "poison").await;
+    let poisoned =
+        until("a dead letter", &running, &prometheus, |told| told.says("dead_letters", "DenormdDeadLetters")).await;
+    assert!(poisoned.output.contains("set aside") && poisoned.output.contains("121"), "{}", poisoned.output);
+    assert_eq!(running.metric("denormd_cause{reason=\"dead_letters\"}").await, Some(1.0));
+    assert!(running.metric("denormd_dead_letters{rule=\"ip\"}").await.is_some_and(|count| count >= 1.0));
+    rename(&test, "10.0.0.2").await;
+    until("mended", &running, &prometheus, well).await;
+
+    // The writer is held, and the oplog runs over meanwhile.
+    let held = doc! {
+        "configureFailPoint": "failCommand", "mode": "alwaysOn",
+        "data": {"failCommands": ["update"], "errorCode": 112, "appName": "denormd", "namespace": format!("{}.log", test.name)},
+    };
+    let admin = set.client().await.database("admin");
+    admin.run_command(held).await.unwrap();
+    rename(&test, "10.0.0.3").await;
+    let behind = until("behind", &running, &prometheus, |told| told.says("retrying", "DenormdBehind")).await;
+    assert!(behind.output.starts_with("Behind by 1 min"), "{}", behind.output);
+    assert!(running.metric("denormd_rule_lag_seconds{rule=\"ip\"}").await.is_some_and(|lag| lag > 60.0));
+    assert!(behind.status.rules.iter().any(|rule| rule.name == "ip" && rule.behind_since.is_some()));
+    // Its own lag says it: the canary has nothing to add.
+    assert!(!behind.alerts.contains("DenormdCanaryLate"), "{:?}", behind.alerts);
+    for share in [0.3, 0.5, 0.7, 0.85] {
+        fill_oplog(&set, share).await;
+        tokio::time::sleep(Duration::from_secs(6)).await;
+    }
+    let short = until("nearly overrun", &running, &prometheus, |told| {
+        told.says("oplog_short", "DenormdOplogHeadroomCritical") && told.alerts.contains("DenormdLossNear")
+    })
+    .await;
+    assert_eq!(short.status.level, Level::Critical);
+    assert!(
+        short.status.risk.contains("changes are lost in") && short.output.contains(&short.status.risk[..20]),
+        "{}",
+        short.output
+    );
+    let (_, runbook, _) = running.command(&["runbook", "LossNear"]);
+    assert!(runbook.contains("**Now.** Behind by") && !runbook.contains("<MB>"), "{runbook}");
+    admin.run_command(doc! {"configureFailPoint": "failCommand", "mode": "off"}).await.unwrap();
+    until("caught up", &running, &prometheus, well).await;
+
+    // It is stopped.
+    running.stop();
+    prometheus.until(&alert("DenormdGone")).await;
+    let (code, _, error) = running.command(&["status"]);
+    assert_eq!(code, Some(1));
+    assert!(error.contains("no denormd answers"), "{error}");
+    let (_, runbook, _) = running.command(&["runbook", "gone"]);
+    assert!(runbook.contains("Nothing is known: no denormd answers"), "{runbook}");
+    rename(&test, "10.0.0.4").await;
+    running.run().await;
+    until("all is well again", &running, &prometheus, well).await;
+
+    // And the timeline has it all.
+    let (_, events, _) = running.command(&["events"]);
+    for what in ["leader", "dead_letters", "dead_letters_ended", "retrying", "oplog_short", "standby"] {
+        assert!(events.lines().any(|line| line.split_whitespace().nth(2) == Some(what)), "{what}: {events}");
+    }
+}
