@@ -32,7 +32,7 @@ use crate::{
     },
     request::{Request, Scope, Task},
     route::{reference_requests, target_requests, value_request},
-    workqueue::{Batch, Lane, Work},
+    workqueue::{Batch, Doubt, Lane, Work},
 };
 
 /// How long the guard waits before it calls a difference drift.
@@ -599,11 +599,21 @@ impl Run<'_> {
         let compared = compare::compare_ids(self.context, self.rule, &ids, newest(items)).await?;
         let differing = compared.into_iter().filter(|compared| compared.differences().next().is_some());
         let differing: HashMap<Key, Compared> = differing.map(|c| (Key::one(c.target.clone()), c)).collect();
+        if differing.is_empty() {
+            return Ok(());
+        }
+        let seen = self.context.server.operation_time().await?;
         for item in items {
             let Some(compared) = differing.get(&item.key) else { continue };
-            // The source may have changed a moment ago, and the write that follows may be under way.
-            if item.work.doubted_since.is_none() {
+            // The source may have changed a moment ago, and the write that follows may be under way: drift is what is the same
+            // when that is over.
+            let (difference, doubt) = (compared.fingerprint(), &mut item.work.doubt);
+            let is_new = item.work.doubted_since.is_none() || doubt.difference != difference;
+            if is_new {
                 item.work.doubted_since = Some(Instant::now());
+                *doubt = Doubt { difference, seen, premature: true };
+            }
+            if doubt.premature {
                 item.end = Some(End::Later(SECOND_LOOK));
                 continue;
             }
