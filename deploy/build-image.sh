@@ -22,9 +22,15 @@ deploy/image-root.sh "$binary" "$context/image"
 sed -n '/^# ---- The image/,$p' deploy/Dockerfile | sed 's/--from=build //; s|/image/|image/|' >"$context/Dockerfile"
 printf '*\n!image\n' >"$context/.dockerignore"
 
+before=$(docker image inspect --format '{{.Id}}' "$tag" 2>/dev/null || true)
+
 # The builder that is part of every Docker Engine; the newer one is a plugin, which may not be there.
 built=$(DOCKER_BUILDKIT=0 docker build --quiet --tag "$tag" --build-arg "DENORMD_VERSION=$version" \
     --build-arg "DENORMD_COMMIT=$commit" --build-arg "SOURCE=${SOURCE:-}" "$context" 2>"$context/log") ||
     { cat "$context/log" >&2; exit 1; }
+# What had the name before has none now, unless it is the same, has another one, or a container needs it.
+if [ -n "$before" ] && [ "$before" != "$built" ]; then
+    [ -n "$(docker image inspect --format '{{join .RepoTags ""}}' "$before")" ] || docker image rm "$before" >/dev/null 2>&1 || true
+fi
 echo "$built: $(docker image inspect --format '{{.Size}}' "$tag") bytes"
 echo "$tag"

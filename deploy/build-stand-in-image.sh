@@ -8,6 +8,12 @@ cd "$(dirname "$0")/.."
 mongod=$(python3 tests/mongod.py)
 version=$("$mongod" --version | sed -n 's/^db version v//p')
 tag=denormd-test/mongo:$version
+# One that is there already is not made again: the old one would stay behind without a name.
+sum=$(sha256sum "$mongod" "$0" | sha256sum | cut -c1-32)
+if [ "$(docker image inspect --format '{{index .Config.Labels "denormd.of"}}' "$tag" 2>/dev/null)" = "$sum" ]; then
+    echo "$tag"
+    exit
+fi
 
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
@@ -30,7 +36,7 @@ for library in $libraries "${libc%/*}"/libnss_{files,dns}.so.2; do
 done
 
 tar --numeric-owner --owner=0 --group=0 -C "$root" -c . |
-    docker import --change 'ENV PATH=/usr/bin' --change 'WORKDIR /data' --change 'VOLUME ["/data/db"]' \
+    docker import --change "LABEL denormd.of=$sum" --change 'ENV PATH=/usr/bin' --change 'WORKDIR /data' --change 'VOLUME ["/data/db"]' \
         --change 'EXPOSE 27017' --change 'CMD ["mongod", "--bind_ip_all"]' - "$tag" >/dev/null
 docker run --rm "$tag" mongod --version >/dev/null
 echo "$tag"

@@ -22,15 +22,41 @@ fn folder() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/config"))
 }
 
+/// Where the server asks who one is (`make test-secure`), denormd may do what `denormd role` says, and nothing else: the
+/// connection string of such a user. What `plan --apply` makes is made by the user of the test.
+async fn least_user(test: &TestDb, name: &str, environment: &[(String, String)]) -> String {
+    let config = folder().join(name).with_extension("yaml");
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
+        command.args(arguments).arg("--config").arg(&config).envs(environment.iter().cloned());
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        output.stdout
+    };
+    run(&["plan", "--apply"]);
+    let role: serde_json::Value =
+        serde_json::from_slice(&run(&["role", "--name", &test.name, "--output", "json"])).unwrap();
+    let role = Document::try_from(role.as_object().unwrap().clone()).unwrap();
+    let admin = test.client.database("admin");
+    admin.run_command(role).await.unwrap();
+    let user = doc! {"createUser": &test.name, "pwd": "of-a-test", "roles": [&test.name]};
+    admin.run_command(user).await.unwrap();
+    let (_, hosts) = test.uri.split_once('@').unwrap();
+    format!("mongodb://{}:of-a-test@{hosts}", test.name)
+}
+
 impl Example {
     /// Starts the daemon on `config/<name>.yaml`; what `plan` finds missing is made.
     async fn start(name: &str) -> Self {
         let test = denormd_fixture::database().await;
-        let environment = [
+        let mut environment = [
             ("DENORMD__MONGODB__URI".to_owned(), test.uri.clone()),
             ("DENORMD__MONGODB__DATABASE".to_owned(), test.name.clone()),
             ("DENORMD__STATE__DATABASE".to_owned(), format!("{}_state", test.name)),
         ];
+        if test.uri.contains("authSource=") {
+            environment[0].1 = least_user(&test, name, &environment).await;
+        }
         let loaded =
             config::load(&[folder().join(name).with_extension("yaml")], &environment).unwrap_or_else(|e| panic!("{e}"));
         Self { daemon: Daemon::start_loaded(&loaded).await, db: test.database(), _test: test }
