@@ -497,12 +497,9 @@ impl Run<'_> {
                 server.update(&ns.database, &ns.collection, statements, limits.write_timeout).await
             }
         };
-<<<<<<< HEAD
-        failpoint::here("written");
-=======
         let written = sent.instrument(span.clone()).await?;
         span.record("matched", written.matched).record("modified", written.modified);
->>>>>>> main
+        failpoint::here("written");
         writing.done(written.matched, written.modified);
         counts.matched.fetch_add(written.matched, Ordering::Relaxed);
         counts.modified.fetch_add(written.modified, Ordering::Relaxed);
