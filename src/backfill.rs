@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     checkpoint::store::{Backfill, Store},
     error::{Error, Result},
+    failpoint,
     key::Key,
     mongo::Reads,
     plan::{Rule, RuleId, reference::Role},
@@ -137,6 +138,7 @@ impl One<'_> {
             after = last;
         }
         let progress = (done, expected);
+        failpoint::here("backfill-ending");
         let done = self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done, progress).await?;
         if done {
             metrics.backfill_ended(&self.rule.name);
@@ -192,6 +194,7 @@ impl One<'_> {
     ) -> Result<bool> {
         let Some(Pending { last, acknowledged, .. }) = pending.pop_front() else { return Ok(true) };
         acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+        failpoint::here("page-done");
         wish.after = Some(last);
         let state = Backfill::Pending(wish.after.clone());
         self.store.save_backfill(&self.context.server, self.rule, wish.generation, &state, progress).await

@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     checkpoint::fan_out::{FanOut, Subject},
     error::{Error, Result},
+    failpoint,
     key::Key,
     mongo::Reads,
     plan::Rule,
@@ -123,6 +124,7 @@ impl One<'_> {
                 let page = Page { requests: self.requests(task, &key, rows)?, after, done };
                 self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
                 acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+                failpoint::here("fan-out-page-done");
                 targets += rows.len();
                 let last = rows.last().map(id_of).transpose()?;
                 job.after = last.and_then(|id| id.values().first().cloned());
@@ -132,6 +134,7 @@ impl One<'_> {
                 }
             }
         }
+        failpoint::here("fan-out-closing");
         if self.context.fan_outs.close(server, self.rule, job).await? {
             tracing::info!(rule = %self.rule.name, targets, "fan-out done");
         }

@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     checkpoint::store::highest_term,
     error::{Error, Result},
+    failpoint,
     mongo::{Connection, Fence, Server},
 };
 
@@ -137,6 +138,7 @@ impl<R: Registry> Lease<R> {
         let (owner, sent) = (ObjectId::new().to_hex(), Instant::now());
         let limited = tokio::time::timeout(self.ttl, self.registry.take(&owner));
         let Some(grant) = limited.await.map_err(|_| Error::internal("no answer in time"))?? else { return Ok(None) };
+        failpoint::here("lease-taken");
         let held = self.hold(owner, &grant, sent);
         if grant.was_deleted {
             tracing::warn!(term = grant.term, "the lease was deleted: waiting until its last owner has stopped");

@@ -13,7 +13,7 @@
 //!
 //! | floor | modules |
 //! |---|---|
-//! | vocabulary | [`error`], [`key`], [`field_path`], [`position`], [`metrics`] |
+//! | vocabulary | [`error`], [`failpoint`], [`key`], [`field_path`], [`position`], [`metrics`] |
 //! | what the user wrote, what happened | [`config`], [`change`], [`logging`] |
 //! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
 //! | what is asked for | [`request`] |
@@ -49,6 +49,7 @@ pub mod config;
 pub mod dead_letter;
 pub mod error;
 pub mod events;
+pub mod failpoint;
 pub mod fan_out;
 pub mod field_path;
 pub mod key;

@@ -20,7 +20,7 @@ use crate::{
         store::{Backfill, Hold, Store},
     },
     error::Result,
-    fan_out,
+    failpoint, fan_out,
     plan::{RuleId, Values},
     position::{ClusterTime, Position},
     reconcile::{self, Context, Outcome, run::End},
@@ -158,6 +158,7 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     for fan_out in context.fan_outs.all(&context.server, &context.plan).await? {
         pipeline.ask_fan_out(fan_out);
     }
+    failpoint::here("rules-registered");
     // Only now that the rules are known to need a backfill: a crash in between would take them for done.
     for (spec, position) in &starts {
         if position.token.is_none() {
@@ -356,6 +357,7 @@ impl Pipeline {
             self.observer.degraded.extend(&routed.sweeps);
         }
         self.aside(&routed).await;
+        failpoint::here("routed");
         self.schedule.end(delivery.stream, batch, delivery.position);
     }
 
@@ -389,6 +391,7 @@ impl Pipeline {
         while let Err(error) = self.store.reset_rule(&context.server, named, &state).await {
             self.not_recorded(&error, &mut attempts).await;
         }
+        failpoint::here("held");
         tracing::error!(rule = %named.name, reason, "the rule is held: its fields stay as they are until `denormd release {}`", named.name);
         self.backfilling.remove(&rule);
         self.held.insert(rule, hold);
@@ -521,6 +524,7 @@ impl Pipeline {
         for (error, (keys, attempts)) in failed {
             tracing::warn!(rule, keys, attempts, error, "reconciles failed and are tried again");
         }
+        failpoint::here("acknowledged");
         self.schedule.finish(outcome.lane, outcome.number, &outcome.follow_ups, keys, Instant::now());
         self.acknowledge_pages();
     }
@@ -581,8 +585,12 @@ impl Pipeline {
         self.saver = Some(tokio::spawn(async move {
             let mut saved = Vec::new();
             for (nth, spec, position) in due {
+                failpoint::here("position-saving");
                 match store.save_position(&context.server, &spec.database, &spec.pipeline, &position).await {
-                    Ok(()) => saved.push((nth, position)),
+                    Ok(()) => {
+                        failpoint::here("position-saved");
+                        saved.push((nth, position));
+                    }
                     Err(error) => {
                         tracing::warn!(error = %error.message, "the position could not be saved; trying again");
                         context.metrics.trouble(None, "save position", &error);

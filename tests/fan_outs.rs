@@ -33,9 +33,20 @@ async fn fail(test: &TestDb, mode: impl Into<bson::Bson>, data: Document) {
     test.client.database("admin").run_command(command).await.unwrap();
 }
 
-/// The next write of the daemon takes too long, and each after it takes a while.
-async fn next_write_times_out(test: &TestDb) {
-    fail(test, doc! {"times": 1}, doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50}).await;
+/// Changes host 1 while the next write takes too long, until that has struck the fan-out and not a save of the daemon's own
+/// state. Returns the address that host 1 has then.
+async fn begin_fan_out(test: &TestDb, db: &Database) -> i32 {
+    for ip in 1..50 {
+        fail(test, doc! {"times": 1}, doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50}).await;
+        set_ip(db, ip).await;
+        for _ in 0..100 {
+            if fan_out(test).await.is_some() {
+                return ip;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    panic!("no fan-out is recorded");
 }
 
 async fn slow_writes(test: &TestDb) {
@@ -80,9 +91,7 @@ async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
     let db = hosts_and_logs(&test).await;
     let daemon = Daemon::start(&test, RULES).await;
     daemon.settled().await;
-    next_write_times_out(&test).await;
-    set_ip(&db, 1).await;
-    until("a fan-out is recorded", async || fan_out(&test).await).await;
+    let ip = begin_fan_out(&test, &db).await;
     slow_writes(&test).await;
     let begun = half_done(&test).await;
     // Other keys do not wait for it.
@@ -98,14 +107,14 @@ async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
         (position.get_timestamp("time").unwrap() >= bson::Timestamp::from(changed)).then_some(())
     })
     .await;
-    assert!(with_ip(&db, 1).await < u64::try_from(LOGS).unwrap(), "it is still under way");
+    assert!(with_ip(&db, ip).await < u64::try_from(LOGS).unwrap(), "it is still under way");
     daemon.kill();
     let before = fan_out(&test).await.unwrap();
     assert_eq!(before.get("wish"), begun.get("wish"));
     fail(&test, "off", doc! {}).await;
     let daemon = Daemon::start(&test, RULES).await;
     daemon.settled().await;
-    assert_eq!(with_ip(&db, 1).await, u64::try_from(LOGS).unwrap());
+    assert_eq!(with_ip(&db, ip).await, u64::try_from(LOGS).unwrap());
     assert_eq!(fan_out(&test).await, None);
     daemon.stop().await;
 }
@@ -117,12 +126,10 @@ async fn a_fan_out_whose_source_changes_starts_over() {
     let db = hosts_and_logs(&test).await;
     let daemon = Daemon::start(&test, RULES).await;
     daemon.settled().await;
-    next_write_times_out(&test).await;
-    set_ip(&db, 1).await;
-    until("a fan-out is recorded", async || fan_out(&test).await).await;
+    let ip = begin_fan_out(&test, &db).await;
     slow_writes(&test).await;
     let first = half_done(&test).await;
-    set_ip(&db, 2).await;
+    set_ip(&db, ip + 100).await;
     let second = until("it is asked for again", async || {
         fan_out(&test).await.filter(|doc| doc.get("wish") != first.get("wish"))
     })
@@ -131,7 +138,7 @@ async fn a_fan_out_whose_source_changes_starts_over() {
     assert_eq!(second.get("committed"), first.get("committed"), "the lag counts from the first change");
     fail(&test, "off", doc! {}).await;
     daemon.settled().await;
-    assert_eq!(with_ip(&db, 2).await, u64::try_from(LOGS).unwrap());
+    assert_eq!(with_ip(&db, ip + 100).await, u64::try_from(LOGS).unwrap());
     assert_eq!(fan_out(&test).await, None);
     daemon.stop().await;
 }

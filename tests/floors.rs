@@ -8,7 +8,7 @@ use std::{
 
 /// The floors, lowest first. Modules of one floor do not import each other, except where a floor is one stage with parts.
 const FLOORS: &[&[&str]] = &[
-    &["error"],
+    &["error", "failpoint"],
     &["key", "field_path", "position"],
     &["metrics"],
     &["config", "change"],

@@ -15,6 +15,7 @@ mod config_pages;
 #[cfg(feature = "testcontainers")]
 mod containers;
 mod copy_rules;
+mod crashes;
 mod daemon;
 mod exact_meaning;
 mod fan_outs;

@@ -91,11 +91,51 @@ impl World {
 
     /// Starts one more daemon with the config file of this name.
     pub fn daemon_with(&self, config: &str) -> Daemon {
+        self.spawn(self.command(&["run"], config))
+    }
+
+    fn spawn(&self, mut command: Command) -> Daemon {
         let nth = self.daemons.fetch_add(1, Ordering::Relaxed);
         let log = self.folder.path().join(format!("daemon{nth}.log"));
         let file = File::create(&log).unwrap();
-        let child = self.command(&["run"], config).stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
+        let child = command.stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
         Daemon { child, log }
+    }
+
+    /// Starts a daemon that dies when it comes to `place` for the `nth` time.
+    pub fn daemon_that_dies(&self, place: &str, nth: u32) -> Daemon {
+        let mut command = self.command(&["run"], "denormd.yaml");
+        command.env("DENORMD_CRASH", format!("{place}:{nth}"));
+        self.spawn(command)
+    }
+
+    /// Runs a command to its end.
+    pub async fn run(&self, arguments: &[&str]) -> std::process::ExitStatus {
+        let mut child = self.command(arguments, "denormd.yaml").stdout(Stdio::null()).spawn().unwrap();
+        tokio::task::spawn_blocking(move || child.wait().unwrap()).await.unwrap()
+    }
+
+    /// Waits until a daemon that follows changes knows that there are tasks.
+    pub async fn has_seen_tasks(&self) {
+        let rules = self.test.beside("state").collection::<Document>("rules");
+        let seen = doc! {"_id.rule": "tasks", "source_seen": true};
+        let begun = Instant::now();
+        while rules.find_one(seen.clone()).await.unwrap().is_none() || !self.logs().contains("following changes") {
+            assert!(begun.elapsed() < Duration::from_secs(30), "it does not follow changes\n{}", self.logs());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Waits until the saved position has passed everything that is committed now.
+    pub async fn caught_up(&self) {
+        let reply = self.db.run_command(doc! {"ping": 1}).await.unwrap();
+        let now = reply.get_timestamp("operationTime").unwrap();
+        let positions = self.test.beside("state").collection::<Document>("positions");
+        let begun = Instant::now();
+        while positions.find_one(doc! {"time": {"$gte": now}}).await.unwrap().is_none() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "the position stays behind\n{}", self.logs());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
     }
 
     /// Begins to write as applications do, until told to stop. What fails is tried by nobody again.
@@ -246,6 +286,21 @@ impl Daemon {
     pub fn kill9(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
+    }
+
+    /// Whether it has ended.
+    pub fn is_dead(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
+    }
+
+    /// Waits until it has died by itself, and by what it was told to die of.
+    pub async fn has_died(&mut self, place: &str) {
+        let begun = Instant::now();
+        while !self.is_dead() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it does not come to `{place}`\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        assert!(self.log().contains("dying, as DENORMD_CRASH says"), "{}", self.log());
     }
 
     /// Asks it to stop, and waits until it has, in good order.

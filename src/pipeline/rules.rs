@@ -6,6 +6,7 @@ use crate::{
     backfill::Wish,
     checkpoint::store::{Backfill, Hold, Store},
     error::Result,
+    failpoint,
     plan::RuleId,
     reconcile::Context,
 };
@@ -64,6 +65,7 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<(
                     store.retire(&context.server, &rule.name, &state.definition).await?;
                 }
                 let generation = store.reset_rule(&context.server, rule, &backfill).await?;
+                failpoint::here("rule-reset");
                 context.fan_outs.forget(&context.server, &rule.name).await?;
                 if auto {
                     open.push(Wish { rule: rule.id, generation, after: None });

@@ -18,6 +18,7 @@ use crate::{
     config::{Limits, OnDrift},
     dead_letter::{Culprit, DeadLetters},
     error::{Error, Kind, Result},
+    failpoint,
     key::Key,
     logging::STAGES,
     metrics::Metrics,
@@ -300,6 +301,7 @@ impl Run<'_> {
         let culprit = Culprit { key, target, path };
         match dead_letters.record(server, self.rule, self.task, &culprit, error).await {
             Ok(()) => {
+                failpoint::here("set-aside");
                 counts.dead_letters.fetch_add(1, Ordering::Relaxed);
                 self.context.metrics.set_aside(&self.rule.name, error);
                 tracing::warn!(rule = %self.rule.name, error = %error.message, "set aside as a dead letter");
@@ -482,6 +484,7 @@ impl Run<'_> {
             return Ok(Vec::new());
         }
         let Context { server, limits, counts, metrics, .. } = self.context;
+        failpoint::here("read");
         let writing = metrics.write(&self.rule.name, if deletes { "delete" } else { "update" });
         let ns = &self.rule.target.namespace;
         let span = tracing::info_span!(
@@ -496,6 +499,7 @@ impl Run<'_> {
         };
         let written = sent.instrument(span.clone()).await?;
         span.record("matched", written.matched).record("modified", written.modified);
+        failpoint::here("written");
         writing.done(written.matched, written.modified);
         counts.matched.fetch_add(written.matched, Ordering::Relaxed);
         counts.modified.fetch_add(written.modified, Ordering::Relaxed);
@@ -661,7 +665,10 @@ impl Run<'_> {
         let Context { server, fan_outs, .. } = self.context;
         let subject = self.subject(item);
         match fan_outs.open(server, self.rule, subject, item.work.committed).await {
-            Ok(fan_out) => End::Spread(fan_out),
+            Ok(fan_out) => {
+                failpoint::here("fan-out-opened");
+                End::Spread(fan_out)
+            }
             Err(error) => End::Failed(error),
         }
     }

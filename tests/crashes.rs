@@ -1,0 +1,124 @@
+//! Dies at every place in the source that is marked for it, and is right again afterwards.
+
+use std::{collections::BTreeSet, path::Path, time::Duration};
+
+use bson::{Document, doc};
+use denormd_fixture::ReplicaSet;
+use futures_util::{StreamExt, stream};
+
+use crate::world::World;
+
+const QUIET: Duration = Duration::from_millis(500);
+
+/// The places, read from the source: one that is added is tried.
+fn places() -> BTreeSet<String> {
+    fn look(folder: &Path, found: &mut BTreeSet<String>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                look(&path, found);
+            } else {
+                let text = std::fs::read_to_string(&path).unwrap_or_default();
+                let after = text.split("failpoint::here(\"").skip(1);
+                found.extend(after.filter_map(|rest| Some(rest.split_once('"')?.0.to_owned())));
+            }
+        }
+    }
+    let mut found = BTreeSet::new();
+    look(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
+    found
+}
+
+/// What a daemon comes by again and again.
+const OFTEN: [&str; 6] = ["acknowledged", "position-saved", "position-saving", "read", "routed", "written"];
+
+async fn crash(set: &ReplicaSet, place: &str, nth: u32) {
+    let world = World::new(set.database().await).await;
+    if place == "set-aside" {
+        let refuse = doc! {"collMod": "logs", "validator": {"$nor": [{"ip": {"$gt": -1}}]}};
+        world.db.run_command(refuse).await.unwrap();
+    }
+    world.db.collection("tasks").insert_one(doc! {"_id": 0, "owner": 0, "due": 0}).await.unwrap();
+    let mut daemon = world.daemon_that_dies(place, nth);
+    let writer = world.writer(u64::from(nth));
+    match place {
+        "held" => {
+            world.has_seen_tasks().await;
+            world.db.collection::<Document>("tasks").drop().await.unwrap();
+        }
+        _ if place.starts_with("fan-out") => {
+            // One key alone, and the write takes too long, until that has struck the fan-out and not a save of the daemon's
+            // own state.
+            writer.stop().await;
+            world.converged().await;
+            let data = doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50};
+            let command = doc! {"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": data};
+            let hosts = world.db.collection::<Document>("hosts");
+            for ip in 0..30 {
+                world.test.client.database("admin").run_command(command.clone()).await.unwrap();
+                hosts.update_one(doc! {"_id": 1}, doc! {"$set": {"ip": -ip}}).upsert(true).await.unwrap();
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                if daemon.is_dead() {
+                    break;
+                }
+            }
+            daemon.has_died(place).await;
+            return right_again(&world, place).await;
+        }
+        _ => {}
+    }
+    daemon.has_died(place).await;
+    if place == "held" {
+        writer.stop().await;
+    } else {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        writer.stop().await;
+    }
+    right_again(&world, place).await;
+}
+
+async fn right_again(world: &World, place: &str) {
+    if place == "set-aside" {
+        world.db.run_command(doc! {"collMod": "logs", "validator": {}}).await.unwrap();
+    }
+    if place == "held" {
+        // The index went with the collection, and a daemon that starts asks for it.
+        assert!(world.run(&["plan", "--apply"]).await.success());
+    }
+    let daemon = world.daemon();
+    if place == "held" {
+        // The fields stay until somebody says that the loss is wanted, and the drop itself may be met once more.
+        world.caught_up().await;
+        assert!(world.run(&["release", "tasks"]).await.success());
+    }
+    let took = world.at_rest(QUIET).await;
+    println!("{place}: right {took:?} after the restart");
+    daemon.terminate().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn at_every_place_that_is_marked() {
+    let set = ReplicaSet::start(1).await;
+    let places = places();
+    for often in OFTEN {
+        assert!(places.contains(often), "`{often}` is no place any more");
+    }
+    let runs = places.iter().flat_map(|place| {
+        let more = OFTEN.contains(&place.as_str()).then_some(5);
+        [Some(1), more].into_iter().flatten().map(move |nth| (place.clone(), nth))
+    });
+    // `DENORMD_PLACE=written` tries one alone.
+    let only = std::env::var("DENORMD_PLACE").ok();
+    let runs = runs.filter(|(place, _)| only.as_ref().is_none_or(|only| only == place));
+    // A command that fails strikes whoever sends it: these go alone.
+    let (alone, together): (Vec<_>, Vec<_>) = runs.partition(|(place, _)| place.starts_with("fan-out"));
+    stream::iter(together)
+        .for_each_concurrent(4, |(place, nth)| {
+            let set = &set;
+            async move { crash(set, &place, nth).await }
+        })
+        .await;
+    for (place, nth) in alone {
+        crash(&set, &place, nth).await;
+    }
+}
