@@ -1,6 +1,7 @@
 //! The page in a real browser: what it shows, by keyboard, on a phone. `SCREENSHOTS=folder` keeps pictures to look at.
 
 use std::{
+    os::unix::process::CommandExt,
     path::Path,
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
@@ -38,8 +39,10 @@ impl Browser {
         let program = String::from_utf8(found.stdout).unwrap();
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let quiet = || Stdio::null();
-        let driver =
-            Command::new(program.trim()).arg(format!("--port={port}")).stdout(quiet()).stderr(quiet()).spawn().unwrap();
+        // A group of its own, which the browsers that it starts belong to: they do not end with it.
+        let mut driver = Command::new(program.trim());
+        driver.arg(format!("--port={port}")).stdout(quiet()).stderr(quiet()).process_group(0);
+        let driver = driver.spawn().unwrap();
         // In a container there is no sandbox, and little shared memory.
         let arguments = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1500"];
         let capabilities = json!({"goog:chromeOptions": {"args": arguments}});
@@ -100,8 +103,8 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // The browser is its child and ends with it.
-        self.driver.kill().ok();
+        // It may have ended by itself.
+        Command::new("kill").args(["-KILL", "--", &format!("-{}", self.driver.id())]).status().ok();
         self.driver.wait().ok();
     }
 }

@@ -1,7 +1,8 @@
 //! What it costs to be looked at: CPU seconds of the daemon and of the server under a steady load, in pairs of phases, with
 //! and without a Prometheus and an open page; and what the daemon's own questions cost the server.
 //!
-//! To be told from noise, it is looked at `FASTER` times as often as in real life, and the difference is divided by that.
+//! To be told from noise, it is looked at up to `FASTER` times as often as in real life. What was really done is counted:
+//! the CPU seconds of a phase are compared with those of as many changes without a look, and divided by the looks.
 
 use std::{
     fs,
@@ -11,7 +12,7 @@ use std::{
     process::{Child, Command, Stdio},
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -27,7 +28,7 @@ const PAGE_EVERY: Duration = Duration::from_secs(2);
 /// What our prometheus.yml does.
 const SCRAPE_EVERY: Duration = Duration::from_secs(15);
 const PHASE: Duration = Duration::from_secs(10);
-const PAIRS: usize = 6;
+const PAIRS: u32 = 6;
 const CHANGES_PER_SECOND: u32 = 200;
 
 #[tokio::main]
@@ -54,27 +55,28 @@ async fn main() {
 
     let (daemon, address) = start(&test.uri, &test.name);
     let stop = Arc::new(AtomicBool::new(false));
-    let load = tokio::spawn(change(db, stop.clone()));
+    let (changes, looks) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let load = tokio::spawn(change(db, stop.clone(), changes.clone()));
     tokio::time::sleep(Duration::from_secs(5)).await;
-    let mut sums = [[0.0; 2]; 2];
+    // Left alone, and looked at: CPU seconds of daemon and server, changes, looks.
+    let mut sums = [[0.0; 4]; 2];
     for pair in 0..PAIRS {
         // In turns, so that what drifts strikes both.
         for polled in if pair % 2 == 0 { [false, true] } else { [true, false] } {
             let looking = Arc::new(AtomicBool::new(polled));
-            let lookers = look(address, &looking);
-            let before = [cpu(daemon.0.id()), cpu(server)];
+            let lookers = look(address, &looking, &looks);
+            let now = || [cpu(daemon.0.id()), cpu(server), count(&changes), count(&looks)];
+            let before = now();
             tokio::time::sleep(PHASE).await;
-            let used = [cpu(daemon.0.id()) - before[0], cpu(server) - before[1]];
+            let after = now();
+            let used: Vec<f64> = after.iter().zip(before).map(|(after, before)| after - before).collect();
             looking.store(false, Ordering::Relaxed);
             for looker in lookers {
                 looker.join().expect("a looker");
             }
-            println!(
-                "  {}: daemon {:.2} s, server {:.2} s",
-                if polled { "looked at" } else { "left alone" },
-                used[0],
-                used[1]
-            );
+            let how = if polled { "looked at" } else { "left alone" };
+            let [daemon, server, changes, looks] = used[..] else { unreachable!("four figures") };
+            println!("  {how}: daemon {daemon:.2} s, server {server:.2} s, {changes} changes, {looks} looks");
             for (sum, used) in sums[usize::from(polled)].iter_mut().zip(used) {
                 *sum += used;
             }
@@ -82,14 +84,25 @@ async fn main() {
     }
     stop.store(true, Ordering::Relaxed);
     load.await.expect("the load");
+    let [alone, looked] = sums;
+    // A page that is open is looked at every two seconds, and scraped every fifteen.
+    let minute = 60.0 / PAGE_EVERY.as_secs_f64() + 60.0 / SCRAPE_EVERY.as_secs_f64();
     for (nth, name) in ["daemon", "server"].into_iter().enumerate() {
-        let added = (sums[1][nth] - sums[0][nth]) / f64::from(FASTER);
+        let each = (looked[nth] - alone[nth] * looked[2] / alone[2]) / looked[3];
+        let load = alone[nth] * 60.0 / (PHASE.as_secs_f64() * f64::from(PAIRS));
         println!(
-            "{name}: {:.2} s left alone; being looked at as in real life adds {added:.3} s, {:.2}%",
-            sums[0][nth],
-            100.0 * added / sums[0][nth]
+            "{name}: {:.2} ms a look; a page and a Prometheus add {:.4} s a minute to {load:.2} s, {:.2}%",
+            each * 1000.0,
+            each * minute,
+            100.0 * each * minute / load
         );
     }
+}
+
+fn count(counter: &AtomicU64) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "counts of a minute")]
+    let count = counter.load(Ordering::Relaxed) as f64;
+    count
 }
 
 /// Ended when the measurement is over.
@@ -139,7 +152,7 @@ fn start(uri: &str, database: &str) -> (Daemon, SocketAddr) {
     (daemon, address)
 }
 
-async fn change(db: mongodb::Database, stop: Arc<AtomicBool>) {
+async fn change(db: mongodb::Database, stop: Arc<AtomicBool>, changes: Arc<AtomicU64>) {
     let hosts = db.collection::<Document>("hosts");
     let mut beat = tokio::time::interval(Duration::from_secs(1) / CHANGES_PER_SECOND);
     let mut nth = 0_i64;
@@ -148,17 +161,19 @@ async fn change(db: mongodb::Database, stop: Arc<AtomicBool>) {
         nth += 1;
         let update = doc! {"$set": {"ip": format!("10.1.0.{nth}")}};
         hosts.update_one(doc! {"_id": nth % 1000}, update).await.expect("a change");
+        changes.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-fn look(address: SocketAddr, looking: &Arc<AtomicBool>) -> Vec<std::thread::JoinHandle<()>> {
+fn look(address: SocketAddr, looking: &Arc<AtomicBool>, looks: &Arc<AtomicU64>) -> Vec<std::thread::JoinHandle<()>> {
     let look_at = |paths: &'static [&'static str], every: Duration| {
-        let looking = looking.clone();
+        let (looking, looks) = (looking.clone(), looks.clone());
         std::thread::spawn(move || {
             while looking.load(Ordering::Relaxed) {
                 for path in paths {
                     assert!(get(address, path).is_some_and(|answer| answer.starts_with("HTTP/1.1 200")), "{path}");
                 }
+                looks.fetch_add(1, Ordering::Relaxed);
                 std::thread::sleep(every / FASTER);
             }
         })
