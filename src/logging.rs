@@ -1,16 +1,50 @@
-//! Structured logs: text on a terminal, JSON otherwise; repeats bounded; panics without what they hold.
+//! Structured logs: text on a terminal, JSON otherwise; repeats bounded; panics without what they hold. And spans for a
+//! collector, where one is configured.
 
+#[cfg(feature = "otlp")]
+mod export;
 mod limit;
 
 use std::{any::Any, io::IsTerminal};
 
-use tracing_subscriber::{EnvFilter, Layer, layer::SubscriberExt, util::SubscriberInitExt};
+use tracing_subscriber::{
+    EnvFilter, Layer,
+    filter::{FilterExt, filter_fn},
+    layer::SubscriberExt,
+    util::SubscriberInitExt,
+};
 
-use crate::config::{Log, LogFormat};
+#[cfg(not(feature = "otlp"))]
+use crate::error::{Error, Kind};
+use crate::{
+    config::{Log, LogFormat},
+    error::Result,
+};
 use limit::Limit;
 
-/// Starts the log, on standard error. An unreadable filter falls back to `info`.
-pub fn start(log: &Log) {
+/// The target of the spans of batches and their stages: for a collector, not for the log.
+pub const STAGES: &str = "denormd::stages";
+
+/// What is to be ended with the process.
+#[derive(Debug, Default)]
+pub struct Started {
+    #[cfg(feature = "otlp")]
+    spans: Option<opentelemetry_sdk::trace::SdkTracerProvider>,
+}
+
+impl Started {
+    /// Sends the last spans.
+    pub async fn end(self) {
+        #[cfg(feature = "otlp")]
+        if let Some(spans) = self.spans {
+            // It waits for its own thread, which waits for this runtime. What cannot be sent any more has been told.
+            tokio::task::spawn_blocking(move || spans.shutdown().ok()).await.ok();
+        }
+    }
+}
+
+/// Starts the log of a deployment, on standard error. An unreadable filter falls back to `info`.
+pub fn start(log: &Log, deployment: &str) -> Result<Started> {
     let filter = EnvFilter::try_new(&log.filter).unwrap_or_else(|_| EnvFilter::new("info"));
     let text = match log.format {
         LogFormat::Auto => std::io::stderr().is_terminal(),
@@ -18,22 +52,39 @@ pub fn start(log: &Log) {
         LogFormat::Json => false,
     };
     let limit = Limit::default();
-    let registry = tracing_subscriber::registry().with(filter);
+    let lines = filter.and(filter_fn(|metadata| metadata.target() != STAGES)).and(limit.clone());
     let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_target(false);
-    let started = if text {
-        registry.with(layer.with_filter(limit.clone())).try_init()
-    } else {
-        registry.with(layer.json().flatten_event(true).with_filter(limit.clone())).try_init()
+    let layer = if text { layer.boxed() } else { layer.json().flatten_event(true).boxed() };
+    let registry = tracing_subscriber::registry().with(layer.with_filter(lines));
+    #[cfg(feature = "otlp")]
+    let (stages, started) = match &log.otlp {
+        Some(endpoint) => {
+            let (layer, spans) = export::layer(endpoint, deployment)?;
+            (Some(layer.with_filter(filter_fn(|metadata| metadata.target() == STAGES))), Started { spans: Some(spans) })
+        }
+        None => (None, Started::default()),
     };
-    if started.is_err() {
+    #[cfg(feature = "otlp")]
+    let registry = registry.with(stages);
+    #[cfg(not(feature = "otlp"))]
+    let started = match &log.otlp {
+        Some(_) => {
+            let error =
+                Error::new(Kind::Config, format!("log.otlp: this build of denormd ({deployment}) sends no spans"));
+            return Err(error.hint("build it with `--features otlp`, or take the setting away"));
+        }
+        None => Started::default(),
+    };
+    if registry.try_init().is_err() {
         tracing::debug!("the log was started before");
-        return;
+        return Ok(started);
     }
     tokio::spawn(limit::tell(limit));
     std::panic::set_hook(Box::new(|panic| {
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
         tracing::error!(place, "panicked: {}", reason(panic.payload()));
     }));
+    Ok(started)
 }
 
 /// What a panic says, where that is written in the program: a text that was put together may hold a document's values.

@@ -69,6 +69,14 @@ impl Progress {
     pub fn has_applied(&self, time: ClusterTime) -> bool {
         self.applied >= time && self.backfilling.is_empty() && self.fan_outs == 0
     }
+
+    /// Up to when everything is applied, where the targets of `rule` are true by then: not while it is being backfilled, or is
+    /// held.
+    #[must_use]
+    pub fn applied_of(&self, rule: RuleId) -> Option<ClusterTime> {
+        let settled = self.fan_outs == 0 && !self.backfilling.contains(&rule) && !self.held.contains_key(&rule);
+        settled.then_some(self.applied)
+    }
 }
 
 /// A running pipeline.
@@ -291,22 +299,20 @@ impl Pipeline {
     /// What the audit asks of a rule before it calls a difference drift.
     fn applied_of_rules(&self) -> Box<audit::Applied> {
         let progress = self.progress.subscribe();
-        Box::new(move |rule| {
-            let progress = progress.borrow();
-            let settled =
-                progress.fan_outs == 0 && !progress.backfilling.contains(&rule) && !progress.held.contains_key(&rule);
-            settled.then_some(progress.applied)
-        })
+        Box::new(move |rule| progress.borrow().applied_of(rule))
     }
 
     /// Starts batches while there is room for them. What arrives while they run forms the next ones.
     fn dispatch(&mut self) {
         while self.running.len() < self.context.limits.batches {
-            let Some(batch) = self.schedule.take(self.context.limits.batch_keys, Instant::now()) else { return };
+            let now = Instant::now();
+            let Some(mut batch) = self.schedule.take(self.context.limits.batch_keys, now) else { return };
             if self.held.get(&batch.lane.0).is_some_and(|hold| hold.paused) {
                 self.skip(batch);
                 continue;
             }
+            let elsewhere = !self.fan_outs.is_empty() || self.backfilling.contains_key(&batch.lane.0);
+            self.schedule.postpone_verdicts(&mut batch, elsewhere, now);
             let detached = self.held.contains_key(&batch.lane.0);
             self.running.spawn(reconcile::run(self.context.clone(), batch, detached));
         }

@@ -5,7 +5,7 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque, hash_map::Entry as MapEntry},
     time::{Duration, Instant},
 };
 
@@ -40,8 +40,21 @@ pub struct Work {
     pub attempts: u32,
     /// When a reference was first found to dangle, for policies that destroy, or a target to differ, for the guard.
     pub doubted_since: Option<Instant>,
+    /// What the guard has found then.
+    pub doubt: Doubt,
     /// The oldest batch of each stream that this comes from.
     held: BTreeMap<usize, u64>,
+}
+
+/// A target that was found to differ.
+#[derive(Debug, Clone, Default)]
+pub struct Doubt {
+    /// Tells the difference from others.
+    pub difference: u64,
+    /// Whatever it was computed from was committed by then.
+    pub seen: ClusterTime,
+    /// What was committed by then may not be applied yet.
+    pub premature: bool,
 }
 
 #[derive(Debug, Default)]
@@ -106,6 +119,8 @@ pub struct WorkQueue {
     taken: u64,
     /// The batches of each rule that write.
     writing: BTreeMap<RuleId, BTreeSet<u64>>,
+    /// For each rule, how many keys wait, run or rest for another task than the guard's.
+    reconciling: BTreeMap<RuleId, usize>,
     oldest: Oldest,
 }
 
@@ -168,7 +183,23 @@ impl WorkQueue {
             capacity,
             taken: 0,
             writing: BTreeMap::new(),
+            reconciling: BTreeMap::new(),
             oldest: Oldest::default(),
+        }
+    }
+
+    /// Whether a target of `rule` that differs may be about to be written.
+    #[must_use]
+    pub fn is_reconciling(&self, rule: RuleId) -> bool {
+        self.reconciling.get(&rule).is_some_and(|keys| *keys > 0)
+    }
+
+    fn remove(&mut self, slot: &Slot) {
+        if self.entries.remove(slot).is_some()
+            && slot.lane.1 != Task::Guard
+            && let Some(keys) = self.reconciling.get_mut(&slot.lane.0)
+        {
+            *keys = keys.saturating_sub(1);
         }
     }
 
@@ -216,10 +247,17 @@ impl WorkQueue {
             committed: origin.committed,
             attempts: 0,
             doubted_since: None,
+            doubt: Doubt::default(),
             held: BTreeMap::new(),
         };
         let slot = Slot { lane: (request.rule, request.task), key: request.key };
-        let entry = self.entries.entry(slot.clone()).or_default();
+        let entry = match self.entries.entry(slot.clone()) {
+            MapEntry::Occupied(known) => known.into_mut(),
+            MapEntry::Vacant(new) => {
+                *self.reconciling.entry(request.rule).or_default() += usize::from(request.task != Task::Guard);
+                new.insert(Entry::default())
+            }
+        };
         let before = entry.pending.as_ref().map_or(0, |work| work.scope.weight());
         let work = match entry.pending.take() {
             Some(pending) => pending.joined(work),
@@ -358,7 +396,7 @@ impl WorkQueue {
             }
         }
         if entry.pending.is_none() {
-            self.entries.remove(&slot);
+            self.remove(&slot);
         } else if !entry.in_lane {
             entry.in_lane = true;
             self.lanes.entry(lane).or_default().push_back(slot.key);
@@ -381,7 +419,7 @@ impl WorkQueue {
             entry.not_before = None;
             entry.cooling = false;
             if entry.pending.is_none() && entry.running.is_none() {
-                self.entries.remove(&slot);
+                self.remove(&slot);
                 continue;
             }
             if entry.running.is_none() && !entry.in_lane && entry.pending.is_some() {
@@ -526,6 +564,26 @@ mod tests {
 
     fn named(ids: &[i32]) -> Scope {
         Scope::Named(ids.iter().map(|id| Key::one(Bson::Int32(*id))).collect::<HashSet<_>>())
+    }
+
+    #[test]
+    fn a_rule_is_reconciling_until_the_last_key_that_is_not_the_guards() {
+        let mut bench = Bench::new();
+        let is = |bench: &Bench| bench.queue.is_reconciling(RuleId(0));
+        bench.push(Task::Guard, 1, Scope::All, 1);
+        assert!(!is(&bench), "what the guard looks at is not about to be written");
+        bench.push(Task::Value, 1, Scope::All, 1);
+        bench.push(Task::Value, 1, Scope::All, 2);
+        assert!(is(&bench));
+        while let Some(batch) = bench.take() {
+            if batch.lane.1 == Task::Value {
+                assert!(is(&bench), "it runs");
+            }
+            bench.finish(batch, |_| Finish::Done { pause: Duration::from_secs(1) });
+        }
+        assert!(is(&bench), "it rests, and what is asked of it waits");
+        bench.now += Duration::from_secs(2);
+        assert!(bench.take().is_none() && !is(&bench) && bench.queue.is_empty());
     }
 
     #[test]

@@ -32,7 +32,7 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, swaps the rules.
 pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
-    logging::start(&loaded.config.log);
+    let log = logging::start(&loaded.config.log, &loaded.config.name)?;
     warn_of_insecure(&loaded);
     let mut signals = Signals::listen(paths)?;
     signals.watch(files_of(&loaded));
@@ -54,6 +54,7 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     let mut rules = Rules { loaded, context, board, guard, member, connection };
     let result = take_turns(paths, &mut rules, &lease, &mut signals).await;
     rules.board.close().await;
+    log.end().await;
     rules.member.leave().await;
     tracing::info!("stopped");
     result

@@ -142,6 +142,12 @@ pub const LOG: &[Key] = &[
         "auto",
         "How lines look.",
     ),
+    key(
+        "otlp",
+        Form::Text,
+        "",
+        "The OpenTelemetry collector that gets a span for each batch, by OTLP over HTTP: `http://127.0.0.1:4318`.",
+    ),
 ];
 
 /// `limits`

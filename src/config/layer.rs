@@ -25,7 +25,7 @@ pub(super) enum Kind {
 }
 
 /// The settings, each of which a variable can give.
-pub(super) const SETTINGS: [(&str, Kind); 31] = [
+pub(super) const SETTINGS: [(&str, Kind); 32] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),
@@ -34,6 +34,7 @@ pub(super) const SETTINGS: [(&str, Kind); 31] = [
     ("state.database", Kind::Text),
     ("log.filter", Kind::Text),
     ("log.format", Kind::Text),
+    ("log.otlp", Kind::Text),
     ("limits.batch_keys", Kind::Number),
     ("limits.batches", Kind::Number),
     ("limits.pending", Kind::Number),

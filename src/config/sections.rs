@@ -77,6 +77,8 @@ pub struct Log {
     pub filter: String,
     /// How lines look.
     pub format: LogFormat,
+    /// The OpenTelemetry collector that gets a span for each batch, by OTLP over HTTP: `http://127.0.0.1:4318`.
+    pub otlp: Option<String>,
 }
 
 /// `log.format`

@@ -181,7 +181,18 @@ impl Reader {
         let format = section.get("format").and_then(|field| {
             self.choice(&field, &[("auto", LogFormat::Auto), ("text", LogFormat::Text), ("json", LogFormat::Json)])
         });
-        Log { filter: filter.unwrap_or_else(|| DEFAULT_FILTER.to_owned()), format: format.unwrap_or_default() }
+        let otlp = section.get("otlp").and_then(|field| self.collector(&field));
+        Log { filter: filter.unwrap_or_else(|| DEFAULT_FILTER.to_owned()), format: format.unwrap_or_default(), otlp }
+    }
+
+    fn collector(&mut self, field: &Field<'_>) -> Option<String> {
+        let text = self.text(field)?;
+        if text.strip_prefix("http://").is_some_and(|rest| !rest.is_empty() && !rest.contains(['@', ' '])) {
+            return Some(text);
+        }
+        let hint = "write http://127.0.0.1:4318; for TLS and passwords let a collector beside denormd send it on";
+        self.mistake(Mistake::new(field.at.clone(), "this is not the address of an OTLP collector").hint(hint));
+        None
     }
 
     fn limits(&mut self, root: &Fields<'_>) -> Limits {
@@ -264,6 +275,6 @@ impl Default for State {
 
 impl Default for Log {
     fn default() -> Self {
-        Self { filter: DEFAULT_FILTER.to_owned(), format: LogFormat::default() }
+        Self { filter: DEFAULT_FILTER.to_owned(), format: LogFormat::default(), otlp: None }
     }
 }

@@ -11,11 +11,13 @@ use crate::{
     key::Key,
     plan::{Plan, RuleId},
     position::{ClusterTime, Position},
-    request::{Origin, Request},
+    request::{Origin, Request, Task},
     route::{Routed, Router},
     workqueue::{Batch, Finish, Lane, Work, WorkQueue, origins},
 };
 
+/// How long the guard waits for a rule that is never at rest before it calls a difference drift.
+const LONGEST_DOUBT: Duration = Duration::from_secs(60);
 /// The origin of pages, beside the streams.
 const PAGES: usize = usize::MAX;
 
@@ -124,6 +126,22 @@ impl Schedule {
             work.after = work.after.max(self.newest);
         }
         Some(batch)
+    }
+
+    /// A target that the guard has found to differ may be about to be written: until everything that the guard has seen then
+    /// is delivered, and the rule has nothing left to write, here or `elsewhere`. A rule that is never at rest is waited for
+    /// no longer than [`LONGEST_DOUBT`].
+    pub fn postpone_verdicts(&self, batch: &mut Batch, elsewhere: bool, now: Instant) {
+        let (rule, task) = batch.lane;
+        if task != Task::Guard {
+            return;
+        }
+        let delivered = self.streams.iter().map(|stream| stream.reached.time).min().unwrap_or_default();
+        let writing = elsewhere || self.queue.is_reconciling(rule);
+        for (_, work) in &mut batch.items {
+            let long = work.doubted_since.is_some_and(|since| now.saturating_duration_since(since) > LONGEST_DOUBT);
+            work.doubt.premature = delivered < work.doubt.seen || (writing && !long);
+        }
     }
 
     /// A batch has ended: its keys, and what its look-ups have led to, which comes from all of them together.

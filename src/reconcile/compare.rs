@@ -1,5 +1,7 @@
 //! What targets hold against what they should hold. Reads only.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 
 use crate::{
@@ -56,17 +58,18 @@ impl Compared {
         self.fields.iter().filter(|field| field.differs())
     }
 
-    /// Whether another comparison of the same target has found the same differences: the same values are expected, the
-    /// same are stored.
+    /// Tells the differences from others of the same target: equal when the same values are expected and the same are
+    /// stored.
     #[must_use]
-    pub fn differs_as(&self, other: &Self) -> bool {
-        let same = |a: &Difference, b: &Difference| {
-            a.path == b.path
-                && identical(a.expected.as_ref(), b.expected.as_ref())
-                && identical(a.stored.as_ref(), b.stored.as_ref())
-        };
-        let (mine, theirs): (Vec<_>, Vec<_>) = (self.differences().collect(), other.differences().collect());
-        mine.len() == theirs.len() && mine.into_iter().zip(theirs).all(|(a, b)| same(a, b))
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        for Difference { path, expected, stored, .. } in self.differences() {
+            path.hash(&mut hasher);
+            for field in [expected, stored] {
+                bytes(field.as_ref()).hash(&mut hasher);
+            }
+        }
+        hasher.finish()
     }
 }
 
@@ -191,12 +194,13 @@ fn value_at(doc: Option<&Document>, path: &[Segment]) -> Option<Bson> {
 
 /// Equal to the last bit: 1 is not 1.0, NaN is NaN, missing is not null.
 fn identical(a: Option<&RawBson>, b: Option<&RawBson>) -> bool {
-    let bytes = |value: &RawBson| {
-        let mut doc = RawDocumentBuf::new();
-        doc.append(bson::cstr!("v"), value.clone());
-        doc
-    };
-    a.map(bytes) == b.map(bytes)
+    bytes(a) == bytes(b)
+}
+
+fn bytes(value: Option<&RawBson>) -> Option<Vec<u8>> {
+    let mut doc = RawDocumentBuf::new();
+    doc.append(bson::cstr!("v"), value?.clone());
+    Some(doc.into_bytes())
 }
 
 /// Reads targets by `_id` and compares them. Those that do not take part (`target.where`) or are gone are left out.

@@ -10,6 +10,7 @@ use std::{
 };
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
+use tracing::{Instrument, field::Empty};
 
 use crate::{
     change::Namespace,
@@ -18,6 +19,7 @@ use crate::{
     dead_letter::{Culprit, DeadLetters},
     error::{Error, Kind, Result},
     key::Key,
+    logging::STAGES,
     metrics::Metrics,
     mongo::{Fence, Reads, Server},
     plan::{Plan, Rule, RuleId, reference::Role},
@@ -30,7 +32,7 @@ use crate::{
     },
     request::{Request, Scope, Task},
     route::{reference_requests, target_requests, value_request},
-    workqueue::{Batch, Lane, Work},
+    workqueue::{Batch, Doubt, Lane, Work},
 };
 
 /// How long the guard waits before it calls a difference drift.
@@ -212,10 +214,17 @@ pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome
     let (rule, task) = batch.lane;
     let rule = context.plan.rule(rule).clone();
     let run = Run { context: &context, rule: &rule, task, detached };
-    let items = batch.items.into_iter().map(|(key, work)| Item { key, work, end: None }).collect();
+    let items: Vec<Item> = batch.items.into_iter().map(|(key, work)| Item { key, work, end: None }).collect();
     let mut follow_ups = Vec::new();
-    let keys = run.items(items, &mut follow_ups).await;
+    let late = batch_age(&items, context.metrics.now());
+    let span = tracing::info_span!(target: STAGES, "batch", rule = %rule.name, ?task, keys = items.len(), oldest_change_ms = late);
+    let keys = run.items(items, &mut follow_ups).instrument(span).await;
     Outcome { lane: batch.lane, keys, follow_ups, number: batch.number, took: started.elapsed() }
+}
+
+/// How many milliseconds ago the oldest change was committed that these come from.
+fn batch_age(items: &[Item], now: i64) -> Option<i64> {
+    items.iter().filter_map(|item| item.work.committed).min().map(|committed| (now - committed).max(0))
 }
 
 struct Run<'a> {
@@ -317,7 +326,8 @@ impl Run<'_> {
             Role::Source => &self.rule.source,
             Role::Target => &self.rule.target,
         };
-        self.context.server.read(&side.namespace.database, command, Reads { after }).await
+        let span = tracing::info_span!(target: STAGES, "read", collection = %side.namespace);
+        self.context.server.read(&side.namespace.database, command, Reads { after }).instrument(span).await
     }
 
     async fn rows(&self, keys: &[&Key], after: ClusterTime) -> Result<Rows> {
@@ -474,11 +484,18 @@ impl Run<'_> {
         let Context { server, limits, counts, metrics, .. } = self.context;
         let writing = metrics.write(&self.rule.name, if deletes { "delete" } else { "update" });
         let ns = &self.rule.target.namespace;
-        let written = if deletes {
-            server.delete(&ns.database, &ns.collection, statements, limits.write_timeout).await?
-        } else {
-            server.update(&ns.database, &ns.collection, statements, limits.write_timeout).await?
+        let span = tracing::info_span!(
+            target: STAGES, "write", collection = %ns, deletes, statements = statements.len(), matched = Empty, modified = Empty
+        );
+        let sent = async {
+            if deletes {
+                server.delete(&ns.database, &ns.collection, statements, limits.write_timeout).await
+            } else {
+                server.update(&ns.database, &ns.collection, statements, limits.write_timeout).await
+            }
         };
+        let written = sent.instrument(span.clone()).await?;
+        span.record("matched", written.matched).record("modified", written.modified);
         writing.done(written.matched, written.modified);
         counts.matched.fetch_add(written.matched, Ordering::Relaxed);
         counts.modified.fetch_add(written.modified, Ordering::Relaxed);
@@ -582,11 +599,21 @@ impl Run<'_> {
         let compared = compare::compare_ids(self.context, self.rule, &ids, newest(items)).await?;
         let differing = compared.into_iter().filter(|compared| compared.differences().next().is_some());
         let differing: HashMap<Key, Compared> = differing.map(|c| (Key::one(c.target.clone()), c)).collect();
+        if differing.is_empty() {
+            return Ok(());
+        }
+        let seen = self.context.server.operation_time().await?;
         for item in items {
             let Some(compared) = differing.get(&item.key) else { continue };
-            // The source may have changed a moment ago, and the write that follows may be under way.
-            if item.work.doubted_since.is_none() {
+            // The source may have changed a moment ago, and the write that follows may be under way: drift is what is the same
+            // when that is over.
+            let (difference, doubt) = (compared.fingerprint(), &mut item.work.doubt);
+            let is_new = item.work.doubted_since.is_none() || doubt.difference != difference;
+            if is_new {
                 item.work.doubted_since = Some(Instant::now());
+                *doubt = Doubt { difference, seen, premature: true };
+            }
+            if doubt.premature {
                 item.end = Some(End::Later(SECOND_LOOK));
                 continue;
             }

@@ -353,6 +353,8 @@ fn summary(state: &State, view: &View, now: i64) -> String {
             "Changes are applied as they come; existing data is being brought up to date.".to_owned()
         } else if has(Cause::DeadLetters) {
             "Not behind. Some documents could not be written and are set aside.".to_owned()
+        } else if view.lags.overall > 0.0 {
+            "Not behind: changes are applied within seconds.".to_owned()
         } else {
             "Not behind: every change is applied.".to_owned()
         };
