@@ -9,7 +9,7 @@ mongod=$(python3 tests/mongod.py)
 version=$("$mongod" --version | sed -n 's/^db version v//p')
 tag=denormd-test/mongo:$version
 # One that is there already is not made again: the old one would stay behind without a name.
-sum=$(sha256sum "$mongod" "$0" | sha256sum | cut -c1-32)
+sum=$(sha256sum "$mongod" deploy/build-stand-in-image.sh | sha256sum | cut -c1-32)
 if [ "$(docker image inspect --format '{{index .Config.Labels "denormd.of"}}' "$tag" 2>/dev/null)" = "$sum" ]; then
     echo "$tag"
     exit
