@@ -25,7 +25,7 @@ async fn refuse_writes(test: &TestDb, collection: &str, refuse: bool) {
 /// Waits until the daemon has tried `refused`, and longer than it waits between two saves of its state.
 async fn tried_in_vain(world: &World, daemon: &crate::world::Daemon) {
     let begun = Instant::now();
-    while !daemon.log().contains("a reconcile failed and is tried again") {
+    while !daemon.log().contains("reconciles failed and are tried again") {
         assert!(begun.elapsed() < Duration::from_secs(30), "nothing was tried: {}", daemon.log());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

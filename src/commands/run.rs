@@ -269,11 +269,19 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
             service::say(&[NotifyState::Stopping]);
         }
         tracing::info!("stopping: what is in flight is finished, then the position is saved");
-        tokio::select! {
-            () = handle.stop() => {}
-            // What is in flight ends by its deadlines.
-            () = held.lost() => return Ok(if wake == Wake::Stop { Ended::Stopped } else { Ended::Lost }),
-            () = signals.stop() => return Err(Error::internal("stopped at once by a second signal").into()),
+        let mut wake = wake;
+        let mut stopping = std::pin::pin!(handle.stop());
+        loop {
+            tokio::select! {
+                () = &mut stopping => break,
+                // What is in flight ends by its deadlines.
+                () = held.lost() => return Ok(if wake == Wake::Stop { Ended::Stopped } else { Ended::Lost }),
+                () = signals.stop() => match wake {
+                    Wake::Stop => return Err(Error::internal("stopped at once by a second signal").into()),
+                    // The first one, which came while the rules were being swapped.
+                    Wake::Reload | Wake::Yield => wake = Wake::Stop,
+                },
+            }
         }
         let ended = match wake {
             Wake::Stop => Ended::Stopped,
