@@ -113,6 +113,13 @@ guard-cost: ## Measure what `guard: watch` costs beside `guard: audit`; ROUNDS=5
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin guard-cost
 	"$(TARGET)/release/guard-cost"
 
+# ONLY=rename,live for some of them, ROUNDS=5.
+.PHONY: bench
+bench: ## Measure denormd beside the floor, the same writes by a client that knows them, and print ratios
+	@export MONGOD="$$(python3 tests/mongod.py)" ROUNDS="$(ROUNDS)" ONLY="$(ONLY)" DOCUMENTS="$(DOCUMENTS)"
+	$(CARGO) build --release --package denormd --package denormd-bench
+	"$(TARGET)/release/denormd-bench"
+
 .PHONY: scrape-cost
 scrape-cost: ## Measure what metrics and page cost the daemon and the server, in pairs
 	@export MONGOD="$$(python3 tests/mongod.py)"

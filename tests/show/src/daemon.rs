@@ -51,12 +51,19 @@ impl Daemon {
         assert!(output.status.success(), "denormd wait: {}", String::from_utf8_lossy(&output.stderr));
     }
 
+    /// Where it listens.
+    pub fn address(&self) -> &str {
+        &self.listen
+    }
+
     /// Of the process that runs.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
     }
 
-    fn command(&self, words: &[&str]) -> Command {
+    /// A command of denormd with this config on this cluster.
+    #[must_use]
+    pub fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(&self.binary);
         command.args(words).arg("--config").arg(&self.config).stdin(Stdio::null());
         // Several may run on this machine.

@@ -1,0 +1,181 @@
+//! A replica set, the daemon on it, and what both use.
+
+use std::{
+    env, fs,
+    path::PathBuf,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use bson::{Document, doc};
+use denormd_fixture::ReplicaSet;
+use denormd_show::{daemon::Daemon, progress::Progress};
+use futures_util::future::try_join_all;
+use mongodb::{Client, Database};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+use crate::host;
+
+/// Statements in one command of a writer: 500 to 1,000 are equally good (measured on MongoDB 6.0.5).
+pub const STATEMENTS: usize = 500;
+/// Connections that a writer uses at once.
+const WRITERS: usize = 2;
+/// The database that the daemon keeps its state in.
+const STATE: &str = "denormd";
+/// The database of the workloads.
+pub const DATABASE: &str = "bench";
+
+/// One server for all the workloads.
+pub struct Bench {
+    set: ReplicaSet,
+    /// To write and look with.
+    pub client: Client,
+    /// How often each measurement is repeated.
+    pub rounds: usize,
+    ticks: f64,
+}
+
+/// What something took.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Cost {
+    /// From begin to end.
+    pub wall: f64,
+    /// CPU seconds of the server.
+    pub server: f64,
+    /// CPU seconds of the daemon.
+    pub daemon: f64,
+}
+
+/// A daemon that has caught up.
+pub struct Running {
+    daemon: Daemon,
+    config: PathBuf,
+}
+
+impl Bench {
+    /// Starts the server.
+    pub async fn start(rounds: usize) -> Self {
+        let set = ReplicaSet::builder().cache_gb(2.0).oplog_mb(4096).start().await;
+        Self { client: set.client().await, set, rounds, ticks: host::ticks() }
+    }
+
+    /// The database of the workloads, with nothing in it and no state of a daemon.
+    pub async fn fresh(&self) -> Database {
+        for name in [DATABASE, STATE] {
+            self.client.database(name).drop().await.expect("a drop");
+        }
+        self.client.database(DATABASE)
+    }
+
+    /// The server's connection string.
+    pub fn uri(&self) -> String {
+        self.set.uri()
+    }
+
+    /// Starts a daemon with these rules and waits until it has caught up.
+    pub async fn daemon(&self, rules: &str, count: usize) -> Running {
+        let config = env::temp_dir().join(format!("denormd-bench-{}.yaml", std::process::id()));
+        // Held by SIGSTOP it stays the leader. Nothing else differs from the defaults.
+        let head = format!("mongodb: {{ uri: \"mongodb://localhost\", database: {DATABASE} }}\nlease: {{ ttl_seconds: 3600 }}\n");
+        fs::write(&config, format!("{head}rules:\n{rules}")).expect("a config file");
+        let mut daemon = Daemon::with(&config, &self.uri()).reachable();
+        daemon.plan_apply();
+        daemon.start();
+        Progress::new(&self.client, DATABASE, count).wait_backfilled().await;
+        daemon.wait();
+        Running { daemon, config }
+    }
+
+    /// What the server and the daemon have used so far.
+    pub fn spent(&self, daemon: Option<&Running>) -> (Instant, f64, f64) {
+        let mine = daemon.map_or(0.0, |daemon| host::cpu(daemon.pid()));
+        (Instant::now(), host::cpu(self.set.node(0).pid()), mine)
+    }
+
+    /// What was used since.
+    pub fn since(&self, (begin, server, mine): (Instant, f64, f64), daemon: Option<&Running>) -> Cost {
+        let wall = begin.elapsed().as_secs_f64();
+        let (_, server_now, mine_now) = self.spent(daemon);
+        Cost { wall, server: (server_now - server) / self.ticks, daemon: (mine_now - mine) / self.ticks }
+    }
+}
+
+impl Running {
+    /// Of the process.
+    pub fn pid(&self) -> u32 {
+        self.daemon.pid().expect("a daemon that runs")
+    }
+
+    /// Holds it, does something, and lets it go on: what changes meanwhile is a backlog.
+    pub async fn held<T>(&self, then: impl Future<Output = T>) -> T {
+        host::signal(self.pid(), "STOP");
+        let out = then.await;
+        host::signal(self.pid(), "CONT");
+        out
+    }
+
+    /// Returns when everything is applied that is committed now.
+    pub async fn applied(&self) {
+        let mut connection = TcpStream::connect(self.daemon.address()).await.expect("the daemon listens");
+        let request = "GET /v1/wait?timeout=3000 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+        connection.write_all(request.as_bytes()).await.expect("a request");
+        let mut answer = String::new();
+        connection.read_to_string(&mut answer).await.expect("an answer");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}\n{}", self.daemon.log_tail());
+    }
+
+    /// Ends it. What it warned of would make a measurement worthless.
+    pub async fn stop(mut self) {
+        let warnings = self.daemon.warnings();
+        assert!(warnings.is_empty(), "{} warnings, the first: {}", warnings.len(), warnings[0]);
+        self.daemon.stop().await;
+        fs::remove_file(&self.config).ok();
+    }
+
+    /// A command of denormd with its config.
+    pub fn one_shot(&self, words: &[&str]) -> Command {
+        self.daemon.command(words)
+    }
+
+    /// The end of its log.
+    pub fn log_tail(&self) -> String {
+        self.daemon.log_tail()
+    }
+}
+
+/// Inserts documents, in few commands.
+pub async fn insert(database: &Database, collection: &str, documents: Vec<Document>) {
+    let collection = &database.collection::<Document>(collection);
+    let mut documents = documents.into_iter().peekable();
+    while documents.peek().is_some() {
+        let some: Vec<Document> = documents.by_ref().take(10_000).collect();
+        collection.insert_many(some).ordered(false).await.expect("an insert");
+    }
+}
+
+/// Runs update statements as fast as the server takes them: two connections, bulk commands, acknowledged by a majority.
+pub async fn update(database: &Database, collection: &str, statements: &[Document]) {
+    let mut shares: Vec<Vec<Document>> = vec![Vec::new(); WRITERS];
+    for (nth, chunk) in statements.chunks(STATEMENTS).enumerate() {
+        let command = doc! {
+            "update": collection, "updates": chunk.to_vec(), "ordered": false, "writeConcern": {"w": "majority"},
+        };
+        shares[nth % WRITERS].push(command);
+    }
+    let writers = shares.into_iter().map(|commands| async move {
+        for command in commands {
+            let reply = database.run_command(command).await?;
+            assert!(!reply.contains_key("writeErrors"), "{reply}");
+        }
+        Ok::<_, mongodb::error::Error>(())
+    });
+    try_join_all(writers).await.expect("updates");
+}
+
+/// Waits a little longer than the daemon's own turn.
+pub async fn breath() {
+    tokio::time::sleep(Duration::from_millis(200)).await;
+}

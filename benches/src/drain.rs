@@ -1,0 +1,122 @@
+//! A backlog of changes, drained by the daemon; and the same target writes by a client that knows them.
+
+use denormd_show::print::{bold, dim, heading};
+use mongodb::Database;
+
+use crate::{
+    bench::{Bench, Cost, Running, breath, insert, update},
+    host,
+    table::{median, spread},
+    workloads::{Change, Workload},
+};
+
+/// What was measured of one workload.
+pub struct Drained {
+    name: &'static str,
+    changes: usize,
+    denormd: Vec<Cost>,
+    /// By the floor's name.
+    floors: Vec<(&'static str, Vec<Cost>)>,
+    /// Megabytes at the end of a drain, and the most.
+    memory: (f64, f64),
+}
+
+/// Measures the daemon and each floor in turn.
+pub async fn measure(bench: &Bench, workload: &Workload) -> Drained {
+    heading(&format!("{}: {}", workload.name, workload.what));
+    let database = bench.fresh().await;
+    for (collection, documents) in (workload.load)() {
+        insert(&database, collection, documents).await;
+    }
+    let daemon = bench.daemon(workload.rules, workload.rules.matches("- name:").count()).await;
+    let mut version = 1;
+    let names = (workload.floors)(version).into_iter().map(|floor| floor.name);
+    let mut floors: Vec<(&str, Vec<Cost>)> = names.map(|name| (name, Vec::new())).collect();
+    let mut denormd = Vec::new();
+    for round in 0..=bench.rounds {
+        version += 1;
+        daemon.held(change(&database, workload, version)).await;
+        let begin = bench.spent(Some(&daemon));
+        daemon.applied().await;
+        let cost = bench.since(begin, Some(&daemon));
+        assert_true(&database, workload, version, &daemon).await;
+        let mut line = format!("  {:<12}{:>7.2} s", "denormd", cost.wall);
+        // The first round warms caches.
+        if round > 0 {
+            denormd.push(cost);
+        }
+        for (nth, (name, costs)) in floors.iter_mut().enumerate() {
+            version += 1;
+            let cost = daemon.held(write_floor(bench, &database, workload, version, nth)).await;
+            line.push_str(&format!("   {name} {:>6.2} s", cost.wall));
+            if round > 0 {
+                costs.push(cost);
+            }
+            // It catches up with what is true already.
+            daemon.applied().await;
+            breath().await;
+        }
+        println!("{}", if round == 0 { dim(&line) } else { line });
+    }
+    let memory = host::memory(daemon.pid());
+    daemon.stop().await;
+    Drained { name: workload.name, changes: workload.changes, denormd, floors, memory }
+}
+
+async fn change(database: &Database, workload: &Workload, version: i32) {
+    match (workload.change)(version) {
+        Change::Insert(collection, documents) => insert(database, collection, documents).await,
+        Change::Update(collection, statements) => update(database, collection, &statements).await,
+    }
+}
+
+async fn write_floor(bench: &Bench, database: &Database, workload: &Workload, version: i32, nth: usize) -> Cost {
+    change(database, workload, version).await;
+    let floor = (workload.floors)(version).swap_remove(nth);
+    let begin = bench.spent(None);
+    update(database, floor.collection, &floor.statements).await;
+    bench.since(begin, None)
+}
+
+/// That every copy is what it must be: else it was not the same work.
+async fn assert_true(database: &Database, workload: &Workload, version: i32, daemon: &Running) {
+    let (collection, stale) = (workload.stale)(version);
+    let stale = database.collection::<bson::Document>(collection).count_documents(stale).await.expect("a count");
+    assert_eq!(stale, 0, "{}: copies that are not true after a wait\n{}", workload.name, daemon.log_tail());
+}
+
+/// One line a floor.
+pub fn print(all: &[Drained]) {
+    heading("Drain of a backlog: floor / denormd, round by round: median (least to greatest)");
+    println!(
+        "  {:<12}{:<18}{:>22}{:>22}{:>12}{:>12}{:>10}",
+        "workload", "floor", "time", "server CPU", "server", "daemon", "memory"
+    );
+    for drained in all {
+        for (nth, (name, floor)) in drained.floors.iter().enumerate() {
+            let pairs = || floor.iter().zip(&drained.denormd);
+            let wall: Vec<f64> = pairs().map(|(floor, mine)| floor.wall / mine.wall).collect();
+            let cpu: Vec<f64> = pairs().map(|(floor, mine)| floor.server / mine.server).collect();
+            let changes = f64::from(u32::try_from(drained.changes).unwrap_or(u32::MAX));
+            let each = |what: &dyn Fn(&Cost) -> f64| {
+                median(&drained.denormd.iter().map(what).collect::<Vec<_>>()) / changes * 1e6
+            };
+            let (server, mine, memory) = if nth == 0 {
+                (
+                    format!("{:.1} ms", each(&|cost| cost.server)),
+                    format!("{:.1} ms", each(&|cost| cost.daemon)),
+                    format!("{:.0} MB", drained.memory.1),
+                )
+            } else {
+                (String::new(), String::new(), String::new())
+            };
+            let title = if nth == 0 { drained.name } else { "" };
+            println!(
+                "  {title:<12}{name:<18}{:>22}{:>22}{server:>12}{mine:>12}{memory:>10}",
+                bold(&spread(&wall)),
+                spread(&cpu)
+            );
+        }
+    }
+    println!("{}", dim("  Server and daemon: CPU per 1,000 changes of sources. Memory: the most that was resident."));
+}

@@ -1,0 +1,34 @@
+//! What processes use, as Linux tells it.
+
+use std::{fs, process::Command};
+
+/// What a second of CPU is counted in, in `/proc/PID/stat`.
+pub fn ticks() -> f64 {
+    let output = Command::new("getconf").arg("CLK_TCK").output().expect("getconf runs");
+    String::from_utf8_lossy(&output.stdout).trim().parse().expect("a number of ticks")
+}
+
+/// The clock ticks of CPU that a process has used.
+pub fn cpu(pid: u32) -> f64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("a process that runs, on Linux");
+    // The second field is a name in parentheses, which may hold anything; utime and stime are the 14th and the 15th.
+    let (_, rest) = stat.rsplit_once(')').expect("a name in parentheses");
+    let spent = rest.split_whitespace().skip(11).take(2);
+    spent.map(|ticks| ticks.parse::<f64>().expect("a number of ticks")).sum()
+}
+
+/// Megabytes of memory: what is resident now, and the most that ever was.
+pub fn memory(pid: u32) -> (f64, f64) {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a process that runs, on Linux");
+    let of = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+        line.split_whitespace().next().and_then(|text| text.parse::<f64>().ok()).unwrap_or_default() / 1024.0
+    };
+    (of("VmRSS:"), of("VmHWM:"))
+}
+
+/// Sends a signal: `STOP` holds a process where it is, `CONT` lets it go on.
+pub fn signal(pid: u32, name: &str) {
+    let status = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().expect("kill runs");
+    assert!(status.success(), "SIG{name} could not be sent");
+}

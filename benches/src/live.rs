@@ -1,0 +1,180 @@
+//! How long a change takes to reach its target while changes come at a given rate; and by a bare change stream read plus
+//! one write.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use bson::{Bson, Document, doc};
+use denormd_show::print::{bold, count, heading};
+use futures_util::{StreamExt, future::join_all};
+use mongodb::{Database, bson::Timestamp};
+use tokio::task::JoinHandle;
+
+use crate::{
+    bench::{Bench, insert},
+    table::median,
+};
+
+const SOURCES: i32 = 20_000;
+const RATES: [u32; 3] = [200, 1_000, 5_000];
+/// How long changes come in one measurement.
+const SPAN: Duration = Duration::from_secs(5);
+/// Connections that write changes.
+const WRITERS: u32 = 8;
+const RULES: &str = "  - name: names\n    copy: { source: parts, target: products, match: { part: _id }, set: { n: $n } }\n";
+
+type Sent = Arc<Mutex<HashMap<i64, Instant>>>;
+
+/// Milliseconds from the acknowledgement of the source's write to the event of the target's.
+struct Latency {
+    middle: f64,
+    high: f64,
+    server: f64,
+    daemon: f64,
+}
+
+/// Measures and prints.
+pub async fn measure(bench: &Bench) {
+    heading("Live: from a source's write to its target's, each read by the same change stream (milliseconds)");
+    let database = bench.fresh().await;
+    insert(&database, "parts", (0..SOURCES).map(|id| doc! {"_id": id, "n": 0_i64}).collect()).await;
+    insert(&database, "products", (0..SOURCES).map(|id| doc! {"_id": id, "part": id, "n": 0_i64}).collect()).await;
+    let daemon = bench.daemon(RULES, 1).await;
+    let mut next = 1_i64;
+    println!(
+        "  {:<10}{:>16}{:>16}{:>16}{:>16}{:>12}{:>26}",
+        "changes/s", "denormd p50", "p99", "bare p50", "p99", "p99 ratio", "server CPU ratio, daemon"
+    );
+    for rate in RATES {
+        let (mut mine, mut bare) = (Vec::new(), Vec::new());
+        for _ in 0..bench.rounds.min(3) {
+            mine.push(run(bench, &database, rate, &mut next, Some(&daemon)).await);
+            daemon.applied().await;
+            // Held, it does nothing; what it missed it finds true.
+            let held = run(bench, &database, rate, &mut next, None);
+            let other = bare_path(&database).await;
+            bare.push(daemon.held(held).await);
+            other.abort();
+            daemon.applied().await;
+        }
+        let of = |of: &[Latency], what: fn(&Latency) -> f64| median(&of.iter().map(what).collect::<Vec<_>>());
+        let ratios: Vec<f64> = mine.iter().zip(&bare).map(|(mine, bare)| mine.high / bare.high).collect();
+        let server: Vec<f64> = mine.iter().zip(&bare).map(|(mine, bare)| mine.server / bare.server).collect();
+        println!(
+            "  {:<10}{:>16.2}{:>16.2}{:>16.2}{:>16.2}{:>12}{:>13.2}{:>10.1} ms",
+            count(rate as usize),
+            of(&mine, |l| l.middle),
+            of(&mine, |l| l.high),
+            of(&bare, |l| l.middle),
+            of(&bare, |l| l.high),
+            bold(&format!("{:.2}", median(&ratios))),
+            median(&server),
+            of(&mine, |l| l.daemon) / f64::from(rate) / SPAN.as_secs_f64() * 1e6,
+        );
+    }
+    daemon.stop().await;
+}
+
+async fn run(
+    bench: &Bench,
+    database: &Database,
+    rate: u32,
+    next: &mut i64,
+    daemon: Option<&crate::bench::Running>,
+) -> Latency {
+    let sent: Sent = Arc::default();
+    let total = rate * u32::try_from(SPAN.as_secs()).unwrap_or(1);
+    let first = *next;
+    *next += i64::from(total);
+    let observer = observe(database, first, total, sent.clone()).await;
+    let begin = bench.spent(daemon);
+    let writers = (0..WRITERS).map(|writer| write(database.clone(), rate, writer, first, total, sent.clone()));
+    join_all(writers).await;
+    let mut late = observer.await.expect("the observer");
+    let cost = bench.since(begin, daemon);
+    late.sort_by(f64::total_cmp);
+    let at = |share: f64| {
+        #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a place in a list")]
+        let place = ((late.len() - 1) as f64 * share) as usize;
+        late[place]
+    };
+    Latency { middle: at(0.5), high: at(0.99), server: cost.server, daemon: cost.daemon }
+}
+
+/// Writes each of its changes at its time, late or not.
+async fn write(database: Database, rate: u32, writer: u32, first: i64, total: u32, sent: Sent) {
+    let parts = database.collection::<Document>("parts");
+    let begin = Instant::now();
+    for nth in (writer..total).step_by(WRITERS as usize) {
+        tokio::time::sleep_until((begin + Duration::from_secs(1) * nth / rate).into()).await;
+        let n = first + i64::from(nth);
+        let change = parts.update_one(doc! {"_id": i32::try_from(nth).unwrap_or_default() % SOURCES}, doc! {"$set": {"n": n}});
+        // Before it is sent: an event may be quicker than the acknowledgement.
+        sent.lock().expect("a lock").insert(n, Instant::now());
+        change.await.expect("an update");
+    }
+}
+
+/// Follows the targets, and says how late each change was.
+async fn observe(database: &Database, first: i64, total: u32, sent: Sent) -> JoinHandle<Vec<f64>> {
+    let pipeline = [
+        doc! {"$match": {"operationType": "update"}},
+        doc! {"$project": {"n": "$updateDescription.updatedFields.n"}},
+    ];
+    let stream = database.collection::<Document>("products").watch().pipeline(pipeline).await.expect("a stream");
+    let mut stream = stream.with_type::<Document>();
+    tokio::spawn(async move {
+        let last = first + i64::from(total) - 1;
+        let mut late = Vec::new();
+        while let Some(event) = stream.next().await {
+            let event = event.expect("an event");
+            let Ok(n) = event.get_i64("n") else { continue };
+            if let Some(at) = sent.lock().expect("a lock").remove(&n) {
+                late.push(at.elapsed().as_secs_f64() * 1e3);
+            }
+            if n == last {
+                break;
+            }
+        }
+        late
+    })
+}
+
+/// A loop as one writes it by hand for this one rule: what arrives together is written together.
+async fn bare_path(database: &Database) -> JoinHandle<()> {
+    let database = database.clone();
+    let hello = database.run_command(doc! {"hello": 1}).await.expect("hello");
+    let now: Timestamp = hello.get_timestamp("operationTime").expect("an operation time");
+    tokio::spawn(async move {
+        let pipeline = vec![
+            doc! {"$changeStream": {"startAtOperationTime": now}},
+            doc! {"$match": {"operationType": "update"}},
+            doc! {"$project": {"documentKey": 1, "n": "$updateDescription.updatedFields.n"}},
+        ];
+        let mut open = database.run_command(doc! {"aggregate": "parts", "pipeline": pipeline, "cursor": {}}).await.expect("a stream");
+        let mut batch = "firstBatch";
+        loop {
+            let cursor = open.get_document("cursor").expect("a cursor");
+            let id = cursor.get_i64("id").expect("a cursor's id");
+            let events = cursor.get_array(batch).expect("a batch").iter().filter_map(Bson::as_document);
+            let updates: Vec<Document> = events
+                .map(|event| {
+                    let key = event.get_document("documentKey").expect("a key").get("_id").expect("an _id").clone();
+                    doc! {"q": {"part": key}, "u": {"$set": {"n": event.get("n")}}, "multi": true}
+                })
+                .collect();
+            if !updates.is_empty() {
+                let write = doc! {"update": "products", "updates": updates, "ordered": false, "writeConcern": {"w": "majority"}};
+                database.run_command(write).await.expect("an update");
+            }
+            batch = "nextBatch";
+            open = database
+                .run_command(doc! {"getMore": id, "collection": "parts", "maxTimeMS": 1000, "batchSize": 5000})
+                .await
+                .expect("the next events");
+        }
+    })
+}

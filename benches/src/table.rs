@@ -1,0 +1,15 @@
+//! Figures of several rounds.
+
+/// The middle one; of an even number, the lower.
+pub fn median(values: &[f64]) -> f64 {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// `0.93 (0.88 to 0.95)`: the middle one, the least and the greatest.
+pub fn spread(values: &[f64]) -> String {
+    let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+    let greatest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    format!("{:.2} ({least:.2} to {greatest:.2})", median(values))
+}
