@@ -107,7 +107,7 @@ async fn a_write_that_comes_too_late_writes_nothing_and_says_so() {
     let test = denormd_fixture::database().await;
     let db = test.database();
     db.collection("t").insert_one(doc! {"_id": 1}).await.unwrap();
-    let statement = rawdoc! {"q": {"_id": 1, "$expr": "$$ok"}, "u": {"$set": {"x": 1}}};
+    let statement = rawdoc! {"q": {"_id": 1}, "u": {"$set": {"x": 1}}};
     let now = DateTime::now().timestamp_millis();
     let server = Server::new(test.client.clone());
     let written =
@@ -116,11 +116,40 @@ async fn a_write_that_comes_too_late_writes_nothing_and_says_so() {
     // A lease that ended is not written under; and one that ends while the command is on its way is the server's to refuse.
     let ended = server.under(Arc::new(Fence::new(1, now - 1)));
     assert!(ended.update(&test.name, "t", std::slice::from_ref(&statement), Duration::from_secs(5)).await.is_err());
-    let late = doc! {
-        "update": "t", "updates": [{"q": {"_id": 1, "$expr": "$$ok"}, "u": {"$set": {"x": 2}}}], "ordered": false,
-        "let": {"ok": {"$range": [0, 1, {"$cond": [{"$lt": ["$$NOW", DateTime::from_millis(now - 1)]}, 1, 0]}]}},
-    };
-    let reply = db.run_command(late).await.unwrap();
-    assert_eq!(reply.get_array("writeErrors").unwrap().len(), 1, "that nothing matched would look like success");
+    // The server refuses what it meets too late: by a statement that goes first, and by a `let` that no statement uses.
+    let late = doc! {"$range": [0, 1, {"$cond": [{"$lt": ["$$NOW", DateTime::from_millis(now - 1)]}, 1, 0]}]};
+    let write = doc! {"q": {"_id": 1}, "u": {"$set": {"x": 2}}};
+    let never = doc! {"q": {"_id": null, "$expr": {"$gt": [late.clone(), [0, 0]]}}, "u": {"$set": {}}};
+    for command in [
+        doc! {"update": "t", "updates": [never, write.clone()], "ordered": true},
+        doc! {"update": "t", "updates": [write], "ordered": false, "let": {"ok": late}},
+    ] {
+        let reply = db.run_command(command).await.unwrap();
+        assert_eq!(reply.get_array("writeErrors").unwrap().len(), 1, "that nothing matched would look like success");
+    }
     assert_eq!(crate::daemon::all(&db, "t").await, [doc! {"_id": 1, "x": 1}]);
+}
+
+#[tokio::test]
+async fn what_is_refused_stops_nothing_else_in_its_command() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let validator = doc! {"x": {"$lt": 100}};
+    db.create_collection("t").validator(validator).await.unwrap();
+    db.collection("t").insert_many((0..6).map(|id| doc! {"_id": id, "x": 0})).await.unwrap();
+    // A document whose _id is null is not what the statement that goes first is about.
+    db.collection("t").insert_one(doc! {"_id": null, "x": 0}).await.unwrap();
+    let values = [1, 100, 2, 100, 100, 3];
+    let statements: Vec<_> =
+        (0..).zip(values).map(|(id, x)| rawdoc! {"q": {"_id": id}, "u": {"$set": {"x": x}}}).collect();
+    let server = Server::new(test.client.clone());
+    for _ in 0..2 {
+        let written = server.update(&test.name, "t", &statements, Duration::from_secs(5)).await.unwrap();
+        let refused: Vec<usize> = written.refused.iter().map(|(index, _)| *index).collect();
+        assert_eq!((written.matched, refused), (3, vec![1, 3, 4]));
+    }
+    let deletes: Vec<_> = [1, 3].map(|id| rawdoc! {"q": {"_id": id}, "limit": 0}).into();
+    server.delete(&test.name, "t", &deletes, Duration::from_secs(5)).await.unwrap();
+    let left: Vec<_> = crate::daemon::all(&db, "t").await.iter().map(|doc| doc.get_i32("x").unwrap()).collect();
+    assert_eq!(left, [0, 1, 2, 0, 3]);
 }

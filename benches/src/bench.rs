@@ -79,7 +79,9 @@ impl Bench {
     pub async fn daemon(&self, rules: &str, count: usize) -> Running {
         let config = env::temp_dir().join(format!("denormd-bench-{}.yaml", std::process::id()));
         // Held by SIGSTOP it stays the leader. Nothing else differs from the defaults.
-        let head = format!("mongodb: {{ uri: \"mongodb://localhost\", database: {DATABASE} }}\nlease: {{ ttl_seconds: 3600 }}\n");
+        let head = format!(
+            "mongodb: {{ uri: \"mongodb://localhost\", database: {DATABASE} }}\nlease: {{ ttl_seconds: 3600 }}\n"
+        );
         fs::write(&config, format!("{head}rules:\n{rules}")).expect("a config file");
         let mut daemon = Daemon::with(&config, &self.uri()).reachable();
         daemon.plan_apply();

@@ -24,7 +24,8 @@ const RATES: [u32; 3] = [200, 1_000, 5_000];
 const SPAN: Duration = Duration::from_secs(5);
 /// Connections that write changes.
 const WRITERS: u32 = 8;
-const RULES: &str = "  - name: names\n    copy: { source: parts, target: products, match: { part: _id }, set: { n: $n } }\n";
+const RULES: &str =
+    "  - name: names\n    copy: { source: parts, target: products, match: { part: _id }, set: { n: $n } }\n";
 
 type Sent = Arc<Mutex<HashMap<i64, Instant>>>;
 
@@ -97,7 +98,12 @@ async fn run(
     let cost = bench.since(begin, daemon);
     late.sort_by(f64::total_cmp);
     let at = |share: f64| {
-        #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a place in a list")]
+        #[expect(
+            clippy::cast_precision_loss,
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a place in a list"
+        )]
         let place = ((late.len() - 1) as f64 * share) as usize;
         late[place]
     };
@@ -111,7 +117,8 @@ async fn write(database: Database, rate: u32, writer: u32, first: i64, total: u3
     for nth in (writer..total).step_by(WRITERS as usize) {
         tokio::time::sleep_until((begin + Duration::from_secs(1) * nth / rate).into()).await;
         let n = first + i64::from(nth);
-        let change = parts.update_one(doc! {"_id": i32::try_from(nth).unwrap_or_default() % SOURCES}, doc! {"$set": {"n": n}});
+        let change =
+            parts.update_one(doc! {"_id": i32::try_from(nth).unwrap_or_default() % SOURCES}, doc! {"$set": {"n": n}});
         // Before it is sent: an event may be quicker than the acknowledgement.
         sent.lock().expect("a lock").insert(n, Instant::now());
         change.await.expect("an update");
@@ -120,10 +127,8 @@ async fn write(database: Database, rate: u32, writer: u32, first: i64, total: u3
 
 /// Follows the targets, and says how late each change was.
 async fn observe(database: &Database, first: i64, total: u32, sent: Sent) -> JoinHandle<Vec<f64>> {
-    let pipeline = [
-        doc! {"$match": {"operationType": "update"}},
-        doc! {"$project": {"n": "$updateDescription.updatedFields.n"}},
-    ];
+    let pipeline =
+        [doc! {"$match": {"operationType": "update"}}, doc! {"$project": {"n": "$updateDescription.updatedFields.n"}}];
     let stream = database.collection::<Document>("products").watch().pipeline(pipeline).await.expect("a stream");
     let mut stream = stream.with_type::<Document>();
     tokio::spawn(async move {
@@ -154,7 +159,10 @@ async fn bare_path(database: &Database) -> JoinHandle<()> {
             doc! {"$match": {"operationType": "update"}},
             doc! {"$project": {"documentKey": 1, "n": "$updateDescription.updatedFields.n"}},
         ];
-        let mut open = database.run_command(doc! {"aggregate": "parts", "pipeline": pipeline, "cursor": {}}).await.expect("a stream");
+        let mut open = database
+            .run_command(doc! {"aggregate": "parts", "pipeline": pipeline, "cursor": {}})
+            .await
+            .expect("a stream");
         let mut batch = "firstBatch";
         loop {
             let cursor = open.get_document("cursor").expect("a cursor");

@@ -15,14 +15,18 @@ const RULES: [usize; 4] = [1, 10, 100, 500];
 /// The same changes of one rule's source, among more and more rules.
 pub async fn rules(bench: &Bench) {
     heading("10,000 changes of one rule's source, among more and more rules");
-    println!("  {:<12}{:>10}{:>16}{:>16}{:>14}{:>16}", "rules", "drain", "server CPU", "daemon CPU", "in all", "memory at rest");
+    println!(
+        "  {:<12}{:>10}{:>16}{:>16}{:>14}{:>16}",
+        "rules", "drain", "server CPU", "daemon CPU", "in all", "memory at rest"
+    );
     let mut first = None;
     for number in RULES {
         let database = bench.fresh().await;
         load(&database).await;
         let mut rules = String::new();
         for nth in 0..number {
-            let (source, target) = if nth == 0 { ("parts".into(), "products".into()) } else { (format!("s{nth}"), format!("t{nth}")) };
+            let (source, target) =
+                if nth == 0 { ("parts".into(), "products".into()) } else { (format!("s{nth}"), format!("t{nth}")) };
             rules.push_str(&format!(
                 "  - name: rule{nth}\n    copy: {{ source: {source}, target: {target}, match: {{ part: _id }}, set: {{ name: $name }} }}\n"
             ));
@@ -39,11 +43,15 @@ pub async fn rules(bench: &Bench) {
 pub async fn documents(bench: &Bench) {
     heading("10,000 changes, in collections that grow by documents that do not change");
     let most: usize = std::env::var("DOCUMENTS").ok().and_then(|text| text.parse().ok()).unwrap_or(1_000_000);
-    println!("  {:<12}{:>10}{:>16}{:>16}{:>14}{:>16}", "documents", "drain", "server CPU", "daemon CPU", "in all", "memory at rest");
+    println!(
+        "  {:<12}{:>10}{:>16}{:>16}{:>14}{:>16}",
+        "documents", "drain", "server CPU", "daemon CPU", "in all", "memory at rest"
+    );
     let mut first = None;
     let database = bench.fresh().await;
     load(&database).await;
-    let rules = "  - name: rule0\n    copy: { source: parts, target: products, match: { part: _id }, set: { name: $name } }\n";
+    let rules =
+        "  - name: rule0\n    copy: { source: parts, target: products, match: { part: _id }, set: { name: $name } }\n";
     let (mut there, mut wanted) = (0_usize, 10_000);
     while wanted <= most {
         let from = i32::try_from(there).unwrap_or(i32::MAX) + SOURCES;
@@ -65,7 +73,14 @@ async fn load(database: &mongodb::Database) {
     insert(database, "products", (0..SOURCES).map(|id| doc! {"_id": id, "part": id}).collect()).await;
 }
 
-async fn line(bench: &Bench, database: &mongodb::Database, rules: &str, number: usize, name: &str, first: &mut Option<f64>) {
+async fn line(
+    bench: &Bench,
+    database: &mongodb::Database,
+    rules: &str,
+    number: usize,
+    name: &str,
+    first: &mut Option<f64>,
+) {
     let daemon = bench.daemon(rules, number).await;
     let memory = host::memory(daemon.pid()).0;
     let mut costs: Vec<Cost> = Vec::new();

@@ -1,9 +1,6 @@
 //! Backfill and check of a whole collection, beside the same done inside the server by one aggregation.
 
-use std::{
-    process::Command,
-    time::Instant,
-};
+use std::{process::Command, time::Instant};
 
 use bson::{Document, doc};
 use denormd_show::print::{bold, count, heading};
@@ -20,10 +17,18 @@ const RULES: &str = "  - name: names\n    copy: { source: parts, target: product
 
 /// Measures and prints.
 pub async fn measure(bench: &Bench) {
-    heading(&format!("Backfill and check of {} targets, beside one aggregation in the server", count(usize::try_from(TARGETS).unwrap_or_default())));
+    heading(&format!(
+        "Backfill and check of {} targets, beside one aggregation in the server",
+        count(usize::try_from(TARGETS).unwrap_or_default())
+    ));
     let database = bench.fresh().await;
     insert(&database, "parts", (0..SOURCES).map(|id| doc! {"_id": id, "name": "part", "price": id}).collect()).await;
-    insert(&database, "products", (0..TARGETS).map(|id| doc! {"_id": id, "part": id % SOURCES, "stock": id % 7}).collect()).await;
+    insert(
+        &database,
+        "products",
+        (0..TARGETS).map(|id| doc! {"_id": id, "part": id % SOURCES, "stock": id % 7}).collect(),
+    )
+    .await;
     let daemon = bench.daemon(RULES, 1).await;
     let mut ratios: [Vec<f64>; 4] = Default::default();
     for round in 0..=bench.rounds {
@@ -37,12 +42,22 @@ pub async fn measure(bench: &Bench) {
             "  backfill {filled:>6.2} s  $merge {merged:>6.2} s   nothing to write {silent:>6.2} s  $merge {looked:>6.2} s   check {checked:>6.2} s  $lookup {compared:>6.2} s"
         );
         if round > 0 {
-            for (ratio, value) in ratios.iter_mut().zip([merged / filled, looked / silent, compared / checked, looked / checked]) {
+            for (ratio, value) in
+                ratios.iter_mut().zip([merged / filled, looked / silent, compared / checked, looked / checked])
+            {
                 ratio.push(value);
             }
         }
     }
-    for (name, ratio) in ["$merge / backfill", "$merge / backfill that finds nothing to write", "$lookup / check", "$merge that finds nothing / check"].iter().zip(&ratios) {
+    for (name, ratio) in [
+        "$merge / backfill",
+        "$merge / backfill that finds nothing to write",
+        "$lookup / check",
+        "$merge that finds nothing / check",
+    ]
+    .iter()
+    .zip(&ratios)
+    {
         println!("  {name:<48}{}", bold(&spread(ratio)));
     }
     let _ = median(&ratios[0]);
@@ -89,7 +104,8 @@ async fn merge(database: &Database, all: bool) -> f64 {
 async fn compare(database: &Database) -> f64 {
     let begin = Instant::now();
     let mut pipeline = looked_up();
-    pipeline.push(doc! {"$match": {"$expr": {"$or": [{"$ne": ["$name", "$s.name"]}, {"$ne": ["$price", "$s.price"]}]}}});
+    pipeline
+        .push(doc! {"$match": {"$expr": {"$or": [{"$ne": ["$name", "$s.name"]}, {"$ne": ["$price", "$s.price"]}]}}});
     pipeline.push(doc! {"$count": "differ"});
     run(database, pipeline).await;
     begin.elapsed().as_secs_f64()

@@ -97,7 +97,8 @@ fn rename() -> Workload {
         },
         change: |version| Change::Update("parts", renames(version)),
         floors: |version| {
-            let known = |id| doc! {"q": {"part": id}, "u": {"$set": {"name": name(version), "price": version}}, "multi": true};
+            let known =
+                |id| doc! {"q": {"part": id}, "u": {"$set": {"name": name(version), "price": version}}, "multi": true};
             Floor::new("known", "products", (0..SOURCES).map(known).collect())
         },
         stale: |version| ("products", doc! {"$nor": [{"name": name(version), "price": version}]}),
@@ -113,7 +114,8 @@ fn arrays() -> Workload {
         load: || {
             // Targets have five references, a source is in four targets.
             let product = |id: i32| {
-                let parts: Vec<Document> = (0..ELEMENTS).map(|nth| doc! {"id": (id * ELEMENTS + nth) % SOURCES, "n": 1}).collect();
+                let parts: Vec<Document> =
+                    (0..ELEMENTS).map(|nth| doc! {"id": (id * ELEMENTS + nth) % SOURCES, "n": 1}).collect();
                 doc! {"_id": id, "parts": parts}
             };
             vec![("parts", parts()), ("products", (0..SOURCES * FAN_OUT / ELEMENTS).map(product).collect())]
@@ -143,7 +145,8 @@ fn insert() -> Workload {
             vec![("hosts", (0..HOSTS).map(host).collect())]
         },
         change: |version| {
-            let message = |nth: i32| doc! {"_id": version * MESSAGES + nth, "host": nth % HOSTS, "message": "something happened"};
+            let message =
+                |nth: i32| doc! {"_id": version * MESSAGES + nth, "host": nth % HOSTS, "message": "something happened"};
             Change::Insert("logmsg", (0..MESSAGES).map(message).collect())
         },
         floors: |version| {
@@ -178,7 +181,9 @@ fn million() -> Workload {
             let message = |id| doc! {"_id": id, "host": 1, "message": "something happened"};
             vec![("hosts", vec![doc! {"_id": 1, "ipaddr": "0"}]), ("logmsg", (0..MILLION).map(message).collect())]
         },
-        change: |version| Change::Update("hosts", vec![doc! {"q": {"_id": 1}, "u": {"$set": {"ipaddr": version.to_string()}}}]),
+        change: |version| {
+            Change::Update("hosts", vec![doc! {"q": {"_id": 1}, "u": {"$set": {"ipaddr": version.to_string()}}}])
+        },
         floors: |version| {
             let all = doc! {"q": {"host": 1}, "u": {"$set": {"ipaddr": version.to_string()}}, "multi": true};
             Floor::new("updateMany", "logmsg", vec![all])
@@ -330,6 +335,8 @@ fn counts() -> Workload {
                 Floor::new("known", "products", (0..PRODUCTS).map(known).collect()),
             )
         },
-        stale: |version| ("products", doc! {"$nor": [{"review_count": REVIEWS / PRODUCTS, "rating.avg": f64::from(version)}]}),
+        stale: |version| {
+            ("products", doc! {"$nor": [{"review_count": REVIEWS / PRODUCTS, "rating.avg": f64::from(version)}]})
+        },
     }
 }

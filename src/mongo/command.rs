@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bson::{Bson, DateTime, Document, RawArrayBuf, RawDocumentBuf, doc, rawdoc};
+use bson::{Bson, DateTime, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, raw::CStr, rawdoc};
 use futures_util::StreamExt;
 use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_cursor::RawBatch};
 use tokio::sync::RwLock;
@@ -26,7 +26,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(60);
 const CLOCK_AGE: Duration = Duration::from_secs(5);
 /// How long the primary may take to say who it is.
 const HELLO: Duration = Duration::from_secs(15);
-/// What `$range` says to a step of zero, which is what a command's `let` makes of a deadline that has passed.
+/// What `$range` says to a step of zero, which is what [`in_time`] makes of a deadline that has passed.
 const TOO_LATE: i32 = 34449;
 /// A command document may be 16 MiB and a little; statements are cut well below it.
 const COMMAND_BYTES: usize = 8 << 20;
@@ -37,6 +37,17 @@ pub struct Server {
     client: Client,
     clock: RwLock<Option<Clock>>,
     fence: Option<Arc<Fence>>,
+    /// Where a command's deadline is checked, once the server has been asked.
+    checked: RwLock<Option<Checked>>,
+}
+
+/// Where a server checks the deadline of a bulk write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Checked {
+    /// By a statement of its own that goes first and ends an ordered command. Costs nothing a statement.
+    First,
+    /// By the command's `let`, which is computed for each statement (16 µs on MongoDB 6.0.5).
+    Each,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -112,13 +123,13 @@ impl Server {
     /// Wraps a connected client.
     #[must_use]
     pub fn new(client: Client) -> Self {
-        Self { client, clock: RwLock::new(None), fence: None }
+        Self { client, clock: RwLock::new(None), fence: None, checked: RwLock::new(None) }
     }
 
     /// The same cluster for a leader, whose writes end with its lease.
     #[must_use]
     pub fn under(&self, fence: Arc<Fence>) -> Self {
-        Self { client: self.client.clone(), clock: RwLock::new(None), fence: Some(fence) }
+        Self { fence: Some(fence), ..Self::new(self.client.clone()) }
     }
 
     /// The same cluster without a leadership.
@@ -208,11 +219,11 @@ impl Server {
         Ok(Batches { cursor, primary })
     }
 
-    /// Runs update statements, unordered, acknowledged by a majority.
+    /// Runs update statements, each on its own account, acknowledged by a majority.
     ///
-    /// Statements carry `$expr: "$$ok"`: the server evaluates the deadline by its own clock when it starts the command, and
-    /// `maxTimeMS` bounds what started in time. A command that is delayed past its deadline writes nothing and says so. One
-    /// whose answer is lost is waited out: when this returns it does not run any more.
+    /// The server checks the deadline by its own clock when it starts the command, and `maxTimeMS` bounds what started in
+    /// time. A command that is delayed past its deadline writes nothing and says so. One whose answer is lost is waited out:
+    /// when this returns it does not run any more.
     pub async fn update(
         &self,
         database: &str,
@@ -220,7 +231,7 @@ impl Server {
         statements: &[RawDocumentBuf],
         timeout: Duration,
     ) -> Result<Written> {
-        self.bulk(database, ("update", "updates"), collection, statements, timeout).await
+        self.bulk(database, &Verb::update(), collection, statements, timeout).await
     }
 
     /// Runs delete statements, in the way of [`Server::update`].
@@ -231,52 +242,73 @@ impl Server {
         statements: &[RawDocumentBuf],
         timeout: Duration,
     ) -> Result<Written> {
-        self.bulk(database, ("delete", "deletes"), collection, statements, timeout).await
+        self.bulk(database, &Verb::delete(), collection, statements, timeout).await
     }
 
     async fn bulk(
         &self,
         database: &str,
-        (verb, list): (&str, &str),
+        verb: &Verb,
         collection: &str,
         statements: &[RawDocumentBuf],
         timeout: Duration,
     ) -> Result<Written> {
         let mut written = Written::default();
+        let mut checked = self.checked(database, verb, collection, timeout).await?;
         let mut start = 0;
         while start < statements.len() {
-            let mut array = RawArrayBuf::new();
-            let mut end = start;
             let mut bytes = 0;
-            while let Some(statement) = statements.get(end) {
+            let fits = |statement: &&RawDocumentBuf| {
                 bytes += statement.as_bytes().len() + 16;
-                if end > start && bytes > COMMAND_BYTES {
-                    break;
+                bytes <= COMMAND_BYTES
+            };
+            let count = statements[start..].iter().take_while(fits).count().max(1);
+            let chunk = &statements[start..start + count];
+            let window = self.window(timeout).await?;
+            let reply = self.fenced(database, verb.command(collection, chunk, window, checked)?, window).await?;
+            let refused = written.refused.len();
+            take_reply(&reply, start, usize::from(checked == Checked::First), &mut written)?;
+            start = match written.refused.get(refused) {
+                // It ended there. Where one is refused others may be: what follows goes without an order.
+                Some((index, _)) if checked == Checked::First => {
+                    checked = Checked::Each;
+                    index + 1
                 }
-                array.push(statement.clone());
-                end += 1;
-            }
-            let mut command = RawDocumentBuf::new();
-            command.append(bson::raw::CString::try_from(verb.to_owned())?, collection);
-            command.append(bson::raw::CString::try_from(list.to_owned())?, array);
-            let reply = self.fenced(database, command, timeout).await?;
-            take_reply(&reply, start, &mut written)?;
-            start = end;
+                _ => start + count,
+            };
         }
         Ok(written)
     }
 
-    /// Sends a write with its deadline, and stays until it cannot run any more.
-    async fn fenced(&self, database: &str, mut command: RawDocumentBuf, timeout: Duration) -> Result<Document> {
+    /// Where the server checks a deadline. It is asked, not assumed, by a command that is too late: only what refuses that
+    /// one can be trusted. A mongos sends a command's statements to different shards, and only some get the first.
+    async fn checked(&self, database: &str, verb: &Verb, collection: &str, timeout: Duration) -> Result<Checked> {
+        if let Some(known) = *self.checked.read().await {
+            return Ok(known);
+        }
+        let hello = Primary::of(&self.client).hello(HELLO).await?;
+        let mut checked = Checked::Each;
+        if hello.get_str("msg").ok() != Some("isdbgrid") {
+            let window = Window { deadline: 0, ..self.window(timeout).await? };
+            let late = self.fenced(database, verb.command(collection, &[], window, Checked::First)?, window).await?;
+            match take_reply(&late, 0, 1, &mut Written::default()) {
+                Err(error) if error.kind == Kind::Unavailable => checked = Checked::First,
+                Err(error) => return Err(error),
+                Ok(()) => {}
+            }
+        }
+        *self.checked.write().await = Some(checked);
+        Ok(checked)
+    }
+
+    /// When a command that is sent now may run.
+    async fn window(&self, timeout: Duration) -> Result<Window> {
         let now = self.server_now().await?;
-        let window = Window::new(self.fence.as_deref(), now, timeout, Instant::now())?;
-        let in_time = rawdoc! {"$lt": ["$$NOW", DateTime::from_millis(window.deadline)]};
-        // [0], which is true; an error of its own kind when it is too late: that nothing matched would look like success.
-        let ok = rawdoc! {"$range": [0, 1, {"$cond": [in_time, 1, 0]}]};
-        command.append(bson::cstr!("let"), rawdoc! {"ok": ok});
-        command.append(bson::cstr!("ordered"), false);
-        command.append(bson::cstr!("writeConcern"), rawdoc! {"w": "majority"});
-        command.append(bson::cstr!("maxTimeMS"), millis(window.run));
+        Window::new(self.fence.as_deref(), now, timeout, Instant::now())
+    }
+
+    /// Sends a write with its deadline, and stays until it cannot run any more.
+    async fn fenced(&self, database: &str, command: RawDocumentBuf, window: Window) -> Result<Document> {
         let primary = Primary::of(&self.client);
         let database = self.database(database);
         let answer = primary.attend(database.run_raw_command(command).selection_criteria(primary.criteria()));
@@ -286,8 +318,9 @@ impl Server {
             Err(_) => Err(Error::new(Kind::Connection, "no answer in time")),
         };
         if let Err(error) = &result {
-            // Another server, with another clock, may have become the primary.
+            // Another server, with another clock, may have become the primary, or another release.
             *self.clock.write().await = None;
+            *self.checked.write().await = None;
             if error.kind == Kind::Connection && primary.address().is_some() {
                 primary.wait_out(window.over).await;
             }
@@ -314,11 +347,66 @@ impl Server {
     }
 }
 
+/// A bulk write command.
+struct Verb {
+    name: &'static CStr,
+    list: &'static CStr,
+    /// What follows `q` in a statement that changes nothing.
+    nothing: (&'static CStr, RawBson),
+}
+
+impl Verb {
+    fn update() -> Self {
+        let nothing = RawBson::Document(rawdoc! {"$set": {}});
+        Self { name: cstr!("update"), list: cstr!("updates"), nothing: (cstr!("u"), nothing) }
+    }
+
+    fn delete() -> Self {
+        Self { name: cstr!("delete"), list: cstr!("deletes"), nothing: (cstr!("limit"), RawBson::Int32(1)) }
+    }
+
+    fn command(
+        &self,
+        collection: &str,
+        statements: &[RawDocumentBuf],
+        window: Window,
+        checked: Checked,
+    ) -> Result<RawDocumentBuf> {
+        let mut array = RawArrayBuf::new();
+        if checked == Checked::First {
+            // `$range` of nothing is never more than an array of one.
+            let never = rawdoc! {"$gt": [in_time(window), [0, 0]]};
+            let mut first = rawdoc! {"q": {"_id": null, "$expr": never}};
+            let (name, nothing) = &self.nothing;
+            first.append(*name, nothing.clone());
+            array.push(first);
+        }
+        statements.iter().for_each(|statement| array.push(statement.clone()));
+        let mut command = RawDocumentBuf::new();
+        command.append(self.name, collection);
+        command.append(self.list, array);
+        if checked == Checked::Each {
+            command.append(cstr!("let"), rawdoc! {"ok": in_time(window)});
+        }
+        command.append(cstr!("ordered"), checked == Checked::First);
+        command.append(cstr!("writeConcern"), rawdoc! {"w": "majority"});
+        command.append(cstr!("maxTimeMS"), millis(window.run));
+        Ok(command)
+    }
+}
+
+/// `[0]`, or an error of its own kind when it is too late: that nothing matched would look like success.
+fn in_time(window: Window) -> RawDocumentBuf {
+    let in_time = rawdoc! {"$lt": ["$$NOW", DateTime::from_millis(window.deadline)]};
+    rawdoc! {"$range": [0, 1, {"$cond": [in_time, 1, 0]}]}
+}
+
 fn too_late() -> Error {
     Error::new(Kind::Unavailable, "the command reached the server after its deadline")
 }
 
-fn take_reply(reply: &Document, offset: usize, written: &mut Written) -> Result<()> {
+/// Adds what a reply says of statements from `offset` on; `before` of its statements were none of theirs.
+fn take_reply(reply: &Document, offset: usize, before: usize, written: &mut Written) -> Result<()> {
     let count = |name: &str| match reply.get(name) {
         Some(Bson::Int32(n)) => u64::try_from(*n).unwrap_or_default(),
         Some(Bson::Int64(n)) => u64::try_from(*n).unwrap_or_default(),
@@ -336,6 +424,8 @@ fn take_reply(reply: &Document, offset: usize, written: &mut Written) -> Result<
             let kind = kind_of_code(code);
             let name = error.get_str("codeName").unwrap_or_default();
             let error = Error { code: Some(code), ..Error::new(kind, named(code, name)) };
+            // What refuses the first of all, which changes nothing, refuses the command.
+            let Some(index) = index.checked_sub(before) else { return Err(error) };
             written.refused.push((offset + index, error));
         }
     }

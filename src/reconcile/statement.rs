@@ -1,7 +1,7 @@
 //! Update and delete statements. Pure.
 //!
-//! Architecture invariant: every statement demands that the reference is still what the value was computed for, that the
-//! target still takes part (`target.where`), and that the command started in time (`$expr: "$$ok"`).
+//! Architecture invariant: every statement demands that the reference is still what the value was computed for, and that the
+//! target still takes part (`target.where`). That its command starts in time is seen to where it is sent.
 
 use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, doc, rawdoc};
 
@@ -83,7 +83,7 @@ pub fn of_target(rule: &Rule, id: &Key, guard: &RawDocumentBuf, desired: &Desire
 
 /// The statement that takes `path` away from the targets with these `_id`s.
 pub fn unset(path: &FieldPath, ids: Vec<Bson>) -> Result<Statement> {
-    let mut query = doc! {"$and": [{"_id": {"$in": ids.clone()}}], "$expr": "$$ok"};
+    let mut query = doc! {"$and": [{"_id": {"$in": ids.clone()}}]};
     let mut name = path.to_string();
     let mut filters = Vec::new();
     if let Some(each) = path.array_prefix() {
@@ -259,7 +259,6 @@ fn outer_filters(each: &FieldPath) -> (Vec<Document>, String) {
 
 fn query(rule: &Rule, mut conditions: Vec<Document>) -> Document {
     conditions.extend(rule.target.filter.clone());
-    conditions.push(doc! {"$expr": "$$ok"});
     let mut flat = Document::new();
     let mut collided = false;
     for (name, value) in conditions.iter().flatten() {
