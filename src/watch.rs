@@ -7,6 +7,10 @@ use mongodb::raw_batch_cursor::RawBatch;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+mod relevance;
+
+pub use relevance::pattern;
+
 use crate::{
     change::{ChangeEvent, Namespace},
     error::{Error, Kind, Result},
@@ -16,8 +20,9 @@ use crate::{
     position::{Position, token_time},
 };
 
-/// How long the server waits for an event before it answers with an empty batch. An empty batch carries a token too.
-const AWAIT: Duration = Duration::from_millis(500);
+/// How long the server waits for an event before it answers with an empty batch. An empty batch carries a token too: it says
+/// how far the stream is when nothing but our own writes, which are not sent, has moved the oplog.
+const AWAIT: Duration = Duration::from_millis(100);
 /// Events in one batch at most.
 const BATCH: u32 = 5000;
 /// Up to this many collections, comparing whole namespaces costs the server least (measured on MongoDB 6.0.5).
@@ -57,7 +62,10 @@ pub fn streams(plan: &Plan) -> Vec<StreamSpec> {
         let pre_images = plan.pre_images().iter().any(|(ns, _)| ns.database == database);
         StreamSpec {
             stream,
-            pipeline: vec![filter(&namespaces), projection(plan, &database, pre_images)],
+            pipeline: [filter(&namespaces), projection(plan, &database, pre_images)]
+                .into_iter()
+                .chain(relevance::filter(plan, &namespaces))
+                .collect(),
             database,
             pre_images,
         }

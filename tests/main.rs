@@ -35,6 +35,7 @@ mod patterns;
 mod plan;
 mod process;
 mod program;
+mod relevance;
 mod running;
 mod scraped;
 mod secured;
