@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use bson::{Bson, DateTime, Document, RawDocument};
+use bson::{Bson, DateTime, Document, RawBsonRef, RawDocument, Timestamp};
 
 use crate::{
     error::{Error, Result},
@@ -66,35 +66,73 @@ impl ChangeEvent {
     /// Decodes one event as the pipeline of [`crate::watch`] projects it
     /// (<https://www.mongodb.com/docs/manual/reference/change-events/>; `changed` is the pipeline's own).
     pub fn decode(raw: &RawDocument) -> Result<Self> {
-        let event = Document::try_from(raw).map_err(|_| Error::internal("a change event is not valid BSON"))?;
-        let text = |name: &str| event.get_str(name).unwrap_or_default();
-        let document = |name: &str| event.get_document(name).ok().cloned();
-        let changed = || {
-            let paths = event.get_array("changed").map(Vec::as_slice).unwrap_or_default();
-            paths.iter().filter_map(Bson::as_str).map(ToOwned::to_owned).collect()
+        let mut fields = Fields::default();
+        for field in raw {
+            let (name, value) = field.map_err(|_| Error::internal("a change event is not valid BSON"))?;
+            fields.take(name.as_str(), value);
+        }
+        let document = |raw: Option<&RawDocument>| {
+            let document = raw.map(Document::try_from).transpose();
+            document.map_err(|_| Error::internal("a document of a change event is not valid BSON"))
         };
-        let change = match text("operationType") {
-            "insert" => Change::Insert(document("fullDocument").unwrap_or_default()),
-            "replace" => Change::Replace(document("fullDocument").unwrap_or_default()),
-            "update" => Change::Update(changed()),
+        let change = match fields.operation {
+            "insert" => Change::Insert(document(fields.now)?.unwrap_or_default()),
+            "replace" => Change::Replace(document(fields.now)?.unwrap_or_default()),
+            "update" => Change::Update(fields.changed),
             "delete" => Change::Delete,
             "drop" => Change::Drop,
-            "rename" => Change::Rename(namespace(event.get_document("to").ok())),
+            "rename" => Change::Rename(namespace(fields.to)),
             "dropDatabase" => Change::DropDatabase,
             _ => Change::Other,
         };
+        let id = fields.key.and_then(|key| key.get("_id").ok().flatten());
+        let id = id.map_or(Ok(Bson::Null), Bson::try_from);
         Ok(Self {
-            namespace: namespace(event.get_document("ns").ok()),
+            namespace: namespace(fields.namespace),
             change,
-            id: event.get_document("documentKey").ok().and_then(|key| key.get("_id")).cloned().unwrap_or(Bson::Null),
-            before: document("fullDocumentBeforeChange"),
-            cluster_time: event.get_timestamp("clusterTime").map(ClusterTime::from).unwrap_or_default(),
-            wall_time: event.get_datetime("wallTime").ok().copied(),
+            id: id.map_err(|_| Error::internal("the _id of a change event is not valid BSON"))?,
+            before: document(fields.before)?,
+            cluster_time: fields.cluster_time.map(ClusterTime::from).unwrap_or_default(),
+            wall_time: fields.wall_time,
         })
     }
 }
 
-fn namespace(ns: Option<&Document>) -> Namespace {
+/// The fields of an event, read in one pass. One of an unexpected type counts as absent.
+#[derive(Default)]
+struct Fields<'a> {
+    operation: &'a str,
+    namespace: Option<&'a RawDocument>,
+    to: Option<&'a RawDocument>,
+    key: Option<&'a RawDocument>,
+    now: Option<&'a RawDocument>,
+    before: Option<&'a RawDocument>,
+    changed: Vec<String>,
+    cluster_time: Option<Timestamp>,
+    wall_time: Option<DateTime>,
+}
+
+impl<'a> Fields<'a> {
+    fn take(&mut self, name: &str, value: RawBsonRef<'a>) {
+        match name {
+            "operationType" => self.operation = value.as_str().unwrap_or_default(),
+            "ns" => self.namespace = value.as_document(),
+            "to" => self.to = value.as_document(),
+            "documentKey" => self.key = value.as_document(),
+            "fullDocument" => self.now = value.as_document(),
+            "fullDocumentBeforeChange" => self.before = value.as_document(),
+            "changed" => {
+                let paths = value.as_array().into_iter().flatten().flatten();
+                self.changed = paths.filter_map(|path| path.as_str().map(ToOwned::to_owned)).collect();
+            }
+            "clusterTime" => self.cluster_time = value.as_timestamp(),
+            "wallTime" => self.wall_time = value.as_datetime(),
+            _ => {}
+        }
+    }
+}
+
+fn namespace(ns: Option<&RawDocument>) -> Namespace {
     let part = |name: &str| ns.and_then(|ns| ns.get_str(name).ok()).unwrap_or_default().to_owned();
     Namespace { database: part("db"), collection: part("coll") }
 }

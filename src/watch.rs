@@ -9,8 +9,6 @@ use tokio_util::sync::CancellationToken;
 
 mod relevance;
 
-pub use relevance::pattern;
-
 use crate::{
     change::{ChangeEvent, Namespace},
     error::{Error, Kind, Result},
@@ -62,10 +60,7 @@ pub fn streams(plan: &Plan) -> Vec<StreamSpec> {
         let pre_images = plan.pre_images().iter().any(|(ns, _)| ns.database == database);
         StreamSpec {
             stream,
-            pipeline: [filter(&namespaces), projection(plan, &database, pre_images)]
-                .into_iter()
-                .chain(relevance::filter(plan, &namespaces))
-                .collect(),
+            pipeline: vec![filter(plan, &namespaces), projection(plan, &database, pre_images)],
             database,
             pre_images,
         }
@@ -73,19 +68,29 @@ pub fn streams(plan: &Plan) -> Vec<StreamSpec> {
     specs.collect()
 }
 
-fn filter(namespaces: &[Namespace]) -> Document {
-    let one_of = |field: &str| {
-        if namespaces.len() <= WHOLE_NAMESPACES {
-            let whole: Vec<Document> =
-                namespaces.iter().map(|ns| doc! {"db": &ns.database, "coll": &ns.collection}).collect();
-            doc! {field: {"$in": whole}}
-        } else {
-            let names: Vec<&str> = namespaces.iter().map(|ns| ns.collection.as_str()).collect();
-            doc! {format!("{field}.coll"): {"$in": names}}
-        }
-    };
+fn filter(plan: &Plan, namespaces: &[Namespace]) -> Document {
+    let all: Vec<&Namespace> = namespaces.iter().collect();
+    let few = namespaces.len() <= WHOLE_NAMESPACES;
     // `$out` and a rename onto a watched collection are seen by their `to` alone.
-    doc! {"$match": {"$or": [one_of("ns"), one_of("to"), {"operationType": {"$in": ["dropDatabase", "invalidate"]}}]}}
+    let wanted = doc! {
+        "$or": [one_of("ns", &all, few), one_of("to", &all, few), {"operationType": {"$in": ["dropDatabase", "invalidate"]}}],
+    };
+    match relevance::clause(plan, namespaces, few) {
+        Some(clause) => doc! {"$match": {"$and": [wanted, clause]}},
+        None => doc! {"$match": wanted},
+    }
+}
+
+/// The field names one of these.
+fn one_of(field: &str, namespaces: &[&Namespace], few: bool) -> Document {
+    if few {
+        let whole: Vec<Document> =
+            namespaces.iter().map(|ns| doc! {"db": &ns.database, "coll": &ns.collection}).collect();
+        doc! {field: {"$in": whole}}
+    } else {
+        let names: Vec<&str> = namespaces.iter().map(|ns| ns.collection.as_str()).collect();
+        doc! {format!("{field}.coll"): {"$in": names}}
+    }
 }
 
 /// Keeps the reference fields and the names of what changed: an event of 16 MB becomes one of a few hundred bytes.

@@ -381,7 +381,7 @@ impl Verb {
             first.append(*name, nothing.clone());
             array.push(first);
         }
-        statements.iter().for_each(|statement| array.push(statement.clone()));
+        statements.iter().for_each(|statement| array.push(statement.as_ref()));
         let mut command = RawDocumentBuf::new();
         command.append(self.name, collection);
         command.append(self.list, array);

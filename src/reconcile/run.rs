@@ -422,7 +422,7 @@ impl Run<'_> {
                 statements.push((nth, statement));
             }
         }
-        self.write(items, &statements, &rows).await
+        self.write(items, statements, &rows).await
     }
 
     /// What keeps a dangling reference from destroying: the grace period, or the brake.
@@ -448,17 +448,18 @@ impl Run<'_> {
         Ok(None)
     }
 
-    async fn write(&self, items: &mut [Item], statements: &[(usize, Statement)], rows: &Rows) -> Result<()> {
+    async fn write(&self, items: &mut [Item], statements: Vec<(usize, Statement)>, rows: &Rows) -> Result<()> {
         let mut refused: Vec<(usize, Error)> = Vec::new();
-        for deletes in [false, true] {
-            let (owners, raw): (Vec<usize>, Vec<RawDocumentBuf>) = statements
-                .iter()
-                .filter_map(|(nth, statement)| match statement {
-                    Statement::Update(raw) if !deletes => Some((*nth, raw.clone())),
-                    Statement::Delete(raw) if deletes => Some((*nth, raw.clone())),
-                    _ => None,
-                })
-                .unzip();
+        let (mut updates, mut deletes) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
+        for (owner, statement) in statements {
+            let (side, raw) = match statement {
+                Statement::Update(raw) => (&mut updates, raw),
+                Statement::Delete(raw) => (&mut deletes, raw),
+            };
+            side.0.push(owner);
+            side.1.push(raw);
+        }
+        for (deletes, (owners, raw)) in [(false, updates), (true, deletes)] {
             match self.send(deletes, &raw).await {
                 Ok(errors) => refused.extend(errors.into_iter().map(|(index, error)| (owners[index], error))),
                 // One key whose targets take too long is taken in steps.
@@ -579,7 +580,7 @@ impl Run<'_> {
                 statements.push((nth, statement));
             }
         }
-        self.write(items, &statements, &rows).await
+        self.write(items, statements, &rows).await
     }
 
     async fn locate(&self, role: Role, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
