@@ -114,7 +114,7 @@ impl One<'_> {
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
         let metrics = &self.context.metrics;
         let expected = self.expected(after.as_ref()).await;
-        metrics.backfill_started(&self.rule.name, expected);
+        metrics.backfill_started(&self.rule.name, self.context.partition.place(), expected);
         let mut done = 0_u64;
         loop {
             let page = self.page(after.as_ref(), time).await?;
@@ -130,7 +130,7 @@ impl One<'_> {
                     tracing::info!(rule = %self.rule.name, "backfill asked for again: starting over");
                     return Ok(false);
                 }
-                metrics.backfilled(&self.rule.name, done);
+                metrics.backfilled(&self.rule.name, self.context.partition.place(), done);
             }
             if last.is_none() {
                 break;
@@ -141,7 +141,7 @@ impl One<'_> {
         failpoint::here("backfill-ending");
         let done = self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done, progress).await?;
         if done {
-            metrics.backfill_ended(&self.rule.name);
+            metrics.backfill_ended(&self.rule.name, self.context.partition.place());
             tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
         }
         Ok(done)

@@ -208,7 +208,7 @@ impl Pipeline {
         let (backfills, asked) = mpsc::unbounded_channel();
         let (spread, spread_asked) = mpsc::unbounded_channel();
         Self {
-            schedule: Schedule::new(context.plan.clone(), context.limits.pending),
+            schedule: Schedule::new(context.plan.clone(), context.limits.pending).within(context.partition),
             observer: observe::Observer::new(&context.plan),
             context,
             store,
