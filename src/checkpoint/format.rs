@@ -18,7 +18,7 @@ pub const COLLECTION: &str = "formats";
 /// 2: the state of a deployment that is divided into partitions. One that is not divided is still 1.
 pub const VERSION: i32 = 2;
 /// What the state of a deployment that is not divided has.
-const UNDIVIDED: i32 = 1;
+pub const UNDIVIDED: i32 = 1;
 /// DuplicateKey: another instance has written it at the same moment.
 const DUPLICATE_KEY: i32 = 11000;
 
