@@ -41,6 +41,7 @@ impl Partition {
     pub const WHOLE: Self = Self { place: 0, of: 1 };
 
     /// All partitions of a deployment that is divided into so many.
+    #[must_use = "they are made as they are asked for"]
     pub fn all(of: u32) -> impl DoubleEndedIterator<Item = Self> {
         (0..of).map(move |place| Self { place, of })
     }

@@ -173,10 +173,10 @@ impl Board {
         state.probes = Probes::default();
         state.canary = None;
         self.metrics.leader.set(0);
-        attached.keys().for_each(|place| self.metrics.leads(*place, false));
         // There may have been none.
         self.metrics.canary_age.remove_label_values::<&str>(&[]).ok();
         for place in attached.into_keys() {
+            self.metrics.leads(place, false);
             self.metrics.forget_observation(place);
         }
     }

@@ -3,6 +3,9 @@
 use std::time::Duration;
 
 use bson::{Document, doc};
+use denormd::{
+    checkpoint::store::Store, division::divide, error::Kind, lease::Lease, mongo::Server, partition::Partition,
+};
 use futures_util::TryStreamExt;
 
 use crate::world::World;
@@ -80,6 +83,24 @@ async fn the_number_of_partitions_changes_while_changes_go_on() {
     let format: Document = states.collection("formats").find_one(doc! {"_id": "default"}).await.unwrap().unwrap();
     assert_eq!((format.get_i32("version").unwrap(), format.get("partitions")), (1, None));
     last.terminate().await;
+}
+
+/// A leader of the old number may still be writing.
+#[tokio::test]
+async fn the_number_does_not_change_under_a_leader() {
+    let test = denormd_fixture::database().await;
+    let (server, name) = (Server::new(test.client.clone()), &test.name);
+    let ttl = Duration::from_secs(3);
+    assert!(divide(&server, name, "d", 2, ttl).await.unwrap(), "there was nothing before");
+    let held = Lease::new(server.unfenced(), name, "d#1/2", ttl).try_lead().await.unwrap().unwrap();
+    for _ in 0..3 {
+        assert!(!divide(&server, name, "d", 4, ttl).await.unwrap());
+    }
+    Store::open_partition(&server, name, "d", Partition::all(2).next().unwrap()).await.unwrap();
+    held.release().await;
+    assert!(divide(&server, name, "d", 4, ttl).await.unwrap());
+    let old = Store::open_partition(&server, name, "d", Partition::all(2).next().unwrap()).await;
+    assert_eq!(old.unwrap_err().kind, Kind::Unavailable, "what is left of the old number does not begin");
 }
 
 #[tokio::test(flavor = "multi_thread")]
