@@ -80,7 +80,7 @@ pub struct Metrics {
     pub tls_unverified: IntGauge,
     /// 1 while this process writes.
     pub leader: IntGauge,
-    /// The same of each partition. No series where the deployment is not divided.
+    /// The same of each partition.
     partition_leader: IntGaugeVec,
     /// What is wrong, one series a cause.
     pub causes: IntGaugeVec,
@@ -228,7 +228,7 @@ impl Metrics {
             queue_depth: f.whole("denormd_queue_depth", "Reconcile requests that wait or run, named targets counted.")?,
             tls_unverified: f.whole("denormd_tls_unverified", "1 while the connection string switches the verification of the server's certificate off.")?,
             leader: f.whole("denormd_leader", "1 while this process is the one that writes.")?,
-            partition_leader: f.wholes("denormd_partition_leader", "1 while this process is the one that writes for the partition; no series in a deployment that is not divided.", &["partition"])?,
+            partition_leader: f.wholes("denormd_partition_leader", "1 while this process is the one that writes for the partition; a deployment that is not divided has one.", &["partition"])?,
             causes: f.wholes("denormd_cause", "1 while this keeps the copies from being true at once.", &["reason"])?,
             drift_found: f.counters("denormd_drift_found_total", "Targets that differed from their definition without a change that explains it.", &["rule"])?,
             drift_repaired: f.counters("denormd_drift_repaired_total", "Of those, repaired.", &["rule"])?,
@@ -247,6 +247,7 @@ impl Metrics {
         for reason in ["done", "refused"] {
             metrics.config_reloads.with_label_values(&[reason]);
         }
+        metrics.divided(1);
         metrics.config_ok.set(1);
         Ok(Arc::new(metrics))
     }
@@ -455,7 +456,7 @@ impl Metrics {
     /// The deployment is divided into so many partitions; none of them is led here yet.
     pub fn divided(&self, partitions: u32) {
         self.partition_leader.reset();
-        for place in (0..partitions).filter(|_| partitions > 1) {
+        for place in 0..partitions {
             self.partition_leader.with_label_values(&[&place.to_string()]).set(0);
         }
     }
@@ -466,11 +467,7 @@ impl Metrics {
             self.leader.set(1);
             self.turn(partition);
         }
-        let label = partition.to_string();
-        let divided = self.partition_leader.collect().iter().any(|family| !family.get_metric().is_empty());
-        if divided {
-            self.partition_leader.with_label_values(&[&label]).set(i64::from(leads));
-        }
+        self.partition_leader.with_label_values(&[&partition.to_string()]).set(i64::from(leads));
     }
 
     /// What the pipeline said last. None before it has started, or where another process leads.
