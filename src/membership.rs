@@ -128,7 +128,8 @@ impl Member {
 
     /// It leads so many partitions now; nothing when it cannot take any, so that nobody hands one over to it.
     pub fn leads(&self, partitions: Option<usize>) {
-        self.said.send_if_modified(|said| std::mem::replace(&mut said.leads, partitions) != partitions);
+        let changed = |said: &mut Said| std::mem::replace(&mut said.leads, partitions) != partitions;
+        self.said.send_if_modified(changed);
     }
 
     /// How many partitions each of the other instances leads that are there, have the same plan, and take some.
