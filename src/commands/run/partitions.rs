@@ -204,7 +204,7 @@ impl Share {
             Ok(Ended::NotTaken) => return Ok(()),
             Ok(Ended::HandedOver) => tracing::info!(partition = place, "handed over"),
             Ok(Ended::Lost | Ended::Unfit) => {
-                tracing::warn!(partition = place, "this instance leads this partition no more")
+                tracing::warn!(partition = place, "this instance leads this partition no more");
             }
             Err(error) => tracing::error!(partition = place, error = %error.message, "this partition has failed"),
         }
