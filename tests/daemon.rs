@@ -117,6 +117,13 @@ impl Daemon {
         assert!(store.ask(&self.context().server, rule).await.unwrap());
     }
 
+    /// How many keys it has reconciled, in all partitions.
+    #[must_use]
+    pub fn reconciled(&self) -> u64 {
+        let of = |handle: &Handle| handle.context.counts.reconciled.load(std::sync::atomic::Ordering::Relaxed);
+        self.handles.iter().map(of).sum()
+    }
+
     /// What it works with.
     #[must_use]
     pub fn context(&self) -> &Context {
