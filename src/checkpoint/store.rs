@@ -26,6 +26,9 @@ const DUPLICATE_KEY: i32 = 11000;
 /// The collection of rule states: one document a deployment and rule.
 pub const RULES: &str = "rules";
 
+/// The collection of terms: one document a deployment, with the last one that was led under.
+const TERMS: &str = "terms";
+
 /// The state of one deployment.
 #[derive(Debug, Clone)]
 pub struct Store {
@@ -81,10 +84,10 @@ pub struct Hold {
     pub paused: bool,
 }
 
-/// The greatest term that any state of the deployment was written under; 0 when there is no state.
+/// The greatest term that was ever led under, or that any state of the deployment was written under; 0 when there is none.
 pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> Result<i64> {
     let mut highest = 0;
-    for name in [POSITIONS, RULES, fan_out::COLLECTION] {
+    for name in [TERMS, POSITIONS, RULES, fan_out::COLLECTION] {
         let last = server
             .collection(database, name)
             .find_one(doc! {"_id.deployment": deployment})
@@ -94,6 +97,18 @@ pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> 
         highest = highest.max(last.map_or(0, |doc| doc.get_i64("term").unwrap_or(1).max(1)));
     }
     Ok(highest)
+}
+
+/// Records that a term is led under, before anything else is done under it. False when it has been, or a later one: each is
+/// led under once, whatever happens to the lease. One that comes late claims a term that nobody leads under.
+pub async fn claim_term(server: &Server, database: &str, deployment: &str, term: i64) -> Result<bool> {
+    let unclaimed = doc! {"_id": {"deployment": deployment}, "term": {"$not": {"$gte": term}}};
+    let claim = doc! {"$set": {"term": term, "since": DateTime::now()}};
+    match bounded(server.collection(database, TERMS).update_one(unclaimed, claim).upsert(true)).await {
+        Ok(_) => Ok(true),
+        Err(error) if error.code == Some(DUPLICATE_KEY) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 impl Store {
@@ -247,13 +262,24 @@ impl Store {
 
     /// Asks the leader, whoever it is, to backfill a rule from the start; releases it where it is held. False for a rule
     /// that has never run.
+    ///
+    /// It is bound to the generation that it has seen, as whoever asks need not be the leader: one that comes late, after the
+    /// rule was held once more, would release what nobody has looked at.
     pub async fn ask(&self, server: &Server, rule: &str) -> Result<bool> {
         // A source that is gone is taken for empty from now on.
         let mut state = backfill_state(&Backfill::Pending(None));
         state.insert("source_seen", false);
         let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
         let rules = server.collection(&self.database, RULES);
-        Ok(rules.update_one(doc! {"_id": self.id("rule", rule)}, update).await?.matched_count > 0)
+        loop {
+            let id = doc! {"_id": self.id("rule", rule)};
+            let Some(seen) = bounded(rules.find_one(id)).await? else { return Ok(false) };
+            let generation = same_generation(seen.get_i64("generation").unwrap_or_default());
+            let unchanged = doc! {"_id": self.id("rule", rule), "generation": generation};
+            if bounded(rules.update_one(unchanged, update.clone())).await?.matched_count > 0 {
+                return Ok(true);
+            }
+        }
     }
 
     /// Pauses a rule that is not held for another reason: from the moment that the leader sees it, the rule does nothing, and
@@ -298,10 +324,13 @@ impl Store {
         Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
     }
 
-    /// Remembers that the source collection of a rule is there.
-    pub async fn source_seen(&self, server: &Server, rule: &str) -> Result<()> {
+    /// Remembers that the source collection of a rule is there. One that comes late, after a release by which an absent source
+    /// counts as empty, finds another generation and changes nothing.
+    pub async fn source_seen(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+        let mut filter = mine(server, self.id("rule", rule));
+        filter.insert("generation", same_generation(generation));
         let update = doc! {"$set": {"source_seen": true}};
-        server.collection(&self.database, RULES).update_one(doc! {"_id": self.id("rule", rule)}, update).await?;
+        bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
         Ok(())
     }
 
@@ -323,14 +352,18 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets what a rule was; with `whole`, the rule too.
-    pub async fn forget(&self, server: &Server, rule: &str, whole: bool) -> Result<()> {
-        let filter = doc! {"_id": self.id("rule", rule)};
+    /// Forgets what a rule was; with `whole`, the rule too. Only what is `known`: a rule that has come back to the config
+    /// meanwhile, or was changed again, is another one, also for a request that comes late.
+    pub async fn forget(&self, server: &Server, rule: &str, known: &RuleState, whole: bool) -> Result<()> {
+        let mut filter = doc! {"_id": self.id("rule", rule), "definition": known.definition.clone()};
         let rules = server.collection(&self.database, RULES);
         if whole {
-            rules.delete_one(filter).await?;
+            // Absent, or held all the same: what comes back gets another state, and another generation.
+            filter.insert("generation", same_generation(known.generation));
+            bounded(rules.delete_one(filter)).await?;
         } else {
-            rules.update_one(filter, doc! {"$unset": {"retired": ""}}).await?;
+            let update = doc! {"$pullAll": {"retired": known.retired.clone()}};
+            bounded(rules.update_one(filter, update)).await?;
         }
         Ok(())
     }
@@ -368,6 +401,11 @@ pub(super) fn refused_upsert(error: Error) -> Error {
 
 fn former() -> Error {
     Error::new(Kind::Unavailable, "another instance has become the leader")
+}
+
+/// A state from before there were generations lacks it.
+fn same_generation(generation: i64) -> Bson {
+    if generation == 0 { doc! {"$in": [Bson::Null, 0_i64]}.into() } else { generation.into() }
 }
 
 fn backfill_state(backfill: &Backfill) -> Document {

@@ -90,11 +90,12 @@ pub(super) async fn look_for_sources(context: &Context, store: &Store) -> Result
     let mut gone = Vec::new();
     for rule in &context.plan.rules {
         let source = &rule.source.namespace;
-        let seen = known.iter().any(|(name, state)| *name == rule.name && state.source_seen);
+        let state = known.iter().find(|(name, _)| *name == rule.name).map(|(_, state)| state);
+        let seen = state.is_some_and(|state| state.source_seen);
         if context.server.has_collection(&source.database, &source.collection).await? {
             context.saw(source, true);
-            if !seen {
-                store.source_seen(&context.server, &rule.name).await?;
+            if let Some(state) = state.filter(|state| !state.source_seen) {
+                store.source_seen(&context.server, &rule.name, state.generation).await?;
             }
         } else if seen {
             gone.push(rule.id);
