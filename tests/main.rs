@@ -44,3 +44,4 @@ mod timeline;
 mod traces;
 mod upgrade;
 mod world;
+mod zombies;
