@@ -23,12 +23,13 @@ use crate::{
     failpoint,
     key::Key,
     mongo::Reads,
-    plan::Rule,
+    plan::{Rule, RuleId},
     reconcile::{
         Context, read,
         run::{id_of, request_of_found},
     },
     request::{Page, Request, Scope, Task},
+    suspension::UNAUTHORIZED,
 };
 
 /// Targets in one page.
@@ -41,12 +42,21 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// made in their stead was done.
 const LOOK: Duration = Duration::from_secs(10);
 
-/// Does the fan-outs that are asked for until `stop`. Those that are done are told to `finished`.
+/// Who is told.
+#[derive(Debug)]
+pub struct Told {
+    /// What is done.
+    pub finished: mpsc::UnboundedSender<FanOut>,
+    /// A rule that the user may not read for, and what was refused. Once that is recorded its fan-outs end.
+    pub lacking: mpsc::UnboundedSender<(RuleId, String)>,
+}
+
+/// Does the fan-outs that are asked for until `stop`.
 pub async fn run(
     context: Arc<Context>,
     mut asked: mpsc::UnboundedReceiver<FanOut>,
     out: mpsc::Sender<Page>,
-    finished: mpsc::UnboundedSender<FanOut>,
+    told: Told,
     stop: CancellationToken,
 ) {
     let mut waiting: Vec<FanOut> = Vec::new();
@@ -58,7 +68,7 @@ pub async fn run(
     loop {
         while let Some(job) = waiting.pop_if(|_| running.len() < AT_ONCE) {
             running.insert(job.subject.clone(), job.clone());
-            tasks.spawn(patiently(context.clone(), job, out.clone(), stop.clone()));
+            tasks.spawn(patiently(context.clone(), job, out.clone(), told.lacking.clone(), stop.clone()));
         }
         tokio::select! {
             job = asked.recv() => {
@@ -76,7 +86,7 @@ pub async fn run(
                 let done = newest.wish == ended.asked.wish || newest.wish == ended.done;
                 if !done {
                     waiting.push(newest);
-                } else if finished.send(newest).is_err() {
+                } else if told.finished.send(newest).is_err() {
                     return;
                 }
             }
@@ -107,6 +117,7 @@ async fn patiently(
     context: Arc<Context>,
     asked: FanOut,
     out: mpsc::Sender<Page>,
+    lacking: mpsc::UnboundedSender<(RuleId, String)>,
     stop: CancellationToken,
 ) -> Option<Ended> {
     let mut job = asked.clone();
@@ -121,6 +132,14 @@ async fn patiently(
         let Err(error) = result else { return Some(Ended { asked, done: job.wish }) };
         tracing::warn!(rule = %rule.name, error = %error.message, "the fan-out was interrupted and goes on");
         context.metrics.trouble(Some(&rule.name), "fan-out", &error);
+        if error.code == Some(UNAUTHORIZED) {
+            // A pipeline that is gone suspends nothing.
+            lacking.send((rule.id, error.message)).ok();
+            // Suspended with its rule.
+            if let Ok(None) = context.fan_outs.recorded(&context.server, &rule, &job.subject).await {
+                return Some(Ended { asked, done: job.wish });
+            }
+        }
         tokio::select! {
             () = tokio::time::sleep(PAUSE) => {}
             () = stop.cancelled() => return None,

@@ -40,6 +40,8 @@ mod scraped;
 mod secured;
 mod simulation;
 mod story;
+mod suspended;
+mod throttle;
 mod timeline;
 mod traces;
 mod upgrade;

@@ -3,7 +3,7 @@
 //! Every document holds the term of the leader that wrote it last. A leader first marks all of them with its own term; from
 //! then on nothing that a former leader has sent changes them.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use bson::{Bson, DateTime, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
@@ -11,7 +11,7 @@ use futures_util::TryStreamExt;
 use crate::{
     error::{Error, Kind, Result},
     mongo::{Server, bounded},
-    plan::Rule,
+    plan::{Plan, Rule, RuleId},
     position::{ClusterTime, Position},
 };
 
@@ -48,6 +48,8 @@ pub struct RuleState {
     pub retired: Vec<Document>,
     /// Whether its source collection has been there.
     pub source_seen: bool,
+    /// Until when the loss of its source has been released: a drop up to then, met again after a crash, does not hold it again.
+    pub released: Option<ClusterTime>,
     /// How far its backfill is.
     pub backfill: Backfill,
     /// How many targets its open backfill has done and has to do, where that is known.
@@ -82,6 +84,17 @@ pub struct Hold {
     pub detached: bool,
     /// An operator has paused it: resumed, it takes nothing away that it would not take away otherwise.
     pub paused: bool,
+    /// The cluster lacks something that it needs: it comes back by itself when that is there.
+    pub suspended: bool,
+}
+
+impl Hold {
+    /// The rule does nothing at all, and the backfill that ends this does what it misses. Otherwise what it would take away is
+    /// waiting for a release.
+    #[must_use]
+    pub fn rests(&self) -> bool {
+        self.paused || self.suspended
+    }
 }
 
 /// The greatest term that was ever led under, or that any state of the deployment was written under; 0 when there is none.
@@ -220,6 +233,7 @@ impl Store {
                     reason: doc.get_str("reason").unwrap_or_default().to_owned(),
                     detached: doc.get_bool("detached").unwrap_or_default(),
                     paused: doc.get_bool("paused").unwrap_or_default(),
+                    suspended: doc.get_bool("suspended").unwrap_or_default(),
                 }),
                 _ => Backfill::Pending(doc.get_array("after").ok().and_then(|after| after.first().cloned())),
             };
@@ -233,6 +247,7 @@ impl Store {
                 definition: definition.clone(),
                 retired,
                 source_seen,
+                released: doc.get_timestamp("released").ok().map(ClusterTime::from),
                 backfill,
                 progress,
                 noticed,
@@ -269,14 +284,19 @@ impl Store {
         // A source that is gone is taken for empty from now on.
         let mut state = backfill_state(&Backfill::Pending(None));
         state.insert("source_seen", false);
-        let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+        let now = Timestamp::from(server.operation_time().await?);
         let rules = server.collection(&self.database, RULES);
         loop {
             let id = doc! {"_id": self.id("rule", rule)};
             let Some(seen) = bounded(rules.find_one(id)).await? else { return Ok(false) };
             let generation = same_generation(seen.get_i64("generation").unwrap_or_default());
             let unchanged = doc! {"_id": self.id("rule", rule), "generation": generation};
-            if bounded(rules.update_one(unchanged, update.clone())).await?.matched_count > 0 {
+            let mut state = state.clone();
+            if seen.get_bool("detached").unwrap_or_default() {
+                state.insert("released", now);
+            }
+            let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+            if bounded(rules.update_one(unchanged, update)).await?.matched_count > 0 {
                 return Ok(true);
             }
         }
@@ -285,7 +305,7 @@ impl Store {
     /// Pauses a rule that is not held for another reason: from the moment that the leader sees it, the rule does nothing, and
     /// this state is what says that everything missed meanwhile is to be backfilled.
     pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
-        let hold = Hold { reason: "paused by an operator".to_owned(), detached: false, paused: true };
+        let hold = Hold { reason: "paused by an operator".to_owned(), detached: false, paused: true, suspended: false };
         let mut state = backfill_state(&Backfill::Held(hold));
         let until = time.map(|time| i64::try_from(time.as_millis()).unwrap_or(i64::MAX));
         // By the server's clock, as the end is looked for.
@@ -322,6 +342,30 @@ impl Store {
         state.insert("until", Bson::Null);
         let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
         Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
+    }
+
+    /// Lets a suspended rule come back, by a whole backfill, unless it is another hold by now.
+    pub async fn come_back(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+        let mut suspended = mine(server, self.id("rule", rule));
+        suspended.extend(doc! {"backfill": "held", "suspended": true, "generation": generation});
+        let update = doc! {"$set": backfill_state(&Backfill::Pending(None)), "$inc": {"generation": 1_i64}};
+        bounded(server.collection(&self.database, RULES).update_one(suspended, update)).await?;
+        Ok(())
+    }
+
+    /// Which of these rules have run, as they are now. Reads only.
+    pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &Plan) -> Result<BTreeSet<RuleId>> {
+        let filter = doc! {"_id.deployment": deployment, "backfill": {"$ne": "absent"}};
+        let mut cursor = bounded(server.collection(database, RULES).find(filter)).await?;
+        let mut found = BTreeSet::new();
+        while let Some(doc) = bounded(cursor.try_next()).await? {
+            let (Ok(id), Ok(definition)) = (doc.get_document("_id"), doc.get_document("definition")) else { continue };
+            let same = |rule: &&Arc<Rule>| {
+                id.get_str("rule").ok() == Some(rule.name.as_str()) && rule.definition == *definition
+            };
+            found.extend(plan.rules.iter().find(same).map(|rule| rule.id));
+        }
+        Ok(found)
     }
 
     /// Remembers that the source collection of a rule is there. One that comes late, after a release by which an absent source
@@ -416,13 +460,14 @@ fn backfill_state(backfill: &Backfill) -> Document {
         Backfill::Held(_) => ("held", Vec::new()),
         Backfill::Absent => ("absent", Vec::new()),
     };
-    let (reason, detached, paused) = match backfill {
-        Backfill::Held(hold) => (Some(hold.reason.as_str()), Some(hold.detached), Some(hold.paused)),
-        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => (None, None, None),
+    let hold = match backfill {
+        Backfill::Held(hold) => Some(hold),
+        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => None,
     };
     doc! {
-        "backfill": state, "after": after, "reason": reason, "detached": detached, "paused": paused, "progress": Bson::Null,
-        "saved": DateTime::now(),
+        "backfill": state, "after": after, "reason": hold.map(|hold| hold.reason.as_str()),
+        "detached": hold.map(|hold| hold.detached), "paused": hold.map(|hold| hold.paused),
+        "suspended": hold.map(|hold| hold.suspended), "progress": Bson::Null, "saved": DateTime::now(),
     }
 }
 
