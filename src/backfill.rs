@@ -136,10 +136,9 @@ impl One<'_> {
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
         let metrics = &self.context.metrics;
         let expected = self.expected(after.as_ref()).await;
-        metrics.backfill_started(&self.rule.name, expected);
+        metrics.backfill_started(&self.rule.name, self.context.partition.place(), expected);
         let mut done = 0_u64;
-        let limit = self.context.limits.backfill_per_second;
-        let mut pace = Pace::new(server, metrics, &self.rule.name, limit);
+        let mut pace = Pace::new(self.context, &self.rule.name);
         loop {
             let page = self.page(after.as_ref(), pace.page(PAGE), time).await?;
             let last = page.last().and_then(|doc| doc.get("_id")).cloned();
@@ -154,7 +153,7 @@ impl One<'_> {
                     tracing::info!(rule = %self.rule.name, "backfill asked for again: starting over");
                     return Ok(false);
                 }
-                metrics.backfilled(&self.rule.name, done);
+                metrics.backfilled(&self.rule.name, self.context.partition.place(), done);
             }
             if last.is_none() {
                 break;
@@ -166,7 +165,7 @@ impl One<'_> {
         failpoint::here("backfill-ending");
         let done = self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done, progress).await?;
         if done {
-            metrics.backfill_ended(&self.rule.name);
+            metrics.backfill_ended(&self.rule.name, self.context.partition.place());
             tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
         }
         Ok(done)

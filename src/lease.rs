@@ -8,6 +8,7 @@
 use std::{sync::Arc, time::Duration};
 
 use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
+use futures_util::TryStreamExt;
 use mongodb::{
     Collection,
     options::{FindOneAndUpdateOptions, ReturnDocument},
@@ -22,7 +23,8 @@ use crate::{
     mongo::{Connection, Fence, Server},
 };
 
-/// The collection of leases in the state database: one document a deployment.
+/// The collection of leases in the state database: one document a deployment,
+/// or partition of one.
 pub const COLLECTION: &str = "leases";
 /// How much longer than `until` a successor waits for what the predecessor was writing: a server notices the end of a
 /// command's time within milliseconds, and this is for a busy one.
@@ -293,16 +295,24 @@ impl<R: Registry> Drop for Held<R> {
     }
 }
 
-/// Whether somebody leads the deployment now.
-pub async fn is_held(server: &Server, database: &str, deployment: &str) -> Result<bool> {
+/// Whether somebody leads one of these partitions of a deployment now.
+pub async fn is_held(server: &Server, database: &str, ids: &[String]) -> Result<bool> {
+    Ok(!held(server, database, ids).await?.is_empty())
+}
+
+/// Those of these partitions that somebody leads now.
+pub async fn held(server: &Server, database: &str, ids: &[String]) -> Result<Vec<String>> {
+    let filter = doc! {"_id": {"$in": ids.to_vec()}};
     let leases = server.collection(database, COLLECTION);
-    let found = leases.find_one(doc! {"_id": deployment}).projection(doc! {"free": is_free()}).await?;
-    Ok(found.is_some_and(|lease| !lease.get_bool("free").unwrap_or_default()))
+    let found: Vec<Document> = leases.find(filter).projection(doc! {"free": is_free()}).await?.try_collect().await?;
+    let held = found.iter().filter(|lease| !lease.get_bool("free").unwrap_or_default());
+    Ok(held.filter_map(|lease| Some(lease.get_str("_id").ok()?.to_owned())).collect())
 }
 
 /// Whether the lease may be taken: its time is over, and what was written under it has been noticed to be over; or it was
 /// given back. One that was granted by an answer that got lost runs out as any other.
-fn is_free() -> Document {
+#[must_use]
+pub fn is_free() -> Document {
     let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
     let until = doc! {"$cond": [is_date, "$until", DateTime::from_millis(0)]};
     let given_back = doc! {"$eq": [{"$ifNull": ["$owner", Bson::Null]}, Bson::Null]};

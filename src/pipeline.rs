@@ -149,7 +149,8 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     }
     let released = releases(&context, &store).await?;
     let gone = look_for_sources(&context, &store).await?;
-    let lacking = suspension::still(&context).await?;
+    // The driver's futures are large.
+    let lacking = Box::pin(suspension::still(&context)).await?;
     let mut pipeline = Pipeline::new(context.clone(), store.clone());
     pipeline.held = held;
     pipeline.released = released;
@@ -157,7 +158,7 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
         pipeline.hold(rule, "its source collection is gone", true).await;
     }
     for (rule, reason) in lacking {
-        pipeline.suspend(rule, reason).await?;
+        Box::pin(pipeline.suspend(rule, reason)).await?;
     }
     // A rule is done up to a position: without one, it is done again.
     for rule in forgotten {
@@ -223,7 +224,7 @@ impl Pipeline {
         let (backfills, asked) = mpsc::unbounded_channel();
         let (spread, spread_asked) = mpsc::unbounded_channel();
         Self {
-            schedule: Schedule::new(context.plan.clone(), context.limits.pending),
+            schedule: Schedule::new(context.plan.clone(), context.limits.pending).within(context.partition),
             observer: observe::Observer::new(&context.plan),
             context,
             store,
@@ -435,7 +436,7 @@ impl Pipeline {
         let context = self.context.clone();
         let named = context.plan.rule(rule);
         let hold = Hold { reason, detached: false, paused: false, suspended: true };
-        self.store.reset_rule(&context.server, named, &Backfill::Held(hold.clone())).await?;
+        Box::pin(self.store.reset_rule(&context.server, named, &Backfill::Held(hold.clone()))).await?;
         context.fan_outs.forget(&context.server, &named.name).await?;
         tracing::error!(rule = %named.name, reason = hold.reason, "the rule is suspended until the cluster has what it needs; the others go on");
         self.backfilling.remove(&rule);

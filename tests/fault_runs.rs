@@ -243,23 +243,11 @@ impl Stage {
                 pause(wait).await;
                 self.heal_commands().await;
             }
-            Fault::NetworkSlow | Fault::NetworkLossy => {
-                let weather = match fault {
-                    Fault::NetworkSlow => Weather { delay: Duration::from_millis(80), ..Weather::default() },
-                    _ => Weather { loss: 20, ..Weather::default() },
-                };
-                self.weather(&[0, 1, 2], weather, 2000 + wait).await;
-            }
-            Fault::RequestsCutOff | Fault::AnswersCutOff | Fault::PrimaryCutOff => {
-                let weather = Weather {
-                    requests_lost: fault != Fault::AnswersCutOff,
-                    answers_lost: fault != Fault::RequestsCutOff,
-                    ..Weather::default()
-                };
-                let primary = self.set.primary().await;
-                // Longer than it takes to elect another one, or not.
-                self.weather(&[primary], weather, 500 + 4 * wait).await;
-            }
+            Fault::NetworkSlow
+            | Fault::NetworkLossy
+            | Fault::RequestsCutOff
+            | Fault::AnswersCutOff
+            | Fault::PrimaryCutOff => self.network(fault, wait).await,
             Fault::DiskFull => self.disk_full(wait).await,
             Fault::ClockStrobes => self.clock_strobes(wait).await,
             Fault::LargeTransaction => self.large_transaction(wait % 2 == 0).await,
@@ -326,6 +314,23 @@ impl Stage {
                 pause(100).await;
             }
             self.struck += 1;
+        }
+    }
+
+    async fn network(&mut self, fault: Fault, wait: u64) {
+        let fine = Weather::default();
+        match fault {
+            Fault::NetworkSlow => {
+                let slow = Weather { delay: Duration::from_millis(80), ..fine };
+                self.weather(&[0, 1, 2], slow, 2000 + wait).await;
+            }
+            Fault::NetworkLossy => self.weather(&[0, 1, 2], Weather { loss: 20, ..fine }, 2000 + wait).await,
+            _ => {
+                let (requests_lost, answers_lost) = (fault != Fault::AnswersCutOff, fault != Fault::RequestsCutOff);
+                let primary = self.set.primary().await;
+                // Longer than it takes to elect another one, or not.
+                self.weather(&[primary], Weather { requests_lost, answers_lost, ..fine }, 500 + 4 * wait).await;
+            }
         }
     }
 

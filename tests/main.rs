@@ -31,6 +31,7 @@ mod lifecycle;
 mod observe;
 mod operator;
 mod page;
+mod partitions;
 mod patterns;
 mod plan;
 mod process;

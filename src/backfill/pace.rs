@@ -8,11 +8,7 @@ use std::time::{Duration, Instant};
 
 use bson::Document;
 
-use crate::{
-    error::Result,
-    metrics::{HeldBack, Metrics},
-    mongo::Server,
-};
+use crate::{error::Result, metrics::HeldBack, reconcile::Context};
 
 /// So far the majority may be behind the primary's last write. Flow control sets in at ten seconds.
 const BEHIND: Duration = Duration::from_secs(2);
@@ -22,10 +18,8 @@ const ASK: Duration = Duration::from_millis(500);
 /// The pace of one backfill.
 #[derive(Debug)]
 pub struct Pace<'a> {
-    server: &'a Server,
-    metrics: &'a Metrics,
+    context: &'a Context,
     rule: &'a str,
-    per_second: Option<usize>,
     /// When the next page may be asked for.
     due: Instant,
     asked: Option<Instant>,
@@ -34,14 +28,22 @@ pub struct Pace<'a> {
 impl<'a> Pace<'a> {
     /// Of a backfill of `rule` that is about to begin.
     #[must_use]
-    pub fn new(server: &'a Server, metrics: &'a Metrics, rule: &'a str, per_second: Option<usize>) -> Self {
-        Self { server, metrics, rule, per_second, due: Instant::now(), asked: None }
+    pub fn new(context: &'a Context, rule: &'a str) -> Self {
+        Self { context, rule, due: Instant::now(), asked: None }
+    }
+
+    fn per_second(&self) -> Option<usize> {
+        self.context.limits.backfill_per_second
+    }
+
+    fn tell(&self, why: Option<HeldBack>) {
+        self.context.metrics.backfill_held_back(self.rule, self.context.partition.place(), why);
     }
 
     /// How many targets a page has at most: a low limit is no burst of a whole page.
     #[must_use]
     pub fn page(&self, most: i32) -> i32 {
-        let limit = self.per_second.and_then(|limit| i32::try_from(limit).ok());
+        let limit = self.per_second().and_then(|limit| i32::try_from(limit).ok());
         limit.map_or(most, |limit| limit.min(most))
     }
 
@@ -50,23 +52,23 @@ impl<'a> Pace<'a> {
         let now = Instant::now();
         let mut why = None;
         self.due = self.due.max(now) + self.span(targets);
-        if self.due > now && self.per_second.is_some() {
+        if self.due > now && self.per_second().is_some() {
             why = Some(HeldBack::Limit);
-            self.metrics.backfill_held_back(self.rule, why);
+            self.tell(why);
             tokio::time::sleep_until(self.due.into()).await;
         }
         while self.is_behind().await? {
             why = Some(HeldBack::MajorityBehind);
-            self.metrics.backfill_held_back(self.rule, why);
+            self.tell(why);
             tokio::time::sleep(ASK).await;
             self.asked = None;
         }
-        self.metrics.backfill_held_back(self.rule, why.filter(|why| *why == HeldBack::Limit));
+        self.tell(why.filter(|why| *why == HeldBack::Limit));
         Ok(())
     }
 
     fn span(&self, targets: usize) -> Duration {
-        let Some(limit) = self.per_second else { return Duration::ZERO };
+        let Some(limit) = self.per_second() else { return Duration::ZERO };
         let millis = targets.saturating_mul(1000) / limit.max(1);
         Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX))
     }
@@ -76,7 +78,7 @@ impl<'a> Pace<'a> {
             return Ok(false);
         }
         self.asked = Some(Instant::now());
-        Ok(behind(&self.server.hello().await?) > BEHIND)
+        Ok(behind(&self.context.server.hello().await?) > BEHIND)
     }
 }
 

@@ -46,7 +46,7 @@ pub struct FanOut {
 pub struct FanOuts {
     /// The state database.
     pub database: String,
-    /// The deployment's name.
+    /// What they are kept under: the deployment's name, or the id of one of its partitions.
     pub deployment: String,
 }
 
@@ -103,12 +103,6 @@ impl FanOuts {
         };
         bounded(server.collection(&self.database, COLLECTION).delete_many(filter)).await?;
         Ok(())
-    }
-
-    /// Whether one of the rule is open.
-    pub async fn is_open(&self, server: &Server, rule: &str) -> Result<bool> {
-        let filter = doc! {"_id.deployment": &self.deployment, "_id.rule": rule};
-        Ok(server.collection(&self.database, COLLECTION).find_one(filter).await?.is_some())
     }
 
     /// Those of the plan's rules.

@@ -8,7 +8,7 @@ use crate::{
     config::Loaded,
     metrics::HeldBack,
     server::client,
-    status::{Backfill, Role, Rule, Status, duration},
+    status::{Backfill, Partitions, Role, Rule, Status, duration},
 };
 
 /// How long the daemon may take to answer.
@@ -49,13 +49,14 @@ fn text(status: &Status) -> String {
     }
     writeln!(
         out,
-        "\n{} {}, {} waiting, {:.1} targets/s, {:.1} events/s, restart replays {}, up {}",
+        "\n{} {}{}, {} waiting, {:.1} targets/s, {:.1} events/s, restart replays {}, up {}",
         status.name,
         match status.role {
             Role::Starting => "starting",
             Role::Leader => "leader",
             Role::Standby => "standby",
         },
+        status.partitions.as_ref().map(led).unwrap_or_default(),
         status.queue_depth,
         status.targets_per_second,
         status.events_per_second,
@@ -84,6 +85,15 @@ fn text(status: &Status) -> String {
         out.push_str(&table(&errors.collect::<Vec<_>>()));
     }
     out
+}
+
+/// Which partitions the process leads: ` of partitions 0, 2 of 4`.
+fn led(partitions: &Partitions) -> String {
+    if partitions.led.is_empty() {
+        return format!(" of all {} partitions", partitions.of);
+    }
+    let places: Vec<String> = partitions.led.iter().map(ToString::to_string).collect();
+    format!(" of partitions {} of {}, and these figures are of them", places.join(", "), partitions.of)
 }
 
 /// The rules, the worst first.

@@ -153,6 +153,8 @@ pub struct Lease {
     /// How long a leader that says nothing stays the leader (`ttl_seconds`). It renews three times as often. A write
     /// command may run for half of it at most.
     pub ttl: Duration,
+    /// How many shares of the keys there are, each with a leader of its own (`partitions`).
+    pub partitions: u32,
 }
 
 impl Lease {
@@ -162,7 +164,7 @@ impl Lease {
 
 impl Default for Lease {
     fn default() -> Self {
-        Self { ttl: Self::DEFAULT_TTL }
+        Self { ttl: Self::DEFAULT_TTL, partitions: 1 }
     }
 }
 

@@ -124,7 +124,7 @@ impl Pipeline {
 
     /// Says how far everything is, at most ten times a second.
     pub(super) fn observe(&mut self) {
-        self.context.metrics.turn();
+        self.context.metrics.turn(self.context.partition.place());
         if self.observer.last.is_some_and(|last| last.elapsed() < EVERY) {
             return;
         }
@@ -150,6 +150,7 @@ impl Pipeline {
             streams: streams.collect(),
             depth: self.schedule.depth(),
             capacity: self.context.limits.pending,
+            full: !self.schedule.has_room(),
             keys: self.schedule.keys(),
             backfilling: self.backfilling.keys().map(|rule| rule.0).collect(),
             degraded: numbers(&self.observer.degraded),
@@ -158,7 +159,7 @@ impl Pipeline {
             paused: self.held_because(|hold| hold.paused),
             suspended: self.held_because(|hold| hold.suspended),
         };
-        self.context.metrics.observe(observation);
+        self.context.metrics.observe(self.context.partition.place(), observation);
     }
 }
 

@@ -23,6 +23,7 @@ use crate::{
     logging::STAGES,
     metrics::Metrics,
     mongo::{Fence, Reads, Server},
+    partition::Partition,
     plan::{Plan, Rule, RuleId, reference::Role},
     position::ClusterTime,
     reconcile::{
@@ -70,6 +71,8 @@ pub struct Context {
     pub counts: Counts,
     /// What is measured.
     pub metrics: Arc<Metrics>,
+    /// Which keys are reconciled here.
+    pub partition: Partition,
 }
 
 impl Context {
@@ -89,7 +92,26 @@ impl Context {
             lacking: BTreeMap::new(),
             counts: Counts::default(),
             metrics,
+            partition: Partition::WHOLE,
         }
+    }
+
+    /// The same for one partition: it reconciles the keys that it owns, and keeps its own state. Limits that bound all
+    /// partitions together become its share of them.
+    #[must_use]
+    pub fn within(mut self, partition: Partition) -> Self {
+        self.fan_outs.deployment = partition.id(&self.dead_letters.deployment);
+        self.dead_letters.partition = partition;
+        self.limits.pending = partition.share(self.limits.pending);
+        self.limits.destroy_per_hour = partition.share(self.limits.destroy_per_hour);
+        self.partition = partition;
+        self
+    }
+
+    /// Whether what writes this key of the rule runs here.
+    #[must_use]
+    pub fn owns(&self, rule: &Rule, key: &Key) -> bool {
+        self.partition.owns(&rule.name, key)
     }
 
     /// Counts what a rule destroys; returns how much that is in this hour.
@@ -147,6 +169,7 @@ impl Context {
             lacking: self.lacking.clone(),
             counts: Counts::default(),
             metrics: self.metrics.clone(),
+            partition: self.partition,
         }
     }
 }

@@ -81,13 +81,13 @@ async fn main() {
 fn config(test: &TestDb) -> std::path::PathBuf {
     let file = env::temp_dir().join(format!("denormd-backlog-{}.yaml", std::process::id()));
     let rules = "rules:\n  - { name: address, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }\n";
-    let text = format!(
+    let yaml = format!(
         "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\n{rules}",
         test.uri,
         test.name,
         format!("{}_state", test.name)
     );
-    fs::write(&file, text).expect("a config");
+    fs::write(&file, yaml).expect("a config");
     file
 }
 
@@ -99,9 +99,12 @@ async fn write(db: &Database, events: usize) -> usize {
     for (name, documents) in [("logs", hosts * 2), ("hosts", hosts)] {
         let collection = db.collection::<Document>(name);
         for first in (0..documents).step_by(BULK) {
-            let document = |n| match name {
-                "logs" => doc! {"_id": id(n), "host": id(n % hosts)},
-                _ => doc! {"_id": id(n), "ip": id(n)},
+            let document = |n| {
+                if name == "logs" {
+                    doc! {"_id": id(n), "host": id(n % hosts)}
+                } else {
+                    doc! {"_id": id(n), "ip": id(n)}
+                }
             };
             let some: Vec<Document> = (first..documents.min(first + BULK)).map(document).collect();
             written += some.len();
