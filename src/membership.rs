@@ -126,12 +126,13 @@ impl Member {
         self.said.send_modify(|said| said.plan = plan);
     }
 
-    /// It leads so many partitions now.
-    pub fn leads(&self, partitions: usize) {
-        self.said.send_if_modified(|said| said.leads.replace(partitions) != Some(partitions));
+    /// It leads so many partitions now; nothing when it cannot take any, so that nobody hands one over to it.
+    pub fn leads(&self, partitions: Option<usize>) {
+        let changed = |said: &mut Said| std::mem::replace(&mut said.leads, partitions) != partitions;
+        self.said.send_if_modified(changed);
     }
 
-    /// How many partitions each of the other instances leads that are there and have the same plan.
+    /// How many partitions each of the other instances leads that are there, have the same plan, and take some.
     pub async fn others(&self) -> Result<Vec<usize>> {
         let plan = self.said.borrow().plan.clone();
         self.place.others(&plan).await
@@ -204,9 +205,15 @@ impl Place {
             "plan": &said.plan, "seen": "$$NOW", "started": {"$ifNull": ["$started", "$$NOW"]},
             "process": i64::from(std::process::id()),
         };
-        state.extend(said.leads.map(|leads| ("leads".to_owned(), i64::try_from(leads).unwrap_or(i64::MAX).into())));
+        let update = match said.leads {
+            Some(leads) => {
+                state.insert("leads", i64::try_from(leads).unwrap_or(i64::MAX));
+                vec![doc! {"$set": state}]
+            }
+            None => vec![doc! {"$set": state}, doc! {"$unset": "leads"}],
+        };
         let instances = self.collection(COLLECTION);
-        bounded(instances.update_one(doc! {"_id": self.id()}, vec![doc! {"$set": state}]).upsert(true)).await?;
+        bounded(instances.update_one(doc! {"_id": self.id()}, update).upsert(true)).await?;
         // What has been silent for a day does not come back.
         let day = DateTime::from_millis(DateTime::now().timestamp_millis() - 24 * 3600 * 1000);
         let old = doc! {"_id.deployment": &self.deployment, "seen": {"$lt": day}};
@@ -218,7 +225,7 @@ impl Place {
     async fn others(&self, plan: &str) -> Result<Vec<usize>> {
         let others = doc! {
             "_id.deployment": &self.deployment, "_id.instance": {"$ne": &self.instance}, "plan": plan,
-            "$expr": self.alive(),
+            "leads": {"$exists": true}, "$expr": self.alive(),
         };
         let instances = self.collection(COLLECTION);
         let mut cursor = bounded(instances.find(others).projection(doc! {"leads": 1})).await?;

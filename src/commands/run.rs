@@ -181,7 +181,11 @@ impl Rules {
     /// Divides the deployment into as many partitions as the config says. False while it has leaders of another number.
     async fn divide(&self) -> Result<bool, Error> {
         let Config { name, state, lease, .. } = &self.loaded.config;
-        divide(&self.connection.now(), &state.database, name, lease.partitions, lease.ttl).await
+        match divide(&self.connection.now(), &state.database, name, lease.partitions, lease.ttl).await {
+            // Whoever leads is told, and ends.
+            Err(error) if error.kind == Kind::Topology => Ok(true),
+            divided => divided,
+        }
     }
 
     /// Takes the new config when it is whole and the cluster has what it needs; otherwise the old one stays in force.

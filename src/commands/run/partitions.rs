@@ -22,13 +22,15 @@ use crate::{
 };
 
 use super::{
-    LOOK, Rules, finished, service,
+    Rules, finished, service,
     signals::{Signals, Wake},
     start,
 };
 
 /// How often it is seen whether a partition is free, or one too many.
 const POLL: Duration = Duration::from_millis(500);
+/// How long an instance that could not begin takes nothing.
+const UNFIT: Duration = Duration::from_secs(30);
 /// How long the others must have led less before a partition is handed over: what changes at once is not followed.
 const SETTLED: Duration = Duration::from_secs(2);
 
@@ -48,8 +50,10 @@ enum Ended {
     NotTaken,
     /// As it was told to.
     HandedOver,
-    /// Its lease was lost, or it could not begin.
+    /// Its lease was lost.
     Lost,
+    /// It could not begin, for want of a privilege.
+    Unfit,
 }
 
 /// The partitions that this instance leads, or is about to.
@@ -60,13 +64,15 @@ struct Share {
     uneven: Option<Instant>,
     /// Since when partitions are free that others should take.
     free: Option<Instant>,
+    /// Since when it is known that this instance cannot lead.
+    unfit: Option<Instant>,
 }
 
 /// Leads its share of the partitions, until it is told to stop.
 pub(super) async fn share(paths: &[PathBuf], rules: &mut Rules, signals: &mut Signals) -> Result<(), Failure> {
     let of = rules.loaded.config.lease.partitions;
     tracing::info!(deployment = %rules.loaded.config.name, partitions = of, "standing by");
-    let mut share = Share { led: BTreeMap::new(), tasks: JoinSet::new(), uneven: None, free: None };
+    let mut share = Share { led: BTreeMap::new(), tasks: JoinSet::new(), uneven: None, free: None, unfit: None };
     let mut tick = tokio::time::interval(POLL);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let result = loop {
@@ -116,7 +122,8 @@ impl Share {
             }
             return Ok(());
         }
-        if self.led.is_empty() && !rules.divide().await? {
+        let unfit = self.unfit.is_some_and(|since| since.elapsed() < UNFIT);
+        if unfit || (self.led.is_empty() && !rules.divide().await?) {
             return Ok(());
         }
         let config = &rules.loaded.config;
@@ -133,7 +140,7 @@ impl Share {
                 Next::Keep | Next::HandOver => break,
             }
         }
-        rules.member.leads(self.led.len());
+        rules.member.leads(Some(self.led.len()));
         let uneven = self.free.is_none() && next(self.led.len(), &others, of) == Next::HandOver;
         self.uneven = if uneven { self.uneven.or_else(|| Some(Instant::now())) } else { None };
         if self.uneven.is_some_and(|since| since.elapsed() >= SETTLED) {
@@ -188,12 +195,17 @@ impl Share {
             ended.map_err(|error| Error::internal(format!("the leader of a partition has ended: {error}")))?;
         self.led.remove(&partition);
         rules.board.detach_partition(partition);
-        rules.member.leads(self.led.len());
+        if matches!(ended, Ok(Ended::Unfit)) {
+            self.unfit = Some(Instant::now());
+        }
+        rules.member.leads(self.unfit.is_none_or(|since| since.elapsed() >= UNFIT).then_some(self.led.len()));
         let place = partition.place();
         match &ended {
             Ok(Ended::NotTaken) => return Ok(()),
             Ok(Ended::HandedOver) => tracing::info!(partition = place, "handed over"),
-            Ok(Ended::Lost) => tracing::warn!(partition = place, "this instance leads this partition no more"),
+            Ok(Ended::Lost | Ended::Unfit) => {
+                tracing::warn!(partition = place, "this instance leads this partition no more");
+            }
             Err(error) => tracing::error!(partition = place, error = %error.message, "this partition has failed"),
         }
         rules
@@ -249,8 +261,7 @@ async fn lead(
             Err(error) if error.kind == Kind::Privilege => {
                 tracing::warn!(error = %error.message, "following changes cannot begin; standing by again");
                 held.release().await;
-                tokio::time::sleep(LOOK).await;
-                return Ok(Ended::Lost);
+                return Ok(Ended::Unfit);
             }
             Err(error) => {
                 held.release().await;
