@@ -116,8 +116,9 @@ async fn rollbacks(node: &mongodb::Client) -> i32 {
 struct Stage {
     /// Faults that were seen to have struck, of those that can be seen.
     struck: u64,
-    set: ReplicaSet,
+    // Dropped before the servers that its database is dropped from.
     world: World,
+    set: ReplicaSet,
     daemons: Vec<Daemon>,
     random: StdRng,
 }
@@ -472,8 +473,8 @@ async fn for_as_long_as_it_is_told() {
     let seed = from_environment("DENORMD_SEED").unwrap_or_else(rand::random::<u32>);
     let only: Option<String> = std::env::var("DENORMD_FAULT").ok().filter(|name| !name.is_empty());
     println!("seed {seed}, {minutes} minutes");
-    let begun = Instant::now();
     let mut stage = Stage::set_up(u64::from(seed)).await;
+    let begun = Instant::now();
     let mut table: BTreeMap<String, Vec<Option<(Duration, Duration)>>> = BTreeMap::new();
     while begun.elapsed().as_secs_f64() < minutes * 60.0 {
         let faults = match &only {
@@ -516,6 +517,7 @@ async fn for_as_long_as_it_is_told() {
         println!("{name:<34} {:>5} {differ:>7} {}", runs.len(), columns.join(" "));
     }
     let runs = table.values().map(Vec::len).sum::<usize>();
+    assert!(runs > 0, "no time for a run");
     println!("{runs} runs, {divergences} divergences; {} faults seen to strike", stage.struck);
     assert_eq!(divergences, 0, "seed {seed}");
 }
