@@ -152,6 +152,7 @@ pub fn state_note(state: Option<&RuleState>) -> Option<String> {
         Some(Backfill::Pending(_)) => Some("its backfill is not done".to_owned()),
         Some(Backfill::Manual) => Some("it waits for `denormd backfill`".to_owned()),
         Some(Backfill::Held(hold)) if hold.paused => Some("it is paused".to_owned()),
+        Some(Backfill::Held(hold)) if hold.suspended => Some(format!("it is suspended: {}", hold.reason)),
         Some(Backfill::Held(hold)) => Some(format!("it is held: {}", hold.reason)),
         Some(Backfill::Done) => None,
     }

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::store::highest_term,
+    checkpoint::store::{claim_term, highest_term},
     error::{Error, Result},
     failpoint,
     mongo::{Connection, Fence, Server},
@@ -65,7 +65,7 @@ pub struct Grant {
     pub term: i64,
     /// Its end by the registry's clock, in milliseconds since 1970.
     pub until: i64,
-    /// There was no document although there is state: it was deleted, and its owner may not know yet.
+    /// A later term than the document knew of was led under: it was deleted, and its owner may not know yet.
     pub was_deleted: bool,
 }
 
@@ -210,14 +210,11 @@ impl LeaseDocument {
 impl Registry for LeaseDocument {
     async fn take(&self, owner: &str) -> Result<Option<Grant>> {
         let id = doc! {"_id": &self.deployment};
-        let seen = self.collection().find_one(id.clone()).projection(doc! {"free": is_free()}).await?;
+        let seen = self.collection().find_one(id.clone()).projection(doc! {"free": is_free(), "term": 1}).await?;
         if seen.as_ref().is_some_and(|doc| !doc.get_bool("free").unwrap_or_default()) {
             return Ok(None);
         }
-        let before = match seen {
-            Some(_) => 0,
-            None => highest_term(&self.connection.now(), &self.database, &self.deployment).await?,
-        };
+        let before = highest_term(&self.connection.now(), &self.database, &self.deployment).await?;
         let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};
         let mine = doc! {
             "_id": "$_id", "term": term, "owner": owner, "until": self.until(),
@@ -234,7 +231,15 @@ impl Registry for LeaseDocument {
         if doc.get_str("owner").ok() != Some(owner) {
             return Ok(None);
         }
-        Ok(Some(Grant { term: term_of(&doc)?, until: until_of(&doc)?, was_deleted: before > 0 }))
+        let term = term_of(&doc)?;
+        // Recorded a second time, where nobody deletes it with the lease. The lease may have been deleted, and taken by another
+        // one in the same term, since it was looked at: then this one is left to run out, and so does what the other has begun.
+        if !claim_term(&self.connection.now(), &self.database, &self.deployment, term).await? {
+            tracing::warn!(term, "the lease was deleted while it was being taken: it is left to run out");
+            return Ok(None);
+        }
+        let known = seen.as_ref().and_then(|seen| seen.get_i64("term").ok()).unwrap_or_default();
+        Ok(Some(Grant { term, until: until_of(&doc)?, was_deleted: before > known }))
     }
 
     async fn renew(&self, owner: &str, term: i64) -> Result<Option<i64>> {

@@ -18,7 +18,7 @@
 //! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
 //! | what is asked for | [`request`] |
 //! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`events`], [`lease`], [`membership`], [`division`], [`workqueue`], [`reconcile`] |
-//! | what feeds the same queue | [`preflight`], [`backfill`], [`fan_out`], [`audit`], [`check`] |
+//! | what feeds the same queue | [`preflight`], [`suspension`], [`backfill`], [`fan_out`], [`audit`], [`check`] |
 //! | what tells before it runs | [`survey`] |
 //! | beside them: schema advice | [`advise`] |
 //! | assembly | [`pipeline`], [`status`], [`server`] |
@@ -70,5 +70,6 @@ pub mod route;
 pub mod server;
 pub mod status;
 pub mod survey;
+pub mod suspension;
 pub mod watch;
 pub mod workqueue;

@@ -23,7 +23,7 @@ use prometheus::{
 
 use crate::error::{Error, Kind, Result};
 pub use cause::Cause;
-pub use observation::{BackfillProgress, Observation, RuleFacts, StreamFacts};
+pub use observation::{BackfillProgress, HeldBack, Observation, RuleFacts, StreamFacts};
 pub use trouble::Trouble;
 use trouble::Troubles;
 
@@ -59,6 +59,8 @@ pub struct Metrics {
     pub backfill_scanned: IntGaugeVec,
     /// Targets that the open backfill has to read.
     pub backfill_total: IntGaugeVec,
+    /// Whether something keeps the open backfill from going faster.
+    backfill_held_back: IntGaugeVec,
     /// How old the saved position is, while a newer one is known.
     pub checkpoint_age: Gauge,
     /// How old the last answer of the slowest stream is.
@@ -215,6 +217,7 @@ impl Metrics {
             backfill_running: f.wholes("denormd_backfill_running", "1 while the rule's backfill is open.", &["rule"])?,
             fan_outs: f.wholes("denormd_fan_outs", "Large fan-outs of the rule that are under way.", &["rule"])?,
             backfill_scanned: f.wholes("denormd_backfill_scanned_targets", "Targets that the rule's last backfill has read.", &["rule"])?,
+            backfill_held_back: f.wholes("denormd_backfill_held_back", "1 while the rule's backfill waits between its pages, by the reason.", &["rule", "reason"])?,
             backfill_total: f.wholes("denormd_backfill_expected_targets", "Targets that the rule's last backfill has to read, estimated.", &["rule"])?,
             checkpoint_age: f.gauge("denormd_checkpoint_age_seconds", "How far back a restart would begin; 0 when the saved position is the newest.")?,
             stream_age: f.gauge("denormd_stream_age_seconds", "Seconds since every change stream has answered, with or without events.")?,
@@ -287,6 +290,9 @@ impl Metrics {
             })
             .unwrap_or_default();
         for rule in retired {
+            for reason in HeldBack::ALL {
+                self.backfill_held_back.remove_label_values(&[rule.as_str(), reason.name()]).ok();
+            }
             for family in [&self.rule_lag, &self.rule_chain_lag] {
                 // It may have had none.
                 family.remove_label_values(&[rule.as_str()]).ok();
@@ -391,7 +397,7 @@ impl Metrics {
 
     /// A rule's backfill starts, or goes on.
     pub fn backfill_started(&self, rule: &str, partition: u32, total: Option<u64>) {
-        let progress = BackfillProgress { started: Instant::now(), scanned: 0, total, ended: None };
+        let progress = BackfillProgress { started: Instant::now(), scanned: 0, total, ended: None, held_back: None };
         self.backfill_scanned.with_label_values(&[rule]).set(0);
         self.backfill_total.with_label_values(&[rule]).set(whole(total.unwrap_or_default()));
         let mut live = self.live();
@@ -406,6 +412,16 @@ impl Metrics {
         }
         let scanned = self.backfill(rule).map_or(scanned, |progress| progress.scanned);
         self.backfill_scanned.with_label_values(&[rule]).set(whole(scanned));
+    }
+
+    /// What keeps a rule's backfill from going faster; None when nothing does.
+    pub fn backfill_held_back(&self, rule: &str, partition: u32, why: Option<HeldBack>) {
+        for reason in HeldBack::ALL {
+            self.backfill_held_back.with_label_values(&[rule, reason.name()]).set(i64::from(why == Some(reason)));
+        }
+        if let Some(progress) = self.live().backfill(rule, partition) {
+            progress.held_back = why;
+        }
     }
 
     /// A rule's backfill has ended.

@@ -85,7 +85,7 @@ impl Daemon {
             let context = Arc::new(context.within(partition));
             let (server, letters) = (&context.server, &context.dead_letters);
             let store = Store::open_partition(server, &letters.database, &letters.deployment, partition).await.unwrap();
-            handles.push(pipeline::start(context, store).await.unwrap());
+            handles.push(Box::pin(pipeline::start(context, store)).await.unwrap());
         }
         Self { handles }
     }

@@ -19,6 +19,7 @@ const FLOORS: &[&[&str]] = &[
     &["workqueue", "lease", "membership"],
     &["reconcile", "division"],
     &["preflight"],
+    &["suspension"],
     &["backfill", "fan_out", "audit", "check"],
     &["survey"],
     &["pipeline"],

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs::File,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{
         Arc,
@@ -111,6 +111,14 @@ impl World {
     pub fn daemon_that_dies(&self, place: &str, nth: u32) -> Daemon {
         let mut command = self.command(&["run"], "denormd.yaml");
         command.env("DENORMD_CRASH", format!("{place}:{nth}"));
+        self.spawn(command)
+    }
+
+    /// Starts a daemon whose wall clock is what libfaketime reads in a file; time that passes is true.
+    pub fn daemon_by_clock(&self, library: &str, clock: &Path) -> Daemon {
+        let mut command = self.command(&["run"], "denormd.yaml");
+        command.env("LD_PRELOAD", library).env("FAKETIME_TIMESTAMP_FILE", clock);
+        command.env("FAKETIME_NO_CACHE", "1").env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
         self.spawn(command)
     }
 
@@ -357,6 +365,17 @@ impl Daemon {
             tokio::time::sleep(Duration::from_millis(20)).await;
         };
         assert!(status.success(), "{status}\n{}", self.log());
+    }
+
+    /// Whether its log has lines of times that are half an hour from the machine's, or more.
+    pub fn log_has_other_times(&self) -> bool {
+        let now = bson::DateTime::now().timestamp_millis();
+        let log = self.log();
+        let mut times = log.lines().filter_map(|line| {
+            let text = line.split_once("\"timestamp\":\"").map_or(line, |(_, rest)| rest);
+            bson::DateTime::parse_rfc3339_str(text.split(['"', ' ']).next()?).ok()
+        });
+        times.any(|time| (time.timestamp_millis() - now).abs() > 30 * 60 * 1000)
     }
 
     /// What it has logged.

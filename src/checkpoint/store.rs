@@ -3,7 +3,7 @@
 //! Every document holds the term of the leader that wrote it last. A leader first marks all of them with its own term; from
 //! then on nothing that a former leader has sent changes them.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use bson::{Bson, DateTime, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
@@ -11,8 +11,8 @@ use futures_util::TryStreamExt;
 use crate::{
     error::{Error, Kind, Result},
     mongo::{Server, bounded},
-    partition::Partition,
-    plan::Rule,
+    partition::{Partition, SEPARATOR},
+    plan::{Plan, Rule, RuleId},
     position::{ClusterTime, Position},
 };
 
@@ -26,6 +26,9 @@ const NAMESPACE_EXISTS: i32 = 48;
 const DUPLICATE_KEY: i32 = 11000;
 /// The collection of rule states: one document a deployment and rule.
 pub const RULES: &str = "rules";
+
+/// The collection of terms: one document a deployment, with the last one that was led under.
+const TERMS: &str = "terms";
 
 /// The state of one deployment, or of one of its partitions.
 #[derive(Debug, Clone)]
@@ -49,6 +52,8 @@ pub struct RuleState {
     pub retired: Vec<Document>,
     /// Whether its source collection has been there.
     pub source_seen: bool,
+    /// Until when the loss of its source has been released: a drop up to then, met again after a crash, does not hold it again.
+    pub released: Option<ClusterTime>,
     /// How far its backfill is.
     pub backfill: Backfill,
     /// How many targets its open backfill has done and has to do, where that is known.
@@ -67,6 +72,7 @@ impl RuleState {
         self.noticed += other.noticed;
         self.generation += other.generation;
         self.source_seen |= other.source_seen;
+        self.released = self.released.max(other.released);
         for definition in other.retired {
             if !self.retired.contains(&definition) {
                 self.retired.push(definition);
@@ -91,7 +97,7 @@ impl Backfill {
             Self::Manual => 1,
             Self::Absent => 2,
             Self::Pending(_) => 3,
-            Self::Held(hold) if hold.paused => 4,
+            Self::Held(hold) if hold.rests() => 4,
             Self::Held(_) => 5,
         }
     }
@@ -121,12 +127,23 @@ pub struct Hold {
     pub detached: bool,
     /// An operator has paused it: resumed, it takes nothing away that it would not take away otherwise.
     pub paused: bool,
+    /// The cluster lacks something that it needs: it comes back by itself when that is there.
+    pub suspended: bool,
 }
 
-/// The greatest term that any state of the deployment was written under; 0 when there is no state.
+impl Hold {
+    /// The rule does nothing at all, and the backfill that ends this does what it misses. Otherwise what it would take away is
+    /// waiting for a release.
+    #[must_use]
+    pub fn rests(&self) -> bool {
+        self.paused || self.suspended
+    }
+}
+
+/// The greatest term that was ever led under, or that any state of the deployment was written under; 0 when there is none.
 pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> Result<i64> {
     let mut highest = 0;
-    for name in [POSITIONS, RULES, fan_out::COLLECTION] {
+    for name in [TERMS, POSITIONS, RULES, fan_out::COLLECTION] {
         let last = server
             .collection(database, name)
             .find_one(doc! {"_id.deployment": deployment})
@@ -136,6 +153,18 @@ pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> 
         highest = highest.max(last.map_or(0, |doc| doc.get_i64("term").unwrap_or(1).max(1)));
     }
     Ok(highest)
+}
+
+/// Records that a term is led under, before anything else is done under it. False when it has been, or a later one: each is
+/// led under once, whatever happens to the lease. One that comes late claims a term that nobody leads under.
+pub async fn claim_term(server: &Server, database: &str, deployment: &str, term: i64) -> Result<bool> {
+    let unclaimed = doc! {"_id": {"deployment": deployment}, "term": {"$not": {"$gte": term}}};
+    let claim = doc! {"$set": {"term": term, "since": DateTime::now()}};
+    match bounded(server.collection(database, TERMS).update_one(unclaimed, claim).upsert(true)).await {
+        Ok(_) => Ok(true),
+        Err(error) if error.code == Some(DUPLICATE_KEY) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 impl Store {
@@ -281,6 +310,7 @@ impl Store {
                     reason: doc.get_str("reason").unwrap_or_default().to_owned(),
                     detached: doc.get_bool("detached").unwrap_or_default(),
                     paused: doc.get_bool("paused").unwrap_or_default(),
+                    suspended: doc.get_bool("suspended").unwrap_or_default(),
                 }),
                 _ => Backfill::Pending(doc.get_array("after").ok().and_then(|after| after.first().cloned())),
             };
@@ -294,6 +324,7 @@ impl Store {
                 definition: definition.clone(),
                 retired,
                 source_seen,
+                released: doc.get_timestamp("released").ok().map(ClusterTime::from),
                 backfill,
                 progress,
                 noticed,
@@ -327,19 +358,42 @@ impl Store {
 
     /// Asks the leader, whoever it is, to backfill a rule from the start; releases it where it is held. False for a rule
     /// that has never run.
+    ///
+    /// It is bound to the generation that it has seen, as whoever asks need not be the leader: one that comes late, after the
+    /// rule was held once more, would release what nobody has looked at.
     pub async fn ask(&self, server: &Server, rule: &str) -> Result<bool> {
         // A source that is gone is taken for empty from now on.
         let mut state = backfill_state(&Backfill::Pending(None));
         state.insert("source_seen", false);
-        let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+        let now = Timestamp::from(server.operation_time().await?);
+        let mut asked = false;
+        for id in self.ids.iter() {
+            asked |= self.ask_one(server, doc! {"deployment": id, "rule": rule}, &state, now).await?;
+        }
+        Ok(asked)
+    }
+
+    async fn ask_one(&self, server: &Server, id: Document, state: &Document, now: Timestamp) -> Result<bool> {
         let rules = server.collection(&self.database, RULES);
-        Ok(rules.update_many(self.of_rule(rule), update).await?.matched_count > 0)
+        loop {
+            let Some(seen) = bounded(rules.find_one(doc! {"_id": id.clone()})).await? else { return Ok(false) };
+            let generation = same_generation(seen.get_i64("generation").unwrap_or_default());
+            let unchanged = doc! {"_id": id.clone(), "generation": generation};
+            let mut state = state.clone();
+            if seen.get_bool("detached").unwrap_or_default() {
+                state.insert("released", now);
+            }
+            let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+            if bounded(rules.update_one(unchanged, update)).await?.matched_count > 0 {
+                return Ok(true);
+            }
+        }
     }
 
     /// Pauses a rule that is not held for another reason: from the moment that the leader sees it, the rule does nothing, and
     /// this state is what says that everything missed meanwhile is to be backfilled.
     pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
-        let hold = Hold { reason: "paused by an operator".to_owned(), detached: false, paused: true };
+        let hold = Hold { reason: "paused by an operator".to_owned(), detached: false, paused: true, suspended: false };
         let mut state = backfill_state(&Backfill::Held(hold));
         let until = time.map(|time| i64::try_from(time.as_millis()).unwrap_or(i64::MAX));
         // By the server's clock, as the end is looked for.
@@ -380,10 +434,40 @@ impl Store {
         Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
     }
 
-    /// Remembers that the source collection of a rule is there.
-    pub async fn source_seen(&self, server: &Server, rule: &str) -> Result<()> {
+    /// Lets a suspended rule come back, by a whole backfill, unless it is another hold by now.
+    pub async fn come_back(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+        let mut suspended = mine(server, self.id("rule", rule));
+        suspended.extend(doc! {"backfill": "held", "suspended": true, "generation": generation});
+        let update = doc! {"$set": backfill_state(&Backfill::Pending(None)), "$inc": {"generation": 1_i64}};
+        bounded(server.collection(&self.database, RULES).update_one(suspended, update)).await?;
+        Ok(())
+    }
+
+    /// Which of these rules have run, as they are now. Reads only.
+    pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &Plan) -> Result<BTreeSet<RuleId>> {
+        // Its own, and those of its partitions, whose number need not be known here: they are between these two.
+        let (first, last) = (format!("{deployment}{SEPARATOR}"), format!("{deployment}{SEPARATOR}~"));
+        let mine = vec![doc! {"_id.deployment": deployment}, doc! {"_id.deployment": {"$gte": first, "$lt": last}}];
+        let filter = doc! {"$or": mine, "backfill": {"$ne": "absent"}};
+        let mut cursor = bounded(server.collection(database, RULES).find(filter)).await?;
+        let mut found = BTreeSet::new();
+        while let Some(doc) = bounded(cursor.try_next()).await? {
+            let (Ok(id), Ok(definition)) = (doc.get_document("_id"), doc.get_document("definition")) else { continue };
+            let same = |rule: &&Arc<Rule>| {
+                id.get_str("rule").ok() == Some(rule.name.as_str()) && rule.definition == *definition
+            };
+            found.extend(plan.rules.iter().find(same).map(|rule| rule.id));
+        }
+        Ok(found)
+    }
+
+    /// Remembers that the source collection of a rule is there. One that comes late, after a release by which an absent source
+    /// counts as empty, finds another generation and changes nothing.
+    pub async fn source_seen(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+        let mut filter = mine(server, self.id("rule", rule));
+        filter.insert("generation", same_generation(generation));
         let update = doc! {"$set": {"source_seen": true}};
-        server.collection(&self.database, RULES).update_one(doc! {"_id": self.id("rule", rule)}, update).await?;
+        bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
         Ok(())
     }
 
@@ -405,14 +489,25 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets what a rule was; with `whole`, the rule too.
-    pub async fn forget(&self, server: &Server, rule: &str, whole: bool) -> Result<()> {
-        let filter = self.of_rule(rule);
+    /// Forgets what a rule was; with `whole`, the rule too. Only what is `known`: a rule that has come back to the config
+    /// meanwhile, or was changed again, is another one, also for a request that comes late.
+    pub async fn forget(&self, server: &Server, rule: &str, known: &RuleState, whole: bool) -> Result<()> {
+        let mut filter = self.of_rule(rule);
+        filter.insert("definition", known.definition.clone());
         let rules = server.collection(&self.database, RULES);
-        if whole {
-            rules.delete_many(filter).await?;
-        } else {
-            rules.update_many(filter, doc! {"$unset": {"retired": ""}}).await?;
+        if !whole {
+            let update = doc! {"$pullAll": {"retired": known.retired.clone()}};
+            bounded(rules.update_many(filter, update)).await?;
+            return Ok(());
+        }
+        let seen: Vec<Document> = bounded(rules.find(filter)).await?.try_collect().await?;
+        let generations = seen.iter().map(|doc| doc.get_i64("generation").unwrap_or_default());
+        if generations.clone().sum::<i64>() != known.generation {
+            return Ok(());
+        }
+        for (doc, generation) in seen.iter().zip(generations) {
+            let unchanged = doc! {"_id": doc.get("_id").cloned(), "generation": same_generation(generation)};
+            bounded(rules.delete_one(unchanged)).await?;
         }
         Ok(())
     }
@@ -452,6 +547,11 @@ fn former() -> Error {
     Error::new(Kind::Unavailable, "another instance has become the leader")
 }
 
+/// A state from before there were generations lacks it.
+fn same_generation(generation: i64) -> Bson {
+    if generation == 0 { doc! {"$in": [Bson::Null, 0_i64]}.into() } else { generation.into() }
+}
+
 fn backfill_state(backfill: &Backfill) -> Document {
     let (state, after) = match backfill {
         Backfill::Pending(after) => ("pending", after.clone().map_or_else(Vec::new, |id| vec![id])),
@@ -460,13 +560,14 @@ fn backfill_state(backfill: &Backfill) -> Document {
         Backfill::Held(_) => ("held", Vec::new()),
         Backfill::Absent => ("absent", Vec::new()),
     };
-    let (reason, detached, paused) = match backfill {
-        Backfill::Held(hold) => (Some(hold.reason.as_str()), Some(hold.detached), Some(hold.paused)),
-        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => (None, None, None),
+    let hold = match backfill {
+        Backfill::Held(hold) => Some(hold),
+        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => None,
     };
     doc! {
-        "backfill": state, "after": after, "reason": reason, "detached": detached, "paused": paused, "progress": Bson::Null,
-        "saved": DateTime::now(),
+        "backfill": state, "after": after, "reason": hold.map(|hold| hold.reason.as_str()),
+        "detached": hold.map(|hold| hold.detached), "paused": hold.map(|hold| hold.paused),
+        "suspended": hold.map(|hold| hold.suspended), "progress": Bson::Null, "saved": DateTime::now(),
     }
 }
 

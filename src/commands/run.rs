@@ -27,6 +27,7 @@ use crate::{
     reconcile::Context,
     server::{self, Guard},
     status::{Board, Role},
+    suspension,
 };
 use signals::{Signals, Wake};
 
@@ -141,12 +142,26 @@ async fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
 
 /// Everything that can be refused, before anything is started.
 async fn ready(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> {
-    let context = context(loaded, compile(loaded).await?, board.metrics.clone()).await?;
+    let mut context = context(loaded, compile(loaded).await?, board.metrics.clone()).await?;
     let mut findings = preflight::privileges(&context.server, &context.plan, &loaded.config.state.database).await?;
     if findings.is_empty() {
         findings = preflight::check(&context.server, &context.plan).await?;
     }
-    if findings.is_empty() { Ok(context) } else { Err(Failure::Refused(super::plan::refusal(&findings))) }
+    if findings.is_empty() {
+        return Ok(context);
+    }
+    let lacking = suspension::sort(&context, findings).await?;
+    if !lacking.refused.is_empty() {
+        return Err(Failure::Refused(super::plan::refusal(&lacking.refused)));
+    }
+    for (rule, reason) in &lacking.suspended {
+        let rule = &context.plan.rule(*rule).name;
+        tracing::error!(rule, reason, "the cluster lacks something that this rule needs: the others go on without it");
+    }
+    if let Some(context) = Arc::get_mut(&mut context) {
+        context.lacking = lacking.suspended;
+    }
+    Ok(context)
 }
 
 /// The same, through everything that passes by itself: a sidecar may be up before its database.

@@ -6,6 +6,7 @@ use crate::{
     cli::Output,
     commands::{Failure, print},
     config::Loaded,
+    metrics::HeldBack,
     server::client,
     status::{Backfill, Partitions, Role, Rule, Status, duration},
 };
@@ -143,10 +144,15 @@ fn backfill(backfill: &Backfill) -> String {
     match backfill {
         Backfill::None => "-".to_owned(),
         Backfill::Waiting => "waiting".to_owned(),
-        Backfill::Running { scanned, total, per_second, eta_seconds } => {
+        Backfill::Running { scanned, total, per_second, eta_seconds, held_back } => {
             let share = total.filter(|total| *total > 0).map(|total| format!("{}%", (scanned * 100 / total).min(100)));
             let eta = eta_seconds.map(|eta| format!(", {} to go", duration(eta))).unwrap_or_default();
-            format!("{}, {per_second:.0}/s{eta}", share.unwrap_or_else(|| scanned.to_string()))
+            let why = match held_back {
+                Some(HeldBack::Limit) => ", held back by limits.backfill_per_second",
+                Some(HeldBack::MajorityBehind) => ", held back: a majority is behind",
+                None => "",
+            };
+            format!("{}, {per_second:.0}/s{eta}{why}", share.unwrap_or_else(|| scanned.to_string()))
         }
     }
 }

@@ -174,6 +174,12 @@ pub const LIMITS: &[Key] = &[
         "200",
         "Targets that the continuous audit of `guard: audit` compares a second.",
     ),
+    key(
+        "backfill_per_second",
+        Form::Count,
+        "",
+        "Targets that backfills go through a second, at most; without it as fast as the replica set keeps up.",
+    ),
 ];
 
 /// `lease`

@@ -208,6 +208,7 @@ impl Reader {
             destroy_grace: self.seconds(&section, "destroy_grace_seconds", 0).unwrap_or(default.destroy_grace),
             destroy_per_hour: self.limit(&section, "destroy_per_hour").unwrap_or(default.destroy_per_hour),
             audit_per_second: self.limit(&section, "audit_per_second").unwrap_or(default.audit_per_second),
+            backfill_per_second: self.limit(&section, "backfill_per_second"),
         }
     }
 

@@ -3,6 +3,8 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
+use serde::{Deserialize, Serialize};
+
 use crate::position::ClusterTime;
 
 /// The pipeline at one moment. Rules and streams are numbered by their places here.
@@ -38,6 +40,8 @@ pub struct Observation {
     pub braked: BTreeSet<usize>,
     /// Rules that an operator has paused.
     pub paused: BTreeSet<usize>,
+    /// Rules that the cluster lacks something for.
+    pub suspended: BTreeSet<usize>,
 }
 
 impl Observation {
@@ -67,6 +71,7 @@ impl Observation {
             degraded: both(&self.degraded, &other.degraded),
             bereft: both(&self.bereft, &other.bereft),
             braked: both(&self.braked, &other.braked),
+            suspended: both(&self.suspended, &other.suspended),
             paused: both(&self.paused, &other.paused),
         }
     }
@@ -129,6 +134,32 @@ pub struct BackfillProgress {
     pub total: Option<u64>,
     /// When it ended.
     pub ended: Option<Instant>,
+    /// What keeps it from going faster, while that is not denormd itself.
+    pub held_back: Option<HeldBack>,
+}
+
+/// Why a backfill waits between its pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HeldBack {
+    /// `limits.backfill_per_second`.
+    Limit,
+    /// What the primary has written last is not acknowledged by a majority yet.
+    MajorityBehind,
+}
+
+impl HeldBack {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Limit, Self::MajorityBehind];
+
+    /// Its name in metrics and status.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Limit => "limit",
+            Self::MajorityBehind => "majority_behind",
+        }
+    }
 }
 
 impl BackfillProgress {

@@ -155,8 +155,9 @@ impl Pipeline {
             backfilling: self.backfilling.keys().map(|rule| rule.0).collect(),
             degraded: numbers(&self.observer.degraded),
             bereft: self.held_because(|hold| hold.detached),
-            braked: self.held_because(|hold| !hold.detached && !hold.paused),
+            braked: self.held_because(|hold| !hold.detached && !hold.rests()),
             paused: self.held_because(|hold| hold.paused),
+            suspended: self.held_because(|hold| hold.suspended),
         };
         self.context.metrics.observe(self.context.partition.place(), observation);
     }

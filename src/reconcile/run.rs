@@ -1,7 +1,7 @@
 //! Runs a batch: read, compute, write, and find the culprit where the server refuses.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
@@ -65,6 +65,8 @@ pub struct Context {
     pub sources: Mutex<HashSet<Namespace>>,
     /// What `remove` and `delete` of each rule have destroyed, and since when that is counted.
     destroyed: Mutex<HashMap<RuleId, (Instant, usize)>>,
+    /// Rules that the cluster lacked something for when the config was taken, and what.
+    pub lacking: BTreeMap<RuleId, String>,
     /// What was done so far.
     pub counts: Counts,
     /// What is measured.
@@ -87,6 +89,7 @@ impl Context {
             spreading: Mutex::default(),
             sources: Mutex::default(),
             destroyed: Mutex::default(),
+            lacking: BTreeMap::new(),
             counts: Counts::default(),
             metrics,
             partition: Partition::WHOLE,
@@ -163,6 +166,7 @@ impl Context {
             spreading: Mutex::default(),
             sources: Mutex::default(),
             destroyed: Mutex::default(),
+            lacking: self.lacking.clone(),
             counts: Counts::default(),
             metrics: self.metrics.clone(),
             partition: self.partition,

@@ -69,6 +69,7 @@ pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags, now: i64) -> V
         (Cause::Degraded, &seen.degraded),
         (Cause::SourceGone, &seen.bereft),
         (Cause::Braked, &seen.braked),
+        (Cause::Suspended, &seen.suspended),
         (Cause::Paused, &seen.paused),
         (Cause::Backfilling, &seen.backfilling),
     ] {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::metrics::{Cause, Metrics};
+use crate::metrics::{Cause, HeldBack, Metrics};
 
 use super::{
     Board, State, View,
@@ -174,6 +174,9 @@ pub enum Backfill {
         per_second: f64,
         /// Seconds until it ends, at this rate.
         eta_seconds: Option<f64>,
+        /// What keeps it from going faster.
+        #[serde(default)]
+        held_back: Option<HeldBack>,
     },
 }
 
@@ -336,7 +339,13 @@ fn backfill(metrics: &Metrics, rule: &str) -> Backfill {
     let (scanned, total) = (progress.scanned as f64, progress.total.map(|total| total as f64));
     let per_second = scanned / elapsed;
     let eta_seconds = total.filter(|_| per_second > 0.0).map(|total| ((total - scanned) / per_second).max(0.0));
-    Backfill::Running { scanned: progress.scanned, total: progress.total, per_second, eta_seconds }
+    Backfill::Running {
+        scanned: progress.scanned,
+        total: progress.total,
+        per_second,
+        eta_seconds,
+        held_back: progress.held_back,
+    }
 }
 
 fn level(state: &State, view: &View) -> Level {
