@@ -25,7 +25,7 @@ pub(super) enum Kind {
 }
 
 /// The settings, each of which a variable can give.
-pub(super) const SETTINGS: [(&str, Kind); 32] = [
+pub(super) const SETTINGS: [(&str, Kind); 34] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),
@@ -42,7 +42,9 @@ pub(super) const SETTINGS: [(&str, Kind); 32] = [
     ("limits.destroy_grace_seconds", Kind::Number),
     ("limits.destroy_per_hour", Kind::Number),
     ("limits.audit_per_second", Kind::Number),
+    ("limits.backfill_per_second", Kind::Number),
     ("lease.ttl_seconds", Kind::Number),
+    ("lease.partitions", Kind::Number),
     ("advise.sample", Kind::Number),
     ("advise.scan_documents", Kind::Number),
     ("advise.history_events", Kind::Number),
