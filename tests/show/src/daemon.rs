@@ -56,11 +56,6 @@ impl Daemon {
         assert!(output.status.success(), "denormd wait: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// Where it listens.
-    pub fn address(&self) -> &str {
-        &self.listen
-    }
-
     /// Of the process that runs.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
