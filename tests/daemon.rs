@@ -64,7 +64,9 @@ impl Daemon {
             preflight::apply(&context.server, &fix).await.unwrap();
         }
         assert_eq!(preflight::check(&context.server, &context.plan).await.unwrap(), []);
-        let of = loaded.config.lease.partitions;
+        // Any test of one daemon holds for several partitions: `DENORMD_TEST_PARTITIONS=3` tries it.
+        let wanted = std::env::var("DENORMD_TEST_PARTITIONS").ok().and_then(|text| text.parse().ok());
+        let of = wanted.unwrap_or(loaded.config.lease.partitions);
         let letters = &context.dead_letters;
         let ttl = std::time::Duration::from_millis(1);
         while !divide(&context.server, &letters.database, &letters.deployment, of, ttl).await.unwrap() {
@@ -113,6 +115,13 @@ impl Daemon {
         let DeadLetters { database, deployment, .. } = &self.context().dead_letters;
         let store = Store::open(&self.context().server, database, deployment).await.unwrap();
         assert!(store.ask(&self.context().server, rule).await.unwrap());
+    }
+
+    /// How many keys it has reconciled, in all partitions.
+    #[must_use]
+    pub fn reconciled(&self) -> u64 {
+        let of = |handle: &Handle| handle.context.counts.reconciled.load(std::sync::atomic::Ordering::Relaxed);
+        self.handles.iter().map(of).sum()
     }
 
     /// What it works with.

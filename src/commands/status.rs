@@ -88,12 +88,14 @@ fn text(status: &Status) -> String {
 }
 
 /// Which partitions the process leads: ` of partitions 0, 2 of 4`.
-fn led(partitions: &Partitions) -> String {
-    if partitions.led.is_empty() {
-        return format!(" of all {} partitions", partitions.of);
+fn led(Partitions { of, led }: &Partitions) -> String {
+    let places: Vec<String> = led.iter().map(ToString::to_string).collect();
+    match led.len() {
+        0 => format!(" of none of {of} partitions"),
+        all if u32::try_from(all) == Ok(*of) => format!(" of all {of} partitions"),
+        1 => format!(" of partition {} of {of} (the figures are its own)", places.join(", ")),
+        _ => format!(" of partitions {} of {of} (the figures are theirs)", places.join(", ")),
     }
-    let places: Vec<String> = partitions.led.iter().map(ToString::to_string).collect();
-    format!(" of partitions {} of {}, and these figures are of them", places.join(", "), partitions.of)
 }
 
 /// The rules, the worst first.
