@@ -10,7 +10,7 @@ use std::{
 const FLOORS: &[&[&str]] = &[
     &["error", "failpoint"],
     &["key", "field_path", "position"],
-    &["metrics"],
+    &["metrics", "evaluate"],
     &["config", "change"],
     &["logging", "mongo"],
     &["plan"],
@@ -20,7 +20,7 @@ const FLOORS: &[&[&str]] = &[
     &["reconcile"],
     &["preflight"],
     &["backfill", "fan_out", "audit", "check"],
-    &["survey"],
+    &["survey", "trial"],
     &["pipeline"],
     &["status"],
     &["server"],

@@ -6,7 +6,7 @@ use futures_util::TryStreamExt;
 use crate::{checkpoint::store::Store, error::Result, mongo::Server};
 
 /// The collection of requests.
-const REQUESTS: &str = "requests";
+pub const REQUESTS: &str = "requests";
 /// Requests that the leader takes at once.
 const SOME: i64 = 10;
 

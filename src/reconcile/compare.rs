@@ -128,7 +128,8 @@ pub async fn compare_each(
     Ok((out, failing))
 }
 
-fn one(rule: &Rule, rows: &Rows, target: &Document, references: Vec<Option<Key>>) -> Result<Compared> {
+/// Compares one target with what rows that were read for its references say. Pure.
+pub fn one(rule: &Rule, rows: &Rows, target: &Document, references: Vec<Option<Key>>) -> Result<Compared> {
     let id = target.get("_id").cloned().unwrap_or(Bson::Null);
     let mut fields = Vec::new();
     match (rule.keyed, &rule.reference.target_each) {
