@@ -31,6 +31,11 @@ impl Draw {
         self.0.random_range(0..n)
     }
 
+    /// A small number from 0.
+    fn small(&mut self, below: i32) -> i32 {
+        self.0.random_range(0..below)
+    }
+
     fn pick<T: Clone>(&mut self, of: &[T]) -> T {
         of.choose(&mut self.0).unwrap().clone()
     }
@@ -240,7 +245,7 @@ impl Draw {
             "$strLenBytes" | "$strLenCP" => of(Text),
             "$strcasecmp" => bson!([of(Text), of(Text)]),
             "$substrCP" => {
-                let (at, length) = (self.below(3) as i32, self.below(4) as i32);
+                let (at, length) = (self.small(3), self.small(4));
                 bson!([self.expression(Text, depth), at, length])
             }
             "$split" => bson!([of(Text), self.pick(&[",", "a", "X", " "])]),
@@ -381,7 +386,7 @@ impl Draw {
                 }
             }
             "$exists" => bson!(self.below(2) == 0),
-            "$size" => bson!(self.below(3) as i32),
+            "$size" => bson!(self.small(3)),
             "$type" => bson!(
                 self.pick(&["int", "number", "string", "array", "object", "null", "double", "date", "missing-not"])
                     .replace("missing-not", "bool")

@@ -40,7 +40,7 @@ const RULES: &str = r#"
     copy: { source: hosts, target: waves, match: { host: _id }, set: { s: { $sin: $a } } }
 "#;
 
-const CASES: &str = r#"
+const CASES: &str = r"
 cases:
   - name: passes
     given:
@@ -60,7 +60,7 @@ cases:
       machines: [{ _id: 1, host: 1 }]
       logs: [{ _id: 1, host: 1, at: 5 }]
     expect: { machines: [{ _id: 1, host: 1 }] }
-"#;
+";
 
 /// The failing cases fail alike with a server, but for the words of what could not be written.
 #[tokio::test(flavor = "multi_thread")]

@@ -5,7 +5,7 @@ use bson::{Document, doc};
 use crate::{daemon::config, process::Program};
 
 const NAMES: &str =
-    r#"  - { name: names, copy: { source: parts, target: products, match: { part: _id }, set: { name: $name } } }"#;
+    r"  - { name: names, copy: { source: parts, target: products, match: { part: _id }, set: { name: $name } } }";
 
 /// What must not leave the house is put wherever it may come from, and looked for.
 #[tokio::test(flavor = "multi_thread")]

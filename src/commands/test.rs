@@ -73,7 +73,11 @@ pub async fn test(loaded: &Loaded, output: Output, files: &[PathBuf], uri: Optio
     match output {
         Output::Text => print(&format!("{} passed, {failed} failed\n", outcomes.len() - failed)),
         Output::Json => {
-            print(&format!("{:#}\n", serde_json::json!(outcomes.iter().map(Outcome::json).collect::<Vec<_>>())))
+            let outcomes: serde_json::Value = outcomes.iter().map(Outcome::json).collect();
+            print(&format!(
+                "{outcomes:#}
+"
+            ));
         }
     }
     if failed == 0 { Ok(()) } else { Err(Failure::TestsFailed(failed)) }
@@ -163,7 +167,9 @@ impl Case {
             }
         }
         for (namespace, ids) in &self.gone {
-            ids.iter().for_each(|id| note(namespace, id, None));
+            for id in ids {
+                note(namespace, id, None);
+            }
         }
         out
     }

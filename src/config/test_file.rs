@@ -142,13 +142,10 @@ impl Reader {
     }
 
     fn documents(&mut self, field: &Field<'_>) -> Vec<Document> {
-        let items = match &field.node.value {
-            Value::Sequence(items) => items,
-            _ => {
-                let message = format!("expected a list of documents, found {}", field.node.kind());
-                self.mistake(Mistake::new(field.at.clone(), message));
-                return Vec::new();
-            }
+        let Value::Sequence(items) = &field.node.value else {
+            let message = format!("expected a list of documents, found {}", field.node.kind());
+            self.mistake(Mistake::new(field.at.clone(), message));
+            return Vec::new();
         };
         let mut ids: BTreeSet<Key> = BTreeSet::new();
         let mut out = Vec::new();

@@ -20,6 +20,7 @@ fn items(args: &Args<'_>, value: Value) -> Result<Option<Vec<Bson>>> {
     }
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "what the operators yield")]
 fn null() -> Result<Value> {
     Ok(Some(Bson::Null))
 }

@@ -276,10 +276,12 @@ pub(super) const TABLE: &[(&str, usize, usize, Apply)] = &[
     ("$year", 1, 1, date::part),
 ];
 
+#[expect(clippy::unnecessary_wraps, reason = "what the operators yield")]
 fn literal(args: &Args<'_>) -> Result<Value> {
     Ok(Some(args.argument.clone()))
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "what the operators yield")]
 fn flag(flag: bool) -> Result<Value> {
     Ok(Some(Bson::Boolean(flag)))
 }
@@ -400,5 +402,5 @@ fn accumulated(args: &Args<'_>) -> Result<Value> {
     } else {
         (0..args.len()).try_for_each(|nth| accumulator.take(args.get(nth)?))?;
     }
-    accumulator.value()
+    Ok(accumulator.value())
 }

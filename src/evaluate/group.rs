@@ -124,8 +124,8 @@ impl Accumulator {
         Ok(())
     }
 
-    pub fn value(self) -> Result<Value> {
-        Ok(match self {
+    pub fn value(self) -> Value {
+        match self {
             Self::Sum(sum) => Some(sum.value()),
             Self::Average(_, 0) => Some(Bson::Null),
             Self::Average(sum, count) => Some(Bson::Double(sum.double() / f64::from(count))),
@@ -139,7 +139,7 @@ impl Accumulator {
                 Some(if divisor <= 0.0 { Bson::Null } else { Bson::Double((squares / divisor).sqrt()) })
             }
             Self::Merged(doc) => Some(Bson::Document(doc)),
-        })
+        }
     }
 }
 
@@ -158,7 +158,7 @@ pub(super) fn accumulate(accumulator: &Bson, documents: &[Document]) -> Result<B
                 let value = if name == "$count" { None } else { Scope::new(document).evaluate(argument)? };
                 accumulator.take(value)?;
             }
-            accumulator.value()?
+            accumulator.value()
         }
     };
     Ok(value.unwrap_or(Bson::Null))

@@ -58,7 +58,7 @@ fn narrow(value: i64, ints: bool) -> Bson {
 /// A sum that loses nothing on the way: Knuth's exact addition, as the server's `DoubleDoubleSummation`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sum {
-    sum: f64,
+    total: f64,
     rest: f64,
     special: f64,
     /// The exact sum of the integers, where they are all there is.
@@ -69,7 +69,7 @@ pub(super) struct Sum {
 
 impl Default for Sum {
     fn default() -> Self {
-        Self { sum: 0.0, rest: 0.0, special: 0.0, whole: 0, ints: true, doubles: false }
+        Self { total: 0.0, rest: 0.0, special: 0.0, whole: 0, ints: true, doubles: false }
     }
 }
 
@@ -92,14 +92,14 @@ impl Sum {
     fn add_double(&mut self, x: f64) {
         self.special += x;
         let (x, rest) = exactly(x, self.rest);
-        let (sum, lost) = exactly(self.sum, x);
-        (self.sum, self.rest) = (sum, rest + lost);
+        let (sum, lost) = exactly(self.total, x);
+        (self.total, self.rest) = (sum, rest + lost);
     }
 
     /// The sum as a double.
     pub fn double(&self) -> f64 {
         // Infinities leave no meaning to what was lost.
-        if self.sum.is_nan() { self.special } else { self.sum }
+        if self.total.is_nan() { self.special } else { self.total }
     }
 
     /// The sum in the narrowest type.
@@ -318,7 +318,6 @@ fn convert(args: &Args<'_>, name: &str, make: fn(Option<i64>) -> Option<Bson>) -
         Some(Bson::Double(v)) if (-9_223_372_036_854_775_808.0..9_223_372_036_854_775_808.0).contains(&v.trunc()) => {
             Some(v.trunc() as i64)
         }
-        Some(Bson::Double(_)) => None,
         Some(Bson::DateTime(time)) if name == "$toLong" => Some(time.timestamp_millis()),
         Some(Bson::String(_) | Bson::Decimal128(_)) => {
             return needs_server(format!("`{name}` of {}", type_name(value.as_ref())));

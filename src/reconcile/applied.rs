@@ -58,7 +58,9 @@ fn elements(path: &[Segment], at: &mut Bson, nth: &mut usize, keep: &mut dyn FnM
             keep(*nth - 1, item)
         }),
         (Some((Segment::Each, rest)), Bson::Array(items)) => {
-            items.iter_mut().for_each(|item| elements(rest, item, nth, keep));
+            for item in items {
+                elements(rest, item, nth, keep);
+            }
         }
         (Some((Segment::Name(name), rest)), Bson::Document(doc)) => {
             if let Some(value) = doc.get_mut(name) {

@@ -87,24 +87,24 @@ fn shown(value: Bson) -> String {
 mod tests {
     use super::*;
 
-    fn lines(expected: Document, found: Document) -> Vec<String> {
+    fn lines(expected: &Document, found: &Document) -> Vec<String> {
         let one = |differs: &Differs| {
             let (expected, found) = differs.shown();
             format!("{}: {expected} / {found}", differs.path)
         };
-        between(Some(&expected), Some(&found)).iter().map(one).collect()
+        between(Some(expected), Some(found)).iter().map(one).collect()
     }
 
     #[test]
     fn each_path_that_differs_is_named() {
-        assert_eq!(lines(doc! {"a": 1, "b": 2}, doc! {"b": 2, "a": 1}), [""; 0]);
-        assert_eq!(lines(doc! {"a": 1}, doc! {"a": 1.0}), ["a: 1 (int) / 1.0 (double)"]);
+        assert_eq!(lines(&doc! {"a": 1, "b": 2}, &doc! {"b": 2, "a": 1}), [""; 0]);
+        assert_eq!(lines(&doc! {"a": 1}, &doc! {"a": 1.0}), ["a: 1 (int) / 1.0 (double)"]);
         assert_eq!(
-            lines(doc! {"p": [{"id": 1, "name": "x"}]}, doc! {"p": [{"id": 1}, 5], "extra": null}),
+            lines(&doc! {"p": [{"id": 1, "name": "x"}]}, &doc! {"p": [{"id": 1}, 5], "extra": null}),
             ["p[0].name: \"x\" / nothing", "p[1]: nothing / 5", "extra: nothing / null"]
         );
-        assert_eq!(lines(doc! {"a": {"b": 1}}, doc! {"a": []}), ["a: {\"b\":1} (object) / [] (array)"]);
-        assert_eq!(lines(doc! {"a": f64::NAN}, doc! {"a": f64::NAN}), [""; 0]);
+        assert_eq!(lines(&doc! {"a": {"b": 1}}, &doc! {"a": []}), ["a: {\"b\":1} (object) / [] (array)"]);
+        assert_eq!(lines(&doc! {"a": f64::NAN}, &doc! {"a": f64::NAN}), [""; 0]);
     }
 
     #[test]
