@@ -101,6 +101,13 @@ faults: ## Strike servers and daemons for MINUTES (5), compare everything after 
 	export DENORMD_FAULT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
 	$(CARGO) test --package denormd --test main -- --ignored --nocapture for_as_long_as_it_is_told
 
+# TRIALS=1000, AT_ONCE=16 deployments, SEED=7.
+.PHONY: zombies
+zombies: ## Freeze leaders, let another one take over, wake them up: TRIALS (1000) times, and compare everything after each
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	export DENORMD_ZOMBIES="$(TRIALS)" DENORMD_AT_ONCE="$(AT_ONCE)" DENORMD_SEED="$(SEED)"
+	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture as_many_zombies_as_it_is_told
+
 .PHONY: demo
 demo: ## Watch a small shop stay true: before and after side by side, with times
 	@export MONGOD="$$(python3 tests/mongod.py)"
@@ -118,6 +125,15 @@ scrape-cost: ## Measure what metrics and page cost the daemon and the server, in
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin scrape_cost
 	"$(TARGET)/release/scrape_cost"
+
+# Ten million take some 7 GB of disk. DENORMD names a binary that is built already, which builds none.
+.PHONY: backlog
+backlog: ## Measure the daemon's memory while EVENTS (10,000,000) wait for it; fails above LIMIT_MB (256)
+	@export MONGOD="$$(python3 tests/mongod.py)" EVENTS="$(EVENTS)" LIMIT_MB="$(LIMIT_MB)"
+	profile=$$([ "$${DENORMD:-}" ] && echo debug || echo release)
+	if [ $$profile = release ]; then $(CARGO) build --release --package denormd --bin denormd; fi
+	$(CARGO) build $$([ $$profile = debug ] || echo --release) --package denormd-show --bin backlog
+	"$(TARGET)/$$profile/backlog"
 
 .PHONY: flights
 flights: ## Keep 336,776 real flights true and compare every one; KILLS=5 kills the daemon meanwhile, FLIGHTS=20000 takes fewer

@@ -20,7 +20,12 @@ use crate::{
     reconcile::Context,
     request::Page,
     route::target_requests,
+    suspension::UNAUTHORIZED,
 };
+
+mod pace;
+
+use pace::Pace;
 
 /// Targets in one page.
 const PAGE: i32 = 1000;
@@ -42,13 +47,22 @@ pub struct Wish {
     pub after: Option<Bson>,
 }
 
-/// Runs the backfills that are asked for, in the order of the plan, until `stop`. Those that are done are told to `finished`.
+/// Who is told.
+#[derive(Debug)]
+pub struct Told {
+    /// What is done.
+    pub finished: mpsc::UnboundedSender<Wish>,
+    /// A rule that the user may not read for, and what was refused. Once that is recorded its backfill ends.
+    pub lacking: mpsc::UnboundedSender<(RuleId, String)>,
+}
+
+/// Runs the backfills that are asked for, in the order of the plan, until `stop`.
 pub async fn run(
     context: Arc<Context>,
     store: Store,
     mut asked: mpsc::UnboundedReceiver<Wish>,
     out: mpsc::Sender<Page>,
-    finished: mpsc::UnboundedSender<Wish>,
+    told: Told,
     stop: CancellationToken,
 ) {
     let place = |rule: RuleId| context.plan.order.iter().position(|other| *other == rule);
@@ -72,13 +86,21 @@ pub async fn run(
             () = stop.cancelled() => return,
         };
         let error = match result {
-            Ok(true) if finished.send(wish.clone()).is_err() => return,
+            Ok(true) if told.finished.send(wish.clone()).is_err() => return,
             // Done; or asked for again, and the newer wish is found in the state, also when nobody here knows of it.
             Ok(_) => continue,
             Err(error) => error,
         };
         tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
         context.metrics.trouble(Some(&one.rule.name), "backfill", &error);
+        if error.code == Some(UNAUTHORIZED) {
+            if told.lacking.send((wish.rule, error.message)).is_err() {
+                return;
+            }
+            if one.is_asked_again(&wish).await {
+                continue;
+            }
+        }
         waiting.push(wish);
         tokio::select! {
             () = tokio::time::sleep(PAUSE) => {}
@@ -114,10 +136,11 @@ impl One<'_> {
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
         let metrics = &self.context.metrics;
         let expected = self.expected(after.as_ref()).await;
-        metrics.backfill_started(&self.rule.name, expected);
+        metrics.backfill_started(&self.rule.name, self.context.partition.place(), expected);
         let mut done = 0_u64;
+        let mut pace = Pace::new(self.context, &self.rule.name);
         loop {
-            let page = self.page(after.as_ref(), time).await?;
+            let page = self.page(after.as_ref(), pace.page(PAGE), time).await?;
             let last = page.last().and_then(|doc| doc.get("_id")).cloned();
             scanned += page.len() as u64;
             if let Some(last) = &last {
@@ -130,21 +153,28 @@ impl One<'_> {
                     tracing::info!(rule = %self.rule.name, "backfill asked for again: starting over");
                     return Ok(false);
                 }
-                metrics.backfilled(&self.rule.name, done);
+                metrics.backfilled(&self.rule.name, self.context.partition.place(), done);
             }
             if last.is_none() {
                 break;
             }
             after = last;
+            pace.keep(page.len()).await?;
         }
         let progress = (done, expected);
         failpoint::here("backfill-ending");
         let done = self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done, progress).await?;
         if done {
-            metrics.backfill_ended(&self.rule.name);
+            metrics.backfill_ended(&self.rule.name, self.context.partition.place());
             tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
         }
         Ok(done)
+    }
+
+    /// Whether the state has a newer wish, which may be that the rule is suspended.
+    async fn is_asked_again(&self, wish: &Wish) -> bool {
+        let known = self.store.rules(&self.context.server).await.unwrap_or_default();
+        known.iter().any(|(name, state)| *name == self.rule.name && state.generation > wish.generation)
     }
 
     /// About how many targets are to be read, for the progress alone: None when counting takes long. After a restart an
@@ -202,9 +232,8 @@ impl One<'_> {
 
     /// The next targets by `_id`. `min` with a hint compares across BSON types, where `$gt` stays within one; it includes
     /// its bound, and leaves out a target whose `_id` is MaxKey, which is read by itself at the end.
-    async fn page(&self, after: Option<&Bson>, time: ClusterTime) -> Result<Vec<Document>> {
+    async fn page(&self, after: Option<&Bson>, mut limit: i32, time: ClusterTime) -> Result<Vec<Document>> {
         let mut filter = self.rule.target.filter.clone().unwrap_or_default();
-        let mut limit = PAGE;
         let mut bounds = Document::new();
         match after {
             Some(Bson::MaxKey) => return Ok(Vec::new()),

@@ -246,14 +246,13 @@ impl<'a> Check<'a> {
         let now = server.operation_time().await?;
         let mut nudged = false;
         loop {
-            if !lease::is_held(server, self.store.database(), self.store.deployment()).await? {
+            if !lease::is_held(server, self.store.database(), self.store.ids()).await? {
                 tokio::time::sleep(PAUSE).await;
                 return Ok(false);
             }
             let applied = self.store.applied(server, &self.context.plan.databases()).await?;
-            // A large fan-out is recorded, and the position passes it before its last target is written.
             if applied.is_some_and(|applied| applied >= now)
-                && !self.context.fan_outs.is_open(server, &self.rule.name).await?
+                && !self.store.is_fanning_out(server, Some(&self.rule.name)).await?
             {
                 return Ok(true);
             }

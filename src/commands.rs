@@ -32,6 +32,7 @@ use crate::{
     error::{Error, Kind},
     metrics::Metrics,
     mongo::{Server, connect},
+    partition::Partition,
     plan::{Plan, Rule},
     reconcile::Context,
 };
@@ -161,6 +162,7 @@ pub fn state_note(state: Option<&RuleState>) -> Option<String> {
         Some(Backfill::Pending(_)) => Some("its backfill is not done".to_owned()),
         Some(Backfill::Manual) => Some("it waits for `denormd backfill`".to_owned()),
         Some(Backfill::Held(hold)) if hold.paused => Some("it is paused".to_owned()),
+        Some(Backfill::Held(hold)) if hold.suspended => Some(format!("it is suspended: {}", hold.reason)),
         Some(Backfill::Held(hold)) => Some(format!("it is held: {}", hold.reason)),
         Some(Backfill::Done) => None,
     }
@@ -191,6 +193,10 @@ pub fn chosen<'a>(plan: &'a Plan, names: &[String]) -> Result<Vec<&'a Arc<Rule>>
 pub async fn context(loaded: &Loaded, plan: Plan, metrics: Arc<Metrics>) -> Result<Arc<Context>, Failure> {
     let config = &loaded.config;
     let server = Server::new(connect::connect(&config.mongodb.uri).await?);
-    let dead_letters = DeadLetters { database: config.state.database.clone(), deployment: config.name.clone() };
+    let dead_letters = DeadLetters {
+        database: config.state.database.clone(),
+        deployment: config.name.clone(),
+        partition: Partition::WHOLE,
+    };
     Ok(Arc::new(Context::new(server, plan, config.limits.clone(), dead_letters, metrics)))
 }

@@ -9,6 +9,7 @@ use crate::{
     error::{Error, Result},
     key::Key,
     mongo::{Server, bounded},
+    partition::Partition,
     plan::Rule,
     request::{Request, Scope, Task},
 };
@@ -34,6 +35,8 @@ pub struct DeadLetters {
     pub database: String,
     /// The deployment's name.
     pub deployment: String,
+    /// Whose letters are tried again here. A deployment that is not divided, and commands, mean all.
+    pub partition: Partition,
 }
 
 impl DeadLetters {
@@ -72,7 +75,7 @@ impl DeadLetters {
     fn id(&self, rule: &Rule, task: Task, key: &Key, target: Option<&Key>) -> Document {
         let target = target.and_then(|id| id.values().first().cloned());
         doc! {
-            "deployment": &self.deployment,
+            "deployment": self.partition.id(&self.deployment),
             "rule": &rule.name,
             "task": task.name(),
             "key": key.values().to_vec(),
@@ -132,6 +135,10 @@ impl DeadLetters {
 
     fn filter(&self, chosen: &Chosen) -> Document {
         let mut filter = doc! {"deployment": &self.deployment};
+        // Several partitions may have failed at one look-up: each has its own letter, and tries its own again.
+        if self.partition != Partition::WHOLE {
+            filter.insert("_id.deployment", self.partition.id(&self.deployment));
+        }
         if let Some(rule) = &chosen.rule {
             filter.insert("rule", rule);
         }

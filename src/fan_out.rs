@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use bson::RawDocumentBuf;
+use bson::{RawDocumentBuf, oid::ObjectId};
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinSet,
@@ -19,16 +19,17 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::fan_out::{FanOut, Subject},
-    error::{Error, Result},
+    error::{Error, Kind, Result},
     failpoint,
     key::Key,
     mongo::Reads,
-    plan::Rule,
+    plan::{Rule, RuleId},
     reconcile::{
         Context, read,
         run::{id_of, request_of_found},
     },
     request::{Page, Request, Scope, Task},
+    suspension::UNAUTHORIZED,
 };
 
 /// Targets in one page.
@@ -37,54 +38,89 @@ const PAGE: usize = 2000;
 const AT_ONCE: usize = 4;
 /// How long to wait after a failure.
 const PAUSE: Duration = Duration::from_secs(1);
+/// How often those are looked for that are recorded and known to nobody: records that came late, after the fan-out that was
+/// made in their stead was done.
+const LOOK: Duration = Duration::from_secs(10);
 
-/// Does the fan-outs that are asked for until `stop`. Those that are done are told to `finished`.
+/// Who is told.
+#[derive(Debug)]
+pub struct Told {
+    /// What is done.
+    pub finished: mpsc::UnboundedSender<FanOut>,
+    /// A rule that the user may not read for, and what was refused. Once that is recorded its fan-outs end.
+    pub lacking: mpsc::UnboundedSender<(RuleId, String)>,
+}
+
+/// Does the fan-outs that are asked for until `stop`.
 pub async fn run(
     context: Arc<Context>,
     mut asked: mpsc::UnboundedReceiver<FanOut>,
     out: mpsc::Sender<Page>,
-    finished: mpsc::UnboundedSender<FanOut>,
+    told: Told,
     stop: CancellationToken,
 ) {
     let mut waiting: Vec<FanOut> = Vec::new();
     // The newest wish of each that runs.
     let mut running: HashMap<Subject, FanOut> = HashMap::new();
     let mut tasks = JoinSet::new();
+    let mut look = tokio::time::interval_at(tokio::time::Instant::now() + LOOK, LOOK);
+    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         while let Some(job) = waiting.pop_if(|_| running.len() < AT_ONCE) {
             running.insert(job.subject.clone(), job.clone());
-            tasks.spawn(patiently(context.clone(), job, out.clone(), stop.clone()));
+            tasks.spawn(patiently(context.clone(), job, out.clone(), told.lacking.clone(), stop.clone()));
         }
         tokio::select! {
             job = asked.recv() => {
                 let Some(job) = job else { return };
                 waiting.retain(|other| other.subject != job.subject);
                 match running.get_mut(&job.subject) {
-                    // Its progress is refused: it ends, and starts over.
+                    // Its progress is refused: it finds the newer wish recorded, and starts over.
                     Some(newest) => *newest = job,
                     None => waiting.insert(0, job),
                 }
             }
             Some(ended) = tasks.join_next() => {
                 let Ok(Some(ended)) = ended else { return };
-                match running.remove(&ended.subject) {
-                    Some(newest) if newest.wish != ended.wish => waiting.push(newest),
-                    _ if finished.send(ended).is_err() => return,
-                    _ => {}
+                let Some(newest) = running.remove(&ended.asked.subject) else { continue };
+                let done = newest.wish == ended.asked.wish || newest.wish == ended.done;
+                if !done {
+                    waiting.push(newest);
+                } else if told.finished.send(newest).is_err() {
+                    return;
                 }
+            }
+            _ = look.tick() => {
+                // A state that cannot be read now is read the next time.
+                let recorded = context.fan_outs.all(&context.server, &context.plan).await.unwrap_or_default();
+                let known = |job: &FanOut| {
+                    running.contains_key(&job.subject) || waiting.iter().any(|other| other.subject == job.subject)
+                };
+                let unknown: Vec<FanOut> = recorded.into_iter().filter(|job| !known(job)).collect();
+                waiting.extend(unknown);
             }
             () = stop.cancelled() => return,
         }
     }
 }
 
+/// A fan-out that is done.
+struct Ended {
+    /// As it was asked for.
+    asked: FanOut,
+    /// The wish under which it was done: a newer one, where such a one was found recorded.
+    done: ObjectId,
+}
+
 /// Does one to its end, whatever fails meanwhile. None when it was stopped.
 async fn patiently(
     context: Arc<Context>,
-    mut job: FanOut,
+    asked: FanOut,
     out: mpsc::Sender<Page>,
+    lacking: mpsc::UnboundedSender<(RuleId, String)>,
     stop: CancellationToken,
-) -> Option<FanOut> {
+) -> Option<Ended> {
+    let mut job = asked.clone();
     let rule = context.plan.rule(job.subject.rule).clone();
     tracing::info!(rule = %rule.name, resumed = job.after.is_some(), "fan-out started");
     let one = One { context: &context, rule: &rule, out: &out };
@@ -93,9 +129,17 @@ async fn patiently(
             result = one.run(&mut job) => result,
             () = stop.cancelled() => return None,
         };
-        let Err(error) = result else { return Some(job) };
+        let Err(error) = result else { return Some(Ended { asked, done: job.wish }) };
         tracing::warn!(rule = %rule.name, error = %error.message, "the fan-out was interrupted and goes on");
         context.metrics.trouble(Some(&rule.name), "fan-out", &error);
+        if error.code == Some(UNAUTHORIZED) {
+            // A pipeline that is gone suspends nothing.
+            lacking.send((rule.id, error.message)).ok();
+            // Suspended with its rule.
+            if let Ok(None) = context.fan_outs.recorded(&context.server, &rule, &job.subject).await {
+                return Some(Ended { asked, done: job.wish });
+            }
+        }
         tokio::select! {
             () = tokio::time::sleep(PAUSE) => {}
             () = stop.cancelled() => return None,
@@ -110,12 +154,30 @@ struct One<'a> {
 }
 
 impl One<'_> {
-    /// Goes on after `job.after`, and moves it along. Ends early when the fan-out was asked for again.
+    /// Does all of it, from the first target again whenever its progress is refused.
+    ///
+    /// What refuses it is a wish that need not be known to anybody here: one whose answer was given up, and that was recorded
+    /// after all, in place of the wish that was asked for in its stead. So what counts is what is recorded; once nothing is, it
+    /// is done.
     async fn run(&self, job: &mut FanOut) -> Result<()> {
+        while !self.pass(job).await? {
+            let recorded = self.context.fan_outs.recorded(&self.context.server, self.rule, &job.subject).await?;
+            let Some(recorded) = recorded else { return Ok(()) };
+            if recorded.wish == job.wish {
+                return Err(Error::new(Kind::Unavailable, "another instance has become the leader"));
+            }
+            tracing::info!(rule = %self.rule.name, "the fan-out was asked for again: starting over");
+            *job = recorded;
+        }
+        Ok(())
+    }
+
+    /// Goes on after `job.after`, and moves it along. False when the fan-out is another one by now, or gone.
+    async fn pass(&self, job: &mut FanOut) -> Result<bool> {
         let server = &self.context.server;
         let after = server.operation_time().await?;
         let Subject { task, key, .. } = job.subject.clone();
-        let Some(command) = read::found_in_order(self.rule, task, &key, job.after.as_ref()) else { return Ok(()) };
+        let Some(command) = read::found_in_order(self.rule, task, &key, job.after.as_ref()) else { return Ok(true) };
         let mut pages = server.pages(&self.rule.target.namespace.database, command, Reads { after }).await?;
         let mut targets = 0;
         while let Some(rows) = pages.next().await? {
@@ -129,16 +191,16 @@ impl One<'_> {
                 let last = rows.last().map(id_of).transpose()?;
                 job.after = last.and_then(|id| id.values().first().cloned());
                 if !self.context.fan_outs.advance(server, self.rule, job).await? {
-                    tracing::info!(rule = %self.rule.name, "the fan-out's source has changed: starting over");
-                    return Ok(());
+                    return Ok(false);
                 }
             }
         }
         failpoint::here("fan-out-closing");
-        if self.context.fan_outs.close(server, self.rule, job).await? {
+        let closed = self.context.fan_outs.close(server, self.rule, job).await?;
+        if closed {
             tracing::info!(rule = %self.rule.name, targets, "fan-out done");
         }
-        Ok(())
+        Ok(closed)
     }
 
     fn requests(&self, task: Task, key: &Key, rows: &[RawDocumentBuf]) -> Result<Vec<Request>> {

@@ -41,6 +41,12 @@ impl Key {
         &self.values
     }
 
+    /// An encoding that equal keys share, the same in every build.
+    #[must_use]
+    pub fn canonical(&self) -> &[u8] {
+        &self.canonical
+    }
+
     /// About how many bytes of memory the key holds.
     #[must_use]
     pub fn weight(&self) -> usize {

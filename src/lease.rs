@@ -8,6 +8,7 @@
 use std::{sync::Arc, time::Duration};
 
 use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
+use futures_util::TryStreamExt;
 use mongodb::{
     Collection,
     options::{FindOneAndUpdateOptions, ReturnDocument},
@@ -16,13 +17,14 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::store::highest_term,
+    checkpoint::store::{claim_term, highest_term},
     error::{Error, Result},
     failpoint,
     mongo::{Connection, Fence, Server},
 };
 
-/// The collection of leases in the state database: one document a deployment.
+/// The collection of leases in the state database: one document a deployment,
+/// or partition of one.
 pub const COLLECTION: &str = "leases";
 /// How much longer than `until` a successor waits for what the predecessor was writing: a server notices the end of a
 /// command's time within milliseconds, and this is for a busy one.
@@ -63,7 +65,7 @@ pub struct Grant {
     pub term: i64,
     /// Its end by the registry's clock, in milliseconds since 1970.
     pub until: i64,
-    /// There was no document although there is state: it was deleted, and its owner may not know yet.
+    /// A later term than the document knew of was led under: it was deleted, and its owner may not know yet.
     pub was_deleted: bool,
 }
 
@@ -208,14 +210,11 @@ impl LeaseDocument {
 impl Registry for LeaseDocument {
     async fn take(&self, owner: &str) -> Result<Option<Grant>> {
         let id = doc! {"_id": &self.deployment};
-        let seen = self.collection().find_one(id.clone()).projection(doc! {"free": is_free()}).await?;
+        let seen = self.collection().find_one(id.clone()).projection(doc! {"free": is_free(), "term": 1}).await?;
         if seen.as_ref().is_some_and(|doc| !doc.get_bool("free").unwrap_or_default()) {
             return Ok(None);
         }
-        let before = match seen {
-            Some(_) => 0,
-            None => highest_term(&self.connection.now(), &self.database, &self.deployment).await?,
-        };
+        let before = highest_term(&self.connection.now(), &self.database, &self.deployment).await?;
         let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};
         let mine = doc! {
             "_id": "$_id", "term": term, "owner": owner, "until": self.until(),
@@ -232,7 +231,15 @@ impl Registry for LeaseDocument {
         if doc.get_str("owner").ok() != Some(owner) {
             return Ok(None);
         }
-        Ok(Some(Grant { term: term_of(&doc)?, until: until_of(&doc)?, was_deleted: before > 0 }))
+        let term = term_of(&doc)?;
+        // Recorded a second time, where nobody deletes it with the lease. The lease may have been deleted, and taken by another
+        // one in the same term, since it was looked at: then this one is left to run out, and so does what the other has begun.
+        if !claim_term(&self.connection.now(), &self.database, &self.deployment, term).await? {
+            tracing::warn!(term, "the lease was deleted while it was being taken: it is left to run out");
+            return Ok(None);
+        }
+        let known = seen.as_ref().and_then(|seen| seen.get_i64("term").ok()).unwrap_or_default();
+        Ok(Some(Grant { term, until: until_of(&doc)?, was_deleted: before > known }))
     }
 
     async fn renew(&self, owner: &str, term: i64) -> Result<Option<i64>> {
@@ -288,16 +295,24 @@ impl<R: Registry> Drop for Held<R> {
     }
 }
 
-/// Whether somebody leads the deployment now.
-pub async fn is_held(server: &Server, database: &str, deployment: &str) -> Result<bool> {
+/// Whether somebody leads one of these partitions of a deployment now.
+pub async fn is_held(server: &Server, database: &str, ids: &[String]) -> Result<bool> {
+    Ok(!held(server, database, ids).await?.is_empty())
+}
+
+/// Those of these partitions that somebody leads now.
+pub async fn held(server: &Server, database: &str, ids: &[String]) -> Result<Vec<String>> {
+    let filter = doc! {"_id": {"$in": ids.to_vec()}};
     let leases = server.collection(database, COLLECTION);
-    let found = leases.find_one(doc! {"_id": deployment}).projection(doc! {"free": is_free()}).await?;
-    Ok(found.is_some_and(|lease| !lease.get_bool("free").unwrap_or_default()))
+    let found: Vec<Document> = leases.find(filter).projection(doc! {"free": is_free()}).await?.try_collect().await?;
+    let held = found.iter().filter(|lease| !lease.get_bool("free").unwrap_or_default());
+    Ok(held.filter_map(|lease| Some(lease.get_str("_id").ok()?.to_owned())).collect())
 }
 
 /// Whether the lease may be taken: its time is over, and what was written under it has been noticed to be over; or it was
 /// given back. One that was granted by an answer that got lost runs out as any other.
-fn is_free() -> Document {
+#[must_use]
+pub fn is_free() -> Document {
     let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
     let until = doc! {"$cond": [is_date, "$until", DateTime::from_millis(0)]};
     let given_back = doc! {"$eq": [{"$ifNull": ["$owner", Bson::Null]}, Bson::Null]};

@@ -13,12 +13,12 @@
 //!
 //! | floor | modules |
 //! |---|---|
-//! | vocabulary | [`error`], [`failpoint`], [`key`], [`field_path`], [`position`], [`metrics`] |
+//! | vocabulary | [`error`], [`failpoint`], [`key`], [`field_path`], [`position`], [`metrics`], [`partition`] |
 //! | what the user wrote, what happened | [`config`], [`change`], [`logging`] |
 //! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
 //! | what is asked for | [`request`] |
-//! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`events`], [`lease`], [`membership`], [`workqueue`], [`reconcile`] |
-//! | what feeds the same queue | [`preflight`], [`backfill`], [`fan_out`], [`audit`], [`check`] |
+//! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`events`], [`lease`], [`membership`], [`division`], [`workqueue`], [`reconcile`] |
+//! | what feeds the same queue | [`preflight`], [`suspension`], [`backfill`], [`fan_out`], [`audit`], [`check`] |
 //! | what tells before it runs | [`survey`] |
 //! | beside them: schema advice | [`advise`] |
 //! | assembly | [`pipeline`], [`status`], [`server`] |
@@ -47,6 +47,7 @@ pub mod cli;
 pub mod commands;
 pub mod config;
 pub mod dead_letter;
+pub mod division;
 pub mod error;
 pub mod evaluate;
 pub mod events;
@@ -59,6 +60,7 @@ pub mod logging;
 pub mod membership;
 pub mod metrics;
 pub mod mongo;
+pub mod partition;
 pub mod pipeline;
 pub mod plan;
 pub mod position;
@@ -69,6 +71,10 @@ pub mod route;
 pub mod server;
 pub mod status;
 pub mod survey;
+<<<<<<< HEAD
 pub mod trial;
+=======
+pub mod suspension;
+>>>>>>> main
 pub mod watch;
 pub mod workqueue;

@@ -4,8 +4,11 @@
 //! be backfilled back and forth. So an instance leads only while no other one that is alive has a newer plan. A plan's age
 //! is when the deployment first met it: an old instance that restarts in the middle of an update stays the older one, and
 //! after a roll-back the older plan leads as soon as the newer instances are gone.
+//!
+//! In a deployment that is divided into partitions each instance also says how many it leads, and [`next`] decides from
+//! these numbers alone who takes a free one, and who hands one over.
 
-use std::time::Duration;
+use std::{cmp::Ordering, time::Duration};
 
 use bson::{DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
@@ -23,9 +26,33 @@ pub const COLLECTION: &str = "instances";
 /// The collection of plans in the state database: one document a deployment and plan, with the time it was first met.
 pub const PLANS: &str = "plans";
 
-/// What tells two plans apart: what their rules mean, in any order.
+/// What an instance does about the partitions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// It takes a free one.
+    Take,
+    /// It hands one over, for another one to take.
+    HandOver,
+    /// Nothing.
+    Keep,
+}
+
+/// What an instance that leads `mine` of `partitions` does while the others lead so many each. The least loaded take what is
+/// free. What is led whole is handed over only where that makes it more even, so that it comes to an end.
 #[must_use]
-pub fn fingerprint(plan: &Plan) -> String {
+pub fn next(mine: usize, others: &[usize], partitions: usize) -> Next {
+    let least = others.iter().copied().min().unwrap_or(usize::MAX);
+    let led = mine + others.iter().sum::<usize>();
+    match led.cmp(&partitions) {
+        Ordering::Less if mine <= least => Next::Take,
+        Ordering::Equal if least < mine && mine - least > 1 => Next::HandOver,
+        _ => Next::Keep,
+    }
+}
+
+/// What tells two plans apart: what their rules mean, in any order, and into how many partitions they are divided.
+#[must_use]
+pub fn fingerprint(plan: &Plan, partitions: u32) -> String {
     let mut rules: Vec<(&str, &Document)> =
         plan.rules.iter().map(|rule| (rule.name.as_str(), &rule.definition)).collect();
     rules.sort_by_key(|(name, _)| *name);
@@ -36,6 +63,9 @@ pub fn fingerprint(plan: &Plan) -> String {
         // A definition was read from a config, which is smaller than any document may be.
         hash.update(bson::serialize_to_vec(definition).unwrap_or_default());
     }
+    if partitions > 1 {
+        hash.update(partitions.to_be_bytes());
+    }
     hash.finalize().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
 }
 
@@ -43,8 +73,17 @@ pub fn fingerprint(plan: &Plan) -> String {
 #[derive(Debug)]
 pub struct Member {
     place: Place,
-    plan: watch::Sender<String>,
+    said: watch::Sender<Said>,
+    partitions: u32,
     beat: tokio::task::JoinHandle<()>,
+}
+
+/// What an instance says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Said {
+    plan: String,
+    /// How many partitions it leads; nothing in a deployment that is not divided.
+    leads: Option<usize>,
 }
 
 #[derive(Debug, Clone)]
@@ -66,6 +105,7 @@ impl Member {
         deployment: &str,
         ttl: Duration,
         plan: &Plan,
+        partitions: u32,
     ) -> Self {
         let place = Place {
             connection: connection.into(),
@@ -74,20 +114,34 @@ impl Member {
             instance: ObjectId::new().to_hex(),
             ttl,
         };
-        let (sender, receiver) = watch::channel(fingerprint(plan));
+        let said = Said { plan: fingerprint(plan, partitions), leads: (partitions > 1).then_some(0) };
+        let (sender, receiver) = watch::channel(said);
         let beat = tokio::spawn(place.clone().keep(receiver));
-        Self { place, plan: sender, beat }
+        Self { place, said: sender, partitions, beat }
     }
 
     /// The rules have been swapped.
     pub fn has_plan(&self, plan: &Plan) {
-        self.plan.send_replace(fingerprint(plan));
+        let plan = fingerprint(plan, self.partitions);
+        self.said.send_modify(|said| said.plan = plan);
+    }
+
+    /// It leads so many partitions now; nothing when it cannot take any, so that nobody hands one over to it.
+    pub fn leads(&self, partitions: Option<usize>) {
+        let changed = |said: &mut Said| std::mem::replace(&mut said.leads, partitions) != partitions;
+        self.said.send_if_modified(changed);
+    }
+
+    /// How many partitions each of the other instances leads that are there, have the same plan, and take some.
+    pub async fn others(&self) -> Result<Vec<usize>> {
+        let plan = self.said.borrow().plan.clone();
+        self.place.others(&plan).await
     }
 
     /// Whether another instance that is there has a newer plan. Until the deployment has met this one's
     /// plan, every other is newer.
     pub async fn is_outdated(&self) -> Result<bool> {
-        let plan = self.plan.borrow().clone();
+        let plan = self.said.borrow().plan.clone();
         Ok(self.place.newer_than(&plan).await? > 0)
     }
 
@@ -122,11 +176,11 @@ impl Place {
         doc! {"deployment": &self.deployment, "plan": plan}
     }
 
-    async fn keep(self, mut plan: watch::Receiver<String>) {
+    async fn keep(self, mut said: watch::Receiver<Said>) {
         loop {
-            let now = plan.borrow_and_update().clone();
+            let now = said.borrow_and_update().clone();
             let beat = async {
-                self.meet(&now).await?;
+                self.meet(&now.plan).await?;
                 self.beat(&now).await
             };
             if let Err(error) = beat.await {
@@ -134,7 +188,7 @@ impl Place {
             }
             tokio::select! {
                 () = tokio::time::sleep(self.ttl / 3) => {}
-                changed = plan.changed() => if changed.is_err() { return },
+                changed = said.changed() => if changed.is_err() { return },
             }
         }
     }
@@ -146,13 +200,20 @@ impl Place {
         Ok(())
     }
 
-    async fn beat(&self, plan: &str) -> Result<()> {
-        let state = doc! {
-            "plan": plan, "seen": "$$NOW", "started": {"$ifNull": ["$started", "$$NOW"]},
+    async fn beat(&self, said: &Said) -> Result<()> {
+        let mut state = doc! {
+            "plan": &said.plan, "seen": "$$NOW", "started": {"$ifNull": ["$started", "$$NOW"]},
             "process": i64::from(std::process::id()),
         };
+        let update = match said.leads {
+            Some(leads) => {
+                state.insert("leads", i64::try_from(leads).unwrap_or(i64::MAX));
+                vec![doc! {"$set": state}]
+            }
+            None => vec![doc! {"$set": state}, doc! {"$unset": "leads"}],
+        };
         let instances = self.collection(COLLECTION);
-        bounded(instances.update_one(doc! {"_id": self.id()}, vec![doc! {"$set": state}]).upsert(true)).await?;
+        bounded(instances.update_one(doc! {"_id": self.id()}, update).upsert(true)).await?;
         // What has been silent for a day does not come back.
         let day = DateTime::from_millis(DateTime::now().timestamp_millis() - 24 * 3600 * 1000);
         let old = doc! {"_id.deployment": &self.deployment, "seen": {"$lt": day}};
@@ -160,12 +221,30 @@ impl Place {
         Ok(())
     }
 
+    /// What others with this plan that are alive lead.
+    async fn others(&self, plan: &str) -> Result<Vec<usize>> {
+        let others = doc! {
+            "_id.deployment": &self.deployment, "_id.instance": {"$ne": &self.instance}, "plan": plan,
+            "leads": {"$exists": true}, "$expr": self.alive(),
+        };
+        let instances = self.collection(COLLECTION);
+        let mut cursor = bounded(instances.find(others).projection(doc! {"leads": 1})).await?;
+        let mut leads = Vec::new();
+        while let Some(other) = bounded(cursor.try_next()).await? {
+            leads.push(other.get_i64("leads").ok().and_then(|leads| usize::try_from(leads).ok()).unwrap_or_default());
+        }
+        Ok(leads)
+    }
+
+    fn alive(&self) -> Document {
+        let millis = i64::try_from(self.ttl.as_millis()).unwrap_or(i64::MAX);
+        doc! {"$gt": ["$seen", {"$subtract": ["$$NOW", millis]}]}
+    }
+
     /// How many instances that are alive have a plan that was first met after this one.
     async fn newer_than(&self, plan: &str) -> Result<usize> {
-        let millis = i64::try_from(self.ttl.as_millis()).unwrap_or(i64::MAX);
-        let alive = doc! {"$gt": ["$seen", {"$subtract": ["$$NOW", millis]}]};
         let pipeline = vec![
-            doc! {"$match": {"_id.deployment": &self.deployment, "plan": {"$ne": plan}, "$expr": alive}},
+            doc! {"$match": {"_id.deployment": &self.deployment, "plan": {"$ne": plan}, "$expr": self.alive()}},
             doc! {"$set": {"known": {"deployment": "$_id.deployment", "plan": "$plan"}}},
             doc! {"$lookup": {"from": PLANS, "localField": "known", "foreignField": "_id", "as": "known"}},
             doc! {"$lookup": {
@@ -177,5 +256,64 @@ impl Place {
         let mut cursor = bounded(self.collection(COLLECTION).aggregate(pipeline)).await?;
         let newer = bounded(cursor.try_next()).await?.and_then(|found| found.get_i32("newer").ok());
         Ok(newer.and_then(|count| usize::try_from(count).ok()).unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All instances look in turns, with what the others lead now, until nobody does anything.
+    fn settled(mut led: Vec<usize>, partitions: usize) -> (Vec<usize>, usize) {
+        let mut handed_over = 0;
+        loop {
+            let mut changed = false;
+            for nth in 0..led.len() {
+                let others: Vec<usize> = led.iter().enumerate().filter(|(n, _)| *n != nth).map(|(_, l)| *l).collect();
+                match next(led[nth], &others, partitions) {
+                    Next::Take => led[nth] += 1,
+                    Next::HandOver => {
+                        led[nth] -= 1;
+                        handed_over += 1;
+                    }
+                    Next::Keep => continue,
+                }
+                changed = true;
+            }
+            if !changed {
+                led.sort_unstable();
+                return (led, handed_over);
+            }
+        }
+    }
+
+    #[test]
+    fn partitions_spread_evenly_and_come_to_rest() {
+        for (before, partitions, after, moves) in [
+            (vec![0], 4, vec![4], 0),
+            (vec![0, 0], 4, vec![2, 2], 0),
+            (vec![4, 0], 4, vec![2, 2], 2),
+            (vec![2, 2, 0], 4, vec![1, 1, 2], 1),
+            (vec![2, 1], 4, vec![2, 2], 0),
+            (vec![3, 3, 0, 0], 6, vec![1, 1, 2, 2], 3),
+            (vec![1, 1, 0], 2, vec![0, 1, 1], 0),
+        ] {
+            assert_eq!(settled(before.clone(), partitions), (after, moves), "{before:?}");
+        }
+        for instances in 1..8 {
+            for partitions in 1..20 {
+                let mut led = vec![0; instances];
+                led[0] = partitions;
+                let (led, _) = settled(led, partitions);
+                assert_eq!(led.iter().sum::<usize>(), partitions);
+                assert!(led[instances - 1] - led[0] <= 1, "{led:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_handed_over_while_a_partition_is_free() {
+        assert_eq!(next(3, &[0], 4), Next::Keep, "the other one is about to take it");
+        assert_eq!(next(0, &[3], 4), Next::Take);
     }
 }

@@ -8,10 +8,10 @@ mod observation;
 mod trouble;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicI64, AtomicU64, Ordering},
+        atomic::{AtomicI64, Ordering},
     },
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
@@ -23,7 +23,7 @@ use prometheus::{
 
 use crate::error::{Error, Kind, Result};
 pub use cause::Cause;
-pub use observation::{BackfillProgress, Observation, RuleFacts, StreamFacts};
+pub use observation::{BackfillProgress, HeldBack, Observation, RuleFacts, StreamFacts};
 pub use trouble::Trouble;
 use trouble::Troubles;
 
@@ -59,6 +59,8 @@ pub struct Metrics {
     pub backfill_scanned: IntGaugeVec,
     /// Targets that the open backfill has to read.
     pub backfill_total: IntGaugeVec,
+    /// Whether something keeps the open backfill from going faster.
+    backfill_held_back: IntGaugeVec,
     /// How old the saved position is, while a newer one is known.
     pub checkpoint_age: Gauge,
     /// How old the last answer of the slowest stream is.
@@ -80,6 +82,8 @@ pub struct Metrics {
     pub tls_unverified: IntGauge,
     /// 1 while this process writes.
     pub leader: IntGauge,
+    /// The same of each partition.
+    partition_leader: IntGaugeVec,
     /// What is wrong, one series a cause.
     pub causes: IntGaugeVec,
     drift_found: IntCounterVec,
@@ -87,7 +91,7 @@ pub struct Metrics {
     shadow_compared: IntCounterVec,
     shadow_differing: IntCounterVec,
     live: Mutex<Live>,
-    turned: AtomicU64,
+    turned: Mutex<BTreeMap<u32, Instant>>,
     clock: AtomicI64,
     started: Instant,
     started_at: i64,
@@ -96,10 +100,28 @@ pub struct Metrics {
 /// What changes with time and is read by who draws the status.
 #[derive(Debug, Default)]
 struct Live {
+    /// By the partition's place.
+    observations: BTreeMap<u32, Arc<Observation>>,
+    /// All of them together.
     observation: Option<Arc<Observation>>,
     troubles: Troubles,
-    backfills: Vec<(String, BackfillProgress)>,
+    /// By rule and the partition's place.
+    backfills: Vec<(String, u32, BackfillProgress)>,
     last_write: Option<Instant>,
+}
+
+impl Live {
+    fn join(&mut self) -> Option<Arc<Observation>> {
+        let mut observations = self.observations.values();
+        let first = observations.next().cloned();
+        self.observation = first.map(|first| observations.fold(first, |all, one| Arc::new(all.joined(one))));
+        self.observation.clone()
+    }
+
+    fn backfill(&mut self, rule: &str, partition: u32) -> Option<&mut BackfillProgress> {
+        let found = self.backfills.iter_mut().find(|(name, place, _)| name == rule && *place == partition);
+        found.map(|(.., progress)| progress)
+    }
 }
 
 /// How the run of one key ended.
@@ -195,6 +217,7 @@ impl Metrics {
             backfill_running: f.wholes("denormd_backfill_running", "1 while the rule's backfill is open.", &["rule"])?,
             fan_outs: f.wholes("denormd_fan_outs", "Large fan-outs of the rule that are under way.", &["rule"])?,
             backfill_scanned: f.wholes("denormd_backfill_scanned_targets", "Targets that the rule's last backfill has read.", &["rule"])?,
+            backfill_held_back: f.wholes("denormd_backfill_held_back", "1 while the rule's backfill waits between its pages, by the reason.", &["rule", "reason"])?,
             backfill_total: f.wholes("denormd_backfill_expected_targets", "Targets that the rule's last backfill has to read, estimated.", &["rule"])?,
             checkpoint_age: f.gauge("denormd_checkpoint_age_seconds", "How far back a restart would begin; 0 when the saved position is the newest.")?,
             stream_age: f.gauge("denormd_stream_age_seconds", "Seconds since every change stream has answered, with or without events.")?,
@@ -208,13 +231,14 @@ impl Metrics {
             queue_depth: f.whole("denormd_queue_depth", "Reconcile requests that wait or run, named targets counted.")?,
             tls_unverified: f.whole("denormd_tls_unverified", "1 while the connection string switches the verification of the server's certificate off.")?,
             leader: f.whole("denormd_leader", "1 while this process is the one that writes.")?,
+            partition_leader: f.wholes("denormd_partition_leader", "1 while this process is the one that writes for the partition; a deployment that is not divided has one.", &["partition"])?,
             causes: f.wholes("denormd_cause", "1 while this keeps the copies from being true at once.", &["reason"])?,
             drift_found: f.counters("denormd_drift_found_total", "Targets that differed from their definition without a change that explains it.", &["rule"])?,
             drift_repaired: f.counters("denormd_drift_repaired_total", "Of those, repaired.", &["rule"])?,
             shadow_compared: f.counters("denormd_shadow_compared_total", "Targets that a rule in shadow has compared instead of writing.", &["rule"])?,
             shadow_differing: f.counters("denormd_shadow_differing_total", "Of those, the ones that it would have changed.", &["rule"])?,
             live: Mutex::default(),
-            turned: AtomicU64::new(0),
+            turned: Mutex::default(),
             clock: AtomicI64::new(0),
             started: Instant::now(),
             started_at: wall_millis(),
@@ -226,6 +250,7 @@ impl Metrics {
         for reason in ["done", "refused"] {
             metrics.config_reloads.with_label_values(&[reason]);
         }
+        metrics.divided(1);
         metrics.config_ok.set(1);
         Ok(Arc::new(metrics))
     }
@@ -267,7 +292,14 @@ impl Metrics {
             })
             .unwrap_or_default();
         for rule in retired {
+<<<<<<< HEAD
             for family in self.lags_of_a_rule() {
+=======
+            for reason in HeldBack::ALL {
+                self.backfill_held_back.remove_label_values(&[rule.as_str(), reason.name()]).ok();
+            }
+            for family in [&self.rule_lag, &self.rule_chain_lag] {
+>>>>>>> main
                 // It may have had none.
                 family.remove_label_values(&[rule.as_str()]).ok();
             }
@@ -364,26 +396,37 @@ impl Metrics {
     }
 
     /// A rule's backfill starts, or goes on.
-    pub fn backfill_started(&self, rule: &str, total: Option<u64>) {
-        let progress = BackfillProgress { started: Instant::now(), scanned: 0, total, ended: None };
+    pub fn backfill_started(&self, rule: &str, partition: u32, total: Option<u64>) {
+        let progress = BackfillProgress { started: Instant::now(), scanned: 0, total, ended: None, held_back: None };
         self.backfill_scanned.with_label_values(&[rule]).set(0);
         self.backfill_total.with_label_values(&[rule]).set(whole(total.unwrap_or_default()));
         let mut live = self.live();
-        live.backfills.retain(|(name, _)| name != rule);
-        live.backfills.push((rule.to_owned(), progress));
+        live.backfills.retain(|(name, place, _)| name != rule || *place != partition);
+        live.backfills.push((rule.to_owned(), partition, progress));
     }
 
     /// Targets of a rule's backfill are done.
-    pub fn backfilled(&self, rule: &str, scanned: u64) {
-        self.backfill_scanned.with_label_values(&[rule]).set(whole(scanned));
-        if let Some((_, progress)) = self.live().backfills.iter_mut().find(|(name, _)| name == rule) {
+    pub fn backfilled(&self, rule: &str, partition: u32, scanned: u64) {
+        if let Some(progress) = self.live().backfill(rule, partition) {
             progress.scanned = scanned;
+        }
+        let scanned = self.backfill(rule).map_or(scanned, |progress| progress.scanned);
+        self.backfill_scanned.with_label_values(&[rule]).set(whole(scanned));
+    }
+
+    /// What keeps a rule's backfill from going faster; None when nothing does.
+    pub fn backfill_held_back(&self, rule: &str, partition: u32, why: Option<HeldBack>) {
+        for reason in HeldBack::ALL {
+            self.backfill_held_back.with_label_values(&[rule, reason.name()]).set(i64::from(why == Some(reason)));
+        }
+        if let Some(progress) = self.live().backfill(rule, partition) {
+            progress.held_back = why;
         }
     }
 
     /// A rule's backfill has ended.
-    pub fn backfill_ended(&self, rule: &str) {
-        if let Some((_, progress)) = self.live().backfills.iter_mut().find(|(name, _)| name == rule) {
+    pub fn backfill_ended(&self, rule: &str, partition: u32) {
+        if let Some(progress) = self.live().backfill(rule, partition) {
             progress.ended = Some(Instant::now());
         }
     }
@@ -391,17 +434,31 @@ impl Metrics {
     /// The rule's last backfill of this process.
     #[must_use]
     pub fn backfill(&self, rule: &str) -> Option<BackfillProgress> {
-        self.live().backfills.iter().find(|(name, _)| name == rule).map(|(_, progress)| progress.clone())
+        self.backfills().into_iter().find(|(name, _)| name == rule).map(|(_, progress)| progress)
     }
 
-    /// The last backfill of each rule in this process.
+    /// The last backfill of each rule in this process: of several partitions, which each go through all targets, the one
+    /// that is least far.
     #[must_use]
     pub fn backfills(&self) -> Vec<(String, BackfillProgress)> {
-        self.live().backfills.clone()
+        let mut out: Vec<(String, BackfillProgress)> = Vec::new();
+        for (rule, _, progress) in &self.live().backfills {
+            match out.iter_mut().find(|(known, _)| known == rule) {
+                Some((_, slowest)) => *slowest = slowest.joined(progress),
+                None => out.push((rule.clone(), progress.clone())),
+            }
+        }
+        out
     }
 
-    /// The pipeline says how far it is.
-    pub fn observe(&self, observation: Observation) {
+    /// The pipeline of a partition says how far it is.
+    pub fn observe(&self, partition: u32, observation: Observation) {
+        let observation = {
+            let mut live = self.live();
+            live.observations.insert(partition, Arc::new(observation));
+            live.join()
+        };
+        let Some(observation) = observation else { return };
         self.queue_depth.set(i64::try_from(observation.depth).unwrap_or(i64::MAX));
         for (nth, rule) in observation.rules.iter().enumerate() {
             self.backfill_running
@@ -410,7 +467,23 @@ impl Metrics {
             let fan_outs = observation.fan_outs.get(nth).copied().unwrap_or_default();
             self.fan_outs.with_label_values(&[&rule.name]).set(i64::try_from(fan_outs).unwrap_or(i64::MAX));
         }
-        self.live().observation = Some(Arc::new(observation));
+    }
+
+    /// The deployment is divided into so many partitions; none of them is led here yet.
+    pub fn divided(&self, partitions: u32) {
+        self.partition_leader.reset();
+        for place in 0..partitions {
+            self.partition_leader.with_label_values(&[&place.to_string()]).set(0);
+        }
+    }
+
+    /// This process leads a partition, or does so no more.
+    pub fn leads(&self, partition: u32, leads: bool) {
+        if leads {
+            self.leader.set(1);
+            self.turn(partition);
+        }
+        self.partition_leader.with_label_values(&[&partition.to_string()]).set(i64::from(leads));
     }
 
     /// What the pipeline said last. None before it has started, or where another process leads.
@@ -420,8 +493,13 @@ impl Metrics {
     }
 
     /// The pipeline runs no more: nothing it said holds.
-    pub fn forget_observation(&self) {
-        self.live().observation = None;
+    pub fn forget_observation(&self, partition: u32) {
+        let mut live = self.live();
+        live.observations.remove(&partition);
+        live.backfills.retain(|(_, place, progress)| *place != partition || progress.ended.is_some());
+        live.join();
+        drop(live);
+        self.turned().remove(&partition);
     }
 
     /// By how many milliseconds the server's clock is ahead of this machine's.
@@ -436,15 +514,18 @@ impl Metrics {
     }
 
     /// The pipeline's loop has come round.
-    pub fn turn(&self) {
-        let since = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.turned.store(since, Ordering::Relaxed);
+    pub fn turn(&self, partition: u32) {
+        self.turned().insert(partition, Instant::now());
     }
 
-    /// How long ago the pipeline's loop came round.
+    /// How long ago the loop of the slowest pipeline came round.
     #[must_use]
     pub fn since_turn(&self) -> Duration {
-        self.started.elapsed().saturating_sub(Duration::from_millis(self.turned.load(Ordering::Relaxed)))
+        self.turned().values().min().unwrap_or(&self.started).elapsed()
+    }
+
+    fn turned(&self) -> MutexGuard<'_, BTreeMap<u32, Instant>> {
+        self.turned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// When this was made, in milliseconds since 1970.

@@ -23,9 +23,13 @@ use crate::{
     failpoint, fan_out,
     plan::{RuleId, Values},
     position::{ClusterTime, Position},
-    reconcile::{self, Context, Outcome, run::End},
+    reconcile::{
+        self, Context, Outcome,
+        run::{End, Ended},
+    },
     request::{Page, Task},
     route::Routed,
+    suspension::{self, UNAUTHORIZED},
     watch::{Delivery, StreamSpec, follow, streams},
     workqueue::Batch,
 };
@@ -38,6 +42,9 @@ const DELIVERIES: usize = 2;
 const CHEAP: Duration = Duration::from_millis(20);
 /// The longest pause between two recomputes of one key.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// So often a key is refused a privilege before its rule is suspended: who changes a user's roles may take them away for a
+/// moment.
+const REFUSALS: u32 = 5;
 
 mod feeders;
 mod observe;
@@ -45,7 +52,7 @@ mod rules;
 pub mod schedule;
 
 use feeders::{Wishes, requests, retry, wishes};
-use rules::{look_for_sources, register_rules, rules_of};
+use rules::{look_for_sources, register_rules, releases, rules_of};
 use schedule::{Next, Schedule};
 
 /// How far the daemon is.
@@ -140,11 +147,18 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
         };
         starts.push((spec, position));
     }
+    let released = releases(&context, &store).await?;
     let gone = look_for_sources(&context, &store).await?;
+    // The driver's futures are large.
+    let lacking = Box::pin(suspension::still(&context)).await?;
     let mut pipeline = Pipeline::new(context.clone(), store.clone());
     pipeline.held = held;
+    pipeline.released = released;
     for rule in gone {
         pipeline.hold(rule, "its source collection is gone", true).await;
+    }
+    for (rule, reason) in lacking {
+        Box::pin(pipeline.suspend(rule, reason)).await?;
     }
     // A rule is done up to a position: without one, it is done again.
     for rule in forgotten {
@@ -194,6 +208,8 @@ struct Pipeline {
     fan_outs: HashMap<Subject, FanOut>,
     /// Rules that are held until they are released, and why.
     held: BTreeMap<RuleId, Hold>,
+    /// Until when the loss of a rule's source was released before this start.
+    released: BTreeMap<RuleId, ClusterTime>,
     pages: VecDeque<(u64, oneshot::Sender<()>)>,
     saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
     last_save: Instant,
@@ -208,7 +224,7 @@ impl Pipeline {
         let (backfills, asked) = mpsc::unbounded_channel();
         let (spread, spread_asked) = mpsc::unbounded_channel();
         Self {
-            schedule: Schedule::new(context.plan.clone(), context.limits.pending),
+            schedule: Schedule::new(context.plan.clone(), context.limits.pending).within(context.partition),
             observer: observe::Observer::new(&context.plan),
             context,
             store,
@@ -221,6 +237,7 @@ impl Pipeline {
             spread_asked: Some(spread_asked),
             fan_outs: HashMap::new(),
             held: BTreeMap::new(),
+            released: BTreeMap::new(),
             pages: VecDeque::new(),
             saver: None,
             last_save: Instant::now(),
@@ -242,20 +259,28 @@ impl Pipeline {
                 .spawn(async move { follow(&context.server, &context.metrics, &spec, position, deliver, stop).await });
         }
         let (finish, mut finished) = mpsc::unbounded_channel();
+        let (lack, mut lacking) = mpsc::unbounded_channel();
         if let Some(asked) = self.asked.take() {
             feeders.spawn(backfill::run(
                 self.context.clone(),
                 self.store.clone(),
                 asked,
                 page.clone(),
-                finish,
+                backfill::Told { finished: finish, lacking: lack.clone() },
                 stop.clone(),
             ));
         }
         let (spread, mut spread_out) = mpsc::unbounded_channel();
         if let Some(asked) = self.spread_asked.take() {
-            feeders.spawn(fan_out::run(self.context.clone(), asked, page.clone(), spread, stop.clone()));
+            feeders.spawn(fan_out::run(
+                self.context.clone(),
+                asked,
+                page.clone(),
+                fan_out::Told { finished: spread, lacking: lack },
+                stop.clone(),
+            ));
         }
+        feeders.spawn(suspension::watch(self.context.clone(), self.store.clone(), stop.clone()));
         feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
         feeders.spawn(requests(self.context.clone(), self.store.clone(), page.clone(), stop.clone()));
         let (ask, mut asked) = mpsc::channel(1);
@@ -278,6 +303,7 @@ impl Pipeline {
                     }
                 }
                 Some(done) = spread_out.recv() => self.spread_out(&done),
+                Some((rule, reason)) = lacking.recv() => self.lacks(rule, reason).await,
                 Some(outcome) = self.running.join_next() => self.finish(outcome).await,
                 () = sleep_until(due), if due.is_some() => {}
                 _ = tick.tick() => {}
@@ -308,7 +334,7 @@ impl Pipeline {
         while self.running.len() < self.context.limits.batches {
             let now = Instant::now();
             let Some(mut batch) = self.schedule.take(self.context.limits.batch_keys, now) else { return };
-            if self.held.get(&batch.lane.0).is_some_and(|hold| hold.paused) {
+            if self.held.get(&batch.lane.0).is_some_and(Hold::rests) {
                 self.skip(batch);
                 continue;
             }
@@ -319,7 +345,7 @@ impl Pipeline {
         }
     }
 
-    /// What waits of a rule that is paused is not done: the backfill that follows its pause does it.
+    /// What waits of a rule that is paused or suspended is not done: the backfill that follows does it.
     fn skip(&mut self, batch: Batch) {
         let done = Next::Done { pause: Duration::ZERO };
         let keys = batch.items.into_iter().map(|(key, work)| (key, work, done)).collect();
@@ -336,7 +362,7 @@ impl Pipeline {
             let origin = self.schedule.arrive(delivery.stream, batch, event, &mut routed);
             // A whole new source in place of the one that went.
             for rule in routed.renewed.drain(..) {
-                if self.held.get(&rule).is_some_and(|hold| !hold.paused) {
+                if self.held.get(&rule).is_some_and(|hold| !hold.rests()) {
                     self.held.remove(&rule);
                 }
                 self.context.saw(&self.context.plan.rule(rule).source.namespace, true);
@@ -344,6 +370,10 @@ impl Pipeline {
             }
             // In the order of the events: what follows a drop is not done any more.
             for rule in std::mem::take(&mut routed.bereft) {
+                // Met again after a crash: the loss was released meanwhile.
+                if self.released.get(&rule).is_some_and(|released| event.cluster_time <= *released) {
+                    continue;
+                }
                 self.hold(rule, "its source collection was dropped or renamed away", true).await;
             }
             for request in routed.requests.drain(..).filter(|request| may_run(&self.context, &self.held, request.rule))
@@ -378,15 +408,15 @@ impl Pipeline {
     }
 
     /// Stops a rule until somebody releases it: its fields stay as they are. Recorded before any event may be passed over.
-    /// A rule that is paused is held all the same: resumed, it would take an absent source for an empty one.
+    /// A rule that is paused or suspended is held all the same: coming back, it would take an absent source for an empty one.
     async fn hold(&mut self, rule: RuleId, reason: &str, detached: bool) {
-        if self.held.get(&rule).is_some_and(|hold| !hold.paused) {
+        if self.held.get(&rule).is_some_and(|hold| !hold.rests()) {
             return;
         }
         let mut attempts = 0;
         let context = self.context.clone();
         let named = context.plan.rule(rule);
-        let hold = Hold { reason: reason.to_owned(), detached, paused: false };
+        let hold = Hold { reason: reason.to_owned(), detached, paused: false, suspended: false };
         let state = Backfill::Held(hold.clone());
         while let Err(error) = self.store.reset_rule(&context.server, named, &state).await {
             self.not_recorded(&error, &mut attempts).await;
@@ -395,6 +425,30 @@ impl Pipeline {
         tracing::error!(rule = %named.name, reason, "the rule is held: its fields stay as they are until `denormd release {}`", named.name);
         self.backfilling.remove(&rule);
         self.held.insert(rule, hold);
+    }
+
+    /// Sets a rule aside until the cluster has what it needs. Its events are passed over, its fan-outs forgotten: the backfill
+    /// that it comes back by does all that. The others go on.
+    async fn suspend(&mut self, rule: RuleId, reason: String) -> Result<()> {
+        if self.held.contains_key(&rule) {
+            return Ok(());
+        }
+        let context = self.context.clone();
+        let named = context.plan.rule(rule);
+        let hold = Hold { reason, detached: false, paused: false, suspended: true };
+        Box::pin(self.store.reset_rule(&context.server, named, &Backfill::Held(hold.clone()))).await?;
+        context.fan_outs.forget(&context.server, &named.name).await?;
+        tracing::error!(rule = %named.name, reason = hold.reason, "the rule is suspended until the cluster has what it needs; the others go on");
+        self.backfilling.remove(&rule);
+        self.held.insert(rule, hold);
+        Ok(())
+    }
+
+    /// The same where it can wait: what is refused is tried again, and refused again, until it is recorded.
+    async fn lacks(&mut self, rule: RuleId, reason: String) {
+        if let Err(error) = self.suspend(rule, reason).await {
+            tracing::warn!(error = %error.message, "that a rule is suspended cannot be recorded yet");
+        }
     }
 
     /// Backfills that commands have asked for, and rules that they have paused.
@@ -412,7 +466,7 @@ impl Pipeline {
             let known = self.backfilling.get(&wish.rule).is_some_and(|generation| *generation >= wish.generation);
             if !known {
                 let hold = self.held.remove(&wish.rule);
-                if hold.as_ref().is_some_and(|hold| hold.paused) {
+                if hold.as_ref().is_some_and(Hold::rests) {
                     tracing::info!(rule = %self.context.plan.rule(wish.rule).name, "the rule is resumed");
                 } else if hold.is_some() {
                     // The loss is wanted: an absent source is an empty one.
@@ -492,6 +546,15 @@ impl Pipeline {
         if outcome.keys.iter().any(|ended| matches!(ended.end, End::Brake)) {
             let reason = "`on_missing` would have destroyed more than limits.destroy_per_hour";
             self.hold(outcome.lane.0, reason, false).await;
+        }
+        let refused = |ended: &Ended| match &ended.end {
+            End::Failed(error) if error.code == Some(UNAUTHORIZED) && ended.work.attempts >= REFUSALS => {
+                Some(error.message.clone())
+            }
+            _ => None,
+        };
+        if let Some(reason) = outcome.keys.iter().find_map(refused) {
+            self.lacks(outcome.lane.0, reason).await;
         }
         self.count_outcome(&outcome);
         let pause = self.pause(&outcome);

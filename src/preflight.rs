@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Kind, Result},
     mongo::{Reads, Server},
     plan::{
-        Plan, Rule, Values,
+        Plan, Rule, RuleId, Values,
         privileges::{self, Privilege, Resource},
         reference::Role,
     },
@@ -83,6 +83,19 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
     // An index makes its collection, and what is there cannot be created: collections first.
     findings.sort_by_key(|finding| !finding.fix.as_ref().is_some_and(|fix| fix.command.contains_key("create")));
     Ok(findings)
+}
+
+/// What stands in the way of one rule, whatever becomes of the others.
+pub async fn of_rule(server: &Server, plan: &Plan, state: &str, rule: RuleId) -> Result<Vec<Finding>> {
+    let plan = plan.only(rule);
+    let findings = async {
+        let findings = privileges(server, &plan, state).await?;
+        if findings.is_empty() { check(server, &plan).await } else { Ok(findings) }
+    };
+    match findings.await {
+        Err(error) if error.kind == Kind::Privilege => Ok(vec![Finding::new(plan.rules[0].as_ref(), error.message)]),
+        findings => findings,
+    }
 }
 
 /// Looks at what the connected user may do. Nothing is missing where nobody has to say who he is.

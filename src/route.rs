@@ -45,6 +45,12 @@ impl Router {
         Self { plan, by_source, by_target }
     }
 
+    /// The rule with this id.
+    #[must_use]
+    pub fn rule(&self, id: RuleId) -> &Rule {
+        self.plan.rule(id)
+    }
+
     /// What `event` asks for.
     pub fn route(&self, event: &ChangeEvent, out: &mut Routed) {
         match &event.change {

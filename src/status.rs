@@ -25,6 +25,7 @@ use crate::{
     events::{Event, Journal},
     lease::instance,
     metrics::{Cause, Metrics},
+    partition::Partition,
     pipeline::Progress,
     reconcile::Context,
 };
@@ -33,7 +34,7 @@ use causes::Found;
 use history::History;
 pub use lag::BEHIND;
 use lag::{Lags, Probes};
-pub use report::{Backfill, Level, Oplog, Percentiles, Role, Rule, Status, duration};
+pub use report::{Backfill, Level, Oplog, Partitions, Percentiles, Role, Rule, Status, duration};
 use timeline::Timeline;
 
 /// How often the board looks.
@@ -62,7 +63,10 @@ pub struct Board {
 
 #[derive(Debug)]
 struct State {
-    attached: Option<Attached>,
+    /// By the partition's place.
+    attached: BTreeMap<u32, Attached>,
+    /// How many partitions there are.
+    partitions: u32,
     role: Role,
     probes: Probes,
     /// Why the last question to the server was not answered.
@@ -105,7 +109,8 @@ impl Board {
     #[must_use]
     pub fn new(name: &str, metrics: Arc<Metrics>) -> Arc<Self> {
         let state = State {
-            attached: None,
+            attached: BTreeMap::new(),
+            partitions: 1,
             role: Role::Starting,
             probes: Probes::default(),
             unanswered: None,
@@ -131,32 +136,61 @@ impl Board {
         self.state().insecure = options;
     }
 
-    /// A pipeline runs: this process leads.
-    pub fn attach(&self, context: Arc<Context>, progress: watch::Receiver<Progress>) {
-        let mut state = self.state();
-        state.attached = Some(Attached { context, progress });
-        state.role = Role::Leader;
-        state.canary = Some(Canary::new(self.metrics.now()));
-        self.metrics.leader.set(1);
+    /// The deployment is divided into so many partitions.
+    pub fn divided(&self, partitions: u32) {
+        self.state().partitions = partitions;
+        self.metrics.divided(partitions);
     }
 
-    /// No pipeline runs: another process leads, or none.
+    /// The pipeline of a partition runs: this process leads it.
+    pub fn attach(&self, context: Arc<Context>, progress: watch::Receiver<Progress>) {
+        let mut state = self.state();
+        let place = context.partition.place();
+        self.metrics.leads(place, true);
+        state.attached.insert(place, Attached { context, progress });
+        state.role = Role::Leader;
+        // Of several partitions the first one sends it, and it comes through when all have applied it.
+        if state.attached.len() == 1 || state.canary.is_none() {
+            state.canary = Some(Canary::new(self.metrics.now()));
+        }
+    }
+
+    /// The pipeline of a partition runs no more: another process leads it, or none.
+    pub fn detach_partition(&self, partition: Partition) {
+        self.state().attached.remove(&partition.place());
+        self.metrics.leads(partition.place(), false);
+        self.metrics.forget_observation(partition.place());
+        if self.state().attached.is_empty() {
+            self.detach(Role::Standby);
+        }
+    }
+
+    /// No pipeline runs.
     pub fn detach(&self, role: Role) {
         let mut state = self.state();
-        state.attached = None;
+        let attached = std::mem::take(&mut state.attached);
         state.role = role;
         state.probes = Probes::default();
         state.canary = None;
         self.metrics.leader.set(0);
         // There may have been none.
         self.metrics.canary_age.remove_label_values::<&str>(&[]).ok();
-        self.metrics.forget_observation();
+        for place in attached.into_keys() {
+            self.metrics.leads(place, false);
+            self.metrics.forget_observation(place);
+        }
     }
 
-    /// The pipeline that runs, if one does.
+    /// One of the pipelines that run, if one does.
     #[must_use]
     pub fn attached(&self) -> Option<Attached> {
-        self.state().attached.clone()
+        self.state().attached.values().next().cloned()
+    }
+
+    /// The pipelines that run, one for each partition that this process leads.
+    #[must_use]
+    pub fn all_attached(&self) -> Vec<Attached> {
+        self.state().attached.values().cloned().collect()
     }
 
     /// Where the timeline is kept, from now on.
@@ -264,8 +298,8 @@ impl Board {
     pub fn is_live(&self) -> bool {
         let state = self.state();
         let turns = state.ticked.elapsed() < LIVE;
-        let pipeline = state.attached.as_ref().is_none_or(|attached| attached.progress.has_changed().is_ok());
-        turns && pipeline && (state.attached.is_none() || self.metrics.since_turn() < LIVE)
+        let pipelines = state.attached.values().all(|attached| attached.progress.has_changed().is_ok());
+        turns && pipelines && (state.attached.is_empty() || self.metrics.since_turn() < LIVE)
     }
 
     /// Computes the gauges anew.

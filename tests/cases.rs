@@ -335,7 +335,7 @@ pub async fn assert_silence(test: &TestDb, config: &str) {
     state.collection::<Document>("rules").delete_many(doc! {}).await.unwrap();
     let daemon = Daemon::start_config(config).await;
     daemon.settled().await;
-    let reconciled = daemon.context().counts.reconciled.load(std::sync::atomic::Ordering::Relaxed);
+    let reconciled = daemon.reconciled();
     daemon.stop().await;
     assert!(reconciled > 0, "the forced backfill looked at nothing");
     let written = oplog(test, before).await;

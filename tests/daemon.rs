@@ -7,8 +7,10 @@ use denormd::{
     checkpoint::store::Store,
     config::{Format, Loaded, load_str},
     dead_letter::DeadLetters,
+    division::divide,
     metrics::Metrics,
     mongo::{Server, connect},
+    partition::Partition,
     pipeline::{self, Handle},
     plan, preflight,
     reconcile::Context,
@@ -18,7 +20,8 @@ use futures_util::TryStreamExt;
 
 /// A daemon and what it was started from.
 pub struct Daemon {
-    handle: Handle,
+    /// One for each partition.
+    handles: Vec<Handle>,
 }
 
 /// Everything of a config but the rules.
@@ -61,20 +64,50 @@ impl Daemon {
             preflight::apply(&context.server, &fix).await.unwrap();
         }
         assert_eq!(preflight::check(&context.server, &context.plan).await.unwrap(), []);
+        // Any test of one daemon holds for several partitions: `DENORMD_TEST_PARTITIONS=3` tries it.
+        let wanted = std::env::var("DENORMD_TEST_PARTITIONS").ok().and_then(|text| text.parse().ok());
+        let of = wanted.unwrap_or(loaded.config.lease.partitions);
         let letters = &context.dead_letters;
-        let store = Store::open(&context.server, &letters.database, &letters.deployment).await.unwrap();
-        Self { handle: pipeline::start(context, store).await.unwrap() }
+        let ttl = std::time::Duration::from_millis(1);
+        while !divide(&context.server, &letters.database, &letters.deployment, of, ttl).await.unwrap() {
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+        if of > 1 {
+            // It leads without a lease, so under no term.
+            for name in ["rules", "positions"] {
+                let states = context.server.collection(&letters.database, name);
+                states.update_many(doc! {}, doc! {"$set": {"term": 0_i64}}).await.unwrap();
+            }
+        }
+        let mut handles = Vec::new();
+        for partition in Partition::all(of) {
+            let context = Arc::into_inner(context_of(loaded).await).unwrap();
+            let context = Arc::new(context.within(partition));
+            let (server, letters) = (&context.server, &context.dead_letters);
+            let store = Store::open_partition(server, &letters.database, &letters.deployment, partition).await.unwrap();
+            handles.push(Box::pin(pipeline::start(context, store)).await.unwrap());
+        }
+        Self { handles }
     }
 
     /// Waits until all that is committed now is applied.
     pub async fn settled(&self) {
         let limit = std::time::Duration::from_secs(120);
-        tokio::time::timeout(limit, self.handle.settled()).await.expect("the daemon settles").unwrap();
+        let all = async {
+            // What one partition writes may be what another one reads: all of them, as often as the longest chain of rules.
+            for _ in 0..=self.context().plan.longest_chain() {
+                let now = self.context().server.operation_time().await.unwrap();
+                for handle in &self.handles {
+                    handle.progress.clone().wait_for(|progress| progress.has_applied(now)).await.unwrap();
+                }
+            }
+        };
+        tokio::time::timeout(limit, all).await.expect("the daemon settles");
     }
 
     /// How far it is.
     pub fn progress(&self) -> tokio::sync::watch::Receiver<pipeline::Progress> {
-        self.handle.progress.clone()
+        self.handles[0].progress.clone()
     }
 
     /// Asks for a backfill of a rule, as `denormd backfill` and `denormd release` do.
@@ -84,26 +117,35 @@ impl Daemon {
         assert!(store.ask(&self.context().server, rule).await.unwrap());
     }
 
+    /// How many keys it has reconciled, in all partitions.
+    #[must_use]
+    pub fn reconciled(&self) -> u64 {
+        let of = |handle: &Handle| handle.context.counts.reconciled.load(std::sync::atomic::Ordering::Relaxed);
+        self.handles.iter().map(of).sum()
+    }
+
     /// What it works with.
     #[must_use]
     pub fn context(&self) -> &Context {
-        &self.handle.context
+        &self.handles[0].context
     }
 
     /// The same, to be kept.
     #[must_use]
     pub fn shared(&self) -> Arc<Context> {
-        self.handle.context.clone()
+        self.handles[0].context.clone()
     }
 
     /// Stops in good order.
     pub async fn stop(self) {
-        self.handle.stop().await;
+        for handle in self.handles {
+            handle.stop().await;
+        }
     }
 
     /// Stops as a crash would: nothing is drained, nothing is saved.
     pub fn kill(self) {
-        self.handle.abort();
+        self.handles.into_iter().for_each(Handle::abort);
     }
 }
 
@@ -116,7 +158,11 @@ async fn context_of(loaded: &Loaded) -> Arc<Context> {
     let config = &loaded.config;
     let plan = plan::compile(config, None).unwrap_or_else(|mistakes| panic!("{}", loaded.report(&mistakes)));
     let server = Server::new(connect::connect(&config.mongodb.uri).await.unwrap());
-    let dead_letters = DeadLetters { database: config.state.database.clone(), deployment: config.name.clone() };
+    let dead_letters = DeadLetters {
+        database: config.state.database.clone(),
+        deployment: config.name.clone(),
+        partition: Partition::WHOLE,
+    };
     Arc::new(Context::new(server, plan, config.limits.clone(), dead_letters, Metrics::new().unwrap()))
 }
 

@@ -154,6 +154,33 @@ async fn a_fan_out_whose_source_changes_starts_over() {
     daemon.stop().await;
 }
 
+/// A record whose answer was given up came late, over the one that was made in its stead. The fan-out's progress was refused
+/// from then on, which was taken for its end: the rest was not done before a restart.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fan_out_that_is_recorded_late_over_another_one_is_done() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = hosts_and_logs(&test).await;
+    let daemon = Daemon::start(&test, RULES).await;
+    daemon.settled().await;
+    let ip = begin_fan_out(&test, &db).await;
+    slow_writes(&test).await;
+    half_done(&test).await;
+    let late = doc! {"$set": {"wish": bson::oid::ObjectId::new(), "after": []}};
+    let fan_outs = test.beside("state").collection::<Document>("fan_outs");
+    assert_eq!(fan_outs.update_one(doc! {}, late).await.unwrap().modified_count, 1);
+    fail(&test, "off", doc! {}).await;
+    daemon.settled().await;
+    assert_eq!(with_ip(&db, ip).await, u64::try_from(LOGS).unwrap());
+    assert_eq!(fan_out(&test).await, None);
+    // One that comes even later, when nothing is under way any more.
+    let id = doc! {"deployment": "default", "rule": "ip", "task": "Value", "key": [1]};
+    let later = doc! {"_id": id, "wish": bson::oid::ObjectId::new(), "after": [], "term": 0_i64};
+    fan_outs.insert_one(later).await.unwrap();
+    until("it is found and done", async || fan_out(&test).await.is_none().then_some(())).await;
+    daemon.stop().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn one_target_that_is_refused_is_found_among_many() {
     let test = denormd_fixture::database().await;

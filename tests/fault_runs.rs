@@ -6,11 +6,15 @@
 
 use std::{
     collections::BTreeMap,
+    panic::AssertUnwindSafe,
+    path::Path,
+    process::Command,
     time::{Duration, Instant},
 };
 
 use bson::{Document, doc};
-use denormd_fixture::ReplicaSet;
+use denormd_fixture::{ReplicaSet, Weather};
+use futures_util::FutureExt;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
 use crate::world::{Daemon, World};
@@ -39,10 +43,17 @@ enum Fault {
     SlowServer,
     LargeTransaction,
     LargeDocument,
+    NetworkSlow,
+    NetworkLossy,
+    RequestsCutOff,
+    AnswersCutOff,
+    PrimaryCutOff,
+    DiskFull,
+    ClockStrobes,
 }
 
 impl Fault {
-    const ALL: [Self; 17] = [
+    const ALL: [Self; 24] = [
         Self::LeaderKilled,
         Self::LeaderStopped,
         Self::LeaderFrozen,
@@ -60,6 +71,13 @@ impl Fault {
         Self::SlowServer,
         Self::LargeTransaction,
         Self::LargeDocument,
+        Self::NetworkSlow,
+        Self::NetworkLossy,
+        Self::RequestsCutOff,
+        Self::AnswersCutOff,
+        Self::PrimaryCutOff,
+        Self::DiskFull,
+        Self::ClockStrobes,
     ];
 
     /// What can strike while servers come and go too.
@@ -68,13 +86,39 @@ impl Fault {
     }
 
     fn of_servers(self) -> bool {
-        matches!(self, Self::PrimaryKilled | Self::PrimaryFrozen | Self::PrimaryStepsDown | Self::SecondaryKilled)
+        matches!(
+            self,
+            Self::PrimaryKilled
+                | Self::PrimaryFrozen
+                | Self::PrimaryStepsDown
+                | Self::SecondaryKilled
+                | Self::NetworkSlow
+                | Self::RequestsCutOff
+                | Self::AnswersCutOff
+                | Self::PrimaryCutOff
+        )
     }
 }
 
+/// Where Debian has it, by architecture.
+const FAKETIME: [&str; 3] = [
+    "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
+    "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1",
+    "/usr/lib/faketime/libfaketime.so.1",
+];
+
+/// Counts the rollbacks of a node.
+async fn rollbacks(node: &mongodb::Client) -> i32 {
+    let reply = node.database("admin").run_command(doc! {"replSetGetRBID": 1}).await;
+    reply.ok().and_then(|reply| reply.get_i32("rbid").ok()).unwrap_or_default()
+}
+
 struct Stage {
-    set: ReplicaSet,
+    /// Faults that were seen to have struck, of those that can be seen.
+    struck: u64,
+    // Dropped before the servers that its database is dropped from.
     world: World,
+    set: ReplicaSet,
     daemons: Vec<Daemon>,
     random: StdRng,
 }
@@ -85,13 +129,13 @@ fn pause(milliseconds: u64) -> impl Future<Output = ()> {
 
 impl Stage {
     async fn set_up(seed: u64) -> Self {
-        let set = ReplicaSet::start(3).await;
+        let set = ReplicaSet::builder().nodes(3).proxied().start().await;
         let world = World::new(set.database().await).await;
         world.db.collection("hosts").insert_one(doc! {"_id": MARKER, "ip": 0}).await.unwrap();
         world.db.collection("logs").insert_one(doc! {"_id": MARKER, "host": MARKER}).await.unwrap();
         let daemons = vec![world.daemon(), world.daemon()];
         world.at_rest(QUIET).await;
-        Self { set, world, daemons, random: StdRng::seed_from_u64(seed) }
+        Self { struck: 0, set, world, daemons, random: StdRng::seed_from_u64(seed) }
     }
 
     async fn leader(&self) -> usize {
@@ -200,6 +244,13 @@ impl Stage {
                 pause(wait).await;
                 self.heal_commands().await;
             }
+            Fault::NetworkSlow
+            | Fault::NetworkLossy
+            | Fault::RequestsCutOff
+            | Fault::AnswersCutOff
+            | Fault::PrimaryCutOff => self.network(fault, wait).await,
+            Fault::DiskFull => self.disk_full(wait).await,
+            Fault::ClockStrobes => self.clock_strobes(wait).await,
             Fault::LargeTransaction => self.large_transaction(wait % 2 == 0).await,
             Fault::LargeDocument => {
                 // Its change event is larger than an event may be, unless it is trimmed.
@@ -241,10 +292,12 @@ impl Stage {
         }
         let lost = doc! {
             "update": "hosts", "updates": [{"q": {"_id": MARKER}, "u": {"$set": {"ip": -7}}}],
-            "writeConcern": {"w": 1}, "maxTimeMS": 2000,
+            // On its disk, so that it is there to be rolled back.
+            "writeConcern": {"w": 1, "j": true}, "maxTimeMS": 2000,
         };
         let alone = self.set.node(old).client().await;
-        alone.database(&self.world.test.name).run_command(lost).await.ok();
+        let before = rollbacks(&alone).await;
+        let written = alone.database(&self.world.test.name).run_command(lost).await.is_ok();
         pause(300).await;
         self.set.node(old).kill9();
         for node in others {
@@ -254,6 +307,95 @@ impl Stage {
             pause(50).await;
         }
         self.set.node(old).restart().await;
+        // One that had been stepping down when it was asked to write has nothing to roll back.
+        if written {
+            let begun = Instant::now();
+            while rollbacks(&self.set.node(old).client().await).await == before {
+                assert!(begun.elapsed() < Duration::from_secs(60), "nothing was rolled back");
+                pause(100).await;
+            }
+            self.struck += 1;
+        }
+    }
+
+    async fn network(&mut self, fault: Fault, wait: u64) {
+        let fine = Weather::default();
+        match fault {
+            Fault::NetworkSlow => {
+                let slow = Weather { delay: Duration::from_millis(80), ..fine };
+                self.weather(&[0, 1, 2], slow, 2000 + wait).await;
+            }
+            Fault::NetworkLossy => self.weather(&[0, 1, 2], Weather { loss: 20, ..fine }, 2000 + wait).await,
+            _ => {
+                let (requests_lost, answers_lost) = (fault != Fault::AnswersCutOff, fault != Fault::RequestsCutOff);
+                let primary = self.set.primary().await;
+                // Longer than it takes to elect another one, or not.
+                self.weather(&[primary], Weather { requests_lost, answers_lost, ..fine }, 500 + 4 * wait).await;
+            }
+        }
+    }
+
+    /// Has the ways to these nodes be so for a while, and sees that something went over them meanwhile.
+    async fn weather(&mut self, nodes: &[usize], weather: Weather, milliseconds: u64) {
+        let struck = |set: &ReplicaSet| nodes.iter().map(|node| set.node(*node).proxy().struck()).sum::<u64>();
+        let before = struck(&self.set);
+        for node in nodes {
+            self.set.node(*node).proxy().set(weather);
+        }
+        pause(milliseconds).await;
+        for node in nodes {
+            self.set.node(*node).proxy().set(Weather::default());
+        }
+        assert!(struck(&self.set) > before, "nothing was struck");
+        self.struck += 1;
+    }
+
+    /// No file of the primary takes another byte, which no server survives: it ends by itself, and starts when there is room.
+    async fn disk_full(&mut self, milliseconds: u64) {
+        let primary = self.set.primary().await;
+        let process = self.set.node(primary).pid().to_string();
+        let limited = Command::new("prlimit").args(["--pid", &process, "--fsize=1"]).status();
+        if !limited.is_ok_and(|status| status.success()) {
+            println!("skipped: DiskFull wants `prlimit` of util-linux, and the right to limit a process of one's own");
+            return;
+        }
+        let begun = Instant::now();
+        while self.set.node(primary).is_alive() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it goes on without room for a byte");
+            pause(50).await;
+        }
+        self.struck += 1;
+        pause(milliseconds).await;
+        self.set.node(primary).restart().await;
+    }
+
+    /// The leader, and who follows it, run by a clock that jumps an hour forth and back.
+    async fn clock_strobes(&mut self, milliseconds: u64) {
+        let Some(library) = FAKETIME.iter().find(|path| Path::new(path).exists()) else {
+            println!("skipped: ClockStrobes wants libfaketime (the Debian package `libfaketime`)");
+            return;
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let clock = folder.path().join("clock");
+        std::fs::write(&clock, "+0").unwrap();
+        let term = self.term().await;
+        // The others give way: whoever leads has the strange clock.
+        for daemon in self.daemons.drain(..) {
+            daemon.terminate().await;
+        }
+        let strange = self.world.daemon_by_clock(library, &clock);
+        self.world.term_after(term).await;
+        let begun = Instant::now();
+        for nth in 0.. {
+            std::fs::write(&clock, if nth % 2 == 0 { "+3600" } else { "-3600" }).unwrap();
+            pause(100).await;
+            if begun.elapsed() > Duration::from_millis(2000 + milliseconds) {
+                break;
+            }
+        }
+        self.struck += u64::from(strange.log_has_other_times());
+        strange.terminate().await;
+        self.daemons = vec![self.world.daemon(), self.world.daemon()];
     }
 
     /// Ten thousand writes that become visible at once, or not at all.
@@ -312,14 +454,14 @@ impl Stage {
     }
 }
 
-fn from_environment<T: std::str::FromStr>(name: &str) -> Option<T> {
+pub fn from_environment<T: std::str::FromStr>(name: &str) -> Option<T> {
     std::env::var(name)
         .ok()
         .filter(|text| !text.is_empty())
         .map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
 }
 
-fn median(times: &mut [Duration]) -> Duration {
+pub fn median(times: &mut [Duration]) -> Duration {
     times.sort_unstable();
     times[times.len() / 2]
 }
@@ -331,9 +473,9 @@ async fn for_as_long_as_it_is_told() {
     let seed = from_environment("DENORMD_SEED").unwrap_or_else(rand::random::<u32>);
     let only: Option<String> = std::env::var("DENORMD_FAULT").ok().filter(|name| !name.is_empty());
     println!("seed {seed}, {minutes} minutes");
-    let begun = Instant::now();
     let mut stage = Stage::set_up(u64::from(seed)).await;
-    let mut table: BTreeMap<String, Vec<(Duration, Duration)>> = BTreeMap::new();
+    let begun = Instant::now();
+    let mut table: BTreeMap<String, Vec<Option<(Duration, Duration)>>> = BTreeMap::new();
     while begun.elapsed().as_secs_f64() < minutes * 60.0 {
         let faults = match &only {
             Some(name) => Fault::ALL.into_iter().filter(|fault| format!("{fault:?}") == *name).collect(),
@@ -341,21 +483,41 @@ async fn for_as_long_as_it_is_told() {
         };
         assert!(!faults.is_empty(), "DENORMD_FAULT is one of {:?}", Fault::ALL);
         let name = faults.iter().map(|fault| format!("{fault:?}")).collect::<Vec<_>>().join(" + ");
-        let times = stage.round(&faults).await;
-        println!(
-            "{:6.0} s  {name}: stood still for {:?}, right {:?} after the writes",
-            begun.elapsed().as_secs_f64(),
-            times.0,
-            times.1
-        );
-        table.entry(name).or_default().push(times);
+        // What differs or is not silent panics, with the logs; the table is still to be seen.
+        let round = AssertUnwindSafe(stage.round(&faults)).catch_unwind().await;
+        let at = begun.elapsed().as_secs_f64();
+        let Ok((still, right)) = round else {
+            println!("{at:6.0} s  {name}: DIFFERS");
+            table.entry(name).or_default().push(None);
+            break;
+        };
+        println!("{at:6.0} s  {name}: stood still for {still:?}, right {right:?} after the writes");
+        table.entry(name).or_default().push(Some((still, right)));
     }
-    println!("\n{:<40} {:>5} {:>14} {:>14}", "fault", "runs", "still, median", "still, worst");
-    for (name, times) in &table {
-        let mut still: Vec<Duration> = times.iter().map(|(still, _)| *still).collect();
-        let middle = median(&mut still).as_secs_f64();
-        let worst = still.last().unwrap().as_secs_f64();
-        println!("{name:<40} {:>5} {middle:>12.2} s {worst:>12.2} s", times.len());
+    println!(
+        "\n{:<34} {:>5} {:>7} {:>12} {:>12} {:>12} {:>12}",
+        "fault", "runs", "differ", "still,median", "still,worst", "right,median", "right,worst"
+    );
+    let mut divergences = 0;
+    for (name, runs) in &table {
+        let differ = runs.iter().filter(|run| run.is_none()).count();
+        divergences += differ;
+        let mut columns = Vec::new();
+        for part in [|run: &(Duration, Duration)| run.0, |run: &(Duration, Duration)| run.1] {
+            let mut times: Vec<Duration> = runs.iter().flatten().map(part).collect();
+            if times.is_empty() {
+                columns.extend(["-".to_owned(), "-".to_owned()]);
+                continue;
+            }
+            let middle = median(&mut times).as_secs_f64();
+            columns.push(format!("{middle:.2} s"));
+            columns.push(format!("{:.2} s", times.last().unwrap().as_secs_f64()));
+        }
+        let columns: Vec<String> = columns.iter().map(|column| format!("{column:>12}")).collect();
+        println!("{name:<34} {:>5} {differ:>7} {}", runs.len(), columns.join(" "));
     }
-    println!("{} runs without a divergence: one would have ended them", table.values().map(Vec::len).sum::<usize>());
+    let runs = table.values().map(Vec::len).sum::<usize>();
+    assert!(runs > 0, "no time for a run");
+    println!("{runs} runs, {divergences} divergences; {} faults seen to strike", stage.struck);
+    assert_eq!(divergences, 0, "seed {seed}");
 }

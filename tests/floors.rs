@@ -10,15 +10,20 @@ use std::{
 const FLOORS: &[&[&str]] = &[
     &["error", "failpoint"],
     &["key", "field_path", "position"],
+<<<<<<< HEAD
     &["metrics", "evaluate"],
+=======
+    &["metrics", "partition"],
+>>>>>>> main
     &["config", "change"],
     &["logging", "mongo"],
     &["plan"],
     &["request", "advise"],
     &["route", "dead_letter", "events", "watch", "checkpoint"],
     &["workqueue", "lease", "membership"],
-    &["reconcile"],
+    &["reconcile", "division"],
     &["preflight"],
+    &["suspension"],
     &["backfill", "fan_out", "audit", "check"],
     &["survey", "trial"],
     &["pipeline"],

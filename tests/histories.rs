@@ -11,7 +11,7 @@ use denormd_oracle::{Generator, Op, Options, Oracle, World, differences};
 use futures_util::{StreamExt, stream};
 use mongodb::{Database, options::ChangeStreamPreAndPostImages};
 
-use crate::daemon::{Daemon, all, rules_as_json};
+use crate::daemon::{Daemon, all, config, rules_as_json};
 
 struct History {
     seed: u64,
@@ -78,7 +78,7 @@ async fn perform(db: &Database, op: Op) {
 }
 
 /// Draws `count` histories from `first` on and runs them side by side, some of their documents there before the daemon.
-async fn run(first: u64, count: u64, options: fn(String) -> Options) {
+async fn run(first: u64, count: u64, options: fn(String) -> Options, partitions: [u32; 2]) {
     let test: TestDb = denormd_fixture::database().await;
     let db = test.database();
     let mut histories: Vec<History> =
@@ -93,7 +93,8 @@ async fn run(first: u64, count: u64, options: fn(String) -> Options) {
     }
     let rules: Vec<Document> = histories.iter().flat_map(named).collect();
     let rules = rules_as_json(&rules);
-    let mut daemon = Daemon::start(&test, &rules).await;
+    let config = |partitions: u32| format!("{}lease: {{ partitions: {partitions} }}\n", config(&test, &rules));
+    let mut daemon = Daemon::start_config(&config(partitions[0])).await;
     for round in 0..3 {
         // Each history in its own order, all of them at once.
         let steps: Vec<(u64, Vec<Op>)> = histories
@@ -116,7 +117,7 @@ async fn run(first: u64, count: u64, options: fn(String) -> Options) {
                 async {
                     tokio::task::yield_now().await;
                     daemon.kill();
-                    Daemon::start(&test, &rules).await
+                    Daemon::start_config(&config(partitions[1])).await
                 },
                 writes
             );
@@ -165,8 +166,13 @@ fn from_environment(name: &str) -> Option<u64> {
 }
 
 async fn many(default: u64, options: fn(String) -> Options) {
+    divided(default, options, [1, 1]).await;
+}
+
+/// In so many partitions, before and after the crash.
+async fn divided(default: u64, options: fn(String) -> Options, partitions: [u32; 2]) {
     if let Some(seed) = from_environment("DENORMD_SEED") {
-        return run(seed, 1, options).await;
+        return run(seed, 1, options, partitions).await;
     }
     let count = from_environment("DENORMD_HISTORIES").unwrap_or(default);
     let start = from_environment("DENORMD_FIRST").unwrap_or_else(|| u64::from(rand::random::<u32>()));
@@ -174,7 +180,7 @@ async fn many(default: u64, options: fn(String) -> Options) {
     while done < count {
         let step = (count - done).min(100);
         println!("histories {}..{}", start + done, start + done + step);
-        run(start + done, step, options).await;
+        run(start + done, step, options, partitions).await;
         done += step;
     }
 }
@@ -187,6 +193,18 @@ async fn copy_rules_converge_whatever_happens() {
 #[tokio::test(flavor = "multi_thread")]
 async fn all_rules_converge_whatever_happens() {
     many(100, |prefix| Options { mixed_composite: true, ..Options::everything(prefix) }).await;
+}
+
+/// Every partition writes what it owns, and all of them together what one would.
+#[tokio::test(flavor = "multi_thread")]
+async fn all_rules_converge_in_three_partitions() {
+    divided(60, |prefix| Options { mixed_composite: true, ..Options::everything(prefix) }, [3, 3]).await;
+}
+
+/// What was done in one number of partitions is done in another one, and what was not is not forgotten.
+#[tokio::test(flavor = "multi_thread")]
+async fn all_rules_converge_when_the_partitions_change() {
+    divided(30, |prefix| Options { mixed_composite: true, ..Options::everything(prefix) }, [2, 3]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -10,7 +10,7 @@ use std::{
 
 use bson::{DateTime, doc, rawdoc};
 use denormd::{
-    checkpoint::store::Store,
+    checkpoint::store::{Backfill, Store, claim_term},
     lease::{COLLECTION, Held, Lease},
     mongo::{Fence, Server},
     position::Position,
@@ -75,6 +75,58 @@ async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
 
     collection.update_one(doc! {}, doc! {"$set": {"owner": "somebody"}}).await.unwrap();
     timeout(TTL, next.lost()).await.expect("it has noticed");
+}
+
+/// The very first leader had written nothing yet when its lease was deleted: the next one began in the same term, without
+/// waiting, and nothing told what the two were writing apart.
+#[tokio::test]
+async fn a_lease_that_was_deleted_before_anything_was_written_has_its_term_all_the_same() {
+    let test = denormd_fixture::database().await;
+    let collection = test.database().collection::<bson::Document>(COLLECTION);
+    let (held, _) = leads(&contender(&test), TTL).await;
+    assert_eq!(held.term(), 1);
+    collection.delete_one(doc! {}).await.unwrap();
+    let begun = Instant::now();
+    let (next, _) = leads(&contender(&test), TTL * 3).await;
+    assert_eq!(next.term(), 2);
+    assert!(begun.elapsed() >= TTL, "the last owner may not have known");
+    // Also by two that have taken it in the same term, which takes a delete between the look and the taking.
+    let server = Server::new(test.client.clone());
+    for (term, is_claimed) in [(2, false), (3, true), (3, false), (1, false), (5, true)] {
+        assert_eq!(claim_term(&server, &test.name, "default", term).await.unwrap(), is_claimed, "{term}");
+    }
+}
+
+/// What was sent before a rule's state became another one, and comes late.
+#[tokio::test]
+async fn late_marks_and_prunes_leave_a_newer_state_alone() {
+    let test = denormd_fixture::database().await;
+    let config = crate::daemon::config(
+        &test,
+        "  - { name: r, copy: { source: a, target: b, match: { x: _id }, set: { y: $y } } }",
+    );
+    let context = crate::daemon::context(&config).await;
+    let (server, rule) = (&context.server, &context.plan.rules[0]);
+    let store = Store::open(server, &test.name, "default").await.unwrap();
+    store.reset_rule(server, rule, &Backfill::Pending(None)).await.unwrap();
+    let state = async || store.rules(server).await.unwrap().remove(0).1;
+    let old = state().await;
+    store.source_seen(server, "r", old.generation).await.unwrap();
+    assert!(state().await.source_seen);
+    assert!(store.ask(server, "r").await.unwrap());
+    assert!(!state().await.source_seen, "released: an absent source is an empty one");
+    store.source_seen(server, "r", old.generation).await.unwrap();
+    assert!(!state().await.source_seen, "a mark that comes late");
+    store.forget(server, "r", &old, true).await.unwrap();
+    assert_eq!(state().await.generation, old.generation + 1, "a prune that comes late");
+    store.retire(server, "r", &doc! {"was": "another"}).await.unwrap();
+    store.forget(server, "r", &old, false).await.unwrap();
+    assert_eq!(state().await.retired, [doc! {"was": "another"}], "retired after the prune");
+    store.forget(server, "r", &state().await, false).await.unwrap();
+    assert!(state().await.retired.is_empty());
+    store.forget(server, "r", &state().await, true).await.unwrap();
+    assert!(store.rules(server).await.unwrap().is_empty());
+    assert!(!store.ask(server, "r").await.unwrap());
 }
 
 #[tokio::test(flavor = "multi_thread")]

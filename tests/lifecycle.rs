@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, sync::atomic::Ordering, time::Duration};
 
 use bson::{Document, doc};
-use denormd::{pipeline::Progress, position::ClusterTime};
+use denormd::{checkpoint::store::Store, mongo::Server, pipeline::Progress, position::ClusterTime};
 use denormd_fixture::TestDb;
 use mongodb::Database;
 
@@ -242,6 +242,38 @@ async fn a_source_dropped_while_the_daemon_is_down_detaches_its_rules() {
     held(&daemon, true).await;
     daemon.settled().await;
     assert_eq!(all(&db, "log").await[0], doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"});
+    daemon.stop().await;
+}
+
+/// A crash before the position had passed the drop, then a release: the next start met the drop again and held the rule a
+/// second time.
+#[tokio::test]
+async fn a_drop_that_is_met_again_after_its_release_holds_nothing() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    let server = Server::new(test.client.clone());
+    let state = format!("{}_state", test.name);
+    daemon.stop().await;
+    let positions = test.beside("state").collection::<Document>("positions");
+    let before = positions.find_one(doc! {}).await.unwrap().unwrap();
+    let daemon = Daemon::start(&test, HOST).await;
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    held(&daemon, true).await;
+    daemon.kill();
+    let store = Store::open(&server, &state, "default").await.unwrap();
+    assert!(store.ask(&server, "address").await.unwrap());
+    positions.replace_one(doc! {"_id": before.get("_id").unwrap()}, &before).await.unwrap();
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    assert!(daemon.progress().borrow().held.is_empty(), "it is held again");
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1}], "the loss is applied");
+    // A later drop is another one.
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.5"}).await.unwrap();
+    daemon.settled().await;
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    held(&daemon, true).await;
     daemon.stop().await;
 }
 

@@ -33,6 +33,7 @@ mod observe;
 mod offline;
 mod operator;
 mod page;
+mod partitions;
 mod patterns;
 mod plan;
 mod process;
@@ -42,8 +43,14 @@ mod scraped;
 mod secured;
 mod simulation;
 mod story;
+<<<<<<< HEAD
 mod support;
+=======
+mod suspended;
+mod throttle;
+>>>>>>> main
 mod timeline;
 mod traces;
 mod upgrade;
 mod world;
+mod zombies;

@@ -124,7 +124,10 @@ async fn metrics_are_well_formed_and_named_by_convention() {
         let labels = series.split_once('{').map_or("", |(_, rest)| rest.trim_end_matches('}'));
         for label in labels.split("\",").filter(|label| !label.is_empty()) {
             let name = label.split('=').next().unwrap();
-            assert!(["rule", "collection", "operation", "reason", "version", "commit", "le"].contains(&name), "{line}");
+            assert!(
+                ["rule", "collection", "operation", "reason", "version", "commit", "le", "partition"].contains(&name),
+                "{line}"
+            );
         }
     }
     for rule in ["ip", "note"] {

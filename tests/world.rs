@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs::File,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{
         Arc,
@@ -68,8 +68,13 @@ impl World {
 
     /// Writes a config file with the rules of this world and more.
     pub fn write_config(&self, file: &str, more_rules: &str) {
+        self.write_divided_config(file, more_rules, 1);
+    }
+
+    /// The same for a deployment that is divided into so many partitions.
+    pub fn write_divided_config(&self, file: &str, more_rules: &str, partitions: u32) {
         let config = format!(
-            "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {} }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}{more_rules}",
+            "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {}, partitions: {partitions} }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}{more_rules}",
             self.test.uri,
             self.test.name,
             format!("{}_state", self.test.name),
@@ -106,6 +111,14 @@ impl World {
     pub fn daemon_that_dies(&self, place: &str, nth: u32) -> Daemon {
         let mut command = self.command(&["run"], "denormd.yaml");
         command.env("DENORMD_CRASH", format!("{place}:{nth}"));
+        self.spawn(command)
+    }
+
+    /// Starts a daemon whose wall clock is what libfaketime reads in a file; time that passes is true.
+    pub fn daemon_by_clock(&self, library: &str, clock: &Path) -> Daemon {
+        let mut command = self.command(&["run"], "denormd.yaml");
+        command.env("LD_PRELOAD", library).env("FAKETIME_TIMESTAMP_FILE", clock);
+        command.env("FAKETIME_NO_CACHE", "1").env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
         self.spawn(command)
     }
 
@@ -229,6 +242,34 @@ impl World {
         }
     }
 
+    /// The places of the partitions that somebody leads, each with the process that does.
+    pub async fn led(&self, partitions: u32) -> BTreeMap<String, i64> {
+        let leases = self.test.beside("state").collection::<Document>("leases");
+        let held = doc! {
+            "_id": {"$regex": format!("#[0-9]+/{partitions}$")}, "owner": {"$type": "string"},
+            "$expr": {"$gt": ["$until", "$$NOW"]},
+        };
+        let held: Vec<Document> = leases.find(held).await.unwrap().try_collect().await.unwrap();
+        let read = |lease: &Document| (lease.get_str("_id").unwrap().to_owned(), lease.get_i64("process").unwrap());
+        held.iter().map(read).collect()
+    }
+
+    /// Waits until these daemons lead all partitions, and none of them two more than another one. Returns how long it took.
+    pub async fn shared_by(&self, daemons: &[&Daemon], partitions: u32) -> Duration {
+        let begun = Instant::now();
+        loop {
+            let led = self.led(partitions).await;
+            let of = |daemon: &&Daemon| led.values().filter(|process| **process == daemon.pid()).count();
+            let counts: Vec<usize> = daemons.iter().map(of).collect();
+            let all = counts.iter().sum::<usize>() == usize::try_from(partitions).unwrap();
+            if all && counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1 {
+                return begun.elapsed();
+            }
+            assert!(begun.elapsed() < Duration::from_secs(60), "{led:?} of {counts:?}\n{}", self.logs());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
     fn logs(&self) -> String {
         let logs = (0..self.daemons.load(Ordering::Relaxed)).map(|nth| {
             let log = std::fs::read_to_string(self.folder.path().join(format!("daemon{nth}.log"))).unwrap_or_default();
@@ -288,6 +329,15 @@ impl Daemon {
         self.child.wait().unwrap();
     }
 
+    /// Waits until it has logged `text`.
+    pub async fn says(&self, text: &str) {
+        let begun = Instant::now();
+        while !self.log().contains(text) {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it does not say {text:?}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
     /// Whether it has ended.
     pub fn is_dead(&mut self) -> bool {
         self.child.try_wait().unwrap().is_some()
@@ -315,6 +365,17 @@ impl Daemon {
             tokio::time::sleep(Duration::from_millis(20)).await;
         };
         assert!(status.success(), "{status}\n{}", self.log());
+    }
+
+    /// Whether its log has lines of times that are half an hour from the machine's, or more.
+    pub fn log_has_other_times(&self) -> bool {
+        let now = bson::DateTime::now().timestamp_millis();
+        let log = self.log();
+        let mut times = log.lines().filter_map(|line| {
+            let text = line.split_once("\"timestamp\":\"").map_or(line, |(_, rest)| rest);
+            bson::DateTime::parse_rfc3339_str(text.split(['"', ' ']).next()?).ok()
+        });
+        times.any(|time| (time.timestamp_millis() - now).abs() > 30 * 60 * 1000)
     }
 
     /// What it has logged.

@@ -7,7 +7,7 @@ use futures_util::TryStreamExt;
 use crate::{
     error::Result,
     key::Key,
-    mongo::{Server, bounded},
+    mongo::{Reads, Server, bounded},
     plan::{Plan, Rule, RuleId},
     request::Task,
 };
@@ -46,7 +46,7 @@ pub struct FanOut {
 pub struct FanOuts {
     /// The state database.
     pub database: String,
-    /// The deployment's name.
+    /// What they are kept under: the deployment's name, or the id of one of its partitions.
     pub deployment: String,
 }
 
@@ -86,6 +86,16 @@ impl FanOuts {
         Ok(bounded(fan_outs.delete_one(self.wished(server, rule, job))).await?.deleted_count > 0)
     }
 
+    /// What is recorded of a subject now, whoever recorded it: nothing that has been refused by it is missed.
+    pub async fn recorded(&self, server: &Server, rule: &Rule, subject: &Subject) -> Result<Option<FanOut>> {
+        let after = server.operation_time().await?;
+        let filter = doc! {"_id": self.id(&rule.name, subject.task, &subject.key)};
+        let command = doc! {"find": COLLECTION, "filter": filter, "limit": 1};
+        let found = server.read(&self.database, command, Reads { after }).await?;
+        let found = found.first().map(|found| Document::try_from(found.as_ref())).transpose()?;
+        Ok(found.as_ref().and_then(|found| progress(found, subject.clone())))
+    }
+
     /// Forgets all of a rule, whose backfill is to do what they would have done.
     pub async fn forget(&self, server: &Server, rule: &str) -> Result<()> {
         let filter = doc! {
@@ -95,18 +105,12 @@ impl FanOuts {
         Ok(())
     }
 
-    /// Whether one of the rule is open.
-    pub async fn is_open(&self, server: &Server, rule: &str) -> Result<bool> {
-        let filter = doc! {"_id.deployment": &self.deployment, "_id.rule": rule};
-        Ok(server.collection(&self.database, COLLECTION).find_one(filter).await?.is_some())
-    }
-
     /// Those of the plan's rules.
     pub async fn all(&self, server: &Server, plan: &Plan) -> Result<Vec<FanOut>> {
         let filter = doc! {"_id.deployment": &self.deployment};
-        let mut cursor = server.collection(&self.database, COLLECTION).find(filter).await?;
+        let mut cursor = bounded(server.collection(&self.database, COLLECTION).find(filter)).await?;
         let mut out = Vec::new();
-        while let Some(doc) = cursor.try_next().await? {
+        while let Some(doc) = bounded(cursor.try_next()).await? {
             out.extend(read(&doc, plan));
         }
         Ok(out)
@@ -131,6 +135,10 @@ fn read(doc: &Document, plan: &Plan) -> Option<FanOut> {
         task: Task::named(id.get_str("task").ok()?)?,
         key: Key::new(id.get_array("key").ok()?.clone()),
     };
+    progress(doc, subject)
+}
+
+fn progress(doc: &Document, subject: Subject) -> Option<FanOut> {
     Some(FanOut {
         subject,
         wish: doc.get_object_id("wish").ok()?,

@@ -6,7 +6,10 @@ use bson::{Bson, DateTime, Document, doc};
 use futures_util::TryStreamExt;
 
 use crate::{
-    checkpoint::store::{POSITIONS, Store},
+    checkpoint::{
+        fan_out,
+        store::{Backfill, POSITIONS, RuleState, Store},
+    },
     error::Result,
     mongo::Server,
     plan::Rule,
@@ -88,13 +91,29 @@ impl Store {
         Ok(())
     }
 
-    /// What is committed up to here is applied, by what the leader has saved: the least of all streams. None before all of
-    /// them have a position.
+    /// What is committed up to here is applied, by what the leaders have saved: the least of all streams and partitions. None
+    /// before all of them have a position.
     pub async fn applied(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
-        let ids: Vec<Document> = databases.iter().map(|database| self.id("stream", database)).collect();
-        let cursor = server.collection(self.database(), POSITIONS).find(doc! {"_id": {"$in": ids}}).await?;
-        let positions: Vec<Document> = cursor.try_collect().await?;
-        let times = positions.iter().filter_map(|position| position.get_timestamp("time").ok()).map(ClusterTime::from);
-        Ok(if positions.len() == databases.len() { times.min() } else { None })
+        let of = |id| databases.iter().map(move |database| doc! {"deployment": id, "stream": database});
+        let ids: Vec<Document> = self.ids().iter().flat_map(of).collect();
+        let positions = server.collection(self.database(), POSITIONS);
+        let found: Vec<Document> = positions.find(doc! {"_id": {"$in": &ids}}).await?.try_collect().await?;
+        let times = found.iter().filter_map(|position| position.get_timestamp("time").ok()).map(ClusterTime::from);
+        Ok(if found.len() == ids.len() { times.min() } else { None })
+    }
+
+    /// Whether what was committed by `time` is applied, and no backfill or fan-out is open.
+    pub async fn has_applied(&self, server: &Server, databases: &BTreeSet<String>, time: ClusterTime) -> Result<bool> {
+        // The position first: what it has passed was recorded before.
+        let applied = self.applied(server, databases).await?.is_some_and(|applied| applied >= time);
+        let open = |(_, state): &(String, RuleState)| matches!(state.backfill, Backfill::Pending(_));
+        Ok(applied && !self.rules(server).await?.iter().any(open) && !self.is_fanning_out(server, None).await?)
+    }
+
+    /// Whether a large fan-out is open, of one rule or of any: the position passes it before its last target is written.
+    pub async fn is_fanning_out(&self, server: &Server, rule: Option<&str>) -> Result<bool> {
+        let mut filter = doc! {"_id.deployment": {"$in": self.ids().to_vec()}};
+        filter.extend(rule.map(|rule| doc! {"_id.rule": rule}).unwrap_or_default());
+        Ok(server.collection(self.database(), fan_out::COLLECTION).find_one(filter).await?.is_some())
     }
 }

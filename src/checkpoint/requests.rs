@@ -33,19 +33,22 @@ pub enum Answer {
 }
 
 impl Store {
-    /// Asks the leader, whoever it is or will be, to look at these targets again.
+    /// Asks the leader of every partition, whoever it is or will be, to look at these targets again.
     pub async fn request(&self, server: &Server, rule: &str, targets: &[Bson]) -> Result<ObjectId> {
-        let id = ObjectId::new();
-        let request = doc! {
-            "_id": id, "deployment": self.deployment(), "rule": rule, "targets": targets.to_vec(), "asked": DateTime::now(),
-        };
-        server.collection(self.database(), REQUESTS).insert_one(request).await?;
-        Ok(id)
+        let asked = ObjectId::new();
+        let requests = self.ids().iter().map(|id| {
+            doc! {
+                "_id": ObjectId::new(), "together": asked, "deployment": id, "rule": rule, "targets": targets.to_vec(),
+                "asked": DateTime::now(),
+            }
+        });
+        server.collection(self.database(), REQUESTS).insert_many(requests).await?;
+        Ok(asked)
     }
 
     /// The oldest requests that nobody has done.
     pub async fn requests(&self, server: &Server) -> Result<Vec<Asked>> {
-        let open = doc! {"deployment": self.deployment(), "refused": {"$exists": false}};
+        let open = doc! {"deployment": {"$in": self.ids().to_vec()}, "refused": {"$exists": false}};
         let requests = server.collection(self.database(), REQUESTS);
         let found: Vec<Document> = requests.find(open).sort(doc! {"_id": 1}).limit(SOME).await?.try_collect().await?;
         let read = |doc: Document| {
@@ -69,12 +72,15 @@ impl Store {
         Ok(())
     }
 
-    /// What became of a request. A refused one is forgotten with the answer.
-    pub async fn answer(&self, server: &Server, id: ObjectId) -> Result<Answer> {
+    /// What became of what was asked. What is refused by one is forgotten with the answer.
+    pub async fn answer(&self, server: &Server, asked: ObjectId) -> Result<Answer> {
         let requests = server.collection(self.database(), REQUESTS);
-        let Some(found) = requests.find_one(doc! {"_id": id}).await? else { return Ok(Answer::Done) };
-        let Ok(why) = found.get_str("refused") else { return Ok(Answer::Waiting) };
-        self.request_done(server, id).await?;
+        let together = doc! {"together": asked};
+        let open: Vec<Document> = requests.find(together.clone()).await?.try_collect().await?;
+        let Some(why) = open.iter().find_map(|request| request.get_str("refused").ok()) else {
+            return Ok(if open.is_empty() { Answer::Done } else { Answer::Waiting });
+        };
+        requests.delete_many(together).await?;
         Ok(Answer::Refused(why.to_owned()))
     }
 }

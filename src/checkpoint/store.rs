@@ -3,7 +3,7 @@
 //! Every document holds the term of the leader that wrote it last. A leader first marks all of them with its own term; from
 //! then on nothing that a former leader has sent changes them.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use bson::{Bson, DateTime, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
@@ -11,7 +11,8 @@ use futures_util::TryStreamExt;
 use crate::{
     error::{Error, Kind, Result},
     mongo::{Server, bounded},
-    plan::Rule,
+    partition::{Partition, SEPARATOR},
+    plan::{Plan, Rule, RuleId},
     position::{ClusterTime, Position},
 };
 
@@ -26,11 +27,17 @@ const DUPLICATE_KEY: i32 = 11000;
 /// The collection of rule states: one document a deployment and rule.
 pub const RULES: &str = "rules";
 
-/// The state of one deployment.
+/// The collection of terms: one document a deployment, with the last one that was led under.
+const TERMS: &str = "terms";
+
+/// The state of one deployment, or of one of its partitions.
 #[derive(Debug, Clone)]
 pub struct Store {
     database: String,
+    /// What documents of this state are kept under.
     deployment: String,
+    /// The partitions that it speaks for: one, or for commands all of the deployment.
+    ids: Arc<[String]>,
     /// The UUID of the collection of positions. A copy of the data in another cluster has another one, whether it was
     /// restored from a dump or synchronised, and reading it takes no more privilege than the state needs anyway.
     cluster: Arc<Bson>,
@@ -45,6 +52,8 @@ pub struct RuleState {
     pub retired: Vec<Document>,
     /// Whether its source collection has been there.
     pub source_seen: bool,
+    /// Until when the loss of its source has been released: a drop up to then, met again after a crash, does not hold it again.
+    pub released: Option<ClusterTime>,
     /// How far its backfill is.
     pub backfill: Backfill,
     /// How many targets its open backfill has done and has to do, where that is known.
@@ -53,6 +62,45 @@ pub struct RuleState {
     pub noticed: i64,
     /// Counts the times that its backfill was asked for: progress of an older one must not overwrite a newer wish.
     pub generation: i64,
+}
+
+impl RuleState {
+    /// The states of two partitions as one: the one that more has to be done for, and only what both have done.
+    fn join(&mut self, other: Self) {
+        let other_is_worse = other.backfill.urgency() > self.backfill.urgency();
+        // A wish is noticed when every partition has noticed its own.
+        self.noticed += other.noticed;
+        self.generation += other.generation;
+        self.source_seen |= other.source_seen;
+        self.released = self.released.max(other.released);
+        for definition in other.retired {
+            if !self.retired.contains(&definition) {
+                self.retired.push(definition);
+            }
+        }
+        // Each goes through all targets: the last one tells how far they are.
+        let behind = |progress: &Option<(u64, Option<u64>)>| progress.map(|(done, _)| done);
+        if other_is_worse || behind(&other.progress) < behind(&self.progress) {
+            self.progress = other.progress;
+        }
+        if other_is_worse {
+            (self.definition, self.backfill) = (other.definition, other.backfill);
+        }
+    }
+}
+
+impl Backfill {
+    /// Which of two says more about a rule as a whole.
+    fn urgency(&self) -> u8 {
+        match self {
+            Self::Done => 0,
+            Self::Manual => 1,
+            Self::Absent => 2,
+            Self::Pending(_) => 3,
+            Self::Held(hold) if hold.rests() => 4,
+            Self::Held(_) => 5,
+        }
+    }
 }
 
 /// How far a rule's backfill is.
@@ -79,12 +127,23 @@ pub struct Hold {
     pub detached: bool,
     /// An operator has paused it: resumed, it takes nothing away that it would not take away otherwise.
     pub paused: bool,
+    /// The cluster lacks something that it needs: it comes back by itself when that is there.
+    pub suspended: bool,
 }
 
-/// The greatest term that any state of the deployment was written under; 0 when there is no state.
+impl Hold {
+    /// The rule does nothing at all, and the backfill that ends this does what it misses. Otherwise what it would take away is
+    /// waiting for a release.
+    #[must_use]
+    pub fn rests(&self) -> bool {
+        self.paused || self.suspended
+    }
+}
+
+/// The greatest term that was ever led under, or that any state of the deployment was written under; 0 when there is none.
 pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> Result<i64> {
     let mut highest = 0;
-    for name in [POSITIONS, RULES, fan_out::COLLECTION] {
+    for name in [TERMS, POSITIONS, RULES, fan_out::COLLECTION] {
         let last = server
             .collection(database, name)
             .find_one(doc! {"_id.deployment": deployment})
@@ -96,11 +155,46 @@ pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> 
     Ok(highest)
 }
 
+/// Records that a term is led under, before anything else is done under it. False when it has been, or a later one: each is
+/// led under once, whatever happens to the lease. One that comes late claims a term that nobody leads under.
+pub async fn claim_term(server: &Server, database: &str, deployment: &str, term: i64) -> Result<bool> {
+    let unclaimed = doc! {"_id": {"deployment": deployment}, "term": {"$not": {"$gte": term}}};
+    let claim = doc! {"$set": {"term": term, "since": DateTime::now()}};
+    match bounded(server.collection(database, TERMS).update_one(unclaimed, claim).upsert(true)).await {
+        Ok(_) => Ok(true),
+        Err(error) if error.code == Some(DUPLICATE_KEY) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
 impl Store {
-    /// Opens the state of a deployment for the leader whose term `server` writes under: what a former leader has sent and
-    /// not seen acknowledged does not change it from now on.
+    /// Opens the state of a whole deployment, whatever it is divided into: for commands, and where it is not divided for its
+    /// leader, whose term `server` writes under. What a former leader has sent and not seen acknowledged does not change it
+    /// from now on.
     pub async fn open(server: &Server, database: &str, deployment: &str) -> Result<Self> {
-        super::format::check(server, database, deployment).await?;
+        let partitions = super::format::check(server, database, deployment).await?;
+        let ids = Partition::all(partitions).map(|partition| partition.id(deployment)).collect();
+        Self::open_all(server, database, deployment, ids).await
+    }
+
+    /// Opens the state of one partition for its leader.
+    pub async fn open_partition(
+        server: &Server,
+        database: &str,
+        deployment: &str,
+        partition: Partition,
+    ) -> Result<Self> {
+        let partitions = super::format::check(server, database, deployment).await?;
+        if partitions != partition.of() {
+            let message = format!("the deployment is divided into {partitions} partitions now");
+            return Err(Error::new(Kind::Unavailable, message));
+        }
+        let id = partition.id(deployment);
+        Self::open_all(server, database, &id, Arc::from([id.clone()])).await
+    }
+
+    async fn open_all(server: &Server, database: &str, deployment: &str, ids: Arc<[String]>) -> Result<Self> {
+        let mine = doc! {"$in": ids.to_vec()};
         for name in [POSITIONS, RULES, fan_out::COLLECTION] {
             match server.database(database).create_collection(name).await.map_err(Error::from) {
                 Err(error) if error.code != Some(NAMESPACE_EXISTS) => return Err(error),
@@ -109,7 +203,7 @@ impl Store {
             let term = server.term();
             let others = server
                 .collection(database, name)
-                .count_documents(doc! {"_id.deployment": deployment, "term": {"$gt": term}})
+                .count_documents(doc! {"_id.deployment": mine.clone(), "term": {"$gt": term}})
                 .await?;
             if others > 0 && term > 0 {
                 return Err(former());
@@ -117,7 +211,7 @@ impl Store {
             server
                 .collection(database, name)
                 .update_many(
-                    doc! {"_id.deployment": deployment, "term": {"$not": {"$gte": term}}},
+                    doc! {"_id.deployment": mine.clone(), "term": {"$not": {"$gte": term}}},
                     doc! {"$set": {"term": term}},
                 )
                 .await?;
@@ -130,7 +224,13 @@ impl Store {
             .ok()
             .and_then(|batch| batch.first()?.as_document()?.get_document("info").ok()?.get("uuid").cloned());
         let cluster = uuid.ok_or_else(|| Error::internal("the collection of positions has no UUID"))?;
-        Ok(Self { database: database.to_owned(), deployment: deployment.to_owned(), cluster: Arc::new(cluster) })
+        Ok(Self { database: database.to_owned(), deployment: deployment.to_owned(), ids, cluster: Arc::new(cluster) })
+    }
+
+    /// The same, speaking for these partitions alone.
+    #[must_use]
+    pub fn of(self, partitions: &[Partition]) -> Self {
+        Self { ids: partitions.iter().map(|partition| partition.id(&self.deployment)).collect(), ..self }
     }
 
     /// The state database.
@@ -139,10 +239,15 @@ impl Store {
         &self.database
     }
 
-    /// The deployment's name.
+    /// The partitions that it speaks for.
     #[must_use]
-    pub fn deployment(&self) -> &str {
-        &self.deployment
+    pub fn ids(&self) -> &[String] {
+        &self.ids
+    }
+
+    /// The documents about a rule, one for each partition.
+    fn of_rule(&self, rule: &str) -> Document {
+        doc! {"_id": {"$in": self.ids.iter().map(|id| doc! {"deployment": id, "rule": rule}).collect::<Vec<_>>()}}
     }
 
     pub(super) fn id(&self, name: &str, value: &str) -> Document {
@@ -190,11 +295,11 @@ impl Store {
         Ok(())
     }
 
-    /// What is known of every rule that this deployment has or had, by name.
+    /// What is known of every rule that this deployment has or had, by name; what the partitions know taken together.
     pub async fn rules(&self, server: &Server) -> Result<Vec<(String, RuleState)>> {
-        let mut cursor =
-            server.collection(&self.database, RULES).find(doc! {"_id.deployment": &self.deployment}).await?;
-        let mut out = Vec::new();
+        let mine = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
+        let mut cursor = server.collection(&self.database, RULES).find(mine).await?;
+        let mut out: Vec<(String, RuleState)> = Vec::new();
         while let Some(doc) = cursor.try_next().await? {
             let (Ok(id), Ok(definition)) = (doc.get_document("_id"), doc.get_document("definition")) else { continue };
             let backfill = match doc.get_str("backfill").unwrap_or_default() {
@@ -205,6 +310,7 @@ impl Store {
                     reason: doc.get_str("reason").unwrap_or_default().to_owned(),
                     detached: doc.get_bool("detached").unwrap_or_default(),
                     paused: doc.get_bool("paused").unwrap_or_default(),
+                    suspended: doc.get_bool("suspended").unwrap_or_default(),
                 }),
                 _ => Backfill::Pending(doc.get_array("after").ok().and_then(|after| after.first().cloned())),
             };
@@ -218,12 +324,17 @@ impl Store {
                 definition: definition.clone(),
                 retired,
                 source_seen,
+                released: doc.get_timestamp("released").ok().map(ClusterTime::from),
                 backfill,
                 progress,
                 noticed,
                 generation,
             };
-            out.push((id.get_str("rule").unwrap_or_default().to_owned(), state));
+            let name = id.get_str("rule").unwrap_or_default();
+            match out.iter_mut().find(|(known, _)| known == name) {
+                Some((_, known)) => known.join(state),
+                None => out.push((name.to_owned(), state)),
+            }
         }
         Ok(out)
     }
@@ -247,28 +358,52 @@ impl Store {
 
     /// Asks the leader, whoever it is, to backfill a rule from the start; releases it where it is held. False for a rule
     /// that has never run.
+    ///
+    /// It is bound to the generation that it has seen, as whoever asks need not be the leader: one that comes late, after the
+    /// rule was held once more, would release what nobody has looked at.
     pub async fn ask(&self, server: &Server, rule: &str) -> Result<bool> {
         // A source that is gone is taken for empty from now on.
         let mut state = backfill_state(&Backfill::Pending(None));
         state.insert("source_seen", false);
-        let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+        let now = Timestamp::from(server.operation_time().await?);
+        let mut asked = false;
+        for id in self.ids.iter() {
+            asked |= self.ask_one(server, doc! {"deployment": id, "rule": rule}, &state, now).await?;
+        }
+        Ok(asked)
+    }
+
+    async fn ask_one(&self, server: &Server, id: Document, state: &Document, now: Timestamp) -> Result<bool> {
         let rules = server.collection(&self.database, RULES);
-        Ok(rules.update_one(doc! {"_id": self.id("rule", rule)}, update).await?.matched_count > 0)
+        loop {
+            let Some(seen) = bounded(rules.find_one(doc! {"_id": id.clone()})).await? else { return Ok(false) };
+            let generation = same_generation(seen.get_i64("generation").unwrap_or_default());
+            let unchanged = doc! {"_id": id.clone(), "generation": generation};
+            let mut state = state.clone();
+            if seen.get_bool("detached").unwrap_or_default() {
+                state.insert("released", now);
+            }
+            let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+            if bounded(rules.update_one(unchanged, update)).await?.matched_count > 0 {
+                return Ok(true);
+            }
+        }
     }
 
     /// Pauses a rule that is not held for another reason: from the moment that the leader sees it, the rule does nothing, and
     /// this state is what says that everything missed meanwhile is to be backfilled.
     pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
-        let hold = Hold { reason: "paused by an operator".to_owned(), detached: false, paused: true };
+        let hold = Hold { reason: "paused by an operator".to_owned(), detached: false, paused: true, suspended: false };
         let mut state = backfill_state(&Backfill::Held(hold));
         let until = time.map(|time| i64::try_from(time.as_millis()).unwrap_or(i64::MAX));
         // By the server's clock, as the end is looked for.
         let until = until.map_or(Bson::Null, |millis| doc! {"$add": ["$$NOW", millis]}.into());
         state.insert("until", until);
         state.insert("generation", doc! {"$add": [{"$ifNull": ["$generation", 0_i64]}, 1_i64]});
-        let free = doc! {"_id": self.id("rule", rule), "$or": [{"backfill": {"$ne": "held"}}, {"paused": true}]};
+        let mut free = self.of_rule(rule);
+        free.insert("$or", vec![doc! {"backfill": {"$ne": "held"}}, doc! {"paused": true}]);
         let rules = server.collection(&self.database, RULES);
-        rules.update_one(free, vec![doc! {"$set": state}]).await?;
+        rules.update_many(free, vec![doc! {"$set": state}]).await?;
         Ok(())
     }
 
@@ -282,7 +417,8 @@ impl Store {
 
     /// Lets a paused rule go on, by a whole backfill; without a name, those whose pause is over. Returns how many.
     pub async fn resume(&self, server: &Server, rule: Option<&str>) -> Result<u64> {
-        let mut paused = doc! {"_id.deployment": &self.deployment, "backfill": "held", "paused": true};
+        let mine = doc! {"$in": self.ids.to_vec()};
+        let mut paused = doc! {"_id.deployment": mine, "backfill": "held", "paused": true};
         match rule {
             Some(rule) => {
                 paused.insert("_id.rule", rule);
@@ -298,10 +434,40 @@ impl Store {
         Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
     }
 
-    /// Remembers that the source collection of a rule is there.
-    pub async fn source_seen(&self, server: &Server, rule: &str) -> Result<()> {
+    /// Lets a suspended rule come back, by a whole backfill, unless it is another hold by now.
+    pub async fn come_back(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+        let mut suspended = mine(server, self.id("rule", rule));
+        suspended.extend(doc! {"backfill": "held", "suspended": true, "generation": generation});
+        let update = doc! {"$set": backfill_state(&Backfill::Pending(None)), "$inc": {"generation": 1_i64}};
+        bounded(server.collection(&self.database, RULES).update_one(suspended, update)).await?;
+        Ok(())
+    }
+
+    /// Which of these rules have run, as they are now. Reads only.
+    pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &Plan) -> Result<BTreeSet<RuleId>> {
+        // Its own, and those of its partitions, whose number need not be known here: they are between these two.
+        let (first, last) = (format!("{deployment}{SEPARATOR}"), format!("{deployment}{SEPARATOR}~"));
+        let mine = vec![doc! {"_id.deployment": deployment}, doc! {"_id.deployment": {"$gte": first, "$lt": last}}];
+        let filter = doc! {"$or": mine, "backfill": {"$ne": "absent"}};
+        let mut cursor = bounded(server.collection(database, RULES).find(filter)).await?;
+        let mut found = BTreeSet::new();
+        while let Some(doc) = bounded(cursor.try_next()).await? {
+            let (Ok(id), Ok(definition)) = (doc.get_document("_id"), doc.get_document("definition")) else { continue };
+            let same = |rule: &&Arc<Rule>| {
+                id.get_str("rule").ok() == Some(rule.name.as_str()) && rule.definition == *definition
+            };
+            found.extend(plan.rules.iter().find(same).map(|rule| rule.id));
+        }
+        Ok(found)
+    }
+
+    /// Remembers that the source collection of a rule is there. One that comes late, after a release by which an absent source
+    /// counts as empty, finds another generation and changes nothing.
+    pub async fn source_seen(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+        let mut filter = mine(server, self.id("rule", rule));
+        filter.insert("generation", same_generation(generation));
         let update = doc! {"$set": {"source_seen": true}};
-        server.collection(&self.database, RULES).update_one(doc! {"_id": self.id("rule", rule)}, update).await?;
+        bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
         Ok(())
     }
 
@@ -323,14 +489,25 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets what a rule was; with `whole`, the rule too.
-    pub async fn forget(&self, server: &Server, rule: &str, whole: bool) -> Result<()> {
-        let filter = doc! {"_id": self.id("rule", rule)};
+    /// Forgets what a rule was; with `whole`, the rule too. Only what is `known`: a rule that has come back to the config
+    /// meanwhile, or was changed again, is another one, also for a request that comes late.
+    pub async fn forget(&self, server: &Server, rule: &str, known: &RuleState, whole: bool) -> Result<()> {
+        let mut filter = self.of_rule(rule);
+        filter.insert("definition", known.definition.clone());
         let rules = server.collection(&self.database, RULES);
-        if whole {
-            rules.delete_one(filter).await?;
-        } else {
-            rules.update_one(filter, doc! {"$unset": {"retired": ""}}).await?;
+        if !whole {
+            let update = doc! {"$pullAll": {"retired": known.retired.clone()}};
+            bounded(rules.update_many(filter, update)).await?;
+            return Ok(());
+        }
+        let seen: Vec<Document> = bounded(rules.find(filter)).await?.try_collect().await?;
+        let generations = seen.iter().map(|doc| doc.get_i64("generation").unwrap_or_default());
+        if generations.clone().sum::<i64>() != known.generation {
+            return Ok(());
+        }
+        for (doc, generation) in seen.iter().zip(generations) {
+            let unchanged = doc! {"_id": doc.get("_id").cloned(), "generation": same_generation(generation)};
+            bounded(rules.delete_one(unchanged)).await?;
         }
         Ok(())
     }
@@ -370,6 +547,11 @@ fn former() -> Error {
     Error::new(Kind::Unavailable, "another instance has become the leader")
 }
 
+/// A state from before there were generations lacks it.
+fn same_generation(generation: i64) -> Bson {
+    if generation == 0 { doc! {"$in": [Bson::Null, 0_i64]}.into() } else { generation.into() }
+}
+
 fn backfill_state(backfill: &Backfill) -> Document {
     let (state, after) = match backfill {
         Backfill::Pending(after) => ("pending", after.clone().map_or_else(Vec::new, |id| vec![id])),
@@ -378,13 +560,14 @@ fn backfill_state(backfill: &Backfill) -> Document {
         Backfill::Held(_) => ("held", Vec::new()),
         Backfill::Absent => ("absent", Vec::new()),
     };
-    let (reason, detached, paused) = match backfill {
-        Backfill::Held(hold) => (Some(hold.reason.as_str()), Some(hold.detached), Some(hold.paused)),
-        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => (None, None, None),
+    let hold = match backfill {
+        Backfill::Held(hold) => Some(hold),
+        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => None,
     };
     doc! {
-        "backfill": state, "after": after, "reason": reason, "detached": detached, "paused": paused, "progress": Bson::Null,
-        "saved": DateTime::now(),
+        "backfill": state, "after": after, "reason": hold.map(|hold| hold.reason.as_str()),
+        "detached": hold.map(|hold| hold.detached), "paused": hold.map(|hold| hold.paused),
+        "suspended": hold.map(|hold| hold.suspended), "progress": Bson::Null, "saved": DateTime::now(),
     }
 }
 

@@ -52,7 +52,7 @@ pub async fn release(loaded: &Loaded, rule: &str) -> std::result::Result<(), Fai
         print(&format!("{rule} is not held\n"));
         return Ok(());
     };
-    if hold.paused {
+    if hold.rests() {
         return Err(held(rule, &hold, Kind::Config).into());
     }
     store.ask(&context.server, rule).await?;
@@ -62,9 +62,12 @@ pub async fn release(loaded: &Loaded, rule: &str) -> std::result::Result<(), Fai
 
 /// That a rule is held, and what lets it go on.
 pub(super) fn held(rule: &str, hold: &Hold, kind: Kind) -> Error {
-    let error = Error::new(kind, format!("rule `{rule}` is held: {}", hold.reason));
+    let how = if hold.suspended { "suspended" } else { "held" };
+    let error = Error::new(kind, format!("rule `{rule}` is {how}: {}", hold.reason));
     error.hint(if hold.paused {
         format!("`denormd resume {rule}` lets it go on, by a backfill")
+    } else if hold.suspended {
+        "`denormd plan` says what is missing; it comes back by itself when that is there, by a backfill".to_owned()
     } else {
         format!("`denormd release {rule}` lets it go on and applies the loss")
     })

@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
+use futures_util::future::try_join_all;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    checkpoint::format,
     commands::{Failure, notice, plan::refusal, run},
     config::Loaded,
     error::Error,
     lease::Lease,
+    partition::Partition,
     preflight,
     reconcile::Context,
 };
@@ -31,10 +34,25 @@ pub async fn with_a_leader<T>(
     Ok(result?)
 }
 
-/// Stands by, and leads whenever nobody else does, until `stop`.
+/// Stands by, and leads whatever nobody else does, until `stop`: in the partitions that the deployment is divided into,
+/// whatever the config says.
 async fn lead(loaded: &Loaded, context: &Arc<Context>, stop: CancellationToken) -> Result<(), Failure> {
     let config = &loaded.config;
-    let lease = Lease::new(context.server.unfenced(), &config.state.database, &config.name, config.lease.ttl);
+    let of = format::check(&context.server, &config.state.database, &config.name).await?;
+    let partitions = Partition::all(of).map(|partition| lead_one(loaded, context, partition, stop.clone()));
+    try_join_all(partitions).await?;
+    Ok(())
+}
+
+async fn lead_one(
+    loaded: &Loaded,
+    context: &Arc<Context>,
+    partition: Partition,
+    stop: CancellationToken,
+) -> Result<(), Failure> {
+    let config = &loaded.config;
+    let id = partition.id(&config.name);
+    let lease = Lease::new(context.server.unfenced(), &config.state.database, &id, config.lease.ttl);
     while !stop.is_cancelled() {
         let held = tokio::select! {
             held = lease.stand_by() => held,
@@ -48,10 +66,12 @@ async fn lead(loaded: &Loaded, context: &Arc<Context>, stop: CancellationToken) 
             held.release().await;
             return Err(Failure::Refused(refusal(&findings)));
         }
-        notice("no daemon leads: doing it here");
-        let context = Arc::new(context.under(held.fence()));
+        if partition.place() == 0 {
+            notice("no daemon leads: doing it here");
+        }
+        let context = Arc::new(context.under(held.fence()).within(partition));
         let handle = tokio::select! {
-            started = run::start(loaded, &context) => started?,
+            started = run::start(&context) => started?,
             () = held.lost() => continue,
         };
         tokio::select! {

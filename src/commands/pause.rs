@@ -64,7 +64,7 @@ async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<
                 Backfill::Held(_) => {}
                 _ => break,
             }
-            if !lease::is_held(server, store.database(), store.deployment()).await? {
+            if !lease::is_held(server, store.database(), store.ids()).await? {
                 return Ok(());
             }
             tokio::time::sleep(LOOK).await;

@@ -49,7 +49,7 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) -
         done.push((collection, path, documents));
     }
     if !dry_run {
-        store.forget(&context.server, rule, !active).await?;
+        store.forget(&context.server, rule, state, !active).await?;
     }
     match output {
         Output::Text => {

@@ -1,5 +1,6 @@
 //! `denormd run`: stand by, lead, follow changes; and again when the lease is lost or the config changes.
 
+mod partitions;
 mod service;
 mod signals;
 
@@ -11,7 +12,9 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     checkpoint::store::Store,
     commands::{Failure, compile, context},
-    config::{self, Loaded},
+    config::{self, Config, Loaded},
+    dead_letter::DeadLetters,
+    division::divide,
     error::{Error, Kind},
     events::Journal,
     lease::{Held, Lease},
@@ -24,6 +27,7 @@ use crate::{
     reconcile::Context,
     server::{self, Guard},
     status::{Board, Role},
+    suspension,
 };
 use signals::{Signals, Wake};
 
@@ -47,12 +51,17 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     let config = &loaded.config;
     let connection = Connection::from(context.server.unfenced());
     let (database, ttl) = (config.state.database.clone(), config.lease.ttl);
-    let lease = Lease::new(connection.clone(), &database, &config.name, ttl);
-    let member = Member::join(connection.clone(), &database, &config.name, ttl, &context.plan);
+    let (lease, of) = (Lease::new(connection.clone(), &database, &config.name, ttl), config.lease.partitions);
+    let member = Member::join(connection.clone(), &database, &config.name, ttl, &context.plan, of);
     board.keep(Journal::new(connection.clone(), &database, &config.name));
     board.detach(Role::Standby);
+    board.divided(of);
     let mut rules = Rules { loaded, context, board, guard, member, connection };
-    let result = take_turns(paths, &mut rules, &lease, &mut signals).await;
+    let result = if of > 1 {
+        partitions::share(paths, &mut rules, &mut signals).await
+    } else {
+        take_turns(paths, &mut rules, &lease, &mut signals).await
+    };
     rules.board.close().await;
     log.end().await;
     rules.member.leave().await;
@@ -65,7 +74,7 @@ async fn take_turns(paths: &[PathBuf], rules: &mut Rules, lease: &Lease, signals
     loop {
         tracing::info!(deployment = %rules.loaded.config.name, "standing by");
         let held = tokio::select! {
-            held = lease.stand_by_while(async || rules.member.is_outdated().await) => held,
+            held = lease.stand_by_while(async || Ok(rules.member.is_outdated().await? || !rules.divide().await?)) => held,
             wake = signals.next() => match wake {
                 Wake::Stop => return Ok(()),
                 Wake::Reload | Wake::Yield => {
@@ -133,12 +142,26 @@ async fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
 
 /// Everything that can be refused, before anything is started.
 async fn ready(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> {
-    let context = context(loaded, compile(loaded).await?, board.metrics.clone()).await?;
+    let mut context = context(loaded, compile(loaded).await?, board.metrics.clone()).await?;
     let mut findings = preflight::privileges(&context.server, &context.plan, &loaded.config.state.database).await?;
     if findings.is_empty() {
         findings = preflight::check(&context.server, &context.plan).await?;
     }
-    if findings.is_empty() { Ok(context) } else { Err(Failure::Refused(super::plan::refusal(&findings))) }
+    if findings.is_empty() {
+        return Ok(context);
+    }
+    let lacking = suspension::sort(&context, findings).await?;
+    if !lacking.refused.is_empty() {
+        return Err(Failure::Refused(super::plan::refusal(&lacking.refused)));
+    }
+    for (rule, reason) in &lacking.suspended {
+        let rule = &context.plan.rule(*rule).name;
+        tracing::error!(rule, reason, "the cluster lacks something that this rule needs: the others go on without it");
+    }
+    if let Some(context) = Arc::get_mut(&mut context) {
+        context.lacking = lacking.suspended;
+    }
+    Ok(context)
 }
 
 /// The same, through everything that passes by itself: a sidecar may be up before its database.
@@ -155,6 +178,16 @@ async fn patiently(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failu
 }
 
 impl Rules {
+    /// Divides the deployment into as many partitions as the config says. False while it has leaders of another number.
+    async fn divide(&self) -> Result<bool, Error> {
+        let Config { name, state, lease, .. } = &self.loaded.config;
+        match divide(&self.connection.now(), &state.database, name, lease.partitions, lease.ttl).await {
+            // Whoever leads is told, and ends.
+            Err(error) if error.kind == Kind::Topology => Ok(true),
+            divided => divided,
+        }
+    }
+
     /// Takes the new config when it is whole and the cluster has what it needs; otherwise the old one stays in force.
     async fn reload(&mut self, paths: &[PathBuf], signals: &mut Signals) -> bool {
         service::reloading();
@@ -167,7 +200,8 @@ impl Rules {
         let result = async {
             let loaded = config::load(paths, &config::process_environment())?;
             let (old, new) = (&self.loaded.config, &loaded.config);
-            if old.name != new.name || old.state.database != new.state.database || old.lease.ttl != new.lease.ttl {
+            let lease = |config: &Config| (config.lease.ttl, config.lease.partitions);
+            if old.name != new.name || old.state.database != new.state.database || lease(old) != lease(new) {
                 let message = "`name`, `state` and `lease` cannot change while the daemon runs";
                 return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
             }
@@ -221,7 +255,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
     loop {
         let context = Arc::new(rules.context.under(held.fence()));
         let started = tokio::select! {
-            started = start(&rules.loaded, &context) => started,
+            started = start(&context) => started,
             () = held.lost() => return Ok(Ended::Lost),
             () = signals.stop() => {
                 held.release().await;
@@ -294,11 +328,11 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
 }
 
 /// Opens the state and starts the pipeline, through everything that passes by itself.
-pub(super) async fn start(loaded: &Loaded, context: &Arc<Context>) -> Result<Handle, Error> {
-    let config = &loaded.config;
+pub(super) async fn start(context: &Arc<Context>) -> Result<Handle, Error> {
+    let DeadLetters { database, deployment, .. } = &context.dead_letters;
     loop {
         let attempt = async {
-            let store = Store::open(&context.server, &config.state.database, &config.name).await?;
+            let store = Store::open_partition(&context.server, database, deployment, context.partition).await?;
             pipeline::start(context.clone(), store).await
         };
         match attempt.await {

@@ -6,8 +6,9 @@ use crate::{
     cli::Output,
     commands::{Failure, print},
     config::Loaded,
+    metrics::HeldBack,
     server::client,
-    status::{Backfill, Role, Rule, Status, duration},
+    status::{Backfill, Partitions, Role, Rule, Status, duration},
 };
 
 /// How long the daemon may take to answer.
@@ -48,13 +49,14 @@ fn text(status: &Status) -> String {
     }
     writeln!(
         out,
-        "\n{} {}, {} waiting, {:.1} targets/s, {:.1} events/s, restart replays {}, up {}",
+        "\n{} {}{}, {} waiting, {:.1} targets/s, {:.1} events/s, restart replays {}, up {}",
         status.name,
         match status.role {
             Role::Starting => "starting",
             Role::Leader => "leader",
             Role::Standby => "standby",
         },
+        status.partitions.as_ref().map(led).unwrap_or_default(),
         status.queue_depth,
         status.targets_per_second,
         status.events_per_second,
@@ -83,6 +85,17 @@ fn text(status: &Status) -> String {
         out.push_str(&table(&errors.collect::<Vec<_>>()));
     }
     out
+}
+
+/// Which partitions the process leads: ` of partitions 0, 2 of 4`.
+fn led(Partitions { of, led }: &Partitions) -> String {
+    let places: Vec<String> = led.iter().map(ToString::to_string).collect();
+    match led.len() {
+        0 => format!(" of none of {of} partitions"),
+        all if u32::try_from(all) == Ok(*of) => format!(" of all {of} partitions"),
+        1 => format!(" of partition {} of {of} (the figures are its own)", places.join(", ")),
+        _ => format!(" of partitions {} of {of} (the figures are theirs)", places.join(", ")),
+    }
 }
 
 /// The rules, the worst first.
@@ -131,10 +144,15 @@ fn backfill(backfill: &Backfill) -> String {
     match backfill {
         Backfill::None => "-".to_owned(),
         Backfill::Waiting => "waiting".to_owned(),
-        Backfill::Running { scanned, total, per_second, eta_seconds } => {
+        Backfill::Running { scanned, total, per_second, eta_seconds, held_back } => {
             let share = total.filter(|total| *total > 0).map(|total| format!("{}%", (scanned * 100 / total).min(100)));
             let eta = eta_seconds.map(|eta| format!(", {} to go", duration(eta))).unwrap_or_default();
-            format!("{}, {per_second:.0}/s{eta}", share.unwrap_or_else(|| scanned.to_string()))
+            let why = match held_back {
+                Some(HeldBack::Limit) => ", held back by limits.backfill_per_second",
+                Some(HeldBack::MajorityBehind) => ", held back: a majority is behind",
+                None => "",
+            };
+            format!("{}, {per_second:.0}/s{eta}{why}", share.unwrap_or_else(|| scanned.to_string()))
         }
     }
 }

@@ -174,15 +174,29 @@ pub const LIMITS: &[Key] = &[
         "200",
         "Targets that the continuous audit of `guard: audit` compares a second.",
     ),
+    key(
+        "backfill_per_second",
+        Form::Count,
+        "",
+        "Targets that backfills go through a second, at most; without it as fast as the replica set keeps up.",
+    ),
 ];
 
 /// `lease`
-pub const LEASE: &[Key] = &[key(
-    "ttl_seconds",
-    Form::Seconds(2),
-    "10",
-    "How long a leader that says nothing stays the leader. A write command may run for half of it at most.",
-)];
+pub const LEASE: &[Key] = &[
+    key(
+        "ttl_seconds",
+        Form::Seconds(2),
+        "10",
+        "How long a leader that says nothing stays the leader. A write command may run for half of it at most.",
+    ),
+    key(
+        "partitions",
+        Form::Count,
+        "1",
+        "Shares of the keys, each with a leader of its own, that instances divide among themselves; at most 64. The same for all.",
+    ),
+];
 
 /// `advise`
 pub const ADVISE: &[Key] = &[

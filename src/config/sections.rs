@@ -111,6 +111,8 @@ pub struct Limits {
     pub destroy_per_hour: usize,
     /// Targets that the continuous audit of `guard: audit` compares a second (`audit_per_second`).
     pub audit_per_second: usize,
+    /// Targets that all backfills together go through a second, at most (`backfill_per_second`). None without a bound.
+    pub backfill_per_second: Option<usize>,
 }
 
 impl Limits {
@@ -140,6 +142,7 @@ impl Default for Limits {
             destroy_grace: Self::DEFAULT_DESTROY_GRACE,
             destroy_per_hour: Self::DEFAULT_DESTROY_PER_HOUR,
             audit_per_second: Self::DEFAULT_AUDIT_PER_SECOND,
+            backfill_per_second: None,
         }
     }
 }
@@ -150,6 +153,8 @@ pub struct Lease {
     /// How long a leader that says nothing stays the leader (`ttl_seconds`). It renews three times as often. A write
     /// command may run for half of it at most.
     pub ttl: Duration,
+    /// How many shares of the keys there are, each with a leader of its own (`partitions`).
+    pub partitions: u32,
 }
 
 impl Lease {
@@ -159,7 +164,7 @@ impl Lease {
 
 impl Default for Lease {
     fn default() -> Self {
-        Self { ttl: Self::DEFAULT_TTL }
+        Self { ttl: Self::DEFAULT_TTL, partitions: 1 }
     }
 }
 

@@ -9,6 +9,8 @@ use std::{
 
 use secrecy::SecretString;
 
+use crate::partition::MOST;
+
 use super::{
     diagnose::{ConfigPath, Mistake},
     keys,
@@ -206,13 +208,30 @@ impl Reader {
             destroy_grace: self.seconds(&section, "destroy_grace_seconds", 0).unwrap_or(default.destroy_grace),
             destroy_per_hour: self.limit(&section, "destroy_per_hour").unwrap_or(default.destroy_per_hour),
             audit_per_second: self.limit(&section, "audit_per_second").unwrap_or(default.audit_per_second),
+            backfill_per_second: self.limit(&section, "backfill_per_second"),
         }
     }
 
     fn lease(&mut self, root: &Fields<'_>) -> Lease {
         let default = Lease::default();
         let Some(section) = self.section(root, "lease", &keys::names(keys::LEASE)) else { return default };
-        Lease { ttl: self.seconds(&section, "ttl_seconds", 2).unwrap_or(default.ttl) }
+        Lease {
+            ttl: self.seconds(&section, "ttl_seconds", 2).unwrap_or(default.ttl),
+            partitions: self.partitions(&section).unwrap_or(default.partitions),
+        }
+    }
+
+    fn partitions(&mut self, section: &Fields<'_>) -> Option<u32> {
+        let field = section.get("partitions")?;
+        let partitions = u32::try_from(self.count(&field)?).unwrap_or(u32::MAX);
+        if (1..=MOST).contains(&partitions) {
+            return Some(partitions);
+        }
+        self.mistake(
+            Mistake::new(field.at.clone(), format!("expected 1 to {MOST} partitions, found {partitions}"))
+                .hint("a few for each instance are enough: every partition reads the change streams"),
+        );
+        None
     }
 
     fn advise(&mut self, root: &Fields<'_>) -> Advise {

@@ -39,6 +39,8 @@ pub enum Cause {
     Stalled,
     /// An operator has paused it.
     Paused,
+    /// The cluster lacks something that a rule needs.
+    Suspended,
     /// A write of our own does not come through the oplog and the pipeline, though no rule seems behind.
     CanaryLate,
     /// The config was changed, and the new one is refused.
@@ -47,7 +49,7 @@ pub enum Cause {
 
 impl Cause {
     /// All of them, the most urgent first.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::NoPrimary,
         Self::Privilege,
         Self::Stalled,
@@ -58,6 +60,7 @@ impl Cause {
         Self::OplogShort,
         Self::SourceGone,
         Self::Braked,
+        Self::Suspended,
         Self::Retrying,
         Self::ServerSlow,
         Self::HotKey,
@@ -92,6 +95,7 @@ impl Cause {
             Self::OplogUnreadable => "oplog_unreadable",
             Self::Stalled => "stalled",
             Self::Paused => "paused",
+            Self::Suspended => "suspended",
             Self::CanaryLate => "canary_late",
             Self::ConfigRefused => "config_refused",
         }
@@ -120,6 +124,7 @@ impl Cause {
             Self::OplogShort => "the saved position will soon fall off the oplog",
             Self::OplogUnreadable => "how far the oplog reaches back cannot be read",
             Self::Stalled => "the daemon's loop does not turn",
+            Self::Suspended => "the cluster lacks something that a rule needs: it does nothing, and the others go on",
             Self::Paused => "an operator has paused it: its fields stay as they are",
             Self::CanaryLate => {
                 "a write of denormd's own has not come through for a minute, though no rule seems behind"
@@ -153,6 +158,9 @@ impl Cause {
             }
             Self::OplogUnreadable => "grant `find` on local.oplog.rs, or watch the oplog window by other means",
             Self::Stalled => "restart the daemon, and report its log",
+            Self::Suspended => {
+                "`denormd plan` says what is missing, see also the errors below; the rule comes back by itself, by a backfill"
+            }
             Self::Paused => "`denormd resume RULE` when ready, which backfills it",
             Self::CanaryLate => {
                 "see the errors below and rs.status(); if neither says why, restart the daemon and report its log"
@@ -172,6 +180,7 @@ impl Cause {
             | Self::Degraded
             | Self::SourceGone
             | Self::Braked
+            | Self::Suspended
             | Self::OplogShort
             | Self::Stalled
             | Self::CanaryLate => true,

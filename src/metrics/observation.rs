@@ -3,6 +3,8 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
+use serde::{Deserialize, Serialize};
+
 use crate::position::ClusterTime;
 
 /// The pipeline at one moment. Rules and streams are numbered by their places here.
@@ -24,6 +26,8 @@ pub struct Observation {
     pub depth: usize,
     /// Requests from which on the streams wait.
     pub capacity: usize,
+    /// Whether the streams wait.
+    pub full: bool,
     /// Keys that are queued or run.
     pub keys: usize,
     /// Rules whose backfill is open.
@@ -36,6 +40,55 @@ pub struct Observation {
     pub braked: BTreeSet<usize>,
     /// Rules that an operator has paused.
     pub paused: BTreeSet<usize>,
+    /// Rules that the cluster lacks something for.
+    pub suspended: BTreeSet<usize>,
+}
+
+impl Observation {
+    /// What the pipelines of two partitions say, as one: a rule is as late as it is in the later one.
+    #[must_use]
+    pub fn joined(&self, other: &Self) -> Self {
+        // For a moment in a reload two pipelines may have other rules: then the newer one speaks.
+        let same = self.rules.iter().map(|rule| &rule.name).eq(other.rules.iter().map(|rule| &rule.name));
+        if !same || self.streams.len() != other.streams.len() {
+            return if self.at > other.at { self.clone() } else { other.clone() };
+        }
+        let earliest = |(a, b): (&Option<i64>, &Option<i64>)| a.iter().chain(b).min().copied();
+        let sum = |(a, b): (&usize, &usize)| a + b;
+        let both = |a: &BTreeSet<usize>, b: &BTreeSet<usize>| a.union(b).copied().collect();
+        Self {
+            at: self.at.min(other.at),
+            rules: self.rules.clone(),
+            oldest: self.oldest.iter().zip(&other.oldest).map(earliest).collect(),
+            fan_outs: self.fan_outs.iter().zip(&other.fan_outs).map(sum).collect(),
+            late: self.late.iter().zip(&other.late).map(sum).collect(),
+            streams: self.streams.iter().zip(&other.streams).map(|(a, b)| a.joined(b)).collect(),
+            depth: self.depth + other.depth,
+            capacity: self.capacity + other.capacity,
+            full: self.full || other.full,
+            keys: self.keys + other.keys,
+            backfilling: both(&self.backfilling, &other.backfilling),
+            degraded: both(&self.degraded, &other.degraded),
+            bereft: both(&self.bereft, &other.bereft),
+            braked: both(&self.braked, &other.braked),
+            suspended: both(&self.suspended, &other.suspended),
+            paused: both(&self.paused, &other.paused),
+        }
+    }
+}
+
+impl StreamFacts {
+    /// The same database's stream of another partition beside this one: the one that is behind counts.
+    fn joined(&self, other: &Self) -> Self {
+        Self {
+            database: self.database.clone(),
+            reached: self.reached.min(other.reached),
+            applied: self.applied.min(other.applied),
+            // Without a saved position a restart begins before any.
+            saved: self.saved.min(other.saved),
+            delivered: self.delivered.min(other.delivered),
+        }
+    }
 }
 
 /// What does not change about a rule.
@@ -81,4 +134,39 @@ pub struct BackfillProgress {
     pub total: Option<u64>,
     /// When it ended.
     pub ended: Option<Instant>,
+    /// What keeps it from going faster, while that is not denormd itself.
+    pub held_back: Option<HeldBack>,
+}
+
+/// Why a backfill waits between its pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HeldBack {
+    /// `limits.backfill_per_second`.
+    Limit,
+    /// What the primary has written last is not acknowledged by a majority yet.
+    MajorityBehind,
+}
+
+impl HeldBack {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Limit, Self::MajorityBehind];
+
+    /// Its name in metrics and status.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Limit => "limit",
+            Self::MajorityBehind => "majority_behind",
+        }
+    }
+}
+
+impl BackfillProgress {
+    /// Of two partitions' backfills of a rule the one that is open, or least far.
+    pub(super) fn joined(&self, other: &Self) -> Self {
+        let rank = |progress: &Self| (progress.ended.is_some(), progress.scanned);
+        let slower = if rank(other) < rank(self) { other } else { self };
+        Self { started: self.started.min(other.started), ..slower.clone() }
+    }
 }

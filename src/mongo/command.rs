@@ -163,6 +163,11 @@ impl Server {
         Ok(batch.is_ok_and(|batch| !batch.is_empty()))
     }
 
+    /// What the primary says of itself.
+    pub async fn hello(&self) -> Result<Document> {
+        Primary::of(&self.client).hello(HELLO).await
+    }
+
     /// The cluster's present operation time.
     pub async fn operation_time(&self) -> Result<ClusterTime> {
         let reply = Primary::of(&self.client).hello(HELLO).await?;

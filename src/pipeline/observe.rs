@@ -124,7 +124,7 @@ impl Pipeline {
 
     /// Says how far everything is, at most ten times a second.
     pub(super) fn observe(&mut self) {
-        self.context.metrics.turn();
+        self.context.metrics.turn(self.context.partition.place());
         if self.observer.last.is_some_and(|last| last.elapsed() < EVERY) {
             return;
         }
@@ -150,14 +150,16 @@ impl Pipeline {
             streams: streams.collect(),
             depth: self.schedule.depth(),
             capacity: self.context.limits.pending,
+            full: !self.schedule.has_room(),
             keys: self.schedule.keys(),
             backfilling: self.backfilling.keys().map(|rule| rule.0).collect(),
             degraded: numbers(&self.observer.degraded),
             bereft: self.held_because(|hold| hold.detached),
-            braked: self.held_because(|hold| !hold.detached && !hold.paused),
+            braked: self.held_because(|hold| !hold.detached && !hold.rests()),
             paused: self.held_because(|hold| hold.paused),
+            suspended: self.held_because(|hold| hold.suspended),
         };
-        self.context.metrics.observe(observation);
+        self.context.metrics.observe(self.context.partition.place(), observation);
     }
 }
 

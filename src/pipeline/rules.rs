@@ -5,9 +5,10 @@ use std::{collections::BTreeMap, sync::Arc};
 use crate::{
     backfill::Wish,
     checkpoint::store::{Backfill, Hold, Store},
-    error::Result,
+    error::{Kind, Result},
     failpoint,
     plan::RuleId,
+    position::ClusterTime,
     reconcile::Context,
 };
 
@@ -30,6 +31,10 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<(
                 match &state.backfill {
                     Backfill::Pending(after) => {
                         open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+                    }
+                    Backfill::Held(hold) if hold.suspended => {
+                        tracing::error!(rule = %rule.name, reason = hold.reason, "this rule is suspended until the cluster has what it needs");
+                        held.insert(rule.id, hold.clone());
                     }
                     Backfill::Held(hold) if hold.paused => {
                         tracing::warn!(rule = %rule.name, "this rule is paused until `denormd resume {}`", rule.name);
@@ -84,17 +89,33 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<(
     Ok((open, held))
 }
 
+/// Until when the loss of each rule's source has been released.
+pub(super) async fn releases(context: &Context, store: &Store) -> Result<BTreeMap<RuleId, ClusterTime>> {
+    let known = store.rules(&context.server).await?;
+    let released = known.iter().filter_map(|(name, state)| {
+        let rule = context.plan.rules.iter().find(|rule| rule.name == *name)?;
+        Some((rule.id, state.released?))
+    });
+    Ok(released.collect())
+}
+
 /// Remembers which source collections are there; returns the rules whose source has been there and is gone.
 pub(super) async fn look_for_sources(context: &Context, store: &Store) -> Result<Vec<RuleId>> {
     let known = store.rules(&context.server).await?;
     let mut gone = Vec::new();
     for rule in &context.plan.rules {
         let source = &rule.source.namespace;
-        let seen = known.iter().any(|(name, state)| *name == rule.name && state.source_seen);
-        if context.server.has_collection(&source.database, &source.collection).await? {
+        let state = known.iter().find(|(name, _)| *name == rule.name).map(|(_, state)| state);
+        let seen = state.is_some_and(|state| state.source_seen);
+        let is_there = match context.server.has_collection(&source.database, &source.collection).await {
+            // The rule is suspended, or will be.
+            Err(error) if error.kind == Kind::Privilege => continue,
+            is_there => is_there?,
+        };
+        if is_there {
             context.saw(source, true);
-            if !seen {
-                store.source_seen(&context.server, &rule.name).await?;
+            if let Some(state) = state.filter(|state| !state.source_seen) {
+                store.source_seen(&context.server, &rule.name, state.generation).await?;
             }
         } else if seen {
             gone.push(rule.id);

@@ -9,7 +9,8 @@ use crate::{
     change::ChangeEvent,
     checkpoint::watermark::Watermark,
     key::Key,
-    plan::{Plan, RuleId},
+    partition::Partition,
+    plan::{Keyed, Plan, RuleId},
     position::{ClusterTime, Position},
     request::{Origin, Request, Task},
     route::{Routed, Router},
@@ -32,6 +33,7 @@ pub struct Schedule {
     newest: ClusterTime,
     /// Pages taken so far.
     pages: u64,
+    partition: Partition,
 }
 
 /// A stream that is followed.
@@ -69,7 +71,14 @@ impl Schedule {
             streams: Vec::new(),
             newest: ClusterTime::default(),
             pages: 0,
+            partition: Partition::WHOLE,
         }
+    }
+
+    /// The same for the keys that this partition owns.
+    #[must_use]
+    pub fn within(self, partition: Partition) -> Self {
+        Self { partition, ..self }
     }
 
     /// One more stream is followed, from `position` on. Streams are numbered in this order.
@@ -93,7 +102,24 @@ impl Schedule {
 
     /// Takes a request. What it comes from is not passed before it is done.
     pub fn ask(&mut self, request: Request, origin: Origin) {
+        if !self.is_mine(&request) {
+            return;
+        }
         self.queue.push(request, origin, &mut self.watermark);
+    }
+
+    /// Whether a request is done in this partition. What writes belongs to the owner of its key; what looks something up
+    /// leads to keys of any owner, so every partition does it and keeps what it owns.
+    fn is_mine(&self, request: &Request) -> bool {
+        let rule = self.router.rule(request.rule);
+        match (request.task, rule.keyed) {
+            (Task::Value | Task::Target, _) | (Task::Guard, Keyed::Target) => {
+                self.partition.owns(&rule.name, &request.key)
+            }
+            // It compares the parts of a target that the partition owns.
+            (Task::Guard, Keyed::Value)
+            | (Task::LocateSource | Task::LocateTarget | Task::Parents | Task::Holders, _) => true,
+        }
     }
 
     /// The batch has arrived whole, and everything that it asks for has been taken or recorded.
@@ -156,7 +182,7 @@ impl Schedule {
         self.queue.ended(lane, number);
         for origin in origins(keys.iter().map(|(_, work, _)| work)) {
             for request in follow_ups {
-                self.queue.push(request.clone(), origin, &mut self.watermark);
+                self.ask(request.clone(), origin);
             }
         }
         for (key, work, next) in keys {

@@ -35,6 +35,12 @@ impl Plan {
         &self.rules[id.0]
     }
 
+    /// One rule alone, for what the cluster must offer it. Its id is still that of the whole plan.
+    #[must_use]
+    pub fn only(&self, id: RuleId) -> Self {
+        Self { name: self.name.clone(), rules: vec![self.rule(id).clone()], order: Vec::new(), feeds: Vec::new() }
+    }
+
     /// How many rules the longest chain has: a change needs that many steps to reach its end.
     #[must_use]
     pub fn longest_chain(&self) -> usize {

@@ -90,10 +90,16 @@ pub async fn compare(
     targets: &[Document],
     after: ClusterTime,
 ) -> Result<Vec<Compared>> {
-    let references: Vec<Vec<Option<Key>>> =
-        targets.iter().map(|target| rule.reference.keys(Role::Target, target)).collect();
-    let mut wanted: Vec<&Key> =
-        references.iter().flatten().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
+    let mut mine: Vec<(&Document, Vec<Option<Key>>)> = Vec::new();
+    for target in targets {
+        let references = rule.reference.keys(Role::Target, target);
+        if owns_some(context, rule, target, &references) {
+            mine.push((target, references));
+        }
+    }
+    let owned = |key: &&Key| rule.keyed == Keyed::Target || context.owns(rule, key);
+    let references = mine.iter().flat_map(|(_, references)| references.iter().flatten());
+    let mut wanted: Vec<&Key> = references.filter(|key| rule.reference.can_resolve(key)).filter(owned).collect();
     wanted.sort_unstable();
     wanted.dedup();
     let mut rows = Rows::default();
@@ -101,7 +107,22 @@ pub async fn compare(
         let command = read::sources(rule, &wanted);
         rows.take(context.server.read(&rule.source.namespace.database, command, Reads { after }).await?)?;
     }
-    targets.iter().zip(references).map(|(target, references)| one(rule, &rows, target, references)).collect()
+    mine.into_iter().map(|(target, references)| one(context, rule, &rows, target, references)).collect()
+}
+
+/// Whether a part of the target is written by this partition: what the others write they compare.
+fn owns_some(context: &Context, rule: &Rule, target: &Document, references: &[Option<Key>]) -> bool {
+    match (rule.keyed, &rule.reference.target_each) {
+        _ if context.partition.of() == 1 => true,
+        (Keyed::Target, _) => context.owns(rule, &Key::one(target.get("_id").cloned().unwrap_or(Bson::Null))),
+        (Keyed::Value, None) => context.owns(rule, &key_of(references.first())),
+        (Keyed::Value, Some(_)) => references.iter().any(|key| context.owns(rule, &key_of(Some(key)))),
+    }
+}
+
+/// The key that a reference is reconciled by.
+fn key_of(reference: Option<&Option<Key>>) -> Key {
+    reference.cloned().flatten().unwrap_or_else(|| Key::new(Vec::new()))
 }
 
 /// The same, with those apart for which the rule's expressions fail (a division by zero fails the whole read): a page is
@@ -128,8 +149,18 @@ pub async fn compare_each(
     Ok((out, failing))
 }
 
+<<<<<<< HEAD
 /// Compares one target with what rows that were read for its references say. Pure.
 pub fn one(rule: &Rule, rows: &Rows, target: &Document, references: Vec<Option<Key>>) -> Result<Compared> {
+=======
+fn one(
+    context: &Context,
+    rule: &Rule,
+    rows: &Rows,
+    target: &Document,
+    references: Vec<Option<Key>>,
+) -> Result<Compared> {
+>>>>>>> main
     let id = target.get("_id").cloned().unwrap_or(Bson::Null);
     let mut fields = Vec::new();
     match (rule.keyed, &rule.reference.target_each) {
@@ -138,16 +169,18 @@ pub fn one(rule: &Rule, rows: &Rows, target: &Document, references: Vec<Option<K
             push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
         }
         (Keyed::Value, None) => {
-            let key = references.first().cloned().flatten().unwrap_or_else(|| Key::new(Vec::new()));
-            let desired = rows.desired(rule, &key)?;
+            let desired = rows.desired(rule, &key_of(references.first()))?;
             push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
         }
         (Keyed::Value, Some(each)) => {
             for (nth, element) in rule.reference.elements(Role::Target, target).into_iter().enumerate() {
                 // What is no subdocument has no fields to hold a copy.
                 let Bson::Document(element) = element else { continue };
-                let key = references.get(nth).cloned().flatten();
-                let desired = rows.desired(rule, &key.unwrap_or_else(|| Key::new(Vec::new())))?;
+                let key = key_of(references.get(nth));
+                if !context.owns(rule, &key) {
+                    continue;
+                }
+                let desired = rows.desired(rule, &key)?;
                 let stored = |path: &FieldPath| value_at(Some(element), path.below(each).unwrap_or_default());
                 push(rule, (&id, Some(nth)), &desired, &stored, &mut fields)?;
             }

@@ -1,7 +1,11 @@
 //! Runs a batch: read, compute, write, and find the culprit where the server refuses.
 
 use std::{
+<<<<<<< HEAD
     collections::{BTreeSet, HashMap, HashSet},
+=======
+    collections::{BTreeMap, HashMap, HashSet},
+>>>>>>> main
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
@@ -23,6 +27,7 @@ use crate::{
     logging::STAGES,
     metrics::Metrics,
     mongo::{Fence, Reads, Server},
+    partition::Partition,
     plan::{Plan, Rule, RuleId, reference::Role},
     position::ClusterTime,
     reconcile::{
@@ -64,10 +69,14 @@ pub struct Context {
     pub sources: Mutex<HashSet<Namespace>>,
     /// What `remove` and `delete` of each rule have destroyed, and since when that is counted.
     destroyed: Mutex<HashMap<RuleId, (Instant, usize)>>,
+    /// Rules that the cluster lacked something for when the config was taken, and what.
+    pub lacking: BTreeMap<RuleId, String>,
     /// What was done so far.
     pub counts: Counts,
     /// What is measured.
     pub metrics: Arc<Metrics>,
+    /// Which keys are reconciled here.
+    pub partition: Partition,
 }
 
 impl Context {
@@ -84,9 +93,29 @@ impl Context {
             spreading: Mutex::default(),
             sources: Mutex::default(),
             destroyed: Mutex::default(),
+            lacking: BTreeMap::new(),
             counts: Counts::default(),
             metrics,
+            partition: Partition::WHOLE,
         }
+    }
+
+    /// The same for one partition: it reconciles the keys that it owns, and keeps its own state. Limits that bound all
+    /// partitions together become its share of them.
+    #[must_use]
+    pub fn within(mut self, partition: Partition) -> Self {
+        self.fan_outs.deployment = partition.id(&self.dead_letters.deployment);
+        self.dead_letters.partition = partition;
+        self.limits.pending = partition.share(self.limits.pending);
+        self.limits.destroy_per_hour = partition.share(self.limits.destroy_per_hour);
+        self.partition = partition;
+        self
+    }
+
+    /// Whether what writes this key of the rule runs here.
+    #[must_use]
+    pub fn owns(&self, rule: &Rule, key: &Key) -> bool {
+        self.partition.owns(&rule.name, key)
     }
 
     /// Counts what a rule destroys; returns how much that is in this hour.
@@ -141,8 +170,10 @@ impl Context {
             spreading: Mutex::default(),
             sources: Mutex::default(),
             destroyed: Mutex::default(),
+            lacking: self.lacking.clone(),
             counts: Counts::default(),
             metrics: self.metrics.clone(),
+            partition: self.partition,
         }
     }
 }

@@ -49,10 +49,11 @@ enum Asked {
 
 async fn ask(attached: &Attached, rule: &str, fits: impl Fn(bool) -> bool) -> Result<Asked> {
     let (server, letters) = (&attached.context.server, &attached.context.dead_letters);
-    let store = Store::open(server, &letters.database, &letters.deployment).await?;
+    let store = Store::open(&server.unfenced(), &letters.database, &letters.deployment).await?;
     let known = store.rules(server).await?;
     let Some((_, state)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Asked::Unknown) };
-    if !fits(matches!(state.backfill, Backfill::Held(_))) {
+    let suspended = matches!(&state.backfill, Backfill::Held(hold) if hold.suspended);
+    if suspended || !fits(matches!(state.backfill, Backfill::Held(_))) {
         return Ok(Asked::Unfit);
     }
     let asked = store.ask(server, rule).await?;

@@ -1,6 +1,6 @@
 //! `/v1/wait`: answers once what was committed is applied. Read your writes.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use axum::{
     Json,
@@ -11,13 +11,18 @@ use axum::{
 use serde::Deserialize;
 
 use crate::{
+    checkpoint::store::Store,
     error::{Error, Result},
+    partition::Partition,
     position::ClusterTime,
+    reconcile::Context,
     status::{Attached, Board},
 };
 
 /// How long to wait when not told.
 const DEFAULT_TIMEOUT: f64 = 30.0;
+/// How often it is looked how far the partitions are that others lead.
+const LOOK: Duration = Duration::from_millis(100);
 /// How long to wait at most.
 const LONGEST: f64 = 3600.0;
 
@@ -41,9 +46,10 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(wish): Query<Wis
     if !(0.0..=LONGEST).contains(&timeout) {
         return refusal(StatusCode::BAD_REQUEST, "timeout is a number of seconds from 0 to 3600");
     }
-    let Some(attached) = board.attached() else {
+    let attached = board.all_attached();
+    if attached.is_empty() {
         return refusal(StatusCode::SERVICE_UNAVAILABLE, "this process does not lead: ask the one that does");
-    };
+    }
     let stopped = stopped(&attached);
     match tokio::time::timeout(Duration::from_secs_f64(timeout), settled(attached, from)).await {
         Ok(Ok(time)) => {
@@ -71,14 +77,20 @@ fn refusal(code: StatusCode, error: &str) -> Response {
 }
 
 /// The rules that are held or paused.
-fn stopped(attached: &Attached) -> Vec<String> {
-    let progress = attached.progress.borrow();
-    progress.held.keys().map(|rule| attached.context.plan.rule(*rule).name.clone()).collect()
+fn stopped(attached: &[Attached]) -> BTreeSet<String> {
+    let of_one = |attached: &Attached| {
+        let progress = attached.progress.borrow();
+        progress.held.keys().map(|rule| attached.context.plan.rule(*rule).name.clone()).collect::<Vec<_>>()
+    };
+    attached.iter().flat_map(of_one).collect()
 }
 
-/// Waits for `from` (or for now), then as often as the longest chain of rules needs for what that has written.
-async fn settled(mut attached: Attached, from: Option<ClusterTime>) -> Result<ClusterTime> {
-    let context = attached.context.clone();
+/// Waits for `from` (or for now), then as often as the longest chain of rules needs for what that has written: in every
+/// partition, by what this process knows of its own, and by what the others have saved.
+async fn settled(mut attached: Vec<Attached>, from: Option<ClusterTime>) -> Result<ClusterTime> {
+    let Some(context) = attached.first().map(|attached| attached.context.clone()) else {
+        return Err(Error::internal("the pipeline has stopped"));
+    };
     let mut first = None;
     let mut next = from;
     for _ in 0..context.plan.longest_chain().max(1) {
@@ -87,13 +99,31 @@ async fn settled(mut attached: Attached, from: Option<ClusterTime>) -> Result<Cl
             None => context.server.operation_time().await?,
         };
         first.get_or_insert(time);
-        attached
-            .progress
-            .wait_for(|progress| progress.has_applied(time))
-            .await
-            .map_err(|_| Error::internal("the pipeline has stopped"))?;
+        for attached in &mut attached {
+            let applied = attached.progress.wait_for(|progress| progress.has_applied(time)).await;
+            applied.map_err(|_| Error::internal("the pipeline has stopped"))?;
+        }
+        others(&context, &attached, time).await?;
     }
     Ok(first.unwrap_or_default())
+}
+
+/// Waits for the partitions that others lead.
+async fn others(context: &Context, attached: &[Attached], time: ClusterTime) -> Result<()> {
+    let elsewhere: Vec<Partition> = Partition::all(context.partition.of())
+        .filter(|partition| attached.iter().all(|attached| attached.context.partition != *partition))
+        .collect();
+    if elsewhere.is_empty() {
+        return Ok(());
+    }
+    let (server, letters) = (context.server.unfenced(), &context.dead_letters);
+    let store = Store::open(&server, &letters.database, &letters.deployment).await?.of(&elsewhere);
+    // Where nothing is written, a stream's position moves once in ten seconds.
+    store.nudge(&server).await?;
+    while !store.has_applied(&server, &context.plan.databases(), time).await? {
+        tokio::time::sleep(LOOK).await;
+    }
+    Ok(())
 }
 
 /// `1700000000.5` or `1700000000:5`.

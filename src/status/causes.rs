@@ -48,7 +48,7 @@ pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags, now: i64) -> V
         lags.rules.iter().filter(|rule| rule.own >= BEHIND).map(|rule| rule.name.clone()).collect();
     let silent = |since: Option<Instant>| since.is_none_or(|since| since.elapsed() > SLOW);
     let no_primary = state.unanswered.is_some_and(is_gone) && silent(state.probes.answered());
-    let full = seen.depth >= seen.capacity;
+    let full = seen.full;
     if no_primary {
         say(Cause::NoPrimary, Vec::new());
     }
@@ -69,6 +69,7 @@ pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags, now: i64) -> V
         (Cause::Degraded, &seen.degraded),
         (Cause::SourceGone, &seen.bereft),
         (Cause::Braked, &seen.braked),
+        (Cause::Suspended, &seen.suspended),
         (Cause::Paused, &seen.paused),
         (Cause::Backfilling, &seen.backfilling),
     ] {

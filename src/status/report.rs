@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::metrics::{Cause, Metrics};
+use crate::metrics::{Cause, HeldBack, Metrics};
 
 use super::{
     Board, State, View,
@@ -52,6 +52,9 @@ pub struct Status {
     pub insecure: Vec<String>,
     /// Leader or standby.
     pub role: Role,
+    /// Which partitions this process leads; what it says is of these. None in a deployment that is not divided.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub partitions: Option<Partitions>,
     /// When the process started.
     pub started: i64,
     /// When this was said.
@@ -92,6 +95,15 @@ pub struct Status {
     pub dead_letters: u64,
     /// Recent errors, newest first.
     pub errors: Vec<Problem>,
+}
+
+/// The partitions of a deployment that is divided.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Partitions {
+    /// How many there are.
+    pub of: u32,
+    /// The places of those that this process leads, from 0.
+    pub led: Vec<u32>,
 }
 
 /// A cause.
@@ -162,6 +174,9 @@ pub enum Backfill {
         per_second: f64,
         /// Seconds until it ends, at this rate.
         eta_seconds: Option<f64>,
+        /// What keeps it from going faster.
+        #[serde(default)]
+        held_back: Option<HeldBack>,
     },
 }
 
@@ -265,6 +280,8 @@ pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Sta
         version: env!("DENORMD_VERSION").to_owned(),
         insecure: state.insecure.iter().map(|option| (*option).to_owned()).collect(),
         role: state.role,
+        partitions: (state.partitions > 1)
+            .then(|| Partitions { of: state.partitions, led: state.attached.keys().copied().collect() }),
         started: metrics.started_at(),
         now,
         level: level(state, view),
@@ -322,7 +339,13 @@ fn backfill(metrics: &Metrics, rule: &str) -> Backfill {
     let (scanned, total) = (progress.scanned as f64, progress.total.map(|total| total as f64));
     let per_second = scanned / elapsed;
     let eta_seconds = total.filter(|_| per_second > 0.0).map(|total| ((total - scanned) / per_second).max(0.0));
-    Backfill::Running { scanned: progress.scanned, total: progress.total, per_second, eta_seconds }
+    Backfill::Running {
+        scanned: progress.scanned,
+        total: progress.total,
+        per_second,
+        eta_seconds,
+        held_back: progress.held_back,
+    }
 }
 
 fn level(state: &State, view: &View) -> Level {

@@ -164,7 +164,7 @@ mod tests {
         let (began, again) = (Instant::now(), Instant::now() + Duration::from_secs(60));
         let run = |rule: &str, started: Instant, took: Option<u64>| {
             let ended = took.map(|took| started + Duration::from_secs(took));
-            (rule.to_owned(), BackfillProgress { started, scanned: 50, total: None, ended })
+            (rule.to_owned(), BackfillProgress { started, scanned: 50, total: None, ended, held_back: None })
         };
         let mut timeline = Timeline::default();
         let started = timeline.backfills(0, &[run("a", began, None), run("b", began, None)]);

@@ -45,6 +45,11 @@ impl Daemon {
         self
     }
 
+    /// Where it listens, as the last [`Daemon::reachable`] has found it.
+    pub fn address(&self) -> &str {
+        &self.listen
+    }
+
     /// `denormd wait`: returns when all that is committed now is applied.
     pub fn wait(&self) {
         let output = self.command(&["wait"]).output().expect("denormd starts");

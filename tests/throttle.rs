@@ -1,0 +1,60 @@
+//! A backfill goes as fast as the config allows and the replica set keeps up, and says what holds it back.
+
+use std::time::{Duration, Instant};
+
+use bson::{Document, doc};
+use denormd::metrics::HeldBack;
+use denormd_fixture::ReplicaSet;
+use mongodb::options::WriteConcern;
+
+use crate::daemon::{Daemon, config};
+
+const RULE: &str =
+    "  - { name: ip, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
+const LIMIT: Duration = Duration::from_secs(60);
+
+async fn held_back(daemon: &Daemon, why: HeldBack) {
+    let begun = Instant::now();
+    while daemon.context().metrics.backfill("ip").and_then(|progress| progress.held_back) != Some(why) {
+        assert!(begun.elapsed() < LIMIT, "not {why:?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_backfill_keeps_to_the_limit_and_waits_for_the_majority() {
+    let set = ReplicaSet::start(3).await;
+    let test = set.database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": 1}).await.unwrap();
+    db.collection("logs").insert_many((0..1200).map(|n| doc! {"_id": n, "host": 1})).await.unwrap();
+    let text = config(&test, RULE).replace("limits: {", "limits: { backfill_per_second: 200,");
+    let begun = Instant::now();
+    let daemon = Daemon::start_config(&text).await;
+    held_back(&daemon, HeldBack::Limit).await;
+    // Two of three replicate no more, but are there: the primary stays, and what it writes reaches no majority.
+    let primary = set.primary().await;
+    let secondaries = [(primary + 1) % 3, (primary + 2) % 3];
+    let replication = async |mode: &str| {
+        for node in secondaries {
+            let command = doc! {"configureFailPoint": "rsSyncApplyStop", "mode": mode};
+            set.node(node).client().await.database("admin").run_command(command).await.unwrap();
+        }
+    };
+    replication("alwaysOn").await;
+    let alone = WriteConcern::builder().w(mongodb::options::Acknowledgment::Nodes(1)).build();
+    let stopped = Instant::now();
+    while daemon.context().metrics.backfill("ip").and_then(|progress| progress.held_back)
+        != Some(HeldBack::MajorityBehind)
+    {
+        db.collection::<Document>("other").insert_one(doc! {}).write_concern(alone.clone()).await.unwrap();
+        assert!(stopped.elapsed() < LIMIT, "it does not wait for the majority");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    replication("off").await;
+    daemon.settled().await;
+    assert!(begun.elapsed() >= Duration::from_secs(5), "1200 at 200 a second took {:?}", begun.elapsed());
+    let done = db.collection::<Document>("logs").count_documents(doc! {"ip": 1}).await.unwrap();
+    assert_eq!(done, 1200);
+    daemon.stop().await;
+}
