@@ -71,10 +71,7 @@ pub mod route;
 pub mod server;
 pub mod status;
 pub mod survey;
-<<<<<<< HEAD
-pub mod trial;
-=======
 pub mod suspension;
->>>>>>> main
+pub mod trial;
 pub mod watch;
 pub mod workqueue;

@@ -292,14 +292,10 @@ impl Metrics {
             })
             .unwrap_or_default();
         for rule in retired {
-<<<<<<< HEAD
-            for family in self.lags_of_a_rule() {
-=======
             for reason in HeldBack::ALL {
                 self.backfill_held_back.remove_label_values(&[rule.as_str(), reason.name()]).ok();
             }
-            for family in [&self.rule_lag, &self.rule_chain_lag] {
->>>>>>> main
+            for family in self.lags_of_a_rule() {
                 // It may have had none.
                 family.remove_label_values(&[rule.as_str()]).ok();
             }

@@ -10,11 +10,7 @@ use std::{
 const FLOORS: &[&[&str]] = &[
     &["error", "failpoint"],
     &["key", "field_path", "position"],
-<<<<<<< HEAD
-    &["metrics", "evaluate"],
-=======
-    &["metrics", "partition"],
->>>>>>> main
+    &["metrics", "evaluate", "partition"],
     &["config", "change"],
     &["logging", "mongo"],
     &["plan"],

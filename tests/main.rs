@@ -43,12 +43,9 @@ mod scraped;
 mod secured;
 mod simulation;
 mod story;
-<<<<<<< HEAD
 mod support;
-=======
 mod suspended;
 mod throttle;
->>>>>>> main
 mod timeline;
 mod traces;
 mod upgrade;

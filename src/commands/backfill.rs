@@ -22,7 +22,7 @@ pub async fn backfill(loaded: &Loaded, rules: &[String], no_wait: bool) -> std::
     let all: Vec<String> = context.plan.rules.iter().map(|rule| rule.name.clone()).collect();
     let rules = if rules.is_empty() { &all } else { rules };
     // Where nobody leads this process will, and a rule that has never run is backfilled when it first does.
-    let led = lease::is_held(&context.server, store.database(), store.deployment()).await?;
+    let led = lease::is_held(&context.server, store.database(), store.ids()).await?;
     let mut known = Vec::new();
     for rule in chosen(&context.plan, rules)? {
         match state(&store, &context.server, &rule.name).await {

@@ -83,7 +83,7 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: &str) -> Result<(), F
         Backfill::Held(_) => store.resume(&context.server, Some(rule)).await? > 0,
         _ => false,
     };
-    let led = lease::is_held(&context.server, store.database(), store.deployment()).await?;
+    let led = lease::is_held(&context.server, store.database(), store.ids()).await?;
     match output {
         Output::Text if resumed && led => print(&format!("{rule} is resumed, and backfilled by the leader\n")),
         Output::Text if resumed => print(&format!("{rule} is resumed\n")),

@@ -25,7 +25,7 @@ pub(super) enum Kind {
 }
 
 /// The settings, each of which a variable can give.
-pub(super) const SETTINGS: [(&str, Kind); 34] = [
+pub(super) const SETTINGS: [(&str, Kind); 36] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),

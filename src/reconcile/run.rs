@@ -1,11 +1,7 @@
 //! Runs a batch: read, compute, write, and find the culprit where the server refuses.
 
 use std::{
-<<<<<<< HEAD
-    collections::{BTreeSet, HashMap, HashSet},
-=======
-    collections::{BTreeMap, HashMap, HashSet},
->>>>>>> main
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},

@@ -19,6 +19,7 @@ use crate::{
     lease::Lease,
     metrics::Metrics,
     mongo::{Reads, Server, connect},
+    partition::Partition,
     pipeline,
     plan::Plan,
     reconcile::Context,
@@ -90,7 +91,11 @@ impl Scratch {
             }
         }
         let moved = moved(plan, names);
-        let letters = DeadLetters { database: state.to_owned(), deployment: self.deployment.clone() };
+        let letters = DeadLetters {
+            database: state.to_owned(),
+            deployment: self.deployment.clone(),
+            partition: Partition::WHOLE,
+        };
         let metrics = Metrics::new()?;
         let context = Context::new(self.server.unfenced(), moved, self.limits.clone(), letters, metrics);
         let lease = Lease::new(self.server.unfenced(), state, &self.deployment, self.ttl);
