@@ -247,8 +247,8 @@ fn joined(states: &[Document], old: usize, unfinished: &BTreeSet<&str>) -> Vec<D
 
 fn one(states: &[&Document], whole: bool) -> Document {
     let is = |state: &Document, what: &str| state.get_str("backfill").is_ok_and(|backfill| backfill == what);
-    let paused = |state: &Document| state.get_bool("paused").unwrap_or_default();
-    let held = states.iter().find(|state| is(state, "held") && !paused(state));
+    let rests = |state: &Document| ["paused", "suspended"].iter().any(|what| state.get_bool(what).unwrap_or_default());
+    let held = states.iter().find(|state| is(state, "held") && !rests(state));
     let stopped = held.or_else(|| states.iter().find(|state| is(state, "held")));
     let mut out = (*stopped.or(states.first()).unwrap_or(&&Document::new())).clone();
     let same = states.iter().all(|state| state.get("definition") == out.get("definition"));
@@ -259,6 +259,9 @@ fn one(states: &[&Document], whole: bool) -> Document {
         if !retired.contains(definition) {
             retired.push(definition.clone());
         }
+    }
+    if let Some(released) = states.iter().filter_map(|state| state.get_timestamp("released").ok()).max() {
+        out.insert("released", released);
     }
     out.insert("generation", number("generation"));
     out.insert("source_seen", seen);
@@ -373,10 +376,12 @@ mod tests {
 
     #[test]
     fn what_was_held_for_a_loss_is_not_taken_for_paused() {
-        let mut paused = state(0, "held");
-        paused.insert("paused", true);
-        let rules = joined(&[paused, state(1, "held")], 2, &BTreeSet::new());
-        assert!(!rules[0].get_bool("paused").unwrap_or_default());
+        for rest in ["paused", "suspended"] {
+            let mut rests = state(0, "held");
+            rests.insert(rest, true);
+            let rules = joined(&[rests, state(1, "held")], 2, &BTreeSet::new());
+            assert!(!rules[0].get_bool(rest).unwrap_or_default());
+        }
     }
 
     #[test]

@@ -45,7 +45,7 @@ async fn main() {
     daemon.plan_apply();
     daemon.start();
     until_ready(&daemon);
-    daemon.wait();
+    until_applied(&daemon);
     daemon.stop().await;
 
     heading("The daemon is stopped; the application writes");
@@ -59,12 +59,7 @@ async fn main() {
     daemon.start();
     until_ready(&daemon);
     let worst = thread::scope(|scope| {
-        let waiting = scope.spawn(|| {
-            while !get(daemon.address(), "/v1/wait?timeout=30").is_some_and(|answer| answer.starts_with("HTTP/1.1 200"))
-            {
-                thread::sleep(Duration::from_millis(200));
-            }
-        });
+        let waiting = scope.spawn(|| until_applied(&daemon));
         sample(&daemon, written, begun, || waiting.is_finished())
     });
     let took = begun.elapsed();
@@ -123,17 +118,17 @@ async fn write(db: &Database, events: usize) -> usize {
 
 /// Reads memory and depth until it is `done`, and prints some of it; returns the most memory, in megabytes.
 fn sample(daemon: &Daemon, events: usize, begun: Instant, done: impl Fn() -> bool) -> usize {
-    let (mut worst, mut next) = (0, events);
+    let (mut worst, mut next) = (0, events + 1);
     loop {
         let last = done();
         let memory = memory(daemon);
         worst = worst.max(memory);
         let metrics = get(daemon.address(), "/metrics").unwrap_or_default();
         let pending = events.saturating_sub(events_read(&metrics));
-        if pending <= next || last {
+        if pending < next || last {
             let depth = sum(&metrics, |name| name == "denormd_queue_depth");
             println!("{:>10}  {:>14}  {:>10}  {memory:>5} MB", time(begun.elapsed()), count(pending), count(depth));
-            next = pending.saturating_sub(events / LINES);
+            next = (pending + 1).saturating_sub(events / LINES);
         }
         if last {
             return worst;
@@ -160,6 +155,13 @@ fn memory(daemon: &Daemon) -> usize {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("its memory");
     let kilobytes: usize = line.trim().trim_end_matches(" kB").trim().parse().expect("a number");
     kilobytes / 1024
+}
+
+/// Waits until it leads, and until everything committed by then is applied, however long that takes.
+fn until_applied(daemon: &Daemon) {
+    while !get(daemon.address(), "/v1/wait?timeout=30").is_some_and(|answer| answer.starts_with("HTTP/1.1 200")) {
+        thread::sleep(Duration::from_millis(200));
+    }
 }
 
 fn until_ready(daemon: &Daemon) {
