@@ -110,9 +110,7 @@ impl Audit<'_> {
         let differing = compared.into_iter().filter(|c| c.differences().next().is_some());
         let drift = differing.filter(|c| same(c) && !refused(c));
         let drift: Vec<Compared> = drift.collect();
-        for target in &drift {
-            drifted(self.context, self.rule, target);
-        }
+        drifted(self.context, self.rule, &drift);
         if self.rule.on_drift == OnDrift::Report || drift.is_empty() {
             return Ok(());
         }

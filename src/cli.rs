@@ -74,6 +74,53 @@ Exit status: 0 ready, 1 failed, 2 something is to be done first.")]
         #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(0..=100_000))]
         sample: u32,
     },
+    /// Runs the rules on documents in files, and compares what comes out with what the files expect. Asks no server.
+    #[command(after_help = "Examples:
+  denormd test --config shop.yaml tests/shop.yaml        every case of the file
+  denormd test tests/*.yaml --output json | jq '.[] | select(.passed | not)'
+  denormd test tests/shop.yaml --uri mongodb://localhost:27017/?replicaSet=rs0
+
+A file holds cases: documents before, and what some of them should be afterwards. Values are Extended JSON, as in rules.
+
+  cases:
+    - name: a product gets its parts' names
+      given:
+        parts: [{ _id: 1, name: bolt }]
+        products: [{ _id: 10, parts: [{ id: 1 }] }]
+      expect:
+        products: [{ _id: 10, parts: [{ id: 1, name: bolt }] }]
+      gone: { products: [11] }        # _ids of documents that a rule should have deleted
+
+A document under `expect` is compared whole, types told apart; one that is not listed is not compared. What rules commonly
+use is evaluated here, as MongoDB 6.0 does; a rule with anything else fails its case and names it. --uri tries the same cases with the
+daemon's own pipeline, in databases of their own that are dropped afterwards (denormd_test_…): nothing else is touched.
+
+Exit status: 0 every case passed, 1 one failed, 2 a mistake in a file or in the config.")]
+    Test {
+        /// Files of cases: .yaml, .json or .toml.
+        #[arg(required = true, value_name = "FILE")]
+        files: Vec<PathBuf>,
+        /// A server to try the cases on, in databases of their own.
+        #[arg(long, value_name = "URI")]
+        uri: Option<String>,
+    },
+    /// Writes what somebody needs who is to help into one file: config, plan, status, metrics, state. Nothing from documents.
+    #[command(after_help = "Examples:
+  denormd support-bundle --config shop.yaml                writes denormd-support-SECONDS.json
+  denormd support-bundle --to bundle.json
+  denormd support-bundle --to - | jq .daemon.status.summary
+
+In it: the settings in force (passwords and tokens hidden), the rules, what `plan` finds, what the running daemon says of itself, a week of
+the timeline, the state (keys and _ids hidden), dead letters counted by reason, the server's version, members and oplog,
+and the indexes of the collections. It names hosts, databases, collections and fields; the rules are in it as they are in the config.")]
+    SupportBundle {
+        /// Where it goes, `-` for standard output.
+        #[arg(long, value_name = "FILE")]
+        to: Option<PathBuf>,
+        /// Where the daemon listens, when not at the config's http.listen.
+        #[arg(long, value_name = "IP:PORT")]
+        address: Option<SocketAddr>,
+    },
     /// Prints the settings in force, each with where it comes from. Passwords are hidden.
     #[command(after_help = "Examples:
   denormd config --config rules/
@@ -162,7 +209,8 @@ What another rule of the config owns is left alone.")]
   denormd backfill --config shop.yaml                     every rule
   denormd backfill --config shop.yaml --rule part-names   one
 
-Returns when it is done. Interrupting it does not interrupt the backfill.")]
+Returns when it is done. The leader does it, and interrupting this command does not interrupt that; where nobody leads, this
+command does, and the next leader goes on where it was.")]
     Backfill {
         /// Which rules; all of them when none is named.
         #[arg(long)]

@@ -18,6 +18,8 @@ pub mod role;
 pub mod run;
 pub mod runbook;
 pub mod status;
+pub mod support_bundle;
+pub mod test;
 pub mod wait;
 
 use std::{io::Write, process::ExitCode, sync::Arc};
@@ -47,6 +49,9 @@ pub enum Failure {
     /// `check` has found differences. Exit status 3.
     #[error("{0}")]
     Differs(String),
+    /// Cases of `test` do not come out as they should. Exit status 1.
+    #[error("{}", if *.0 == 1 { "one case failed".to_owned() } else { format!("{} cases failed", .0) })]
+    TestsFailed(usize),
     /// Something failed while it ran. Exit status 1, or 2 where the config is to blame.
     #[error("{0}")]
     Failed(#[from] Error),
@@ -59,6 +64,7 @@ impl Failure {
         match self {
             Self::Config(_) | Self::Refused(_) => ExitCode::from(2),
             Self::Differs(_) => ExitCode::from(3),
+            Self::TestsFailed(_) => ExitCode::FAILURE,
             Self::Failed(error) => match error.kind {
                 Kind::Config | Kind::Topology => ExitCode::from(2),
                 _ => ExitCode::FAILURE,
@@ -122,6 +128,10 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Pause { rule, time } => pause::pause(&loaded, cli.output, rule, *time).await,
         Command::Resume { rule } => pause::resume(&loaded, cli.output, rule).await,
         Command::Explain { rule, id } => explain::explain(&loaded, cli.output, rule, id).await,
+        Command::SupportBundle { to, address } => {
+            support_bundle::support_bundle(&loaded, to.as_deref(), *address).await
+        }
+        Command::Test { files, uri } => test::test(&loaded, cli.output, files, uri.as_deref()).await,
         Command::DeadLetters(action) => dead_letters::dead_letters(&loaded, cli.output, action).await,
     }
 }

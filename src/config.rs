@@ -18,6 +18,7 @@ pub mod schema;
 pub mod sections;
 mod settings;
 mod sources;
+mod test_file;
 mod tree;
 
 pub use diagnose::{ConfigPath, Mistake, Step};
@@ -29,3 +30,4 @@ pub use sections::{
     Mongodb, OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State,
 };
 pub use sources::{LocatedMistake, Related};
+pub use test_file::{Documents, TestCase, TestFile};

@@ -255,21 +255,23 @@ impl Metrics {
         Ok(Arc::new(metrics))
     }
 
+    fn lags_of_a_rule(&self) -> [&GaugeVec; 2] {
+        [&self.rule_lag, &self.rule_chain_lag]
+    }
+
+    fn counts_of_a_rule(&self) -> [&IntGaugeVec; 5] {
+        [&self.dead_letters, &self.backfill_running, &self.fan_outs, &self.backfill_scanned, &self.backfill_total]
+    }
+
     /// Makes the series of these rules, at zero, so that none is missing before something happens, and ends the gauges of
     /// rules that are no more.
     pub fn rules<'a>(&self, names: impl IntoIterator<Item = &'a str>) {
         let names: BTreeSet<&str> = names.into_iter().collect();
         for rule in &names {
-            for family in [&self.rule_lag, &self.rule_chain_lag] {
+            for family in self.lags_of_a_rule() {
                 family.with_label_values(&[rule]);
             }
-            for family in [
-                &self.dead_letters,
-                &self.backfill_running,
-                &self.fan_outs,
-                &self.backfill_scanned,
-                &self.backfill_total,
-            ] {
+            for family in self.counts_of_a_rule() {
                 family.with_label_values(&[rule]);
             }
             for family in [&self.matched, &self.modified, &self.drift_found, &self.drift_repaired] {
@@ -293,17 +295,11 @@ impl Metrics {
             for reason in HeldBack::ALL {
                 self.backfill_held_back.remove_label_values(&[rule.as_str(), reason.name()]).ok();
             }
-            for family in [&self.rule_lag, &self.rule_chain_lag] {
+            for family in self.lags_of_a_rule() {
                 // It may have had none.
                 family.remove_label_values(&[rule.as_str()]).ok();
             }
-            for family in [
-                &self.dead_letters,
-                &self.backfill_running,
-                &self.fan_outs,
-                &self.backfill_scanned,
-                &self.backfill_total,
-            ] {
+            for family in self.counts_of_a_rule() {
                 family.remove_label_values(&[rule.as_str()]).ok();
             }
         }

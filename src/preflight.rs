@@ -79,6 +79,7 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
         }
         findings.extend(try_read(server, rule).await?);
     }
+    let mut findings = without_prefixes(findings);
     // An index makes its collection, and what is there cannot be created: collections first.
     findings.sort_by_key(|finding| !finding.fix.as_ref().is_some_and(|fix| fix.command.contains_key("create")));
     Ok(findings)
@@ -202,29 +203,63 @@ fn keeps_pre_images(info: Option<&Document>) -> bool {
     info.and_then(enabled) == Some(true)
 }
 
-fn pre_images(rule: &Rule, namespace: &Namespace, exists: bool) -> Finding {
+/// Whether a collection keeps pre-images; none where it is not there.
+pub async fn has_pre_images(server: &Server, namespace: &Namespace) -> Result<Option<bool>> {
+    Ok(collection_info(server, namespace).await?.map(|info| keeps_pre_images(Some(&info))))
+}
+
+/// The command that has a collection keep them, or that makes it so.
+#[must_use]
+pub fn enable_pre_images(namespace: &Namespace, exists: bool) -> Fix {
     let Namespace { database, collection } = namespace;
-    let (verb, shell) = if exists {
+    let (verb, call) = if exists {
         (
             "collMod",
-            format!(
-                "db.getSiblingDB({database:?}).runCommand({{ collMod: {collection:?}, changeStreamPreAndPostImages: {{ enabled: true }} }})"
-            ),
+            format!("runCommand({{ collMod: {collection:?}, changeStreamPreAndPostImages: {{ enabled: true }} }})"),
         )
     } else {
-        (
-            "create",
-            format!(
-                "db.getSiblingDB({database:?}).createCollection({collection:?}, {{ changeStreamPreAndPostImages: {{ enabled: true }} }})"
-            ),
-        )
+        ("create", format!("createCollection({collection:?}, {{ changeStreamPreAndPostImages: {{ enabled: true }} }})"))
     };
-    let command = doc! {verb: collection, "changeStreamPreAndPostImages": {"enabled": true}};
+    Fix {
+        database: database.clone(),
+        command: doc! {verb: collection, "changeStreamPreAndPostImages": {"enabled": true}},
+        shell: format!("db.getSiblingDB({database:?}).{call}"),
+    }
+}
+
+fn pre_images(rule: &Rule, namespace: &Namespace, exists: bool) -> Finding {
     let why = "a change of its key, or a delete, would not say which targets it leaves";
     Finding {
-        fix: Some(Fix { database: database.clone(), command, shell }),
+        fix: Some(enable_pre_images(namespace, exists)),
         ..Finding::new(rule, format!("`{namespace}` keeps no pre-images: {why}"))
     }
+}
+
+/// Leaves out each index whose keys another one begins with: that one answers for both.
+fn without_prefixes(findings: Vec<Finding>) -> Vec<Finding> {
+    let wanted: Vec<Option<(String, Document)>> = findings.iter().map(index_of).collect();
+    let keys = |keys: &Document| keys.iter().map(|(path, way)| format!("{path} {way}")).collect::<Vec<_>>();
+    let covered = |nth: usize| {
+        let (collection, mine) = wanted.get(nth)?.as_ref()?;
+        let other = wanted.iter().enumerate().find(|(other, wanted)| {
+            *other != nth
+                && wanted.as_ref().is_some_and(|(theirs, other)| {
+                    theirs == collection && other.len() > mine.len() && keys(other).starts_with(&keys(mine))
+                })
+        });
+        other.map(|(other, _)| other)
+    };
+    let covered: Vec<bool> = (0..findings.len()).map(|nth| covered(nth).is_some()).collect();
+    findings.into_iter().zip(covered).filter(|(_, covered)| !covered).map(|(finding, _)| finding).collect()
+}
+
+/// The index that a finding asks for: the collection with the index's collation, and the keys.
+fn index_of(finding: &Finding) -> Option<(String, Document)> {
+    let fix = finding.fix.as_ref()?;
+    let index = fix.command.get_array("indexes").ok()?.first()?.as_document()?;
+    let collection = fix.command.get_str("createIndexes").ok()?;
+    let place = format!("{}.{collection} {}", fix.database, index.contains_key("collation"));
+    Some((place, index.get_document("key").ok()?.clone()))
 }
 
 /// What an index is to hold after the match paths: for the first N of many, their order, so that N are read and no more.
@@ -317,4 +352,35 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
         }
     }
     Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn index(collection: &str, keys: Document) -> Finding {
+        let command = doc! {"createIndexes": collection, "indexes": [{"key": keys}]};
+        let fix = Fix { database: "d".to_owned(), command, shell: String::new() };
+        Finding { rule: "r".to_owned(), message: String::new(), fix: Some(fix), hint: None }
+    }
+
+    /// The flights: `{ tailnum: 1 }` for one rule, and `{ tailnum: 1, time_hour: -1, _id: 1 }` for another, were both made.
+    #[test]
+    fn an_index_that_another_one_begins_with_is_not_asked_for() {
+        let long = || index("flights", doc! {"tailnum": 1, "time_hour": -1, "_id": 1});
+        let kept = without_prefixes(vec![
+            index("flights", doc! {"tailnum": 1}),
+            long(),
+            index("planes", doc! {"tailnum": 1}),
+            index("flights", doc! {"time_hour": -1}),
+            index("flights", doc! {"tailnum": -1}),
+        ]);
+        let expected = [
+            long(),
+            index("planes", doc! {"tailnum": 1}),
+            index("flights", doc! {"time_hour": -1}),
+            index("flights", doc! {"tailnum": -1}),
+        ];
+        assert_eq!(kept, expected);
+    }
 }

@@ -1,5 +1,6 @@
 //! One batch of keys: read the sources, compute what the targets should hold, write it.
 
+pub mod applied;
 pub mod compare;
 pub mod read;
 pub mod run;

@@ -1,18 +1,21 @@
 //! What rules will meet on the live cluster: indexes, references, fan-outs, sizes, validators, from samples. Reads only.
 
-mod apply;
 mod lookups;
 mod sample;
+mod sharding;
 
 use serde::Serialize;
 
 use crate::{
     error::Result,
+    mongo::Server,
     plan::{Plan, Rule, expression::Reads},
+    preflight,
     reconcile::Context,
 };
 pub use lookups::Lookup;
 pub use sample::{Example, References, Sample, Sizes, Spread};
+pub use sharding::{ShardKey, Sharded};
 
 /// What is said of one rule.
 #[derive(Debug, Clone, Serialize)]
@@ -25,8 +28,23 @@ pub struct Survey {
     pub target_reads: Vec<String>,
     /// Its lookups, and the index that each would use.
     pub lookups: Vec<Lookup>,
+    /// Its collections that are sharded, or may be.
+    pub sharded: Vec<Sharded>,
+    /// The pre-images that it needs.
+    pub pre_images: Option<PreImages>,
     /// What a sample of its documents says. None when no sample was wanted.
     pub sample: Option<Sample>,
+}
+
+/// The pre-images of a rule's source.
+#[derive(Debug, Clone, Serialize)]
+pub struct PreImages {
+    /// The source.
+    pub collection: String,
+    /// Whether it keeps them; none where it is not there yet.
+    pub kept: Option<bool>,
+    /// What enables them.
+    pub command: String,
 }
 
 /// Looks at the rules of a plan; `size` targets of each are drawn at random, none when it is 0.
@@ -41,10 +59,22 @@ pub async fn survey(context: &Context, plan: &Plan, size: u32) -> Result<Vec<Sur
             source_reads: paths(&rule.source_reads),
             target_reads: paths(&rule.target_reads),
             lookups: lookups::lookups(context, rule, keys).await?,
+            sharded: sharding::of_rule(&context.server, rule).await?,
+            pre_images: pre_images(&context.server, rule).await?,
             sample,
         });
     }
     Ok(out)
+}
+
+async fn pre_images(server: &Server, rule: &Rule) -> Result<Option<PreImages>> {
+    if !rule.needs_pre_images() {
+        return Ok(None);
+    }
+    let namespace = &rule.source.namespace;
+    let kept = preflight::has_pre_images(server, namespace).await?;
+    let command = preflight::enable_pre_images(namespace, kept.is_some()).shell;
+    Ok(Some(PreImages { collection: namespace.to_string(), kept, command }))
 }
 
 fn paths(reads: &Reads) -> Vec<String> {
@@ -59,8 +89,16 @@ impl Survey {
     /// What the sample says that must be seen to before the rule runs.
     #[must_use]
     pub fn problems(&self, rule: &Rule) -> Vec<(String, String)> {
-        let Some(sample) = &self.sample else { return Vec::new() };
         let mut out = Vec::new();
+        for sharded in self.sharded.iter().filter(|sharded| sharded.collection == rule.target.namespace.to_string()) {
+            if let Some((path, part)) = sharded.owned(rule) {
+                out.push((
+                    format!("`{}` is sharded by `{part}`, and the rule writes `{path}`", sharded.collection),
+                    "copy to another path: a write to the shard key would move the document".to_owned(),
+                ));
+            }
+        }
+        let Some(sample) = &self.sample else { return out };
         if sample.refused > 0 {
             out.push((
                 format!(

@@ -84,15 +84,32 @@ async fn with_ip(db: &Database, ip: i32) -> u64 {
     db.collection::<Document>("logs").count_documents(doc! {"host": 1, "ip": ip}).await.unwrap()
 }
 
+/// A fan-out that is under way, and whose writes are slow.
+struct Slow {
+    // Kept: it goes with its servers.
+    _set: ReplicaSet,
+    test: TestDb,
+    db: Database,
+    daemon: Daemon,
+    ip: i32,
+}
+
+impl Slow {
+    async fn begin() -> Self {
+        let set = ReplicaSet::start(1).await;
+        let test = set.database().await;
+        let db = hosts_and_logs(&test).await;
+        let daemon = Daemon::start(&test, RULES).await;
+        daemon.settled().await;
+        let ip = begin_fan_out(&test, &db).await;
+        slow_writes(&test).await;
+        Self { _set: set, test, db, daemon, ip }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
-    let set = ReplicaSet::start(1).await;
-    let test = set.database().await;
-    let db = hosts_and_logs(&test).await;
-    let daemon = Daemon::start(&test, RULES).await;
-    daemon.settled().await;
-    let ip = begin_fan_out(&test, &db).await;
-    slow_writes(&test).await;
+    let Slow { _set, test, db, daemon, ip } = Slow::begin().await;
     let begun = half_done(&test).await;
     // Other keys do not wait for it.
     db.collection::<Document>("hosts").update_one(doc! {"_id": 2}, doc! {"$set": {"ip": 7}}).await.unwrap();
@@ -121,13 +138,7 @@ async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_fan_out_whose_source_changes_starts_over() {
-    let set = ReplicaSet::start(1).await;
-    let test = set.database().await;
-    let db = hosts_and_logs(&test).await;
-    let daemon = Daemon::start(&test, RULES).await;
-    daemon.settled().await;
-    let ip = begin_fan_out(&test, &db).await;
-    slow_writes(&test).await;
+    let Slow { _set, test, db, daemon, ip } = Slow::begin().await;
     let first = half_done(&test).await;
     set_ip(&db, ip + 100).await;
     let second = until("it is asked for again", async || {

@@ -10,7 +10,7 @@ use std::{
 const FLOORS: &[&[&str]] = &[
     &["error", "failpoint"],
     &["key", "field_path", "position"],
-    &["metrics", "partition"],
+    &["metrics", "evaluate", "partition"],
     &["config", "change"],
     &["logging", "mongo"],
     &["plan"],
@@ -21,7 +21,7 @@ const FLOORS: &[&[&str]] = &[
     &["preflight"],
     &["suspension"],
     &["backfill", "fan_out", "audit", "check"],
-    &["survey"],
+    &["survey", "trial"],
     &["pipeline"],
     &["status"],
     &["server"],

@@ -13,8 +13,8 @@ use crate::{
 use super::{
     ask::Ask,
     facts::{Form, Place},
+    inventory::Collection,
     relationships::Link,
-    survey::Collection,
 };
 
 /// Documents that are compared.

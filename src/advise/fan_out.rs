@@ -13,10 +13,10 @@ use crate::{
 
 use super::{
     ask::Ask,
+    inventory::{Collection, number},
     relationships::{Link, as_class},
     shape::{Class, type_name},
     spread::{How, Known, Spread, Unknown, ratio},
-    survey::{Collection, number},
 };
 
 /// Different values that are fetched; of more only a histogram.

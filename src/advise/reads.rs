@@ -12,9 +12,9 @@ use crate::{change::Namespace, error::Result, mongo::connect};
 
 use super::{
     ask::Ask,
+    inventory::number,
     log::{Query, slow_query},
     spread::{Unknown, whole},
-    survey::number,
 };
 
 /// What the members counted between two looks, or since they started.

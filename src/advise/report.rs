@@ -24,11 +24,12 @@ use super::{
     copies,
     decide::{self, collection::Array, collection::Usage},
     facts::{Candidate, Form, Place, Rate, Relationship, Shown, Side},
-    fan_out, names,
+    fan_out,
+    inventory::{self, Collection, Inventory},
+    names,
     reads::{self, Reads},
     relationships::{self, End, Found, HeldKey, Link, Sampled},
     spread::{Known, Spread},
-    survey::{self, Collection, Survey},
     updates::{self, History},
 };
 
@@ -60,7 +61,7 @@ pub struct Report {
     /// The database of bare names.
     pub default: Option<String>,
     /// What was looked at.
-    pub survey: Survey,
+    pub survey: Inventory,
     /// What changed.
     pub history: Known<History>,
     /// What was read.
@@ -85,7 +86,7 @@ pub async fn report(
 ) -> Result<Report> {
     let ask = Ask::new(server.client());
     let bounds = &options.thresholds;
-    let listing = survey::list(&ask, &options.databases, &options.state).await?;
+    let listing = inventory::list(&ask, &options.databases, &options.state).await?;
     let namespaces = listing.namespaces();
     // The counters first: what is read later is our own.
     say(&format!("counting reads for {} s (--observe), then reading the oplog", options.observe.as_secs()));
@@ -94,7 +95,7 @@ pub async fn report(
     // The oplog last: it covers what was counted meanwhile.
     let history = updates::history(&ask, &namespaces, bounds).await?;
     say(&format!("sampling {} collections", namespaces.len()));
-    let survey = survey::survey(&ask, listing, bounds).await?;
+    let survey = inventory::inventory(&ask, listing, bounds).await?;
     let mut notes = survey.left_out.clone();
     let mut links = find(&ask, &survey, &reads, plan, options, &mut notes).await?;
     if links.len() > MEASURED {
@@ -155,7 +156,7 @@ fn advised(measured: Vec<Relationship>, options: &Options) -> Vec<(Relationship,
 /// Finds the relationships.
 async fn find(
     ask: &Ask,
-    survey: &Survey,
+    survey: &Inventory,
     reads: &Reads,
     plan: &Plan,
     options: &Options,
@@ -193,7 +194,13 @@ async fn find(
 }
 
 /// Which of the wanted values a key has. A large collection without an index on it is not asked.
-async fn wanted(ask: &Ask, survey: &Survey, key: &HeldKey, values: &[Bson], bounds: &Advise) -> Result<HashSet<Key>> {
+async fn wanted(
+    ask: &Ask,
+    survey: &Inventory,
+    key: &HeldKey,
+    values: &[Bson],
+    bounds: &Advise,
+) -> Result<HashSet<Key>> {
     let Some(held) = survey.collection(&key.end.namespace) else { return Ok(HashSet::new()) };
     let whole =
         held.shape.field(&key.end.path).is_some_and(|field| field.all_values) && held.how == super::spread::How::Exact;
@@ -230,7 +237,7 @@ fn of_rules(plan: &Plan, notes: &mut Vec<String>) -> Vec<Link> {
     links
 }
 
-fn joined_by_lookups(survey: &Survey, reads: &Reads) -> Vec<Link> {
+fn joined_by_lookups(survey: &Inventory, reads: &Reads) -> Vec<Link> {
     let path = |namespace: &Namespace, query: &str| {
         survey.collection(namespace)?.shape.query_field(query).map(|field| field.path.clone())
     };
@@ -256,7 +263,7 @@ fn joined_by_lookups(survey: &Survey, reads: &Reads) -> Vec<Link> {
 }
 
 /// `products.parts.id` as a collection and a path; the arrays are known from the sample.
-fn end(survey: &Survey, options: &Options, text: &str) -> Result<End> {
+fn end(survey: &Inventory, options: &Options, text: &str) -> Result<End> {
     let names = survey.collections.iter().flat_map(|collection| {
         let bare = (options.default.as_ref() == Some(&collection.namespace.database))
             .then(|| collection.namespace.collection.clone());
@@ -284,7 +291,7 @@ fn end(survey: &Survey, options: &Options, text: &str) -> Result<End> {
 /// What all measuring draws from.
 struct Surveyed<'a> {
     ask: &'a Ask,
-    survey: &'a Survey,
+    survey: &'a Inventory,
     history: &'a Known<History>,
     reads: &'a Reads,
     plan: &'a Plan,
@@ -476,7 +483,7 @@ impl Surveyed<'_> {
     }
 
     fn usage(&self, collection: &Collection) -> Vec<Usage> {
-        let usage = |index: &survey::Index| {
+        let usage = |index: &inventory::Index| {
             let used = self.reads.indexes.get(&(collection.namespace.clone(), index.name.clone()));
             Usage { name: index.name.clone(), works: index.works, used: used.map(|used| (used.ever, used.seconds)) }
         };

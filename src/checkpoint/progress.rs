@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// The collection of checks: one document a deployment and rule.
-const CHECKS: &str = "checks";
+pub const CHECKS: &str = "checks";
 
 /// What a check has seen so far.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -1,12 +1,13 @@
-//! `denormd backfill` and `denormd release`: wishes that the leader carries out.
+//! `denormd backfill` and `denormd release`: wishes that the leader carries out; this process, where nobody leads.
 
 use std::time::Duration;
 
 use crate::{
     checkpoint::store::{Backfill, Hold, RuleState, Store},
-    commands::{Failure, compile, context, print, progress::Progress},
+    commands::{Failure, chosen, compile, context, leader::with_a_leader, print, progress::Progress},
     config::Loaded,
     error::{Error, Kind, Result},
+    lease,
     metrics::Metrics,
     mongo::Server,
 };
@@ -20,17 +21,27 @@ pub async fn backfill(loaded: &Loaded, rules: &[String], no_wait: bool) -> std::
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let all: Vec<String> = context.plan.rules.iter().map(|rule| rule.name.clone()).collect();
     let rules = if rules.is_empty() { &all } else { rules };
-    for rule in rules {
-        let state = state(&store, &context.server, rule).await?;
-        if let Backfill::Held(hold) = state.backfill {
-            return Err(held(rule, &hold, Kind::Config).into());
+    // Where nobody leads this process will, and a rule that has never run is backfilled when it first does.
+    let led = lease::is_held(&context.server, store.database(), store.ids()).await?;
+    let mut known = Vec::new();
+    for rule in chosen(&context.plan, rules)? {
+        match state(&store, &context.server, &rule.name).await {
+            Ok(RuleState { backfill: Backfill::Held(hold), .. }) => {
+                return Err(held(&rule.name, &hold, Kind::Config).into());
+            }
+            Ok(_) => known.push(&rule.name),
+            Err(unknown) if led || no_wait => return Err(unknown.into()),
+            Err(_) => {}
         }
     }
-    for rule in rules {
+    for rule in known {
         store.ask(&context.server, rule).await?;
         print(&format!("{rule}: asked for\n"));
     }
-    if no_wait { Ok(()) } else { Ok(wait(&store, &context.server, rules).await?) }
+    if no_wait {
+        return Ok(());
+    }
+    with_a_leader(loaded, &context, wait(&store, &context.server, rules)).await
 }
 
 /// Lets a held rule go on.
@@ -46,7 +57,7 @@ pub async fn release(loaded: &Loaded, rule: &str) -> std::result::Result<(), Fai
     }
     store.ask(&context.server, rule).await?;
     print(&format!("{rule} was held ({}) and is released\n", hold.reason));
-    Ok(wait(&store, &context.server, &[rule.to_owned()]).await?)
+    with_a_leader(loaded, &context, wait(&store, &context.server, &[rule.to_owned()])).await
 }
 
 /// That a rule is held, and what lets it go on.
@@ -75,16 +86,18 @@ pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<
 }
 
 /// Waits until the leader has done them all, and shows how far it is.
-async fn wait(store: &Store, server: &Server, rules: &[String]) -> Result<()> {
+pub(super) async fn wait(store: &Store, server: &Server, rules: &[String]) -> Result<()> {
     for rule in rules {
         let mut bar = Progress::new(rule);
         let state = loop {
-            let state = state(store, server, rule).await?;
-            if !matches!(state.backfill, Backfill::Pending(_)) {
-                break state;
+            let known = store.rules(server).await?.into_iter().find(|(name, _)| name == rule);
+            match known.map(|(_, state)| state) {
+                Some(state) if !matches!(state.backfill, Backfill::Pending(_)) => break state,
+                state => {
+                    let (done, total) = state.and_then(|state| state.progress).unwrap_or_default();
+                    bar.set(done, total);
+                }
             }
-            let (done, total) = state.progress.unwrap_or_default();
-            bar.set(done, total);
             tokio::time::sleep(LOOK).await;
         };
         bar.end();

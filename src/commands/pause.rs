@@ -7,8 +7,10 @@ use crate::{
     cli::Output,
     commands::{
         Failure,
-        backfill::{held, state},
-        chosen, compile, context, print,
+        backfill::{held, state, wait},
+        chosen, compile, context,
+        leader::with_a_leader,
+        print,
     },
     config::Loaded,
     error::{Error, Kind},
@@ -81,10 +83,15 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: &str) -> Result<(), F
         Backfill::Held(_) => store.resume(&context.server, Some(rule)).await? > 0,
         _ => false,
     };
+    let led = lease::is_held(&context.server, store.database(), store.ids()).await?;
     match output {
-        Output::Text if resumed => print(&format!("{rule} is resumed, and backfilled by the leader\n")),
+        Output::Text if resumed && led => print(&format!("{rule} is resumed, and backfilled by the leader\n")),
+        Output::Text if resumed => print(&format!("{rule} is resumed\n")),
         Output::Text => print(&format!("{rule} is not paused\n")),
         Output::Json => print(&format!("{:#}\n", serde_json::json!({"rule": rule, "resumed": resumed}))),
+    }
+    if resumed && !led {
+        with_a_leader(loaded, &context, wait(&store, &context.server, &[rule.to_owned()])).await?;
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use crate::{
     metrics::Metrics,
     plan::{Keyed, Plan},
     preflight::{self, Finding},
-    survey::{References, Sizes, Spread, Survey, survey},
+    survey::{PreImages, References, ShardKey, Sharded, Sizes, Spread, Survey, survey},
 };
 
 /// How `plan` is asked.
@@ -97,8 +97,13 @@ fn text(plan: &Plan, live: &Live, options: Options) -> String {
         writeln!(out, "{}: {} -> {}{shadow}", rule.name, rule.source.namespace, rule.target.namespace).ok();
         writeln!(out, "  match       {}{keyed}", pairs.join(", ")).ok();
         writeln!(out, "  owns        {}", owned.join(", ")).ok();
-        if let Some(survey) = live.surveys.iter().find(|survey| survey.rule == rule.name) {
-            surveyed(&mut out, survey);
+        match live.surveys.iter().find(|survey| survey.rule == rule.name) {
+            Some(survey) => surveyed(&mut out, survey),
+            None if rule.needs_pre_images() => {
+                let command = preflight::enable_pre_images(&rule.source.namespace, true).shell;
+                writeln!(out, "  pre-images  {} must keep them: {command}", rule.source.namespace).ok();
+            }
+            None => {}
         }
     }
     out.push('\n');
@@ -117,6 +122,19 @@ fn surveyed(out: &mut String, survey: &Survey) {
     for lookup in &survey.lookups {
         let index = lookup.index.as_ref().map_or_else(|| "NO INDEX".to_owned(), |index| format!("index {index}"));
         writeln!(out, "  lookup      {}: {index} of {}", lookup.what, lookup.collection).ok();
+    }
+    if let Some(PreImages { collection, kept, command }) = &survey.pre_images {
+        match kept {
+            Some(true) => writeln!(out, "  pre-images  {collection} keeps them").ok(),
+            _ => writeln!(out, "  pre-images  {collection} must keep them: {command}").ok(),
+        };
+    }
+    for Sharded { collection, key } in &survey.sharded {
+        let by = match key {
+            ShardKey::Paths(paths) => format!("sharded by {}", paths.join(", ")),
+            ShardKey::Unknown => "perhaps sharded: this user may not read config.collections".to_owned(),
+        };
+        writeln!(out, "  sharding    {collection} is {by} (denormd is untested on sharded clusters)").ok();
     }
     let Some(sample) = &survey.sample else { return };
     for references in &sample.references {

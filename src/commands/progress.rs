@@ -7,14 +7,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 
 use crate::status::duration;
 
 /// How often a plain line is written.
 const EVERY: Duration = Duration::from_secs(5);
-const COUNTED: &str = "{prefix} [{wide_bar}] {percent}% of {human_len}, {per_sec}, {eta} to go";
-const UNCOUNTED: &str = "{prefix} {spinner} {human_pos} done, {per_sec}";
+const COUNTED: &str = "{prefix} [{wide_bar}] {percent}% of {human_len}, {rate}, {eta} to go";
+const UNCOUNTED: &str = "{prefix} {spinner} {human_pos} done, {rate}";
 
 /// The progress of one piece of work.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl Progress {
             Form::Bar(bar) => {
                 // Its own templates: that they are well formed is tested.
                 if let Ok(style) = ProgressStyle::with_template(if total.is_some() { COUNTED } else { UNCOUNTED }) {
-                    bar.set_style(style);
+                    bar.set_style(style.with_key("rate", rate));
                 }
                 total.map_or_else(|| bar.unset_length(), |total| bar.set_length(total.max(done)));
                 bar.set_position(done);
@@ -88,6 +88,11 @@ impl Progress {
 fn say(line: &str) {
     // Whoever closed standard error has seen enough.
     writeln!(std::io::stderr(), "{line}").ok();
+}
+
+/// Whole numbers: indicatif's own has decimals.
+fn rate(state: &ProgressState, out: &mut dyn std::fmt::Write) {
+    write!(out, "{:.0}/s", state.per_sec()).ok();
 }
 
 fn per_second(from: u64, to: u64, elapsed: Duration) -> f64 {

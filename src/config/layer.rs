@@ -25,12 +25,14 @@ pub(super) enum Kind {
 }
 
 /// The settings, each of which a variable can give.
-pub(super) const SETTINGS: [(&str, Kind); 34] = [
+pub(super) const SETTINGS: [(&str, Kind); 36] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),
     ("mongodb.database", Kind::Text),
     ("http.listen", Kind::Text),
+    ("http.token", Kind::Text),
+    ("http.token_file", Kind::Text),
     ("state.database", Kind::Text),
     ("log.filter", Kind::Text),
     ("log.format", Kind::Text),

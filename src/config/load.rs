@@ -217,7 +217,7 @@ fn read_error(path: &Path, error: io::Error) -> ConfigError {
     ConfigError::Read { path: path.to_owned(), error, hint }
 }
 
-fn read(path: &Path) -> Result<(String, Format, String), ConfigError> {
+pub(super) fn read(path: &Path) -> Result<(String, Format, String), ConfigError> {
     let format = Format::of(path).ok_or_else(|| ConfigError::UnknownFormat(path.to_owned()))?;
     let text = fs::read_to_string(path).map_err(|error| read_error(path, error))?;
     Ok((path.display().to_string(), format, text))
@@ -338,7 +338,7 @@ fn rules(reader: &mut Reader, sources: &Sources) -> Vec<Rule> {
     rules
 }
 
-fn located(sources: &Sources, mistakes: &[Mistake], mut all: Vec<LocatedMistake>) -> ConfigError {
+pub(super) fn located(sources: &Sources, mistakes: &[Mistake], mut all: Vec<LocatedMistake>) -> ConfigError {
     all.extend(mistakes.iter().map(|mistake| sources.locate(mistake)));
     let file = |name: &str| sources.files.iter().position(|file| file.name == name).map_or(0, |file| file + 1);
     all.sort_by_key(|mistake| (file(&mistake.place.file), mistake.place.line, mistake.place.column));

@@ -152,9 +152,7 @@ impl Cause {
             Self::Throttled => "look at the causes beside this one; raise `limits.pending` if memory allows",
             Self::CatchingUp => "wait: the lag falls. If it does not, look at the server's load",
             Self::Backfilling => "wait, see its progress",
-            Self::DeadLetters => {
-                "see their reasons in the collection `dead_letters` of the state database; they are tried again by themselves"
-            }
+            Self::DeadLetters => "`denormd dead-letters list` says which and why; they are tried again by themselves",
             Self::OplogShort => {
                 "remove what holds the lag up, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})"
             }

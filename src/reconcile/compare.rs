@@ -107,7 +107,8 @@ pub async fn compare(
         let command = read::sources(rule, &wanted);
         rows.take(context.server.read(&rule.source.namespace.database, command, Reads { after }).await?)?;
     }
-    mine.into_iter().map(|(target, references)| one(context, rule, &rows, target, references)).collect()
+    let owns = |key: &Key| context.owns(rule, key);
+    mine.into_iter().map(|(target, references)| one(rule, &rows, target, references, &owns)).collect()
 }
 
 /// Whether a part of the target is written by this partition: what the others write they compare.
@@ -149,12 +150,14 @@ pub async fn compare_each(
     Ok((out, failing))
 }
 
-fn one(
-    context: &Context,
+/// Compares one target with what rows that were read for its references say; of its elements those whose keys are owned
+/// here. Pure.
+pub fn one(
     rule: &Rule,
     rows: &Rows,
     target: &Document,
     references: Vec<Option<Key>>,
+    owns: &dyn Fn(&Key) -> bool,
 ) -> Result<Compared> {
     let id = target.get("_id").cloned().unwrap_or(Bson::Null);
     let mut fields = Vec::new();
@@ -172,7 +175,7 @@ fn one(
                 // What is no subdocument has no fields to hold a copy.
                 let Bson::Document(element) = element else { continue };
                 let key = key_of(references.get(nth));
-                if !context.owns(rule, &key) {
+                if !owns(&key) {
                     continue;
                 }
                 let desired = rows.desired(rule, &key)?;

@@ -1,7 +1,7 @@
 //! Runs a batch: read, compute, write, and find the culprit where the server refuses.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
@@ -635,6 +635,7 @@ impl Run<'_> {
             return Ok(());
         }
         let seen = self.context.server.operation_time().await?;
+        let mut drift = Vec::new();
         for item in items {
             let Some(compared) = differing.get(&item.key) else { continue };
             // The source may have changed a moment ago, and the write that follows may be under way: drift is what is the same
@@ -649,11 +650,12 @@ impl Run<'_> {
                 item.end = Some(End::Later(SECOND_LOOK));
                 continue;
             }
-            drifted(self.context, self.rule, compared);
             if self.rule.on_drift == OnDrift::Repair {
                 follow_ups.extend(reference_requests(self.rule, &item.key, compared.references.clone()));
             }
+            drift.push(compared.clone());
         }
+        drifted(self.context, self.rule, &drift);
         Ok(())
     }
 
@@ -715,13 +717,22 @@ pub fn request_of_found(rule: &Rule, task: Task, row: &RawDocumentBuf) -> Result
     })
 }
 
-/// Counts and tells that somebody else has written an owned field.
-pub fn drifted(context: &Context, rule: &Rule, compared: &Compared) {
-    context.counts.drift.fetch_add(1, Ordering::Relaxed);
-    let paths: Vec<&str> = compared.differences().map(|difference| difference.path.as_str()).collect();
+/// Counts that somebody else has written owned fields, and tells it once for all of these targets: a script that has gone
+/// through a collection would otherwise fill the log.
+pub fn drifted(context: &Context, rule: &Rule, targets: &[Compared]) {
+    if targets.is_empty() {
+        return;
+    }
     let repaired = rule.on_drift == OnDrift::Repair;
-    context.metrics.drifted(&rule.name, repaired);
-    tracing::warn!(rule = %rule.name, paths = paths.join(", "), repaired, "somebody else has written an owned field");
+    let mut paths = BTreeSet::new();
+    for compared in targets {
+        context.counts.drift.fetch_add(1, Ordering::Relaxed);
+        context.metrics.drifted(&rule.name, repaired);
+        paths.extend(compared.differences().map(|difference| difference.path.as_str()));
+    }
+    let paths: Vec<&str> = paths.into_iter().collect();
+    let (targets, paths) = (targets.len(), paths.join(", "));
+    tracing::warn!(rule = %rule.name, targets, paths, repaired, "somebody else has written owned fields");
 }
 
 /// A document's `_id`.

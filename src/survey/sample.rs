@@ -13,10 +13,10 @@ use crate::{
     plan::{Rule, reference::Role},
     reconcile::{
         Context,
+        applied::applied,
         compare::{Compared, compare_each, projection},
         read,
     },
-    survey::apply::apply,
 };
 
 /// The most bytes that a document may have.
@@ -310,7 +310,8 @@ async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Resul
     for target in &mut targets {
         let id = target.get("_id").cloned().unwrap_or(Bson::Null);
         if let Some(compared) = changing.iter().find(|compared| compared.target == id) {
-            apply(rule, target, compared)?;
+            // One that the rule deletes is not refused.
+            *target = applied(rule, target.clone(), compared)?.unwrap_or_else(|| target.clone());
         }
     }
     let mut accepted = 0;

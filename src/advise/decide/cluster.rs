@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use crate::{
     advise::{
         advice::{Advice, Kind, bytes, count, counted, figure},
+        inventory::Inventory,
         reads::Reads,
         spread::ratio,
-        survey::Survey,
     },
     config::Advise,
 };
@@ -19,7 +19,7 @@ const CACHE_PERCENT: u64 = 80;
 
 /// Advice on the whole.
 #[must_use]
-pub fn decide(survey: &Survey, reads: &Reads, thresholds: &Advise) -> Vec<Advice> {
+pub fn decide(survey: &Inventory, reads: &Reads, thresholds: &Advise) -> Vec<Advice> {
     let mut advice = Vec::new();
     advice.extend(lookups(reads, thresholds));
     advice.extend(regexes(reads));
@@ -65,7 +65,7 @@ fn regexes(reads: &Reads) -> Vec<Advice> {
         .collect()
 }
 
-fn collections(survey: &Survey, thresholds: &Advise) -> Option<Advice> {
+fn collections(survey: &Inventory, thresholds: &Advise) -> Option<Advice> {
     let says = format!(
         "{}, more than {}: each takes a file and memory, and so does each of its indexes",
         counted(survey.listed, "collection"),
@@ -75,7 +75,7 @@ fn collections(survey: &Survey, thresholds: &Advise) -> Option<Advice> {
 }
 
 /// Whether what is read fits the cache.
-fn cache(survey: &Survey, reads: &Reads) -> Option<Advice> {
+fn cache(survey: &Inventory, reads: &Reads) -> Option<Advice> {
     let cache = reads.cache?;
     let hot: Vec<_> = survey
         .collections
@@ -106,7 +106,7 @@ mod tests {
     use super::*;
     use crate::advise::log::slow_query;
 
-    fn kinds(survey: &Survey, reads: &Reads) -> Vec<Kind> {
+    fn kinds(survey: &Inventory, reads: &Reads) -> Vec<Kind> {
         decide(survey, reads, &Advise::default()).iter().map(|advice| advice.kind).collect()
     }
 
@@ -119,16 +119,16 @@ mod tests {
             (None, Some(100), vec![]),
         ] {
             let reads = Reads { commands, lookups, ..Reads::default() };
-            assert_eq!(kinds(&Survey::default(), &reads), expected, "{lookups:?} of {commands:?}");
+            assert_eq!(kinds(&Inventory::default(), &reads), expected, "{lookups:?} of {commands:?}");
         }
     }
 
     #[test]
     fn too_many_collections_and_regular_expressions() {
-        let survey = Survey { listed: 10_001, ..Survey::default() };
+        let survey = Inventory { listed: 10_001, ..Inventory::default() };
         assert_eq!(kinds(&survey, &Reads::default()), [Kind::Collections]);
         let line = r#"{"msg":"Slow query","attr":{"ns":"a.b","command":{"find":"b","filter":{"name":{"$regex":"^x","$options":"i"}}}}}"#;
         let reads = Reads { slow: vec![slow_query(line).unwrap()], ..Reads::default() };
-        assert_eq!(kinds(&Survey::default(), &reads), [Kind::IgnoreCase]);
+        assert_eq!(kinds(&Inventory::default(), &reads), [Kind::IgnoreCase]);
     }
 }

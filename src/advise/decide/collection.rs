@@ -3,8 +3,8 @@
 use crate::{
     advise::{
         advice::{Advice, Kind, bytes, count, figure, spread},
+        inventory::Collection,
         spread::{Spread, ratio, whole},
-        survey::Collection,
     },
     config::Advise,
     field_path::FieldPath,

@@ -516,8 +516,6 @@ fn the_table_of_keys_has_every_setting() {
         .map(|(section, key)| section.into_iter().chain([key.name]).collect::<Vec<_>>().join("."))
         .collect();
     let mut known: Vec<&str> = crate::config::layer::SETTINGS.iter().map(|(name, _)| *name).collect();
-    // Secrets that come from files alone.
-    known.extend(["http.token", "http.token_file"]);
     let mut listed: Vec<&str> = table.iter().map(String::as_str).collect();
     known.sort_unstable();
     listed.sort_unstable();

@@ -59,7 +59,7 @@ pub struct Index {
 
 /// What was looked at.
 #[derive(Debug, Clone, Default)]
-pub struct Survey {
+pub struct Inventory {
     /// The collections.
     pub collections: Vec<Collection>,
     /// How many collections the databases have in all.
@@ -68,7 +68,7 @@ pub struct Survey {
     pub left_out: Vec<String>,
 }
 
-impl Survey {
+impl Inventory {
     /// One collection.
     #[must_use]
     pub fn collection(&self, namespace: &Namespace) -> Option<&Collection> {
@@ -137,8 +137,8 @@ pub async fn list(ask: &Ask, databases: &BTreeSet<String>, state: &str) -> Resul
 }
 
 /// Looks at each collection of a list.
-pub async fn survey(ask: &Ask, listing: Listing, bounds: &Advise) -> Result<Survey> {
-    let mut survey = Survey { listed: listing.listed, left_out: listing.left_out, ..Survey::default() };
+pub async fn inventory(ask: &Ask, listing: Listing, bounds: &Advise) -> Result<Inventory> {
+    let mut survey = Inventory { listed: listing.listed, left_out: listing.left_out, ..Inventory::default() };
     let mut plain = Vec::new();
     for (namespace, capped) in listing.plain {
         plain.push((stats(ask, &namespace).await?, namespace, capped));

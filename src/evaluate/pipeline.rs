@@ -1,0 +1,177 @@
+//! The stages that denormd's own reads are made of (`reconcile::read`), over documents in memory.
+
+use std::collections::BTreeMap;
+
+use bson::{Bson, Document, doc};
+
+use super::{
+    Result, Value,
+    array::directions,
+    compare,
+    expression::{Scope, below_document, steps},
+    group::group,
+    matches, needs_server,
+    order::by_keys,
+    refused,
+};
+
+/// Documents by the whole name of their collection, `database.collection`.
+pub type Collections = BTreeMap<String, Vec<Document>>;
+
+/// The rows of an `aggregate` command.
+pub fn aggregate(collections: &Collections, database: &str, command: &Document) -> Result<Vec<Document>> {
+    let name = command.get_str("aggregate").unwrap_or_default();
+    let mut rows = collections.get(&format!("{database}.{name}")).cloned().unwrap_or_default();
+    for stage in command.get_array("pipeline").into_iter().flatten() {
+        let Some((name, argument)) = stage.as_document().and_then(|stage| stage.iter().next()) else {
+            return refused("a stage is a document");
+        };
+        rows = run(name, argument, rows, collections, database)?;
+    }
+    Ok(rows)
+}
+
+fn run(
+    name: &str,
+    argument: &Bson,
+    rows: Vec<Document>,
+    collections: &Collections,
+    database: &str,
+) -> Result<Vec<Document>> {
+    match (name, argument) {
+        ("$match", Bson::Document(filter)) => {
+            let mut out = Vec::new();
+            for row in rows {
+                if matches(filter, &row)? {
+                    out.push(row);
+                }
+            }
+            Ok(out)
+        }
+        ("$sort", Bson::Document(by)) => sort(rows, by),
+        ("$limit", count) => {
+            let count = super::number::position(Some(count))?.and_then(|count| usize::try_from(count).ok());
+            Ok(rows.into_iter().take(count.unwrap_or(usize::MAX)).collect())
+        }
+        ("$replaceWith", expression) => rows.iter().map(|row| replaced(expression, row)).collect(),
+        ("$set", Bson::Document(fields)) => rows.into_iter().map(|row| set(fields, row)).collect(),
+        ("$unwind", Bson::String(path)) => Ok(unwind(path.trim_start_matches('$'), rows)),
+        ("$group", Bson::Document(stage)) => group(stage, rows),
+        ("$documents", Bson::Array(documents)) => {
+            let empty = Document::new();
+            documents.iter().map(|document| replaced(document, &empty)).collect()
+        }
+        ("$lookup", Bson::Document(stage)) => {
+            rows.into_iter().map(|row| lookup(stage, row, collections, database)).collect()
+        }
+        _ => needs_server(format!("`{name}`")),
+    }
+}
+
+fn replaced(expression: &Bson, row: &Document) -> Result<Document> {
+    match Scope::new(row).evaluate(expression)? {
+        Some(Bson::Document(doc)) => Ok(doc),
+        _ => refused("`$replaceWith` takes an object"),
+    }
+}
+
+fn set(fields: &Document, mut row: Document) -> Result<Document> {
+    for (name, expression) in fields {
+        match Scope::new(&row).evaluate(expression)? {
+            Some(value) => drop(row.insert(name.clone(), value)),
+            None => drop(row.remove(name)),
+        }
+    }
+    Ok(row)
+}
+
+fn unwind(name: &str, rows: Vec<Document>) -> Vec<Document> {
+    let one = |row: Document| -> Vec<Document> {
+        match row.get(name) {
+            Some(Bson::Array(items)) => items
+                .iter()
+                .map(|item| {
+                    let mut row = row.clone();
+                    row.insert(name, item.clone());
+                    row
+                })
+                .collect(),
+            None | Some(Bson::Null | Bson::Undefined) => Vec::new(),
+            Some(_) => vec![row],
+        }
+    };
+    rows.into_iter().flat_map(one).collect()
+}
+
+fn lookup(stage: &Document, mut row: Document, collections: &Collections, database: &str) -> Result<Document> {
+    let text = |name: &str| stage.get_str(name).unwrap_or_default();
+    let local = below_document(&row, &steps(text("localField"))).unwrap_or(Bson::Null);
+    if matches!(local, Bson::Array(_) | Bson::RegularExpression(_)) {
+        return needs_server("`$lookup` of an array");
+    }
+    let mut stages = vec![Bson::from(doc! {"$match": {text("foreignField"): {"$eq": local}}})];
+    stages.extend(stage.get_array("pipeline").cloned().unwrap_or_default());
+    let found = aggregate(collections, database, &doc! {"aggregate": text("from"), "pipeline": stages})?;
+    row.insert(text("as"), found);
+    Ok(row)
+}
+
+fn sort(rows: Vec<Document>, by: &Document) -> Result<Vec<Document>> {
+    let ways = directions(by)?;
+    let keyed = rows.into_iter().map(|row| Ok((sort_keys(&row, by)?, row)));
+    let mut keyed = keyed.collect::<Result<Vec<_>>>()?;
+    keyed.sort_by(|(a, _), (b, _)| by_keys(&ways, a, b));
+    Ok(keyed.into_iter().map(|(_, row)| row).collect())
+}
+
+/// What a document is sorted by: of an array the least value, or descending the greatest; null for nothing.
+pub(super) fn sort_keys(document: &Document, by: &Document) -> Result<Vec<Value>> {
+    let mut arrays = 0;
+    let mut keys = Vec::new();
+    for (path, way) in by.iter().zip(directions(by)?).map(|((path, _), way)| (path, way)) {
+        let mut values = Vec::new();
+        arrays += usize::from(leaves(document, &steps(path), &mut values));
+        let order = |a: &&Bson, b: &&Bson| compare(Some(*a), Some(*b));
+        let key = if way > 0 { values.iter().min_by(order) } else { values.iter().max_by(order) };
+        keys.push(key.cloned());
+    }
+    if arrays > 1 { needs_server("sorting by two arrays") } else { Ok(keys) }
+}
+
+/// Whether the value at a path is an array, or within one.
+pub(super) fn through_array(document: &Document, path: &str) -> bool {
+    leaves(document, &steps(path), &mut Vec::new())
+}
+
+/// The values that a path leads to; returns whether through an array.
+fn leaves(document: &Document, path: &[&str], out: &mut Vec<Bson>) -> bool {
+    let Some((first, rest)) = path.split_first() else { return false };
+    match (document.get(*first), rest.is_empty()) {
+        (Some(Bson::Array(items)), _) if items.is_empty() => {
+            out.push(if rest.is_empty() { Bson::Undefined } else { Bson::Null });
+            true
+        }
+        (Some(Bson::Array(items)), true) => {
+            out.extend(items.iter().cloned());
+            true
+        }
+        (Some(Bson::Array(items)), false) => {
+            for item in items {
+                match item {
+                    Bson::Document(inside) => drop(leaves(inside, rest, out)),
+                    _ => out.push(Bson::Null),
+                }
+            }
+            true
+        }
+        (Some(value), true) => {
+            out.push(value.clone());
+            false
+        }
+        (Some(Bson::Document(inside)), false) => leaves(inside, rest, out),
+        _ => {
+            out.push(Bson::Null);
+            false
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Query filters, as `find` and `$match` have them.
+
+use bson::{Bson, Document};
+
+use super::{Result, compare, expression::expression, is_true, needs_server, order::class, refused, type_name};
+
+/// Whether a document matches a filter.
+pub fn matches(filter: &Document, document: &Document) -> Result<bool> {
+    for (name, condition) in filter {
+        let holds = match name.as_str() {
+            "$and" | "$or" | "$nor" => clauses(name, condition, document)?,
+            "$expr" => is_true(expression(condition, document)?.as_ref()),
+            "$comment" => true,
+            _ if name.starts_with('$') => return needs_server(format!("`{name}`")),
+            path => field(path, condition, document)?,
+        };
+        if !holds {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn clauses(name: &str, clauses: &Bson, document: &Document) -> Result<bool> {
+    let mut all = true;
+    let mut any = false;
+    for clause in clauses.as_array().into_iter().flatten() {
+        let Some(clause) = clause.as_document() else { return refused(format!("`{name}` takes an array of filters")) };
+        let holds = matches(clause, document)?;
+        all &= holds;
+        any |= holds;
+    }
+    Ok(match name {
+        "$and" => all,
+        "$or" => any,
+        _ => !any,
+    })
+}
+
+fn field(path: &str, condition: &Bson, document: &Document) -> Result<bool> {
+    let steps: Vec<&str> = path.split('.').collect();
+    if steps.iter().any(|step| !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit())) {
+        return needs_server("a path with an array index");
+    }
+    let mut found = Vec::new();
+    walk(Some(document), &steps, &mut found);
+    condition_holds(condition, &found)
+}
+
+/// What a path leads to, arrays on the way looked into: one entry for each place, nothing where the field is missing.
+fn walk<'a>(document: Option<&'a Document>, path: &[&str], out: &mut Vec<Option<&'a Bson>>) {
+    let Some((first, rest)) = path.split_first() else { return };
+    match document.and_then(|document| document.get(*first)) {
+        value if rest.is_empty() => out.push(value),
+        Some(Bson::Document(inside)) => walk(Some(inside), rest, out),
+        Some(Bson::Array(items)) => {
+            items.iter().filter_map(Bson::as_document).for_each(|inside| walk(Some(inside), rest, out));
+        }
+        _ => out.push(None),
+    }
+}
+
+/// The operators that are told from a value by their names; a DBRef is a value.
+pub(super) fn operators(condition: &Bson) -> Option<&Document> {
+    let doc = condition.as_document()?;
+    let first = doc.keys().next()?;
+    (first.starts_with('$') && !matches!(first.as_str(), "$ref" | "$id" | "$db")).then_some(doc)
+}
+
+fn condition_holds(condition: &Bson, found: &[Option<&Bson>]) -> Result<bool> {
+    let Some(operators) = operators(condition) else {
+        return operator("$eq", implicit(condition)?, found);
+    };
+    for (name, argument) in operators {
+        if !operator(name, argument, found)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// A value that stands for "equal to it"; a regular expression would be a pattern.
+fn implicit(value: &Bson) -> Result<&Bson> {
+    match value {
+        Bson::RegularExpression(_) => needs_server("a regular expression in a filter"),
+        value => Ok(value),
+    }
+}
+
+fn operator(name: &str, argument: &Bson, found: &[Option<&Bson>]) -> Result<bool> {
+    Ok(match name {
+        "$eq" | "$lt" | "$lte" | "$gt" | "$gte" => {
+            if *argument == Bson::Undefined {
+                return needs_server("undefined in a filter");
+            }
+            if name != "$eq" && matches!(argument, Bson::MinKey | Bson::MaxKey) {
+                return needs_server(format!("`{name}` of the least or the greatest value"));
+            }
+            leaves(found).any(|value| compares(name, value, argument))
+        }
+        "$ne" => !operator("$eq", implicit(argument)?, found)?,
+        "$in" => {
+            let Some(values) = argument.as_array() else { return refused("`$in` takes an array") };
+            let mut any = false;
+            for value in values {
+                any |= operator("$eq", implicit(value)?, found)?;
+            }
+            any
+        }
+        "$nin" => !operator("$in", argument, found)?,
+        "$not" => match operators(argument) {
+            Some(_) => !condition_holds(argument, found)?,
+            None => return needs_server("`$not` of a regular expression"),
+        },
+        "$exists" => found.iter().any(Option::is_some) == is_true(Some(argument)),
+        "$size" => match super::number::position(Some(argument))? {
+            Some(size) => found
+                .iter()
+                .flatten()
+                .any(|value| value.as_array().is_some_and(|items| i64::try_from(items.len()) == Ok(size))),
+            None => return refused("`$size` takes a whole number"),
+        },
+        "$type" => {
+            let mut any = false;
+            for wanted in argument.as_array().map_or(std::slice::from_ref(argument), Vec::as_slice) {
+                let Bson::String(wanted) = wanted else { return needs_server("`$type` by number") };
+                any |= leaves(found).any(|value| value.is_some_and(|value| has_type(value, wanted)));
+            }
+            any
+        }
+        "$all" => {
+            let Some(values) = argument.as_array() else { return refused("`$all` takes an array") };
+            let mut all = !values.is_empty();
+            for value in values {
+                all &= match operators(value) {
+                    Some(_) => condition_holds(value, found)?,
+                    None => operator("$eq", implicit(value)?, found)?,
+                };
+            }
+            all
+        }
+        "$elemMatch" => {
+            let Some(inside) = argument.as_document() else { return refused("`$elemMatch` takes a document") };
+            let mut any = false;
+            for item in found.iter().flatten().filter_map(|value| value.as_array()).flatten() {
+                any |= element_matches(inside, argument, item)?;
+            }
+            any
+        }
+        "$regex" | "$options" => return needs_server("`$regex`"),
+        _ => return needs_server(format!("`{name}`")),
+    })
+}
+
+fn element_matches(inside: &Document, argument: &Bson, item: &Bson) -> Result<bool> {
+    let clause = inside.keys().next().is_some_and(|name| matches!(name.as_str(), "$and" | "$or" | "$nor" | "$expr"));
+    if operators(argument).is_some() && !clause {
+        // The element itself, whose own elements are not looked into.
+        return match item {
+            Bson::Array(_) => needs_server("`$elemMatch` over arrays in an array"),
+            item => condition_holds(argument, &[Some(item)]),
+        };
+    }
+    match item {
+        Bson::Document(item) => matches(inside, item),
+        Bson::Array(_) => needs_server("`$elemMatch` over arrays in an array"),
+        _ => Ok(false),
+    }
+}
+
+/// The values themselves; of an array, its elements too.
+fn leaves<'a>(found: &'a [Option<&'a Bson>]) -> impl Iterator<Item = Option<&'a Bson>> {
+    found.iter().flat_map(|value| {
+        let items = value.and_then(Bson::as_array).map(Vec::as_slice).unwrap_or_default();
+        items.iter().map(Some).chain([*value])
+    })
+}
+
+/// Compares within one class of types: outside of it only null and nothing at all are alike.
+fn compares(name: &str, value: Option<&Bson>, wanted: &Bson) -> bool {
+    let (left, right) = (class(value), class(Some(wanted)));
+    if left != right {
+        return match wanted {
+            _ if i16::from(left) + i16::from(right) == 5 => matches!(name, "$eq" | "$lte" | "$gte"),
+            _ => false,
+        };
+    }
+    let nan = |value: Option<&Bson>| match value {
+        Some(Bson::Double(number)) => number.is_nan(),
+        Some(Bson::Decimal128(number)) => number.to_string() == "NaN",
+        _ => false,
+    };
+    if nan(value) || nan(Some(wanted)) {
+        return nan(value) && nan(Some(wanted)) && !matches!(name, "$lt" | "$gt");
+    }
+    let order = compare(value, Some(wanted));
+    match name {
+        "$lt" => order.is_lt(),
+        "$lte" => order.is_le(),
+        "$gt" => order.is_gt(),
+        "$gte" => order.is_ge(),
+        _ => order.is_eq(),
+    }
+}
+
+fn has_type(value: &Bson, wanted: &str) -> bool {
+    let name = type_name(Some(value));
+    name == wanted || (wanted == "number" && matches!(name, "int" | "long" | "double" | "decimal"))
+}

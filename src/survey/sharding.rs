@@ -1,0 +1,118 @@
+//! Which collections of a rule are sharded, and by what. Untested on a sharded cluster: the decision is tested on replies as
+//! MongoDB documents them (<https://www.mongodb.com/docs/manual/reference/config-database/#config.collections>).
+
+use bson::{Document, doc};
+use serde::Serialize;
+
+use crate::{
+    error::{Kind, Result},
+    field_path::FieldPath,
+    mongo::{Reads, Server},
+    plan::Rule,
+};
+
+/// A collection that is sharded, or may be.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Sharded {
+    /// Its whole name.
+    pub collection: String,
+    /// By what.
+    pub key: ShardKey,
+}
+
+/// What a collection is sharded by.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ShardKey {
+    /// These paths.
+    Paths(Vec<String>),
+    /// The user may not read it.
+    Unknown,
+}
+
+impl Sharded {
+    /// The path of a rule, and the part of the shard key, that are one or lead to each other.
+    #[must_use]
+    pub fn owned(&self, rule: &Rule) -> Option<(String, String)> {
+        let ShardKey::Paths(parts) = &self.key else { return None };
+        let owned = rule.owned();
+        parts.iter().find_map(|part| {
+            let path = FieldPath::parse(part).ok()?;
+            owned.iter().find(|owned| owned.overlaps_loosely(&path)).map(|owned| (owned.to_string(), part.clone()))
+        })
+    }
+}
+
+/// The sharded ones of a rule's collections. A replica set has none.
+pub(super) async fn of_rule(server: &Server, rule: &Rule) -> Result<Vec<Sharded>> {
+    let hello = server.database("admin").run_command(doc! {"hello": 1}).await?;
+    if !is_router(&hello) {
+        return Ok(Vec::new());
+    }
+    let mut out: Vec<Sharded> = Vec::new();
+    for namespace in [&rule.target.namespace, &rule.source.namespace] {
+        let collection = namespace.to_string();
+        if out.iter().any(|sharded| sharded.collection == collection) {
+            continue;
+        }
+        let command = doc! {"find": "collections", "filter": {"_id": &collection}, "limit": 1};
+        let key = match server.read("config", command, Reads::default()).await {
+            Ok(rows) => {
+                let entry = rows.first().map(|row| Document::try_from(row.as_ref())).transpose()?;
+                shard_key(entry.as_ref())
+            }
+            Err(error) if error.kind == Kind::Privilege => Some(ShardKey::Unknown),
+            Err(error) => return Err(error),
+        };
+        out.extend(key.map(|key| Sharded { collection, key }));
+    }
+    Ok(out)
+}
+
+/// Whether `hello` was answered by a mongos.
+fn is_router(hello: &Document) -> bool {
+    hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid")
+}
+
+/// What an entry of `config.collections` says.
+fn shard_key(entry: Option<&Document>) -> Option<ShardKey> {
+    let entry = entry?;
+    // Dropped ones stay in the list before 5.0, and from 8.0 on it holds unsharded ones too.
+    let flag = |name: &str| entry.get_bool(name).is_ok_and(|set| set);
+    if flag("dropped") || flag("unsplittable") {
+        return None;
+    }
+    Some(ShardKey::Paths(entry.get_document("key").ok()?.keys().cloned().collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        config::{Format, load_str},
+        plan::compile,
+    };
+
+    #[test]
+    fn a_router_and_a_sharded_collection_are_told_by_their_replies() {
+        assert!(is_router(&doc! {"isWritablePrimary": true, "msg": "isdbgrid", "ok": 1.0}));
+        assert!(!is_router(&doc! {"isWritablePrimary": true, "setName": "rs0", "ok": 1.0}));
+        let entry = doc! {
+            "_id": "shop.products", "lastmodEpoch": bson::oid::ObjectId::from_bytes([1; 12]), "uuid": "…",
+            "key": {"region": 1, "address.zip": "hashed"}, "unique": false, "noBalance": false,
+        };
+        let paths = ShardKey::Paths(vec!["region".to_owned(), "address.zip".to_owned()]);
+        assert_eq!(shard_key(Some(&entry)), Some(paths.clone()));
+        assert_eq!(shard_key(None), None);
+        for flag in ["dropped", "unsplittable"] {
+            let mut entry = entry.clone();
+            entry.insert(flag, true);
+            assert_eq!(shard_key(Some(&entry)), None, "{flag}");
+        }
+        let text = "mongodb: { uri: mongodb://localhost, database: shop }\nrules:\n  - { name: r, copy: { source: s, target: \
+                    products, match: { ref: _id }, set: { name: $n, address: $a } } }\n";
+        let plan = compile(&load_str(text, Format::Yaml).unwrap().config, None).unwrap();
+        let sharded = Sharded { collection: "shop.products".to_owned(), key: paths };
+        assert_eq!(sharded.owned(&plan.rules[0]), Some(("address".to_owned(), "address.zip".to_owned())));
+    }
+}

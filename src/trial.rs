@@ -1,0 +1,127 @@
+//! Rules on documents in memory: what `denormd test` computes without a server.
+//!
+//! What a rule means is not decided a second time here. The commands are those that the daemon would send, answered by
+//! [`crate::evaluate`]; from their rows on, the daemon's own code says what a target should hold.
+
+mod difference;
+
+use std::collections::BTreeMap;
+
+use bson::{Bson, Document, RawDocumentBuf};
+
+use crate::{
+    error::{Error, Result},
+    evaluate::{self, Collections, Trouble},
+    key::Key,
+    plan::{Plan, Rule, reference::Role},
+    reconcile::{applied::applied, compare, read, shape, value::Rows},
+};
+pub use difference::{Differs, between};
+
+/// A rule that could not be applied to a target.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Obstacle {
+    /// The rule.
+    pub rule: String,
+    /// The target's `_id`.
+    pub target: Bson,
+    /// Why. With a server the target would be set aside as a dead letter; or only a server can tell.
+    pub trouble: Trouble,
+}
+
+/// Applies every rule to its targets, each rule after those that it reads from. What no rule could say is listed.
+pub fn run(plan: &Plan, collections: &mut Collections) -> Result<Vec<Obstacle>> {
+    let mut obstacles = Vec::new();
+    for id in &plan.order {
+        let rule = plan.rule(*id);
+        let name = rule.target.namespace.to_string();
+        let mut kept = Vec::new();
+        for target in collections.get(&name).cloned().unwrap_or_default() {
+            match apply(rule, collections, target.clone()) {
+                Ok(written) => kept.extend(written),
+                Err(Stop::Trouble(trouble)) => {
+                    let id = target.get("_id").cloned().unwrap_or(Bson::Null);
+                    obstacles.push(Obstacle { rule: rule.name.clone(), target: id, trouble });
+                    kept.push(target);
+                }
+                Err(Stop::Error(error)) => return Err(error),
+            }
+        }
+        if collections.contains_key(&name) {
+            collections.insert(name, kept);
+        }
+    }
+    Ok(obstacles)
+}
+
+enum Stop {
+    Trouble(Trouble),
+    Error(Error),
+}
+
+impl From<Trouble> for Stop {
+    fn from(trouble: Trouble) -> Self {
+        Self::Trouble(trouble)
+    }
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        match error.kind {
+            // What the daemon refuses by itself, `max_elements` for one.
+            crate::error::Kind::Refused => Self::Trouble(Trouble::Refused(error.message)),
+            _ => Self::Error(error),
+        }
+    }
+}
+
+/// One target as the rule leaves it; none when the rule deletes it.
+fn apply(rule: &Rule, collections: &Collections, target: Document) -> Result<Option<Document>, Stop> {
+    if let Some(filter) = &rule.target.filter
+        && !evaluate::matches(filter, &target)?
+    {
+        return Ok(Some(target));
+    }
+    let references = rule.reference.keys(Role::Target, &target);
+    let mut wanted: Vec<&Key> = references.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
+    wanted.sort_unstable();
+    wanted.dedup();
+    let mut rows = Rows::default();
+    if !wanted.is_empty() {
+        let command = read::sources(rule, &wanted);
+        let found = evaluate::aggregate(collections, &rule.source.namespace.database, &command)?;
+        let found = found.iter().map(|row| RawDocumentBuf::try_from(row).map_err(Error::from));
+        rows.take(found.collect::<Result<_>>()?)?;
+    }
+    let compared = compare::one(rule, &rows, &target, references, &|_| true)?;
+    if compared.differences().any(|difference| difference.expected.is_some())
+        && let Some(place) = shape::in_the_way(&rule.owned(), &target)
+    {
+        let why = format!("`{place}` of the target is no subdocument, and the rule writes below it");
+        return Err(Trouble::Refused(why).into());
+    }
+    Ok(applied(rule, target, &compared)?)
+}
+
+/// The first part of the rules that only a server can evaluate, for each rule that has one.
+#[must_use]
+pub fn beyond(plan: &Plan) -> BTreeMap<String, String> {
+    let mut out = BTreeMap::new();
+    for rule in &plan.rules {
+        let filters = [&rule.source.filter, &rule.target.filter];
+        let filter = filters.into_iter().flatten().find_map(evaluate::beyond_filter);
+        let value = match &rule.values {
+            crate::plan::Values::Set { assignments, .. } => {
+                assignments.iter().find_map(|one| evaluate::beyond_expression(&one.expression))
+            }
+            crate::plan::Values::Aggregate { assignments, .. } => {
+                assignments.iter().find_map(|one| evaluate::beyond_accumulator(&one.expression))
+            }
+            crate::plan::Values::Into { element, .. } | crate::plan::Values::Collect { element, .. } => {
+                evaluate::beyond_expression(element)
+            }
+        };
+        out.extend(filter.or(value).map(|what| (rule.name.clone(), what)));
+    }
+    out
+}
