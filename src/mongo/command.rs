@@ -270,7 +270,7 @@ impl Server {
             let count = statements[start..].iter().take_while(fits).count().max(1);
             let chunk = &statements[start..start + count];
             let window = self.window(timeout).await?;
-            let reply = self.fenced(database, verb.command(collection, chunk, window, checked)?, window).await?;
+            let reply = self.fenced(database, verb.command(collection, chunk, window, checked), window).await?;
             let refused = written.refused.len();
             take_reply(&reply, start, usize::from(checked == Checked::First), &mut written)?;
             start = match written.refused.get(refused) {
@@ -295,7 +295,7 @@ impl Server {
         let mut checked = Checked::Each;
         if hello.get_str("msg").ok() != Some("isdbgrid") {
             let window = Window { deadline: 0, ..self.window(timeout).await? };
-            let late = self.fenced(database, verb.command(collection, &[], window, Checked::First)?, window).await?;
+            let late = self.fenced(database, verb.command(collection, &[], window, Checked::First), window).await?;
             match take_reply(&late, 0, 1, &mut Written::default()) {
                 Err(error) if error.kind == Kind::Unavailable => checked = Checked::First,
                 Err(error) => return Err(error),
@@ -376,7 +376,7 @@ impl Verb {
         statements: &[RawDocumentBuf],
         window: Window,
         checked: Checked,
-    ) -> Result<RawDocumentBuf> {
+    ) -> RawDocumentBuf {
         let mut array = RawArrayBuf::new();
         if checked == Checked::First {
             // `$range` of nothing is never more than an array of one.
@@ -386,7 +386,9 @@ impl Verb {
             first.append(*name, nothing.clone());
             array.push(first);
         }
-        statements.iter().for_each(|statement| array.push(statement.as_ref()));
+        for statement in statements {
+            array.push(statement.as_ref());
+        }
         let mut command = RawDocumentBuf::new();
         command.append(self.name, collection);
         command.append(self.list, array);
@@ -396,7 +398,7 @@ impl Verb {
         command.append(cstr!("ordered"), checked == Checked::First);
         command.append(cstr!("writeConcern"), rawdoc! {"w": "majority"});
         command.append(cstr!("maxTimeMS"), millis(window.run));
-        Ok(command)
+        command
     }
 }
 
