@@ -191,7 +191,9 @@ def prometheus():
 
 def rules():
     shop, example = ROOT / "config/shop.yaml", HERE / "kubernetes/example/shop.yaml"
-    same = shop.read_bytes() == example.read_bytes()
+    # Where its schema is, each file says for itself.
+    of = lambda path: [line for line in path.read_text().splitlines() if not line.startswith("# yaml-language-server:")]
+    same = of(shop) == of(example)
     checked("rules", not same, f"{example.relative_to(ROOT)} is not {shop.relative_to(ROOT)}: copy it")
 
 

@@ -65,6 +65,16 @@ fn every_example_names_its_schema_for_editors() {
     }
 }
 
+/// Kustomize reads no file above its own folder, so the rules are there a second time.
+#[test]
+fn the_example_of_kubernetes_has_the_rules_of_the_shop() {
+    let rules = |path: &str| {
+        let text = fs::read_to_string(root().join(path)).unwrap();
+        text.lines().filter(|line| !line.starts_with("# yaml-language-server:")).collect::<Vec<_>>().join("\n")
+    };
+    assert_eq!(rules("deploy/kubernetes/example/shop.yaml"), rules("config/shop.yaml"), "copy config/shop.yaml");
+}
+
 #[test]
 fn the_pages_made_from_the_keys_are_up_to_date() {
     let written = |path: &str| fs::read_to_string(root().join(path)).unwrap_or_default();
