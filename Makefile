@@ -99,7 +99,7 @@ pages: ## Write anew what is made from the config's keys: its reference and its 
 faults: ## Strike servers and daemons for MINUTES (5), compare everything after each, and print a table
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	export DENORMD_FAULT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
-	$(CARGO) test --package denormd --test main -- --ignored --nocapture for_as_long_as_it_is_told
+	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture for_as_long_as_it_is_told
 
 # TRIALS=1000, AT_ONCE=16 deployments, SEED=7.
 .PHONY: zombies

@@ -22,7 +22,7 @@ pub mod support_bundle;
 pub mod test;
 pub mod wait;
 
-use std::{io::Write, process::ExitCode, sync::Arc};
+use std::{io::Write, sync::Arc};
 
 use crate::{
     checkpoint::store::{Backfill, RuleState},
@@ -60,14 +60,14 @@ pub enum Failure {
 impl Failure {
     /// The exit status that tells it.
     #[must_use]
-    pub fn status(&self) -> ExitCode {
+    pub fn status(&self) -> i32 {
         match self {
-            Self::Config(_) | Self::Refused(_) => ExitCode::from(2),
-            Self::Differs(_) => ExitCode::from(3),
-            Self::TestsFailed(_) => ExitCode::FAILURE,
+            Self::Config(_) | Self::Refused(_) => 2,
+            Self::Differs(_) => 3,
+            Self::TestsFailed(_) => 1,
             Self::Failed(error) => match error.kind {
-                Kind::Config | Kind::Topology => ExitCode::from(2),
-                _ => ExitCode::FAILURE,
+                Kind::Config | Kind::Topology => 2,
+                _ => 1,
             },
         }
     }

@@ -1,15 +1,13 @@
 //! The denormd binary: exit codes, nothing else.
 
-use std::process::ExitCode;
-
 use clap::Parser;
 use denormd::{cli::Cli, commands};
 
 #[tokio::main]
-async fn main() -> ExitCode {
+async fn main() {
     let cli = Cli::parse();
-    match commands::dispatch(&cli).await {
-        Ok(()) => ExitCode::SUCCESS,
+    let status = match commands::dispatch(&cli).await {
+        Ok(()) => 0,
         Err(failure) => {
             #[expect(clippy::print_stderr, reason = "the one place that tells the user why a command failed")]
             {
@@ -17,5 +15,8 @@ async fn main() -> ExitCode {
             }
             failure.status()
         }
-    }
+    };
+    // Not by returning: a task of the driver that the runtime drops on its way out, such as a `killCursors`, may panic then,
+    // and a command that was done printed a panic.
+    std::process::exit(status);
 }

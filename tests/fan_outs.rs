@@ -158,13 +158,7 @@ async fn a_fan_out_whose_source_changes_starts_over() {
 /// from then on, which was taken for its end: the rest was not done before a restart.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_fan_out_that_is_recorded_late_over_another_one_is_done() {
-    let set = ReplicaSet::start(1).await;
-    let test = set.database().await;
-    let db = hosts_and_logs(&test).await;
-    let daemon = Daemon::start(&test, RULES).await;
-    daemon.settled().await;
-    let ip = begin_fan_out(&test, &db).await;
-    slow_writes(&test).await;
+    let Slow { _set, test, db, daemon, ip } = Slow::begin().await;
     half_done(&test).await;
     let late = doc! {"$set": {"wish": bson::oid::ObjectId::new(), "after": []}};
     let fan_outs = test.beside("state").collection::<Document>("fan_outs");

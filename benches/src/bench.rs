@@ -3,21 +3,18 @@
 use std::{
     env, fs,
     path::PathBuf,
-    process::Command,
     time::{Duration, Instant},
 };
 
 use bson::{Document, doc};
 use denormd_fixture::ReplicaSet;
-use denormd_show::{daemon::Daemon, progress::Progress};
+use denormd_show::{daemon::Daemon, host, progress::Progress};
 use futures_util::future::try_join_all;
 use mongodb::{Client, Database};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
 };
-
-use crate::host;
 
 /// Statements in one command of a writer: 500 to 1,000 are equally good (measured on MongoDB 6.0.5).
 pub const STATEMENTS: usize = 500;
@@ -35,7 +32,6 @@ pub struct Bench {
     pub client: Client,
     /// How often each measurement is repeated.
     pub rounds: usize,
-    ticks: f64,
 }
 
 /// What something took.
@@ -59,7 +55,7 @@ impl Bench {
     /// Starts the server.
     pub async fn start(rounds: usize) -> Self {
         let set = ReplicaSet::builder().cache_gb(2.0).oplog_mb(4096).start().await;
-        Self { client: set.client().await, set, rounds, ticks: host::ticks() }
+        Self { client: set.client().await, set, rounds }
     }
 
     /// The database of the workloads, with nothing in it and no state of a daemon.
@@ -101,7 +97,7 @@ impl Bench {
     pub fn since(&self, (begin, server, mine): (Instant, f64, f64), daemon: Option<&Running>) -> Cost {
         let wall = begin.elapsed().as_secs_f64();
         let (_, server_now, mine_now) = self.spent(daemon);
-        Cost { wall, server: (server_now - server) / self.ticks, daemon: (mine_now - mine) / self.ticks }
+        Cost { wall, server: server_now - server, daemon: mine_now - mine }
     }
 }
 
@@ -137,9 +133,10 @@ impl Running {
         fs::remove_file(&self.config).ok();
     }
 
-    /// A command of denormd with its config.
-    pub fn one_shot(&self, words: &[&str]) -> Command {
-        self.daemon.command(words)
+    /// Runs a command of denormd beside it, which must succeed.
+    pub fn command(&self, words: &[&str]) {
+        let output = self.daemon.command(words).output().expect("denormd starts");
+        assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
     /// The end of its log.

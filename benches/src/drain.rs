@@ -1,12 +1,14 @@
 //! A backlog of changes, drained by the daemon; and the same target writes by a client that knows them.
 
-use denormd_show::print::{bold, dim, heading};
+use denormd_show::{
+    figures::{median, spread},
+    host,
+    print::{bold, dim, heading},
+};
 use mongodb::Database;
 
 use crate::{
     bench::{Bench, Cost, Running, breath, insert, update},
-    host,
-    table::{median, spread},
     workloads::{Change, Workload},
 };
 
@@ -113,8 +115,8 @@ pub fn print(all: &[Drained]) {
             let title = if nth == 0 { drained.name } else { "" };
             println!(
                 "  {title:<12}{name:<18}{:>22}{:>22}{server:>12}{mine:>12}{memory:>10}",
-                bold(&spread(&wall)),
-                spread(&cpu)
+                bold(&spread(&wall, 2)),
+                spread(&cpu, 2)
             );
         }
     }

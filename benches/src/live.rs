@@ -8,15 +8,15 @@ use std::{
 };
 
 use bson::{Bson, Document, doc};
-use denormd_show::print::{bold, count, heading};
+use denormd_show::{
+    figures::median,
+    print::{bold, count, heading},
+};
 use futures_util::{StreamExt, future::join_all};
 use mongodb::{Database, bson::Timestamp};
 use tokio::task::JoinHandle;
 
-use crate::{
-    bench::{Bench, insert},
-    table::median,
-};
+use crate::bench::{Bench, insert};
 
 const SOURCES: i32 = 20_000;
 const RATES: [u32; 3] = [200, 1_000, 5_000];

@@ -6,11 +6,9 @@
 
 mod bench;
 mod drain;
-mod host;
 mod live;
 mod scale;
 mod scan;
-mod table;
 mod workloads;
 
 use std::env;

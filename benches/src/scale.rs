@@ -1,13 +1,13 @@
 //! That cost follows changes: not the number of rules, and not the size of what does not change.
 
 use bson::{Document, doc};
-use denormd_show::print::{bold, count, dim, heading};
-
-use crate::{
-    bench::{Bench, Cost, insert, update},
+use denormd_show::{
+    figures::median,
     host,
-    table::median,
+    print::{bold, count, dim, heading},
 };
+
+use crate::bench::{Bench, Cost, insert, update};
 
 const SOURCES: i32 = 10_000;
 const RULES: [usize; 4] = [1, 10, 100, 500];

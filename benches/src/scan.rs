@@ -1,15 +1,15 @@
 //! Backfill and check of a whole collection, beside the same done inside the server by one aggregation.
 
-use std::{process::Command, time::Instant};
+use std::time::Instant;
 
 use bson::{Document, doc};
-use denormd_show::print::{bold, count, heading};
+use denormd_show::{
+    figures::spread,
+    print::{bold, count, heading},
+};
 use mongodb::Database;
 
-use crate::{
-    bench::{Bench, insert},
-    table::{median, spread},
-};
+use crate::bench::{Bench, Running, insert};
 
 const SOURCES: i32 = 20_000;
 const TARGETS: i32 = 200_000;
@@ -32,9 +32,9 @@ pub async fn measure(bench: &Bench) {
     let daemon = bench.daemon(RULES, 1).await;
     let mut ratios: [Vec<f64>; 4] = Default::default();
     for round in 0..=bench.rounds {
-        let filled = backfill(bench, &database, &daemon, true).await;
+        let filled = backfill(&database, &daemon, true).await;
         let merged = merge(&database, true).await;
-        let silent = backfill(bench, &database, &daemon, false).await;
+        let silent = backfill(&database, &daemon, false).await;
         let looked = merge(&database, false).await;
         let checked = check(&daemon);
         let compared = compare(&database).await;
@@ -58,9 +58,8 @@ pub async fn measure(bench: &Bench) {
     .iter()
     .zip(&ratios)
     {
-        println!("  {name:<48}{}", bold(&spread(ratio)));
+        println!("  {name:<48}{}", bold(&spread(ratio, 2)));
     }
-    let _ = median(&ratios[0]);
     daemon.stop().await;
 }
 
@@ -72,7 +71,7 @@ async fn forget(database: &Database) {
         .expect("an update");
 }
 
-async fn backfill(_bench: &Bench, database: &Database, daemon: &crate::bench::Running, all: bool) -> f64 {
+async fn backfill(database: &Database, daemon: &Running, all: bool) -> f64 {
     if all {
         // With the fields gone, and the daemon past the events.
         forget(database).await;
@@ -83,7 +82,7 @@ async fn backfill(_bench: &Bench, database: &Database, daemon: &crate::bench::Ru
     begin.elapsed().as_secs_f64()
 }
 
-fn check(daemon: &crate::bench::Running) -> f64 {
+fn check(daemon: &Running) -> f64 {
     let begin = Instant::now();
     daemon.command(&["check"]);
     begin.elapsed().as_secs_f64()
@@ -121,13 +120,4 @@ fn looked_up() -> Vec<Document> {
 async fn run(database: &Database, pipeline: Vec<Document>) {
     let command = doc! {"aggregate": "products", "pipeline": pipeline, "cursor": {}, "writeConcern": {"w": "majority"}};
     database.run_command(command).await.expect("an aggregation");
-}
-
-impl crate::bench::Running {
-    /// Runs a command of denormd beside it.
-    fn command(&self, words: &[&str]) {
-        let mut command: Command = self.one_shot(words);
-        let output = command.output().expect("denormd starts");
-        assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
-    }
 }

@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeMap,
+    hash::{BuildHasher, RandomState},
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
@@ -162,8 +163,8 @@ impl Share {
         let of = config.lease.partitions;
         let ids: Vec<String> = Partition::all(of).map(|partition| partition.id(&config.name)).collect();
         let held = lease::held(&rules.connection.now(), &config.state.database, &ids).await?;
-        let first = std::process::id() % of;
-        let from_first = Partition::all(of).chain(Partition::all(of)).skip(usize::try_from(first).unwrap_or_default());
+        let first = usize::try_from(RandomState::new().hash_one(of) % u64::from(of)).unwrap_or_default();
+        let from_first = Partition::all(of).chain(Partition::all(of)).skip(first);
         let free = from_first
             .take(ids.len())
             .filter(|partition| !self.led.contains_key(partition) && !held.contains(&partition.id(&config.name)));

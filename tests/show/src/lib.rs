@@ -4,7 +4,9 @@
 //! --apply`, `run`, and SIGKILL. What they know of it is what an operator can see, the data and the state database.
 
 pub mod daemon;
+pub mod figures;
 pub mod flights;
+pub mod host;
 pub mod print;
 pub mod progress;
 pub mod shop;

@@ -16,6 +16,7 @@ use bson::{Document, doc};
 use denormd_fixture::{ReplicaSet, TestDb};
 use denormd_show::{
     daemon::Daemon,
+    host,
     print::{count, heading, rate, time},
 };
 use mongodb::Database;
@@ -35,7 +36,7 @@ fn number(name: &str, default: usize) -> usize {
 #[tokio::main]
 async fn main() {
     let events = number("EVENTS", 10_000_000);
-    let limit = number("LIMIT_MB", 256);
+    let limit = f64::from(u32::try_from(number("LIMIT_MB", 256)).expect("fewer megabytes"));
     let oplog = ((events * OPLOG_BYTES) >> 20).max(990);
     let oplog = u32::try_from(oplog).expect("fewer events");
     let set = ReplicaSet::builder().oplog_mb(oplog).cache_gb(1.0).start().await;
@@ -66,7 +67,7 @@ async fn main() {
     println!("drained in {}: {}", time(took), rate(written, took));
     let wrong = wrong(&test.database()).await;
     println!("compared: {} differ", count(wrong));
-    println!("at most {worst} MB, {limit} allowed");
+    println!("at most {worst:.0} MB, {limit} allowed");
     daemon.stop().await;
     fs::remove_file(&config).ok();
     assert_eq!(wrong, 0, "copies differ");
@@ -117,17 +118,18 @@ async fn write(db: &Database, events: usize) -> usize {
 }
 
 /// Reads memory and depth until it is `done`, and prints some of it; returns the most memory, in megabytes.
-fn sample(daemon: &Daemon, events: usize, begun: Instant, done: impl Fn() -> bool) -> usize {
-    let (mut worst, mut next) = (0, events + 1);
+fn sample(daemon: &Daemon, events: usize, begun: Instant, done: impl Fn() -> bool) -> f64 {
+    let pid = daemon.pid().expect("a daemon that runs");
+    let (mut worst, mut next) = (0.0_f64, events + 1);
     loop {
         let last = done();
-        let memory = memory(daemon);
-        worst = worst.max(memory);
+        let (memory, most) = host::memory(pid);
+        worst = worst.max(most);
         let metrics = get(daemon.address(), "/metrics").unwrap_or_default();
         let pending = events.saturating_sub(events_read(&metrics));
         if pending < next || last {
             let depth = sum(&metrics, |name| name == "denormd_queue_depth");
-            println!("{:>10}  {:>14}  {:>10}  {memory:>5} MB", time(begun.elapsed()), count(pending), count(depth));
+            println!("{:>10}  {:>14}  {:>10}  {memory:>5.0} MB", time(begun.elapsed()), count(pending), count(depth));
             next = (pending + 1).saturating_sub(events / LINES);
         }
         if last {
@@ -147,14 +149,6 @@ fn events_read(metrics: &str) -> usize {
 fn sum(metrics: &str, wanted: impl Fn(&str) -> bool) -> usize {
     let values = metrics.lines().filter_map(|line| line.rsplit_once(' ')).filter(|(name, _)| wanted(name));
     values.filter_map(|(_, value)| value.parse::<usize>().ok()).sum()
-}
-
-fn memory(daemon: &Daemon) -> usize {
-    let pid = daemon.pid().expect("a daemon that runs");
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a daemon that runs");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("its memory");
-    let kilobytes: usize = line.trim().trim_end_matches(" kB").trim().parse().expect("a number");
-    kilobytes / 1024
 }
 
 /// Waits until it leads, and until everything committed by then is applied, however long that takes.

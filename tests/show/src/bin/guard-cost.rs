@@ -1,12 +1,14 @@
 //! `make guard-cost`: what `guard: watch` costs. The same changes on the same server without a daemon, under `guard: audit`
 //! and under `guard: watch`, in turn, several rounds.
 
-use std::{env, fs, path::PathBuf, process::Command, time::Duration};
+use std::{env, fs, path::PathBuf, time::Duration};
 
 use bson::{Document, doc};
 use denormd_fixture::ReplicaSet;
 use denormd_show::{
     daemon::Daemon,
+    figures::spread,
+    host,
     print::{bold, count, dim, heading},
     progress::Progress,
 };
@@ -57,7 +59,7 @@ async fn main() {
         count(size(changes))
     ));
     let set = ReplicaSet::builder().cache_gb(1.0).oplog_mb(2048).start().await;
-    let bench = Bench { client: set.client().await, server: set.node(0).pid(), uri: set.uri(), ticks: ticks() };
+    let bench = Bench { client: set.client().await, server: set.node(0).pid(), uri: set.uri() };
     let mut costs: Vec<[Cost; 3]> = Vec::new();
     println!("  {:<8}{:<8}{:>10}{:>14}{:>14}", "round", "guard", "wall", "server CPU", "daemon CPU");
     for round in 1..=rounds {
@@ -80,17 +82,10 @@ fn size(number: i32) -> usize {
     usize::try_from(number).unwrap_or_default()
 }
 
-/// What a second of CPU is counted in, in `/proc/PID/stat`.
-fn ticks() -> f64 {
-    let output = Command::new("getconf").arg("CLK_TCK").output().expect("getconf runs");
-    String::from_utf8_lossy(&output.stdout).trim().parse().expect("a number of ticks")
-}
-
 struct Bench {
     client: Client,
     server: u32,
     uri: String,
-    ticks: f64,
 }
 
 impl Bench {
@@ -106,7 +101,7 @@ impl Bench {
             Guard::Audit | Guard::Watch => Some(self.caught_up(&config).await),
         };
         let pid = daemon.as_ref().and_then(Daemon::pid);
-        let (server, mine) = (self.cpu(self.server), pid.map_or(0.0, |pid| self.cpu(pid)));
+        let (server, mine) = (host::cpu(self.server), pid.map_or(0.0, host::cpu));
         let started = Instant::now();
         for time in 1..=TIMES {
             change(&database, time).await;
@@ -116,8 +111,8 @@ impl Bench {
         }
         let cost = Cost {
             wall: started.elapsed(),
-            server: self.cpu(self.server) - server,
-            daemon: pid.map_or(0.0, |pid| self.cpu(pid)) - mine,
+            server: host::cpu(self.server) - server,
+            daemon: pid.map_or(0.0, host::cpu) - mine,
         };
         if let Some(daemon) = &mut daemon {
             assert_true(&database).await;
@@ -136,15 +131,6 @@ impl Bench {
         Progress::new(&self.client, DATABASE, 1).wait_backfilled().await;
         daemon.wait();
         daemon
-    }
-
-    /// The CPU seconds that a process has used.
-    fn cpu(&self, pid: u32) -> f64 {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("a process that runs, on Linux");
-        // The second field is a name in parentheses, which may hold anything; utime and stime are the 14th and the 15th.
-        let (_, rest) = stat.rsplit_once(')').expect("a name in parentheses");
-        let spent = rest.split_whitespace().skip(11).take(2);
-        spent.map(|ticks| ticks.parse::<f64>().expect("a number of ticks")).sum::<f64>() / self.ticks
     }
 }
 
@@ -195,18 +181,13 @@ async fn assert_true(database: &Database) {
     assert_eq!(stale, 0, "copies that are not true after `denormd wait`");
 }
 
-/// The middle one, the least and the greatest.
-fn spread(mut values: Vec<f64>) -> String {
-    values.sort_by(f64::total_cmp);
-    let middle = values[values.len() / 2];
-    format!("{middle:.3} ({:.3} to {:.3})", values[0], values[values.len() - 1])
-}
-
 fn print(costs: &[[Cost; 3]], changes: f64) {
     heading("CPU seconds per 1,000 changes, and wall time: median (least to greatest)");
     println!("  {:<10}{:>26}{:>26}{:>26}", "guard", "server", "daemon", "seconds in all");
     for guard in GUARDS {
-        let of = |what: &dyn Fn(&Cost) -> f64| spread(costs.iter().map(|round| what(&round[guard as usize])).collect());
+        let of = |what: &dyn Fn(&Cost) -> f64| {
+            spread(&costs.iter().map(|round| what(&round[guard as usize])).collect::<Vec<_>>(), 3)
+        };
         let each = |seconds: f64| seconds / changes * 1000.0;
         let cells = [of(&|cost| each(cost.server)), of(&|cost| each(cost.daemon)), of(&|cost| cost.wall.as_secs_f64())];
         let name = format!("{guard:?}").to_lowercase();
@@ -214,7 +195,7 @@ fn print(costs: &[[Cost; 3]], changes: f64) {
     }
     let ratio = |what: &dyn Fn(&Cost) -> f64| {
         let ratios = costs.iter().map(|[_, audit, watch]| what(watch) / what(audit));
-        bold(&spread(ratios.collect()))
+        bold(&spread(&ratios.collect::<Vec<_>>(), 2))
     };
     println!("\n  watch / audit, round by round");
     println!("    wall time to drain      {}", ratio(&|cost| cost.wall.as_secs_f64()));

@@ -19,6 +19,7 @@ use std::{
 
 use bson::{Document, doc};
 use denormd_fixture::ReplicaSet;
+use denormd_show::host::cpu;
 
 /// How much more often than in real life it is looked at.
 const FASTER: u32 = 100;
@@ -225,15 +226,4 @@ async fn cpu_of(process: u32, during: Duration) -> f64 {
     let before = cpu(process);
     tokio::time::sleep(during).await;
     cpu(process) - before
-}
-
-/// CPU seconds that a process has used. Linux counts them in hundredths.
-fn cpu(process: u32) -> f64 {
-    let stat = fs::read_to_string(format!("/proc/{process}/stat")).expect("a process that runs");
-    // The name, in brackets, may hold blanks.
-    let after = stat.rsplit(')').next().unwrap_or_default();
-    let ticks: u64 = after.split_whitespace().skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
-    #[expect(clippy::cast_precision_loss, reason = "hundredths of a second")]
-    let ticks = ticks as f64;
-    ticks / 100.0
 }

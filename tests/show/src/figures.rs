@@ -7,9 +7,9 @@ pub fn median(values: &[f64]) -> f64 {
     values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// `0.93 (0.88 to 0.95)`: the middle one, the least and the greatest.
-pub fn spread(values: &[f64]) -> String {
+/// `0.93 (0.88 to 0.95)` with two `decimals`: the middle one, the least and the greatest.
+pub fn spread(values: &[f64], decimals: usize) -> String {
     let least = values.iter().copied().fold(f64::INFINITY, f64::min);
     let greatest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    format!("{:.2} ({least:.2} to {greatest:.2})", median(values))
+    format!("{:.decimals$} ({least:.decimals$} to {greatest:.decimals$})", median(values))
 }

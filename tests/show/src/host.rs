@@ -1,20 +1,20 @@
-//! What processes use, as Linux tells it.
+//! What processes use, as Linux tells it, and signals to them.
 
-use std::{fs, process::Command};
+use std::{fs, process::Command, sync::LazyLock};
 
 /// What a second of CPU is counted in, in `/proc/PID/stat`.
-pub fn ticks() -> f64 {
+static TICKS: LazyLock<f64> = LazyLock::new(|| {
     let output = Command::new("getconf").arg("CLK_TCK").output().expect("getconf runs");
     String::from_utf8_lossy(&output.stdout).trim().parse().expect("a number of ticks")
-}
+});
 
-/// The clock ticks of CPU that a process has used.
+/// The CPU seconds that a process has used.
 pub fn cpu(pid: u32) -> f64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("a process that runs, on Linux");
     // The second field is a name in parentheses, which may hold anything; utime and stime are the 14th and the 15th.
     let (_, rest) = stat.rsplit_once(')').expect("a name in parentheses");
     let spent = rest.split_whitespace().skip(11).take(2);
-    spent.map(|ticks| ticks.parse::<f64>().expect("a number of ticks")).sum()
+    spent.map(|ticks| ticks.parse::<f64>().expect("a number of ticks")).sum::<f64>() / *TICKS
 }
 
 /// Megabytes of memory: what is resident now, and the most that ever was.
