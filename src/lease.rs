@@ -2,8 +2,11 @@
 //!
 //! The instance that the document names may write until `until`, and every write of it is over by then
 //! ([`crate::mongo::fence`]). Another one may take it a moment after that, or at once when it was given back, and the term
-//! grows with every take-over. Local time is only used as the time that has passed since a request was sent, which ends a
-//! leadership early, never late.
+//! grows with every take-over. Local time is only used as the time that has passed since a request was sent.
+//!
+//! A lease that ran out is not lost yet: nothing is written under it ([`crate::mongo::fence`]), but it is renewed all the
+//! same, and goes on where it was if nobody took it meanwhile. So an election, or an answer that comes late, costs no
+//! take-over. The document tells, as its owner and term change with each one.
 
 use std::{sync::Arc, time::Duration};
 
@@ -35,6 +38,8 @@ const POLL: Duration = Duration::from_millis(500);
 const AGAIN: Duration = Duration::from_millis(200);
 /// How long giving the lease back may take.
 const RELEASE: Duration = Duration::from_secs(2);
+/// How long it is tried to give back what was granted by an answer that got lost.
+const WITHDRAW: Duration = Duration::from_secs(60);
 /// DuplicateKey: another instance has made the document at the same moment.
 const DUPLICATE_KEY: i32 = 11000;
 
@@ -54,8 +59,8 @@ pub trait Registry: Clone + Send + Sync + 'static {
     /// Renews it; returns its new end in milliseconds since 1970. None when it is another's.
     fn renew(&self, owner: &str, term: i64) -> impl Future<Output = Result<Option<i64>>> + Send;
 
-    /// Lets anybody take it at once.
-    fn give_back(&self, owner: &str, term: i64) -> impl Future<Output = Result<()>> + Send;
+    /// Lets anybody take it at once. Each grant has an owner of its own.
+    fn give_back(&self, owner: &str) -> impl Future<Output = Result<()>> + Send;
 }
 
 /// A lease as it was granted.
@@ -139,7 +144,11 @@ impl<R: Registry> Lease<R> {
     pub async fn try_lead(&self) -> Result<Option<Held<R>>> {
         let (owner, sent) = (ObjectId::new().to_hex(), Instant::now());
         let limited = tokio::time::timeout(self.ttl, self.registry.take(&owner));
-        let Some(grant) = limited.await.map_err(|_| Error::internal("no answer in time"))?? else { return Ok(None) };
+        let answer = limited.await.unwrap_or_else(|_| Err(Error::internal("no answer in time")));
+        if answer.is_err() {
+            tokio::spawn(self.clone().withdraw(owner.clone()));
+        }
+        let Some(grant) = answer? else { return Ok(None) };
         failpoint::here("lease-taken");
         let held = self.hold(owner, &grant, sent);
         if grant.was_deleted {
@@ -152,6 +161,17 @@ impl<R: Registry> Lease<R> {
         Ok(Some(held))
     }
 
+    /// Gives back what may have been granted to `owner`, or renewed, by an answer that got lost. Nothing is written under it
+    /// any more, and nobody has to wait until it runs out.
+    async fn withdraw(self, owner: String) {
+        let given_back = async {
+            while !matches!(tokio::time::timeout(self.ttl, self.registry.give_back(&owner)).await, Ok(Ok(()))) {
+                tokio::time::sleep(AGAIN).await;
+            }
+        };
+        tokio::time::timeout(WITHDRAW, given_back).await.ok();
+    }
+
     fn hold(&self, owner: String, grant: &Grant, sent: Instant) -> Held<R> {
         let fence = Arc::new(Fence::new(grant.term, grant.until));
         let lost = CancellationToken::new();
@@ -161,18 +181,14 @@ impl<R: Registry> Lease<R> {
         Held { registry: self.registry.clone(), owner, fence, lost, renewal }
     }
 
-    /// Renews until it is lost. `ends` is when the lease ends at the latest, by the time that has passed here.
+    /// Renews until it is lost: until another one has it, or it could not be renewed for as long again after it ended, at
+    /// `ends` at the latest by the time that has passed here.
     async fn keep(self, owner: String, fence: Arc<Fence>, mut ends: Instant, lost: CancellationToken) {
         let mut pause = self.ttl / 3;
         let why = loop {
-            let due = (Instant::now() + pause).min(ends);
-            tokio::time::sleep_until(due).await;
+            tokio::time::sleep(pause).await;
             let sent = Instant::now();
-            if sent >= ends {
-                break "it could not be renewed in time";
-            }
-            let limit = ends.min(sent + self.ttl / 3);
-            match tokio::time::timeout_at(limit, self.registry.renew(&owner, fence.term())).await {
+            match tokio::time::timeout(self.ttl / 3, self.registry.renew(&owner, fence.term())).await {
                 Ok(Ok(Some(until))) => {
                     fence.extend(until);
                     (ends, pause) = (sent + self.ttl, self.ttl / 3);
@@ -186,6 +202,12 @@ impl<R: Registry> Lease<R> {
                     tracing::warn!(term = fence.term(), "the lease was not renewed: no answer; trying again");
                     pause = AGAIN;
                 }
+            }
+            if Instant::now() >= ends + self.ttl {
+                // What was written under it was over when it ended, and that is more than half its time ago. But it may have
+                // been renewed by requests that are still on their way.
+                tokio::spawn(self.clone().withdraw(owner));
+                break "it could not be renewed in time";
             }
         };
         tracing::error!(term = fence.term(), why, "the lease is lost");
@@ -202,8 +224,8 @@ impl LeaseDocument {
         doc! {"$add": ["$$NOW", millis(self.ttl)]}
     }
 
-    fn mine(&self, owner: &str, term: i64) -> Document {
-        doc! {"_id": &self.deployment, "owner": owner, "term": term}
+    fn mine(&self, owner: &str) -> Document {
+        doc! {"_id": &self.deployment, "owner": owner}
     }
 }
 
@@ -245,13 +267,15 @@ impl Registry for LeaseDocument {
     async fn renew(&self, owner: &str, term: i64) -> Result<Option<i64>> {
         let update = vec![doc! {"$set": {"until": self.until()}}];
         let leases = self.collection();
-        let renewed = leases.find_one_and_update(self.mine(owner, term), update);
+        let mut mine = self.mine(owner);
+        mine.insert("term", term);
+        let renewed = leases.find_one_and_update(mine, update);
         renewed.return_document(ReturnDocument::After).await?.as_ref().map(until_of).transpose()
     }
 
-    async fn give_back(&self, owner: &str, term: i64) -> Result<()> {
+    async fn give_back(&self, owner: &str) -> Result<()> {
         let update = vec![doc! {"$set": {"owner": Bson::Null, "until": "$$NOW"}}];
-        self.collection().update_one(self.mine(owner, term), update).await?;
+        self.collection().update_one(self.mine(owner), update).await?;
         Ok(())
     }
 }
@@ -279,7 +303,7 @@ impl<R: Registry> Held<R> {
     pub async fn release(self) {
         self.renewal.abort();
         let term = self.term();
-        match tokio::time::timeout(RELEASE, self.registry.give_back(&self.owner, term)).await {
+        match tokio::time::timeout(RELEASE, self.registry.give_back(&self.owner)).await {
             Ok(Ok(())) => tracing::info!(term, "the lease was given back"),
             Ok(Err(error)) => {
                 tracing::warn!(term, error = %error.message, "the lease could not be given back and runs out");
@@ -310,7 +334,7 @@ pub async fn held(server: &Server, database: &str, ids: &[String]) -> Result<Vec
 }
 
 /// Whether the lease may be taken: its time is over, and what was written under it has been noticed to be over; or it was
-/// given back. One that was granted by an answer that got lost runs out as any other.
+/// given back.
 #[must_use]
 pub fn is_free() -> Document {
     let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};

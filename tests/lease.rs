@@ -15,7 +15,7 @@ use denormd::{
     mongo::{Fence, Server},
     position::Position,
 };
-use denormd_fixture::TestDb;
+use denormd_fixture::{ReplicaSet, TestDb};
 use tokio::time::timeout;
 
 const TTL: Duration = Duration::from_secs(2);
@@ -75,6 +75,30 @@ async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
 
     collection.update_one(doc! {}, doc! {"$set": {"owner": "somebody"}}).await.unwrap();
     timeout(TTL, next.lost()).await.expect("it has noticed");
+}
+
+/// An election that took longer than what was left of the lease cost a take-over, and that the rest of another lease: a
+/// renewal that arrives late had made it longer.
+#[tokio::test]
+async fn a_server_that_stands_still_longer_than_a_lease_costs_no_take_over() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let ttl = Duration::from_secs(6);
+    let lease = Lease::new(Server::new(test.client.clone()), &test.name, "default", ttl);
+    let (held, _) = leads(&lease, ttl).await;
+    set.node(0).sigstop();
+    tokio::time::sleep(ttl + Duration::from_secs(1)).await;
+    set.node(0).sigcont();
+    let server = Server::new(test.client.clone()).under(held.fence());
+    let statement = [rawdoc! {"q": {"_id": 1}, "u": {"$set": {"x": 1}}, "upsert": true}];
+    let begun = Instant::now();
+    // Until it is renewed, nothing is written.
+    while let Err(error) = server.update(&test.name, "c", &statement, ttl).await {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{}", error.message);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(timeout(Duration::from_millis(10), held.lost()).await.is_err(), "it goes on");
+    assert_eq!(held.term(), 1);
 }
 
 /// The very first leader had written nothing yet when its lease was deleted: the next one began in the same term, without

@@ -319,10 +319,10 @@ impl Registry for Wire {
         .await
     }
 
-    async fn give_back(&self, owner: &str, term: i64) -> Result<()> {
+    async fn give_back(&self, owner: &str) -> Result<()> {
         self.call(|server| {
-            if server.lease.0 == term && server.lease.1.as_deref() == Some(owner) {
-                server.lease = (term, None, self.sim.millis());
+            if server.lease.1.as_deref() == Some(owner) {
+                server.lease = (server.lease.0, None, self.sim.millis());
             }
         })
         .await
