@@ -165,8 +165,12 @@ impl<R: Registry> Lease<R> {
     /// any more, and nobody has to wait until it runs out.
     async fn withdraw(self, owner: String) {
         let given_back = async {
-            while !matches!(tokio::time::timeout(self.ttl, self.registry.give_back(&owner)).await, Ok(Ok(()))) {
-                tokio::time::sleep(AGAIN).await;
+            // Twice: what was sent before may come after.
+            for _ in 0..2 {
+                while !matches!(tokio::time::timeout(self.ttl, self.registry.give_back(&owner)).await, Ok(Ok(()))) {
+                    tokio::time::sleep(AGAIN).await;
+                }
+                tokio::time::sleep(POLL).await;
             }
         };
         tokio::time::timeout(WITHDRAW, given_back).await.ok();

@@ -25,7 +25,7 @@ async fn hosts_and_logs(test: &TestDb) -> Database {
     db
 }
 
-async fn fail(test: &TestDb, mode: impl Into<bson::Bson>, data: Document) {
+pub async fn fail(test: &TestDb, mode: impl Into<bson::Bson>, data: Document) {
     let mut command = doc! {"configureFailPoint": "failCommand", "mode": mode.into()};
     if !data.is_empty() {
         command.insert("data", data);
@@ -49,8 +49,11 @@ async fn begin_fan_out(test: &TestDb, db: &Database) -> i32 {
     panic!("no fan-out is recorded");
 }
 
-async fn slow_writes(test: &TestDb) {
-    let slow = doc! {"failCommands": ["update"], "appName": "denormd", "blockConnection": true, "blockTimeMS": 300};
+/// Each write of the daemon waits for so many milliseconds, until it is told to `fail` in another way.
+pub async fn slow_writes(test: &TestDb, milliseconds: i32) {
+    let slow = doc! {
+        "failCommands": ["update"], "appName": "denormd", "blockConnection": true, "blockTimeMS": milliseconds,
+    };
     fail(test, "alwaysOn", slow).await;
 }
 
@@ -102,7 +105,7 @@ impl Slow {
         let daemon = Daemon::start(&test, RULES).await;
         daemon.settled().await;
         let ip = begin_fan_out(&test, &db).await;
-        slow_writes(&test).await;
+        slow_writes(&test, 300).await;
         Self { _set: set, test, db, daemon, ip }
     }
 }

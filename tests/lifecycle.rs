@@ -4,10 +4,13 @@ use std::{collections::BTreeSet, sync::atomic::Ordering, time::Duration};
 
 use bson::{Document, doc};
 use denormd::{checkpoint::store::Store, mongo::Server, pipeline::Progress, position::ClusterTime};
-use denormd_fixture::TestDb;
+use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::Database;
 
-use crate::daemon::{Daemon, all};
+use crate::{
+    daemon::{Daemon, all},
+    fan_outs::{fail, slow_writes},
+};
 
 const HOST: &str =
     "  - { name: address, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
@@ -125,19 +128,30 @@ async fn the_audit_finds_what_was_written_while_nobody_watched() {
 /// The guard called our own write drift when it took longer than a moment: a large fan-out, a queue that is full.
 #[tokio::test]
 async fn a_write_that_takes_its_time_is_nobodys_drift() {
-    let test = denormd_fixture::database().await;
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
     let db = host_and_log(&test).await;
     db.collection("log").insert_many((2..2000).map(|id| doc! {"_id": id, "host": 1})).await.unwrap();
     let rule = HOST.replace("name: address,", "name: address, guard: watch,");
     let daemon = Daemon::start(&test, &rule).await;
     daemon.settled().await;
-    for n in 0..20 {
-        let ip = doc! {"$set": {"ip": format!("10.0.1.{n}")}};
-        db.collection::<Document>("hosts").update_one(doc! {}, ip).await.unwrap();
-        tokio::time::sleep(Duration::from_millis(50)).await;
+    // What the first write brings is looked at twice while the second one is under way.
+    slow_writes(&test, 1500).await;
+    for ip in ["10.0.1.1", "10.0.1.2"] {
+        db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": ip}}).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(300)).await;
     }
+    let first = doc! {"_id": 1999, "ip": "10.0.1.1"};
+    for _ in 0..3000 {
+        if db.collection::<Document>("log").count_documents(first.clone()).await.unwrap() == 1 {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    fail(&test, "off", doc! {}).await;
     daemon.settled().await;
-    let stale = doc! {"ip": {"$ne": "10.0.1.19"}};
+    let stale = doc! {"ip": {"$ne": "10.0.1.2"}};
     assert_eq!(db.collection::<Document>("log").count_documents(stale).await.unwrap(), 0);
     assert_eq!(daemon.context().counts.drift.load(Ordering::Relaxed), 0);
     daemon.stop().await;
