@@ -7,14 +7,18 @@
 use std::{
     fmt,
     hash::{Hash, Hasher},
+    sync::Arc,
 };
 
 use bson::{Bson, Decimal128};
 
 /// One or several values that a source and its targets share. Equal when the server calls them equal, whatever their types.
+/// A clone shares them: a key that waits is in the queue several times.
 #[derive(Clone)]
-pub struct Key {
-    values: Vec<Bson>,
+pub struct Key(Arc<Inner>);
+
+struct Inner {
+    values: Box<[Bson]>,
     canonical: Box<[u8]>,
 }
 
@@ -26,7 +30,7 @@ impl Key {
         for value in &values {
             encode(value, &mut out);
         }
-        Self { values, canonical: out.into_boxed_slice() }
+        Self(Arc::new(Inner { values: values.into_boxed_slice(), canonical: out.into_boxed_slice() }))
     }
 
     /// A key of one value: a document's `_id`, most often.
@@ -38,25 +42,25 @@ impl Key {
     /// The values, as they were found.
     #[must_use]
     pub fn values(&self) -> &[Bson] {
-        &self.values
+        &self.0.values
     }
 
     /// An encoding that equal keys share, the same in every build.
     #[must_use]
     pub fn canonical(&self) -> &[u8] {
-        &self.canonical
+        &self.0.canonical
     }
 
     /// About how many bytes of memory the key holds.
     #[must_use]
     pub fn weight(&self) -> usize {
-        64 + 2 * self.canonical.len()
+        64 + 2 * self.0.canonical.len()
     }
 }
 
 impl PartialEq for Key {
     fn eq(&self, other: &Self) -> bool {
-        self.canonical == other.canonical
+        self.0.canonical == other.0.canonical
     }
 }
 
@@ -64,7 +68,7 @@ impl Eq for Key {}
 
 impl Hash for Key {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.canonical.hash(state);
+        self.0.canonical.hash(state);
     }
 }
 
@@ -77,14 +81,14 @@ impl PartialOrd for Key {
 impl Ord for Key {
     /// Any total order that agrees with equality; not the server's sort order.
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.canonical.cmp(&other.canonical)
+        self.0.canonical.cmp(&other.0.canonical)
     }
 }
 
 /// A key is a user's data: logs and messages show that there is one, never what it is.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Key({} values)", self.values.len())
+        write!(f, "Key({} values)", self.0.values.len())
     }
 }
 

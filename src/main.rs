@@ -3,6 +3,9 @@
 use clap::Parser;
 use denormd::{cli::Cli, commands};
 
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 #[tokio::main]
 async fn main() {
     let cli = Cli::parse();

@@ -42,8 +42,18 @@ pub struct Work {
     pub doubted_since: Option<Instant>,
     /// What the guard has found then.
     pub doubt: Doubt,
-    /// The oldest batch of each stream that this comes from.
-    held: BTreeMap<usize, u64>,
+    /// What this comes from.
+    held: Held,
+}
+
+/// The oldest batch of each stream that something comes from. Most often of one.
+#[derive(Debug, Clone, Default)]
+struct Held(Vec<(usize, u64)>);
+
+impl Held {
+    fn of(&mut self, stream: usize) -> Option<&mut u64> {
+        self.0.iter_mut().find(|held| held.0 == stream).map(|held| &mut held.1)
+    }
 }
 
 /// A target that was found to differ.
@@ -62,7 +72,7 @@ struct Entry {
     /// What is asked for next.
     pending: Option<Work>,
     /// Held while a batch has the key.
-    running: Option<BTreeMap<usize, u64>>,
+    running: Option<Held>,
     /// Whether the lane knows of `pending`.
     in_lane: bool,
     /// `pending` waits until then.
@@ -248,7 +258,7 @@ impl WorkQueue {
             attempts: 0,
             doubted_since: None,
             doubt: Doubt::default(),
-            held: BTreeMap::new(),
+            held: Held::default(),
         };
         let slot = Slot { lane: (request.rule, request.task), key: request.key };
         let entry = match self.entries.entry(slot.clone()) {
@@ -367,7 +377,7 @@ impl WorkQueue {
         self.weight = self.weight.saturating_sub(weight);
         match finish {
             Finish::Done { pause } => {
-                for (stream, batch) in held {
+                for (stream, batch) in held.0 {
                     watermark.release(stream, batch);
                 }
                 if let Some(at) = now.checked_add(pause).filter(|_| !pause.is_zero()) {
@@ -451,27 +461,28 @@ impl Work {
 
     /// Both, each with what it holds.
     fn joined_held(mut self, newer: Self, watermark: &mut Watermark) -> Self {
-        for (stream, batch) in &newer.held {
-            match self.held.get_mut(stream) {
+        for (stream, batch) in &newer.held.0 {
+            match self.held.of(*stream) {
                 // Of two batches the older one is enough: the low watermark cannot pass it.
                 Some(mine) if *mine <= *batch => watermark.release(*stream, *batch),
                 Some(mine) => watermark.release(*stream, std::mem::replace(mine, *batch)),
-                None => {
-                    self.held.insert(*stream, *batch);
-                }
+                None => self.held.0.push((*stream, *batch)),
             }
         }
         self.joined(newer)
     }
 
     fn holding(mut self, origin: Origin, watermark: &mut Watermark) -> Self {
-        let held = self.held.get(&origin.stream).copied();
-        // What a look-up leads to comes from a batch that may be older than what the key already holds.
-        if held.is_none_or(|held| origin.batch < held) {
-            watermark.hold(origin.stream, origin.batch);
-            self.held.insert(origin.stream, origin.batch);
-            if let Some(newer) = held {
-                watermark.release(origin.stream, newer);
+        match self.held.of(origin.stream) {
+            // What a look-up leads to comes from a batch that may be older than what the key already holds.
+            Some(held) if origin.batch < *held => {
+                watermark.hold(origin.stream, origin.batch);
+                watermark.release(origin.stream, std::mem::replace(held, origin.batch));
+            }
+            Some(_) => {}
+            None => {
+                watermark.hold(origin.stream, origin.batch);
+                self.held.0.push((origin.stream, origin.batch));
             }
         }
         self
@@ -486,7 +497,7 @@ pub fn origins<'a>(works: impl Iterator<Item = &'a Work>) -> Vec<Origin> {
     for work in works {
         after = after.max(work.after);
         committed = earliest(committed, work.committed);
-        for (stream, batch) in &work.held {
+        for (stream, batch) in &work.held.0 {
             let origin = Origin { stream: *stream, batch: *batch, after, committed };
             streams.entry(*stream).and_modify(|known| known.batch = known.batch.min(*batch)).or_insert(origin);
         }
