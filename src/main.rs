@@ -1,11 +1,10 @@
 //! The denormd binary: exit codes, nothing else.
 
-use clap::Parser;
 use denormd::{cli::Cli, commands};
 
 #[tokio::main]
 async fn main() {
-    let cli = Cli::parse();
+    let cli = Cli::read();
     let status = match commands::dispatch(&cli).await {
         Ok(()) => 0,
         Err(failure) => {
