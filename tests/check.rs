@@ -32,8 +32,10 @@ const NAMES: [&str; 5] = ["host", "names", "info", "latest", "stats"];
 
 /// Sources and targets from here on are left alone by the application.
 const STILL: i32 = 10_000_000;
-/// Sources that the application changes.
-const BUSY: i32 = 50;
+/// How many sources of a collection the application changes: each with about as many targets, however many there are in all.
+fn busy(targets: i32) -> i32 {
+    (targets / 100).max(50)
+}
 
 /// One planted difference.
 struct Planted {
@@ -118,11 +120,11 @@ async fn insert(db: &Database, collection: &str, documents: impl Iterator<Item =
 
 /// A shop of about `targets` targets, and what will be spoilt in it.
 async fn shop(db: &Database, targets: i32, planted: &[Planted]) {
-    let (logs, products) = (targets * 4 / 5, targets / 25);
-    insert(db, "hosts", (0..BUSY).chain(STILL..STILL + 2).map(host)).await;
-    insert(db, "parts", (0..BUSY).chain(STILL..STILL + 2).map(part)).await;
-    insert(db, "logs", (0..logs).map(|n| doc! {"_id": n, "host": n % BUSY})).await;
-    insert(db, "products", (0..products).map(|n| product(n, [n % BUSY, (n + 7) % BUSY]))).await;
+    let (logs, products, busy) = (targets * 4 / 5, targets / 25, busy(targets));
+    insert(db, "hosts", (0..busy).chain(STILL..STILL + 2).map(host)).await;
+    insert(db, "parts", (0..busy).chain(STILL..STILL + 2).map(part)).await;
+    insert(db, "logs", (0..logs).map(|n| doc! {"_id": n, "host": n % busy})).await;
+    insert(db, "products", (0..products).map(|n| product(n, [n % busy, (n + 7) % busy]))).await;
     insert(db, "reviews", (0..products).map(|n| doc! {"product": n, "stars": n % 5})).await;
     for (nth, planted) in (STILL..).zip(planted) {
         let target = match (planted.collection, &planted.special) {
@@ -151,7 +153,7 @@ async fn spoil(db: &Database, planted: &[Planted]) {
 
 /// One write of the application, on everything but the planted.
 async fn write(db: &Database, random: &mut StdRng, targets: i32) -> mongodb::error::Result<()> {
-    let source = random.random_range(0..BUSY);
+    let source = random.random_range(0..busy(targets));
     let number: i32 = random.random_range(0..4);
     let (log, product) = (random.random_range(0..targets * 4 / 5), random.random_range(0..targets / 25));
     let at = |name: &str| db.collection::<Document>(name);

@@ -200,6 +200,9 @@ impl Drawn {
         if let (Some(spread), Role::Source) = (&mut sample.fan_out, other) {
             let counts = targets.counts(context, rule, &frequent, Role::Target).await?.unwrap_or_default();
             spread.worst = counts.into_iter().fold(spread.worst, u64::max);
+            if let Some(mean) = self.mean(context, rule, &sample.references).await? {
+                spread.mean = mean;
+            }
         }
         if gathers(rule) {
             match sources.counts(context, rule, some_targets, Role::Source).await? {
@@ -213,6 +216,19 @@ impl Drawn {
         }
         sample.refused = refused(context, rule, compared.as_deref().unwrap_or_default()).await?;
         Ok(sample)
+    }
+
+    /// Targets of a source on average, by the share of the drawn references that resolve. None where a filter leaves unknown
+    /// how many take part.
+    async fn mean(&self, context: &Context, rule: &Rule, references: &[References]) -> Result<Option<f64>> {
+        if rule.source.filter.is_some() || rule.target.filter.is_some() || self.by_target.is_empty() {
+            return Ok(None);
+        }
+        let (sources, targets) = (count(context, rule, Role::Source).await?, count(context, rule, Role::Target).await?);
+        let resolved: u64 = references.iter().map(|references| references.resolved).sum();
+        #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
+        let mean = (targets as f64 * resolved as f64) / (self.by_target.len() as f64 * sources.max(1) as f64);
+        Ok(Some(mean))
     }
 
     /// Compares them. None where that takes too long, for want of an index.
@@ -280,13 +296,18 @@ fn too_long<T>(result: Result<T>) -> Result<Option<T>> {
 
 /// Whether a side is too large to be read whole for each question.
 async fn has_many(context: &Context, rule: &Rule, role: Role) -> Result<bool> {
+    Ok(count(context, rule, role).await? > FEW)
+}
+
+/// How many documents a side's collection has.
+async fn count(context: &Context, rule: &Rule, role: Role) -> Result<i64> {
     let namespace = match role {
         Role::Source => &rule.source.namespace,
         Role::Target => &rule.target.namespace,
     };
     // Without a filter it is known, not counted.
     let reply = context.server.database(&namespace.database).run_command(doc! {"count": &namespace.collection}).await?;
-    Ok(number(reply.get("n")) > FEW)
+    Ok(number(reply.get("n")))
 }
 
 fn number(value: Option<&Bson>) -> i64 {
