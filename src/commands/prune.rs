@@ -32,7 +32,7 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) -
     if retired.is_empty() {
         match output {
             Output::Text => {
-                print(&format!("every field of `{rule}` is owned by a rule of the config: nothing to prune\n"))
+                print(&format!("every field of `{rule}` is owned by a rule of the config: nothing to prune\n"));
             }
             Output::Json => print(&format!("{:#}\n", told(rule, dry_run, &[]))),
         }

@@ -20,17 +20,18 @@ pub async fn compare(client: &Client, report: &Value) -> (Vec<String>, usize) {
         let said = json!({
             "references": found["references"], "resolved": resolved, "mean": found["mean"], "fan_out": found["fan_out"],
         });
-        let mut same = said == exact;
-        let mut line =
-            format!("{}.{path} -> {}.{key}: advise says {said}, $group says {exact}", holder.name(), held.name());
+        let (mut same, mut says, mut counted) = (said == exact, said.to_string(), exact.to_string());
         if let Some((before, _)) = path.rsplit_once(".$[]").filter(|_| !array.is_null()) {
             let exact = lengths(&holder, before).await;
             same &= *array == exact;
-            line.push_str(&format!("; lengths: {array} and {exact}"));
+            (says, counted) = (format!("{says}, lengths {array}"), format!("{counted}, lengths {exact}"));
         }
-        if same {
-            line = format!("{}.{path} -> {}.{key}: the same: {exact}", holder.name(), held.name());
-        }
+        let what = format!("{}.{path} -> {}.{key}", holder.name(), held.name());
+        let line = if same {
+            format!("{what}: the same: {counted}")
+        } else {
+            format!("{what}: {says}, but counted {counted}")
+        };
         wrong += usize::from(!same);
         lines.push(line);
     }
