@@ -67,10 +67,8 @@ impl One<'_> {
         let scope =
             Scope { sample: self.options.sample, resume: self.options.resume, values: self.options.show_values };
         let mut check = Check::new(self.context, self.store, self.rule, scope).await?;
-        let total = match self.options.sample {
-            Some(size) => Some(size),
-            None => scan::count(self.context, self.rule).await,
-        };
+        let all = scan::count(self.context, self.rule).await;
+        let total = self.options.sample.map_or(all, |size| Some(all.map_or(size, |all| size.min(all))));
         let mut bar = Progress::new(&self.rule.name);
         bar.set(check.tally.compared, total);
         let mut counts = Counts::default();

@@ -23,7 +23,7 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) -
         let names: Vec<&str> = known.iter().map(|(name, _)| name.as_str()).collect();
         let error = Error::new(
             Kind::Config,
-            format!("no rule named `{rule}` has ever run in the deployment `{}`", config.name),
+            format!("the deployment `{}` knows no rule `{rule}`: it has never run, or is pruned", config.name),
         );
         return Err(error.hint(format!("known are: {}", names.join(", "))).into());
     };

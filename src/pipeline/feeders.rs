@@ -110,6 +110,7 @@ pub(super) struct Wishes {
 /// Looks for what commands have asked for, and for pauses that are over.
 pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sender<Wishes>, stop: CancellationToken) {
     let mut seen: BTreeMap<String, i64> = BTreeMap::new();
+    let mut noticed: Vec<(String, i64)> = Vec::new();
     loop {
         tokio::select! {
             () = tokio::time::sleep(LOOK_FOR_WISHES) => {}
@@ -117,7 +118,7 @@ pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sende
         }
         let Ok(states) = store.rules(&context.server).await else { continue };
         let mut wishes = Wishes::default();
-        let (mut pauses, mut noticed) = (false, Vec::new());
+        let mut pauses = false;
         for (name, state) in states {
             let newer = seen.insert(name.clone(), state.generation) != Some(state.generation);
             let rule = context.plan.rules.iter().find(|rule| rule.name == name);
@@ -138,11 +139,11 @@ pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sende
         if asked && out.send(wishes).await.is_err() {
             return;
         }
-        for (name, generation) in noticed {
-            // For the command alone, which waits no longer than a leader is there: what `denormd wait` is asked after it must
-            // count what was asked for.
+        // For the command alone, which waits no longer than a leader is there: what `denormd wait` is asked after it must count
+        // what was asked for. What cannot be recorded now is recorded the next time round.
+        for (name, generation) in std::mem::take(&mut noticed) {
             if store.notice(&context.server, &name, generation).await.is_err() {
-                seen.remove(&name);
+                noticed.push((name, generation));
             }
         }
         // Found resumed the next time round.
