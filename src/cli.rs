@@ -4,7 +4,7 @@ mod operator;
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 pub use operator::{CheckOptions, DeadLetters, Letters};
 
@@ -30,6 +30,30 @@ pub struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
+}
+
+/// What a command's help says of its exit status, where it says nothing more precise.
+const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 usage or config error.";
+
+impl Cli {
+    /// Reads the command line; prints help, or what is wrong with it, and exits.
+    #[must_use]
+    pub fn read() -> Self {
+        let matches = Self::documented().get_matches();
+        Self::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
+    }
+
+    /// The definitions that help, completions and man pages come from: each command says its exit status.
+    #[must_use]
+    pub fn documented() -> clap::Command {
+        with_exit_status(Self::command())
+    }
+}
+
+fn with_exit_status(command: clap::Command) -> clap::Command {
+    let command = command.mut_subcommands(with_exit_status);
+    let said = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+    if said.contains("Exit status:") { command } else { command.after_help(format!("{said}\n\n{EXIT_STATUS}")) }
 }
 
 /// How results are printed.
@@ -196,7 +220,10 @@ A file that exists is not overwritten. Read what it wrote, then: denormd plan --
   denormd prune old-names --config shop.yaml --dry-run
   denormd prune old-names --config shop.yaml
 
-What another rule of the config owns is left alone.")]
+What another rule of the config owns is left alone. The leader does it, in pages; where nobody leads, this command takes the
+lease meanwhile.
+
+Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, or the leader's rules own the fields.")]
     Prune {
         /// The rule's name.
         rule: String,
@@ -338,7 +365,14 @@ resumed rule is backfilled whole. `denormd status` names the cause `paused`; `de
         rule: String,
     },
     /// What could not be written, and why.
-    #[command(name = "dead-letters", subcommand)]
+    #[command(
+        name = "dead-letters",
+        subcommand,
+        after_help = "Examples:
+  denormd dead-letters list --config shop.yaml            which, since when, and why
+  denormd dead-letters retry --rule part-names            has the leader try them at once
+  denormd dead-letters drop --key 17                      forgets them"
+    )]
     DeadLetters(DeadLetters),
     /// Succeeds when the running daemon is well: for the health checks of containers.
     #[command(after_help = "Examples:
@@ -409,6 +443,20 @@ mod tests {
         for wrong in ["", "d", "-1d", "1.5h", "1w", "99999999999d", "ä"] {
             assert!(age(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn every_command_has_examples_and_says_its_exit_status() {
+        fn look(command: &clap::Command) {
+            for command in command.get_subcommands() {
+                let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+                for part in ["Examples:\n  ", "\n\nExit status: 0 "] {
+                    assert!(help.contains(part), "{} has no {part:?}: {help}", command.get_name());
+                }
+                look(command);
+            }
+        }
+        look(&Cli::documented());
     }
 
     #[test]

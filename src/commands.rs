@@ -115,8 +115,8 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             Ok(())
         }
         Command::Role { name, with_apply } => role::role(&loaded, cli.output, name, *with_apply).await,
-        Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, rule, *no_wait).await,
-        Command::Release { rule } => backfill::release(&loaded, rule).await,
+        Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, cli.output, rule, *no_wait).await,
+        Command::Release { rule } => backfill::release(&loaded, cli.output, rule).await,
         Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
         Command::Status { address } => status::status(&loaded, cli.output, *address).await,
         Command::Events { since } => events::events(&loaded, cli.output, *since).await,

@@ -18,7 +18,7 @@
 //! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
 //! | what is asked for | [`request`] |
 //! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`events`], [`lease`], [`membership`], [`division`], [`workqueue`], [`reconcile`] |
-//! | what feeds the same queue | [`preflight`], [`suspension`], [`backfill`], [`fan_out`], [`audit`], [`check`] |
+//! | what feeds the same queue | [`preflight`], [`suspension`], [`backfill`], [`fan_out`], [`audit`], [`check`], [`prune`] |
 //! | what tells before it runs | [`survey`] |
 //! | beside them: schema advice | [`advise`] |
 //! | assembly | [`pipeline`], [`status`], [`server`] |
@@ -65,6 +65,7 @@ pub mod pipeline;
 pub mod plan;
 pub mod position;
 pub mod preflight;
+pub mod prune;
 pub mod reconcile;
 pub mod request;
 pub mod route;

@@ -1,6 +1,5 @@
 //! The denormd binary: exit codes, nothing else.
 
-use clap::Parser;
 use denormd::{cli::Cli, commands};
 
 #[global_allocator]
@@ -8,7 +7,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[tokio::main]
 async fn main() {
-    let cli = Cli::parse();
+    let cli = Cli::read();
     let status = match commands::dispatch(&cli).await {
         Ok(()) => 0,
         Err(failure) => {

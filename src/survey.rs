@@ -14,6 +14,7 @@ use crate::{
     reconcile::Context,
 };
 pub use lookups::Lookup;
+use sample::Drawn;
 pub use sample::{Example, References, Sample, Sizes, Spread};
 pub use sharding::{ShardKey, Sharded};
 
@@ -52,13 +53,18 @@ pub async fn survey(context: &Context, plan: &Plan, size: u32) -> Result<Vec<Sur
     let mut out = Vec::new();
     for id in &plan.order {
         let rule = plan.rule(*id);
-        let sample = if size > 0 { Some(sample::draw(context, rule, size).await?) } else { None };
-        let keys = sample.as_ref().map(|sample| sample.key.clone()).unwrap_or_default();
+        let drawn = if size > 0 { Some(Drawn::draw(context, rule, size).await?) } else { None };
+        let key = drawn.as_ref().and_then(|drawn| drawn.key(rule));
+        let lookups = lookups::lookups(context, rule, key).await?;
+        let sample = match drawn {
+            Some(drawn) => Some(drawn.look(context, rule, &lookups).await?),
+            None => None,
+        };
         out.push(Survey {
             rule: rule.name.clone(),
             source_reads: paths(&rule.source_reads),
             target_reads: paths(&rule.target_reads),
-            lookups: lookups::lookups(context, rule, keys).await?,
+            lookups,
             sharded: sharding::of_rule(&context.server, rule).await?,
             pre_images: pre_images(&context.server, rule).await?,
             sample,

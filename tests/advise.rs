@@ -374,6 +374,17 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     insert(&db, "logmsg", (1..=6000).map(|id| doc! {"_id": id, "host": id % 20 + 1, "message": "GET /"})).await;
     db.create_collection("pings").capped(true).size(1 << 20).await.unwrap();
     insert(&db, "pings", (1..=6000).map(|id| doc! {"_id": id, "host": id % 20 + 1})).await;
+    // The shop of `make advise`, on a small scale: each figure is the exact count.
+    let report = advise(&test, &[]);
+    for (holder, collection, unwind, path) in [
+        ("products.parts.$[].id", "products", "parts", "parts.id"),
+        ("products.spares.$[]", "products", "spares", "spares"),
+        ("logmsg.host", "logmsg", "", "host"),
+        ("pings.host", "pings", "", "host"),
+    ] {
+        assert_figures(relationship(&report, holder), exact(&db, collection, unwind, path).await);
+    }
+
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("denormd.yaml");
     let file = file.to_str().unwrap();

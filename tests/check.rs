@@ -10,14 +10,14 @@ use std::{
 };
 
 use bson::{Bson, Document, bson, doc};
-use denormd_fixture::TestDb;
+use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde_json::Value;
 
 use crate::{
     daemon::{Daemon, config},
-    process::{Printed, Program},
+    process::{LIMIT, Printed, Program},
 };
 
 /// Unguarded: the audit would mend what the test has planted.
@@ -32,8 +32,10 @@ const NAMES: [&str; 5] = ["host", "names", "info", "latest", "stats"];
 
 /// Sources and targets from here on are left alone by the application.
 const STILL: i32 = 10_000_000;
-/// Sources that the application changes.
-const BUSY: i32 = 50;
+/// How many sources of a collection the application changes: each with about as many targets, however many there are in all.
+fn busy(targets: i32) -> i32 {
+    (targets / 100).max(50)
+}
 
 /// One planted difference.
 struct Planted {
@@ -118,11 +120,11 @@ async fn insert(db: &Database, collection: &str, documents: impl Iterator<Item =
 
 /// A shop of about `targets` targets, and what will be spoilt in it.
 async fn shop(db: &Database, targets: i32, planted: &[Planted]) {
-    let (logs, products) = (targets * 4 / 5, targets / 25);
-    insert(db, "hosts", (0..BUSY).chain(STILL..STILL + 2).map(host)).await;
-    insert(db, "parts", (0..BUSY).chain(STILL..STILL + 2).map(part)).await;
-    insert(db, "logs", (0..logs).map(|n| doc! {"_id": n, "host": n % BUSY})).await;
-    insert(db, "products", (0..products).map(|n| product(n, [n % BUSY, (n + 7) % BUSY]))).await;
+    let (logs, products, busy) = (targets * 4 / 5, targets / 25, busy(targets));
+    insert(db, "hosts", (0..busy).chain(STILL..STILL + 2).map(host)).await;
+    insert(db, "parts", (0..busy).chain(STILL..STILL + 2).map(part)).await;
+    insert(db, "logs", (0..logs).map(|n| doc! {"_id": n, "host": n % busy})).await;
+    insert(db, "products", (0..products).map(|n| product(n, [n % busy, (n + 7) % busy]))).await;
     insert(db, "reviews", (0..products).map(|n| doc! {"product": n, "stars": n % 5})).await;
     for (nth, planted) in (STILL..).zip(planted) {
         let target = match (planted.collection, &planted.special) {
@@ -151,7 +153,7 @@ async fn spoil(db: &Database, planted: &[Planted]) {
 
 /// One write of the application, on everything but the planted.
 async fn write(db: &Database, random: &mut StdRng, targets: i32) -> mongodb::error::Result<()> {
-    let source = random.random_range(0..BUSY);
+    let source = random.random_range(0..busy(targets));
     let number: i32 = random.random_range(0..4);
     let (log, product) = (random.random_range(0..targets * 4 / 5), random.random_range(0..targets / 25));
     let at = |name: &str| db.collection::<Document>(name);
@@ -218,34 +220,56 @@ fn found(printed: &Printed) -> BTreeSet<String> {
 /// Some of the arrays, and their prices, are of the sources of that time: what has changed since is nobody's difference.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_planted_difference_and_no_other_is_found_while_the_application_writes() {
-    // A million on request: DENORMD_TARGETS=1000000.
+    // A million on request: `make check-million`.
     let targets = std::env::var("DENORMD_TARGETS").ok().and_then(|text| text.parse().ok()).unwrap_or(5000);
-    let test = denormd_fixture::database().await;
+    // At the least five hundred a second, on a machine that is busy.
+    let limit = 10 * LIMIT + Duration::from_secs(u64::try_from(targets).unwrap() / 500);
+    // A server of its own, where they are many.
+    let set =
+        if targets > 5000 { Some(ReplicaSet::builder().cache_gb(1.0).oplog_mb(1024).start().await) } else { None };
+    let test = match &set {
+        Some(set) => set.database().await,
+        None => denormd_fixture::database().await,
+    };
     let (db, planted) = (test.database(), planted());
     assert_eq!(planted.len(), 50);
     shop(&db, targets, &planted).await;
     let program = Program::new(&config(&test, RULES));
-    program.run(&["plan", "--apply"]).await.exits(0);
+    program.run_within(&["plan", "--apply"], limit).await.exits(0);
     let daemon = program.daemon();
-    program.backfilled(&test, NAMES.len()).await;
-    program.run(&["check"]).await.exits(0);
+    let begun = Instant::now();
+    program.backfilled_within(&test, NAMES.len(), limit).await;
+    println!("{targets} targets backfilled in {:.1?}", begun.elapsed());
+    let begun = Instant::now();
+    let printed = program.run_within(&["check", "--output", "json"], limit).await.exits(0);
+    let (count, megabytes) = (compared(&printed), printed.peak >> 20);
+    println!("{count} targets checked at rest in {:.1?}, {megabytes} MB at most", begun.elapsed());
 
     spoil(&db, &planted).await;
     let writer = Writer::start(&db, targets);
     let begun = Instant::now();
-    let printed = program.run(&["check", "--output", "json"]).await.exits(3);
-    println!("{} targets checked in {:?}, {} MB at most", compared(&printed), begun.elapsed(), printed.peak >> 20);
+    let printed = program.run_within(&["check", "--output", "json"], limit).await.exits(3);
+    let (count, megabytes) = (compared(&printed), printed.peak >> 20);
+    println!("{count} targets checked under load in {:.1?}, {megabytes} MB at most", begun.elapsed());
     let expected: BTreeSet<String> =
         (STILL..).zip(&planted).map(|(nth, p)| format!("{} {nth} {} {}", p.rule, p.path, p.kind)).collect();
     assert_eq!(found(&printed), expected, "{}", printed.err);
     // What a debug build needs for itself, a page and its sources; a million targets alone would be more.
     assert!(printed.peak < 150 << 20, "{} MB", printed.peak >> 20);
 
-    let printed = program.run(&["check", "--repair"]).await.exits(0);
+    println!(
+        "{} planted differences, all found, and {} others",
+        expected.len(),
+        found(&printed).len() - expected.len()
+    );
+    let begun = Instant::now();
+    let printed = program.run_within(&["check", "--repair"], limit).await.exits(0);
+    println!("checked and repaired under load in {:.1?}, {} MB at most", begun.elapsed(), printed.peak >> 20);
     assert_eq!(printed.out.matches(", repaired\n").count(), 50, "{}", printed.out);
     let writes = writer.stop().await;
+    println!("{writes} writes of the application meanwhile");
     assert!(writes > 100, "{writes} writes are no load");
-    assert_eq!(found(&program.run(&["check", "--output", "json"]).await.exits(0)), BTreeSet::new());
+    assert_eq!(found(&program.run_within(&["check", "--output", "json"], limit).await.exits(0)), BTreeSet::new());
     drop(daemon);
 }
 

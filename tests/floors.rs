@@ -20,7 +20,7 @@ const FLOORS: &[&[&str]] = &[
     &["reconcile", "division"],
     &["preflight"],
     &["suspension"],
-    &["backfill", "fan_out", "audit", "check"],
+    &["backfill", "fan_out", "audit", "check", "prune"],
     &["survey", "trial"],
     &["pipeline"],
     &["status"],

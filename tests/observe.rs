@@ -303,6 +303,19 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
     assert_eq!(serde_json::from_str::<Status>(&json).unwrap().rules.len(), 2);
     let (code, text, _) = run(&["backfill", "--rule", "ip"]);
     assert_eq!((code, text.as_str()), (Some(0), "ip: asked for\nip: done, 3 targets\n"));
+    let (_, json, _) = run(&["backfill", "--rule", "ip", "--output", "json"]);
+    let told: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(told, serde_json::json!([{"rule": "ip", "done": true, "targets": 3}]));
+    // A paused rule is not waited for, which is said; one that was resumed, or whose backfill was asked for, is.
+    assert_eq!(run(&["pause", "ip"]).0, Some(0));
+    let hosts = test.database().collection::<Document>("hosts");
+    hosts.update_many(doc! {}, doc! {"$set": {"ip": "another"}}).await.unwrap();
+    let (code, _, told) = run(&["wait"]);
+    assert_eq!((code, told.as_str()), (Some(0), "not waited for, as paused, suspended or held: ip\n"));
+    assert_eq!(run(&["resume", "ip"]).0, Some(0));
+    assert_eq!(run(&["wait"]), (Some(0), String::new(), String::new()));
+    let log = test.database().collection::<Document>("log");
+    assert_eq!(log.count_documents(doc! {"ip": "another"}).await.unwrap(), 3, "resumed, and not waited for");
     let (code, _, error) = run(&["run"]);
     assert_eq!(code, Some(2), "{error}");
     assert!(error.contains("another process listens there"), "{error}");

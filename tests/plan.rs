@@ -50,6 +50,68 @@ async fn plan_says_what_a_rule_will_meet() {
     assert!(text.ends_with("\nready\n"), "{text}");
 }
 
+/// The flights: before there were indexes, each sampled key read all of them, and `plan` took minutes. Now one pass has the
+/// same figures.
+#[tokio::test]
+async fn without_an_index_a_large_collection_is_not_read_for_each_key() {
+    const FLIGHTS: i32 = 12_000;
+    const PLANES: i32 = 300;
+    let set = ReplicaSet::builder().start().await;
+    let test = set.database().await;
+    let db = test.database();
+    db.collection("planes").insert_many((0..PLANES).map(|n| doc! {"_id": n, "tail": n, "year": 2000})).await.unwrap();
+    let flights = (0..FLIGHTS).map(|n| doc! {"_id": n, "tail": n % PLANES});
+    db.collection("flights").insert_many(flights).await.unwrap();
+    let rules = "
+  - { name: plane, copy: { source: planes, target: flights, match: { tail: tail }, set: { year: $year } } }
+  - { name: last, collect: { source: flights, target: planes, match: { tail: tail }, into: last, element: { id: $_id }, sort: { _id: 1 }, slice: -5 } }
+  - { name: count, aggregate: { source: flights, target: planes, match: { tail: tail }, set: { count: { $sum: 1 } } } }
+";
+    let program = Program::new(&config(&test, rules));
+    let scanned = async || {
+        let status = test.client.database("admin").run_command(doc! {"serverStatus": 1}).await.unwrap();
+        let executor = status.get_document("metrics").and_then(|metrics| metrics.get_document("queryExecutor"));
+        executor.unwrap().get_i64("scannedObjects").unwrap()
+    };
+    let before = scanned().await;
+    let without = program.run(&["plan", "--output", "json"]).await.exits(2).json();
+    let read = scanned().await - before;
+    // It was a thousand times all of them.
+    assert!(read < i64::from(FLIGHTS) * 20, "{read} documents were read");
+    let with = program.run(&["plan", "--apply", "--output", "json"]).await.exits(0).json();
+    let sample = |told: &Value, rule: &str| {
+        let rules = told["rules"].as_array().unwrap();
+        rules.iter().find(|told| told["name"] == rule).unwrap()["live"]["sample"].clone()
+    };
+    for told in [&without, &with] {
+        for (rule, drawn, spread) in [("plane", 500, "fan_out"), ("last", 100, "fan_in"), ("count", 100, "fan_in")] {
+            let sample = sample(told, rule);
+            assert_eq!(sample["not_estimated"], json!([]));
+            let forty = json!({"median": 40, "p99": 40, "worst": 40, "mean": 40.0});
+            assert_eq!(sample[spread], forty, "{rule}: {sample}");
+            assert_eq!(sample["references"], json!([{"kind": "int", "count": drawn, "resolved": drawn}]), "{rule}");
+            assert_eq!(sample["differing"], sample["targets"], "{rule}: {sample}");
+        }
+    }
+    let [few, all] = [&without, &with].map(|told| sample(told, "last")["targets"].clone());
+    assert_eq!((few, all), (json!(200), json!(300)));
+}
+
+/// Nearly all messages are of one host of a thousand: a sample of hosts hardly has it, a sample of messages does.
+#[tokio::test]
+async fn the_worst_fan_out_is_found_by_the_references() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let host = |n: i32| doc! {"_id": n, "ip": "10.0.0.1", "name": "x"};
+    db.collection("hosts").insert_many((0..1000).map(host)).await.unwrap();
+    let host = |n: i32| if n < 900 { 500 } else { n - 900 };
+    db.collection("logs").insert_many((0..1000).map(|n| doc! {"_id": n, "host": host(n)})).await.unwrap();
+    let program = Program::new(&config(&test, HOST));
+    let told = program.run(&["plan", "--apply", "--output", "json"]).await.exits(0).json();
+    let fan_out = &told["rules"][0]["live"]["sample"]["fan_out"];
+    assert_eq!((&fan_out["worst"], &fan_out["mean"]), (&json!(900), &json!(1.0)));
+}
+
 #[tokio::test]
 async fn plan_says_what_a_validator_would_refuse() {
     let test = denormd_fixture::database().await;

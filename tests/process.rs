@@ -67,16 +67,23 @@ impl Program {
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
+        // DENORMD names another binary: a release build, where what is measured is large.
+        let binary = std::env::var_os("DENORMD").filter(|path| !path.is_empty());
+        let mut command = Command::new(binary.unwrap_or_else(|| env!("CARGO_BIN_EXE_denormd").into()));
         command.args(arguments).arg("--config").arg(self.config()).stdin(Stdio::null());
         command
     }
 
     /// Runs a command to its end, beside the test.
     pub async fn run(&self, arguments: &[&str]) -> Printed {
+        self.run_within(arguments, 10 * LIMIT).await
+    }
+
+    /// The same, with a limit for so much data.
+    pub async fn run_within(&self, arguments: &[&str], limit: Duration) -> Printed {
         let mut command = self.command(arguments);
         let text = arguments.join(" ");
-        let done = tokio::task::spawn_blocking(move || finish(&mut command, &text));
+        let done = tokio::task::spawn_blocking(move || finish(&mut command, &text, limit));
         done.await.unwrap()
     }
 
@@ -95,16 +102,21 @@ impl Program {
 
     /// Waits until every rule of the deployment has brought existing data up to date.
     pub async fn backfilled(&self, test: &TestDb, rules: usize) {
+        self.backfilled_within(test, rules, LIMIT).await;
+    }
+
+    /// The same, with a limit for so much data.
+    pub async fn backfilled_within(&self, test: &TestDb, rules: usize, limit: Duration) {
         let states = test.beside("state").collection::<Document>("rules");
         let begun = Instant::now();
         while states.count_documents(doc! {"backfill": "done"}).await.unwrap() < rules as u64 {
-            assert!(begun.elapsed() < LIMIT, "the backfills are not done");
+            assert!(begun.elapsed() < limit, "the backfills are not done");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
 }
 
-fn finish(command: &mut Command, text: &str) -> Printed {
+fn finish(command: &mut Command, text: &str, limit: Duration) -> Printed {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let (out, err) = (read(child.stdout.take().unwrap()), read(child.stderr.take().unwrap()));
     let (begun, mut peak) = (Instant::now(), 0);
@@ -113,7 +125,7 @@ fn finish(command: &mut Command, text: &str) -> Printed {
         if let Some(status) = child.try_wait().unwrap() {
             break status;
         }
-        assert!(begun.elapsed() < 10 * LIMIT, "denormd {text} does not end");
+        assert!(begun.elapsed() < limit, "denormd {text} does not end");
         std::thread::sleep(Duration::from_millis(20));
     };
     Printed { code: status.code().unwrap_or(-1), out: out.join().unwrap(), err: err.join().unwrap(), peak }

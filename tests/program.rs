@@ -181,7 +181,7 @@ async fn a_reload_swaps_the_rules_and_a_bad_file_leaves_the_old_ones() {
     // What the changed rule no longer owns stays until it is pruned.
     let output = file.run(&["prune", "address"]);
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.contains("ip was taken from 1 documents"), "{text}");
+    assert!(text.contains("ip was taken from 1 document of"), "{text}");
     assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "hostname": "alpha"}]);
 }
 
@@ -208,13 +208,63 @@ async fn a_removed_rule_is_reported_and_pruned_on_request() {
     let written = doc! {"_id": 1, "host": 1, "lines": [{"host": 1, "ip": "10.0.0.1"}, 5, {"host": 2, "ip": null}], "ip": "10.0.0.1"};
     assert_eq!(all(&db, "log").await, [written]);
     let dry = String::from_utf8(file.run(&["prune", "lines", "--dry-run"]).stdout).unwrap();
-    assert!(dry.contains("lines.$[].ip would be taken from 1 documents"), "{dry}");
-    assert!(file.run(&["prune", "lines"]).status.success());
+    assert!(dry.contains("lines.$[].ip would be taken from 1 document of"), "{dry}");
+    let leads = test.beside("state").collection::<Document>("requests");
+    let output = file.run(&["prune", "lines"]);
+    assert!(output.status.success());
+    // The daemon that leads has done it.
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    assert_eq!(leads.count_documents(doc! {}).await.unwrap(), 0, "a request is left");
     assert_eq!(
         all(&db, "log").await,
         [doc! {"_id": 1, "host": 1, "lines": [{"host": 1}, 5, {"host": 2}], "ip": "10.0.0.1"}]
     );
     assert_eq!(file.run(&["prune", "nobody"]).status.code(), Some(2));
+}
+
+/// Whoever leads by another config may own the fields: it is asked, and refuses. Where nobody leads, the command takes the
+/// lease and writes under it.
+#[tokio::test]
+async fn fields_are_taken_away_by_a_leader_and_by_none_that_owns_them() {
+    let (test, db) = shop().await;
+    let rule = RULE.replace("copy:", "allow_scan: true, copy:");
+    let [both, one] = ["{ ip: $ip, name: $name }", "{ ip: $ip }"].map(|set| rule.replace("{ ip: $ip }", set));
+    let (old, new) = (File::new(&config(&test, &both)), File::new(&config(&test, &one)));
+    let mut running = Running::start(&old);
+    let written = doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "name": "alpha"};
+    log_becomes(&db, written.clone()).await;
+    running.signal("-TERM");
+    running.wait("stopped");
+    running.child.wait().unwrap();
+    // The new rules take the lead once, so that what the old ones owned is known.
+    {
+        let mut running = Running::start(&new);
+        running.wait("following changes");
+        running.signal("-TERM");
+        running.wait("stopped");
+        running.child.wait().unwrap();
+    }
+    {
+        let mut running = Running::start(&old);
+        running.wait("following changes");
+        let output = new.run(&["prune", "address"]);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{told}");
+        assert!(told.contains("the leader does not do this: a rule that it runs owns `name`"), "{told}");
+        running.signal("-TERM");
+        running.wait("stopped");
+        running.child.wait().unwrap();
+    }
+    let output = new.run(&["prune", "address", "--output", "json"]);
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{told}");
+    assert!(told.contains("no daemon leads: doing it here"), "{told}");
+    let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&told["paths"][0]["path"], &told["paths"][0]["documents"]), (&"name".into(), &1.into()));
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}]);
+    // It gave the lease back.
+    let _running = Running::start(&old);
+    log_becomes(&db, written).await;
 }
 
 /// A ConfigMap's folder as the kubelet mounts it: files are links through a hidden one, which is what an update swaps.

@@ -1,24 +1,86 @@
-//! What commands ask of the leader: targets to look at again, in the leader's own order.
+//! What commands ask of the leader: targets to look at again, in the leader's own order, and fields to take away.
+
+use std::time::Duration;
 
 use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
 
-use crate::{checkpoint::store::Store, error::Result, mongo::Server};
+use crate::{
+    checkpoint::store::Store,
+    error::{Error, Kind, Result},
+    field_path::FieldPath,
+    mongo::Server,
+};
 
 /// The collection of requests.
 pub const REQUESTS: &str = "requests";
 /// Requests that the leader takes at once.
 const SOME: i64 = 10;
+/// How often an answer is looked for.
+const LOOK: Duration = Duration::from_millis(300);
 
-/// Targets of one rule to look at again.
+/// A request about one rule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Asked {
     /// The request.
     pub id: ObjectId,
     /// The rule's name.
     pub rule: String,
-    /// The targets' `_id`s.
-    pub targets: Vec<Bson>,
+    /// What is wanted.
+    pub work: Work,
+}
+
+/// What a request wants.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Work {
+    /// To look again at the targets with these `_id`s.
+    Look(Vec<Bson>),
+    /// To take away what no rule owns any more.
+    Prune(Vec<Retired>),
+}
+
+/// A path of a collection that a rule once owned.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Retired {
+    /// The whole name of the collection.
+    pub collection: String,
+    /// The path.
+    pub path: FieldPath,
+}
+
+impl Retired {
+    /// The database and the collection.
+    #[must_use]
+    pub fn namespace(&self) -> (&str, &str) {
+        self.collection.split_once('.').unwrap_or_default()
+    }
+
+    fn read(value: &Bson) -> Option<Self> {
+        let doc = value.as_document()?;
+        let path = FieldPath::parse(doc.get_str("path").ok()?).ok()?;
+        Some(Self { collection: doc.get_str("collection").ok()?.to_owned(), path })
+    }
+}
+
+impl Work {
+    fn written(&self) -> Document {
+        match self {
+            Self::Look(targets) => doc! {"targets": targets.clone()},
+            Self::Prune(paths) => {
+                let paths = paths.iter().map(|Retired { collection, path }| {
+                    Bson::Document(doc! {"collection": collection, "path": path.to_string()})
+                });
+                doc! {"prune": paths.collect::<Vec<_>>()}
+            }
+        }
+    }
+
+    fn read(doc: &Document) -> Option<Self> {
+        if let Ok(targets) = doc.get_array("targets") {
+            return Some(Self::Look(targets.clone()));
+        }
+        doc.get_array("prune").ok()?.iter().map(Retired::read).collect::<Option<_>>().map(Self::Prune)
+    }
 }
 
 /// What became of a request.
@@ -33,14 +95,15 @@ pub enum Answer {
 }
 
 impl Store {
-    /// Asks the leader of every partition, whoever it is or will be, to look at these targets again.
-    pub async fn request(&self, server: &Server, rule: &str, targets: &[Bson]) -> Result<ObjectId> {
+    /// Asks the leader of every partition, whoever it is or will be, to do this.
+    pub async fn request(&self, server: &Server, rule: &str, work: &Work) -> Result<ObjectId> {
         let asked = ObjectId::new();
         let requests = self.ids().iter().map(|id| {
-            doc! {
-                "_id": ObjectId::new(), "together": asked, "deployment": id, "rule": rule, "targets": targets.to_vec(),
-                "asked": DateTime::now(),
-            }
+            let mut request = doc! {
+                "_id": ObjectId::new(), "together": asked, "deployment": id, "rule": rule, "asked": DateTime::now(),
+            };
+            request.extend(work.written());
+            request
         });
         server.collection(self.database(), REQUESTS).insert_many(requests).await?;
         Ok(asked)
@@ -53,8 +116,7 @@ impl Store {
         let found: Vec<Document> = requests.find(open).sort(doc! {"_id": 1}).limit(SOME).await?.try_collect().await?;
         let read = |doc: Document| {
             let id = doc.get_object_id("_id").ok()?;
-            let targets = doc.get_array("targets").ok()?.clone();
-            Some(Asked { id, rule: doc.get_str("rule").ok()?.to_owned(), targets })
+            Some(Asked { id, rule: doc.get_str("rule").ok()?.to_owned(), work: Work::read(&doc)? })
         };
         Ok(found.into_iter().filter_map(read).collect())
     }
@@ -70,6 +132,20 @@ impl Store {
         let update = doc! {"$set": {"refused": why}};
         server.collection(self.database(), REQUESTS).update_one(doc! {"_id": id}, update).await?;
         Ok(())
+    }
+
+    /// Waits until it is done. What is refused is an error.
+    pub async fn until_done(&self, server: &Server, asked: ObjectId) -> Result<()> {
+        loop {
+            match self.answer(server, asked).await? {
+                Answer::Done => return Ok(()),
+                Answer::Waiting => tokio::time::sleep(LOOK).await,
+                Answer::Refused(why) => {
+                    return Err(Error::new(Kind::Config, format!("the leader does not do this: {why}"))
+                        .hint("does it run with this config?"));
+                }
+            }
+        }
     }
 
     /// What became of what was asked. What is refused by one is forgotten with the answer.

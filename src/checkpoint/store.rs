@@ -407,11 +407,11 @@ impl Store {
         Ok(())
     }
 
-    /// The leader knows of the pause.
+    /// The leader knows of the pause, or of the backfill that was asked for.
     pub async fn notice(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
         let filter = doc! {"_id": self.id("rule", rule), "generation": generation};
         let rules = server.collection(&self.database, RULES);
-        rules.update_one(filter, doc! {"$set": {"noticed": generation}}).await?;
+        bounded(rules.update_one(filter, doc! {"$set": {"noticed": generation}})).await?;
         Ok(())
     }
 

@@ -2,8 +2,6 @@
 
 use std::path::Path;
 
-use clap::CommandFactory;
-
 use crate::{
     cli::{Cli, Output},
     commands::{Failure, print},
@@ -45,7 +43,7 @@ pub fn config(loaded: &Loaded, output: Output) {
 /// Prints what a shell needs to complete the commands.
 pub fn completions(shell: clap_complete::Shell) {
     let mut out = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "denormd", &mut out);
+    clap_complete::generate(shell, &mut Cli::documented(), "denormd", &mut out);
     print(&String::from_utf8_lossy(&out));
 }
 
@@ -56,11 +54,11 @@ pub fn man(folder: Option<&Path>) -> Result<(), Failure> {
     match folder {
         Some(folder) => {
             std::fs::create_dir_all(folder).map_err(unwritable)?;
-            clap_mangen::generate_to(Cli::command(), folder).map_err(unwritable)?;
+            clap_mangen::generate_to(Cli::documented(), folder).map_err(unwritable)?;
         }
         None => {
             let mut page = Vec::new();
-            clap_mangen::Man::new(Cli::command()).render(&mut page).map_err(unwritable)?;
+            clap_mangen::Man::new(Cli::documented()).render(&mut page).map_err(unwritable)?;
             print(&String::from_utf8_lossy(&page));
         }
     }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::{
     checkpoint::store::{Backfill, Hold, RuleState, Store},
+    cli::Output,
     commands::{Failure, chosen, compile, context, leader::with_a_leader, print, progress::Progress},
     config::Loaded,
     error::{Error, Kind, Result},
@@ -16,7 +17,12 @@ use crate::{
 const LOOK: Duration = Duration::from_millis(500);
 
 /// Asks for a backfill of these rules, or of all.
-pub async fn backfill(loaded: &Loaded, rules: &[String], no_wait: bool) -> std::result::Result<(), Failure> {
+pub async fn backfill(
+    loaded: &Loaded,
+    output: Output,
+    rules: &[String],
+    no_wait: bool,
+) -> std::result::Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let all: Vec<String> = context.plan.rules.iter().map(|rule| rule.name.clone()).collect();
@@ -34,30 +40,94 @@ pub async fn backfill(loaded: &Loaded, rules: &[String], no_wait: bool) -> std::
             Err(_) => {}
         }
     }
-    for rule in known {
+    for rule in &known {
         store.ask(&context.server, rule).await?;
-        print(&format!("{rule}: asked for\n"));
+        if output == Output::Text {
+            print(&format!("{rule}: asked for\n"));
+        }
     }
     if no_wait {
+        for rule in &known {
+            noticed(&store, &context.server, rule).await?;
+        }
+        if output == Output::Json {
+            let asked = known.iter().map(|rule| serde_json::json!({"rule": rule, "done": false}));
+            print(&format!("{:#}\n", serde_json::Value::Array(asked.collect())));
+        }
         return Ok(());
     }
-    with_a_leader(loaded, &context, wait(&store, &context.server, rules)).await
+    let done = with_a_leader(loaded, &context, wait(&store, &context.server, rules)).await?;
+    match output {
+        Output::Text => print(&text(&done)),
+        Output::Json => print(&format!("{:#}\n", serde_json::Value::Array(done.iter().map(Done::json).collect()))),
+    }
+    Ok(())
+}
+
+/// A rule whose backfill is done, and how many targets that were where it is known.
+#[derive(Debug)]
+pub(super) struct Done {
+    rule: String,
+    targets: Option<u64>,
+}
+
+impl Done {
+    fn json(&self) -> serde_json::Value {
+        serde_json::json!({"rule": self.rule, "done": true, "targets": self.targets})
+    }
+}
+
+/// What is said when they are done.
+pub(super) fn text(done: &[Done]) -> String {
+    let line = |Done { rule, targets }: &Done| match targets {
+        Some(targets) => format!("{rule}: done, {targets} targets\n"),
+        None => format!("{rule}: done\n"),
+    };
+    done.iter().map(line).collect()
+}
+
+/// Waits until a leader knows what was asked for: from then on `denormd wait` waits for it too. False where nobody leads.
+pub(super) async fn noticed(store: &Store, server: &Server, rule: &str) -> Result<bool> {
+    loop {
+        if !lease::is_held(server, store.database(), store.ids()).await? {
+            return Ok(false);
+        }
+        let now = state(store, server, rule).await?;
+        if now.noticed == now.generation || !matches!(now.backfill, Backfill::Pending(_)) {
+            return Ok(true);
+        }
+        tokio::time::sleep(LOOK).await;
+    }
 }
 
 /// Lets a held rule go on.
-pub async fn release(loaded: &Loaded, rule: &str) -> std::result::Result<(), Failure> {
+pub async fn release(loaded: &Loaded, output: Output, rule: &str) -> std::result::Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let Backfill::Held(hold) = state(&store, &context.server, rule).await?.backfill else {
-        print(&format!("{rule} is not held\n"));
+        match output {
+            Output::Text => print(&format!("{rule} is not held\n")),
+            Output::Json => print(&format!("{:#}\n", serde_json::json!({"rule": rule, "released": false}))),
+        }
         return Ok(());
     };
     if hold.rests() {
         return Err(held(rule, &hold, Kind::Config).into());
     }
     store.ask(&context.server, rule).await?;
-    print(&format!("{rule} was held ({}) and is released\n", hold.reason));
-    with_a_leader(loaded, &context, wait(&store, &context.server, &[rule.to_owned()])).await
+    if output == Output::Text {
+        print(&format!("{rule} was held ({}) and is released\n", hold.reason));
+    }
+    let done = with_a_leader(loaded, &context, wait(&store, &context.server, &[rule.to_owned()])).await?;
+    match output {
+        Output::Text => print(&text(&done)),
+        Output::Json => {
+            let targets = done.first().and_then(|done| done.targets);
+            let told = serde_json::json!({"rule": rule, "released": true, "reason": hold.reason, "targets": targets});
+            print(&format!("{told:#}\n"));
+        }
+    }
+    Ok(())
 }
 
 /// That a rule is held, and what lets it go on.
@@ -86,7 +156,8 @@ pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<
 }
 
 /// Waits until the leader has done them all, and shows how far it is.
-pub(super) async fn wait(store: &Store, server: &Server, rules: &[String]) -> Result<()> {
+pub(super) async fn wait(store: &Store, server: &Server, rules: &[String]) -> Result<Vec<Done>> {
+    let mut done = Vec::new();
     for rule in rules {
         let mut bar = Progress::new(rule);
         let state = loop {
@@ -94,8 +165,8 @@ pub(super) async fn wait(store: &Store, server: &Server, rules: &[String]) -> Re
             match known.map(|(_, state)| state) {
                 Some(state) if !matches!(state.backfill, Backfill::Pending(_)) => break state,
                 state => {
-                    let (done, total) = state.and_then(|state| state.progress).unwrap_or_default();
-                    bar.set(done, total);
+                    let (count, total) = state.and_then(|state| state.progress).unwrap_or_default();
+                    bar.set(count, total);
                 }
             }
             tokio::time::sleep(LOOK).await;
@@ -104,10 +175,7 @@ pub(super) async fn wait(store: &Store, server: &Server, rules: &[String]) -> Re
         if let Backfill::Held(hold) = state.backfill {
             return Err(held(rule, &hold, Kind::Refused));
         }
-        match state.progress {
-            Some((targets, _)) => print(&format!("{rule}: done, {targets} targets\n")),
-            None => print(&format!("{rule}: done\n")),
-        }
+        done.push(Done { rule: rule.clone(), targets: state.progress.map(|(targets, _)| targets) });
     }
-    Ok(())
+    Ok(done)
 }

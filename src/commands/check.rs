@@ -1,6 +1,6 @@
 //! `denormd check`
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc};
 
 use bson::Bson;
 
@@ -8,7 +8,7 @@ use crate::{
     check::{Check, DifferenceKind, Differing, Found, Scope},
     checkpoint::{
         progress::Tally,
-        requests::Answer,
+        requests::Work,
         store::{RuleState, Store},
     },
     cli::{CheckOptions, Output},
@@ -16,7 +16,6 @@ use crate::{
         Failure, chosen, compile, context, leader::with_a_leader, notice, print, progress::Progress, shown, state_note,
     },
     config::Loaded,
-    error::{Error, Kind},
     metrics::Metrics,
     plan::Rule,
     reconcile::{Context, scan},
@@ -24,8 +23,6 @@ use crate::{
 
 /// Targets in one request to the leader.
 const REQUEST: usize = 1000;
-/// How often its answer is looked for.
-const LOOK: Duration = Duration::from_millis(300);
 
 /// Compares the targets of the chosen rules with their definition.
 pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> std::result::Result<(), Failure> {
@@ -70,11 +67,10 @@ impl One<'_> {
         let scope =
             Scope { sample: self.options.sample, resume: self.options.resume, values: self.options.show_values };
         let mut check = Check::new(self.context, self.store, self.rule, scope).await?;
-        let total = match self.options.sample {
-            Some(size) => Some(size),
-            None => scan::count(self.context, self.rule).await,
-        };
+        let all = scan::count(self.context, self.rule).await;
+        let total = self.options.sample.map_or(all, |size| Some(all.map_or(size, |all| size.min(all))));
         let mut bar = Progress::new(&self.rule.name);
+        bar.set(check.tally.compared, total);
         let mut counts = Counts::default();
         while let Some(found) = check.next().await? {
             bar.set(check.tally.compared, total);
@@ -103,17 +99,8 @@ impl One<'_> {
         let server = &self.context.server;
         let work = async {
             for ids in ids.chunks(REQUEST) {
-                let request = self.store.request(server, &self.rule.name, ids).await?;
-                loop {
-                    match self.store.answer(server, request).await? {
-                        Answer::Done => break,
-                        Answer::Waiting => tokio::time::sleep(LOOK).await,
-                        Answer::Refused(why) => {
-                            return Err(Error::new(Kind::Config, format!("the leader does not repair this: {why}"))
-                                .hint("does it run with this config?"));
-                        }
-                    }
-                }
+                let request = self.store.request(server, &self.rule.name, &Work::Look(ids.to_vec())).await?;
+                self.store.until_done(server, request).await?;
             }
             Ok(())
         };
@@ -168,7 +155,10 @@ impl One<'_> {
             print(&format!("{rule}: {unlisted} more are not listed (--limit)\n"));
         }
         let kinds: Vec<String> = counts.kinds.iter().map(|(kind, n)| format!("{n} {}", kind.name())).collect();
-        let mut line = format!("{rule}: {} targets compared, {} differ", tally.compared, tally.differing);
+        let Tally { compared, differing, .. } = tally;
+        let (targets, differ) =
+            (if *compared == 1 { "target" } else { "targets" }, if *differing == 1 { "differs" } else { "differ" });
+        let mut line = format!("{rule}: {compared} {targets} compared, {differing} {differ}");
         if !kinds.is_empty() {
             line.push_str(&format!(" (paths: {})", kinds.join(", ")));
         }

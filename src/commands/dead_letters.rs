@@ -126,12 +126,12 @@ fn text(letter: &Letter) -> String {
     let path = letter.path.as_ref().map(|path| format!(" at {path}")).unwrap_or_default();
     let next = if letter.due == 0 { "now".to_owned() } else { time(DateTime::from_millis(letter.due)) };
     format!(
-        "{} {} {}{target}: {}{path}\n  tried {} times since {}, last {}, next {next}\n",
+        "{} {} {}{target}: {}{path}\n  tried {} since {}, last {}, next {next}\n",
         letter.rule,
         letter.about(),
         if key.is_empty() { "nothing".to_owned() } else { key.join(", ") },
         letter.reason,
-        letter.attempts,
+        if letter.attempts == 1 { "once".to_owned() } else { format!("{} times", letter.attempts) },
         time(letter.first),
         time(letter.last),
     )

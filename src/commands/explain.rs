@@ -130,6 +130,10 @@ async fn references(context: &Context, rule: &Rule, compared: &Compared, after: 
     Ok(answered.collect())
 }
 
+/// Characters of an array from which on only the elements that differ are printed, and how many of these.
+const LONG: usize = 300;
+const SHOWN: usize = 5;
+
 fn text(explained: &Explained<'_>) -> String {
     let Explained { rule, target, compared, references, notes, .. } = explained;
     let mut out = format!("{}: {} {}\n", rule.name, rule.target.namespace, shown(target));
@@ -174,14 +178,43 @@ fn refers(rule: &Rule, Answered { element, key, sources, more }: &Answered) -> S
 }
 
 fn path(out: &mut String, field: &Difference) {
-    let value =
-        |value: &Option<bson::RawBson>| plain(value.as_ref()).map_or_else(|| "nothing".to_owned(), |v| shown(&v));
+    let text = |value: &Option<Bson>| value.as_ref().map_or_else(|| "nothing".to_owned(), shown);
+    let (expected, stored) = (plain(field.expected.as_ref()), plain(field.stored.as_ref()));
     writeln!(out, "    {}", field.path).ok();
-    if field.differs() {
-        writeln!(out, "      expected {}", value(&field.expected)).ok();
-        writeln!(out, "      stored   {}   <- differs", value(&field.stored)).ok();
-    } else {
-        writeln!(out, "      expected and stored {}", value(&field.stored)).ok();
+    if !field.differs() {
+        writeln!(out, "      expected and stored {}", text(&stored)).ok();
+        return;
+    }
+    match (&expected, &stored) {
+        (Some(Bson::Array(right)), Some(Bson::Array(found))) if text(&expected).len() > LONG => {
+            elements(out, right, found);
+        }
+        _ => {
+            writeln!(out, "      expected {}", text(&expected)).ok();
+            writeln!(out, "      stored   {}   <- differs", text(&stored)).ok();
+        }
+    }
+}
+
+/// Of two long arrays the elements that differ.
+fn elements(out: &mut String, right: &[Bson], found: &[Bson]) {
+    writeln!(out, "      expected {} elements, stored {}   <- differs", right.len(), found.len()).ok();
+    let differing: Vec<usize> =
+        (0..right.len().max(found.len())).filter(|nth| right.get(*nth) != found.get(*nth)).collect();
+    let text = |value: Option<&Bson>| value.map_or_else(|| "nothing".to_owned(), shown);
+    for nth in differing.iter().take(SHOWN) {
+        writeln!(out, "        element {nth}: expected {}", text(right.get(*nth))).ok();
+        writeln!(
+            out,
+            "        {:width$}  stored   {}",
+            "",
+            text(found.get(*nth)),
+            width = format!("element {nth}").len()
+        )
+        .ok();
+    }
+    if differing.len() > SHOWN {
+        writeln!(out, "        and {} more that differ", differing.len() - SHOWN).ok();
     }
 }
 
@@ -232,4 +265,32 @@ fn json(explained: &Explained<'_>) -> serde_json::Value {
         "notes": notes,
         "differs": compared.differences().next().is_some(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The last ten flights of a plane were printed twice, to show that one was missing.
+    #[test]
+    fn of_long_arrays_the_elements_that_differ_are_told() {
+        let element = |n: i32| Bson::Document(doc! {"number": n, "to": "a place with a rather long name"});
+        let right: Vec<Bson> = (0..10).map(element).collect();
+        let told = |found: Vec<Bson>| {
+            let value = |array: &[Bson]| bson::RawBson::try_from(Bson::Array(array.to_vec())).ok();
+            let mut out = String::new();
+            let (expected, stored) = (value(&right), value(&found));
+            let (target, path_) = (Bson::Int32(1), "last".to_owned());
+            path(&mut out, &Difference { target, path: path_, element: None, expected, stored });
+            out
+        };
+        let expected = "    last
+      expected 10 elements, stored 9   <- differs
+        element 9: expected {\"number\":9,\"to\":\"a place with a rather long name\"}
+                   stored   nothing
+";
+        assert_eq!(told(right[..9].to_vec()), expected);
+        let told = told(right.iter().rev().cloned().collect());
+        assert!(told.contains("element 4: expected") && told.ends_with("and 5 more that differ\n"), "{told}");
+    }
 }

@@ -7,7 +7,7 @@ use crate::{
     cli::Output,
     commands::{
         Failure,
-        backfill::{held, state, wait},
+        backfill::{held, noticed, state, text, wait},
         chosen, compile, context,
         leader::with_a_leader,
         print,
@@ -83,7 +83,7 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: &str) -> Result<(), F
         Backfill::Held(_) => store.resume(&context.server, Some(rule)).await? > 0,
         _ => false,
     };
-    let led = lease::is_held(&context.server, store.database(), store.ids()).await?;
+    let led = resumed && noticed(&store, &context.server, rule).await?;
     match output {
         Output::Text if resumed && led => print(&format!("{rule} is resumed, and backfilled by the leader\n")),
         Output::Text if resumed => print(&format!("{rule} is resumed\n")),
@@ -91,7 +91,10 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: &str) -> Result<(), F
         Output::Json => print(&format!("{:#}\n", serde_json::json!({"rule": rule, "resumed": resumed}))),
     }
     if resumed && !led {
-        with_a_leader(loaded, &context, wait(&store, &context.server, &[rule.to_owned()])).await?;
+        let done = with_a_leader(loaded, &context, wait(&store, &context.server, &[rule.to_owned()])).await?;
+        if output == Output::Text {
+            print(&text(&done));
+        }
     }
     Ok(())
 }

@@ -153,8 +153,12 @@ fn surveyed(out: &mut String, survey: &Survey) {
     if let Some(Spread { median, p99, worst, .. }) = sample.fan_in {
         writeln!(out, "  fan-in      sources of a target: median {median}, p99 {p99}, worst {worst}").ok();
     }
+    if !sample.not_estimated.is_empty() {
+        let what = sample.not_estimated.join(", ");
+        writeln!(out, "  unknown     {what}: without an index, the collection would be read for too long").ok();
+    }
     let Sizes { largest_now, largest_then, mean_growth } = sample.sizes;
-    if sample.targets > 0 {
+    if sample.targets > 0 && !sample.not_estimated.contains(&"changes") {
         let share = largest_then * 100 / (16 << 20);
         writeln!(
             out,

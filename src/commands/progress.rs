@@ -109,7 +109,7 @@ fn line(name: &str, done: u64, total: Option<u64>, per_second: f64) -> String {
     let share = done.min(total) * 100 / total;
     let left = total.saturating_sub(done);
     #[expect(clippy::cast_precision_loss, reason = "an estimate for people")]
-    let eta = (per_second > 0.0).then(|| format!(", {} to go", duration(left as f64 / per_second)));
+    let eta = (per_second > 0.0 && left > 0).then(|| format!(", {} to go", duration(left as f64 / per_second)));
     format!("{name}: {done} of {total} ({share}%), {per_second:.0}/s{}", eta.unwrap_or_default())
 }
 
@@ -125,7 +125,7 @@ mod tests {
             ((0, Some(50_000), 0.0), "r: 0 of 50000 (0%), 0/s"),
             ((12_000, Some(50_000), 3000.0), "r: 12000 of 50000 (24%), 3000/s, 13 s to go"),
             // More were found than were expected.
-            ((600, Some(500), 100.0), "r: 600 of 500 (100%), 100/s, 0.0 s to go"),
+            ((600, Some(500), 100.0), "r: 600 of 500 (100%), 100/s"),
             ((0, Some(0), 0.0), "r: 0 done, 0/s"),
         ];
         for ((done, total, rate), text) in cases {

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, time::Duration};
 
 use crate::{
     cli::Output,
-    commands::{Failure, print},
+    commands::{Failure, notice, print},
     config::Loaded,
     error::{Error, Kind},
     server::client,
@@ -34,6 +34,11 @@ pub async fn wait(
         print(&format!("{body:#}\n"));
     }
     if answer.ok {
+        let except = body.get("except").and_then(serde_json::Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        let except: Vec<&str> = except.iter().filter_map(serde_json::Value::as_str).collect();
+        if !except.is_empty() && output == Output::Text {
+            notice(&format!("not waited for, as paused, suspended or held: {}", except.join(", ")));
+        }
         return Ok(());
     }
     let text = |name: &str| body.get(name).and_then(serde_json::Value::as_str).unwrap_or_default().to_owned();

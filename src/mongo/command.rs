@@ -198,10 +198,12 @@ impl Server {
         Ok(out)
     }
 
-    /// As [`Server::read`], one batch of the cursor at a time.
+    /// As [`Server::read`], one batch of the cursor at a time. A command that says how long it may take keeps that.
     pub async fn pages(&self, database: &str, mut command: Document, reads: Reads) -> Result<Pages> {
         command.insert("readConcern", reads.concern());
-        command.insert("maxTimeMS", millis(READ_TIMEOUT));
+        if !command.contains_key("maxTimeMS") {
+            command.insert("maxTimeMS", millis(READ_TIMEOUT));
+        }
         let primary = Primary::of(&self.client);
         let database = self.database(database);
         let opened = database.run_cursor_command(command).selection_criteria(primary.criteria()).batch();

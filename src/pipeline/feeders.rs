@@ -7,11 +7,15 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     backfill::Wish,
-    checkpoint::store::{Backfill, Hold, Store},
+    checkpoint::{
+        requests::Work,
+        store::{Backfill, Hold, Store},
+    },
     dead_letter,
     error::{Error, Result},
     key::Key,
     plan::RuleId,
+    prune,
     reconcile::Context,
     request::Page,
     route::target_request,
@@ -51,15 +55,25 @@ pub(super) async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: 
     }
 }
 
-/// Looks for targets that commands want to be looked at again, and answers when that is done.
+/// Looks for targets that commands want to be looked at again and for fields to take away, and answers when that is done.
 pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, stop: CancellationToken) {
     let round = async || {
         for asked in store.requests(&context.server).await? {
+            let targets = match asked.work {
+                Work::Look(targets) => targets,
+                Work::Prune(paths) => {
+                    match prune::carry_out(&context, &paths).await? {
+                        Ok(()) => store.request_done(&context.server, asked.id).await?,
+                        Err(why) => store.refuse_request(&context.server, asked.id, &why).await?,
+                    }
+                    continue;
+                }
+            };
             let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == asked.rule) else {
                 store.refuse_request(&context.server, asked.id, "the leader has no rule of that name").await?;
                 continue;
             };
-            let requests = asked.targets.into_iter().map(|id| target_request(rule, Key::one(id))).collect();
+            let requests = targets.into_iter().map(|id| target_request(rule, Key::one(id))).collect();
             let after = context.server.operation_time().await?;
             let (done, acknowledged) = oneshot::channel();
             if out.send(Page { requests, after, done }).await.is_err() || acknowledged.await.is_err() {
@@ -96,6 +110,7 @@ pub(super) struct Wishes {
 /// Looks for what commands have asked for, and for pauses that are over.
 pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sender<Wishes>, stop: CancellationToken) {
     let mut seen: BTreeMap<String, i64> = BTreeMap::new();
+    let mut noticed: Vec<(String, i64)> = Vec::new();
     loop {
         tokio::select! {
             () = tokio::time::sleep(LOOK_FOR_WISHES) => {}
@@ -103,7 +118,7 @@ pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sende
         }
         let Ok(states) = store.rules(&context.server).await else { continue };
         let mut wishes = Wishes::default();
-        let (mut pauses, mut noticed) = (false, Vec::new());
+        let mut pauses = false;
         for (name, state) in states {
             let newer = seen.insert(name.clone(), state.generation) != Some(state.generation);
             let rule = context.plan.rules.iter().find(|rule| rule.name == name);
@@ -111,6 +126,7 @@ pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sende
             match (newer, rule, &state.backfill) {
                 (true, Some(rule), Backfill::Pending(after)) => {
                     wishes.backfills.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
+                    noticed.push((name, state.generation));
                 }
                 (true, Some(rule), Backfill::Held(hold)) if hold.paused => {
                     wishes.paused.push((rule.id, hold.clone()));
@@ -123,10 +139,11 @@ pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sende
         if asked && out.send(wishes).await.is_err() {
             return;
         }
-        for (name, generation) in noticed {
-            // For the command alone, which waits no longer than a leader is there.
+        // For the command alone, which waits no longer than a leader is there: what `denormd wait` is asked after it must count
+        // what was asked for. What cannot be recorded now is recorded the next time round.
+        for (name, generation) in std::mem::take(&mut noticed) {
             if store.notice(&context.server, &name, generation).await.is_err() {
-                seen.remove(&name);
+                noticed.push((name, generation));
             }
         }
         // Found resumed the next time round.

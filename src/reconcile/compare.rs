@@ -90,6 +90,17 @@ pub async fn compare(
     targets: &[Document],
     after: ClusterTime,
 ) -> Result<Vec<Compared>> {
+    compare_by(context, rule, targets, after, &|keys| read::sources(rule, keys)).await
+}
+
+/// The same, by another way to read the sources of keys.
+pub async fn compare_by(
+    context: &Context,
+    rule: &Rule,
+    targets: &[Document],
+    after: ClusterTime,
+    sources: &(dyn Fn(&[&Key]) -> Document + Sync),
+) -> Result<Vec<Compared>> {
     let mut mine: Vec<(&Document, Vec<Option<Key>>)> = Vec::new();
     for target in targets {
         let references = rule.reference.keys(Role::Target, target);
@@ -104,7 +115,7 @@ pub async fn compare(
     wanted.dedup();
     let mut rows = Rows::default();
     if !wanted.is_empty() {
-        let command = read::sources(rule, &wanted);
+        let command = sources(&wanted);
         rows.take(context.server.read(&rule.source.namespace.database, command, Reads { after }).await?)?;
     }
     let owns = |key: &Key| context.owns(rule, key);

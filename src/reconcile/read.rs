@@ -22,9 +22,12 @@ pub fn simple_collation() -> Document {
 /// `collect` and `aggregate` one row a key, `{ k, v }` with `v.e` the elements or `v.v0…` the accumulated values.
 #[must_use]
 pub fn sources(rule: &Rule, keys: &[&Key]) -> Document {
-    if let Some(command) = first_of_each(rule, keys) {
-        return command;
-    }
+    first_of_each(rule, keys).unwrap_or_else(|| sources_at_once(rule, keys))
+}
+
+/// The same by one pass, whatever the rule: for where there is no index yet.
+#[must_use]
+pub fn sources_at_once(rule: &Rule, keys: &[&Key]) -> Document {
     let mut stages = vec![doc! {"$match": source_match(rule, keys)}];
     let element = rule.reference.source_each.as_ref();
     if let Some(each) = element {

@@ -10,6 +10,11 @@ use crate::{
     reconcile::{Context, read},
 };
 
+/// What a lookup looks for: of one kind there is one a rule.
+pub(super) const SOURCES: &str = "the sources of a target";
+/// The other way round.
+pub(super) const TARGETS: &str = "the targets of a source";
+
 /// One lookup.
 #[derive(Debug, Clone, Serialize)]
 pub struct Lookup {
@@ -22,16 +27,15 @@ pub struct Lookup {
 }
 
 /// The lookups of a rule, explained with a key that occurs, or with any.
-pub(super) async fn lookups(context: &Context, rule: &Rule, keys: Vec<Key>) -> Result<Vec<Lookup>> {
-    let any = Key::new(vec![Bson::String("x".to_owned()); rule.reference.pairs.len()]);
-    let keys = if keys.is_empty() { vec![any] } else { keys };
-    let keys: Vec<&Key> = keys.iter().take(1).collect();
+pub(super) async fn lookups(context: &Context, rule: &Rule, key: Option<Key>) -> Result<Vec<Lookup>> {
+    let key = key.unwrap_or_else(|| Key::new(vec![Bson::String("x".to_owned()); rule.reference.pairs.len()]));
+    let keys = [&key];
     let mut sources = read::source_ids(rule, &keys, 1);
     sources.remove("sort");
     sources.remove("limit");
     let mut wanted = vec![
-        ("the sources of a target", &rule.source.namespace, Some(sources)),
-        ("the targets of a source", &rule.target.namespace, Some(read::holders(rule, &keys))),
+        (SOURCES, &rule.source.namespace, Some(sources)),
+        (TARGETS, &rule.target.namespace, Some(read::holders(rule, &keys))),
     ];
     if rule.child().is_some() && !rule.reference.keyed_by_source_id() {
         wanted.push(("the target that a source has left", &rule.target.namespace, read::parents(rule, &keys)));

@@ -1,22 +1,23 @@
 //! What a sample of a rule's documents says.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 use serde::Serialize;
 
 use crate::{
     check::difference::{Differing, type_name},
-    error::{Error, Result},
+    error::{Error, Kind, Result},
     key::Key,
     mongo::Reads,
-    plan::{Rule, reference::Role},
+    plan::{Rule, Side, Values, reference::Role},
     reconcile::{
         Context,
         applied::applied,
-        compare::{Compared, compare_each, projection},
+        compare::{Compared, compare_by, compare_each, projection},
         read,
     },
+    survey::lookups::{self, Lookup},
 };
 
 /// The most bytes that a document may have.
@@ -25,10 +26,18 @@ pub(super) const LARGEST: u64 = 16 << 20;
 const SOURCES: i32 = 100;
 /// How long one of them may be counted for, in milliseconds.
 const COUNTING: i64 = 2000;
+/// Keys that are counted because many drawn references name them.
+const FREQUENT: usize = 5;
 /// Keys in one read.
 const KEYS: usize = 200;
-/// Documents that are read for them.
+/// Documents that are read for them; where there are more, fewer keys are asked for at once.
 const FOUND: i64 = 20_000;
+/// Documents in a collection that is not read whole again and again.
+const FEW: i64 = 10_000;
+/// How long such a collection may be read for, once, in milliseconds.
+const PASS: i64 = 10_000;
+/// Different references that such a pass may find.
+const GROUPS: usize = 200_000;
 /// Targets that the validator is tried on.
 const TRIED: usize = 100;
 /// Changes that are shown.
@@ -61,9 +70,8 @@ pub struct Sample {
     pub refused: u64,
     /// Sampled targets for which the rule's expressions fail.
     pub failing: u64,
-    /// A key that occurs.
-    #[serde(skip)]
-    pub key: Vec<Key>,
+    /// What is not estimated before there is an index to do it by.
+    pub not_estimated: Vec<&'static str>,
 }
 
 /// References of one type.
@@ -112,42 +120,317 @@ pub struct Example {
     pub words: String,
 }
 
-/// Draws targets and sources, and looks at them.
-pub(super) async fn draw(context: &Context, rule: &Rule, size: u32) -> Result<Sample> {
-    let mut fields = projection(rule);
-    fields.insert(SIZE, 1);
-    let set = doc! {"$set": {SIZE: {"$bsonSize": "$$ROOT"}}};
-    let targets = sampled(context, rule, Role::Target, size.into(), vec![set, doc! {"$project": fields}]).await?;
-    let sources = vec![doc! {"$project": rule.reference.projection(Role::Source)}];
-    let sources = sampled(context, rule, Role::Source, SOURCES.into(), sources).await?;
-    let mut sample = Sample { targets: targets.len() as u64, sources: sources.len() as u64, ..Sample::default() };
-    let time = context.server.operation_time().await?;
-    let mut compared = Vec::new();
-    for targets in targets.chunks(KEYS) {
-        let (some, failing) = compare_each(context, rule, targets, time).await?;
-        compared.extend(some);
-        sample.failing += failing;
+/// Targets and sources of a rule, drawn at random.
+pub(super) struct Drawn {
+    targets: Vec<Document>,
+    /// What each of them refers to its sources by.
+    by_target: Vec<Vec<Key>>,
+    /// What each drawn source refers to its targets by.
+    by_source: Vec<Vec<Key>>,
+}
+
+impl Drawn {
+    /// Draws so many targets.
+    pub(super) async fn draw(context: &Context, rule: &Rule, size: u32) -> Result<Self> {
+        let mut fields = projection(rule);
+        fields.insert(SIZE, 1);
+        let set = doc! {"$set": {SIZE: {"$bsonSize": "$$ROOT"}}};
+        let targets = sampled(context, rule, Role::Target, size.into(), vec![set, doc! {"$project": fields}]).await?;
+        let sources = vec![doc! {"$project": rule.reference.projection(Role::Source)}];
+        let sources = sampled(context, rule, Role::Source, SOURCES.into(), sources).await?;
+        let keys = |role: Role, documents: &[Document]| {
+            documents.iter().map(|document| keys(rule, role, document).collect()).collect()
+        };
+        Ok(Self { by_target: keys(Role::Target, &targets), by_source: keys(Role::Source, &sources), targets })
     }
-    changes(&mut sample, &targets, &compared)?;
-    let by_source: Vec<Vec<Key>> = sources
-        .iter()
-        .map(|source| rule.reference.keys(Role::Source, source).into_iter().flatten().collect())
-        .collect();
-    let by_target: Vec<Vec<Key>> =
-        compared.iter().map(|compared| compared.references.iter().flatten().cloned().collect()).collect();
-    let source_holds = rule.reference.keyed_by_target_id();
-    let (held, other) = if source_holds { (&by_source, Role::Target) } else { (&by_target, Role::Source) };
-    sample.held_by = if source_holds { "source" } else { "target" };
-    sample.key = held.iter().flatten().find(|key| rule.reference.can_resolve(key)).cloned().into_iter().collect();
-    sample.references = references(context, rule, held, other).await?;
-    sample.fan_out = spread(counts(context, rule, &by_source, Role::Target).await?);
-    let gathers = !matches!(rule.values, crate::plan::Values::Set { .. } | crate::plan::Values::Into { .. });
-    if gathers {
-        let some = &by_target[..by_target.len().min(100)];
-        sample.fan_in = spread(counts(context, rule, some, Role::Source).await?);
+
+    /// What refers to the other side, and which that is.
+    fn held(&self, rule: &Rule) -> (&[Vec<Key>], Role) {
+        if source_holds(rule) { (&self.by_source, Role::Target) } else { (&self.by_target, Role::Source) }
     }
-    sample.refused = refused(context, rule, &compared).await?;
-    Ok(sample)
+
+    /// A key that occurs.
+    pub(super) fn key(&self, rule: &Rule) -> Option<Key> {
+        self.held(rule).0.iter().flatten().find(|key| rule.reference.can_resolve(key)).cloned()
+    }
+
+    /// Looks at them.
+    pub(super) async fn look(mut self, context: &Context, rule: &Rule, lookups: &[Lookup]) -> Result<Sample> {
+        let slow = |what: &str| lookups.iter().any(|lookup| lookup.what == what && lookup.index.is_none());
+        let slow_sources = slow(lookups::SOURCES) && has_many(context, rule, Role::Source).await?;
+        let slow_targets = slow(lookups::TARGETS) && has_many(context, rule, Role::Target).await?;
+        if slow_sources {
+            // As many as one pass can compare.
+            self.targets.truncate(KEYS);
+        }
+        let mut sample = Sample {
+            targets: self.targets.len() as u64,
+            sources: self.by_source.len() as u64,
+            held_by: if source_holds(rule) { "source" } else { "target" },
+            ..Sample::default()
+        };
+        let compared = self.compare(context, rule, slow_sources, &mut sample).await?;
+        match &compared {
+            Some(compared) => changes(&mut sample, &self.targets, compared)?,
+            None => sample.not_estimated.push("changes"),
+        }
+        let some_targets = &self.by_target[..self.by_target.len().min(100)];
+        let (held, other) = self.held(rule);
+        let frequent = frequent(rule, held);
+        let sources = if slow_sources {
+            let wanted = if other == Role::Source { held } else { some_targets };
+            Way::pass(context, rule, Role::Source, &[wanted, &frequent].concat()).await?
+        } else {
+            Way::Lookups
+        };
+        let targets = if slow_targets {
+            Way::pass(context, rule, Role::Target, &[&self.by_source[..], &frequent].concat()).await?
+        } else {
+            Way::Lookups
+        };
+        let way = if other == Role::Source { &sources } else { &targets };
+        match way.answered(context, rule, held, other).await? {
+            Some(answered) => sample.references = references(held, &answered),
+            None => sample.not_estimated.push("references"),
+        }
+        match targets.counts(context, rule, &self.by_source, Role::Target).await? {
+            Some(counts) => sample.fan_out = spread(counts),
+            None => sample.not_estimated.push("fan-out"),
+        }
+        if let (Some(spread), Role::Source) = (&mut sample.fan_out, other) {
+            let counts = targets.counts(context, rule, &frequent, Role::Target).await?.unwrap_or_default();
+            spread.worst = counts.into_iter().fold(spread.worst, u64::max);
+            if let Some(mean) = self.mean(context, rule, &sample.references).await? {
+                spread.mean = mean;
+            }
+        }
+        if gathers(rule) {
+            match sources.counts(context, rule, some_targets, Role::Source).await? {
+                Some(counts) => sample.fan_in = spread(counts),
+                None => sample.not_estimated.push("fan-in"),
+            }
+            if let (Some(spread), Role::Target) = (&mut sample.fan_in, other) {
+                let counts = sources.counts(context, rule, &frequent, Role::Source).await?.unwrap_or_default();
+                spread.worst = counts.into_iter().fold(spread.worst, u64::max);
+            }
+        }
+        sample.refused = refused(context, rule, compared.as_deref().unwrap_or_default()).await?;
+        Ok(sample)
+    }
+
+    /// Targets of a source on average, by the share of the drawn references that resolve. None where a filter leaves unknown
+    /// how many take part.
+    async fn mean(&self, context: &Context, rule: &Rule, references: &[References]) -> Result<Option<f64>> {
+        if rule.source.filter.is_some() || rule.target.filter.is_some() || self.by_target.is_empty() {
+            return Ok(None);
+        }
+        let (sources, targets) = (count(context, rule, Role::Source).await?, count(context, rule, Role::Target).await?);
+        let resolved: u64 = references.iter().map(|references| references.resolved).sum();
+        #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
+        let mean = (targets as f64 * resolved as f64) / (self.by_target.len() as f64 * sources.max(1) as f64);
+        Ok(Some(mean))
+    }
+
+    /// Compares them. None where that takes too long, for want of an index.
+    async fn compare(
+        &self,
+        context: &Context,
+        rule: &Rule,
+        at_once: bool,
+        sample: &mut Sample,
+    ) -> Result<Option<Vec<Compared>>> {
+        let time = context.server.operation_time().await?;
+        if at_once {
+            let sources = |keys: &[&Key]| {
+                let mut command = read::sources_at_once(rule, keys);
+                command.insert("maxTimeMS", PASS);
+                command
+            };
+            return too_long(compare_by(context, rule, &self.targets, time, &sources).await);
+        }
+        let mut compared = Vec::new();
+        for targets in self.targets.chunks(KEYS) {
+            let (some, failing) = compare_each(context, rule, targets, time).await?;
+            compared.extend(some);
+            sample.failing += failing;
+        }
+        Ok(Some(compared))
+    }
+}
+
+/// Whether a value is made of several sources.
+fn gathers(rule: &Rule) -> bool {
+    !matches!(rule.values, Values::Set { .. } | Values::Into { .. })
+}
+
+/// Whether the references are those of the source: many of them name one target. An airport has no reference to its flights.
+fn source_holds(rule: &Rule) -> bool {
+    rule.reference.keyed_by_target_id() || (gathers(rule) && !rule.reference.keyed_by_source_id())
+}
+
+/// The keys that the drawn references name most often. Among three airports of 1,458 that all flights leave from, a sample
+/// of airports has none; one of flights has all.
+fn frequent(rule: &Rule, held: &[Vec<Key>]) -> Vec<Vec<Key>> {
+    let mut times: BTreeMap<&Key, usize> = BTreeMap::new();
+    for key in held.iter().flatten().filter(|key| rule.reference.can_resolve(key)) {
+        *times.entry(key).or_default() += 1;
+    }
+    let mut keys: Vec<(usize, &Key)> = times.into_iter().map(|(key, times)| (times, key)).collect();
+    keys.sort_unstable_by(|a, b| b.cmp(a));
+    keys.into_iter().take(FREQUENT).map(|(_, key)| vec![key.clone()]).collect()
+}
+
+/// The references of a document that say something.
+fn keys(rule: &Rule, role: Role, document: &Document) -> impl Iterator<Item = Key> + use<> {
+    rule.reference.keys(role, document).into_iter().flatten()
+}
+
+/// None for what took too long, or failed on a document: to find which, the collection would be read again and again.
+fn too_long<T>(result: Result<T>) -> Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if matches!(error.kind, Kind::TimedOut | Kind::Refused) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether a side is too large to be read whole for each question.
+async fn has_many(context: &Context, rule: &Rule, role: Role) -> Result<bool> {
+    Ok(count(context, rule, role).await? > FEW)
+}
+
+/// How many documents a side's collection has.
+async fn count(context: &Context, rule: &Rule, role: Role) -> Result<i64> {
+    let namespace = match role {
+        Role::Source => &rule.source.namespace,
+        Role::Target => &rule.target.namespace,
+    };
+    // Without a filter it is known, not counted.
+    let reply = context.server.database(&namespace.database).run_command(doc! {"count": &namespace.collection}).await?;
+    Ok(number(reply.get("n")))
+}
+
+fn number(value: Option<&Bson>) -> i64 {
+    match value {
+        Some(Bson::Int32(n)) => i64::from(*n),
+        Some(Bson::Int64(n)) => *n,
+        _ => 0,
+    }
+}
+
+/// How a side is asked what keys have there.
+enum Way {
+    /// By lookups.
+    Lookups,
+    /// By what one pass over it has found.
+    Pass(Pass),
+    /// Not at all: the pass took too long.
+    TooLong,
+}
+
+impl Way {
+    async fn pass(context: &Context, rule: &Rule, role: Role, sample: &[Vec<Key>]) -> Result<Self> {
+        Ok(Pass::over(context, rule, role, sample).await?.map_or(Self::TooLong, Self::Pass))
+    }
+
+    /// The keys that a document answers.
+    async fn answered(
+        &self,
+        context: &Context,
+        rule: &Rule,
+        held: &[Vec<Key>],
+        other: Role,
+    ) -> Result<Option<Vec<Key>>> {
+        Ok(match self {
+            Self::Lookups => Some(answered(context, rule, held, other).await?),
+            Self::Pass(pass) => Some(pass.groups_of.keys().cloned().collect()),
+            Self::TooLong => None,
+        })
+    }
+
+    /// For each document of a sample, how many of the other side its keys have.
+    async fn counts(
+        &self,
+        context: &Context,
+        rule: &Rule,
+        sample: &[Vec<Key>],
+        other: Role,
+    ) -> Result<Option<Vec<u64>>> {
+        Ok(match self {
+            Self::Lookups => Some(counts(context, rule, sample, other).await?),
+            Self::Pass(pass) => Some(sample.iter().map(|keys| pass.count(rule, keys)).collect()),
+            Self::TooLong => None,
+        })
+    }
+}
+
+/// What a sample's keys have on a side without an index: one pass over it counts the documents with the same references.
+struct Pass {
+    /// How many documents have the same.
+    groups: Vec<u64>,
+    /// The groups of a key.
+    groups_of: BTreeMap<Key, Vec<usize>>,
+}
+
+impl Pass {
+    /// None where it takes too long, or finds too much.
+    async fn over(context: &Context, rule: &Rule, role: Role, sample: &[Vec<Key>]) -> Result<Option<Self>> {
+        let mut keys: Vec<&Key> = sample.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        if keys.is_empty() {
+            return Ok(Some(Self { groups: Vec::new(), groups_of: BTreeMap::new() }));
+        }
+        let (side, find) = lookup(rule, role, &keys);
+        let mut fields = rule.reference.projection(role);
+        if !fields.contains_key("_id") {
+            fields.insert("_id", 0);
+        }
+        let stages = vec![
+            doc! {"$match": find.get_document("filter").cloned().unwrap_or_default()},
+            doc! {"$project": fields},
+            // Grouped by `$$ROOT` itself, MongoDB 6.0.5 forgets the projection.
+            doc! {"$replaceWith": {"held": "$$ROOT"}},
+            doc! {"$group": {"_id": "$held", "n": {"$sum": 1}}},
+            doc! {"$limit": i64::try_from(GROUPS).unwrap_or(i64::MAX)},
+        ];
+        let command = doc! {
+            "aggregate": &side.namespace.collection, "pipeline": stages, "cursor": {}, "allowDiskUse": true,
+            "maxTimeMS": PASS, "collation": read::simple_collation(),
+        };
+        let Some(rows) = too_long(context.server.read(&side.namespace.database, command, Reads::default()).await)?
+        else {
+            return Ok(None);
+        };
+        if rows.len() >= GROUPS {
+            return Ok(None);
+        }
+        let mut groups = Vec::new();
+        let mut groups_of: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
+        for row in documents(&rows)? {
+            let Ok(document) = row.get_document("_id") else { continue };
+            for key in self::keys(rule, role, document) {
+                groups_of.entry(key).or_default().push(groups.len());
+            }
+            groups.push(u64::try_from(number(row.get("n"))).unwrap_or_default());
+        }
+        Ok(Some(Self { groups, groups_of }))
+    }
+
+    /// The documents that have one of the keys.
+    fn count(&self, rule: &Rule, keys: &[Key]) -> u64 {
+        let keys = keys.iter().filter(|key| rule.reference.can_resolve(key));
+        let groups: BTreeSet<usize> = keys.filter_map(|key| self.groups_of.get(key)).flatten().copied().collect();
+        groups.into_iter().filter_map(|nth| self.groups.get(nth)).sum()
+    }
+}
+
+/// One side, and the command that finds the documents of it that have one of the keys.
+fn lookup<'a>(rule: &'a Rule, role: Role, keys: &[&Key]) -> (&'a Side, Document) {
+    match role {
+        Role::Source => (&rule.source, read::source_ids(rule, keys, FOUND)),
+        Role::Target => (&rule.target, read::holders(rule, keys)),
+    }
 }
 
 async fn sampled(context: &Context, rule: &Rule, role: Role, size: i64, more: Vec<Document>) -> Result<Vec<Document>> {
@@ -169,14 +452,9 @@ fn documents(rows: &[RawDocumentBuf]) -> Result<Vec<Document>> {
 
 /// What a backfill would change, and how sizes would.
 fn changes(sample: &mut Sample, targets: &[Document], compared: &[Compared]) -> Result<()> {
-    let number = |target: &Document| match target.get(SIZE) {
-        Some(Bson::Int32(n)) => i64::from(*n),
-        Some(Bson::Int64(n)) => *n,
-        _ => 0,
-    };
     let sizes: BTreeMap<Key, i64> = targets
         .iter()
-        .map(|target| (Key::one(target.get("_id").cloned().unwrap_or(Bson::Null)), number(target)))
+        .map(|target| (Key::one(target.get("_id").cloned().unwrap_or(Bson::Null)), number(target.get(SIZE))))
         .collect();
     let mut growth = 0_i64;
     for compared in compared {
@@ -216,27 +494,34 @@ fn bytes(path: &str, value: Option<&bson::RawBson>) -> i64 {
     i64::try_from(doc.as_bytes().len() - 5 - 1 + name).unwrap_or_default()
 }
 
-/// References by type, and how many of them a document of the `other` side answers.
-async fn references(context: &Context, rule: &Rule, held: &[Vec<Key>], other: Role) -> Result<Vec<References>> {
-    let mut by_kind: BTreeMap<String, (u64, u64)> = BTreeMap::new();
-    let mut keys: Vec<&Key> = held.iter().flatten().collect();
+/// The keys that a document of the `other` side answers.
+async fn answered(context: &Context, rule: &Rule, held: &[Vec<Key>], other: Role) -> Result<Vec<Key>> {
+    let mut keys: Vec<&Key> = held.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
     keys.sort_unstable();
     keys.dedup();
     let mut answered: Vec<Key> = Vec::new();
-    let resolvable: Vec<&Key> = keys.into_iter().filter(|key| rule.reference.can_resolve(key)).collect();
-    for keys in resolvable.chunks(KEYS) {
-        let (side, mut command) = match other {
-            Role::Source => (&rule.source, read::source_ids(rule, keys, FOUND)),
-            Role::Target => (&rule.target, read::holders(rule, keys)),
-        };
+    let mut stack: Vec<&[&Key]> = keys.chunks(KEYS).collect();
+    while let Some(keys) = stack.pop() {
+        let (side, mut command) = lookup(rule, other, keys);
         command.insert("projection", rule.reference.projection(other));
         command.insert("limit", FOUND);
         command.remove("sort");
         let found = documents(&context.server.read(&side.namespace.database, command, Reads::default()).await?)?;
-        answered.extend(found.iter().flat_map(|doc| rule.reference.keys(other, doc)).flatten());
+        // So many for some of the keys, that others may not have had their turn.
+        if found.len() >= usize::try_from(FOUND).unwrap_or(usize::MAX) && keys.len() > 1 {
+            let (front, back) = keys.split_at(keys.len() / 2);
+            stack.extend([front, back]);
+        }
+        answered.extend(found.iter().flat_map(|document| self::keys(rule, other, document)));
+        answered.sort_unstable();
+        answered.dedup();
     }
-    answered.sort_unstable();
-    answered.dedup();
+    Ok(answered)
+}
+
+/// References by type, and how many of them are among those that are `answered`, which are in order.
+fn references(held: &[Vec<Key>], answered: &[Key]) -> Vec<References> {
+    let mut by_kind: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for key in held.iter().flatten() {
         let kinds: Vec<&str> = key.values().iter().map(type_name).collect();
         let (count, resolved) = by_kind.entry(kinds.join(", ")).or_default();
@@ -246,7 +531,7 @@ async fn references(context: &Context, rule: &Rule, held: &[Vec<Key>], other: Ro
     let mut out: Vec<References> =
         by_kind.into_iter().map(|(kind, (count, resolved))| References { kind, count, resolved }).collect();
     out.sort_by_key(|references| std::cmp::Reverse(references.count));
-    Ok(out)
+    out
 }
 
 /// For each document of a sample, how many of the other side its keys have. One that takes too long to count is left out.
@@ -258,22 +543,15 @@ async fn counts(context: &Context, rule: &Rule, sample: &[Vec<Key>], other: Role
             out.push(0);
             continue;
         }
-        let (side, command) = match other {
-            Role::Source => (&rule.source, read::source_ids(rule, &keys, FOUND)),
-            Role::Target => (&rule.target, read::holders(rule, &keys)),
-        };
+        let (side, command) = lookup(rule, other, &keys);
         let filter = command.get_document("filter").cloned().unwrap_or_default();
         let count = doc! {
             "count": &side.namespace.collection, "query": filter, "maxTimeMS": COUNTING,
             "collation": read::simple_collation(),
         };
         match context.server.database(&side.namespace.database).run_command(count).await.map_err(Error::from) {
-            Ok(reply) => out.push(match reply.get("n") {
-                Some(Bson::Int32(n)) => u64::try_from(*n).unwrap_or_default(),
-                Some(Bson::Int64(n)) => u64::try_from(*n).unwrap_or_default(),
-                _ => 0,
-            }),
-            Err(error) if error.kind == crate::error::Kind::TimedOut => {}
+            Ok(reply) => out.push(u64::try_from(number(reply.get("n"))).unwrap_or_default()),
+            Err(error) if error.kind == Kind::TimedOut => {}
             Err(error) => return Err(error),
         }
     }

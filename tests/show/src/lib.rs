@@ -4,6 +4,7 @@
 //! --apply`, `run`, and SIGKILL. What they know of it is what an operator can see, the data and the state database.
 
 pub mod daemon;
+pub mod exact;
 pub mod figures;
 pub mod flights;
 pub mod host;

@@ -1,4 +1,5 @@
-//! `make advise`: what `denormd advise` says of the shop, or of a year of flights, while an application reads and writes.
+//! `make advise`: what `denormd advise` says of the shop, or of a year of flights, while an application reads and writes;
+//! and its figures against exact counts.
 
 use std::{
     env,
@@ -9,6 +10,7 @@ use std::{
 use bson::{Document, doc};
 use denormd_fixture::ReplicaSet;
 use denormd_show::{
+    exact,
     flights::{self, tables},
     print::{bold, heading},
     shop,
@@ -36,16 +38,28 @@ async fn main() {
     }
     let advise = start(&set.uri(), &["advise", "--database", database, "--observe", OBSERVE]);
     use_it(&client, flights, advise).await;
+    println!("\n{}", bold("Its figures against exact counts"));
+    let output =
+        command(&set.uri(), &["advise", "--database", database, "--observe", "0", "--output", "json"]).output();
+    let report = serde_json::from_slice(&output.expect("denormd starts").stdout).expect("JSON");
+    let (lines, wrong) = exact::compare(&client, &report).await;
+    println!("{}", lines.join("\n"));
+    assert_eq!(wrong, 0, "relationships whose figures differ");
     let init = start(&set.uri(), &["init", "--database", database, "--observe", "0", "--to", "-"]);
     assert!(init.await.expect("it runs"), "denormd init failed");
 }
 
-/// `denormd` with these words, on a thread of its own; true when it is done in good order.
-fn start(uri: &str, words: &[&str]) -> tokio::task::JoinHandle<bool> {
+fn command(uri: &str, words: &[&str]) -> Command {
     let binary = env::current_exe().expect("the path of this program").with_file_name("denormd");
     let binary = env::var_os("DENORMD").map_or(binary, PathBuf::from);
     let mut command = Command::new(binary);
     command.args(words).env("DENORMD__MONGODB__URI", uri).env("DENORMD_CONFIG", "/nonexistent/denormd.yaml");
+    command
+}
+
+/// `denormd` with these words, on a thread of its own; true when it is done in good order.
+fn start(uri: &str, words: &[&str]) -> tokio::task::JoinHandle<bool> {
+    let mut command = command(uri, words);
     println!("\n{}", bold(&format!("denormd {}", words.join(" "))));
     tokio::task::spawn_blocking(move || command.status().expect("denormd starts").success())
 }

@@ -1,0 +1,113 @@
+//! Takes away the fields of rules that are no longer in the config, and those that a changed rule no longer owns.
+
+use std::collections::BTreeSet;
+
+use bson::{Bson, Document, doc};
+
+use crate::{
+    checkpoint::{requests::Retired, store::RuleState},
+    error::{Kind, Result},
+    field_path::FieldPath,
+    mongo::{Pages, Reads},
+    plan::Plan,
+    reconcile::{
+        Context, read,
+        statement::{self, Statement},
+    },
+};
+
+/// Targets in one write.
+const PAGE: usize = 1000;
+
+/// What a rule once owned and nobody owns now; `active` when the config still has a rule of that name.
+#[must_use]
+pub fn retired(plan: &Plan, state: &RuleState, active: bool) -> Vec<Retired> {
+    let current = (!active).then_some(&state.definition);
+    let mut found = BTreeSet::new();
+    for definition in state.retired.iter().chain(current) {
+        let Ok(collection) = definition.get_document("target").and_then(|target| target.get_str("collection")) else {
+            continue;
+        };
+        for path in owned(definition) {
+            let retired = Retired { collection: collection.to_owned(), path };
+            if !is_owned(plan, &retired) {
+                found.insert(retired);
+            }
+        }
+    }
+    found.into_iter().collect()
+}
+
+/// Whether a rule of the plan owns it, or a part of it.
+fn is_owned(plan: &Plan, retired: &Retired) -> bool {
+    plan.rules.iter().any(|rule| {
+        rule.target.namespace.to_string() == retired.collection
+            && rule.owned().into_iter().any(|owned| owned.overlaps_loosely(&retired.path))
+    })
+}
+
+/// The owned paths of a stored definition (see `plan::compile`).
+fn owned(definition: &Document) -> Vec<FieldPath> {
+    let Ok(values) = definition.get_document("values") else { return Vec::new() };
+    let single = ["into", "collect"].into_iter().filter_map(|name| values.get_str(name).ok());
+    let several = ["set", "aggregate"].into_iter().filter_map(|name| values.get_array(name).ok()).flatten();
+    let several = several.filter_map(|entry| entry.as_document()?.get_str("path").ok());
+    single.chain(several).filter_map(|path| FieldPath::parse(path).ok()).collect()
+}
+
+/// How many documents have it.
+pub async fn count(context: &Context, retired: &Retired) -> Result<u64> {
+    let mut pages = holders(context, retired).await?;
+    let mut documents = 0;
+    while let Some(page) = pages.next().await? {
+        documents += page.len() as u64;
+    }
+    Ok(documents)
+}
+
+/// What a leader does for `denormd prune`, a page of documents at a time, by writes that end with its lease. Says why not
+/// where it does not.
+pub async fn carry_out(context: &Context, paths: &[Retired]) -> Result<std::result::Result<(), String>> {
+    // In partitions all are asked, and one of them is enough.
+    if context.partition.place() != 0 {
+        return Ok(Ok(()));
+    }
+    if let Some(taken) = paths.iter().find(|retired| is_owned(&context.plan, retired)) {
+        return Ok(Err(format!("a rule that it runs owns `{}` of `{}`", taken.path, taken.collection)));
+    }
+    for retired in paths {
+        match take_away(context, retired).await {
+            Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => return Ok(Err(error.message)),
+            done => done?,
+        }
+    }
+    Ok(Ok(()))
+}
+
+async fn take_away(context: &Context, retired: &Retired) -> Result<()> {
+    let (database, collection) = retired.namespace();
+    let mut pages = holders(context, retired).await?;
+    while let Some(page) = pages.next().await? {
+        let ids = page.iter().map(|row| Ok(row.get("_id")?.map(Bson::try_from).transpose()?.unwrap_or(Bson::Null)));
+        let ids = ids.collect::<Result<Vec<Bson>>>()?;
+        if ids.is_empty() {
+            continue;
+        }
+        let Statement::Update(statement) = statement::unset(&retired.path, ids)? else { continue };
+        let written = context.server.update(database, collection, &[statement], context.limits.write_timeout).await?;
+        if let Some((_, error)) = written.refused.into_iter().next() {
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+/// The `_id`s of the documents that have it.
+async fn holders(context: &Context, retired: &Retired) -> Result<Pages> {
+    let (database, collection) = retired.namespace();
+    let command = doc! {
+        "find": collection, "filter": {retired.path.query(): {"$exists": true}}, "projection": {"_id": 1},
+        "batchSize": i64::try_from(PAGE).unwrap_or(1000), "collation": read::simple_collation(),
+    };
+    context.server.pages(database, command, Reads::default()).await
+}
