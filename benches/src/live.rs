@@ -159,8 +159,11 @@ async fn bare_path(database: &Database) -> JoinHandle<()> {
             doc! {"$match": {"operationType": "update"}},
             doc! {"$project": {"documentKey": 1, "n": "$updateDescription.updatedFields.n"}},
         ];
+        // A cursor is read on in the session that it was opened in.
+        let mut session = database.client().start_session().await.expect("a session");
         let mut open = database
             .run_command(doc! {"aggregate": "parts", "pipeline": pipeline, "cursor": {}})
+            .session(&mut session)
             .await
             .expect("a stream");
         let mut batch = "firstBatch";
@@ -181,6 +184,7 @@ async fn bare_path(database: &Database) -> JoinHandle<()> {
             batch = "nextBatch";
             open = database
                 .run_command(doc! {"getMore": id, "collection": "parts", "maxTimeMS": 1000, "batchSize": 5000})
+                .session(&mut session)
                 .await
                 .expect("the next events");
         }
