@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use bson::{Bson, Document, doc};
+use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::{requests::Retired, store::RuleState},
@@ -65,29 +66,47 @@ pub async fn count(context: &Context, retired: &Retired) -> Result<u64> {
     Ok(documents)
 }
 
-/// What a leader does for `denormd prune`, a page of documents at a time, by writes that end with its lease. Says why not
-/// where it does not.
-pub async fn carry_out(context: &Context, paths: &[Retired]) -> Result<std::result::Result<(), String>> {
-    // In partitions all are asked, and one of them is enough.
-    if context.partition.place() != 0 {
-        return Ok(Ok(()));
-    }
-    if let Some(taken) = paths.iter().find(|retired| is_owned(&context.plan, retired)) {
-        return Ok(Err(format!("a rule that it runs owns `{}` of `{}`", taken.path, taken.collection)));
-    }
-    for retired in paths {
-        match take_away(context, retired).await {
-            Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => return Ok(Err(error.message)),
-            done => done?,
-        }
-    }
-    Ok(Ok(()))
+/// What became of what `denormd prune` has asked for.
+#[derive(Debug)]
+pub enum Carried {
+    /// It is done.
+    Out,
+    /// It is not, for this reason.
+    Refused(String),
+    /// It was told to stop before all was done.
+    Stopped,
 }
 
-async fn take_away(context: &Context, retired: &Retired) -> Result<()> {
+/// What a leader does for `denormd prune`, a page of documents at a time, by writes that end with its lease. A `stop` is heeded
+/// between writes: one that is on its way is waited for, as whoever leads next may write what it takes away.
+pub async fn carry_out(context: &Context, paths: &[Retired], stop: &CancellationToken) -> Result<Carried> {
+    // In partitions all are asked, and one of them is enough.
+    if context.partition.place() != 0 {
+        return Ok(Carried::Out);
+    }
+    if let Some(taken) = paths.iter().find(|retired| is_owned(&context.plan, retired)) {
+        return Ok(Carried::Refused(format!("a rule that it runs owns `{}` of `{}`", taken.path, taken.collection)));
+    }
+    for retired in paths {
+        match take_away(context, retired, stop).await {
+            Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => {
+                return Ok(Carried::Refused(error.message));
+            }
+            Ok(false) => return Ok(Carried::Stopped),
+            done => drop(done?),
+        }
+    }
+    Ok(Carried::Out)
+}
+
+/// False when it was told to stop.
+async fn take_away(context: &Context, retired: &Retired, stop: &CancellationToken) -> Result<bool> {
     let (database, collection) = retired.namespace();
-    let mut pages = holders(context, retired).await?;
-    while let Some(page) = pages.next().await? {
+    let Some(pages) = stop.run_until_cancelled(holders(context, retired)).await else { return Ok(false) };
+    let mut pages = pages?;
+    loop {
+        let Some(page) = stop.run_until_cancelled(pages.next()).await else { return Ok(false) };
+        let Some(page) = page? else { return Ok(true) };
         let ids = page.iter().map(|row| Ok(row.get("_id")?.map(Bson::try_from).transpose()?.unwrap_or(Bson::Null)));
         let ids = ids.collect::<Result<Vec<Bson>>>()?;
         if ids.is_empty() {
@@ -99,7 +118,6 @@ async fn take_away(context: &Context, retired: &Retired) -> Result<()> {
             return Err(error);
         }
     }
-    Ok(())
 }
 
 /// The `_id`s of the documents that have it.

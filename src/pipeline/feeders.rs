@@ -2,20 +2,21 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use bson::oid::ObjectId;
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     backfill::Wish,
     checkpoint::{
-        requests::Work,
+        requests::{Retired, Work},
         store::{Backfill, Hold, Store},
     },
     dead_letter,
     error::{Error, Result},
     key::Key,
     plan::RuleId,
-    prune,
+    prune::{self, Carried},
     reconcile::Context,
     request::Page,
     route::target_request,
@@ -61,13 +62,7 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
         for asked in store.requests(&context.server).await? {
             let targets = match asked.work {
                 Work::Look(targets) => targets,
-                Work::Prune(paths) => {
-                    match prune::carry_out(&context, &paths).await? {
-                        Ok(()) => store.request_done(&context.server, asked.id).await?,
-                        Err(why) => store.refuse_request(&context.server, asked.id, &why).await?,
-                    }
-                    continue;
-                }
+                Work::Prune(paths) => return Ok(Some((asked.id, paths))),
             };
             let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == asked.rule) else {
                 store.refuse_request(&context.server, asked.id, "the leader has no rule of that name").await?;
@@ -77,11 +72,19 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
             let after = context.server.operation_time().await?;
             let (done, acknowledged) = oneshot::channel();
             if out.send(Page { requests, after, done }).await.is_err() || acknowledged.await.is_err() {
-                return Ok(());
+                return Ok(None);
             }
             store.request_done(&context.server, asked.id).await?;
         }
-        Ok::<_, Error>(())
+        Ok::<_, Error>(None)
+    };
+    let prune = async |(id, paths): (ObjectId, Vec<Retired>)| {
+        match prune::carry_out(&context, &paths, &stop).await? {
+            Carried::Out => store.request_done(&context.server, id).await,
+            Carried::Refused(why) => store.refuse_request(&context.server, id, &why).await,
+            // The next leader begins again.
+            Carried::Stopped => Ok(()),
+        }
     };
     loop {
         tokio::select! {
@@ -91,6 +94,12 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
         let result = tokio::select! {
             result = round() => result,
             () = stop.cancelled() => return,
+        };
+        let result = match result {
+            // Not ended by a stop in the middle of a write: the lease is given back when all writes are answered.
+            Ok(Some(asked)) => prune(asked).await,
+            Ok(None) => Ok(()),
+            Err(error) => Err(error),
         };
         if let Err(error) = result {
             tracing::warn!(error = %error.message, "what commands ask for cannot be read; trying again");
