@@ -7,7 +7,7 @@ pub mod connection;
 pub mod fence;
 pub mod primary;
 
-pub use command::{Pages, Reads, Server};
+pub use command::{Batches, Pages, Reads, Server, Written};
 pub use connection::Connection;
 pub use fence::Fence;
 pub use primary::bounded;

@@ -31,7 +31,7 @@ use crate::{
     route::Routed,
     suspension::{self, UNAUTHORIZED},
     watch::{Delivery, StreamSpec, follow, streams},
-    workqueue::Batch,
+    workqueue::{Batch, Most},
 };
 
 /// How often positions are saved while work goes on.
@@ -331,9 +331,11 @@ impl Pipeline {
 
     /// Starts batches while there is room for them. What arrives while they run forms the next ones.
     fn dispatch(&mut self) {
-        while self.running.len() < self.context.limits.batches {
+        let limits = &self.context.limits;
+        let most = Most { keys: limits.batch_keys, batches: limits.batches };
+        while self.running.len() < most.batches {
             let now = Instant::now();
-            let Some(mut batch) = self.schedule.take(self.context.limits.batch_keys, now) else { return };
+            let Some(mut batch) = self.schedule.take(most, now) else { return };
             if self.held.get(&batch.lane.0).is_some_and(Hold::rests) {
                 self.skip(batch);
                 continue;
@@ -388,7 +390,7 @@ impl Pipeline {
         }
         self.aside(&routed).await;
         failpoint::here("routed");
-        self.schedule.end(delivery.stream, batch, delivery.position);
+        self.schedule.end(delivery.stream, batch, delivery.position, delivery.more);
     }
 
     /// What events ask for beside keys. Recorded before the position may pass the events.
@@ -595,10 +597,7 @@ impl Pipeline {
     /// How long the keys of a batch rest: recomputing a parent with a million children is not repeated for each event, but
     /// spaced by its own cost.
     fn pause(&self, outcome: &Outcome) -> Duration {
-        let recomputes = match self.context.plan.rule(outcome.lane.0).values {
-            Values::Collect { .. } | Values::Aggregate { .. } => outcome.lane.1 == Task::Value,
-            Values::Set { .. } | Values::Into { .. } => false,
-        };
+        let recomputes = outcome.lane.1 == Task::Value && self.context.plan.rule(outcome.lane.0).gathers();
         let cost = outcome.took / u32::try_from(outcome.keys.len().max(1)).unwrap_or(u32::MAX);
         if recomputes && cost > CHEAP { cost.min(LONGEST_PAUSE) } else { Duration::ZERO }
     }

@@ -2,6 +2,7 @@
 
 pub mod applied;
 pub mod compare;
+pub mod group;
 pub mod read;
 pub mod run;
 pub mod scan;

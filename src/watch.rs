@@ -1,21 +1,26 @@
 //! One change stream a database: decoded events in batches, each with the position after it.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
 
-use bson::{Document, Timestamp, doc};
+use bson::{Document, RawDocument, Timestamp, doc};
 use mongodb::raw_batch_cursor::RawBatch;
 use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
+mod pace;
 mod relevance;
 
 use crate::{
     change::{ChangeEvent, Namespace},
     error::{Error, Kind, Result},
     metrics::Metrics,
-    mongo::Server,
+    mongo::{Batches, Server},
     plan::{Plan, reference::Role},
     position::{Position, token_time},
+    watch::pace::Pace,
 };
 
 /// How long the server waits for an event before it answers with an empty batch. An empty batch carries a token too: it says
@@ -48,6 +53,8 @@ pub struct Delivery {
     pub events: Vec<ChangeEvent>,
     /// The position after them.
     pub position: Position,
+    /// The batch was full: more wait behind it.
+    pub more: bool,
     /// The stream could not go on where it was and starts anew: what happened between is not known.
     pub lost: bool,
 }
@@ -133,9 +140,10 @@ pub async fn follow(
     let mut position = start;
     let mut failures = 0_u32;
     let mut by_time = None;
+    let mut pace = Pace::new(position.time, Instant::now());
     while !stop.is_cancelled() {
         let result = tokio::select! {
-            result = deliver(server, spec, &mut position, &out, &mut failures) => result,
+            result = deliver(server, spec, &mut position, &mut pace, &out, &mut failures) => result,
             () = stop.cancelled() => return,
         };
         let Err(error) = result else { continue };
@@ -166,14 +174,17 @@ async fn start_anew(server: &Server, spec: &StreamSpec, position: &mut Position,
     let Ok(time) = server.operation_time().await else { return false };
     tracing::error!(database = %spec.database, "the oplog no longer reaches back to the saved position: starting from now, every rule is backfilled");
     *position = Position { time, token: None };
-    out.send(Delivery { stream: spec.stream, events: Vec::new(), position: position.clone(), lost: true }).await.is_ok()
+    out.send(Delivery { stream: spec.stream, events: Vec::new(), position: position.clone(), more: false, lost: true })
+        .await
+        .is_ok()
 }
 
-/// Opens the stream at `position` and delivers batches until it ends.
+/// Opens the stream at `position` and delivers batches until it ends, or is to go on at another pace.
 async fn deliver(
     server: &Server,
     spec: &StreamSpec,
     position: &mut Position,
+    pace: &mut Pace,
     out: &mpsc::Sender<Delivery>,
     failures: &mut u32,
 ) -> Result<()> {
@@ -190,16 +201,54 @@ async fn deliver(
     pipeline.extend(spec.pipeline.iter().cloned());
     let command =
         doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {"batchSize": 0}, "readConcern": {"level": "majority"}};
-    let mut batches = server.follow(&spec.database, command, BATCH, AWAIT).await?;
-    while let Some(batch) = batches.next().await? {
-        let delivery = decode(spec.stream, &batch, position)?;
+    let batches = server.follow(&spec.database, command, BATCH, pace.wait(AWAIT)).await?;
+    // While one batch is decoded, the server is at the next.
+    let (read, mut batches_read) = mpsc::channel(1);
+    let reader = AbortOnDropHandle::new(tokio::spawn(read_ahead(batches, *pace, read)));
+    while let Some(batch) = batches_read.recv().await {
+        let delivery = decode(spec.stream, &batch?, position)?;
         *failures = 0;
         *position = delivery.position.clone();
         if out.send(delivery).await.is_err() {
             return Ok(());
         }
     }
+    if let Ok(reached) = reader.await {
+        *pace = reached;
+    }
     Ok(())
+}
+
+/// Reads until the stream ends or is to go on at another pace, which it returns.
+async fn read_ahead(mut batches: Batches, mut pace: Pace, out: mpsc::Sender<Result<RawBatch>>) -> Pace {
+    loop {
+        let batch = match batches.next().await {
+            Ok(Some(batch)) => batch,
+            Ok(None) => return pace,
+            Err(error) => {
+                out.send(Err(error)).await.ok();
+                return pace;
+            }
+        };
+        let reached =
+            token_after(&batch).and_then(|token| Document::try_from(token).ok()).as_ref().and_then(token_time);
+        let more = is_full(&batch);
+        if out.send(Ok(batch)).await.is_err() || reached.is_some_and(|at| pace.reached(at, Instant::now())) {
+            return pace;
+        }
+        if let Some(pause) = pace.pause().filter(|_| !more) {
+            tokio::time::sleep(pause).await;
+        }
+    }
+}
+
+/// The resume token of where the stream is after a batch.
+fn token_after(batch: &RawBatch) -> Option<&RawDocument> {
+    batch.as_raw_document().get_document("cursor").ok()?.get_document("postBatchResumeToken").ok()
+}
+
+fn is_full(batch: &RawBatch) -> bool {
+    batch.doc_slices().is_ok_and(|events| events.into_iter().count() >= BATCH as usize)
 }
 
 fn decode(stream: usize, batch: &RawBatch, before: &Position) -> Result<Delivery> {
@@ -211,12 +260,11 @@ fn decode(stream: usize, batch: &RawBatch, before: &Position) -> Result<Delivery
         last = raw.get_document("_id").ok().map(std::borrow::ToOwned::to_owned);
         events.push(ChangeEvent::decode(raw)?);
     }
-    let cursor =
-        batch.as_raw_document().get_document("cursor").map_err(|_| Error::internal("a batch without a cursor"))?;
-    let token = cursor.get_document("postBatchResumeToken").ok().map(std::borrow::ToOwned::to_owned).or(last);
+    let token = token_after(batch).map(std::borrow::ToOwned::to_owned).or(last);
     let token = token.map(|token| Document::try_from(token.as_ref())).transpose()?;
     let reached = token.as_ref().and_then(token_time);
     let time = events.last().map(|event| event.cluster_time).into_iter().chain(reached).max().unwrap_or(before.time);
     let token = token.or_else(|| before.token.clone());
-    Ok(Delivery { stream, events, position: Position { time: time.max(before.time), token }, lost: false })
+    let position = Position { time: time.max(before.time), token };
+    Ok(Delivery { stream, events, position, more: is_full(batch), lost: false })
 }

@@ -17,6 +17,9 @@ use crate::{
     request::{Origin, Request, Scope, Task},
 };
 
+/// Fewer keys than this are not shared out: a batch costs the same reads and writes for one of them.
+const SMALL: usize = 50;
+
 /// What keys of the queue are told apart by.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Slot {
@@ -94,6 +97,15 @@ pub struct Batch {
     pub items: Vec<(Key, Work)>,
     /// Counts the batches.
     pub number: u64,
+}
+
+/// What one batch may hold.
+#[derive(Debug, Clone, Copy)]
+pub struct Most {
+    /// Keys, and about four times as many named targets.
+    pub keys: usize,
+    /// Batches that share what waits: one that took all the keys would let nothing run beside it.
+    pub batches: usize,
 }
 
 /// How the run of one key ended.
@@ -249,6 +261,12 @@ impl WorkQueue {
         self.entries.is_empty()
     }
 
+    /// Whether a key of such a lane waits to be taken.
+    #[must_use]
+    pub fn waits(&self, such: impl Fn(Lane) -> bool) -> bool {
+        self.lanes.iter().any(|(lane, keys)| !keys.is_empty() && such(*lane))
+    }
+
     /// Takes a request; what it came from is held in `watermark` until it is done.
     pub fn push(&mut self, request: Request, origin: Origin, watermark: &mut Watermark) {
         let work = Work {
@@ -288,13 +306,16 @@ impl WorkQueue {
         }
     }
 
-    /// The next keys to run together, at most `keys` of them and about as many named targets; None when nothing is ready.
-    pub fn take(&mut self, keys: usize, now: Instant) -> Option<Batch> {
+    /// The next keys to run together, from a lane that is `open`; None when nothing is ready.
+    pub fn take(&mut self, most: Most, now: Instant, open: impl Fn(Lane) -> bool) -> Option<Batch> {
         self.wake(now);
         for _ in 0..self.lanes.len() {
             let lane = self.next_lane()?;
             self.turn = Some(lane);
-            let items = self.take_from(lane, keys);
+            if !open(lane) {
+                continue;
+            }
+            let items = self.take_from(lane, most);
             if !items.is_empty() {
                 self.taken += 1;
                 if writes(lane.1) {
@@ -306,11 +327,12 @@ impl WorkQueue {
         None
     }
 
-    fn take_from(&mut self, lane: Lane, keys: usize) -> Vec<(Key, Work)> {
+    fn take_from(&mut self, lane: Lane, most: Most) -> Vec<(Key, Work)> {
         let oldest_write = self.writing.get(&lane.0).and_then(BTreeSet::first).copied().unwrap_or(u64::MAX);
         let mut items = Vec::new();
         let mut weight = 0;
         let Some(waiting) = self.lanes.get_mut(&lane) else { return items };
+        let keys = waiting.len().div_ceil(most.batches).max(SMALL).min(most.keys);
         while let Some(key) = waiting.pop_front() {
             let slot = Slot { lane, key };
             let Some(entry) = self.entries.get_mut(&slot) else { continue };
@@ -327,7 +349,7 @@ impl WorkQueue {
             entry.running = Some(work.held.clone());
             weight += work.scope.weight();
             items.push((slot.key, work));
-            if items.len() >= keys || weight >= keys.saturating_mul(4) {
+            if items.len() >= keys || weight >= most.keys.saturating_mul(4) {
                 break;
             }
         }
@@ -548,7 +570,7 @@ mod tests {
         }
 
         fn take(&mut self) -> Option<Batch> {
-            self.queue.take(100, self.now)
+            self.queue.take(Most { keys: 100, batches: 1 }, self.now, |_| true)
         }
 
         fn keys(&mut self) -> Vec<i32> {
@@ -722,7 +744,9 @@ mod tests {
             bench.push(Task::LocateTarget, key, Scope::All, 1);
         }
         let lanes: Vec<Task> =
-            std::iter::from_fn(|| bench.queue.take(1, bench.now)).map(|batch| batch.lane.1).collect();
+            std::iter::from_fn(|| bench.queue.take(Most { keys: 1, batches: 1 }, bench.now, |_| true))
+                .map(|batch| batch.lane.1)
+                .collect();
         let (first, second) = (lanes[0], lanes[1]);
         assert_ne!(first, second);
         assert_eq!(lanes, [first, second, first, second, first, second]);

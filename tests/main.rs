@@ -24,6 +24,7 @@ mod fault_runs;
 mod faults;
 mod floors;
 mod fuzz;
+mod grouped;
 mod histories;
 mod http;
 mod keys_on_server;

@@ -26,7 +26,7 @@ use denormd::{
     position::{ClusterTime, Position},
     request::{Request, Scope, Task},
     route::{Routed, target_requests, value_request},
-    workqueue::{Batch, Lane, Work},
+    workqueue::{Batch, Lane, Most, Work},
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use tokio::{
@@ -48,6 +48,8 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 /// Documents of each collection.
 const DOCUMENTS: i32 = 3;
 const INSTANCES: usize = 3;
+/// Events in one batch at most.
+const FULL: usize = 3;
 
 /// What is done wrong on purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -370,7 +372,7 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
     let stops = Instant::now() + Duration::from_secs(5 + sim.random(200));
     loop {
         while running.len() < 3 {
-            let Some(batch) = schedule.take(2, Instant::now().into_std()) else { break };
+            let Some(batch) = schedule.take(Most { keys: 2, batches: 3 }, Instant::now().into_std()) else { break };
             running.spawn(run(wire.clone(), held.fence(), batch));
         }
         let frontier = schedule.frontier(0).map_or(start, |position| usize::try_from(position.time.seconds).unwrap());
@@ -413,7 +415,7 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
                     }
                 }
                 next += events.len();
-                schedule.end(0, batch, Position { time: time(next), token: None });
+                schedule.end(0, batch, Position { time: time(next), token: None }, events.len() == FULL);
             }
             () = sleep_until(due) => {}
             () = sleep_until(stops) => {
@@ -431,7 +433,7 @@ async fn deliver(wire: &Wire, from: usize) -> Vec<ChangeEvent> {
         // The server lives as long as its history.
         grown.wait_for(|entries| *entries > from).await.ok();
         let found = wire.call(|server| {
-            let most = server.random.random_range(1..4);
+            let most = server.random.random_range(1..=FULL);
             server.oplog.iter().skip(from).take(most).cloned().collect::<Vec<_>>()
         });
         if let Ok(events) = found.await {

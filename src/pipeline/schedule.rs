@@ -14,11 +14,13 @@ use crate::{
     position::{ClusterTime, Position},
     request::{Origin, Request, Task},
     route::{Routed, Router},
-    workqueue::{Batch, Finish, Lane, Work, WorkQueue, origins},
+    workqueue::{Batch, Finish, Lane, Most, Work, WorkQueue, origins},
 };
 
 /// How long the guard waits for a rule that is never at rest before it calls a difference drift.
 const LONGEST_DOUBT: Duration = Duration::from_secs(60);
+/// How long a value that is computed from many sources waits for more of their changes, while a stream is known to hold more.
+const PATIENCE: Duration = Duration::from_secs(1);
 /// The origin of pages, beside the streams.
 const PAGES: usize = usize::MAX;
 
@@ -34,6 +36,8 @@ pub struct Schedule {
     /// Pages taken so far.
     pages: u64,
     partition: Partition,
+    /// Since when values of many sources wait because a stream holds more.
+    patient: Option<Instant>,
 }
 
 /// A stream that is followed.
@@ -43,6 +47,8 @@ struct Followed {
     batches: u64,
     /// The position after the last one.
     reached: Position,
+    /// Whether more waits behind it.
+    more: bool,
 }
 
 /// What becomes of a key whose run has ended.
@@ -72,6 +78,7 @@ impl Schedule {
             newest: ClusterTime::default(),
             pages: 0,
             partition: Partition::WHOLE,
+            patient: None,
         }
     }
 
@@ -83,7 +90,7 @@ impl Schedule {
 
     /// One more stream is followed, from `position` on. Streams are numbered in this order.
     pub fn follow(&mut self, position: Position) {
-        self.streams.push(Followed { batches: 0, reached: position });
+        self.streams.push(Followed { batches: 0, reached: position, more: false });
     }
 
     /// A batch of a stream begins; returns its number.
@@ -122,9 +129,11 @@ impl Schedule {
         }
     }
 
-    /// The batch has arrived whole, and everything that it asks for has been taken or recorded.
-    pub fn end(&mut self, stream: usize, batch: u64, position: Position) {
+    /// The batch has arrived whole, and everything that it asks for has been taken or recorded. The stream may be known to hold
+    /// `more`.
+    pub fn end(&mut self, stream: usize, batch: u64, position: Position, more: bool) {
         self.streams[stream].reached = position.clone();
+        self.streams[stream].more = more;
         self.watermark.routed(stream, batch, position);
     }
 
@@ -144,14 +153,32 @@ impl Schedule {
         self.watermark.is_done(PAGES, page)
     }
 
-    /// The next keys to run together, at most `keys` of them.
-    pub fn take(&mut self, keys: usize, now: Instant) -> Option<Batch> {
-        let mut batch = self.queue.take(keys, now)?;
+    /// The next keys to run together.
+    pub fn take(&mut self, most: Most, now: Instant) -> Option<Batch> {
+        let patient = self.is_patient(now);
+        let mut batch = self.queue.take(most, now, |lane| !patient || !gathers(&self.router, lane))?;
         // What has arrived is visible to a majority read: a batch never sees less than any event so far.
         for (_, work) in &mut batch.items {
             work.after = work.after.max(self.newest);
         }
         Some(batch)
+    }
+
+    /// Whether values of many sources wait. While a backlog is read, each of them would be computed again with every batch of
+    /// it. So they wait, and are computed once, then wait again.
+    fn is_patient(&mut self, now: Instant) -> bool {
+        if !self.queue.has_room() || !self.streams.iter().any(|stream| stream.more) {
+            self.patient = None;
+            return false;
+        }
+        let since = *self.patient.get_or_insert(now);
+        if now.saturating_duration_since(since) < PATIENCE {
+            return true;
+        }
+        if !self.queue.waits(|lane| gathers(&self.router, lane)) {
+            self.patient = Some(now);
+        }
+        false
     }
 
     /// A target that the guard has found to differ may be about to be written: until everything that the guard has seen then
@@ -252,4 +279,9 @@ impl Schedule {
     pub fn oldest(&self, rule: RuleId) -> Option<i64> {
         self.queue.oldest(rule)
     }
+}
+
+/// Whether the keys of a lane are computed from all of their sources.
+fn gathers(router: &Router, (rule, task): Lane) -> bool {
+    task == Task::Value && router.rule(rule).gathers()
 }

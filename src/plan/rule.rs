@@ -198,6 +198,15 @@ impl Rule {
         }
     }
 
+    /// Whether a value is computed from all the sources of a key.
+    #[must_use]
+    pub fn gathers(&self) -> bool {
+        match self.values {
+            Values::Collect { .. } | Values::Aggregate { .. } => true,
+            Values::Set { .. } | Values::Into { .. } => false,
+        }
+    }
+
     /// Where in the target the `_id`s of the sources that went into it are: what tells the parent that a child has left.
     #[must_use]
     pub fn child(&self) -> Option<&FieldPath> {

@@ -336,6 +336,16 @@ pub fn by_id(rule: &Rule, role: Role, ids: &[&Key]) -> Document {
     doc! {"find": &side.namespace.collection, "filter": {"_id": {"$in": ids}}, "projection": rule.reference.projection(role), "batchSize": 10_000, "collation": simple_collation()}
 }
 
+/// Reads how many bytes a target has: one row `{ bytes }`, of a few that are taken at random, or none.
+#[must_use]
+pub fn target_bytes(rule: &Rule) -> Document {
+    let stages = vec![
+        doc! {"$sample": {"size": 20}},
+        doc! {"$group": {"_id": null, "bytes": {"$avg": {"$bsonSize": "$$ROOT"}}}},
+    ];
+    command(&rule.target.namespace.collection, stages)
+}
+
 /// Reads targets by `_id` for a rule that is keyed by them: rows `{ _id, d: reference fields, g: guard }`, where `g` is
 /// what [`super::statement`] demands to be unchanged.
 #[must_use]

@@ -22,15 +22,16 @@ use crate::{
     key::Key,
     logging::STAGES,
     metrics::Metrics,
-    mongo::{Fence, Reads, Server},
+    mongo::{Fence, Reads, Server, Written},
     partition::Partition,
     plan::{Plan, Rule, RuleId, reference::Role},
     position::ClusterTime,
     reconcile::{
         compare::{self, Compared},
+        group::{self, Member, Shape},
         read, shape,
         statement::{self, Statement},
-        value::{Desired, Rows},
+        value::{Desired, Field, Rows},
     },
     request::{Request, Scope, Task},
     route::{reference_requests, target_requests, value_request},
@@ -43,6 +44,8 @@ const SECOND_LOOK: Duration = Duration::from_millis(200);
 const HOUR: Duration = Duration::from_secs(3600);
 /// Targets written by one statement when the culprit of a refusal is looked for.
 const STEP: usize = 1000;
+/// How long it is believed how large targets are.
+const SIZE_AGE: Duration = Duration::from_secs(600);
 /// Targets that a look-up may lead to. More of one key are a fan-out of their own.
 const MANY: usize = 10_000;
 
@@ -65,6 +68,8 @@ pub struct Context {
     pub sources: Mutex<HashSet<Namespace>>,
     /// What `remove` and `delete` of each rule have destroyed, and since when that is counted.
     destroyed: Mutex<HashMap<RuleId, (Instant, usize)>>,
+    /// What the targets of each rule are like, and since when it is known how large they are.
+    shapes: Mutex<HashMap<RuleId, (Shape, Option<Instant>)>>,
     /// Rules that the cluster lacked something for when the config was taken, and what.
     pub lacking: BTreeMap<RuleId, String>,
     /// What was done so far.
@@ -89,6 +94,7 @@ impl Context {
             spreading: Mutex::default(),
             sources: Mutex::default(),
             destroyed: Mutex::default(),
+            shapes: Mutex::default(),
             lacking: BTreeMap::new(),
             counts: Counts::default(),
             metrics,
@@ -132,6 +138,21 @@ impl Context {
         }
     }
 
+    /// What the targets of a rule are like; without their size when that was seen too long ago.
+    fn shape(&self, rule: RuleId) -> Shape {
+        let Ok(mut shapes) = self.shapes.lock() else { return Shape::default() };
+        let (shape, since) = shapes.entry(rule).or_default();
+        shape.bytes = shape.bytes.filter(|_| since.is_some_and(|since| since.elapsed() < SIZE_AGE));
+        *shape
+    }
+
+    fn learn(&self, rule: RuleId, take: impl FnOnce(&mut Shape, &mut Option<Instant>)) {
+        if let Ok(mut shapes) = self.shapes.lock() {
+            let (shape, since) = shapes.entry(rule).or_default();
+            take(shape, since);
+        }
+    }
+
     /// Whether a source collection is known to have been there.
     #[must_use]
     pub fn has_seen(&self, source: &Namespace) -> bool {
@@ -166,6 +187,7 @@ impl Context {
             spreading: Mutex::default(),
             sources: Mutex::default(),
             destroyed: Mutex::default(),
+            shapes: Mutex::default(),
             lacking: self.lacking.clone(),
             counts: Counts::default(),
             metrics: self.metrics.clone(),
@@ -255,6 +277,9 @@ fn batch_age(items: &[Item], now: i64) -> Option<i64> {
     items.iter().filter_map(|item| item.work.committed).min().map(|committed| (now - committed).max(0))
 }
 
+/// What was refused of one statement, and the items that it belongs to.
+type Shared = (Vec<usize>, Error);
+
 struct Run<'a> {
     context: &'a Context,
     rule: &'a Rule,
@@ -269,6 +294,10 @@ struct Item {
 }
 
 impl Item {
+    fn member<'a>(&'a self, fields: &'a [Field]) -> Member<'a> {
+        Member { key: &self.key, scope: &self.work.scope, fields }
+    }
+
     fn ended(self) -> Ended {
         let end = self.end.unwrap_or(End::Done);
         Ended { key: self.key, work: self.work, end }
@@ -422,7 +451,9 @@ impl Run<'_> {
         }
         let keys: Vec<&Key> = items.iter().map(|item| &item.key).filter(|key| !key.values().is_empty()).collect();
         let rows = self.rows(&keys, newest(items)).await?;
+        let shape = self.shape(items.len()).await;
         let mut statements = Vec::new();
+        let mut grouped: Vec<(usize, Vec<Field>)> = Vec::new();
         for (nth, item) in items.iter_mut().enumerate() {
             if item.work.scope == Scope::All && self.context.is_spreading(&self.subject(item)) {
                 item.end = Some(self.spread(item).await);
@@ -445,11 +476,39 @@ impl Run<'_> {
                 item.end = Some(end);
                 continue;
             }
-            for statement in statement::of_value(self.rule, &item.key, &item.work.scope, &desired)? {
-                statements.push((nth, statement));
+            match (desired, shape) {
+                (Desired::Fields(fields), Some(shape)) if group::fits(self.rule, shape, &item.member(&fields)) => {
+                    grouped.push((nth, fields));
+                }
+                (desired, _) => {
+                    let alone = statement::of_value(self.rule, &item.key, &item.work.scope, &desired)?;
+                    statements.extend(alone.into_iter().map(|statement| (vec![nth], statement)));
+                }
             }
         }
+        let members = grouped.iter().map(|(nth, fields)| (*nth, items[*nth].member(fields))).collect();
+        for group in group::divide(members) {
+            let (owners, members): (Vec<usize>, Vec<Member>) = group.into_iter().unzip();
+            statements.push((owners, group::statement(self.rule, &members)?));
+        }
         self.write(items, statements, &rows).await
+    }
+
+    /// What the targets are like; None where their keys do not share statements.
+    async fn shape(&self, keys: usize) -> Option<Shape> {
+        if keys < 2 || !group::is_possible(self.rule) {
+            return None;
+        }
+        let mut shape = self.context.shape(self.rule.id);
+        if shape.bytes.is_none() {
+            // Without an answer each key has a statement of its own.
+            let rows = self.read(Role::Target, read::target_bytes(self.rule), ClusterTime::default()).await.ok()?;
+            let bytes = rows.first().and_then(|row| row.get_f64("bytes").ok()).unwrap_or_default();
+            shape.bytes = Some(bytes);
+            self.context
+                .learn(self.rule.id, |known, since| (known.bytes, *since) = (Some(bytes), Some(Instant::now())));
+        }
+        Some(shape)
     }
 
     /// What keeps a dangling reference from destroying: the grace period, or the brake.
@@ -475,26 +534,23 @@ impl Run<'_> {
         Ok(None)
     }
 
-    async fn write(&self, items: &mut [Item], statements: Vec<(usize, Statement)>, rows: &Rows) -> Result<()> {
-        let mut refused: Vec<(usize, Error)> = Vec::new();
-        let (mut updates, mut deletes) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
-        for (owner, statement) in statements {
-            let (side, raw) = match statement {
-                Statement::Update(raw) => (&mut updates, raw),
-                Statement::Delete(raw) => (&mut deletes, raw),
-            };
-            side.0.push(owner);
-            side.1.push(raw);
+    async fn write(&self, items: &mut [Item], statements: Vec<(Vec<usize>, Statement)>, rows: &Rows) -> Result<()> {
+        let (mut refused, matched) = self.sent(items, statements).await?;
+        if self.task == Task::Value && items.iter().all(|item| item.work.scope == Scope::All) {
+            self.context.learn(self.rule.id, |shape, _| shape.learn(items.len(), matched));
         }
-        for (deletes, (owners, raw)) in [(false, updates), (true, deletes)] {
-            match self.send(deletes, &raw).await {
-                Ok(errors) => refused.extend(errors.into_iter().map(|(index, error)| (owners[index], error))),
-                // One key whose targets take too long is taken in steps.
-                Err(error) if error.kind == Kind::TimedOut && items.len() == 1 => refused.push((0, error)),
-                Err(error) => return Err(error),
-            }
+        // What the server refuses of a statement for several keys is done key by key.
+        let shared: Vec<usize> =
+            refused.extract_if(.., |(owners, _)| owners.len() > 1).flat_map(|(owners, _)| owners).collect();
+        let mut alone = Vec::new();
+        for nth in shared {
+            let item = &items[nth];
+            let desired = rows.desired(self.rule, &item.key)?;
+            let statements = statement::of_value(self.rule, &item.key, &item.work.scope, &desired)?;
+            alone.extend(statements.into_iter().map(|statement| (vec![nth], statement)));
         }
-        for (nth, error) in refused {
+        refused.extend(self.sent(items, alone).await?.0);
+        for (nth, error) in refused.into_iter().filter_map(|(owners, error)| Some((*owners.first()?, error))) {
             let item = &mut items[nth];
             item.end = Some(match error.kind {
                 Kind::Refused | Kind::TimedOut | Kind::Internal => match self.in_steps(item, rows, error).await {
@@ -507,9 +563,37 @@ impl Run<'_> {
         Ok(())
     }
 
-    async fn send(&self, deletes: bool, statements: &[RawDocumentBuf]) -> Result<Vec<(usize, Error)>> {
+    /// Sends the statements. Returns what the server refuses, with the items that it belongs to, and how many targets it found.
+    async fn sent(&self, items: &[Item], statements: Vec<(Vec<usize>, Statement)>) -> Result<(Vec<Shared>, u64)> {
+        let mut refused = Vec::new();
+        let mut matched = 0;
+        let (mut updates, mut deletes) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
+        for (owners, statement) in statements {
+            let (side, raw) = match statement {
+                Statement::Update(raw) => (&mut updates, raw),
+                Statement::Delete(raw) => (&mut deletes, raw),
+            };
+            side.0.push(owners);
+            side.1.push(raw);
+        }
+        for (deletes, (mut owners, raw)) in [(false, updates), (true, deletes)] {
+            match self.send(deletes, &raw).await {
+                Ok(written) => {
+                    matched += written.matched;
+                    let owned = |(index, error): (usize, Error)| (std::mem::take(&mut owners[index]), error);
+                    refused.extend(written.refused.into_iter().map(owned));
+                }
+                // One key whose targets take too long is taken in steps.
+                Err(error) if error.kind == Kind::TimedOut && items.len() == 1 => refused.push((vec![0], error)),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok((refused, matched))
+    }
+
+    async fn send(&self, deletes: bool, statements: &[RawDocumentBuf]) -> Result<Written> {
         if statements.is_empty() {
-            return Ok(Vec::new());
+            return Ok(Written::default());
         }
         let Context { server, limits, counts, metrics, .. } = self.context;
         failpoint::here("read");
@@ -531,7 +615,7 @@ impl Run<'_> {
         writing.done(written.matched, written.modified);
         counts.matched.fetch_add(written.matched, Ordering::Relaxed);
         counts.modified.fetch_add(written.modified, Ordering::Relaxed);
-        Ok(written.refused)
+        Ok(written)
     }
 
     /// Writes the named targets of one key a step at a time, and sets aside those that the server refuses. All targets of a
@@ -562,7 +646,8 @@ impl Run<'_> {
                     Statement::Delete(raw) if deletes => Some(raw.clone()),
                     _ => None,
                 });
-                error = error.or(self.send(deletes, &raw.collect::<Vec<_>>()).await?.pop().map(|(_, error)| error));
+                error =
+                    error.or(self.send(deletes, &raw.collect::<Vec<_>>()).await?.refused.pop().map(|(_, error)| error));
             }
             match error {
                 None => {}
@@ -604,7 +689,7 @@ impl Run<'_> {
             }
             let desired = rows.desired_of_target(self.rule, references, *has_array)?;
             for statement in statement::of_target(self.rule, &item.key, guard, &desired)? {
-                statements.push((nth, statement));
+                statements.push((vec![nth], statement));
             }
         }
         self.write(items, statements, &rows).await

@@ -257,7 +257,7 @@ fn outer_filters(each: &FieldPath) -> (Vec<Document>, String) {
     (filters, name)
 }
 
-fn query(rule: &Rule, mut conditions: Vec<Document>) -> Document {
+pub(super) fn query(rule: &Rule, mut conditions: Vec<Document>) -> Document {
     conditions.extend(rule.target.filter.clone());
     let mut flat = Document::new();
     let mut collided = false;
@@ -386,6 +386,6 @@ fn update(
     Ok(Statement::Update(statement))
 }
 
-fn raw(doc: &Document) -> Result<RawDocumentBuf> {
+pub(super) fn raw(doc: &Document) -> Result<RawDocumentBuf> {
     RawDocumentBuf::try_from(doc).map_err(Into::into)
 }

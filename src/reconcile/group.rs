@@ -1,0 +1,207 @@
+//! One update for the targets of many keys: its pipeline looks the value up by the reference that a target has at that
+//! moment. Pure.
+//!
+//! A statement costs the server 50 µs beside what it writes, more than the writing of two small targets (MongoDB 6.0.5;
+//! docs/performance.md), and a demand that the reference is no array 15 more. Written in one statement, fifty keys pay once.
+//!
+//! Architecture invariant: what such a statement writes into a target is what [`super::statement`] would write, or nothing,
+//! or it fails. One that fails is done again key by key.
+
+use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, raw::CString, rawdoc};
+
+use crate::{
+    error::Result,
+    field_path::{FieldPath, Segment},
+    key::Key,
+    plan::{Keyed, Rule, Values, reference::Role},
+    reconcile::{
+        statement::{Statement, query, raw},
+        value::Field,
+    },
+    request::Scope,
+};
+
+/// Keys in one statement: a target's value is found by going through them.
+const KEYS: usize = 50;
+/// Targets named in one statement.
+const NAMED: usize = 1000;
+/// Bytes of values in one statement.
+const BYTES: usize = 256 << 10;
+/// From this many targets of a key on, a statement of its own is the faster one.
+const TARGETS: f64 = 16.0;
+/// Targets larger than this are faster written by operators, which change them where they are.
+const TARGET_BYTES: f64 = 4096.0;
+
+/// What the targets of a rule are like, as far as it is known.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Shape {
+    /// Of one key, in the mean.
+    pub targets: Option<f64>,
+    /// Bytes of one target, in the mean.
+    pub bytes: Option<f64>,
+}
+
+impl Shape {
+    /// Takes in how many targets were found for so many keys. What was found last counts for a third.
+    pub fn learn(&mut self, keys: usize, targets: u64) {
+        let (Ok(keys), Ok(targets)) = (u32::try_from(keys), u32::try_from(targets)) else { return };
+        let found = f64::from(targets) / f64::from(keys.max(1));
+        self.targets = Some(self.targets.map_or(found, |known| known + (found - known) / 3.0));
+    }
+}
+
+/// A key whose targets are to hold these values.
+#[derive(Debug, Clone, Copy)]
+pub struct Member<'a> {
+    /// The key.
+    pub key: &'a Key,
+    /// Which targets.
+    pub scope: &'a Scope,
+    /// What they are to hold, in the order of the rule's owned paths.
+    pub fields: &'a [Field],
+}
+
+/// Whether a rule can be written so: one reference, and everything is reached by names alone.
+#[must_use]
+pub fn is_possible(rule: &Rule) -> bool {
+    let [pair] = rule.reference.pairs.as_slice() else { return false };
+    let by_names = |path: &FieldPath| path.segments().iter().all(|segment| matches!(segment, Segment::Name(_)));
+    let apart = |path: &&FieldPath| by_names(path) && path.root() != pair.target.root();
+    rule.keyed == Keyed::Value
+        && !matches!(rule.values, Values::Set { once: true, .. })
+        && pair.target.segments().len() == 1
+        && by_names(&pair.target)
+        && rule.owned().iter().all(apart)
+}
+
+/// Whether a key of such a rule can share a statement with others, and is written faster so.
+#[must_use]
+pub fn fits(rule: &Rule, shape: Shape, member: &Member) -> bool {
+    let [value] = member.key.values() else { return false };
+    // Every other kind means something of its own in a query, or is no reference.
+    let plain = match value {
+        Bson::Document(doc) => !doc.keys().any(|name| name.starts_with('$')),
+        Bson::Double(_)
+        | Bson::String(_)
+        | Bson::Boolean(_)
+        | Bson::Int32(_)
+        | Bson::Int64(_)
+        | Bson::Timestamp(_)
+        | Bson::Binary(_)
+        | Bson::ObjectId(_)
+        | Bson::DateTime(_)
+        | Bson::Decimal128(_) => true,
+        _ => false,
+    };
+    let few = match member.scope {
+        Scope::All => rule.reference.keyed_by_target_id() || shape.targets.is_some_and(|targets| targets < TARGETS),
+        Scope::Named(ids) => u32::try_from(ids.len()).is_ok_and(|targets| f64::from(targets) < TARGETS),
+    };
+    // A pipeline that sets `a.b` to nothing makes an `a` where there is none.
+    let whole = member.fields.iter().all(Option::is_some) || rule.owned().iter().all(|path| path.segments().len() == 1);
+    plain && few && whole && shape.bytes.is_some_and(|bytes| bytes <= TARGET_BYTES)
+}
+
+/// Divides members into statements: all the members of one have the same kind of scope.
+#[must_use]
+pub fn divide<T>(members: Vec<(T, Member<'_>)>) -> Vec<Vec<(T, Member<'_>)>> {
+    let (all, named): (Vec<_>, Vec<_>) = members.into_iter().partition(|(_, member)| *member.scope == Scope::All);
+    let mut out = Vec::new();
+    for members in [all, named] {
+        let (mut targets, mut bytes) = (0, 0);
+        let mut group = Vec::new();
+        for (owner, member) in members {
+            let weight = member.scope.weight();
+            let size = size_of(member.fields);
+            if !group.is_empty() && (group.len() == KEYS || targets + weight > NAMED || bytes + size > BYTES) {
+                out.push(std::mem::take(&mut group));
+                (targets, bytes) = (0, 0);
+            }
+            (targets, bytes) = (targets + weight, bytes + size);
+            group.push((owner, member));
+        }
+        out.extend(Some(group).filter(|group| !group.is_empty()));
+    }
+    out
+}
+
+fn size_of(fields: &[Field]) -> usize {
+    fields
+        .iter()
+        .flatten()
+        .map(|value| match value {
+            RawBson::Document(doc) => doc.as_bytes().len(),
+            RawBson::Array(array) => array.as_bytes().len(),
+            RawBson::String(text) => text.len(),
+            RawBson::Binary(binary) => binary.bytes.len(),
+            _ => 16,
+        })
+        .sum()
+}
+
+/// The statement that makes the targets of all members hold what each is to hold. All have the same kind of scope.
+pub fn statement(rule: &Rule, members: &[Member]) -> Result<Statement> {
+    let mut references = Vec::new();
+    let mut named = Vec::new();
+    let mut columns = vec![RawArrayBuf::new(); rule.owned().len()];
+    for member in members {
+        let values = member.key.values().first().map(|value| rule.reference.stored_as(value));
+        for value in values.into_iter().flatten() {
+            references.push(value);
+            for (column, field) in columns.iter_mut().zip(member.fields) {
+                let mut cell = RawDocumentBuf::new();
+                if let Some(value) = field {
+                    cell.append(cstr!("v"), value.clone());
+                }
+                column.push(cell);
+            }
+        }
+        if let Scope::Named(ids) = member.scope {
+            named.extend(ids.iter().filter_map(|id| id.values().first().cloned()));
+        }
+    }
+    let reference: String = rule.reference.paths(Role::Target).map(FieldPath::query).collect();
+    // An array has no place among the references, though the query finds it by its elements.
+    let place = raw(&doc! {"$indexOfArray": [{"$literal": &references}, format!("${reference}")]})?;
+    let mut set = RawDocumentBuf::new();
+    for (path, column) in rule.owned().into_iter().zip(columns) {
+        let cell = rawdoc! {"$arrayElemAt": [{"$literal": column}, "$$place"]};
+        let value = rawdoc! {"$let": {"vars": {"cell": cell}, "in": "$$cell.v"}};
+        let value = rawdoc! {"$cond": [raw(&may_be_set(path))?, value, otherwise(path)]};
+        set.append(CString::try_from(path.query())?, rawdoc! {"$let": {"vars": {"place": place.clone()}, "in": value}});
+    }
+    let mut conditions = Vec::new();
+    if !named.is_empty() {
+        conditions.push(doc! {"_id": {"$in": named}});
+    }
+    conditions.push(doc! {reference: {"$in": references}});
+    let statement = rawdoc! {
+        "q": raw(&query(rule, conditions))?, "u": [{"$set": set}], "multi": true, "collation": {"locale": "simple"},
+    };
+    Ok(Statement::Update(statement))
+}
+
+/// Whether a target has its reference among the keys, and everything around `path` is a document or not there.
+fn may_be_set(path: &FieldPath) -> Document {
+    let around = around(path).map(|outer| Bson::from(doc! {"$in": [{"$type": outer}, ["object", "missing"]]}));
+    let mut all = vec![Bson::from(doc! {"$gte": ["$$place", 0]})];
+    all.extend(around);
+    doc! {"$and": all}
+}
+
+/// A field at the top keeps what it has. Below, that would make documents around it, where an operator of an update
+/// would refuse: the statement fails instead, as text is no number.
+fn otherwise(path: &FieldPath) -> RawBson {
+    let kept = format!("${}", path.query());
+    match around(path).next() {
+        None => RawBson::String(kept),
+        Some(outer) => RawBson::Document(rawdoc! {"$toInt": {"$concat": ["a value of type ", {"$type": outer}]}}),
+    }
+}
+
+/// `$a` and `$a.b` of `a.b.c`.
+fn around(path: &FieldPath) -> impl Iterator<Item = String> {
+    let whole = format!("${}", path.query());
+    let ends: Vec<usize> = whole.match_indices('.').map(|(end, _)| end).collect();
+    ends.into_iter().map(move |end| whole[..end].to_owned())
+}
