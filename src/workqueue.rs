@@ -261,10 +261,16 @@ impl WorkQueue {
         self.entries.is_empty()
     }
 
-    /// Whether a key of such a lane waits to be taken.
+    /// Whether a key waits to be taken in such a lane.
     #[must_use]
-    pub fn waits(&self, such: impl Fn(Lane) -> bool) -> bool {
-        self.lanes.iter().any(|(lane, keys)| !keys.is_empty() && such(*lane))
+    pub fn waits(&self, such: impl Fn(Lane, &Scope) -> bool) -> bool {
+        self.lanes.keys().any(|lane| self.first(*lane).is_some_and(|scope| such(*lane, scope)))
+    }
+
+    /// What is asked of the first key of a lane.
+    fn first(&self, lane: Lane) -> Option<&Scope> {
+        let key = self.lanes.get(&lane)?.front()?.clone();
+        Some(&self.entries.get(&Slot { lane, key })?.pending.as_ref()?.scope)
     }
 
     /// Takes a request; what it came from is held in `watermark` until it is done.
@@ -306,13 +312,14 @@ impl WorkQueue {
         }
     }
 
-    /// The next keys to run together, from a lane that is `open`; None when nothing is ready.
-    pub fn take(&mut self, most: Most, now: Instant, open: impl Fn(Lane) -> bool) -> Option<Batch> {
+    /// The next keys to run together, from a lane that is `open`, which is told what is asked of its first key; None when
+    /// nothing is ready.
+    pub fn take(&mut self, most: Most, now: Instant, open: impl Fn(Lane, &Scope) -> bool) -> Option<Batch> {
         self.wake(now);
         for _ in 0..self.lanes.len() {
             let lane = self.next_lane()?;
             self.turn = Some(lane);
-            if !open(lane) {
+            if self.first(lane).is_some_and(|scope| !open(lane, scope)) {
                 continue;
             }
             let items = self.take_from(lane, most);
@@ -570,7 +577,7 @@ mod tests {
         }
 
         fn take(&mut self) -> Option<Batch> {
-            self.queue.take(Most { keys: 100, batches: 1 }, self.now, |_| true)
+            self.queue.take(Most { keys: 100, batches: 1 }, self.now, |_, _| true)
         }
 
         fn keys(&mut self) -> Vec<i32> {
@@ -744,7 +751,7 @@ mod tests {
             bench.push(Task::LocateTarget, key, Scope::All, 1);
         }
         let lanes: Vec<Task> =
-            std::iter::from_fn(|| bench.queue.take(Most { keys: 1, batches: 1 }, bench.now, |_| true))
+            std::iter::from_fn(|| bench.queue.take(Most { keys: 1, batches: 1 }, bench.now, |_, _| true))
                 .map(|batch| batch.lane.1)
                 .collect();
         let (first, second) = (lanes[0], lanes[1]);

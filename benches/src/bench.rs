@@ -128,7 +128,7 @@ impl Running {
     /// Ends it. What it warned of would make a measurement worthless.
     pub async fn stop(mut self) {
         let warnings = self.daemon.warnings();
-        assert!(warnings.is_empty(), "{} warnings, the first: {}", warnings.len(), warnings[0]);
+        assert!(warnings.is_empty(), "warnings:\n{}", warnings.join("\n"));
         self.daemon.stop().await;
         fs::remove_file(&self.config).ok();
     }

@@ -274,11 +274,14 @@ fn log() -> Workload {
                 let push = doc! {"$each": lines(version, host), "$slice": -1000};
                 doc! {"q": {"_id": host}, "u": {"$push": {"logmsgs": push}}}
             };
-            Floor::and(
-                "one $push a host",
-                (0..LOGGING).map(push).collect(),
-                Floor::new("known", "hosts", (0..LOGGING).map(known).collect()),
-            )
+            let blind = |nth: i32| {
+                let line = doc! {"time": version * LOGGED + nth, "message": format!("message {nth}")};
+                let push = doc! {"$each": [line], "$slice": -1000};
+                doc! {"q": {"_id": nth % LOGGING}, "u": {"$push": {"logmsgs": push}}}
+            };
+            let known = Floor::new("known", "hosts", (0..LOGGING).map(known).collect());
+            let grouped = Floor::and("one $push a host", (0..LOGGING).map(push).collect(), known);
+            Floor::and("blind $push", (0..LOGGED).map(blind).collect(), grouped)
         },
         stale: |version| {
             let first = (version - 4) * LOGGED;

@@ -12,15 +12,16 @@ use crate::{
     partition::Partition,
     plan::{Keyed, Plan, RuleId},
     position::{ClusterTime, Position},
-    request::{Origin, Request, Task},
+    reconcile::group::SHARED_BELOW,
+    request::{Origin, Request, Scope, Task},
     route::{Routed, Router},
     workqueue::{Batch, Finish, Lane, Most, Work, WorkQueue, origins},
 };
 
 /// How long the guard waits for a rule that is never at rest before it calls a difference drift.
 const LONGEST_DOUBT: Duration = Duration::from_secs(60);
-/// How long a value that is computed from many sources waits for more of their changes, while a stream is known to hold more.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long work waits that gets less by waiting, while a stream is known to hold more.
+const PATIENCE: Duration = Duration::from_millis(500);
 /// The origin of pages, beside the streams.
 const PAGES: usize = usize::MAX;
 
@@ -36,7 +37,7 @@ pub struct Schedule {
     /// Pages taken so far.
     pages: u64,
     partition: Partition,
-    /// Since when values of many sources wait because a stream holds more.
+    /// Since when work waits because a stream holds more.
     patient: Option<Instant>,
 }
 
@@ -156,7 +157,7 @@ impl Schedule {
     /// The next keys to run together.
     pub fn take(&mut self, most: Most, now: Instant) -> Option<Batch> {
         let patient = self.is_patient(now);
-        let mut batch = self.queue.take(most, now, |lane| !patient || !gathers(&self.router, lane))?;
+        let mut batch = self.queue.take(most, now, |lane, scope| !(patient && gets_less(&self.router, lane, scope)))?;
         // What has arrived is visible to a majority read: a batch never sees less than any event so far.
         for (_, work) in &mut batch.items {
             work.after = work.after.max(self.newest);
@@ -164,8 +165,8 @@ impl Schedule {
         Some(batch)
     }
 
-    /// Whether values of many sources wait. While a backlog is read, each of them would be computed again with every batch of
-    /// it. So they wait, and are computed once, then wait again.
+    /// Whether work waits that gets less by waiting. While a backlog is read, it would be done again with every batch of it; so
+    /// it waits, is done once, and waits again.
     fn is_patient(&mut self, now: Instant) -> bool {
         if !self.queue.has_room() || !self.streams.iter().any(|stream| stream.more) {
             self.patient = None;
@@ -175,7 +176,7 @@ impl Schedule {
         if now.saturating_duration_since(since) < PATIENCE {
             return true;
         }
-        if !self.queue.waits(|lane| gathers(&self.router, lane)) {
+        if !self.queue.waits(|lane, scope| gets_less(&self.router, lane, scope)) {
             self.patient = Some(now);
         }
         false
@@ -281,7 +282,12 @@ impl Schedule {
     }
 }
 
-/// Whether the keys of a lane are computed from all of their sources.
-fn gathers(router: &Router, (rule, task): Lane) -> bool {
-    task == Task::Value && router.rule(rule).gathers()
+/// Whether such work gets less by waiting: a value that is computed from many sources is computed once for all their changes,
+/// and targets of one key are written by one statement.
+fn gets_less(router: &Router, (rule, task): Lane, scope: &Scope) -> bool {
+    let gathered = match scope {
+        Scope::All => router.rule(rule).gathers(),
+        Scope::Named(targets) => targets.len() < SHARED_BELOW as usize,
+    };
+    task == Task::Value && gathered
 }

@@ -28,7 +28,7 @@ const NAMED: usize = 1000;
 /// Bytes of values in one statement.
 const BYTES: usize = 256 << 10;
 /// From this many targets of a key on, a statement of its own is the faster one.
-const TARGETS: f64 = 16.0;
+pub const SHARED_BELOW: u32 = 16;
 /// Targets larger than this are faster written by operators, which change them where they are.
 const TARGET_BYTES: f64 = 4096.0;
 
@@ -61,17 +61,22 @@ pub struct Member<'a> {
     pub fields: &'a [Field],
 }
 
-/// Whether a rule can be written so: one reference, and everything is reached by names alone.
+/// Whether a rule can be written so: it has one reference, and everything is reached by names alone, in the target or in the
+/// elements of one array at its top.
 #[must_use]
 pub fn is_possible(rule: &Rule) -> bool {
     let [pair] = rule.reference.pairs.as_slice() else { return false };
+    if rule.keyed != Keyed::Value || matches!(rule.values, Values::Set { once: true, .. }) {
+        return false;
+    }
+    if let Some(each) = &rule.reference.target_each {
+        let inside = |path: &FieldPath| matches!(path.below(each), Some([Segment::Name(name)]) if name != "$id");
+        let distinct = |path: &&FieldPath| inside(path) && **path != pair.target;
+        return each.segments().len() == 2 && inside(&pair.target) && rule.owned().iter().all(distinct);
+    }
     let by_names = |path: &FieldPath| path.segments().iter().all(|segment| matches!(segment, Segment::Name(_)));
     let apart = |path: &&FieldPath| by_names(path) && path.root() != pair.target.root();
-    rule.keyed == Keyed::Value
-        && !matches!(rule.values, Values::Set { once: true, .. })
-        && pair.target.segments().len() == 1
-        && by_names(&pair.target)
-        && rule.owned().iter().all(apart)
+    pair.target.segments().len() == 1 && by_names(&pair.target) && rule.owned().iter().all(apart)
 }
 
 /// Whether a key of such a rule can share a statement with others, and is written faster so.
@@ -94,10 +99,13 @@ pub fn fits(rule: &Rule, shape: Shape, member: &Member) -> bool {
         _ => false,
     };
     let few = match member.scope {
-        Scope::All => rule.reference.keyed_by_target_id() || shape.targets.is_some_and(|targets| targets < TARGETS),
-        Scope::Named(ids) => u32::try_from(ids.len()).is_ok_and(|targets| f64::from(targets) < TARGETS),
+        Scope::All => {
+            rule.reference.keyed_by_target_id()
+                || shape.targets.is_some_and(|targets| targets < f64::from(SHARED_BELOW))
+        }
+        Scope::Named(ids) => ids.len() < SHARED_BELOW as usize,
     };
-    // A pipeline that sets `a.b` to nothing makes an `a` where there is none.
+    // A pipeline that sets `a.b` to nothing makes an `a` where there is none, and one that merges nothing takes nothing away.
     let whole = member.fields.iter().all(Option::is_some) || rule.owned().iter().all(|path| path.segments().len() == 1);
     plain && few && whole && shape.bytes.is_some_and(|bytes| bytes <= TARGET_BYTES)
 }
@@ -161,24 +169,73 @@ pub fn statement(rule: &Rule, members: &[Member]) -> Result<Statement> {
         }
     }
     let reference: String = rule.reference.paths(Role::Target).map(FieldPath::query).collect();
-    // An array has no place among the references, though the query finds it by its elements.
-    let place = raw(&doc! {"$indexOfArray": [{"$literal": &references}, format!("${reference}")]})?;
-    let mut set = RawDocumentBuf::new();
-    for (path, column) in rule.owned().into_iter().zip(columns) {
-        let cell = rawdoc! {"$arrayElemAt": [{"$literal": column}, "$$place"]};
-        let value = rawdoc! {"$let": {"vars": {"cell": cell}, "in": "$$cell.v"}};
-        let value = rawdoc! {"$cond": [raw(&may_be_set(path))?, value, otherwise(path)]};
-        set.append(CString::try_from(path.query())?, rawdoc! {"$let": {"vars": {"place": place.clone()}, "in": value}});
-    }
     let mut conditions = Vec::new();
     if !named.is_empty() {
         conditions.push(doc! {"_id": {"$in": named}});
     }
-    conditions.push(doc! {reference: {"$in": references}});
+    conditions.push(doc! {&reference: {"$in": &references}});
+    let values = rule.owned().into_iter().zip(columns.into_iter().map(value_of));
+    let set = match &rule.reference.target_each {
+        None => fields(&format!("${reference}"), &references, values)?,
+        Some(each) => {
+            conditions.push(doc! {each.root(): {"$type": "array"}});
+            elements(each, &reference, &references, values)?
+        }
+    };
     let statement = rawdoc! {
         "q": raw(&query(rule, conditions))?, "u": [{"$set": set}], "multi": true, "collation": {"locale": "simple"},
     };
     Ok(Statement::Update(statement))
+}
+
+/// The place of the reference `at` among `references`; -1 for any other. An array has none, though the query finds it by its
+/// elements.
+fn place(at: &str, references: &[Bson]) -> Result<RawDocumentBuf> {
+    raw(&doc! {"$indexOfArray": [{"$literal": references}, at]})
+}
+
+/// What stands at `$$place`; nothing in an empty cell.
+fn value_of(column: RawArrayBuf) -> RawDocumentBuf {
+    let cell = rawdoc! {"$arrayElemAt": [{"$literal": column}, "$$place"]};
+    rawdoc! {"$let": {"vars": {"cell": cell}, "in": "$$cell.v"}}
+}
+
+/// Sets fields of the target.
+fn fields<'a>(
+    at: &str,
+    references: &[Bson],
+    values: impl Iterator<Item = (&'a FieldPath, RawDocumentBuf)>,
+) -> Result<RawDocumentBuf> {
+    let place = place(at, references)?;
+    let mut set = RawDocumentBuf::new();
+    for (path, value) in values {
+        let value = rawdoc! {"$cond": [raw(&may_be_set(path))?, value, otherwise(path)]};
+        set.append(CString::try_from(path.query())?, rawdoc! {"$let": {"vars": {"place": place.clone()}, "in": value}});
+    }
+    Ok(set)
+}
+
+/// Sets fields of the elements that hold a reference. An element that is no document keeps what it is.
+fn elements<'a>(
+    each: &FieldPath,
+    reference: &str,
+    references: &[Bson],
+    values: impl Iterator<Item = (&'a FieldPath, RawDocumentBuf)>,
+) -> Result<RawDocumentBuf> {
+    let root = each.root();
+    let inside = |path: &str| path.strip_prefix(root).unwrap_or_default().trim_start_matches('.').to_owned();
+    let mut merged = RawDocumentBuf::new();
+    for (path, value) in values {
+        merged.append(CString::try_from(inside(&path.query()))?, value);
+    }
+    let found = rawdoc! {"$and": [{"$gte": ["$$place", 0]}, {"$eq": [{"$type": "$$e"}, "object"]}]};
+    let element = rawdoc! {"$cond": [found, {"$mergeObjects": ["$$e", merged]}, "$$e"]};
+    let place = place(&format!("$$e.{}", inside(reference)), references)?;
+    let element = rawdoc! {"$let": {"vars": {"place": place}, "in": element}};
+    let mut set = RawDocumentBuf::new();
+    let array = rawdoc! {"$map": {"input": format!("${root}"), "as": "e", "in": element}};
+    set.append(CString::try_from(root.to_owned())?, array);
+    Ok(set)
 }
 
 /// Whether a target has its reference among the keys, and everything around `path` is a document or not there.
