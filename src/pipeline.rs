@@ -2,7 +2,10 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque, btree_map::Entry},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -197,6 +200,8 @@ struct Pipeline {
     store: Store,
     schedule: Schedule,
     streams: Vec<Stream>,
+    /// Changed keys that are not done, for the streams to see.
+    late: Arc<AtomicUsize>,
     running: JoinSet<Outcome>,
     backfills: mpsc::UnboundedSender<Wish>,
     asked: Option<mpsc::UnboundedReceiver<Wish>>,
@@ -229,6 +234,7 @@ impl Pipeline {
             context,
             store,
             streams: Vec::new(),
+            late: Arc::default(),
             running: JoinSet::new(),
             backfills,
             asked: Some(asked),
@@ -255,8 +261,10 @@ impl Pipeline {
             self.schedule.follow(position.clone());
             self.streams.push(Stream { spec: spec.clone(), saved: Some(position.clone()), delivered: Instant::now() });
             let (context, deliver, stop) = (self.context.clone(), deliver.clone(), stop.clone());
-            feeders
-                .spawn(async move { follow(&context.server, &context.metrics, &spec, position, deliver, stop).await });
+            let late = self.late.clone();
+            feeders.spawn(async move {
+                follow(&context.server, &context.metrics, &spec, position, late, deliver, stop).await;
+            });
         }
         let (finish, mut finished) = mpsc::unbounded_channel();
         let (lack, mut lacking) = mpsc::unbounded_channel();
@@ -575,7 +583,7 @@ impl Pipeline {
                 }
                 End::Later(delay) => Next::Again { delay },
                 End::Failed(error) => {
-                    self.context.counts.retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    self.context.counts.retries.fetch_add(1, Ordering::Relaxed);
                     let delay = reconcile::run::backoff(work.attempts);
                     let (keys, attempts) = failed.entry(error.message).or_default();
                     (*keys, *attempts) = (*keys + 1, work.attempts.max(*attempts));
@@ -605,6 +613,7 @@ impl Pipeline {
     /// Publishes how far everything is, and saves positions from time to time.
     async fn report(&mut self) {
         self.observe();
+        self.late.store(self.schedule.all_late(), Ordering::Relaxed);
         let applied = (0..self.streams.len()).map(|stream| self.schedule.applied(stream));
         let progress = Progress {
             applied: applied.min().unwrap_or_default(),

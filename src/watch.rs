@@ -2,7 +2,11 @@
 
 use std::{
     collections::BTreeSet,
-    time::{Duration, Instant},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
 };
 
 use bson::{Document, RawDocument, Timestamp, doc};
@@ -10,7 +14,6 @@ use mongodb::raw_batch_cursor::RawBatch;
 use tokio::sync::mpsc;
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
-mod pace;
 mod relevance;
 
 use crate::{
@@ -20,12 +23,17 @@ use crate::{
     mongo::{Batches, Server},
     plan::{Plan, reference::Role},
     position::{Position, token_time},
-    watch::pace::Pace,
 };
 
 /// How long the server waits for an event before it answers with an empty batch. An empty batch carries a token too: it says
 /// how far the stream is when nothing but our own writes, which are not sent, has moved the oplog.
 const AWAIT: Duration = Duration::from_millis(100);
+/// With more changed keys than this in waiting, the server is not asked for more at once. A request that waits for an event is
+/// woken by every entry of the oplog, our own writes included: 7 µs an entry, half of it in the thread that makes entries
+/// visible (MongoDB 6.0.5; docs/performance.md). Asked later, it passes them in one go.
+const BACKLOG: usize = 500;
+/// How long it is not asked at most, and how often it is seen whether the backlog is done.
+const REST: (Duration, Duration) = (Duration::from_millis(250), Duration::from_millis(5));
 /// Events in one batch at most.
 const BATCH: u32 = 5000;
 /// Up to this many collections, comparing whole namespaces costs the server least (measured on MongoDB 6.0.5).
@@ -131,22 +139,22 @@ fn projection(plan: &Plan, database: &str, pre_images: bool) -> Document {
 }
 
 /// Follows a stream until `stop`, and delivers into `out`, which holds it back when it is full. Reopens by itself after
-/// everything that may pass, for ever.
+/// everything that may pass, for ever. `waiting` counts the changed keys that are not done.
 pub async fn follow(
     server: &Server,
     metrics: &Metrics,
     spec: &StreamSpec,
     start: Position,
+    waiting: Arc<AtomicUsize>,
     out: mpsc::Sender<Delivery>,
     stop: CancellationToken,
 ) {
     let mut position = start;
     let mut failures = 0_u32;
     let mut by_time = None;
-    let mut pace = Pace::new(position.time, Instant::now());
     while !stop.is_cancelled() {
         let result = tokio::select! {
-            result = deliver(server, spec, &mut position, &mut pace, &out, &mut failures) => result,
+            result = deliver(server, spec, &mut position, &waiting, &out, &mut failures) => result,
             () = stop.cancelled() => return,
         };
         let Err(error) = result else { continue };
@@ -182,12 +190,12 @@ async fn start_anew(server: &Server, spec: &StreamSpec, position: &mut Position,
         .is_ok()
 }
 
-/// Opens the stream at `position` and delivers batches until it ends, or is to go on at another pace.
+/// Opens the stream at `position` and delivers batches until it ends.
 async fn deliver(
     server: &Server,
     spec: &StreamSpec,
     position: &mut Position,
-    pace: &mut Pace,
+    waiting: &Arc<AtomicUsize>,
     out: &mpsc::Sender<Delivery>,
     failures: &mut u32,
 ) -> Result<()> {
@@ -204,10 +212,10 @@ async fn deliver(
     pipeline.extend(spec.pipeline.iter().cloned());
     let command =
         doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {"batchSize": 0}, "readConcern": {"level": "majority"}};
-    let batches = server.follow(&spec.database, command, BATCH, pace.wait(AWAIT)).await?;
+    let batches = server.follow(&spec.database, command, BATCH, AWAIT).await?;
     // While one batch is decoded, the server is at the next.
     let (read, mut batches_read) = mpsc::channel(1);
-    let reader = AbortOnDropHandle::new(tokio::spawn(read_ahead(batches, *pace, read)));
+    let _reader = AbortOnDropHandle::new(tokio::spawn(read_ahead(batches, waiting.clone(), read)));
     while let Some(batch) = batches_read.recv().await {
         let delivery = decode(spec.stream, &batch?, position)?;
         *failures = 0;
@@ -216,31 +224,25 @@ async fn deliver(
             return Ok(());
         }
     }
-    if let Ok(reached) = reader.await {
-        *pace = reached;
-    }
     Ok(())
 }
 
-/// Reads until the stream ends or is to go on at another pace, which it returns.
-async fn read_ahead(mut batches: Batches, mut pace: Pace, out: mpsc::Sender<Result<RawBatch>>) -> Pace {
+/// Reads until the stream ends.
+async fn read_ahead(mut batches: Batches, waiting: Arc<AtomicUsize>, out: mpsc::Sender<Result<RawBatch>>) {
     loop {
         let batch = match batches.next().await {
-            Ok(Some(batch)) => batch,
-            Ok(None) => return pace,
-            Err(error) => {
-                out.send(Err(error)).await.ok();
-                return pace;
-            }
+            Ok(Some(batch)) => Ok(batch),
+            Ok(None) => return,
+            Err(error) => Err(error),
         };
-        let reached =
-            token_after(&batch).and_then(|token| Document::try_from(token).ok()).as_ref().and_then(token_time);
-        let more = is_full(&batch);
-        if out.send(Ok(batch)).await.is_err() || reached.is_some_and(|at| pace.reached(at, Instant::now())) {
-            return pace;
+        let (failed, more) = (batch.is_err(), batch.as_ref().is_ok_and(is_full));
+        if out.send(batch).await.is_err() || failed {
+            return;
         }
-        if let Some(pause) = pace.pause().filter(|_| !more) {
-            tokio::time::sleep(pause).await;
+        let (rest, look) = REST;
+        let until = tokio::time::Instant::now() + rest;
+        while !more && waiting.load(Ordering::Relaxed) > BACKLOG && tokio::time::Instant::now() < until {
+            tokio::time::sleep(look).await;
         }
     }
 }

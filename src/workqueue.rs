@@ -152,6 +152,8 @@ struct Oldest {
     rules: BTreeMap<RuleId, BTreeMap<i64, usize>>,
     /// The sums of these counts.
     keys: BTreeMap<RuleId, usize>,
+    /// The sum of all.
+    all: usize,
 }
 
 impl Oldest {
@@ -167,8 +169,10 @@ impl Oldest {
             if let Some(to) = to {
                 *counts.entry(to).or_default() += 1;
             }
+            let moved = |keys: usize| (keys + usize::from(to.is_some())).saturating_sub(usize::from(from.is_some()));
             let keys = self.keys.entry(rule).or_default();
-            *keys = (*keys + usize::from(to.is_some())).saturating_sub(usize::from(from.is_some()));
+            *keys = moved(*keys);
+            self.all = moved(self.all);
         }
         to
     }
@@ -247,6 +251,12 @@ impl WorkQueue {
     #[must_use]
     pub fn late(&self, rule: RuleId) -> usize {
         self.oldest.keys.get(&rule).copied().unwrap_or_default()
+    }
+
+    /// Keys of any rule that wait or run for the sake of a change.
+    #[must_use]
+    pub fn all_late(&self) -> usize {
+        self.oldest.all
     }
 
     /// Keys that wait or run.

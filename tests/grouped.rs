@@ -8,12 +8,13 @@ use denormd::{
     key::Key,
     plan::{Rule, compile},
     reconcile::{
-        group::{self, Member, Shape},
+        group::{self, Member, Shape, Size},
         statement::{self, Statement},
         value::{Desired, Field},
     },
     request::Scope,
 };
+use futures_util::StreamExt;
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
@@ -30,7 +31,7 @@ const RULES: [&str; 7] = [
 ];
 const ROUNDS: usize = 40;
 /// What is known of the targets: few and small, so that statements are shared.
-const SMALL: Shape = Shape { targets: Some(1.0), bytes: Some(100.0) };
+const SMALL: Shape = Shape { targets: Some(1.0), size: Some(Size { bytes: 100.0, others: 60.0 }) };
 
 fn rule(text: &str) -> Rule {
     let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {{ name: r, {text} }}\n");
@@ -278,6 +279,36 @@ fn members<'a>(keys: &'a [Key], scope: &'a Scope, fields: &'a [Field]) -> Vec<Me
     keys.iter().map(|key| Member { key, scope, fields }).collect()
 }
 
+/// Who follows the targets is told what has changed, also where a target is hardly more than what is copied.
+#[tokio::test]
+async fn what_a_shared_statement_changes_is_logged_as_a_change() {
+    let test = denormd_fixture::database().await;
+    let bench = Bench { database: test.database() };
+    let rule = rule(RULES[0]);
+    let targets: Vec<Document> = (0..20).map(|id| doc! {"_id": id, "part": id % 5, "n": ""}).collect();
+    bench.fill(&targets).await;
+    let others = bson::serialize_to_vec(&targets[0]).unwrap().len();
+    assert_eq!(others, 32, "the least that is shared");
+    let collection = bench.database.collection::<Document>("together");
+    let mut events = collection.watch().await.unwrap();
+    for version in ["a", "another, which is much longer than what is around it", "short"] {
+        let fields = vec![
+            Some(RawBson::String(version.to_owned())),
+            Some(RawBson::Int32(i32::try_from(version.len()).unwrap())),
+        ];
+        let keys: Vec<Key> = (0..5).map(|n| Key::one(Bson::Int32(n))).collect();
+        let members = members(&keys, &Scope::All, &fields);
+        let shape = Shape { targets: Some(4.0), size: Some(Size { bytes: 60.0, others: 32.0 }) };
+        assert!(members.iter().all(|member| group::fits(&rule, shape, member)));
+        assert!(bench.run("together", group::statement(&rule, &members).unwrap()).await);
+        for _ in 0..targets.len() {
+            let event = tokio::time::timeout(std::time::Duration::from_secs(60), events.next()).await;
+            let event = event.expect("an event in time").expect("a stream").unwrap();
+            assert_eq!(event.operation_type, mongodb::change_stream::event::OperationType::Update, "{event:?}");
+        }
+    }
+}
+
 #[test]
 fn statements_are_divided_by_keys_bytes_and_kind_of_scope() {
     let rule = rule(RULES[0]);
@@ -296,6 +327,8 @@ fn statements_are_divided_by_keys_bytes_and_kind_of_scope() {
     let fits = |shape| group::fits(&rule, shape, &member);
     assert!(fits(SMALL));
     assert!(!fits(Shape { targets: Some(100.0), ..SMALL }), "many targets of one key");
-    assert!(!fits(Shape { bytes: Some(10_000.0), ..SMALL }), "large targets");
+    let sized = |bytes, others| Shape { size: Some(Size { bytes, others }), ..SMALL };
+    assert!(!fits(sized(10_000.0, 60.0)), "large targets");
+    assert!(!fits(sized(50.0, 25.0)), "targets with nothing else in them");
     assert!(!fits(Shape::default()), "nothing is known");
 }

@@ -125,10 +125,12 @@ impl Running {
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}\n{}", self.daemon.log_tail());
     }
 
-    /// Ends it. What it warned of would make a measurement worthless.
+    /// Ends it. What it warned of would make a measurement worthless, but for what it had under way when it was held.
     pub async fn stop(mut self) {
+        let held = ["no answer in time", "connections were closed after a failure", "connection lost"];
         let warnings = self.daemon.warnings();
-        assert!(warnings.is_empty(), "warnings:\n{}", warnings.join("\n"));
+        let others: Vec<&String> = warnings.iter().filter(|line| !held.iter().any(|why| line.contains(why))).collect();
+        assert!(others.is_empty(), "warnings: {others:#?}");
         self.daemon.stop().await;
         fs::remove_file(&self.config).ok();
     }

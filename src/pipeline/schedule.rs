@@ -21,7 +21,7 @@ use crate::{
 /// How long the guard waits for a rule that is never at rest before it calls a difference drift.
 const LONGEST_DOUBT: Duration = Duration::from_secs(60);
 /// How long work waits that gets less by waiting, while a stream is known to hold more.
-const PATIENCE: Duration = Duration::from_millis(500);
+const PATIENCE: Duration = Duration::from_secs(1);
 /// The origin of pages, beside the streams.
 const PAGES: usize = usize::MAX;
 
@@ -273,6 +273,12 @@ impl Schedule {
     #[must_use]
     pub fn late(&self, rule: RuleId) -> usize {
         self.queue.late(rule)
+    }
+
+    /// Keys of any rule that wait or run for the sake of a change.
+    #[must_use]
+    pub fn all_late(&self) -> usize {
+        self.queue.all_late()
     }
 
     /// When the oldest change was committed that a key of `rule` waits or runs for, in milliseconds since 1970.

@@ -29,16 +29,36 @@ const NAMED: usize = 1000;
 const BYTES: usize = 256 << 10;
 /// From this many targets of a key on, a statement of its own is the faster one.
 pub const SHARED_BELOW: u32 = 16;
-/// Targets larger than this are faster written by operators, which change them where they are.
+/// Targets of more bytes than this have statements of their own.
 const TARGET_BYTES: f64 = 4096.0;
+/// And those that have less than this beside the owned fields: the change itself takes 28 and the fields.
+const OTHER_BYTES: f64 = 32.0;
 
 /// What the targets of a rule are like, as far as it is known.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Shape {
     /// Of one key, in the mean.
     pub targets: Option<f64>,
-    /// Bytes of one target, in the mean.
-    pub bytes: Option<f64>,
+    /// Of one target.
+    pub size: Option<Size>,
+}
+
+/// How large targets are, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Size {
+    /// Of one, in the mean.
+    pub bytes: f64,
+    /// The least that one has beside the fields that the rule owns.
+    pub others: f64,
+}
+
+impl Size {
+    /// A large one is written faster by operators, which change it where it is. And what a pipeline changes in a very small one
+    /// is logged as a replacement of the whole: nothing else is wrong with that than that everybody who follows the
+    /// collection, ourselves among them, cannot tell what has changed (`doc_diff::computeDiff` of the server).
+    fn is_fit(self) -> bool {
+        self.bytes <= TARGET_BYTES && self.others >= OTHER_BYTES
+    }
 }
 
 impl Shape {
@@ -107,7 +127,7 @@ pub fn fits(rule: &Rule, shape: Shape, member: &Member) -> bool {
     };
     // A pipeline that sets `a.b` to nothing makes an `a` where there is none, and one that merges nothing takes nothing away.
     let whole = member.fields.iter().all(Option::is_some) || rule.owned().iter().all(|path| path.segments().len() == 1);
-    plain && few && whole && shape.bytes.is_some_and(|bytes| bytes <= TARGET_BYTES)
+    plain && few && whole && shape.size.is_some_and(Size::is_fit)
 }
 
 /// Divides members into statements: all the members of one have the same kind of scope.

@@ -336,12 +336,15 @@ pub fn by_id(rule: &Rule, role: Role, ids: &[&Key]) -> Document {
     doc! {"find": &side.namespace.collection, "filter": {"_id": {"$in": ids}}, "projection": rule.reference.projection(role), "batchSize": 10_000, "collation": simple_collation()}
 }
 
-/// Reads how many bytes a target has: one row `{ bytes }`, of a few that are taken at random, or none.
+/// Reads how large targets are: one row `{ bytes, others }`, of a few that are taken at random, or none.
 #[must_use]
-pub fn target_bytes(rule: &Rule) -> Document {
+pub fn target_size(rule: &Rule) -> Document {
+    let owned: Vec<String> = rule.owned().iter().map(|path| format!("rest.{}", path.query())).collect();
     let stages = vec![
         doc! {"$sample": {"size": 20}},
-        doc! {"$group": {"_id": null, "bytes": {"$avg": {"$bsonSize": "$$ROOT"}}}},
+        doc! {"$replaceWith": {"bytes": {"$bsonSize": "$$ROOT"}, "rest": "$$ROOT"}},
+        doc! {"$unset": owned},
+        doc! {"$group": {"_id": null, "bytes": {"$avg": "$bytes"}, "others": {"$min": {"$bsonSize": "$rest"}}}},
     ];
     command(&rule.target.namespace.collection, stages)
 }

@@ -28,7 +28,7 @@ use crate::{
     position::ClusterTime,
     reconcile::{
         compare::{self, Compared},
-        group::{self, Member, Shape},
+        group::{self, Member, Shape, Size},
         read, shape,
         statement::{self, Statement},
         value::{Desired, Field, Rows},
@@ -45,7 +45,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 /// Targets written by one statement when the culprit of a refusal is looked for.
 const STEP: usize = 1000;
 /// How long it is believed how large targets are.
-const SIZE_AGE: Duration = Duration::from_secs(600);
+const SIZE_AGE: Duration = Duration::from_secs(60);
 /// Targets that a look-up may lead to. More of one key are a fan-out of their own.
 const MANY: usize = 10_000;
 
@@ -142,7 +142,7 @@ impl Context {
     fn shape(&self, rule: RuleId) -> Shape {
         let Ok(mut shapes) = self.shapes.lock() else { return Shape::default() };
         let (shape, since) = shapes.entry(rule).or_default();
-        shape.bytes = shape.bytes.filter(|_| since.is_some_and(|since| since.elapsed() < SIZE_AGE));
+        shape.size = shape.size.filter(|_| since.is_some_and(|since| since.elapsed() < SIZE_AGE));
         *shape
     }
 
@@ -500,13 +500,13 @@ impl Run<'_> {
             return None;
         }
         let mut shape = self.context.shape(self.rule.id);
-        if shape.bytes.is_none() {
+        if shape.size.is_none() {
             // Without an answer each key has a statement of its own.
-            let rows = self.read(Role::Target, read::target_bytes(self.rule), ClusterTime::default()).await.ok()?;
-            let bytes = rows.first().and_then(|row| row.get_f64("bytes").ok()).unwrap_or_default();
-            shape.bytes = Some(bytes);
-            self.context
-                .learn(self.rule.id, |known, since| (known.bytes, *since) = (Some(bytes), Some(Instant::now())));
+            let rows = self.read(Role::Target, read::target_size(self.rule), ClusterTime::default()).await.ok()?;
+            let row = rows.first().map(|row| Document::try_from(row.as_ref())).transpose().ok()?.unwrap_or_default();
+            let others = row.get_i32("others").map_or(0.0, f64::from);
+            shape.size = Some(Size { bytes: row.get_f64("bytes").unwrap_or_default(), others });
+            self.context.learn(self.rule.id, |known, since| (known.size, *since) = (shape.size, Some(Instant::now())));
         }
         Some(shape)
     }
