@@ -78,6 +78,10 @@ impl Sum {
         self.ints &= number.is_int();
         self.doubles |= number.integer().is_none();
         match number.integer() {
+            Some(value) if number.is_int() => {
+                self.whole += i128::from(value);
+                self.add_double(number.double());
+            }
             Some(value) => {
                 self.whole += i128::from(value);
                 // A long has more digits than a double: its lower and its upper half are added one after the other.
@@ -345,4 +349,23 @@ pub(super) fn to_double(args: &Args<'_>) -> Result<Value> {
         },
         None => Bson::Null,
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_int_is_added_at_once() {
+        // A long is added by halves, which rounds once more. Both as the server adds (6.0.5).
+        let sum = |last: Number| {
+            let mut sum = Sum::default();
+            for number in [Number::Double(-64.571_428_571_428_57), Number::Double(-64.0), last] {
+                sum.add(number);
+            }
+            sum.double().to_bits()
+        };
+        assert_eq!(sum(Number::Int(1900)), 1_771.428_571_428_571_6_f64.to_bits());
+        assert_eq!(sum(Number::Long(1900)), 1_771.428_571_428_571_3_f64.to_bits());
+    }
 }

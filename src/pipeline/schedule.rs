@@ -297,3 +297,89 @@ fn gets_less(router: &Router, (rule, task): Lane, scope: &Scope) -> bool {
     };
     task == Task::Value && gathered
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use bson::Bson;
+
+    use super::*;
+    use crate::{
+        config::{Format, load_str},
+        plan::compile,
+    };
+
+    const COPY: &str = "copy: { source: s, target: t, match: { part: _id }, set: { name: $name } }";
+    const COUNT: &str = "aggregate: { source: s, target: t, match: { _id: t }, set: { n: { $sum: 1 } } }";
+
+    struct Bench {
+        schedule: Schedule,
+        start: Instant,
+    }
+
+    impl Bench {
+        fn new(rule: &str) -> Self {
+            let text =
+                format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {{ name: r, {rule} }}\n");
+            let plan = compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap();
+            let mut schedule = Schedule::new(plan, 100);
+            schedule.follow(Position { time: ClusterTime::default(), token: None });
+            Self { schedule, start: Instant::now() }
+        }
+
+        /// A batch of the stream asks for a key, and more waits behind it or not.
+        fn deliver(&mut self, key: i32, scope: Scope, more: bool) {
+            let batch = self.schedule.begin(0);
+            let origin = Origin { stream: 0, batch, after: ClusterTime::default(), committed: None };
+            let request = Request { rule: RuleId(0), task: Task::Value, key: Key::one(Bson::Int32(key)), scope };
+            self.schedule.ask(request, origin);
+            self.schedule.end(0, batch, Position { time: ClusterTime::default(), token: None }, more);
+        }
+
+        /// How many keys are taken that many milliseconds after the start.
+        fn taken(&mut self, millis: u64) -> usize {
+            let now = self.start + Duration::from_millis(millis);
+            self.schedule.take(Most { keys: 100, batches: 1 }, now).map_or(0, |batch| batch.items.len())
+        }
+    }
+
+    fn named(targets: i32) -> Scope {
+        Scope::Named((0..targets).map(|id| Key::one(Bson::Int32(id))).collect::<HashSet<_>>())
+    }
+
+    #[test]
+    fn values_of_many_sources_wait_for_the_rest_of_a_backlog() {
+        let mut bench = Bench::new(COUNT);
+        bench.deliver(1, Scope::All, true);
+        assert_eq!(bench.taken(0), 0);
+        bench.deliver(2, Scope::All, true);
+        assert_eq!(bench.taken(900), 0);
+        assert_eq!(bench.taken(1000), 2, "patience has an end");
+        assert_eq!(bench.taken(1000), 0);
+        bench.deliver(3, Scope::All, true);
+        assert_eq!(bench.taken(1100), 0, "and begins anew");
+        bench.deliver(4, Scope::All, false);
+        assert_eq!(bench.taken(1100), 2, "nothing more is to come");
+    }
+
+    #[test]
+    fn a_few_targets_of_a_key_wait_for_others_and_many_do_not() {
+        let mut bench = Bench::new(COPY);
+        bench.deliver(1, named(1), true);
+        assert_eq!(bench.taken(0), 0);
+        bench.deliver(1, named(20), true);
+        assert_eq!(bench.taken(0), 1);
+        bench.deliver(2, Scope::All, true);
+        assert_eq!(bench.taken(0), 1, "a source's change is for all its targets");
+    }
+
+    #[test]
+    fn nothing_waits_when_the_queue_is_full() {
+        let mut bench = Bench::new(COUNT);
+        for key in 0..100 {
+            bench.deliver(key, Scope::All, true);
+        }
+        assert_eq!(bench.taken(0), 100);
+    }
+}
