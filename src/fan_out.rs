@@ -5,12 +5,12 @@
 //! a page never writes beside another one of the same key.
 
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{HashMap, HashSet},
     sync::Arc,
     time::Duration,
 };
 
-use bson::{Bson, RawDocumentBuf, oid::ObjectId};
+use bson::{RawDocumentBuf, oid::ObjectId};
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinSet,
@@ -34,8 +34,6 @@ use crate::{
 
 /// Targets in one page.
 const PAGE: usize = 2000;
-/// Pages that are under way while the next is read.
-const AHEAD: usize = 1;
 /// Fan-outs at once; others wait for one of them to end.
 const AT_ONCE: usize = 4;
 /// How long to wait after a failure.
@@ -182,23 +180,19 @@ impl One<'_> {
         let Some(command) = read::found_in_order(self.rule, task, &key, job.after.as_ref()) else { return Ok(true) };
         let mut pages = server.pages(&self.rule.target.namespace.database, command, Reads { after }).await?;
         let mut targets = 0;
-        let mut written = VecDeque::new();
         while let Some(rows) = pages.next().await? {
             for rows in rows.chunks(PAGE) {
                 let (done, acknowledged) = oneshot::channel();
                 let page = Page { requests: self.requests(task, &key, rows)?, after, done };
                 self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
-                let last = rows.last().map(id_of).transpose()?;
-                written.push_back((acknowledged, last.and_then(|id| id.values().first().cloned())));
+                acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+                failpoint::here("fan-out-page-done");
                 targets += rows.len();
-                if written.len() > AHEAD && !self.advance(job, written.pop_front()).await? {
+                let last = rows.last().map(id_of).transpose()?;
+                job.after = last.and_then(|id| id.values().first().cloned());
+                if !self.context.fan_outs.advance(server, self.rule, job).await? {
                     return Ok(false);
                 }
-            }
-        }
-        while let Some(page) = written.pop_front() {
-            if !self.advance(job, Some(page)).await? {
-                return Ok(false);
             }
         }
         failpoint::here("fan-out-closing");
@@ -207,15 +201,6 @@ impl One<'_> {
             tracing::info!(rule = %self.rule.name, targets, "fan-out done");
         }
         Ok(closed)
-    }
-
-    /// Waits for a page and moves `job.after` to its end. False when the fan-out is another one by now, or gone.
-    async fn advance(&self, job: &mut FanOut, page: Option<(oneshot::Receiver<()>, Option<Bson>)>) -> Result<bool> {
-        let Some((acknowledged, last)) = page else { return Ok(true) };
-        acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
-        failpoint::here("fan-out-page-done");
-        job.after = last;
-        self.context.fan_outs.advance(&self.context.server, self.rule, job).await
     }
 
     fn requests(&self, task: Task, key: &Key, rows: &[RawDocumentBuf]) -> Result<Vec<Request>> {

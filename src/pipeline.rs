@@ -24,7 +24,7 @@ use crate::{
     },
     error::Result,
     failpoint, fan_out,
-    plan::{RuleId, Values},
+    plan::RuleId,
     position::{ClusterTime, Position},
     reconcile::{
         self, Context, Outcome,
@@ -200,7 +200,7 @@ struct Pipeline {
     store: Store,
     schedule: Schedule,
     streams: Vec<Stream>,
-    /// Changed keys that are not done, for the streams to see.
+    /// Changed keys that are not done while all batches run, for the streams to see.
     late: Arc<AtomicUsize>,
     running: JoinSet<Outcome>,
     backfills: mpsc::UnboundedSender<Wish>,
@@ -298,6 +298,9 @@ impl Pipeline {
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             self.dispatch();
+            // Keys that rest or failed are no backlog: the batches are free for others.
+            let busy = self.running.len() >= self.context.limits.batches;
+            self.late.store(if busy { self.schedule.all_late() } else { 0 }, Ordering::Relaxed);
             let room = self.schedule.has_room();
             // While all batches run, what is due waits for one of them: a moment that has passed would turn the loop idly.
             let due = self.schedule.next_due().filter(|_| self.running.len() < self.context.limits.batches);
@@ -613,7 +616,6 @@ impl Pipeline {
     /// Publishes how far everything is, and saves positions from time to time.
     async fn report(&mut self) {
         self.observe();
-        self.late.store(self.schedule.all_late(), Ordering::Relaxed);
         let applied = (0..self.streams.len()).map(|stream| self.schedule.applied(stream));
         let progress = Progress {
             applied: applied.min().unwrap_or_default(),
@@ -681,10 +683,7 @@ impl Pipeline {
 
 /// Whether requests of a rule are done: one whose source is gone still copies what it finds, which takes nothing away.
 fn may_run(context: &Context, held: &BTreeMap<RuleId, Hold>, rule: RuleId) -> bool {
-    held.get(&rule).is_none_or(|hold| match context.plan.rule(rule).values {
-        Values::Set { .. } | Values::Into { .. } => hold.detached,
-        Values::Collect { .. } | Values::Aggregate { .. } => false,
-    })
+    held.get(&rule).is_none_or(|hold| hold.detached && !context.plan.rule(rule).gathers())
 }
 
 async fn sleep_until(due: Option<Instant>) {

@@ -139,7 +139,8 @@ fn projection(plan: &Plan, database: &str, pre_images: bool) -> Document {
 }
 
 /// Follows a stream until `stop`, and delivers into `out`, which holds it back when it is full. Reopens by itself after
-/// everything that may pass, for ever. `waiting` counts the changed keys that are not done.
+/// everything that may pass, for ever. `waiting` counts the changed keys that keep all
+/// batches busy.
 pub async fn follow(
     server: &Server,
     metrics: &Metrics,
@@ -271,5 +272,6 @@ fn decode(stream: usize, batch: &RawBatch, before: &Position) -> Result<Delivery
     let time = events.last().map(|event| event.cluster_time).into_iter().chain(reached).max().unwrap_or(before.time);
     let token = token.or_else(|| before.token.clone());
     let position = Position { time: time.max(before.time), token };
-    Ok(Delivery { stream, events, position, more: is_full(batch), lost: false })
+    let more = events.len() >= BATCH as usize;
+    Ok(Delivery { stream, events, position, more, lost: false })
 }

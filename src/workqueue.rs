@@ -152,8 +152,6 @@ struct Oldest {
     rules: BTreeMap<RuleId, BTreeMap<i64, usize>>,
     /// The sums of these counts.
     keys: BTreeMap<RuleId, usize>,
-    /// The sum of all.
-    all: usize,
 }
 
 impl Oldest {
@@ -169,10 +167,8 @@ impl Oldest {
             if let Some(to) = to {
                 *counts.entry(to).or_default() += 1;
             }
-            let moved = |keys: usize| (keys + usize::from(to.is_some())).saturating_sub(usize::from(from.is_some()));
             let keys = self.keys.entry(rule).or_default();
-            *keys = moved(*keys);
-            self.all = moved(self.all);
+            *keys = (*keys + usize::from(to.is_some())).saturating_sub(usize::from(from.is_some()));
         }
         to
     }
@@ -256,7 +252,7 @@ impl WorkQueue {
     /// Keys of any rule that wait or run for the sake of a change.
     #[must_use]
     pub fn all_late(&self) -> usize {
-        self.oldest.all
+        self.oldest.keys.values().sum()
     }
 
     /// Keys that wait or run.

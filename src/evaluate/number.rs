@@ -78,18 +78,17 @@ impl Sum {
         self.ints &= number.is_int();
         self.doubles |= number.integer().is_none();
         match number.integer() {
-            Some(value) if number.is_int() => {
-                self.whole += i128::from(value);
-                self.add_double(number.double());
-            }
-            Some(value) => {
+            Some(value) if !number.is_int() => {
                 self.whole += i128::from(value);
                 // A long has more digits than a double: its lower and its upper half are added one after the other.
                 let upper = value / (1 << 32) * (1 << 32);
                 self.add_double(Number::Long(value - upper).double());
                 self.add_double(Number::Long(upper).double());
             }
-            None => self.add_double(number.double()),
+            int => {
+                self.whole += i128::from(int.unwrap_or_default());
+                self.add_double(number.double());
+            }
         }
     }
 

@@ -10,10 +10,10 @@
 use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, raw::CString, rawdoc};
 
 use crate::{
-    error::Result,
+    error::{Error, Result},
     field_path::{FieldPath, Segment},
     key::Key,
-    plan::{Keyed, Rule, Values, reference::Role},
+    plan::{Keyed, Rule, Values, reference::Pair},
     reconcile::{
         statement::{Statement, query, raw},
         value::Field,
@@ -90,7 +90,7 @@ pub fn is_possible(rule: &Rule) -> bool {
         return false;
     }
     if let Some(each) = &rule.reference.target_each {
-        let inside = |path: &FieldPath| matches!(path.below(each), Some([Segment::Name(name)]) if name != "$id");
+        let inside = |path: &FieldPath| name_in(each, path).is_some_and(|name| name != "$id");
         let distinct = |path: &&FieldPath| inside(path) && **path != pair.target;
         return each.segments().len() == 2 && inside(&pair.target) && rule.owned().iter().all(distinct);
     }
@@ -188,18 +188,20 @@ pub fn statement(rule: &Rule, members: &[Member]) -> Result<Statement> {
             named.extend(ids.iter().filter_map(|id| id.values().first().cloned()));
         }
     }
-    let reference: String = rule.reference.paths(Role::Target).map(FieldPath::query).collect();
+    let [Pair { target: reference, .. }] = rule.reference.pairs.as_slice() else {
+        return Err(Error::internal("a shared statement of several references"));
+    };
     let mut conditions = Vec::new();
     if !named.is_empty() {
         conditions.push(doc! {"_id": {"$in": named}});
     }
-    conditions.push(doc! {&reference: {"$in": &references}});
+    conditions.push(doc! {reference.query(): {"$in": &references}});
     let values = rule.owned().into_iter().zip(columns.into_iter().map(value_of));
     let set = match &rule.reference.target_each {
-        None => fields(&format!("${reference}"), &references, values)?,
+        None => fields(&format!("${}", reference.query()), &references, values)?,
         Some(each) => {
             conditions.push(doc! {each.root(): {"$type": "array"}});
-            elements(each, &reference, &references, values)?
+            elements(each, reference, &references, values)?
         }
     };
     let statement = rawdoc! {
@@ -238,24 +240,31 @@ fn fields<'a>(
 /// Sets fields of the elements that hold a reference. An element that is no document keeps what it is.
 fn elements<'a>(
     each: &FieldPath,
-    reference: &str,
+    reference: &FieldPath,
     references: &[Bson],
     values: impl Iterator<Item = (&'a FieldPath, RawDocumentBuf)>,
 ) -> Result<RawDocumentBuf> {
     let root = each.root();
-    let inside = |path: &str| path.strip_prefix(root).unwrap_or_default().trim_start_matches('.').to_owned();
     let mut merged = RawDocumentBuf::new();
     for (path, value) in values {
-        merged.append(CString::try_from(inside(&path.query()))?, value);
+        merged.append(CString::try_from(name_in(each, path).unwrap_or_default().to_owned())?, value);
     }
     let found = rawdoc! {"$and": [{"$gte": ["$$place", 0]}, {"$eq": [{"$type": "$$e"}, "object"]}]};
     let element = rawdoc! {"$cond": [found, {"$mergeObjects": ["$$e", merged]}, "$$e"]};
-    let place = place(&format!("$$e.{}", inside(reference)), references)?;
+    let place = place(&format!("$$e.{}", name_in(each, reference).unwrap_or_default()), references)?;
     let element = rawdoc! {"$let": {"vars": {"place": place}, "in": element}};
     let mut set = RawDocumentBuf::new();
     let array = rawdoc! {"$map": {"input": format!("${root}"), "as": "e", "in": element}};
     set.append(CString::try_from(root.to_owned())?, array);
     Ok(set)
+}
+
+/// The name of a field that is directly in the elements of `each`.
+fn name_in<'a>(each: &FieldPath, path: &'a FieldPath) -> Option<&'a str> {
+    match path.below(each)? {
+        [Segment::Name(name)] => Some(name),
+        _ => None,
+    }
 }
 
 /// Whether a target has its reference among the keys, and everything around `path` is a document or not there.

@@ -346,7 +346,10 @@ pub fn target_size(rule: &Rule) -> Document {
         doc! {"$unset": owned},
         doc! {"$group": {"_id": null, "bytes": {"$avg": "$bytes"}, "others": {"$min": {"$bsonSize": "$rest"}}}},
     ];
-    command(&rule.target.namespace.collection, stages)
+    let mut command = command(&rule.target.namespace.collection, stages);
+    // Of a small collection of huge documents all are read.
+    command.insert("maxTimeMS", 1000);
+    command
 }
 
 /// Reads targets by `_id` for a rule that is keyed by them: rows `{ _id, d: reference fields, g: guard }`, where `g` is

@@ -501,8 +501,9 @@ impl Run<'_> {
         }
         let mut shape = self.context.shape(self.rule.id);
         if shape.size.is_none() {
-            // Without an answer each key has a statement of its own.
-            let rows = self.read(Role::Target, read::target_size(self.rule), ClusterTime::default()).await.ok()?;
+            // Without an answer each key has a statement of its own, until it is asked again.
+            let rows = self.read(Role::Target, read::target_size(self.rule), ClusterTime::default()).await;
+            let rows = rows.unwrap_or_default();
             let row = rows.first().map(|row| Document::try_from(row.as_ref())).transpose().ok()?.unwrap_or_default();
             let others = row.get_i32("others").map_or(0.0, f64::from);
             shape.size = Some(Size { bytes: row.get_f64("bytes").unwrap_or_default(), others });
