@@ -603,26 +603,62 @@ impl Bench {
     }
 }
 
+impl Bench {
+    fn new(test: &denormd_fixture::TestDb) -> Self {
+        Self {
+            collection: test.database().collection("documents"),
+            documents: Vec::new(),
+            compared: BTreeMap::new(),
+            left: 0,
+            wrong: Vec::new(),
+        }
+    }
+
+    /// Compares over these documents from now on.
+    async fn over(&mut self, documents: Vec<Document>) {
+        self.documents = documents;
+        self.collection.drop().await.unwrap();
+        self.collection.insert_many(&self.documents).await.unwrap();
+    }
+}
+
+/// Cases that random ones have hit once in thousands.
+#[tokio::test(flavor = "multi_thread")]
+async fn rare_cases_are_evaluated_as_a_server_does() {
+    let test = denormd_fixture::database().await;
+    let mut bench = Bench::new(&test);
+    let document = doc! {
+        "_id": 1, "other": -851.0 / 7.0, "half": 9_007_199_254_740_992.0, "whole": 57.0, "n": 3,
+        "least": [i32::MIN], "objs": [{"q": 0.5}, {"p": Bson::Null, "q": "10"}, 5, {"p": Bson::Null}],
+    };
+    bench.over(vec![document]).await;
+    let cases = [
+        bson!({"$add": [0.1, 976.0 / 7.0, "$other"]}),
+        bson!({"$sum": [0.1, 976.0 / 7.0, "$other"]}),
+        bson!({"$add": ["$half", {"$sqrt": 117}, "$half"]}),
+        bson!({"$multiply": ["$whole", i64::MIN, 0]}),
+        bson!({"$mod": ["$n", {"$avg": "$least"}]}),
+        bson!({"$sortArray": {"input": "$objs", "sortBy": {"p": 1, "q": -1}}}),
+    ];
+    for case in &cases {
+        bench.expression(case).await;
+    }
+    assert!(bench.wrong.is_empty(), "{}", bench.wrong.join("\n\n"));
+    assert_eq!(bench.left, 0, "some were left to the server");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_evaluated_without_a_server_is_what_a_server_says() {
     let seed = std::env::var("DENORMD_SEED").ok().and_then(|seed| seed.parse().ok());
     let rounds: u64 = std::env::var("DENORMD_HISTORIES").ok().and_then(|n| n.parse().ok()).unwrap_or(12);
     let test = denormd_fixture::database().await;
-    let mut bench = Bench {
-        collection: test.database().collection("documents"),
-        documents: Vec::new(),
-        compared: BTreeMap::new(),
-        left: 0,
-        wrong: Vec::new(),
-    };
+    let mut bench = Bench::new(&test);
     let first = seed.unwrap_or_else(|| rand::rng().random_range(0..1 << 40));
     let (operators, conditions) = evaluate::operators();
     for seed in first..first + if seed.is_some() { 1 } else { rounds } {
         println!("DENORMD_SEED={seed}");
         let mut draw = Draw(StdRng::seed_from_u64(seed));
-        bench.documents = (0..8).map(|id| draw.document(id)).collect();
-        bench.collection.drop().await.unwrap();
-        bench.collection.insert_many(&bench.documents).await.unwrap();
+        bench.over((0..8).map(|id| draw.document(id)).collect()).await;
         for name in &operators {
             let expression = draw.operator(name, 2);
             bench.expression(&expression).await;

@@ -266,8 +266,10 @@ pub(super) fn sort(args: &Args<'_>) -> Result<Value> {
         Bson::Document(by) => {
             let directions = directions(by)?;
             let keyed = items.into_iter().map(|item| {
-                // Unlike a sort of documents, it does not look into arrays. What is no document has none of the fields.
-                let keys = by.keys().map(|path| plain(item.as_document(), path)).collect::<Vec<_>>();
+                // Unlike a sort of documents, it does not look into arrays. What is no document has none of the fields, and a
+                // field that is missing sorts as null.
+                let keys =
+                    by.keys().map(|path| plain(item.as_document(), path).or(Some(Bson::Null))).collect::<Vec<_>>();
                 (keys, item)
             });
             let mut keyed = keyed.collect::<Vec<_>>();

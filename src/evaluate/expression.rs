@@ -399,6 +399,12 @@ fn accumulated(args: &Args<'_>) -> Result<Value> {
             Some(Bson::Array(items)) => items.into_iter().try_for_each(|item| accumulator.take(Some(item)))?,
             value => accumulator.take(value)?,
         }
+    } else if args.constants + 1 < args.len() && matches!(&*args.name, "$sum" | "$min" | "$max") {
+        // As with `$add`: what the constants come to is one more operand, the last.
+        let mut constant = group::Accumulator::new(&args.name)?;
+        (args.constants..args.len()).try_for_each(|nth| constant.take(args.get(nth)?))?;
+        (0..args.constants).try_for_each(|nth| accumulator.take(args.get(nth)?))?;
+        accumulator.take(constant.value())?;
     } else {
         (0..args.len()).try_for_each(|nth| accumulator.take(args.get(nth)?))?;
     }

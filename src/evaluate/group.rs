@@ -86,9 +86,17 @@ impl Accumulator {
                 }
             }
             Self::Extreme(found, greatest) => {
+                if is_nullish(value.as_ref()) {
+                    return Ok(());
+                }
                 let order = compare(value.as_ref(), found.as_ref());
+                // Which of its engines runs a `$group` decides whether the first or the last stays.
+                let bytes = |value: &Value| bson::serialize_to_vec(&doc! {"v": value}).ok();
+                if found.is_some() && order.is_eq() && bytes(&value) != bytes(found) {
+                    return needs_server("the least or greatest of equal values of different types");
+                }
                 let better = found.is_none() || if *greatest { order.is_gt() } else { order.is_lt() };
-                if better && !is_nullish(value.as_ref()) {
+                if better {
                     *found = value;
                 }
             }

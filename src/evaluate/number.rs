@@ -127,25 +127,41 @@ fn exactly(a: f64, b: f64) -> (f64, f64) {
 
 /// The operand, none where it makes the result null.
 fn operand(args: &Args<'_>, nth: usize, name: &str) -> Result<Option<Number>> {
-    let value = args.get(nth)?;
-    let Some(some) = value.as_ref().filter(|value| !is_nullish(Some(value))) else { return Ok(None) };
+    number(args.get(nth)?.as_ref(), name)
+}
+
+fn number(value: Option<&Bson>, name: &str) -> Result<Option<Number>> {
+    let Some(some) = value.filter(|value| !is_nullish(Some(value))) else { return Ok(None) };
     match Number::of(some)? {
         Some(number) => Ok(Some(number)),
-        None => refused(format!("`{name}` takes numbers, and was given {}", type_name(value.as_ref()))),
+        None => refused(format!("`{name}` takes numbers, and was given {}", type_name(value))),
     }
 }
 
 pub(super) fn add(args: &Args<'_>) -> Result<Value> {
+    // The server has added the constants, which stand last, before it sees a document.
+    let constants = args.constants..args.len();
+    // Of none it would be a zero, and adding that carries what was lost before.
+    let constant = if constants.is_empty() { None } else { Some(total(constants.map(|nth| args.get(nth)))) };
+    total((0..args.constants).map(|nth| args.get(nth)).chain(constant))
+}
+
+fn total(values: impl Iterator<Item = Result<Value>>) -> Result<Value> {
     let mut sum = Sum::default();
     let mut date: Option<i64> = None;
-    for nth in 0..args.len() {
-        let value = args.get(nth)?;
+    for value in values {
+        let value = value?;
         match &value {
             value if is_nullish(value.as_ref()) => return Ok(Some(Bson::Null)),
             Some(Bson::DateTime(_)) if date.is_some() => return refused("`$add` takes one date at most"),
             Some(Bson::DateTime(time)) => date = Some(time.timestamp_millis()),
             Some(other) => match Number::of(other)? {
-                Some(number) => sum.add(number),
+                Some(number) => {
+                    sum.add(number);
+                    if !sum.doubles && sum.whole().is_none() {
+                        return beyond_a_long();
+                    }
+                }
                 None => {
                     return refused(format!(
                         "`$add` takes numbers and a date, and was given {}",
@@ -186,7 +202,7 @@ pub(super) fn subtract(args: &Args<'_>) -> Result<Value> {
             (Some(a), Some(b)) => match (a.integer(), b.integer()) {
                 (Some(x), Some(y)) => match x.checked_sub(y) {
                     Some(value) => narrow(value, a.is_int() && b.is_int()),
-                    None => Bson::Double(a.double() - b.double()),
+                    None => return beyond_a_long(),
                 },
                 _ => Bson::Double(a.double() - b.double()),
             },
@@ -198,29 +214,32 @@ pub(super) fn subtract(args: &Args<'_>) -> Result<Value> {
 }
 
 pub(super) fn multiply(args: &Args<'_>) -> Result<Value> {
-    // The server has multiplied the constants, which stand last, before it sees a document.
-    let Some(product) = product(args, 0..args.constants)? else { return Ok(Some(Bson::Null)) };
-    let Some(constant) = self::product(args, args.constants..args.len())? else { return Ok(Some(Bson::Null)) };
-    let whole = product.whole.zip(constant.whole).and_then(|(a, b)| a.checked_mul(b));
-    let double = Bson::Double(product.double * constant.double);
-    Ok(Some(whole.map_or(double, |whole| narrow(whole, product.ints && constant.ints))))
+    // As with `$add`.
+    let constants = args.constants..args.len();
+    let constant = if constants.is_empty() { None } else { Some(product(constants.map(|nth| args.get(nth)))) };
+    product((0..args.constants).map(|nth| args.get(nth)).chain(constant))
 }
 
-struct Product {
-    whole: Option<i64>,
-    double: f64,
-    ints: bool,
-}
-
-fn product(args: &Args<'_>, operands: std::ops::Range<usize>) -> Result<Option<Product>> {
-    let mut product = Product { whole: Some(1), double: 1.0, ints: true };
-    for nth in operands {
-        let Some(number) = operand(args, nth, "$multiply")? else { return Ok(None) };
-        product.ints &= number.is_int();
-        product.whole = product.whole.zip(number.integer()).and_then(|(a, b)| a.checked_mul(b));
-        product.double *= number.double();
+fn product(values: impl Iterator<Item = Result<Value>>) -> Result<Value> {
+    let (mut whole, mut double, mut ints) = (Some(1_i64), 1.0, true);
+    for value in values {
+        let Some(number) = number(value?.as_ref(), "$multiply")? else { return Ok(Some(Bson::Null)) };
+        ints &= number.is_int();
+        whole = match whole.zip(number.integer()) {
+            Some((a, b)) => match a.checked_mul(b) {
+                Some(whole) => Some(whole),
+                None => return beyond_a_long(),
+            },
+            None => None,
+        };
+        double *= number.double();
     }
-    Ok(Some(product))
+    Ok(Some(whole.map_or(Bson::Double(double), |whole| narrow(whole, ints))))
+}
+
+/// One of the server's engines goes on with doubles, the other with decimals.
+fn beyond_a_long() -> Result<Value> {
+    needs_server("whole numbers that do not fit into a long")
 }
 
 pub(super) fn divide(args: &Args<'_>) -> Result<Value> {
@@ -293,7 +312,9 @@ pub(super) fn sqrt(args: &Args<'_>) -> Result<Value> {
 #[expect(clippy::cast_possible_truncation, reason = "it is compared with what it was")]
 pub(super) fn position(value: Option<&Bson>) -> Result<Option<i64>> {
     Ok(match value.map(Number::of).transpose()?.flatten() {
-        Some(Number::Double(v)) if v.fract() == 0.0 && v.abs() < 2_147_483_648.0 => Some(v as i64),
+        Some(Number::Double(v)) if v.fract() == 0.0 && (-2_147_483_648.0..2_147_483_648.0).contains(&v) => {
+            Some(v as i64)
+        }
         Some(number) => number.integer().filter(|value| i32::try_from(*value).is_ok()),
         None => None,
     })
