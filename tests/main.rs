@@ -39,6 +39,7 @@ mod patterns;
 mod plan;
 mod process;
 mod program;
+mod reads;
 mod relevance;
 mod running;
 mod scraped;

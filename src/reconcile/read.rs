@@ -29,6 +29,12 @@ pub fn sources(rule: &Rule, keys: &[&Key]) -> Document {
 #[must_use]
 pub fn sources_at_once(rule: &Rule, keys: &[&Key]) -> Document {
     let mut stages = vec![doc! {"$match": source_match(rule, keys)}];
+    // What follows may sort by the first match path and by others. Two arrays could not be sorted by.
+    if let Some(path) = by_key_first(rule).filter(|_| !rule.sort.is_empty()) {
+        stages.extend(
+            Some(no_arrays(&path)).filter(|clauses| !clauses.is_empty()).map(|all| doc! {"$match": {"$and": all}}),
+        );
+    }
     let element = rule.reference.source_each.as_ref();
     if let Some(each) = element {
         stages.extend(unwind(rule, each, keys));
@@ -214,11 +220,35 @@ pub fn order(rule: &Rule) -> Document {
     order
 }
 
+/// The first match path, where a sort by it puts the sources of a key together and nothing more is to be seen from their order
+/// across keys.
+fn by_key_first(rule: &Rule) -> Option<String> {
+    let across_keys = rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. });
+    let first = rule.reference.paths(Role::Source).next()?.query();
+    (!across_keys && rule.reference.source_each.is_none()).then_some(first)
+}
+
+/// The rule's order among the sources of a key. It begins with the match path, so that no index promises it but one that
+/// also finds the keys: for the order of `_id` alone the server would go through the whole collection.
+fn order_in_key(rule: &Rule) -> Document {
+    let mut sort: Document = by_key_first(rule).into_iter().map(|path| (path, Bson::Int32(1))).collect();
+    for (path, way) in order(rule) {
+        sort.entry(path).or_insert(way);
+    }
+    sort
+}
+
+/// Conditions on a document that neither the value at `path` is an array nor anything on the way to it.
+fn no_arrays(path: &str) -> Vec<Document> {
+    let ways = path.match_indices('.').map(|(end, _)| &path[..end]).chain([path]);
+    ways.filter(|path| *path != "_id").map(|path| doc! {path: {"$not": {"$type": "array"}}}).collect()
+}
+
 /// The winner of each key first. A source found by its `_id` has no rival, unless a target has several references.
 fn sort_stage(rule: &Rule) -> Option<Document> {
     let rivals = !rule.reference.keyed_by_source_id()
         || (rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. }));
-    rivals.then(|| doc! {"$sort": order(rule)})
+    rivals.then(|| doc! {"$sort": order_in_key(rule)})
 }
 
 fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Vec<Document> {
@@ -234,7 +264,7 @@ fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Ve
         stages.push(doc! {"$match": {"$expr": {"$ne": [element, {}]}}});
     }
     if slice.is_none() {
-        stages.push(doc! {"$sort": order(rule)});
+        stages.push(doc! {"$sort": order_in_key(rule)});
     }
     stages.push(doc! {"$group": {"_id": key, "e": elements}});
     stages.push(doc! {"$replaceWith": {"k": "$_id", "v": {"e": "$e"}}});
@@ -256,13 +286,7 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     }
     // `$lookup` looks into arrays; a path without `$[]` does not.
     let path = pair.source.query();
-    let mut clauses: Vec<Document> = path
-        .match_indices('.')
-        .map(|(end, _)| &path[..end])
-        .chain([path.as_str()])
-        .filter(|path| *path != "_id")
-        .map(|path| doc! {path: {"$not": {"$type": "array"}}})
-        .collect();
+    let mut clauses = no_arrays(&path);
     clauses.extend(rule.source.filter.clone());
     let element = doc! {"e": element.clone()};
     if may_be_missing(rule) {
@@ -318,7 +342,7 @@ fn aggregate(rule: &Rule, key: Vec<Bson>, assignments: &[Assignment]) -> Vec<Doc
     }
     let mut stages = Vec::new();
     if ordered {
-        stages.push(doc! {"$sort": order(rule)});
+        stages.push(doc! {"$sort": order_in_key(rule)});
     }
     stages.push(doc! {"$group": group});
     stages.push(doc! {"$replaceWith": {"k": "$_id", "v": out}});
