@@ -33,7 +33,7 @@ use crate::{
 };
 
 /// Targets in one page.
-const PAGE: usize = 2000;
+const PAGE: usize = 5000;
 /// Fan-outs at once; others wait for one of them to end.
 const AT_ONCE: usize = 4;
 /// How long to wait after a failure.
@@ -180,17 +180,24 @@ impl One<'_> {
         let Some(command) = read::found_in_order(self.rule, task, &key, job.after.as_ref()) else { return Ok(true) };
         let mut pages = server.pages(&self.rule.target.namespace.database, command, Reads { after }).await?;
         let mut targets = 0;
+        let mut moved = false;
         while let Some(rows) = pages.next().await? {
             for rows in rows.chunks(PAGE) {
                 let (done, acknowledged) = oneshot::channel();
                 let page = Page { requests: self.requests(task, &key, rows)?, after, done };
                 self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
-                acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+                // Where it is gets recorded while the next page is written: one that is done twice does no harm.
+                let recorded = async {
+                    if moved { self.context.fan_outs.advance(server, self.rule, job).await } else { Ok(true) }
+                };
+                let (acknowledged, recorded) = tokio::join!(acknowledged, recorded);
+                acknowledged.map_err(|_| Error::internal("the pipeline is gone"))?;
                 failpoint::here("fan-out-page-done");
                 targets += rows.len();
                 let last = rows.last().map(id_of).transpose()?;
                 job.after = last.and_then(|id| id.values().first().cloned());
-                if !self.context.fan_outs.advance(server, self.rule, job).await? {
+                moved = true;
+                if !recorded? {
                     return Ok(false);
                 }
             }

@@ -200,7 +200,7 @@ struct Pipeline {
     store: Store,
     schedule: Schedule,
     streams: Vec<Stream>,
-    /// Changed keys that are not done while all batches run, for the streams to see.
+    /// What is being written, for the streams to see.
     late: Arc<AtomicUsize>,
     running: JoinSet<Outcome>,
     backfills: mpsc::UnboundedSender<Wish>,
@@ -298,9 +298,7 @@ impl Pipeline {
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             self.dispatch();
-            // Keys that rest or failed are no backlog: the batches are free for others.
-            let busy = self.running.len() >= self.context.limits.batches;
-            self.late.store(if busy { self.schedule.all_late() } else { 0 }, Ordering::Relaxed);
+            self.late.store(self.backlog(), Ordering::Relaxed);
             let room = self.schedule.has_room();
             // While all batches run, what is due waits for one of them: a moment that has passed would turn the loop idly.
             let due = self.schedule.next_due().filter(|_| self.running.len() < self.context.limits.batches);
@@ -331,6 +329,18 @@ impl Pipeline {
         self.report().await;
         if let Some(saver) = self.saver.take() {
             self.saved(saver.await.unwrap_or_default());
+        }
+    }
+
+    /// What is being written: changed keys and the targets of large fan-outs. Keys that rest or failed are no backlog, the
+    /// batches are free for others.
+    fn backlog(&self) -> usize {
+        let busy = self.running.len() >= self.context.limits.batches;
+        let spreading = !self.fan_outs.is_empty() && !self.running.is_empty();
+        match (busy, spreading) {
+            (_, true) => self.schedule.depth(),
+            (true, false) => self.schedule.all_late(),
+            (false, false) => 0,
         }
     }
 

@@ -10,7 +10,7 @@ use crate::daemon::Daemon;
 
 const RULES: &str =
     "  - { name: ip, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
-const LOGS: i32 = 12_000;
+const LOGS: i32 = 30_000;
 
 async fn hosts_and_logs(test: &TestDb) -> Database {
     let db = test.database();

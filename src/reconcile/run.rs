@@ -1,6 +1,7 @@
 //! Runs a batch: read, compute, write, and find the culprit where the server refuses.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     sync::{
         Arc, Mutex,
@@ -44,6 +45,8 @@ const SECOND_LOOK: Duration = Duration::from_millis(200);
 const HOUR: Duration = Duration::from_secs(3600);
 /// Targets written by one statement when the culprit of a refusal is looked for.
 const STEP: usize = 1000;
+/// From twice as many targets of one key on, they are written by two commands at once.
+const HALF: usize = 1000;
 /// How long it is believed how large targets are.
 const SIZE_AGE: Duration = Duration::from_secs(60);
 /// Targets that a look-up may lead to. More of one key are a fan-out of their own.
@@ -452,7 +455,7 @@ impl Run<'_> {
         let keys: Vec<&Key> = items.iter().map(|item| &item.key).filter(|key| !key.values().is_empty()).collect();
         let rows = self.rows(&keys, newest(items)).await?;
         let shape = self.shape(items.len()).await;
-        let mut statements = Vec::new();
+        let (mut statements, mut beside) = (Vec::new(), Vec::new());
         let mut grouped: Vec<(usize, Vec<Field>)> = Vec::new();
         for (nth, item) in items.iter_mut().enumerate() {
             if item.work.scope == Scope::All && self.context.is_spreading(&self.subject(item)) {
@@ -481,8 +484,12 @@ impl Run<'_> {
                     grouped.push((nth, fields));
                 }
                 (desired, _) => {
-                    let alone = statement::of_value(self.rule, &item.key, &item.work.scope, &desired)?;
-                    statements.extend(alone.into_iter().map(|statement| (vec![nth], statement)));
+                    let (scope, other) = halves(&item.work.scope);
+                    for (scope, out) in [(Some(scope), &mut statements), (other, &mut beside)] {
+                        let Some(scope) = scope else { continue };
+                        let alone = statement::of_value(self.rule, &item.key, &scope, &desired)?;
+                        out.extend(alone.into_iter().map(|statement| (vec![nth], statement)));
+                    }
                 }
             }
         }
@@ -491,7 +498,7 @@ impl Run<'_> {
             let (owners, members): (Vec<usize>, Vec<Member>) = group.into_iter().unzip();
             statements.push((owners, group::statement(self.rule, &members)?));
         }
-        self.write(items, statements, &rows).await
+        self.write(items, [statements, beside], &rows).await
     }
 
     /// What the targets are like; None where their keys do not share statements.
@@ -535,8 +542,19 @@ impl Run<'_> {
         Ok(None)
     }
 
-    async fn write(&self, items: &mut [Item], statements: Vec<(Vec<usize>, Statement)>, rows: &Rows) -> Result<()> {
-        let (mut refused, matched) = self.sent(items, statements).await?;
+    /// Sends the statements, those of the two lists beside each other.
+    async fn write(
+        &self,
+        items: &mut [Item],
+        statements: [Vec<(Vec<usize>, Statement)>; 2],
+        rows: &Rows,
+    ) -> Result<()> {
+        let [first, second] = statements.map(|statements| self.sent(items, statements));
+        // A failure of one does not leave the other running.
+        let (first, second) = tokio::join!(first, second);
+        let ((mut refused, mut matched), (others, found)) = (first?, second?);
+        refused.extend(others);
+        matched += found;
         if self.task == Task::Value && items.iter().all(|item| item.work.scope == Scope::All) {
             self.context.learn(self.rule.id, |shape, _| shape.learn(items.len(), matched));
         }
@@ -693,7 +711,7 @@ impl Run<'_> {
                 statements.push((vec![nth], statement));
             }
         }
-        self.write(items, statements, &rows).await
+        self.write(items, [statements, Vec::new()], &rows).await
     }
 
     async fn locate(&self, role: Role, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
@@ -825,6 +843,19 @@ pub fn drifted(context: &Context, rule: &Rule, targets: &[Compared]) {
 pub fn id_of(row: &RawDocumentBuf) -> Result<Key> {
     let id = row.get("_id")?.ok_or_else(|| Error::internal("a document without _id"))?;
     Ok(Key::one(Bson::try_from(id)?))
+}
+
+/// Many named targets in two parts, which two connections write faster than one.
+fn halves(scope: &Scope) -> (Cow<'_, Scope>, Option<Cow<'_, Scope>>) {
+    match scope {
+        Scope::Named(ids) if ids.len() >= 2 * HALF => {
+            let part = |ids: &mut dyn Iterator<Item = &Key>| Cow::Owned(Scope::Named(ids.cloned().collect()));
+            let (half, mut ids) = (ids.len() / 2, ids.iter());
+            let first = part(&mut ids.by_ref().take(half));
+            (first, Some(part(&mut ids)))
+        }
+        scope => (Cow::Borrowed(scope), None),
+    }
 }
 
 fn newest(items: &[Item]) -> ClusterTime {
