@@ -134,6 +134,8 @@ impl Running {
             "connection lost",
             "somebody else has written owned fields",
             "more lines like this were left out",
+            // Of a collection that was made a moment ago, at a start.
+            "SnapshotUnavailable",
         ];
         let warnings = self.daemon.warnings();
         let others: Vec<&String> =

@@ -3,7 +3,10 @@
 //! Everything that a change could get lost in is here: routing, coalescing, what a look-up's results come from, the low
 //! watermark. `tests/simulation.rs` drives it through crashes, slow writes and former leaders in virtual time.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::HashSet,
+    time::{Duration, Instant},
+};
 
 use crate::{
     change::ChangeEvent,
@@ -20,8 +23,9 @@ use crate::{
 
 /// How long the guard waits for a rule that is never at rest before it calls a difference drift.
 const LONGEST_DOUBT: Duration = Duration::from_secs(60);
-/// How long work waits that gets less by waiting, while a stream is known to hold more.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long work waits that gets less by waiting, while a stream is known to hold more. Then one batch of it runs at a time: the
+/// rest of the server is for the stream.
+const PATIENCE: Duration = Duration::from_millis(500);
 /// The origin of pages, beside the streams.
 const PAGES: usize = usize::MAX;
 
@@ -39,6 +43,8 @@ pub struct Schedule {
     partition: Partition,
     /// Since when work waits because a stream holds more.
     patient: Option<Instant>,
+    /// Batches under way of work that gets less by waiting.
+    waited: HashSet<(Lane, u64)>,
 }
 
 /// A stream that is followed.
@@ -80,6 +86,7 @@ impl Schedule {
             pages: 0,
             partition: Partition::WHOLE,
             patient: None,
+            waited: HashSet::new(),
         }
     }
 
@@ -158,6 +165,9 @@ impl Schedule {
     pub fn take(&mut self, most: Most, now: Instant) -> Option<Batch> {
         let patient = self.is_patient(now);
         let mut batch = self.queue.take(most, now, |lane, scope| !(patient && gets_less(&self.router, lane, scope)))?;
+        if batch.items.iter().any(|(_, work)| gets_less(&self.router, batch.lane, &work.scope)) {
+            self.waited.insert((batch.lane, batch.number));
+        }
         // What has arrived is visible to a majority read: a batch never sees less than any event so far.
         for (_, work) in &mut batch.items {
             work.after = work.after.max(self.newest);
@@ -173,7 +183,7 @@ impl Schedule {
             return false;
         }
         let since = *self.patient.get_or_insert(now);
-        if now.saturating_duration_since(since) < PATIENCE {
+        if now.saturating_duration_since(since) < PATIENCE || !self.waited.is_empty() {
             return true;
         }
         if !self.queue.waits(|lane, scope| gets_less(&self.router, lane, scope)) {
@@ -208,6 +218,7 @@ impl Schedule {
         now: Instant,
     ) {
         self.queue.ended(lane, number);
+        self.waited.remove(&(lane, number));
         for origin in origins(keys.iter().map(|(_, work, _)| work)) {
             for request in follow_ups {
                 self.ask(request.clone(), origin);
@@ -300,8 +311,6 @@ fn gets_less(router: &Router, (rule, task): Lane, scope: &Scope) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
-
     use bson::Bson;
 
     use super::*;
@@ -316,6 +325,8 @@ mod tests {
     struct Bench {
         schedule: Schedule,
         start: Instant,
+        /// In a batch at most.
+        keys: usize,
     }
 
     impl Bench {
@@ -325,7 +336,7 @@ mod tests {
             let plan = compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap();
             let mut schedule = Schedule::new(plan, 100);
             schedule.follow(Position { time: ClusterTime::default(), token: None });
-            Self { schedule, start: Instant::now() }
+            Self { schedule, start: Instant::now(), keys: 100 }
         }
 
         /// A batch of the stream asks for a key, and more waits behind it or not.
@@ -337,10 +348,22 @@ mod tests {
             self.schedule.end(0, batch, Position { time: ClusterTime::default(), token: None }, more);
         }
 
-        /// How many keys are taken that many milliseconds after the start.
+        /// How many keys are taken that many milliseconds after the start, and done at once.
         fn taken(&mut self, millis: u64) -> usize {
-            let now = self.start + Duration::from_millis(millis);
-            self.schedule.take(Most { keys: 100, batches: 1 }, now).map_or(0, |batch| batch.items.len())
+            let Some(batch) = self.take(millis) else { return 0 };
+            self.finish(batch, millis)
+        }
+
+        fn take(&mut self, millis: u64) -> Option<Batch> {
+            self.schedule.take(Most { keys: self.keys, batches: 1 }, self.start + Duration::from_millis(millis))
+        }
+
+        fn finish(&mut self, batch: Batch, millis: u64) -> usize {
+            let done = Next::Done { pause: Duration::ZERO };
+            let keys: Vec<_> = batch.items.into_iter().map(|(key, work)| (key, work, done)).collect();
+            let count = keys.len();
+            self.schedule.finish(batch.lane, batch.number, &[], keys, self.start + Duration::from_millis(millis));
+            count
         }
     }
 
@@ -354,13 +377,29 @@ mod tests {
         bench.deliver(1, Scope::All, true);
         assert_eq!(bench.taken(0), 0);
         bench.deliver(2, Scope::All, true);
-        assert_eq!(bench.taken(900), 0);
-        assert_eq!(bench.taken(1000), 2, "patience has an end");
-        assert_eq!(bench.taken(1000), 0);
+        assert_eq!(bench.taken(400), 0);
+        assert_eq!(bench.taken(500), 2, "patience has an end");
+        assert_eq!(bench.taken(500), 0);
         bench.deliver(3, Scope::All, true);
-        assert_eq!(bench.taken(1100), 0, "and begins anew");
+        assert_eq!(bench.taken(600), 0, "and begins anew");
         bench.deliver(4, Scope::All, false);
-        assert_eq!(bench.taken(1100), 2, "nothing more is to come");
+        assert_eq!(bench.taken(600), 2, "nothing more is to come");
+    }
+
+    #[test]
+    fn beside_a_backlog_one_batch_runs_of_what_has_waited() {
+        let mut bench = Bench::new(COUNT);
+        bench.keys = 1;
+        bench.deliver(1, Scope::All, true);
+        bench.deliver(2, Scope::All, true);
+        bench.deliver(3, Scope::All, true);
+        assert!(bench.take(0).is_none());
+        let first = bench.take(500).unwrap();
+        assert!(bench.take(600).is_none(), "the rest of the server is for the stream");
+        bench.finish(first, 600);
+        assert!(bench.take(600).is_some());
+        bench.deliver(4, Scope::All, false);
+        assert!(bench.take(600).is_some(), "nothing more is to come");
     }
 
     #[test]
