@@ -636,6 +636,7 @@ async fn rare_cases_are_evaluated_as_a_server_does() {
         bson!({"$add": [0.1, 976.0 / 7.0, "$other"]}),
         bson!({"$sum": [0.1, 976.0 / 7.0, "$other"]}),
         bson!({"$add": ["$half", {"$sqrt": 117}, "$half"]}),
+        bson!({"$sum": [{"$sum": ["$half", {"$literal": 5}, "$other"]}, {"$sum": ["$least"]}, {"$literal": 9_007_199_254_740_992.0}]}),
         bson!({"$multiply": ["$whole", i64::MIN, 0]}),
         bson!({"$mod": ["$n", {"$avg": "$least"}]}),
         bson!({"$sortArray": {"input": "$objs", "sortBy": {"p": 1, "q": -1}}}),

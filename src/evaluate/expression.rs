@@ -81,7 +81,7 @@ impl<'a> Scope<'a> {
         }
         let operands = match name {
             "$add" | "$multiply" => rearranged(name, operands),
-            "$sum" | "$min" | "$max" if operands.len() > 1 => rearranged("", operands),
+            "$sum" | "$min" | "$max" if operands.len() > 1 => rearranged(name, operands),
             _ => operands,
         };
         let constants = operands.iter().position(|operand| is_constant(operand)).unwrap_or(operands.len());
@@ -90,12 +90,15 @@ impl<'a> Scope<'a> {
 }
 
 /// The operands of a sum or a product as the server's optimizer arranges them, which shows in the last digit and in what
-/// fails first: those of an operand of the same kind in its place, constants last.
+/// fails first: those of an operand of the same kind in its place, constants last. A single operand may be an array of them, and
+/// stays.
 fn rearranged<'a>(name: &str, operands: Vec<&'a Bson>) -> Vec<&'a Bson> {
     let mut flat = Vec::new();
     for operand in operands {
         match operand.as_document().and_then(|doc| doc.get(name)) {
-            Some(Bson::Array(inner)) if !is_constant(operand) => flat.extend(rearranged(name, inner.iter().collect())),
+            Some(Bson::Array(inner)) if inner.len() > 1 && !is_constant(operand) => {
+                flat.extend(rearranged(name, inner.iter().collect()));
+            }
             _ => flat.push(operand),
         }
     }
