@@ -131,7 +131,7 @@ guard-cost: ## Measure what `guard: watch` costs beside `guard: audit`; ROUNDS=5
 # ONLY=rename,live for some of them, ROUNDS=5.
 .PHONY: bench
 bench: ## Measure denormd beside the floor, the same writes by a client that knows them, and print ratios
-	@export MONGOD="$$(python3 tests/mongod.py)" ROUNDS="$(ROUNDS)" ONLY="$(ONLY)" DOCUMENTS="$(DOCUMENTS)"
+	@export MONGOD="$$(python3 tests/mongod.py)" ROUNDS="$(ROUNDS)" ONLY="$(ONLY)" DOCUMENTS="$(DOCUMENTS)" PEER="$(PEER)"
 	$(CARGO) build --release --package denormd --package denormd-bench
 	"$(TARGET)/release/denormd-bench"
 

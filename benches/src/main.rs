@@ -7,6 +7,7 @@
 mod bench;
 mod drain;
 mod live;
+mod peer;
 mod scale;
 mod scan;
 mod workloads;
@@ -38,6 +39,9 @@ async fn main() {
     }
     if wanted("backfill") {
         scan::measure(&bench).await;
+    }
+    if wanted("peer") {
+        peer::measure(&bench).await;
     }
 }
 

@@ -1,0 +1,177 @@
+//! A peer: `mongodb-data-sync`, a Node.js program, on the workload that it supports beside the same floor.
+
+use std::{
+    env,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use bson::{Document, doc};
+use denormd_show::{
+    figures::spread,
+    host,
+    print::{bold, dim, heading},
+};
+use mongodb::{Database, IndexModel};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+use crate::{
+    bench::{Bench, DATABASE, insert, update},
+    workloads::{self, Change, Workload},
+};
+
+const PACKAGE: &str = "mongodb-data-sync@0.1.24";
+/// So long it may take to start, and to apply a backlog.
+const PATIENCE: Duration = Duration::from_mins(15);
+
+/// The peer's process; it ends with this.
+struct Peer {
+    process: Child,
+    port: u16,
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        self.process.kill().ok();
+        self.process.wait().ok();
+    }
+}
+
+/// Measures the peer where it can be had: `PEER` names a folder with its `node_modules`, else npm fetches them.
+pub async fn measure(bench: &Bench) {
+    let all = workloads::all();
+    let Some(rename) = all.iter().find(|workload| workload.name == "rename") else { return };
+    heading(&format!("peer: {PACKAGE} on `rename`: {}", rename.what));
+    let folder = match installed() {
+        Ok(folder) => folder,
+        Err(why) => return println!("  skipped: {why}"),
+    };
+    let database = bench.fresh().await;
+    bench.client.database("mongodb_data_sync_db").drop().await.expect("a drop");
+    for (collection, documents) in (rename.load)() {
+        insert(&database, collection, documents).await;
+    }
+    let index = IndexModel::builder().keys(doc! {"part": 1}).build();
+    database.collection::<Document>("products").create_index(index).await.expect("an index");
+    let peer = start(&folder, &bench.uri()).await;
+    let mut ratios = Vec::new();
+    for round in 0..=bench.rounds.min(3) {
+        let version = i32::try_from(round).unwrap_or_default() * 2 + 1;
+        peer.signal("STOP");
+        changed(&database, rename, version).await;
+        let begin = bench.spent(None);
+        peer.signal("CONT");
+        applied(&database, rename, version).await;
+        let mine = bench.since(begin, None);
+        // What it is told of then is true already.
+        peer.signal("STOP");
+        changed(&database, rename, version + 1).await;
+        let floor = (rename.floors)(version + 1).swap_remove(0);
+        let begin = bench.spent(None);
+        update(&database, floor.collection, &floor.statements).await;
+        let known = bench.since(begin, None);
+        peer.signal("CONT");
+        quiet(bench).await;
+        let line = format!("  peer {:>8.2} s   {} {:>6.2} s", mine.wall, floor.name, known.wall);
+        println!("{}", if round == 0 { dim(&line) } else { line });
+        if round > 0 {
+            ratios.push(known.wall / mine.wall);
+        }
+    }
+    println!("  floor / peer: {}", bold(&spread(&ratios, 3)));
+}
+
+fn installed() -> Result<PathBuf, String> {
+    if let Some(folder) = env::var_os("PEER").filter(|folder| !folder.is_empty()) {
+        return Ok(folder.into());
+    }
+    let folder = env::temp_dir().join("denormd-bench-peer");
+    if !folder.join("node_modules/mongodb-data-sync").exists() {
+        let mut npm = Command::new("npm");
+        npm.args(["install", "--silent", "--no-audit", "--prefix"]).arg(&folder).arg(PACKAGE);
+        let npm = npm.stdout(Stdio::null()).stderr(Stdio::null()).status();
+        match npm {
+            Ok(status) if status.success() => {}
+            Ok(_) => return Err(format!("npm cannot fetch {PACKAGE} here")),
+            Err(why) => return Err(format!("npm does not start ({why})")),
+        }
+    }
+    Ok(folder)
+}
+
+async fn start(folder: &Path, uri: &str) -> Peer {
+    let port = free_port();
+    let process = Command::new("node")
+        .arg(folder.join("node_modules/mongodb-data-sync/synchronizer_server.js"))
+        .args(["-p", &port.to_string(), "-k", "bench", "-u", uri])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("node starts");
+    let mut peer = Peer { process, port };
+    let body = format!(
+        r#"{{"dbName": "{DATABASE}", "dependentCollection": "products", "refCollection": "parts", "localField": "part", "foreignField": "_id", "fieldsToSync": {{"name": "name", "price": "price"}}}}"#
+    );
+    let begin = Instant::now();
+    while !peer.post("/dependencies?api_key=bench", &body).await {
+        let ended = peer.process.try_wait().expect("its status");
+        assert!(ended.is_none() && begin.elapsed() < PATIENCE, "the peer does not take its dependency: {ended:?}");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    // Its stream opens a moment after the answer.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    peer
+}
+
+impl Peer {
+    fn signal(&self, name: &str) {
+        host::signal(self.process.id(), name);
+    }
+
+    async fn post(&self, path: &str, body: &str) -> bool {
+        let Ok(mut connection) = TcpStream::connect(("127.0.0.1", self.port)).await else { return false };
+        let request = format!(
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        let mut answer = String::new();
+        connection.write_all(request.as_bytes()).await.is_ok()
+            && connection.read_to_string(&mut answer).await.is_ok()
+            && answer.starts_with("HTTP/1.1 200")
+    }
+}
+
+fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    listener.local_addr().expect("its address").port()
+}
+
+async fn changed(database: &Database, workload: &Workload, version: i32) {
+    if let Change::Update(collection, statements) = (workload.change)(version) {
+        update(database, collection, &statements).await;
+    }
+}
+
+async fn applied(database: &Database, workload: &Workload, version: i32) {
+    let (collection, stale) = (workload.stale)(version);
+    let begin = Instant::now();
+    while database.collection::<Document>(collection).find_one(stale.clone()).await.expect("a look").is_some() {
+        assert!(begin.elapsed() < PATIENCE, "the peer does not apply a backlog");
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+}
+
+/// Returns when the server has hardly anything to do.
+async fn quiet(bench: &Bench) {
+    loop {
+        let begin = bench.spent(None);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        if bench.since(begin, None).server < 0.1 {
+            return;
+        }
+    }
+}
