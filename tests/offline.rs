@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use bson::doc;
+use denormd_fixture::ReplicaSet;
 
 use crate::{daemon::config, process::Program};
 
@@ -16,16 +17,19 @@ fn examples() -> Vec<(PathBuf, PathBuf)> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_examples_pass_without_a_server_and_with_one() {
-    let test = denormd_fixture::database().await;
+    // A set of its own: other tests run `denormd test` on the shared one meanwhile, and all databases are looked at below.
+    let set = ReplicaSet::start(1).await;
+    let uri = set.uri();
     for (rules, cases) in examples() {
         let program = Program::new(&std::fs::read_to_string(&rules).unwrap());
         let cases = cases.to_str().unwrap();
         let told = program.run(&["test", cases]).await.exits(0);
         assert!(told.out.ends_with(" passed, 0 failed\n"), "{}", told.out);
-        let with = program.run(&["test", cases, "--uri", &test.uri]).await.exits(0);
+        let with = program.run(&["test", cases, "--uri", &uri]).await.exits(0);
         assert_eq!(told.out, with.out);
     }
-    let left = test.client.list_database_names().filter(doc! {"name": {"$regex": "^denormd_test_"}}).await.unwrap();
+    let left =
+        set.client().await.list_database_names().filter(doc! {"name": {"$regex": "^denormd_test_"}}).await.unwrap();
     assert_eq!(left, [""; 0], "the databases are dropped");
 }
 
