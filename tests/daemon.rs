@@ -12,7 +12,8 @@ use denormd::{
     mongo::{Server, connect},
     partition::Partition,
     pipeline::{self, Handle},
-    plan, preflight,
+    plan::{self, Rule},
+    preflight,
     reconcile::Context,
 };
 use denormd_fixture::TestDb;
@@ -22,6 +23,14 @@ use futures_util::TryStreamExt;
 pub struct Daemon {
     /// One for each partition.
     handles: Vec<Handle>,
+}
+
+/// A rule as it is compiled, with collections in a database `d`.
+#[must_use]
+pub fn rule(text: &str) -> Rule {
+    let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {{ name: r, {text} }}\n");
+    let plan = plan::compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap();
+    Rule::clone(&plan.rules[0])
 }
 
 /// Everything of a config but the rules.

@@ -1,13 +1,10 @@
 //! What a read looks at: the sources of its keys, however large the collection is.
 
 use bson::{Bson, Document, doc};
-use denormd::{
-    config::{Format, load_str},
-    key::Key,
-    plan::{Rule, compile},
-    reconcile::read,
-};
+use denormd::{key::Key, reconcile::read};
 use mongodb::{Database, IndexModel};
+
+use crate::daemon::rule;
 
 /// Rules that need their sources in an order.
 const RULES: [&str; 5] = [
@@ -21,12 +18,6 @@ const PARTS: i32 = 5000;
 const EACH: i32 = 4;
 /// Of so many keys the server once preferred an index that promised the order, and went through the whole collection.
 const KEYS: i32 = 1000;
-
-fn rule(text: &str) -> Rule {
-    let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {{ name: r, {text} }}\n");
-    let plan = compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap();
-    Rule::clone(&plan.rules[0])
-}
 
 /// The rows of keys; what was found by an element of an array is of none.
 async fn rows(database: &Database, command: &Document) -> usize {
