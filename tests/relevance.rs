@@ -1,8 +1,11 @@
 //! Which updates of a target the server sends: by what they change.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
 
-use bson::{Bson, Document, doc};
+use bson::{Document, doc};
 use denormd::{
     change::{Change, ChangeEvent},
     config::{Format, load_str},
@@ -11,11 +14,27 @@ use denormd::{
     watch::streams,
 };
 
-/// The `_id`s of updates that are delivered, of those that `changes` makes to `before`.
+/// The `_id`s of updates that are delivered, of those that `changes` makes to `before`: the same among few and many rules,
+/// whose collections the stream's filter names in different ways.
 async fn delivered(rule: &str, before: &Document, changes: &[Document]) -> BTreeSet<i32> {
+    let alone = delivered_among(0, rule, before, changes).await;
+    for others in [10, 60] {
+        assert_eq!(delivered_among(others, rule, before, changes).await, alone, "among {others} rules");
+    }
+    alone
+}
+
+async fn delivered_among(others: i32, rule: &str, before: &Document, changes: &[Document]) -> BTreeSet<i32> {
     let test = denormd_fixture::database().await;
     let db = test.database();
-    let text = format!("mongodb: {{ uri: \"mongodb://localhost\", database: {} }}\nrules:\n  - {rule}\n", test.name);
+    let other = |nth| {
+        format!(
+            "  - {{ name: r{nth}, copy: {{ source: s{nth}, target: t{nth}, match: {{ part: _id }}, set: {{ name: $name }} }} }}\n"
+        )
+    };
+    let others: String = (0..others).map(other).collect();
+    let head = format!("mongodb: {{ uri: \"mongodb://localhost\", database: {} }}\n", test.name);
+    let text = format!("{head}rules:\n  - {rule}\n{others}");
     let plan = compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap();
     let targets = db.collection::<Document>("products");
     for (id, _) in (0..).zip(changes) {
@@ -29,20 +48,23 @@ async fn delivered(rule: &str, before: &Document, changes: &[Document]) -> BTree
         let done = targets.update_one(doc! {"_id": id}, change.clone()).await.unwrap();
         assert_eq!(done.modified_count, 1, "{change}");
     }
-    targets.insert_one(doc! {"_id": -1}).await.unwrap();
+    db.collection("of_no_rule").insert_one(doc! {"_id": 0}).await.unwrap();
+    targets.drop().await.unwrap();
     let spec = streams(&plan).remove(0);
     let mut pipeline = vec![doc! {"$changeStream": {"startAtOperationTime": bson::Timestamp::from(from)}}];
     pipeline.extend(spec.pipeline);
     let command = doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {}, "readConcern": {"level": "majority"}};
     let mut batches = server.follow(&test.name, command, 100, Duration::from_millis(100)).await.unwrap();
     let mut found = BTreeSet::new();
+    let begun = Instant::now();
     while let Some(batch) = batches.next().await.unwrap() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the end is not delivered");
         for raw in batch.doc_slices().unwrap() {
             let event = ChangeEvent::decode(raw.unwrap().as_document().unwrap()).unwrap();
+            assert_eq!(event.namespace.collection, "products");
             match event.change {
                 Change::Update(_) => found.insert(event.id.as_i32().unwrap()),
-                // What was there before `from` is an insert too.
-                Change::Insert(_) if event.id == Bson::Int32(-1) => return found,
+                Change::Drop => return found,
                 _ => false,
             };
         }
