@@ -1,4 +1,4 @@
-//! The last hour, in points of ten seconds: bounded by the number of rules.
+//! The last hour, in points of ten seconds: bounded by the number of rules, and small for those that are at rest.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -19,6 +19,8 @@ const WINDOW: usize = 30;
 /// What has been.
 #[derive(Debug, Default)]
 pub struct History {
+    /// The rules of the last sample.
+    rules: Vec<String>,
     points: VecDeque<Point>,
     /// The point that is being filled.
     open: Option<Point>,
@@ -34,6 +36,7 @@ struct Point {
     at: i64,
     /// The largest lag within it.
     lag: f64,
+    /// The lags of rules that had one.
     rules: BTreeMap<String, f64>,
     depth: usize,
     events_rate: f64,
@@ -45,7 +48,9 @@ struct Point {
 struct Totals {
     at: i64,
     events: u64,
-    targets: BTreeMap<String, u64>,
+    /// All targets that were changed.
+    targets: u64,
+    /// Of the rules that had any.
     propagation: BTreeMap<String, Vec<u64>>,
     writes: (u64, f64),
 }
@@ -56,18 +61,21 @@ impl Totals {
         Self {
             at,
             events,
-            targets: targets.into_iter().collect(),
-            propagation: metrics.propagations().into_iter().collect(),
+            targets: targets.into_iter().map(|(_, targets)| targets).sum(),
+            propagation: metrics
+                .propagations()
+                .into_iter()
+                .filter(|(_, counts)| counts.iter().any(|n| *n > 0))
+                .collect(),
             writes: metrics.writes(),
         }
     }
 
     fn rates(&self, before: &Self) -> (f64, f64) {
         let elapsed = seconds((self.at - before.at).max(1));
-        let targets = |totals: &Self| totals.targets.values().sum::<u64>();
         (
             count(self.events.saturating_sub(before.events)) / elapsed,
-            count(targets(self).saturating_sub(targets(before))) / elapsed,
+            count(self.targets.saturating_sub(before.targets)) / elapsed,
         )
     }
 
@@ -106,9 +114,13 @@ impl History {
         });
         open.lag = open.lag.max(lags.overall);
         open.depth = open.depth.max(depth);
-        for rule in &lags.rules {
+        for rule in lags.rules.iter().filter(|rule| rule.own > 0.0) {
             let known = open.rules.entry(rule.name.clone()).or_default();
             *known = known.max(rule.own);
+        }
+        let names = || lags.rules.iter().map(|rule| &rule.name);
+        if !names().eq(&self.rules) {
+            self.rules = names().cloned().collect();
         }
     }
 
@@ -169,7 +181,7 @@ impl History {
         let points: Vec<&Point> = self.points.iter().filter(|point| point.at > since).collect();
         let of = |value: fn(&Point) -> f64| points.iter().map(|point| rounded(value(point))).collect::<Vec<_>>();
         let mut rules: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
-        for name in points.iter().flat_map(|point| point.rules.keys()) {
+        for name in points.iter().flat_map(|point| point.rules.keys()).chain(&self.rules) {
             rules.entry(name).or_default();
         }
         for (name, values) in &mut rules {
