@@ -173,7 +173,7 @@ impl One<'_> {
 
     /// Whether the state has a newer wish, which may be that the rule is suspended.
     async fn is_asked_again(&self, wish: &Wish) -> bool {
-        let known = self.store.rules(&self.context.server).await.unwrap_or_default();
+        let known = self.store.standing(&self.context.server).await.unwrap_or_default();
         known.iter().any(|(name, state)| *name == self.rule.name && state.generation > wish.generation)
     }
 

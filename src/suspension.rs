@@ -95,7 +95,7 @@ pub async fn watch(context: Arc<Context>, store: Store, stop: CancellationToken)
 }
 
 async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Instant, Duration)>) -> Result<()> {
-    for (name, state) in store.rules(&context.server).await? {
+    for (name, state) in store.standing(&context.server).await? {
         let suspended = matches!(&state.backfill, Backfill::Held(hold) if hold.suspended);
         let rule = context.plan.rules.iter().find(|rule| rule.name == name);
         let Some(rule) = rule.filter(|_| suspended) else { continue };

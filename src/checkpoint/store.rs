@@ -3,7 +3,11 @@
 //! Every document holds the term of the leader that wrote it last. A leader first marks all of them with its own term; from
 //! then on nothing that a former leader has sent changes them.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+    time::Duration,
+};
 
 use bson::{Bson, DateTime, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
@@ -297,11 +301,25 @@ impl Store {
 
     /// What is known of every rule that this deployment has or had, by name; what the partitions know taken together.
     pub async fn rules(&self, server: &Server) -> Result<Vec<(String, RuleState)>> {
-        let mine = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
-        let mut cursor = server.collection(&self.database, RULES).find(mine).await?;
+        self.found(server, doc! {}).await
+    }
+
+    /// The same without definitions, and without what is retired: how the rules stand, which is looked at every second.
+    pub async fn standing(&self, server: &Server) -> Result<Vec<(String, RuleState)>> {
+        self.found(server, doc! {"definition": 0, "retired": 0}).await
+    }
+
+    async fn found(&self, server: &Server, projection: Document) -> Result<Vec<(String, RuleState)>> {
+        let mine = doc! {"_id.deployment": {"$in": self.ids.to_vec()}, "definition": {"$type": "object"}};
+        let mut cursor = server.collection(&self.database, RULES).find(mine).projection(projection).await?;
         let mut out: Vec<(String, RuleState)> = Vec::new();
-        while let Some(doc) = cursor.try_next().await? {
-            let (Ok(id), Ok(definition)) = (doc.get_document("_id"), doc.get_document("definition")) else { continue };
+        let mut places: HashMap<String, usize> = HashMap::new();
+        while let Some(mut doc) = cursor.try_next().await? {
+            let definition = match doc.remove("definition") {
+                Some(Bson::Document(definition)) => definition,
+                _ => Document::new(),
+            };
+            let Ok(id) = doc.get_document("_id") else { continue };
             let backfill = match doc.get_str("backfill").unwrap_or_default() {
                 "done" => Backfill::Done,
                 "manual" => Backfill::Manual,
@@ -321,7 +339,7 @@ impl Store {
             let progress = doc.get_document("progress").ok().and_then(progress);
             let noticed = doc.get_i64("noticed").unwrap_or_default();
             let state = RuleState {
-                definition: definition.clone(),
+                definition,
                 retired,
                 source_seen,
                 released: doc.get_timestamp("released").ok().map(ClusterTime::from),
@@ -331,9 +349,12 @@ impl Store {
                 generation,
             };
             let name = id.get_str("rule").unwrap_or_default();
-            match out.iter_mut().find(|(known, _)| known == name) {
-                Some((_, known)) => known.join(state),
-                None => out.push((name.to_owned(), state)),
+            match places.get(name) {
+                Some(place) => out[*place].1.join(state),
+                None => {
+                    places.insert(name.to_owned(), out.len());
+                    out.push((name.to_owned(), state));
+                }
             }
         }
         Ok(out)

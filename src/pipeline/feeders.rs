@@ -125,7 +125,7 @@ pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sende
             () = tokio::time::sleep(LOOK_FOR_WISHES) => {}
             () = stop.cancelled() => return,
         }
-        let Ok(states) = store.rules(&context.server).await else { continue };
+        let Ok(states) = store.standing(&context.server).await else { continue };
         let mut wishes = Wishes::default();
         let mut pauses = false;
         for (name, state) in states {
