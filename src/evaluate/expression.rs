@@ -84,8 +84,7 @@ impl<'a> Scope<'a> {
             "$sum" | "$min" | "$max" if operands.len() > 1 => rearranged(name, operands),
             _ => operands,
         };
-        let constants = operands.iter().position(|operand| is_constant(operand)).unwrap_or(operands.len());
-        apply(&Args { name: name.to_owned(), argument, operands, constants, scope: self })
+        apply(&Args { name: name.to_owned(), argument, operands, scope: self })
     }
 }
 
@@ -121,8 +120,6 @@ pub(super) struct Args<'a> {
     /// All of it, as it was written.
     pub argument: &'a Bson,
     operands: Vec<&'a Bson>,
-    /// The first operand that is constant, where they stand last.
-    pub constants: usize,
     pub scope: &'a Scope<'a>,
 }
 
@@ -135,6 +132,21 @@ impl<'a> Args<'a> {
     /// decides is not looked at.
     pub fn get(&self, nth: usize) -> Result<Value> {
         self.operands.get(nth).map_or(Ok(None), |operand| self.scope.evaluate(operand))
+    }
+
+    /// What `combine` makes of all operands, where constants stand last: several of them the server has combined before it sees
+    /// a document, so that they are one more operand.
+    pub fn combined(
+        &self,
+        combine: impl Fn(&mut dyn Iterator<Item = Result<Value>>) -> Result<Value>,
+    ) -> Result<Value> {
+        let constants = self.operands.iter().position(|operand| is_constant(operand)).unwrap_or(self.len());
+        let get = |nth| self.get(nth);
+        if self.len() - constants < 2 {
+            return combine(&mut (0..self.len()).map(get));
+        }
+        let constant = combine(&mut (constants..self.len()).map(get))?;
+        combine(&mut (0..constants).map(get).chain([Ok(constant)]))
     }
 
     /// The arguments of an operator that has names for them, and no others.
@@ -396,20 +408,19 @@ fn to_bool(args: &Args<'_>) -> Result<Value> {
 
 /// An accumulator's name as an operator: over the elements of one array, or over its arguments.
 fn accumulated(args: &Args<'_>) -> Result<Value> {
-    let mut accumulator = group::Accumulator::new(&args.name)?;
-    if args.len() == 1 {
-        match args.get(0)? {
-            Some(Bson::Array(items)) => items.into_iter().try_for_each(|item| accumulator.take(Some(item)))?,
-            value => accumulator.take(value)?,
+    let all = |values: &mut dyn Iterator<Item = Result<Value>>| {
+        let mut accumulator = group::Accumulator::new(&args.name)?;
+        for value in values {
+            accumulator.take(value?)?;
         }
-    } else if args.constants + 1 < args.len() && matches!(&*args.name, "$sum" | "$min" | "$max") {
-        // As with `$add`: what the constants come to is one more operand, the last.
-        let mut constant = group::Accumulator::new(&args.name)?;
-        (args.constants..args.len()).try_for_each(|nth| constant.take(args.get(nth)?))?;
-        (0..args.constants).try_for_each(|nth| accumulator.take(args.get(nth)?))?;
-        accumulator.take(constant.value())?;
-    } else {
-        (0..args.len()).try_for_each(|nth| accumulator.take(args.get(nth)?))?;
+        Ok(accumulator.value())
+    };
+    match &*args.name {
+        _ if args.len() == 1 => match args.get(0)? {
+            Some(Bson::Array(items)) => all(&mut items.into_iter().map(|item| Ok(Some(item)))),
+            value => all(&mut std::iter::once(Ok(value))),
+        },
+        "$sum" | "$min" | "$max" => args.combined(all),
+        _ => all(&mut (0..args.len()).map(|nth| args.get(nth))),
     }
-    Ok(accumulator.value())
 }

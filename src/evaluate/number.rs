@@ -139,14 +139,10 @@ fn number(value: Option<&Bson>, name: &str) -> Result<Option<Number>> {
 }
 
 pub(super) fn add(args: &Args<'_>) -> Result<Value> {
-    // The server has added the constants, which stand last, before it sees a document.
-    let constants = args.constants..args.len();
-    // Of none it would be a zero, and adding that carries what was lost before.
-    let constant = if constants.is_empty() { None } else { Some(total(constants.map(|nth| args.get(nth)))) };
-    total((0..args.constants).map(|nth| args.get(nth)).chain(constant))
+    args.combined(|values| total(values))
 }
 
-fn total(values: impl Iterator<Item = Result<Value>>) -> Result<Value> {
+fn total(values: &mut dyn Iterator<Item = Result<Value>>) -> Result<Value> {
     let mut sum = Sum::default();
     let mut date: Option<i64> = None;
     for value in values {
@@ -214,13 +210,10 @@ pub(super) fn subtract(args: &Args<'_>) -> Result<Value> {
 }
 
 pub(super) fn multiply(args: &Args<'_>) -> Result<Value> {
-    // As with `$add`.
-    let constants = args.constants..args.len();
-    let constant = if constants.is_empty() { None } else { Some(product(constants.map(|nth| args.get(nth)))) };
-    product((0..args.constants).map(|nth| args.get(nth)).chain(constant))
+    args.combined(|values| product(values))
 }
 
-fn product(values: impl Iterator<Item = Result<Value>>) -> Result<Value> {
+fn product(values: &mut dyn Iterator<Item = Result<Value>>) -> Result<Value> {
     let (mut whole, mut double, mut ints) = (Some(1_i64), 1.0, true);
     for value in values {
         let Some(number) = number(value?.as_ref(), "$multiply")? else { return Ok(Some(Bson::Null)) };
