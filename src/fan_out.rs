@@ -1,8 +1,8 @@
 //! Fan-outs too large for one command: the targets of one key, a page at a time through the same queue as everything else.
 //!
 //! A fan-out is recorded before the event that it comes from is passed ([`crate::checkpoint::fan_out`]), its progress is
-//! saved when a page is acknowledged, and it starts over when its key changes meanwhile: after the page in flight, so that
-//! a page never writes beside another one of the same key.
+//! saved once a page is acknowledged, while the next is written, and it starts over when its key changes meanwhile: after the
+//! page in flight, so that a page never writes beside another one of the same key.
 
 use std::{
     collections::{HashMap, HashSet},

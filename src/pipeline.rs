@@ -30,11 +30,11 @@ use crate::{
         self, Context, Outcome,
         run::{End, Ended},
     },
-    request::{Page, Task},
+    request::{Page, Scope, Task},
     route::Routed,
     suspension::{self, UNAUTHORIZED},
     watch::{Delivery, StreamSpec, follow, streams},
-    workqueue::{Batch, Most},
+    workqueue::{Batch, Lane, Most},
 };
 
 /// How often positions are saved while work goes on.
@@ -45,6 +45,8 @@ const DELIVERIES: usize = 2;
 const CHEAP: Duration = Duration::from_millis(20);
 /// The longest pause between two recomputes of one key.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// The targets of a key that are written for so long are many.
+const LONG: Duration = Duration::from_millis(250);
 /// So often a key is refused a privilege before its rule is suspended: who changes a user's roles may take them away for a
 /// moment.
 const REFUSALS: u32 = 5;
@@ -200,9 +202,11 @@ struct Pipeline {
     store: Store,
     schedule: Schedule,
     streams: Vec<Stream>,
-    /// What is being written, for the streams to see.
-    late: Arc<AtomicUsize>,
+    /// See [`Pipeline::backlog`], for the streams.
+    waiting: Arc<AtomicUsize>,
     running: JoinSet<Outcome>,
+    /// Of the running batches those that write all targets of a key, and since when they run.
+    whole: HashMap<(Lane, u64), Instant>,
     backfills: mpsc::UnboundedSender<Wish>,
     asked: Option<mpsc::UnboundedReceiver<Wish>>,
     /// Rules whose backfill is not done, with the generation of the last wish.
@@ -234,8 +238,9 @@ impl Pipeline {
             context,
             store,
             streams: Vec::new(),
-            late: Arc::default(),
+            waiting: Arc::default(),
             running: JoinSet::new(),
+            whole: HashMap::new(),
             backfills,
             asked: Some(asked),
             backfilling: BTreeMap::new(),
@@ -261,9 +266,9 @@ impl Pipeline {
             self.schedule.follow(position.clone());
             self.streams.push(Stream { spec: spec.clone(), saved: Some(position.clone()), delivered: Instant::now() });
             let (context, deliver, stop) = (self.context.clone(), deliver.clone(), stop.clone());
-            let late = self.late.clone();
+            let waiting = self.waiting.clone();
             feeders.spawn(async move {
-                follow(&context.server, &context.metrics, &spec, position, late, deliver, stop).await;
+                follow(&context.server, &context.metrics, &spec, position, waiting, deliver, stop).await;
             });
         }
         let (finish, mut finished) = mpsc::unbounded_channel();
@@ -298,7 +303,7 @@ impl Pipeline {
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             self.dispatch();
-            self.late.store(self.backlog(), Ordering::Relaxed);
+            self.waiting.store(self.backlog(), Ordering::Relaxed);
             let room = self.schedule.has_room();
             // While all batches run, what is due waits for one of them: a moment that has passed would turn the loop idly.
             let due = self.schedule.next_due().filter(|_| self.running.len() < self.context.limits.batches);
@@ -332,15 +337,15 @@ impl Pipeline {
         }
     }
 
-    /// What is being written: changed keys and the targets of large fan-outs. Keys that rest or failed are no backlog, the
-    /// batches are free for others.
+    /// What is being written: changed keys and the targets of large fan-outs, which nobody has counted. Keys that rest or failed
+    /// are no backlog, the batches are free for others.
     fn backlog(&self) -> usize {
         let busy = self.running.len() >= self.context.limits.batches;
-        let spreading = !self.fan_outs.is_empty() && !self.running.is_empty();
-        match (busy, spreading) {
-            (_, true) => self.schedule.depth(),
-            (true, false) => self.schedule.all_late(),
-            (false, false) => 0,
+        match self.running.is_empty() {
+            false if self.whole.values().any(|begun| begun.elapsed() > LONG) => usize::MAX,
+            false if !self.fan_outs.is_empty() => self.schedule.depth(),
+            false if busy => self.schedule.all_late(),
+            _ => 0,
         }
     }
 
@@ -364,6 +369,9 @@ impl Pipeline {
             let elsewhere = !self.fan_outs.is_empty() || self.backfilling.contains_key(&batch.lane.0);
             self.schedule.postpone_verdicts(&mut batch, elsewhere, now);
             let detached = self.held.contains_key(&batch.lane.0);
+            if batch.lane.1 == Task::Value && batch.items.iter().any(|(_, work)| work.scope == Scope::All) {
+                self.whole.insert((batch.lane, batch.number), now);
+            }
             self.running.spawn(reconcile::run(self.context.clone(), batch, detached));
         }
     }
@@ -579,6 +587,7 @@ impl Pipeline {
         if let Some(reason) = outcome.keys.iter().find_map(refused) {
             self.lacks(outcome.lane.0, reason).await;
         }
+        self.whole.remove(&(outcome.lane, outcome.number));
         self.count_outcome(&outcome);
         let pause = self.pause(&outcome);
         let mut failed: BTreeMap<String, (usize, u32)> = BTreeMap::new();

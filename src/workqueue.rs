@@ -41,6 +41,8 @@ pub struct Work {
     pub committed: Option<i64>,
     /// How often this was tried in vain.
     pub attempts: u32,
+    /// How many writes of it took longer than they may.
+    pub overruns: u32,
     /// When a reference was first found to dangle, for policies that destroy, or a target to differ, for the guard.
     pub doubted_since: Option<Instant>,
     /// What the guard has found then.
@@ -286,6 +288,7 @@ impl WorkQueue {
             after: origin.after,
             committed: origin.committed,
             attempts: 0,
+            overruns: 0,
             doubted_since: None,
             doubt: Doubt::default(),
             held: Held::default(),
@@ -490,6 +493,7 @@ impl Work {
         self.after = self.after.max(newer.after);
         self.committed = earliest(self.committed, newer.committed);
         self.attempts = 0;
+        self.overruns = self.overruns.max(newer.overruns);
         self.doubted_since = None;
         self
     }

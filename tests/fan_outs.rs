@@ -6,11 +6,11 @@ use bson::{Document, doc};
 use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::Database;
 
-use crate::daemon::Daemon;
+use crate::daemon::{Daemon, config};
 
 const RULES: &str =
     "  - { name: ip, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
-const LOGS: i32 = 30_000;
+const LOGS: i32 = 50_000;
 
 async fn hosts_and_logs(test: &TestDb) -> Database {
     let db = test.database();
@@ -105,7 +105,8 @@ impl Slow {
         let daemon = Daemon::start(&test, RULES).await;
         daemon.settled().await;
         let ip = begin_fan_out(&test, &db).await;
-        slow_writes(&test, 300).await;
+        // Ten pages take one of these each, what is asserted of others three.
+        slow_writes(&test, 600).await;
         Self { _set: set, test, db, daemon, ip }
     }
 }
@@ -136,6 +137,45 @@ async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
     daemon.settled().await;
     assert_eq!(with_ip(&db, ip).await, u64::try_from(LOGS).unwrap());
     assert_eq!(fan_out(&test).await, None);
+    daemon.stop().await;
+}
+
+/// A statement that has taken long is begun anew for what is left, and no fan-out is made of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_statement_that_takes_too_long_is_begun_anew() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = hosts_and_logs(&test).await;
+    let text = config(&test, RULES).replace("limits: { ", "limits: { write_timeout_seconds: 1, ");
+    let daemon = Daemon::start_config(&text).await;
+    daemon.settled().await;
+    let admin = test.client.database("admin");
+    // At each of its yields, every thousand targets or so, the server waits.
+    let slow = doc! {"waitForMillis": 50, "namespace": format!("{}.logs", db.name())};
+    let command = doc! {"configureFailPoint": "setYieldAllLocksWait", "mode": "alwaysOn", "data": slow};
+    admin.run_command(command).await.unwrap();
+    set_ip(&db, 1).await;
+    until("it is begun anew", async || {
+        let all = doc! {"currentOp": 1, "active": true, "op": "update", "ns": format!("{}.logs", db.name())};
+        let found = admin.run_command(all).await.unwrap();
+        let found = found.get_array("inprog").unwrap();
+        let passes_over = |op: &bson::Bson| {
+            op.as_document()
+                .unwrap()
+                .get_document("command")
+                .is_ok_and(|command| command.get_document("q").is_ok_and(|query| query.contains_key("$nor")))
+        };
+        found.iter().any(passes_over).then_some(())
+    })
+    .await;
+    let off = doc! {"configureFailPoint": "setYieldAllLocksWait", "mode": "off"};
+    admin.run_command(off).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(with_ip(&db, 1).await, u64::try_from(LOGS).unwrap());
+    let opened = doc! {"ns": {"$regex": "fan_outs$"}, "op": "i"};
+    let opened =
+        test.client.database("local").collection::<Document>("oplog.rs").count_documents(opened).await.unwrap();
+    assert_eq!(opened, 0, "no fan-out");
     daemon.stop().await;
 }
 

@@ -4,9 +4,8 @@ use std::collections::{BTreeMap, HashSet};
 
 use bson::{Bson, Document, RawBson, RawDocumentBuf, bson, doc};
 use denormd::{
-    config::{Format, load_str},
     key::Key,
-    plan::{Rule, compile},
+    plan::Rule,
     reconcile::{
         group::{self, Member, Shape, Size},
         statement::{self, Statement},
@@ -17,6 +16,8 @@ use denormd::{
 use futures_util::StreamExt;
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+
+use crate::daemon::rule;
 
 /// Rules whose keys share statements: fields at the top, below a document, two levels below, with a filter, with converted
 /// references, keyed by the target, in the elements of an array.
@@ -32,12 +33,6 @@ const RULES: [&str; 7] = [
 const ROUNDS: usize = 40;
 /// What is known of the targets: few and small, so that statements are shared.
 const SMALL: Shape = Shape { targets: Some(1.0), size: Some(Size { bytes: 100.0, others: 60.0 }) };
-
-fn rule(text: &str) -> Rule {
-    let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {{ name: r, {text} }}\n");
-    let plan = compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap();
-    Rule::clone(&plan.rules[0])
-}
 
 /// References, some of which the server calls equal.
 fn references() -> Vec<Bson> {
@@ -79,6 +74,10 @@ fn values() -> Vec<Bson> {
         bson!({"$add": [1, 2]}),
         bson!({"a.b": 1}),
         bson!(f64::NAN),
+        bson!(0.0),
+        bson!(-0.0),
+        Bson::Decimal128("1".parse().unwrap()),
+        Bson::Decimal128("1.0".parse().unwrap()),
         Bson::MinKey,
     ]
 }
@@ -272,6 +271,59 @@ async fn a_shared_statement_writes_what_statements_of_their_own_write() {
         assert!(shared > ROUNDS / 2 && taken > 3, "{text}: {shared} shared, {taken} taken, {refused} refused");
         let below = rule.owned().iter().any(|path| path.segments().len() > 1 && !path.has_each());
         assert_eq!(refused > 0, below, "{text}: what is in the way below a document is refused, and nothing else");
+    }
+}
+
+/// What has not got to its end is begun anew, for the targets that do not hold the value yet.
+#[tokio::test]
+async fn what_is_left_of_a_statement_makes_all_targets_the_same() {
+    let test = denormd_fixture::database().await;
+    let bench = Bench { database: test.database() };
+    let mut random = StdRng::seed_from_u64(2027);
+    for text in RULES {
+        let rule = rule(text);
+        let (mut same, mut passed_over) = (0, 0);
+        for _ in 0..ROUNDS {
+            // Of few references: many targets have the same.
+            let key = Key::one(references()[random.random_range(0..3)].clone());
+            let mut targets: Vec<Document> = (0..40).map(|id| target(id.into(), &mut random)).collect();
+            // Zeros are equal and not the same.
+            let zeros = random.random_bool(0.3);
+            for target in targets.iter_mut().filter(|_| zeros) {
+                target.extend(doc! {"name": 0.0, "price": 0.0});
+            }
+            bench.fill(&targets).await;
+            let simple = random.random_bool(0.7);
+            let mut pool = values();
+            pool.retain(|value| !simple || !matches!(value, Bson::Document(_) | Bson::Array(_) | Bson::MinKey));
+            let values: Vec<Bson> = rule.owned().iter().map(|_| pool.choose(&mut random).unwrap().clone()).collect();
+            let values = if zeros { vec![bson!(-0.0); values.len()] } else { values };
+            let desired = Desired::Fields(member_of(&values, &mut random));
+            let some = (0..40).filter(|_| random.random_bool(0.5)).map(|id| Key::one(Bson::Int32(id)));
+            let some = Scope::Named(some.collect::<HashSet<Key>>());
+            let whole = statement::of_value(&rule, &key, &Scope::All, &desired).unwrap();
+            let begun = statement::of_value(&rule, &key, &some, &desired).unwrap();
+            let rest = statement::of_rest(&rule, &key, &desired).unwrap();
+            passed_over += usize::from(rest != whole);
+            let mut taken = true;
+            for (collection, statements) in [("alone", whole), ("together", begun), ("together", rest)] {
+                for statement in statements {
+                    taken &= bench.run(collection, statement).await;
+                }
+            }
+            // What the server refuses ends a statement wherever it is.
+            if taken {
+                same += 1;
+                assert_eq!(
+                    bench.found("together").await,
+                    bench.found("alone").await,
+                    "{text}: {desired:?} of {targets:?}"
+                );
+            }
+        }
+        assert!(same > ROUNDS / 8, "{text}: {same} were carried out");
+        let elements = rule.owned().iter().any(|path| path.has_each());
+        assert_eq!(passed_over > ROUNDS / 8, !elements, "{text}: {passed_over} pass over what is done");
     }
 }
 

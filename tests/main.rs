@@ -30,6 +30,7 @@ mod http;
 mod keys_on_server;
 mod lease;
 mod lifecycle;
+mod mutants;
 mod observe;
 mod offline;
 mod operator;

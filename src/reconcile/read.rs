@@ -29,12 +29,6 @@ pub fn sources(rule: &Rule, keys: &[&Key]) -> Document {
 #[must_use]
 pub fn sources_at_once(rule: &Rule, keys: &[&Key]) -> Document {
     let mut stages = vec![doc! {"$match": source_match(rule, keys)}];
-    // What follows may sort by the first match path and by others. Two arrays could not be sorted by.
-    if let Some(path) = by_key_first(rule).filter(|_| !rule.sort.is_empty()) {
-        stages.extend(
-            Some(no_arrays(&path)).filter(|clauses| !clauses.is_empty()).map(|all| doc! {"$match": {"$and": all}}),
-        );
-    }
     let element = rule.reference.source_each.as_ref();
     if let Some(each) = element {
         stages.extend(unwind(rule, each, keys));
@@ -42,11 +36,11 @@ pub fn sources_at_once(rule: &Rule, keys: &[&Key]) -> Document {
     let row_key: Vec<Bson> = rule.reference.paths(Role::Source).map(|path| row_path(path, element)).collect();
     match &rule.values {
         Values::Set { assignments, .. } => {
-            stages.extend(sort_stage(rule));
+            stages.extend(winners_first(rule));
             stages.push(row(&row_key, &bind(fields(assignments), element)));
         }
         Values::Into { element: value, .. } => {
-            stages.extend(sort_stage(rule));
+            stages.extend(winners_first(rule));
             stages.push(row(&row_key, &bind(doc! {"e": value.clone()}.into(), element)));
         }
         Values::Collect { element: value, slice, .. } => {
@@ -220,22 +214,30 @@ pub fn order(rule: &Rule) -> Document {
     order
 }
 
-/// The first match path, where a sort by it puts the sources of a key together and nothing more is to be seen from their order
-/// across keys.
-fn by_key_first(rule: &Rule) -> Option<String> {
-    let across_keys = rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. });
-    let first = rule.reference.paths(Role::Source).next()?.query();
-    (!across_keys && rule.reference.source_each.is_none()).then_some(first)
+/// Whether the order of sources counts across keys: of several references of a target, the source that is first wins.
+fn across_keys(rule: &Rule) -> bool {
+    rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. })
 }
 
-/// The rule's order among the sources of a key. It begins with the match path, so that no index promises it but one that
-/// also finds the keys: for the order of `_id` alone the server would go through the whole collection.
-fn order_in_key(rule: &Rule) -> Document {
-    let mut sort: Document = by_key_first(rule).into_iter().map(|path| (path, Bson::Int32(1))).collect();
+/// Sorts by the rule's order. Within a key that is enough, so it begins with a match path: then no index promises the order but
+/// one that also finds the keys. For the order of `_id` alone the server would go through the whole collection.
+fn in_order(rule: &Rule) -> Vec<Document> {
+    let path = rule.reference.paths(Role::Source).next().map(FieldPath::query);
+    let Some(path) = path.filter(|_| !across_keys(rule) && rule.reference.source_each.is_none()) else {
+        return vec![doc! {"$sort": order(rule)}];
+    };
+    let mut stages = Vec::new();
+    let clauses = no_arrays(&path);
+    // Two arrays cannot be sorted by; an array is the value of no key.
+    if !rule.sort.is_empty() && !clauses.is_empty() {
+        stages.push(doc! {"$match": {"$and": clauses}});
+    }
+    let mut sort = doc! {path: 1};
     for (path, way) in order(rule) {
         sort.entry(path).or_insert(way);
     }
-    sort
+    stages.push(doc! {"$sort": sort});
+    stages
 }
 
 /// Conditions on a document that neither the value at `path` is an array nor anything on the way to it.
@@ -245,10 +247,9 @@ fn no_arrays(path: &str) -> Vec<Document> {
 }
 
 /// The winner of each key first. A source found by its `_id` has no rival, unless a target has several references.
-fn sort_stage(rule: &Rule) -> Option<Document> {
-    let rivals = !rule.reference.keyed_by_source_id()
-        || (rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. }));
-    rivals.then(|| doc! {"$sort": order_in_key(rule)})
+fn winners_first(rule: &Rule) -> Vec<Document> {
+    let rivals = !rule.reference.keyed_by_source_id() || across_keys(rule);
+    if rivals { in_order(rule) } else { Vec::new() }
 }
 
 fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Vec<Document> {
@@ -264,7 +265,7 @@ fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Ve
         stages.push(doc! {"$match": {"$expr": {"$ne": [element, {}]}}});
     }
     if slice.is_none() {
-        stages.push(doc! {"$sort": order_in_key(rule)});
+        stages.extend(in_order(rule));
     }
     stages.push(doc! {"$group": {"_id": key, "e": elements}});
     stages.push(doc! {"$replaceWith": {"k": "$_id", "v": {"e": "$e"}}});
@@ -342,7 +343,7 @@ fn aggregate(rule: &Rule, key: Vec<Bson>, assignments: &[Assignment]) -> Vec<Doc
     }
     let mut stages = Vec::new();
     if ordered {
-        stages.push(doc! {"$sort": order_in_key(rule)});
+        stages.extend(in_order(rule));
     }
     stages.push(doc! {"$group": group});
     stages.push(doc! {"$replaceWith": {"k": "$_id", "v": out}});

@@ -49,6 +49,9 @@ const STEP: usize = 1000;
 const HALF: usize = 1000;
 /// How long it is believed how large targets are.
 const SIZE_AGE: Duration = Duration::from_secs(60);
+/// How often one statement that has taken too long for all targets of a key is begun anew: what it has written it soon passes,
+/// and a statement is twice as fast as the pages of a fan-out. Others that wait for the key wait as long.
+const OVERRUNS: u32 = 2;
 /// Targets that a look-up may lead to. More of one key are a fan-out of their own.
 const MANY: usize = 10_000;
 
@@ -480,6 +483,11 @@ impl Run<'_> {
                 continue;
             }
             match (desired, shape) {
+                // All targets were wanted then, and are still.
+                (desired, _) if item.work.overruns > 0 => {
+                    let rest = statement::of_rest(self.rule, &item.key, &desired)?;
+                    statements.extend(rest.into_iter().map(|statement| (vec![nth], statement)));
+                }
                 (Desired::Fields(fields), Some(shape)) if group::fits(self.rule, shape, &item.member(&fields)) => {
                     grouped.push((nth, fields));
                 }
@@ -549,13 +557,15 @@ impl Run<'_> {
         statements: [Vec<(Vec<usize>, Statement)>; 2],
         rows: &Rows,
     ) -> Result<()> {
+        let begun = Instant::now();
         let [first, second] = statements.map(|statements| self.sent(items, statements));
         // A failure of one does not leave the other running.
         let (first, second) = tokio::join!(first, second);
         let ((mut refused, mut matched), (others, found)) = (first?, second?);
         refused.extend(others);
         matched += found;
-        if self.task == Task::Value && items.iter().all(|item| item.work.scope == Scope::All) {
+        let whole = |item: &Item| item.work.scope == Scope::All && item.work.overruns == 0;
+        if self.task == Task::Value && items.iter().all(whole) {
             self.context.learn(self.rule.id, |shape, _| shape.learn(items.len(), matched));
         }
         // What the server refuses of a statement for several keys is done key by key.
@@ -569,9 +579,20 @@ impl Run<'_> {
             alone.extend(statements.into_iter().map(|statement| (vec![nth], statement)));
         }
         refused.extend(self.sent(items, alone).await?.0);
+        let mut seen = HashSet::new();
         for (nth, error) in refused.into_iter().filter_map(|(owners, error)| Some((*owners.first()?, error))) {
+            // Both halves of a key may be refused. In steps all of it is done.
+            if !seen.insert(nth) {
+                continue;
+            }
             let item = &mut items[nth];
             item.end = Some(match error.kind {
+                Kind::TimedOut
+                    if begun.elapsed() > self.context.limits.write_timeout / 2 && self.may_go_on(item, rows) =>
+                {
+                    item.work.overruns += 1;
+                    End::Later(Duration::ZERO)
+                }
                 Kind::Refused | Kind::TimedOut | Kind::Internal => match self.in_steps(item, rows, error).await {
                     Ok(end) => end,
                     Err(error) => End::Failed(error),
@@ -580,6 +601,14 @@ impl Run<'_> {
             });
         }
         Ok(())
+    }
+
+    /// Whether a statement that has taken too long is begun anew. What is destroyed has been counted already.
+    fn may_go_on(&self, item: &Item, rows: &Rows) -> bool {
+        self.task == Task::Value
+            && item.work.scope == Scope::All
+            && item.work.overruns < OVERRUNS
+            && matches!(rows.desired(self.rule, &item.key), Ok(Desired::Fields(_)))
     }
 
     /// Sends the statements. Returns what the server refuses, with the items that it belongs to, and how many targets it found.

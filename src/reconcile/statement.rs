@@ -42,6 +42,26 @@ struct Matcher {
 
 /// The statements that make the targets of `key` in `scope` hold `desired`.
 pub fn of_value(rule: &Rule, key: &Key, scope: &Scope, desired: &Desired) -> Result<Vec<Statement>> {
+    those_of_value(rule, key, scope, desired, None)
+}
+
+/// The same for all targets of a key of which many hold `desired` already, from a statement that did not get to its end. To find
+/// that a target need not be written costs the server half as much as to write it, to pass it over a sixth.
+pub fn of_rest(rule: &Rule, key: &Key, desired: &Desired) -> Result<Vec<Statement>> {
+    let done = match desired {
+        Desired::Fields(fields) => holds(rule, fields),
+        Desired::Keep | Desired::Remove | Desired::Delete => None,
+    };
+    those_of_value(rule, key, &Scope::All, desired, done.map(|done| doc! {"$nor": [done]}))
+}
+
+fn those_of_value(
+    rule: &Rule,
+    key: &Key,
+    scope: &Scope,
+    desired: &Desired,
+    and: Option<Document>,
+) -> Result<Vec<Statement>> {
     let named = named(scope);
     if key.values().is_empty() {
         return nothing(rule, named, desired);
@@ -54,6 +74,7 @@ pub fn of_value(rule: &Rule, key: &Key, scope: &Scope, desired: &Desired) -> Res
         }
     });
     matcher.conditions.splice(0..0, named);
+    matcher.conditions.extend(and);
     match desired {
         Desired::Keep => Ok(Vec::new()),
         Desired::Delete => Ok(vec![Statement::Delete(
@@ -69,6 +90,43 @@ pub fn of_value(rule: &Rule, key: &Key, scope: &Scope, desired: &Desired) -> Res
                 &matcher.array_filters,
             )?]),
         },
+    }
+}
+
+/// What a target fulfils that holds just these values; None where the server's equality does not tell.
+fn holds(rule: &Rule, fields: &[Field]) -> Option<Document> {
+    let mut all = Vec::new();
+    for (path, field) in rule.owned().into_iter().zip(fields) {
+        if path.has_each() {
+            return None;
+        }
+        let condition = match field {
+            None => doc! {"$exists": false},
+            Some(value) if is_like_no_other(value) => {
+                doc! {"$eq": Bson::try_from(value.clone()).ok()?, "$type": i32::from(value.element_type() as u8)}
+            }
+            Some(_) => return None,
+        };
+        all.extend(field_conditions("", path.segments(), path, rule, &condition));
+    }
+    Some(doc! {"$and": all})
+}
+
+/// Whether a value of the same type that the server calls equal is the same: not so for zeros, decimals and what numbers may be
+/// inside of.
+fn is_like_no_other(value: &RawBson) -> bool {
+    match value {
+        RawBson::Double(number) => number.abs() > 0.0,
+        RawBson::String(_)
+        | RawBson::Binary(_)
+        | RawBson::ObjectId(_)
+        | RawBson::Boolean(_)
+        | RawBson::DateTime(_)
+        | RawBson::Null
+        | RawBson::Int32(_)
+        | RawBson::Timestamp(_)
+        | RawBson::Int64(_) => true,
+        _ => false,
     }
 }
 
