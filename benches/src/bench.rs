@@ -60,10 +60,15 @@ impl Bench {
 
     /// The database of the workloads, with nothing in it and no state of a daemon.
     pub async fn fresh(&self) -> Database {
-        for name in [DATABASE, STATE] {
-            self.client.database(name).drop().await.expect("a drop");
-        }
-        self.client.database(DATABASE)
+        self.forget().await;
+        let database = self.client.database(DATABASE);
+        database.drop().await.expect("a drop");
+        database
+    }
+
+    /// Forgets what a daemon knew. The next one backfills, so that it leads once that is done.
+    pub async fn forget(&self) {
+        self.client.database(STATE).drop().await.expect("a drop");
     }
 
     /// The server's connection string.

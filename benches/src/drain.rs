@@ -65,7 +65,8 @@ pub async fn measure(bench: &Bench, workload: &Workload) -> Drained {
     Drained { name: workload.name, changes: workload.changes, denormd, floors, memory }
 }
 
-async fn change(database: &Database, workload: &Workload, version: i32) {
+/// One round's source writes.
+pub async fn change(database: &Database, workload: &Workload, version: i32) {
     match (workload.change)(version) {
         Change::Insert(collection, documents) => insert(database, collection, documents).await,
         Change::Update(collection, statements) => update(database, collection, &statements).await,

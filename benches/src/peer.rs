@@ -21,7 +21,8 @@ use tokio::{
 
 use crate::{
     bench::{Bench, DATABASE, insert, update},
-    workloads::{self, Change, Workload},
+    drain::change,
+    workloads::{self, Workload},
 };
 
 const PACKAGE: &str = "mongodb-data-sync@0.1.24";
@@ -62,14 +63,14 @@ pub async fn measure(bench: &Bench) {
     for round in 0..=bench.rounds.min(3) {
         let version = i32::try_from(round).unwrap_or_default() * 2 + 1;
         peer.signal("STOP");
-        changed(&database, rename, version).await;
+        change(&database, rename, version).await;
         let begin = bench.spent(None);
         peer.signal("CONT");
         applied(&database, rename, version).await;
         let mine = bench.since(begin, None);
         // What it is told of then is true already.
         peer.signal("STOP");
-        changed(&database, rename, version + 1).await;
+        change(&database, rename, version + 1).await;
         let floor = (rename.floors)(version + 1).swap_remove(0);
         let begin = bench.spent(None);
         update(&database, floor.collection, &floor.statements).await;
@@ -148,12 +149,6 @@ impl Peer {
 fn free_port() -> u16 {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     listener.local_addr().expect("its address").port()
-}
-
-async fn changed(database: &Database, workload: &Workload, version: i32) {
-    if let Change::Update(collection, statements) = (workload.change)(version) {
-        update(database, collection, &statements).await;
-    }
 }
 
 async fn applied(database: &Database, workload: &Workload, version: i32) {

@@ -62,6 +62,7 @@ pub async fn documents(bench: &Bench) {
             insert(&database, "products", ids().map(|id| doc! {"_id": id, "part": id, "name": "same"}).collect()).await;
         }
         there = wanted;
+        bench.forget().await;
         line(bench, &database, rules, 1, &count(wanted), &mut first).await;
         wanted *= 10;
     }
