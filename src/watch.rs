@@ -126,16 +126,11 @@ pub fn streams(plan: &Plan) -> Vec<StreamSpec> {
 }
 
 fn filter(plan: &Plan, namespaces: &[Namespace], naming: Naming) -> Document {
-    let all: Vec<&Namespace> = namespaces.iter().collect();
+    let mut wanted = relevance::wanted(plan, namespaces, naming);
     // `$out` and a rename onto a watched collection are seen by their `to` alone, and every event would be tried for one: so all
     // renames come.
-    let wanted = doc! {
-        "$or": [naming.one_of(&all), {"operationType": {"$in": ["dropDatabase", "invalidate", "rename"]}}],
-    };
-    match relevance::clause(plan, namespaces, naming) {
-        Some(clause) => doc! {"$match": {"$and": [wanted, clause]}},
-        None => doc! {"$match": wanted},
-    }
+    wanted.push(doc! {"operationType": {"$in": ["dropDatabase", "invalidate", "rename"]}});
+    doc! {"$match": {"$or": wanted}}
 }
 
 /// Keeps the reference fields and the names of what changed: an event of 16 MB becomes one of a few hundred bytes.

@@ -32,34 +32,43 @@ enum Kind {
     Told { read: BTreeSet<String>, owned: BTreeSet<String> },
 }
 
-/// What an event must fulfil beside being of these collections; None when nothing can be held back.
-pub(super) fn clause(plan: &Plan, namespaces: &[Namespace], naming: Naming) -> Option<Document> {
+/// Conditions on an event, of which one of these collections fulfils one.
+///
+/// The server tries them on each entry of the oplog, in an order of its own: conjunctions first, then disjunctions, and what is
+/// compared before what is denied (`MatchExpression` of MongoDB 6.0). So what only concerns updates is denied, and stands
+/// behind the name: inserts pass after one more comparison. As one disjunction behind the names, with the names in it once
+/// more, it was 10.5 µs for an insert that is sent instead of 8.0, with 2.7 for an update of ours either way.
+pub(super) fn wanted(plan: &Plan, namespaces: &[Namespace], naming: Naming) -> Vec<Document> {
     let mut kinds: BTreeMap<Kind, Vec<&Namespace>> = BTreeMap::new();
+    let told: BTreeSet<Kind> = namespaces.iter().map(|ns| kind(plan, ns)).filter(Kind::is_told).collect();
     for namespace in namespaces {
-        kinds.entry(kind(plan, namespace)).or_default().push(namespace);
+        let kind = kind(plan, namespace);
+        let kind = if kind.is_told() && told.len() > KINDS { Kind::Any } else { kind };
+        kinds.entry(kind).or_default().push(namespace);
     }
-    let told = kinds.keys().filter(|kind| matches!(kind, Kind::Told { .. })).count();
-    let mut any = kinds.remove(&Kind::Any).unwrap_or_default();
-    kinds.remove(&Kind::None);
-    if told > KINDS {
-        any.extend(std::mem::take(&mut kinds).into_values().flatten());
+    kinds.into_iter().map(|(kind, namespaces)| kind.of(naming.one_of(&namespaces))).collect()
+}
+
+impl Kind {
+    fn is_told(&self) -> bool {
+        matches!(self, Self::Told { .. })
     }
-    if any.len() == namespaces.len() {
-        return None;
+
+    /// Events that fulfil `named`, without updates that do not matter.
+    fn of(&self, named: Document) -> Document {
+        let ours = match self {
+            Self::Any => return named,
+            Self::None => doc! {"operationType": "update"},
+            Self::Told { read, owned } => {
+                let set = |name: &String| doc! {format!("updateDescription.updatedFields.{name}"): {"$exists": true}};
+                let mut matters: Vec<Document> = read.iter().map(set).collect();
+                matters.extend(read.iter().map(|name| doc! {"updateDescription.removedFields": name}));
+                matters.push(doc! {"$nor": owned.iter().map(set).collect::<Vec<_>>()});
+                doc! {"$and": [{"operationType": "update"}, {"$nor": matters}]}
+            }
+        };
+        doc! {"$and": [named, {"$nor": [ours]}]}
     }
-    let mut clauses = vec![doc! {"operationType": {"$ne": "update"}}];
-    if !any.is_empty() {
-        clauses.push(naming.one_of(&any));
-    }
-    for (kind, namespaces) in kinds {
-        let Kind::Told { read, owned } = kind else { continue };
-        let set = |name: &String| doc! {format!("updateDescription.updatedFields.{name}"): {"$exists": true}};
-        let mut told: Vec<Document> = read.iter().map(set).collect();
-        told.extend(read.iter().map(|name| doc! {"updateDescription.removedFields": name}));
-        told.push(doc! {"$nor": owned.iter().map(set).collect::<Vec<_>>()});
-        clauses.push(doc! {"$and": [naming.one_of(&namespaces), {"$or": told}]});
-    }
-    Some(doc! {"$or": clauses})
 }
 
 fn kind(plan: &Plan, namespace: &Namespace) -> Kind {
