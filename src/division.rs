@@ -52,6 +52,7 @@ pub async fn divide(server: &Server, database: &str, deployment: &str, of: u32, 
         server,
         database,
         deployment,
+        from,
         old: Partition::all(from).map(|partition| partition.id(deployment)).collect(),
         new: Partition::all(of).collect(),
     };
@@ -94,6 +95,8 @@ struct Division<'a> {
     server: &'a Server,
     database: &'a str,
     deployment: &'a str,
+    /// How many the old ones are.
+    from: u32,
     old: Vec<String>,
     new: Vec<Partition>,
 }
@@ -133,7 +136,7 @@ impl Division<'_> {
     }
 
     async fn change(&self, session: &mut ClientSession) -> Result<bool> {
-        if !self.end_leases(session).await? {
+        if !self.change_number(session).await? || !self.end_leases(session).await? {
             return Ok(false);
         }
         let kept = self.read(session).await?;
@@ -162,13 +165,16 @@ impl Division<'_> {
                 self.insert(session, dead_letter::COLLECTION, letters.into_values().collect()).await?;
             }
         }
-        let of = i32::try_from(self.new.len()).unwrap_or(i32::MAX);
-        let state = format::divided(of);
-        self.collection(format::COLLECTION)
-            .update_one(doc! {"_id": self.deployment}, state)
-            .session(&mut *session)
-            .await?;
         Ok(true)
+    }
+
+    /// False when another instance has changed it since it was read: what is left of the old partitions is nothing then, and what
+    /// the new ones have is not to be replaced by it.
+    async fn change_number(&self, session: &mut ClientSession) -> Result<bool> {
+        let old = format::of_number(self.deployment, number(self.from));
+        let update = format::divided(number(u32::try_from(self.new.len()).unwrap_or(u32::MAX)));
+        let changed = self.collection(format::COLLECTION).update_one(old, update).session(&mut *session).await?;
+        Ok(changed.matched_count > 0)
     }
 
     /// Ends the leases of the old partitions. False when one of them is held.
@@ -223,6 +229,10 @@ impl Division<'_> {
         }
         joined(&kept.rules, self.old.len(), &unfinished)
     }
+}
+
+fn number(partitions: u32) -> i32 {
+    i32::try_from(partitions).unwrap_or(i32::MAX)
 }
 
 /// A part of an `_id`.

@@ -1,6 +1,9 @@
 //! denormd inside the test process, on a database of the test's own.
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bson::{Bson, Document, doc};
 use denormd::{
@@ -23,6 +26,22 @@ use futures_util::TryStreamExt;
 pub struct Daemon {
     /// One for each partition.
     handles: Vec<Handle>,
+}
+
+/// Waits until there is something to be found.
+///
+/// # Panics
+///
+/// Panics after a minute.
+pub async fn until<T>(what: &str, check: impl AsyncFn() -> Option<T>) -> T {
+    let begun = Instant::now();
+    loop {
+        if let Some(found) = check().await {
+            return found;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 /// A rule as it is compiled, with collections in a database `d`.

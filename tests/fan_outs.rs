@@ -1,12 +1,12 @@
 //! Fan-outs that are too large for one command: recorded, resumed, started over, and passed by the position.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bson::{Document, doc};
 use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::Database;
 
-use crate::daemon::{Daemon, config};
+use crate::daemon::{Daemon, config, until};
 
 const RULES: &str =
     "  - { name: ip, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
@@ -55,17 +55,6 @@ pub async fn slow_writes(test: &TestDb, milliseconds: i32) {
         "failCommands": ["update"], "appName": "denormd", "blockConnection": true, "blockTimeMS": milliseconds,
     };
     fail(test, "alwaysOn", slow).await;
-}
-
-async fn until<T>(what: &str, check: impl AsyncFn() -> Option<T>) -> T {
-    let begun = Instant::now();
-    loop {
-        if let Some(found) = check().await {
-            return found;
-        }
-        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
 }
 
 async fn fan_out(test: &TestDb) -> Option<Document> {

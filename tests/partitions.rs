@@ -6,9 +6,10 @@ use bson::{Document, doc};
 use denormd::{
     checkpoint::store::Store, division::divide, error::Kind, lease::Lease, mongo::Server, partition::Partition,
 };
+use denormd_fixture::ReplicaSet;
 use futures_util::TryStreamExt;
 
-use crate::world::World;
+use crate::{daemon::until, world::World};
 
 const QUIET: Duration = Duration::from_secs(3);
 
@@ -101,6 +102,40 @@ async fn the_number_does_not_change_under_a_leader() {
     assert!(divide(&server, name, "d", 4, ttl).await.unwrap());
     let old = Store::open_partition(&server, name, "d", Partition::all(2).next().unwrap()).await;
     assert_eq!(old.unwrap_err().kind, Kind::Unavailable, "what is left of the old number does not begin");
+}
+
+/// Two instances have read the old number, and one of them divides after the other one is done.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_divided_is_not_divided_again_by_who_comes_late() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let name = test.name.clone();
+    let ttl = Duration::from_secs(3);
+    let server = Server::new(test.client.clone());
+    assert!(divide(&server, &name, "d", 3, ttl).await.unwrap());
+    let slow = doc! {"failCommands": ["create"], "appName": "late", "blockConnection": true, "blockTimeMS": 3000};
+    let admin = test.client.database("admin");
+    admin.run_command(doc! {"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": slow}).await.unwrap();
+    let late = Server::new(denormd_fixture::client(&format!("{}&appName=late", set.uri())).await);
+    let late = tokio::spawn({
+        let name = name.clone();
+        async move { divide(&late, &name, "d", 2, ttl).await }
+    });
+    until("it has read the old number", async || {
+        let waits = doc! {"currentOp": true, "$all": true, "appName": "late", "command.create": {"$exists": true}};
+        let found = admin.run_command(waits).await.unwrap();
+        (!found.get_array("inprog").unwrap().is_empty()).then_some(())
+    })
+    .await;
+    assert!(divide(&server, &name, "d", 2, ttl).await.unwrap());
+    let rules = test.database().collection::<Document>("rules");
+    let rule = doc! {"_id": {"deployment": "d#0/2", "rule": "r"}, "paused": true};
+    rules.insert_one(&rule).await.unwrap();
+    let held = Lease::new(server.unfenced(), &name, "d#0/2", ttl).try_lead().await.unwrap().unwrap();
+    assert!(!late.await.unwrap().unwrap(), "it looks again");
+    assert_eq!(rules.find_one(doc! {}).await.unwrap().unwrap(), rule);
+    assert!(divide(&server, &name, "d", 2, ttl).await.unwrap(), "nothing is left to do");
+    held.release().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

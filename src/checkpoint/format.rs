@@ -1,6 +1,6 @@
 //! The version of the state's format: who may read and write it.
 
-use bson::{DateTime, doc};
+use bson::{Bson, DateTime, doc};
 
 use crate::{
     error::{Error, Kind, Result},
@@ -44,6 +44,13 @@ pub async fn check(server: &Server, database: &str, deployment: &str) -> Result<
             }
         }
     }
+}
+
+/// The format of a deployment that is divided into so many partitions.
+#[must_use]
+pub fn of_number(deployment: &str, partitions: i32) -> bson::Document {
+    let partitions = if partitions > 1 { partitions.into() } else { Bson::Null };
+    doc! {"_id": deployment, "partitions": partitions}
 }
 
 /// The update that makes it the state of a deployment that is divided into so many partitions.
