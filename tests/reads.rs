@@ -1,8 +1,16 @@
-//! What a read looks at: the sources of its keys, however large the collection is.
+//! What a read looks at: the sources of its keys, however large the collection is; and that an order which does not show is left
+//! out alone.
+
+use std::collections::BTreeMap;
 
 use bson::{Bson, Document, doc};
 use denormd::{key::Key, reconcile::read};
 use mongodb::{Database, IndexModel};
+use rand::{
+    Rng, SeedableRng,
+    rngs::StdRng,
+    seq::{IndexedRandom, SliceRandom},
+};
 
 use crate::daemon::rule;
 
@@ -20,24 +28,21 @@ const EACH: i32 = 4;
 const KEYS: i32 = 1000;
 
 /// The rows of keys; what was found by an element of an array is of none.
-async fn rows(database: &Database, command: &Document) -> usize {
-    let reply = database.run_command(command.clone()).await.unwrap();
-    let rows = reply.get_document("cursor").unwrap().get_array("firstBatch").unwrap();
-    let of_a_key = |row: &&Bson| row.as_document().unwrap().get_array("k").unwrap()[0].as_i32().is_some();
-    rows.iter().filter(of_a_key).count()
+async fn rows(database: &Database, command: &Document) -> Vec<(i32, Document)> {
+    let mut reply = database.run_command(command.clone()).await.unwrap();
+    let rows = std::mem::take(reply.get_document_mut("cursor").unwrap().get_array_mut("firstBatch").unwrap());
+    let rows = rows.into_iter().map(|row| row.as_document().unwrap().clone());
+    rows.filter_map(|row| Some((row.get_array("k").unwrap()[0].as_i32()?, row))).collect()
 }
 
-/// The documents that were looked at, anywhere in what `explain` says.
+/// The documents that were looked at, anywhere in what `explain` says. What says it may say it again of its parts.
 fn examined(plan: &Bson) -> i64 {
     match plan {
-        Bson::Document(doc) => doc
-            .iter()
-            .map(|(name, value)| match value {
-                Bson::Int32(n) if name == "totalDocsExamined" => i64::from(*n),
-                Bson::Int64(n) if name == "totalDocsExamined" => *n,
-                value => examined(value),
-            })
-            .sum(),
+        Bson::Document(doc) => match doc.get("totalDocsExamined") {
+            Some(Bson::Int32(n)) => i64::from(*n),
+            Some(Bson::Int64(n)) => *n,
+            _ => doc.values().map(examined).sum(),
+        },
         Bson::Array(items) => items.iter().map(examined).sum(),
         _ => 0,
     }
@@ -60,10 +65,100 @@ async fn a_read_of_many_keys_looks_at_their_sources_alone() {
     for text in RULES {
         let rule = rule(text);
         let command = read::sources(&rule, &keys);
-        let found = rows(&database, &command).await;
+        let found = rows(&database, &command).await.len();
         assert!(found == KEYS as usize || found == (KEYS * EACH) as usize, "{text}: {found}");
         let plan = database.run_command(doc! {"explain": command, "verbosity": "executionStats"}).await.unwrap();
         let examined = examined(&plan.into());
         assert!(examined <= i64::from(KEYS * EACH) + 1, "{text}: {examined} looked at");
+    }
+}
+
+/// Rules whose sums and means are read in any order.
+const SUMS: [&str; 4] = [
+    "aggregate: { source: s, target: t, match: { _id: part }, set: { sum: { $sum: $n }, all: { $sum: 1 } } }",
+    "aggregate: { source: s, target: t, match: { _id: part }, set: { mean: { $avg: $n }, all: { $count: {} } }, sort: { at: -1 } }",
+    "aggregate: { source: s, target: t, match: { _id: part }, set: { half: { $avg: { $cond: [true, $n, 0.5] } }, sum: { $sum: $m } } }",
+    "aggregate: { source: s, target: t, match: { _id: \"parts.$[]\" }, set: { sum: { $sum: $n }, mean: { $avg: $m } } }",
+];
+
+/// Numbers of one kind, or of all.
+fn numbers(random: &mut StdRng) -> Vec<Bson> {
+    let whole = vec![Bson::Int32(3), Bson::Int32(-1), Bson::Int64(1 << 60), Bson::Int64((1 << 53) + 1), Bson::Int64(5)];
+    let others = vec![Bson::Null, "x".into(), Bson::Boolean(true), bson::DateTime::from_millis(5).into()];
+    let doubles = [1e100, -1e100, 0.1, 1.0, -0.0].map(Bson::Double);
+    let decimals = ["1", "0.10", "1E+40", "-1E+40"].map(|text| Bson::Decimal128(text.parse().unwrap()));
+    let mut pool = whole;
+    if random.random_bool(0.5) {
+        pool.extend(others);
+    }
+    if random.random_bool(0.3) {
+        pool.extend(doubles);
+    }
+    if random.random_bool(0.2) {
+        pool.extend(decimals);
+    }
+    // More of these are more than 64 bits.
+    if random.random_bool(0.3) {
+        pool.push(Bson::Int64(i64::MAX));
+    }
+    pool
+}
+
+#[tokio::test]
+async fn sums_in_any_order_are_the_same_where_they_say_so() {
+    let test = denormd_fixture::database().await;
+    let database = test.database();
+    let sources = database.collection::<Document>("s");
+    sources.create_index(IndexModel::builder().keys(doc! {"part": 1}).build()).await.unwrap();
+    let keys: Vec<Key> = (0..10).map(|part| Key::one(Bson::Int32(part))).collect();
+    let keys: Vec<&Key> = keys.iter().collect();
+    let mut random = StdRng::seed_from_u64(2028);
+    let rules = SUMS.map(rule);
+    let (mut whole, mut other) = (0, 0);
+    for _ in 0..60 {
+        // They are found in the order in which they were inserted.
+        let mut ids: Vec<i32> = (0..80).collect();
+        ids.shuffle(&mut random);
+        let pools: Vec<Vec<Bson>> = (0..10).map(|_| numbers(&mut random)).collect();
+        let mut source = |id: i32| {
+            let part = random.random_range(0..10_usize);
+            let [n, m] = [(), ()].map(|()| pools[part].choose(&mut random).unwrap().clone());
+            let part = i32::try_from(part).unwrap();
+            doc! {"_id": id, "part": part, "parts": [part, random.random_range(0..10)], "at": id % 7, "n": n, "m": m}
+        };
+        let documents: Vec<Document> = ids.into_iter().map(&mut source).collect();
+        sources.delete_many(doc! {}).await.unwrap();
+        sources.insert_many(&documents).await.unwrap();
+        for rule in &rules {
+            let exact: BTreeMap<i32, Document> =
+                rows(&database, &read::sources(rule, &keys)).await.into_iter().collect();
+            let found = rows(&database, &read::sources_in_any_order(rule, &keys).unwrap()).await;
+            assert_eq!(found.len(), exact.len());
+            for (key, mut row) in found {
+                let Bson::Boolean(says) = row.remove("w").unwrap() else { panic!("{row}") };
+                if says {
+                    assert_eq!(row, exact[&key], "{:?}", rule.values);
+                    whole += 1;
+                } else {
+                    other += 1;
+                }
+            }
+        }
+    }
+    assert!(whole > 500 && other > 500, "{whole} of whole numbers, {other} of others");
+}
+
+#[test]
+fn what_keeps_the_order_of_its_sources_is_read_in_it() {
+    let key = Key::one(Bson::Int32(1));
+    for set in ["$min: $n", "$addToSet: $n", "$push: $n", "$first: $n"] {
+        let text = format!(
+            "aggregate: {{ source: s, target: t, match: {{ _id: part }}, set: {{ a: {{ $sum: $n }}, b: {{ {set} }} }} }}"
+        );
+        assert_eq!(read::sources_in_any_order(&rule(&text), &[&key]), None, "{set}");
+    }
+    for set in ["$sum: 1", "$count: {}"] {
+        let text = format!("aggregate: {{ source: s, target: t, match: {{ _id: part }}, set: {{ a: {{ {set} }} }} }}");
+        assert_eq!(read::sources_in_any_order(&rule(&text), &[&key]), None, "{set} needs none anyway");
     }
 }

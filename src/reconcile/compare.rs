@@ -90,8 +90,11 @@ pub async fn compare(
     targets: &[Document],
     after: ClusterTime,
 ) -> Result<Vec<Compared>> {
-    compare_by(context, rule, targets, after, &|keys| read::sources(rule, keys)).await
+    compare_by(context, rule, targets, after, None).await
 }
+
+/// The command that reads the sources of keys.
+pub type ReadsSources<'a> = &'a (dyn Fn(&[&Key]) -> Document + Sync);
 
 /// The same, by another way to read the sources of keys.
 pub async fn compare_by(
@@ -99,7 +102,7 @@ pub async fn compare_by(
     rule: &Rule,
     targets: &[Document],
     after: ClusterTime,
-    sources: &(dyn Fn(&[&Key]) -> Document + Sync),
+    sources: Option<ReadsSources<'_>>,
 ) -> Result<Vec<Compared>> {
     let mut mine: Vec<(&Document, Vec<Option<Key>>)> = Vec::new();
     for target in targets {
@@ -114,9 +117,13 @@ pub async fn compare_by(
     wanted.sort_unstable();
     wanted.dedup();
     let mut rows = Rows::default();
-    if !wanted.is_empty() {
-        let command = sources(&wanted);
-        rows.take(context.server.read(&rule.source.namespace.database, command, Reads { after }).await?)?;
+    match sources {
+        _ if wanted.is_empty() => {}
+        Some(sources) => {
+            let command = sources(&wanted);
+            rows.take(context.server.read(&rule.source.namespace.database, command, Reads { after }).await?)?;
+        }
+        None => rows = context.rows(rule, &wanted, after).await?,
     }
     let owns = |key: &Key| context.owns(rule, key);
     mine.into_iter().map(|(target, references)| one(rule, &rows, target, references, &owns)).collect()

@@ -11,7 +11,7 @@ use std::{
 };
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
-use tracing::{Instrument, field::Empty};
+use tracing::{Instrument, Span, field::Empty};
 
 use crate::{
     change::Namespace,
@@ -76,6 +76,8 @@ pub struct Context {
     destroyed: Mutex<HashMap<RuleId, (Instant, usize)>>,
     /// What the targets of each rule are like, and since when it is known how large they are.
     shapes: Mutex<HashMap<RuleId, (Shape, Option<Instant>)>>,
+    /// Rules in whose sums not all numbers are whole.
+    fractions: Mutex<HashSet<RuleId>>,
     /// Rules that the cluster lacked something for when the config was taken, and what.
     pub lacking: BTreeMap<RuleId, String>,
     /// What was done so far.
@@ -101,6 +103,7 @@ impl Context {
             sources: Mutex::default(),
             destroyed: Mutex::default(),
             shapes: Mutex::default(),
+            fractions: Mutex::default(),
             lacking: BTreeMap::new(),
             counts: Counts::default(),
             metrics,
@@ -159,6 +162,25 @@ impl Context {
         }
     }
 
+    /// Reads the sources of `keys`, at least as new as `after`.
+    pub(super) async fn rows(&self, rule: &Rule, keys: &[&Key], after: ClusterTime) -> Result<Rows> {
+        let read = async |command| self.server.read(&rule.source.namespace.database, command, Reads { after }).await;
+        let fractions = self.fractions.lock().is_ok_and(|fractions| fractions.contains(&rule.id));
+        let mut rows = Rows::default();
+        if let Some(command) = read::sources_in_any_order(rule, keys).filter(|_| !fractions) {
+            let found = read(command).await?;
+            if found.iter().all(|row| row.get_bool("w").unwrap_or(false)) {
+                rows.take(found)?;
+                return Ok(rows);
+            }
+            if let Ok(mut fractions) = self.fractions.lock() {
+                fractions.insert(rule.id);
+            }
+        }
+        rows.take(read(read::sources(rule, keys)).await?)?;
+        Ok(rows)
+    }
+
     /// Whether a source collection is known to have been there.
     #[must_use]
     pub fn has_seen(&self, source: &Namespace) -> bool {
@@ -194,6 +216,7 @@ impl Context {
             sources: Mutex::default(),
             destroyed: Mutex::default(),
             shapes: Mutex::default(),
+            fractions: Mutex::default(),
             lacking: self.lacking.clone(),
             counts: Counts::default(),
             metrics: self.metrics.clone(),
@@ -386,19 +409,26 @@ impl Run<'_> {
     }
 
     async fn read(&self, role: Role, command: Document, after: ClusterTime) -> Result<Vec<RawDocumentBuf>> {
-        let side = match role {
-            Role::Source => &self.rule.source,
-            Role::Target => &self.rule.target,
-        };
-        let span = tracing::info_span!(target: STAGES, "read", collection = %side.namespace);
-        self.context.server.read(&side.namespace.database, command, Reads { after }).instrument(span).await
+        let database = &self.namespace(role).database;
+        self.context.server.read(database, command, Reads { after }).instrument(self.reading(role)).await
+    }
+
+    fn namespace(&self, role: Role) -> &Namespace {
+        match role {
+            Role::Source => &self.rule.source.namespace,
+            Role::Target => &self.rule.target.namespace,
+        }
+    }
+
+    fn reading(&self, role: Role) -> Span {
+        tracing::info_span!(target: STAGES, "read", collection = %self.namespace(role))
     }
 
     async fn rows(&self, keys: &[&Key], after: ClusterTime) -> Result<Rows> {
         let mut rows = Rows::default();
         let keys: Vec<&Key> = keys.iter().copied().filter(|key| self.rule.reference.can_resolve(key)).collect();
         if !keys.is_empty() {
-            rows.take(self.read(Role::Source, read::sources(self.rule, &keys), after).await?)?;
+            rows = self.context.rows(self.rule, &keys, after).instrument(self.reading(Role::Source)).await?;
             if rows.is_empty() && !self.detached {
                 self.still_there().await?;
             }

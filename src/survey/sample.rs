@@ -246,7 +246,7 @@ impl Drawn {
                 command.insert("maxTimeMS", PASS);
                 command
             };
-            return too_long(compare_by(context, rule, &self.targets, time, &sources).await);
+            return too_long(compare_by(context, rule, &self.targets, time, Some(&sources)).await);
         }
         let mut compared = Vec::new();
         for targets in self.targets.chunks(KEYS) {
