@@ -83,7 +83,7 @@ const SUMS: [&str; 4] = [
 
 /// Numbers of one kind, or of all.
 fn numbers(random: &mut StdRng) -> Vec<Bson> {
-    let whole = vec![Bson::Int32(3), Bson::Int32(-1), Bson::Int64(1 << 60), Bson::Int64((1 << 53) + 1), Bson::Int64(5)];
+    let whole = vec![Bson::Int32(3), Bson::Int32(-1), Bson::Int32(i32::MAX), Bson::Int64(5), Bson::Int64(-(1 << 40))];
     let others = vec![Bson::Null, "x".into(), Bson::Boolean(true), bson::DateTime::from_millis(5).into()];
     let doubles = [1e100, -1e100, 0.1, 1.0, -0.0].map(Bson::Double);
     let decimals = ["1", "0.10", "1E+40", "-1E+40"].map(|text| Bson::Decimal128(text.parse().unwrap()));
@@ -97,9 +97,12 @@ fn numbers(random: &mut StdRng) -> Vec<Bson> {
     if random.random_bool(0.2) {
         pool.extend(decimals);
     }
-    // More of these are more than 64 bits.
+    // More than a double holds, and more than 64 bits, when some of them are added.
     if random.random_bool(0.3) {
-        pool.push(Bson::Int64(i64::MAX));
+        pool.extend([(1 << 53) + 1, 1 << 60, -(1 << 60)].map(Bson::Int64));
+    }
+    if random.random_bool(0.2) {
+        pool.extend([i64::MAX, i64::MIN].map(Bson::Int64));
     }
     pool
 }
@@ -115,7 +118,7 @@ async fn sums_in_any_order_are_the_same_where_they_say_so() {
     let mut random = StdRng::seed_from_u64(2028);
     let rules = SUMS.map(rule);
     let (mut whole, mut other) = (0, 0);
-    for _ in 0..60 {
+    for _ in 0..200 {
         // They are found in the order in which they were inserted.
         let mut ids: Vec<i32> = (0..80).collect();
         ids.shuffle(&mut random);
@@ -146,6 +149,30 @@ async fn sums_in_any_order_are_the_same_where_they_say_so() {
         }
     }
     assert!(whole > 500 && other > 500, "{whole} of whole numbers, {other} of others");
+}
+
+/// Of equal values `$min` and `$max` keep the one that comes first, whatever its type.
+#[tokio::test]
+async fn of_equal_values_the_first_is_kept() {
+    let test = denormd_fixture::database().await;
+    let database = test.database();
+    let sources = database.collection::<Document>("s");
+    let rule = rule(
+        "aggregate: { source: s, target: t, match: { _id: part }, set: { least: { $min: $n }, most: { $max: $n }, all: { $addToSet: $n } } }",
+    );
+    let mut equal = vec![Bson::Int32(1), Bson::Int64(1), Bson::Double(1.0), Bson::Decimal128("1.0".parse().unwrap())];
+    let mut random = StdRng::seed_from_u64(2029);
+    for _ in 0..20 {
+        equal.shuffle(&mut random);
+        sources.delete_many(doc! {}).await.unwrap();
+        let mut documents: Vec<Document> =
+            (0..).zip(&equal).map(|(id, n): (i32, _)| doc! {"_id": id, "part": 1, "n": n}).collect();
+        documents.shuffle(&mut random);
+        sources.insert_many(documents).await.unwrap();
+        let found = rows(&database, &read::sources(&rule, &[&Key::one(Bson::Int32(1))])).await;
+        let first = &equal[0];
+        assert_eq!(found, [(1, doc! {"k": [1], "v": {"v0": first, "v1": first, "v2": [first]}})]);
+    }
 }
 
 #[test]

@@ -44,6 +44,9 @@ pub fn sources_in_any_order(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     Some(command(&rule.source.namespace.collection, stages(rule, keys, Order::Any)))
 }
 
+/// Whole numbers up to this a double holds: 2^53.
+const WHOLE: i64 = 1 << 53;
+
 /// In which order sources are gathered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
@@ -247,7 +250,7 @@ fn across_keys(rule: &Rule) -> bool {
 
 /// Sorts by the rule's order. Within a key that is enough, so it begins with a match path: then no index promises the order but
 /// one that also finds the keys. For the order of `_id` alone the server would go through the whole collection.
-fn in_order(rule: &Rule) -> Vec<Document> {
+fn sorted(rule: &Rule) -> Vec<Document> {
     let path = rule.reference.paths(Role::Source).next().map(FieldPath::query);
     let Some(path) = path.filter(|_| !across_keys(rule) && rule.reference.source_each.is_none()) else {
         return vec![doc! {"$sort": order(rule)}];
@@ -275,7 +278,7 @@ fn no_arrays(path: &str) -> Vec<Document> {
 /// The winner of each key first. A source found by its `_id` has no rival, unless a target has several references.
 fn winners_first(rule: &Rule) -> Vec<Document> {
     let rivals = !rule.reference.keyed_by_source_id() || across_keys(rule);
-    if rivals { in_order(rule) } else { Vec::new() }
+    if rivals { sorted(rule) } else { Vec::new() }
 }
 
 fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Vec<Document> {
@@ -291,11 +294,10 @@ fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Ve
         stages.push(doc! {"$match": {"$expr": {"$ne": [element, {}]}}});
     }
     if slice.is_none() {
-        stages.extend(in_order(rule));
+        stages.extend(sorted(rule));
     }
-    let (id, key) = grouped_by(key);
-    stages.push(doc! {"$group": {"_id": id, "e": elements}});
-    stages.push(doc! {"$replaceWith": {"k": key, "v": {"e": "$e"}}});
+    stages.push(doc! {"$group": {"_id": key, "e": elements}});
+    stages.push(doc! {"$replaceWith": {"k": "$_id", "v": {"e": "$e"}}});
     stages
 }
 
@@ -350,7 +352,14 @@ fn may_be_missing(rule: &Rule) -> bool {
 }
 
 fn aggregate(rule: &Rule, key: Vec<Bson>, assignments: &[Assignment], gathered: Order) -> Vec<Document> {
-    let (id, key) = grouped_by(key);
+    let in_order = gathered == Order::OfTheRule && assignments.iter().any(needs_order);
+    // An array of one value is dearer than the value. But by a mere field the server groups in its other engine (6.0.5), whose
+    // means of large numbers differ in the last digit, and whose `$min` and `$max` keep another one of equal values.
+    let same = assignments.iter().all(|assignment| matches!(operator(assignment), "$sum" | "$count"));
+    let (id, key) = match key.as_slice() {
+        [field] if same && !in_order => (field.clone(), vec![Bson::from("$_id")].into()),
+        _ => (key.into(), Bson::from("$_id")),
+    };
     let mut group = doc! {"_id": id};
     let mut out = Document::new();
     let mut whole: Vec<Bson> = Vec::new();
@@ -363,16 +372,13 @@ fn aggregate(rule: &Rule, key: Vec<Bson>, assignments: &[Assignment], gathered: 
             format!("${name}").into()
         };
         if gathered == Order::Any && needs_order(assignment) {
-            // A sum is no double and no decimal if none of its numbers is. What a mean is made of its own type does not tell.
-            let sum = if operator(assignment) == "$sum" { name.clone() } else { format!("s{n}") };
-            whole.push(doc! {"$in": [{"$type": format!("${sum}")}, ["int", "long"]]}.into());
-            group.insert(sum, doc! {"$sum": operand(assignment)});
+            whole.push(whole_numbers(&mut group, n, assignment));
         }
         out.insert(name, value);
     }
     let mut stages = Vec::new();
-    if gathered == Order::OfTheRule && assignments.iter().any(needs_order) {
-        stages.extend(in_order(rule));
+    if in_order {
+        stages.extend(sorted(rule));
     }
     stages.push(doc! {"$group": group});
     let mut row = doc! {"k": key, "v": out};
@@ -383,12 +389,24 @@ fn aggregate(rule: &Rule, key: Vec<Bson>, assignments: &[Assignment], gathered: 
     stages
 }
 
-/// What to group by, and the row's key after it. An array of one value is dearer than the value.
-fn grouped_by(mut key: Vec<Bson>) -> (Bson, Bson) {
-    match key.len() {
-        1 => (key.remove(0), vec![Bson::from("$_id")].into()),
-        _ => (key.into(), "$_id".into()),
+/// Whether the order does not show in the `nth` value, a sum or a mean; what it takes to tell that is added to the group.
+fn whole_numbers(group: &mut Document, nth: usize, assignment: &Assignment) -> Bson {
+    let is_of = |name: &str, types: &[&str]| doc! {"$in": [{"$type": format!("${name}")}, types]}.into();
+    if operator(assignment) == "$sum" {
+        // A sum is a double or a decimal if one of its numbers is, or if it is too large.
+        return is_of(&format!("v{nth}"), &["int", "long"]);
     }
+    // A mean is exact while no sum of so many of the largest number is more than a double holds. Without any it is null.
+    let [least, most, count] = ["least", "most", "count"].map(|name| format!("{name}{nth}"));
+    let largest = doc! {"$max": [format!("${most}"), {"$multiply": [-1, format!("${least}")]}]};
+    let bounded = doc! {"$lte": [{"$multiply": [largest, format!("${count}")]}, WHOLE]};
+    let types = ["int", "long", "null"];
+    let whole: [Bson; 2] = [is_of(&least, &types), is_of(&most, &types)];
+    // Anything else cannot be multiplied.
+    let exact = doc! {"$cond": [{"$and": whole.to_vec()}, bounded, false]};
+    let value = operand(assignment);
+    group.extend(doc! {least: {"$min": value.clone()}, most: {"$max": value}, count: {"$sum": 1}});
+    exact.into()
 }
 
 fn operator(assignment: &Assignment) -> &str {
