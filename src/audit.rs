@@ -24,8 +24,8 @@ use crate::{
 
 /// Targets compared at once.
 const PAGE: usize = 100;
-/// What a page takes at least: its commands cost the same for one target, and else many rules with few targets each would be
-/// audited without a pause.
+/// What a page that is not full takes at least: its commands cost the same for one target, and else many rules with few targets
+/// each would be audited without a pause.
 const LEAST: Duration = Duration::from_millis(100);
 /// How long a difference must last at least: a change may be on its way.
 const SECOND_LOOK: Duration = Duration::from_secs(2);
@@ -84,7 +84,8 @@ impl Audit<'_> {
             after = Some(last);
             let millis = 1000 * page.len() / self.context.limits.audit_per_second.max(1);
             let budget = Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX));
-            tokio::time::sleep_until(started + budget.max(LEAST)).await;
+            let least = if page.len() < PAGE { LEAST } else { Duration::ZERO };
+            tokio::time::sleep_until(started + budget.max(least)).await;
         }
         Ok(())
     }

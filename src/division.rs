@@ -136,7 +136,7 @@ impl Division<'_> {
     }
 
     async fn change(&self, session: &mut ClientSession) -> Result<bool> {
-        if !self.change_number(session).await? || !self.end_leases(session).await? {
+        if !self.end_leases(session).await? || !self.change_number(session).await? {
             return Ok(false);
         }
         let kept = self.read(session).await?;
