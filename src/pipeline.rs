@@ -342,7 +342,7 @@ impl Pipeline {
     fn backlog(&self) -> usize {
         let busy = self.running.len() >= self.context.limits.batches;
         match self.running.is_empty() {
-            false if self.whole.values().any(|begun| begun.elapsed() > LONG) => usize::MAX,
+            false if self.whole.values().any(|begun| begun.elapsed() >= LONG) => usize::MAX,
             false if !self.fan_outs.is_empty() => self.schedule.depth(),
             false if busy => self.schedule.all_late(),
             _ => 0,
@@ -370,7 +370,9 @@ impl Pipeline {
             self.schedule.postpone_verdicts(&mut batch, elsewhere, now);
             let detached = self.held.contains_key(&batch.lane.0);
             if batch.lane.1 == Task::Value && batch.items.iter().any(|(_, work)| work.scope == Scope::All) {
-                self.whole.insert((batch.lane, batch.number), now);
+                let anew = batch.items.iter().any(|(_, work)| work.overruns > 0);
+                let begun = if anew { now.checked_sub(LONG) } else { None };
+                self.whole.insert((batch.lane, batch.number), begun.unwrap_or(now));
             }
             self.running.spawn(reconcile::run(self.context.clone(), batch, detached));
         }

@@ -129,13 +129,10 @@ async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
     daemon.stop().await;
 }
 
-/// A statement that has taken long is begun anew for what is left, and no fan-out is made of it.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_statement_that_takes_too_long_is_begun_anew() {
-    let set = ReplicaSet::start(1).await;
-    let test = set.database().await;
-    let db = hosts_and_logs(&test).await;
-    let text = config(&test, RULES).replace("limits: { ", "limits: { write_timeout_seconds: 1, ");
+/// Changes host 1, whose targets are too many for one statement, and returns what writes the rest once `enough` do. All is true
+/// in the end, and no fan-out was made of it.
+async fn begun_anew(db: &Database, test: &TestDb, enough: usize) -> Vec<Document> {
+    let text = config(test, RULES).replace("limits: { ", "limits: { write_timeout_seconds: 2, ");
     let daemon = Daemon::start_config(&text).await;
     daemon.settled().await;
     let admin = test.client.database("admin");
@@ -143,29 +140,53 @@ async fn a_statement_that_takes_too_long_is_begun_anew() {
     let slow = doc! {"waitForMillis": 50, "namespace": format!("{}.logs", db.name())};
     let command = doc! {"configureFailPoint": "setYieldAllLocksWait", "mode": "alwaysOn", "data": slow};
     admin.run_command(command).await.unwrap();
-    set_ip(&db, 1).await;
-    until("it is begun anew", async || {
+    set_ip(db, 1).await;
+    let rest = until("it is begun anew", async || {
         let all = doc! {"currentOp": 1, "active": true, "op": "update", "ns": format!("{}.logs", db.name())};
         let found = admin.run_command(all).await.unwrap();
         let found = found.get_array("inprog").unwrap();
-        let passes_over = |op: &bson::Bson| {
-            op.as_document()
-                .unwrap()
-                .get_document("command")
-                .is_ok_and(|command| command.get_document("q").is_ok_and(|query| query.contains_key("$nor")))
-        };
-        found.iter().any(passes_over).then_some(())
+        let statements = found.iter().filter_map(|op| op.as_document()?.get_document("command").ok());
+        let passes_over = |statement: &&Document| statement.get_document("q").is_ok_and(|q| q.contains_key("$nor"));
+        let rest: Vec<Document> = statements.filter(passes_over).cloned().collect();
+        (rest.len() >= enough).then_some(rest)
     })
     .await;
     let off = doc! {"configureFailPoint": "setYieldAllLocksWait", "mode": "off"};
     admin.run_command(off).await.unwrap();
     daemon.settled().await;
-    assert_eq!(with_ip(&db, 1).await, u64::try_from(LOGS).unwrap());
+    assert_eq!(with_ip(db, 1).await, u64::try_from(LOGS).unwrap());
     let opened = doc! {"ns": {"$regex": "fan_outs$"}, "op": "i"};
     let opened =
         test.client.database("local").collection::<Document>("oplog.rs").count_documents(opened).await.unwrap();
     assert_eq!(opened, 0, "no fan-out");
     daemon.stop().await;
+    rest
+}
+
+/// A statement that has taken long is begun anew for what is left: in parts of the collection, two at once, whose `_id`s are of
+/// two types.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_statement_that_takes_too_long_is_begun_anew() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = hosts_and_logs(&test).await;
+    let rest = begun_anew(&db, &test, 2).await;
+    let part = |statement: &Document| statement.get_document("q").unwrap().get_document("_id").unwrap().clone();
+    assert_ne!(part(&rest[0]), part(&rest[1]));
+    assert!(rest.iter().all(|statement| statement.get_document("hint").unwrap() == &doc! {"_id": 1}), "{rest:?}");
+}
+
+/// Where the targets are few among others, parts of the collection would be gone through in vain.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_statement_for_few_of_a_collection_is_begun_anew_as_one() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = hosts_and_logs(&test).await;
+    // The server takes pages at random: what counts are bytes.
+    let others = (LOGS..LOGS * 4).map(|n| doc! {"_id": n, "text": "some text ".repeat(20)});
+    db.collection("logs").insert_many(others).await.unwrap();
+    let rest = begun_anew(&db, &test, 1).await;
+    assert!(rest.iter().all(|statement| !statement.get_document("q").unwrap().contains_key("_id")), "{rest:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

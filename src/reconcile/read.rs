@@ -461,6 +461,19 @@ pub fn target_size(rule: &Rule) -> Document {
     command
 }
 
+/// Reads, of `size` documents that are taken at random, the `_id`s of the targets of `key` that are as `rest` says, in order.
+#[must_use]
+pub fn some_of_rest(rule: &Rule, key: &Key, rest: Option<&Document>, size: i32) -> Document {
+    let wanted = both(holders_filter(rule, &[key]), rest);
+    let stages = vec![
+        doc! {"$sample": {"size": size}},
+        doc! {"$match": wanted},
+        doc! {"$sort": {"_id": 1}},
+        doc! {"$project": {"_id": 1}},
+    ];
+    command(&rule.target.namespace.collection, stages)
+}
+
 /// Reads targets by `_id` for a rule that is keyed by them: rows `{ _id, d: reference fields, g: guard }`, where `g` is
 /// what [`super::statement`] demands to be unchanged.
 #[must_use]
@@ -533,9 +546,14 @@ pub fn found_in_order(rule: &Rule, task: Task, key: &Key, after: Option<&Bson>) 
     Some(command)
 }
 
-/// Reads the `_id`s of all targets that refer to `key`.
+/// Reads the `_id`s of all targets that refer to one of `keys`.
 #[must_use]
 pub fn holders(rule: &Rule, keys: &[&Key]) -> Document {
+    let filter = holders_filter(rule, keys);
+    doc! {"find": &rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "batchSize": 10_000, "collation": simple_collation()}
+}
+
+fn holders_filter(rule: &Rule, keys: &[&Key]) -> Document {
     let clauses = keys.iter().map(|key| {
         let paths = rule.reference.paths(Role::Target).zip(key.values());
         let parts = paths.map(|(path, value)| {
@@ -545,7 +563,7 @@ pub fn holders(rule: &Rule, keys: &[&Key]) -> Document {
         doc! {"$and": parts.collect::<Vec<_>>()}
     });
     let clauses: Vec<Document> = clauses.collect();
-    let filter = match (&rule.target.filter, rule.reference.pairs.as_slice()) {
+    match (&rule.target.filter, rule.reference.pairs.as_slice()) {
         (target_filter, [pair]) => {
             let values: Vec<Bson> = keys
                 .iter()
@@ -554,8 +572,7 @@ pub fn holders(rule: &Rule, keys: &[&Key]) -> Document {
             both(one_of(&pair.target.query(), values.iter()), target_filter.as_ref())
         }
         (target_filter, _) => both(doc! {"$or": clauses}, target_filter.as_ref()),
-    };
-    doc! {"find": &rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "batchSize": 10_000, "collation": simple_collation()}
+    }
 }
 
 fn both(filter: Document, other: Option<&Document>) -> Document {

@@ -4,13 +4,14 @@ use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
+use futures_util::{StreamExt, stream};
 use tracing::{Instrument, Span, field::Empty};
 
 use crate::{
@@ -31,7 +32,7 @@ use crate::{
         compare::{self, Compared},
         group::{self, Member, Shape, Size},
         read, shape,
-        statement::{self, Statement},
+        statement::{self, Part, Statement},
         value::{Desired, Field, Rows},
     },
     request::{Request, Scope, Task},
@@ -49,9 +50,15 @@ const STEP: usize = 1000;
 const HALF: usize = 1000;
 /// How long it is believed how large targets are.
 const SIZE_AGE: Duration = Duration::from_secs(60);
-/// How often one statement that has taken too long for all targets of a key is begun anew: what it has written it soon passes,
-/// and a statement is twice as fast as the pages of a fan-out. Others that wait for the key wait as long.
-const OVERRUNS: u32 = 2;
+/// How often a statement that has taken too long for all targets of a key is begun anew: what it has written it soon passes, and
+/// statements are twice as fast as the pages of a fan-out. Others that wait for the key wait as long.
+const OVERRUNS: u32 = 3;
+/// The first one has this part of `limits.write_timeout`: only then are the targets known to be many.
+const FIRST: u32 = 10;
+/// Statements that write the rest of a key's targets, two at once, where it makes up much of its collection.
+const PARTS: usize = 16;
+/// Documents that are looked at to tell how much it makes up: a quarter is much.
+const SAMPLE: usize = 400;
 /// Targets that a look-up may lead to. More of one key are a fan-out of their own.
 const MANY: usize = 10_000;
 
@@ -490,6 +497,7 @@ impl Run<'_> {
         let shape = self.shape(items.len()).await;
         let (mut statements, mut beside) = (Vec::new(), Vec::new());
         let mut grouped: Vec<(usize, Vec<Field>)> = Vec::new();
+        let mut begun_anew = Vec::new();
         for (nth, item) in items.iter_mut().enumerate() {
             if item.work.scope == Scope::All && self.context.is_spreading(&self.subject(item)) {
                 item.end = Some(self.spread(item).await);
@@ -514,10 +522,7 @@ impl Run<'_> {
             }
             match (desired, shape) {
                 // All targets were wanted then, and are still.
-                (desired, _) if item.work.overruns > 0 => {
-                    let rest = statement::of_rest(self.rule, &item.key, &desired)?;
-                    statements.extend(rest.into_iter().map(|statement| (vec![nth], statement)));
-                }
+                (desired @ Desired::Fields(_), _) if item.work.overruns > 0 => begun_anew.push((nth, desired)),
                 (Desired::Fields(fields), Some(shape)) if group::fits(self.rule, shape, &item.member(&fields)) => {
                     grouped.push((nth, fields));
                 }
@@ -536,7 +541,11 @@ impl Run<'_> {
             let (owners, members): (Vec<usize>, Vec<Member>) = group.into_iter().unzip();
             statements.push((owners, group::statement(self.rule, &members)?));
         }
-        self.write(items, [statements, beside], &rows).await
+        self.write(items, [statements, beside], &rows).await?;
+        for (nth, desired) in begun_anew {
+            items[nth].end = Some(self.rest(&mut items[nth], &rows, &desired).await);
+        }
+        Ok(())
     }
 
     /// What the targets are like; None where their keys do not share statements.
@@ -555,6 +564,59 @@ impl Run<'_> {
             self.context.learn(self.rule.id, |known, since| (known.size, *since) = (shape.size, Some(Instant::now())));
         }
         Some(shape)
+    }
+
+    /// Writes those targets of a key that do not hold `desired` yet, after a statement for all of them has taken too long: two
+    /// commands at once, for as long as it would be begun anew one at a time.
+    async fn rest(&self, item: &mut Item, rows: &Rows, desired: &Desired) -> End {
+        let begun = Instant::now();
+        let timeout = self.context.limits.write_timeout;
+        let parts = self.parts_of_rest(&item.key, desired).await;
+        let failed = Mutex::new(None);
+        let (key, failure) = (&item.key, &failed);
+        let written = stream::iter(&parts).for_each_concurrent(2, |part| async move {
+            // A failure of one does not leave the other running.
+            if failure.lock().is_ok_and(|failure| failure.is_some()) {
+                return;
+            }
+            let result = if begun.elapsed() < timeout * OVERRUNS {
+                self.part(key, desired, part, timeout).await
+            } else {
+                Err(Error::new(Kind::TimedOut, "this key has too many targets"))
+            };
+            if let (Err(error), Ok(mut failure)) = (result, failure.lock()) {
+                failure.get_or_insert(error);
+            }
+        });
+        written.await;
+        let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) else { return End::Done };
+        if begun.elapsed() >= timeout * OVERRUNS {
+            item.work.overruns = OVERRUNS;
+        }
+        self.refused(item, rows, error, begun.elapsed() > timeout / 2).await
+    }
+
+    async fn part(&self, key: &Key, desired: &Desired, part: &Part, timeout: Duration) -> Result<()> {
+        let updates = statement::of_rest(self.rule, key, desired, part)?.into_iter().filter_map(|one| match one {
+            Statement::Update(raw) => Some(raw),
+            Statement::Delete(_) => None,
+        });
+        let mut written = self.send(false, &updates.collect::<Vec<_>>(), timeout).await?;
+        written.refused.pop().map_or(Ok(()), |(_, error)| Err(error))
+    }
+
+    /// Parts of the collection in which the targets that do not hold `desired` yet are about as many. Only one where they are
+    /// few among others: their reference's index finds them, but would have to be gone through for each part.
+    async fn parts_of_rest(&self, key: &Key, desired: &Desired) -> Vec<Part> {
+        let rest = statement::unfinished(self.rule, desired);
+        let size = i32::try_from(SAMPLE).unwrap_or(i32::MAX);
+        let mut command = read::some_of_rest(self.rule, key, rest.as_ref(), size);
+        command.insert("maxTimeMS", i64::try_from(self.context.limits.write_timeout.as_millis()).unwrap_or(i64::MAX));
+        // Without an answer it is one.
+        let rows = self.read(Role::Target, command, ClusterTime::default()).await.unwrap_or_default();
+        let count = if rows.len() >= SAMPLE / 4 { PARTS } else { 1 };
+        let bound = |nth| id_of(rows.get(rows.len() * nth / count)?).ok()?.values().first().cloned();
+        Part::between(&(1..count).filter_map(bound).collect::<Vec<_>>())
     }
 
     /// What keeps a dangling reference from destroying: the grace period, or the brake.
@@ -588,7 +650,8 @@ impl Run<'_> {
         rows: &Rows,
     ) -> Result<()> {
         let begun = Instant::now();
-        let [first, second] = statements.map(|statements| self.sent(items, statements));
+        let timeout = self.patience(items, rows);
+        let [first, second] = statements.map(|statements| self.sent(items, statements, timeout));
         // A failure of one does not leave the other running.
         let (first, second) = tokio::join!(first, second);
         let ((mut refused, mut matched), (others, found)) = (first?, second?);
@@ -608,29 +671,40 @@ impl Run<'_> {
             let statements = statement::of_value(self.rule, &item.key, &item.work.scope, &desired)?;
             alone.extend(statements.into_iter().map(|statement| (vec![nth], statement)));
         }
-        refused.extend(self.sent(items, alone).await?.0);
+        refused.extend(self.sent(items, alone, timeout).await?.0);
         let mut seen = HashSet::new();
         for (nth, error) in refused.into_iter().filter_map(|(owners, error)| Some((*owners.first()?, error))) {
             // Both halves of a key may be refused. In steps all of it is done.
             if !seen.insert(nth) {
                 continue;
             }
-            let item = &mut items[nth];
-            item.end = Some(match error.kind {
-                Kind::TimedOut
-                    if begun.elapsed() > self.context.limits.write_timeout / 2 && self.may_go_on(item, rows) =>
-                {
-                    item.work.overruns += 1;
-                    End::Later(Duration::ZERO)
-                }
-                Kind::Refused | Kind::TimedOut | Kind::Internal => match self.in_steps(item, rows, error).await {
-                    Ok(end) => end,
-                    Err(error) => End::Failed(error),
-                },
-                _ => End::Failed(error),
-            });
+            let end = self.refused(&mut items[nth], rows, error, begun.elapsed() > timeout / 2).await;
+            items[nth].end = Some(end);
         }
         Ok(())
+    }
+
+    /// What becomes of a key of which the server refuses a statement, after a `long` time or at once.
+    async fn refused(&self, item: &mut Item, rows: &Rows, error: Error, long: bool) -> End {
+        match error.kind {
+            Kind::TimedOut if long && self.may_go_on(item, rows) => {
+                item.work.overruns += 1;
+                End::Later(Duration::ZERO)
+            }
+            Kind::Refused | Kind::TimedOut | Kind::Internal => {
+                self.in_steps(item, rows, error).await.unwrap_or_else(End::Failed)
+            }
+            _ => End::Failed(error),
+        }
+    }
+
+    /// How long the statements may take.
+    fn patience(&self, items: &[Item], rows: &Rows) -> Duration {
+        let timeout = self.context.limits.write_timeout;
+        match items {
+            [item] if item.work.overruns == 0 && self.may_go_on(item, rows) => timeout / FIRST,
+            _ => timeout,
+        }
     }
 
     /// Whether a statement that has taken too long is begun anew. What is destroyed has been counted already.
@@ -642,7 +716,12 @@ impl Run<'_> {
     }
 
     /// Sends the statements. Returns what the server refuses, with the items that it belongs to, and how many targets it found.
-    async fn sent(&self, items: &[Item], statements: Vec<(Vec<usize>, Statement)>) -> Result<(Vec<Shared>, u64)> {
+    async fn sent(
+        &self,
+        items: &[Item],
+        statements: Vec<(Vec<usize>, Statement)>,
+        timeout: Duration,
+    ) -> Result<(Vec<Shared>, u64)> {
         let mut refused = Vec::new();
         let mut matched = 0;
         let (mut updates, mut deletes) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
@@ -655,7 +734,7 @@ impl Run<'_> {
             side.1.push(raw);
         }
         for (deletes, (mut owners, raw)) in [(false, updates), (true, deletes)] {
-            match self.send(deletes, &raw).await {
+            match self.send(deletes, &raw, timeout).await {
                 Ok(written) => {
                     matched += written.matched;
                     let owned = |(index, error): (usize, Error)| (std::mem::take(&mut owners[index]), error);
@@ -669,11 +748,11 @@ impl Run<'_> {
         Ok((refused, matched))
     }
 
-    async fn send(&self, deletes: bool, statements: &[RawDocumentBuf]) -> Result<Written> {
+    async fn send(&self, deletes: bool, statements: &[RawDocumentBuf], timeout: Duration) -> Result<Written> {
         if statements.is_empty() {
             return Ok(Written::default());
         }
-        let Context { server, limits, counts, metrics, .. } = self.context;
+        let Context { server, counts, metrics, .. } = self.context;
         failpoint::here("read");
         let writing = metrics.write(&self.rule.name, if deletes { "delete" } else { "update" });
         let ns = &self.rule.target.namespace;
@@ -682,9 +761,9 @@ impl Run<'_> {
         );
         let sent = async {
             if deletes {
-                server.delete(&ns.database, &ns.collection, statements, limits.write_timeout).await
+                server.delete(&ns.database, &ns.collection, statements, timeout).await
             } else {
-                server.update(&ns.database, &ns.collection, statements, limits.write_timeout).await
+                server.update(&ns.database, &ns.collection, statements, timeout).await
             }
         };
         let written = sent.instrument(span.clone()).await?;
@@ -724,8 +803,12 @@ impl Run<'_> {
                     Statement::Delete(raw) if deletes => Some(raw.clone()),
                     _ => None,
                 });
-                error =
-                    error.or(self.send(deletes, &raw.collect::<Vec<_>>()).await?.refused.pop().map(|(_, error)| error));
+                error = error.or(self
+                    .send(deletes, &raw.collect::<Vec<_>>(), self.context.limits.write_timeout)
+                    .await?
+                    .refused
+                    .pop()
+                    .map(|(_, error)| error));
             }
             match error {
                 None => {}

@@ -3,6 +3,8 @@
 //! Architecture invariant: every statement demands that the reference is still what the value was computed for, and that the
 //! target still takes part (`target.where`). That its command starts in time is seen to where it is sent.
 
+use std::iter;
+
 use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, doc, rawdoc};
 
 use crate::{
@@ -42,17 +44,57 @@ struct Matcher {
 
 /// The statements that make the targets of `key` in `scope` hold `desired`.
 pub fn of_value(rule: &Rule, key: &Key, scope: &Scope, desired: &Desired) -> Result<Vec<Statement>> {
-    those_of_value(rule, key, scope, desired, None)
+    those_of_value(rule, key, scope, desired, Vec::new())
 }
 
-/// The same for all targets of a key of which many hold `desired` already, from a statement that did not get to its end. To find
-/// that a target need not be written costs the server half as much as to write it, to pass it over a sixth.
-pub fn of_rest(rule: &Rule, key: &Key, desired: &Desired) -> Result<Vec<Statement>> {
-    let done = match desired {
-        Desired::Fields(fields) => holds(rule, fields),
+/// The same for those targets of a key in a part of the collection that do not hold `desired` already.
+pub fn of_rest(rule: &Rule, key: &Key, desired: &Desired, part: &Part) -> Result<Vec<Statement>> {
+    let conditions = unfinished(rule, desired).into_iter().chain(part.condition()).collect();
+    let mut statements = those_of_value(rule, key, &Scope::All, desired, conditions)?;
+    if *part != Part::default() {
+        for Statement::Update(raw) | Statement::Delete(raw) in &mut statements {
+            raw.append(bson::cstr!("hint"), rawdoc! {"_id": 1});
+        }
+    }
+    Ok(statements)
+}
+
+/// What passes over the targets that hold `desired` already. To find that a target need not be written costs the server half as
+/// much as to write it, to pass it over a sixth.
+#[must_use]
+pub fn unfinished(rule: &Rule, desired: &Desired) -> Option<Document> {
+    match desired {
+        Desired::Fields(fields) => holds(rule, fields).map(|done| doc! {"$nor": [done]}),
         Desired::Keep | Desired::Remove | Desired::Delete => None,
-    };
-    those_of_value(rule, key, &Scope::All, desired, done.map(|done| doc! {"$nor": [done]}))
+    }
+}
+
+/// A part of a collection by `_id`.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Part {
+    /// Not before this one.
+    pub from: Option<Bson>,
+    /// Before this one, which the next part begins with.
+    pub before: Option<Bson>,
+}
+
+impl Part {
+    /// The parts between these.
+    #[must_use]
+    pub fn between(bounds: &[Bson]) -> Vec<Self> {
+        let from = iter::once(None).chain(bounds.iter().cloned().map(Some));
+        let before = bounds.iter().cloned().map(Some).chain(iter::once(None));
+        from.zip(before).map(|(from, before)| Self { from, before }).collect()
+    }
+
+    /// `$lt` compares within one BSON type, so the parts overlap where there are `_id`s of several. What one of them does not
+    /// take the next does: together they leave nothing out.
+    fn condition(&self) -> Option<Document> {
+        let before = self.before.as_ref().map(|before| doc! {"$lt": before.clone()});
+        let from = self.from.as_ref().map(|from| doc! {"$not": {"$lt": from.clone()}});
+        let both: Document = before.into_iter().chain(from).flatten().collect();
+        (!both.is_empty()).then(|| doc! {"_id": both})
+    }
 }
 
 fn those_of_value(
@@ -60,7 +102,7 @@ fn those_of_value(
     key: &Key,
     scope: &Scope,
     desired: &Desired,
-    and: Option<Document>,
+    and: Vec<Document>,
 ) -> Result<Vec<Statement>> {
     let named = named(scope);
     if key.values().is_empty() {
