@@ -92,6 +92,12 @@ impl Bench {
         Running { daemon, config }
     }
 
+    /// Waits until the server has written out what others have changed. Else that falls to whoever is measured next: half a
+    /// second of both cores after every few hundred thousand writes.
+    pub async fn at_rest(&self) {
+        self.client.database("admin").run_command(doc! {"fsync": 1}).await.expect("a checkpoint");
+    }
+
     /// What the server and the daemon have used so far.
     pub fn spent(&self, daemon: Option<&Running>) -> (Instant, f64, f64) {
         let mine = daemon.map_or(0.0, |daemon| host::cpu(daemon.pid()));

@@ -37,7 +37,11 @@ pub async fn measure(bench: &Bench, workload: &Workload) -> Drained {
     let mut denormd = Vec::new();
     for round in 0..=bench.rounds {
         version += 1;
-        daemon.held(change(&database, workload, version)).await;
+        let changed = async {
+            change(&database, workload, version).await;
+            bench.at_rest().await;
+        };
+        daemon.held(changed).await;
         let begin = bench.spent(Some(&daemon));
         daemon.applied().await;
         let cost = bench.since(begin, Some(&daemon));
@@ -76,6 +80,7 @@ pub async fn change(database: &Database, workload: &Workload, version: i32) {
 async fn write_floor(bench: &Bench, database: &Database, workload: &Workload, version: i32, nth: usize) -> Cost {
     change(database, workload, version).await;
     let floor = (workload.floors)(version).swap_remove(nth);
+    bench.at_rest().await;
     let begin = bench.spent(None);
     update(database, floor.collection, &floor.statements).await;
     bench.since(begin, None)
