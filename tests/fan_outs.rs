@@ -18,7 +18,7 @@ async fn hosts_and_logs(test: &TestDb) -> Database {
     // `_id`s of two BSON types: a page goes from the one to the other.
     let logs = (0..LOGS).map(|n| match n % 2 {
         0 => doc! {"_id": n, "host": 1, "ip": 0},
-        _ => doc! {"_id": format!("{n:06}"), "host": 1, "ip": 0},
+        _ => doc! {"_id": bson::DateTime::from_millis(n.into()), "host": 1, "ip": 0},
     });
     db.collection("logs").insert_many(logs).await.unwrap();
     db.collection("logs").insert_one(doc! {"_id": "other", "host": 2, "ip": 0}).await.unwrap();

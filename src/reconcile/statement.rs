@@ -5,7 +5,7 @@
 
 use std::iter;
 
-use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, doc, rawdoc};
+use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, rawdoc};
 
 use crate::{
     error::{Error, Result},
@@ -53,7 +53,7 @@ pub fn of_rest(rule: &Rule, key: &Key, desired: &Desired, part: &Part) -> Result
     let mut statements = those_of_value(rule, key, &Scope::All, desired, conditions)?;
     if *part != Part::default() {
         for Statement::Update(raw) | Statement::Delete(raw) in &mut statements {
-            raw.append(bson::cstr!("hint"), rawdoc! {"_id": 1});
+            raw.append(cstr!("hint"), rawdoc! {"_id": 1});
         }
     }
     Ok(statements)
@@ -69,6 +69,22 @@ pub fn unfinished(rule: &Rule, desired: &Desired) -> Option<Document> {
     }
 }
 
+/// Whether the index of `_id` finds this one also in a collection that has a collation of its own, which that index has too.
+fn ignores_collation(id: &Bson) -> bool {
+    matches!(
+        id,
+        Bson::Double(_)
+            | Bson::Int32(_)
+            | Bson::Int64(_)
+            | Bson::Decimal128(_)
+            | Bson::ObjectId(_)
+            | Bson::DateTime(_)
+            | Bson::Timestamp(_)
+            | Bson::Binary(_)
+            | Bson::Boolean(_)
+    )
+}
+
 /// A part of a collection by `_id`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Part {
@@ -79,9 +95,10 @@ pub struct Part {
 }
 
 impl Part {
-    /// The parts between these.
+    /// The parts between these; the whole where the index may be of no use.
     #[must_use]
     pub fn between(bounds: &[Bson]) -> Vec<Self> {
+        let bounds = if bounds.iter().all(ignores_collation) { bounds } else { &[] };
         let from = iter::once(None).chain(bounds.iter().cloned().map(Some));
         let before = bounds.iter().cloned().map(Some).chain(iter::once(None));
         from.zip(before).map(|(from, before)| Self { from, before }).collect()
@@ -383,10 +400,10 @@ fn operators(rule: &Rule, elements: &str, fields: &[Field]) -> Result<RawDocumen
     }
     let mut out = RawDocumentBuf::new();
     if !set.is_empty() {
-        out.append(bson::cstr!("$set"), set);
+        out.append(cstr!("$set"), set);
     }
     if !unset.is_empty() {
-        out.append(bson::cstr!("$unset"), unset);
+        out.append(cstr!("$unset"), unset);
     }
     Ok(out)
 }
@@ -481,7 +498,7 @@ fn update(
         for filter in array_filters {
             filters.push(RawBson::Document(raw(filter)?));
         }
-        statement.append(bson::cstr!("arrayFilters"), filters);
+        statement.append(cstr!("arrayFilters"), filters);
     }
     Ok(Statement::Update(statement))
 }
