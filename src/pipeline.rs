@@ -370,7 +370,7 @@ impl Pipeline {
             self.schedule.postpone_verdicts(&mut batch, elsewhere, now);
             let detached = self.held.contains_key(&batch.lane.0);
             if batch.lane.1 == Task::Value && batch.items.iter().any(|(_, work)| work.scope == Scope::All) {
-                let anew = batch.items.iter().any(|(_, work)| work.overruns > 0);
+                let anew = batch.items.iter().any(|(_, work)| work.begun_anew.is_some());
                 let begun = if anew { now.checked_sub(LONG) } else { None };
                 self.whole.insert((batch.lane, batch.number), begun.unwrap_or(now));
             }

@@ -41,8 +41,8 @@ pub struct Work {
     pub committed: Option<i64>,
     /// How often this was tried in vain.
     pub attempts: u32,
-    /// How many writes of it took longer than they may.
-    pub overruns: u32,
+    /// Since when its targets are written anew, because a statement for all of them took longer than it may.
+    pub begun_anew: Option<Instant>,
     /// When a reference was first found to dangle, for policies that destroy, or a target to differ, for the guard.
     pub doubted_since: Option<Instant>,
     /// What the guard has found then.
@@ -288,7 +288,7 @@ impl WorkQueue {
             after: origin.after,
             committed: origin.committed,
             attempts: 0,
-            overruns: 0,
+            begun_anew: None,
             doubted_since: None,
             doubt: Doubt::default(),
             held: Held::default(),
@@ -356,6 +356,12 @@ impl WorkQueue {
                 waiting.push_front(slot.key);
                 break;
             }
+            // It takes seconds, for which others of its batch would wait.
+            let alone = entry.pending.as_ref().is_some_and(|work| work.begun_anew.is_some());
+            if alone && !items.is_empty() {
+                waiting.push_front(slot.key);
+                break;
+            }
             entry.in_lane = false;
             // Pushed back by a delay after it entered the lane: the delay's end brings it in again.
             if entry.not_before.is_some() || entry.running.is_some() {
@@ -365,7 +371,7 @@ impl WorkQueue {
             entry.running = Some(work.held.clone());
             weight += work.scope.weight();
             items.push((slot.key, work));
-            if items.len() >= keys || weight >= most.keys.saturating_mul(4) {
+            if alone || items.len() >= keys || weight >= most.keys.saturating_mul(4) {
                 break;
             }
         }
@@ -493,7 +499,7 @@ impl Work {
         self.after = self.after.max(newer.after);
         self.committed = earliest(self.committed, newer.committed);
         self.attempts = 0;
-        self.overruns = self.overruns.max(newer.overruns);
+        self.begun_anew = self.begun_anew.or(newer.begun_anew);
         self.doubted_since = None;
         self
     }
@@ -614,6 +620,32 @@ mod tests {
 
     fn named(ids: &[i32]) -> Scope {
         Scope::Named(ids.iter().map(|id| Key::one(Bson::Int32(*id))).collect::<HashSet<_>>())
+    }
+
+    /// What is begun anew takes seconds, and has neither others in its batch nor is lost behind them.
+    #[test]
+    fn a_key_that_is_begun_anew_has_a_batch_of_its_own() {
+        let mut bench = Bench::new();
+        for key in [1, 2] {
+            bench.push(Task::Value, key, Scope::All, 1);
+        }
+        bench.routed(1);
+        let batch = bench.take().unwrap();
+        assert_eq!(batch.items.len(), 2);
+        let now = bench.now;
+        bench.finish(batch, |work| Finish::Again {
+            work: Work { begun_anew: Some(now), ..work },
+            delay: Duration::ZERO,
+        });
+        bench.push(Task::Value, 3, Scope::All, 2);
+        bench.push(Task::Value, 4, Scope::All, 2);
+        let mut batches = Vec::new();
+        while let Some(batch) = bench.take() {
+            batches.push(batch.items.len());
+            bench.done(batch);
+        }
+        batches.sort_unstable();
+        assert_eq!(batches, [1, 1, 2]);
     }
 
     #[test]

@@ -176,6 +176,29 @@ async fn a_statement_that_takes_too_long_is_begun_anew() {
     assert!(rest.iter().all(|statement| statement.get_document("hint").unwrap() == &doc! {"_id": 1}), "{rest:?}");
 }
 
+/// A key for which all of it takes too long is not written anew for ever.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_begun_anew_for_long_becomes_a_fan_out() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = hosts_and_logs(&test).await;
+    let text = config(&test, RULES).replace("limits: { ", "limits: { write_timeout_seconds: 1, ");
+    let daemon = Daemon::start_config(&text).await;
+    daemon.settled().await;
+    let admin = test.client.database("admin");
+    let slow = doc! {"waitForMillis": 500, "namespace": format!("{}.logs", db.name())};
+    let command = doc! {"configureFailPoint": "setYieldAllLocksWait", "mode": "alwaysOn", "data": slow};
+    admin.run_command(command).await.unwrap();
+    set_ip(&db, 1).await;
+    until("a fan-out is recorded", async || fan_out(&test).await).await;
+    let off = doc! {"configureFailPoint": "setYieldAllLocksWait", "mode": "off"};
+    admin.run_command(off).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(with_ip(&db, 1).await, u64::try_from(LOGS).unwrap());
+    assert_eq!(fan_out(&test).await, None);
+    daemon.stop().await;
+}
+
 /// Where the targets are few among others, parts of the collection would be gone through in vain.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_statement_for_few_of_a_collection_is_begun_anew_as_one() {

@@ -281,6 +281,7 @@ async fn what_is_left_of_a_statement_makes_all_targets_the_same() {
     let test = denormd_fixture::database().await;
     let bench = Bench { database: test.database() };
     let mut random = StdRng::seed_from_u64(2027);
+    let mut bound = StdRng::seed_from_u64(2031);
     for text in RULES {
         let rule = rule(text);
         let (mut same, mut passed_over) = (0, 0);
@@ -310,7 +311,7 @@ async fn what_is_left_of_a_statement_makes_all_targets_the_same() {
             let whole = statement::of_value(&rule, &key, &Scope::All, &desired).unwrap();
             let begun = statement::of_value(&rule, &key, &some, &desired).unwrap();
             passed_over += usize::from(statement::of_rest(&rule, &key, &desired, &Part::default()).unwrap() != whole);
-            let bounds: Vec<Bson> = (0..random.random_range(0..4)).map(|_| id(random.random_range(0..40))).collect();
+            let bounds: Vec<Bson> = (0..bound.random_range(0..4)).map(|_| id(bound.random_range(0..40))).collect();
             let rest = Part::between(&bounds);
             let rest = rest.iter().flat_map(|part| statement::of_rest(&rule, &key, &desired, part).unwrap());
             let rest: Vec<Statement> = rest.collect();
@@ -332,7 +333,7 @@ async fn what_is_left_of_a_statement_makes_all_targets_the_same() {
         }
         assert!(same > ROUNDS / 8, "{text}: {same} were carried out");
         let elements = rule.owned().iter().any(|path| path.has_each());
-        assert_eq!(passed_over > ROUNDS / 16, !elements, "{text}: {passed_over} pass over what is done");
+        assert_eq!(passed_over > ROUNDS / 8, !elements, "{text}: {passed_over} pass over what is done");
     }
 }
 

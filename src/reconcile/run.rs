@@ -50,9 +50,10 @@ const STEP: usize = 1000;
 const HALF: usize = 1000;
 /// How long it is believed how large targets are.
 const SIZE_AGE: Duration = Duration::from_secs(60);
-/// How often a statement that has taken too long for all targets of a key is begun anew: what it has written it soon passes, and
-/// statements are twice as fast as the pages of a fan-out. Others that wait for the key wait as long.
-const OVERRUNS: u32 = 3;
+/// A statement that has taken too long for all targets of a key is begun anew for so many times `limits.write_timeout`: what it
+/// has written is soon passed, and statements are twice as fast as the pages of a fan-out. Others that wait for the key wait as
+/// long.
+const ANEW: u32 = 3;
 /// The first one has this part of `limits.write_timeout`: only then are the targets known to be many.
 const FIRST: u32 = 10;
 /// Statements that write the rest of a key's targets, two at once, where it makes up much of its collection.
@@ -497,7 +498,7 @@ impl Run<'_> {
         let shape = self.shape(items.len()).await;
         let (mut statements, mut beside) = (Vec::new(), Vec::new());
         let mut grouped: Vec<(usize, Vec<Field>)> = Vec::new();
-        let mut begun_anew = Vec::new();
+        let mut destroys = false;
         for (nth, item) in items.iter_mut().enumerate() {
             if item.work.scope == Scope::All && self.context.is_spreading(&self.subject(item)) {
                 item.end = Some(self.spread(item).await);
@@ -514,15 +515,18 @@ impl Run<'_> {
                 }
                 Err(error) => return Err(error),
             };
-            if matches!(desired, Desired::Remove | Desired::Delete)
-                && let Some(end) = self.destroys(item).await?
-            {
-                item.end = Some(end);
-                continue;
+            if matches!(desired, Desired::Remove | Desired::Delete) {
+                if let Some(end) = self.destroys(item).await? {
+                    item.end = Some(end);
+                    continue;
+                }
+                destroys = true;
             }
             match (desired, shape) {
                 // All targets were wanted then, and are still.
-                (desired @ Desired::Fields(_), _) if item.work.overruns > 0 => begun_anew.push((nth, desired)),
+                (desired @ Desired::Fields(_), _) if item.work.begun_anew.is_some() => {
+                    item.end = Some(self.rest(item, &rows, &desired).await);
+                }
                 (Desired::Fields(fields), Some(shape)) if group::fits(self.rule, shape, &item.member(&fields)) => {
                     grouped.push((nth, fields));
                 }
@@ -541,11 +545,13 @@ impl Run<'_> {
             let (owners, members): (Vec<usize>, Vec<Member>) = group.into_iter().unzip();
             statements.push((owners, group::statement(self.rule, &members)?));
         }
-        self.write(items, [statements, beside], &rows).await?;
-        for (nth, desired) in begun_anew {
-            items[nth].end = Some(self.rest(&mut items[nth], &rows, &desired).await);
-        }
-        Ok(())
+        let timeout = match items {
+            [item] if item.work.scope == Scope::All && !destroys && !self.rule.reference.keyed_by_target_id() => {
+                self.context.limits.write_timeout / FIRST
+            }
+            _ => self.context.limits.write_timeout,
+        };
+        self.write(items, [statements, beside], &rows, timeout).await
     }
 
     /// What the targets are like; None where their keys do not share statements.
@@ -566,11 +572,12 @@ impl Run<'_> {
         Some(shape)
     }
 
-    /// Writes those targets of a key that do not hold `desired` yet, after a statement for all of them has taken too long: two
-    /// commands at once, for as long as it would be begun anew one at a time.
+    /// Writes those targets of a key that do not hold `desired` yet, after a statement for all of them has taken too long, by two
+    /// commands at once.
     async fn rest(&self, item: &mut Item, rows: &Rows, desired: &Desired) -> End {
         let begun = Instant::now();
         let timeout = self.context.limits.write_timeout;
+        let end = item.work.begun_anew.unwrap_or(begun) + timeout * ANEW;
         let parts = self.parts_of_rest(&item.key, desired).await;
         let failed = Mutex::new(None);
         let (key, failure) = (&item.key, &failed);
@@ -579,10 +586,9 @@ impl Run<'_> {
             if failure.lock().is_ok_and(|failure| failure.is_some()) {
                 return;
             }
-            let result = if begun.elapsed() < timeout * OVERRUNS {
-                self.part(key, desired, part, timeout).await
-            } else {
-                Err(Error::new(Kind::TimedOut, "this key has too many targets"))
+            let result = match timeout.min(end.saturating_duration_since(Instant::now())) {
+                Duration::ZERO => Err(Error::new(Kind::TimedOut, "this key has too many targets")),
+                timeout => self.part(key, desired, part, timeout).await,
             };
             if let (Err(error), Ok(mut failure)) = (result, failure.lock()) {
                 failure.get_or_insert(error);
@@ -590,9 +596,6 @@ impl Run<'_> {
         });
         written.await;
         let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) else { return End::Done };
-        if begun.elapsed() >= timeout * OVERRUNS {
-            item.work.overruns = OVERRUNS;
-        }
         self.refused(item, rows, error, begun.elapsed() > timeout / 2).await
     }
 
@@ -642,22 +645,22 @@ impl Run<'_> {
         Ok(None)
     }
 
-    /// Sends the statements, those of the two lists beside each other.
+    /// Sends the statements, those of the two lists beside each other, each list for as long as `timeout`.
     async fn write(
         &self,
         items: &mut [Item],
         statements: [Vec<(Vec<usize>, Statement)>; 2],
         rows: &Rows,
+        timeout: Duration,
     ) -> Result<()> {
         let begun = Instant::now();
-        let timeout = self.patience(items, rows);
         let [first, second] = statements.map(|statements| self.sent(items, statements, timeout));
         // A failure of one does not leave the other running.
         let (first, second) = tokio::join!(first, second);
         let ((mut refused, mut matched), (others, found)) = (first?, second?);
         refused.extend(others);
         matched += found;
-        let whole = |item: &Item| item.work.scope == Scope::All && item.work.overruns == 0;
+        let whole = |item: &Item| item.work.scope == Scope::All && item.work.begun_anew.is_none();
         if self.task == Task::Value && items.iter().all(whole) {
             self.context.learn(self.rule.id, |shape, _| shape.learn(items.len(), matched));
         }
@@ -688,7 +691,7 @@ impl Run<'_> {
     async fn refused(&self, item: &mut Item, rows: &Rows, error: Error, long: bool) -> End {
         match error.kind {
             Kind::TimedOut if long && self.may_go_on(item, rows) => {
-                item.work.overruns += 1;
+                item.work.begun_anew.get_or_insert_with(Instant::now);
                 End::Later(Duration::ZERO)
             }
             Kind::Refused | Kind::TimedOut | Kind::Internal => {
@@ -698,20 +701,11 @@ impl Run<'_> {
         }
     }
 
-    /// How long the statements may take.
-    fn patience(&self, items: &[Item], rows: &Rows) -> Duration {
-        let timeout = self.context.limits.write_timeout;
-        match items {
-            [item] if item.work.overruns == 0 && self.may_go_on(item, rows) => timeout / FIRST,
-            _ => timeout,
-        }
-    }
-
     /// Whether a statement that has taken too long is begun anew. What is destroyed has been counted already.
     fn may_go_on(&self, item: &Item, rows: &Rows) -> bool {
         self.task == Task::Value
             && item.work.scope == Scope::All
-            && item.work.overruns < OVERRUNS
+            && item.work.begun_anew.is_none_or(|since| since.elapsed() < self.context.limits.write_timeout * ANEW)
             && matches!(rows.desired(self.rule, &item.key), Ok(Desired::Fields(_)))
     }
 
@@ -853,7 +847,7 @@ impl Run<'_> {
                 statements.push((vec![nth], statement));
             }
         }
-        self.write(items, [statements, Vec::new()], &rows).await
+        self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await
     }
 
     async fn locate(&self, role: Role, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
