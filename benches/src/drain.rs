@@ -8,8 +8,8 @@ use denormd_show::{
 use mongodb::Database;
 
 use crate::{
-    bench::{Bench, Cost, Running, breath, insert, update},
-    workloads::{Change, Workload},
+    bench::{Bench, Cost, Running, STATEMENTS, WRITERS, breath, insert, update, update_by},
+    workloads::{Change, Floor, Workload},
 };
 
 /// What was measured of one workload.
@@ -18,7 +18,7 @@ pub struct Drained {
     changes: usize,
     denormd: Vec<Cost>,
     /// By the floor's name.
-    floors: Vec<(&'static str, Vec<Cost>)>,
+    floors: Vec<(String, Vec<Cost>)>,
     /// Megabytes at the end of a drain, and the most.
     memory: (f64, f64),
 }
@@ -32,8 +32,8 @@ pub async fn measure(bench: &Bench, workload: &Workload) -> Drained {
     }
     let daemon = bench.daemon(workload.rules, workload.rules.matches("- name:").count()).await;
     let mut version = 1;
-    let names = (workload.floors)(version).into_iter().map(|floor| floor.name);
-    let mut floors: Vec<(&str, Vec<Cost>)> = names.map(|name| (name, Vec::new())).collect();
+    let ways = ways(&(workload.floors)(version));
+    let mut floors: Vec<(String, Vec<Cost>)> = ways.iter().map(|way| (way.title.clone(), Vec::new())).collect();
     let mut denormd = Vec::new();
     for round in 0..=bench.rounds {
         version += 1;
@@ -51,9 +51,9 @@ pub async fn measure(bench: &Bench, workload: &Workload) -> Drained {
         if round > 0 {
             denormd.push(cost);
         }
-        for (nth, (name, costs)) in floors.iter_mut().enumerate() {
+        for (way, (name, costs)) in ways.iter().zip(&mut floors) {
             version += 1;
-            let cost = daemon.held(write_floor(bench, &database, workload, version, nth)).await;
+            let cost = daemon.held(write_floor(bench, &database, workload, version, way)).await;
             line.push_str(&format!("   {name} {:>6.2} s", cost.wall));
             if round > 0 {
                 costs.push(cost);
@@ -77,12 +77,35 @@ pub async fn change(database: &Database, workload: &Workload, version: i32) {
     }
 }
 
-async fn write_floor(bench: &Bench, database: &Database, workload: &Workload, version: i32, nth: usize) -> Cost {
+/// How a floor is written.
+struct Way {
+    title: String,
+    /// Its place among the floors.
+    floor: usize,
+    connections: usize,
+}
+
+/// Each floor from as many connections as there are cores, and the one with the most statements from one as well, as a program
+/// does that sends one bulk write after the other.
+fn ways(floors: &[Floor]) -> Vec<Way> {
+    let way = |floor: usize, connections, more: &str| Way {
+        title: format!("{}{more}", floors[floor].name),
+        floor,
+        connections,
+    };
+    let mut ways: Vec<Way> = (0..floors.len()).map(|floor| way(floor, WRITERS, "")).collect();
+    let most = (0..floors.len()).max_by_key(|floor| floors[*floor].statements.len());
+    let parted = most.filter(|floor| floors[*floor].statements.len() > STATEMENTS);
+    ways.extend(parted.map(|floor| way(floor, 1, ", one connection")));
+    ways
+}
+
+async fn write_floor(bench: &Bench, database: &Database, workload: &Workload, version: i32, way: &Way) -> Cost {
     change(database, workload, version).await;
-    let floor = (workload.floors)(version).swap_remove(nth);
+    let floor = (workload.floors)(version).swap_remove(way.floor);
     bench.at_rest().await;
     let begin = bench.spent(None);
-    update(database, floor.collection, &floor.statements).await;
+    update_by(way.connections, database, floor.collection, &floor.statements).await;
     bench.since(begin, None)
 }
 
@@ -97,7 +120,7 @@ async fn assert_true(database: &Database, workload: &Workload, version: i32, dae
 pub fn print(all: &[Drained]) {
     heading("Drain of a backlog: floor / denormd, round by round: median (least to greatest)");
     println!(
-        "  {:<12}{:<18}{:>22}{:>22}{:>12}{:>12}{:>10}",
+        "  {:<12}{:<28}{:>22}{:>22}{:>12}{:>12}{:>10}",
         "workload", "floor", "time", "server CPU", "server", "daemon", "memory"
     );
     for drained in all {
@@ -120,7 +143,7 @@ pub fn print(all: &[Drained]) {
             };
             let title = if nth == 0 { drained.name } else { "" };
             println!(
-                "  {title:<12}{name:<18}{:>22}{:>22}{server:>12}{mine:>12}{memory:>10}",
+                "  {title:<12}{name:<28}{:>22}{:>22}{server:>12}{mine:>12}{memory:>10}",
                 bold(&spread(&wall, 2)),
                 spread(&cpu, 2)
             );
