@@ -32,8 +32,11 @@ const AWAIT: Duration = Duration::from_millis(100);
 /// waits for an event is woken by every entry of the oplog, our own writes included: 7 µs an entry, half of it in the thread
 /// that makes entries visible (MongoDB 6.0.5; docs/performance.md). Asked later, it passes them in one go.
 const BACKLOG: usize = 500;
-/// How long it is not asked at most, and how often it is seen whether the backlog is done.
-const REST: (Duration, Duration) = (Duration::from_millis(250), Duration::from_millis(5));
+/// How long it is not asked when a backlog begins, which most often is done by then; and later on, as long as that lasts: changes
+/// of other rules wait as long.
+const REST: (Duration, Duration) = (Duration::from_secs(1), Duration::from_millis(250));
+/// How often it is seen whether the backlog is done.
+const LOOK: Duration = Duration::from_millis(5);
 /// Events in one batch at most.
 const BATCH: u32 = 5000;
 
@@ -253,6 +256,7 @@ async fn deliver(
 
 /// Reads until the stream ends.
 async fn read_ahead(mut batches: Batches, waiting: Arc<AtomicUsize>, out: mpsc::Sender<Result<RawBatch>>) {
+    let mut lasts = false;
     loop {
         let batch = match batches.next().await {
             Ok(Some(batch)) => Ok(batch),
@@ -263,11 +267,12 @@ async fn read_ahead(mut batches: Batches, waiting: Arc<AtomicUsize>, out: mpsc::
         if out.send(batch).await.is_err() || failed {
             return;
         }
-        let (rest, look) = REST;
-        let until = tokio::time::Instant::now() + rest;
-        while !more && waiting.load(Ordering::Relaxed) > BACKLOG && tokio::time::Instant::now() < until {
-            tokio::time::sleep(look).await;
+        let until = tokio::time::Instant::now() + if lasts { REST.1 } else { REST.0 };
+        let much = || !more && waiting.load(Ordering::Relaxed) > BACKLOG;
+        while much() && tokio::time::Instant::now() < until {
+            tokio::time::sleep(LOOK).await;
         }
+        lasts = much();
     }
 }
 

@@ -25,7 +25,7 @@ use crate::{
 const LONGEST_DOUBT: Duration = Duration::from_secs(60);
 /// How long work waits that gets less by waiting, while a stream is known to hold more. Then one batch of it runs at a time: the
 /// rest of the server is for the stream.
-const PATIENCE: Duration = Duration::from_millis(500);
+const PATIENCE: Duration = Duration::from_secs(1);
 /// The origin of pages, beside the streams.
 const PAGES: usize = usize::MAX;
 
@@ -377,13 +377,13 @@ mod tests {
         bench.deliver(1, Scope::All, true);
         assert_eq!(bench.taken(0), 0);
         bench.deliver(2, Scope::All, true);
-        assert_eq!(bench.taken(400), 0);
-        assert_eq!(bench.taken(500), 2, "patience has an end");
-        assert_eq!(bench.taken(500), 0);
+        assert_eq!(bench.taken(900), 0);
+        assert_eq!(bench.taken(1_000), 2, "patience has an end");
+        assert_eq!(bench.taken(1_000), 0);
         bench.deliver(3, Scope::All, true);
-        assert_eq!(bench.taken(600), 0, "and begins anew");
+        assert_eq!(bench.taken(1_100), 0, "and begins anew");
         bench.deliver(4, Scope::All, false);
-        assert_eq!(bench.taken(600), 2, "nothing more is to come");
+        assert_eq!(bench.taken(1_100), 2, "nothing more is to come");
     }
 
     #[test]
@@ -394,12 +394,12 @@ mod tests {
         bench.deliver(2, Scope::All, true);
         bench.deliver(3, Scope::All, true);
         assert!(bench.take(0).is_none());
-        let first = bench.take(500).unwrap();
-        assert!(bench.take(600).is_none(), "the rest of the server is for the stream");
-        bench.finish(first, 600);
-        assert!(bench.take(600).is_some());
+        let first = bench.take(1_000).unwrap();
+        assert!(bench.take(1_100).is_none(), "the rest of the server is for the stream");
+        bench.finish(first, 1_100);
+        assert!(bench.take(1_100).is_some());
         bench.deliver(4, Scope::All, false);
-        assert!(bench.take(600).is_some(), "nothing more is to come");
+        assert!(bench.take(1_100).is_some(), "nothing more is to come");
     }
 
     #[test]
