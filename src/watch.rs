@@ -33,7 +33,7 @@ const AWAIT: Duration = Duration::from_millis(100);
 /// that makes entries visible (MongoDB 6.0.5; docs/performance.md). Asked later, it passes them in one go.
 const BACKLOG: usize = 500;
 /// How long it is not asked when a backlog begins, which most often is done by then; and later on, as long as that lasts: changes
-/// of other rules wait as long.
+/// of other rules wait as long, and of those that this one feeds.
 const REST: (Duration, Duration) = (Duration::from_secs(1), Duration::from_millis(250));
 /// How often it is seen whether the backlog is done.
 const LOOK: Duration = Duration::from_millis(5);

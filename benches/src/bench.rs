@@ -18,7 +18,7 @@ use tokio::{
 
 /// Statements in one command of a writer: 500 to 1,000 are equally good (measured on MongoDB 6.0.5).
 pub const STATEMENTS: usize = 500;
-/// Connections that a writer uses at once: as many as there are cores.
+/// Connections that a writer uses at once: they fill two cores.
 pub const WRITERS: usize = 2;
 /// The database that the daemon keeps its state in.
 const STATE: &str = "denormd";
@@ -52,8 +52,8 @@ pub struct Running {
 }
 
 impl Bench {
-    /// Starts the server. With less cache it would evict what was changed a moment ago while something is measured, old versions
-    /// of it first: half of all its CPU at 2 GB.
+    /// Starts the server. With a cache of 2 GB it evicts old versions of what was changed a moment ago while something is
+    /// measured: a quarter of its CPU and more.
     pub async fn start(rounds: usize) -> Self {
         let set = ReplicaSet::builder().cache_gb(8.0).oplog_mb(4096).start().await;
         Self { client: set.client().await, set, rounds }

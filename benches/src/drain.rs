@@ -85,8 +85,8 @@ struct Way {
     connections: usize,
 }
 
-/// Each floor from as many connections as there are cores, and the one with the most statements from one as well, as a program
-/// does that sends one bulk write after the other.
+/// Each floor from two connections, and the one with the most statements from one as well, as a program does that sends one bulk
+/// write after the other.
 fn ways(floors: &[Floor]) -> Vec<Way> {
     let way = |floor: usize, connections, more: &str| Way {
         title: format!("{}{more}", floors[floor].name),
