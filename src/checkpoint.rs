@@ -1,8 +1,11 @@
 //! How far each stream is done, and where that is kept.
 
+pub mod adoption;
+pub mod earlier;
 pub mod fan_out;
 pub mod format;
 pub mod progress;
 pub mod requests;
+pub mod rule_record;
 pub mod store;
 pub mod watermark;

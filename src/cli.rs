@@ -2,9 +2,11 @@
 
 mod operator;
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+
+use crate::{config, server::client::Address};
 
 pub use operator::{CheckOptions, DeadLetters, Letters};
 
@@ -16,9 +18,9 @@ pub use operator::{CheckOptions, DeadLetters, Letters};
     after_help = "Examples:
   denormd plan --config shop.yaml            what the rules need, and whether the cluster has it
   denormd plan --config shop.yaml --apply    create what is missing
-  denormd run --config shop.yaml             keep the copies true
+  denormd run --config shop.yaml             keep the copies up to date
 
-Exit status: 0 done, 1 failed, 2 usage or config error, 3 check found differences."
+Exit status: 0 done, 1 failed, 2 usage or config error, 3 check found differences, 4 the cluster lacks something or a rule is blocked."
 )]
 pub struct Cli {
     /// Config files and directories, layered in order.
@@ -33,7 +35,8 @@ pub struct Cli {
 }
 
 /// What a command's help says of its exit status, where it says nothing more precise.
-const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 usage or config error.";
+const EXIT_STATUS: &str =
+    "Exit status: 0 done, 1 failed, 2 usage or config error, 4 the cluster lacks something or a rule is blocked.";
 
 impl Cli {
     /// Reads the command line; prints help, or what is wrong with it, and exits.
@@ -46,8 +49,83 @@ impl Cli {
     /// The definitions that help, completions and man pages come from: each command says its exit status.
     #[must_use]
     pub fn documented() -> clap::Command {
-        with_exit_status(Self::command())
+        let command = with_exit_status(Self::command());
+        let template = format!(
+            "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\n{}\nOptions:\n{{options}}{{after-help}}",
+            groups()
+        );
+        command.help_template(template)
     }
+}
+
+/// The commands by purpose, in the order in which one meets them, each in a few words.
+const GROUPS: [(&str, &[(&str, &str)]); 6] = [
+    (
+        "Begin",
+        &[
+            ("advise", "Advise on the schema, from the data that is there"),
+            ("init", "Write a first rules file from that advice"),
+            ("plan", "Check the rules, and what the cluster must have for them"),
+            ("role", "Print the least role that the rules need"),
+            ("test", "Run the rules on documents in files"),
+        ],
+    ),
+    (
+        "Run",
+        &[
+            ("run", "Run the daemon"),
+            ("health", "Succeed while the running daemon is well"),
+            ("wait", "Wait until everything up to now is applied"),
+        ],
+    ),
+    (
+        "Watch",
+        &[
+            ("status", "Show lag, states of rules, causes and what to do"),
+            ("events", "Show the timeline"),
+            ("runbook", "Show what to do about an alert"),
+            ("support-bundle", "Write one file for a person who helps"),
+        ],
+    ),
+    (
+        "Check and repair",
+        &[
+            ("check", "Compare every target with its definition"),
+            ("explain", "Explain one target's values"),
+            ("backfill", "Bring existing targets up to date"),
+            ("dead-letters", "List, retry or discard what could not be written"),
+            ("prune", "Remove the fields of a rule that is gone"),
+        ],
+    ),
+    (
+        "Control",
+        &[
+            ("pause", "Stop a rule; its fields stay as they are"),
+            ("resume", "Let a paused rule run again"),
+            ("unblock", "Let a blocked rule run, and agree to what it does"),
+        ],
+    ),
+    (
+        "About denormd",
+        &[
+            ("config", "Print the settings in force"),
+            ("schema", "Print the config's JSON Schema"),
+            ("completions", "Print shell completions"),
+            ("man", "Write the man pages"),
+            ("help", "Print the help of a command"),
+        ],
+    ),
+];
+
+fn groups() -> String {
+    let mut out = String::new();
+    for (heading, commands) in GROUPS {
+        out.push_str(&format!("{heading}:\n"));
+        for (name, about) in commands {
+            out.push_str(&format!("  {name:<14}  {about}\n"));
+        }
+    }
+    out
 }
 
 fn with_exit_status(command: clap::Command) -> clap::Command {
@@ -74,7 +152,12 @@ pub enum Command {
   DENORMD__MONGODB__URI='mongodb://db/?replicaSet=rs0' denormd run --config rules/
 
 SIGTERM and SIGINT end what is in flight, save the position, and exit with 0.")]
-    Run,
+    Run {
+        /// Stay up while the config is wrong or the cluster lacks something: write nothing, say why, and try again. For a sidecar, which
+        /// must not keep the application from starting.
+        #[arg(long)]
+        wait_for_cluster: bool,
+    },
     /// Checks the config, and what the cluster must have for it. Reads only.
     #[command(after_help = "Examples:
   denormd plan --config shop.yaml --offline  the config alone, without a server
@@ -83,10 +166,11 @@ SIGTERM and SIGINT end what is in flight, save the position, and exit with 0.")]
   denormd plan --output json | jq .ready
 
 For each rule: the paths it reads and owns, the index of each lookup; and, from a sample of its documents, the share of
-references that resolve by BSON type, fan-out, growth, and what a backfill would change. It ends with `ready`, or with a
-numbered list of what to do.
+references that resolve by BSON type, fan-out, growth, and what a backfill would change. Then, for each rule and in total,
+how many existing values it would add to, overwrite and remove. It ends with `ready`, with warnings about what looks like a
+mistake, or with a numbered list of what to do.
 
-Exit status: 0 ready, 1 failed, 2 something is to be done first.")]
+Exit status: 0 ready, 1 failed, 2 usage or config error, 4 something is to be done first, or a rule would be blocked.")]
     Plan {
         /// Check the config alone, without a server.
         #[arg(long, conflicts_with = "apply")]
@@ -97,6 +181,9 @@ Exit status: 0 ready, 1 failed, 2 something is to be done first.")]
         /// How many targets of each rule are drawn at random; 0 for none.
         #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(0..=100_000))]
         sample: u32,
+        /// Show examples of existing values that would be added, overwritten or removed.
+        #[arg(long)]
+        show_values: bool,
     },
     /// Runs the rules on documents in files, and compares what comes out with what the files expect. Asks no server.
     #[command(after_help = "Examples:
@@ -141,9 +228,9 @@ and the indexes of the collections. It names hosts, databases, collections and f
         /// Where it goes, `-` for standard output.
         #[arg(long, value_name = "FILE")]
         to: Option<PathBuf>,
-        /// Where the daemon listens, when not at the config's http.listen.
-        #[arg(long, value_name = "IP:PORT")]
-        address: Option<SocketAddr>,
+        /// Which daemon.
+        #[command(flatten)]
+        asked: Asked,
     },
     /// Prints the settings in force, each with where it comes from. Passwords are hidden.
     #[command(after_help = "Examples:
@@ -180,7 +267,10 @@ and the indexes of the collections. It names hosts, databases, collections and f
     #[command(after_help = "Examples:
   denormd role --config shop.yaml | mongosh 'mongodb://admin@db/admin'
   denormd role --name shop-denormd --with-apply           and what `plan --apply` needs
-  denormd role --output json                              the createRole command alone")]
+  denormd role --without-oplog                            where nobody may read local.oplog.rs
+  denormd role --output json                              the createRole command alone
+
+Each privilege is preceded by what it is for.")]
     Role {
         /// The role's name.
         #[arg(long, default_value = "denormd")]
@@ -188,6 +278,9 @@ and the indexes of the collections. It names hosts, databases, collections and f
         /// With what `plan --apply` needs: createIndex, collMod, createCollection.
         #[arg(long)]
         with_apply: bool,
+        /// Without the right to read the oplog: the remaining oplog window is then unknown.
+        #[arg(long)]
+        without_oplog: bool,
     },
     /// Looks at the data and says what MongoDB's six rules of thumb make of it, with the number behind each sentence. Reads only.
     #[command(after_help = "Examples:
@@ -220,10 +313,10 @@ A file that exists is not overwritten. Read what it wrote, then: denormd plan --
   denormd prune old-names --config shop.yaml --dry-run
   denormd prune old-names --config shop.yaml
 
-What another rule of the config owns is left alone. The leader does it, in pages; where nobody leads, this command takes the
-lease meanwhile.
+Fields that another rule of the config owns are left alone. The leader does the work, in pages; without a leader, this command
+takes the lease meanwhile.
 
-Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, or the leader's rules own the fields.")]
+Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule has not run, or the leader's rules own the fields.")]
     Prune {
         /// The rule's name.
         rule: String,
@@ -246,13 +339,19 @@ command does, and the next leader goes on where it was.")]
         #[arg(long)]
         no_wait: bool,
     },
-    /// Lets a held rule go on, and applies what the brake held back.
-    #[command(after_help = "Examples:
-  denormd release part-names --config shop.yaml
+    /// Agrees to what the backfill of a blocked rule does, and lets it run again.
+    #[command(
+        alias = "release",
+        after_help = "\
+Examples:
+  denormd unblock part-names --config shop.yaml
 
-A rule is held when its source collection was dropped or renamed away, or when `remove` or `delete` would have destroyed
-more than limits.destroy_per_hour. Released, it is backfilled: an absent source counts as an empty one.")]
-    Release {
+A rule is blocked, and its values stay as they are, when its source collection is gone, when more targets would have lost
+their values than limits.destroy_per_hour allows, or when its first backfill would change existing data. The command shows why,
+with the figures, and agrees: the rule is backfilled, and a source that does not exist counts as an empty one. The agreement is
+for this definition of the rule."
+    )]
+    Unblock {
         /// The rule's name.
         rule: String,
     },
@@ -264,9 +363,9 @@ more than limits.destroy_per_hour. Released, it is backfilled: an absent source 
 
 Exit status: 0 when a daemon answers, however it fares (see `health`), 1 when none does.")]
     Status {
-        /// Where the daemon listens, when not at the config's http.listen.
-        #[arg(long, value_name = "IP:PORT")]
-        address: Option<SocketAddr>,
+        /// Which daemon.
+        #[command(flatten)]
+        asked: Asked,
     },
     /// The timeline: who led when, what was wrong and for how long, reloads, backfills. Read from the state database.
     #[command(after_help = "Examples:
@@ -290,9 +389,9 @@ The same text is in deploy/RUNBOOK.md.")]
     Runbook {
         /// The alert's name, with or without `Denormd`.
         alert: Option<String>,
-        /// Where the daemon listens, when not at the config's http.listen.
-        #[arg(long, value_name = "IP:PORT")]
-        address: Option<SocketAddr>,
+        /// Which daemon.
+        #[command(flatten)]
+        asked: Asked,
     },
     /// Returns once everything up to now (or an operation time) is applied: read your writes.
     #[command(after_help = "Examples:
@@ -304,9 +403,9 @@ open backfill is waited for.
 
 Exit status: 0 applied, 1 not within the timeout or no leader answers, 2 usage.")]
     Wait {
-        /// Where the daemon listens, when not at the config's http.listen.
-        #[arg(long, value_name = "IP:PORT")]
-        address: Option<SocketAddr>,
+        /// Which daemon.
+        #[command(flatten)]
+        asked: Asked,
         /// The operation time to wait for, as seconds.increment.
         #[arg(long, value_name = "TIME")]
         operation_time: Option<String>,
@@ -343,26 +442,38 @@ Exit status: 0 told, however it is, 1 there is no such document, 2 usage or conf
         /// The target's _id: Extended JSON, a plain string, or an ObjectId's digits.
         id: String,
     },
-    /// Stops a rule: its fields stay as they are until it is resumed. Takes effect within seconds, and outlives restarts.
+    /// Stops a rule, or all: their fields stay as they are until they are resumed. Outlives restarts.
     #[command(after_help = "Examples:
   denormd pause part-names --config shop.yaml
   denormd pause part-names --for 30m                      resumes by itself
+  denormd pause --all                                     the emergency stop
+
+It returns when the leader reports the pause: `denormd status` and the page show it from then on.
 
 The saved position goes on, so a pause does not use up the oplog's headroom, and other rules are not held up. The price: a
 resumed rule is backfilled whole. `denormd status` names the cause `paused`; `denormd wait` does not wait for the rule.")]
     Pause {
         /// The rule's name.
-        rule: String,
+        #[arg(required_unless_present = "all")]
+        rule: Option<String>,
+        /// All rules, at once.
+        #[arg(long, conflicts_with = "rule")]
+        all: bool,
         /// For how long: 90s, 30m, 2h, 7d. Without it, until `denormd resume`.
         #[arg(long = "for", value_name = "TIME", value_parser = age)]
         time: Option<Duration>,
     },
     /// Lets a paused rule go on. It is backfilled whole, beside live changes.
     #[command(after_help = "Examples:
-  denormd resume part-names --config shop.yaml")]
+  denormd resume part-names --config shop.yaml
+  denormd resume --all                                    all that are paused")]
     Resume {
         /// The rule's name.
-        rule: String,
+        #[arg(required_unless_present = "all")]
+        rule: Option<String>,
+        /// All rules that are paused.
+        #[arg(long, conflicts_with = "rule")]
+        all: bool,
     },
     /// What could not be written, and why.
     #[command(
@@ -381,13 +492,24 @@ resumed rule is backfilled whole. `denormd status` names the cause `paused`; `de
 
 Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
     Health {
-        /// Where the daemon listens, when not at the config's http.listen.
-        #[arg(long, value_name = "IP:PORT")]
-        address: Option<SocketAddr>,
+        /// Which daemon.
+        #[command(flatten)]
+        asked: Asked,
         /// Ask whether it is alive, not whether it is ready.
         #[arg(long)]
         live: bool,
     },
+}
+
+/// The daemon that a command asks.
+#[derive(Debug, Default, clap::Args)]
+pub struct Asked {
+    /// Where the daemon listens, if not at the config's http.listen: IP:PORT, HOST:PORT or https://HOST:PORT.
+    #[arg(long)]
+    pub address: Option<Address>,
+    /// The authority that issued the daemon's certificate, in PEM, if it is not a public one and not in the config.
+    #[arg(long, value_name = "FILE")]
+    pub ca_file: Option<PathBuf>,
 }
 
 /// What `advise` and `init` look at.
@@ -415,25 +537,30 @@ fn pair(text: &str) -> Result<(String, String), String> {
 
 /// `30m`, `2h`, `7d`, or seconds.
 fn age(text: &str) -> Result<Duration, String> {
-    let wrong = || "write a number and s, m, h or d, as in 30m, 2h or 7d".to_owned();
-    let (number, unit) = match text.char_indices().last() {
-        Some((at, unit)) if unit.is_ascii_alphabetic() => (&text[..at], unit),
-        _ => (text, 's'),
-    };
-    let seconds = match unit {
-        's' => 1,
-        'm' => 60,
-        'h' => 3600,
-        'd' => 86_400,
-        _ => return Err(wrong()),
-    };
-    let number: u64 = number.parse().map_err(|_| wrong())?;
-    number.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32).map(Duration::from_secs).ok_or_else(wrong)
+    config::span(text).ok_or_else(|| "write a number and s, m, h or d, as in 30m, 2h or 7d".to_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_command_is_in_one_group_of_the_help() {
+        let mut grouped: Vec<&str> =
+            GROUPS.iter().flat_map(|(_, commands)| commands.iter().map(|(name, _)| *name)).collect();
+        let mut known: Vec<String> =
+            Cli::command().get_subcommands().map(|command| command.get_name().to_owned()).collect();
+        known.push("help".to_owned());
+        grouped.sort_unstable();
+        known.sort_unstable();
+        assert_eq!(grouped, known);
+        let help = Cli::documented().render_help().to_string();
+        assert!(help.contains("\nWatch:\n  status "), "{help}");
+        // The options are laid out by clap.
+        for line in help.lines().take_while(|line| *line != "Options:") {
+            assert!(line.chars().count() <= 80, "{line}");
+        }
+    }
 
     #[test]
     fn an_age_has_a_number_and_a_unit() {

@@ -19,14 +19,15 @@ pub mod run;
 pub mod runbook;
 pub mod status;
 pub mod support_bundle;
+pub mod terminal;
 pub mod test;
 pub mod wait;
 
 use std::{io::Write, sync::Arc};
 
 use crate::{
-    checkpoint::store::{Backfill, RuleState},
-    cli::{Cli, Command},
+    checkpoint::rule_record::RuleRecord,
+    cli::{Asked, Cli, Command},
     config::{self, ConfigError, Loaded},
     dead_letter::DeadLetters,
     error::{Error, Kind},
@@ -35,6 +36,8 @@ use crate::{
     partition::Partition,
     plan::{Plan, Rule},
     reconcile::Context,
+    rule_state::RuleState,
+    server::client::{Daemon, Trust},
 };
 
 /// Why a command did not do its work.
@@ -43,7 +46,7 @@ pub enum Failure {
     /// The config is wrong. Exit status 2.
     #[error("{0}")]
     Config(#[from] ConfigError),
-    /// The cluster is not what the rules need. Exit status 2.
+    /// The cluster lacks what the rules need, or a rule is blocked. Exit status 4.
     #[error("{0}")]
     Refused(String),
     /// `check` has found differences. Exit status 3.
@@ -52,22 +55,33 @@ pub enum Failure {
     /// Cases of `test` do not come out as they should. Exit status 1.
     #[error("{}", if *.0 == 1 { "one case failed".to_owned() } else { format!("{} cases failed", .0) })]
     TestsFailed(usize),
-    /// Something failed while it ran. Exit status 1, or 2 where the config is to blame.
+    /// Something failed while it ran. The kind of error decides the exit status.
     #[error("{0}")]
     Failed(#[from] Error),
 }
 
 impl Failure {
-    /// The exit status that tells it.
+    /// The exit status of the command, decided here for all commands.
     #[must_use]
     pub fn status(&self) -> i32 {
         match self {
-            Self::Config(_) | Self::Refused(_) => 2,
+            Self::Config(_) => 2,
             Self::Differs(_) => 3,
+            Self::Refused(_) => 4,
             Self::TestsFailed(_) => 1,
             Self::Failed(error) => match error.kind {
-                Kind::Config | Kind::Topology => 2,
-                _ => 1,
+                Kind::Config => 2,
+                Kind::Topology | Kind::Privilege | Kind::State => 4,
+                Kind::Connection
+                | Kind::Unavailable
+                | Kind::TimedOut
+                | Kind::ReadTimedOut
+                | Kind::NotReplicated
+                | Kind::HistoryLost
+                | Kind::Refused
+                | Kind::TooLarge
+                | Kind::Machine
+                | Kind::Internal => 1,
             },
         }
     }
@@ -89,10 +103,27 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Man { out } => return about::man(out.as_deref()),
         Command::Advise(survey) => return advise::advise(&cli.config, cli.output, survey).await,
         Command::Init { to, survey } => return init::init(&cli.config, to.as_deref(), survey).await,
-        Command::Health { address, live } => {
-            let listen = || health::address(config::load(&cli.config, &environment).ok().as_ref(), &environment);
-            let address = address.map_or_else(listen, Ok)?;
-            return health::health(cli.output, address, *live).await;
+        Command::Health { asked, live } => {
+            return health::health(cli.output, daemon(cli, &environment, asked)?, *live).await;
+        }
+        Command::Status { asked } => {
+            return status::status(cli.output, daemon(cli, &environment, asked)?).await;
+        }
+        Command::Wait { asked, operation_time, timeout } => {
+            let daemon = daemon(cli, &environment, asked)?;
+            return wait::wait(cli.output, daemon, operation_time.as_deref(), *timeout).await;
+        }
+        Command::Runbook { alert, asked } => {
+            return runbook::runbook(cli.output, alert.as_deref(), daemon(cli, &environment, asked)?).await;
+        }
+        Command::SupportBundle { to, asked } => {
+            let loaded = config::load(&cli.config, &environment);
+            let daemon = daemon(cli, &environment, asked)?;
+            return support_bundle::support_bundle(loaded, daemon, to.as_deref(), asked.address.is_some()).await;
+        }
+        Command::Run { wait_for_cluster: true } => {
+            let loaded = run::load_patiently(&cli.config, &environment).await;
+            return run::run(&cli.config, loaded, true).await;
         }
         _ => {}
     }
@@ -102,38 +133,62 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Advise(_)
         | Command::Init { .. }
         | Command::Health { .. }
+        | Command::Status { .. }
+        | Command::Wait { .. }
+        | Command::Runbook { .. }
+        | Command::SupportBundle { .. }
         | Command::Schema { .. }
         | Command::Completions { .. }
         | Command::Man { .. } => Ok(()),
-        Command::Run => run::run(&cli.config, loaded).await,
-        Command::Plan { offline, apply, sample } => {
-            let options = plan::Options { offline: *offline, apply: *apply, sample: *sample };
+        Command::Run { wait_for_cluster } => run::run(&cli.config, loaded, *wait_for_cluster).await,
+        Command::Plan { offline, apply, sample, show_values } => {
+            let options =
+                plan::Options { offline: *offline, apply: *apply, sample: *sample, show_values: *show_values };
             plan::plan(&loaded, cli.output, options).await
         }
         Command::Config => {
             about::config(&loaded, cli.output);
             Ok(())
         }
-        Command::Role { name, with_apply } => role::role(&loaded, cli.output, name, *with_apply).await,
+        Command::Role { name, with_apply, without_oplog } => {
+            role::role(&loaded, cli.output, name, *with_apply, !without_oplog).await
+        }
         Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, cli.output, rule, *no_wait).await,
-        Command::Release { rule } => backfill::release(&loaded, cli.output, rule).await,
+        Command::Unblock { rule } => backfill::unblock(&loaded, cli.output, rule).await,
         Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
-        Command::Status { address } => status::status(&loaded, cli.output, *address).await,
         Command::Events { since } => events::events(&loaded, cli.output, *since).await,
-        Command::Runbook { alert, address } => runbook::runbook(&loaded, cli.output, alert.as_deref(), *address).await,
-        Command::Wait { address, operation_time, timeout } => {
-            wait::wait(&loaded, cli.output, *address, operation_time.as_deref(), *timeout).await
-        }
         Command::Check(options) => check::check(&loaded, cli.output, options).await,
-        Command::Pause { rule, time } => pause::pause(&loaded, cli.output, rule, *time).await,
-        Command::Resume { rule } => pause::resume(&loaded, cli.output, rule).await,
+        Command::Pause { rule, time, .. } => pause::pause(&loaded, cli.output, rule.as_deref(), *time).await,
+        Command::Resume { rule, .. } => pause::resume(&loaded, cli.output, rule.as_deref()).await,
         Command::Explain { rule, id } => explain::explain(&loaded, cli.output, rule, id).await,
-        Command::SupportBundle { to, address } => {
-            support_bundle::support_bundle(&loaded, to.as_deref(), *address).await
-        }
         Command::Test { files, uri } => test::test(&loaded, cli.output, files, uri.as_deref()).await,
         Command::DeadLetters(action) => dead_letters::dead_letters(&loaded, cli.output, action).await,
     }
+}
+
+/// The daemon to ask: the one at the address that is given, or where the config says that it listens. A config that has been broken
+/// since the daemon read it does not prevent that.
+fn daemon(cli: &Cli, environment: &[(String, String)], asked: &Asked) -> Result<Daemon, Failure> {
+    let loaded = config::load(&cli.config, environment);
+    let (token, certificate) = match &loaded {
+        Ok(loaded) => (loaded.config.http.token.clone(), loaded.config.http.certificate.clone()),
+        Err(_) => (health::token(environment), health::certificate(environment)),
+    };
+    let mut address = match &asked.address {
+        Some(address) => address.clone(),
+        None => {
+            let address = health::address(loaded.as_ref().ok(), environment)?.into();
+            if let Err(error) = &loaded
+                && cli.config.iter().any(|path| path.exists())
+            {
+                notice(&format!("{error}\nthe config cannot be used; the daemon is asked at {address}"));
+            }
+            address
+        }
+    };
+    address.https.get_or_insert(certificate.is_some());
+    let own = certificate.map(|certificate| certificate.own);
+    Ok(Daemon { address, token, trust: Trust { own, ca_file: asked.ca_file.clone(), probe: false } })
 }
 
 /// Writes to standard output.
@@ -154,17 +209,17 @@ pub fn shown(value: &bson::Bson) -> String {
     value.clone().into_relaxed_extjson().to_string()
 }
 
-/// What a rule's state explains of its targets.
+/// Why a rule's targets may not be up to date, by its state.
 #[must_use]
-pub fn state_note(state: Option<&RuleState>) -> Option<String> {
-    match state.map(|state| &state.backfill) {
-        None | Some(Backfill::Absent) => Some("it has never run".to_owned()),
-        Some(Backfill::Pending(_)) => Some("its backfill is not done".to_owned()),
-        Some(Backfill::Manual) => Some("it waits for `denormd backfill`".to_owned()),
-        Some(Backfill::Held(hold)) if hold.paused => Some("it is paused".to_owned()),
-        Some(Backfill::Held(hold)) if hold.suspended => Some(format!("it is suspended: {}", hold.reason)),
-        Some(Backfill::Held(hold)) => Some(format!("it is held: {}", hold.reason)),
-        Some(Backfill::Done) => None,
+pub fn state_note(record: Option<&RuleRecord>) -> Option<String> {
+    match record.map(|record| &record.state) {
+        None | Some(RuleState::Removed) => Some("it has never run".to_owned()),
+        Some(RuleState::Backfilling { .. }) => Some("its backfill is not done".to_owned()),
+        Some(RuleState::AwaitingBackfill) => Some("it waits for `denormd backfill`".to_owned()),
+        Some(RuleState::Paused { .. }) => Some("it is paused".to_owned()),
+        Some(RuleState::Unavailable { reason }) => Some(format!("it is unavailable: {reason}")),
+        Some(RuleState::Blocked(reason)) => Some(format!("it is blocked: {reason}")),
+        Some(RuleState::Live) => None,
     }
 }
 
@@ -177,7 +232,7 @@ pub async fn compile(loaded: &Loaded) -> Result<Plan, Failure> {
 /// The rules with these names, or all of them when none is named.
 pub fn chosen<'a>(plan: &'a Plan, names: &[String]) -> Result<Vec<&'a Arc<Rule>>, Error> {
     if names.is_empty() {
-        return Ok(plan.order.iter().map(|id| plan.rule(*id)).collect());
+        return Ok(plan.rules.iter().collect());
     }
     let find = |name: &String| {
         plan.rules.iter().find(|rule| rule.name == *name).ok_or_else(|| {

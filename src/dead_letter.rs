@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use bson::{Bson, DateTime, Document, doc};
+use bson::{Bson, DateTime, Document, RawDocument, RawDocumentBuf, doc};
 use futures_util::TryStreamExt;
 
 use crate::{
     error::{Error, Result},
     key::Key,
-    mongo::{Server, bounded},
+    mongo::{Reads, Server, bounded},
     partition::Partition,
     plan::Rule,
     request::{Request, Scope, Task},
@@ -64,12 +64,16 @@ impl DeadLetters {
         Ok(())
     }
 
-    /// Forgets a letter whose work has been done, unless it failed once more meanwhile.
-    pub async fn clear(&self, server: &Server, letter: &Letter) -> Result<()> {
+    /// Forgets letters whose work has been done, unless they failed once more meanwhile.
+    pub async fn clear(&self, server: &Server, letters: &[Letter]) -> Result<()> {
         // `last` too: a letter that was forgotten and written anew counts from one again.
-        let filter = doc! {"_id": letter.id.clone(), "attempts": letter.attempts, "last": letter.last};
-        bounded(server.collection(&self.database, COLLECTION).delete_one(filter)).await?;
-        Ok(())
+        let deletes = letters.iter().map(|letter| {
+            let done = doc! {"_id": letter.id.clone(), "attempts": letter.attempts, "last": letter.last};
+            Ok(RawDocumentBuf::try_from(&doc! {"q": done, "limit": 1})?)
+        });
+        let deletes: Vec<RawDocumentBuf> = deletes.collect::<Result<_>>()?;
+        let mut done = server.delete(&self.database, COLLECTION, &deletes, CLEARING).await?;
+        done.refused.pop().map_or(Ok(()), |(_, error)| Err(error))
     }
 
     fn id(&self, rule: &Rule, task: Task, key: &Key, target: Option<&Key>) -> Document {
@@ -83,17 +87,61 @@ impl DeadLetters {
         }
     }
 
-    /// The letters of `rule` that are to be tried again now.
-    pub async fn due(&self, server: &Server, rule: &Rule) -> Result<Vec<Letter>> {
+    /// A page of the letters that are to be tried again now, in the order of their `_id`s: those after `after`, of about so many
+    /// bytes at most, and the last one's `_id`. None after the last page.
+    pub async fn due(
+        &self,
+        server: &Server,
+        after: Option<&RawDocument>,
+        bytes: usize,
+    ) -> Result<Option<(Vec<Letter>, RawDocumentBuf)>> {
         let now = DateTime::now().timestamp_millis();
-        let mut letters = self.of_rule(server, rule).await?;
-        letters.retain(|letter| letter.due <= now);
-        Ok(letters)
+        let mut due = vec![doc! {"asked": {"$exists": true}}];
+        due.extend((1..=LONGEST).map(|attempts| {
+            let tried = if attempts == LONGEST {
+                doc! {"$gte": attempts}
+            } else {
+                doc! {"$eq": attempts}
+            };
+            doc! {"attempts": tried, "last": {"$lte": DateTime::from_millis(now - pause(attempts))}}
+        }));
+        let mut filter = doc! {"$and": [self.filter(&Chosen::default()), {"$or": due}]};
+        if let Some(after) = after {
+            filter.insert("_id", doc! {"$gt": Document::try_from(after)?});
+        }
+        let command = doc! {
+            "find": COLLECTION, "filter": filter, "sort": {"_id": 1}, "hint": {"_id": 1}, "limit": PAGE, "batchSize": PAGE,
+            // Its reason is for people.
+            "projection": {"reason": 0, "path": 0},
+        };
+        let (rows, _) = server.pages(&self.database, command, Reads::default()).await?.up_to(bytes).await?;
+        let letters = rows.iter().map(|row| Ok(Letter::read(&Document::try_from(row.as_ref())?)));
+        let letters = letters.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+        let last = rows.last().and_then(|row| row.get_document("_id").ok()).map(ToOwned::to_owned);
+        Ok(last.map(|last| (letters, last)))
     }
 
-    /// All letters of `rule`.
-    pub async fn of_rule(&self, server: &Server, rule: &Rule) -> Result<Vec<Letter>> {
-        self.find(server, &Chosen { rule: Some(rule.name.clone()), key: None }, 0).await
+    /// The letters of `rule` that are about one of these targets, each with what it refers to.
+    pub async fn concerning(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        targets: &[(Key, &[Option<Key>])],
+    ) -> Result<Vec<Letter>> {
+        let of = |key: &Key| Bson::Array(key.values().to_vec());
+        let ids: Vec<Bson> = targets.iter().map(|(target, _)| of(target)).collect();
+        let references = targets.iter().flat_map(|(_, references)| references.iter().flatten()).map(of);
+        let keys: Vec<Bson> = ids.iter().cloned().chain(references).collect();
+        let filter = doc! {"$and": [
+            self.filter(&Chosen { rule: Some(rule.name.clone()), key: None }),
+            {"$or": [{"_id.key": {"$in": keys}}, {"_id.target": {"$in": ids}}]},
+        ]};
+        let mut cursor = server.collection(&self.database, COLLECTION).find(filter).await?;
+        let mut out = Vec::new();
+        while let Some(letter) = cursor.try_next().await? {
+            out.extend(Letter::read(&letter));
+        }
+        Ok(out)
     }
 
     /// The chosen letters, the newest first; `limit` of them at most, if it is not 0.
@@ -110,6 +158,13 @@ impl DeadLetters {
     /// How many letters are chosen.
     pub async fn count(&self, server: &Server, chosen: &Chosen) -> Result<u64> {
         Ok(server.collection(&self.database, COLLECTION).count_documents(self.filter(chosen)).await?)
+    }
+
+    /// The names of the rules that have any.
+    pub async fn rules(&self, server: &Server) -> Result<Vec<String>> {
+        let mine = doc! {"deployment": &self.deployment};
+        let found = server.collection(&self.database, COLLECTION).distinct("rule", mine).await?;
+        Ok(found.iter().filter_map(|rule| rule.as_str().map(ToOwned::to_owned)).collect())
     }
 
     /// Asks the leader to try the chosen letters now; returns when that was asked, by this machine's clock as all times of
@@ -162,6 +217,18 @@ pub struct Chosen {
 /// How often dead letters are looked through.
 pub const ROUND: Duration = Duration::from_secs(5);
 
+/// Letters tried again together.
+const PAGE: i32 = 500;
+/// How long it may take to forget them.
+const CLEARING: Duration = Duration::from_secs(5);
+/// From so many attempts on the pause is the longest.
+const LONGEST: i32 = 11;
+
+/// How long to wait after so many attempts, in milliseconds: 5 seconds, doubled each time up to an hour.
+fn pause(attempts: i32) -> i64 {
+    (5_000_i64 << (attempts.clamp(1, LONGEST) - 1)).min(3_600_000)
+}
+
 /// One dead letter, as far as trying it again needs it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Letter {
@@ -194,7 +261,6 @@ impl Letter {
         let task = Task::named(id.get_str("task").ok()?)?;
         let attempts = letter.get_i32("attempts").unwrap_or(1);
         let last = *letter.get_datetime("last").ok()?;
-        let pause = 5_000_i64 << (attempts.clamp(1, 10) - 1);
         Some(Self {
             task,
             key: Key::new(id.get_array("key").ok()?.clone()),
@@ -205,7 +271,7 @@ impl Letter {
             path: letter.get_str("path").ok().map(ToOwned::to_owned),
             attempts,
             last,
-            due: if letter.contains_key("asked") { 0 } else { last.timestamp_millis() + pause.min(3_600_000) },
+            due: if letter.contains_key("asked") { 0 } else { last.timestamp_millis() + pause(attempts) },
             id: id.clone(),
         })
     }
@@ -218,6 +284,12 @@ impl Letter {
             Task::LocateSource | Task::Parents => "source",
             Task::Target | Task::LocateTarget | Task::Guard => "target",
         }
+    }
+
+    /// Whether it is the same letter, which may have been tried once more meanwhile.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.key == other.key && self.id == other.id
     }
 
     /// Whether it is about this target, or about what the target refers to.

@@ -11,6 +11,8 @@ pub enum Kind {
     Unavailable,
     /// The command was stopped by its own time limit; a part of it may have taken effect.
     TimedOut,
+    /// A read was stopped by its own time limit.
+    ReadTimedOut,
     /// The write took effect, and has not reached a majority yet.
     NotReplicated,
     /// The place in the oplog that a stream should resume at is gone, or its token does not fit.
@@ -19,10 +21,16 @@ pub enum Kind {
     Privilege,
     /// The server refuses this document or this value, and will again until one of them changes.
     Refused,
+    /// More than a batch may hold in memory: fewer keys of it are done at once.
+    TooLarge,
     /// What the user wrote cannot work on this cluster; nothing was written.
     Config,
     /// The cluster is of a form that is not supported; nothing was written.
     Topology,
+    /// The state of a rule does not allow a command: it is blocked, paused or unavailable, or has never run. Nothing was written.
+    State,
+    /// The machine refuses a file or a port.
+    Machine,
     /// An answer of the server that should not exist, or a defect of ours.
     Internal,
 }
@@ -74,10 +82,16 @@ impl Error {
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self.kind {
-            Kind::Connection | Kind::Unavailable | Kind::TimedOut | Kind::NotReplicated => true,
-            Kind::HistoryLost | Kind::Privilege | Kind::Refused | Kind::Config | Kind::Topology | Kind::Internal => {
-                false
-            }
+            Kind::Connection | Kind::Unavailable | Kind::TimedOut | Kind::ReadTimedOut | Kind::NotReplicated => true,
+            Kind::HistoryLost
+            | Kind::Privilege
+            | Kind::Refused
+            | Kind::TooLarge
+            | Kind::Config
+            | Kind::Topology
+            | Kind::State
+            | Kind::Machine
+            | Kind::Internal => false,
         }
     }
 }

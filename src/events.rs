@@ -26,8 +26,8 @@ pub struct Event {
     pub id: String,
     /// When, in milliseconds since 1970.
     pub time: i64,
-    /// What: the name of a cause, which ends with `…_ended`; or `leader`, `standby`, `config_reloaded`, `config_refused`,
-    /// `backfill_started`, `backfill_done`.
+    /// What: the name of a cause, which ends with `…_ended`; or `leader`, `leader_unknown`, `standby`, `stopped`, `lease_lost`,
+    /// `config_reloaded`, `config_refused`, `backfill_started`, `backfill_done`.
     pub what: String,
     /// The rules that it concerns; all, where none is named.
     pub rules: Vec<String>,
@@ -63,6 +63,24 @@ impl Event {
             instance: text("instance").unwrap_or_default(),
         })
     }
+}
+
+/// The name of this process among the instances of a deployment: its host and its number there.
+#[must_use]
+pub fn instance() -> String {
+    instance_name(&host(), std::process::id().into())
+}
+
+/// The name of a process on a host.
+#[must_use]
+pub fn instance_name(host: &str, process: i64) -> String {
+    format!("{host}:{process}")
+}
+
+/// The name of this machine, or of its container.
+#[must_use]
+pub fn host() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
 /// The kept timeline of one deployment.

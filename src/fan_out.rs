@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use bson::{RawDocumentBuf, oid::ObjectId};
+use bson::{Bson, RawDocumentBuf, oid::ObjectId};
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinSet,
@@ -22,11 +22,14 @@ use crate::{
     error::{Error, Kind, Result},
     failpoint,
     key::Key,
-    mongo::Reads,
+    mongo::{Reads, command::limited},
     plan::{Rule, RuleId},
+    position::ClusterTime,
     reconcile::{
-        Context, read,
-        run::{id_of, request_of_found},
+        Context,
+        find::request_of_found,
+        read::{self, id_of},
+        scan::{self, Wanted},
     },
     request::{Page, Request, Scope, Task},
     suspension::UNAUTHORIZED,
@@ -104,6 +107,81 @@ pub async fn run(
     }
 }
 
+/// One pass of a fan-out over its targets.
+struct Pass<'a> {
+    one: &'a One<'a>,
+    /// What it goes on after.
+    begun: Option<Bson>,
+    /// What reads must not be older than.
+    time: ClusterTime,
+    /// Targets that are done.
+    targets: usize,
+}
+
+impl Pass<'_> {
+    /// False when the fan-out is another one by now, or gone.
+    async fn in_one_read(&mut self, job: &mut FanOut) -> Result<bool> {
+        let One { context, rule, .. } = self.one;
+        let Subject { task, key, .. } = &job.subject;
+        let Some(command) = read::found_in_order(rule, *task, key, job.after.as_ref()) else { return Ok(true) };
+        let command = limited(command, context.limits.read_timeout);
+        let reads = Reads { after: self.time };
+        let mut pages = context.server.pages(&rule.target.namespace.database, command, reads).await?;
+        while let Some(rows) = pages.next().await? {
+            for rows in rows.chunks(PAGE) {
+                let last = rows.last().map(id_of).transpose()?;
+                let last = last.and_then(|id| id.values().first().cloned());
+                if !self.page(job, rows, last).await? {
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// The same by way of the index on `_id`: each part takes a short time to read, and progress is recorded after it.
+    async fn in_parts(&mut self, job: &mut FanOut) -> Result<bool> {
+        let One { context, rule, .. } = self.one;
+        let Some(command) = read::found(rule, job.subject.task, &[&job.subject.key]) else { return Ok(true) };
+        let of = |name: &str| command.get_document(name).cloned().unwrap_or_default();
+        let (filter, projection) = (of("filter"), of("projection"));
+        loop {
+            let wanted = Wanted { filter: &filter, projection: &projection, limit: PAGE };
+            let page = scan::page_of(context, rule, wanted, job.after.as_ref(), self.time).await?;
+            let rows = page.targets.iter().map(|row| Ok(RawDocumentBuf::try_from(row)?));
+            let rows = rows.collect::<Result<Vec<_>>>()?;
+            let is_last = page.last.is_none();
+            let reached = page.last.or_else(|| page.targets.last().and_then(|target| target.get("_id").cloned()));
+            if !self.page(job, &rows, reached).await? {
+                return Ok(false);
+            }
+            if is_last {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Asks for the targets of a page and waits until they are done, which ends at `reached`. False when the fan-out is another one
+    /// by now, or gone.
+    async fn page(&mut self, job: &mut FanOut, rows: &[RawDocumentBuf], reached: Option<Bson>) -> Result<bool> {
+        let One { context, rule, out } = self.one;
+        let (done, acknowledged) = oneshot::channel();
+        let Subject { task, key, .. } = &job.subject;
+        let page = Page { requests: self.one.requests(*task, key, rows)?, after: self.time, done };
+        out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
+        // Where it is gets recorded while the next page is written: one that is done twice does no harm.
+        let moved = job.after != self.begun;
+        let recorded =
+            async { if moved { context.fan_outs.advance(&context.server, rule, job).await } else { Ok(true) } };
+        let (acknowledged, recorded) = tokio::join!(acknowledged, recorded);
+        acknowledged.map_err(|_| Error::internal("the pipeline is gone"))?;
+        failpoint::here("fan-out-page-done");
+        self.targets += rows.len();
+        job.after = reached.or(job.after.take());
+        recorded
+    }
+}
+
 /// A fan-out that is done.
 struct Ended {
     /// As it was asked for.
@@ -173,35 +251,29 @@ impl One<'_> {
     }
 
     /// Goes on after `job.after`, and moves it along. False when the fan-out is another one by now, or gone.
+    ///
+    /// One read finds all targets and sorts them. Where they are too many for that, the collection is read a part at a time.
     async fn pass(&self, job: &mut FanOut) -> Result<bool> {
         let server = &self.context.server;
-        let after = server.operation_time().await?;
-        let Subject { task, key, .. } = job.subject.clone();
-        let Some(command) = read::found_in_order(self.rule, task, &key, job.after.as_ref()) else { return Ok(true) };
-        let mut pages = server.pages(&self.rule.target.namespace.database, command, Reads { after }).await?;
-        let mut targets = 0;
-        let mut moved = false;
-        while let Some(rows) = pages.next().await? {
-            for rows in rows.chunks(PAGE) {
-                let (done, acknowledged) = oneshot::channel();
-                let page = Page { requests: self.requests(task, &key, rows)?, after, done };
-                self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
-                // Where it is gets recorded while the next page is written: one that is done twice does no harm.
-                let recorded = async {
-                    if moved { self.context.fan_outs.advance(server, self.rule, job).await } else { Ok(true) }
-                };
-                let (acknowledged, recorded) = tokio::join!(acknowledged, recorded);
-                acknowledged.map_err(|_| Error::internal("the pipeline is gone"))?;
-                failpoint::here("fan-out-page-done");
-                targets += rows.len();
-                let last = rows.last().map(id_of).transpose()?;
-                job.after = last.and_then(|id| id.values().first().cloned());
-                moved = true;
-                if !recorded? {
-                    return Ok(false);
+        let time = server.operation_time().await?;
+        let mut pass = Pass { one: self, begun: job.after.clone(), time, targets: 0 };
+        let done = if job.in_parts {
+            pass.in_parts(job).await?
+        } else {
+            match pass.in_one_read(job).await {
+                Err(error) if error.kind == Kind::ReadTimedOut && job.after == pass.begun => {
+                    tracing::info!(rule = %self.rule.name, "the fan-out goes through the collection a part at a time");
+                    // Its order may be another one: it begins with the first part, and is never read at once again.
+                    (job.in_parts, job.after, pass.begun) = (true, None, None);
+                    pass.in_parts(job).await?
                 }
+                done => done?,
             }
+        };
+        if !done {
+            return Ok(false);
         }
+        let targets = pass.targets;
         failpoint::here("fan-out-closing");
         let closed = self.context.fan_outs.close(server, self.rule, job).await?;
         if closed {
@@ -211,7 +283,7 @@ impl One<'_> {
     }
 
     fn requests(&self, task: Task, key: &Key, rows: &[RawDocumentBuf]) -> Result<Vec<Request>> {
-        if task == Task::Value {
+        if task == Task::Value && !rows.is_empty() {
             let ids: HashSet<Key> = rows.iter().map(id_of).collect::<Result<_>>()?;
             return Ok(vec![Request { rule: self.rule.id, task, key: key.clone(), scope: Scope::Named(ids) }]);
         }

@@ -7,8 +7,12 @@
 //! A lease that ran out is not lost yet: nothing is written under it ([`crate::mongo::fence`]), but it is renewed all the
 //! same, and goes on where it was if nobody took it meanwhile. So an election, or an answer that comes late, costs no
 //! take-over. The document tells, as its owner and term change with each one.
+//!
+//! The clock of the next primary may be behind. So there is a second end, `cluster_until`, by the cluster time where that is
+//! ahead of the server's clock, and a lease is free only when it has passed as well. Where it is ahead by more than
+//! [`MOST_SKEW`], nobody waits for that: then there is no second end.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
@@ -16,14 +20,17 @@ use mongodb::{
     Collection,
     options::{FindOneAndUpdateOptions, ReturnDocument},
 };
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::store::{claim_term, highest_term},
     error::{Error, Result},
+    events::{host, instance_name},
     failpoint,
-    mongo::{Connection, Fence, Server},
+    mongo::{Connection, End, Fence, Server, bounded},
+    partition::SEPARATOR,
 };
 
 /// The collection of leases in the state database: one document a deployment,
@@ -32,6 +39,11 @@ pub const COLLECTION: &str = "leases";
 /// How much longer than `until` a successor waits for what the predecessor was writing: a server notices the end of a
 /// command's time within milliseconds, and this is for a busy one.
 pub const GRACE: Duration = Duration::from_secs(1);
+/// A lease is renewed at least this often, however long it is valid: whoever leads finds out early that it cannot be renewed.
+const RENEW: Duration = Duration::from_secs(2);
+/// By how much the clocks of a replica set's members may differ: a leader that is lost after a failover to a slow clock is
+/// followed that much later. With larger differences a stale write is possible.
+pub const MOST_SKEW: Duration = Duration::from_secs(600);
 /// How often those that stand by look.
 const POLL: Duration = Duration::from_millis(500);
 /// The pause after a renewal that failed.
@@ -56,8 +68,8 @@ pub trait Registry: Clone + Send + Sync + 'static {
     /// Takes the lease for `owner` if nobody has it. None when somebody has.
     fn take(&self, owner: &str) -> impl Future<Output = Result<Option<Grant>>> + Send;
 
-    /// Renews it; returns its new end in milliseconds since 1970. None when it is another's.
-    fn renew(&self, owner: &str, term: i64) -> impl Future<Output = Result<Option<i64>>> + Send;
+    /// Renews it; returns its new end. None when it is another's.
+    fn renew(&self, owner: &str, term: i64) -> impl Future<Output = Result<Option<End>>> + Send;
 
     /// Lets anybody take it at once. Each grant has an owner of its own.
     fn give_back(&self, owner: &str) -> impl Future<Output = Result<()>> + Send;
@@ -68,8 +80,8 @@ pub trait Registry: Clone + Send + Sync + 'static {
 pub struct Grant {
     /// Counts the take-overs.
     pub term: i64,
-    /// Its end by the registry's clock, in milliseconds since 1970.
-    pub until: i64,
+    /// Its end by the registry's clock.
+    pub until: End,
     /// A later term than the document knew of was led under: it was deleted, and its owner may not know yet.
     pub was_deleted: bool,
 }
@@ -188,14 +200,15 @@ impl<R: Registry> Lease<R> {
     /// Renews until it is lost: until another one has it, or it could not be renewed for as long again after it ended, at
     /// `ends` at the latest by the time that has passed here.
     async fn keep(self, owner: String, fence: Arc<Fence>, mut ends: Instant, lost: CancellationToken) {
-        let mut pause = self.ttl / 3;
+        let rhythm = RENEW.min(self.ttl / 3);
+        let mut pause = rhythm;
         let why = loop {
             tokio::time::sleep(pause).await;
             let sent = Instant::now();
             match tokio::time::timeout(self.ttl / 3, self.registry.renew(&owner, fence.term())).await {
                 Ok(Ok(Some(until))) => {
                     fence.extend(until);
-                    (ends, pause) = (sent + self.ttl, self.ttl / 3);
+                    (ends, pause) = (sent + self.ttl, rhythm);
                 }
                 Ok(Ok(None)) => break "the document was deleted, or names another instance",
                 Ok(Err(error)) => {
@@ -228,6 +241,12 @@ impl LeaseDocument {
         doc! {"$add": ["$$NOW", millis(self.ttl)]}
     }
 
+    /// The end by the cluster time; null where that says nothing.
+    fn cluster_until(&self) -> Document {
+        let most = doc! {"$add": ["$$NOW", millis(MOST_SKEW)]};
+        doc! {"$cond": [{"$lte": [latest(), most]}, {"$add": [latest(), millis(self.ttl)]}, null]}
+    }
+
     fn mine(&self, owner: &str) -> Document {
         doc! {"_id": &self.deployment, "owner": owner}
     }
@@ -244,7 +263,7 @@ impl Registry for LeaseDocument {
         let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};
         let mine = doc! {
             "_id": "$_id", "term": term, "owner": owner, "until": self.until(),
-            "host": {"$literal": host()}, "process": i64::from(std::process::id()), "taken": "$$NOW",
+            "cluster_until": self.cluster_until(), "host": {"$literal": host()}, "process": i64::from(std::process::id()), "taken": "$$NOW",
         };
         let update = vec![doc! {"$replaceWith": {"$cond": [is_free(), mine, "$$ROOT"]}}];
         let options = FindOneAndUpdateOptions::builder().upsert(true).return_document(ReturnDocument::After).build();
@@ -268,8 +287,8 @@ impl Registry for LeaseDocument {
         Ok(Some(Grant { term, until: until_of(&doc)?, was_deleted: before > known }))
     }
 
-    async fn renew(&self, owner: &str, term: i64) -> Result<Option<i64>> {
-        let update = vec![doc! {"$set": {"until": self.until()}}];
+    async fn renew(&self, owner: &str, term: i64) -> Result<Option<End>> {
+        let update = vec![doc! {"$set": {"until": self.until(), "cluster_until": self.cluster_until()}}];
         let leases = self.collection();
         let mut mine = self.mine(owner);
         mine.insert("term", term);
@@ -337,6 +356,35 @@ pub async fn held(server: &Server, database: &str, ids: &[String]) -> Result<Vec
     Ok(held.filter_map(|lease| Some(lease.get_str("_id").ok()?.to_owned())).collect())
 }
 
+/// Who leads, as a lease that was read names it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// The instance, as [`crate::events::instance`] names it: host and process.
+    pub instance: String,
+    /// The term that it leads under.
+    pub term: i64,
+    /// When it took the lease, in milliseconds since 1970 by the server's clock.
+    pub since: i64,
+}
+
+/// Who holds which lease of a deployment, whatever number of partitions it is divided into, by the lease's id.
+pub async fn holders(server: &Server, database: &str, deployment: &str) -> Result<BTreeMap<String, Holder>> {
+    // '$' comes after the separator: these are all partitions, and nothing else.
+    let of_partitions = doc! {"$gt": format!("{deployment}{SEPARATOR}"), "$lt": format!("{deployment}$")};
+    let filter = doc! {"$or": [{"_id": deployment}, {"_id": of_partitions}]};
+    let fields = doc! {"free": is_free(), "host": 1, "process": 1, "term": 1, "taken": 1};
+    let leases = server.collection(database, COLLECTION);
+    let found = leases.find(filter).projection(fields);
+    let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
+    let read = |lease: &Document| {
+        let since = lease.get_datetime("taken").map(|taken| taken.timestamp_millis()).unwrap_or_default();
+        let instance = instance_name(lease.get_str("host").ok()?, lease.get_i64("process").ok()?);
+        let holder = Holder { instance, term: lease.get_i64("term").ok()?, since };
+        Some((lease.get_str("_id").ok()?.to_owned(), holder))
+    };
+    Ok(found.iter().filter(|lease| !lease.get_bool("free").unwrap_or_default()).filter_map(read).collect())
+}
+
 /// Whether the lease may be taken: its time is over, and what was written under it has been noticed to be over; or it was
 /// given back.
 #[must_use]
@@ -344,28 +392,27 @@ pub fn is_free() -> Document {
     let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
     let until = doc! {"$cond": [is_date, "$until", DateTime::from_millis(0)]};
     let given_back = doc! {"$eq": [{"$ifNull": ["$owner", Bson::Null]}, Bson::Null]};
-    doc! {"$lte": [{"$add": [until, {"$cond": [given_back, 0, millis(GRACE)]}]}, "$$NOW"]}
+    let by_clock = doc! {"$lte": [{"$add": [until, {"$cond": [given_back.clone(), 0, millis(GRACE)]}]}, "$$NOW"]};
+    // The grace is more than the second that a cluster time is rounded to.
+    let second =
+        doc! {"$cond": [{"$eq": [{"$type": "$cluster_until"}, "date"]}, "$cluster_until", DateTime::from_millis(0)]};
+    let by_cluster_time = doc! {"$lte": [{"$add": [second, millis(GRACE)]}, latest()]};
+    doc! {"$and": [by_clock, {"$or": [given_back, by_cluster_time]}]}
+}
+
+/// The later one of the server's clock and the cluster time. The cluster time of a write is never before it, but for the
+/// fraction of a second.
+fn latest() -> Document {
+    doc! {"$max": ["$$NOW", {"$toDate": "$$CLUSTER_TIME"}]}
 }
 
 fn term_of(doc: &Document) -> Result<i64> {
     doc.get_i64("term").map_err(|_| Error::internal("a lease without a term"))
 }
 
-fn until_of(doc: &Document) -> Result<i64> {
-    doc.get_datetime("until")
-        .map(|until| until.timestamp_millis())
-        .map_err(|_| Error::internal("a lease without an end"))
-}
-
-/// For people who look at the document.
-/// What this process is called where several are told apart: its host and its number there.
-#[must_use]
-pub fn instance() -> String {
-    format!("{}:{}", host(), std::process::id())
-}
-
-fn host() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
+fn until_of(doc: &Document) -> Result<End> {
+    let server = doc.get_datetime("until").map_err(|_| Error::internal("a lease without an end"))?.timestamp_millis();
+    Ok(End { server, cluster: doc.get_datetime("cluster_until").map_or(i64::MAX, |end| end.timestamp_millis()) })
 }
 
 fn millis(duration: Duration) -> i64 {

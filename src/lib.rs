@@ -69,6 +69,7 @@ pub mod prune;
 pub mod reconcile;
 pub mod request;
 pub mod route;
+pub mod rule_state;
 pub mod server;
 pub mod status;
 pub mod survey;

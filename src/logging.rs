@@ -53,7 +53,9 @@ pub fn start(log: &Log, deployment: &str) -> Result<Started> {
     };
     let limit = Limit::default();
     let lines = filter.and(filter_fn(|metadata| metadata.target() != STAGES)).and(limit.clone());
-    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_target(false);
+    // On a terminal alone, and not where NO_COLOR says otherwise.
+    let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(colour);
     let layer = if text { layer.boxed() } else { layer.json().flatten_event(true).boxed() };
     let registry = tracing_subscriber::registry().with(layer.with_filter(lines));
     #[cfg(feature = "otlp")]

@@ -12,12 +12,14 @@ use std::{cmp::Ordering, time::Duration};
 
 use bson::{DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 
 use crate::{
     error::Result,
-    mongo::{Connection, bounded},
+    events::{host, instance_name},
+    mongo::{Connection, Server, bounded},
     plan::Plan,
 };
 
@@ -67,6 +69,43 @@ pub fn fingerprint(plan: &Plan, partitions: u32) -> String {
         hash.update(partitions.to_be_bytes());
     }
     hash.finalize().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+}
+
+/// An instance as it announces itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Instance {
+    /// Host and process, as a lease names its holder.
+    pub name: String,
+    /// The program's version.
+    pub version: String,
+    /// Tells its plan from others.
+    pub plan: String,
+    /// When it started, in milliseconds since 1970 by the server's clock.
+    pub started: i64,
+}
+
+/// The instances of a deployment that are there: those heard of within `ttl`, the oldest first.
+pub async fn instances(server: &Server, database: &str, deployment: &str, ttl: Duration) -> Result<Vec<Instance>> {
+    let there = doc! {"_id.deployment": deployment, "$expr": alive(ttl)};
+    let instances = server.collection(database, COLLECTION);
+    let found = instances.find(there).sort(doc! {"started": 1, "_id": 1});
+    let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
+    let read = |doc: &Document| {
+        // An older program says less of itself.
+        let text = |name: &str| doc.get_str(name).unwrap_or("unknown");
+        Some(Instance {
+            name: instance_name(text("host"), doc.get_i64("process").ok()?),
+            version: text("program").to_owned(),
+            plan: doc.get_str("plan").ok()?.to_owned(),
+            started: doc.get_datetime("started").ok()?.timestamp_millis(),
+        })
+    };
+    Ok(found.iter().filter_map(read).collect())
+}
+
+fn alive(ttl: Duration) -> Document {
+    let millis = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
+    doc! {"$gt": ["$seen", {"$subtract": ["$$NOW", millis]}]}
 }
 
 /// One instance's place among those of its deployment. It is announced until this is dropped or it leaves.
@@ -203,7 +242,8 @@ impl Place {
     async fn beat(&self, said: &Said) -> Result<()> {
         let mut state = doc! {
             "plan": &said.plan, "seen": "$$NOW", "started": {"$ifNull": ["$started", "$$NOW"]},
-            "process": i64::from(std::process::id()),
+            "process": i64::from(std::process::id()), "host": {"$literal": host()},
+            "program": env!("CARGO_PKG_VERSION"),
         };
         let update = match said.leads {
             Some(leads) => {
@@ -225,7 +265,7 @@ impl Place {
     async fn others(&self, plan: &str) -> Result<Vec<usize>> {
         let others = doc! {
             "_id.deployment": &self.deployment, "_id.instance": {"$ne": &self.instance}, "plan": plan,
-            "leads": {"$exists": true}, "$expr": self.alive(),
+            "leads": {"$exists": true}, "$expr": alive(self.ttl),
         };
         let instances = self.collection(COLLECTION);
         let mut cursor = bounded(instances.find(others).projection(doc! {"leads": 1})).await?;
@@ -236,15 +276,10 @@ impl Place {
         Ok(leads)
     }
 
-    fn alive(&self) -> Document {
-        let millis = i64::try_from(self.ttl.as_millis()).unwrap_or(i64::MAX);
-        doc! {"$gt": ["$seen", {"$subtract": ["$$NOW", millis]}]}
-    }
-
     /// How many instances that are alive have a plan that was first met after this one.
     async fn newer_than(&self, plan: &str) -> Result<usize> {
         let pipeline = vec![
-            doc! {"$match": {"_id.deployment": &self.deployment, "plan": {"$ne": plan}, "$expr": self.alive()}},
+            doc! {"$match": {"_id.deployment": &self.deployment, "plan": {"$ne": plan}, "$expr": alive(self.ttl)}},
             doc! {"$set": {"known": {"deployment": "$_id.deployment", "plan": "$plan"}}},
             doc! {"$lookup": {"from": PLANS, "localField": "known", "foreignField": "_id", "as": "known"}},
             doc! {"$lookup": {

@@ -3,8 +3,10 @@
 //! Labels are a rule's name, a collection's, an operation or a reason, all of them bounded by the config and by this file:
 //! never a document's id or value.
 
+mod audit;
 mod cause;
 mod observation;
+mod process;
 mod trouble;
 
 use std::{
@@ -21,7 +23,11 @@ use prometheus::{
     Registry, TextEncoder, core::Collector,
 };
 
-use crate::error::{Error, Kind, Result};
+use crate::{
+    error::{Error, Kind, Result},
+    rule_state::RuleState,
+};
+pub use audit::AuditProgress;
 pub use cause::Cause;
 pub use observation::{BackfillProgress, HeldBack, Observation, RuleFacts, StreamFacts};
 pub use trouble::Trouble;
@@ -37,10 +43,12 @@ pub struct Metrics {
     registry: Registry,
     /// Seconds since the oldest change that is not applied to each rule's targets.
     pub rule_lag: GaugeVec,
+    /// The lag that each rule should not have for long.
+    max_lag: GaugeVec,
     /// The same, rules that feed this one included.
     pub rule_chain_lag: GaugeVec,
-    /// Seconds since the oldest change that is not applied.
-    pub lag: Gauge,
+    /// Seconds since the oldest change that is not applied. No series while it is not known, and on a standby.
+    pub lag: GaugeVec,
     propagation: HistogramVec,
     events: IntCounterVec,
     reconciles: IntCounterVec,
@@ -73,6 +81,8 @@ pub struct Metrics {
     pub oplog_readable: IntGauge,
     /// How long ago the newest write of our own that has come through was sent. No series where another process leads.
     pub canary_age: GaugeVec,
+    /// See its text below.
+    pub clock_skew: GaugeVec,
     config_ok: IntGauge,
     config_reloads: IntCounterVec,
     last_event: GaugeVec,
@@ -80,16 +90,19 @@ pub struct Metrics {
     pub queue_depth: IntGauge,
     /// Whether the server's certificate is not verified.
     pub tls_unverified: IntGauge,
-    /// 1 while this process writes.
+    /// 1 while this process writes, and is certain of it.
     pub leader: IntGauge,
     /// The same of each partition.
-    partition_leader: IntGaugeVec,
-    /// What is wrong, one series a cause.
+    pub partition_leader: IntGaugeVec,
+    /// 1 for what this process is to its deployment.
+    pub role: IntGaugeVec,
+    /// What is wrong: one series for each cause without a rule, and one for each rule that it names.
     pub causes: IntGaugeVec,
     drift_found: IntCounterVec,
     drift_repaired: IntCounterVec,
     shadow_compared: IntCounterVec,
     shadow_differing: IntCounterVec,
+    process: process::Process,
     live: Mutex<Live>,
     turned: Mutex<BTreeMap<u32, Instant>>,
     clock: AtomicI64,
@@ -107,6 +120,8 @@ struct Live {
     troubles: Troubles,
     /// By rule and the partition's place.
     backfills: Vec<(String, u32, BackfillProgress)>,
+    /// By rule and the partition's place.
+    audits: BTreeMap<(String, u32), AuditProgress>,
     last_write: Option<Instant>,
 }
 
@@ -202,8 +217,9 @@ impl Metrics {
         build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
         let metrics = Self {
             rule_lag: f.gauges("denormd_rule_lag_seconds", "Seconds since the oldest change that is not applied to the rule's targets; 0 when all are.", &["rule"])?,
+            max_lag: f.gauges("denormd_rule_max_lag_seconds", "The rule's objective, `max_lag`: the lag that it should not have for long.", &["rule"])?,
             rule_chain_lag: f.gauges("denormd_rule_chain_lag_seconds", "The largest lag of the rule and of those that feed it.", &["rule"])?,
-            lag: f.gauge("denormd_lag_seconds", "Seconds since the oldest change that is not applied to its targets; 0 when all are.")?,
+            lag: f.gauges("denormd_lag_seconds", "Seconds since the oldest change that is not applied to its targets; 0 when all are. Absent on a standby.", &[])?,
             propagation: f.histograms("denormd_propagation_seconds", "From the commit of the source's change to the acknowledged write of its targets.", &["rule"])?,
             events: f.counters("denormd_events_total", "Change events read.", &["collection", "operation"])?,
             reconciles: f.counters("denormd_reconciles_total", "Keys reconciled, by how it ended.", &["rule", "reason"])?,
@@ -225,18 +241,21 @@ impl Metrics {
             oplog_loss: f.gauges("denormd_oplog_time_to_loss_seconds", "Seconds until changes are lost with the oplog, if it goes on as in the last minutes; +Inf while nothing falls behind.", &[])?,
             oplog_readable: f.whole("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
             canary_age: f.gauges("denormd_canary_age_seconds", "Seconds since the newest write of denormd's own was sent that every stream has passed and that is applied.", &[])?,
+            clock_skew: f.gauges("denormd_clock_skew_seconds", "By how much the clocks of the replica set's members differ at least; absent while none of them answers.", &[])?,
             config_ok: f.whole("denormd_config_last_reload_successful", "0 while the config that was read last is refused and an older one is in force.")?,
             config_reloads: f.counters("denormd_config_reloads_total", "Times that the config was read again, by what came of it.", &["reason"])?,
             last_event: f.gauges("denormd_last_event_timestamp_seconds", "When this instance last wrote an event of this reason into the timeline, in seconds since 1970.", &["reason"])?,
             queue_depth: f.whole("denormd_queue_depth", "Reconcile requests that wait or run, named targets counted.")?,
             tls_unverified: f.whole("denormd_tls_unverified", "1 while the connection string switches the verification of the server's certificate off.")?,
-            leader: f.whole("denormd_leader", "1 while this process is the one that writes.")?,
+            leader: f.whole("denormd_leader", "1 while this process is the one that writes, and its lease is renewed.")?,
+            role: f.wholes("denormd_role", "1 for what this process is: starting, leader, standby, or unknown while the lease cannot be read or renewed.", &["role"])?,
             partition_leader: f.wholes("denormd_partition_leader", "1 while this process is the one that writes for the partition; a deployment that is not divided has one.", &["partition"])?,
-            causes: f.wholes("denormd_cause", "1 while this keeps the copies from being true at once.", &["reason"])?,
+            causes: f.wholes("denormd_cause", "1 while this keeps copies from being up to date. A cause that concerns rules has a series for each, and its series without a rule is 0.", &["reason", "rule"])?,
             drift_found: f.counters("denormd_drift_found_total", "Targets that differed from their definition without a change that explains it.", &["rule"])?,
             drift_repaired: f.counters("denormd_drift_repaired_total", "Of those, repaired.", &["rule"])?,
             shadow_compared: f.counters("denormd_shadow_compared_total", "Targets that a rule in shadow has compared instead of writing.", &["rule"])?,
             shadow_differing: f.counters("denormd_shadow_differing_total", "Of those, the ones that it would have changed.", &["rule"])?,
+            process: process::Process::new(&f)?,
             live: Mutex::default(),
             turned: Mutex::default(),
             clock: AtomicI64::new(0),
@@ -245,7 +264,7 @@ impl Metrics {
             registry,
         };
         for cause in Cause::ALL {
-            metrics.causes.with_label_values(&[cause.name()]).set(0);
+            metrics.causes.with_label_values(&[cause.name(), ""]).set(0);
         }
         for reason in ["done", "refused"] {
             metrics.config_reloads.with_label_values(&[reason]);
@@ -255,8 +274,8 @@ impl Metrics {
         Ok(Arc::new(metrics))
     }
 
-    fn lags_of_a_rule(&self) -> [&GaugeVec; 2] {
-        [&self.rule_lag, &self.rule_chain_lag]
+    fn lags_of_a_rule(&self) -> [&GaugeVec; 3] {
+        [&self.rule_lag, &self.rule_chain_lag, &self.max_lag]
     }
 
     fn counts_of_a_rule(&self) -> [&IntGaugeVec; 5] {
@@ -459,7 +478,8 @@ impl Metrics {
         for (nth, rule) in observation.rules.iter().enumerate() {
             self.backfill_running
                 .with_label_values(&[&rule.name])
-                .set(i64::from(observation.backfilling.contains(&nth)));
+                .set(i64::from(observation.states.get(nth).is_some_and(RuleState::is_backfilling)));
+            self.max_lag.with_label_values(&[&rule.name]).set(rule.max_lag.as_secs_f64());
             let fan_outs = observation.fan_outs.get(nth).copied().unwrap_or_default();
             self.fan_outs.with_label_values(&[&rule.name]).set(i64::try_from(fan_outs).unwrap_or(i64::MAX));
         }
@@ -473,29 +493,30 @@ impl Metrics {
         }
     }
 
-    /// This process leads a partition, or does so no more.
-    pub fn leads(&self, partition: u32, leads: bool) {
-        if leads {
-            self.leader.set(1);
-            self.turn(partition);
-        }
-        self.partition_leader.with_label_values(&[&partition.to_string()]).set(i64::from(leads));
-    }
-
     /// What the pipeline said last. None before it has started, or where another process leads.
     #[must_use]
     pub fn observation(&self) -> Option<Arc<Observation>> {
         self.live().observation.clone()
     }
 
-    /// The pipeline runs no more: nothing it said holds.
+    /// The pipeline has ended. What it said last is the last that is known, until another process leads.
+    pub fn stopped(&self, partition: u32) {
+        self.turned().remove(&partition);
+    }
+
+    /// Another process leads: what the pipeline said holds no more.
     pub fn forget_observation(&self, partition: u32) {
         let mut live = self.live();
         live.observations.remove(&partition);
         live.backfills.retain(|(_, place, progress)| *place != partition || progress.ended.is_some());
+        live.audits.retain(|(_, place), _| *place != partition);
         live.join();
-        drop(live);
-        self.turned().remove(&partition);
+    }
+
+    /// The partitions whose pipelines have said something that has not been forgotten.
+    #[must_use]
+    pub fn observed(&self) -> Vec<u32> {
+        self.live().observations.keys().copied().collect()
     }
 
     /// By how many milliseconds the server's clock is ahead of this machine's.
@@ -567,8 +588,20 @@ impl Metrics {
         (sum(&self.events).iter().map(|(_, n)| n).sum(), sum(&self.modified))
     }
 
+    /// Each rule's targets that differed without a change that explains it, and of those the repaired ones.
+    #[must_use]
+    pub fn drift(&self) -> BTreeMap<String, (u64, u64)> {
+        let mut drift: BTreeMap<String, (u64, u64)> =
+            counters(&self.drift_found).map(|(rule, n)| (rule, (n, 0))).collect();
+        for (rule, repaired) in counters(&self.drift_repaired) {
+            drift.entry(rule).or_default().1 = repaired;
+        }
+        drift
+    }
+
     /// The exposition text.
     pub fn expose(&self) -> Result<Vec<u8>> {
+        self.process.refresh();
         let mut out = Vec::new();
         TextEncoder::new()
             .encode(&self.registry.gather(), &mut out)
@@ -615,12 +648,16 @@ pub fn kind(kind: Kind) -> &'static str {
         Kind::Connection => "connection",
         Kind::Unavailable => "unavailable",
         Kind::TimedOut => "timed_out",
+        Kind::ReadTimedOut => "read_timed_out",
         Kind::NotReplicated => "not_replicated",
         Kind::HistoryLost => "history_lost",
         Kind::Privilege => "privilege",
         Kind::Refused => "refused",
+        Kind::TooLarge => "too_large",
         Kind::Config => "config",
         Kind::Topology => "topology",
+        Kind::State => "state",
+        Kind::Machine => "machine",
         Kind::Internal => "internal",
     }
 }

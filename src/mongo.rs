@@ -6,8 +6,12 @@ pub mod connect;
 pub mod connection;
 pub mod fence;
 pub mod primary;
+mod reach;
+pub mod skew;
+pub mod text;
 
 pub use command::{Batches, Pages, Reads, Server, Written};
 pub use connection::Connection;
-pub use fence::Fence;
+pub use fence::{End, Fence};
 pub use primary::bounded;
+pub use reach::silent;

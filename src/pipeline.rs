@@ -1,7 +1,7 @@
 //! Joins the stages in data order, and stops them in reverse.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, VecDeque, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -9,6 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use bson::{Bson, doc};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     task::JoinSet,
@@ -18,13 +19,15 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     audit,
     backfill::{self, Wish},
+    change::Namespace,
     checkpoint::{
         fan_out::{FanOut, Subject},
-        store::{Backfill, Hold, Store},
+        store::Store,
     },
     error::Result,
     failpoint, fan_out,
-    plan::RuleId,
+    mongo::Reads,
+    plan::{Rule, RuleId},
     position::{ClusterTime, Position},
     reconcile::{
         self, Context, Outcome,
@@ -32,9 +35,10 @@ use crate::{
     },
     request::{Page, Scope, Task},
     route::Routed,
+    rule_state::{BlockReason, RuleState},
     suspension::{self, UNAUTHORIZED},
-    watch::{Delivery, StreamSpec, follow, streams},
-    workqueue::{Batch, Lane, Most},
+    watch::{Delivery, StreamSpec, follow, nested, streams},
+    workqueue::{Batch, Lane, Most, Work},
 };
 
 /// How often positions are saved while work goes on.
@@ -51,13 +55,14 @@ const LONG: Duration = Duration::from_millis(250);
 /// moment.
 const REFUSALS: u32 = 5;
 
+mod adoption;
 mod feeders;
 mod observe;
 mod rules;
 pub mod schedule;
 
-use feeders::{Wishes, requests, retry, wishes};
-use rules::{look_for_sources, register_rules, releases, rules_of};
+use feeders::{Changed, requests, retry, sources, states};
+use rules::{Rules, read_sources, recorded_sources, register_rules, releases, rules_of};
 use schedule::{Next, Schedule};
 
 /// How far the daemon is.
@@ -67,27 +72,43 @@ pub struct Progress {
     pub applied: ClusterTime,
     /// Reconcile requests that wait or run.
     pub pending: usize,
-    /// Rules whose backfill is not done.
-    pub backfilling: BTreeSet<RuleId>,
+    /// The state of each rule.
+    pub states: Arc<Vec<RuleState>>,
     /// Large fan-outs that are not done.
     pub fan_outs: usize,
-    /// Rules that are held until they are released, and why.
-    pub held: BTreeMap<RuleId, Hold>,
 }
 
 impl Progress {
+    /// Whether the backfill of a rule is open.
+    #[must_use]
+    pub fn is_backfilling(&self) -> bool {
+        self.states.iter().any(RuleState::is_backfilling)
+    }
+
+    /// The rules that are blocked, paused or unavailable.
+    pub fn stopped(&self) -> impl Iterator<Item = RuleId> {
+        let stopped = self.states.iter().enumerate().filter(|(_, state)| state.is_stopped());
+        stopped.map(|(nth, _)| RuleId(nth))
+    }
+
+    /// The rules whose copies may lack changes: all that are not live.
+    pub fn not_live(&self) -> impl Iterator<Item = RuleId> {
+        let rules = self.states.iter().enumerate().filter(|(_, state)| **state != RuleState::Live);
+        rules.map(|(nth, _)| RuleId(nth))
+    }
+
     /// Whether everything that was committed by `time` is applied, what that has led to included.
     #[must_use]
     pub fn has_applied(&self, time: ClusterTime) -> bool {
-        self.applied >= time && self.backfilling.is_empty() && self.fan_outs == 0
+        self.applied >= time && self.fan_outs == 0 && !self.is_backfilling()
     }
 
-    /// Up to when everything is applied, where the targets of `rule` are true by then: not while it is being backfilled, or is
-    /// held.
+    /// Up to when everything is applied, where the targets of `rule` are up to date by then: not while it is being backfilled, or
+    /// is stopped.
     #[must_use]
     pub fn applied_of(&self, rule: RuleId) -> Option<ClusterTime> {
-        let settled = self.fan_outs == 0 && !self.backfilling.contains(&rule) && !self.held.contains_key(&rule);
-        settled.then_some(self.applied)
+        let settled = |state: &RuleState| !state.is_backfilling() && !state.is_stopped();
+        (self.fan_outs == 0 && self.states.get(rule.0).is_none_or(settled)).then_some(self.applied)
     }
 }
 
@@ -138,11 +159,13 @@ impl Handle {
 
 /// Starts following the streams of a plan. What is new or changed is recorded and backfilled.
 pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
-    let (backfills, held) = register_rules(&context, &store).await?;
+    let rules = register_rules(&context, &store).await?;
     let now = context.server.operation_time().await?;
     let mut starts = Vec::new();
     let mut forgotten = BTreeSet::new();
-    for spec in streams(&context.plan) {
+    // The driver's futures are large.
+    let nested = Box::pin(nested(&context.server, &context.plan)).await?;
+    for spec in streams(&context.plan, &nested) {
         let position = match store.position(&context.server, &spec.database, &spec.pipeline).await? {
             Some(position) => position,
             None => {
@@ -153,26 +176,29 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
         starts.push((spec, position));
     }
     let released = releases(&context, &store).await?;
-    let gone = look_for_sources(&context, &store).await?;
+    let recorded = recorded_sources(&context, &store).await?;
+    let sources = read_sources(&context).await?;
     // The driver's futures are large.
     let lacking = Box::pin(suspension::still(&context)).await?;
     let mut pipeline = Pipeline::new(context.clone(), store.clone());
-    pipeline.held = held;
+    pipeline.rules = rules;
     pipeline.released = released;
-    for rule in gone {
-        pipeline.hold(rule, "its source collection is gone", true).await;
-    }
+    pipeline.sources = recorded;
+    pipeline.take_sources(sources).await;
     for (rule, reason) in lacking {
         Box::pin(pipeline.suspend(rule, reason)).await?;
     }
     // A rule is done up to a position: without one, it is done again.
     for rule in forgotten {
-        if !backfills.iter().any(|wish| wish.rule == rule) && !pipeline.held.contains_key(&rule) {
+        if !pipeline.rules.state(rule).is_backfilling() {
             pipeline.sweep(rule).await?;
         }
     }
-    for wish in backfills.into_iter().filter(|wish| !pipeline.held.contains_key(&wish.rule)).collect::<Vec<_>>() {
-        pipeline.ask_backfill(wish);
+    for rule in &context.plan.order {
+        if let RuleState::Backfilling { after, agreed } = pipeline.rules.state(*rule).clone() {
+            context.memory.agrees(*rule, agreed);
+            pipeline.ask_backfill(Wish { rule: *rule, generation: pipeline.rules.generation(*rule), after });
+        }
     }
     for fan_out in context.fan_outs.all(&context.server, &context.plan).await? {
         pipeline.ask_fan_out(fan_out);
@@ -184,7 +210,7 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
             store.save_position(&context.server, &spec.database, &spec.pipeline, position).await?;
         }
     }
-    let stop = CancellationToken::new();
+    let stop = context.stopping.clone();
     let progress = pipeline.progress.subscribe();
     let task = tokio::spawn(pipeline.run(starts, stop.clone()));
     Ok(Handle { context, progress, stop, task })
@@ -209,17 +235,19 @@ struct Pipeline {
     whole: HashMap<(Lane, u64), Instant>,
     backfills: mpsc::UnboundedSender<Wish>,
     asked: Option<mpsc::UnboundedReceiver<Wish>>,
-    /// Rules whose backfill is not done, with the generation of the last wish.
-    backfilling: BTreeMap<RuleId, i64>,
+    /// The states of the rules.
+    rules: Rules,
+    /// The generation of the last backfill that was begun for each rule.
+    begun: BTreeMap<RuleId, i64>,
+    /// The UUIDs that the rules' source collections are recorded with; None where one was seen by a version that kept none.
+    sources: BTreeMap<RuleId, Option<Bson>>,
     spread: mpsc::UnboundedSender<FanOut>,
     spread_asked: Option<mpsc::UnboundedReceiver<FanOut>>,
     /// Large fan-outs that are not done.
     fan_outs: HashMap<Subject, FanOut>,
-    /// Rules that are held until they are released, and why.
-    held: BTreeMap<RuleId, Hold>,
-    /// Until when the loss of a rule's source was released before this start.
+    /// Until when the loss of a rule's source was agreed to: a drop up to then that is read later does not block the rule again.
     released: BTreeMap<RuleId, ClusterTime>,
-    pages: VecDeque<(u64, oneshot::Sender<()>)>,
+    pages: Vec<(usize, oneshot::Sender<()>)>,
     saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
     last_save: Instant,
     progress: watch::Sender<Progress>,
@@ -235,6 +263,9 @@ impl Pipeline {
         Self {
             schedule: Schedule::new(context.plan.clone(), context.limits.pending).within(context.partition),
             observer: observe::Observer::new(&context.plan),
+            rules: Rules::new(&context.plan),
+            begun: BTreeMap::new(),
+            sources: BTreeMap::new(),
             context,
             store,
             streams: Vec::new(),
@@ -243,13 +274,11 @@ impl Pipeline {
             whole: HashMap::new(),
             backfills,
             asked: Some(asked),
-            backfilling: BTreeMap::new(),
             spread,
             spread_asked: Some(spread_asked),
             fan_outs: HashMap::new(),
-            held: BTreeMap::new(),
             released: BTreeMap::new(),
-            pages: VecDeque::new(),
+            pages: Vec::new(),
             saver: None,
             last_save: Instant::now(),
             progress: watch::channel(Progress::default()).0,
@@ -297,7 +326,9 @@ impl Pipeline {
         feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
         feeders.spawn(requests(self.context.clone(), self.store.clone(), page.clone(), stop.clone()));
         let (ask, mut asked) = mpsc::channel(1);
-        feeders.spawn(wishes(self.context.clone(), self.store.clone(), ask, stop.clone()));
+        feeders.spawn(states(self.context.clone(), self.store.clone(), ask, stop.clone()));
+        let (see, mut seen) = mpsc::channel(1);
+        feeders.spawn(sources(self.context.clone(), see, stop.clone()));
         feeders.spawn(audit::run(self.context.clone(), self.applied_of_rules(), page, stop.clone()));
         let mut tick = tokio::time::interval(Duration::from_millis(100));
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -310,12 +341,16 @@ impl Pipeline {
             tokio::select! {
                 Some(delivery) = deliveries.recv(), if room => self.take(delivery).await,
                 Some(page) = pages.recv(), if room => self.take_page(page),
-                Some(wishes) = asked.recv() => self.take_wishes(wishes),
-                Some(wish) = finished.recv() => {
-                    if self.backfilling.get(&wish.rule).is_some_and(|asked| *asked <= wish.generation) {
-                        self.backfilling.remove(&wish.rule);
+                Some((changed, reported)) = asked.recv() => {
+                    for changed in changed {
+                        self.take_state(changed);
                     }
+                    self.observe_now();
+                    // The one who waits for it may have been told to stop.
+                    reported.send(()).ok();
                 }
+                Some(sources) = seen.recv() => self.take_sources(sources).await,
+                Some(wish) = finished.recv() => self.backfilled(&wish),
                 Some(done) = spread_out.recv() => self.spread_out(&done),
                 Some((rule, reason)) = lacking.recv() => self.lacks(rule, reason).await,
                 Some(outcome) = self.running.join_next() => self.finish(outcome).await,
@@ -325,7 +360,8 @@ impl Pipeline {
             }
             self.report().await;
         }
-        drop((deliveries, pages));
+        // Whoever waits for an answer to what is left in there ends.
+        drop((deliveries, pages, asked));
         while let Some(outcome) = self.running.join_next().await {
             self.finish(outcome).await;
         }
@@ -361,15 +397,17 @@ impl Pipeline {
         let most = Most { keys: limits.batch_keys, batches: limits.batches };
         while self.running.len() < most.batches {
             let now = Instant::now();
-            let Some(mut batch) = self.schedule.take(most, now) else { return };
-            if self.held.get(&batch.lane.0).is_some_and(Hold::rests) {
+            let crowded = |rule| self.context.memory.is_crowded(rule);
+            let Some(mut batch) = self.schedule.take(most, now, crowded) else { return };
+            if !self.rules.may_run(&self.context.plan, batch.lane.0) {
                 self.skip(batch);
                 continue;
             }
-            let elsewhere = !self.fan_outs.is_empty() || self.backfilling.contains_key(&batch.lane.0);
+            let elsewhere = !self.fan_outs.is_empty() || self.rules.state(batch.lane.0).is_backfilling();
             self.schedule.postpone_verdicts(&mut batch, elsewhere, now);
-            let detached = self.held.contains_key(&batch.lane.0);
-            if batch.lane.1 == Task::Value && batch.items.iter().any(|(_, work)| work.scope == Scope::All) {
+            let detached = self.rules.state(batch.lane.0).is_blocked();
+            let whole = |work: &Work| work.scope == Scope::All && work.read_limit.is_none();
+            if batch.lane.1 == Task::Value && batch.items.iter().any(|(_, work)| whole(work)) {
                 let anew = batch.items.iter().any(|(_, work)| work.begun_anew.is_some());
                 let begun = if anew { now.checked_sub(LONG) } else { None };
                 self.whole.insert((batch.lane, batch.number), begun.unwrap_or(now));
@@ -378,7 +416,7 @@ impl Pipeline {
         }
     }
 
-    /// What waits of a rule that is paused or suspended is not done: the backfill that follows does it.
+    /// Pending requests of a rule that is stopped are dropped: the backfill that follows does their work.
     fn skip(&mut self, batch: Batch) {
         let done = Next::Done { pause: Duration::ZERO };
         let keys = batch.items.into_iter().map(|(key, work)| (key, work, done)).collect();
@@ -394,23 +432,25 @@ impl Pipeline {
         for event in &delivery.events {
             let origin = self.schedule.arrive(delivery.stream, batch, event, &mut routed);
             // A whole new source in place of the one that went.
-            for rule in routed.renewed.drain(..) {
-                if self.held.get(&rule).is_some_and(|hold| !hold.rests()) {
-                    self.held.remove(&rule);
+            for rule in std::mem::take(&mut routed.renewed) {
+                // Another collection from now on: which one is found out when it is read.
+                self.context.memory.saw(&self.context.plan.rule(rule).source.namespace, None);
+                self.sources.remove(&rule);
+                match self.rules.state(rule) {
+                    RuleState::Blocked(BlockReason::SourceGone) => self.source_is_back(rule).await,
+                    _ => routed.sweeps.push(rule),
                 }
-                self.context.saw(&self.context.plan.rule(rule).source.namespace, true);
-                routed.sweeps.push(rule);
             }
             // In the order of the events: what follows a drop is not done any more.
             for rule in std::mem::take(&mut routed.bereft) {
-                // Met again after a crash: the loss was released meanwhile.
+                // Read after the loss was found and agreed to: after a crash, or behind a backlog.
                 if self.released.get(&rule).is_some_and(|released| event.cluster_time <= *released) {
                     continue;
                 }
-                self.hold(rule, "its source collection was dropped or renamed away", true).await;
+                self.block(rule, BlockReason::SourceGone).await;
             }
-            for request in routed.requests.drain(..).filter(|request| may_run(&self.context, &self.held, request.rule))
-            {
+            let (rules, plan) = (&self.rules, &self.context.plan);
+            for request in routed.requests.drain(..).filter(|request| rules.may_run(plan, request.rule)) {
                 self.schedule.ask(request, origin);
             }
         }
@@ -434,106 +474,199 @@ impl Pipeline {
         }
     }
 
+    /// A collection is there again under the name of a rule's source: the rule is unblocked, and backfilled from it.
+    async fn source_is_back(&mut self, rule: RuleId) {
+        let mut attempts = 0;
+        while let Err(error) = self.backfill_anew(rule).await {
+            self.not_recorded(&error, &mut attempts).await;
+        }
+    }
+
     async fn not_recorded(&self, error: &crate::error::Error, attempts: &mut u64) {
         tracing::warn!(error = %error.message, "the state of a rule cannot be recorded; trying again");
         *attempts += 1;
         tokio::time::sleep(Duration::from_millis(100 * (*attempts).min(50))).await;
     }
 
-    /// Stops a rule until somebody releases it: its fields stay as they are. Recorded before any event may be passed over.
-    /// A rule that is paused or suspended is held all the same: coming back, it would take an absent source for an empty one.
-    async fn hold(&mut self, rule: RuleId, reason: &str, detached: bool) {
-        if self.held.get(&rule).is_some_and(|hold| !hold.rests()) {
+    /// Blocks a rule until somebody agrees to what going on would do: its fields stay as they are. Recorded before any event may
+    /// be passed over. A rule that is paused or unavailable is blocked all the same: running again, it would take an absent source
+    /// for an empty one.
+    async fn block(&mut self, rule: RuleId, reason: BlockReason) {
+        if self.rules.state(rule).is_blocked() {
             return;
         }
         let mut attempts = 0;
         let context = self.context.clone();
         let named = context.plan.rule(rule);
-        let hold = Hold { reason: reason.to_owned(), detached, paused: false, suspended: false };
-        let state = Backfill::Held(hold.clone());
-        while let Err(error) = self.store.reset_rule(&context.server, named, &state).await {
-            self.not_recorded(&error, &mut attempts).await;
-        }
+        let generation = loop {
+            match Box::pin(self.store.block(&context.server, named, reason.clone())).await {
+                Ok(generation) => break generation,
+                Err(error) => self.not_recorded(&error, &mut attempts).await,
+            }
+        };
         failpoint::here("held");
-        tracing::error!(rule = %named.name, reason, "the rule is held: its fields stay as they are until `denormd release {}`", named.name);
-        self.backfilling.remove(&rule);
-        self.held.insert(rule, hold);
+        tracing::error!(rule = %named.name, %reason, "the rule is blocked: its fields stay as they are until `denormd unblock {}`", named.name);
+        self.set(rule, RuleState::Blocked(reason), generation);
     }
 
-    /// Sets a rule aside until the cluster has what it needs. Its events are passed over, its fan-outs forgotten: the backfill
-    /// that it comes back by does all that. The others go on.
+    /// Stops a rule until the cluster has what it needs. Its events are passed over, its fan-outs forgotten: the backfill that it
+    /// comes back by does all that. The others go on.
     async fn suspend(&mut self, rule: RuleId, reason: String) -> Result<()> {
-        if self.held.contains_key(&rule) {
+        if self.rules.state(rule).is_stopped() {
             return Ok(());
         }
         let context = self.context.clone();
         let named = context.plan.rule(rule);
-        let hold = Hold { reason, detached: false, paused: false, suspended: true };
-        Box::pin(self.store.reset_rule(&context.server, named, &Backfill::Held(hold.clone()))).await?;
+        let state = RuleState::Unavailable { reason: reason.clone() };
+        let generation = Box::pin(self.store.reset_rule(&context.server, named, &state)).await?;
         context.fan_outs.forget(&context.server, &named.name).await?;
-        tracing::error!(rule = %named.name, reason = hold.reason, "the rule is suspended until the cluster has what it needs; the others go on");
-        self.backfilling.remove(&rule);
-        self.held.insert(rule, hold);
+        tracing::error!(rule = %named.name, reason, "the rule is unavailable until the cluster has what it needs; the others go on");
+        self.set(rule, state, generation);
         Ok(())
     }
 
     /// The same where it can wait: what is refused is tried again, and refused again, until it is recorded.
     async fn lacks(&mut self, rule: RuleId, reason: String) {
         if let Err(error) = self.suspend(rule, reason).await {
-            tracing::warn!(error = %error.message, "that a rule is suspended cannot be recorded yet");
+            tracing::warn!(error = %error.message, "that a rule is unavailable cannot be recorded yet");
         }
     }
 
-    /// Backfills that commands have asked for, and rules that they have paused.
-    fn take_wishes(&mut self, wishes: Wishes) {
-        for (rule, hold) in wishes.paused {
-            // A rule that is held stays so.
-            if let Entry::Vacant(free) = self.held.entry(rule) {
-                tracing::warn!(rule = %self.context.plan.rule(rule).name, "the rule is paused");
-                free.insert(hold);
-                // It is stopped: the state has a newer wish than the one it runs for.
-                self.backfilling.remove(&rule);
-            }
+    /// Takes over the state of a rule that the state database has, where that is newer: a command has set it, or a write of ours
+    /// that timed out. What was read before the leader recorded another state is older, and changes nothing.
+    fn take_state(&mut self, Changed { rule, state, generation, released }: Changed) {
+        if generation <= self.rules.generation(rule) {
+            return;
         }
-        for wish in wishes.backfills {
-            let known = self.backfilling.get(&wish.rule).is_some_and(|generation| *generation >= wish.generation);
-            if !known {
-                let hold = self.held.remove(&wish.rule);
-                if hold.as_ref().is_some_and(Hold::rests) {
-                    tracing::info!(rule = %self.context.plan.rule(wish.rule).name, "the rule is resumed");
-                } else if hold.is_some() {
-                    // The loss is wanted: an absent source is an empty one.
-                    self.context.released(wish.rule);
-                    self.context.saw(&self.context.plan.rule(wish.rule).source.namespace, false);
-                    tracing::info!(rule = %self.context.plan.rule(wish.rule).name, "the rule is released");
+        self.released.extend(released.map(|until| (rule, until)));
+        let (name, before) = (&self.context.plan.rule(rule).name, self.rules.state(rule));
+        match (before, &state) {
+            (RuleState::Blocked(reason), after) if !after.is_blocked() => {
+                self.context.memory.released(rule);
+                // The loss is wanted: an absent source is an empty one.
+                if *reason == BlockReason::SourceGone {
+                    self.context.memory.saw(&self.context.plan.rule(rule).source.namespace, None);
+                    self.sources.remove(&rule);
                 }
-                self.ask_backfill(wish);
+                tracing::info!(rule = %name, "the rule is unblocked");
             }
+            (before, RuleState::Backfilling { .. }) if before.is_stopped() => {
+                tracing::info!(rule = %name, "the rule is resumed");
+            }
+            (_, RuleState::Paused { .. }) => tracing::warn!(rule = %name, "the rule is paused"),
+            (_, after) if after.is_stopped() => {
+                tracing::warn!(rule = %name, state = after.name(), "the rule is stopped");
+            }
+            _ => {}
+        }
+        self.set(rule, state.clone(), generation);
+        if let RuleState::Backfilling { after, .. } = state {
+            self.ask_backfill(Wish { rule, generation, after });
         }
     }
 
     /// Marks a rule as in need of a whole backfill.
     async fn sweep(&mut self, rule: RuleId) -> Result<()> {
-        if self.held.contains_key(&rule) {
+        if self.rules.state(rule).is_stopped() {
             return Ok(());
         }
+        self.backfill_anew(rule).await
+    }
+
+    /// Records that a rule is to be backfilled from the start, whatever its state, and begins.
+    async fn backfill_anew(&mut self, rule: RuleId) -> Result<()> {
         let (store, context) = (&self.store, &self.context);
-        let generation = store.reset_rule(&context.server, context.plan.rule(rule), &Backfill::Pending(None)).await?;
+        let generation = store.reset_rule(&context.server, context.plan.rule(rule), &RuleState::BACKFILL).await?;
+        self.set(rule, RuleState::BACKFILL, generation);
         self.ask_backfill(Wish { rule, generation, after: None });
         Ok(())
     }
 
+    fn set(&mut self, rule: RuleId, state: RuleState, generation: i64) {
+        self.context.memory.agrees(rule, matches!(state, RuleState::Backfilling { agreed: true, .. }));
+        self.rules.set(rule, state, generation);
+    }
+
+    fn backfilled(&mut self, wish: &Wish) {
+        self.rules.backfilled(wish.rule, wish.generation);
+        if !self.rules.state(wish.rule).is_backfilling() {
+            self.context.memory.agrees(wish.rule, false);
+        }
+    }
+
+    /// Takes in which source collections exist. A rule whose source is gone is blocked. One whose source is there again, or is
+    /// another collection by now, is backfilled, through the removal limit.
+    async fn take_sources(&mut self, sources: Vec<(Namespace, Option<Bson>)>) {
+        let context = self.context.clone();
+        for (source, mut now) in sources {
+            let known = context.memory.source(&source);
+            let is_other = |before: Option<&Bson>| before.is_some_and(|before| Some(before) != now.as_ref());
+            let replaced = now.is_some()
+                && (is_other(known.as_ref())
+                    || context.plan.rules.iter().filter(|rule| rule.source.namespace == source).any(|rule| {
+                        *self.rules.state(rule.id) == RuleState::Blocked(BlockReason::SourceGone)
+                            || is_other(self.sources.get(&rule.id).and_then(Option::as_ref))
+                    }));
+            // Applications create their collections when they start: an empty one is not the source that went.
+            if replaced && self.is_empty(&source).await {
+                now = None;
+            }
+            if now.is_some() {
+                context.memory.saw(&source, now.clone());
+            }
+            for rule in context.plan.rules.iter().filter(|rule| rule.source.namespace == source) {
+                let recorded = self.sources.get(&rule.id).cloned();
+                match &now {
+                    None if known.is_some() || recorded.is_some() => self.block(rule.id, BlockReason::SourceGone).await,
+                    None => {}
+                    Some(now) => self.take_source(rule, now, known.as_ref(), recorded.as_ref()).await,
+                }
+            }
+        }
+    }
+
+    /// Whether a collection is empty, or cannot be read for now.
+    async fn is_empty(&self, source: &Namespace) -> bool {
+        let command = doc! {"find": &source.collection, "limit": 1, "projection": {"_id": 1}};
+        let found = self.context.server.read(&source.database, command, Reads::default()).await;
+        !found.is_ok_and(|found| !found.is_empty())
+    }
+
+    async fn take_source(&mut self, rule: &Rule, now: &Bson, known: Option<&Bson>, recorded: Option<&Option<Bson>>) {
+        let mut attempts = 0;
+        let was_another = |before: &Bson| before != now;
+        if *self.rules.state(rule.id) == RuleState::Blocked(BlockReason::SourceGone) {
+            tracing::info!(rule = %rule.name, "the source collection is there: the rule is backfilled from it");
+            self.source_is_back(rule.id).await;
+        } else if known.is_some_and(was_another) || recorded.and_then(Option::as_ref).is_some_and(was_another) {
+            tracing::warn!(rule = %rule.name, "the source is another collection of the same name: the rule is backfilled from it");
+            while let Err(error) = self.sweep(rule.id).await {
+                self.not_recorded(&error, &mut attempts).await;
+            }
+        }
+        if recorded.and_then(Option::as_ref) == Some(now) {
+            return;
+        }
+        let generation = self.rules.generation(rule.id);
+        match self.store.source_seen(&self.context.server, &rule.name, generation, now).await {
+            Ok(()) => drop(self.sources.insert(rule.id, Some(now.clone()))),
+            Err(error) => {
+                tracing::warn!(error = %error.message, "the source of a rule cannot be recorded; trying again");
+            }
+        }
+    }
+
     fn ask_backfill(&mut self, wish: Wish) {
-        self.backfilling.insert(wish.rule, wish.generation);
+        if self.begun.insert(wish.rule, wish.generation) == Some(wish.generation) {
+            return;
+        }
         if self.backfills.send(wish).is_err() {
             tracing::error!("the backfill task is gone");
         }
     }
 
     fn ask_fan_out(&mut self, fan_out: FanOut) {
-        if let Ok(mut spreading) = self.context.spreading.lock() {
-            spreading.insert(fan_out.subject.clone());
-        }
+        self.context.memory.spreads(&fan_out.subject, true);
         self.fan_outs.insert(fan_out.subject.clone(), fan_out.clone());
         if self.spread.send(fan_out).is_err() {
             tracing::error!("the fan-out task is gone");
@@ -543,26 +676,22 @@ impl Pipeline {
     fn spread_out(&mut self, done: &FanOut) {
         if self.fan_outs.get(&done.subject).is_some_and(|newest| newest.wish == done.wish) {
             self.fan_outs.remove(&done.subject);
-            if let Ok(mut spreading) = self.context.spreading.lock() {
-                spreading.remove(&done.subject);
-            }
+            self.context.memory.spreads(&done.subject, false);
         }
     }
 
     fn take_page(&mut self, page: Page) {
-        let (context, held) = (&self.context, &self.held);
-        let requests = page.requests.into_iter().filter(|request| may_run(context, held, request.rule));
+        let (rules, plan) = (&self.rules, &self.context.plan);
+        let requests = page.requests.into_iter().filter(|request| rules.may_run(plan, request.rule));
         let number = self.schedule.page(requests, page.after);
-        self.pages.push_back((number, page.done));
+        self.pages.push((number, page.done));
         self.acknowledge_pages();
     }
 
     fn acknowledge_pages(&mut self) {
-        while self.pages.front().is_some_and(|(page, _)| self.schedule.is_page_done(*page)) {
-            if let Some((_, done)) = self.pages.pop_front() {
-                // A receiver that is gone has been stopped.
-                done.send(()).ok();
-            }
+        for (_, done) in self.pages.extract_if(.., |(page, _)| self.schedule.is_page_done(*page)) {
+            // A receiver that is gone has been stopped.
+            done.send(()).ok();
         }
     }
 
@@ -577,8 +706,10 @@ impl Pipeline {
             }
         };
         if outcome.keys.iter().any(|ended| matches!(ended.end, End::Brake)) {
-            let reason = "`on_missing` would have destroyed more than limits.destroy_per_hour";
-            self.hold(outcome.lane.0, reason, false).await;
+            self.block(outcome.lane.0, BlockReason::RemovalLimit).await;
+        }
+        if outcome.keys.iter().any(|ended| matches!(ended.end, End::SourceGone)) {
+            self.block(outcome.lane.0, BlockReason::SourceGone).await;
         }
         let refused = |ended: &Ended| match &ended.end {
             End::Failed(error) if error.code == Some(UNAUTHORIZED) && ended.work.attempts >= REFUSALS => {
@@ -597,10 +728,10 @@ impl Pipeline {
         for ended in outcome.keys {
             let mut work = ended.work;
             let next = match ended.end {
-                // The brake has held the rule.
-                End::Done | End::SetAside | End::Brake => Next::Done { pause },
-                // Whatever is left of a held rule is done by the backfill that follows its release.
-                End::Later(_) | End::Failed(_) if self.held.contains_key(&outcome.lane.0) => Next::Done { pause },
+                // The last two have blocked the rule.
+                End::Done | End::SetAside | End::Brake | End::SourceGone => Next::Done { pause },
+                // The backfill that follows does what is left of a rule that is stopped.
+                End::Later(_) | End::Failed(_) if self.rules.state(outcome.lane.0).is_stopped() => Next::Done { pause },
                 End::Spread(fan_out) => {
                     self.ask_fan_out(fan_out);
                     Next::Done { pause }
@@ -641,9 +772,8 @@ impl Pipeline {
         let progress = Progress {
             applied: applied.min().unwrap_or_default(),
             pending: self.schedule.depth(),
-            backfilling: self.backfilling.keys().copied().collect(),
+            states: self.rules.states().clone(),
             fan_outs: self.fan_outs.len(),
-            held: self.held.clone(),
         };
         self.progress.send_if_modified(|known| {
             let changed = *known != progress;
@@ -700,11 +830,6 @@ impl Pipeline {
             self.streams[nth].saved = Some(position);
         }
     }
-}
-
-/// Whether requests of a rule are done: one whose source is gone still copies what it finds, which takes nothing away.
-fn may_run(context: &Context, held: &BTreeMap<RuleId, Hold>, rule: RuleId) -> bool {
-    held.get(&rule).is_none_or(|hold| hold.detached && !context.plan.rule(rule).gathers())
 }
 
 async fn sleep_until(due: Option<Instant>) {

@@ -8,7 +8,7 @@ use futures_util::TryStreamExt;
 use crate::{
     change::Namespace,
     error::{Error, Kind, Result},
-    mongo::{Reads, Server},
+    mongo::{Server, classify::server_text},
     plan::{
         Plan, Rule, RuleId, Values,
         privileges::{self, Privilege, Resource},
@@ -28,6 +28,8 @@ pub struct Finding {
     pub fix: Option<Fix>,
     /// What else to do.
     pub hint: Option<String>,
+    /// Which of the rule's collections is named wrongly, where that is it.
+    pub names: Option<Role>,
 }
 
 /// A command that mends a finding.
@@ -43,7 +45,7 @@ pub struct Fix {
 
 impl Finding {
     fn new(rule: &Rule, message: impl Into<String>) -> Self {
-        Self { rule: rule.name.clone(), message: message.into(), fix: None, hint: None }
+        Self { rule: rule.name.clone(), message: message.into(), fix: None, hint: None, names: None }
     }
 }
 
@@ -61,15 +63,27 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
     for rule in &plan.rules {
         for (role, side) in [(Role::Source, &rule.source), (Role::Target, &rule.target)] {
             let Some((namespace, info, indexes)) = find(&side.namespace) else { continue };
+            let misspelt = if info.is_some() { None } else { misspelt(server, namespace).await? };
+            let near = misspelt.as_ref().map(|misspelt| misspelt.meant.as_str());
+            if let Some(Misspelt { database: true, meant }) = &misspelt {
+                // Nothing is made in a database that nobody may have meant.
+                findings.push(no_database(rule, role, namespace, meant));
+                continue;
+            }
             findings.extend(kind_of_collection(rule, namespace, info.as_ref()));
             if role == Role::Source
                 && rule.needs_pre_images()
                 && !keeps_pre_images(info.as_ref())
                 && seen.insert(namespace.clone())
             {
-                findings.push(pre_images(rule, namespace, info.is_some()));
+                findings.push(unless_misspelt(pre_images(rule, namespace, info.is_some()), near));
             }
             let paths: Vec<String> = rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect();
+            if info.is_none() {
+                let absent = absent(rule, namespace, &paths, &mut seen);
+                findings.extend(absent.map(|finding| unless_misspelt(finding, near)));
+                continue;
+            }
             let collection = (namespace, has_collation(info.as_ref()), indexes.as_slice());
             findings.extend(missing_index(rule, &paths, &beyond(rule, role), collection, &mut seen));
             // Without pre-images the parent that a child has left is found by the ids that it stores.
@@ -121,6 +135,7 @@ pub async fn privileges(server: &Server, plan: &Plan, state: &str) -> Result<Vec
         // Without it, nothing but the oplog's window is unknown.
         let optional = database == "local";
         (!optional).then(|| Finding {
+            names: None,
             rule: String::new(),
             message: format!("the user lacks {} on {place}", actions.join(", ")),
             fix: None,
@@ -270,6 +285,75 @@ fn beyond(rule: &Rule, role: Role) -> Document {
     }
 }
 
+/// A name of something that does not exist, like the name of something that does.
+#[derive(Debug, PartialEq, Eq)]
+struct Misspelt {
+    /// The database is misspelt, not the collection.
+    database: bool,
+    /// The name that is probably meant.
+    meant: String,
+}
+
+/// Whether the name of a collection that does not exist, or that of its database, is probably misspelt.
+async fn misspelt(server: &Server, namespace: &Namespace) -> Result<Option<Misspelt>> {
+    let command = doc! {"listCollections": 1, "nameOnly": true};
+    let rows: Vec<Document> =
+        server.database(&namespace.database).run_cursor_command(command).await?.try_collect().await?;
+    let names: Vec<String> = rows.iter().filter_map(|row| row.get_str("name").ok().map(ToOwned::to_owned)).collect();
+    let database = names.is_empty();
+    let meant = if database {
+        nearest(&namespace.database, &server.databases().await)
+    } else {
+        nearest(&namespace.collection, &names)
+    };
+    Ok(meant.map(|meant| Misspelt { database, meant }))
+}
+
+/// The known name that a word is probably meant to be. Names that differ in their digits alone (`tenant_1`, `tenant_2`) are meant.
+fn nearest(word: &str, known: &[String]) -> Option<String> {
+    let letters = |name: &str| name.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
+    let others = known.iter().filter(|name| letters(name) != letters(word));
+    let distance = |name: &&String| strsim::damerau_levenshtein(name, word);
+    // Of short names any two are near each other.
+    others.min_by_key(distance).filter(|name| distance(name) * 3 <= name.len()).cloned()
+}
+
+fn no_database(rule: &Rule, role: Role, namespace: &Namespace, meant: &str) -> Finding {
+    let message = format!("the database `{}` of `{namespace}` does not exist", namespace.database);
+    Finding {
+        hint: Some(format!("did you mean `{meant}`? If the name is right, create the collection first")),
+        names: Some(role),
+        ..Finding::new(rule, message)
+    }
+}
+
+/// What would create a collection is offered for a name that is not like that of another one.
+fn unless_misspelt(finding: Finding, near: Option<&str>) -> Finding {
+    match near {
+        Some(near) => Finding { fix: None, hint: Some(format!("did you mean `{near}`?")), ..finding },
+        None => finding,
+    }
+}
+
+/// A lookup in a collection that does not exist: it is indexed once it is there.
+fn absent(rule: &Rule, namespace: &Namespace, paths: &[String], seen: &mut BTreeSet<Namespace>) -> Option<Finding> {
+    let answered = rule.allow_scan || paths.iter().any(|path| path == "_id");
+    if answered || !seen.insert(namespace.clone()) {
+        return None;
+    }
+    let Namespace { database, collection } = namespace;
+    let fix = Fix {
+        database: database.clone(),
+        command: doc! {"create": collection},
+        shell: format!("db.getSiblingDB({database:?}).createCollection({collection:?})"),
+    };
+    Some(Finding {
+        fix: Some(fix),
+        hint: Some("check the name first: this creates the collection".to_owned()),
+        ..Finding::new(rule, format!("`{namespace}` does not exist, and needs an index on {}", paths.join(", ")))
+    })
+}
+
 /// A lookup needs an index that begins with one of its paths.
 fn missing_index(
     rule: &Rule,
@@ -327,28 +411,45 @@ fn missing_index(
     })
 }
 
+/// The same command with a pipeline that no document comes into: a key that no document should have is no safe way, since one
+/// document with that key would be computed.
+fn over_no_documents(mut command: Document) -> Document {
+    if let Ok(stages) = command.get_array_mut("pipeline") {
+        // `$documents` must come first.
+        let at = usize::from(stages.first().and_then(Bson::as_document).is_some_and(|s| s.contains_key("$documents")));
+        stages.insert(at, doc! {"$match": {"$expr": false}}.into());
+    }
+    command
+}
+
 /// Has the server read the rule's expressions and filters, over no documents.
 async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
-    let never = crate::key::Key::new(vec![Bson::MinKey; rule.reference.pairs.len()]);
-    let sources = (&rule.source.namespace.database, read::sources(rule, &[&never]));
+    let any = crate::key::Key::new(vec![Bson::MinKey; rule.reference.pairs.len()]);
+    let sources = (&rule.source.namespace.database, over_no_documents(read::sources(rule, &[&any])));
     let filter = rule.target.filter.clone().unwrap_or_default();
+    let never = doc! {"$expr": false};
     let targets = (
         &rule.target.namespace.database,
-        doc! {"find": &rule.target.namespace.collection, "filter": {"$and": [filter, {"_id": Bson::MinKey}]}},
+        doc! {
+            "find": &rule.target.namespace.collection, "filter": {"$and": [never, filter]},
+            "collation": read::simple_collation(),
+        },
     );
     for (database, command) in [sources, targets] {
-        match server.read(database, command, Reads::default()).await {
-            Ok(_) => {}
-            Err(error) if error.kind == Kind::Refused => {
+        let Err(refused) = server.database(database).run_command(command).await else { continue };
+        // No document is read, so the text quotes the rule alone.
+        let text = server_text(&refused).map(|text| format!(": {text}")).unwrap_or_default();
+        match Error::from(refused) {
+            error if error.kind == Kind::Refused => {
                 let mut finding = Finding::new(
                     rule,
-                    format!("the server refuses the rule's expressions or filters: {}", error.message),
+                    format!("the server refuses the rule's expressions or filters: {}{text}", error.message),
                 );
                 finding.hint =
                     Some("try the expressions in mongosh with db.collection.aggregate([{ $project: … }])".to_owned());
                 return Ok(Some(finding));
             }
-            Err(error) => return Err(error),
+            error => return Err(error),
         }
     }
     Ok(None)
@@ -361,7 +462,7 @@ mod tests {
     fn index(collection: &str, keys: Document) -> Finding {
         let command = doc! {"createIndexes": collection, "indexes": [{"key": keys}]};
         let fix = Fix { database: "d".to_owned(), command, shell: String::new() };
-        Finding { rule: "r".to_owned(), message: String::new(), fix: Some(fix), hint: None }
+        Finding { rule: "r".to_owned(), message: String::new(), fix: Some(fix), hint: None, names: None }
     }
 
     /// The flights: `{ tailnum: 1 }` for one rule, and `{ tailnum: 1, time_hour: -1, _id: 1 }` for another, were both made.

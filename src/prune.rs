@@ -6,7 +6,7 @@ use bson::{Bson, Document, doc};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::{requests::Retired, store::RuleState},
+    checkpoint::{requests::Retired, rule_record::RuleRecord},
     error::{Kind, Result},
     field_path::FieldPath,
     mongo::{Pages, Reads},
@@ -15,6 +15,7 @@ use crate::{
         Context, read,
         statement::{self, Statement},
     },
+    rule_state::{BlockReason, RuleState},
 };
 
 /// Targets in one write.
@@ -22,8 +23,10 @@ const PAGE: usize = 1000;
 
 /// What a rule once owned and nobody owns now; `active` when the config still has a rule of that name.
 #[must_use]
-pub fn retired(plan: &Plan, state: &RuleState, active: bool) -> Vec<Retired> {
-    let current = (!active).then_some(&state.definition);
+pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
+    // A definition that was blocked before its first write has written nothing: the values are the application's.
+    let wrote = !matches!(state.state, RuleState::Blocked(BlockReason::Adoption(_)));
+    let current = (!active && wrote).then_some(&state.definition);
     let mut found = BTreeSet::new();
     for definition in state.retired.iter().chain(current) {
         let Ok(collection) = definition.get_document("target").and_then(|target| target.get_str("collection")) else {

@@ -2,12 +2,22 @@
 
 pub mod applied;
 pub mod compare;
+pub mod context;
+pub mod find;
 pub mod group;
+pub mod guard;
+mod isolate;
+pub mod memory;
 pub mod read;
+mod removal_limit;
 pub mod run;
 pub mod scan;
 pub mod shape;
+mod share;
+mod slow;
 pub mod statement;
 pub mod value;
+mod write;
 
-pub use run::{Context, Outcome, run};
+pub use context::Context;
+pub use run::{Outcome, run};

@@ -19,6 +19,21 @@ pub struct Request {
     pub scope: Scope,
 }
 
+impl Request {
+    /// About how many bytes of memory it takes in the queue.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let named: usize = match &self.scope {
+            Scope::All => 0,
+            Scope::Named(ids) => ids.iter().map(|id| id.weight() + PLACE).sum(),
+        };
+        PLACE + self.key.weight() + named
+    }
+}
+
+/// What a key, or a named target, takes in the queue beside itself.
+const PLACE: usize = 128;
+
 /// What is done with a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Task {
@@ -44,10 +59,27 @@ impl Task {
     const ALL: [Self; 7] =
         [Self::Value, Self::Target, Self::LocateSource, Self::LocateTarget, Self::Guard, Self::Parents, Self::Holders];
 
-    /// Its name in the state database.
+    /// Whether it finds keys and writes nothing.
     #[must_use]
-    pub fn name(self) -> String {
-        format!("{self:?}")
+    pub fn looks_up(self) -> bool {
+        match self {
+            Self::LocateSource | Self::LocateTarget | Self::Parents | Self::Holders => true,
+            Self::Value | Self::Target | Self::Guard => false,
+        }
+    }
+
+    /// Its name in the state database, which never changes.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Value => "Value",
+            Self::Target => "Target",
+            Self::LocateSource => "LocateSource",
+            Self::LocateTarget => "LocateTarget",
+            Self::Guard => "Guard",
+            Self::Parents => "Parents",
+            Self::Holders => "Holders",
+        }
     }
 
     /// The task of this name.

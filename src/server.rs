@@ -1,8 +1,12 @@
 //! `/metrics`, health, `/v1` and the page. What changes something needs a token.
 
+mod address;
 mod ask;
 pub mod client;
+mod connections;
+mod endpoints;
 mod guard;
+mod trust;
 mod wait;
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
@@ -21,18 +25,17 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     error::{Error, Kind, Result},
-    status::{Board, Role},
+    status::{Board, CauseReport, Leadership, Status},
 };
 
 pub use guard::Guard;
 
 /// A server that has not answered for so long makes this process unready.
 const SILENCE: Duration = Duration::from_secs(15);
+/// How long an answer waits for what the leader says now; after that it is what the leader said last.
+const HEAR: Duration = Duration::from_secs(1);
 /// The page: one file, nothing from outside.
 const PAGE: &str = include_str!("server/page.html");
-/// What the page may do: talk to where it came from.
-const POLICY: &str =
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:";
 
 /// Takes the address, so that one that is taken is told before anything is started.
 pub async fn bind(listen: SocketAddr) -> Result<TcpListener> {
@@ -43,12 +46,12 @@ pub async fn bind(listen: SocketAddr) -> Result<TcpListener> {
             io::ErrorKind::AddrNotAvailable => "this machine does not have that address".to_owned(),
             _ => error.to_string(),
         };
-        Error::new(Kind::Config, format!("http.listen: cannot listen on {listen}: {why}"))
+        Error::new(Kind::Machine, format!("http.listen: cannot listen on {listen}: {why}"))
             .hint("is another denormd running? Otherwise set http.listen, or DENORMD__HTTP__LISTEN, to a free port")
     })
 }
 
-/// Serves until `stop`.
+/// Serves until `stop`: HTTPS while the config has a certificate, HTTP otherwise.
 pub async fn serve(listener: TcpListener, board: Arc<Board>, guard: Arc<Guard>, stop: CancellationToken) {
     let router = Router::new()
         .route("/", get(page))
@@ -60,17 +63,17 @@ pub async fn serve(listener: TcpListener, board: Arc<Board>, guard: Arc<Guard>, 
         .route("/v1/events", get(events))
         .route("/v1/wait", get(wait::wait))
         .route("/v1/rules/{rule}/backfill", post(ask::backfill))
-        .route("/v1/rules/{rule}/release", post(ask::release))
-        .layer(middleware::from_fn_with_state(guard, guard::admit))
+        .route("/v1/rules/{rule}/unblock", post(ask::unblock))
+        // The name of earlier versions.
+        .route("/v1/rules/{rule}/release", post(ask::unblock))
+        .layer(middleware::from_fn_with_state(guard.clone(), guard::admit))
+        .layer(middleware::map_response(guard::protect))
         .with_state(board);
-    let served = axum::serve(listener, router).with_graceful_shutdown(async move { stop.cancelled().await });
-    if let Err(error) = served.await {
-        tracing::error!(%error, "the HTTP server has ended");
-    }
+    connections::serve(listener, router, guard, stop).await;
 }
 
 async fn page() -> impl IntoResponse {
-    ([(header::CONTENT_SECURITY_POLICY, POLICY), (header::CACHE_CONTROL, "no-cache")], Html(PAGE))
+    ([(header::CACHE_CONTROL, "no-cache")], Html(PAGE))
 }
 
 async fn metrics(State(board): State<Arc<Board>>) -> Response {
@@ -88,34 +91,55 @@ async fn livez(State(board): State<Arc<Board>>) -> Response {
     }
 }
 
-/// Ready: it leads and the server and every stream answer, or it stands by. A backfill does not make it unready.
+/// Ready: it leads, and the server and every stream answer; or it stands by, and the lease is read. A backfill does not make
+/// it unready. Nothing else is ready: not a daemon that has not started, and not one that cannot tell who leads.
 async fn readyz(State(board): State<Arc<Board>>) -> Response {
     let status = board.status();
-    let stopped = ["no_primary", "privilege", "stalled", "stream_interrupted"];
-    let blocking: Vec<&str> =
-        status.causes.iter().map(|cause| cause.cause.as_str()).filter(|cause| stopped.contains(cause)).collect();
-    let silent = status.streams.iter().any(|stream| stream.age_seconds > SILENCE.as_secs_f64())
+    let because = not_ready_because(&status);
+    let silent = status.leadership.leads()
+        && status.streams.iter().any(|stream| stream.age_seconds > SILENCE.as_secs_f64())
         && status.queue_depth < status.queue_capacity;
-    let ready = match status.role {
-        Role::Starting => false,
-        Role::Standby => true,
-        Role::Leader => blocking.is_empty() && !silent && board.is_live(),
-    };
+    let ready = because.is_empty() && !silent && board.is_live();
     let named = |name: &str| {
         status.causes.iter().find(|cause| cause.cause == name).map_or_else(Vec::new, |cause| cause.rules.clone())
     };
-    let body = serde_json::json!({
+    let mut body = serde_json::json!({
         "ready": ready,
-        "role": status.role,
-        "not_ready_because": blocking,
+        "not_ready_because": because,
         "backfilling": named("backfilling"),
         "degraded": named("degraded"),
     });
+    if let (Some(body), Ok(serde_json::Value::Object(leadership))) =
+        (body.as_object_mut(), serde_json::to_value(&status.leadership))
+    {
+        body.extend(leadership);
+    }
     let code = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (code, Json(body)).into_response()
 }
 
+/// The causes that make this instance unready, with the driver's reason, or its state where that does.
+fn not_ready_because(status: &Status) -> Vec<String> {
+    let anywhere = ["no_primary", "lease_unreadable"];
+    let leading = ["privilege", "stalled", "stream_interrupted"];
+    let counts = |cause: &&CauseReport| {
+        let cause = cause.cause.as_str();
+        anywhere.contains(&cause) || (status.leadership.leads() && leading.contains(&cause))
+    };
+    let reason = |cause: &CauseReport| match &cause.reason {
+        Some(reason) => format!("{}: {reason}", cause.cause),
+        None => cause.cause.clone(),
+    };
+    let mut because: Vec<String> = status.causes.iter().filter(counts).map(reason).collect();
+    if because.is_empty() && matches!(status.leadership, Leadership::Starting | Leadership::Unknown { .. }) {
+        because.push(status.leadership.name().to_owned());
+    }
+    because
+}
+
 async fn status(State(board): State<Arc<Board>>) -> Response {
+    // A standby answers for the leader, as of now.
+    board.hear(HEAR).await;
     Json(board.status()).into_response()
 }
 

@@ -5,25 +5,30 @@
 
 mod canary;
 mod causes;
+mod currency;
 mod history;
 mod lag;
+mod leadership;
 mod probe;
 mod report;
+mod sentence;
+mod shared;
 mod timeline;
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
+use prometheus::GaugeVec;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    error::Result,
-    events::{Event, Journal},
-    lease::instance,
+    error::{Error, Kind, Result},
+    events::{Event, Journal, instance},
+    lease::Holder,
     metrics::{Cause, Metrics},
     partition::Partition,
     pipeline::Progress,
@@ -31,10 +36,17 @@ use crate::{
 };
 use canary::Canary;
 use causes::Found;
+use currency::Currency;
 use history::History;
 pub use lag::BEHIND;
 use lag::{Lags, Probes};
-pub use report::{Backfill, Level, Oplog, Partitions, Percentiles, Role, Rule, Status, duration};
+pub use leadership::Leadership;
+use leadership::{Facts, Reading};
+pub use report::{
+    Backfill, CauseReport, Current, InstanceReport, Level, Oplog, Partitions, Percentiles, RetiredField, Rule, Status,
+    duration,
+};
+use shared::Shared;
 use timeline::Timeline;
 
 /// How often the board looks.
@@ -67,16 +79,34 @@ struct State {
     attached: BTreeMap<u32, Attached>,
     /// How many partitions there are.
     partitions: u32,
-    role: Role,
+    /// When this board was made.
+    began: Instant,
+    /// What this process works with, once it has reached the cluster, and how long an instance that is not heard of is there.
+    cluster: Option<(Arc<Context>, Duration)>,
+    /// The leases, as read last.
+    read: Option<Reading>,
+    /// What was told last of who leads.
+    told: Leadership,
+    /// What the instances tell each other.
+    shared: Shared,
     probes: Probes,
     /// Why the last question to the server was not answered.
-    unanswered: Option<crate::error::Kind>,
+    unanswered: Option<(Kind, String)>,
+    /// Fields that earlier rules have left behind.
+    retired: Vec<RetiredField>,
     oplog: Oplog,
+    /// By how much the clocks of the members differ, in seconds.
+    clock_skew: Option<f64>,
     /// Dead letters by rule and reason.
     letters: BTreeMap<String, BTreeMap<String, u64>>,
     history: History,
     behind_since: BTreeMap<String, i64>,
     since: BTreeMap<Cause, i64>,
+    /// The rules that each cause names in the metrics.
+    named: BTreeSet<(Cause, String)>,
+    /// Up to when the copies are current, while this process leads, and which rules that is not said of.
+    currency: Currency,
+    except: BTreeSet<String>,
     /// While this process leads.
     canary: Option<Canary>,
     timeline: Timeline,
@@ -100,6 +130,7 @@ pub struct Attached {
 
 /// Everything that one status is made of.
 struct View {
+    leadership: Leadership,
     lags: Lags,
     causes: Vec<Found>,
 }
@@ -111,14 +142,23 @@ impl Board {
         let state = State {
             attached: BTreeMap::new(),
             partitions: 1,
-            role: Role::Starting,
+            began: Instant::now(),
+            cluster: None,
+            read: None,
+            told: Leadership::Starting,
+            shared: Shared::default(),
             probes: Probes::default(),
             unanswered: None,
+            retired: Vec::new(),
             oplog: Oplog::default(),
+            clock_skew: None,
             letters: BTreeMap::new(),
             history: History::default(),
             behind_since: BTreeMap::new(),
             since: BTreeMap::new(),
+            named: BTreeSet::new(),
+            currency: Currency::default(),
+            except: BTreeSet::new(),
             canary: None,
             timeline: Timeline::default(),
             journal: None,
@@ -142,43 +182,61 @@ impl Board {
         self.metrics.divided(partitions);
     }
 
+    /// The cluster cannot be reached, so that nothing has started yet.
+    pub fn unreached(&self, error: &Error) {
+        self.metrics.trouble(None, "connect", error);
+        self.state().unanswered = Some((error.kind, error.message.clone()));
+    }
+
+    /// The cluster is reached, or the config was read again: what this process works with, beside any pipeline.
+    pub fn reached(&self, context: Arc<Context>, ttl: Duration) {
+        self.state().cluster = Some((context, ttl));
+    }
+
     /// The pipeline of a partition runs: this process leads it.
     pub fn attach(&self, context: Arc<Context>, progress: watch::Receiver<Progress>) {
         let mut state = self.state();
-        let place = context.partition.place();
-        self.metrics.leads(place, true);
-        state.attached.insert(place, Attached { context, progress });
-        state.role = Role::Leader;
+        self.metrics.turn(context.partition.place());
+        state.told = Leadership::Leader { term: context.server.term() };
+        state.currency = Currency::default();
+        state.attached.insert(context.partition.place(), Attached { context, progress });
         // Of several partitions the first one sends it, and it comes through when all have applied it.
         if state.attached.len() == 1 || state.canary.is_none() {
             state.canary = Some(Canary::new(self.metrics.now()));
         }
     }
 
-    /// The pipeline of a partition runs no more: another process leads it, or none.
+    /// The pipeline of a partition runs no more. What it said stays until a lease is read that names another instance: nobody
+    /// may lead meanwhile.
     pub fn detach_partition(&self, partition: Partition) {
         self.state().attached.remove(&partition.place());
-        self.metrics.leads(partition.place(), false);
-        self.metrics.forget_observation(partition.place());
-        if self.state().attached.is_empty() {
-            self.detach(Role::Standby);
+        self.metrics.stopped(partition.place());
+    }
+
+    /// No pipeline runs any more.
+    pub fn detach(&self) {
+        let attached = std::mem::take(&mut self.state().attached);
+        for place in attached.into_keys() {
+            self.metrics.stopped(place);
         }
     }
 
-    /// No pipeline runs.
-    pub fn detach(&self, role: Role) {
+    /// The leases were read.
+    fn take_leases(&self, held: BTreeMap<String, Holder>) {
         let mut state = self.state();
-        let attached = std::mem::take(&mut state.attached);
-        state.role = role;
-        state.probes = Probes::default();
-        state.canary = None;
-        self.metrics.leader.set(0);
-        // There may have been none.
-        self.metrics.canary_age.remove_label_values::<&str>(&[]).ok();
-        for place in attached.into_keys() {
-            self.metrics.leads(place, false);
-            self.metrics.forget_observation(place);
+        let by_others = |place: &u32| {
+            let mut all = Partition::all(state.partitions);
+            let lease = all.find(|partition| partition.place() == *place).and_then(|of| held.get(&of.id(&self.name)));
+            !state.attached.contains_key(place) && lease.is_some_and(|holder| holder.instance != self.instance)
+        };
+        for place in self.metrics.observed().iter().filter(|place| by_others(place)) {
+            self.metrics.forget_observation(*place);
         }
+        if self.metrics.observation().is_none() {
+            state.canary = None;
+            state.timeline.forget();
+        }
+        state.read = Some(Reading { at: Instant::now(), held });
     }
 
     /// One of the pipelines that run, if one does.
@@ -191,6 +249,24 @@ impl Board {
     #[must_use]
     pub fn all_attached(&self) -> Vec<Attached> {
         self.state().attached.values().cloned().collect()
+    }
+
+    /// What this process works with beside any pipeline, once it has reached the cluster.
+    #[must_use]
+    pub fn context(&self) -> Option<Arc<Context>> {
+        self.state().cluster.as_ref().map(|(context, _)| context.clone())
+    }
+
+    /// How many partitions the deployment is divided into.
+    #[must_use]
+    pub fn partitions(&self) -> u32 {
+        self.state().partitions
+    }
+
+    /// What this instance is to its deployment now.
+    #[must_use]
+    pub fn leadership(&self) -> Leadership {
+        self.view(&self.state(), self.metrics.now()).leadership
     }
 
     /// Where the timeline is kept, from now on.
@@ -257,6 +333,20 @@ impl Board {
 
     /// Looks at the server and at itself until `stop`.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
+        let asking = async {
+            loop {
+                self.ask().await;
+                tokio::time::sleep(TICK).await;
+            }
+        };
+        let sharing = async {
+            let mut round = 0_u64;
+            loop {
+                self.share(round).await;
+                round += 1;
+                tokio::time::sleep(TICK).await;
+            }
+        };
         let probing = async {
             let mut round = 0_u64;
             loop {
@@ -286,6 +376,8 @@ impl Board {
             }
         };
         tokio::select! {
+            () = asking => {}
+            () = sharing => {}
             () = probing => {}
             () = ticking => {}
             () = journaling => {}
@@ -339,47 +431,102 @@ impl Board {
         let view = self.view(&state, now);
         self.publish(&mut state, &view, now);
         state.history.sample(&self.metrics, &view.lags, now);
-        let mut events = state.timeline.causes(now, &view.causes);
+        let mut events: Vec<Event> = view.leadership.news(&state.told, now).into_iter().collect();
+        state.told = view.leadership;
+        events.extend(state.timeline.causes(now, &view.causes));
         events.extend(state.timeline.backfills(now, &self.metrics.backfills()));
         self.tell(&mut state, events);
     }
 
     fn view(&self, state: &State, now: i64) -> View {
-        let lags = self.metrics.observation().map(|seen| Lags::of(&seen, &state.probes, now)).unwrap_or_default();
-        let causes = causes::find(&self.metrics, state, &lags, now);
-        View { lags, causes }
+        let running = state.attached.values().map(|attached| &attached.context.server);
+        let facts = Facts {
+            instance: &self.instance,
+            running: running.map(|server| (server.term(), server.since_renewal())).collect(),
+            read: state.read.as_ref(),
+        };
+        let leadership = Leadership::of(&facts, now);
+        let lags = match self.metrics.observation() {
+            Some(seen) => Lags::of(&seen, &state.probes, now),
+            None => state.shared.lags(now),
+        };
+        let causes = causes::find(&self.metrics, state, &leadership, &lags, now);
+        View { leadership, lags, causes }
     }
 
     fn publish(&self, state: &mut State, view: &View, now: i64) {
+        self.publish_lags(state, view, now);
         let metrics = &self.metrics;
-        metrics.lag.set(view.lags.overall);
-        for rule in &view.lags.rules {
-            metrics.rule_lag.with_label_values(&[&rule.name]).set(rule.own);
-            metrics.rule_chain_lag.with_label_values(&[&rule.name]).set(rule.chain);
-            if rule.own < BEHIND {
-                state.behind_since.remove(&rule.name);
-            } else {
-                state.behind_since.entry(rule.name.clone()).or_insert(now - lag::millis(rule.own));
-            }
+        metrics.leader.set(i64::from(view.leadership.leads()));
+        for name in Leadership::NAMES {
+            metrics.role.with_label_values(&[name]).set(i64::from(name == view.leadership.name()));
         }
-        state.behind_since.retain(|name, _| view.lags.rules.iter().any(|rule| rule.name == *name));
+        for place in 0..state.partitions {
+            let leads = view.leadership.leads() && state.attached.contains_key(&place);
+            metrics.partition_leader.with_label_values(&[&place.to_string()]).set(i64::from(leads));
+        }
         if let (Some(canary), Some(seen)) = (&mut state.canary, metrics.observation()) {
             if let Some(applied) = seen.streams.iter().map(|stream| stream.applied).min() {
                 canary.applied(applied);
             }
             metrics.canary_age.with_label_values::<&str>(&[]).set(lag::seconds(canary.age(now)));
+        } else {
+            metrics.canary_age.reset();
         }
-        metrics.checkpoint_age.set(view.lags.checkpoint);
-        metrics.stream_age.set(view.lags.stream_age);
+        self.publish_causes(state, view, now);
+    }
+
+    fn publish_causes(&self, state: &mut State, view: &View, now: i64) {
+        let causes = &self.metrics.causes;
+        let mut named = BTreeSet::new();
         for cause in Cause::ALL {
-            let found = view.causes.iter().any(|found| found.cause == cause);
-            metrics.causes.with_label_values(&[cause.name()]).set(i64::from(found));
-            if found {
-                state.since.entry(cause).or_insert(now);
+            let found = view.causes.iter().find(|found| found.cause == cause);
+            let rules = found.map(|found| found.rules.as_slice()).unwrap_or_default();
+            causes.with_label_values(&[cause.name(), ""]).set(i64::from(found.is_some() && rules.is_empty()));
+            for rule in rules {
+                causes.with_label_values(&[cause.name(), rule]).set(1);
+                named.insert((cause, rule.clone()));
+            }
+            if let Some(found) = found {
+                state.since.entry(cause).or_insert(found.since.unwrap_or(now));
             } else {
                 state.since.remove(&cause);
             }
         }
+        for (cause, rule) in state.named.difference(&named) {
+            // It is there: this is what was set before.
+            causes.remove_label_values(&[cause.name(), rule]).ok();
+        }
+        state.named = named;
+    }
+
+    fn publish_lags(&self, state: &mut State, view: &View, now: i64) {
+        let metrics = &self.metrics;
+        // A standby only passes on what the leader says of itself.
+        let own = !matches!(view.leadership, Leadership::Standby { .. });
+        let Some(overall) = view.lags.overall.filter(|_| own) else {
+            [&metrics.lag, &metrics.rule_lag, &metrics.rule_chain_lag].into_iter().for_each(GaugeVec::reset);
+            state.behind_since.clear();
+            return;
+        };
+        metrics.lag.with_label_values::<&str>(&[]).set(overall);
+        for rule in &view.lags.rules {
+            metrics.rule_chain_lag.with_label_values(&[&rule.name]).set(rule.chain);
+            if rule.runs {
+                metrics.rule_lag.with_label_values(&[&rule.name]).set(rule.own);
+            } else {
+                // It may have had none.
+                metrics.rule_lag.remove_label_values(&[&rule.name]).ok();
+            }
+            if rule.is_behind() {
+                state.behind_since.entry(rule.name.clone()).or_insert(now - lag::millis(rule.own));
+            } else {
+                state.behind_since.remove(&rule.name);
+            }
+        }
+        state.behind_since.retain(|name, _| view.lags.rules.iter().any(|rule| rule.name == *name));
+        metrics.checkpoint_age.set(view.lags.checkpoint);
+        metrics.stream_age.set(view.lags.stream_age);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

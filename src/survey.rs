@@ -1,9 +1,14 @@
 //! What rules will meet on the live cluster: indexes, references, fan-outs, sizes, validators, from samples. Reads only.
 
+pub mod adoption;
 mod lookups;
 mod sample;
 mod sharding;
+pub mod suspicion;
 
+use std::collections::BTreeMap;
+
+use bson::Document;
 use serde::Serialize;
 
 use crate::{
@@ -35,6 +40,8 @@ pub struct Survey {
     pub pre_images: Option<PreImages>,
     /// What a sample of its documents says. None when no sample was wanted.
     pub sample: Option<Sample>,
+    /// What it would do to existing values. None when no sample was wanted.
+    pub adoption: Option<adoption::Count>,
 }
 
 /// The pre-images of a rule's source.
@@ -48,17 +55,30 @@ pub struct PreImages {
     pub command: String,
 }
 
-/// Looks at the rules of a plan; `size` targets of each are drawn at random, none when it is 0.
-pub async fn survey(context: &Context, plan: &Plan, size: u32) -> Result<Vec<Survey>> {
+/// Looks at the rules of a plan; `size` targets of each are drawn at random, none when it is 0. `earlier` are the definitions
+/// that have run, by the rule's name.
+pub async fn survey(
+    context: &Context,
+    plan: &Plan,
+    size: u32,
+    earlier: &BTreeMap<String, Document>,
+) -> Result<Vec<Survey>> {
     let mut out = Vec::new();
-    for id in &plan.order {
-        let rule = plan.rule(*id);
+    for rule in &plan.rules {
         let drawn = if size > 0 { Some(Drawn::draw(context, rule, size).await?) } else { None };
         let key = drawn.as_ref().and_then(|drawn| drawn.key(rule));
         let lookups = lookups::lookups(context, rule, key).await?;
         let sample = match drawn {
             Some(drawn) => Some(drawn.look(context, rule, &lookups).await?),
             None => None,
+        };
+        let at_once = lookups.iter().any(|lookup| lookup.what == lookups::SOURCES && lookup.index.is_none());
+        let before = earlier.get(&rule.name).map(|earlier| adoption::owned_before(rule, Some(earlier)));
+        let adoption = match sample {
+            Some(_) if !rule.shadow => {
+                Some(Box::pin(adoption::figures(context, rule, &before.unwrap_or_default(), at_once)).await?)
+            }
+            _ => None,
         };
         out.push(Survey {
             rule: rule.name.clone(),
@@ -68,6 +88,7 @@ pub async fn survey(context: &Context, plan: &Plan, size: u32) -> Result<Vec<Sur
             sharded: sharding::of_rule(&context.server, rule).await?,
             pre_images: pre_images(&context.server, rule).await?,
             sample,
+            adoption,
         });
     }
     Ok(out)

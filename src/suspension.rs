@@ -13,11 +13,12 @@ use std::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::store::{Backfill, Store},
+    checkpoint::store::Store,
     error::{Error, Kind, Result},
     plan::RuleId,
     preflight::{self, Finding},
     reconcile::Context,
+    rule_state::RuleState,
 };
 
 /// How often suspended rules are looked for.
@@ -96,9 +97,9 @@ pub async fn watch(context: Arc<Context>, store: Store, stop: CancellationToken)
 
 async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Instant, Duration)>) -> Result<()> {
     for (name, state) in store.standing(&context.server).await? {
-        let suspended = matches!(&state.backfill, Backfill::Held(hold) if hold.suspended);
+        let unavailable = matches!(state.state, RuleState::Unavailable { .. });
         let rule = context.plan.rules.iter().find(|rule| rule.name == name);
-        let Some(rule) = rule.filter(|_| suspended) else { continue };
+        let Some(rule) = rule.filter(|_| unavailable) else { continue };
         let (last, pause) = looks.get(&rule.id).copied().unwrap_or((Instant::now(), Duration::ZERO));
         if last.elapsed() < pause {
             continue;

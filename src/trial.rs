@@ -86,12 +86,13 @@ fn apply(rule: &Rule, collections: &Collections, target: Document) -> Result<Opt
     let mut wanted: Vec<&Key> = references.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
     wanted.sort_unstable();
     wanted.dedup();
-    let mut rows = Rows::default();
+    let mut rows = Rows::within(usize::MAX);
     if !wanted.is_empty() {
         let command = read::sources(rule, &wanted);
         let found = evaluate::aggregate(collections, &rule.source.namespace.database, &command)?;
-        let found = found.iter().map(|row| RawDocumentBuf::try_from(row).map_err(Error::from));
-        rows.take(found.collect::<Result<_>>()?)?;
+        for row in &found {
+            rows.take(&RawDocumentBuf::try_from(row).map_err(Error::from)?)?;
+        }
     }
     let compared = compare::one(rule, &rows, &target, references, &|_| true)?;
     if compared.differences().any(|difference| difference.expected.is_some())

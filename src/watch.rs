@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use bson::{Document, RawDocument, Timestamp, doc};
+use bson::{Bson, Document, RawDocument, Timestamp, doc};
 use mongodb::raw_batch_cursor::RawBatch;
 use tokio::sync::mpsc;
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
@@ -17,13 +17,14 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 mod relevance;
 
 use crate::{
-    change::{ChangeEvent, Namespace},
+    change::{Change, ChangeEvent, Namespace},
     error::{Error, Kind, Result},
     metrics::Metrics,
-    mongo::{Batches, Server},
+    mongo::{Batches, Reads, Server, text},
     plan::{Plan, reference::Role},
-    position::{Position, token_time},
+    position::{ClusterTime, Position, token_time},
 };
+use relevance::Scalars;
 
 /// How long the server waits for an event before it answers with an empty batch. An empty batch carries a token too: it says
 /// how far the stream is when nothing but our own writes, which are not sent, has moved the oplog.
@@ -35,10 +36,17 @@ const BACKLOG: usize = 500;
 /// How long it is not asked when a backlog begins, which most often is done by then; and later on, as long as that lasts: changes
 /// of other rules wait as long, and of those that this one feeds.
 const REST: (Duration, Duration) = (Duration::from_secs(1), Duration::from_millis(250));
+/// How long it is looked for a reference that is a document, in milliseconds. An index on the reference finds it at once.
+const LOOK_FOR_NESTED: i64 = 5000;
 /// How often it is seen whether the backlog is done.
 const LOOK: Duration = Duration::from_millis(5);
 /// Events in one batch at most.
 const BATCH: u32 = 5000;
+/// BSONObjectTooLarge, and what the server says where an event is still larger: an event does not fit into a reply.
+const TOO_LARGE: [i32; 2] = [10334, 13548];
+/// If an event with its resume token does not fit into a message, the server closes the connection without a word. So many
+/// times in a row, while it answers everything else, mean that.
+const HANG_UPS: u32 = 5;
 
 /// How a filter names the collections that it lets through. What it says of an event's own fields the server tries on each entry
 /// of the oplog, one name after the other, and again on the event: with 1,000 names 18 µs each time (MongoDB 6.0.5). A field that
@@ -95,6 +103,10 @@ pub struct StreamSpec {
     pub database: String,
     /// What follows `$changeStream`: a filter and a projection.
     pub pipeline: Vec<Document>,
+    /// The same without holding any update back.
+    pub whole: Vec<Document>,
+    /// References that are no documents while `pipeline` is followed: it would hold back changes inside them.
+    scalars: Scalars,
     /// Whether events carry pre-images.
     pub pre_images: bool,
 }
@@ -110,59 +122,138 @@ pub struct Delivery {
     pub position: Position,
     /// The batch was full: more wait behind it.
     pub more: bool,
-    /// The stream could not go on where it was and starts anew: what happened between is not known.
+    /// What has happened is not known: the stream could not go on where it was, or an event cannot be read.
     pub lost: bool,
 }
 
-/// The streams that a plan needs, one a database.
+/// The streams that a plan needs, one a database. Of collections in `nested` (see [`nested`]) no update is held back.
 #[must_use]
-pub fn streams(plan: &Plan) -> Vec<StreamSpec> {
+pub fn streams(plan: &Plan, nested: &BTreeSet<Namespace>) -> Vec<StreamSpec> {
     let specs = plan.databases().into_iter().enumerate().map(|(stream, database)| {
         let namespaces: Vec<Namespace> = plan.namespaces().into_iter().filter(|ns| ns.database == database).collect();
         let pre_images = plan.pre_images().iter().any(|(ns, _)| ns.database == database);
-        let naming = Naming::of(namespaces.len());
-        let mut pipeline = naming.before();
-        pipeline.extend([filter(plan, &namespaces, naming), projection(plan, &database, pre_images)]);
-        StreamSpec { stream, database, pipeline, pre_images }
+        let all: BTreeSet<Namespace> = namespaces.iter().cloned().collect();
+        let scalars = relevance::scalars(plan, &namespaces, nested);
+        let pipeline = |nested, scalars| {
+            let naming = Naming::of(namespaces.len());
+            let mut pipeline = naming.before();
+            let filter = filter(plan, &namespaces, naming, nested);
+            pipeline.extend([filter, projection(plan, &database, pre_images, scalars)]);
+            pipeline
+        };
+        let (pipeline, whole) = (pipeline(nested, &scalars), pipeline(&all, &Scalars::new()));
+        StreamSpec { stream, database, pipeline, whole, scalars, pre_images }
     });
     specs.collect()
 }
 
-fn filter(plan: &Plan, namespaces: &[Namespace], naming: Naming) -> Document {
-    let mut wanted = relevance::wanted(plan, namespaces, naming);
+/// The target collections where a reference is a document, or may be one for all that is known: an update may change it from
+/// inside. Read before the streams are opened; from then on they see it.
+pub async fn nested(server: &Server, plan: &Plan) -> Result<BTreeSet<Namespace>> {
+    let after = server.operation_time().await?;
+    let mut nested = BTreeSet::new();
+    for database in plan.databases() {
+        let namespaces: Vec<Namespace> = plan.namespaces().into_iter().filter(|ns| ns.database == database).collect();
+        for (namespace, names) in relevance::scalars(plan, &namespaces, &BTreeSet::new()) {
+            let is_document = names.iter().map(|name| doc! {name: {"$type": "object"}});
+            let command = doc! {
+                "find": &namespace.collection, "filter": {"$or": is_document.collect::<Vec<_>>()}, "limit": 1,
+                "projection": {"_id": 1}, "maxTimeMS": LOOK_FOR_NESTED,
+            };
+            match server.read(&database, command, Reads { after }).await {
+                Ok(found) if found.is_empty() => {}
+                Err(error) if error.is_transient() && error.kind != Kind::ReadTimedOut => return Err(error),
+                Ok(_) | Err(_) => drop(nested.insert(namespace)),
+            }
+        }
+    }
+    Ok(nested)
+}
+
+fn filter(plan: &Plan, namespaces: &[Namespace], naming: Naming, nested: &BTreeSet<Namespace>) -> Document {
+    let mut wanted = relevance::wanted(plan, namespaces, naming, nested);
     // `$out` and a rename onto a watched collection are seen by their `to` alone, and every event would be tried for one: so all
     // renames come.
     wanted.push(doc! {"operationType": {"$in": ["dropDatabase", "invalidate", "rename"]}});
     doc! {"$match": {"$or": wanted}}
 }
 
-/// Keeps the reference fields and the names of what changed: an event of 16 MB becomes one of a few hundred bytes.
-fn projection(plan: &Plan, database: &str, pre_images: bool) -> Document {
+/// Keeps the references and the names of what changed: an event of 16 MB becomes one of a few hundred bytes. An update also
+/// says which of `scalars` it has set to a document.
+fn projection(plan: &Plan, database: &str, pre_images: bool, scalars: &Scalars) -> Document {
     let changed = doc! {"$concatArrays": [
         {"$map": {"input": {"$objectToArray": {"$ifNull": ["$updateDescription.updatedFields", {}]}}, "in": "$$this.k"}},
         {"$ifNull": ["$updateDescription.removedFields", []]},
         {"$map": {"input": {"$ifNull": ["$updateDescription.truncatedArrays", []]}, "in": "$$this.field"}},
     ]};
-    let mut fields = doc! {
-        "operationType": 1, "clusterTime": 1, "wallTime": 1, "ns": 1, "to": 1, "documentKey._id": 1,
-        // For other events it would be computed in vain: an eighth of what an insert costs.
-        "changed": {"$cond": [{"$eq": ["$operationType", "update"]}, changed, "$$REMOVE"]},
-    };
-    let mut roots = BTreeSet::new();
-    for rule in &plan.rules {
-        for (side, role) in [(&rule.source, Role::Source), (&rule.target, Role::Target)] {
-            if side.namespace.database == database {
-                roots.extend(rule.reference.paths(role).map(|path| path.root().to_owned()));
-            }
-        }
+    let mut fields = shared_fields();
+    // For other events it would be computed in vain: an eighth of what an insert costs.
+    let of_update = |value: Document| doc! {"$cond": [{"$eq": ["$operationType", "update"]}, value, "$$REMOVE"]};
+    fields.insert("changed", of_update(changed));
+    let names: BTreeSet<&String> = scalars.values().flatten().collect();
+    if !names.is_empty() {
+        let nested = names.into_iter().map(|name| {
+            let is_nested = doc! {"$eq": [{"$type": format!("$updateDescription.updatedFields.{name}")}, "object"]};
+            doc! {"$cond": [is_nested, [name], []]}
+        });
+        fields.insert("nested", of_update(doc! {"$concatArrays": nested.collect::<Vec<_>>()}));
     }
-    for root in roots {
-        fields.insert(format!("fullDocument.{root}"), 1);
+    for path in reference_paths(plan, database) {
+        fields.insert(format!("fullDocument.{path}"), 1);
         if pre_images {
-            fields.insert(format!("fullDocumentBeforeChange.{root}"), 1);
+            fields.insert(format!("fullDocumentBeforeChange.{path}"), 1);
         }
     }
     doc! {"$project": fields}
+}
+
+fn shared_fields() -> Document {
+    doc! {"operationType": 1, "clusterTime": 1, "wallTime": 1, "ns": 1, "to": 1, "documentKey._id": 1}
+}
+
+/// A pipeline whose events say only that something has happened to a document. It fits a token of `pipeline`, because its
+/// filter is the same.
+fn unread(pipeline: &[Document]) -> Vec<Document> {
+    let mut fields = shared_fields();
+    fields.insert("unread", doc! {"$literal": true});
+    let mut unread = pipeline.to_vec();
+    unread.pop();
+    unread.push(doc! {"$project": fields});
+    unread
+}
+
+/// Where the references of a database's documents are. No path is inside another one, which a projection refuses.
+fn reference_paths(plan: &Plan, database: &str) -> BTreeSet<String> {
+    let mut paths = BTreeSet::new();
+    for rule in &plan.rules {
+        for (side, role) in [(&rule.source, Role::Source), (&rule.target, Role::Target)] {
+            if side.namespace.database == database {
+                let of_side = rule.reference.paths(role).map(crate::field_path::FieldPath::query);
+                // Of a DBRef all fields count.
+                paths.extend(of_side.map(|path| path.strip_suffix(".$id").unwrap_or(&path).to_owned()));
+            }
+        }
+    }
+    let all = paths.clone();
+    paths.retain(|path| !path.match_indices('.').any(|(end, _)| all.contains(&path[..end])));
+    paths
+}
+
+/// How a stream is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// In batches.
+    Batches,
+    /// One event at a time, because a batch has one that does not fit into a reply.
+    Single,
+    /// Only that something has happened to a document: for the one event that does not fit.
+    Unread,
+}
+
+impl Way {
+    fn batch(self) -> u32 {
+        if self == Self::Batches { BATCH } else { 1 }
+    }
 }
 
 /// Follows a stream until `stop`, and delivers into `out`, which holds it back when it is full. Reopens by itself after
@@ -176,29 +267,15 @@ pub async fn follow(
     out: mpsc::Sender<Delivery>,
     stop: CancellationToken,
 ) {
-    let mut position = start;
-    let mut failures = 0_u32;
-    let mut by_time = None;
+    let state = State { position: start, by_time: None, failures: 0, hang_ups: 0, way: Way::Batches, whole: false };
+    let mut follower = Follower { server, spec, waiting, out, state };
     while !stop.is_cancelled() {
-        let result = tokio::select! {
-            result = deliver(server, spec, &mut position, &waiting, &out, &mut failures) => result,
+        let failed = tokio::select! {
+            failed = follower.go_on() => failed,
             () = stop.cancelled() => return,
         };
-        let Err(error) = result else { continue };
-        failures += 1;
-        match error.kind {
-            // Whatever is wrong with a token, its time may still hold, and then nothing is lost. A time that the oplog does not
-            // reach is only refused after a first batch, which has a token again.
-            Kind::HistoryLost | Kind::Refused if position.token.is_some() && by_time != Some(position.time) => {
-                tracing::warn!(database = %spec.database, error = %error.message, "the change stream cannot go on from its token: reopening by time");
-                position.token = None;
-                by_time = Some(position.time);
-                continue;
-            }
-            Kind::HistoryLost if start_anew(server, spec, &mut position, &out).await => continue,
-            _ => {}
-        }
-        let pause = Duration::from_millis(100).saturating_mul(1 << failures.min(6));
+        let Some(error) = failed else { continue };
+        let pause = Duration::from_millis(100).saturating_mul(1 << follower.state.failures.min(6));
         metrics.trouble(None, "read changes", &error);
         tracing::warn!(database = %spec.database, error = %error.message, retry_in = ?pause, "the change stream was interrupted");
         tokio::select! {
@@ -208,50 +285,147 @@ pub async fn follow(
     }
 }
 
-async fn start_anew(server: &Server, spec: &StreamSpec, position: &mut Position, out: &mpsc::Sender<Delivery>) -> bool {
-    let Ok(time) = server.operation_time().await else { return false };
-    tracing::error!(database = %spec.database, "the oplog no longer reaches back to the saved position: starting from now, every rule is backfilled");
-    *position = Position { time, token: None };
-    out.send(Delivery { stream: spec.stream, events: Vec::new(), position: position.clone(), more: false, lost: true })
-        .await
-        .is_ok()
+/// One stream, and what it takes to follow it.
+struct Follower<'a> {
+    server: &'a Server,
+    spec: &'a StreamSpec,
+    waiting: Arc<AtomicUsize>,
+    out: mpsc::Sender<Delivery>,
+    state: State,
 }
 
-/// Opens the stream at `position` and delivers batches until it ends.
-async fn deliver(
-    server: &Server,
-    spec: &StreamSpec,
-    position: &mut Position,
-    waiting: &Arc<AtomicUsize>,
-    out: &mpsc::Sender<Delivery>,
-    failures: &mut u32,
-) -> Result<()> {
-    let mut change_stream = Document::new();
-    match &position.token {
-        // `startAfter` also goes on after an invalidate, where `resumeAfter` does not.
-        Some(token) => change_stream.insert("startAfter", token.clone()),
-        None => change_stream.insert("startAtOperationTime", Timestamp::from(position.time)),
-    };
-    if spec.pre_images {
-        change_stream.insert("fullDocumentBeforeChange", "whenAvailable");
+/// Where a stream is, and how it is read from there on.
+struct State {
+    position: Position,
+    /// The time at which the stream was reopened because its token was refused.
+    by_time: Option<ClusterTime>,
+    /// Failures since the last batch.
+    failures: u32,
+    /// Of these the last ones where the server closed the connection and answered the next question.
+    hang_ups: u32,
+    way: Way,
+    /// No update is held back.
+    whole: bool,
+}
+
+impl Follower<'_> {
+    /// Follows the stream until it is to be opened again. Returns an error if that should wait.
+    async fn go_on(&mut self) -> Option<Error> {
+        let error = self.deliver().await.err()?;
+        self.state.failures += 1;
+        let is_too_large = self.is_too_large(&error).await;
+        let Position { time, token } = &mut self.state.position;
+        let open_again = match error.kind {
+            _ if is_too_large => self.narrow(&error).await,
+            // Whatever is wrong with a token, its time may still hold, and then nothing is lost. A time that the oplog does not
+            // reach is only refused after a first batch, which has a token again.
+            Kind::HistoryLost | Kind::Refused if token.is_some() && self.state.by_time != Some(*time) => {
+                tracing::warn!(database = %self.spec.database, error = %error.message, "the change stream cannot go on from its token: reopening by time");
+                *token = None;
+                self.state.by_time = Some(*time);
+                true
+            }
+            Kind::HistoryLost => self.start_anew("the oplog no longer reaches back to the saved position").await,
+            _ => false,
+        };
+        (!open_again).then_some(error)
     }
-    let mut pipeline = vec![doc! {"$changeStream": change_stream}];
-    pipeline.extend(spec.pipeline.iter().cloned());
-    let command =
-        doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {"batchSize": 0}, "readConcern": {"level": "majority"}};
-    let batches = server.follow(&spec.database, command, BATCH, AWAIT).await?;
-    // While one batch is decoded, the server is at the next.
-    let (read, mut batches_read) = mpsc::channel(1);
-    let _reader = AbortOnDropHandle::new(tokio::spawn(read_ahead(batches, waiting.clone(), read)));
-    while let Some(batch) = batches_read.recv().await {
-        let delivery = decode(spec.stream, &batch?, position)?;
-        *failures = 0;
-        *position = delivery.position.clone();
-        if out.send(delivery).await.is_err() {
-            return Ok(());
+
+    /// Whether the next event is too large to be sent.
+    async fn is_too_large(&mut self, error: &Error) -> bool {
+        if error.kind == Kind::Connection && self.server.operation_time().await.is_ok() {
+            self.state.hang_ups += 1;
+        } else {
+            self.state.hang_ups = 0;
         }
+        error.code.is_some_and(|code| TOO_LARGE.contains(&code)) || self.state.hang_ups >= HANG_UPS
     }
-    Ok(())
+
+    /// Reads less at a time from the same position on. False if that is not possible.
+    async fn narrow(&mut self, error: &Error) -> bool {
+        (self.state.failures, self.state.hang_ups) = (0, 0);
+        self.state.way = match self.state.way {
+            Way::Batches => Way::Single,
+            Way::Single => {
+                tracing::warn!(database = %self.spec.database, error = %error.message, "a change event is too large to be sent: its references are read elsewhere");
+                Way::Unread
+            }
+            Way::Unread => return self.start_anew("a change event is too large even for its resume token").await,
+        };
+        true
+    }
+
+    /// Starts from now on. What happened before is not known.
+    async fn start_anew(&mut self, why: &str) -> bool {
+        let Ok(time) = self.server.operation_time().await else { return false };
+        let database = &self.spec.database;
+        tracing::error!(%database, why, "the change stream starts from now on: every rule of the database is backfilled");
+        let position = Position { time, token: None };
+        let delivery = Delivery {
+            stream: self.spec.stream,
+            events: Vec::new(),
+            position: position.clone(),
+            more: false,
+            lost: true,
+        };
+        let State { by_time, failures, .. } = self.state;
+        self.state = State { position, by_time, failures, hang_ups: 0, way: Way::Batches, whole: true };
+        self.out.send(delivery).await.is_ok()
+    }
+
+    /// Opens the stream at its position and delivers batches until it ends, or must be read in another way.
+    async fn deliver(&mut self) -> Result<()> {
+        let way = self.state.way;
+        let batches = self.open().await?;
+        // While one batch is decoded, the server is at the next.
+        let (read, mut batches_read) = mpsc::channel(1);
+        let _reader = AbortOnDropHandle::new(tokio::spawn(read_ahead(batches, self.waiting.clone(), read)));
+        // The first batch is empty: it only says that the stream is open.
+        let mut is_first = true;
+        while let Some(batch) = batches_read.recv().await {
+            let batch = batch?;
+            let decoded = decode(self.spec, !self.state.whole, &batch, &self.state.position)?;
+            let is_empty = decoded.delivery.events.is_empty();
+            if !is_first || !is_empty {
+                (self.state.failures, self.state.hang_ups) = (0, 0);
+            }
+            self.state.position = decoded.delivery.position.clone();
+            if self.out.send(decoded.delivery).await.is_err() {
+                return Ok(());
+            }
+            if decoded.nested {
+                tracing::info!(database = %self.spec.database, "a reference may be a document: updates of owned fields are not held back any more");
+                self.state.whole = true;
+                return Ok(());
+            }
+            // The event that was too large is passed. Or there was none: the server no longer has it.
+            if (way == Way::Unread && !is_empty) || (way == Way::Single && is_empty && !is_first) {
+                self.state.way = Way::Batches;
+                return Ok(());
+            }
+            is_first = false;
+        }
+        Ok(())
+    }
+
+    async fn open(&self) -> Result<Batches> {
+        let spec = self.spec;
+        let State { position, way, whole, .. } = &self.state;
+        let mut change_stream = Document::new();
+        match &position.token {
+            // `startAfter` also goes on after an invalidate, where `resumeAfter` does not.
+            Some(token) => change_stream.insert("startAfter", token.clone()),
+            None => change_stream.insert("startAtOperationTime", Timestamp::from(position.time)),
+        };
+        if spec.pre_images && *way != Way::Unread {
+            change_stream.insert("fullDocumentBeforeChange", "whenAvailable");
+        }
+        let stages = if *whole { &spec.whole } else { &spec.pipeline };
+        let mut pipeline = vec![doc! {"$changeStream": change_stream}];
+        pipeline.extend(if *way == Way::Unread { unread(stages) } else { stages.clone() });
+        let command = doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {"batchSize": 0}, "readConcern": {"level": "majority"}};
+        self.server.follow(&spec.database, command, way.batch(), AWAIT).await
+    }
 }
 
 /// Reads until the stream ends.
@@ -285,21 +459,57 @@ fn is_full(batch: &RawBatch) -> bool {
     batch.doc_slices().is_ok_and(|events| events.into_iter().count() >= BATCH as usize)
 }
 
-fn decode(stream: usize, batch: &RawBatch, before: &Position) -> Result<Delivery> {
-    let mut events = Vec::new();
-    let mut last = None;
+/// What a batch holds.
+struct Decoded {
+    delivery: Delivery,
+    /// The last event may have put a document where references were scalars.
+    nested: bool,
+}
+
+/// Decodes the events of a batch; `narrow`ly followed, up to the first one after which the stream must be followed whole.
+fn decode(spec: &StreamSpec, narrow: bool, batch: &RawBatch, before: &Position) -> Result<Decoded> {
+    let mut events: Vec<ChangeEvent> = Vec::new();
+    let (mut last, mut lost, mut nested) = (None, false, false);
     for raw in batch.doc_slices()? {
         let raw = raw.map_err(Error::from)?;
         let raw = raw.as_document().ok_or_else(|| Error::internal("a change event that is no document"))?;
         last = raw.get_document("_id").ok().map(std::borrow::ToOwned::to_owned);
-        events.push(ChangeEvent::decode(raw)?);
+        match ChangeEvent::decode(&text::escaped(raw)) {
+            Ok(event) => {
+                nested = narrow && sets_nested(spec, raw, &event);
+                events.push(event);
+            }
+            Err(error) => {
+                tracing::error!(database = %spec.database, error = %error.message, "a change event cannot be read: every rule of the database is backfilled");
+                (lost, nested) = (true, narrow && !spec.scalars.is_empty());
+            }
+        }
+        if nested {
+            break;
+        }
     }
-    let token = token_after(batch).map(std::borrow::ToOwned::to_owned).or(last);
-    let token = token.map(|token| Document::try_from(token.as_ref())).transpose()?;
+    let token = if nested { None } else { token_after(batch).map(std::borrow::ToOwned::to_owned) };
+    let token = token.or(last).map(|token| Document::try_from(token.as_ref())).transpose()?;
     let reached = token.as_ref().and_then(token_time);
     let time = events.last().map(|event| event.cluster_time).into_iter().chain(reached).max().unwrap_or(before.time);
     let token = token.or_else(|| before.token.clone());
     let position = Position { time: time.max(before.time), token };
     let more = events.len() >= BATCH as usize;
-    Ok(Delivery { stream, events, position, more, lost: false })
+    Ok(Decoded { delivery: Delivery { stream: spec.stream, events, position, more, lost }, nested })
+}
+
+/// Whether a reference may have become a document, in a collection whose updates are held back because it is none.
+fn sets_nested(spec: &StreamSpec, raw: &RawDocument, event: &ChangeEvent) -> bool {
+    let names = |namespace| spec.scalars.get(namespace);
+    match &event.change {
+        // What is in a collection that comes under another name has not been looked at.
+        Change::Rename(to) => names(to).is_some(),
+        Change::Insert(now) | Change::Replace(now) => names(&event.namespace)
+            .is_some_and(|names| names.iter().any(|name| matches!(now.get(name), Some(Bson::Document(_))))),
+        Change::Update(_) => names(&event.namespace).is_some_and(|names| {
+            let Ok(nested) = raw.get_array("nested") else { return true };
+            nested.into_iter().any(|name| name.is_ok_and(|name| name.as_str().is_none_or(|name| names.contains(name))))
+        }),
+        Change::Delete | Change::Drop | Change::DropDatabase | Change::Other => false,
+    }
 }

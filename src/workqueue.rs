@@ -2,10 +2,32 @@
 //!
 //! The queue decides nothing about documents. It promises: requests for a key that waits become one; a request that
 //! arrives while its key runs is remembered and runs after; what a request came from is held until it is done.
+//!
+//! # A full queue always empties
+//!
+//! The streams are not read while the queue is full. Architecture invariant: **nothing in the queue waits for an event that
+//! is not read yet**, or a full queue would wait for itself. Each way in which a key can stay here, and why it ends:
+//!
+//! - *Ready*: lanes take turns, so it runs once the batches before it have ended.
+//! - *Running*: every read and every write of a batch has a time limit.
+//! - *Slow*: keys whose reads took too long take turns, one at a time. Each is given more time when its turn comes, until it is
+//!   done or a dead letter.
+//! - *Failed for the moment*: it is tried again after a pause. It stays as long as the cluster refuses, whatever is read.
+//! - *The source collection is gone*: the batch itself sees that and the rule is held, whether or not the event of the drop
+//!   has been read.
+//! - *A pause* (a grace period, a costly recompute): it ends by the clock.
+//! - *Look-ups behind writes* ([`Task::Parents`]): they wait for batches that run already.
+//! - *Work that gets less by waiting for more events*: it only waits while the queue has room
+//!   ([`crate::pipeline::schedule`]).
+//! - *A target that the guard found to differ*: this one does wait for events, to tell drift from a change under way. So such
+//!   targets may fill only a part of the queue ([`WorkQueue::is_crowded_by_guard`]): beyond it they are settled without a
+//!   verdict. Otherwise at least half of a full queue is other work, which makes room as it ends.
+//!
+//! What ends may ask for more (a look-up for the targets that it found). It asks once and each of these is of the kinds above.
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque, hash_map::Entry as MapEntry},
+    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque},
     time::{Duration, Instant},
 };
 
@@ -19,6 +41,8 @@ use crate::{
 
 /// Fewer keys than this are not shared out: a batch costs the same reads and writes for one of them.
 const SMALL: usize = 50;
+/// Slow keys that are remembered when they are done.
+const KNOWN_SLOW: usize = 10_000;
 
 /// What keys of the queue are told apart by.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -41,6 +65,8 @@ pub struct Work {
     pub committed: Option<i64>,
     /// How often this was tried in vain.
     pub attempts: u32,
+    /// How long its reads may take, where they have taken too long. Such a key is slow: it runs alone.
+    pub read_limit: Option<Duration>,
     /// Since when its targets are written anew, because a statement for all of them took longer than it may.
     pub begun_anew: Option<Instant>,
     /// When a reference was first found to dangle, for policies that destroy, or a target to differ, for the guard.
@@ -68,8 +94,20 @@ pub struct Doubt {
     pub difference: u64,
     /// Whatever it was computed from was committed by then.
     pub seen: ClusterTime,
-    /// What was committed by then may not be applied yet.
-    pub premature: bool,
+    /// What can be said about the difference now.
+    pub verdict: Verdict,
+}
+
+/// What the guard can say about a target that differs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum Verdict {
+    /// A change that explains the difference may still have to be applied: the target is compared again later.
+    #[default]
+    Postponed,
+    /// Every change up to the comparison is applied: somebody else wrote the target.
+    Drift,
+    /// Nothing tells. The events that would are not read before the queue has room, and such targets fill the queue.
+    Unconfirmed,
 }
 
 #[derive(Debug, Default)]
@@ -133,11 +171,11 @@ pub enum Finish {
 pub struct WorkQueue {
     entries: HashMap<Slot, Entry>,
     lanes: BTreeMap<Lane, VecDeque<Key>>,
+    slow: Slow,
     /// The lane that was served last.
     turn: Option<Lane>,
     delayed: BinaryHeap<Reverse<Delayed>>,
-    /// Requests held, named targets counted.
-    weight: usize,
+    weights: Weights,
     capacity: usize,
     /// Batches taken so far.
     taken: u64,
@@ -145,7 +183,35 @@ pub struct WorkQueue {
     writing: BTreeMap<RuleId, BTreeSet<u64>>,
     /// For each rule, how many keys wait, run or rest for another task than the guard's.
     reconciling: BTreeMap<RuleId, usize>,
+    /// How many keys the guard has, of all rules.
+    guarded: usize,
     oldest: Oldest,
+}
+
+/// Keys whose reads took too long. One of them runs at a time, so that the other batches are for other keys.
+#[derive(Debug, Default)]
+struct Slow {
+    /// Those that are ready, of all lanes.
+    ready: VecDeque<Slot>,
+    /// The batch that runs.
+    running: Option<u64>,
+    /// The last batch of such a key.
+    last: u64,
+    /// How long reads of keys may take that were slow when they were last done. So a key that changes often does not take a batch
+    /// of other keys with it each time.
+    known: HashMap<Slot, Duration>,
+}
+
+impl Slow {
+    fn remember(&mut self, slot: &Slot, limit: Option<Duration>) {
+        match limit {
+            Some(limit) if self.known.len() < KNOWN_SLOW && slot.key.weight() < 1024 => {
+                self.known.insert(slot.clone(), limit);
+            }
+            // What is not remembered is found out again.
+            _ => drop(self.known.remove(slot)),
+        }
+    }
 }
 
 /// For each rule, how many keys wait or run for a change that was committed then.
@@ -176,6 +242,27 @@ impl Oldest {
     }
 }
 
+/// Requests held, named targets counted; a large key counts once for each KiB.
+#[derive(Debug, Default)]
+struct Weights {
+    all: usize,
+    /// Of work that writes.
+    writing: usize,
+}
+
+impl Weights {
+    fn moved(&mut self, lane: Lane, more: usize, less: usize) {
+        self.all = (self.all + more).saturating_sub(less);
+        if writes(lane.1) {
+            self.writing = (self.writing + more).saturating_sub(less);
+        }
+    }
+}
+
+fn weight(key: &Key, scope: &Scope) -> usize {
+    scope.weight() + key.weight() / 1024
+}
+
 #[derive(Debug, PartialEq, Eq)]
 struct Delayed {
     at: Instant,
@@ -201,13 +288,15 @@ impl WorkQueue {
         Self {
             entries: HashMap::new(),
             lanes: BTreeMap::new(),
+            slow: Slow::default(),
             turn: None,
             delayed: BinaryHeap::new(),
-            weight: 0,
+            weights: Weights::default(),
             capacity,
             taken: 0,
             writing: BTreeMap::new(),
             reconciling: BTreeMap::new(),
+            guarded: 0,
             oldest: Oldest::default(),
         }
     }
@@ -218,11 +307,27 @@ impl WorkQueue {
         self.reconciling.get(&rule).is_some_and(|keys| *keys > 0)
     }
 
+    /// Whether the queue is full and the guard has more than a quarter of it. A key weighs two at most for the guard (it runs, and
+    /// is asked for again), so a full queue is either crowded, or half of it is other work, which makes room as it is done.
+    #[must_use]
+    pub fn is_crowded_by_guard(&self) -> bool {
+        !self.has_room() && self.guarded > self.capacity / 4
+    }
+
+    /// The rules of which a batch that writes is running. The batch of a slow key does not count: it reads most of the time.
+    pub fn writing(&self) -> impl Iterator<Item = RuleId> {
+        let ordinary = |batch: &u64| Some(*batch) != self.slow.running;
+        self.writing.iter().filter(move |(_, batches)| batches.iter().any(ordinary)).map(|(rule, _)| *rule)
+    }
+
+    /// How many keys of a rule the queue has for the guard, or for other tasks.
+    fn count(&mut self, (rule, task): Lane) -> &mut usize {
+        if task == Task::Guard { &mut self.guarded } else { self.reconciling.entry(rule).or_default() }
+    }
+
     fn remove(&mut self, slot: &Slot) {
-        if self.entries.remove(slot).is_some()
-            && slot.lane.1 != Task::Guard
-            && let Some(keys) = self.reconciling.get_mut(&slot.lane.0)
-        {
+        if self.entries.remove(slot).is_some() {
+            let keys = self.count(slot.lane);
             *keys = keys.saturating_sub(1);
         }
     }
@@ -230,13 +335,19 @@ impl WorkQueue {
     /// Whether the streams may deliver more. What is pushed beyond is taken all the same: nothing is ever dropped.
     #[must_use]
     pub fn has_room(&self) -> bool {
-        self.weight < self.capacity
+        self.weights.all < self.capacity
+    }
+
+    /// Whether there would be no room even if there were nothing but the work that writes.
+    #[must_use]
+    pub fn is_full_of_writes(&self) -> bool {
+        self.weights.writing >= self.capacity
     }
 
     /// Requests held: waiting and running keys, named targets counted.
     #[must_use]
     pub fn depth(&self) -> usize {
-        self.weight
+        self.weights.all
     }
 
     /// When the oldest change was committed that a key of `rule` waits or runs for, in milliseconds since 1970.
@@ -288,26 +399,24 @@ impl WorkQueue {
             after: origin.after,
             committed: origin.committed,
             attempts: 0,
+            read_limit: None,
             begun_anew: None,
             doubted_since: None,
             doubt: Doubt::default(),
             held: Held::default(),
         };
         let slot = Slot { lane: (request.rule, request.task), key: request.key };
-        let entry = match self.entries.entry(slot.clone()) {
-            MapEntry::Occupied(known) => known.into_mut(),
-            MapEntry::Vacant(new) => {
-                *self.reconciling.entry(request.rule).or_default() += usize::from(request.task != Task::Guard);
-                new.insert(Entry::default())
-            }
-        };
-        let before = entry.pending.as_ref().map_or(0, |work| work.scope.weight());
+        if !self.entries.contains_key(&slot) {
+            *self.count(slot.lane) += 1;
+        }
+        let entry = self.entries.entry(slot.clone()).or_default();
+        let before = entry.pending.as_ref().map_or(0, |work| weight(&slot.key, &work.scope));
         let work = match entry.pending.take() {
             Some(pending) => pending.joined(work),
-            None => work,
+            None => Work { read_limit: self.slow.known.get(&slot).copied(), ..work },
         };
         let work = work.holding(origin, watermark);
-        self.weight = self.weight + work.scope.weight() - before;
+        self.weights.moved(slot.lane, weight(&slot.key, &work.scope), before);
         entry.pending = Some(work);
         entry.since = self.oldest.moved(request.rule, entry.since, earliest(entry.since, origin.committed));
         entry.barrier = self.taken + 1;
@@ -315,16 +424,44 @@ impl WorkQueue {
             return;
         }
         entry.not_before = None;
-        if entry.running.is_none() && !entry.in_lane {
-            entry.in_lane = true;
+        self.enter(slot);
+    }
+
+    /// A key that is asked for enters its lane, unless it runs or is there.
+    fn enter(&mut self, slot: Slot) {
+        let Some(entry) = self.entries.get_mut(&slot) else { return };
+        let Some(work) = entry.pending.as_ref().filter(|_| entry.running.is_none() && !entry.in_lane) else { return };
+        entry.in_lane = true;
+        if work.read_limit.is_some() {
+            self.slow.ready.push_back(slot);
+        } else {
             self.lanes.entry(slot.lane).or_default().push_back(slot.key);
         }
     }
 
     /// The next keys to run together, from a lane that is `open`, which is told what is asked of its first key; None when
     /// nothing is ready.
+    ///
+    /// A slow key runs alone and beside no other slow key. Where there is but one batch at a time, slow keys and others take
+    /// turns.
     pub fn take(&mut self, most: Most, now: Instant, open: impl Fn(Lane, &Scope) -> bool) -> Option<Batch> {
         self.wake(now);
+        let (lane, items) = if self.slow.last == self.taken {
+            self.take_ordinary(most, &open).or_else(|| self.take_slow(&open))?
+        } else {
+            self.take_slow(&open).or_else(|| self.take_ordinary(most, &open))?
+        };
+        self.taken += 1;
+        if writes(lane.1) {
+            self.writing.entry(lane.0).or_default().insert(self.taken);
+        }
+        if items.iter().any(|(_, work)| work.read_limit.is_some()) {
+            (self.slow.running, self.slow.last) = (Some(self.taken), self.taken);
+        }
+        Some(Batch { lane, items, number: self.taken })
+    }
+
+    fn take_ordinary(&mut self, most: Most, open: &impl Fn(Lane, &Scope) -> bool) -> Option<(Lane, Vec<(Key, Work)>)> {
         for _ in 0..self.lanes.len() {
             let lane = self.next_lane()?;
             self.turn = Some(lane);
@@ -333,18 +470,37 @@ impl WorkQueue {
             }
             let items = self.take_from(lane, most);
             if !items.is_empty() {
-                self.taken += 1;
-                if writes(lane.1) {
-                    self.writing.entry(lane.0).or_default().insert(self.taken);
-                }
-                return Some(Batch { lane, items, number: self.taken });
+                return Some((lane, items));
             }
         }
         None
     }
 
+    /// The first slow key, while none runs. One that has to wait goes to the end.
+    fn take_slow(&mut self, open: &impl Fn(Lane, &Scope) -> bool) -> Option<(Lane, Vec<(Key, Work)>)> {
+        if self.slow.running.is_some() {
+            return None;
+        }
+        let slot = self.slow.ready.pop_front()?;
+        let oldest_write = self.oldest_write(slot.lane.0);
+        let entry = self.entries.get_mut(&slot)?;
+        if entry.is_barred(slot.lane.1, oldest_write)
+            || entry.pending.as_ref().is_some_and(|work| !open(slot.lane, &work.scope))
+        {
+            self.slow.ready.push_back(slot);
+            return None;
+        }
+        let work = entry.begin()?;
+        Some((slot.lane, vec![(slot.key, work)]))
+    }
+
+    /// The oldest batch of a rule that writes.
+    fn oldest_write(&self, rule: RuleId) -> u64 {
+        self.writing.get(&rule).and_then(BTreeSet::first).copied().unwrap_or(u64::MAX)
+    }
+
     fn take_from(&mut self, lane: Lane, most: Most) -> Vec<(Key, Work)> {
-        let oldest_write = self.writing.get(&lane.0).and_then(BTreeSet::first).copied().unwrap_or(u64::MAX);
+        let oldest_write = self.oldest_write(lane.0);
         let mut items = Vec::new();
         let mut weight = 0;
         let Some(waiting) = self.lanes.get_mut(&lane) else { return items };
@@ -352,7 +508,7 @@ impl WorkQueue {
         while let Some(key) = waiting.pop_front() {
             let slot = Slot { lane, key };
             let Some(entry) = self.entries.get_mut(&slot) else { continue };
-            if lane.1 == Task::Parents && oldest_write < entry.barrier {
+            if entry.is_barred(lane.1, oldest_write) {
                 waiting.push_front(slot.key);
                 break;
             }
@@ -362,13 +518,7 @@ impl WorkQueue {
                 waiting.push_front(slot.key);
                 break;
             }
-            entry.in_lane = false;
-            // Pushed back by a delay after it entered the lane: the delay's end brings it in again.
-            if entry.not_before.is_some() || entry.running.is_some() {
-                continue;
-            }
-            let Some(work) = entry.pending.take() else { continue };
-            entry.running = Some(work.held.clone());
+            let Some(work) = entry.begin() else { continue };
             weight += work.scope.weight();
             items.push((slot.key, work));
             if alone || items.len() >= keys || weight >= most.keys.saturating_mul(4) {
@@ -386,6 +536,19 @@ impl WorkQueue {
         if let Some(writing) = self.writing.get_mut(&lane.0) {
             writing.remove(&number);
         }
+        self.slow.running.take_if(|running| *running == number);
+    }
+
+    /// Takes in how long the next read of a key may take, before the run of the key is finished.
+    pub fn judged(&mut self, lane: Lane, key: &Key, read_limit: Option<Duration>) {
+        if read_limit.is_none() && self.slow.known.is_empty() {
+            return;
+        }
+        let slot = Slot { lane, key: key.clone() };
+        self.slow.remember(&slot, read_limit);
+        if let Some(pending) = self.entries.get_mut(&slot).and_then(|entry| entry.pending.as_mut()) {
+            pending.read_limit = read_limit;
+        }
     }
 
     /// The lane after the one that was served last.
@@ -399,12 +562,12 @@ impl WorkQueue {
         after.or_else(|| self.lanes.keys().next().copied())
     }
 
-    /// Says how the run of a key ended. `weight` is what its scope weighed when it was taken.
+    /// Says how the run of a key ended. `taken` is what its scope weighed when it was taken.
     pub fn finish(
         &mut self,
         lane: Lane,
         key: Key,
-        weight: usize,
+        taken: usize,
         finish: Finish,
         now: Instant,
         watermark: &mut Watermark,
@@ -418,7 +581,7 @@ impl WorkQueue {
             Finish::Again { work, .. } => earliest(waits, work.committed),
         };
         entry.since = self.oldest.moved(lane.0, entry.since, goes_on);
-        self.weight = self.weight.saturating_sub(weight);
+        self.weights.moved(lane, 0, taken + slot.key.weight() / 1024);
         match finish {
             Finish::Done { pause } => {
                 for (stream, batch) in held.0 {
@@ -435,12 +598,12 @@ impl WorkQueue {
                 work.held = held;
                 // A request that came meanwhile ends the wait: something has changed.
                 let at = if entry.pending.is_none() { now.checked_add(delay) } else { None };
-                let before = entry.pending.as_ref().map_or(0, |work| work.scope.weight());
+                let before = entry.pending.as_ref().map_or(0, |work| weight(&slot.key, &work.scope));
                 let work = match entry.pending.take() {
                     Some(pending) => work.joined_held(pending, watermark),
                     None => work,
                 };
-                self.weight = self.weight + work.scope.weight() - before;
+                self.weights.moved(lane, weight(&slot.key, &work.scope), before);
                 entry.pending = Some(work);
                 entry.not_before = at;
                 if let Some(at) = at {
@@ -451,9 +614,8 @@ impl WorkQueue {
         }
         if entry.pending.is_none() {
             self.remove(&slot);
-        } else if !entry.in_lane {
-            entry.in_lane = true;
-            self.lanes.entry(lane).or_default().push_back(slot.key);
+        } else {
+            self.enter(slot);
         }
     }
 
@@ -476,11 +638,27 @@ impl WorkQueue {
                 self.remove(&slot);
                 continue;
             }
-            if entry.running.is_none() && !entry.in_lane && entry.pending.is_some() {
-                entry.in_lane = true;
-                self.lanes.entry(slot.lane).or_default().push_back(slot.key);
-            }
+            self.enter(slot);
         }
+    }
+}
+
+impl Entry {
+    /// Whether a write that began earlier may still put the source into a target.
+    fn is_barred(&self, task: Task, oldest_write: u64) -> bool {
+        task == Task::Parents && oldest_write < self.barrier
+    }
+
+    /// The key leaves its lane and runs.
+    fn begin(&mut self) -> Option<Work> {
+        self.in_lane = false;
+        // Pushed back by a delay after it entered the lane: the delay's end brings it in again.
+        if self.not_before.is_some() || self.running.is_some() {
+            return None;
+        }
+        let work = self.pending.take()?;
+        self.running = Some(work.held.clone());
+        Some(work)
     }
 }
 
@@ -499,6 +677,7 @@ impl Work {
         self.after = self.after.max(newer.after);
         self.committed = earliest(self.committed, newer.committed);
         self.attempts = 0;
+        self.read_limit = self.read_limit.or(newer.read_limit);
         self.begun_anew = self.begun_anew.or(newer.begun_anew);
         self.doubted_since = None;
         self
@@ -605,7 +784,10 @@ mod tests {
             self.queue.ended(batch.lane, batch.number);
             for (key, work) in batch.items {
                 let weight = work.scope.weight();
-                self.queue.finish(batch.lane, key, weight, finish(work), self.now, &mut self.watermark);
+                let finish = finish(work);
+                let limit = if let Finish::Again { work, .. } = &finish { work.read_limit } else { None };
+                self.queue.judged(batch.lane, &key, limit);
+                self.queue.finish(batch.lane, key, weight, finish, self.now, &mut self.watermark);
             }
         }
 
@@ -648,6 +830,62 @@ mod tests {
         assert_eq!(batches, [1, 1, 2]);
     }
 
+    /// Their reads took too long, each again and again: three of them kept all batches to themselves.
+    #[test]
+    fn slow_keys_run_alone_and_one_at_a_time_beside_others() {
+        let mut bench = Bench::new();
+        for key in 1..=3 {
+            bench.push(Task::Value, key, Scope::All, 1);
+        }
+        let batch = bench.take().unwrap();
+        let slow = |work| Finish::Again {
+            work: Work { read_limit: Some(Duration::from_secs(1)), ..work },
+            delay: Duration::ZERO,
+        };
+        bench.finish(batch, slow);
+        for key in [4, 5] {
+            bench.push(Task::Value, key, Scope::All, 2);
+        }
+        let running = bench.take().unwrap();
+        assert_eq!(running.items.len(), 1, "a slow key alone");
+        assert_eq!(bench.keys(), [4, 5], "others beside it");
+        assert!(bench.take().is_none(), "and no other slow key");
+        bench.push(Task::Value, 6, Scope::All, 3);
+        let first = running.items[0].0.clone();
+        bench.finish(running, slow);
+        let next = bench.take().unwrap();
+        assert!(next.items.len() == 1 && next.items[0].0 != first, "each slow key has its turn");
+        bench.finish(next, slow);
+        bench.push(Task::Value, 7, Scope::All, 4);
+        assert_eq!(bench.keys(), [6, 7], "where there is one batch at a time, others are next");
+    }
+
+    #[test]
+    fn a_slow_key_is_remembered_until_it_is_done_in_a_short_time() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let batch = bench.take().unwrap();
+        bench.queue.ended(LANE, batch.number);
+        bench.push(Task::Value, 1, Scope::All, 2);
+        let limit = Some(Duration::from_secs(9));
+        let done = || Finish::Done { pause: Duration::ZERO };
+        let key = Key::one(Bson::Int32(1));
+        bench.queue.judged(LANE, &key, limit);
+        bench.queue.finish(LANE, key.clone(), 1, done(), bench.now, &mut bench.watermark);
+        let batch = bench.take().unwrap();
+        assert_eq!(batch.items[0].1.read_limit, limit, "what was asked for while it ran");
+        bench.queue.ended(LANE, batch.number);
+        bench.queue.judged(LANE, &key, limit);
+        bench.queue.finish(LANE, key, 1, done(), bench.now, &mut bench.watermark);
+        assert!(bench.queue.is_empty());
+        bench.push(Task::Value, 1, Scope::All, 3);
+        let batch = bench.take().unwrap();
+        assert_eq!(batch.items[0].1.read_limit, limit);
+        bench.done(batch);
+        bench.push(Task::Value, 1, Scope::All, 4);
+        assert_eq!(bench.take().unwrap().items[0].1.read_limit, None);
+    }
+
     #[test]
     fn a_rule_is_reconciling_until_the_last_key_that_is_not_the_guards() {
         let mut bench = Bench::new();
@@ -666,6 +904,27 @@ mod tests {
         assert!(is(&bench), "it rests, and what is asked of it waits");
         bench.now += Duration::from_secs(2);
         assert!(bench.take().is_none() && !is(&bench) && bench.queue.is_empty());
+    }
+
+    /// A target that the guard finds to differ waits for events, and a full queue keeps them from being read.
+    #[test]
+    fn a_queue_that_the_guard_fills_says_so() {
+        let mut bench = Bench::new();
+        for key in 0..3 {
+            bench.push(Task::Guard, key, Scope::All, 1);
+        }
+        assert!(!bench.queue.is_crowded_by_guard(), "there is room");
+        for key in 0..7 {
+            bench.push(Task::Value, key, Scope::All, 1);
+        }
+        assert!(bench.queue.is_crowded_by_guard());
+        let guarded = std::iter::from_fn(|| bench.take()).find(|batch| batch.lane.1 == Task::Guard).unwrap();
+        assert!(bench.queue.is_crowded_by_guard(), "running keys count");
+        bench.done(guarded);
+        for key in 7..20 {
+            bench.push(Task::Value, key, Scope::All, 1);
+        }
+        assert!(!bench.queue.has_room() && !bench.queue.is_crowded_by_guard(), "other work makes room as it is done");
     }
 
     #[test]

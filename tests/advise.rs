@@ -428,6 +428,40 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     assert!(Path::new(file).exists());
 }
 
+/// Small numbers that refer, in an array of subdocuments: the field's name is the collection's.
+#[tokio::test(flavor = "multi_thread")]
+async fn numbers_in_an_array_of_subdocuments_refer_by_their_name() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let city = |n: i32| doc! {"_id": n, "name": format!("City {n}"), "email": format!("office@city{n}.example")};
+    insert(&db, "cities", (1..=60).map(city)).await;
+    let stops = |n: i32| (0..3).map(|k| doc! {"city": (n * 7 + k) % 25 + 1, "nights": k + 1}).collect::<Vec<_>>();
+    insert(&db, "trips", (1..=200).map(|n| doc! {"_id": n, "title": format!("Tour {n}"), "stops": stops(n)})).await;
+    let report = advise(&test, &[]);
+    let found = relationship(&report, "trips.stops.$[].city");
+    assert_eq!(found["held"]["path"], "_id", "{found:#}");
+
+    let written = denormd(&test.uri, &test.name, &["init", "--observe", "0", "--to", "-"]);
+    let written = String::from_utf8_lossy(&written.stdout).into_owned();
+    let rule = |line: &str| !line.trim_start().starts_with('#') && line.contains("\"stops.$[].city\": _id");
+    assert!(written.lines().any(rule), "{written}");
+    assert!(written.contains("# warning: `email` looks personal or secret"), "{written}");
+}
+
+/// A file without a rule says why, and what else was found.
+#[tokio::test(flavor = "multi_thread")]
+async fn init_never_writes_an_empty_file_silently() {
+    let test = denormd_fixture::database().await;
+    insert(&test.database(), "cities", (1..=60).map(|n| doc! {"_id": n, "name": format!("City {n}")})).await;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("denormd.yaml");
+    let output = denormd(&test.uri, &test.name, &["init", "--observe", "0", "--config", file.to_str().unwrap()]);
+    let told = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(told.contains("without a rule: no relationship was found"), "{told}");
+    let written = fs::read_to_string(file).unwrap();
+    assert!(written.contains("# no rule: no relationship was found; name one with --match"), "{written}");
+}
+
 /// People and their tasks: each names the other, and the owner's name is copied, badly.
 #[tokio::test(flavor = "multi_thread")]
 async fn two_way_references_and_copies_that_are_there_already() {

@@ -72,7 +72,7 @@ fn the_example_of_kubernetes_has_the_rules_of_the_shop() {
         let text = fs::read_to_string(root().join(path)).unwrap();
         text.lines().filter(|line| !line.starts_with("# yaml-language-server:")).collect::<Vec<_>>().join("\n")
     };
-    assert_eq!(rules("deploy/kubernetes/example/shop.yaml"), rules("config/shop.yaml"), "copy config/shop.yaml");
+    assert_eq!(rules("deploy/kubernetes/example/shop/shop.yaml"), rules("config/shop.yaml"), "copy config/shop.yaml");
 }
 
 #[test]
@@ -117,6 +117,11 @@ fn config_with(way: &[&str], value: &str) -> String {
             )
         }
         ["mongodb", key] => format!("mongodb: {{ {uri}, {key}: {value} }}\nrules: []\n"),
+        // Requests can only need a token that there is.
+        ["http", "require_token"] => {
+            let token = "0123456789abcdef0123456789abcdef";
+            format!("mongodb: {{ {uri} }}\nrules: []\nhttp: {{ require_token: {value}, token: {token} }}\n")
+        }
         [section, key] => format!("mongodb: {{ {uri} }}\nrules: []\n{section}: {{ {key}: {value} }}\n"),
         _ => format!("mongodb: {{ {uri} }}\nrules: []\n{}: {value}\n", way.join(".")),
     }

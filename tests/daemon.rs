@@ -1,15 +1,18 @@
 //! denormd inside the test process, on a database of the test's own.
 
 use std::{
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, Document, RawDocumentBuf, doc};
 use denormd::{
     checkpoint::store::Store,
     config::{Format, Loaded, load_str},
-    dead_letter::DeadLetters,
+    dead_letter::{Chosen, DeadLetters},
     division::divide,
     metrics::Metrics,
     mongo::{Server, connect},
@@ -18,6 +21,7 @@ use denormd::{
     plan::{self, Rule},
     preflight,
     reconcile::Context,
+    rule_state::{BlockReason, RuleState},
 };
 use denormd_fixture::TestDb;
 use futures_util::TryStreamExt;
@@ -32,14 +36,14 @@ pub struct Daemon {
 ///
 /// # Panics
 ///
-/// Panics after a minute.
+/// Panics after two minutes.
 pub async fn until<T>(what: &str, check: impl AsyncFn() -> Option<T>) -> T {
     let begun = Instant::now();
     loop {
         if let Some(found) = check().await {
             return found;
         }
-        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
+        assert!(begun.elapsed() < Duration::from_secs(120), "{what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -84,14 +88,53 @@ impl Daemon {
         Self::start_loaded(&load(text)).await
     }
 
-    /// Starts with a config that has been loaded from wherever it is.
+    /// Starts with a config that has been loaded from wherever it is. Its rules may remove and overwrite values that are there:
+    /// most tests are about what comes after that.
     pub async fn start_loaded(loaded: &Loaded) -> Self {
+        Self::prepare(loaded).await;
+        Self::begin(loaded, true).await
+    }
+
+    /// Starts with a config whose rules nobody has agreed to beforehand.
+    pub async fn start_unadopted(text: &str) -> Self {
+        let loaded = load(text);
+        Self::prepare(&loaded).await;
+        Self::begin(&loaded, false).await
+    }
+
+    /// Does what `plan --apply` does, on collections that the application would have created.
+    async fn prepare(loaded: &Loaded) {
         let context = context_of(loaded).await;
-        for finding in preflight::check(&context.server, &context.plan).await.unwrap() {
-            let fix = finding.fix.unwrap_or_else(|| panic!("{}", finding.message));
-            preflight::apply(&context.server, &fix).await.unwrap();
+        // An application may drop collections, or switch their pre-images off, in the meantime.
+        for attempt in 0.. {
+            for namespace in context.plan.namespaces() {
+                // The application would have created it.
+                let (server, collection) = (&context.server, &namespace.collection);
+                if !server.has_collection(&namespace.database, collection).await.unwrap() {
+                    let created = server.database(&namespace.database).create_collection(collection).await;
+                    assert!(created.is_ok() || attempt < 19, "{created:?}");
+                }
+            }
+            let findings = preflight::check(&context.server, &context.plan).await.unwrap();
+            if findings.is_empty() {
+                break;
+            }
+            assert!(attempt < 20, "{findings:?}");
+            for finding in findings {
+                // A collection may be gone again: it is created in the next attempt.
+                let Some(fix) = finding.fix else {
+                    assert!(attempt < 19, "{}", finding.message);
+                    continue;
+                };
+                let applied = preflight::apply(&context.server, &fix).await;
+                assert!(applied.is_ok() || attempt < 19, "{applied:?}");
+            }
         }
-        assert_eq!(preflight::check(&context.server, &context.plan).await.unwrap(), []);
+    }
+
+    /// Starts on a cluster as it is.
+    pub async fn begin(loaded: &Loaded, adopt: bool) -> Self {
+        let context = context_of(loaded).await;
         // Any test of one daemon holds for several partitions: `DENORMD_TEST_PARTITIONS=3` tries it.
         let wanted = std::env::var("DENORMD_TEST_PARTITIONS").ok().and_then(|text| text.parse().ok());
         let of = wanted.unwrap_or(loaded.config.lease.partitions);
@@ -109,7 +152,10 @@ impl Daemon {
         }
         let mut handles = Vec::new();
         for partition in Partition::all(of) {
-            let context = Arc::into_inner(context_of(loaded).await).unwrap();
+            let mut context = Arc::into_inner(context_of(loaded).await).unwrap();
+            for rule in context.plan.rules.iter_mut().filter(|_| adopt) {
+                Arc::make_mut(rule).adopt = true;
+            }
             let context = Arc::new(context.within(partition));
             let (server, letters) = (&context.server, &context.dead_letters);
             let store = Store::open_partition(server, &letters.database, &letters.deployment, partition).await.unwrap();
@@ -120,11 +166,12 @@ impl Daemon {
 
     /// Waits until all that is committed now is applied.
     pub async fn settled(&self) {
-        let limit = std::time::Duration::from_secs(120);
+        let limit = std::time::Duration::from_secs(240);
         let all = async {
             // What one partition writes may be what another one reads: all of them, as often as the longest chain of rules.
             for _ in 0..=self.context().plan.longest_chain() {
-                let now = self.context().server.operation_time().await.unwrap();
+                let now =
+                    until("the primary answers", || async { self.context().server.operation_time().await.ok() }).await;
                 for handle in &self.handles {
                     handle.progress.clone().wait_for(|progress| progress.has_applied(now)).await.unwrap();
                 }
@@ -145,10 +192,62 @@ impl Daemon {
         assert!(store.ask(&self.context().server, rule).await.unwrap());
     }
 
+    /// Waits until no rule is blocked for a source that exists and holds documents. Returns whether there was such a rule.
+    pub async fn sources_are_back(&self) -> bool {
+        let found = AtomicBool::new(false);
+        for handle in &self.handles {
+            let Context { server, plan, .. } = &*handle.context;
+            until("the rules whose sources are there again are not blocked", || async {
+                let states = handle.progress.borrow().states.clone();
+                for (rule, state) in plan.rules.iter().zip(states.iter()) {
+                    let source = &rule.source.namespace;
+                    let source = server.database(&source.database).collection::<RawDocumentBuf>(&source.collection);
+                    if *state == RuleState::Blocked(BlockReason::SourceGone)
+                        && source.find_one(doc! {}).await.unwrap().is_some()
+                    {
+                        found.store(true, Ordering::Relaxed);
+                        return None;
+                    }
+                }
+                Some(())
+            })
+            .await;
+        }
+        found.into_inner()
+    }
+
+    /// Whether a rule is blocked because its source is gone.
+    pub fn lacks_source(&self, rule: &str) -> bool {
+        let is = |handle: &Handle| {
+            let states = handle.progress.borrow().states.clone();
+            let rules = handle.context.plan.rules.iter().zip(states.iter());
+            rules
+                .into_iter()
+                .any(|(one, state)| one.name == rule && *state == RuleState::Blocked(BlockReason::SourceGone))
+        };
+        self.handles.iter().any(is)
+    }
+
+    /// Has the dead letters of a rule tried again, and waits until they have been. Returns whether there were any.
+    pub async fn retry_dead_letters(&self, rule: &str) -> bool {
+        let chosen = Chosen { rule: Some(rule.to_owned()), ..Chosen::default() };
+        let mut found = false;
+        for handle in &self.handles {
+            let Context { server, dead_letters, .. } = &*handle.context;
+            found |= dead_letters.count(server, &chosen).await.unwrap() > 0;
+            let asked = dead_letters.ask(server, &chosen).await.unwrap();
+            until("the dead letters have been tried", || async {
+                (dead_letters.untried(server, &chosen, asked).await.unwrap() == 0).then_some(())
+            })
+            .await;
+        }
+        found
+    }
+
     /// How many keys it has reconciled, in all partitions.
     #[must_use]
     pub fn reconciled(&self) -> u64 {
-        let of = |handle: &Handle| handle.context.counts.reconciled.load(std::sync::atomic::Ordering::Relaxed);
+        let of = |handle: &Handle| handle.context.counts.reconciled.load(Ordering::Relaxed);
         self.handles.iter().map(of).sum()
     }
 

@@ -9,7 +9,7 @@ use std::{
 /// The floors, lowest first. Modules of one floor do not import each other, except where a floor is one stage with parts.
 const FLOORS: &[&[&str]] = &[
     &["error", "failpoint"],
-    &["key", "field_path", "position"],
+    &["key", "field_path", "position", "rule_state"],
     &["metrics", "evaluate", "partition"],
     &["config", "change"],
     &["logging", "mongo"],

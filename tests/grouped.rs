@@ -254,7 +254,7 @@ async fn a_shared_statement_writes_what_statements_of_their_own_write() {
             for member in others {
                 bench.run_alone("together", &rule, &member).await;
             }
-            for group in group::divide(fitting.into_iter().map(|member| ((), member)).collect()) {
+            for group in group::divide(fitting.into_iter().map(|member| ((), member)).collect(), group::KEYS) {
                 let members: Vec<Member> = group.into_iter().map(|((), member)| member).collect();
                 shared += usize::from(members.len() > 1);
                 if bench.run("together", group::statement(&rule, &members).unwrap()).await {
@@ -389,7 +389,10 @@ fn statements_are_divided_by_keys_bytes_and_kind_of_scope() {
     let keys: Vec<Key> = (0..120).map(|n| Key::one(Bson::Int32(n))).collect();
     let named = Scope::Named((0..10).map(|n| Key::one(Bson::Int32(n))).collect());
     let sizes = |members: Vec<Member>| -> Vec<usize> {
-        group::divide(members.into_iter().map(|member| ((), member)).collect()).iter().map(Vec::len).collect()
+        group::divide(members.into_iter().map(|member| ((), member)).collect(), group::KEYS)
+            .iter()
+            .map(Vec::len)
+            .collect()
     };
     assert_eq!(sizes(members(&keys, &Scope::All, &small)), [50, 50, 20]);
     assert_eq!(sizes(members(&keys[..5], &Scope::All, &large)), [2, 2, 1]);

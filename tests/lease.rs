@@ -8,12 +8,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bson::{DateTime, doc, rawdoc};
+use bson::{Bson, DateTime, Timestamp, doc, rawdoc};
 use denormd::{
-    checkpoint::store::{Backfill, Store, claim_term},
+    checkpoint::store::{Store, claim_term},
+    error::Kind,
     lease::{COLLECTION, Held, Lease},
     mongo::{Fence, Server},
     position::Position,
+    rule_state::{BlockReason, RuleState},
 };
 use denormd_fixture::{ReplicaSet, TestDb};
 use tokio::time::timeout;
@@ -132,17 +134,18 @@ async fn late_marks_and_prunes_leave_a_newer_state_alone() {
     let context = crate::daemon::context(&config).await;
     let (server, rule) = (&context.server, &context.plan.rules[0]);
     let store = Store::open(server, &test.name, "default").await.unwrap();
-    store.reset_rule(server, rule, &Backfill::Pending(None)).await.unwrap();
+    store.reset_rule(server, rule, &RuleState::BACKFILL).await.unwrap();
     let state = async || store.rules(server).await.unwrap().remove(0).1;
     let old = state().await;
-    store.source_seen(server, "r", old.generation).await.unwrap();
+    store.source_seen(server, "r", old.generation, &Bson::Int32(1)).await.unwrap();
     assert!(state().await.source_seen);
+    store.block(server, rule, BlockReason::SourceGone).await.unwrap();
     assert!(store.ask(server, "r").await.unwrap());
-    assert!(!state().await.source_seen, "released: an absent source is an empty one");
-    store.source_seen(server, "r", old.generation).await.unwrap();
+    assert!(!state().await.source_seen, "unblocked: an absent source is an empty one");
+    store.source_seen(server, "r", old.generation, &Bson::Int32(1)).await.unwrap();
     assert!(!state().await.source_seen, "a mark that comes late");
     store.forget(server, "r", &old, true).await.unwrap();
-    assert_eq!(state().await.generation, old.generation + 1, "a prune that comes late");
+    assert_eq!(state().await.generation, old.generation + 2, "a prune that comes late");
     store.retire(server, "r", &doc! {"was": "another"}).await.unwrap();
     store.forget(server, "r", &old, false).await.unwrap();
     assert_eq!(state().await.retired, [doc! {"was": "another"}], "retired after the prune");
@@ -228,4 +231,65 @@ async fn what_is_refused_stops_nothing_else_in_its_command() {
     server.delete(&test.name, "t", &deletes, Duration::from_secs(5)).await.unwrap();
     let left: Vec<_> = crate::daemon::all(&db, "t").await.iter().map(|doc| doc.get_i32("x").unwrap()).collect();
     assert_eq!(left, [0, 1, 2, 0, 3]);
+}
+
+/// A member whose clock was ahead has been the primary, and the next one's clock is behind: the cluster time stays where it was.
+async fn clock_falls_behind(test: &TestDb, by: Duration) {
+    let mut session = test.client.start_session().await.unwrap();
+    let ping = doc! {"ping": 1};
+    let reply = test.client.database("admin").run_command(ping.clone()).session(&mut session).await.unwrap();
+    let known: Timestamp = reply.get_document("$clusterTime").unwrap().get_timestamp("clusterTime").unwrap();
+    let ahead = Timestamp { time: known.time + u32::try_from(by.as_secs()).unwrap(), increment: 1 };
+    let signature =
+        doc! {"hash": bson::Binary { subtype: bson::spec::BinarySubtype::Generic, bytes: vec![0; 20] }, "keyId": 0_i64};
+    let ahead = bson::deserialize_from_document(doc! {"clusterTime": ahead, "signature": signature}).unwrap();
+    session.advance_cluster_time(&ahead);
+    test.client.database("admin").run_command(ping).session(&mut session).await.unwrap();
+}
+
+/// The successor took over on a primary whose clock is ahead. On the next one, by its clock, the lease of its predecessor has not
+/// ended yet.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_former_leader_writes_nothing_on_a_primary_whose_clock_is_behind() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    test.database().collection("t").insert_one(doc! {"_id": 1}).await.unwrap();
+    let lease = Lease::new(Server::new(test.client.clone()), &test.name, "default", Duration::from_secs(60));
+    let (held, _) = leads(&lease, TTL).await;
+    let server = Server::new(test.client.clone()).under(held.fence());
+    let write = async |x: i32| {
+        let statement = rawdoc! {"q": {"_id": 1}, "u": {"$set": {"x": x}}};
+        server.update(&test.name, "t", &[statement], Duration::from_secs(5)).await
+    };
+    assert_eq!(write(1).await.unwrap().modified, 1);
+    clock_falls_behind(&test, Duration::from_secs(90)).await;
+    assert_eq!(write(2).await.unwrap_err().kind, Kind::Unavailable);
+    assert_eq!(crate::daemon::all(&test.database(), "t").await, [doc! {"_id": 1, "x": 1}]);
+}
+
+/// It has done nothing wrong, and renews its lease by the cluster time that is now. Who follows it waits for that.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_leader_goes_on_where_the_clock_is_behind_and_is_followed_when_the_cluster_time_is_past_its_end() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    test.database().collection("t").insert_one(doc! {"_id": 1}).await.unwrap();
+    let (first, second) = (contender(&test), contender(&test));
+    let (held, _) = leads(&first, TTL).await;
+    let server = Server::new(test.client.clone()).under(held.fence());
+    let ahead = Duration::from_secs(8);
+    clock_falls_behind(&test, ahead).await;
+    let begun = Instant::now();
+    crate::daemon::until("a write under a lease that was renewed", async || {
+        let statement = rawdoc! {"q": {"_id": 1}, "u": {"$inc": {"x": 1}}};
+        server.update(&test.name, "t", &[statement], Duration::from_secs(5)).await.ok()
+    })
+    .await;
+    drop(held);
+    leads(&second, Duration::from_secs(60)).await;
+    assert!(begun.elapsed() >= ahead, "taken over after {:?}", begun.elapsed());
+    // So far ahead that nobody can wait for it, it does not count.
+    clock_falls_behind(&test, Duration::from_secs(24 * 3600)).await;
+    let (held, _) = leads(&second, Duration::from_secs(60)).await;
+    drop(held);
+    leads(&first, Duration::from_secs(60)).await;
 }

@@ -1,14 +1,21 @@
 //! Rules that come, change and go; fields that somebody else writes.
 
-use std::{collections::BTreeSet, sync::atomic::Ordering, time::Duration};
+use std::{sync::atomic::Ordering, time::Duration};
 
 use bson::{Document, doc};
-use denormd::{checkpoint::store::Store, mongo::Server, pipeline::Progress, position::ClusterTime};
+use denormd::{
+    checkpoint::store::Store,
+    mongo::Server,
+    pipeline::Progress,
+    position::ClusterTime,
+    rule_state::{BlockReason, RuleState},
+};
 use denormd_fixture::{ReplicaSet, TestDb};
+use futures_util::TryStreamExt;
 use mongodb::Database;
 
 use crate::{
-    daemon::{Daemon, all},
+    daemon::{Daemon, all, until},
     fan_outs::{fail, slow_writes},
 };
 
@@ -133,26 +140,29 @@ async fn a_write_that_takes_its_time_is_nobodys_drift() {
     let db = host_and_log(&test).await;
     db.collection("log").insert_many((2..2000).map(|id| doc! {"_id": id, "host": 1})).await.unwrap();
     let rule = HOST.replace("name: address,", "name: address, guard: watch,");
-    let daemon = Daemon::start(&test, &rule).await;
+    // The first statement for all targets of a key has a tenth of this, which must be longer than a slowed write.
+    let limits = "limits: { write_timeout_seconds: 60,";
+    let daemon = Daemon::start_config(&crate::daemon::config(&test, &rule).replace("limits: {", limits)).await;
     daemon.settled().await;
-    // What the first write brings is looked at twice while the second one is under way.
+    // The guard looks twice at the events of the first write while the second write is under way.
     slow_writes(&test, 1500).await;
-    for ip in ["10.0.1.1", "10.0.1.2"] {
-        db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": ip}}).await.unwrap();
-        tokio::time::sleep(Duration::from_millis(300)).await;
-    }
-    let first = doc! {"_id": 1999, "ip": "10.0.1.1"};
-    for _ in 0..3000 {
-        if db.collection::<Document>("log").count_documents(first.clone()).await.unwrap() == 1 {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    let logs = db.collection::<Document>("log");
+    let hosts = db.collection::<Document>("hosts");
+    hosts.update_one(doc! {}, doc! {"$set": {"ip": "10.0.1.1"}}).await.unwrap();
+    until("the first write is under way", async || {
+        let writes = doc! {"$match": {"command.update": "log", "command.$db": &test.name}};
+        let running = test.client.database("admin").aggregate([doc! {"$currentOp": {}}, writes]).await.unwrap();
+        running.try_collect::<Vec<_>>().await.unwrap().pop()
+    })
+    .await;
+    hosts.update_one(doc! {}, doc! {"$set": {"ip": "10.0.1.2"}}).await.unwrap();
+    until("the first write is applied", async || logs.find_one(doc! {"_id": 1999, "ip": "10.0.1.1"}).await.unwrap())
+        .await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     fail(&test, "off", doc! {}).await;
     daemon.settled().await;
     let stale = doc! {"ip": {"$ne": "10.0.1.2"}};
-    assert_eq!(db.collection::<Document>("log").count_documents(stale).await.unwrap(), 0);
+    assert_eq!(logs.count_documents(stale).await.unwrap(), 0);
     assert_eq!(daemon.context().counts.drift.load(Ordering::Relaxed), 0);
     daemon.stop().await;
 }
@@ -181,12 +191,8 @@ async fn what_is_under_way_is_nobodys_drift() {
         context.counts.drift.load(Ordering::Relaxed)
     };
     let audit = async |applied: ClusterTime| round(Progress { applied, ..Progress::default() }).await;
-    let backfilling = BTreeSet::from([rule.id]);
-    assert_eq!(
-        round(Progress { applied: latest, backfilling, ..Progress::default() }).await,
-        0,
-        "it is being backfilled"
-    );
+    let states = std::sync::Arc::new(vec![RuleState::BACKFILL]);
+    assert_eq!(round(Progress { applied: latest, states, ..Progress::default() }).await, 0, "it is being backfilled");
     // What it should be changes between the two looks, and what it is.
     assert_eq!(tokio::join!(audit(latest), meanwhile("hosts", "10.0.0.2")).0, 0);
     assert_eq!(tokio::join!(audit(latest), meanwhile("log", "10.0.0.1")).0, 0);
@@ -200,15 +206,15 @@ async fn what_is_under_way_is_nobodys_drift() {
     assert_eq!(audit(latest).await, 1, "drift");
 }
 
-/// Waits until the rule is held, or is not.
+/// Waits until the rule is blocked, or is not.
 async fn held(daemon: &Daemon, is: bool) {
     let mut progress = daemon.progress();
-    let wait = progress.wait_for(|progress| progress.held.is_empty() != is);
-    tokio::time::timeout(Duration::from_secs(60), wait).await.expect("the rule is held").unwrap();
+    let wait = progress.wait_for(|progress| progress.stopped().next().is_some() == is);
+    tokio::time::timeout(Duration::from_secs(60), wait).await.expect("the rule is blocked").unwrap();
 }
 
 #[tokio::test]
-async fn a_dropped_source_detaches_its_rules_until_they_are_released() {
+async fn a_dropped_source_blocks_its_rules_until_it_is_there_again_or_the_loss_is_agreed_to() {
     let test = denormd_fixture::database().await;
     let db = host_and_log(&test).await;
     db.collection("rooms").insert_one(doc! {"_id": 1, "room": "R1"}).await.unwrap();
@@ -220,10 +226,9 @@ async fn a_dropped_source_detaches_its_rules_until_they_are_released() {
     assert_eq!(all(&db, "log").await, std::slice::from_ref(&whole));
     db.collection::<Document>("hosts").drop().await.unwrap();
     held(&daemon, true).await;
-    // Whatever makes the rule look again: the target's event, a restart, a half restored backup.
+    // Whatever makes the rule look again: the target's event, a restart.
     let log = db.collection::<Document>("log");
     log.update_one(doc! {}, doc! {"$set": {"host": 1.0}}).await.unwrap();
-    db.collection("hosts").insert_one(doc! {"_id": 2, "ip": "10.0.0.2"}).await.unwrap();
     daemon.settled().await;
     daemon.stop().await;
     let daemon = Daemon::start(&test, &rules).await;
@@ -235,6 +240,12 @@ async fn a_dropped_source_detaches_its_rules_until_they_are_released() {
         [doc! {"_id": 1, "host": 1.0, "ip": "10.0.0.1", "room": "R2"}],
         "the other rule goes on"
     );
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.2"}).await.unwrap();
+    held(&daemon, false).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1.0, "ip": "10.0.0.2", "room": "R2"}], "it is back");
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    held(&daemon, true).await;
     daemon.ask("address").await;
     held(&daemon, false).await;
     daemon.settled().await;
@@ -281,7 +292,7 @@ async fn a_drop_that_is_met_again_after_its_release_holds_nothing() {
     positions.replace_one(doc! {"_id": before.get("_id").unwrap()}, &before).await.unwrap();
     let daemon = Daemon::start(&test, HOST).await;
     daemon.settled().await;
-    assert!(daemon.progress().borrow().held.is_empty(), "it is held again");
+    assert!(daemon.progress().borrow().stopped().next().is_none(), "it is blocked again");
     assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1}], "the loss is applied");
     // A later drop is another one.
     db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.5"}).await.unwrap();
@@ -291,13 +302,144 @@ async fn a_drop_that_is_met_again_after_its_release_holds_nothing() {
     daemon.stop().await;
 }
 
-#[tokio::test]
-async fn the_brake_holds_a_wave_of_deletes() {
-    let test = denormd_fixture::database().await;
+/// Thirty hosts with a log message each.
+async fn thirty(test: &TestDb) -> Database {
     let db = test.database();
     let hosts = (0..30).map(|n| doc! {"_id": n, "ip": "10.0.0.1"});
     db.collection("hosts").insert_many(hosts).await.unwrap();
     db.collection("log").insert_many((0..30).map(|n| doc! {"_id": n, "host": n})).await.unwrap();
+    db
+}
+
+async fn with_values(db: &Database) -> u64 {
+    db.collection::<Document>("log").count_documents(doc! {"ip": {"$exists": true}}).await.unwrap()
+}
+
+async fn is_blocked_by_the_removal_limit(daemon: &Daemon) {
+    let mut progress = daemon.progress();
+    let blocked = RuleState::Blocked(BlockReason::RemovalLimit);
+    let wait = progress.wait_for(|progress| progress.states.contains(&blocked));
+    tokio::time::timeout(Duration::from_secs(60), wait).await.expect("the rule is blocked").unwrap();
+}
+
+/// The limit was for `remove` and `delete` alone: a purge of the sources unset every copy.
+#[tokio::test]
+async fn values_that_would_be_unset_count_towards_the_removal_limit() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
+    let forms = [
+        ("one", "match: { host: _id }, set: { ip: $ip }"),
+        ("into", "match: { \"hosts.$[]\": _id }, into: ip, element: $ip"),
+    ];
+    for (name, form) in forms {
+        let rule = HOST.replace("match: { host: _id }, set: { ip: $ip }", form).replace("address", name);
+        let text = crate::daemon::config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
+        let hosts = db.collection::<Document>("hosts");
+        hosts.delete_many(doc! {}).await.unwrap();
+        hosts.insert_many((0..30).map(|n| doc! {"_id": n, "ip": "10.0.0.1"})).await.unwrap();
+        let log = db.collection::<Document>("log");
+        log.update_many(doc! {}, vec![doc! {"$set": {"hosts": ["$host"]}}, doc! {"$unset": "ip"}]).await.unwrap();
+        let daemon = Daemon::start_config(&text).await;
+        daemon.settled().await;
+        assert_eq!(with_values(&db).await, 30);
+        // References that never had a value lose none.
+        log.insert_many((100..130).map(|n| doc! {"_id": n, "host": n, "hosts": []})).await.unwrap();
+        daemon.settled().await;
+        hosts.delete_many(doc! {"_id": {"$lt": 5}}).await.unwrap();
+        daemon.settled().await;
+        assert!(daemon.progress().borrow().stopped().next().is_none(), "five may go");
+        hosts.delete_many(doc! {}).await.unwrap();
+        is_blocked_by_the_removal_limit(&daemon).await;
+        daemon.settled().await;
+        let kept = log.count_documents(doc! {"ip": {"$in": ["10.0.0.1"]}}).await.unwrap();
+        assert!((20..=25).contains(&kept), "{kept} have their value: no more than ten go in an hour");
+        // Somebody agrees: all of them go at once.
+        daemon.ask(name).await;
+        held(&daemon, false).await;
+        daemon.settled().await;
+        assert_eq!(log.count_documents(doc! {"ip": {"$in": ["10.0.0.1"]}}).await.unwrap(), 0);
+        assert!(daemon.progress().borrow().stopped().next().is_none());
+        daemon.stop().await;
+        log.delete_many(doc! {"_id": {"$gte": 100}}).await.unwrap();
+    }
+}
+
+/// A collection that was created after the start counted as never seen: when it went, its copies went.
+#[tokio::test]
+async fn a_source_that_was_created_after_the_start_is_missed_when_it_goes() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = test.database();
+    db.collection("log").insert_many((0..12_000).map(|n| doc! {"_id": n, "host": n})).await.unwrap();
+    // The drop waits behind more changes than the queue holds.
+    let text = crate::daemon::config(&test, HOST).replace("limits: {", "limits: { pending: 100, batch_keys: 50, ");
+    let daemon = Daemon::start_config(&text).await;
+    daemon.settled().await;
+    let hosts = db.collection("hosts");
+    hosts.insert_many((0..12_000).map(|n| doc! {"_id": n, "ip": "10.0.0.1"})).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(with_values(&db).await, 12_000);
+    // Its last changes are found when it is gone already.
+    slow_writes(&test, 300).await;
+    hosts.update_many(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    hosts.drop().await.unwrap();
+    held(&daemon, true).await;
+    fail(&test, "off", doc! {}).await;
+    daemon.settled().await;
+    assert_eq!(with_values(&db).await, 12_000);
+    daemon.stop().await;
+}
+
+/// `mongorestore --drop` with an older backup: what is missing in it is removed through the limit, and what is in it is copied.
+#[tokio::test]
+async fn a_source_that_is_replaced_is_backfilled_through_the_removal_limit() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
+    let text = crate::daemon::config(&test, HOST).replace("limits: {", "limits: { destroy_per_hour: 10,");
+    let daemon = Daemon::start_config(&text).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let hosts = db.collection("hosts");
+    hosts.update_many(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    hosts.drop().await.unwrap();
+    hosts.insert_many((0..5).map(|n| doc! {"_id": n, "ip": "10.0.0.3"})).await.unwrap();
+    let daemon = Daemon::start_config(&text).await;
+    is_blocked_by_the_removal_limit(&daemon).await;
+    daemon.settled().await;
+    assert!(with_values(&db).await >= 20, "no more than ten go in an hour");
+    daemon.ask("address").await;
+    held(&daemon, false).await;
+    daemon.settled().await;
+    let log = db.collection::<Document>("log");
+    assert_eq!(log.count_documents(doc! {"ip": "10.0.0.3"}).await.unwrap(), 5);
+    assert_eq!(with_values(&db).await, 5);
+    daemon.stop().await;
+}
+
+/// A block that the server carried out after its time was over, and after somebody had agreed: the state said blocked, the
+/// leader ran a backfill that could never be saved, and nobody was told.
+#[tokio::test]
+async fn a_block_that_is_recorded_late_is_noticed() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    let server = Server::new(test.client.clone());
+    let store = Store::open(&server, &format!("{}_state", test.name), "default").await.unwrap();
+    store.block(&server, &daemon.context().plan.rules[0], BlockReason::RemovalLimit).await.unwrap();
+    held(&daemon, true).await;
+    daemon.ask("address").await;
+    held(&daemon, false).await;
+    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(with_values(&db).await, 1);
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn the_removal_limit_stops_a_wave_of_deletes() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
     let rule = HOST.replace("set: { ip: $ip }", "set: { ip: $ip }, on_missing: delete");
     let text = crate::daemon::config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
     let daemon = Daemon::start_config(&text).await;

@@ -24,7 +24,8 @@ async fn explain_says_what_should_be_there_and_where_it_comes_from() {
     let parts = bson::bson!([{"id": 7, "name": "Hub"}, {"id": 9}, {"id": Bson::Null, "name": "stray"}]);
     db.collection("products").insert_one(doc! {"_id": 1, "parts": parts, "latest": [5, 4]}).await.unwrap();
     db.collection("reviews").insert_many((3..6).map(|n| doc! {"_id": n, "product": 1})).await.unwrap();
-    let program = Program::new(&config(&test, &rules));
+    // The values are wrong on purpose.
+    let program = Program::new(&config(&test, &rules.replace("{ name: ", "{ adopt: true, name: ")));
     program.run(&["plan", "--apply"]).await.exits(0);
 
     let told = program.run(&["explain", "names", "1"]).await.exits(0);
@@ -142,8 +143,8 @@ async fn a_paused_rule_stands_still_and_misses_nothing() {
     hosts_and_rooms(&db).await;
     let program = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));
     program.run(&["plan", "--apply"]).await.exits(0);
-    let told = program.run(&["pause", "host"]).await.exits(2);
-    assert!(told.err.contains("no rule named `host` has run yet"), "{}", told.err);
+    let told = program.run(&["pause", "host"]).await.exits(4);
+    assert!(told.err.contains("the rule `host` has not run yet"), "{}", told.err);
     let daemon = program.daemon();
     program.backfilled(&test, 2).await;
 
@@ -152,8 +153,8 @@ async fn a_paused_rule_stands_still_and_misses_nothing() {
     set(&db, "hosts", doc! {"ip": "new"}).await;
     set(&db, "rooms", doc! {"floor": 1}).await;
     log_has(&db, doc! {"floor": 1, "ip": "old"}).await;
-    let refused = program.run(&["backfill", "--rule", "host"]).await.exits(2);
-    assert!(refused.err.contains("`denormd resume host` lets it go on"), "{}", refused.err);
+    let refused = program.run(&["backfill", "--rule", "host"]).await.exits(4);
+    assert!(refused.err.contains("`denormd resume host` lets it run again"), "{}", refused.err);
     daemon.stop().await;
 
     let daemon = program.daemon();
@@ -176,6 +177,41 @@ async fn a_paused_rule_stands_still_and_misses_nothing() {
     daemon.stop().await;
 }
 
+/// The emergency stop: one command, after which nothing is written, whatever changes; and one that ends it.
+#[tokio::test]
+async fn pause_all_stops_every_rule_and_resume_all_ends_it() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    let program = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let daemon = program.daemon();
+    program.backfilled(&test, 2).await;
+    program.run(&["pause", "--all", "host"]).await.exits(2);
+    program.run(&["pause"]).await.exits(2);
+
+    let told = program.run(&["pause", "--all"]).await.exits(0);
+    assert!(told.out.starts_with("2 rules are paused until `denormd resume --all`"), "{}", told.out);
+    let states = test.beside("state").collection::<Document>("rules");
+    assert_eq!(states.count_documents(doc! {"paused": true}).await.unwrap(), 2);
+    set(&db, "hosts", doc! {"ip": "new"}).await;
+    set(&db, "rooms", doc! {"floor": 9}).await;
+    let checked = program.run(&["check"]).await.exits(3);
+    assert!(
+        checked.err.contains("host: it is paused") && checked.err.contains("room: it is paused"),
+        "{}",
+        checked.err
+    );
+    log_has(&db, doc! {"ip": "old"}).await;
+
+    let told = program.run(&["resume", "--all", "--output", "json"]).await.exits(0);
+    assert_eq!(told.json(), json!({"rules": ["host", "room"], "resumed": true}));
+    log_has(&db, doc! {"floor": 9, "ip": "new"}).await;
+    let told = program.run(&["resume", "--all"]).await.exits(0);
+    assert_eq!(told.out, "no rule is paused\n");
+    daemon.stop().await;
+}
+
 /// While a rule is paused its source goes. Resumed, it must not take the loss for wanted.
 #[tokio::test]
 async fn a_source_that_goes_during_a_pause_holds_the_rule() {
@@ -188,8 +224,8 @@ async fn a_source_that_goes_during_a_pause_holds_the_rule() {
     program.backfilled(&test, 1).await;
     program.run(&["pause", "host"]).await.exits(0);
     db.collection::<Document>("hosts").drop().await.unwrap();
-    daemon.says("the rule is held").await;
-    let told = program.run(&["resume", "host"]).await.exits(2);
+    daemon.says("the rule is blocked").await;
+    let told = program.run(&["resume", "host"]).await.exits(4);
     assert!(told.err.contains("its source collection was dropped"), "{}", told.err);
     log_has(&db, doc! {"ip": "old"}).await;
     daemon.stop().await;
@@ -225,4 +261,27 @@ async fn a_rule_in_shadow_counts_and_writes_nothing() {
     daemon.settled().await;
     log_has(&db, doc! {"ip": "new"}).await;
     daemon.stop().await;
+}
+
+/// What a rule has left behind was known to those alone who had read the log of the day when it was changed.
+#[tokio::test(flavor = "multi_thread")]
+async fn status_lists_the_fields_that_no_rule_owns_any_more() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    set(&db, "hosts", doc! {"name": "alpha"}).await;
+    let rule = "  - { name: address, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip, name: $name } } }";
+    let mut running = crate::running::Running::start(&test, rule, "").await;
+    log_has(&db, doc! {"name": "alpha"}).await;
+    running.stop();
+    let text = std::fs::read_to_string(running.file()).unwrap();
+    std::fs::write(running.file(), text.replace(", name: $name", "")).unwrap();
+    running.run().await;
+    let retired = |status: &serde_json::Value| status["retired"].as_array().map_or(0, Vec::len);
+    running.until_json("the field is listed", |status| retired(status) == 1).await;
+    let (_, told, _) = running.command(&["status"]);
+    assert!(told.contains("until `denormd prune RULE`"), "{told}");
+    assert!(told.contains(&format!("address  name of {}.logs", test.name)), "{told}");
+    assert_eq!(running.command(&["prune", "address"]).0, Some(0));
+    running.until_json("the list is empty", |status| retired(status) == 0).await;
 }

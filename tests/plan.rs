@@ -26,7 +26,7 @@ async fn plan_says_what_a_rule_will_meet() {
     let test = denormd_fixture::database().await;
     hosts_and_logs(&test).await;
     let program = Program::new(&config(&test, HOST));
-    let told = program.run(&["plan"]).await.exits(2);
+    let told = program.run(&["plan"]).await.exits(4);
     assert!(told.out.contains("NO INDEX of "), "{}", told.out);
     let told = program.run(&["plan", "--apply", "--output", "json"]).await.exits(0).json();
     assert_eq!((&told["ready"], told["applied"].as_array().unwrap().len()), (&json!(true), 1));
@@ -74,7 +74,7 @@ async fn without_an_index_a_large_collection_is_not_read_for_each_key() {
         executor.unwrap().get_i64("scannedObjects").unwrap()
     };
     let before = scanned().await;
-    let without = program.run(&["plan", "--output", "json"]).await.exits(2).json();
+    let without = program.run(&["plan", "--output", "json"]).await.exits(4).json();
     let read = scanned().await - before;
     // It was a thousand times all of them.
     assert!(read < i64::from(FLIGHTS) * 20, "{read} documents were read");
@@ -119,7 +119,7 @@ async fn plan_says_what_a_validator_would_refuse() {
     let validator = doc! {"$jsonSchema": {"properties": {"ip": {"bsonType": "int"}}}};
     test.database().run_command(doc! {"collMod": "logs", "validator": validator}).await.unwrap();
     let program = Program::new(&config(&test, HOST));
-    let told = program.run(&["plan", "--apply", "--output", "json"]).await.exits(2).json();
+    let told = program.run(&["plan", "--apply", "--output", "json"]).await.exits(4).json();
     let finding = told["findings"][0]["message"].as_str().unwrap();
     assert!(finding.contains("would refuse 90 of 100 sampled targets"), "{finding}");
 }
@@ -136,7 +136,7 @@ async fn an_index_of_another_collation_is_none() {
     db.collection("logs").insert_one(doc! {"_id": "a", "host": "x"}).await.unwrap();
     db.run_command(doc! {"createIndexes": "logs", "indexes": [{"key": {"host": 1}, "name": "own"}]}).await.unwrap();
     let program = Program::new(&config(&test, HOST));
-    let told = program.run(&["plan"]).await.exits(2);
+    let told = program.run(&["plan"]).await.exits(4);
     for part in [
         "createIndex({ \"_id\": hashed }",
         "getCollection(\"logs\").createIndex({ \"host\": 1 }, { collation: { locale: \"simple\" } })",
@@ -147,6 +147,38 @@ async fn an_index_of_another_collation_is_none() {
     let indexes: Vec<&Value> =
         told["rules"][0]["live"]["lookups"].as_array().unwrap().iter().map(|lookup| &lookup["index"]).collect();
     assert_eq!(indexes, [&json!("_id_hashed"), &json!("host_1")]);
+}
+
+/// The rules' expressions were tried over the documents whose key is MinKey, which were taken to be none: one such document
+/// whose value cannot be computed kept the daemon from starting.
+#[tokio::test]
+async fn a_document_whose_id_is_min_key_prevents_no_start() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let odd = doc! {"_id": Bson::MinKey, "ref": Bson::MinKey, "name": 5, "code": Bson::MinKey};
+    for name in ["s", "t"] {
+        db.collection(name).insert_one(odd.clone()).await.unwrap();
+    }
+    let shout = "{ $concat: [$name, '!'] }";
+    let rules = format!(
+        "
+  - {{ name: id, copy: {{ source: s, target: {{ collection: t, where: {{ $expr: {{ $eq: [{{ $toUpper: $name }}, X] }} }} }}, match: {{ ref: _id }}, set: {{ a: {shout} }} }} }}
+  - {{ name: into, allow_scan: true, copy: {{ source: s, target: t, match: {{ 'refs.$[]': code }}, into: b, element: {shout} }} }}
+  - {{ name: some, allow_scan: true, collect: {{ source: s, target: t, match: {{ _id: ref }}, into: c, element: {{ x: {shout} }}, slice: 2 }} }}
+  - {{ name: sum, allow_scan: true, aggregate: {{ source: s, target: t, match: {{ _id: ref }}, set: {{ d: {{ $sum: {{ $add: [$name, $code] }} }} }} }} }}
+  - {{ name: held, allow_scan: true, copy: {{ source: s, target: t, match: {{ _id: 'list.$[]' }}, set: {{ e: {shout} }} }} }}"
+    );
+    Program::new(&config(&test, &rules)).run(&["plan", "--apply", "--sample", "0"]).await.exits(0);
+    // What the server would refuse for every document is still a finding.
+    let wrong = "  - { name: id, copy: { source: s, target: { collection: t, where: { b: { $mod: 5 } } }, match: { ref: _id }, set: { a: $name } } }";
+    let told = Program::new(&config(&test, wrong)).run(&["plan", "--sample", "0"]).await.exits(4);
+    assert!(told.out.contains("the server refuses the rule's expressions or filters"), "{}{}", told.out, told.err);
+    assert!(
+        told.out.contains("malformed mod, needs to be an array"),
+        "in the server's words: {}{}",
+        told.out,
+        told.err
+    );
 }
 
 /// The rules of this test need every kind of privilege: deletes too.
@@ -240,13 +272,13 @@ async fn the_role_is_enough_and_each_privilege_of_it_is_needed() {
                 told.exits(0);
                 continue;
             }
-            let told = told.exits(2);
+            let told = told.exits(4);
             let missing = format!("lacks {}", action.as_str().unwrap());
             assert!(told.out.contains(&missing), "{missing} {resource}: {}", told.out);
             assert!(told.out.contains("grantPrivilegesToRole"), "{}", told.out);
         }
     }
     let program = guarded.user("nobody", &[]).await;
-    let told = program.run(&["run"]).await.exits(2);
+    let told = program.run(&["run"]).await.exits(4);
     assert!(told.err.contains("lacks changeStream, find, listCollections"), "{}", told.err);
 }

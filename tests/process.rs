@@ -162,6 +162,11 @@ impl Daemon {
         }
     }
 
+    /// The most memory that it had so far, in bytes.
+    pub fn peak(&self) -> u64 {
+        memory(self.child.id())
+    }
+
     /// What it has logged.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()

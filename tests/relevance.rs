@@ -11,8 +11,10 @@ use denormd::{
     config::{Format, load_str},
     mongo::Server,
     plan::compile,
-    watch::streams,
+    watch::{nested, streams},
 };
+
+use crate::daemon::{Daemon, all};
 
 /// The `_id`s of updates that are delivered, of those that `changes` makes to `before`: the same among few and many rules,
 /// whose collections the stream's filter names in different ways.
@@ -44,13 +46,14 @@ async fn delivered_among(others: i32, rule: &str, before: &Document, changes: &[
     }
     let server = Server::new(test.client.clone());
     let from = server.operation_time().await.unwrap();
+    let nested = nested(&server, &plan).await.unwrap();
     for (id, change) in (0..).zip(changes) {
         let done = targets.update_one(doc! {"_id": id}, change.clone()).await.unwrap();
         assert_eq!(done.modified_count, 1, "{change}");
     }
     db.collection("of_no_rule").insert_one(doc! {"_id": 0}).await.unwrap();
     targets.drop().await.unwrap();
-    let spec = streams(&plan).remove(0);
+    let spec = streams(&plan, &nested).remove(0);
     let mut pipeline = vec![doc! {"$changeStream": {"startAtOperationTime": bson::Timestamp::from(from)}}];
     pipeline.extend(spec.pipeline);
     let command = doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {}, "readConcern": {"level": "majority"}};
@@ -72,30 +75,133 @@ async fn delivered_among(others: i32, rule: &str, before: &Document, changes: &[
     unreachable!("a stream does not end");
 }
 
+const PRICES: &str = "{ name: names, copy: { source: parts, target: products, match: { part: _id }, set: { name: $name, price: $price } } }";
+
+/// All updates of `changes` but the first `held` are delivered.
+async fn all_but(held: usize, rule: &str, before: &Document, changes: &[Document]) {
+    let expected: BTreeSet<i32> = (0..).take(changes.len()).skip(held).collect();
+    assert_eq!(delivered(rule, before, changes).await, expected, "{rule}");
+}
+
 #[tokio::test]
 async fn updates_that_may_move_a_reference_are_sent_and_our_own_are_not() {
-    let rule = "{ name: names, copy: { source: parts, target: products, match: { part: _id }, set: { name: $name, price: $price } } }";
-    let before = doc! {"part": {"a": 1}, "name": "x", "price": 1, "stock": 1};
-    let held = [
+    let before = doc! {"part": 1, "name": "x", "price": 1, "stock": 1};
+    let changes = [
         doc! {"$set": {"name": "y"}},
         doc! {"$set": {"name": "y", "price": 2}},
         // Not ours, but nothing that a rule reads.
         doc! {"$set": {"name": "y", "stock": 2}},
-    ];
-    let sent = [
         doc! {"$set": {"part": 2}},
         doc! {"$set": {"part": 2, "name": "y"}},
-        doc! {"$set": {"part.a": 2}},
-        doc! {"$set": {"part.b": 2}},
+        doc! {"$set": {"part": {"a": 1}, "name": "y"}},
         doc! {"$unset": {"part": 1}},
         doc! {"$unset": {"part": 1}, "$set": {"name": "y"}},
-        doc! {"$unset": {"part.a": 1}},
         doc! {"$set": {"stock": 2}},
         doc! {"$unset": {"name": 1}},
     ];
-    let changes: Vec<Document> = held.iter().chain(&sent).cloned().collect();
-    let expected: BTreeSet<i32> = (0..).take(changes.len()).skip(held.len()).collect();
-    assert_eq!(delivered(rule, &before, &changes).await, expected);
+    all_but(3, PRICES, &before, &changes).await;
+}
+
+/// They were taken for our own, and the copy stayed wrong.
+#[tokio::test]
+async fn updates_that_change_a_reference_from_inside_are_sent_whatever_else_they_write() {
+    let document = doc! {"part": {"a": 1}, "name": "x", "price": 1};
+    let inside = [
+        doc! {"$set": {"part.a": 2, "name": "y"}},
+        doc! {"$set": {"part.b": 2, "name": "y", "price": 2}},
+        doc! {"$unset": {"part.a": 1}, "$set": {"name": "y"}},
+    ];
+    all_but(0, PRICES, &document, &inside).await;
+    let cities =
+        "{ name: names, copy: { source: parts, target: products, match: { at.city: _id }, set: { name: $name } } }";
+    let changes = [doc! {"$set": {"at.city": 2, "name": "y"}}, doc! {"$unset": {"at.city": 2}, "$set": {"name": "y"}}];
+    all_but(0, cities, &doc! {"at": {"city": 1}, "name": "x"}, &changes).await;
+    let into = r#"{ name: names, copy: { source: parts, target: products, match: { "parts.$[]": _id }, into: info, element: $name } }"#;
+    let changes = [doc! {"$set": {"parts.0": 2, "info": []}}, doc! {"$pop": {"parts": 1}, "$set": {"info": []}}];
+    all_but(0, into, &doc! {"parts": [1, 3], "info": [1]}, &changes).await;
+}
+
+const PLACES: &str = "
+  - { name: cities, copy: { source: cities, target: people, match: { address.city_id: _id }, set: { city_name: $name } } }
+  - { name: places, copy: { source: places, target: visits, match: { place: _id }, set: { name: $name } } }
+";
+
+/// An application that writes the copy and changes the reference beside it: `wait` said that all was applied.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reference_that_is_changed_from_inside_beside_an_owned_field_moves_the_copy() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    for (id, name) in [(1, "one"), (2, "two")] {
+        db.collection("cities").insert_one(doc! {"_id": id, "name": name}).await.unwrap();
+        db.collection("places").insert_one(doc! {"_id": {"x": id}, "name": name}).await.unwrap();
+    }
+    db.collection("people").insert_one(doc! {"_id": 1, "address": {"city_id": 1}}).await.unwrap();
+    let visits = db.collection::<Document>("visits");
+    visits.insert_one(doc! {"_id": 1, "place": 7}).await.unwrap();
+    let daemon = Daemon::start(&test, PLACES).await;
+    daemon.settled().await;
+    let change = doc! {"$set": {"address.city_id": 2, "city_name": "old"}};
+    db.collection::<Document>("people").update_one(doc! {}, change).await.unwrap();
+    // A reference becomes a document while the stream takes it for a scalar, in each way in which it can.
+    visits.update_one(doc! {"_id": 1}, doc! {"$set": {"place": {"x": 1}}}).await.unwrap();
+    visits.insert_one(doc! {"_id": 2, "place": {"x": 1}}).await.unwrap();
+    for _ in 0..2 {
+        daemon.settled().await;
+    }
+    let change = doc! {"$set": {"place.x": 2, "name": "old"}};
+    visits.update_many(doc! {}, change.clone()).await.unwrap();
+    daemon.settled().await;
+    let people = doc! {"_id": 1, "address": {"city_id": 2}, "city_name": "two"};
+    assert_eq!(all(&db, "people").await, [people]);
+    let moved = |id: i32| doc! {"_id": id, "place": {"x": 2}, "name": "two"};
+    assert_eq!(all(&db, "visits").await, [moved(1), moved(2)]);
+    daemon.stop().await;
+    // One that starts finds documents there.
+    let daemon = Daemon::start(&test, PLACES).await;
+    daemon.settled().await;
+    visits.update_many(doc! {}, doc! {"$set": {"place.x": 1, "name": "old"}}).await.unwrap();
+    daemon.settled().await;
+    let back = |id: i32| doc! {"_id": id, "place": {"x": 1}, "name": "one"};
+    assert_eq!(all(&db, "visits").await, [back(1), back(2)]);
+    daemon.stop().await;
+}
+
+/// All at once, in one batch of the stream: from the first event on that shows a document, nothing is held back.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reference_that_becomes_a_document_and_changes_at_once_moves_the_copy() {
+    for way in ["update", "insert", "replace", "rename"] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        for (id, name) in [(1, "one"), (2, "two")] {
+            db.collection("places").insert_one(doc! {"_id": {"x": id}, "name": name}).await.unwrap();
+        }
+        for name in ["cities", "people"] {
+            db.create_collection(name).await.unwrap();
+        }
+        let visits = db.collection::<Document>("visits");
+        visits.insert_one(doc! {"_id": 1, "place": 7}).await.unwrap();
+        let daemon = Daemon::start(&test, PLACES).await;
+        daemon.settled().await;
+        let document = doc! {"_id": 1, "place": {"x": 1}};
+        match way {
+            "update" => drop(visits.update_one(doc! {}, doc! {"$set": {"place": {"x": 1}}}).await.unwrap()),
+            "insert" => {
+                visits.delete_one(doc! {}).await.unwrap();
+                visits.insert_one(document).await.unwrap();
+            }
+            "replace" => drop(visits.replace_one(doc! {}, document).await.unwrap()),
+            _ => {
+                db.collection("other").insert_one(document).await.unwrap();
+                let [from, to] = ["other", "visits"].map(|name| format!("{}.{name}", test.name));
+                let rename = doc! {"renameCollection": from, "to": to, "dropTarget": true};
+                test.client.database("admin").run_command(rename).await.unwrap();
+            }
+        }
+        visits.update_one(doc! {}, doc! {"$set": {"place.x": 2, "name": "old"}}).await.unwrap();
+        daemon.settled().await;
+        assert_eq!(all(&db, "visits").await, [doc! {"_id": 1, "place": {"x": 2}, "name": "two"}], "{way}");
+        daemon.stop().await;
+    }
 }
 
 #[tokio::test]

@@ -13,7 +13,7 @@ use denormd_fixture::TestDb;
 use crate::daemon::config;
 
 /// How long a condition is waited for.
-const LIMIT: Duration = Duration::from_secs(90);
+const LIMIT: Duration = Duration::from_secs(120);
 
 /// A config file, and the daemon that was started from it; killed when the test ends.
 pub struct Running {
@@ -96,6 +96,26 @@ impl Running {
         let text = self.text("/metrics").await;
         let line = text.lines().find(|line| line.rsplit_once(' ').is_some_and(|(name, _)| name == series))?;
         line.rsplit_once(' ').unwrap().1.parse().ok()
+    }
+
+    /// The values of all series that begin so.
+    pub async fn series(&self, start: &str) -> Vec<f64> {
+        let text = self.text("/metrics").await;
+        let lines = text.lines().filter(|line| line.starts_with(start));
+        lines.filter_map(|line| line.rsplit_once(' ')?.1.parse().ok()).collect()
+    }
+
+    /// Waits for a status as programs read it.
+    pub async fn until_json(&self, what: &str, condition: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
+        let limit = Instant::now() + LIMIT;
+        loop {
+            let status = serde_json::from_str(&self.text("/v1/status").await).unwrap();
+            if condition(&status) {
+                return status;
+            }
+            assert!(Instant::now() < limit, "{what}: {status:#}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
 
     pub async fn until(&self, what: &str, condition: impl Fn(&Status) -> bool) -> Status {

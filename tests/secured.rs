@@ -12,7 +12,7 @@ use futures_util::TryStreamExt;
 
 use crate::program::{File, Running};
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(120);
 /// More than `denormd role` says, which the patterns run under (`make test-secure`): here it is about who one is.
 fn roles() -> Vec<Document> {
     let role = |name: &str, database: &str| doc! {"role": name, "db": database};
@@ -121,6 +121,11 @@ async fn certificates_are_verified_unless_a_switch_that_is_loud_says_otherwise()
     secured.put("uri", &secured.set.uri_of("denormd", "other"));
     let refused = String::from_utf8(secured.file.run(&["plan"]).stderr).unwrap();
     assert!(refused.contains("the user name or the password"), "{refused}");
+    let server = secured.set.node(0).address();
+    assert!(
+        refused.contains(&server) && refused.contains("in the database `admin`"),
+        "which server, and where the user is looked up: {refused}"
+    );
 
     // The driver's switch is taken, and nobody can overlook it.
     secured.put("uri", &(trusted.replace(&ca, "") + "&tlsInsecure=true"));
@@ -131,7 +136,7 @@ async fn certificates_are_verified_unless_a_switch_that_is_loud_says_otherwise()
     let status = secured.file.run(&["status"]);
     let text = String::from_utf8(status.stdout).unwrap();
     assert!(text.contains("!! INSECURE: tlsInsecure"), "{text}");
-    let address = format!("127.0.0.1:{}", secured.port).parse().unwrap();
+    let address: std::net::SocketAddr = format!("127.0.0.1:{}", secured.port).parse().unwrap();
     let answer = denormd::server::client::get(address, "/metrics", LIMIT).await.unwrap();
     assert!(String::from_utf8(answer.body).unwrap().contains("denormd_tls_unverified 1"));
 }

@@ -20,7 +20,7 @@ use denormd::{
     error::{Error, Kind, Result},
     key::Key,
     lease::{GRACE, Grant, Held, Lease, Registry},
-    mongo::{Fence, fence::Window},
+    mongo::{End, Fence, fence::Window},
     pipeline::schedule::{Next, Schedule},
     plan::{Plan, Rule, reference::Role},
     position::{ClusterTime, Position},
@@ -305,18 +305,18 @@ impl Registry for Wire {
             }
             let until = now() + i64::try_from(TTL.as_millis()).unwrap();
             server.lease = (term + 1, Some(owner.to_owned()), until);
-            Some(Grant { term: term + 1, until, was_deleted: false })
+            Some(Grant { term: term + 1, until: until.into(), was_deleted: false })
         })
         .await
     }
 
-    async fn renew(&self, owner: &str, term: i64) -> Result<Option<i64>> {
+    async fn renew(&self, owner: &str, term: i64) -> Result<Option<End>> {
         self.call(|server| {
             if server.lease.0 != term || server.lease.1.as_deref() != Some(owner) {
                 return None;
             }
             server.lease.2 = self.sim.millis() + i64::try_from(TTL.as_millis()).unwrap();
-            Some(server.lease.2)
+            Some(server.lease.2.into())
         })
         .await
     }
@@ -372,7 +372,9 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
     let stops = Instant::now() + Duration::from_secs(5 + sim.random(200));
     loop {
         while running.len() < 3 {
-            let Some(batch) = schedule.take(Most { keys: 2, batches: 3 }, Instant::now().into_std()) else { break };
+            let Some(batch) = schedule.take(Most { keys: 2, batches: 3 }, Instant::now().into_std(), |_| false) else {
+                break;
+            };
             running.spawn(run(wire.clone(), held.fence(), batch));
         }
         let frontier = schedule.frontier(0).map_or(start, |position| usize::try_from(position.time.seconds).unwrap());

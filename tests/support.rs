@@ -91,12 +91,12 @@ async fn commands_that_write_lead_where_nobody_does() {
 
     program.run(&["pause", "names"]).await.exits(0);
     parts.update_one(doc! {}, doc! {"$set": {"name": "nut"}}).await.unwrap();
-    let told = program.run(&["backfill"]).await.exits(2);
+    let told = program.run(&["backfill"]).await.exits(4);
     assert!(told.err.contains("denormd resume names"), "{}", told.err);
     program.run(&["resume", "names"]).await.exits(0);
     assert_eq!(name().await, "nut");
 
-    // The source is dropped while a daemon runs, and released after it has gone.
+    // The source is dropped while a daemon runs, and unblocked after it has gone.
     let daemon = program.daemon();
     program.backfilled(&test, 1).await;
     parts.drop().await.unwrap();
@@ -109,7 +109,7 @@ async fn commands_that_write_lead_where_nobody_does() {
     daemon.stop().await;
     assert_eq!(name().await, "nut");
     let told = program.run(&["release", "names"]).await.exits(0);
-    assert!(told.out.contains("is released"), "{}", told.out);
+    assert!(told.out.contains("is unblocked"), "{}", told.out);
     assert_eq!(name().await, "none");
     let leases = test.beside("state").collection::<Document>("leases");
     let lease = leases.find_one(doc! {}).await.unwrap().unwrap();

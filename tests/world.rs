@@ -61,6 +61,8 @@ impl World {
         world.db.collection("logs").insert_many(logs).await.unwrap();
         world.db.collection("persons").insert_many((0..PERSONS).map(|n| doc! {"_id": n})).await.unwrap();
         world.write_config("denormd.yaml", "");
+        // No index is made of a collection that does not exist.
+        world.db.create_collection("tasks").await.unwrap();
         let applied = world.command(&["plan", "--apply"], "denormd.yaml").stdout(Stdio::null()).status().unwrap();
         assert!(applied.success());
         world

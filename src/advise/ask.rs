@@ -98,10 +98,18 @@ fn known<T>(answer: Result<T>, needs: &str, about: &str, started: Instant) -> Re
     };
     Ok(Err(Unknown(match error.kind {
         Kind::Privilege => format!("needs the privilege {needs}"),
-        Kind::TimedOut => format!("{about} gave no answer within {} s", started.elapsed().as_secs()),
-        Kind::Refused | Kind::Internal | Kind::HistoryLost => format!("{about} refuses: {}", error.message),
-        Kind::Connection | Kind::Unavailable | Kind::NotReplicated | Kind::Config | Kind::Topology => {
-            return Err(error);
+        Kind::TimedOut | Kind::ReadTimedOut => {
+            format!("{about} gave no answer within {} s", started.elapsed().as_secs())
         }
+        Kind::Refused | Kind::TooLarge | Kind::Internal | Kind::HistoryLost => {
+            format!("{about} refuses: {}", error.message)
+        }
+        Kind::Connection
+        | Kind::Unavailable
+        | Kind::NotReplicated
+        | Kind::Config
+        | Kind::Topology
+        | Kind::State
+        | Kind::Machine => return Err(error),
     })))
 }

@@ -2,7 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::change::Namespace;
+use crate::{change::Namespace, field_path::FieldPath};
+
+use super::names::looks_personal;
 
 /// A rule that has not been compiled.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,6 +38,24 @@ impl Draft {
         self
     }
 
+    /// A warning, where it copies fields that look personal.
+    #[must_use]
+    pub fn warning(&self) -> Option<String> {
+        let mut fields = Vec::new();
+        for value in ["set", "element"].iter().filter_map(|key| self.body.get(*key)) {
+            read(value, &mut fields);
+        }
+        fields.retain(|field| FieldPath::parse(field).is_ok_and(|path| looks_personal(&path)));
+        fields.dedup();
+        let named: Vec<String> = fields.iter().map(|field| format!("`{field}`")).collect();
+        (!named.is_empty()).then(|| {
+            format!(
+                "warning: {} looks personal or secret: each copy is one more place to protect, and to erase it from",
+                named.join(", ")
+            )
+        })
+    }
+
     /// As an entry of `rules`, in YAML.
     #[must_use]
     pub fn yaml(&self) -> String {
@@ -50,6 +70,16 @@ impl Draft {
     #[must_use]
     pub fn json(&self) -> Value {
         json!({"name": self.name, self.kind: self.body})
+    }
+}
+
+/// The fields that an expression names.
+fn read<'a>(value: &'a Value, out: &mut Vec<&'a str>) {
+    match value {
+        Value::String(text) => out.extend(text.strip_prefix('$')),
+        Value::Array(items) => items.iter().for_each(|item| read(item, out)),
+        Value::Object(entries) => entries.values().for_each(|item| read(item, out)),
+        _ => {}
     }
 }
 
@@ -103,6 +133,14 @@ mod tests {
             "- name: parts-in-products\n  copy:\n    source: parts\n    target: products\n    \
              match: { \"parts.$[].id\": _id }\n    set: { \"parts.$[].name\": $name, \"n\": $on }\n"
         );
+    }
+
+    #[test]
+    fn a_personal_field_carries_a_warning() {
+        let draft = |set: Value| Draft::new("r", "copy", "users".to_owned(), "orders".to_owned()).with("set", set);
+        assert_eq!(draft(json!({"user_name": "$name"})).warning(), None);
+        let warning = draft(json!({"user_name": "$name", "user_email": "$email", "t": "$apiToken"})).warning().unwrap();
+        assert!(warning.contains("`email`, `apiToken`"), "{warning}");
     }
 
     #[test]

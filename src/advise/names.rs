@@ -26,6 +26,40 @@ pub fn about(path: &FieldPath) -> String {
     if words.is_empty() { "copied".to_owned() } else { words.join("_") }
 }
 
+/// Words of fields about a person, and of secrets.
+const PERSONAL: [&str; 23] = [
+    "email",
+    "mail",
+    "phone",
+    "mobile",
+    "telephone",
+    "fax",
+    "address",
+    "street",
+    "postcode",
+    "zip",
+    "birthday",
+    "birthdate",
+    "dob",
+    "ssn",
+    "passport",
+    "iban",
+    "password",
+    "passwd",
+    "secret",
+    "token",
+    "salary",
+    "gender",
+    "ip",
+];
+
+/// Whether a field's name says that it is about a person, or a secret.
+#[must_use]
+pub fn looks_personal(path: &FieldPath) -> bool {
+    let said = |name: &&str| words(name).iter().any(|word| PERSONAL.contains(&word.as_str()));
+    names(path).iter().any(said)
+}
+
 /// The words of the last name that means something.
 fn meaning(path: &FieldPath) -> Vec<String> {
     for name in names(path).iter().rev() {
@@ -114,6 +148,16 @@ mod tests {
             ("origin", "airports", "faa"),
         ] {
             assert!(!speaks_of(&path(field), collection, &path(key)), "{field} of {collection}");
+        }
+    }
+
+    #[test]
+    fn names_of_personal_fields() {
+        for name in ["email", "workEmail", "phone_number", "address", "home.address.city", "authToken", "emails"] {
+            assert!(looks_personal(&path(name)), "{name}");
+        }
+        for name in ["name", "price", "title", "zipper", "description"] {
+            assert!(!looks_personal(&path(name)), "{name}");
         }
     }
 

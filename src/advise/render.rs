@@ -168,6 +168,9 @@ fn sentences(out: &mut String, advice: &[Advice]) {
             indented(out, command);
         }
         if let Some(draft) = &advice.draft {
+            if let Some(warning) = draft.warning() {
+                indented(out, &format!("# {warning}\n"));
+            }
             indented(out, &draft.yaml());
         }
     }

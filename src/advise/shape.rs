@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 
 use bson::{Bson, Document, spec::BinarySubtype};
 
-use crate::{field_path::FieldPath, key::Key};
+use crate::{
+    field_path::{FieldPath, Segment},
+    key::Key,
+};
 
 use super::spread::{How, Spread};
 
@@ -80,6 +83,13 @@ impl Shape {
             shape.walk("", document, 0);
         }
         shape
+    }
+
+    /// Whether there may be paths that were not kept.
+    #[must_use]
+    pub fn is_cut(&self) -> bool {
+        let depth = |field: &Field| field.path.segments().iter().filter(|segment| **segment != Segment::Each).count();
+        self.fields.len() >= PATHS || self.fields.iter().any(|field| depth(field) > DEPTH)
     }
 
     /// What is at a path.

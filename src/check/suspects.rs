@@ -1,7 +1,7 @@
 //! Targets that differed when they were last looked at. Pure.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     hash::{DefaultHasher, Hash, Hasher},
 };
 
@@ -60,8 +60,7 @@ impl Suspects {
     }
 
     /// Of `ids`, those that were not found any more take no part.
-    pub fn forget_all_but(&mut self, ids: &[Bson], found: &[Compared]) {
-        let found: Vec<Key> = found.iter().map(|compared| Key::one(compared.target.clone())).collect();
+    pub fn forget_all_but(&mut self, ids: &[Bson], found: &HashSet<Key>) {
         for id in ids.iter().map(|id| Key::one(id.clone())).filter(|id| !found.contains(id)) {
             self.looked.remove(&id);
         }
@@ -155,7 +154,7 @@ mod tests {
         suspects.add(&compared(1, 1));
         assert!(suspects.is_empty());
         suspects.add(&compared(1, 2));
-        suspects.forget_all_but(&[Bson::Int64(1)], &[]);
+        suspects.forget_all_but(&[Bson::Int64(1)], &HashSet::new());
         assert!(suspects.is_empty());
     }
 }

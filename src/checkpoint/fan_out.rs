@@ -37,6 +37,9 @@ pub struct FanOut {
     pub wish: ObjectId,
     /// The `_id` of the last target that is done.
     pub after: Option<Bson>,
+    /// Whether its targets are read a part of the collection at a time: in the order of the collection's own collation, in which
+    /// `after` is another place than in the simple one.
+    pub in_parts: bool,
     /// When the oldest change was committed that it carries, in milliseconds since 1970.
     pub committed: Option<i64>,
 }
@@ -56,6 +59,7 @@ impl FanOuts {
         let wish = ObjectId::new();
         let mut update = doc! {
             "$set": {"wish": wish, "after": [], "term": server.term()},
+            "$unset": {"in_parts": ""},
             "$setOnInsert": {"started": DateTime::now()},
         };
         if let Some(committed) = committed {
@@ -68,13 +72,17 @@ impl FanOuts {
         let saved =
             bounded(open.return_document(mongodb::options::ReturnDocument::After)).await.map_err(refused_upsert)?;
         let committed = saved.and_then(|doc| Some(doc.get_datetime("committed").ok()?.timestamp_millis()));
-        Ok(FanOut { subject, wish, after: None, committed })
+        Ok(FanOut { subject, wish, after: None, in_parts: false, committed })
     }
 
     /// Saves how far it is. False when it has been asked for again.
     pub async fn advance(&self, server: &Server, rule: &Rule, job: &FanOut) -> Result<bool> {
         let after: Vec<Bson> = job.after.iter().cloned().collect();
-        let update = doc! {"$set": {"after": after, "saved": DateTime::now()}};
+        let mut update = doc! {"after": after, "saved": DateTime::now()};
+        if job.in_parts {
+            update.insert("in_parts", true);
+        }
+        let update = doc! {"$set": update};
         let fan_outs = server.collection(&self.database, COLLECTION);
         // One that comes late takes the progress back.
         Ok(bounded(fan_outs.update_one(self.wished(server, rule, job), update)).await?.matched_count > 0)
@@ -143,6 +151,7 @@ fn progress(doc: &Document, subject: Subject) -> Option<FanOut> {
         subject,
         wish: doc.get_object_id("wish").ok()?,
         after: doc.get_array("after").ok()?.first().cloned(),
+        in_parts: doc.get_bool("in_parts").unwrap_or_default(),
         committed: doc.get_datetime("committed").ok().map(|at| at.timestamp_millis()),
     })
 }

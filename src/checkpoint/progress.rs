@@ -8,7 +8,8 @@ use futures_util::TryStreamExt;
 use crate::{
     checkpoint::{
         fan_out,
-        store::{Backfill, POSITIONS, RuleState, Store},
+        rule_record::RuleRecord,
+        store::{POSITIONS, Store},
     },
     error::Result,
     mongo::Server,
@@ -106,7 +107,7 @@ impl Store {
     pub async fn has_applied(&self, server: &Server, databases: &BTreeSet<String>, time: ClusterTime) -> Result<bool> {
         // The position first: what it has passed was recorded before.
         let applied = self.applied(server, databases).await?.is_some_and(|applied| applied >= time);
-        let open = |(_, state): &(String, RuleState)| matches!(state.backfill, Backfill::Pending(_));
+        let open = |(_, record): &(String, RuleRecord)| record.state.is_backfilling();
         Ok(applied && !self.rules(server).await?.iter().any(open) && !self.is_fanning_out(server, None).await?)
     }
 

@@ -141,8 +141,8 @@ impl Store {
                 Answer::Done => return Ok(()),
                 Answer::Waiting => tokio::time::sleep(LOOK).await,
                 Answer::Refused(why) => {
-                    return Err(Error::new(Kind::Config, format!("the leader does not do this: {why}"))
-                        .hint("does it run with this config?"));
+                    return Err(Error::new(Kind::State, format!("the leader refuses this: {why}"))
+                        .hint("does the leader run with this config?"));
                 }
             }
         }

@@ -18,9 +18,13 @@ use crate::{
     partition::{Partition, SEPARATOR},
     plan::{Plan, Rule, RuleId},
     position::{ClusterTime, Position},
+    rule_state::{BlockReason, RuleState},
 };
 
-use super::fan_out;
+use super::{
+    fan_out,
+    rule_record::{self, RuleRecord, progress_field, state_fields},
+};
 
 /// The collection of positions: one document a deployment and stream.
 pub const POSITIONS: &str = "positions";
@@ -45,103 +49,6 @@ pub struct Store {
     /// The UUID of the collection of positions. A copy of the data in another cluster has another one, whether it was
     /// restored from a dump or synchronised, and reading it takes no more privilege than the state needs anyway.
     cluster: Arc<Bson>,
-}
-
-/// What is known of a rule from earlier runs.
-#[derive(Debug, Clone, PartialEq)]
-pub struct RuleState {
-    /// What the rule was.
-    pub definition: Document,
-    /// What it was before, where that owned something else.
-    pub retired: Vec<Document>,
-    /// Whether its source collection has been there.
-    pub source_seen: bool,
-    /// Until when the loss of its source has been released: a drop up to then, met again after a crash, does not hold it again.
-    pub released: Option<ClusterTime>,
-    /// How far its backfill is.
-    pub backfill: Backfill,
-    /// How many targets its open backfill has done and has to do, where that is known.
-    pub progress: Option<(u64, Option<u64>)>,
-    /// The last wish that a leader has taken notice of, of those that it is told.
-    pub noticed: i64,
-    /// Counts the times that its backfill was asked for: progress of an older one must not overwrite a newer wish.
-    pub generation: i64,
-}
-
-impl RuleState {
-    /// The states of two partitions as one: the one that more has to be done for, and only what both have done.
-    fn join(&mut self, other: Self) {
-        let other_is_worse = other.backfill.urgency() > self.backfill.urgency();
-        // A wish is noticed when every partition has noticed its own.
-        self.noticed += other.noticed;
-        self.generation += other.generation;
-        self.source_seen |= other.source_seen;
-        self.released = self.released.max(other.released);
-        for definition in other.retired {
-            if !self.retired.contains(&definition) {
-                self.retired.push(definition);
-            }
-        }
-        // Each goes through all targets: the last one tells how far they are.
-        let behind = |progress: &Option<(u64, Option<u64>)>| progress.map(|(done, _)| done);
-        if other_is_worse || behind(&other.progress) < behind(&self.progress) {
-            self.progress = other.progress;
-        }
-        if other_is_worse {
-            (self.definition, self.backfill) = (other.definition, other.backfill);
-        }
-    }
-}
-
-impl Backfill {
-    /// Which of two says more about a rule as a whole.
-    fn urgency(&self) -> u8 {
-        match self {
-            Self::Done => 0,
-            Self::Manual => 1,
-            Self::Absent => 2,
-            Self::Pending(_) => 3,
-            Self::Held(hold) if hold.rests() => 4,
-            Self::Held(_) => 5,
-        }
-    }
-}
-
-/// How far a rule's backfill is.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Backfill {
-    /// To be done, from the target after this `_id` on (or from the first).
-    Pending(Option<Bson>),
-    /// Waits for `denormd backfill`.
-    Manual,
-    /// Done.
-    Done,
-    /// What the rule would take away is held back until `denormd release`.
-    Held(Hold),
-    /// The rule was not in the config for a while: what was changed meanwhile is not known.
-    Absent,
-}
-
-/// Why a rule is held.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Hold {
-    /// In words.
-    pub reason: String,
-    /// Its source is gone: what copies find all the same is written. Otherwise the rule does nothing.
-    pub detached: bool,
-    /// An operator has paused it: resumed, it takes nothing away that it would not take away otherwise.
-    pub paused: bool,
-    /// The cluster lacks something that it needs: it comes back by itself when that is there.
-    pub suspended: bool,
-}
-
-impl Hold {
-    /// The rule does nothing at all, and the backfill that ends this does what it misses. Otherwise what it would take away is
-    /// waiting for a release.
-    #[must_use]
-    pub fn rests(&self) -> bool {
-        self.paused || self.suspended
-    }
 }
 
 /// The greatest term that was ever led under, or that any state of the deployment was written under; 0 when there is none.
@@ -300,109 +207,122 @@ impl Store {
     }
 
     /// What is known of every rule that this deployment has or had, by name; what the partitions know taken together.
-    pub async fn rules(&self, server: &Server) -> Result<Vec<(String, RuleState)>> {
+    pub async fn rules(&self, server: &Server) -> Result<Vec<(String, RuleRecord)>> {
         self.found(server, doc! {}).await
     }
 
-    /// The same without definitions, and without what is retired: how the rules stand, which is looked at every second.
-    pub async fn standing(&self, server: &Server) -> Result<Vec<(String, RuleState)>> {
-        self.found(server, doc! {"definition": 0, "retired": 0}).await
+    /// The same without definitions: the states of the rules, which are read every second.
+    pub async fn standing(&self, server: &Server) -> Result<Vec<(String, RuleRecord)>> {
+        self.found(server, doc! {"definition": 0, "retired": 0, "agreed": 0}).await
     }
 
-    async fn found(&self, server: &Server, projection: Document) -> Result<Vec<(String, RuleState)>> {
-        let mine = doc! {"_id.deployment": {"$in": self.ids.to_vec()}, "definition": {"$type": "object"}};
+    async fn found(&self, server: &Server, projection: Document) -> Result<Vec<(String, RuleRecord)>> {
+        let mine = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
         let mut cursor = server.collection(&self.database, RULES).find(mine).projection(projection).await?;
-        let mut out: Vec<(String, RuleState)> = Vec::new();
+        let mut out: Vec<(String, RuleRecord)> = Vec::new();
         let mut places: HashMap<String, usize> = HashMap::new();
-        while let Some(mut doc) = cursor.try_next().await? {
-            let definition = match doc.remove("definition") {
-                Some(Bson::Document(definition)) => definition,
-                _ => Document::new(),
-            };
-            let Ok(id) = doc.get_document("_id") else { continue };
-            let backfill = match doc.get_str("backfill").unwrap_or_default() {
-                "done" => Backfill::Done,
-                "manual" => Backfill::Manual,
-                "absent" => Backfill::Absent,
-                "held" => Backfill::Held(Hold {
-                    reason: doc.get_str("reason").unwrap_or_default().to_owned(),
-                    detached: doc.get_bool("detached").unwrap_or_default(),
-                    paused: doc.get_bool("paused").unwrap_or_default(),
-                    suspended: doc.get_bool("suspended").unwrap_or_default(),
-                }),
-                _ => Backfill::Pending(doc.get_array("after").ok().and_then(|after| after.first().cloned())),
-            };
-            let generation = doc.get_i64("generation").unwrap_or_default();
-            let retired = doc.get_array("retired").map(Vec::as_slice).unwrap_or_default();
-            let retired = retired.iter().filter_map(Bson::as_document).cloned().collect();
-            let source_seen = doc.get_bool("source_seen").unwrap_or_default();
-            let progress = doc.get_document("progress").ok().and_then(progress);
-            let noticed = doc.get_i64("noticed").unwrap_or_default();
-            let state = RuleState {
-                definition,
-                retired,
-                source_seen,
-                released: doc.get_timestamp("released").ok().map(ClusterTime::from),
-                backfill,
-                progress,
-                noticed,
-                generation,
-            };
-            let name = id.get_str("rule").unwrap_or_default();
-            match places.get(name) {
-                Some(place) => out[*place].1.join(state),
+        while let Some(document) = cursor.try_next().await? {
+            let (name, record) = rule_record::read(&document)?;
+            match places.get(&name) {
+                Some(place) => out[*place].1.join(record),
                 None => {
-                    places.insert(name.to_owned(), out.len());
-                    out.push((name.to_owned(), state));
+                    places.insert(name.clone(), out.len());
+                    out.push((name, record));
                 }
             }
         }
         Ok(out)
     }
 
-    /// Records what a rule is, and that its backfill is to be done from the start (or waits to be asked for). Returns the
-    /// generation of this wish.
-    pub async fn reset_rule(&self, server: &Server, rule: &Rule, backfill: &Backfill) -> Result<i64> {
-        let mut state = backfill_state(backfill);
-        state.insert("definition", rule.definition.clone());
-        state.insert("term", server.term());
+    /// Records what a rule is, and puts it into this state, whatever it was before. Returns the generation of this change: what
+    /// was asked for under an earlier one no longer counts.
+    pub async fn reset_rule(&self, server: &Server, rule: &Rule, state: &RuleState) -> Result<i64> {
+        let mut fields = state_fields(state)?;
+        fields.insert("definition", rule.definition.clone());
+        fields.insert("term", server.term());
         let rules = server.collection(&self.database, RULES);
-        let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
-        let reset = rules
-            .find_one_and_update(mine(server, self.id("rule", &rule.name)), update)
-            .upsert(true)
-            .return_document(mongodb::options::ReturnDocument::After);
-        // One that comes late asks for the backfill again, which is seen when its progress is saved.
-        let saved = bounded(reset).await.map_err(refused_upsert)?;
-        Ok(saved.and_then(|doc| doc.get_i64("generation").ok()).unwrap_or_default())
+        loop {
+            let id = self.id("rule", &rule.name);
+            let before = bounded(rules.find_one(doc! {"_id": id.clone()})).await?;
+            let generation = before.as_ref().map(rule_record::read).transpose()?.map_or(0, |(_, seen)| seen.generation);
+            if before.as_ref().is_some_and(|before| before.get_i64("term").is_ok_and(|term| term > server.term())) {
+                return Err(former());
+            }
+            fields.insert("generation", generation + 1);
+            if matches!(state, RuleState::Backfilling { agreed: true, .. }) {
+                fields.insert("removals_agreed", generation + 1);
+            }
+            // One that is late finds another generation, and cannot undo what was recorded meanwhile.
+            let mut unchanged = mine(server, id);
+            unchanged.insert("generation", same_generation(generation));
+            let reset = rules.update_one(unchanged, doc! {"$set": fields.clone()}).upsert(before.is_none());
+            match bounded(reset).await {
+                Ok(done) if done.matched_count > 0 || done.upserted_id.is_some() => return Ok(generation + 1),
+                Err(error) if error.code != Some(DUPLICATE_KEY) => return Err(error),
+                Ok(_) | Err(_) => {}
+            }
+        }
     }
 
-    /// Asks the leader, whoever it is, to backfill a rule from the start; releases it where it is held. False for a rule
-    /// that has never run.
+    /// Blocks a rule until somebody agrees to what its backfill does ([`Store::ask`]). Once agreed to, the same definition of the
+    /// rule is not to be blocked again for its effect on existing data ([`RuleRecord::has_agreed`]). Returns the generation of
+    /// the block.
+    pub async fn block(&self, server: &Server, rule: &Rule, reason: BlockReason) -> Result<i64> {
+        self.reset_rule(server, rule, &RuleState::Blocked(reason)).await
+    }
+
+    /// Requests a backfill of a rule from the start, from whichever instance leads. A blocked rule is unblocked by it, and what
+    /// that does to existing data is agreed to for this definition of the rule. False for a rule that has never run.
     ///
-    /// It is bound to the generation that it has seen, as whoever asks need not be the leader: one that comes late, after the
-    /// rule was held once more, would release what nobody has looked at.
+    /// It is bound to the generation that it has read, as the caller need not be the leader: one that is late, after the rule
+    /// was blocked once more, would agree to something that nobody has seen.
     pub async fn ask(&self, server: &Server, rule: &str) -> Result<bool> {
-        // A source that is gone is taken for empty from now on.
-        let mut state = backfill_state(&Backfill::Pending(None));
-        state.insert("source_seen", false);
+        self.ask_all(server, rule, None).await
+    }
+
+    /// The same for a rule that is blocked, as long as it is blocked for this reason, which somebody has seen. False when it is
+    /// not.
+    pub async fn unblock(&self, server: &Server, rule: &str, reason: &BlockReason) -> Result<bool> {
+        self.ask_all(server, rule, Some(reason)).await
+    }
+
+    async fn ask_all(&self, server: &Server, rule: &str, reason: Option<&BlockReason>) -> Result<bool> {
         let now = Timestamp::from(server.operation_time().await?);
         let mut asked = false;
         for id in self.ids.iter() {
-            asked |= self.ask_one(server, doc! {"deployment": id, "rule": rule}, &state, now).await?;
+            asked |= self.ask_one(server, doc! {"deployment": id, "rule": rule}, now, reason).await?;
         }
         Ok(asked)
     }
 
-    async fn ask_one(&self, server: &Server, id: Document, state: &Document, now: Timestamp) -> Result<bool> {
+    async fn ask_one(
+        &self,
+        server: &Server,
+        id: Document,
+        now: Timestamp,
+        reason: Option<&BlockReason>,
+    ) -> Result<bool> {
+        let state = backfill_from_the_start()?;
         let rules = server.collection(&self.database, RULES);
         loop {
             let Some(seen) = bounded(rules.find_one(doc! {"_id": id.clone()})).await? else { return Ok(false) };
-            let generation = same_generation(seen.get_i64("generation").unwrap_or_default());
-            let unchanged = doc! {"_id": id.clone(), "generation": generation};
+            let (_, seen) = rule_record::read(&seen)?;
+            let unchanged = doc! {"_id": id.clone(), "generation": same_generation(seen.generation)};
+            // A partition may be blocked for a reason that another one's has hidden.
+            if reason.is_some_and(|reason| seen.state.urgency() > RuleState::Blocked(reason.clone()).urgency()) {
+                return Ok(false);
+            }
             let mut state = state.clone();
-            if seen.get_bool("detached").unwrap_or_default() {
-                state.insert("released", now);
+            if let RuleState::Blocked(reason) = seen.state {
+                state.insert("removals_agreed", seen.generation + 1);
+                match reason {
+                    // A source that is gone is taken for empty from now on.
+                    BlockReason::SourceGone => {
+                        state.extend(doc! {"released": now, "source_seen": false, "source_uuid": Bson::Null});
+                    }
+                    BlockReason::Adoption(_) => drop(state.insert("agreed", seen.definition)),
+                    BlockReason::RemovalLimit => {}
+                }
             }
             let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
             if bounded(rules.update_one(unchanged, update)).await?.matched_count > 0 {
@@ -411,18 +331,18 @@ impl Store {
         }
     }
 
-    /// Pauses a rule that is not held for another reason: from the moment that the leader sees it, the rule does nothing, and
-    /// this state is what says that everything missed meanwhile is to be backfilled.
+    /// Pauses a rule that is not stopped for another reason: once the leader has read this, the rule does nothing, and this state
+    /// says that everything missed meanwhile is to be backfilled.
     pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
-        let hold = Hold { reason: "paused by an operator".to_owned(), detached: false, paused: true, suspended: false };
-        let mut state = backfill_state(&Backfill::Held(hold));
+        let mut state = state_fields(&RuleState::Paused { until: None })?;
         let until = time.map(|time| i64::try_from(time.as_millis()).unwrap_or(i64::MAX));
         // By the server's clock, as the end is looked for.
         let until = until.map_or(Bson::Null, |millis| doc! {"$add": ["$$NOW", millis]}.into());
         state.insert("until", until);
         state.insert("generation", doc! {"$add": [{"$ifNull": ["$generation", 0_i64]}, 1_i64]});
         let mut free = self.of_rule(rule);
-        free.insert("$or", vec![doc! {"backfill": {"$ne": "held"}}, doc! {"paused": true}]);
+        // An unavailable rule would come back by itself; a blocked one stays blocked.
+        free.insert("$or", vec![doc! {"backfill": {"$ne": "held"}}, doc! {"paused": true}, doc! {"suspended": true}]);
         let rules = server.collection(&self.database, RULES);
         rules.update_many(free, vec![doc! {"$set": state}]).await?;
         Ok(())
@@ -449,17 +369,15 @@ impl Store {
                 paused.insert("$expr", doc! {"$and": [is_date, {"$lte": ["$until", "$$NOW"]}]});
             }
         }
-        let mut state = backfill_state(&Backfill::Pending(None));
-        state.insert("until", Bson::Null);
-        let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+        let update = doc! {"$set": backfill_from_the_start()?, "$inc": {"generation": 1_i64}};
         Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
     }
 
-    /// Lets a suspended rule come back, by a whole backfill, unless it is another hold by now.
+    /// Lets an unavailable rule run again, by a whole backfill, unless its state has changed since.
     pub async fn come_back(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
         let mut suspended = mine(server, self.id("rule", rule));
         suspended.extend(doc! {"backfill": "held", "suspended": true, "generation": generation});
-        let update = doc! {"$set": backfill_state(&Backfill::Pending(None)), "$inc": {"generation": 1_i64}};
+        let update = doc! {"$set": backfill_from_the_start()?, "$inc": {"generation": 1_i64}};
         bounded(server.collection(&self.database, RULES).update_one(suspended, update)).await?;
         Ok(())
     }
@@ -482,19 +400,19 @@ impl Store {
         Ok(found)
     }
 
-    /// Remembers that the source collection of a rule is there. One that comes late, after a release by which an absent source
-    /// counts as empty, finds another generation and changes nothing.
-    pub async fn source_seen(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+    /// Remembers that the source collection of a rule is there, and which one. A late write, after an unblock by which an absent
+    /// source counts as empty, finds another generation and changes nothing.
+    pub async fn source_seen(&self, server: &Server, rule: &str, generation: i64, uuid: &Bson) -> Result<()> {
         let mut filter = mine(server, self.id("rule", rule));
         filter.insert("generation", same_generation(generation));
-        let update = doc! {"$set": {"source_seen": true}};
+        let update = doc! {"$set": {"source_seen": true, "source_uuid": uuid.clone()}};
         bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
         Ok(())
     }
 
     /// Remembers that a rule is not in the config, so that it is backfilled when it comes back.
-    pub async fn absent(&self, server: &Server, rule: &str) -> Result<()> {
-        let state = backfill_state(&Backfill::Absent);
+    pub async fn remove(&self, server: &Server, rule: &str) -> Result<()> {
+        let state = state_fields(&RuleState::Removed)?;
         server
             .collection(&self.database, RULES)
             .update_one(mine(server, self.id("rule", rule)), doc! {"$set": state})
@@ -512,7 +430,7 @@ impl Store {
 
     /// Forgets what a rule was; with `whole`, the rule too. Only what is `known`: a rule that has come back to the config
     /// meanwhile, or was changed again, is another one, also for a request that comes late.
-    pub async fn forget(&self, server: &Server, rule: &str, known: &RuleState, whole: bool) -> Result<()> {
+    pub async fn forget(&self, server: &Server, rule: &str, known: &RuleRecord, whole: bool) -> Result<()> {
         let mut filter = self.of_rule(rule);
         filter.insert("definition", known.definition.clone());
         let rules = server.collection(&self.database, RULES);
@@ -522,8 +440,9 @@ impl Store {
             return Ok(());
         }
         let seen: Vec<Document> = bounded(rules.find(filter)).await?.try_collect().await?;
-        let generations = seen.iter().map(|doc| doc.get_i64("generation").unwrap_or_default());
-        if generations.clone().sum::<i64>() != known.generation {
+        let generations =
+            seen.iter().map(|doc| Ok(rule_record::read(doc)?.1.generation)).collect::<Result<Vec<i64>>>()?;
+        if generations.iter().sum::<i64>() != known.generation {
             return Ok(());
         }
         for (doc, generation) in seen.iter().zip(generations) {
@@ -540,15 +459,14 @@ impl Store {
         server: &Server,
         rule: &Rule,
         generation: i64,
-        backfill: &Backfill,
+        state: &RuleState,
         progress: (u64, Option<u64>),
     ) -> Result<bool> {
         let mut filter = mine(server, self.id("rule", &rule.name));
         filter.insert("generation", generation);
         let rules = server.collection(&self.database, RULES);
-        let mut state = backfill_state(backfill);
-        let (done, expected) = (count(progress.0), progress.1.map(count));
-        state.insert("progress", doc! {"done": done, "expected": expected});
+        let mut state = state_fields(state)?;
+        state.insert("progress", progress_field(progress));
         // One that comes late takes the progress back.
         let done = bounded(rules.update_one(filter, doc! {"$set": state})).await?;
         Ok(done.matched_count > 0)
@@ -573,30 +491,6 @@ fn same_generation(generation: i64) -> Bson {
     if generation == 0 { doc! {"$in": [Bson::Null, 0_i64]}.into() } else { generation.into() }
 }
 
-fn backfill_state(backfill: &Backfill) -> Document {
-    let (state, after) = match backfill {
-        Backfill::Pending(after) => ("pending", after.clone().map_or_else(Vec::new, |id| vec![id])),
-        Backfill::Manual => ("manual", Vec::new()),
-        Backfill::Done => ("done", Vec::new()),
-        Backfill::Held(_) => ("held", Vec::new()),
-        Backfill::Absent => ("absent", Vec::new()),
-    };
-    let hold = match backfill {
-        Backfill::Held(hold) => Some(hold),
-        Backfill::Pending(_) | Backfill::Manual | Backfill::Done | Backfill::Absent => None,
-    };
-    doc! {
-        "backfill": state, "after": after, "reason": hold.map(|hold| hold.reason.as_str()),
-        "detached": hold.map(|hold| hold.detached), "paused": hold.map(|hold| hold.paused),
-        "suspended": hold.map(|hold| hold.suspended), "progress": Bson::Null, "saved": DateTime::now(),
-    }
-}
-
-fn count(targets: u64) -> i64 {
-    i64::try_from(targets).unwrap_or(i64::MAX)
-}
-
-fn progress(doc: &Document) -> Option<(u64, Option<u64>)> {
-    let number = |name: &str| u64::try_from(doc.get_i64(name).ok()?).ok();
-    Some((number("done")?, number("expected")))
+fn backfill_from_the_start() -> Result<Document> {
+    state_fields(&RuleState::BACKFILL)
 }

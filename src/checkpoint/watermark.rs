@@ -2,7 +2,7 @@
 //!
 //! Architecture invariant: a position is only handed out when every batch up to it has nothing left in the work queue.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
 use crate::position::Position;
 
@@ -16,8 +16,9 @@ pub struct Watermark {
 struct Stream {
     /// Batches that work is held for, and by how many keys.
     held: BTreeMap<u64, usize>,
-    /// Batches that were routed whole, with the position after each, oldest first.
-    routed: VecDeque<(u64, Position)>,
+    /// Batches that were routed whole, with the position after each. Of batches that are done only the last one before a batch
+    /// that is not: there are no more of them than batches that work is held for.
+    routed: BTreeMap<u64, Position>,
     /// The position after the last batch that is done with all before it.
     frontier: Option<Position>,
 }
@@ -35,16 +36,25 @@ impl Watermark {
             *count -= 1;
             if *count == 0 {
                 state.held.remove(&batch);
+                state.join(batch);
             }
         }
         state.advance();
+        // A page that is done: it has no position.
+        if state.held.is_empty() && state.routed.is_empty() && state.frontier.is_none() {
+            self.streams.remove(&stream);
+        }
     }
 
     /// All of `batch` has been routed; `position` is the place after it. Batches are routed in order.
     pub fn routed(&mut self, stream: usize, batch: u64, position: Position) {
         let state = self.streams.entry(stream).or_default();
-        debug_assert!(state.routed.back().is_none_or(|(last, _)| *last < batch), "batches are routed in order");
-        state.routed.push_back((batch, position));
+        debug_assert!(
+            state.routed.last_key_value().is_none_or(|(last, _)| *last < batch),
+            "batches are routed in order"
+        );
+        state.routed.insert(batch, position);
+        state.join(batch);
         state.advance();
     }
 
@@ -59,22 +69,25 @@ impl Watermark {
     pub fn is_drained(&self, stream: usize) -> bool {
         self.streams.get(&stream).is_none_or(|state| state.held.is_empty())
     }
-
-    /// Whether nothing of `batch` or older waits.
-    #[must_use]
-    pub fn is_done(&self, stream: usize, batch: u64) -> bool {
-        self.streams
-            .get(&stream)
-            .and_then(|state| state.held.first_key_value())
-            .is_none_or(|(oldest, _)| *oldest > batch)
-    }
 }
 
 impl Stream {
     fn advance(&mut self) {
         let oldest = self.held.first_key_value().map_or(u64::MAX, |(batch, _)| *batch);
-        while self.routed.front().is_some_and(|(batch, _)| *batch < oldest) {
-            self.frontier = self.routed.pop_front().map(|(_, position)| position);
+        while let Some(first) = self.routed.first_entry().filter(|first| *first.key() < oldest) {
+            self.frontier = Some(first.remove());
+        }
+    }
+
+    /// Forgets the position before `batch` if nothing is held between that position and the next: the low watermark passes both at
+    /// once. Work is only ever held for a batch that is being routed, or that other work is held for, so nothing will be.
+    fn join(&mut self, batch: u64) {
+        let before = self.routed.range(..batch).next_back().map(|(before, _)| *before);
+        let next = self.routed.range(batch..).next().map(|(next, _)| *next);
+        if let (Some(before), Some(next)) = (before, next)
+            && self.held.range(before + 1..=next).next().is_none()
+        {
+            self.routed.remove(&before);
         }
     }
 }
@@ -110,6 +123,28 @@ mod tests {
         assert!(w.is_drained(0));
     }
 
+    /// While a slow key held the position, each batch behind it added one, for as long as that took.
+    #[test]
+    fn positions_that_wait_are_as_many_as_batches_that_are_not_done() {
+        let mut w = Watermark::default();
+        let routed = |w: &Watermark| w.streams[&0].routed.len();
+        w.hold(0, 1);
+        w.routed(0, 1, position(1));
+        for batch in 2..=1000 {
+            w.hold(0, batch.into());
+            w.routed(0, batch.into(), position(batch));
+            if batch != 500 {
+                w.release(0, batch.into());
+            }
+        }
+        assert!(routed(&w) <= 4, "{}", routed(&w));
+        w.release(0, 1);
+        assert_eq!(frontier(&w), Some(499), "the last one before a batch that is not done");
+        w.release(0, 500);
+        assert_eq!(frontier(&w), Some(1000));
+        assert_eq!(routed(&w), 0);
+    }
+
     #[test]
     fn a_batch_that_asks_for_nothing_moves_on_at_once() {
         let mut w = Watermark::default();
@@ -119,6 +154,6 @@ mod tests {
         w.routed(0, 2, position(2));
         w.routed(0, 3, position(3));
         assert_eq!(frontier(&w), Some(1));
-        assert!(w.is_done(0, 1) && !w.is_done(0, 2));
+        assert!(!w.is_drained(0));
     }
 }

@@ -50,7 +50,7 @@ pub fn completions(shell: clap_complete::Shell) {
 /// Writes the man pages into a folder, or prints that of `denormd` itself.
 pub fn man(folder: Option<&Path>) -> Result<(), Failure> {
     let unwritable =
-        |error: std::io::Error| Error::new(Kind::Config, format!("the man pages cannot be written: {error}"));
+        |error: std::io::Error| Error::new(Kind::Machine, format!("the man pages cannot be written: {error}"));
     match folder {
         Some(folder) => {
             std::fs::create_dir_all(folder).map_err(unwritable)?;

@@ -1,9 +1,9 @@
-//! `denormd backfill` and `denormd release`: wishes that the leader carries out; this process, where nobody leads.
+//! `denormd backfill` and `denormd unblock`: requests to the leader; this process does them where nobody leads.
 
 use std::time::Duration;
 
 use crate::{
-    checkpoint::store::{Backfill, Hold, RuleState, Store},
+    checkpoint::{adoption::Decisions, rule_record::RuleRecord, store::Store},
     cli::Output,
     commands::{Failure, chosen, compile, context, leader::with_a_leader, print, progress::Progress},
     config::Loaded,
@@ -11,6 +11,7 @@ use crate::{
     lease,
     metrics::Metrics,
     mongo::Server,
+    rule_state::{BlockReason, RuleState},
 };
 
 /// How often the leader's progress is looked at.
@@ -32,8 +33,8 @@ pub async fn backfill(
     let mut known = Vec::new();
     for rule in chosen(&context.plan, rules)? {
         match state(&store, &context.server, &rule.name).await {
-            Ok(RuleState { backfill: Backfill::Held(hold), .. }) => {
-                return Err(held(&rule.name, &hold, Kind::Config).into());
+            Ok(record) if record.state.is_stopped() => {
+                return Err(stopped(&rule.name, &record.state).into());
             }
             Ok(_) => known.push(&rule.name),
             Err(unknown) if led || no_wait => return Err(unknown.into()),
@@ -93,62 +94,89 @@ pub(super) async fn noticed(store: &Store, server: &Server, rule: &str) -> Resul
             return Ok(false);
         }
         let now = state(store, server, rule).await?;
-        if now.noticed == now.generation || !matches!(now.backfill, Backfill::Pending(_)) {
+        if now.noticed == now.generation || !now.state.is_backfilling() {
             return Ok(true);
         }
         tokio::time::sleep(LOOK).await;
     }
 }
 
-/// Lets a held rule go on.
-pub async fn release(loaded: &Loaded, output: Output, rule: &str) -> std::result::Result<(), Failure> {
+/// Shows why a rule is blocked, agrees to what its backfill does, and waits for that.
+pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result::Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    chosen(&context.plan, &[rule.to_owned()])?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
-    let Backfill::Held(hold) = state(&store, &context.server, rule).await?.backfill else {
+    let record = state(&store, &context.server, rule).await?;
+    let RuleState::Blocked(reason) = &record.state else {
+        if record.state.is_stopped() {
+            return Err(stopped(rule, &record.state).into());
+        }
         match output {
-            Output::Text => print(&format!("{rule} is not held\n")),
-            Output::Json => print(&format!("{:#}\n", serde_json::json!({"rule": rule, "released": false}))),
+            Output::Text => print(&format!("{rule} is not blocked\n")),
+            Output::Json => print(&format!("{:#}\n", serde_json::json!({"rule": rule, "unblocked": false}))),
         }
         return Ok(());
     };
-    if hold.rests() {
-        return Err(held(rule, &hold, Kind::Config).into());
-    }
-    store.ask(&context.server, rule).await?;
     if output == Output::Text {
-        print(&format!("{rule} was held ({}) and is released\n", hold.reason));
+        print(&blocked(rule, reason));
+    }
+    if let BlockReason::Adoption(_) = reason {
+        // Partitions that have not recorded the rule yet follow this.
+        let letters = &context.dead_letters;
+        let (server, database, deployment) = (&context.server, &letters.database, &letters.deployment);
+        Decisions { server, database, deployment }.agree(rule, &record.definition).await?;
+    }
+    if !store.unblock(&context.server, rule, reason).await? {
+        let message = format!("rule `{rule}` is not blocked for this reason any more");
+        return Err(Error::new(Kind::State, message).hint("run the command again to see why it is blocked now").into());
+    }
+    if output == Output::Text {
+        print(&format!("{rule} is unblocked, and backfilled\n"));
     }
     let done = with_a_leader(loaded, &context, wait(&store, &context.server, &[rule.to_owned()])).await?;
     match output {
         Output::Text => print(&text(&done)),
         Output::Json => {
             let targets = done.first().and_then(|done| done.targets);
-            let told = serde_json::json!({"rule": rule, "released": true, "reason": hold.reason, "targets": targets});
+            let told = serde_json::json!({
+                "rule": rule, "unblocked": true, "reason": reason.to_string(), "block": reason, "targets": targets,
+            });
             print(&format!("{told:#}\n"));
         }
     }
     Ok(())
 }
 
-/// That a rule is held, and what lets it go on.
-pub(super) fn held(rule: &str, hold: &Hold, kind: Kind) -> Error {
-    let how = if hold.suspended { "suspended" } else { "held" };
-    let error = Error::new(kind, format!("rule `{rule}` is {how}: {}", hold.reason));
-    error.hint(if hold.paused {
-        format!("`denormd resume {rule}` lets it go on, by a backfill")
-    } else if hold.suspended {
-        "`denormd plan` says what is missing; it comes back by itself when that is there, by a backfill".to_owned()
-    } else {
-        format!("`denormd release {rule}` lets it go on and applies the loss")
+/// Why a rule is blocked, with the figures of the adoption check.
+fn blocked(rule: &str, reason: &BlockReason) -> String {
+    let BlockReason::Adoption(adoption) = reason else { return format!("{rule} is blocked: {reason}\n") };
+    let mut text =
+        format!("{rule} is blocked: its first backfill would change existing data\n  {}\n", adoption.figures());
+    for cause in &adoption.causes {
+        text += &format!("  - {cause}\n");
+    }
+    text
+}
+
+/// That a rule is stopped, and what lets it run again.
+pub(super) fn stopped(rule: &str, state: &RuleState) -> Error {
+    let error =
+        Error::new(Kind::State, format!("rule `{rule}` is {}: {}", state.name(), state.reason().unwrap_or_default()));
+    error.hint(match state {
+        RuleState::Paused { .. } => format!("`denormd resume {rule}` lets it run again, by a backfill"),
+        RuleState::Unavailable { .. } => {
+            "`denormd plan` says what is missing; it comes back by itself when that is there, by a backfill".to_owned()
+        }
+        _ => format!("`denormd unblock {rule}` agrees to what it does to existing values, and lets it run again"),
     })
 }
 
 /// What is known of a rule that has run.
-pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<RuleState> {
+pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<RuleRecord> {
     let known = store.rules(server).await?;
     let names: Vec<String> = known.iter().map(|(name, _)| name.clone()).collect();
-    known.into_iter().find(|(name, _)| name == rule).map(|(_, state)| state).ok_or_else(|| {
-        Error::new(Kind::Config, format!("no rule named `{rule}` has run yet")).hint(format!(
+    known.into_iter().find(|(name, _)| name == rule).map(|(_, record)| record).ok_or_else(|| {
+        Error::new(Kind::State, format!("the rule `{rule}` has not run yet")).hint(format!(
             "known are: {}; a new rule is backfilled when `denormd run` first meets it",
             names.join(", ")
         ))
@@ -160,22 +188,22 @@ pub(super) async fn wait(store: &Store, server: &Server, rules: &[String]) -> Re
     let mut done = Vec::new();
     for rule in rules {
         let mut bar = Progress::new(rule);
-        let state = loop {
+        let record = loop {
             let known = store.rules(server).await?.into_iter().find(|(name, _)| name == rule);
-            match known.map(|(_, state)| state) {
-                Some(state) if !matches!(state.backfill, Backfill::Pending(_)) => break state,
-                state => {
-                    let (count, total) = state.and_then(|state| state.progress).unwrap_or_default();
+            match known.map(|(_, record)| record) {
+                Some(record) if !record.state.is_backfilling() => break record,
+                record => {
+                    let (count, total) = record.and_then(|record| record.progress).unwrap_or_default();
                     bar.set(count, total);
                 }
             }
             tokio::time::sleep(LOOK).await;
         };
         bar.end();
-        if let Backfill::Held(hold) = state.backfill {
-            return Err(held(rule, &hold, Kind::Refused));
+        if record.state.is_stopped() {
+            return Err(stopped(rule, &record.state));
         }
-        done.push(Done { rule: rule.clone(), targets: state.progress.map(|(targets, _)| targets) });
+        done.push(Done { rule: rule.clone(), targets: record.progress.map(|(targets, _)| targets) });
     }
     Ok(done)
 }

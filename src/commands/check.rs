@@ -6,14 +6,11 @@ use bson::Bson;
 
 use crate::{
     check::{Check, DifferenceKind, Differing, Found, Scope},
-    checkpoint::{
-        progress::Tally,
-        requests::Work,
-        store::{RuleState, Store},
-    },
+    checkpoint::{progress::Tally, requests::Work, rule_record::RuleRecord, store::Store},
     cli::{CheckOptions, Output},
     commands::{
         Failure, chosen, compile, context, leader::with_a_leader, notice, print, progress::Progress, shown, state_note,
+        terminal::fitted,
     },
     config::Loaded,
     metrics::Metrics,
@@ -28,7 +25,7 @@ const REQUEST: usize = 1000;
 pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> std::result::Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
-    let states: BTreeMap<String, RuleState> = store.rules(&context.server).await?.into_iter().collect();
+    let states: BTreeMap<String, RuleRecord> = store.rules(&context.server).await?.into_iter().collect();
     let mut left = 0;
     for rule in chosen(&context.plan, &options.rule)? {
         let one = One { loaded, context: &context, store: &store, rule, output, options };
@@ -127,10 +124,10 @@ impl One<'_> {
                     let values = values.as_ref().map(show).unwrap_or_default();
                     let target = shown(&found.target);
                     let rule = &self.rule.name;
-                    print(&format!(
+                    print(&fitted(&format!(
                         "{rule} {target} {path}{element}: {}: {words}{values}{known}{repaired}\n",
                         kind.name()
-                    ));
+                    )));
                 }
             }
             Output::Json => print(&format!("{}\n", json(&self.rule.name, found, repaired))),
@@ -174,7 +171,7 @@ impl One<'_> {
         if tally.resumed {
             line.push_str(", with what was counted before it was interrupted");
         }
-        print(&format!("{line}\n"));
+        print(&fitted(&format!("{line}\n")));
     }
 }
 

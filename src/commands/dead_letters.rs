@@ -6,7 +6,7 @@ use bson::{Bson, DateTime};
 
 use crate::{
     cli::{DeadLetters as Action, Letters, Output},
-    commands::{Failure, compile, context, leader::with_a_leader, print, shown},
+    commands::{Failure, compile, context, leader::with_a_leader, print, shown, terminal::fitted},
     config::Loaded,
     dead_letter::{Chosen, Letter},
     error::{Error, Kind},
@@ -34,7 +34,7 @@ fn chosen(which: &Letters) -> Chosen {
 /// What changes something wants to be told of what.
 fn some(which: &Letters, all: bool) -> Result<Chosen, Failure> {
     if which.rule.is_none() && which.key.is_none() && !all {
-        return Err(Failure::Refused("name them by --rule or --key, or say --all".to_owned()));
+        return Err(Error::new(Kind::Config, "name them by --rule or --key, or say --all").into());
     }
     Ok(chosen(which))
 }
@@ -55,7 +55,7 @@ async fn list(context: &Context, output: Output, chosen: &Chosen, limit: u32) ->
         }
         Output::Text => {
             for letter in &letters {
-                print(&text(letter));
+                print(&fitted(&text(letter)));
             }
             let unlisted = count.saturating_sub(letters.len() as u64);
             let more = if unlisted > 0 { format!(", {unlisted} of them not listed (--limit)") } else { String::new() };
@@ -93,7 +93,7 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
         }
         Output::Text => {
             for letter in &left {
-                print(&text(letter));
+                print(&fitted(&text(letter)));
             }
             print(&format!("{} tried, {} left\n", counted(before), left.len()));
         }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::{
     cli::Output,
-    commands::{Failure, print},
+    commands::{Failure, print, terminal::fitted},
     config::Loaded,
     events::{Event, Journal},
     metrics::wall_millis,
@@ -23,7 +23,7 @@ pub async fn events(loaded: &Loaded, output: Output, since: Duration) -> Result<
     let events = journal.read(from, LIMIT).await?;
     match output {
         Output::Text if events.is_empty() => print("nothing has happened in this time; --since looks further back\n"),
-        Output::Text => events.iter().for_each(|event| print(&line(event))),
+        Output::Text => events.iter().for_each(|event| print(&fitted(&line(event)))),
         Output::Json => print(&format!("{:#}\n", serde_json::json!(events))),
     }
     Ok(())

@@ -5,9 +5,9 @@ use std::fmt::Write as _;
 use bson::{Bson, Document, doc, oid::ObjectId};
 
 use crate::{
-    checkpoint::store::{RuleState, Store},
+    checkpoint::{rule_record::RuleRecord, store::Store},
     cli::Output,
-    commands::{Failure, chosen, compile, context, print, shown, state_note},
+    commands::{Failure, chosen, compile, context, print, shown, state_note, terminal::fitted},
     config::Loaded,
     error::{Error, Kind, Result},
     key::Key,
@@ -34,6 +34,8 @@ struct Explained<'a> {
     /// It is not left out by `target.where`.
     takes_part: bool,
     compared: Compared,
+    /// Values that a `once` rule has written and keeps, beside what their source says now.
+    kept: Vec<Difference>,
     references: Vec<Answered>,
     notes: Vec<String>,
 }
@@ -56,19 +58,25 @@ pub async fn explain(loaded: &Loaded, output: Output, rule: &str, id: &str) -> s
     let state = store.rules(&context.server).await?.into_iter().find(|(name, _)| *name == rule.name);
     let explained = look(&context, &rule, id, state.map(|(_, state)| state)).await?;
     match output {
-        Output::Text => print(&text(&explained)),
+        Output::Text => print(&fitted(&text(&explained))),
         Output::Json => print(&format!("{:#}\n", json(&explained))),
     }
     Ok(())
 }
 
-async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<RuleState>) -> Result<Explained<'a>> {
+async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<RuleRecord>) -> Result<Explained<'a>> {
     let time = context.server.operation_time().await?;
     let target = target(context, rule, id, time).await?;
     let id = target.get("_id").cloned().unwrap_or(Bson::Null);
-    let takes_part = !compare_ids(context, rule, std::slice::from_ref(&id), time).await?.is_empty();
+    let mut takes_part = false;
+    let mut take = |_| {
+        takes_part = true;
+        Ok(())
+    };
+    compare_ids(context, rule, std::slice::from_ref(&id), time, &mut take).await?;
     let compared = compare(context, rule, std::slice::from_ref(&target), time).await?.pop();
     let compared = compared.ok_or_else(|| Error::internal("a target that is not compared"))?;
+    let kept = kept(context, rule, &target, time).await?;
     let references = references(context, rule, &compared, time).await?;
     let mut notes = Vec::new();
     if !takes_part {
@@ -76,11 +84,24 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
     }
     notes.extend(state_note(state.as_ref()).map(|note| format!("the rule: {note}")));
     let key = Key::one(id.clone());
-    let letters = context.dead_letters.of_rule(&context.server, rule).await?;
+    let about = [(key.clone(), compared.references.as_slice())];
+    let letters = context.dead_letters.concerning(&context.server, rule, &about).await?;
     for letter in letters.iter().filter(|letter| letter.concerns(&key, &compared.references)) {
         notes.push(format!("set aside as a dead letter, tried {} times: {}", letter.attempts, letter.reason));
     }
-    Ok(Explained { rule, target: id, takes_part, compared, references, notes })
+    Ok(Explained { rule, target: id, takes_part, compared, kept, references, notes })
+}
+
+/// The values of a `once` rule that are there, each with what the rule would write if it were new.
+async fn kept(context: &Context, rule: &Rule, target: &Document, after: ClusterTime) -> Result<Vec<Difference>> {
+    let mut anew = rule.clone();
+    match &mut anew.values {
+        Values::Set { once, .. } if *once => *once = false,
+        _ => return Ok(Vec::new()),
+    }
+    let compared = compare(context, &anew, std::slice::from_ref(target), after).await?.pop();
+    let fields = compared.map(|compared| compared.fields).unwrap_or_default();
+    Ok(fields.into_iter().filter(|field| field.stored.is_some()).collect())
 }
 
 /// The target that is meant: an `_id` as Extended JSON, a plain string, or the digits of an ObjectId.
@@ -135,7 +156,7 @@ const LONG: usize = 300;
 const SHOWN: usize = 5;
 
 fn text(explained: &Explained<'_>) -> String {
-    let Explained { rule, target, compared, references, notes, .. } = explained;
+    let Explained { rule, target, compared, kept, references, notes, .. } = explained;
     let mut out = format!("{}: {} {}\n", rule.name, rule.target.namespace, shown(target));
     for note in notes {
         writeln!(out, "  ! {note}").ok();
@@ -151,11 +172,17 @@ fn text(explained: &Explained<'_>) -> String {
         {
             path(&mut out, field);
         }
+        for field in kept.iter().filter(|field| field.element.is_some() && field.element == reference.element) {
+            keeps(&mut out, field);
+        }
+    }
+    for field in kept.iter().filter(|field| field.element.is_none()) {
+        keeps(&mut out, field);
     }
     for field in compared.fields.iter().filter(|field| field.element.is_none()) {
         path(&mut out, field);
     }
-    if compared.fields.is_empty() {
+    if compared.fields.is_empty() && kept.is_empty() {
         writeln!(out, "  {}", nothing(rule)).ok();
     }
     out
@@ -196,6 +223,16 @@ fn path(out: &mut String, field: &Difference) {
     }
 }
 
+/// A value that a `once` rule keeps.
+fn keeps(out: &mut String, field: &Difference) {
+    let text = |value: Option<Bson>| value.map_or_else(|| "nothing".to_owned(), |value| shown(&value));
+    writeln!(out, "    {}", field.path).ok();
+    writeln!(out, "      stored {}, which `once` never changes again", text(plain(field.stored.as_ref()))).ok();
+    if field.differs() {
+        writeln!(out, "      the source gives {} now", text(plain(field.expected.as_ref()))).ok();
+    }
+}
+
 /// Of two long arrays the elements that differ.
 fn elements(out: &mut String, right: &[Bson], found: &[Bson]) {
     writeln!(out, "      expected {} elements, stored {}   <- differs", right.len(), found.len()).ok();
@@ -221,7 +258,7 @@ fn elements(out: &mut String, right: &[Bson], found: &[Bson]) {
 /// Why no path of a target is told.
 fn nothing(rule: &Rule) -> &'static str {
     match rule.values {
-        Values::Set { once: true, .. } => "it has a value, and `once` never changes it again (or has none to give yet)",
+        Values::Set { once: true, .. } => "nothing is stored, and no source has a value to give yet",
         _ => "nothing is to be written: there is no element to write in, or `on_missing: keep` keeps what is there",
     }
 }
@@ -235,7 +272,7 @@ fn plain(value: Option<&bson::RawBson>) -> Option<Bson> {
 }
 
 fn json(explained: &Explained<'_>) -> serde_json::Value {
-    let Explained { rule, target, takes_part, compared, references, notes } = explained;
+    let Explained { rule, target, takes_part, compared, kept, references, notes } = explained;
     let value = |value: &Bson| value.clone().into_relaxed_extjson();
     let references = references.iter().map(|reference| {
         serde_json::json!({
@@ -254,6 +291,13 @@ fn json(explained: &Explained<'_>) -> serde_json::Value {
         }
         path
     });
+    let kept = kept.iter().map(|field| {
+        serde_json::json!({
+            "path": field.path, "element": field.element,
+            "stored": plain(field.stored.as_ref()).as_ref().map(value),
+            "now": plain(field.expected.as_ref()).as_ref().map(value),
+        })
+    });
     serde_json::json!({
         "rule": rule.name,
         "collection": rule.target.namespace.to_string(),
@@ -262,6 +306,7 @@ fn json(explained: &Explained<'_>) -> serde_json::Value {
         "source": rule.source.namespace.to_string(),
         "references": references.collect::<Vec<_>>(),
         "paths": paths.collect::<Vec<_>>(),
+        "kept": kept.collect::<Vec<_>>(),
         "notes": notes,
         "differs": compared.differences().next().is_some(),
     })

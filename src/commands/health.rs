@@ -1,11 +1,13 @@
 //! `denormd health`
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, path::Path, time::Duration};
+
+use secrecy::SecretString;
 
 use crate::{
     cli::Output,
     commands::{Failure, print},
-    config::{Http, Loaded},
+    config::{Certificate, Http, Loaded, certificate, file},
     error::{Error, Kind},
     server::client,
 };
@@ -29,10 +31,33 @@ pub fn address(loaded: Option<&Loaded>, environment: &[(String, String)]) -> Res
     }
 }
 
+/// The token that the environment gives, by itself or by a file.
+pub fn token(environment: &[(String, String)]) -> Option<SecretString> {
+    let given =
+        |name: &str| environment.iter().find(|(known, _)| known.eq_ignore_ascii_case(name)).map(|(_, text)| text);
+    let from_file = || {
+        let path = given("DENORMD__HTTP__TOKEN_FILE")?;
+        file::read(Path::new(path), file::SECRET).ok().map(|text| text.trim().to_owned())
+    };
+    given("DENORMD__HTTP__TOKEN").cloned().or_else(from_file).map(SecretString::from)
+}
+
+/// The certificate that the environment names, for a daemon whose config cannot be read now.
+#[must_use]
+pub fn certificate(environment: &[(String, String)]) -> Option<Certificate> {
+    let given = |name: &str| {
+        let (_, path) = environment.iter().find(|(known, _)| known.eq_ignore_ascii_case(name))?;
+        file::bytes(Path::new(path), file::SECRET).ok()
+    };
+    let chain = given("DENORMD__HTTP__TLS_CERT_FILE")?;
+    let key = given("DENORMD__HTTP__TLS_KEY_FILE").unwrap_or_else(|| chain.clone());
+    Certificate::new(certificate::chain(&chain).ok()?, certificate::key(&key).ok()?).ok()
+}
+
 /// Succeeds when the daemon is ready, or with `live` when it is alive.
-pub async fn health(output: Output, address: SocketAddr, live: bool) -> Result<(), Failure> {
+pub async fn health(output: Output, daemon: client::Daemon, live: bool) -> Result<(), Failure> {
     let path = if live { "/livez" } else { "/readyz" };
-    let answer = client::get(address, path, PATIENCE).await?;
+    let answer = client::get(probe(daemon), path, PATIENCE).await?;
     let body = String::from_utf8_lossy(&answer.body).into_owned();
     match output {
         Output::Json if live => print(&format!("{}\n", serde_json::json!({"live": answer.ok}))),
@@ -41,6 +66,15 @@ pub async fn health(output: Output, address: SocketAddr, live: bool) -> Result<(
         Output::Text => {}
     }
     if answer.ok { Ok(()) } else { Err(Error::new(Kind::Unavailable, format!("not well: {}", body.trim())).into()) }
+}
+
+/// A probe takes any certificate, and brings no token that somebody else could read: a renewed certificate that the daemon has not
+/// read yet must not make it unwell.
+fn probe(daemon: client::Daemon) -> client::Daemon {
+    if daemon.address.https != Some(true) {
+        return daemon;
+    }
+    client::Daemon { token: None, trust: client::Trust { probe: true, ..daemon.trust }, ..daemon }
 }
 
 #[cfg(test)]

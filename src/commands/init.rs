@@ -12,12 +12,12 @@ use secrecy::ExposeSecret;
 
 use crate::{
     advise::{
-        advice::{Advice, Kind},
+        advice::{Advice, Kind, counted},
         draft::{self, Draft},
         report::Report,
     },
     cli::Survey,
-    commands::{Failure, advise, print},
+    commands::{Failure, advise, notice, print},
     config::{self, Format, Loaded},
     error::{Error, Kind as ErrorKind},
     mongo::{Server, connect},
@@ -33,9 +33,13 @@ pub async fn init(paths: &[PathBuf], to: Option<&Path>, asked: &Survey) -> Resul
     }
     let loaded = advise::load(paths, asked)?;
     let (report, server) = advise::look(&loaded, asked).await?;
-    let text = file(&loaded, &report, &server).await?;
+    let written = file(&loaded, &report, &server).await?;
+    let text = &written.text;
     if printed {
-        print(&text);
+        print(text);
+        if written.rules == 0 {
+            notice(&format!("no rule was written: {}", written.why()));
+        }
         return Ok(());
     }
     // Created or refused in one step: what has come meanwhile is not overwritten either.
@@ -43,12 +47,20 @@ pub async fn init(paths: &[PathBuf], to: Option<&Path>, asked: &Survey) -> Resul
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => return Err(exists(target).into()),
         Err(error) => {
-            return Err(Error::new(ErrorKind::Config, format!("cannot write {}: {error}", target.display())).into());
+            return Err(Error::new(ErrorKind::Machine, format!("cannot write {}: {error}", target.display())).into());
         }
     };
     file.write_all(text.as_bytes())
-        .map_err(|error| Error::new(ErrorKind::Config, format!("cannot write {}: {error}", target.display())))?;
-    print(&format!("wrote {}\nread it, then: denormd plan --config {} --apply\n", target.display(), target.display()));
+        .map_err(|error| Error::new(ErrorKind::Machine, format!("cannot write {}: {error}", target.display())))?;
+    let name = target.display();
+    print(&match written.rules {
+        0 => format!("wrote {name} without a rule: {}\n", written.why()),
+        rules => format!(
+            "wrote {name}: {}, {} left out, each with its reason\nread it, then: denormd plan --config {name} --apply\n",
+            counted(rules, "rule"),
+            counted(written.left_out, "candidate"),
+        ),
+    });
     Ok(())
 }
 
@@ -57,41 +69,78 @@ fn exists(path: &Path) -> Error {
         .hint("name another file with --to, or print the rules with --to -")
 }
 
+/// The file, and what is in it.
+struct Written {
+    text: String,
+    rules: u64,
+    left_out: u64,
+}
+
+impl Written {
+    /// Why there is no rule.
+    fn why(&self) -> String {
+        match self.left_out {
+            0 => "no relationship was found; name one with --match orders.customer_id=customers._id".to_owned(),
+            left_out => format!("each of {} was left out, with its reason in the file", counted(left_out, "candidate")),
+        }
+    }
+}
+
 /// The text of the file: only rules that compile beside each other, and that the cluster can run once `plan --apply` has made
-/// what they need. The others are comments, with the reason.
-async fn file(loaded: &Loaded, report: &Report, server: &Server) -> Result<String, Failure> {
+/// what they need. The other candidates are comments, with the reason.
+async fn file(loaded: &Loaded, report: &Report, server: &Server) -> Result<Written, Failure> {
     let head = head(loaded, report);
-    let mut accepted = String::new();
-    let mut refused = String::new();
+    let (mut accepted, mut refused) = (String::new(), String::new());
+    let (mut rules, mut left_out) = (0, 0);
     let mut names = BTreeSet::new();
-    for (about, advice) in drafts(report) {
-        let Some(draft) = &advice.draft else { continue };
-        // Whether any page shows the first few is not known: that is no rule to begin with.
-        if advice.kind == Kind::Measure && draft.kind == "collect" {
-            continue;
-        }
-        if !names.insert(draft.name.clone()) {
-            continue;
-        }
-        let entry = entry(&about, advice, draft);
-        match trial(&format!("{head}{accepted}{entry}"), &draft.name, loaded, server).await? {
-            None => accepted.push_str(&entry),
-            Some(reason) => {
-                writeln!(refused, "\n  # left out: {reason}").ok();
-                for line in draft.yaml().lines() {
-                    writeln!(refused, "  # {line}").ok();
+    for (about, advice) in candidates(report) {
+        let reason = match &advice.draft {
+            None => Some(advice.says.clone()),
+            // Whether any page shows the first few is not known: that is no rule to begin with.
+            Some(draft) if advice.kind == Kind::Measure && draft.kind == "collect" => {
+                Some(format!("{}; measure first", advice.says))
+            }
+            Some(draft) if !names.insert(draft.name.clone()) => {
+                Some(format!("another rule is named {} already", draft.name))
+            }
+            Some(draft) => {
+                let entry = entry(&about, advice, draft);
+                let reason = trial(&format!("{head}{accepted}{entry}"), &draft.name, loaded, server).await?;
+                if reason.is_none() {
+                    accepted.push_str(&entry);
+                    rules += 1;
                 }
+                reason
+            }
+        };
+        if let Some(reason) = reason {
+            left_out += 1;
+            refused.push('\n');
+            comment(&mut refused, &format!("left out: {about}: {reason}"));
+            for line in
+                advice.draft.iter().flat_map(|draft| draft.yaml().lines().map(ToOwned::to_owned).collect::<Vec<_>>())
+            {
+                writeln!(refused, "  # {line}").ok();
             }
         }
     }
     if accepted.is_empty() {
         accepted.push_str("  []\n");
     }
-    Ok(format!("{head}{accepted}{refused}"))
+    let mut written = Written { text: String::new(), rules, left_out };
+    if rules == 0 {
+        refused.insert(0, '\n');
+        let mut why = String::from("\n");
+        comment(&mut why, &format!("no rule: {}", written.why()));
+        report.notes.iter().for_each(|note| comment(&mut why, note));
+        refused.insert_str(0, &why);
+    }
+    written.text = format!("{head}{accepted}{refused}");
+    Ok(written)
 }
 
-/// The rules that were advised: what is to be done first, then what is to be measured.
-fn drafts(report: &Report) -> Vec<(String, &Advice)> {
+/// What might be a rule: what is to be done first, then what is to be measured, then what is advised against.
+fn candidates(report: &Report) -> Vec<(String, &Advice)> {
     let mut all: Vec<(String, &Advice)> = report
         .relationships
         .iter()
@@ -100,10 +149,12 @@ fn drafts(report: &Report) -> Vec<(String, &Advice)> {
             let name = |namespace| draft::collection(namespace, report.default.as_deref());
             let (from, to) = (name(&holder.namespace), name(&held.namespace));
             let about = format!("{from}.{} -> {to}.{}", holder.path, held.path);
-            advice.iter().map(move |advice| (about.clone(), advice))
+            let candidate =
+                |advice: &&Advice| advice.draft.is_some() || matches!(advice.kind, Kind::Measure | Kind::DoNotCopy);
+            advice.iter().filter(candidate).map(move |advice| (about.clone(), advice))
         })
         .collect();
-    all.sort_by_key(|(_, advice)| advice.kind == Kind::Measure);
+    all.sort_by_key(|(_, advice)| (advice.kind == Kind::Measure, advice.draft.is_none()));
     all
 }
 
@@ -135,12 +186,25 @@ fn head(loaded: &Loaded, report: &Report) -> String {
 
 fn entry(about: &str, advice: &Advice, draft: &Draft) -> String {
     let mut out = String::new();
-    let mut comment = format!("{about}: {}", advice.says);
+    let mut says = format!("{about}: {}", advice.says);
     if !draft.comment.is_empty() {
-        comment.push_str(&format!("; {}", draft.comment));
+        says.push_str(&format!("; {}", draft.comment));
     }
+    comment(&mut out, &says);
+    if let Some(warning) = draft.warning() {
+        comment(&mut out, &warning);
+    }
+    for line in draft.yaml().lines() {
+        writeln!(out, "  {line}").ok();
+    }
+    out.push('\n');
+    out
+}
+
+/// Text as lines of a comment.
+fn comment(out: &mut String, text: &str) {
     let mut line = String::from("  #");
-    for word in comment.split_whitespace() {
+    for word in text.split_whitespace() {
         if line.len() + word.len() > 116 {
             writeln!(out, "{line}").ok();
             line = String::from("  #");
@@ -149,11 +213,6 @@ fn entry(about: &str, advice: &Advice, draft: &Draft) -> String {
         line.push_str(word);
     }
     writeln!(out, "{line}").ok();
-    for line in draft.yaml().lines() {
-        writeln!(out, "  {line}").ok();
-    }
-    out.push('\n');
-    out
 }
 
 /// Why a rule cannot stand beside those before it; None if it can.

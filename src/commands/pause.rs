@@ -3,65 +3,101 @@
 use std::time::Duration;
 
 use crate::{
-    checkpoint::store::{Backfill, Store},
+    checkpoint::store::Store,
     cli::Output,
     commands::{
         Failure,
-        backfill::{held, noticed, state, text, wait},
+        backfill::{noticed, state, stopped, text, wait},
         chosen, compile, context,
         leader::with_a_leader,
-        print,
+        notice, print,
     },
     config::Loaded,
-    error::{Error, Kind},
+    error::Error,
     lease,
     metrics::Metrics,
     reconcile::Context,
+    rule_state::RuleState,
     status::duration,
 };
 
 /// How often it is looked whether the leader knows.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Pauses a rule, for a while or until it is resumed.
-pub async fn pause(loaded: &Loaded, output: Output, rule: &str, time: Option<Duration>) -> Result<(), Failure> {
+/// Pauses a rule, or all of them, for a while or until they are resumed. All are recorded before any is waited for: this is
+/// the emergency stop.
+pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Option<Duration>) -> Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
-    chosen(&context.plan, &[rule.to_owned()])?;
+    chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
-    if let Backfill::Held(hold) = state(&store, &context.server, rule).await?.backfill
-        && !hold.paused
-    {
-        return Err(held(rule, &hold, Kind::Config).into());
+    let (mut paused, mut blocked) = (Vec::new(), Vec::new());
+    for name in known(&store, &context, rule).await? {
+        match state(&store, &context.server, &name).await?.state {
+            state @ RuleState::Blocked(_) if rule.is_some() => return Err(stopped(&name, &state).into()),
+            RuleState::Blocked(_) => blocked.push(name),
+            _ => {
+                store.pause(&context.server, &name, time).await?;
+                paused.push(name);
+            }
+        }
     }
-    take_effect(&context, &store, rule, time).await?;
-    let end = time.map_or_else(
-        || format!("until `denormd resume {rule}`"),
-        |time| format!("for {}", duration(time.as_secs_f64())),
-    );
-    match output {
-        Output::Text => print(&format!(
-            "{rule} is paused {end}: its fields stay as they are\n\
-             the saved position goes on, so the oplog is not held up; resumed, the rule is backfilled whole\n"
-        )),
-        Output::Json => print(&format!(
-            "{:#}\n",
-            serde_json::json!({"rule": rule, "paused": true, "seconds": time.map(|time| time.as_secs())})
-        )),
+    for name in &paused {
+        take_effect(&context, &store, name, time).await?;
     }
+    for name in &blocked {
+        notice(&format!("{name} is blocked: it stays so, whatever is resumed"));
+    }
+    print(&told(output, rule, &paused, time));
     Ok(())
 }
 
-/// Records the pause, and returns when the leader knows of it: until then it may have recorded something over it.
+fn told(output: Output, rule: Option<&str>, paused: &[String], time: Option<Duration>) -> String {
+    let end = time.map_or_else(
+        || format!("until `denormd resume {}`", rule.unwrap_or("--all")),
+        |time| format!("for {}", duration(time.as_secs_f64())),
+    );
+    let seconds = time.map(|time| time.as_secs());
+    match (output, rule) {
+        (Output::Text, rule) => {
+            let (who, its) = match rule {
+                Some(rule) => (format!("{rule} is"), "its fields stay as they are"),
+                None => (format!("{} rules are", paused.len()), "their fields stay as they are"),
+            };
+            format!(
+                "{who} paused {end}: {its}\n\
+                 the saved position goes on, so the oplog is not held up; resumed, each is backfilled whole\n"
+            )
+        }
+        (Output::Json, Some(rule)) => {
+            format!("{:#}\n", serde_json::json!({"rule": rule, "paused": true, "seconds": seconds}))
+        }
+        (Output::Json, None) => {
+            format!("{:#}\n", serde_json::json!({"rules": paused, "paused": true, "seconds": seconds}))
+        }
+    }
+}
+
+/// The rule, or those of the plan that have run.
+async fn known(store: &Store, context: &Context, rule: Option<&str>) -> Result<Vec<String>, Error> {
+    if let Some(rule) = rule {
+        return Ok(vec![rule.to_owned()]);
+    }
+    let known = store.rules(&context.server).await?;
+    let has_run = |name: &String| known.iter().any(|(known, _)| known == name);
+    Ok(context.plan.rules.iter().map(|rule| rule.name.clone()).filter(has_run).collect())
+}
+
+/// Records the pause again where something was recorded over it, and returns when the leader reports it: until then it may
+/// record something over it.
 async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<Duration>) -> Result<(), Error> {
     let server = &context.server;
     loop {
-        store.pause(server, rule, time).await?;
         loop {
             let now = state(store, server, rule).await?;
-            match now.backfill {
-                Backfill::Held(hold) if !hold.paused => return Err(held(rule, &hold, Kind::Config)),
-                Backfill::Held(_) if now.noticed == now.generation => return Ok(()),
-                Backfill::Held(_) => {}
+            match now.state {
+                RuleState::Paused { .. } if now.noticed == now.generation => return Ok(()),
+                RuleState::Paused { .. } => {}
+                state @ RuleState::Blocked(_) => return Err(stopped(rule, &state)),
                 _ => break,
             }
             if !lease::is_held(server, store.database(), store.ids()).await? {
@@ -69,29 +105,46 @@ async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<
             }
             tokio::time::sleep(LOOK).await;
         }
+        store.pause(server, rule, time).await?;
     }
 }
 
-/// Lets a paused rule go on, which backfills it.
-pub async fn resume(loaded: &Loaded, output: Output, rule: &str) -> Result<(), Failure> {
+/// Lets a paused rule, or all that are paused, go on, which backfills them.
+pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
-    let resumed = match state(&store, &context.server, rule).await?.backfill {
-        Backfill::Held(hold) if !hold.paused => {
-            return Err(held(rule, &hold, Kind::Config).into());
+    let (mut resumed, mut unled) = (Vec::new(), Vec::new());
+    for name in known(&store, &context, rule).await? {
+        match state(&store, &context.server, &name).await?.state {
+            RuleState::Paused { .. } => {
+                let modified = store.resume(&context.server, Some(&name)).await?;
+                resumed.extend((modified > 0).then_some(name));
+            }
+            state if state.is_stopped() && rule.is_some() => return Err(stopped(&name, &state).into()),
+            _ => {}
         }
-        Backfill::Held(_) => store.resume(&context.server, Some(rule)).await? > 0,
-        _ => false,
-    };
-    let led = resumed && noticed(&store, &context.server, rule).await?;
-    match output {
-        Output::Text if resumed && led => print(&format!("{rule} is resumed, and backfilled by the leader\n")),
-        Output::Text if resumed => print(&format!("{rule} is resumed\n")),
-        Output::Text => print(&format!("{rule} is not paused\n")),
-        Output::Json => print(&format!("{:#}\n", serde_json::json!({"rule": rule, "resumed": resumed}))),
     }
-    if resumed && !led {
-        let done = with_a_leader(loaded, &context, wait(&store, &context.server, &[rule.to_owned()])).await?;
+    for name in &resumed {
+        let led = noticed(&store, &context.server, name).await?;
+        if !led {
+            unled.push(name.clone());
+        }
+        if output == Output::Text {
+            print(&format!("{name} is resumed{}\n", if led { ", and backfilled by the leader" } else { "" }));
+        }
+    }
+    match (output, rule) {
+        (Output::Text, Some(rule)) if resumed.is_empty() => print(&format!("{rule} is not paused\n")),
+        (Output::Text, None) if resumed.is_empty() => print("no rule is paused\n"),
+        (Output::Text, _) => {}
+        (Output::Json, Some(rule)) => {
+            print(&format!("{:#}\n", serde_json::json!({"rule": rule, "resumed": !resumed.is_empty()})));
+        }
+        (Output::Json, None) => print(&format!("{:#}\n", serde_json::json!({"rules": resumed, "resumed": true}))),
+    }
+    if !unled.is_empty() {
+        let done = with_a_leader(loaded, &context, wait(&store, &context.server, &unled)).await?;
         if output == Output::Text {
             print(&text(&done));
         }

@@ -1,16 +1,26 @@
 //! `denormd plan`
 
-use std::fmt::Write as _;
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use bson::{Bson, Document};
 
 use crate::{
+    checkpoint::earlier,
     cli::Output,
-    commands::{Failure, compile, context, print},
-    config::Loaded,
+    commands::{Failure, compile, context, print, shown, terminal::fitted},
+    config::{ConfigPath, Loaded, LocatedMistake, Mistake, Place},
     error::Kind,
+    lease,
     metrics::Metrics,
+    mongo::{Server, skew},
     plan::{Keyed, Plan},
     preflight::{self, Finding},
-    survey::{PreImages, References, ShardKey, Sharded, Sizes, Spread, Survey, survey},
+    survey::{
+        PreImages, References, ShardKey, Sharded, Sizes, Spread, Survey,
+        adoption::{Change, ChangeKind, Figures, Standing, owned_before},
+        survey,
+        suspicion::{place_of, suspicions, without_a_server},
+    },
 };
 
 /// How `plan` is asked.
@@ -22,6 +32,8 @@ pub struct Options {
     pub apply: bool,
     /// Targets of each rule that are looked at.
     pub sample: u32,
+    /// Show examples of what would change, with their values.
+    pub show_values: bool,
 }
 
 /// What the cluster says.
@@ -30,21 +42,33 @@ struct Live {
     applied: Vec<String>,
     findings: Vec<Finding>,
     surveys: Vec<Survey>,
+    /// What looks like a mistake, with its place in the config.
+    suspicions: Vec<LocatedMistake>,
+    /// Rules that would be blocked until a person agrees, and why.
+    blocked: Vec<(String, String)>,
 }
 
 /// Says what the rules are and need; with `apply`, makes what is missing.
 pub async fn plan(loaded: &Loaded, output: Output, options: Options) -> Result<(), Failure> {
     let plan = compile(loaded).await?;
-    let live = if options.offline { Live::default() } else { look(loaded, output, &plan, options).await? };
+    let live = if options.offline { unasked(loaded, &plan) } else { look(loaded, output, &plan, options).await? };
     match output {
-        Output::Text => print(&text(&plan, &live, options)),
-        Output::Json => print(&format!("{:#}\n", json(&plan, &live))),
+        Output::Text => print(&fitted(&text(&plan, &live, options))),
+        Output::Json => print(&format!("{:#}\n", json(&plan, &live, options))),
     }
-    if live.findings.is_empty() {
-        Ok(())
-    } else {
-        Err(Failure::Refused(format!("{} to do before the rules can run", things(live.findings.len()))))
+    match (live.findings.len(), live.blocked.len()) {
+        (0, 0) => Ok(()),
+        (0, blocked) => {
+            Err(Failure::Refused(format!("{} would be blocked until you agree", counted(blocked as u64, "rule"))))
+        }
+        (findings, _) => Err(Failure::Refused(format!("{} to do before the rules can run", things(findings)))),
     }
+}
+
+/// What can be said without a server.
+fn unasked(loaded: &Loaded, plan: &Plan) -> Live {
+    let suspected: Vec<Mistake> = plan.rules.iter().flat_map(|rule| without_a_server(rule)).collect();
+    Live { suspicions: loaded.located(&suspected), ..Live::default() }
 }
 
 async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) -> Result<Live, Failure> {
@@ -56,7 +80,8 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
         return Ok(live);
     }
     live.findings = preflight::check(&context.server, plan).await?;
-    if options.apply {
+    // Indexes are wanted of a collection when it is there.
+    for _ in 0..if options.apply { 2 } else { 0 } {
         for fix in live.findings.iter().filter_map(|finding| finding.fix.as_ref()) {
             if output == Output::Text {
                 print(&format!("{}\n", fix.shell));
@@ -66,12 +91,27 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
         }
         live.findings = preflight::check(&context.server, plan).await?;
     }
-    match survey(&context, plan, options.sample).await {
+    live.findings.extend(clocks(&context.server).await);
+    let earlier = earlier::definitions(&context.server, &loaded.config.state.database, &plan.name).await?;
+    match survey(&context, plan, options.sample, &earlier).await {
         Ok(surveys) => live.surveys = surveys,
         // What stands in the way of reading is among the findings.
         Err(error) if error.kind == Kind::Refused && !live.findings.is_empty() => {}
         Err(error) => return Err(error.into()),
     }
+    let mut suspected = Vec::new();
+    for rule in &plan.rules {
+        suspected.extend(Box::pin(suspicions(&context.server, rule)).await?);
+    }
+    for finding in &mut live.findings {
+        let rule = plan.rules.iter().find(|rule| rule.name == finding.rule);
+        let Some(at) = rule.zip(finding.names).map(|(rule, role)| place_of(rule, role)) else { continue };
+        // What is to be done is no warning as well.
+        suspected.retain(|mistake| mistake.at != at || mistake.message != finding.message);
+        place(loaded, at, finding);
+    }
+    live.suspicions = loaded.located(&suspected);
+    live.blocked = live.surveys.iter().filter_map(|survey| blocked(plan, survey, &earlier, &suspected)).collect();
     for survey in &live.surveys {
         let Some(rule) = plan.rules.iter().find(|rule| rule.name == survey.rule) else { continue };
         let problems = survey.problems(rule).into_iter();
@@ -80,15 +120,37 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
             message,
             fix: None,
             hint: Some(hint),
+            names: None,
         }));
     }
     Ok(live)
 }
 
+/// Says where in the config the mistake is.
+fn place(loaded: &Loaded, at: ConfigPath, finding: &mut Finding) {
+    let located = loaded.located(&[Mistake::new(at, "")]);
+    let Some(Place { file, line: Some(line), .. }) = located.first().map(|located| &located.place) else { return };
+    finding.message = format!("{file}:{line}: {}", finding.message);
+}
+
+/// Clocks that differ make a failover slow, and in the end unsafe.
+async fn clocks(server: &Server) -> Option<Finding> {
+    let found = skew::skew(server).await.filter(|seconds| *seconds >= skew::LARGE);
+    found.map(|seconds| Finding {
+        names: None,
+        rule: String::new(),
+        message: format!("the clocks of the replica set's members differ by {seconds:.0} s"),
+        fix: None,
+        hint: Some(format!(
+            "synchronise them (NTP): a leader that is lost after a failover may be followed that much later, and above {} s a stale write is possible",
+            lease::MOST_SKEW.as_secs()
+        )),
+    })
+}
+
 fn text(plan: &Plan, live: &Live, options: Options) -> String {
     let mut out = String::new();
-    for id in &plan.order {
-        let rule = plan.rule(*id);
+    for rule in &plan.rules {
         let owned: Vec<String> = rule.owned().into_iter().map(ToString::to_string).collect();
         let pairs: Vec<String> =
             rule.reference.pairs.iter().map(|pair| format!("{} = {}", pair.target, pair.source)).collect();
@@ -107,12 +169,109 @@ fn text(plan: &Plan, live: &Live, options: Options) -> String {
         }
     }
     out.push('\n');
-    match (live.findings.as_slice(), options.offline) {
-        ([], true) => out.push_str("the config is sound (the cluster was not asked)\n"),
-        ([], false) => out.push_str("ready\n"),
-        (findings, _) => out.push_str(&todo(findings)),
+    existing(&mut out, live, options);
+    for suspicion in &live.suspicions {
+        writeln!(out, "warning: {suspicion}\n").ok();
+    }
+    match (live.findings.as_slice(), live.blocked.as_slice(), live.suspicions.len()) {
+        ([], [], 0) if options.offline => out.push_str("the config is sound (the cluster was not asked)\n"),
+        ([], [], 0) => out.push_str("ready\n"),
+        ([], [], warnings) => {
+            let warnings = if warnings == 1 { "warning".to_owned() } else { counted(warnings as u64, "warning") };
+            let can = if options.offline {
+                "the config can be used (the cluster was not asked)"
+            } else {
+                "the rules can run"
+            };
+            writeln!(out, "{can}, but read the {warnings} above first").ok();
+        }
+        (findings, blocked, _) => {
+            out.push_str(&todo(findings));
+            blocked.iter().enumerate().for_each(|(nth, rule)| would_block(&mut out, findings.len() + nth + 1, rule));
+        }
     }
     out
+}
+
+fn would_block(out: &mut String, nth: usize, (rule, why): &(String, String)) {
+    writeln!(out, "{nth}. rule {rule}: it will be blocked, because {why}").ok();
+    writeln!(
+        out,
+        "   once the daemon runs, `denormd unblock {rule}` agrees; `adopt: true` in the rule agrees beforehand"
+    )
+    .ok();
+}
+
+/// What the rules would do to the data that is there.
+fn existing(out: &mut String, live: &Live, options: Options) {
+    let counts: Vec<_> =
+        live.surveys.iter().filter_map(|survey| Some((survey.rule.as_str(), survey.adoption.as_ref()?))).collect();
+    if counts.is_empty() {
+        return;
+    }
+    out.push_str("existing data\n");
+    for (rule, count) in &counts {
+        writeln!(out, "  {rule}: {} ({})", changes(&count.figures), count.figures.stated_basis()).ok();
+        for change in count.examples.iter().filter(|_| options.show_values) {
+            writeln!(out, "    {}", example(change)).ok();
+        }
+    }
+    let mut total = Figures::default();
+    for (_, count) in &counts {
+        let Figures { adds, overwrites, removes, deletes, .. } = &count.figures;
+        total.adds += adds;
+        total.overwrites += overwrites;
+        total.removes += removes;
+        total.deletes += deletes;
+    }
+    writeln!(out, "  in total: {}\n", changes(&total)).ok();
+}
+
+fn changes(figures: &Figures) -> String {
+    let Figures { adds, overwrites, removes, deletes, .. } = figures;
+    let deletes = if *deletes == 0 { String::new() } else { format!(", deletes {deletes}") };
+    format!("adds {adds}, overwrites {overwrites}, removes {removes}{deletes}")
+}
+
+fn example(change: &Change) -> String {
+    let value = |value: &Option<Bson>| value.as_ref().map_or_else(|| "nothing".to_owned(), shown);
+    let Change { kind, target, path, stored, expected } = change;
+    let verb = match kind {
+        ChangeKind::Add => "add",
+        ChangeKind::Overwrite => "overwrite",
+        ChangeKind::Remove => "remove",
+        ChangeKind::Delete => {
+            return format!("delete {}, or its element with `{path}`: {}", shown(target), value(stored));
+        }
+    };
+    format!("{verb} `{path}` of {}: {} -> {}", shown(target), value(stored), value(expected))
+}
+
+/// Why a rule would be blocked. One that runs as it is has been agreed to.
+fn blocked(
+    plan: &Plan,
+    survey: &Survey,
+    earlier: &BTreeMap<String, Document>,
+    suspected: &[Mistake],
+) -> Option<(String, String)> {
+    let rule = plan.rules.iter().find(|rule| rule.name == survey.rule)?;
+    let before = earlier.get(&rule.name);
+    if rule.adopt || before == Some(&rule.definition) {
+        return None;
+    }
+    let standing = if owned_before(rule, before).is_empty() { Standing::New } else { Standing::Changed };
+    let figures = &survey.adoption.as_ref()?.figures;
+    // To be counted again when there is an index to count by.
+    if figures.compared == 0 && survey.lookups.iter().any(|lookup| lookup.index.is_none()) {
+        return None;
+    }
+    let at = ConfigPath::rule(rule.id.0);
+    let mistake = suspected.iter().find(|mistake| mistake.at.0.starts_with(&at.0)).filter(|_| figures.replaces_many());
+    let mut why = figures.objections(standing);
+    if why.is_empty() {
+        why.push(figures.suspected(mistake?));
+    }
+    Some((rule.name.clone(), why.join("; ")))
 }
 
 fn surveyed(out: &mut String, survey: &Survey) {
@@ -203,13 +362,36 @@ pub fn refusal(findings: &[Finding]) -> String {
     )
 }
 
+fn counted(number: u64, noun: &str) -> String {
+    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
+}
+
 fn things(count: usize) -> String {
     if count == 1 { "one thing is".to_owned() } else { format!("{count} things are") }
 }
 
-fn json(plan: &Plan, live: &Live) -> serde_json::Value {
-    let rules = plan.order.iter().map(|id| {
-        let rule = plan.rule(*id);
+/// With `--show-values`, a few of the changes to existing data, as Extended JSON.
+fn examples(live: &Live, options: Options) -> serde_json::Value {
+    let value = |value: &Option<Bson>| value.clone().map(Bson::into_relaxed_extjson);
+    let counts = live.surveys.iter().filter_map(|survey| Some((&survey.rule, survey.adoption.as_ref()?)));
+    let changes = counts.filter(|_| options.show_values).flat_map(|(rule, count)| {
+        count.examples.iter().map(move |change| {
+            serde_json::json!({
+                "rule": rule,
+                "kind": change.kind,
+                "target": change.target.clone().into_relaxed_extjson(),
+                "path": change.path,
+                "stored": value(&change.stored),
+                "expected": value(&change.expected),
+            })
+        })
+    });
+    changes.collect()
+}
+
+fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
+    let blocked = live.blocked.iter().map(|(rule, why)| serde_json::json!({"rule": rule, "reason": why}));
+    let rules = plan.rules.iter().map(|rule| {
         let matches = rule.reference.pairs.iter().map(|pair| (pair.target.to_string(), pair.source.to_string().into()));
         serde_json::json!({
             "name": rule.name,
@@ -233,6 +415,9 @@ fn json(plan: &Plan, live: &Live) -> serde_json::Value {
         "rules": rules.collect::<Vec<_>>(),
         "applied": live.applied,
         "findings": findings.collect::<Vec<_>>(),
-        "ready": live.findings.is_empty(),
+        "warnings": live.suspicions,
+        "blocked": blocked.collect::<Vec<_>>(),
+        "existing": examples(live, options),
+        "ready": live.findings.is_empty() && live.blocked.is_empty(),
     })
 }

@@ -21,8 +21,9 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) -
     let known = store.rules(&context.server).await?;
     let Some((_, state)) = known.iter().find(|(name, _)| name == rule) else {
         let names: Vec<&str> = known.iter().map(|(name, _)| name.as_str()).collect();
+        let in_config = context.plan.rules.iter().any(|planned| planned.name == rule);
         let error = Error::new(
-            Kind::Config,
+            if in_config { Kind::State } else { Kind::Config },
             format!("the deployment `{}` knows no rule `{rule}`: it has never run, or is pruned", config.name),
         );
         return Err(error.hint(format!("known are: {}", names.join(", "))).into());

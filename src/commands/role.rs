@@ -6,13 +6,18 @@ use crate::{
     cli::Output,
     commands::{Failure, compile, print},
     config::Loaded,
-    plan::privileges::{Privilege, needed, needed_to_apply},
+    plan::privileges::{OPLOG, Privilege, needed, needed_to_apply},
 };
 
 /// Prints the least role that these rules need. Asks no server.
-pub async fn role(loaded: &Loaded, output: Output, name: &str, apply: bool) -> Result<(), Failure> {
+pub async fn role(loaded: &Loaded, output: Output, name: &str, apply: bool, oplog: bool) -> Result<(), Failure> {
     let plan = compile(loaded).await?;
     let mut privileges = needed(&plan, &loaded.config.state.database);
+    if !oplog {
+        privileges.retain(|privilege| {
+            (privilege.resource.database.as_str(), privilege.resource.collection.as_str()) != OPLOG
+        });
+    }
     if apply {
         privileges.extend(needed_to_apply(&plan));
     }
@@ -31,10 +36,14 @@ pub fn command(name: &str, privileges: &[Privilege]) -> Document {
 }
 
 fn text(name: &str, privileges: &[Privilege]) -> String {
-    let lines: Vec<String> = privileges.iter().map(|privilege| format!("    {}", privilege.shell())).collect();
+    let line = |(nth, privilege): (usize, &Privilege)| {
+        let comma = if nth + 1 < privileges.len() { "," } else { "" };
+        let purposes: Vec<&str> = privilege.purposes.iter().map(String::as_str).collect();
+        format!("    // {}\n    {}{comma}\n", purposes.join(", "), privilege.shell())
+    };
+    let lines: String = privileges.iter().enumerate().map(line).collect();
     format!(
-        "db.getSiblingDB(\"admin\").createRole({{\n  role: {name:?},\n  privileges: [\n{}\n  ],\n  roles: []\n}})\n\
+        "db.getSiblingDB(\"admin\").createRole({{\n  role: {name:?},\n  privileges: [\n{lines}  ],\n  roles: []\n}})\n\
          db.getSiblingDB(\"admin\").createUser({{ user: {name:?}, pwd: passwordPrompt(), roles: [{name:?}] }})\n",
-        lines.join(",\n")
     )
 }

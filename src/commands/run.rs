@@ -4,7 +4,7 @@ mod partitions;
 mod service;
 mod signals;
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc, time::Duration};
 
 use sd_notify::NotifyState;
 use tokio_util::sync::CancellationToken;
@@ -21,22 +21,48 @@ use crate::{
     logging,
     membership::Member,
     metrics::Metrics,
-    mongo::{Connection, connect},
+    mongo::{Connection, Server, connect},
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
     server::{self, Guard},
-    status::{Board, Role},
+    status::Board,
     suspension,
 };
 use signals::{Signals, Wake};
 
+/// The exit status of a failure that the cluster is to blame for.
+const CLUSTER: i32 = 4;
+/// How often a cluster that lacks something is looked at.
+const LOOK_AT_CLUSTER: Duration = Duration::from_secs(5);
 /// How often a running pipeline is looked at.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, swaps the rules.
-pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
+/// Loads the config, and tries again for as long as it is wrong.
+pub async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)]) -> Loaded {
+    let mut said = String::new();
+    loop {
+        match config::load(paths, environment) {
+            Ok(loaded) => return loaded,
+            Err(error) => {
+                let text = error.to_string();
+                if text != said {
+                    super::notice(&format!("{text}\nnothing is written; the config is read again until it is right"));
+                    said = text;
+                }
+            }
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+/// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, swaps the rules. With `wait` it stays up while the
+/// cluster lacks something: it writes nothing, says why, and looks again.
+pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Failure> {
     let log = logging::start(&loaded.config.log, &loaded.config.name)?;
+    let files: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
+    let (version, config) = (env!("DENORMD_VERSION"), files.join(", "));
+    tracing::info!(version, config, deployment = %loaded.config.name, listen = %loaded.config.http.listen, "denormd starts");
     warn_of_insecure(&loaded);
     let mut signals = Signals::listen(paths)?;
     signals.watch(files_of(&loaded));
@@ -45,16 +71,17 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded) -> Result<(), Failure> {
     // It has started: its address is taken and its config is whole. The cluster may come up later.
     service::say(&[NotifyState::Ready]);
     let context = tokio::select! {
-        context = patiently(&loaded, &board) => context?,
+        context = patiently(&loaded, &board, wait) => context?,
         () = signals.stop() => return Ok(()),
     };
+    say_cluster(&context.server).await;
     let config = &loaded.config;
     let connection = Connection::from(context.server.unfenced());
     let (database, ttl) = (config.state.database.clone(), config.lease.ttl);
     let (lease, of) = (Lease::new(connection.clone(), &database, &config.name, ttl), config.lease.partitions);
     let member = Member::join(connection.clone(), &database, &config.name, ttl, &context.plan, of);
     board.keep(Journal::new(connection.clone(), &database, &config.name));
-    board.detach(Role::Standby);
+    board.reached(context.clone(), ttl);
     board.divided(of);
     let mut rules = Rules { loaded, context, board, guard, member, connection };
     let result = if of > 1 {
@@ -84,13 +111,16 @@ async fn take_turns(paths: &[PathBuf], rules: &mut Rules, lease: &Lease, signals
             },
         };
         let ended = lead(paths, rules, held, signals).await;
-        rules.board.detach(Role::Standby);
-        let why = match &ended {
-            Ok(Ended::Stopped) => "this instance leads no more: it was stopped",
-            Ok(Ended::Lost) => "this instance leads no more: its lease is lost, or another instance has newer rules",
-            Err(_) => "this instance leads no more: it failed",
+        rules.board.detach();
+        let (what, why) = match &ended {
+            Ok(Ended::Stopped) => ("stopped", "this instance was stopped"),
+            Ok(Ended::Lost) => {
+                ("lease_lost", "this instance leads no more: its lease could not be renewed in time, or was taken")
+            }
+            Ok(Ended::GivenBack(why)) => ("standby", *why),
+            Err(_) => ("stopped", "this instance leads no more: it failed"),
         };
-        rules.board.happened("standby", why);
+        rules.board.happened(what, why);
         if ended? == Ended::Stopped {
             return Ok(());
         }
@@ -112,7 +142,22 @@ struct Rules {
 fn files_of(loaded: &Loaded) -> Vec<PathBuf> {
     let config = &loaded.config;
     let named = [config.mongodb.uri_file.clone(), config.http.token_file.clone()];
-    named.into_iter().flatten().chain(connect::certificates(&config.mongodb.uri)).collect()
+    let certificates =
+        connect::certificates(&config.mongodb.uri).into_iter().chain(config.http.certificate_files.clone());
+    named.into_iter().flatten().chain(certificates).collect()
+}
+
+/// Which cluster this is: its name and members, as its primary tells them. The connection string is never logged.
+async fn say_cluster(server: &Server) {
+    match server.hello().await {
+        Ok(hello) => {
+            let text = |name: &str| hello.get_str(name).unwrap_or_default().to_owned();
+            let hosts = hello.get_array("hosts").map(Vec::as_slice).unwrap_or_default();
+            let hosts: Vec<&str> = hosts.iter().filter_map(bson::Bson::as_str).collect();
+            tracing::info!(cluster = text("setName"), primary = text("primary"), hosts = hosts.join(", "), "connected");
+        }
+        Err(error) => tracing::warn!(error = %error.message, "the cluster does not say who it is"),
+    }
 }
 
 /// What the connection string switches off is said at every start, and in the status.
@@ -124,6 +169,14 @@ fn warn_of_insecure(loaded: &Loaded) {
              tlsCAFile instead"
         );
     }
+    let config = &loaded.config;
+    let secrets = [&config.mongodb.uri_file, &config.http.token_file].into_iter().flatten();
+    for file in secrets.chain(&config.http.certificate_files) {
+        // A user who may write it chooses the server that denormd trusts, the token, or the key.
+        if std::fs::metadata(file).is_ok_and(|metadata| metadata.permissions().mode() & 0o002 != 0) {
+            tracing::warn!(file = %file.display(), "INSECURE: every user of this machine can change this file: chmod o-w");
+        }
+    }
     if !loaded.config.http.listen.ip().is_loopback() {
         tracing::info!(listen = %loaded.config.http.listen, "the HTTP server can be reached from other machines");
     }
@@ -134,7 +187,8 @@ async fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
     let listener = server::bind(loaded.config.http.listen).await?;
     let board = Board::new(&loaded.config.name, Metrics::new()?);
     board.insecure(connect::insecure(&loaded.config.mongodb.uri));
-    let guard = Arc::new(Guard::new(loaded.config.http.token.clone()));
+    let guard = Arc::new(Guard::new(None));
+    guard.obey(&loaded.config.http);
     tokio::spawn(board.clone().watch(CancellationToken::new()));
     tokio::spawn(server::serve(listener, board.clone(), guard.clone(), CancellationToken::new()));
     Ok((board, guard))
@@ -164,16 +218,29 @@ async fn ready(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> 
     Ok(context)
 }
 
-/// The same, through everything that passes by itself: a sidecar may be up before its database.
-async fn patiently(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> {
+/// The same, through everything that passes by itself: a sidecar may be up before its database. With `wait`, through everything
+/// that somebody may mend in the cluster as well.
+async fn patiently(loaded: &Loaded, board: &Board, wait: bool) -> Result<Arc<Context>, Failure> {
+    let mut said = String::new();
     loop {
-        match ready(loaded, board).await {
-            Err(Failure::Failed(error)) if error.is_transient() => {
-                tracing::warn!(error = %error, "the cluster cannot be reached yet; trying again");
-                tokio::time::sleep(LOOK).await;
+        let failure = match ready(loaded, board).await {
+            Err(failure) => failure,
+            context => return context,
+        };
+        let (error, pause) = match failure {
+            Failure::Failed(error) if error.is_transient() => (error, LOOK),
+            failure if wait && failure.status() == CLUSTER => {
+                (Error::new(Kind::Topology, failure.to_string()), LOOK_AT_CLUSTER)
             }
-            result => return result,
+            failure => return Err(failure),
+        };
+        board.unreached(&error);
+        let text = error.to_string();
+        if text != said {
+            tracing::warn!(error = %text, "the cluster cannot be used yet; nothing is written, and it is tried again");
+            said = text;
         }
+        tokio::time::sleep(pause).await;
     }
 }
 
@@ -211,9 +278,10 @@ impl Rules {
         match result.await {
             Ok((loaded, context)) => {
                 self.member.has_plan(&context.plan);
+                self.board.reached(context.clone(), loaded.config.lease.ttl);
                 (self.loaded, self.context) = (loaded, context);
                 self.connection.replace(self.context.server.unfenced());
-                self.guard.set_token(self.loaded.config.http.token.clone());
+                self.guard.obey(&self.loaded.config.http);
                 self.board.insecure(connect::insecure(&self.loaded.config.mongodb.uri));
                 signals.watch(files_of(&self.loaded));
                 warn_of_insecure(&self.loaded);
@@ -245,8 +313,10 @@ impl Rules {
 enum Ended {
     /// By a signal: everything is saved and the lease is given back.
     Stopped,
-    /// Another instance may lead now.
+    /// The lease is lost: another instance may lead now.
     Lost,
+    /// The lease is given back, and why.
+    GivenBack(&'static str),
 }
 
 /// Follows changes while the lease lasts.
@@ -269,7 +339,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
                 tracing::warn!(error = %error.message, "following changes cannot begin; standing by again");
                 held.release().await;
                 tokio::time::sleep(LOOK).await;
-                return Ok(Ended::Lost);
+                return Ok(Ended::GivenBack("this instance cannot lead: it lacks a privilege"));
             }
             Err(error) => {
                 held.release().await;
@@ -319,7 +389,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
         }
         let ended = match wake {
             Wake::Stop => Ended::Stopped,
-            Wake::Yield => Ended::Lost,
+            Wake::Yield => Ended::GivenBack("handed over to an instance with newer rules"),
             Wake::Reload => continue,
         };
         held.release().await;

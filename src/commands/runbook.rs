@@ -1,11 +1,10 @@
 //! `denormd runbook`: what to do about an alert, with what the running daemon says filled in.
 
-use std::{fmt::Write as _, net::SocketAddr, time::Duration};
+use std::{fmt::Write as _, time::Duration};
 
 use crate::{
     cli::Output,
     commands::{Failure, print, status},
-    config::Loaded,
     error::{Error, Kind},
     server::client,
     status::{Status, duration},
@@ -19,12 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const ENOUGH: f64 = 3.0 * 86_400.0;
 
 /// Prints the section of an alert, or the names of all.
-pub async fn runbook(
-    loaded: &Loaded,
-    output: Output,
-    alert: Option<&str>,
-    address: Option<SocketAddr>,
-) -> Result<(), Failure> {
+pub async fn runbook(output: Output, alert: Option<&str>, daemon: client::Daemon) -> Result<(), Failure> {
     let Some(alert) = alert else {
         match output {
             Output::Text => sections().for_each(|(name, body)| print(&format!("{name:<32}{}\n", first(body)))),
@@ -35,8 +29,7 @@ pub async fn runbook(
         return Ok(());
     };
     let (name, body) = find(alert)?;
-    let address = address.unwrap_or(loaded.config.http.listen);
-    let said = client::get(address, "/v1/status", PATIENCE).await.and_then(|answer| answer.json::<Status>());
+    let said = client::get(daemon, "/v1/status", PATIENCE).await.and_then(|answer| answer.json::<Status>());
     let text = filled(body, said.as_ref().map_err(|error| error.message.as_str()));
     match output {
         Output::Text => print(&format!("{name}\n\n{text}\n")),
@@ -186,7 +179,7 @@ mod tests {
 
     fn status() -> Status {
         serde_json::from_value(serde_json::json!({
-            "name": "shop", "version": "1", "role": "leader", "started": 0, "now": 60_000, "level": "critical",
+            "name": "shop", "version": "1", "role": "leader", "term": 1, "started": 0, "now": 60_000, "level": "critical",
             "summary": "Behind.", "risk": "No.", "lag_seconds": 1.0, "behind_since": null,
             "causes": [{"cause": "braked", "since": 30_000, "rules": ["old-orders", "x"], "meaning": "m", "advice": "a", "severe": true}],
             "rules": [], "streams": [], "queue_depth": 0, "queue_capacity": 1, "events_per_second": 0.0,

@@ -4,7 +4,6 @@ use std::{
     collections::hash_map::RandomState,
     fs,
     hash::BuildHasher,
-    net::SocketAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -17,7 +16,7 @@ use crate::{
     change::Namespace,
     checkpoint::{fan_out, format, progress, requests, store},
     commands::{Failure, compile, context, notice, print},
-    config::Loaded,
+    config::{ConfigError, Loaded},
     dead_letter,
     error::{Error, Kind, Result},
     events::Journal,
@@ -36,8 +35,18 @@ const WEEK: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Events and state documents at most, each.
 const MOST: i64 = 5000;
 
-/// Gathers what can be had. What cannot is named with its reason: a cluster that does not answer is what bundles are for.
-pub async fn support_bundle(loaded: &Loaded, to: Option<&Path>, address: Option<SocketAddr>) -> Result<(), Failure> {
+/// Gathers what can be had. What cannot is named with its reason: a cluster that does not answer is what bundles are for. Without a
+/// config that can be read, and with an address, it is what the daemon says alone.
+pub async fn support_bundle(
+    loaded: Result<Loaded, ConfigError>,
+    daemon: client::Daemon,
+    to: Option<&Path>,
+    addressed: bool,
+) -> Result<(), Failure> {
+    let loaded = match loaded {
+        Err(error) if !addressed => return Err(error.into()),
+        loaded => loaded,
+    };
     let now = wall_millis();
     let mut bundle = json!({
         "bundle": 1,
@@ -45,18 +54,11 @@ pub async fn support_bundle(loaded: &Loaded, to: Option<&Path>, address: Option<
         "denormd": {
             "version": env!("DENORMD_VERSION"), "os": std::env::consts::OS, "arch": std::env::consts::ARCH,
         },
-        "config": settings(loaded),
-        "daemon": daemon(address.unwrap_or(loaded.config.http.listen)).await,
+        "daemon": said(&daemon).await,
     });
-    match compile(loaded).await {
-        Ok(plan) => {
-            bundle["rules"] = rules(&plan);
-            let gathered = Box::pin(gather(loaded, plan, &mut bundle));
-            if let Err(failure) = gathered.await {
-                bundle["cluster_error"] = json!(failure.to_string());
-            }
-        }
-        Err(failure) => bundle["config_error"] = json!(failure.to_string()),
+    match &loaded {
+        Ok(loaded) => look(loaded, &mut bundle).await,
+        Err(error) => bundle["config_error"] = json!(error.to_string()),
     }
     let text = format!("{bundle:#}\n");
     match to {
@@ -65,7 +67,7 @@ pub async fn support_bundle(loaded: &Loaded, to: Option<&Path>, address: Option<
             let named = || PathBuf::from(format!("denormd-support-{}.json", now / 1000));
             let path = path.map_or_else(named, Path::to_owned);
             let unwritable = |error: std::io::Error| {
-                Error::new(Kind::Config, format!("cannot write {}: {}", path.display(), error.kind()))
+                Error::new(Kind::Machine, format!("cannot write {}: {}", path.display(), error.kind()))
             };
             fs::write(&path, &text).map_err(unwritable)?;
             notice(&format!("{} has {} KB; read it before you hand it on", path.display(), text.len() / 1024 + 1));
@@ -74,19 +76,34 @@ pub async fn support_bundle(loaded: &Loaded, to: Option<&Path>, address: Option<
     Ok(())
 }
 
+/// The config, and what it leads to.
+async fn look(loaded: &Loaded, bundle: &mut Json) {
+    bundle["config"] = settings(loaded);
+    match compile(loaded).await {
+        Ok(plan) => {
+            bundle["rules"] = rules(&plan);
+            let gathered = Box::pin(gather(loaded, plan, bundle));
+            if let Err(failure) = gathered.await {
+                bundle["cluster_error"] = json!(failure.to_string());
+            }
+        }
+        Err(failure) => bundle["config_error"] = json!(failure.to_string()),
+    }
+}
+
 /// The settings in force, without passwords and tokens.
 fn settings(loaded: &Loaded) -> Json {
     loaded.effective().iter().map(|it| json!({"setting": it.setting, "value": it.value, "from": it.from})).collect()
 }
 
 fn rules(plan: &Plan) -> Json {
-    let order = plan.order.iter().map(|id| plan.rule(*id));
-    order.map(|rule| json!({"name": rule.name, "definition": extended(rule.definition.clone().into())})).collect()
+    let rules = plan.rules.iter();
+    rules.map(|rule| json!({"name": rule.name, "definition": extended(rule.definition.clone().into())})).collect()
 }
 
 /// All that the running daemon tells of itself.
-async fn daemon(address: SocketAddr) -> Json {
-    let mut out = json!({"address": address.to_string()});
+async fn said(daemon: &client::Daemon) -> Json {
+    let mut out = json!({"address": daemon.address.to_string()});
     for (name, path) in [
         ("status", "/v1/status"),
         ("readyz", "/readyz"),
@@ -94,7 +111,7 @@ async fn daemon(address: SocketAddr) -> Json {
         ("events", "/v1/events"),
         ("metrics", "/metrics"),
     ] {
-        out[name] = match client::get(address, path, PATIENCE).await {
+        out[name] = match client::get(daemon.clone(), path, PATIENCE).await {
             Ok(answer) => answer.json().unwrap_or_else(|_| json!(String::from_utf8_lossy(&answer.body))),
             Err(error) => {
                 out["error"] = json!(error.message);

@@ -4,7 +4,10 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::tree::{Node, Span, Value};
+use super::{
+    tree::{Node, Span, Value},
+    uri,
+};
 
 /// Where something stands: a file's line and column, or a source that has none (the environment).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -114,30 +117,28 @@ fn excerpt(text: &str, line: &Span, span: &Span, secrets: &[Span]) -> Excerpt {
     Excerpt { text: format!("{before}{window}{after}"), caret, width: width.min(to.saturating_sub(shown_caret)).max(1) }
 }
 
-/// The parts of a file's text that must not be shown: what stands between `://` and the last `@`, and whatever `mongodb`
-/// holds that does not look like a connection string at all. Without a tree (a syntax error) the quotes that would end a
-/// password cannot be trusted, so the rest of the line up to its last `@` counts.
+/// The parts of a file's text that must not be shown: passwords in connection strings, the values in `mongodb` and `http` whose keys
+/// are not known to be harmless, and those of unknown sections. Without a tree (a syntax error) neither the quotes nor the sections
+/// can be trusted: what follows a word such as `uri` or `token`, and what stands before the last `@`, is hidden to the line's end.
 pub(super) fn secrets(text: &str, tree: Option<&Node>) -> Vec<Span> {
     let mut found = Vec::new();
     if let Some(tree) = tree {
-        secret_values(text, tree, false, &mut found);
+        secret_values(text, tree, Trust::Root, &mut found);
     }
     let mut start = 0;
     for line in text.split_inclusive('\n') {
-        let ends_token = |c: char| tree.is_some() && (c.is_whitespace() || c == '"' || c == '\'');
-        for scheme in ["://", r":\/\/"] {
-            for (at, _) in line.match_indices(scheme) {
-                let rest = &line[at + scheme.len()..];
-                let token = rest.find(ends_token).map_or(rest, |length| &rest[..length]);
-                if let Some(length) = token.rfind('@') {
-                    let from = start + at + scheme.len();
-                    found.push(from..from + length);
-                }
-            }
+        let shift = |span: Span| start + span.start..start + span.end;
+        found.extend(uris(line, tree.is_some()).into_iter().map(shift));
+        if tree.is_none() {
+            found.extend(after_a_secret_word(line).map(shift));
         }
         start += line.len();
     }
-    // One stretch of text is hidden once.
+    merged(found)
+}
+
+/// One stretch of text is hidden once.
+fn merged(mut found: Vec<Span>) -> Vec<Span> {
     found.sort_by_key(|span| (span.start, span.end));
     found.dedup_by(|next, kept| {
         let overlaps = next.start <= kept.end;
@@ -147,35 +148,128 @@ pub(super) fn secrets(text: &str, tree: Option<&Node>) -> Vec<Span> {
     found
 }
 
-fn secret_values(text: &str, node: &Node, under_mongodb: bool, found: &mut Vec<Span>) {
+/// What must not be shown of the URIs in a line. `quoted`: spaces and quotes end them.
+fn uris(line: &str, quoted: bool) -> Vec<Span> {
+    let mut found = Vec::new();
+    let ends_token = |c: char| c.is_whitespace() || c == '"' || c == '\'';
+    for scheme in ["://", r":\/\/"] {
+        for (at, _) in line.match_indices(scheme) {
+            let from = at + scheme.len();
+            let rest = &line[from..];
+            let word = rest.find(ends_token).map_or(rest, |length| &rest[..length]);
+            let token = if quoted { word } else { rest };
+            found.extend(token.rfind('@').map(|length| from..from + length));
+            if line[..at].ends_with("mongodb") || line[..at].ends_with("mongodb+srv") {
+                let word = word.trim_end_matches([',', '}', ']', ';', ')', '`', '.']);
+                // The scheme may be written with escapes.
+                let spans = uri::secrets(&format!("mongodb://{word}")).into_iter();
+                let moved =
+                    spans.map(|span| span.start - "mongodb://".len() + from..span.end - "mongodb://".len() + from);
+                found.extend(moved.filter(|span| !span.is_empty()));
+            }
+        }
+    }
+    found
+}
+
+/// What follows a word in a line that names a secret, unless it is a connection string without one.
+fn after_a_secret_word(line: &str) -> Option<Span> {
+    const WORDS: [&str; 6] = ["uri", "token", "password", "pwd", "secret", "mongodb"];
+    let line = line.trim_end();
+    let lower = line.to_ascii_lowercase();
+    let word = WORDS.iter().filter_map(|word| lower.find(word)).min()?;
+    let from = word + lower[word..].find([':', '=']).map(|at| at + 1)?;
+    let value = line[from..].trim_start();
+    let from = line.len() - value.len();
+    let clean = value.trim_matches(['"', '\'', ' ', ',', '}', '{', ']', '[']);
+    let harmless =
+        clean.starts_with("mongodb://") && !clean.contains(char::is_whitespace) && uri::secrets(clean).is_empty();
+    let nested = value.is_empty()
+        || value == "{"
+        || lower[word..].starts_with("uri_file")
+        || lower[word..].starts_with("token_file");
+    (!harmless && !nested).then_some(from..line.len())
+}
+
+/// What is known of the values under a key.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Trust {
+    /// The root's keys.
+    Root,
+    /// Rules, cases of `denormd test`, and settings without secrets.
+    Open,
+    /// A section with secrets.
+    Section,
+    /// A value that may be one.
+    Secret,
+}
+
+impl Trust {
+    fn below(self, key: &str) -> Self {
+        let open = ["name", "rules", "cases", "state", "log", "limits", "lease", "advise", "$schema"];
+        let harmless = [
+            "database",
+            "uri_file",
+            "token_file",
+            "listen",
+            "allowed_hosts",
+            "require_token",
+            "tls_cert_file",
+            "tls_key_file",
+        ];
+        match self {
+            Self::Root if matches!(key, "mongodb" | "http") => Self::Section,
+            Self::Root if open.contains(&key) || key.starts_with("x-") => Self::Open,
+            Self::Section if harmless.contains(&key) => Self::Open,
+            Self::Root | Self::Section | Self::Secret => Self::Secret,
+            Self::Open => Self::Open,
+        }
+    }
+}
+
+fn secret_values(text: &str, node: &Node, trust: Trust, found: &mut Vec<Span>) {
+    let (start, end) = (floor_char(text, node.span.start), floor_char(text, node.span.end));
+    let written = text.get(start..end).unwrap_or_default();
+    let scalar = !matches!(node.value, Value::Mapping(_) | Value::Sequence(_));
+    if scalar && matches!(trust, Trust::Section | Trust::Secret) {
+        // YAML ends a value at ` #`: what looks like a comment may be the rest of a password.
+        let rest = text.get(end..).and_then(|rest| rest.lines().next()).unwrap_or_default();
+        found.extend(rest.find('#').map(|at| end + at..end + rest.len()));
+    }
     match &node.value {
         Value::Mapping(entries) => {
             for entry in entries {
-                let harmless = matches!(entry.key.as_str(), "database" | "uri_file");
-                let secret = entry.key == "mongodb" || (under_mongodb && !harmless);
-                secret_values(text, &entry.node, secret, found);
+                secret_values(text, &entry.node, trust.below(&entry.key), found);
             }
         }
-        Value::Sequence(items) => items.iter().for_each(|item| secret_values(text, item, under_mongodb, found)),
-        Value::String(value) => {
-            let uri = value.starts_with("mongodb://") || value.starts_with("mongodb+srv://");
-            let (start, end) = (floor_char(text, node.span.start), floor_char(text, node.span.end));
-            let written = text.get(start..end).unwrap_or_default();
-            match (written.find("://"), written.rfind('@')) {
-                (Some(scheme), Some(at)) if scheme + 3 <= at => found.push(start + scheme + 3..start + at),
-                _ if value.contains("://") && value.contains('@') => found.push(start..end),
-                _ if under_mongodb && !uri => found.push(start..end),
-                _ => {}
+        Value::Sequence(items) => items.iter().for_each(|item| secret_values(text, item, trust, found)),
+        Value::String(value) if value.starts_with("mongodb://") || value.starts_with("mongodb+srv://") => {
+            match (uri::secrets(value), written.find(value.as_str())) {
+                (secrets, _) if secrets.is_empty() => {}
+                (secrets, Some(at)) => {
+                    found.extend(secrets.into_iter().map(|span| start + at + span.start..start + at + span.end));
+                }
+                // It is written with escapes.
+                (_, None) => found.push(start..end),
             }
         }
+        Value::String(value) if value.contains("://") && value.contains('@') => found.push(start..end),
+        Value::String(_) | Value::Date(_) if matches!(trust, Trust::Section | Trust::Secret) => found.push(start..end),
+        Value::Int(_) | Value::Float(_) | Value::Bool(_) if trust == Trust::Secret => found.push(start..end),
         _ => {}
     }
 }
 
 /// A message without what would be hidden in a file.
 pub(super) fn redact(message: &str) -> String {
+    let mut found = Vec::new();
+    let mut start = 0;
+    for line in message.split_inclusive('\n') {
+        found.extend(uris(line, false).into_iter().map(|span| start + span.start..start + span.end));
+        start += line.len();
+    }
     let mut shown = message.to_owned();
-    for secret in secrets(message, None).into_iter().rev() {
+    for secret in merged(found).into_iter().rev() {
         shown.replace_range(secret, "***");
     }
     shown

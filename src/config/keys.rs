@@ -20,6 +20,8 @@ pub struct Key {
 pub enum Form {
     /// Text that is not empty.
     Text,
+    /// A list of texts, or one text with commas.
+    Words,
     /// Letters, digits, `_`, `.` and `-`; a letter or a digit first.
     Name,
     /// true or false.
@@ -28,6 +30,8 @@ pub enum Form {
     Count,
     /// A number of seconds, from this one to a day.
     Seconds(i64),
+    /// A number with s, m, h or d behind it, up to 30 days.
+    Span,
     /// `address:port`
     Address,
     /// One of these words, each with its meaning.
@@ -111,13 +115,42 @@ pub const HTTP: &[Key] = &[
         "token",
         Form::Text,
         "",
-        "A token that whoever asks for a change must show, of 16 characters at least. Rather in a file of its own: `token_file`.",
+        "The token that requests for a change must carry, of 16 characters at least. A file of its own (`token_file`) is safer.",
     ),
     key(
         "token_file",
         Form::Text,
         "",
         "A file that holds the token; a relative path starts at the config file's directory.",
+    ),
+    key(
+        "require_token",
+        Form::Choice(&[
+            ("changes", "requests that change something"),
+            ("everything", "all but `/livez` and `/readyz`; a browser asks for it as the password of any user"),
+        ]),
+        "changes",
+        "Which requests need the token.",
+    ),
+    key(
+        "allowed_hosts",
+        Form::Words,
+        "",
+        "Names by which clients may ask, beside `localhost` and IP addresses: what a browser or Prometheus has in its URL. Another \
+         name is refused with 421, against DNS rebinding.",
+    ),
+    key(
+        "tls_cert_file",
+        Form::Text,
+        "",
+        "A PEM file with the server's certificate and its chain: the server then speaks HTTPS alone. It is read again when it \
+         changes. A relative path starts at the config file's directory.",
+    ),
+    key(
+        "tls_key_file",
+        Form::Text,
+        "",
+        "A PEM file with the certificate's private key. Without it, the key is in `tls_cert_file`.",
     ),
 ];
 
@@ -153,8 +186,20 @@ pub const LOG: &[Key] = &[
 /// `limits`
 pub const LIMITS: &[Key] = &[
     key("batch_keys", Form::Count, "1000", "Keys in one read and one write command."),
+    key(
+        "batch_bytes",
+        Form::Count,
+        "4194304",
+        "Bytes of values, or of what a look-up finds, that one batch reads before it writes; larger ones are done a few keys at a time, and a single key that needs more has this memory to itself.",
+    ),
     key("batches", Form::Count, "3", "Batches with disjoint keys in flight at once."),
     key("pending", Form::Count, "100000", "Reconcile requests held in memory before the streams are left waiting."),
+    key(
+        "read_timeout_seconds",
+        Form::Seconds(1),
+        "60",
+        "How long one read of a batch may run on the server. Keys whose reads take longer are done alone, one at a time; such a key is given twice as long each time, up to ten times this limit, and then becomes a dead letter.",
+    ),
     key("write_timeout_seconds", Form::Seconds(1), "5", "How long one write command may run on the server."),
     key(
         "destroy_grace_seconds",
@@ -165,8 +210,8 @@ pub const LIMITS: &[Key] = &[
     key(
         "destroy_per_hour",
         Form::Count,
-        "1000",
-        "Elements and targets that `remove` and `delete` of one rule may destroy in an hour before the rule is held.",
+        "",
+        "The removal limit: targets of one rule that may lose a value in an hour, because no source answers their reference any more, before the rule is blocked. By default the larger of 1,000 and a tenth of the rule's targets.",
     ),
     key(
         "audit_per_second",
@@ -265,10 +310,23 @@ pub const RULE: &[Key] = &[
         "Whether lookups without an index are accepted: each change then reads the whole collection.",
     ),
     key(
+        "max_lag",
+        Form::Span,
+        "60s",
+        "The rule's objective: the alert DenormdBehind fires when its lag stays above this (`denormd_rule_max_lag_seconds`).",
+    ),
+    key(
         "shadow",
         Form::Flag,
         "false",
         "Computes, compares and counts (denormd_shadow_differing_total), and writes nothing.",
+    ),
+    key(
+        "adopt",
+        Form::Flag,
+        "false",
+        "Whether it may remove and overwrite values that are already there, in its first backfill beyond the removal limit. Otherwise such \
+         a rule is blocked until `denormd unblock`.",
     ),
 ];
 
@@ -298,7 +356,7 @@ const ON_EMPTY: Key = key(
     "on_empty",
     Form::Choice(&[("value", "[], 0 or null, by the kind of result"), ("unset", "the fields are taken away")]),
     "value",
-    "What a target without any source gets.",
+    "What a target without any source gets, or in `collect` one without any element.",
 );
 
 /// `copy`

@@ -25,7 +25,7 @@ pub(super) enum Kind {
 }
 
 /// The settings, each of which a variable can give.
-pub(super) const SETTINGS: [(&str, Kind); 36] = [
+pub(super) const SETTINGS: [(&str, Kind); 42] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),
@@ -33,13 +33,19 @@ pub(super) const SETTINGS: [(&str, Kind); 36] = [
     ("http.listen", Kind::Text),
     ("http.token", Kind::Text),
     ("http.token_file", Kind::Text),
+    ("http.require_token", Kind::Text),
+    ("http.allowed_hosts", Kind::Text),
+    ("http.tls_cert_file", Kind::Text),
+    ("http.tls_key_file", Kind::Text),
     ("state.database", Kind::Text),
     ("log.filter", Kind::Text),
     ("log.format", Kind::Text),
     ("log.otlp", Kind::Text),
     ("limits.batch_keys", Kind::Number),
+    ("limits.batch_bytes", Kind::Number),
     ("limits.batches", Kind::Number),
     ("limits.pending", Kind::Number),
+    ("limits.read_timeout_seconds", Kind::Number),
     ("limits.write_timeout_seconds", Kind::Number),
     ("limits.destroy_grace_seconds", Kind::Number),
     ("limits.destroy_per_hour", Kind::Number),
@@ -77,7 +83,15 @@ pub(super) fn variables(environment: &[(String, String)], sources: &mut Sources)
     let mut mistakes = Vec::new();
     for (name, text) in environment {
         let lower = name.to_lowercase();
-        let Some(setting) = lower.strip_prefix(&prefix).map(|rest| rest.replace("__", ".")) else { continue };
+        let Some(setting) = lower.strip_prefix(&prefix).map(|rest| rest.replace("__", ".")) else {
+            if let Some(meant) = near_miss(name) {
+                let at = ConfigPath::default().key(name);
+                let mistake = Mistake::new(at.clone(), "the variable is not read");
+                mistakes.push(mistake.hint(format!("did you mean `{meant}`?")));
+                sources.variables.push((at, name.clone(), text.clone()));
+            }
+            continue;
+        };
         if SETTINGS.iter().all(|(known, _)| *known != setting) {
             mistakes.push(unknown(&setting));
         }
@@ -86,8 +100,33 @@ pub(super) fn variables(environment: &[(String, String)], sources: &mut Sources)
     mistakes
 }
 
+/// Whether a variable may be one of ours with its prefix mistyped. Kubernetes makes variables such as `DENORMD_SERVICE_HOST` of a Service.
+pub(super) fn may_be_meant(name: &str) -> bool {
+    name.to_lowercase().starts_with("denor")
+}
+
+/// The variable that is meant by one with other underscores (`DENORMD_MONGODB__URI`) or another prefix (`DENORM__MONGODB__URI`).
+fn near_miss(name: &str) -> Option<String> {
+    let plain =
+        |name: &str| name.split('_').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("_").to_uppercase();
+    let given = plain(name);
+    let near = |known: &str| {
+        let known = plain(known);
+        known == given || (name.contains("__") && strsim::damerau_levenshtein(&known, &given) <= 2)
+    };
+    if !may_be_meant(name) {
+        return None;
+    }
+    SETTINGS.iter().map(|(setting, _)| variable(setting)).find(|known| near(known))
+}
+
+/// The variable that gives a setting.
+fn variable(setting: &str) -> String {
+    format!("{PREFIX}__{}", setting.replace('.', "__").to_uppercase())
+}
+
 fn unknown(setting: &str) -> Mistake {
-    let names = SETTINGS.map(|(known, _)| format!("{PREFIX}__{}", known.replace('.', "__").to_uppercase()));
+    let names = SETTINGS.map(|(known, _)| variable(known));
     let known = SETTINGS.map(|(known, _)| known);
     let hint = if setting.split('.').next() == Some("rules") {
         "rules come from files; the environment gives single settings".to_owned()
@@ -119,7 +158,37 @@ pub(super) fn settings(sources: &Sources) -> Result<Node, config::ConfigError> {
             restore(&mut root, setting, text);
         }
     }
+    for (one, other) in ALTERNATIVES {
+        // Of one layer, both are a mistake.
+        let (first, second) = (last_layer(sources, one), last_layer(sources, other));
+        if first != second {
+            remove(&mut root, if first < second { one } else { other });
+        }
+    }
     Ok(root)
+}
+
+/// Settings that say the same thing in two ways: the one of the later layer holds.
+const ALTERNATIVES: [(&str, &str); 2] = [("mongodb.uri", "mongodb.uri_file"), ("http.token", "http.token_file")];
+
+/// The last layer that gives a setting: a file's number, or the environment's, which comes after them.
+fn last_layer(sources: &Sources, setting: &str) -> Option<usize> {
+    if sources.variables.iter().any(|(at, ..)| *at == path(setting)) {
+        return Some(sources.files.len());
+    }
+    sources.files.iter().rposition(|file| {
+        let found = setting.split('.').try_fold(file.tree.as_ref(), |node, key| Some(node?.get(key)));
+        found.flatten().is_some_and(|node| node.value != Value::Null)
+    })
+}
+
+fn remove(root: &mut Node, setting: &str) {
+    let Some((section, key)) = setting.split_once('.') else { return };
+    let Value::Mapping(sections) = &mut root.value else { return };
+    let section = sections.iter_mut().find(|entry| entry.key == section);
+    if let Some(Value::Mapping(entries)) = section.map(|section| &mut section.node.value) {
+        entries.retain(|entry| entry.key != key);
+    }
 }
 
 /// A variable that was parsed as a number or a boolean, where text is wanted: a database named `007`.
@@ -149,16 +218,20 @@ impl config::Source for Layered {
 
 /// Keys without a value are left out: `limits:` with all its lines commented out would erase an earlier file's limits.
 fn layer_entry(entry: &Entry) -> Option<(String, Layer)> {
-    let kind = match &entry.node.value {
+    Some((entry.key.clone(), layer(&entry.node)?))
+}
+
+fn layer(node: &Node) -> Option<Layer> {
+    let kind = match &node.value {
         Value::Null => return None,
         Value::Mapping(entries) => ValueKind::Table(entries.iter().filter_map(layer_entry).collect()),
-        Value::Sequence(_) => ValueKind::Array(Vec::new()),
+        Value::Sequence(items) => ValueKind::Array(items.iter().filter_map(layer).collect()),
         Value::Bool(flag) => ValueKind::Boolean(*flag),
         Value::Int(number) => ValueKind::I64(*number),
         Value::Float(number) => ValueKind::Float(*number),
         Value::String(text) | Value::Date(text) => ValueKind::String(text.clone()),
     };
-    Some((entry.key.clone(), Layer::new(None, kind)))
+    Some(Layer::new(None, kind))
 }
 
 fn from_layer(layer: Layer) -> Node {
@@ -167,7 +240,7 @@ fn from_layer(layer: Layer) -> Node {
             let entries = table.into_iter().map(|(key, value)| Entry { key, key_span: 0..0, node: from_layer(value) });
             Value::Mapping(entries.collect())
         }
-        ValueKind::Array(_) => Value::Sequence(Vec::new()),
+        ValueKind::Array(items) => Value::Sequence(items.into_iter().map(from_layer).collect()),
         ValueKind::Boolean(flag) => Value::Bool(flag),
         ValueKind::I64(number) => Value::Int(number),
         ValueKind::Float(number) => Value::Float(number),

@@ -8,6 +8,7 @@ use std::{
 
 use super::{
     diagnose::{ConfigPath, Mistake},
+    file,
     format::Format,
     keys::{self, Form, Key},
     layer,
@@ -30,6 +31,12 @@ impl Loaded {
     #[must_use]
     pub fn report(&self, mistakes: &[Mistake]) -> ConfigError {
         located(&self.sources, mistakes, Vec::new())
+    }
+
+    /// The same as a list, for what is no error.
+    #[must_use]
+    pub fn located(&self, mistakes: &[Mistake]) -> Vec<LocatedMistake> {
+        self.report(mistakes).mistakes().to_vec()
     }
 }
 
@@ -57,6 +64,7 @@ impl Loaded {
             let given = found.and_then(|node| node.value.as_text());
             let (value, from) = match given {
                 Some(_) if key.name == "token" => ("***".to_owned(), self.sources.origin(&at)),
+                Some(value) if key.name == "uri" => (super::uri::shown(&value), self.sources.origin(&at)),
                 Some(value) => (super::excerpt::redact(&value), self.sources.origin(&at)),
                 None if key.default.is_empty() => continue,
                 None => (key.default.to_owned(), "default".to_owned()),
@@ -131,14 +139,13 @@ impl fmt::Display for Shown<'_> {
     }
 }
 
-/// The variables of this process that [`load`] looks at. A text that is not Unicode has its bad parts replaced, so that
+/// The variables of this process that [`load`] looks at, those with a mistyped prefix included. A text that is not Unicode has its bad parts replaced, so that
 /// it is seen and refused rather than passed over.
 #[must_use]
 pub fn process_environment() -> Vec<(String, String)> {
-    let prefix = format!("{}__", layer::PREFIX.to_lowercase());
     env::vars_os()
         .map(|(name, text)| (name.to_string_lossy().into_owned(), text.to_string_lossy().into_owned()))
-        .filter(|(name, _)| name.to_lowercase().starts_with(&prefix))
+        .filter(|(name, _)| layer::may_be_meant(name))
         .collect()
 }
 
@@ -173,16 +180,24 @@ pub fn snapshot(paths: &[PathBuf]) -> Option<Vec<String>> {
 }
 
 fn read_all(paths: &[PathBuf]) -> Result<Vec<(String, Format, String)>, ConfigError> {
-    let mut texts = Vec::new();
+    let mut files = Vec::new();
     for path in paths {
         let at_path = |error| read_error(path, error);
         if fs::metadata(path).map_err(at_path)?.is_dir() {
-            for path in files_of(path).map_err(at_path)? {
-                texts.push(read(&path)?);
-            }
+            files.extend(files_of(path).map_err(at_path)?);
         } else {
-            texts.push(read(path)?);
+            files.push(path.clone());
         }
+    }
+    let (mut texts, mut bytes) = (Vec::new(), 0);
+    for path in files {
+        let read: (_, _, String) = read(&path)?;
+        bytes += read.2.len();
+        if bytes > file::CONFIGS {
+            let why = format!("with it, the config is larger than {} MiB", file::CONFIGS >> 20);
+            return Err(read_error(&path, io::Error::new(io::ErrorKind::FileTooLarge, why)));
+        }
+        texts.push(read);
     }
     Ok(texts)
 }
@@ -212,6 +227,7 @@ fn read_error(path: &Path, error: io::Error) -> ConfigError {
         io::ErrorKind::NotFound => "check the path; --config names a file or a directory",
         io::ErrorKind::PermissionDenied => "let the user that runs denormd read it",
         io::ErrorKind::InvalidData => "save it as UTF-8",
+        io::ErrorKind::FileTooLarge => "is it a config file?",
         _ => "--config names a file or a directory",
     };
     ConfigError::Read { path: path.to_owned(), error, hint }
@@ -219,7 +235,7 @@ fn read_error(path: &Path, error: io::Error) -> ConfigError {
 
 pub(super) fn read(path: &Path) -> Result<(String, Format, String), ConfigError> {
     let format = Format::of(path).ok_or_else(|| ConfigError::UnknownFormat(path.to_owned()))?;
-    let text = fs::read_to_string(path).map_err(|error| read_error(path, error))?;
+    let text = file::read(path, file::CONFIG).map_err(|error| read_error(path, error))?;
     Ok((path.display().to_string(), format, text))
 }
 

@@ -1,9 +1,33 @@
 //! Reading typed values out of a tree, and collecting every mistake on the way instead of stopping at the first.
 
+use std::time::Duration;
+
 use super::{
     diagnose::{ConfigPath, Mistake},
     tree::{Entry, Node, Value},
 };
+
+const SPAN: &str = "a number and s, m, h or d, as in 5s, 2m or 1h";
+/// What is longer is a slip.
+const LONGEST_SPAN: Duration = Duration::from_secs(30 * 86_400);
+
+/// `30m`, `2h`, `7d`, or a number of seconds.
+#[must_use]
+pub fn span(text: &str) -> Option<Duration> {
+    let (number, unit) = match text.char_indices().last() {
+        Some((at, unit)) if unit.is_ascii_alphabetic() => (&text[..at], unit),
+        _ => (text, 's'),
+    };
+    let seconds = match unit {
+        's' => 1,
+        'm' => 60,
+        'h' => 3600,
+        'd' => 86_400,
+        _ => return None,
+    };
+    let number: u64 = number.parse().ok()?;
+    number.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32).map(Duration::from_secs)
+}
 
 /// Collects mistakes. What cannot be read is left out or takes its default, so that reading goes on; one mistake is enough
 /// for the whole to be refused at the end.
@@ -99,6 +123,20 @@ impl Reader {
         }
     }
 
+    /// A list of strings, or one string with commas, as the environment has it.
+    pub fn words(&mut self, field: &Field<'_>) -> Option<Vec<String>> {
+        match &field.node.value {
+            Value::String(text) => {
+                Some(text.split(',').map(|word| word.trim().to_owned()).filter(|word| !word.is_empty()).collect())
+            }
+            Value::Sequence(items) => {
+                let items = items.iter().enumerate();
+                items.map(|(at, node)| self.text(&Field { at: field.at.index(at), node })).collect()
+            }
+            _ => self.wrong_type(field, "a list of strings"),
+        }
+    }
+
     pub fn flag(&mut self, field: &Field<'_>) -> Option<bool> {
         match field.node.value {
             Value::Bool(flag) => Some(flag),
@@ -111,6 +149,20 @@ impl Reader {
             Value::Int(number) => Some(number),
             _ => self.wrong_type(field, "an integer"),
         }
+    }
+
+    /// A time of at least a second: `5s`, `2m`, `1h`, or a number of seconds.
+    pub fn span(&mut self, field: &Field<'_>) -> Option<Duration> {
+        let found = match &field.node.value {
+            Value::Int(number) => u64::try_from(*number).ok().map(Duration::from_secs),
+            Value::String(text) => span(text),
+            _ => return self.wrong_type(field, SPAN),
+        };
+        let found = found.filter(|span| (Duration::from_secs(1)..=LONGEST_SPAN).contains(span));
+        if found.is_none() {
+            self.mistake(Mistake::new(field.at.clone(), format!("expected {SPAN}")));
+        }
+        found
     }
 
     /// An integer from 1.

@@ -44,7 +44,9 @@ impl Reader {
             .get("on_drift")
             .and_then(|field| self.choice(&field, &[("repair", OnDrift::Repair), ("report", OnDrift::Report)]));
         let allow_scan = fields.get("allow_scan").and_then(|field| self.flag(&field));
+        let max_lag = fields.get("max_lag").and_then(|field| self.span(&field));
         let shadow = fields.get("shadow").and_then(|field| self.flag(&field));
+        let adopt = fields.get("adopt").and_then(|field| self.flag(&field));
         Some(Rule {
             name: name?,
             pattern: pattern?,
@@ -52,7 +54,9 @@ impl Reader {
             guard: guard.unwrap_or_default(),
             on_drift: on_drift.unwrap_or_default(),
             allow_scan: allow_scan.unwrap_or_default(),
+            max_lag: max_lag.unwrap_or(Rule::DEFAULT_MAX_LAG),
             shadow: shadow.unwrap_or_default(),
+            adopt: adopt.unwrap_or_default(),
         })
     }
 

@@ -60,10 +60,16 @@ fn form(form: &Form) -> Value {
     let paths = |value: Value| json!({"type": "object", "minProperties": 1, "additionalProperties": value});
     match form {
         Form::Text | Form::Path => json!({"type": "string", "minLength": 1}),
+        Form::Words => {
+            json!({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]})
+        }
         Form::Name => json!({"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_.-]*$"}),
         Form::Flag => json!({"type": "boolean"}),
         Form::Count => json!({"type": "integer", "minimum": 1}),
         Form::Seconds(least) => json!({"type": "integer", "minimum": least, "maximum": 86_400}),
+        Form::Span => {
+            json!({"anyOf": [{"type": "string", "pattern": "^[0-9]+[smhd]?$"}, {"type": "integer", "minimum": 1}]})
+        }
         Form::Address => json!({"type": "string", "pattern": "^.+:[0-9]+$"}),
         Form::Choice(words) => {
             let mut words: Vec<Value> = words.iter().map(|(word, _)| (*word).into()).collect();
@@ -139,10 +145,12 @@ fn table(out: &mut String, keys: &'static [Key]) -> Vec<(&'static str, &'static 
 fn value(form: &Form) -> &'static str {
     match form {
         Form::Text => "text",
+        Form::Words => "list of texts",
         Form::Name => "name",
         Form::Flag => "true or false",
         Form::Count => "integer from 1",
         Form::Seconds(_) => "seconds",
+        Form::Span => "as `5s`, `2m`, `1h`",
         Form::Address => "address:port",
         Form::Choice(_) => "one of",
         Form::Side => "collection, or a mapping",

@@ -5,6 +5,8 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use bson::{Bson, Document};
 use secrecy::SecretString;
 
+use super::certificate::Certificate;
+
 /// A whole config, layered and checked for its form, not yet for its meaning.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -49,6 +51,14 @@ pub struct Http {
     pub token: Option<SecretString>,
     /// The file that it was read from, if it was.
     pub token_file: Option<PathBuf>,
+    /// Whether requests that only read need the token as well (`require_token: everything`).
+    pub token_for_reads: bool,
+    /// Names by which the server may be asked, beside `localhost` and addresses (`allowed_hosts`).
+    pub allowed_hosts: Vec<String>,
+    /// The certificate for HTTPS (`tls_cert_file`, `tls_key_file`). Without one the server speaks plain HTTP.
+    pub certificate: Option<Certificate>,
+    /// The files that it was read from.
+    pub certificate_files: Vec<PathBuf>,
 }
 
 impl Http {
@@ -98,17 +108,21 @@ pub enum LogFormat {
 pub struct Limits {
     /// Keys in one read and one write command (`batch_keys`).
     pub batch_keys: usize,
+    /// Bytes that one batch reads before it writes (`batch_bytes`). A key that needs more is done alone.
+    pub batch_bytes: usize,
     /// Batches with disjoint keys in flight at once (`batches`).
     pub batches: usize,
     /// Reconcile requests held in memory before the stream is left waiting (`pending`).
     pub pending: usize,
+    /// How long one read of a batch may run on the server (`read_timeout_seconds`).
+    pub read_timeout: Duration,
     /// How long one write command may run on the server (`write_timeout_seconds`).
     pub write_timeout: Duration,
     /// How long `remove` and `delete` wait before they read again and destroy (`destroy_grace_seconds`).
     pub destroy_grace: Duration,
-    /// Elements and targets that `remove` and `delete` of one rule may destroy in an hour before the rule is held
-    /// (`destroy_per_hour`).
-    pub destroy_per_hour: usize,
+    /// Targets of one rule that may lose a value in an hour, because no source answers their reference any more, before the rule
+    /// is blocked (`destroy_per_hour`). None: the larger of 1,000 and a tenth of the rule's targets.
+    pub destroy_per_hour: Option<usize>,
     /// Targets that the continuous audit of `guard: audit` compares a second (`audit_per_second`).
     pub audit_per_second: usize,
     /// Targets that all backfills together go through a second, at most (`backfill_per_second`). None without a bound.
@@ -118,14 +132,16 @@ pub struct Limits {
 impl Limits {
     /// Default of `batch_keys`.
     pub const DEFAULT_BATCH_KEYS: usize = 1000;
+    /// Default of `batch_bytes`.
+    pub const DEFAULT_BATCH_BYTES: usize = 4 << 20;
     /// Default of `batches`.
     pub const DEFAULT_BATCHES: usize = 3;
     /// Default of `pending`.
     pub const DEFAULT_PENDING: usize = 100_000;
+    /// Default of `read_timeout_seconds`.
+    pub const DEFAULT_READ_TIMEOUT: Duration = Duration::from_secs(60);
     /// Default of `write_timeout_seconds`.
     pub const DEFAULT_WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-    /// Default of `destroy_per_hour`.
-    pub const DEFAULT_DESTROY_PER_HOUR: usize = 1000;
     /// Default of `audit_per_second`.
     pub const DEFAULT_AUDIT_PER_SECOND: usize = 200;
     /// Default of `destroy_grace_seconds`.
@@ -136,11 +152,13 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             batch_keys: Self::DEFAULT_BATCH_KEYS,
+            batch_bytes: Self::DEFAULT_BATCH_BYTES,
             batches: Self::DEFAULT_BATCHES,
             pending: Self::DEFAULT_PENDING,
+            read_timeout: Self::DEFAULT_READ_TIMEOUT,
             write_timeout: Self::DEFAULT_WRITE_TIMEOUT,
             destroy_grace: Self::DEFAULT_DESTROY_GRACE,
-            destroy_per_hour: Self::DEFAULT_DESTROY_PER_HOUR,
+            destroy_per_hour: None,
             audit_per_second: Self::DEFAULT_AUDIT_PER_SECOND,
             backfill_per_second: None,
         }
@@ -244,8 +262,17 @@ pub struct Rule {
     pub on_drift: OnDrift,
     /// Whether lookups without an index are accepted.
     pub allow_scan: bool,
+    /// The lag that it should not have for long.
+    pub max_lag: Duration,
     /// Whether it computes, compares and counts, and writes nothing.
     pub shadow: bool,
+    /// Whether it may remove and overwrite values that are already there.
+    pub adopt: bool,
+}
+
+impl Rule {
+    /// Default of `max_lag`.
+    pub const DEFAULT_MAX_LAG: Duration = Duration::from_secs(60);
 }
 
 /// The three kinds of rule.
@@ -310,7 +337,7 @@ pub struct Collect {
     pub sort: Vec<(String, i32)>,
     /// As in `$push`: the first N, or the last N when negative.
     pub slice: Option<i64>,
-    /// What a target without any source gets.
+    /// What a target without any source gets, or in `collect` one without any element.
     pub on_empty: OnEmpty,
     /// The most elements that a target may be given.
     pub max_elements: Option<u64>,
@@ -333,7 +360,7 @@ pub struct Aggregate {
     pub set: Vec<(String, Bson)>,
     /// The order in which accumulators read their input; `_id` ascending by default.
     pub sort: Vec<(String, i32)>,
-    /// What a target without any source gets.
+    /// What a target without any source gets, or in `collect` one without any element.
     pub on_empty: OnEmpty,
     /// The type that the target's value is converted to before matching.
     pub key_type: Option<KeyType>,
@@ -355,6 +382,20 @@ pub enum OnMissing {
     Delete,
 }
 
+impl OnMissing {
+    /// Its name in a stored definition, which never changes: with another one, every rule would count as changed.
+    #[must_use]
+    pub fn stored(self) -> &'static str {
+        match self {
+            Self::Unset => "Unset",
+            Self::Null => "Null",
+            Self::Keep => "Keep",
+            Self::Remove => "Remove",
+            Self::Delete => "Delete",
+        }
+    }
+}
+
 /// `on_empty`: what a target of `collect` or `aggregate` without any source gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnEmpty {
@@ -372,6 +413,17 @@ pub enum KeyType {
     ObjectId,
     /// `string`: an ObjectId becomes its 24 hexadecimal digits, an integer its decimal digits.
     String,
+}
+
+impl KeyType {
+    /// Its name in a stored definition, which never changes: with another one, every rule would count as changed.
+    #[must_use]
+    pub fn stored(self) -> &'static str {
+        match self {
+            Self::ObjectId => "ObjectId",
+            Self::String => "String",
+        }
+    }
 }
 
 /// `backfill`

@@ -1,7 +1,6 @@
 //! The settings beside the rules, read.
 
 use std::{
-    fs,
     net::SocketAddr,
     path::{Path, PathBuf},
     time::Duration,
@@ -12,12 +11,14 @@ use secrecy::SecretString;
 use crate::partition::MOST;
 
 use super::{
+    certificate::{self, Certificate},
     diagnose::{ConfigPath, Mistake},
-    keys,
+    file, keys,
     reader::{Field, Fields, Reader},
     sections::{Advise, Http, Lease, Limits, Log, LogFormat, Mongodb, State},
     sources::Sources,
     tree::Node,
+    uri,
 };
 
 /// The default of `name`.
@@ -95,10 +96,12 @@ impl Reader {
         Some(Mongodb { uri: uri?, uri_file, database })
     }
 
-    /// Only the scheme is looked at: the driver parses the rest, and its messages need the same care.
+    /// Only what would make a host of a part of a password is looked at: the driver parses the rest.
     fn uri(&mut self, at: &ConfigPath, text: &str) -> Option<SecretString> {
         if text.starts_with("mongodb://") || text.starts_with("mongodb+srv://") {
-            return Some(SecretString::from(text.to_owned()));
+            let Some((message, hint)) = uri::flaw(text) else { return Some(SecretString::from(text.to_owned())) };
+            self.mistake(Mistake::new(at.clone(), message).hint(hint));
+            return None;
         }
         let message = "this is not a MongoDB connection string";
         self.mistake(Mistake::new(at.clone(), message).hint("it begins with mongodb:// or mongodb+srv://"));
@@ -119,7 +122,7 @@ impl Reader {
 
     fn content(&mut self, field: &Field<'_>, sources: &Sources, what: &str) -> Option<String> {
         let path = self.file(field, sources)?;
-        match fs::read_to_string(&path) {
+        match file::read(&path, file::SECRET) {
             Ok(content) => Some(content),
             Err(error) => {
                 let message = format!("cannot read {}: {error}", path.display());
@@ -139,6 +142,7 @@ impl Reader {
             let mistake = Mistake::new(file.at.clone(), "`token` and `token_file` are both given").on_key();
             self.mistake(mistake.related(token.at.clone(), "`token` is given here").hint("keep one of them"));
         }
+        let allowed_hosts = section.get("allowed_hosts").and_then(|field| self.words(&field)).unwrap_or_default();
         let token_file = file.as_ref().and_then(|file| self.file(file, sources));
         let token = match (token, file) {
             (Some(token), _) => self.text(&token).and_then(|text| self.token(&token.at, &text)),
@@ -148,7 +152,51 @@ impl Reader {
             }
             (None, None) => None,
         };
-        Http { listen, token, token_file }
+        let token_for_reads = self.token_for_reads(&section, token.is_some());
+        let (certificate, certificate_files) = self.certificate(&section, sources);
+        Http { listen, token, token_file, token_for_reads, allowed_hosts, certificate, certificate_files }
+    }
+
+    /// The certificate for HTTPS, and the files that hold it and its key.
+    fn certificate(&mut self, section: &Fields<'_>, sources: &Sources) -> (Option<Certificate>, Vec<PathBuf>) {
+        let (cert, key) = (section.get("tls_cert_file"), section.get("tls_key_file"));
+        let Some(cert) = cert else {
+            if let Some(key) = key {
+                let mistake = Mistake::new(key.at, "there is no certificate that the key could belong to").on_key();
+                self.mistake(mistake.hint("give http.tls_cert_file"));
+            }
+            return (None, Vec::new());
+        };
+        let key = key.as_ref().unwrap_or(&cert);
+        let files: Vec<PathBuf> = [&cert, key].into_iter().filter_map(|field| self.file(field, sources)).collect();
+        let mut read = |field: &Field<'_>, what: &str| {
+            let content = self.content(field, sources, what)?;
+            Some((field.at.clone(), content))
+        };
+        let chain = read(&cert, "`tls_cert_file` holds the server's certificate and its chain, in PEM");
+        let secret = read(key, "`tls_key_file` holds the certificate's private key, in PEM");
+        let (Some((at, chain)), Some((key_at, secret))) = (chain, secret) else { return (None, files) };
+        let chain = certificate::chain(chain.as_bytes()).map_err(|why| (at, why));
+        let secret = certificate::key(secret.as_bytes()).map_err(|why| (key_at.clone(), why));
+        let whole = chain.and_then(|chain| Ok((chain, secret?)));
+        let whole = whole.and_then(|(chain, secret)| Certificate::new(chain, secret).map_err(|why| (key_at, why)));
+        match whole {
+            Ok(certificate) => (Some(certificate), files),
+            Err((at, why)) => {
+                self.mistake(Mistake::new(at, format!("this certificate cannot be used: {why}")));
+                (None, files)
+            }
+        }
+    }
+
+    fn token_for_reads(&mut self, section: &Fields<'_>, token: bool) -> bool {
+        let Some(field) = section.get("require_token") else { return false };
+        let everything = self.choice(&field, &[("changes", false), ("everything", true)]).unwrap_or_default();
+        if everything && !token {
+            let mistake = Mistake::new(field.at, "there is no token that requests could need");
+            self.mistake(mistake.hint("give http.token_file"));
+        }
+        everything
     }
 
     fn token(&mut self, at: &ConfigPath, text: &str) -> Option<SecretString> {
@@ -202,11 +250,13 @@ impl Reader {
         let Some(section) = self.section(root, "limits", &keys::names(keys::LIMITS)) else { return default };
         Limits {
             batch_keys: self.limit(&section, "batch_keys").unwrap_or(default.batch_keys),
+            batch_bytes: self.limit(&section, "batch_bytes").unwrap_or(default.batch_bytes),
             batches: self.limit(&section, "batches").unwrap_or(default.batches),
             pending: self.limit(&section, "pending").unwrap_or(default.pending),
+            read_timeout: self.seconds(&section, "read_timeout_seconds", 1).unwrap_or(default.read_timeout),
             write_timeout: self.seconds(&section, "write_timeout_seconds", 1).unwrap_or(default.write_timeout),
             destroy_grace: self.seconds(&section, "destroy_grace_seconds", 0).unwrap_or(default.destroy_grace),
-            destroy_per_hour: self.limit(&section, "destroy_per_hour").unwrap_or(default.destroy_per_hour),
+            destroy_per_hour: self.limit(&section, "destroy_per_hour"),
             audit_per_second: self.limit(&section, "audit_per_second").unwrap_or(default.audit_per_second),
             backfill_per_second: self.limit(&section, "backfill_per_second"),
         }
@@ -282,7 +332,15 @@ impl Reader {
 
 impl Default for Http {
     fn default() -> Self {
-        Self { listen: SocketAddr::from(([127, 0, 0, 1], 9464)), token: None, token_file: None }
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 9464)),
+            token: None,
+            token_file: None,
+            token_for_reads: false,
+            allowed_hosts: Vec::new(),
+            certificate: None,
+            certificate_files: Vec::new(),
+        }
     }
 }
 

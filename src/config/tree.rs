@@ -76,14 +76,18 @@ impl Fault {
 }
 
 impl Value {
-    /// A scalar as one would write it.
+    /// A scalar, or a list of them, as one would write it in the environment.
     pub fn as_text(&self) -> Option<String> {
         match self {
             Self::Bool(flag) => Some(flag.to_string()),
             Self::Int(number) => Some(number.to_string()),
             Self::Float(number) => Some(number.to_string()),
             Self::String(text) | Self::Date(text) => Some(text.clone()),
-            Self::Null | Self::Sequence(_) | Self::Mapping(_) => None,
+            Self::Sequence(items) => {
+                let items: Option<Vec<String>> = items.iter().map(|item| item.value.as_text()).collect();
+                items.map(|items| items.join(","))
+            }
+            Self::Null | Self::Mapping(_) => None,
         }
     }
 }
@@ -112,6 +116,16 @@ impl Node {
             Value::Date(_) => "a date",
             Value::Sequence(_) => "a list",
             Value::Mapping(_) => "a mapping",
+        }
+    }
+
+    /// The bytes of all texts and keys in this tree.
+    pub fn bytes(&self) -> usize {
+        match &self.value {
+            Value::String(text) | Value::Date(text) => text.len(),
+            Value::Sequence(items) => items.iter().map(Self::bytes).sum(),
+            Value::Mapping(entries) => entries.iter().map(|entry| entry.key.len() + entry.node.bytes()).sum(),
+            Value::Null | Value::Bool(_) | Value::Int(_) | Value::Float(_) => 0,
         }
     }
 

@@ -17,6 +17,8 @@ pub enum Cause {
     SourceGone,
     /// `remove` or `delete` of a rule would have destroyed too much.
     Braked,
+    /// The first backfill of a rule would change existing data, and nobody has agreed to that.
+    Adoption,
     /// Reads or writes of a rule that is behind fail and are tried again.
     Retrying,
     /// Write commands take long, or none is answered.
@@ -45,12 +47,15 @@ pub enum Cause {
     CanaryLate,
     /// The config was changed, and the new one is refused.
     ConfigRefused,
+    /// The lease cannot be read or renewed, though a primary answers.
+    LeaseUnreadable,
 }
 
 impl Cause {
     /// All of them, the most urgent first.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 23] = [
         Self::NoPrimary,
+        Self::LeaseUnreadable,
         Self::Privilege,
         Self::Stalled,
         Self::StreamInterrupted,
@@ -60,6 +65,7 @@ impl Cause {
         Self::OplogShort,
         Self::SourceGone,
         Self::Braked,
+        Self::Adoption,
         Self::Suspended,
         Self::Retrying,
         Self::ServerSlow,
@@ -84,6 +90,7 @@ impl Cause {
             Self::Degraded => "degraded",
             Self::SourceGone => "source_gone",
             Self::Braked => "braked",
+            Self::Adoption => "adoption",
             Self::Retrying => "retrying",
             Self::ServerSlow => "server_slow",
             Self::HotKey => "hot_key",
@@ -98,6 +105,7 @@ impl Cause {
             Self::Suspended => "suspended",
             Self::CanaryLate => "canary_late",
             Self::ConfigRefused => "config_refused",
+            Self::LeaseUnreadable => "lease_unreadable",
         }
     }
 
@@ -106,6 +114,7 @@ impl Cause {
     pub fn meaning(self) -> &'static str {
         match self {
             Self::NoPrimary => "no primary of the replica set answers",
+            Self::LeaseUnreadable => "the lease cannot be read or renewed, so it is not known which instance leads",
             Self::Privilege => "the user of `mongodb.uri` lacks a privilege",
             Self::NoMajority => "writes take effect, but a majority does not acknowledge them",
             Self::StreamInterrupted => "a change stream does not answer, though the primary does",
@@ -113,7 +122,12 @@ impl Cause {
             Self::SourceGone => {
                 "a source collection was dropped or renamed; the fields copied from it stay as they are"
             }
-            Self::Braked => "`on_missing` would have destroyed more than limits.destroy_per_hour: the rule is held",
+            Self::Braked => {
+                "more targets would have lost their values than the removal limit allows: the rule is blocked"
+            }
+            Self::Adoption => {
+                "the first backfill of a rule would change existing data: it is blocked until somebody agrees"
+            }
             Self::Retrying => "reads or writes fail for the moment and are tried again",
             Self::ServerSlow => "the server takes long to acknowledge writes",
             Self::HotKey => "one value with very many targets is being written",
@@ -123,7 +137,7 @@ impl Cause {
             Self::DeadLetters => "documents that could not be read or written are set aside",
             Self::OplogShort => "the saved position will soon fall off the oplog",
             Self::OplogUnreadable => "how far the oplog reaches back cannot be read",
-            Self::Stalled => "the daemon's loop does not turn",
+            Self::Stalled => "the daemon's event loop is blocked",
             Self::Suspended => "the cluster lacks something that a rule needs: it does nothing, and the others go on",
             Self::Paused => "an operator has paused it: its fields stay as they are",
             Self::CanaryLate => {
@@ -138,12 +152,18 @@ impl Cause {
     pub fn advice(self) -> &'static str {
         match self {
             Self::NoPrimary => "look at rs.status(); denormd goes on by itself as soon as there is a primary",
+            Self::LeaseUnreadable => {
+                "see the errors below: the state database must be readable and writable, with a majority of the members up"
+            }
             Self::Privilege => "grant what the errors below name; it is tried again by itself",
             Self::NoMajority => "look at rs.status(): a majority of data-bearing members must be up and not far behind",
             Self::StreamInterrupted => "see the errors below; it is opened again by itself",
             Self::Degraded => "nothing: the backfill runs. Enlarge the oplog so that it does not happen again",
-            Self::SourceGone => "restore the collection; then, or to apply the loss, `denormd release RULE`",
-            Self::Braked => "see what deleted so many sources; `denormd release RULE` lets it go on",
+            Self::SourceGone => "restore the collection; then, or to apply the loss, `denormd unblock RULE`",
+            Self::Braked => "find out what deleted so many sources; `denormd unblock RULE` agrees to the loss",
+            Self::Adoption => {
+                "`denormd plan` says what it would change; `denormd unblock RULE` agrees, or correct the rule in the config"
+            }
             Self::Retrying => {
                 "see the errors below; nothing is lost meanwhile, and it goes on by itself when they pass"
             }
@@ -163,10 +183,16 @@ impl Cause {
             }
             Self::Paused => "`denormd resume RULE` when ready, which backfills it",
             Self::CanaryLate => {
-                "see the errors below and rs.status(); if neither says why, restart the daemon and report its log"
+                "see the errors below and rs.status(); if neither gives the reason, restart the daemon and report its log"
             }
             Self::ConfigRefused => "`denormd plan` says what is wrong with it; it is read again when the file changes",
         }
+    }
+
+    /// Whether any instance sees it by itself; the others only the leader knows of.
+    #[must_use]
+    pub fn is_of_the_instance(self) -> bool {
+        matches!(self, Self::NoPrimary | Self::LeaseUnreadable | Self::Privilege | Self::ConfigRefused)
     }
 
     /// Whether data is at risk or nothing moves; others are to be known, not to be acted upon at night.
@@ -174,12 +200,14 @@ impl Cause {
     pub fn is_severe(self) -> bool {
         match self {
             Self::NoPrimary
+            | Self::LeaseUnreadable
             | Self::Privilege
             | Self::NoMajority
             | Self::StreamInterrupted
             | Self::Degraded
             | Self::SourceGone
             | Self::Braked
+            | Self::Adoption
             | Self::Suspended
             | Self::OplogShort
             | Self::Stalled

@@ -1,11 +1,15 @@
 //! What the pipeline says of itself, several times a second. Lag is computed from it when somebody asks, so that it grows
 //! also while the pipeline is stuck.
 
-use std::{collections::BTreeSet, sync::Arc, time::Instant};
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use serde::{Deserialize, Serialize};
 
-use crate::position::ClusterTime;
+use crate::{position::ClusterTime, rule_state::RuleState};
 
 /// The pipeline at one moment. Rules and streams are numbered by their places here.
 #[derive(Debug, Clone)]
@@ -30,21 +34,25 @@ pub struct Observation {
     pub full: bool,
     /// Keys that are queued or run.
     pub keys: usize,
-    /// Rules whose backfill is open.
-    pub backfilling: BTreeSet<usize>,
+    /// The state of each rule.
+    pub states: Arc<Vec<RuleState>>,
     /// Rules whose history was lost and whose backfill has not ended since.
     pub degraded: BTreeSet<usize>,
-    /// Rules whose source collection is gone.
-    pub bereft: BTreeSet<usize>,
-    /// Rules that the brake holds: `remove` or `delete` would have destroyed too much.
-    pub braked: BTreeSet<usize>,
-    /// Rules that an operator has paused.
-    pub paused: BTreeSet<usize>,
-    /// Rules that the cluster lacks something for.
-    pub suspended: BTreeSet<usize>,
 }
 
 impl Observation {
+    /// Whether a rule does all that it should: a lag of one that does not says nothing.
+    #[must_use]
+    pub fn runs(&self, rule: usize) -> bool {
+        self.states.get(rule).is_none_or(|state| !state.is_stopped())
+    }
+
+    /// The rules that are in such a state.
+    #[must_use]
+    pub fn in_state(&self, is: impl Fn(&RuleState) -> bool) -> BTreeSet<usize> {
+        self.states.iter().enumerate().filter(|(_, state)| is(state)).map(|(nth, _)| nth).collect()
+    }
+
     /// What the pipelines of two partitions say, as one: a rule is as late as it is in the later one.
     #[must_use]
     pub fn joined(&self, other: &Self) -> Self {
@@ -55,6 +63,7 @@ impl Observation {
         }
         let earliest = |(a, b): (&Option<i64>, &Option<i64>)| a.iter().chain(b).min().copied();
         let sum = |(a, b): (&usize, &usize)| a + b;
+        let worse = |(a, b)| if RuleState::urgency(b) > RuleState::urgency(a) { b } else { a };
         let both = |a: &BTreeSet<usize>, b: &BTreeSet<usize>| a.union(b).copied().collect();
         Self {
             at: self.at.min(other.at),
@@ -67,12 +76,8 @@ impl Observation {
             capacity: self.capacity + other.capacity,
             full: self.full || other.full,
             keys: self.keys + other.keys,
-            backfilling: both(&self.backfilling, &other.backfilling),
+            states: Arc::new(self.states.iter().zip(other.states.iter()).map(worse).cloned().collect()),
             degraded: both(&self.degraded, &other.degraded),
-            bereft: both(&self.bereft, &other.bereft),
-            braked: both(&self.braked, &other.braked),
-            suspended: both(&self.suspended, &other.suspended),
-            paused: both(&self.paused, &other.paused),
         }
     }
 }
@@ -102,6 +107,8 @@ pub struct RuleFacts {
     pub target: String,
     /// Whether its keys are targets; else they are values that sources and targets match on, each of many targets.
     pub keyed_by_target: bool,
+    /// The lag that it should not have for long.
+    pub max_lag: Duration,
     /// The rules that it reads from, whole chains.
     pub fed_by: Vec<usize>,
     /// The streams that it listens to.

@@ -51,28 +51,28 @@ impl From<mongodb::error::Error> for Error {
             ErrorKind::ConnectionPoolCleared { .. } => {
                 Error::new(Kind::Connection, "connections were closed after a failure")
             }
-            // The message lists what each server said, which is addresses and the text of the TLS library.
-            ErrorKind::ServerSelection { message, .. } if message.contains("certificate") => Error::new(
-                Kind::Unavailable,
-                "no server can be reached whose certificate is valid and trusted",
-            )
-            .hint(
-                "give `tlsCAFile=` in the URI with the authority that signed the server's certificate; the host names \
-                     in the URI must be in the certificate, and the dates right",
-            ),
-            ErrorKind::ServerSelection { .. } => Error::new(Kind::Unavailable, "no writable primary can be reached")
-                .hint("is the replica set up, and is the name in `replicaSet=` of the URI its real name?"),
+            // Its message has the text of other errors, see there.
+            ErrorKind::ServerSelection { .. } => super::reach::unreachable(),
             ErrorKind::Authentication { .. } => {
                 Error::new(Kind::Privilege, "the server refuses the user name or the password")
             }
             ErrorKind::DnsResolve { .. } => Error::new(Kind::Connection, "the host name in the URI does not resolve"),
             ErrorKind::InvalidTlsConfig { .. } => Error::new(Kind::Config, "the TLS settings in the URI do not work"),
-            ErrorKind::InvalidArgument { message, .. } => {
-                Error::new(Kind::Config, format!("the driver refuses: {message}"))
-            }
+            // The message may quote a part of the connection string.
+            ErrorKind::InvalidArgument { .. } => Error::new(Kind::Config, "the driver refuses what it was asked for"),
             ErrorKind::IncompatibleServer { message, .. } => Error::new(Kind::Topology, message.clone()),
             other => Error::internal(format!("the driver failed ({})", other_name(other))),
         }
+    }
+}
+
+/// What the server says of a command that it refuses, in its own words. They may quote documents: only of a command that reads
+/// none may they be shown.
+#[must_use]
+pub fn server_text(error: &mongodb::error::Error) -> Option<&str> {
+    match error.kind.as_ref() {
+        ErrorKind::Command(command) => Some(&command.message),
+        _ => None,
     }
 }
 

@@ -1,11 +1,15 @@
 //! Raw commands: majority reads no older than an event, and bulk updates that a late server does not run.
 
 use std::{
-    sync::Arc,
+    borrow::Cow,
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
-use bson::{Bson, DateTime, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, raw::CStr, rawdoc};
+use bson::{
+    Bson, DateTime, Document, RawBson, RawDocument, RawDocumentBuf, Timestamp, cstr, doc, raw::CStr, rawdoc,
+    spec::ElementType,
+};
 use futures_util::StreamExt;
 use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_cursor::RawBatch};
 use tokio::sync::RwLock;
@@ -16,6 +20,7 @@ use crate::{
         classify::{kind_of_code, named},
         fence::{Fence, Window},
         primary::Primary,
+        text,
     },
     position::ClusterTime,
 };
@@ -30,6 +35,8 @@ const HELLO: Duration = Duration::from_secs(15);
 const TOO_LATE: i32 = 34449;
 /// A command document may be 16 MiB and a little; statements are cut well below it.
 const COMMAND_BYTES: usize = 8 << 20;
+/// Room that the driver needs for what it adds to a command.
+const SLACK: usize = 1 << 10;
 
 /// A connection to the cluster, with the primary's clock.
 #[derive(Debug)]
@@ -39,6 +46,8 @@ pub struct Server {
     fence: Option<Arc<Fence>>,
     /// Where a command's deadline is checked, once the server has been asked.
     checked: RwLock<Option<Checked>>,
+    /// The operation time of the newest write that a majority has acknowledged to us.
+    acknowledged: Mutex<ClusterTime>,
 }
 
 /// Where a server checks the deadline of a bulk write.
@@ -91,21 +100,55 @@ impl Batches {
 pub struct Pages(Batches);
 
 impl Pages {
+    /// The next batch as it was received; None after the last one.
+    pub async fn batch(&mut self) -> Result<Option<RawBatch>> {
+        self.0.next().await.map_err(read_too_long)
+    }
+
+    /// Reads on until the documents have `bytes`. Returns them, and whether they are all.
+    pub async fn up_to(&mut self, bytes: usize) -> Result<(Vec<RawDocumentBuf>, bool)> {
+        let (mut out, mut read) = (Vec::new(), 0);
+        while let Some(batch) = self.batch().await? {
+            for row in rows_of(&batch)? {
+                let row = row?;
+                read += row.as_bytes().len();
+                out.push(row.into_owned());
+            }
+            if read > bytes {
+                return Ok((out, false));
+            }
+        }
+        Ok((out, true))
+    }
+
     /// The documents of the next batch, which may be none; None after the last batch.
     pub async fn next(&mut self) -> Result<Option<Vec<RawDocumentBuf>>> {
-        self.0.next().await?.as_ref().map(documents).transpose()
+        self.batch().await?.as_ref().map(documents).transpose()
     }
 }
 
-/// The documents of one batch.
+fn read_too_long(error: Error) -> Error {
+    if error.kind == Kind::TimedOut { Error { kind: Kind::ReadTimedOut, ..error } } else { error }
+}
+
+/// The same command with a time limit, unless it has one.
+#[must_use]
+pub fn limited(mut command: Document, limit: Duration) -> Document {
+    command.entry("maxTimeMS".to_owned()).or_insert_with(|| millis(limit).into());
+    command
+}
+
+/// The documents of one batch, copied out of it.
 pub fn documents(batch: &RawBatch) -> Result<Vec<RawDocumentBuf>> {
-    let mut out = Vec::new();
-    for doc in batch.doc_slices()? {
-        let doc = doc.map_err(Error::from)?;
-        let doc = doc.as_document().ok_or_else(|| Error::internal("a batch holds something other than documents"))?;
-        out.push(doc.to_owned());
-    }
-    Ok(out)
+    rows_of(batch)?.map(|row| Ok(row?.into_owned())).collect()
+}
+
+/// The documents of one batch.
+pub fn rows_of(batch: &RawBatch) -> Result<impl Iterator<Item = Result<Cow<'_, RawDocument>>>> {
+    Ok(batch.doc_slices()?.into_iter().map(|row| {
+        let row = row?.as_document();
+        row.map(text::escaped).ok_or_else(|| Error::internal("a batch holds something other than documents"))
+    }))
 }
 
 /// What one bulk command did.
@@ -123,7 +166,13 @@ impl Server {
     /// Wraps a connected client.
     #[must_use]
     pub fn new(client: Client) -> Self {
-        Self { client, clock: RwLock::new(None), fence: None, checked: RwLock::new(None) }
+        Self {
+            client,
+            clock: RwLock::new(None),
+            fence: None,
+            checked: RwLock::new(None),
+            acknowledged: Mutex::default(),
+        }
     }
 
     /// The same cluster for a leader, whose writes end with its lease.
@@ -144,10 +193,25 @@ impl Server {
         self.fence.as_ref().map_or(0, |fence| fence.term())
     }
 
+    /// How long ago the lease was granted or renewed; None without a leadership.
+    #[must_use]
+    pub fn since_renewal(&self) -> Option<Duration> {
+        self.fence.as_ref().map(|fence| fence.since_renewal())
+    }
+
     /// The driver's client.
     #[must_use]
     pub fn client(&self) -> &Client {
         &self.client
+    }
+
+    /// The names of the databases that the user may see; none where the server does not tell.
+    pub async fn databases(&self) -> Vec<String> {
+        let command = doc! {"listDatabases": 1, "nameOnly": true, "authorizedDatabases": true};
+        let reply = self.database("admin").run_command(command).await.unwrap_or_default();
+        let databases = reply.get_array("databases").map(Vec::as_slice).unwrap_or_default();
+        let name = |database: &Bson| database.as_document()?.get_str("name").ok().map(ToOwned::to_owned);
+        databases.iter().filter_map(name).collect()
     }
 
     /// A database.
@@ -164,6 +228,24 @@ impl Server {
             .read_concern(mongodb::options::ReadConcern::majority())
             .build();
         self.client.database(database).collection_with_options(name, options)
+    }
+
+    /// The UUIDs of those of these collections that exist.
+    pub async fn collection_uuids(
+        &self,
+        database: &str,
+        names: &[&str],
+    ) -> Result<std::collections::HashMap<String, Bson>> {
+        let filter = doc! {"name": {"$in": names.to_vec()}, "type": "collection"};
+        // All in one batch: each is a few hundred bytes.
+        let command = doc! {"listCollections": 1, "filter": filter, "cursor": {"batchSize": i32::MAX}};
+        let reply = self.database(database).run_command(command).await?;
+        let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
+        let uuid = |found: &Bson| {
+            let found = found.as_document()?;
+            Some((found.get_str("name").ok()?.to_owned(), found.get_document("info").ok()?.get("uuid")?.clone()))
+        };
+        Ok(batch.map(|batch| batch.iter().filter_map(uuid).collect()).unwrap_or_default())
     }
 
     /// Whether a collection exists.
@@ -199,15 +281,18 @@ impl Server {
     }
 
     /// As [`Server::read`], one batch of the cursor at a time. A command that says how long it may take keeps that.
-    pub async fn pages(&self, database: &str, mut command: Document, reads: Reads) -> Result<Pages> {
+    ///
+    /// It is no older than any write that was acknowledged to us either: after a failover a majority read of the new primary
+    /// may be, for a moment, and miss what we have just put somewhere.
+    pub async fn pages(&self, database: &str, command: Document, mut reads: Reads) -> Result<Pages> {
+        reads.after = reads.after.max(*self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut command = limited(command, READ_TIMEOUT);
         command.insert("readConcern", reads.concern());
-        if !command.contains_key("maxTimeMS") {
-            command.insert("maxTimeMS", millis(READ_TIMEOUT));
-        }
         let primary = Primary::of(&self.client);
         let database = self.database(database);
-        let opened = database.run_cursor_command(command).selection_criteria(primary.criteria()).batch();
-        let cursor = primary.attend(opened).await??;
+        let command = text::unescaped(RawDocumentBuf::try_from(&command)?);
+        let opened = database.run_raw_cursor_command(command).selection_criteria(primary.criteria()).batch();
+        let cursor = primary.attend(opened).await?.map_err(|error| read_too_long(error.into()))?;
         Ok(Pages(Batches { cursor, primary }))
     }
 
@@ -272,7 +357,7 @@ impl Server {
             let count = statements[start..].iter().take_while(fits).count().max(1);
             let chunk = &statements[start..start + count];
             let window = self.window(timeout).await?;
-            let reply = self.fenced(database, verb.command(collection, chunk, window, checked), window).await?;
+            let reply = self.fenced(database, verb.command(collection, chunk, window, checked)?, window).await?;
             let refused = written.refused.len();
             take_reply(&reply, start, usize::from(checked == Checked::First), &mut written)?;
             start = match written.refused.get(refused) {
@@ -297,7 +382,7 @@ impl Server {
         let mut checked = Checked::Each;
         if hello.get_str("msg").ok() != Some("isdbgrid") {
             let window = Window { deadline: 0, ..self.window(timeout).await? };
-            let late = self.fenced(database, verb.command(collection, &[], window, Checked::First), window).await?;
+            let late = self.fenced(database, verb.command(collection, &[], window, Checked::First)?, window).await?;
             match take_reply(&late, 0, 1, &mut Written::default()) {
                 Err(error) if error.kind == Kind::Unavailable => checked = Checked::First,
                 Err(error) => return Err(error),
@@ -318,6 +403,7 @@ impl Server {
     async fn fenced(&self, database: &str, command: RawDocumentBuf, window: Window) -> Result<Document> {
         let primary = Primary::of(&self.client);
         let database = self.database(database);
+        let command = text::unescaped(command);
         let answer = primary.attend(database.run_raw_command(command).selection_criteria(primary.criteria()));
         let result = match tokio::time::timeout_at(window.over.into(), answer).await {
             Ok(Ok(answer)) => answer.map_err(Error::from),
@@ -332,6 +418,10 @@ impl Server {
                 primary.wait_out(window.over).await;
             }
         }
+        if let Some(time) = result.as_ref().ok().and_then(|reply| reply.get_timestamp("operationTime").ok()) {
+            let mut acknowledged = self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner);
+            *acknowledged = (*acknowledged).max(time.into());
+        }
         result.map_err(|error| if error.code == Some(TOO_LATE) { too_late() } else { error })
     }
 
@@ -345,6 +435,10 @@ impl Server {
         }
         let reply = Primary::of(&self.client).hello(HELLO).await?;
         let at = Instant::now();
+        // It may have stepped down since it was selected.
+        if !reply.get_bool("isWritablePrimary").unwrap_or_default() {
+            return Err(Error::new(Kind::Unavailable, "the server is no longer the primary"));
+        }
         let server_millis = reply
             .get_datetime("localTime")
             .map_err(|_| Error::internal("the server reports no local time"))?
@@ -378,35 +472,65 @@ impl Verb {
         statements: &[RawDocumentBuf],
         window: Window,
         checked: Checked,
-    ) -> RawDocumentBuf {
-        let mut array = RawArrayBuf::new();
+    ) -> Result<RawDocumentBuf> {
+        let mut first = None;
         if checked == Checked::First {
             // `$range` of nothing is never more than an array of one.
             let never = rawdoc! {"$gt": [in_time(window), [0, 0]]};
-            let mut first = rawdoc! {"q": {"_id": null, "$expr": never}};
             let (name, nothing) = &self.nothing;
+            let first = first.insert(rawdoc! {"q": {"_id": null, "$expr": never}});
             first.append(*name, nothing.clone());
-            array.push(first);
-        }
-        for statement in statements {
-            array.push(statement.as_ref());
         }
         let mut command = RawDocumentBuf::new();
         command.append(self.name, collection);
-        command.append(self.list, array);
         if checked == Checked::Each {
             command.append(cstr!("let"), rawdoc! {"ok": in_time(window)});
         }
         command.append(cstr!("ordered"), checked == Checked::First);
         command.append(cstr!("writeConcern"), rawdoc! {"w": "majority"});
         command.append(cstr!("maxTimeMS"), millis(window.run));
-        command
+        with_list(command, self.list, || first.iter().chain(statements))
     }
+}
+
+/// Appends an array of documents. Each is copied once, into its place: they may be as large as a command can be.
+fn with_list<'a, I: Iterator<Item = &'a RawDocumentBuf>>(
+    command: RawDocumentBuf,
+    name: &CStr,
+    list: impl Fn() -> I,
+) -> Result<RawDocumentBuf> {
+    let element = |nth: usize| nth.to_string();
+    let body: usize = list().enumerate().map(|(nth, doc)| element(nth).len() + 2 + doc.as_bytes().len()).sum();
+    let array = 4 + body + 1;
+    let mut bytes = command.into_bytes();
+    bytes.pop();
+    bytes.reserve_exact(1 + name.as_str().len() + 1 + array + 1 + SLACK);
+    bytes.push(ElementType::Array as u8);
+    bytes.extend(name.as_str().as_bytes());
+    bytes.push(0);
+    bytes.extend(length(array)?);
+    for (nth, doc) in list().enumerate() {
+        bytes.push(ElementType::EmbeddedDocument as u8);
+        bytes.extend(element(nth).as_bytes());
+        bytes.push(0);
+        bytes.extend(doc.as_bytes());
+    }
+    bytes.extend([0, 0]);
+    let whole = length(bytes.len())?;
+    bytes[..4].copy_from_slice(&whole);
+    Ok(RawDocumentBuf::from_bytes(bytes)?)
+}
+
+fn length(bytes: usize) -> Result<[u8; 4]> {
+    let bytes = i32::try_from(bytes).map_err(|_| Error::internal("a command of 2 GB"))?;
+    Ok(bytes.to_le_bytes())
 }
 
 /// `[0]`, or an error of its own kind when it is too late: that nothing matched would look like success.
 fn in_time(window: Window) -> RawDocumentBuf {
-    let in_time = rawdoc! {"$lt": ["$$NOW", DateTime::from_millis(window.deadline)]};
+    let by_clock = rawdoc! {"$lt": ["$$NOW", DateTime::from_millis(window.deadline)]};
+    let end = Timestamp { time: window.cluster_end, increment: 0 };
+    let in_time = rawdoc! {"$and": [by_clock, {"$lt": ["$$CLUSTER_TIME", end]}]};
     rawdoc! {"$range": [0, 1, {"$cond": [in_time, 1, 0]}]}
 }
 

@@ -5,11 +5,18 @@ use std::{path::PathBuf, time::Duration};
 use bson::{Document, doc};
 use mongodb::{
     Client,
-    options::{ClientOptions, ReadPreference, SelectionCriteria, ServerAddress},
+    error::ErrorKind,
+    options::{
+        ClientOptions, ConnectionString, Credential, HostInfo, ReadPreference, SelectionCriteria, ServerAddress,
+    },
 };
 use secrecy::{ExposeSecret, SecretString};
 
-use crate::error::{Error, Kind, Result};
+use super::reach;
+use crate::{
+    config::{file, is_known_option},
+    error::{Error, Kind, Result},
+};
 
 /// How long an operation looks for a server before it reports that there is none. Callers retry for ever.
 const SERVER_SELECTION: Duration = Duration::from_secs(10);
@@ -19,28 +26,95 @@ const MEMBER_SELECTION: Duration = Duration::from_secs(3);
 
 /// Connects, and checks that the cluster can be used: a replica set (or mongos) of MongoDB 6.0 or later.
 pub async fn connect(uri: &SecretString) -> Result<Client> {
-    let mut options = ClientOptions::parse(uri.expose_secret()).await.map_err(|error| {
-        let message = match error.kind.as_ref() {
-            mongodb::error::ErrorKind::InvalidArgument { message, .. } => {
-                format!("mongodb.uri cannot be used: {message}")
-            }
-            _ => format!("mongodb.uri cannot be used: {}", Error::from(error.clone()).message),
-        };
-        Error::new(Kind::Config, message).hint("a URI looks like mongodb://user:password@host:27017/?replicaSet=rs0")
-    })?;
+    let mut options = options(uri).await?;
     options.app_name.get_or_insert_with(|| "denormd".to_owned());
     options.server_selection_timeout.get_or_insert(SERVER_SELECTION);
     // Every read and write of ours wants the primary (DESIGN: reads no older than the event).
     options.selection_criteria = Some(SelectionCriteria::ReadPreference(ReadPreference::Primary));
     options.retry_writes = Some(false);
+    reach::watch(&mut options);
+    let users = options.credential.as_ref().map(|credential| users_of(credential, options.default_database.as_deref()));
+    let hosts: Vec<String> = options.hosts.iter().map(ToString::to_string).collect();
     let client = Client::with_options(options)?;
-    check_topology(&client).await?;
+    let refused = |error: Error| {
+        match (error.kind, &users) {
+        // The driver says no more than this, not even which server it was.
+        (Kind::Privilege, Some(users)) => error.context(&hosts.join(", ")).hint(format!(
+            "the user is looked up in the database `{users}`; if it was created in another one, say so by authSource= in the \
+             connection string"
+        )),
+        _ => error,
+    }
+    };
+    check_topology(&client).await.map_err(refused)?;
     Ok(client)
+}
+
+/// The database that the user is looked up in.
+fn users_of(credential: &Credential, database: Option<&str>) -> String {
+    credential.source.as_deref().or(database).unwrap_or("admin").to_owned()
+}
+
+/// The options of the connection string. An error names no part of it but hosts, the options' names and files' kinds of errors: any
+/// other part may belong to a password.
+async fn options(uri: &SecretString) -> Result<ClientOptions> {
+    let text = uri.expose_secret();
+    let unusable = |why: String| {
+        Error::new(Kind::Config, format!("mongodb.uri cannot be used: {why}"))
+            .hint("a URI looks like mongodb://user:password@host:27017/?replicaSet=rs0")
+    };
+    let Ok(parsed) = ConnectionString::parse(text) else { return Err(unusable(blame(text))) };
+    for file in certificates(uri) {
+        file::bytes(&file, file::SECRET).map_err(|error| {
+            unusable(format!("a file that tlsCAFile or tlsCertificateKeyFile names cannot be read ({})", error.kind()))
+        })?;
+    }
+    ClientOptions::parse(text).await.map_err(|error| match (error.kind.as_ref(), &parsed.host_info) {
+        (ErrorKind::DnsResolve { .. }, HostInfo::DnsRecord(host)) => {
+            Error::new(Kind::Connection, format!("the SRV record of {host} cannot be looked up"))
+                .hint("mongodb+srv:// takes the hosts from DNS; mongodb:// names them itself")
+        }
+        (ErrorKind::DnsResolve { .. }, _) => Error::new(Kind::Connection, "DNS gives no answer"),
+        _ => unusable("its options do not go together".to_owned()),
+    })
+}
+
+/// Which part of a connection string the driver refuses: it is tried with the other parts replaced, because the driver's own
+/// messages quote it.
+fn blame(uri: &str) -> String {
+    let works = |uri: &str| ConnectionString::parse(uri).is_ok();
+    let rest = uri.split_once("://").map_or("", |(_, rest)| rest);
+    let (before, options) = rest.split_once('?').unwrap_or((rest, ""));
+    let (user, hosts) = before.rsplit_once('@').map_or((None, before), |(user, hosts)| (Some(user), hosts));
+    let (hosts, database) = hosts.split_once('/').unwrap_or((hosts, ""));
+    if user.is_some_and(|user| !works(&format!("mongodb://{user}@localhost/"))) {
+        return "the user name or the password has a character that must be percent-encoded (: / ? # [ ] @ %)"
+            .to_owned();
+    }
+    if !works(&format!("mongodb://{hosts}/")) {
+        return "its hosts cannot be read (in a user name or a password, the characters : / ? # [ ] @ % must be percent-encoded)"
+            .to_owned();
+    }
+    if !works(&format!("mongodb://localhost/{database}")) {
+        return "a database cannot have this name".to_owned();
+    }
+    for option in options.split('&').filter(|option| !option.is_empty()) {
+        let alone = ["", "user:password@", "user@"].map(|user| format!("mongodb://{user}localhost/?{option}"));
+        if alone.iter().any(|alone| works(alone)) {
+            continue;
+        }
+        return match option.split_once('=').map(|(name, _)| name) {
+            Some(name) if is_known_option(name) => format!("its option {name} has a value that it cannot have"),
+            Some(_) => "one of its options is not known".to_owned(),
+            None => "one of its options has no value".to_owned(),
+        };
+    }
+    "its parts do not go together".to_owned()
 }
 
 /// Connects to one member of the set alone, whatever its role.
 pub async fn member(uri: &SecretString, host: &str) -> Result<Client> {
-    let mut options = ClientOptions::parse(uri.expose_secret()).await?;
+    let mut options = options(uri).await?;
     options.hosts = vec![ServerAddress::parse(host)?];
     options.direct_connection = Some(true);
     options.repl_set_name = None;
@@ -58,7 +132,7 @@ pub async fn default_database(uri: &SecretString) -> Option<String> {
 /// The certificate files that the URI names: the driver reads them once for each client.
 #[must_use]
 pub fn certificates(uri: &SecretString) -> Vec<PathBuf> {
-    let files = options(uri.expose_secret())
+    let files = named_options(uri.expose_secret())
         .filter(|(name, _)| matches!(name.as_str(), "tlscafile" | "tlscertificatekeyfile"))
         .map(|(_, value)| PathBuf::from(value));
     files.collect()
@@ -69,12 +143,12 @@ pub fn certificates(uri: &SecretString) -> Vec<PathBuf> {
 pub fn insecure(uri: &SecretString) -> Vec<&'static str> {
     let known = ["tlsInsecure", "tlsAllowInvalidCertificates", "tlsAllowInvalidHostnames"];
     let on: Vec<String> =
-        options(uri.expose_secret()).filter(|(_, value)| value == "true").map(|(name, _)| name).collect();
+        named_options(uri.expose_secret()).filter(|(_, value)| value == "true").map(|(name, _)| name).collect();
     known.into_iter().filter(|known| on.contains(&known.to_lowercase())).collect()
 }
 
 /// The options of a URI: names in lower case, values decoded.
-fn options(uri: &str) -> impl Iterator<Item = (String, String)> {
+fn named_options(uri: &str) -> impl Iterator<Item = (String, String)> {
     let query = uri.split_once('?').map_or("", |(_, query)| query);
     query.split('&').filter_map(|option| option.split_once('=')).map(|(name, value)| {
         (name.to_lowercase(), percent_encoding::percent_decode_str(value).decode_utf8_lossy().into_owned())
@@ -122,6 +196,28 @@ mod tests {
             ("mongodb://tlsInsecure=true@h/", vec![]),
         ] {
             assert_eq!(insecure(&uri(text)), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn the_part_of_a_connection_string_that_is_refused_is_named_and_not_shown() {
+        for (uri, expected) in [
+            ("mongodb://user:can:ary@host/", "the user name or the password has a character"),
+            ("mongodb://user:can%zary@host/", "the user name or the password has a character"),
+            ("mongodb://user:can/ary@host/", "the user name or the password has a character"),
+            ("mongodb://user:canary", "its hosts cannot be read"),
+            ("mongodb://user:?canary@host", "its hosts cannot be read"),
+            ("mongodb://host/can$ary", "a database cannot have this name"),
+            ("mongodb://host/?connectTimeoutMS=canary", "its option connectTimeoutMS has a value"),
+            ("mongodb://host/?authMechanism=canary", "its option authMechanism has a value"),
+            ("mongodb://host/?canary", "one of its options has no value"),
+            (
+                "mongodb://host/?tls=true&tlsInsecure=true&tlsAllowInvalidCertificates=true",
+                "its parts do not go together",
+            ),
+        ] {
+            assert!(ConnectionString::parse(uri).is_err(), "the driver takes {uri}");
+            assert!(blame(uri).starts_with(expected), "{uri}: {}", blame(uri));
         }
     }
 }

@@ -2,9 +2,16 @@
 //!
 //! Architecture invariant: a command of a leader starts before its deadline and is over when its lease ends. So a successor
 //! that waits for the end of the lease writes after everything that its predecessor has ever sent.
+//!
+//! The next primary's clock may be behind, and there a lease that has ended would go on. So a lease has a second end, by the
+//! cluster time, which is no earlier on any later primary: a successor takes over by a write whose cluster time is past that
+//! end, and from then on no primary runs a command of its predecessor.
 
 use std::{
-    sync::atomic::{AtomicI64, Ordering},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicI64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -15,19 +22,37 @@ const LEAST: i64 = 200;
 /// What a server may need to notice that a command's time is over.
 const NOTICE: Duration = Duration::from_millis(500);
 
+/// The end of a lease, in milliseconds since 1970.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct End {
+    /// By the server's clock.
+    pub server: i64,
+    /// By the cluster time, or by the server's clock where that is later.
+    pub cluster: i64,
+}
+
+impl From<i64> for End {
+    fn from(end: i64) -> Self {
+        Self { server: end, cluster: end }
+    }
+}
+
 /// One leadership: its term, and the end of its lease.
 #[derive(Debug)]
 pub struct Fence {
     term: i64,
-    /// By the server's clock, in milliseconds since 1970.
-    end: AtomicI64,
+    server: AtomicI64,
+    cluster: AtomicI64,
+    renewed: Mutex<Instant>,
 }
 
 impl Fence {
-    /// The leadership of this term, until `end` (milliseconds since 1970 by the server's clock).
+    /// The leadership of this term, until `end`.
     #[must_use]
-    pub fn new(term: i64, end: i64) -> Self {
-        Self { term, end: AtomicI64::new(end) }
+    pub fn new(term: i64, end: impl Into<End>) -> Self {
+        let End { server, cluster } = end.into();
+        let (server, cluster) = (AtomicI64::new(server), AtomicI64::new(cluster));
+        Self { term, server, cluster, renewed: Mutex::new(Instant::now()) }
     }
 
     /// Counts the take-overs of the deployment.
@@ -37,12 +62,30 @@ impl Fence {
     }
 
     /// The lease has been renewed, acknowledged by a majority.
-    pub fn extend(&self, end: i64) {
-        self.end.fetch_max(end, Ordering::SeqCst);
+    pub fn extend(&self, end: impl Into<End>) {
+        let End { server, cluster } = end.into();
+        self.server.fetch_max(server, Ordering::SeqCst);
+        let known = self.cluster.load(Ordering::SeqCst);
+        // An end that the cluster time could not give for a while is not kept.
+        let cluster = if known == i64::MAX { cluster } else { known.max(cluster) };
+        self.cluster.store(cluster, Ordering::SeqCst);
+        *self.renewed.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    }
+
+    /// How long ago the lease was granted or renewed.
+    #[must_use]
+    pub fn since_renewal(&self) -> Duration {
+        self.renewed.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
     }
 
     fn end(&self) -> i64 {
-        self.end.load(Ordering::SeqCst)
+        self.server.load(Ordering::SeqCst)
+    }
+
+    /// The first second of the cluster time in which nothing runs any more.
+    fn cluster_end(&self) -> u32 {
+        let end = self.cluster.load(Ordering::SeqCst);
+        u32::try_from(end / 1000 + i64::from(end % 1000 != 0)).unwrap_or(u32::MAX)
     }
 }
 
@@ -51,6 +94,8 @@ impl Fence {
 pub struct Window {
     /// It does not start at or after this time of the server's clock, in milliseconds since 1970.
     pub deadline: i64,
+    /// Nor from this second of the cluster time on.
+    pub cluster_end: u32,
     /// How long it may run once it has started.
     pub run: Duration,
     /// After this moment it does not run any more, whatever became of it.
@@ -71,7 +116,8 @@ impl Window {
         }
         let run = Duration::from_millis(timeout.unsigned_abs());
         let over = sent + run.saturating_mul(2) + NOTICE;
-        Ok(Self { deadline: now.saturating_add(timeout), run, over })
+        let cluster_end = fence.map_or(u32::MAX, Fence::cluster_end);
+        Ok(Self { deadline: now.saturating_add(timeout), cluster_end, run, over })
     }
 }
 

@@ -38,7 +38,23 @@ pub fn bounded<T>(operation: impl IntoFuture<Output = mongodb::error::Result<T>>
 #[derive(Debug, Clone)]
 pub struct Primary {
     client: Client,
-    chosen: Arc<Mutex<Option<ServerAddress>>>,
+    chosen: Arc<Mutex<Option<Chosen>>>,
+}
+
+/// A server that was selected.
+#[derive(Debug, Clone, PartialEq)]
+struct Chosen {
+    address: ServerAddress,
+    /// It hands commands on: to a mongos, or to what a load balancer picks.
+    is_router: bool,
+}
+
+impl Chosen {
+    /// Whether what was sent to this server is over because another one answers now. A router that is gone or slow says nothing
+    /// about the command that it has handed on: the shard may run it yet.
+    fn ends_with(&self, now: &Self) -> bool {
+        !self.is_router && !now.is_router && self.address != now.address
+    }
 }
 
 impl Primary {
@@ -56,7 +72,9 @@ impl Primary {
             use ServerType::{LoadBalancer, Mongos, RsPrimary, Standalone};
             let writable = matches!(server.server_type(), RsPrimary | Mongos | Standalone | LoadBalancer);
             if writable {
-                *chosen.lock().unwrap_or_else(PoisonError::into_inner) = Some(server.address().clone());
+                let is_router = matches!(server.server_type(), Mongos | LoadBalancer);
+                let server = Chosen { address: server.address().clone(), is_router };
+                *chosen.lock().unwrap_or_else(PoisonError::into_inner) = Some(server);
             }
             writable
         }))
@@ -65,13 +83,19 @@ impl Primary {
     /// Where the command went; None while it has not been sent.
     #[must_use]
     pub fn address(&self) -> Option<ServerAddress> {
+        self.chosen().map(|chosen| chosen.address)
+    }
+
+    fn chosen(&self) -> Option<Chosen> {
         self.chosen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The command's answer, or an error once another server is the primary.
     pub fn attend<T>(&self, answer: impl IntoFuture<Output = T>) -> impl Future<Output = Result<T>> {
         // The driver's futures are large.
-        let (answer, gone) = (Box::pin(answer.into_future()), Box::pin(self.gone(PATIENCE)));
+        // A read may be given up for another router, too; a write is waited out all the same.
+        let gone = self.gone(PATIENCE, |old, now| old.address != now.address);
+        let (answer, gone) = (Box::pin(answer.into_future()), Box::pin(gone));
         async {
             tokio::select! {
                 answer = answer => Ok(answer),
@@ -81,25 +105,27 @@ impl Primary {
     }
 
     /// Waits until a command whose answer is lost has run or never will: until it is `over` by the clock, or until another
-    /// server is the primary. Then what the old one did is in the log that the new one goes on from, or is gone.
+    /// server is the primary. Then what the old one did is in the log that the new one goes on from, or is gone. Behind a
+    /// router it is the clock alone.
     pub async fn wait_out(&self, over: Instant) {
-        tokio::time::timeout_at(over.into(), self.gone(IMPATIENCE)).await.ok();
+        let over_there = self.gone(IMPATIENCE, Chosen::ends_with);
+        tokio::time::timeout_at(over.into(), over_there).await.ok();
     }
 
-    async fn gone(&self, pause: Duration) {
+    async fn gone(&self, pause: Duration, is_gone: fn(&Chosen, &Chosen) -> bool) {
         loop {
             tokio::time::sleep(pause).await;
-            if self.has_moved().await {
+            if self.has_moved(is_gone).await {
                 return;
             }
         }
     }
 
-    async fn has_moved(&self) -> bool {
-        let Some(old) = self.address() else { return false };
+    async fn has_moved(&self, is_gone: fn(&Chosen, &Chosen) -> bool) -> bool {
+        let Some(old) = self.chosen() else { return false };
         let now = Self::of(&self.client);
         let Ok(hello) = now.hello(PATIENCE).await else { return false };
-        hello.get_bool("isWritablePrimary").unwrap_or_default() && now.address().is_some_and(|now| now != old)
+        hello.get_bool("isWritablePrimary").unwrap_or_default() && now.chosen().is_some_and(|now| is_gone(&old, &now))
     }
 
     /// What the primary says of itself. An answer that takes longer than `limit` counts as none.
@@ -110,5 +136,25 @@ impl Primary {
             Ok(reply) => Ok(reply?),
             Err(_) => Err(Error::new(Kind::Connection, "the primary does not answer")),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(host: &str, is_router: bool) -> Chosen {
+        Chosen { address: ServerAddress::Tcp { host: host.to_owned(), port: None }, is_router }
+    }
+
+    /// It was taken for a new primary: the command was not waited out, and ran after what was written next.
+    #[test]
+    fn another_router_does_not_end_what_the_first_one_has_handed_on() {
+        let ends = |old: Chosen, now: Chosen| old.ends_with(&now);
+        assert!(ends(chosen("a", false), chosen("b", false)));
+        assert!(!ends(chosen("a", false), chosen("a", false)));
+        assert!(!ends(chosen("a", true), chosen("b", true)));
+        assert!(!ends(chosen("a", true), chosen("b", false)));
+        assert!(!ends(chosen("a", false), chosen("b", true)));
     }
 }

@@ -1,57 +1,101 @@
 //! What asks for work beside the streams: dead letters that are due, and commands.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use bson::oid::ObjectId;
+use bson::{Bson, RawDocumentBuf, oid::ObjectId};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
+use super::rules::read_sources;
 use crate::{
-    backfill::Wish,
+    change::Namespace,
     checkpoint::{
         requests::{Retired, Work},
-        store::{Backfill, Hold, Store},
+        store::Store,
     },
-    dead_letter,
+    dead_letter::{self, Letter},
     error::{Error, Result},
     key::Key,
     plan::RuleId,
+    position::ClusterTime,
     prune::{self, Carried},
     reconcile::Context,
     request::Page,
     route::target_request,
+    rule_state::RuleState,
 };
 
-/// How often commands' wishes are looked for.
-const LOOK_FOR_WISHES: Duration = Duration::from_secs(1);
+/// How often the recorded states of the rules, and requests of commands, are read.
+const READ_STATES: Duration = Duration::from_secs(1);
+/// How often it is read which source collections exist.
+const READ_SOURCES: Duration = Duration::from_secs(2);
 
-/// Tries dead letters again, each when its own pause is over.
+/// Letters that are not due have to be read over: no more than a twentieth of the time.
+const RARELY: u32 = 20;
+/// A page of letters that is not done in this time is left to itself: a slow key among them may take many minutes.
+const LONG: Duration = Duration::from_secs(5);
+/// The most pages that are left to themselves.
+const LATE: usize = 3;
+
+/// Letters that are being tried, and the word that they have been.
+type Tried = (Vec<Letter>, oneshot::Receiver<()>);
+
+/// Tries dead letters again, a page at a time, each when its own pause is over.
 pub(super) async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: CancellationToken) {
+    let mut pause = dead_letter::ROUND;
+    let mut late: Vec<Tried> = Vec::new();
     loop {
         tokio::select! {
-            () = tokio::time::sleep(dead_letter::ROUND) => {}
+            () = tokio::time::sleep(pause) => {}
             () = stop.cancelled() => return,
         }
-        let round = async {
-            for rule in &context.plan.rules {
-                for letter in context.dead_letters.due(&context.server, rule).await? {
-                    let after = context.server.operation_time().await?;
-                    let (done, acknowledged) = oneshot::channel();
-                    if out.send(Page { requests: vec![letter.request(rule)], after, done }).await.is_ok()
-                        && acknowledged.await.is_ok()
-                    {
-                        context.dead_letters.clear(&context.server, &letter).await?;
-                    }
-                }
-            }
-            Ok(())
-        };
-        let result: Result<()> = tokio::select! {
-            result = round => result,
+        let result = tokio::select! {
+            result = retry_due(&context, &out, &mut late) => result,
             () = stop.cancelled() => return,
         };
-        if let Err(error) = result {
-            tracing::warn!(error = %error.message, "dead letters cannot be read; trying again");
+        match result {
+            Ok(reading) => pause = dead_letter::ROUND.max(reading * RARELY),
+            Err(error) => tracing::warn!(error = %error.message, "dead letters cannot be read; trying again"),
+        }
+    }
+}
+
+/// Tries those that are due; returns how long it took to find them.
+async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<Tried>) -> Result<Duration> {
+    let Context { server, dead_letters, plan, limits, .. } = context;
+    let mut reading = Duration::ZERO;
+    let mut last: Option<RawDocumentBuf> = None;
+    loop {
+        while let Some(done) = late.iter_mut().position(|(_, acknowledged)| acknowledged.try_recv().is_ok()) {
+            let (letters, _) = late.swap_remove(done);
+            dead_letters.clear(server, &letters).await?;
+        }
+        let begun = Instant::now();
+        let found = dead_letters.due(server, last.as_deref(), limits.batch_bytes).await?;
+        reading += begun.elapsed();
+        let Some((mut letters, id)) = found else { return Ok(reading) };
+        last = Some(id);
+        let rule = |letter: &Letter| plan.rules.iter().find(|rule| rule.name == letter.rule);
+        let is_tried = |letter: &Letter| late.iter().flat_map(|(page, _)| page).any(|tried| tried.is_same(letter));
+        letters.retain(|letter| rule(letter).is_some() && !is_tried(letter));
+        if letters.is_empty() {
+            continue;
+        }
+        let requests = letters.iter().filter_map(|letter| Some(letter.request(rule(letter)?))).collect();
+        let after = server.operation_time().await?;
+        let (done, mut acknowledged) = oneshot::channel();
+        if out.send(Page { requests, after, done }).await.is_err() {
+            return Ok(reading);
+        }
+        let patience = if late.len() < LATE { LONG } else { Duration::MAX };
+        match tokio::time::timeout(patience, &mut acknowledged).await {
+            Ok(Ok(())) => dead_letters.clear(server, &letters).await?,
+            Ok(Err(_)) => return Ok(reading),
+            Err(_) => late.push((letters, acknowledged)),
         }
     }
 }
@@ -88,7 +132,7 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
     };
     loop {
         tokio::select! {
-            () = tokio::time::sleep(LOOK_FOR_WISHES) => {}
+            () = tokio::time::sleep(READ_STATES) => {}
             () = stop.cancelled() => return,
         }
         let result = tokio::select! {
@@ -107,46 +151,47 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
     }
 }
 
-/// What commands have asked for.
-#[derive(Debug, Default)]
-pub(super) struct Wishes {
-    /// Backfills.
-    pub backfills: Vec<Wish>,
-    /// Rules to pause.
-    pub paused: Vec<(RuleId, Hold)>,
+/// A rule whose recorded state has changed: its new state and generation.
+#[derive(Debug)]
+pub(super) struct Changed {
+    pub rule: RuleId,
+    pub state: RuleState,
+    pub generation: i64,
+    /// Until when the loss of its source is agreed to.
+    pub released: Option<ClusterTime>,
 }
 
-/// Looks for what commands have asked for, and for pauses that are over.
-pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sender<Wishes>, stop: CancellationToken) {
+/// Reads the recorded states of the rules, which commands change, and ends pauses that are over.
+pub(super) async fn states(
+    context: Arc<Context>,
+    store: Store,
+    out: mpsc::Sender<(Vec<Changed>, oneshot::Sender<()>)>,
+    stop: CancellationToken,
+) {
     let mut seen: BTreeMap<String, i64> = BTreeMap::new();
     let mut noticed: Vec<(String, i64)> = Vec::new();
     loop {
         tokio::select! {
-            () = tokio::time::sleep(LOOK_FOR_WISHES) => {}
+            () = tokio::time::sleep(READ_STATES) => {}
             () = stop.cancelled() => return,
         }
-        let Ok(states) = store.standing(&context.server).await else { continue };
-        let mut wishes = Wishes::default();
-        let mut pauses = false;
-        for (name, state) in states {
-            let newer = seen.insert(name.clone(), state.generation) != Some(state.generation);
-            let rule = context.plan.rules.iter().find(|rule| rule.name == name);
-            pauses |= matches!(&state.backfill, Backfill::Held(hold) if hold.paused);
-            match (newer, rule, &state.backfill) {
-                (true, Some(rule), Backfill::Pending(after)) => {
-                    wishes.backfills.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
-                    noticed.push((name, state.generation));
-                }
-                (true, Some(rule), Backfill::Held(hold)) if hold.paused => {
-                    wishes.paused.push((rule.id, hold.clone()));
-                    noticed.push((name, state.generation));
-                }
-                _ => {}
+        let Ok(known) = store.standing(&context.server).await else { continue };
+        let mut changed = Vec::new();
+        let pauses = known.iter().any(|(_, record)| matches!(record.state, RuleState::Paused { .. }));
+        for (name, record) in known {
+            let generation = record.generation;
+            let newer = seen.insert(name.clone(), generation) != Some(generation);
+            let Some(rule) = context.plan.rules.iter().find(|rule| newer && rule.name == name) else { continue };
+            if record.state.is_backfilling() || record.state.is_stopped() {
+                changed.push(Changed { rule: rule.id, state: record.state, generation, released: record.released });
+                noticed.push((name, generation));
             }
         }
-        let asked = !wishes.backfills.is_empty() || !wishes.paused.is_empty();
-        if asked && out.send(wishes).await.is_err() {
-            return;
+        if !changed.is_empty() {
+            let (reported, seen) = oneshot::channel();
+            if out.send((changed, reported)).await.is_err() || seen.await.is_err() {
+                return;
+            }
         }
         // For the command alone, which waits no longer than a leader is there: what `denormd wait` is asked after it must count
         // what was asked for. What cannot be recorded now is recorded the next time round.
@@ -158,6 +203,28 @@ pub(super) async fn wishes(context: Arc<Context>, store: Store, out: mpsc::Sende
         // Found resumed the next time round.
         if pauses && let Err(error) = store.resume(&context.server, None).await {
             tracing::warn!(error = %error.message, "the end of a pause cannot be recorded; trying again");
+        }
+    }
+}
+
+/// Reads from time to time which source collections exist.
+pub(super) async fn sources(
+    context: Arc<Context>,
+    out: mpsc::Sender<Vec<(Namespace, Option<Bson>)>>,
+    stop: CancellationToken,
+) {
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(READ_SOURCES) => {}
+            () = stop.cancelled() => return,
+        }
+        match read_sources(&context).await {
+            Ok(sources) => {
+                if out.send(sources).await.is_err() {
+                    return;
+                }
+            }
+            Err(error) => tracing::debug!(error = %error.message, "source collections cannot be listed; trying again"),
         }
     }
 }

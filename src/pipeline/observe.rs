@@ -9,7 +9,6 @@ use std::{
 use crate::{
     change::Change,
     checkpoint::fan_out::FanOut,
-    checkpoint::store::Hold,
     metrics::{Observation, Reconciled, RuleFacts, StreamFacts},
     plan::{Keyed, Plan, RuleId},
     reconcile::{Outcome, run::End},
@@ -55,6 +54,7 @@ fn facts(plan: &Plan) -> Arc<[RuleFacts]> {
             source: rule.source.namespace.to_string(),
             target: rule.target.namespace.to_string(),
             keyed_by_target: rule.keyed == Keyed::Target,
+            max_lag: rule.max_lag,
             fed_by: fed_by.into_iter().filter(|from| *from != rule.id.0).collect(),
             streams: databases.iter().enumerate().filter(touched).map(|(nth, _)| nth).collect(),
         }
@@ -93,7 +93,7 @@ impl Pipeline {
                     metrics.retried(rule, error);
                     (2, Reconciled::Failed)
                 }
-                End::Later(_) | End::Brake => (3, Reconciled::Waiting),
+                End::Later(_) | End::Brake | End::SourceGone => (3, Reconciled::Waiting),
             };
             counts[place] += 1;
             if let Some(committed) = ended.work.committed.filter(|_| writes && outcome == Reconciled::Done) {
@@ -118,8 +118,10 @@ impl Pipeline {
         self.schedule.oldest(rule).into_iter().chain(spreading).min()
     }
 
-    fn held_because(&self, why: impl Fn(&Hold) -> bool) -> BTreeSet<usize> {
-        self.held.iter().filter(|(_, hold)| why(hold)).map(|(rule, _)| rule.0).collect()
+    /// Says at once how far everything is: a command waits for a state to be reported.
+    pub(super) fn observe_now(&mut self) {
+        self.observer.last = self.observer.last.and_then(|last| last.checked_sub(EVERY));
+        self.observe();
     }
 
     /// Says how far everything is, at most ten times a second.
@@ -132,7 +134,8 @@ impl Pipeline {
             self.context.metrics.rules(self.observer.rules.iter().map(|rule| rule.name.as_str()));
         }
         self.observer.last = Some(Instant::now());
-        self.observer.degraded.retain(|rule| self.backfilling.contains_key(rule));
+        let rules = &self.rules;
+        self.observer.degraded.retain(|rule| rules.state(*rule).is_backfilling());
         let numbers = |rules: &BTreeSet<RuleId>| rules.iter().map(|rule| rule.0).collect();
         let streams = self.streams.iter().enumerate().map(|(nth, stream)| StreamFacts {
             database: stream.spec.database.clone(),
@@ -152,12 +155,8 @@ impl Pipeline {
             capacity: self.context.limits.pending,
             full: !self.schedule.has_room(),
             keys: self.schedule.keys(),
-            backfilling: self.backfilling.keys().map(|rule| rule.0).collect(),
+            states: self.rules.states().clone(),
             degraded: numbers(&self.observer.degraded),
-            bereft: self.held_because(|hold| hold.detached),
-            braked: self.held_because(|hold| !hold.detached && !hold.rests()),
-            paused: self.held_because(|hold| hold.paused),
-            suspended: self.held_because(|hold| hold.suspended),
         };
         self.context.metrics.observe(self.context.partition.place(), observation);
     }

@@ -1,16 +1,25 @@
-//! What is known of the rules when the pipeline starts.
+//! The states of the rules, and how they are registered when the pipeline starts.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use bson::Bson;
 
 use crate::{
-    backfill::Wish,
-    checkpoint::store::{Backfill, Hold, Store},
+    change::Namespace,
+    checkpoint::{rule_record::RuleRecord, store::Store},
+    config::BackfillMode,
     error::{Kind, Result},
     failpoint,
-    plan::RuleId,
+    plan::{Plan, Rule, RuleId},
     position::ClusterTime,
     reconcile::Context,
+    rule_state::{BlockReason, RuleState},
 };
+
+use super::adoption::{self, decisions_of, is_blocked};
 
 pub(super) fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
     let touched = |rule: &&Arc<crate::plan::Rule>| {
@@ -19,74 +28,129 @@ pub(super) fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
     context.plan.rules.iter().filter(touched).map(|rule| rule.id).collect()
 }
 
-/// Records new and changed rules; returns the backfills that are open, and the rules that are held.
-pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<(Vec<Wish>, BTreeMap<RuleId, Hold>)> {
+/// The states of the rules as this leader knows them, each with the generation that it is recorded under. The state database
+/// has the last word: what a command has recorded under a newer generation replaces what is known here.
+#[derive(Debug)]
+pub(super) struct Rules {
+    states: Arc<Vec<RuleState>>,
+    generations: Vec<i64>,
+}
+
+impl Rules {
+    pub fn new(plan: &Plan) -> Self {
+        Self { states: Arc::new(vec![RuleState::Live; plan.rules.len()]), generations: vec![0; plan.rules.len()] }
+    }
+
+    /// The state of a rule.
+    pub fn state(&self, rule: RuleId) -> &RuleState {
+        &self.states[rule.0]
+    }
+
+    /// The generation that the state of a rule is recorded under.
+    pub fn generation(&self, rule: RuleId) -> i64 {
+        self.generations[rule.0]
+    }
+
+    /// All of them, in the config's order.
+    pub fn states(&self) -> &Arc<Vec<RuleState>> {
+        &self.states
+    }
+
+    /// Replaces the state of a rule.
+    pub fn set(&mut self, rule: RuleId, state: RuleState, generation: i64) {
+        Arc::make_mut(&mut self.states)[rule.0] = state;
+        self.generations[rule.0] = generation;
+    }
+
+    /// The backfill of this generation is done: the rule is live, unless its state has changed since.
+    pub fn backfilled(&mut self, rule: RuleId, generation: i64) {
+        if self.state(rule).is_backfilling() && self.generation(rule) <= generation {
+            self.set(rule, RuleState::Live, generation);
+        }
+    }
+
+    /// Whether requests of a rule run. One whose source is gone still copies what it finds, which takes nothing away.
+    pub fn may_run(&self, plan: &Plan, rule: RuleId) -> bool {
+        match self.state(rule) {
+            RuleState::Blocked(BlockReason::SourceGone) => !plan.rule(rule).gathers(),
+            state => !state.is_stopped(),
+        }
+    }
+}
+
+/// Records new and changed rules, and returns the states of all.
+pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<Rules> {
     let known = store.rules(&context.server).await?;
-    let mut open = Vec::new();
-    let mut held = BTreeMap::new();
-    for rule in &context.plan.rules {
-        let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, state)| state);
-        match before {
-            Some(state) if state.definition == rule.definition && state.backfill != Backfill::Absent => {
-                match &state.backfill {
-                    Backfill::Pending(after) => {
-                        open.push(Wish { rule: rule.id, generation: state.generation, after: after.clone() });
-                    }
-                    Backfill::Held(hold) if hold.suspended => {
-                        tracing::error!(rule = %rule.name, reason = hold.reason, "this rule is suspended until the cluster has what it needs");
-                        held.insert(rule.id, hold.clone());
-                    }
-                    Backfill::Held(hold) if hold.paused => {
-                        tracing::warn!(rule = %rule.name, "this rule is paused until `denormd resume {}`", rule.name);
-                        held.insert(rule.id, hold.clone());
-                    }
-                    Backfill::Held(hold) => {
-                        tracing::error!(rule = %rule.name, reason = hold.reason, "this rule is held until `denormd release {}`", rule.name);
-                        held.insert(rule.id, hold.clone());
-                    }
-                    Backfill::Manual | Backfill::Done | Backfill::Absent => {}
-                }
+    let mut rules = Rules::new(&context.plan);
+    // Nothing of a rule is written before it is recorded that it may.
+    let decisions = adoption::decide(context, &known).await?;
+    for (rule, decision) in context.plan.rules.iter().zip(decisions) {
+        let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
+        match (before, decision) {
+            (Some(record), None) => {
+                tell_stopped(&rule.name, &record.state);
+                rules.set(rule.id, record.state.clone(), record.generation);
             }
-            before => {
-                let auto = rule.backfill == crate::config::BackfillMode::Auto;
-                // A pause outlives a change of the rule.
-                let paused = before.and_then(|state| match &state.backfill {
-                    Backfill::Held(hold) if hold.paused => Some(hold.clone()),
-                    _ => None,
-                });
-                let auto = auto && paused.is_none();
-                let backfill = match &paused {
-                    Some(hold) => Backfill::Held(hold.clone()),
-                    None if auto => Backfill::Pending(None),
-                    None => Backfill::Manual,
+            (before, decision) => {
+                let blocked = decision.and_then(|decision| decision.block);
+                let state = match blocked {
+                    Some(adoption) => RuleState::Blocked(BlockReason::Adoption(adoption)),
+                    None => first_state(rule, before),
                 };
+                tell_stopped(&rule.name, &state);
                 let change = match before {
                     None => "new",
-                    Some(state) if state.definition == rule.definition => "back in the config",
+                    Some(record) if record.definition == rule.definition => "back in the config",
                     Some(_) => "changed",
                 };
-                tracing::info!(rule = %rule.name, change, backfill = auto, "rule");
-                if let Some(state) = before.filter(|state| state.definition != rule.definition) {
-                    store.retire(&context.server, &rule.name, &state.definition).await?;
+                tracing::info!(rule = %rule.name, change, state = state.name(), "rule");
+                // A definition that was blocked has written nothing: there is nothing of it to be pruned.
+                let changed = |record: &&RuleRecord| record.definition != rule.definition && !is_blocked(record);
+                if let Some(record) = before.filter(changed) {
+                    store.retire(&context.server, &rule.name, &record.definition).await?;
                 }
-                let generation = store.reset_rule(&context.server, rule, &backfill).await?;
+                let generation = store.reset_rule(&context.server, rule, &state).await?;
                 failpoint::here("rule-reset");
                 context.fan_outs.forget(&context.server, &rule.name).await?;
-                if auto {
-                    open.push(Wish { rule: rule.id, generation, after: None });
-                }
-                held.extend(paused.map(|hold| (rule.id, hold)));
+                rules.set(rule.id, state, generation);
             }
         }
     }
-    for (name, state) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
-        // A hold stays: its release is a whole backfill too.
-        if !matches!(state.backfill, Backfill::Absent | Backfill::Held(_)) {
-            store.absent(&context.server, name).await?;
+    for (name, record) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
+        // A rule that is stopped stays so: it runs again by a whole backfill too.
+        if record.state != RuleState::Removed && !record.state.is_stopped() {
+            // What the application writes while the rule is away is the application's.
+            decisions_of(context).forget(name).await?;
+            store.remove(&context.server, name).await?;
         }
         tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
     }
-    Ok((open, held))
+    Ok(rules)
+}
+
+/// The state of a rule that is new, or was changed, or is back in the config.
+fn first_state(rule: &Rule, before: Option<&RuleRecord>) -> RuleState {
+    match before.map(|record| &record.state) {
+        // A pause outlives a change of the rule.
+        Some(RuleState::Paused { until }) => RuleState::Paused { until: *until },
+        // `adopt: true` has agreed to what the first backfill removes, as `denormd unblock` would.
+        _ if rule.backfill == BackfillMode::Auto => RuleState::Backfilling { after: None, agreed: rule.adopt },
+        _ => RuleState::AwaitingBackfill,
+    }
+}
+
+fn tell_stopped(rule: &str, state: &RuleState) {
+    let reason = state.reason().unwrap_or_default();
+    match state {
+        RuleState::Blocked(_) => {
+            tracing::error!(rule, reason, "this rule is blocked until `denormd unblock {rule}`");
+        }
+        RuleState::Unavailable { .. } => {
+            tracing::error!(rule, reason, "this rule is unavailable until the cluster has what it needs");
+        }
+        RuleState::Paused { .. } => tracing::warn!(rule, "this rule is paused until `denormd resume {rule}`"),
+        RuleState::Backfilling { .. } | RuleState::AwaitingBackfill | RuleState::Live | RuleState::Removed => {}
+    }
 }
 
 /// Until when the loss of each rule's source has been released.
@@ -99,27 +163,33 @@ pub(super) async fn releases(context: &Context, store: &Store) -> Result<BTreeMa
     Ok(released.collect())
 }
 
-/// Remembers which source collections are there; returns the rules whose source has been there and is gone.
-pub(super) async fn look_for_sources(context: &Context, store: &Store) -> Result<Vec<RuleId>> {
+/// The UUIDs that the source collections of the rules are recorded with; None where a version that kept none has seen one.
+pub(super) async fn recorded_sources(context: &Context, store: &Store) -> Result<BTreeMap<RuleId, Option<Bson>>> {
     let known = store.rules(&context.server).await?;
-    let mut gone = Vec::new();
-    for rule in &context.plan.rules {
-        let source = &rule.source.namespace;
-        let state = known.iter().find(|(name, _)| *name == rule.name).map(|(_, state)| state);
-        let seen = state.is_some_and(|state| state.source_seen);
-        let is_there = match context.server.has_collection(&source.database, &source.collection).await {
-            // The rule is suspended, or will be.
-            Err(error) if error.kind == Kind::Privilege => continue,
-            is_there => is_there?,
-        };
-        if is_there {
-            context.saw(source, true);
-            if let Some(state) = state.filter(|state| !state.source_seen) {
-                store.source_seen(&context.server, &rule.name, state.generation).await?;
-            }
-        } else if seen {
-            gone.push(rule.id);
-        }
+    let recorded = known.into_iter().filter(|(_, record)| record.source_seen).filter_map(|(name, record)| {
+        let rule = context.plan.rules.iter().find(|rule| rule.name == name)?;
+        Some((rule.id, record.source_uuid))
+    });
+    Ok(recorded.collect())
+}
+
+/// Which source collections exist, with their UUIDs: None for one that does not. One whose database may not be listed is left
+/// out: its rules are unavailable, or will be.
+pub(super) async fn read_sources(context: &Context) -> Result<Vec<(Namespace, Option<Bson>)>> {
+    let sources: BTreeSet<&Namespace> = context.plan.rules.iter().map(|rule| &rule.source.namespace).collect();
+    let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for source in &sources {
+        names.entry(&source.database).or_default().push(&source.collection);
     }
-    Ok(gone)
+    let mut found = Vec::new();
+    for (database, names) in names {
+        let mut uuids = match context.server.collection_uuids(database, &names).await {
+            Err(error) if error.kind == Kind::Privilege => continue,
+            uuids => uuids?,
+        };
+        let of_one =
+            |name: &str| (Namespace { database: database.to_owned(), collection: name.to_owned() }, uuids.remove(name));
+        found.extend(names.into_iter().map(of_one));
+    }
+    Ok(found)
 }

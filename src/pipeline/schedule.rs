@@ -18,7 +18,7 @@ use crate::{
     reconcile::group::SHARED_BELOW,
     request::{Origin, Request, Scope, Task},
     route::{Routed, Router},
-    workqueue::{Batch, Finish, Lane, Most, Work, WorkQueue, origins},
+    workqueue::{Batch, Finish, Lane, Most, Verdict, Work, WorkQueue, origins},
 };
 
 /// How long the guard waits for a rule that is never at rest before it calls a difference drift.
@@ -26,7 +26,7 @@ const LONGEST_DOUBT: Duration = Duration::from_secs(60);
 /// How long work waits that gets less by waiting, while a stream is known to hold more. Then one batch of it runs at a time: the
 /// rest of the server is for the stream.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// The origin of pages, beside the streams.
+/// The number of the origin that is the first page: each page is a stream of one batch, numbered downwards.
 const PAGES: usize = usize::MAX;
 
 /// The state of the work.
@@ -39,7 +39,7 @@ pub struct Schedule {
     /// The cluster time of the newest event that has arrived.
     newest: ClusterTime,
     /// Pages taken so far.
-    pages: u64,
+    pages: usize,
     partition: Partition,
     /// Since when work waits because a stream holds more.
     patient: Option<Instant>,
@@ -146,26 +146,40 @@ impl Schedule {
     }
 
     /// Takes requests that do not come from a stream; returns the page's number.
-    pub fn page(&mut self, requests: impl IntoIterator<Item = Request>, after: ClusterTime) -> u64 {
+    pub fn page(&mut self, requests: impl IntoIterator<Item = Request>, after: ClusterTime) -> usize {
+        let page = PAGES - self.pages;
         self.pages += 1;
-        let origin = Origin { stream: PAGES, batch: self.pages, after, committed: None };
+        let origin = Origin { stream: page, batch: 1, after, committed: None };
         for request in requests {
             self.ask(request, origin);
         }
-        self.pages
+        page
     }
 
-    /// Whether all of a page is done, and of those before it.
+    /// Whether all of a page is done, and what that has led to. It waits for no other page.
     #[must_use]
-    pub fn is_page_done(&self, page: u64) -> bool {
-        self.watermark.is_done(PAGES, page)
+    pub fn is_page_done(&self, page: usize) -> bool {
+        self.watermark.is_drained(page)
     }
 
     /// The next keys to run together.
-    pub fn take(&mut self, most: Most, now: Instant) -> Option<Batch> {
+    ///
+    /// Of a rule that is `crowded` one batch writes at a time: several would write the same targets, and the server would do again
+    /// what conflicts.
+    pub fn take(&mut self, most: Most, now: Instant, crowded: impl Fn(RuleId) -> bool) -> Option<Batch> {
         let patient = self.is_patient(now);
-        let mut batch = self.queue.take(most, now, |lane, scope| !(patient && gets_less(&self.router, lane, scope)))?;
-        if batch.items.iter().any(|(_, work)| gets_less(&self.router, batch.lane, &work.scope)) {
+        // What a look-up finds is taken even where there is no room: so the next one waits until there is. What writes never waits
+        // for a look-up.
+        let full = self.queue.is_full_of_writes();
+        let writing: Vec<RuleId> = self.queue.writing().filter(|rule| crowded(*rule)).collect();
+        let mut batch = self.queue.take(most, now, |lane, scope| {
+            let waits = patient && gets_less(&self.router, lane, scope);
+            let conflicts = matches!(lane.1, Task::Value | Task::Target) && writing.contains(&lane.0);
+            !(waits || conflicts || full && lane.1.looks_up())
+        })?;
+        // A slow key runs beside others anyway.
+        let waited = |work: &Work| work.read_limit.is_none() && gets_less(&self.router, batch.lane, &work.scope);
+        if batch.items.iter().any(|(_, work)| waited(work)) {
             self.waited.insert((batch.lane, batch.number));
         }
         // What has arrived is visible to a majority read: a batch never sees less than any event so far.
@@ -195,6 +209,9 @@ impl Schedule {
     /// A target that the guard has found to differ may be about to be written: until everything that the guard has seen then
     /// is delivered, and the rule has nothing left to write, here or `elsewhere`. A rule that is never at rest is waited for
     /// no longer than [`LONGEST_DOUBT`].
+    ///
+    /// Nothing is delivered while the queue is full. So when such targets are what fills it, none of them waits any longer: the
+    /// difference stays unconfirmed.
     pub fn postpone_verdicts(&self, batch: &mut Batch, elsewhere: bool, now: Instant) {
         let (rule, task) = batch.lane;
         if task != Task::Guard {
@@ -202,9 +219,14 @@ impl Schedule {
         }
         let delivered = self.streams.iter().map(|stream| stream.reached.time).min().unwrap_or_default();
         let writing = elsewhere || self.queue.is_reconciling(rule);
+        let crowded = self.queue.is_crowded_by_guard();
         for (_, work) in &mut batch.items {
             let long = work.doubted_since.is_some_and(|since| now.saturating_duration_since(since) > LONGEST_DOUBT);
-            work.doubt.premature = delivered < work.doubt.seen || (writing && !long);
+            work.doubt.verdict = match delivered < work.doubt.seen || (writing && !long) {
+                _ if crowded => Verdict::Unconfirmed,
+                true => Verdict::Postponed,
+                false => Verdict::Drift,
+            };
         }
     }
 
@@ -226,6 +248,7 @@ impl Schedule {
         }
         for (key, work, next) in keys {
             let weight = work.scope.weight();
+            self.queue.judged(lane, &key, work.read_limit);
             let finish = match next {
                 Next::Done { pause } => Finish::Done { pause },
                 Next::Again { delay } => Finish::Again { delay, work },
@@ -355,7 +378,8 @@ mod tests {
         }
 
         fn take(&mut self, millis: u64) -> Option<Batch> {
-            self.schedule.take(Most { keys: self.keys, batches: 1 }, self.start + Duration::from_millis(millis))
+            self.schedule
+                .take(Most { keys: self.keys, batches: 1 }, self.start + Duration::from_millis(millis), |_| false)
         }
 
         fn finish(&mut self, batch: Batch, millis: u64) -> usize {
@@ -402,6 +426,27 @@ mod tests {
         assert!(bench.take(1_100).is_some(), "nothing more is to come");
     }
 
+    /// A page with a slow key held up those behind it: other backfills, fan-outs, retries and repairs.
+    #[test]
+    fn a_page_is_done_when_its_own_requests_are() {
+        let mut bench = Bench::new(COPY);
+        bench.keys = 1;
+        let request =
+            |key| Request { rule: RuleId(0), task: Task::Value, key: Key::one(Bson::Int32(key)), scope: Scope::All };
+        let mut page = |keys: &[i32]| bench.schedule.page(keys.iter().map(|key| request(*key)), ClusterTime::default());
+        let (stuck, other, shared, empty) = (page(&[1]), page(&[2]), page(&[1, 3]), page(&[]));
+        let done = |bench: &Bench| [stuck, other, shared, empty].map(|page| bench.schedule.is_page_done(page));
+        assert_eq!(done(&bench), [false, false, false, true]);
+        let first = bench.take(0).unwrap();
+        for _ in 0..2 {
+            let batch = bench.take(0).unwrap();
+            bench.finish(batch, 0);
+        }
+        assert_eq!(done(&bench), [false, true, false, true], "the third asks for the key of the first, too");
+        bench.finish(first, 0);
+        assert_eq!(done(&bench), [true; 4]);
+    }
+
     #[test]
     fn a_few_targets_of_a_key_wait_for_others_and_many_do_not() {
         let mut bench = Bench::new(COPY);
@@ -411,6 +456,49 @@ mod tests {
         assert_eq!(bench.taken(0), 1);
         bench.deliver(2, Scope::All, true);
         assert_eq!(bench.taken(0), 1, "a source's change is for all its targets");
+    }
+
+    /// Whatever the guard waits for, it does not wait in a queue that it fills itself.
+    #[test]
+    fn a_verdict_is_not_postponed_in_a_queue_that_the_guard_fills() {
+        let mut bench = Bench::new(COPY);
+        let seen = ClusterTime { seconds: 9, increment: 1 };
+        let verdicts = |bench: &mut Bench| {
+            let batch = bench.schedule.begin(0);
+            let origin = Origin { stream: 0, batch, after: ClusterTime::default(), committed: None };
+            let request =
+                Request { rule: RuleId(0), task: Task::Guard, key: Key::one(Bson::Int32(-1)), scope: Scope::All };
+            bench.schedule.ask(request, origin);
+            let mut batch = bench.take(0).unwrap();
+            batch.items.iter_mut().for_each(|(_, work)| work.doubt.seen = seen);
+            bench.schedule.postpone_verdicts(&mut batch, false, bench.start);
+            batch.items.iter().map(|(_, work)| work.doubt.verdict).collect::<HashSet<_>>()
+        };
+        assert_eq!(verdicts(&mut bench), HashSet::from([Verdict::Postponed]), "not everything is delivered");
+        for key in 0..100 {
+            let origin = Origin { stream: 0, batch: 1, after: ClusterTime::default(), committed: None };
+            let request =
+                Request { rule: RuleId(0), task: Task::Guard, key: Key::one(Bson::Int32(key)), scope: Scope::All };
+            bench.schedule.ask(request, origin);
+        }
+        assert!(!bench.schedule.has_room());
+        assert_eq!(verdicts(&mut bench), HashSet::from([Verdict::Unconfirmed]));
+    }
+
+    #[test]
+    fn of_a_crowded_rule_one_batch_writes_at_a_time() {
+        let mut bench = Bench::new(COPY);
+        bench.keys = 1;
+        bench.deliver(1, Scope::All, false);
+        bench.deliver(2, Scope::All, false);
+        let most = Most { keys: 1, batches: 3 };
+        let first = bench.schedule.take(most, bench.start, |_| true).unwrap();
+        assert!(bench.schedule.take(most, bench.start, |_| true).is_none());
+        bench.finish(first, 0);
+        let second = bench.schedule.take(most, bench.start, |_| true).unwrap();
+        bench.deliver(3, Scope::All, false);
+        assert!(bench.schedule.take(most, bench.start, |_| false).is_some(), "another rule's, or not crowded any more");
+        bench.finish(second, 0);
     }
 
     #[test]

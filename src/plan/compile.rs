@@ -6,7 +6,7 @@ use bson::{Bson, Document, doc};
 
 use crate::{
     change::Namespace,
-    config::{self, Config, ConfigPath, Mistake, OnEmpty, OnMissing, Pattern},
+    config::{self, Config, ConfigPath, KeyType, Mistake, OnEmpty, OnMissing, Pattern},
     field_path::FieldPath,
     plan::{
         expression::{self, Reads, Refusal},
@@ -134,7 +134,9 @@ impl Compiler<'_> {
             guard: rule.guard,
             on_drift: rule.on_drift,
             allow_scan: rule.allow_scan,
+            max_lag: rule.max_lag,
             shadow: rule.shadow,
+            adopt: rule.adopt,
             definition: Document::new(),
         };
         compiled.definition = definition(&compiled);
@@ -484,9 +486,9 @@ fn definition(rule: &Rule) -> Document {
         "source": side(&rule.source),
         "target": side(&rule.target),
         "match": rule.reference.pairs.iter().map(|p| doc! {"target": p.target.to_string(), "source": p.source.to_string()}).collect::<Vec<_>>(),
-        "key_type": rule.reference.key_type.map(|t| format!("{t:?}")),
+        "key_type": rule.reference.key_type.map(KeyType::stored),
         "sort": rule.sort.iter().map(|(path, direction)| doc! {"path": path, "direction": *direction}).collect::<Vec<_>>(),
-        "on_missing": format!("{:?}", rule.on_missing),
+        "on_missing": rule.on_missing.stored(),
         "values": values,
     };
     // Out of the shadow, a rule is another one, and backfilled.

@@ -312,10 +312,9 @@ impl Walk<'_> {
     fn get_field(&mut self, argument: &Bson) -> Result<(), Refusal> {
         match argument {
             Bson::String(name) => self.reads.add_text(name),
+            // Both are expressions: a computed name, or what it is computed from, is read too.
             Bson::Document(doc) if doc.contains_key("input") => {
-                if let Some(input) = doc.get("input") {
-                    self.expression(input)?;
-                }
+                doc.values().try_for_each(|part| self.expression(part))?;
             }
             _ => self.reads = Reads::Everything,
         }
@@ -563,6 +562,10 @@ mod tests {
             ),
             (bson!({"$let": {"vars": {"v": "$a"}, "in": "$$v.b"}}), vec!["a"]),
             (bson!({"$getField": "dotted.name"}), vec!["dotted.name"]),
+            (
+                bson!({"$getField": {"field": {"$concat": ["in_", "$language"]}, "input": "$names"}}),
+                vec!["language", "names"],
+            ),
             (bson!({"$dateToString": {"date": "$at", "format": "%Y"}}), vec!["at"]),
             (bson!("$list.0"), vec!["list"]),
         ] {

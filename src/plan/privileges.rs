@@ -22,37 +22,47 @@ pub struct Privilege {
     pub resource: Resource,
     /// What: MongoDB's privilege actions.
     pub actions: BTreeSet<&'static str>,
+    /// What for, in a few words each.
+    pub purposes: BTreeSet<String>,
 }
+
+/// The remaining oplog window is read from here. Without it the window is unknown, and all else works.
+pub const OPLOG: (&str, &str) = ("local", "oplog.rs");
 
 /// What the daemon and the commands need for these rules, with their state in `state`.
 #[must_use]
 pub fn needed(plan: &Plan, state: &str) -> Vec<Privilege> {
-    let mut all: BTreeMap<Resource, BTreeSet<&'static str>> = BTreeMap::new();
-    let mut need = |database: &str, collection: &str, actions: &[&'static str]| {
+    let mut all: BTreeMap<Resource, (BTreeSet<&'static str>, BTreeSet<String>)> = BTreeMap::new();
+    let mut need = |database: &str, collection: &str, actions: &[&'static str], purpose: String| {
         let resource = Resource { database: database.to_owned(), collection: collection.to_owned() };
-        all.entry(resource).or_default().extend(actions);
+        let (all_actions, purposes) = all.entry(resource).or_default();
+        all_actions.extend(actions);
+        purposes.insert(purpose);
     };
     for rule in &plan.rules {
         let Namespace { database, collection } = &rule.source.namespace;
-        need(database, collection, &["find", "listIndexes"]);
+        need(database, collection, &["find", "listIndexes"], format!("source of {}", rule.name));
         let Namespace { database, collection } = &rule.target.namespace;
-        need(database, collection, &["find", "listIndexes"]);
+        let purpose = || format!("target of {}", rule.name);
+        need(database, collection, &["find", "listIndexes"], purpose());
         if !rule.shadow {
-            need(database, collection, &["update"]);
+            need(database, collection, &["update"], purpose());
             if rule.on_missing == OnMissing::Delete {
-                need(database, collection, &["remove"]);
+                need(database, collection, &["remove"], purpose());
             }
         }
     }
     for database in plan.databases() {
         // A stream of the database: one, whatever the number of its collections. It wants `find` on all of them.
-        need(&database, "", &["changeStream", "find", "listCollections"]);
+        need(&database, "", &["changeStream", "find", "listCollections"], "the database's change stream".to_owned());
     }
     // The events are in a capped collection, which takes two privileges to make.
-    need(state, "", &["convertToCapped", "createCollection", "find", "insert", "listCollections", "remove", "update"]);
-    // How long the saved position stays in the oplog.
-    need("local", "oplog.rs", &["collStats", "find"]);
-    all.into_iter().map(|(resource, actions)| Privilege { resource, actions }).collect()
+    let own = ["convertToCapped", "createCollection", "find", "insert", "listCollections", "remove", "update"];
+    need(state, "", &own, "denormd's own state".to_owned());
+    let (database, collection) = OPLOG;
+    need(database, collection, &["collStats", "find"], "the remaining oplog window; can be left out".to_owned());
+    let privilege = |(resource, (actions, purposes))| Privilege { resource, actions, purposes };
+    all.into_iter().map(privilege).collect()
 }
 
 /// What `plan --apply` needs beside that.
@@ -61,6 +71,7 @@ pub fn needed_to_apply(plan: &Plan) -> Vec<Privilege> {
     let actions = |namespace: Namespace| Privilege {
         actions: ["collMod", "createCollection", "createIndex"].into(),
         resource: Resource { database: namespace.database, collection: namespace.collection },
+        purposes: BTreeSet::from(["plan --apply".to_owned()]),
     };
     plan.namespaces().into_iter().map(actions).collect()
 }
@@ -75,7 +86,7 @@ pub fn missing(needed: &[Privilege], has: &[Document]) -> Vec<Privilege> {
             .filter(|action| !has.iter().any(|has| gives(has, &need.resource, action)))
             .copied()
             .collect();
-        (!lacking.is_empty()).then(|| Privilege { resource: need.resource.clone(), actions: lacking })
+        (!lacking.is_empty()).then(|| Privilege { actions: lacking, ..need.clone() })
     };
     needed.iter().filter_map(lacks).collect()
 }
@@ -174,6 +185,7 @@ mod tests {
         let need = |database: &str, collection: &str| Privilege {
             resource: Resource { database: database.to_owned(), collection: collection.to_owned() },
             actions: ["find", "update"].into(),
+            purposes: BTreeSet::new(),
         };
         let on = |resource: Document, actions: &[&str]| doc! {"resource": resource, "actions": actions.to_vec()};
         let exact = doc! {"db": "d", "collection": "c"};

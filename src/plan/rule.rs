@@ -1,6 +1,6 @@
 //! A compiled rule and the plan that holds them.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use bson::{Bson, Document};
 
@@ -180,8 +180,13 @@ pub struct Rule {
     pub on_drift: OnDrift,
     /// Whether lookups without an index are accepted.
     pub allow_scan: bool,
+    /// The lag that it should not have for long.
+    pub max_lag: Duration,
     /// Whether it computes, compares and counts, and writes nothing.
     pub shadow: bool,
+    /// Whether a person has agreed beforehand that it removes and overwrites values that are already there. Not a part of the
+    /// definition: what is written is the same.
+    pub adopt: bool,
     /// All of the above that decides what is written, as one document: two rules with the same one write the same.
     pub definition: Document,
 }

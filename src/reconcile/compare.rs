@@ -1,6 +1,11 @@
 //! What targets hold against what they should hold. Reads only.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::{
+    collections::BTreeSet,
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::atomic::AtomicUsize,
+    time::Duration,
+};
 
 use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 
@@ -12,10 +17,11 @@ use crate::{
     plan::{Keyed, Rule, Values, reference::Role},
     position::ClusterTime,
     reconcile::{
+        context::{Context, Load, ReadsSources},
         read,
-        run::Context,
         value::{Desired, Field, Rows},
     },
+    request::Task,
 };
 
 /// One owned path of one target: what should be there, and what is.
@@ -44,6 +50,19 @@ pub struct Compared {
     pub references: Vec<Option<Key>>,
 }
 
+/// A target that differs, without its values.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mismatch {
+    /// The target's `_id`.
+    pub target: Bson,
+    /// The paths that differ.
+    pub paths: BTreeSet<String>,
+    /// The values by which it refers to its sources.
+    pub references: Vec<Option<Key>>,
+    /// Tells the differences from others of the same target: equal when the same values are expected and the same are stored.
+    pub fingerprint: u64,
+}
+
 impl Difference {
     /// Whether it differs, bit by bit.
     #[must_use]
@@ -58,8 +77,15 @@ impl Compared {
         self.fields.iter().filter(|field| field.differs())
     }
 
-    /// Tells the differences from others of the same target: equal when the same values are expected and the same are
-    /// stored.
+    /// What differs; none where nothing does.
+    #[must_use]
+    pub fn mismatch(self) -> Option<Mismatch> {
+        let paths: BTreeSet<String> = self.differences().map(|difference| difference.path.clone()).collect();
+        let fingerprint = self.fingerprint();
+        (!paths.is_empty()).then_some(Mismatch { target: self.target, paths, references: self.references, fingerprint })
+    }
+
+    /// See [`Mismatch::fingerprint`].
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
@@ -83,27 +109,60 @@ pub fn projection(rule: &Rule) -> Document {
     roots
 }
 
-/// Compares targets, read with [`projection`], with their definition.
+/// Takes one target after the other, or why it cannot be compared. Values may be large, and many targets may have the same: they
+/// are not to be held for a page of targets.
+pub type Take<'a> = &'a mut (dyn FnMut(Result<Compared>) -> Result<()> + Send);
+
+/// Compares a few targets, read with [`projection`], with their definition.
 pub async fn compare(
     context: &Context,
     rule: &Rule,
     targets: &[Document],
     after: ClusterTime,
 ) -> Result<Vec<Compared>> {
-    compare_by(context, rule, targets, after, None).await
+    let mut out = Vec::with_capacity(targets.len());
+    let mut take = |compared: Result<Compared>| {
+        out.push(compared?);
+        Ok(())
+    };
+    compare_by(context, rule, targets, after, None, &mut take).await?;
+    Ok(out)
 }
 
-/// The command that reads the sources of keys.
-pub type ReadsSources<'a> = &'a (dyn Fn(&[&Key]) -> Document + Sync);
-
-/// The same, by another way to read the sources of keys.
+/// The same, by another way to read the sources of keys. Targets whose sources are larger together than a batch may be are
+/// compared in parts.
 pub async fn compare_by(
     context: &Context,
     rule: &Rule,
     targets: &[Document],
     after: ClusterTime,
     sources: Option<ReadsSources<'_>>,
-) -> Result<Vec<Compared>> {
+    take: Take<'_>,
+) -> Result<()> {
+    let mut stack = vec![targets];
+    while let Some(part) = stack.pop() {
+        let limit = context.limits.read_timeout;
+        match compare_at_once(context, rule, part, after, (limit, sources), take).await {
+            Ok(()) => {}
+            Err(error) if error.kind == Kind::TooLarge && part.len() > 1 => {
+                let (front, back) = part.split_at(part.len() / 2);
+                stack.extend([back, front]);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// The same at once. Takes no target where their sources cannot be read, or are larger together than a batch may be.
+pub async fn compare_at_once(
+    context: &Context,
+    rule: &Rule,
+    targets: &[Document],
+    after: ClusterTime,
+    (limit, sources): (Duration, Option<ReadsSources<'_>>),
+    take: Take<'_>,
+) -> Result<()> {
     let mut mine: Vec<(&Document, Vec<Option<Key>>)> = Vec::new();
     for target in targets {
         let references = rule.reference.keys(Role::Target, target);
@@ -116,17 +175,17 @@ pub async fn compare_by(
     let mut wanted: Vec<&Key> = references.filter(|key| rule.reference.can_resolve(key)).filter(owned).collect();
     wanted.sort_unstable();
     wanted.dedup();
-    let mut rows = Rows::default();
-    match sources {
-        _ if wanted.is_empty() => {}
-        Some(sources) => {
-            let command = sources(&wanted);
-            rows.take(context.server.read(&rule.source.namespace.database, command, Reads { after }).await?)?;
-        }
-        None => rows = context.rows(rule, &wanted, after).await?,
+    let mut rows = Rows::within(0);
+    let bytes = AtomicUsize::default();
+    if !wanted.is_empty() {
+        let load = Load { task: Task::Guard, items: targets.len(), limit, bytes: &bytes, sources };
+        let read = context.rows(rule, &wanted, after, load).await;
+        let part = if read.is_ok() { targets.len() } else { targets.len().div_ceil(2) };
+        context.memory.cost(rule.id, Task::Guard, part, bytes.into_inner());
+        rows = read?;
     }
     let owns = |key: &Key| context.owns(rule, key);
-    mine.into_iter().map(|(target, references)| one(rule, &rows, target, references, &owns)).collect()
+    mine.into_iter().try_for_each(|(target, references)| take(one(rule, &rows, target, references, &owns)))
 }
 
 /// Whether a part of the target is written by this partition: what the others write they compare.
@@ -144,28 +203,41 @@ fn key_of(reference: Option<&Option<Key>>) -> Key {
     reference.cloned().flatten().unwrap_or_else(|| Key::new(Vec::new()))
 }
 
-/// The same, with those apart for which the rule's expressions fail (a division by zero fails the whole read): a page is
-/// halved until the culprits stand alone. Returns how many they are.
+/// Compares targets, with those apart that cannot be compared, because an expression fails (a division by zero fails the whole
+/// read), an array would be too large, or reading the sources takes too long: a page is halved until they stand alone. Returns how
+/// many they are.
 pub async fn compare_each(
     context: &Context,
     rule: &Rule,
     targets: &[Document],
     after: ClusterTime,
-) -> Result<(Vec<Compared>, u64)> {
-    let (mut out, mut failing) = (Vec::new(), 0);
+    take: &mut (dyn FnMut(Compared) + Send),
+) -> Result<u64> {
+    let mut failing = 0;
     let mut stack = vec![targets];
     while let Some(part) = stack.pop() {
-        match compare(context, rule, part, after).await {
-            Ok(compared) => out.extend(compared),
-            Err(error) if error.kind == Kind::Refused && part.len() > 1 => {
+        let mut compared = |compared: Result<Compared>| {
+            match compared {
+                Ok(compared) => take(compared),
+                Err(error) if error.kind == Kind::Refused => failing += 1,
+                Err(error) => return Err(error),
+            }
+            Ok(())
+        };
+        let reads = (context.limits.read_timeout, None);
+        match compare_at_once(context, rule, part, after, reads, &mut compared).await {
+            Ok(()) => {}
+            Err(error) if !matches!(error.kind, Kind::Refused | Kind::ReadTimedOut | Kind::TooLarge) => {
+                return Err(error);
+            }
+            Err(_) if part.len() > 1 => {
                 let (front, back) = part.split_at(part.len() / 2);
                 stack.extend([back, front]);
             }
-            Err(error) if error.kind == Kind::Refused => failing += part.len() as u64,
-            Err(error) => return Err(error),
+            Err(_) => failing += 1,
         }
     }
-    Ok((out, failing))
+    Ok(failing)
 }
 
 /// Compares one target with what rows that were read for its references say; of its elements those whose keys are owned
@@ -254,14 +326,81 @@ fn bytes(value: Option<&RawBson>) -> Option<Vec<u8>> {
 }
 
 /// Reads targets by `_id` and compares them. Those that do not take part (`target.where`) or are gone are left out.
-pub async fn compare_ids(context: &Context, rule: &Rule, ids: &[Bson], after: ClusterTime) -> Result<Vec<Compared>> {
+pub async fn compare_ids(
+    context: &Context,
+    rule: &Rule,
+    ids: &[Bson],
+    after: ClusterTime,
+    take: Take<'_>,
+) -> Result<()> {
+    let mut parts = vec![ids];
+    while let Some(part) = parts.pop() {
+        if let Some(targets) = by_ids(context, rule, part, after, &mut parts).await? {
+            compare_by(context, rule, &targets, after, None, take).await?;
+        }
+    }
+    Ok(())
+}
+
+/// The same in the way of [`compare_each`].
+pub async fn compare_ids_each(
+    context: &Context,
+    rule: &Rule,
+    ids: &[Bson],
+    after: ClusterTime,
+    take: &mut (dyn FnMut(Compared) + Send),
+) -> Result<u64> {
+    let mut failing = 0;
+    let mut parts = vec![ids];
+    while let Some(part) = parts.pop() {
+        if let Some(targets) = by_ids(context, rule, part, after, &mut parts).await? {
+            failing += compare_each(context, rule, &targets, after, take).await?;
+        }
+    }
+    Ok(failing)
+}
+
+/// The mismatches among as many targets as a batch may hold, else an error of the kind [`Kind::TooLarge`]; reads of sources may
+/// take `limit`.
+pub(super) async fn mismatches_at_once(
+    context: &Context,
+    rule: &Rule,
+    ids: &[Bson],
+    after: ClusterTime,
+    limit: Duration,
+) -> Result<Vec<Mismatch>> {
+    let targets = by_ids(context, rule, ids, after, &mut Vec::new()).await?;
+    let targets = targets.ok_or_else(|| Error::new(Kind::TooLarge, "these targets hold more than a batch may"))?;
+    let mut out = Vec::new();
+    let mut take = |compared: Result<Compared>| {
+        out.extend(compared?.mismatch());
+        Ok(())
+    };
+    compare_at_once(context, rule, &targets, after, (limit, None), &mut take).await?;
+    Ok(out)
+}
+
+/// Reads targets by `_id`. None where several are too large for a batch: both halves of them go to `parts`.
+async fn by_ids<'a>(
+    context: &Context,
+    rule: &Rule,
+    ids: &'a [Bson],
+    after: ClusterTime,
+    parts: &mut Vec<&'a [Bson]>,
+) -> Result<Option<Vec<Document>>> {
     let filter = doc! {"$and": [{"_id": {"$in": ids.to_vec()}}, rule.target.filter.clone().unwrap_or_default()]};
     let command = doc! {
         "find": &rule.target.namespace.collection, "filter": filter, "projection": projection(rule), "batchSize": 10_000,
         "collation": read::simple_collation(),
     };
-    let rows = context.server.read(&rule.target.namespace.database, command, Reads { after }).await?;
-    let targets =
-        rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect::<Result<Vec<_>>>()?;
-    compare(context, rule, &targets, after).await
+    let most = if ids.len() > 1 { context.limits.batch_bytes } else { usize::MAX };
+    let mut pages = context.server.pages(&rule.target.namespace.database, command, Reads { after }).await?;
+    let (rows, all) = pages.up_to(most).await?;
+    if !all {
+        let (front, back) = ids.split_at(ids.len() / 2);
+        parts.extend([back, front]);
+        return Ok(None);
+    }
+    let targets = rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
+    targets.collect::<Result<_>>().map(Some)
 }

@@ -1,8 +1,9 @@
 //! The reads of a reconcile as commands. Pure: what is sent is decided here, sending is done in [`super::run`].
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::{
+    error::{Error, Result},
     field_path::FieldPath,
     key::Key,
     plan::{
@@ -63,6 +64,13 @@ fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
         stages.extend(unwind(rule, each, keys));
     }
     let row_key: Vec<Bson> = rule.reference.paths(Role::Source).map(|path| row_path(path, element)).collect();
+    if may_fail(&rule.values) {
+        let paths = row_key.iter().filter_map(Bson::as_str).map(|path| path.trim_start_matches('$'));
+        let clauses: Vec<Document> = paths.flat_map(no_arrays).collect();
+        if !clauses.is_empty() {
+            stages.push(doc! {"$match": {"$and": clauses}});
+        }
+    }
     match &rule.values {
         Values::Set { assignments, .. } => {
             stages.extend(winners_first(rule));
@@ -75,13 +83,39 @@ fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
         Values::Collect { element: value, slice, .. } => {
             stages.extend(collect(rule, row_key, bind(doc! {"e": value.clone()}.into(), element), *slice));
         }
-        Values::Aggregate { assignments, .. } => stages.extend(aggregate(rule, row_key, assignments, gathered)),
+        Values::Aggregate { assignments, .. } => {
+            // Grouped by a mere field, MongoDB 6.0.5 makes the key MaxKey the document `{"": MaxKey}`.
+            let edges = keys.iter().flat_map(|key| key.values()).any(|v| matches!(v, Bson::MinKey | Bson::MaxKey));
+            stages.extend(aggregate(rule, row_key, assignments, gathered, edges));
+        }
     }
     stages
 }
 
 fn command(collection: &str, stages: Vec<Document>) -> Document {
     doc! {"aggregate": collection, "pipeline": stages, "cursor": {"batchSize": 10_000}, "collation": simple_collation(), "allowDiskUse": true}
+}
+
+/// Whether the server may refuse to compute the values of some source: they contain an operator. A query also finds sources with
+/// an array that contains a key. Such a source answers nothing, and must not fail the sources that do.
+fn may_fail(values: &Values) -> bool {
+    fn has_operator(expression: &Bson) -> bool {
+        match expression {
+            Bson::Document(doc) => {
+                doc.iter().any(|(name, value)| name != "$literal" && (name.starts_with('$') || has_operator(value)))
+            }
+            Bson::Array(items) => items.iter().any(has_operator),
+            _ => false,
+        }
+    }
+    match values {
+        Values::Set { assignments, .. } => assignments.iter().any(|assignment| has_operator(&assignment.expression)),
+        Values::Into { element, .. } | Values::Collect { element, .. } => has_operator(element),
+        Values::Aggregate { assignments, .. } => {
+            let arguments = assignments.iter().filter_map(|assignment| assignment.expression.as_document());
+            arguments.flat_map(Document::values).any(has_operator)
+        }
+    }
 }
 
 fn row(key: &[Bson], values: &Bson) -> Document {
@@ -335,6 +369,8 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     let stages = vec![
         doc! {"$documents": wanted},
         doc! {"$lookup": {"from": &rule.source.namespace.collection, "localField": "k", "foreignField": path, "pipeline": inner, "as": "e"}},
+        // A look-up has a row for a key without sources too.
+        doc! {"$match": {"e": {"$ne": []}}},
         doc! {"$replaceWith": {"k": ["$k"], "v": {"e": elements}}},
     ];
     let mut command = command("", stages);
@@ -351,13 +387,19 @@ fn may_be_missing(rule: &Rule) -> bool {
     }
 }
 
-fn aggregate(rule: &Rule, key: Vec<Bson>, assignments: &[Assignment], gathered: Order) -> Vec<Document> {
+fn aggregate(
+    rule: &Rule,
+    key: Vec<Bson>,
+    assignments: &[Assignment],
+    gathered: Order,
+    as_array: bool,
+) -> Vec<Document> {
     let in_order = gathered == Order::OfTheRule && assignments.iter().any(needs_order);
     // An array of one value is dearer than the value. But by a mere field the server groups in its other engine (6.0.5), whose
     // means of large numbers differ in the last digit, and whose `$min` and `$max` keep another one of equal values.
     let same = assignments.iter().all(|assignment| matches!(operator(assignment), "$sum" | "$count"));
     let (id, key) = match key.as_slice() {
-        [field] if same && !in_order => (field.clone(), vec![Bson::from("$_id")].into()),
+        [field] if same && !in_order && !as_array => (field.clone(), vec![Bson::from("$_id")].into()),
         _ => (key.into(), Bson::from("$_id")),
     };
     let mut group = doc! {"_id": id};
@@ -553,7 +595,32 @@ pub fn holders(rule: &Rule, keys: &[&Key]) -> Document {
     doc! {"find": &rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "batchSize": 10_000, "collation": simple_collation()}
 }
 
-fn holders_filter(rule: &Rule, keys: &[&Key]) -> Document {
+/// What a target matches that has a value of the rule: in the element that refers to one of `keys`, where values are in elements.
+#[must_use]
+pub fn has_values(rule: &Rule, keys: &[&Key]) -> Document {
+    let values = |paths: Vec<String>| {
+        let any: Vec<Document> = paths.into_iter().map(|path| doc! {path: {"$exists": true, "$ne": null}}).collect();
+        doc! {"$or": any}
+    };
+    let owned = rule.owned();
+    let each = rule.reference.target_each.as_ref().filter(|each| each.to_string().matches("$[]").count() == 1);
+    let (Some(each), [pair]) = (each, rule.reference.pairs.as_slice()) else {
+        // Elements of elements: a path without a condition of its own may be another element's.
+        return doc! {"$or": owned.into_iter().map(|path| doc! {path.query(): {"$exists": true}}).collect::<Vec<_>>()};
+    };
+    let prefix = each.query();
+    let below = |path: String| path.strip_prefix(&format!("{prefix}.")).map(ToOwned::to_owned);
+    let inside: Vec<String> = owned.iter().filter_map(|path| below(path.query())).collect();
+    let beside: Vec<String> =
+        owned.iter().filter(|path| below(path.query()).is_none()).map(|path| path.query()).collect();
+    let Some(reference) = below(pair.target.query()).filter(|_| !inside.is_empty()) else { return values(beside) };
+    let of_key = |key: &&Key| key.values().first().map(|value| rule.reference.stored_as(value)).unwrap_or_default();
+    let stored: Vec<Bson> = keys.iter().flat_map(of_key).collect();
+    let element = doc! {"$and": [one_of(&reference, stored.iter()), values(inside)]};
+    doc! {prefix: {"$elemMatch": element}}
+}
+
+pub(super) fn holders_filter(rule: &Rule, keys: &[&Key]) -> Document {
     let clauses = keys.iter().map(|key| {
         let paths = rule.reference.paths(Role::Target).zip(key.values());
         let parts = paths.map(|(path, value)| {
@@ -573,6 +640,12 @@ fn holders_filter(rule: &Rule, keys: &[&Key]) -> Document {
         }
         (target_filter, _) => both(doc! {"$or": clauses}, target_filter.as_ref()),
     }
+}
+
+/// A document's `_id`.
+pub fn id_of(row: &RawDocumentBuf) -> Result<Key> {
+    let id = row.get("_id")?.ok_or_else(|| Error::internal("a document without _id"))?;
+    Ok(Key::one(Bson::try_from(id)?))
 }
 
 fn both(filter: Document, other: Option<&Document>) -> Document {

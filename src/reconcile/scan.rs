@@ -1,19 +1,39 @@
 //! All targets of a rule in the order of their `_id`s, a page at a time.
 
-use bson::{Bson, Document, doc};
+use std::time::{Duration, Instant};
+
+use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::{
-    error::{Error, Result},
-    mongo::Reads,
+    error::{Kind, Result},
+    mongo::{Reads, command::limited},
     plan::Rule,
     position::ClusterTime,
-    reconcile::run::Context,
+    reconcile::{context::Context, read::simple_collation},
 };
 
 /// How long the targets may be counted for, in milliseconds.
 const COUNTING: i64 = 2000;
+/// A page ends early with this many bytes.
+const BYTES: usize = 8 << 20;
+/// Documents that a page covers at most where few of them match the filter and reading a full page takes too long. While that
+/// takes too long as well, an eighth of it.
+const WINDOW: i64 = 20_000;
+/// The most documents that a page covers then: their index entries are passed over to find where the page ends.
+const WIDEST: i64 = 2_000_000;
+/// The part of `limits.read_timeout` in which a page must have been read: progress is saved between pages.
+const PART: u32 = 8;
 
-/// Up to `limit` targets that follow `after`, with the fields of `projection`; none after the last one.
+/// Some targets, in the order of `_id`.
+#[derive(Debug, Default)]
+pub struct Page {
+    /// The targets. There may be none although others follow.
+    pub targets: Vec<Document>,
+    /// Where the next page begins; None after the last target.
+    pub last: Option<Bson>,
+}
+
+/// Reads up to `limit` targets that follow `after`, with the fields of `projection`.
 ///
 /// `min` with a hint compares across BSON types, where `$gt` stays within one; it includes its bound, and leaves out a
 /// target whose `_id` is MaxKey, which is read by itself at the end.
@@ -24,39 +44,227 @@ pub async fn page(
     after: Option<&Bson>,
     limit: usize,
     time: ClusterTime,
-) -> Result<Vec<Document>> {
+) -> Result<Page> {
     let filter = rule.target.filter.clone().unwrap_or_default();
-    let limit = i64::try_from(limit).unwrap_or(i64::MAX - 1) + i64::from(after.is_some());
-    let mut command = doc! {
-        "find": &rule.target.namespace.collection, "filter": filter.clone(), "hint": {"_id": 1},
-        "projection": projection.clone(), "limit": limit, "batchSize": limit,
-    };
-    match after {
-        Some(Bson::MaxKey) => return Ok(Vec::new()),
-        Some(after) => {
-            command.insert("min", doc! {"_id": after.clone()});
+    page_of(context, rule, Wanted { filter: &filter, projection, limit }, after, time).await
+}
+
+/// What is wanted of a collection.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    /// Which documents.
+    pub filter: &'a Document,
+    /// Which fields.
+    pub projection: &'a Document,
+    /// How many documents at most.
+    pub limit: usize,
+}
+
+/// The same for documents of the target collection that match another filter. A page is read in a part of the time that a read
+/// may take, however few documents match: it covers as many as can be gone through in that time.
+pub async fn page_of(
+    context: &Context,
+    rule: &Rule,
+    wanted: Wanted<'_>,
+    after: Option<&Bson>,
+    time: ClusterTime,
+) -> Result<Page> {
+    if after == Some(&Bson::MaxKey) {
+        return Ok(Page::default());
+    }
+    let limit = i64::try_from(wanted.limit).unwrap_or(i64::MAX - 1);
+    let timeout = context.limits.read_timeout;
+    let mut window = context.memory.window(rule.id);
+    loop {
+        // One document is given all the time there is.
+        let time_limit = if window == Some(1) { timeout } else { timeout / PART };
+        let scan = Scan { context, rule, wanted, after, time, time_limit };
+        let begun = Instant::now();
+        match scan.covering(window, limit).await {
+            Err(error) if error.kind == Kind::ReadTimedOut && window != Some(1) => {
+                window = Some(window.map_or(WINDOW, |window| window / 8).max(1));
+                context.memory.learn_window(rule.id, window);
+            }
+            page => {
+                let page = page?;
+                let is_full = page.targets.len() >= wanted.limit;
+                let quick = begun.elapsed() < time_limit / 4;
+                context.memory.learn_window(rule.id, window.map(|window| next_window(window, quick, is_full)));
+                return Ok(page);
+            }
         }
-        None => {}
     }
-    let mut page = read(context, rule, command, time).await?;
-    if after.is_some() && page.first().and_then(|target| target.get("_id")) == after {
-        page.remove(0);
+}
+
+/// How many documents the next page covers. Where a page is full, a few of them are enough.
+fn next_window(window: i64, quick: bool, is_full: bool) -> i64 {
+    match (quick, is_full) {
+        (_, true) => window.min(WINDOW),
+        (true, false) => window.saturating_mul(2).min(WIDEST),
+        (false, false) => window,
     }
-    if page.is_empty() && after.is_some() {
-        let last = doc! {"$and": [{"_id": {"$eq": Bson::MaxKey}}, filter]};
-        let command = doc! {
-            "find": &rule.target.namespace.collection, "filter": last, "projection": projection.clone(), "limit": 1,
+}
+
+#[derive(Clone, Copy)]
+struct Scan<'a> {
+    context: &'a Context,
+    rule: &'a Rule,
+    wanted: Wanted<'a>,
+    after: Option<&'a Bson>,
+    time: ClusterTime,
+    /// How long a read may take.
+    time_limit: Duration,
+}
+
+impl Scan<'_> {
+    fn filter(&self) -> Document {
+        self.wanted.filter.clone()
+    }
+
+    /// The next targets among so many documents, or among all.
+    async fn covering(&self, window: Option<i64>, limit: i64) -> Result<Page> {
+        let bound = match window {
+            Some(window) => self.document_after(window).await?,
+            None => None,
         };
-        page = read(context, rule, command, time).await?;
+        let mut page = match self.matching(bound.as_ref(), limit).await {
+            Err(error) if error.kind == Kind::Refused && (is_text(self.after) || is_text(bound.as_ref())) => {
+                self.in_its_own_order(limit.min(window.unwrap_or(limit))).await?
+            }
+            page => self.with_bound(page?, bound).await?,
+        };
+        if page.last.is_none() {
+            self.add_max_key(&mut page).await?;
+        }
+        Ok(page)
     }
-    Ok(page)
+
+    /// The next targets up to `bound`, under the simple collation.
+    async fn matching(&self, bound: Option<&Bson>, limit: i64) -> Result<Page> {
+        let mut command = doc! {
+            "find": &self.rule.target.namespace.collection, "filter": self.filter(), "projection": self.wanted.projection.clone(),
+            "collation": simple_collation(),
+        };
+        command.extend(bound.map(|bound| ("max".to_owned(), doc! {"_id": bound.clone()}.into())));
+        self.some(command, limit).await
+    }
+
+    /// The `_id` of the document that so many others are before; None if they are fewer.
+    async fn document_after(&self, window: i64) -> Result<Option<Bson>> {
+        let mut command = self.ordered(doc! {
+            "find": &self.rule.target.namespace.collection, "projection": {"_id": 1}, "skip": window, "limit": 1,
+        });
+        command.insert("singleBatch", true);
+        Ok(self.read(command).await?.first().and_then(|last| last.get("_id")).cloned())
+    }
+
+    /// The page that ends at this bound, or before it where it is full. The bound itself was left out, and the next page leaves out
+    /// where it begins.
+    async fn with_bound(&self, mut page: Page, bound: Option<Bson>) -> Result<Page> {
+        if let (None, Some(bound)) = (&page.last, bound) {
+            let command = doc! {
+                "find": &self.rule.target.namespace.collection, "filter": {"$and": [{"_id": {"$eq": &bound}}, self.filter()]},
+                "projection": self.wanted.projection.clone(), "collation": simple_collation(), "limit": 1,
+            };
+            page.targets.extend(self.read(command).await?);
+            page.last = Some(bound);
+        }
+        Ok(page)
+    }
+
+    /// The next targets in the order of a collection's own collation. `min` demands that collation, the rule's filter the simple
+    /// one: the server is handed the documents back and filters them by itself.
+    async fn in_its_own_order(&self, limit: i64) -> Result<Page> {
+        let read = self.some(doc! {"find": &self.rule.target.namespace.collection}, limit).await?;
+        let mut page = Page { targets: Vec::new(), last: read.last };
+        // A command document may be hardly larger than the largest document.
+        let bytes: usize = read.targets.iter().map(size).sum();
+        let at_once = if bytes > BYTES { 1 } else { read.targets.len().max(1) };
+        for targets in read.targets.chunks(at_once) {
+            let literal = |target: &Document| doc! {"d": {"$literal": target.clone()}};
+            let stages = vec![
+                doc! {"$documents": targets.iter().map(literal).collect::<Vec<_>>()},
+                doc! {"$replaceWith": "$d"},
+                doc! {"$match": self.filter()},
+                doc! {"$project": self.wanted.projection.clone()},
+            ];
+            let command = doc! {"aggregate": 1, "pipeline": stages, "cursor": {}, "collation": simple_collation()};
+            page.targets.extend(self.read(command).await?);
+        }
+        Ok(page)
+    }
+
+    /// Documents that follow `after`, in the order of `_id`.
+    async fn some(&self, command: Document, limit: i64) -> Result<Page> {
+        // The bound is read as well.
+        let limit = limit.saturating_add(i64::from(self.after.is_some()));
+        let mut command = limited(self.ordered(command), self.time_limit);
+        command.extend(doc! {"limit": limit, "batchSize": limit});
+        let database = &self.rule.target.namespace.database;
+        let mut pages = self.context.server.pages(database, command, Reads { after: self.time }).await?;
+        let (mut targets, mut bytes, mut end) = (Vec::new(), 0, true);
+        while let Some(batch) = pages.next().await? {
+            bytes += batch.iter().map(|row| row.as_bytes().len()).sum::<usize>();
+            for row in batch {
+                targets.push(Document::try_from(row.as_ref())?);
+            }
+            if bytes > BYTES && targets.len() > 1 {
+                end = false;
+                break;
+            }
+        }
+        end &= i64::try_from(targets.len()).is_ok_and(|read| read < limit);
+        if self.after.is_some() && targets.first().and_then(|target| target.get("_id")) == self.after {
+            targets.remove(0);
+        }
+        let last = if end { None } else { targets.last().and_then(|target| target.get("_id")).cloned() };
+        Ok(Page { targets, last })
+    }
+
+    /// In the order of `_id`, from `after` on.
+    fn ordered(&self, mut command: Document) -> Document {
+        command.insert("hint", doc! {"_id": 1});
+        command.extend(self.after.map(|after| ("min".to_owned(), doc! {"_id": after.clone()}.into())));
+        command
+    }
+
+    /// Adds the target whose `_id` is MaxKey to the last page.
+    async fn add_max_key(&self, page: &mut Page) -> Result<()> {
+        if self.after.is_none() {
+            return Ok(());
+        }
+        let command = doc! {
+            "find": &self.rule.target.namespace.collection,
+            "filter": {"$and": [{"_id": {"$eq": Bson::MaxKey}}, self.filter()]},
+            "projection": self.wanted.projection.clone(), "collation": simple_collation(), "limit": 1,
+        };
+        page.targets.extend(self.read(command).await?);
+        Ok(())
+    }
+
+    async fn read(&self, command: Document) -> Result<Vec<Document>> {
+        let database = &self.rule.target.namespace.database;
+        let command = limited(command, self.time_limit);
+        let rows = self.context.server.read(database, command, Reads { after: self.time }).await?;
+        rows.iter().map(|row| Ok(Document::try_from(row.as_ref())?)).collect()
+    }
+}
+
+/// Whether the index on `_id` of a collection with its own collation cannot find this bound under the simple collation.
+fn is_text(bound: Option<&Bson>) -> bool {
+    matches!(bound, Some(Bson::String(_) | Bson::Symbol(_) | Bson::Document(_) | Bson::Array(_)))
+}
+
+/// About how large a document is.
+fn size(document: &Document) -> usize {
+    RawDocumentBuf::try_from(document).map_or(0, |raw| raw.as_bytes().len())
 }
 
 /// About how many targets there are, for progress alone: None when counting takes long.
 pub async fn count(context: &Context, rule: &Rule) -> Option<u64> {
     let command = doc! {
         "count": &rule.target.namespace.collection, "query": rule.target.filter.clone().unwrap_or_default(),
-        "maxTimeMS": COUNTING,
+        "collation": simple_collation(), "maxTimeMS": COUNTING,
     };
     let reply = context.server.database(&rule.target.namespace.database).run_command(command).await.ok()?;
     match reply.get("n")? {
@@ -66,7 +274,16 @@ pub async fn count(context: &Context, rule: &Rule) -> Option<u64> {
     }
 }
 
-async fn read(context: &Context, rule: &Rule, command: Document, after: ClusterTime) -> Result<Vec<Document>> {
-    let rows = context.server.read(&rule.target.namespace.database, command, Reads { after }).await?;
-    rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect()
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_covers_more_while_it_is_quick_and_finds_few() {
+        assert_eq!(next_window(100, true, false), 200);
+        assert_eq!(next_window(100, false, false), 100);
+        assert_eq!(next_window(WIDEST, true, false), WIDEST);
+        assert_eq!(next_window(WIDEST, true, true), WINDOW);
+        assert_eq!(next_window(100, true, true), 100);
+    }
 }

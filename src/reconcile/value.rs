@@ -1,14 +1,15 @@
 //! From the rows that a read returned to what each key's targets should hold. Pure.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use bson::{Bson, RawArrayBuf, RawBson, RawDocument, RawDocumentBuf};
+use tokio::sync::OwnedSemaphorePermit;
 
 use crate::{
     config::{OnEmpty, OnMissing},
     error::{Error, Kind, Result},
     key::Key,
-    plan::{Assignment, Rule, Values},
+    plan::{Assignment, Keyed, Rule, Values},
 };
 
 /// What is to be done with an owned path.
@@ -27,25 +28,116 @@ pub enum Desired {
     Delete,
 }
 
+impl Desired {
+    /// Whether a few copies of the values would take much memory.
+    #[must_use]
+    pub fn is_large(&self) -> bool {
+        matches!(self, Self::Fields(fields) if size_of(fields) > LARGE)
+    }
+}
+
+/// About how many bytes values take.
+#[must_use]
+pub fn size_of(fields: &[Field]) -> usize {
+    fields
+        .iter()
+        .flatten()
+        .map(|value| match value {
+            RawBson::Document(doc) => doc.as_bytes().len(),
+            RawBson::Array(array) => array.as_bytes().len(),
+            RawBson::String(text) => text.len(),
+            RawBson::Binary(binary) => binary.bytes.len(),
+            _ => 16,
+        })
+        .sum()
+}
+
+/// Values of more bytes than this are written by one command at a time.
+const LARGE: usize = 1 << 20;
+/// The largest document that the server holds.
+const DOCUMENT: usize = 16 << 20;
+/// What a row has beside its values, and a little.
+const ROW: usize = 64;
+
 /// The rows of [`super::read::sources`], by key. Of several rows with one key the first counts: they come sorted.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Rows {
     by_key: HashMap<Key, (usize, RawDocumentBuf)>,
+    bytes: usize,
+    share: Share,
+}
+
+/// How much the rows may hold.
+#[derive(Debug)]
+enum Share {
+    /// So many bytes.
+    Bytes(usize),
+    /// What one key or target needs, while no other batch holds that much.
+    Alone {
+        _turn: OwnedSemaphorePermit,
+        wanted: HashSet<Key>,
+        /// Of several sources only the first counts.
+        first: bool,
+    },
 }
 
 impl Rows {
-    /// Takes the rows in the order of the read.
-    pub fn take(&mut self, rows: Vec<RawDocumentBuf>) -> Result<()> {
-        for row in rows {
-            let key = key_of(&row)?;
-            let values = row.get_document("v").map_err(|_| Error::internal("a row without values"))?.to_owned();
-            // A look-up has a row for a key without sources too.
-            if values.get_array("e").is_ok_and(bson::RawArray::is_empty) {
-                continue;
-            }
-            let rank = self.by_key.len();
-            self.by_key.entry(key).or_insert((rank, values));
+    /// Room for so many bytes.
+    #[must_use]
+    pub fn within(bytes: usize) -> Self {
+        Self { by_key: HashMap::new(), bytes: 0, share: Share::Bytes(bytes) }
+    }
+
+    /// Room for what one key, or one target with these keys, needs. A batch that holds the turn never waits for another.
+    pub(super) fn alone(rule: &Rule, keys: &[&Key], turn: OwnedSemaphorePermit) -> Self {
+        let first = rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. });
+        let wanted = keys.iter().map(|key| (*key).clone()).collect();
+        Self { by_key: HashMap::new(), bytes: 0, share: Share::Alone { _turn: turn, wanted, first } }
+    }
+
+    pub(super) fn is_alone(&self) -> bool {
+        matches!(self.share, Share::Alone { .. })
+    }
+
+    /// Forgets the rows taken.
+    pub(super) fn clear(&mut self) {
+        self.by_key.clear();
+        self.bytes = 0;
+    }
+
+    /// Bytes of values held.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Takes the next row of the read.
+    pub fn take(&mut self, row: &RawDocument) -> Result<()> {
+        let key = key_of(row)?;
+        let mut values = row.get_document("v").map_err(|_| Error::internal("a row without values"))?;
+        if self.by_key.contains_key(&key) {
+            return Ok(());
         }
+        let nothing = RawDocumentBuf::new();
+        match &self.share {
+            // A source with an array that holds the key is found as well, and answers nothing.
+            Share::Alone { wanted, .. } if !wanted.contains(&key) => return Ok(()),
+            Share::Alone { first: true, .. } if !self.by_key.is_empty() => values = &nothing,
+            _ => {}
+        }
+        self.bytes += values.as_bytes().len();
+        match self.share {
+            Share::Bytes(most) if self.bytes > most => {
+                return Err(Error::new(Kind::TooLarge, "these keys have more values than a batch may hold"));
+            }
+            // They would all go into one array.
+            Share::Alone { .. } if !self.by_key.is_empty() && self.bytes > DOCUMENT + self.by_key.len() * ROW => {
+                return Err(Error::new(Kind::Refused, "the values of this target are larger than a document can be"));
+            }
+            _ => {}
+        }
+        let rank = self.by_key.len();
+        self.by_key.insert(key, (rank, values.to_owned()));
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! `POST /v1/rules/RULE/backfill` and `/release`: what the commands of these names ask for. Needs the token.
+//! `POST /v1/rules/RULE/backfill` and `/unblock`: what the commands of these names request. Needs the token.
 
 use std::sync::Arc;
 
@@ -10,22 +10,23 @@ use axum::{
 };
 
 use crate::{
-    checkpoint::store::{Backfill, Store},
+    checkpoint::store::Store,
     error::Result,
+    rule_state::RuleState,
     status::{Attached, Board},
 };
 
-/// Asks for a backfill; a held rule is to be released instead.
+/// Requests a backfill. A rule that is stopped is to be unblocked or resumed instead.
 pub(super) async fn backfill(State(board): State<Arc<Board>>, Path(rule): Path<String>) -> Response {
-    answer(&board, &rule, |held| !held, "the rule is held: release it").await
+    answer(&board, &rule, |state| !state.is_stopped(), "the rule is blocked, paused or unavailable").await
 }
 
-/// Lets a held rule go on, and applies the loss.
-pub(super) async fn release(State(board): State<Arc<Board>>, Path(rule): Path<String>) -> Response {
-    answer(&board, &rule, |held| held, "the rule is not held").await
+/// Agrees to what the backfill of a blocked rule does, and lets it run again.
+pub(super) async fn unblock(State(board): State<Arc<Board>>, Path(rule): Path<String>) -> Response {
+    answer(&board, &rule, RuleState::is_blocked, "the rule is not blocked").await
 }
 
-async fn answer(board: &Board, rule: &str, fits: impl Fn(bool) -> bool, otherwise: &str) -> Response {
+async fn answer(board: &Board, rule: &str, fits: impl Fn(&RuleState) -> bool, otherwise: &str) -> Response {
     let Some(attached) = board.attached() else {
         return refusal(StatusCode::SERVICE_UNAVAILABLE, "this process does not lead: ask the one that does");
     };
@@ -47,16 +48,18 @@ enum Asked {
     Unknown,
 }
 
-async fn ask(attached: &Attached, rule: &str, fits: impl Fn(bool) -> bool) -> Result<Asked> {
+async fn ask(attached: &Attached, rule: &str, fits: impl Fn(&RuleState) -> bool) -> Result<Asked> {
     let (server, letters) = (&attached.context.server, &attached.context.dead_letters);
     let store = Store::open(&server.unfenced(), &letters.database, &letters.deployment).await?;
     let known = store.rules(server).await?;
-    let Some((_, state)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Asked::Unknown) };
-    let suspended = matches!(&state.backfill, Backfill::Held(hold) if hold.suspended);
-    if suspended || !fits(matches!(state.backfill, Backfill::Held(_))) {
+    let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Asked::Unknown) };
+    if !fits(&record.state) {
         return Ok(Asked::Unfit);
     }
-    let asked = store.ask(server, rule).await?;
+    let asked = match &record.state {
+        RuleState::Blocked(reason) => store.unblock(server, rule, reason).await?,
+        _ => store.ask(server, rule).await?,
+    };
     tracing::info!(rule, "a backfill was asked for over HTTP");
     Ok(if asked { Asked::For } else { Asked::Unknown })
 }

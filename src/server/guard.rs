@@ -1,91 +1,163 @@
-//! Who may change something over HTTP, and how much is answered at once.
+//! Which requests are answered: by the name that they ask for, by their token and size, and by the limits of their endpoint.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError, RwLock},
-    time::Instant,
+    net::IpAddr,
+    sync::{Arc, LazyLock, PoisonError, RwLock},
 };
 
 use axum::{
     extract::{Request, State},
-    http::{HeaderMap, Method, StatusCode, header},
+    http::{
+        HeaderMap, HeaderValue, Method, StatusCode, Uri,
+        header::{self, HeaderName},
+        uri::Authority,
+    },
     middleware::Next,
     response::{IntoResponse, Response},
 };
+use base64::{Engine, engine::general_purpose::STANDARD as BASE64};
 use secrecy::{ExposeSecret, SecretString};
+use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
-use tokio::sync::Semaphore;
+use tokio_rustls::TlsAcceptor;
 
-/// Requests a second, in the long run: a page looks once a second, Prometheus every few.
-const PER_SECOND: f64 = 50.0;
-/// Requests at once after a quiet time.
-const BURST: f64 = 100.0;
-/// Requests that are being answered: one that waits (`/v1/wait`) costs next to nothing, but something.
-const OPEN: usize = 256;
+use super::{PAGE, endpoints::Endpoints};
+use crate::config::{Certificate, Http};
+
 /// No request has a body that means anything.
 const BODY: u64 = 4096;
-/// Liveness must not depend on who else asks.
-const ALWAYS: [&str; 2] = ["/livez", "/readyz"];
+/// A browser may ask for this machine by this name, whoever gave it the page that asks.
+const LOCALHOST: &str = "localhost";
 
 /// Stands before every request.
 #[derive(Debug)]
 pub struct Guard {
-    token: RwLock<Option<SecretString>>,
-    bucket: Mutex<Bucket>,
-    open: Semaphore,
+    access: RwLock<Access>,
+    endpoints: Endpoints,
 }
+
+/// What the config says of access.
+#[derive(Debug, Default)]
+struct Access {
+    token: Option<SecretString>,
+    /// Whether reads need it as well.
+    for_reads: bool,
+    hosts: Vec<String>,
+    certificate: Option<Certificate>,
+}
+
+/// What probes ask for needs no token.
+const PROBES: [&str; 2] = ["/livez", "/readyz"];
 
 impl Guard {
     /// Without a token nothing can be changed.
     #[must_use]
     pub fn new(token: Option<SecretString>) -> Self {
-        let bucket = Bucket { left: BURST, at: Instant::now() };
-        Self { token: RwLock::new(token), bucket: Mutex::new(bucket), open: Semaphore::new(OPEN) }
+        let access = Access { token, ..Access::default() };
+        Self { access: RwLock::new(access), endpoints: Endpoints::new() }
     }
 
-    /// Takes another token from now on.
-    pub fn set_token(&self, token: Option<SecretString>) {
-        *self.token.write().unwrap_or_else(PoisonError::into_inner) = token;
-    }
-
-    /// Why this request may not change anything, if it may not.
-    fn refuses(&self, headers: &HeaderMap) -> Option<(StatusCode, &'static str)> {
-        let token = self.token.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(token) = token.as_ref() else {
-            let why = "nothing can be changed over HTTP: set http.token_file, or use the command of the same name\n";
-            return Some((StatusCode::FORBIDDEN, why));
+    /// Goes by this config from now on.
+    pub fn obey(&self, http: &Http) {
+        let access = Access {
+            token: http.token.clone(),
+            for_reads: http.token_for_reads,
+            hosts: http.allowed_hosts.clone(),
+            certificate: http.certificate.clone(),
         };
-        let given = headers.get(header::AUTHORIZATION).map_or(&b""[..], |value| value.as_bytes());
-        let given = given.strip_prefix(b"Bearer ").unwrap_or_default();
-        // In constant time: how long the answer takes must not tell how much of a guess was right.
-        let same: bool = given.ct_eq(token.expose_secret().as_bytes()).into();
-        if same {
-            None
-        } else {
-            Some((StatusCode::UNAUTHORIZED, "this needs `Authorization: Bearer` and http.token\n"))
+        *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
+    }
+
+    /// What a new connection begins with, if the server speaks HTTPS. A renewed certificate counts from the next connection on.
+    pub(super) fn handshake(&self) -> Option<TlsAcceptor> {
+        let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
+        access.certificate.as_ref().map(|certificate| TlsAcceptor::from(certificate.server.clone()))
+    }
+
+    /// Why this request is not answered at all, if it is not.
+    fn refuses(&self, request: &Request) -> Option<Response> {
+        let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(name) = foreign_host(request.uri(), request.headers(), &access.hosts) {
+            let why = format!(
+                "`{name}` is not a name of this server: ask by its IP address, or add the name to http.allowed_hosts\n"
+            );
+            return Some((StatusCode::MISDIRECTED_REQUEST, why).into_response());
         }
+        if is_large(request.headers()) {
+            return Some((StatusCode::PAYLOAD_TOO_LARGE, "no request here has a body\n").into_response());
+        }
+        let reads = matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
+        match reads {
+            true if PROBES.contains(&request.uri().path()) => None,
+            true => access.refuses_read(request.headers()),
+            false => access.refuses_change(request.headers()),
+        }
+    }
+
+    /// Whether the request may learn no more than that this server is ready.
+    fn is_probe(&self, request: &Request) -> bool {
+        let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
+        PROBES.contains(&request.uri().path()) && access.refuses_read(request.headers()).is_some()
     }
 }
 
-/// The layer that every request passes.
-pub(super) async fn admit(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
-    if ALWAYS.contains(&request.uri().path()) {
-        return next.run(request).await;
+impl Access {
+    /// A browser can show the token as the password of HTTP's Basic authentication. For reads alone: it sends it with requests that a
+    /// page of another site makes, too.
+    fn refuses_read(&self, headers: &HeaderMap) -> Option<Response> {
+        let token = self.token.as_ref().filter(|_| self.for_reads)?.expose_secret().as_bytes();
+        let (by_token, by_password) = (bearer(headers).ct_eq(token), password(headers).ct_eq(token));
+        let why = "this needs `Authorization: Bearer` and http.token, or the token as the password of any user\n";
+        let basic = "Basic realm=\"denormd\", charset=\"UTF-8\"";
+        let refused = || (StatusCode::UNAUTHORIZED, [(header::WWW_AUTHENTICATE, basic)], why).into_response();
+        (!bool::from(by_token | by_password)).then(refused)
     }
-    if !guard.bucket.lock().unwrap_or_else(PoisonError::into_inner).take(Instant::now()) {
-        return (StatusCode::TOO_MANY_REQUESTS, [(header::RETRY_AFTER, "1")], "too many requests\n").into_response();
+
+    fn refuses_change(&self, headers: &HeaderMap) -> Option<Response> {
+        let Some(token) = &self.token else {
+            let why = "nothing can be changed over HTTP: set http.token_file, or use the command of the same name\n";
+            return Some((StatusCode::FORBIDDEN, why).into_response());
+        };
+        // In constant time: how long the answer takes must not tell how much of a guess was right.
+        let same: bool = bearer(headers).ct_eq(token.expose_secret().as_bytes()).into();
+        let why = "this needs `Authorization: Bearer` and http.token\n";
+        (!same).then(|| (StatusCode::UNAUTHORIZED, [(header::WWW_AUTHENTICATE, "Bearer")], why).into_response())
     }
-    let Ok(_open) = guard.open.try_acquire() else {
-        return (StatusCode::SERVICE_UNAVAILABLE, [(header::RETRY_AFTER, "1")], "too many open requests\n")
-            .into_response();
+}
+
+/// The token of `Authorization: Bearer`.
+fn bearer(headers: &HeaderMap) -> &[u8] {
+    credentials(headers, b"bearer ")
+}
+
+/// The password of `Authorization: Basic`.
+fn password(headers: &HeaderMap) -> Vec<u8> {
+    let pair = BASE64.decode(credentials(headers, b"basic ")).unwrap_or_default();
+    pair.iter().position(|byte| *byte == b':').map_or_else(Vec::new, |colon| pair[colon + 1..].to_vec())
+}
+
+/// What follows a scheme, in whatever case that is written (RFC 9110, 11.1).
+fn credentials<'a>(headers: &'a HeaderMap, scheme: &[u8]) -> &'a [u8] {
+    let given = headers.get(header::AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
+    match given.split_at_checked(scheme.len()) {
+        Some((given, rest)) if given.eq_ignore_ascii_case(scheme) => rest,
+        _ => b"",
+    }
+}
+
+/// The name that the request asks for, unless it is one of this server's: a page of any site can have its own name resolve to
+/// this address (DNS rebinding), and its scripts would be taken for the page of this server. Addresses cannot be rebound.
+fn foreign_host(uri: &Uri, headers: &HeaderMap, allowed: &[String]) -> Option<String> {
+    let given =
+        headers.get_all(header::HOST).iter().map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
+    let known = |name: &str| {
+        let name = name.trim_end_matches('.');
+        name.eq_ignore_ascii_case(LOCALHOST)
+            || name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>().is_ok()
+            || allowed.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
     };
-    if is_large(request.headers()) {
-        return (StatusCode::PAYLOAD_TOO_LARGE, "no request here has a body\n").into_response();
-    }
-    let reads = matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
-    if let Some((code, why)) = (!reads).then(|| guard.refuses(request.headers())).flatten() {
-        return (code, [(header::WWW_AUTHENTICATE, "Bearer")], why).into_response();
-    }
-    next.run(request).await
+    let mut names = given.chain(uri.authority().map(ToString::to_string));
+    names.find(|name| !name.parse::<Authority>().is_ok_and(|authority| known(authority.host())))
 }
 
 fn is_large(headers: &HeaderMap) -> bool {
@@ -93,61 +165,123 @@ fn is_large(headers: &HeaderMap) -> bool {
     length.is_some_and(|length| length > BODY) || headers.contains_key(header::TRANSFER_ENCODING)
 }
 
-/// Fills at [`PER_SECOND`], holds [`BURST`].
-#[derive(Debug)]
-struct Bucket {
-    left: f64,
-    at: Instant,
+/// The layer that every request passes.
+pub(super) async fn admit(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
+    if let Some(refusal) = guard.refuses(&request) {
+        return refusal;
+    }
+    let probe = guard.is_probe(&request);
+    let answer = guard.endpoints.answer(request, next).await;
+    // The body names rules.
+    if probe { answer.status().into_response() } else { answer }
 }
 
-impl Bucket {
-    fn take(&mut self, now: Instant) -> bool {
-        let passed = now.saturating_duration_since(self.at).as_secs_f64();
-        self.left = (self.left + passed * PER_SECOND).min(BURST);
-        self.at = now;
-        let some = self.left >= 1.0;
-        if some {
-            self.left -= 1.0;
-        }
-        some
+/// The layer that every answer passes, refusals included.
+pub(super) async fn protect(mut answer: Response) -> Response {
+    for (name, value) in [
+        (header::CONTENT_SECURITY_POLICY, POLICY.clone()),
+        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+        (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
+        (HeaderName::from_static("cross-origin-resource-policy"), HeaderValue::from_static("same-origin")),
+    ] {
+        answer.headers_mut().insert(name, value);
     }
+    answer
 }
+
+/// What a browser may do with an answer: run the page's own script and style, which are named by their hashes, and talk to where
+/// it came from.
+static POLICY: LazyLock<HeaderValue> = LazyLock::new(|| {
+    let hash = |tag: &str| {
+        let (open, close) = (format!("<{tag}>"), format!("</{tag}>"));
+        let content =
+            PAGE.split_once(&open).and_then(|(_, rest)| rest.split_once(&close)).map_or("", |(content, _)| content);
+        format!("'sha256-{}'", BASE64.encode(Sha256::digest(content)))
+    };
+    let policy = format!(
+        "default-src 'none'; script-src {}; style-src {}; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; \
+         frame-ancestors 'none'",
+        hash("script"),
+        hash("style"),
+    );
+    HeaderValue::from_str(&policy).unwrap_or(HeaderValue::from_static("default-src 'none'; frame-ancestors 'none'"))
+});
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
-    #[test]
-    fn a_bucket_gives_its_burst_and_then_its_rate() {
-        let start = Instant::now();
-        let mut bucket = Bucket { left: BURST, at: start };
-        let taken = |bucket: &mut Bucket, at: Instant| (0..1000).filter(|_| bucket.take(at)).count();
-        assert_eq!(taken(&mut bucket, start), 100);
-        assert_eq!(taken(&mut bucket, start + Duration::from_secs(1)), 50);
-        assert_eq!(taken(&mut bucket, start + Duration::from_secs(3600)), 100, "it holds no more than its burst");
-        assert_eq!(taken(&mut bucket, start), 0, "a clock that goes back gives nothing");
+    fn headers(name: HeaderName, value: &str) -> HeaderMap {
+        HeaderMap::from_iter([(name, value.parse().unwrap())])
     }
 
     #[test]
     fn only_the_whole_token_opens() {
         let token = "0123456789abcdef";
-        let ask = |guard: &Guard, given: &str| {
-            let mut headers = HeaderMap::new();
-            headers.insert(header::AUTHORIZATION, given.parse().unwrap());
-            guard.refuses(&headers).map(|(code, _)| code)
+        let ask = |access: &Access, given: &str| {
+            access.refuses_change(&headers(header::AUTHORIZATION, given)).map(|answer| answer.status())
         };
-        let guard = Guard::new(Some(SecretString::from(token)));
-        assert_eq!(ask(&guard, &format!("Bearer {token}")), None);
+        let access = Access { token: Some(SecretString::from(token)), ..Access::default() };
+        for right in ["Bearer", "bearer", "BEARER"] {
+            assert_eq!(ask(&access, &format!("{right} {token}")), None, "{right}");
+        }
         for wrong in
             ["", "Bearer ", "Bearer 0123456789abcde", "Bearer 0123456789abcdef0", "Basic 0123456789abcdef", token]
         {
-            assert_eq!(ask(&guard, wrong), Some(StatusCode::UNAUTHORIZED), "{wrong}");
+            assert_eq!(ask(&access, wrong), Some(StatusCode::UNAUTHORIZED), "{wrong}");
         }
-        assert_eq!(guard.refuses(&HeaderMap::new()).map(|(code, _)| code), Some(StatusCode::UNAUTHORIZED));
-        guard.set_token(None);
-        assert_eq!(ask(&guard, &format!("Bearer {token}")), Some(StatusCode::FORBIDDEN));
-        assert_eq!(ask(&guard, "Bearer "), Some(StatusCode::FORBIDDEN));
+        let none = access.refuses_change(&HeaderMap::new()).map(|answer| answer.status());
+        assert_eq!(none, Some(StatusCode::UNAUTHORIZED));
+        assert_eq!(ask(&Access::default(), &format!("Bearer {token}")), Some(StatusCode::FORBIDDEN));
+        assert_eq!(ask(&Access::default(), "Bearer "), Some(StatusCode::FORBIDDEN));
+    }
+
+    #[test]
+    fn a_name_that_is_not_this_servers_is_refused() {
+        let allowed = ["denormd.shop.svc".to_owned()];
+        let ask = |host: &str| foreign_host(&Uri::from_static("/"), &headers(header::HOST, host), &allowed);
+        for known in [
+            "127.0.0.1",
+            "127.0.0.1:9464",
+            "10.1.2.3:9464",
+            "[::1]:9464",
+            "[fd00::1]",
+            "localhost",
+            "LOCALHOST:9464",
+            "denormd.shop.svc:9464",
+            "Denormd.shop.svc.",
+        ] {
+            assert_eq!(ask(known), None, "{known}");
+        }
+        for foreign in [
+            "evil.example",
+            "evil.example:9464",
+            "127.0.0.1.evil.example",
+            "localhost.evil.example",
+            "shop.svc",
+            "",
+            "a b",
+        ] {
+            assert_eq!(ask(foreign).as_deref(), Some(foreign));
+        }
+        assert_eq!(foreign_host(&Uri::from_static("/"), &HeaderMap::new(), &[]), None, "a browser always names it");
+        let target = Uri::from_static("http://evil.example/metrics");
+        assert!(foreign_host(&target, &headers(header::HOST, "127.0.0.1"), &[]).is_some(), "the target counts as well");
+    }
+
+    /// The policy names one script and one style by their hashes: a second one, or an attribute with code in it, would not work.
+    #[test]
+    fn the_page_has_one_script_and_one_style_and_no_inline_attributes() {
+        for tag in ["<script", "<style"] {
+            assert_eq!(PAGE.matches(tag).count(), 1, "{tag}");
+            assert!(PAGE.contains(&format!("{tag}>")), "{tag} without attributes");
+        }
+        for attribute in
+            [" style=\"", " onclick=", " onload=", " onerror=", "cssText", "\"style\"", "{ style:", ", style:"]
+        {
+            assert!(!PAGE.contains(attribute), "{attribute}");
+        }
+        let policy = POLICY.to_str().unwrap();
+        assert!(policy.contains("frame-ancestors 'none'") && !policy.contains("unsafe"), "{policy}");
     }
 }

@@ -16,7 +16,8 @@ use crate::{
     partition::Partition,
     position::ClusterTime,
     reconcile::Context,
-    status::{Attached, Board},
+    rule_state::RuleState,
+    status::{Attached, Board, Leadership},
 };
 
 /// How long to wait when not told.
@@ -36,7 +37,7 @@ pub(super) struct Wish {
 }
 
 /// Answers 200 once everything up to the operation time is applied, chains of rules followed to their end, and no backfill
-/// is open; 504 with the reason when that takes longer than the timeout.
+/// is open, with the rules that this cannot be said of; 504 with the reason when that takes longer than the timeout.
 pub(super) async fn wait(State(board): State<Arc<Board>>, Query(wish): Query<Wish>) -> Response {
     let from = match wish.operation_time.as_deref().map(operation_time).transpose() {
         Ok(from) => from,
@@ -46,15 +47,17 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(wish): Query<Wis
     if !(0.0..=LONGEST).contains(&timeout) {
         return refusal(StatusCode::BAD_REQUEST, "timeout is a number of seconds from 0 to 3600");
     }
-    let attached = board.all_attached();
-    if attached.is_empty() {
-        return refusal(StatusCode::SERVICE_UNAVAILABLE, "this process does not lead: ask the one that does");
-    }
-    let stopped = stopped(&attached);
-    match tokio::time::timeout(Duration::from_secs_f64(timeout), settled(attached, from)).await {
-        Ok(Ok(time)) => {
-            // Rules that are held or paused write nothing, however long one waits.
-            let body = serde_json::json!({"applied": true, "operationTime": time.to_string(), "except": stopped});
+    let whole = match Whole::of(&board) {
+        Ok(whole) => whole,
+        Err(message) => return refusal(StatusCode::SERVICE_UNAVAILABLE, &message),
+    };
+    let settled = async {
+        let time = whole.settled(from).await?;
+        Ok::<_, Error>((time, whole.except().await?))
+    };
+    match tokio::time::timeout(Duration::from_secs_f64(timeout), settled).await {
+        Ok(Ok((time, except))) => {
+            let body = serde_json::json!({"applied": true, "operationTime": time.to_string(), "except": except});
             Json(body).into_response()
         }
         Ok(Err(error)) => refusal(StatusCode::SERVICE_UNAVAILABLE, &error.message),
@@ -76,54 +79,90 @@ fn refusal(code: StatusCode, error: &str) -> Response {
     (code, Json(serde_json::json!({"applied": false, "error": error}))).into_response()
 }
 
-/// The rules that are held or paused.
-fn stopped(attached: &[Attached]) -> BTreeSet<String> {
-    let of_one = |attached: &Attached| {
-        let progress = attached.progress.borrow();
-        progress.held.keys().map(|rule| attached.context.plan.rule(*rule).name.clone()).collect::<Vec<_>>()
-    };
-    attached.iter().flat_map(of_one).collect()
+/// All partitions of the deployment: those that this instance leads by what it knows, the others by what their leaders save.
+/// So a standby answers as well, at most one checkpoint interval later.
+struct Whole {
+    context: Arc<Context>,
+    partitions: u32,
+    attached: Vec<Attached>,
 }
 
-/// Waits for `from` (or for now), then as often as the longest chain of rules needs for what that has written: in every
-/// partition, by what this process knows of its own, and by what the others have saved.
-async fn settled(mut attached: Vec<Attached>, from: Option<ClusterTime>) -> Result<ClusterTime> {
-    let Some(context) = attached.first().map(|attached| attached.context.clone()) else {
-        return Err(Error::internal("the pipeline has stopped"));
-    };
-    let mut first = None;
-    let mut next = from;
-    for _ in 0..context.plan.longest_chain().max(1) {
-        let time = match next.take() {
-            Some(time) => time,
-            None => context.server.operation_time().await?,
-        };
-        first.get_or_insert(time);
-        for attached in &mut attached {
-            let applied = attached.progress.wait_for(|progress| progress.has_applied(time)).await;
-            applied.map_err(|_| Error::internal("the pipeline has stopped"))?;
+impl Whole {
+    fn of(board: &Board) -> Result<Self, String> {
+        let attached = board.all_attached();
+        let leadership = board.leadership();
+        let stands_by = matches!(leadership, Leadership::Standby { .. });
+        if !stands_by && attached.is_empty() {
+            return Err(leadership.sentence().unwrap_or_default());
         }
-        others(&context, &attached, time).await?;
+        let of_cluster = board.context().map(|context| (context, board.partitions()));
+        let known = of_cluster.or_else(|| {
+            let context = attached.first()?.context.clone();
+            let partitions = context.partition.of();
+            Some((context, partitions))
+        });
+        let (context, partitions) = known.ok_or("the cluster has not been reached yet")?;
+        Ok(Self { context, partitions, attached })
     }
-    Ok(first.unwrap_or_default())
-}
 
-/// Waits for the partitions that others lead.
-async fn others(context: &Context, attached: &[Attached], time: ClusterTime) -> Result<()> {
-    let elsewhere: Vec<Partition> = Partition::all(context.partition.of())
-        .filter(|partition| attached.iter().all(|attached| attached.context.partition != *partition))
-        .collect();
-    if elsewhere.is_empty() {
-        return Ok(());
+    /// Waits for `from` (or for now), then as often as the longest chain of rules needs for what that has written.
+    async fn settled(&self, from: Option<ClusterTime>) -> Result<ClusterTime> {
+        let mut first = None;
+        let mut next = from;
+        for _ in 0..self.context.plan.longest_chain().max(1) {
+            let time = match next.take() {
+                Some(time) => time,
+                None => self.context.server.operation_time().await?,
+            };
+            first.get_or_insert(time);
+            for attached in &self.attached {
+                let mut progress = attached.progress.clone();
+                let applied = progress.wait_for(|progress| progress.has_applied(time)).await;
+                applied.map_err(|_| Error::internal("the pipeline has stopped"))?;
+            }
+            self.elsewhere(time).await?;
+        }
+        Ok(first.unwrap_or_default())
     }
-    let (server, letters) = (context.server.unfenced(), &context.dead_letters);
-    let store = Store::open(&server, &letters.database, &letters.deployment).await?.of(&elsewhere);
-    // Where nothing is written, a stream's position moves once in ten seconds.
-    store.nudge(&server).await?;
-    while !store.has_applied(&server, &context.plan.databases(), time).await? {
-        tokio::time::sleep(LOOK).await;
+
+    /// Waits for the partitions that others lead.
+    async fn elsewhere(&self, time: ClusterTime) -> Result<()> {
+        let led = |partition: &Partition| self.attached.iter().any(|attached| attached.context.partition == *partition);
+        let elsewhere: Vec<Partition> = Partition::all(self.partitions).filter(|partition| !led(partition)).collect();
+        if elsewhere.is_empty() {
+            return Ok(());
+        }
+        let (server, letters) = (self.context.server.unfenced(), &self.context.dead_letters);
+        let store = Store::open(&server, &letters.database, &letters.deployment).await?;
+        let store = store.of(&elsewhere);
+        // Where nothing is written, a stream's position moves once in ten seconds.
+        store.nudge(&server).await?;
+        while !store.has_applied(&server, &self.context.plan.databases(), time).await? {
+            tokio::time::sleep(LOOK).await;
+        }
+        Ok(())
     }
-    Ok(())
+
+    /// The rules whose copies may lack a change all the same, however long one waits: those that do not run, those in
+    /// shadow, and those with dead letters.
+    async fn except(&self) -> Result<BTreeSet<String>> {
+        let held = self.attached.iter().flat_map(|attached| {
+            let progress = attached.progress.borrow();
+            progress.not_live().map(|rule| attached.context.plan.rule(rule).name.clone()).collect::<Vec<_>>()
+        });
+        let mut except: BTreeSet<String> = held.collect();
+        let rules = &self.context.plan.rules;
+        except.extend(rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone()));
+        let (server, letters) = (self.context.server.unfenced(), &self.context.dead_letters);
+        except.extend(letters.rules(&server).await?);
+        if self.attached.len() < usize::try_from(self.partitions).unwrap_or(usize::MAX) {
+            let store = Store::open(&server, &letters.database, &letters.deployment).await?;
+            let known = store.standing(&server).await?.into_iter();
+            except.extend(known.filter(|(_, record)| record.state != RuleState::Live).map(|(rule, _)| rule));
+        }
+        except.retain(|name| rules.iter().any(|rule| rule.name == *name));
+        Ok(except)
+    }
 }
 
 /// `1700000000.5` or `1700000000:5`.

@@ -8,11 +8,13 @@ use std::{
 use crate::{
     error::Kind,
     metrics::{Cause, Metrics, Observation, wall_millis},
+    rule_state::{BlockReason, RuleState},
 };
 
 use super::{
     State,
     lag::{BEHIND, Lags},
+    leadership::{Leadership, SILENCE as SILENT},
 };
 
 /// A server, a stream or a loop that is silent for so long has stopped.
@@ -36,45 +38,84 @@ pub struct Found {
     pub cause: Cause,
     /// The rules.
     pub rules: Vec<String>,
+    /// Since when, in milliseconds since 1970, where that is known better than by when it was found.
+    pub since: Option<i64>,
 }
 
 /// What holds now, the most urgent first.
-pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags, now: i64) -> Vec<Found> {
-    let refused = (!metrics.config_is_in_force()).then_some(Found { cause: Cause::ConfigRefused, rules: Vec::new() });
-    let Some(seen) = metrics.observation() else { return refused.into_iter().collect() };
-    let mut found: BTreeMap<Cause, Vec<String>> = refused.into_iter().map(|it| (it.cause, it.rules)).collect();
-    let mut say = |cause: Cause, rules: Vec<String>| found.insert(cause, rules);
-    let behind: Vec<String> =
-        lags.rules.iter().filter(|rule| rule.own >= BEHIND).map(|rule| rule.name.clone()).collect();
+pub(super) fn find(metrics: &Metrics, state: &State, leadership: &Leadership, lags: &Lags, now: i64) -> Vec<Found> {
+    let mut found = of_the_instance(metrics, state, leadership, now);
+    if let Some(seen) = metrics.observation() {
+        let no_primary = found.contains_key(&Cause::NoPrimary);
+        of_the_rules(metrics, state, (&seen, lags), no_primary, now, &mut found);
+    }
+    let place = |name: &String| metrics.observation()?.rules.iter().position(|rule| rule.name == *name);
+    for found in found.values_mut() {
+        // The config's order, as in every list of rules.
+        found.rules.sort_by_key(place);
+    }
+    Cause::ALL.into_iter().filter_map(|cause| found.remove(&cause)).collect()
+}
+
+/// What any instance sees by itself, whether it leads or not.
+fn of_the_instance(metrics: &Metrics, state: &State, leadership: &Leadership, now: i64) -> BTreeMap<Cause, Found> {
+    let mut found = BTreeMap::new();
+    let mut say = |cause: Cause, rules: Vec<String>, since: Option<i64>| {
+        found.insert(cause, Found { cause, rules, since });
+    };
+    let answered = state.probes.answered().unwrap_or(state.began).elapsed();
+    if answered >= SILENT && state.unanswered.as_ref().is_none_or(|(kind, _)| is_gone(*kind)) {
+        let age = i64::try_from(answered.as_millis()).unwrap_or(i64::MAX);
+        say(Cause::NoPrimary, Vec::new(), Some(now - age));
+    } else if let Leadership::Unknown { since } = leadership {
+        say(Cause::LeaseUnreadable, Vec::new(), Some(*since));
+    }
+    if metrics.met(&[Kind::Privilege], RECENT)
+        || state.unanswered.as_ref().is_some_and(|(kind, _)| *kind == Kind::Privilege)
+    {
+        say(Cause::Privilege, troubled(metrics, "privilege"), None);
+    }
+    if !metrics.config_is_in_force() {
+        say(Cause::ConfigRefused, Vec::new(), None);
+    }
+    found
+}
+
+/// What the pipelines know.
+fn of_the_rules(
+    metrics: &Metrics,
+    state: &State,
+    (seen, lags): (&Observation, &Lags),
+    no_primary: bool,
+    now: i64,
+    found: &mut BTreeMap<Cause, Found>,
+) {
+    let mut say = |cause: Cause, rules: Vec<String>| found.insert(cause, Found { cause, rules, since: None });
+    let behind: Vec<String> = lags.rules.iter().filter(|rule| rule.is_behind()).map(|rule| rule.name.clone()).collect();
     let silent = |since: Option<Instant>| since.is_none_or(|since| since.elapsed() > SLOW);
-    let no_primary = state.unanswered.is_some_and(is_gone) && silent(state.probes.answered());
+    let runs = !state.attached.is_empty();
     let full = seen.full;
-    if no_primary {
-        say(Cause::NoPrimary, Vec::new());
-    }
-    if metrics.met(&[Kind::Privilege], RECENT) || state.unanswered == Some(Kind::Privilege) {
-        say(Cause::Privilege, troubled(metrics, "privilege"));
-    }
-    if metrics.since_turn() > SILENCE && !no_primary {
+    if runs && metrics.since_turn() > SILENCE && !no_primary {
         say(Cause::Stalled, Vec::new());
     }
     let interrupted = seen.streams.iter().any(|stream| stream.delivered.elapsed() > SILENCE);
-    if interrupted && !no_primary && !full {
+    if runs && interrupted && !no_primary && !full {
         say(Cause::StreamInterrupted, Vec::new());
     }
     if metrics.met(&[Kind::NotReplicated], RECENT) {
         say(Cause::NoMajority, troubled(metrics, "not_replicated"));
     }
     for (cause, rules) in [
-        (Cause::Degraded, &seen.degraded),
-        (Cause::SourceGone, &seen.bereft),
-        (Cause::Braked, &seen.braked),
-        (Cause::Suspended, &seen.suspended),
-        (Cause::Paused, &seen.paused),
-        (Cause::Backfilling, &seen.backfilling),
+        (Cause::Degraded, seen.degraded.clone()),
+        (Cause::SourceGone, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::SourceGone))),
+        (Cause::Braked, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::RemovalLimit))),
+        (Cause::Adoption, seen.in_state(|state| matches!(state, RuleState::Blocked(BlockReason::Adoption(_))))),
+        (Cause::Suspended, seen.in_state(|state| matches!(state, RuleState::Unavailable { .. }))),
+        (Cause::Paused, seen.in_state(|state| matches!(state, RuleState::Paused { .. }))),
+        (Cause::Backfilling, seen.in_state(RuleState::is_backfilling)),
     ] {
         if !rules.is_empty() {
-            say(cause, names(&seen, rules));
+            say(cause, names(seen, &rules));
         }
     }
     let headroom = state.oplog.headroom_seconds.unwrap_or(f64::INFINITY);
@@ -89,7 +130,7 @@ pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags, now: i64) -> V
         say(Cause::CanaryLate, Vec::new());
     }
     let writes = silent(metrics.last_write()) && metrics.in_flight() > 0;
-    let slow = metrics.met(&[Kind::TimedOut], RECENT) || state.history.write_seconds(metrics) > 1.0;
+    let slow = metrics.met(&[Kind::TimedOut, Kind::ReadTimedOut], RECENT) || state.history.write_seconds(metrics) > 1.0;
     if !behind.is_empty() && !no_primary {
         let failing: Vec<String> = failing(metrics).into_iter().filter(|rule| behind.contains(rule)).collect();
         if !failing.is_empty() {
@@ -109,11 +150,10 @@ pub(super) fn find(metrics: &Metrics, state: &State, lags: &Lags, now: i64) -> V
     if !state.letters.is_empty() {
         say(Cause::DeadLetters, state.letters.keys().cloned().collect());
     }
-    Cause::ALL.into_iter().filter_map(|cause| Some(Found { cause, rules: found.remove(&cause)? })).collect()
 }
 
 fn is_gone(kind: Kind) -> bool {
-    matches!(kind, Kind::Connection | Kind::Unavailable | Kind::TimedOut)
+    matches!(kind, Kind::Connection | Kind::Unavailable | Kind::TimedOut | Kind::ReadTimedOut)
 }
 
 fn names(seen: &Observation, rules: &BTreeSet<usize>) -> Vec<String> {

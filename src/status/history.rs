@@ -11,6 +11,8 @@ use super::{
 
 /// Milliseconds in one point.
 const STEP: i64 = 10_000;
+/// A window of the oplog, in seconds, that a burst of writes cannot use up.
+const AMPLE: f64 = 4.0 * 3600.0;
 /// Points kept: an hour.
 const POINTS: usize = 360;
 /// Points that percentiles and rates look back on: five minutes.
@@ -93,7 +95,7 @@ impl Totals {
 }
 
 impl History {
-    /// Takes a sample, once a second or so.
+    /// Takes a sample, once a second or so. While nothing is known there are no points.
     pub fn sample(&mut self, metrics: &Metrics, lags: &Lags, now: i64) {
         let start = now - now.rem_euclid(STEP);
         if self.totals.is_empty() {
@@ -102,6 +104,7 @@ impl History {
         if self.open.as_ref().is_some_and(|open| open.at != start) {
             self.close(metrics, now);
         }
+        let Some(overall) = lags.overall else { return };
         let depth = metrics.observation().map_or(0, |seen| seen.depth);
         let open = self.open.get_or_insert_with(|| Point {
             at: start,
@@ -112,9 +115,9 @@ impl History {
             targets_rate: 0.0,
             propagation: Percentiles::default(),
         });
-        open.lag = open.lag.max(lags.overall);
+        open.lag = open.lag.max(overall);
         open.depth = open.depth.max(depth);
-        for rule in lags.rules.iter().filter(|rule| rule.own > 0.0) {
+        for rule in lags.rules.iter().filter(|rule| rule.runs && rule.own > 0.0) {
             let known = open.rules.entry(rule.name.clone()).or_default();
             *known = known.max(rule.own);
         }
@@ -171,7 +174,13 @@ impl History {
     /// In how many seconds the position falls off the oplog, when it goes on falling back as in the last minutes.
     pub fn lost_in(&self) -> Option<f64> {
         let ((from, before), (to, after)) = (self.headroom.front()?, self.headroom.back()?);
-        let rate = (before - after) / seconds((to - from).max(1));
+        let mut rate = (before - after) / seconds((to - from).max(1));
+        // Beside an ample window a burst is no danger: the position must have fallen back all the time.
+        if *after >= AMPLE {
+            let (at, between) = self.headroom.get(self.headroom.len() / 2)?;
+            let fell = |before: f64, after: f64, millis: i64| (before - after) / seconds(millis.max(1));
+            rate = rate.min(fell(*before, *between, at - from)).min(fell(*between, *after, to - at));
+        }
         // Less is the breathing of a healthy oplog.
         (to - from >= 15_000 && rate > 0.1).then(|| (after / rate).max(0.0))
     }
@@ -244,6 +253,19 @@ mod tests {
         assert!(found.p50.is_some_and(|p| (0.0025..=0.005).contains(&p)), "{found:?}");
         assert!(found.p99.is_some_and(|p| (0.5..=1.0).contains(&p)), "{found:?}");
         assert_eq!(percentiles(&[0; 18]).p50, None);
+    }
+
+    /// A burst of writes that took two hours of a window of twenty told that changes are lost within the hour.
+    #[test]
+    fn a_burst_beside_an_ample_window_is_no_danger() {
+        let hour = 3600.0;
+        let headroom = |second: i32| if second < 60 { 20.0 * hour } else { 18.0 * hour };
+        let mut burst = History::default();
+        (0..300).for_each(|second| burst.headroom(i64::from(second) * 1000, headroom(second)));
+        assert_eq!(burst.lost_in(), None);
+        let mut falling = History::default();
+        (0..300).for_each(|second| falling.headroom(i64::from(second) * 1000, 20.0 * hour - f64::from(second) * 24.0));
+        assert!(falling.lost_in().is_some_and(|left| left < hour));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::{
 /// From how many seconds on a rule is called behind.
 pub const BEHIND: f64 = 5.0;
 /// A stream answers twice a second and probes come once a second: what is unread for no longer is the rhythm, not a lag.
-const RHYTHM: i64 = 3000;
+pub const RHYTHM: i64 = 3000;
 /// Probes kept.
 const KEPT: usize = 3600;
 
@@ -58,7 +58,6 @@ impl Probes {
         let age = match self.ring.iter().rev().find(|probe| probe.operation <= reached) {
             Some(probe) => now - probe.millis,
             // Before the first probe: the position's own seconds.
-            None if self.ring.is_empty() => 0,
             None => now - i64::from(reached.seconds) * 1000,
         };
         if age > RHYTHM { age } else { 0 }
@@ -68,8 +67,8 @@ impl Probes {
 /// The lags at one moment, in seconds.
 #[derive(Debug, Clone, Default)]
 pub struct Lags {
-    /// The largest of all.
-    pub overall: f64,
+    /// The largest of all rules that run. None where none does, and while nothing is known.
+    pub overall: Option<f64>,
     /// Each rule's.
     pub rules: Vec<RuleLag>,
     /// Of changes that have not been read, the largest of all streams.
@@ -89,6 +88,15 @@ pub struct RuleLag {
     pub own: f64,
     /// Those of the rules that feed it included.
     pub chain: f64,
+    /// Whether the rule does all that it should, and its lag is known; otherwise its lag says nothing.
+    pub runs: bool,
+}
+
+impl RuleLag {
+    /// Whether it is called behind.
+    pub fn is_behind(&self) -> bool {
+        self.runs && self.own >= BEHIND
+    }
 }
 
 impl Lags {
@@ -101,18 +109,26 @@ impl Lags {
             seconds(held.max(streams.copied().unwrap_or_default()))
         };
         let own: Vec<f64> = seen.rules.iter().zip(&seen.oldest).map(own).collect();
+        // Before the server has said anything, an idle stream cannot be told from one that is behind.
+        let known = !probes.ring.is_empty();
         let rules = seen.rules.iter().enumerate().map(|(nth, rule)| {
             let fed = rule.fed_by.iter().map(|from| own[*from]);
-            RuleLag { name: rule.name.clone(), own: own[nth], chain: fed.fold(own[nth], f64::max) }
+            RuleLag {
+                name: rule.name.clone(),
+                own: own[nth],
+                chain: fed.fold(own[nth], f64::max),
+                runs: seen.runs(nth) && known,
+            }
         });
+        let rules: Vec<RuleLag> = rules.collect();
         let checkpoint = seen.streams.iter().map(|stream| checkpoint(stream, now)).max();
         let stream_age = seen.streams.iter().map(|stream| stream.delivered.elapsed().as_secs_f64());
         Self {
-            overall: own.iter().copied().fold(0.0, f64::max),
+            overall: rules.iter().filter(|rule| rule.runs).map(|rule| rule.own).reduce(f64::max),
             unread: seconds(unread.iter().copied().max().unwrap_or_default()),
             checkpoint: seconds(checkpoint.unwrap_or_default()),
             stream_age: stream_age.fold(0.0, f64::max),
-            rules: rules.collect(),
+            rules,
         }
     }
 }

@@ -1,51 +1,83 @@
 //! What the board asks the server.
 
-use std::time::Duration;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use bson::{Bson, Document, doc};
 use futures_util::TryStreamExt;
 
 use crate::{
+    checkpoint::store::Store,
     dead_letter,
     error::{Error, Kind, Result},
-    metrics::wall_millis,
-    mongo::Server,
+    lease,
+    metrics::{Observation, wall_millis},
+    mongo::{Server, silent, skew::skew},
     position::ClusterTime,
+    prune::retired,
     reconcile::Context,
+    rule_state::RuleState,
 };
 
 use super::{
     Board,
     lag::{BEHIND, Probe},
-    report::Oplog,
+    report::{Oplog, RetiredField},
 };
 
-/// How long one question may take.
+/// How long a question may take that is asked every second.
+const IMPATIENCE: Duration = Duration::from_secs(3);
+/// How long any other question may take.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// In rounds of about a second: how often the dead letters are counted and the oplog is looked at.
+/// In rounds of about a second: how often the dead letters are counted.
+const OFTEN: u64 = 2;
+/// The same: how often the oplog is looked at.
 const SELDOM: u64 = 5;
 
+/// The same: how often the clocks of all members are compared.
+const CLOCKS: u64 = 30;
+/// In rounds of about a second: how often it is read which fields no rule owns any more.
+const RETIRED: u64 = 15;
 /// In rounds of about a second: how often a canary is sent.
 const CANARY: u64 = 10;
 /// The collection of canaries in the state database: one document a deployment.
 const CANARIES: &str = "canaries";
 
 impl Board {
-    pub(super) async fn probe(&self, round: u64) {
-        let Some(attached) = self.attached() else { return };
-        let context = &attached.context;
-        match tokio::time::timeout(PATIENCE, hello(&context.server)).await.unwrap_or_else(|_| Err(silent())) {
+    /// Asks the primary for its clock and its last operation, and reads who leads.
+    pub(super) async fn ask(&self) {
+        let known = {
+            let state = self.state();
+            let attached = state.attached.values().next().map(|attached| attached.context.clone());
+            state.cluster.as_ref().map(|(context, _)| context.clone()).or(attached)
+        };
+        let Some(context) = known else { return };
+        let letters = &context.dead_letters;
+        let asked = tokio::time::timeout(IMPATIENCE, hello(&context.server));
+        let read =
+            tokio::time::timeout(IMPATIENCE, lease::holders(&context.server, &letters.database, &letters.deployment));
+        let (answer, leases) = tokio::join!(asked, read);
+        match answer.unwrap_or_else(|_| Err(silent())) {
             Ok((probe, offset)) => {
                 self.metrics.set_clock(offset);
                 let mut state = self.state();
                 state.probes.add(probe);
                 state.unanswered = None;
             }
-            Err(error) => {
-                self.state().unanswered = Some(error.kind);
-                return;
-            }
+            Err(error) => self.state().unanswered = Some((error.kind, error.message)),
         }
+        match leases.unwrap_or_else(|_| Err(silent())) {
+            Ok(held) => self.take_leases(held),
+            Err(error) => self.metrics.trouble(None, "read the lease", &error),
+        }
+    }
+
+    /// Asks what is asked seldom, while this process leads: the canary, the dead letters, how far the oplog reaches back.
+    pub(super) async fn probe(&self, round: u64) {
+        let Some(attached) = self.attached() else { return };
+        let context = &attached.context;
         if round.is_multiple_of(CANARY) {
             let sent = self.metrics.now();
             if let Ok(Ok(place)) = tokio::time::timeout(PATIENCE, canary(context)).await
@@ -54,21 +86,17 @@ impl Board {
                 canary.sent(place, sent);
             }
         }
+        if round.is_multiple_of(OFTEN) {
+            self.look(context).await;
+        }
+        if round.is_multiple_of(CLOCKS) {
+            self.compare_clocks(&context.server).await;
+        }
+        if round.is_multiple_of(RETIRED) {
+            self.look_for_retired(context).await;
+        }
         if !round.is_multiple_of(SELDOM) {
             return;
-        }
-        if let Ok(Ok(letters)) = tokio::time::timeout(PATIENCE, letters(context)).await {
-            let mut state = self.state();
-            state.letters.clear();
-            for rule in &context.plan.rules {
-                let count =
-                    letters.iter().filter(|(name, ..)| *name == rule.name).map(|(.., count)| count).sum::<u64>();
-                let count = i64::try_from(count).unwrap_or(i64::MAX);
-                self.metrics.dead_letters.with_label_values(&[&rule.name]).set(count);
-            }
-            for (rule, reason, count) in letters {
-                *state.letters.entry(rule).or_default().entry(reason).or_default() += count;
-            }
         }
         let saved = self
             .metrics
@@ -90,9 +118,64 @@ impl Board {
         }
     }
 
-    fn take_oplog(&self, oplog: Oplog) {
-        let behind = self.metrics.lag.get() >= BEHIND;
+    /// Counts the dead letters, and sees up to when the copies are current: dead letters are recorded before anything is said
+    /// to be applied.
+    async fn look(&self, context: &Context) {
+        let seen = self.metrics.observation();
+        let Ok(Ok(letters)) = tokio::time::timeout(PATIENCE, letters(context)).await else { return };
+        let operation = tokio::time::timeout(PATIENCE, context.server.operation_time()).await;
         let mut state = self.state();
+        state.letters.clear();
+        for rule in &context.plan.rules {
+            let count = letters.iter().filter(|(name, ..)| *name == rule.name).map(|(.., count)| count).sum::<u64>();
+            let count = i64::try_from(count).unwrap_or(i64::MAX);
+            self.metrics.dead_letters.with_label_values(&[&rule.name]).set(count);
+        }
+        for (rule, reason, count) in letters {
+            *state.letters.entry(rule).or_default().entry(reason).or_default() += count;
+        }
+        let (Some(seen), Ok(Ok(operation))) = (seen, operation) else { return };
+        // A large fan-out is recorded, and the position passes it before its last target is written.
+        let whole = state.attached.len() == usize::try_from(state.partitions).unwrap_or(usize::MAX);
+        let applied = seen.streams.iter().map(|stream| stream.applied).min().filter(|_| whole);
+        if let Some(applied) = applied.filter(|_| seen.fan_outs.iter().all(|open| *open == 0)) {
+            state.currency.applied(applied, operation, context.plan.longest_chain());
+            state.except = except(context, &seen, &state.letters);
+        }
+    }
+
+    /// Reads which fields earlier rules, or earlier definitions of rules, have left behind.
+    async fn look_for_retired(&self, context: &Context) {
+        let letters = &context.dead_letters;
+        let read = async {
+            let store = Store::open(&context.server, &letters.database, &letters.deployment).await?;
+            store.rules(&context.server).await
+        };
+        let Ok(Ok(known)) = tokio::time::timeout(PATIENCE, read).await else { return };
+        let left = known.iter().flat_map(|(name, record)| {
+            let active = context.plan.rules.iter().any(|rule| rule.name == *name);
+            let fields = retired(&context.plan, record, active).into_iter();
+            fields.map(|left| RetiredField {
+                rule: name.clone(),
+                collection: left.collection,
+                path: left.path.to_string(),
+            })
+        });
+        self.state().retired = left.collect();
+    }
+
+    async fn compare_clocks(&self, server: &Server) {
+        let skew = tokio::time::timeout(PATIENCE, skew(server)).await.ok().flatten();
+        match skew {
+            Some(skew) => self.metrics.clock_skew.with_label_values::<&str>(&[]).set(skew),
+            None => drop(self.metrics.clock_skew.remove_label_values::<&str>(&[])),
+        }
+        self.state().clock_skew = skew;
+    }
+
+    fn take_oplog(&self, oplog: Oplog) {
+        let mut state = self.state();
+        let behind = self.view(&state, self.metrics.now()).lags.overall.is_some_and(|lag| lag >= BEHIND);
         self.metrics.oplog_readable.set(1);
         if let Some(headroom) = oplog.headroom_seconds {
             self.metrics.oplog_headroom.with_label_values::<&str>(&[]).set(headroom);
@@ -104,8 +187,16 @@ impl Board {
     }
 }
 
-fn silent() -> Error {
-    Error::new(Kind::Connection, "no answer in time")
+/// The rules whose copies may lack a change, whatever is applied.
+fn except(
+    context: &Context,
+    seen: &Observation,
+    letters: &BTreeMap<String, BTreeMap<String, u64>>,
+) -> BTreeSet<String> {
+    let stopped = seen.in_state(|state| *state != RuleState::Live);
+    let stopped = stopped.union(&seen.degraded).filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone());
+    let shadow = context.plan.rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone());
+    stopped.chain(shadow).chain(letters.keys().cloned()).collect()
 }
 
 /// The server's last operation, and by how much its clock is ahead of ours.

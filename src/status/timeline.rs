@@ -42,9 +42,9 @@ impl Timeline {
     /// Takes the causes that hold at `now` (milliseconds since 1970); returns what is to be told.
     pub fn causes(&mut self, now: i64, found: &[Found]) -> Vec<Event> {
         let mut events = Vec::new();
-        for Found { cause, rules } in found.iter().filter(|found| is_spell(found.cause)) {
+        for Found { cause, rules, since } in found.iter().filter(|found| is_spell(found.cause)) {
             let spell = self.spells.entry(*cause).or_insert_with(|| Spell {
-                began: now,
+                began: since.unwrap_or(now),
                 seen: now,
                 told: false,
                 rules: BTreeSet::new(),
@@ -71,6 +71,11 @@ impl Timeline {
             !over
         });
         events
+    }
+
+    /// Another instance leads now: what held under this one is for that one to tell.
+    pub fn forget(&mut self) {
+        self.spells.retain(|cause, _| cause.is_of_the_instance());
     }
 
     /// Takes the last backfill of each rule; returns what is to be told at `now`.
@@ -124,7 +129,7 @@ mod tests {
     use super::*;
 
     fn found(cause: Cause, rules: &[&str]) -> Found {
-        Found { cause, rules: rules.iter().map(|rule| (*rule).to_owned()).collect() }
+        Found { cause, rules: rules.iter().map(|rule| (*rule).to_owned()).collect(), since: None }
     }
 
     fn names(events: &[Event]) -> Vec<(i64, &str)> {

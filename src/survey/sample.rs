@@ -246,13 +246,17 @@ impl Drawn {
                 command.insert("maxTimeMS", PASS);
                 command
             };
-            return too_long(compare_by(context, rule, &self.targets, time, Some(&sources)).await);
+            let mut compared = Vec::new();
+            let mut take = |one: Result<Compared>| {
+                compared.push(one?);
+                Ok(())
+            };
+            let read = compare_by(context, rule, &self.targets, time, Some(&sources), &mut take).await;
+            return too_long(read.map(|()| compared));
         }
         let mut compared = Vec::new();
         for targets in self.targets.chunks(KEYS) {
-            let (some, failing) = compare_each(context, rule, targets, time).await?;
-            compared.extend(some);
-            sample.failing += failing;
+            sample.failing += compare_each(context, rule, targets, time, &mut |one| compared.push(one)).await?;
         }
         Ok(Some(compared))
     }
@@ -264,7 +268,7 @@ fn gathers(rule: &Rule) -> bool {
 }
 
 /// Whether the references are those of the source: many of them name one target. An airport has no reference to its flights.
-fn source_holds(rule: &Rule) -> bool {
+pub(super) fn source_holds(rule: &Rule) -> bool {
     rule.reference.keyed_by_target_id() || (gathers(rule) && !rule.reference.keyed_by_source_id())
 }
 
@@ -281,7 +285,7 @@ fn frequent(rule: &Rule, held: &[Vec<Key>]) -> Vec<Vec<Key>> {
 }
 
 /// The references of a document that say something.
-fn keys(rule: &Rule, role: Role, document: &Document) -> impl Iterator<Item = Key> + use<> {
+pub(super) fn keys(rule: &Rule, role: Role, document: &Document) -> impl Iterator<Item = Key> + use<> {
     rule.reference.keys(role, document).into_iter().flatten()
 }
 
@@ -289,7 +293,7 @@ fn keys(rule: &Rule, role: Role, document: &Document) -> impl Iterator<Item = Ke
 fn too_long<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
-        Err(error) if matches!(error.kind, Kind::TimedOut | Kind::Refused) => Ok(None),
+        Err(error) if matches!(error.kind, Kind::TimedOut | Kind::ReadTimedOut | Kind::Refused) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -300,7 +304,7 @@ async fn has_many(context: &Context, rule: &Rule, role: Role) -> Result<bool> {
 }
 
 /// How many documents a side's collection has.
-async fn count(context: &Context, rule: &Rule, role: Role) -> Result<i64> {
+pub(super) async fn count(context: &Context, rule: &Rule, role: Role) -> Result<i64> {
     let namespace = match role {
         Role::Source => &rule.source.namespace,
         Role::Target => &rule.target.namespace,
@@ -433,7 +437,13 @@ fn lookup<'a>(rule: &'a Rule, role: Role, keys: &[&Key]) -> (&'a Side, Document)
     }
 }
 
-async fn sampled(context: &Context, rule: &Rule, role: Role, size: i64, more: Vec<Document>) -> Result<Vec<Document>> {
+pub(super) async fn sampled(
+    context: &Context,
+    rule: &Rule,
+    role: Role,
+    size: i64,
+    more: Vec<Document>,
+) -> Result<Vec<Document>> {
     let side = match role {
         Role::Source => &rule.source,
         Role::Target => &rule.target,
@@ -441,8 +451,10 @@ async fn sampled(context: &Context, rule: &Rule, role: Role, size: i64, more: Ve
     let mut stages: Vec<Document> = side.filter.clone().map(|filter| doc! {"$match": filter}).into_iter().collect();
     stages.push(doc! {"$sample": {"size": size}});
     stages.extend(more);
-    let command =
-        doc! {"aggregate": &side.namespace.collection, "pipeline": stages, "cursor": {}, "allowDiskUse": true};
+    let command = doc! {
+        "aggregate": &side.namespace.collection, "pipeline": stages, "cursor": {}, "allowDiskUse": true,
+        "collation": read::simple_collation(),
+    };
     documents(&context.server.read(&side.namespace.database, command, Reads::default()).await?)
 }
 
@@ -495,7 +507,7 @@ fn bytes(path: &str, value: Option<&bson::RawBson>) -> i64 {
 }
 
 /// The keys that a document of the `other` side answers.
-async fn answered(context: &Context, rule: &Rule, held: &[Vec<Key>], other: Role) -> Result<Vec<Key>> {
+pub(super) async fn answered(context: &Context, rule: &Rule, held: &[Vec<Key>], other: Role) -> Result<Vec<Key>> {
     let mut keys: Vec<&Key> = held.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
     keys.sort_unstable();
     keys.dedup();

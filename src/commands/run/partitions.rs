@@ -19,7 +19,7 @@ use crate::{
     membership::{Next, next},
     partition::Partition,
     reconcile::Context,
-    status::{Board, Role},
+    status::Board,
 };
 
 use super::{
@@ -109,7 +109,7 @@ pub(super) async fn share(paths: &[PathBuf], rules: &mut Rules, signals: &mut Si
             () = signals.stop() => return Err(Error::internal("stopped at once by a second signal").into()),
         }
     }
-    rules.board.detach(Role::Standby);
+    rules.board.detach();
     Ok(result?)
 }
 

@@ -28,7 +28,11 @@ pub async fn watchdog(board: Arc<Board>) {
     loop {
         tick.tick().await;
         if board.is_live() {
-            say(&[NotifyState::Watchdog]);
+            // It may block: a service manager that does not read must not hold up the runtime.
+            let said = tokio::task::spawn_blocking(|| say(&[NotifyState::Watchdog]));
+            if let Err(error) = said.await {
+                tracing::debug!(%error, "the service manager cannot be told");
+            }
         }
     }
 }

@@ -1,14 +1,16 @@
 //! What asks a running daemon to do something else: signals, and files that change.
 
 use std::{
-    fs,
     path::PathBuf,
     time::{Duration, Instant},
 };
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use crate::{config, error::Error};
+use crate::{
+    config::{self, file},
+    error::Error,
+};
 
 /// How often the files are looked at. A ConfigMap is swapped by a symlink, which file notifications miss.
 const LOOK: Duration = Duration::from_secs(1);
@@ -74,7 +76,7 @@ impl Signals {
     fn look(&self) -> Option<Vec<String>> {
         let mut texts = config::snapshot(&self.paths)?;
         for path in &self.named {
-            texts.push(String::from_utf8_lossy(&fs::read(path).ok()?).into_owned());
+            texts.push(String::from_utf8_lossy(&file::bytes(path, file::SECRET).ok()?).into_owned());
         }
         Some(texts)
     }

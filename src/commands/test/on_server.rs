@@ -45,7 +45,8 @@ impl Scratch {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let config = &loaded.config;
         // Nobody waits for a brake here.
-        let limits = Limits { destroy_grace: Duration::ZERO, destroy_per_hour: usize::MAX, ..config.limits.clone() };
+        let limits =
+            Limits { destroy_grace: Duration::ZERO, destroy_per_hour: Some(usize::MAX), ..config.limits.clone() };
         Ok(Self {
             server,
             limits,
@@ -141,6 +142,8 @@ fn moved(plan: &Plan, names: &BTreeMap<String, String>) -> Plan {
         }
         // What is tried is what the rule would write.
         (rule.allow_scan, rule.shadow, rule.backfill) = (true, false, BackfillMode::Auto);
+        // The documents are the test's own.
+        rule.adopt = true;
     }
     moved
 }

@@ -8,10 +8,19 @@ use crate::config::tree::{Entry, Fault, MAX_DEPTH, Node, Span, Value};
 
 /// Aliases may multiply a file to this many values: a few lines of nested aliases would fill the memory otherwise.
 const MAX_ALIASED: usize = 100_000;
+/// Anchors and aliases may copy so many bytes of text: few values may be long.
+const MAX_COPIED: usize = 16 << 20;
+const TOO_MUCH: &str = "anchors and aliases copy too much text";
 
 pub(super) fn parse(text: &str) -> (Option<Node>, Vec<Fault>) {
-    let mut walk =
-        Walk { parser: Parser::new_from_str(text), text, anchors: HashMap::new(), aliased: 0, faults: Vec::new() };
+    let mut walk = Walk {
+        parser: Parser::new_from_str(text),
+        text,
+        anchors: HashMap::new(),
+        aliased: 0,
+        copied: 0,
+        faults: Vec::new(),
+    };
     match walk.document() {
         Ok(node) => (node, walk.faults),
         Err(fault) => {
@@ -27,6 +36,7 @@ struct Walk<'a> {
     /// Complete anchored values by their number.
     anchors: HashMap<usize, Node>,
     aliased: usize,
+    copied: usize,
     faults: Vec<Fault>,
 }
 
@@ -88,6 +98,7 @@ impl<'a> Walk<'a> {
             _ => return Err(Fault::new(span, "this is not YAML: a value is missing")),
         };
         if anchor != 0 {
+            self.keep(&node)?;
             self.anchors.insert(anchor, node.clone());
         }
         Ok(node)
@@ -100,7 +111,20 @@ impl<'a> Walk<'a> {
         if self.aliased > MAX_ALIASED {
             return Err(Fault::new(span, "aliases multiply the file too often"));
         }
+        self.copied += node.bytes();
+        if self.copied > MAX_COPIED {
+            return Err(Fault::new(span, TOO_MUCH));
+        }
         Ok(node.clone())
+    }
+
+    /// Counts what an anchor keeps.
+    fn keep(&mut self, node: &Node) -> Result<(), Fault> {
+        self.copied += node.bytes();
+        if self.copied > MAX_COPIED {
+            return Err(Fault::new(node.span.clone(), TOO_MUCH));
+        }
+        Ok(())
     }
 
     fn sequence(&mut self, start: Span, depth: usize) -> Result<Node, Fault> {

@@ -172,7 +172,9 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
             guard: Guard::Off,
             on_drift: OnDrift::Repair,
             allow_scan: false,
+            max_lag: Rule::DEFAULT_MAX_LAG,
             shadow: false,
+            adopt: false,
         },
         Rule {
             name: "latest".to_owned(),
@@ -181,7 +183,9 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
             guard: Guard::Audit,
             on_drift: OnDrift::Report,
             allow_scan: true,
+            max_lag: Rule::DEFAULT_MAX_LAG,
             shadow: false,
+            adopt: false,
         },
     ]
 }
@@ -262,7 +266,7 @@ fn every_pattern_loads() {
 #[test]
 fn columns_count_characters_whatever_the_line_ends_and_marks() {
     let error = load_str("\u{feff}x-é: 1\r\nhttp: { é: 1, listen: 5 }\r\nrules: []\r\n", Format::Yaml).unwrap_err();
-    let expected = "config.yaml:2:23: expected a string, found an integer\n   2 | http: { é: 1, listen: 5 }\n     |                       ^";
+    let expected = "config.yaml:2:23: expected a string, found an integer\n   2 | http: { é: ***, listen: 5 }\n     |                         ^";
     assert!(error.to_string().ends_with(expected), "{error}");
 }
 
@@ -371,7 +375,7 @@ fn what_cannot_be_read_says_what_to_do() {
             "none.yaml",
             "cannot read none.yaml: No such file or directory (os error 2)\n   hint: check the path; --config names a file or a directory",
         ),
-        ("latin.yaml", "cannot read latin.yaml: stream did not contain valid UTF-8\n   hint: save it as UTF-8"),
+        ("latin.yaml", "cannot read latin.yaml: it is not UTF-8\n   hint: save it as UTF-8"),
         ("a.conf", "a.conf: the format of this file is unknown\n   hint: name it .yaml, .yml, .toml or .json"),
         ("empty", "no config: no *.yaml, *.yml, *.toml or *.json in empty"),
     ] {
@@ -427,6 +431,18 @@ fn no_message_holds_the_password() {
         (Format::Yaml, "http: { listen: mongodb://u:hunter2@h }\nrules: []"),
         (Format::Yaml, "uri: mongodb://u:hunter2@h"),
         (Format::Yaml, "mongodb: {uri: mongodb://u:hunter2@h"),
+        (Format::Yaml, "mongodb: { uri: 'mongodb://u:hun?ter2hunter2@h', x: 1 }\nrules: []"),
+        (Format::Yaml, "mongodb: { uri: 'mongodb://u:hunter2', x: 1 }\nrules: []"),
+        (Format::Yaml, "mongodb: { uri: 'mongodb://h/?tlsCertificateKeyFilePassword=hunter2', x: 1 }\nrules: []"),
+        (Format::Yaml, "mongodb:\n  uri: mongodb:/user:x #hunter2@h\nrules: []"),
+        (Format::Yaml, "http: { token: hunter2 }\nrules: []"),
+        (Format::Yaml, "http: { tokn: hunter2hunter2hunter2 }\nrules: []"),
+        (Format::Yaml, "http: { tls: { key: hunter2 } }\nrules: []"),
+        (Format::Yaml, "htp: { token: hunter2hunter2hunter2 }\nrules: []"),
+        (Format::Yaml, "http:\n  token: \"hunter2\n"),
+        (Format::Yaml, "mongodb: { password: hunter2, uri: mongodb://h"),
+        (Format::Yaml, "mongodb:\n  uri: \"mongodb:/u:hunter2@h\nrules"),
+        (Format::Toml, "[http]\ntoken = hunter2"),
         (Format::Toml, "mongodb.uri = mongodb://u:hunter2@h"),
         (Format::Toml, "mongodb = \"mongodb://u:hunter2@h\""),
         (Format::Toml, "mongodb = { uri = \"mongodb://u:hunter2@h\", uri = 1 }"),
@@ -445,6 +461,83 @@ fn no_message_holds_the_password() {
     assert!(!format!("{loaded:?}").contains("hunter2"));
     let at = ConfigPath::default().key("mongodb").key("uri");
     assert!(!loaded.report(&[Mistake::new(at, "no answer")]).to_string().contains("hunter2"));
+}
+
+/// A config from the quick start has `uri`, and what deploys it sets `DENORMD__MONGODB__URI_FILE`.
+#[test]
+fn of_two_settings_that_say_the_same_the_later_layer_holds() {
+    let dir = Dir::new(&[
+        ("a.yaml", "mongodb: { uri: mongodb://a }\nhttp: { token: 0123456789abcdef }\nrules: []"),
+        ("b.yaml", "mongodb: { uri_file: secret }\nrules: []"),
+        ("secret", "mongodb://secret\n"),
+        ("token", "another token of some length"),
+    ]);
+    let uri = |files: &[&str], environment: &[(&str, &str)]| {
+        dir.load(files, environment).map(|loaded| loaded.config.mongodb.uri.expose_secret().to_owned())
+    };
+    let secret = dir.path("secret").display().to_string();
+    let by_file = [("DENORMD__MONGODB__URI_FILE", secret.as_str())];
+    assert_eq!(uri(&["a.yaml"], &by_file).unwrap(), "mongodb://secret", "the environment beats the file");
+    assert_eq!(uri(&["b.yaml"], &[("DENORMD__MONGODB__URI", "mongodb://e")]).unwrap(), "mongodb://e");
+    assert_eq!(uri(&["a.yaml", "b.yaml"], &[]).unwrap(), "mongodb://secret", "the later file beats the earlier");
+    assert_eq!(uri(&["b.yaml", "a.yaml"], &[]).unwrap(), "mongodb://a");
+    let both = [by_file[0], ("DENORMD__MONGODB__URI", "mongodb://e")];
+    assert!(uri(&["a.yaml"], &both).unwrap_err().contains("both given"), "one layer says one thing");
+    let token = dir.path("token").display().to_string();
+    let loaded = dir.load(&["a.yaml"], &[("DENORMD__HTTP__TOKEN_FILE", &token)]).unwrap();
+    assert_eq!(
+        loaded.config.http.token.as_ref().map(ExposeSecret::expose_secret),
+        Some("another token of some length")
+    );
+    let effective = loaded.effective();
+    assert!(effective.iter().all(|it| it.setting != "http.token"), "{effective:?}");
+}
+
+#[test]
+fn a_variable_whose_prefix_is_mistyped_is_reported() {
+    let dir = Dir::new(&[("a.yaml", "mongodb: { uri: mongodb://a }\nrules: []")]);
+    for (name, meant) in [
+        ("DENORMD_MONGODB__URI", "DENORMD__MONGODB__URI"),
+        ("DENORMD_MONGODB_URI_FILE", "DENORMD__MONGODB__URI_FILE"),
+        ("DENORM__MONGODB__URI", "DENORMD__MONGODB__URI"),
+        ("denormd_http__listen", "DENORMD__HTTP__LISTEN"),
+    ] {
+        let error = dir.load(&["a.yaml"], &[(name, "mongodb://u:hunter2@h")]).unwrap_err();
+        assert!(error.contains(name) && error.contains(&format!("did you mean `{meant}`?")), "{error}");
+        assert!(!error.contains("hunter2"), "{error}");
+    }
+    // What Kubernetes makes of a Service, and what has a meaning elsewhere.
+    for name in ["DENORMD_SERVICE_HOST", "DENORMD_PORT", "DENORMD_PORT_9464_TCP", "DENORMD_CONFIG", "DENORMD_VERSION"] {
+        assert!(dir.load(&["a.yaml"], &[(name, "x")]).is_ok(), "{name}");
+    }
+}
+
+/// One text of 1 MB, a hundred times by alias, would be 100 MB in each place that keeps the tree.
+#[test]
+fn aliases_copy_a_bounded_amount_of_text() {
+    let long = "x".repeat(1 << 20);
+    let list = |aliases: usize| {
+        format!("x-a: &a {long}\nx-b: [{}]\nmongodb: {{ uri: mongodb://h }}\nrules: []\n", "*a, ".repeat(aliases))
+    };
+    assert!(load_str(&list(10), Format::Yaml).is_ok());
+    let error = load_str(&list(100), Format::Yaml).unwrap_err();
+    assert!(error.to_string().contains("anchors and aliases copy too much text"), "{}", error.mistakes()[0].message);
+    let anchors = (0..60).map(|depth| format!("&a{depth} [")).collect::<Vec<_>>().concat();
+    let deep = format!("x-a: {anchors}{long}{}\nmongodb: {{ uri: mongodb://h }}\nrules: []\n", "]".repeat(60));
+    assert!(load_str(&deep, Format::Yaml).is_err(), "each anchor keeps what is below it");
+}
+
+#[cfg(unix)]
+#[test]
+fn an_endless_file_is_not_read_for_ever() {
+    let dir = Dir::new(&[("a.yaml", "mongodb: { uri_file: endless }\nrules: []")]);
+    for name in ["endless", "endless.yaml"] {
+        std::os::unix::fs::symlink("/dev/zero", dir.path(name)).unwrap();
+    }
+    for file in ["a.yaml", "endless.yaml"] {
+        let error = dir.load(&[file], &[]).unwrap_err();
+        assert!(error.contains("it is larger than"), "{error}");
+    }
 }
 
 fn formats() -> impl Strategy<Value = (Format, &'static str)> {
@@ -526,4 +619,21 @@ fn the_table_of_keys_has_every_setting() {
     let mut sections = crate::config::layer::SECTIONS.to_vec();
     sections.sort_unstable();
     assert_eq!(roots, sections);
+}
+
+#[test]
+fn an_objective_is_a_span_and_anything_else_is_refused() {
+    let with = |max_lag: &str| {
+        let rule = format!(
+            "mongodb: {{ uri: mongodb://h, database: d }}\nrules:\n  - {{ name: r, max_lag: {max_lag}, copy: {{ source: a, target: b, match: {{ a: _id }}, set: {{ x: $x }} }} }}\n"
+        );
+        load_str(&rule, Format::Yaml).map(|loaded| loaded.config.rules[0].max_lag)
+    };
+    for (text, seconds) in [("5s", 5), ("2m", 120), ("1h", 3600), ("\"7\"", 7), ("9", 9)] {
+        assert_eq!(with(text).unwrap(), std::time::Duration::from_secs(seconds), "{text}");
+    }
+    for wrong in ["0s", "soon", "5 s", "-1", "1.5s", "400d", "true"] {
+        let error = with(wrong).unwrap_err().to_string();
+        assert!(error.contains("a number and s, m, h or d"), "{wrong}: {error}");
+    }
 }

@@ -5,7 +5,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
 };
 
-use bson::{Bson, Document, oid::ObjectId};
+use bson::{Bson, Document, RawDocumentBuf, oid::ObjectId};
 
 use crate::{
     World, accumulate,
@@ -126,6 +126,10 @@ pub fn expected(rules: &[Document], database: &str, actual: &World) -> Result<Ex
 }
 
 fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), String> {
+    if !world.contains_key(&rule.source.collection) {
+        notes.push(format!("rule {}: its source does not exist, so the values stay", rule.name));
+        return Ok(());
+    }
     let documents = |side: &Side| world.get(&side.collection).cloned().unwrap_or_default();
     let mut sources = Vec::new();
     for document in documents(&rule.source) {
@@ -144,7 +148,9 @@ fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), 
         }
         let id = document.get("_id").cloned().unwrap_or(Bson::Null);
         let before = Bson::Document(document);
-        let after = desired(rule, &before, &candidates).and_then(|desired| write(before.clone(), desired));
+        let after = desired(rule, &before, &candidates);
+        let after = after.and_then(|desired| holds(rule, &before, &candidates).and(Ok(desired)));
+        let after = after.and_then(|desired| write(before.clone(), desired));
         match after {
             Ok(Some(Bson::Document(after))) => targets.push(after),
             Ok(_) => {}
@@ -158,6 +164,39 @@ fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), 
         world.insert(rule.target.collection.clone(), targets);
     }
     Ok(())
+}
+
+/// What the server holds in one document, with a margin for what an answer has around it.
+const MOST: usize = (16 << 20) - 100_000;
+
+/// Whether the server can hold the target and every answer on the way to it. Where that is not certain, the target keeps what it
+/// has: it is a dead letter, or right.
+fn holds(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<(), String> {
+    let size = |value: &Bson| {
+        let document = bson::doc! {"v": value.clone()};
+        RawDocumentBuf::try_from(&document).map_or(usize::MAX, |raw| raw.as_bytes().len())
+    };
+    let large =
+        |candidate: &&Candidate| !matches!(candidate.document.as_document(), Some(doc) if doc.values().all(is_small));
+    let references = references(rule, target, &Place::new(), 0);
+    let found = candidates.iter().filter(large);
+    let found = found.filter(|candidate| references.iter().any(|reference| reference.finds(candidate)));
+    let times = rule.owned().len() * references.len().max(1);
+    let all: usize = found.map(|candidate| size(candidate.document).saturating_mul(times)).sum();
+    if all > 0 && all.saturating_add(size(target)) > MOST {
+        return Err("larger than the server may hold".to_owned());
+    }
+    Ok(())
+}
+
+/// Most values are: it is not worth while to count their bytes.
+fn is_small(value: &Bson) -> bool {
+    match value {
+        Bson::String(text) => text.len() < 100_000,
+        Bson::Document(document) => document.values().all(is_small),
+        Bson::Array(elements) => elements.iter().all(is_small),
+        _ => true,
+    }
 }
 
 /// `sort`, then `_id` ascending.
@@ -356,8 +395,12 @@ fn scope<'a>(candidate: &Candidate<'a>) -> Scope<'a> {
 
 /// The first source, in the candidates' order, that any of the references finds.
 fn want_set(rule: &Rule, value: &Bson, references: &[Reference], candidates: &[Candidate]) -> Result<Want, String> {
-    let found = candidates.iter().find(|candidate| references.iter().any(|reference| reference.finds(candidate)));
-    let Some(found) = found else {
+    let mut values = Vec::new();
+    for found in candidates.iter().filter(|candidate| references.iter().any(|reference| reference.finds(candidate))) {
+        // One that fails makes the target a dead letter, although another one may win.
+        values.push(evaluate(value, scope(found))?);
+    }
+    let Some(first) = values.into_iter().next() else {
         let dangles = references.iter().any(|reference| !reference.refers_to_nothing());
         return Ok(match rule.on_missing {
             OnMissing::Null if dangles => Want::Set(Bson::Null),
@@ -365,15 +408,19 @@ fn want_set(rule: &Rule, value: &Bson, references: &[Reference], candidates: &[C
             _ => Want::Unset,
         });
     };
-    Ok(evaluate(value, scope(found))?.map_or(Want::Unset, Want::Set))
+    Ok(first.map_or(Want::Unset, Want::Set))
 }
 
 /// One element for each reference, in the references' order and with their duplicates.
 fn want_into(rule: &Rule, element: &Bson, references: &[Reference], candidates: &[Candidate]) -> Result<Want, String> {
     let mut elements = Vec::new();
     for reference in references.iter().filter(|reference| !reference.refers_to_nothing()) {
-        match candidates.iter().find(|candidate| reference.finds(candidate)) {
-            Some(found) => elements.extend(evaluate(element, scope(found))?),
+        let mut values = Vec::new();
+        for found in candidates.iter().filter(|candidate| reference.finds(candidate)) {
+            values.push(evaluate(element, scope(found))?);
+        }
+        match values.into_iter().next() {
+            Some(first) => elements.extend(first),
             None if rule.on_missing == OnMissing::Null => elements.push(Bson::Null),
             None if rule.on_missing == OnMissing::Keep => return Ok(Want::Leave),
             None => {}
@@ -404,13 +451,12 @@ fn want_collect(
     if references.iter().all(Reference::refers_to_nothing) {
         return Ok(Want::Unset);
     }
-    let found = input(references, candidates);
-    if found.is_empty() && rule.unset_on_empty {
-        return Ok(Want::Unset);
-    }
     let mut elements = Vec::new();
-    for candidate in found {
+    for candidate in input(references, candidates) {
         elements.extend(evaluate(element, scope(candidate))?);
+    }
+    if elements.is_empty() && rule.unset_on_empty {
+        return Ok(Want::Unset);
     }
     if let Some(slice) = slice {
         let keep = usize::try_from(slice.unsigned_abs()).unwrap_or(usize::MAX);

@@ -2,7 +2,7 @@
 
 use bson::{Bson, Document};
 
-use crate::value::{float, is_nothing, is_number};
+use crate::value::{equal, float, is_nothing, is_number};
 
 /// What an expression may read.
 #[derive(Debug, Clone, Copy)]
@@ -136,6 +136,23 @@ fn operate(operator: &str, operand: &Bson, scope: Scope) -> Result<Option<Bson>,
             other => Err(format!("$toUpper of {other:?}")),
         },
         "$add" => add(&operands()?),
+        "$eq" => match &operands()?[..] {
+            [Some(a), Some(b)] => Ok(Some(Bson::Boolean(equal(a, b)))),
+            [a, b] => Ok(Some(Bson::Boolean(a.is_none() && b.is_none()))),
+            _ => Err("$eq of two".to_owned()),
+        },
+        "$cond" => match operand.as_array().map(Vec::as_slice) {
+            Some([condition, then, otherwise]) => {
+                let holds = evaluate(condition, scope)? == Some(Bson::Boolean(true));
+                evaluate(if holds { then } else { otherwise }, scope)
+            }
+            _ => Err("$cond of three".to_owned()),
+        },
+        // Of no other array than a range that is long.
+        "$size" => {
+            let range = operand.as_document().and_then(|operand| operand.get_array("$range").ok());
+            range.and_then(|range| range.get(1)).cloned().map(Some).ok_or_else(|| "$size of a range".to_owned())
+        }
         other => Err(format!("expression operator {other}")),
     }
 }

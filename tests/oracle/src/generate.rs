@@ -1,6 +1,7 @@
 //! Random rules over collections of their own, and random histories that concern them.
 
 mod draw;
+mod odd;
 mod shape;
 
 use std::collections::BTreeSet;
@@ -9,6 +10,7 @@ use bson::{Bson, Document, doc};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
 use crate::{Op, Oracle, World};
+pub use odd::{NOT_UTF8, Odd};
 use shape::Shape;
 
 /// What a [`Generator`] may draw.
@@ -41,8 +43,10 @@ pub struct Options {
     pub wrong_shapes: bool,
     /// Expressions that fail on some values: dead letters.
     pub failing: bool,
-    /// Users write owned paths; the rules get `guard: watch`.
+    /// Users write owned paths; the rules get `guard: watch` or `audit`.
     pub write_owned: bool,
+    /// Kinds that a world may have beside.
+    pub odd: Vec<Odd>,
 }
 
 impl Options {
@@ -64,6 +68,7 @@ impl Options {
             wrong_shapes: true,
             failing: false,
             write_owned: false,
+            odd: Vec::new(),
         }
     }
 
@@ -106,6 +111,13 @@ pub struct Generator {
     model: World,
     /// Ids that were deleted, to be inserted again.
     deleted: Vec<(String, Bson)>,
+    odd: BTreeSet<Odd>,
+    /// Collections, by their places, that have a default collation.
+    collated: BTreeSet<usize>,
+    /// What a collection is restored from.
+    backup: World,
+    /// Large values that may still be written.
+    large_left: u32,
 }
 
 /// One rule in the making.
@@ -166,7 +178,14 @@ impl Generator {
             rules: Vec::new(),
             model: World::new(),
             deleted: Vec::new(),
+            odd: BTreeSet::new(),
+            collated: BTreeSet::new(),
+            backup: World::new(),
+            large_left: 4,
         };
+        generator.odd = odd::drawn(&mut generator.rng, &generator.options.odd);
+        generator.options.failing |= generator.has(Odd::Failing);
+        generator.draw_collations();
         generator.draw_scenarios();
         generator.rules = (0..generator.scenarios.len()).map(|index| generator.draw_rule(index)).collect();
         generator
@@ -216,7 +235,13 @@ impl Generator {
             kinds.extend([Kind::Aggregate, Kind::Aggregate]);
         }
         for number in 0..count {
-            let kind = kinds.choose(&mut self.rng).copied().unwrap_or(Kind::Set);
+            let usual = kinds.choose(&mut self.rng).copied().unwrap_or(Kind::Set);
+            let kind = match usual {
+                _ if self.has(Odd::Echo) && self.rng.random_bool(0.6) => Kind::Set,
+                // What an expression yields becomes an element as it is.
+                Kind::Set if self.has(Odd::Empty) && self.rng.random_bool(0.4) => Kind::Into,
+                usual => usual,
+            };
             // Two sources and two targets; in a chain any may be either.
             let (source, target) = if self.options.chains {
                 let previous = self.scenarios.last().map(|scenario| scenario.target);
@@ -230,7 +255,16 @@ impl Generator {
                 Kind::Into => Held::Target,
                 _ => Held::Source,
             };
-            let shape = Shape::draw(&mut self.rng, kind == Kind::Into);
+            let mut shape = Shape::draw(&mut self.rng, kind == Kind::Into);
+            let (mut held_by, mut source, mut target) = (held_by, source, target);
+            if self.has(Odd::Echo) {
+                // The stream leaves out what it takes for our own writes where no rule reads from a collection.
+                source %= 3;
+                if kind == Kind::Set && self.rng.random_bool(0.7) {
+                    (held_by, target) = (Held::Target, 3);
+                    shape = if self.rng.random_bool(0.7) { Shape::Dotted } else { Shape::Pair };
+                }
+            }
             self.scenarios.push(Scenario { number, kind, source, target, shape, held_by, outputs: Vec::new() });
         }
     }
@@ -260,7 +294,7 @@ impl Generator {
                 let whole = prefixes.last().into_iter().filter(|prefix| !scenario.shape.is_bare(prefix));
                 let own: Vec<&String> = prefixes.iter().take(1).chain(whole).collect();
                 let prefix = own.choose(&mut self.rng).map_or(String::new(), |prefix| (*prefix).clone());
-                let dotted = self.rng.random_bool(0.3);
+                let dotted = self.rng.random_bool(if self.has(Odd::Echo) { 0.0 } else { 0.3 });
                 for part in 0..self.rng.random_range(1..=3) {
                     let leaf = if dotted { format!("o{number}.p{part}") } else { format!("o{number}_{part}") };
                     if prefix.is_empty() {
@@ -318,7 +352,7 @@ impl Generator {
         };
         let mut rule = doc! {"name": format!("{}{number}", self.options.prefix), word: body};
         if self.options.write_owned {
-            rule.insert("guard", "watch");
+            rule.insert("guard", if self.rng.random_bool(0.5) { "watch" } else { "audit" });
         }
         rule
     }
@@ -366,10 +400,11 @@ impl Generator {
 
     fn draw_side(&mut self, collection: usize) -> Bson {
         let collection = self.collections[collection].clone();
-        if self.rng.random_bool(0.8) {
+        if self.rng.random_bool(if self.has(Odd::Collation) { 0.4 } else { 0.8 }) {
             return Bson::String(collection);
         }
         let filter = match self.rng.random_range(0..6) {
+            _ if self.has(Odd::Collation) && self.rng.random_bool(0.5) => doc! {"label": {"$lt": "a"}},
             0 => doc! {"status": "open"},
             1 => doc! {"status": {"$in": ["open", "draft"]}},
             2 => doc! {"status": {"$ne": "closed"}},
@@ -412,6 +447,9 @@ impl Generator {
     }
 
     fn draw_element(&mut self, scenario: &Scenario) -> Bson {
+        if let Some(odd) = self.draw_odd_expression() {
+            return odd;
+        }
         match self.rng.random_range(0..5) {
             0 => Bson::from("$_id"),
             1 => Bson::Document(doc! {"name": "$name", "at": "$rank"}),
@@ -421,7 +459,9 @@ impl Generator {
     }
 
     fn draw_accumulator(&mut self) -> Document {
-        let operand = ["$n", "$num", "$n"].choose(&mut self.rng).copied().unwrap_or("$n");
+        let operands: &[&str] =
+            if self.has(Odd::Empty) { &["$n", "$num", "$tags", "$info"] } else { &["$n", "$num", "$n"] };
+        let operand = operands.choose(&mut self.rng).copied().unwrap_or("$n");
         match self.rng.random_range(0..10) {
             0 => doc! {"$sum": 1},
             1 => doc! {"$count": {}},
@@ -447,6 +487,9 @@ impl Generator {
             && let Some(output) = outputs.choose(&mut self.rng)
         {
             return Bson::String(format!("${output}"));
+        }
+        if let Some(odd) = self.draw_odd_expression() {
+            return odd;
         }
         // The whole document, unless some rule writes into it: that could be a cycle.
         let untouched = self.scenarios.iter().all(|other| other.target != scenario.source);
@@ -487,6 +530,7 @@ impl Generator {
         for op in &ops {
             self.record(op);
         }
+        self.back_up();
         ops
     }
 
@@ -495,6 +539,10 @@ impl Generator {
         let collections = self.collections();
         let coll = collections.choose(&mut self.rng).cloned().unwrap_or_default();
         let filter = doc! {"_id": self.draw_known_id(&coll)};
+        if let Some(op) = self.draw_odd(&coll) {
+            self.record(&op);
+            return op;
+        }
         let again = self.deleted.iter().position(|(gone, _)| *gone == coll);
         let op = match self.rng.random_range(0..100) {
             0..=9 => Op::Insert { doc: self.draw_document(&coll, None), coll },

@@ -48,10 +48,10 @@ use bson::Document;
 
 pub use differences::differences;
 pub use expected::{Expectation, Oracle, expected};
-pub use generate::{Generator, Options};
+pub use generate::{Generator, NOT_UTF8, Odd, Options};
 pub use op::Op;
 pub use rule::Rule;
 pub use value::{compare, equal, identical};
 
-/// Collections by the names that rules use, each with all its documents.
+/// Collections by the names that rules use, each with all its documents. One that does not exist is not there.
 pub type World = BTreeMap<String, Vec<Document>>;

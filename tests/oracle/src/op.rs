@@ -44,6 +44,32 @@ pub enum Op {
         /// Which document.
         filter: Document,
     },
+    /// `drop`
+    Drop {
+        /// The collection.
+        coll: String,
+    },
+    /// `mongorestore --drop`: the collection is dropped, created as it was created first, and filled.
+    Restore {
+        /// The collection.
+        coll: String,
+        /// What is in the backup.
+        docs: Vec<Document>,
+    },
+    /// `renameCollection`, with `dropTarget`
+    Rename {
+        /// Its name before.
+        from: String,
+        /// Its name after.
+        coll: String,
+    },
+    /// `collMod` of `changeStreamPreAndPostImages`
+    PreImages {
+        /// The collection.
+        coll: String,
+        /// Whether they are recorded.
+        on: bool,
+    },
 }
 
 impl Op {
@@ -54,12 +80,36 @@ impl Op {
             Self::Insert { coll, .. }
             | Self::Update { coll, .. }
             | Self::Replace { coll, .. }
-            | Self::Delete { coll, .. } => coll,
+            | Self::Delete { coll, .. }
+            | Self::Drop { coll }
+            | Self::Restore { coll, .. }
+            | Self::Rename { coll, .. }
+            | Self::PreImages { coll, .. } => coll,
         }
     }
 
     /// Does it to a world in memory. An error is what the server would refuse; nothing has changed then.
     pub fn apply(&self, world: &mut World) -> Result<(), String> {
+        match self {
+            Self::Drop { coll } => {
+                world.remove(coll).ok_or("no such collection")?;
+                return Ok(());
+            }
+            Self::Restore { coll, docs } => {
+                world.insert(coll.clone(), docs.clone());
+                return Ok(());
+            }
+            Self::Rename { from, coll } => {
+                let documents = world.remove(from).ok_or("no such collection")?;
+                world.insert(coll.clone(), documents);
+                return Ok(());
+            }
+            Self::PreImages { .. } => return Ok(()),
+            Self::Insert { .. } => {}
+            // These do not create a collection.
+            _ if !world.contains_key(self.coll()) => return Ok(()),
+            _ => {}
+        }
         let documents = world.entry(self.coll().to_owned()).or_default();
         let position = |filter: &Document| {
             let id = filter.get("_id").unwrap_or(&Bson::Null);
@@ -88,6 +138,7 @@ impl Op {
                     documents.remove(position);
                 }
             }
+            Self::Drop { .. } | Self::Restore { .. } | Self::Rename { .. } | Self::PreImages { .. } => {}
         }
         Ok(())
     }

@@ -3,15 +3,19 @@
 use bson::{Bson, DateTime, Document, bson, doc, oid::ObjectId};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
-use super::{Generator, Scenario, shape::tenant};
+use super::{
+    Generator, Scenario,
+    odd::{NOT_UTF8, Odd, odd_key},
+    shape::tenant,
+};
 
 impl Generator {
     /// A whole document: the fields that expressions read, and the references of every rule that looks for them here.
     pub(super) fn draw_document(&mut self, coll: &str, id: Option<Bson>) -> Document {
-        let mut document = doc! {"_id": id.unwrap_or_else(|| key(&mut self.rng))};
+        let mut document = doc! {"_id": id.unwrap_or_else(|| self.draw_key())};
         for field in ["name", "label", "num", "n", "rank", "info", "list", "tags", "code", "tenant", "status"] {
             if self.rng.random_bool(0.75) {
-                document.insert(field, user_value(&mut self.rng, field));
+                document.insert(field, self.draw_value(field));
             }
         }
         for scenario in self.holders(coll) {
@@ -81,7 +85,17 @@ impl Generator {
     fn draw_reference(&mut self, scenario: &Scenario) -> Bson {
         let other = if scenario.holder() == scenario.target { scenario.source } else { scenario.target };
         let to = (self.options.database.as_str(), self.collections[other].as_str());
-        let mut element = scenario.shape.element(&mut self.rng, to, &mut reference_key);
+        let odd = self.odd.clone();
+        let mut key = |rng: &mut StdRng| odd_key(rng, &odd).unwrap_or_else(|| reference_key(rng));
+        let mut element = scenario.shape.element(&mut self.rng, to, &mut key);
+        if let Bson::Document(element) = &mut element
+            && odd.contains(&Odd::NotUtf8)
+            && element.contains_key("role")
+            && self.rng.random_bool(0.3)
+        {
+            // Beside the key, below the same top-level field.
+            element.insert("role", format!("{NOT_UTF8}"));
+        }
         if let Bson::Document(element) = &mut element
             && scenario.shape.is_array()
             && scenario.holder() == scenario.target
@@ -106,7 +120,7 @@ impl Generator {
         let known = self.model.get(coll).and_then(|documents| documents.choose(&mut self.rng));
         match known.and_then(|document| document.get("_id").cloned()) {
             Some(id) if self.rng.random_bool(0.95) => id,
-            _ => key(&mut self.rng),
+            _ => self.draw_key(),
         }
     }
 
@@ -142,10 +156,10 @@ impl Generator {
             ("list", 2..=4) => doc! {"$push": {"list": {"x": scalar(&mut self.rng)}}},
             // Two fields at once, one of which may decide where the document belongs.
             (_, 9) => doc! {"$set": {
-                field: user_value(&mut self.rng, field),
-                "status": user_value(&mut self.rng, "status"),
+                field: self.draw_value(field),
+                "status": self.draw_value("status"),
             }},
-            _ => doc! {"$set": {field: user_value(&mut self.rng, field)}},
+            _ => doc! {"$set": {field: self.draw_value(field)}},
         }
     }
 
@@ -198,7 +212,7 @@ impl Generator {
     }
 }
 
-fn pick(rng: &mut StdRng, values: &[Bson]) -> Bson {
+pub(super) fn pick(rng: &mut StdRng, values: &[Bson]) -> Bson {
     values.choose(rng).cloned().unwrap_or(Bson::Null)
 }
 
@@ -254,7 +268,7 @@ fn scalar(rng: &mut StdRng) -> Bson {
 }
 
 /// A value of one of the fields that users own.
-fn user_value(rng: &mut StdRng, field: &str) -> Bson {
+pub(super) fn user_value(rng: &mut StdRng, field: &str) -> Bson {
     match field {
         "name" => match rng.random_range(0..10) {
             0..=4 => scalar(rng),

@@ -1,4 +1,4 @@
-//! `make demo`: a small shop whose copied fields stay true, before and after side by side.
+//! `make demo`: a small shop whose copied fields stay in sync, before and after side by side.
 
 use std::time::Duration;
 
@@ -73,7 +73,7 @@ async fn main() {
     println!("  target/release/denormd plan --offline --config mine.yaml       checks the config alone");
     println!("  target/release/denormd plan --config mine.yaml                 asks the cluster, changes nothing");
     println!("  target/release/denormd plan --config mine.yaml --apply         creates the indexes it names");
-    println!("  target/release/denormd run --config mine.yaml                  keeps the copies true");
+    println!("  target/release/denormd run --config mine.yaml                  keeps the copies in sync");
 }
 
 fn size(number: i32) -> usize {

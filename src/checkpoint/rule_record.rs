@@ -1,0 +1,257 @@
+//! The stored form of what is known of a rule.
+//!
+//! Every name here is pinned: `tests/golden` holds documents as this version and earlier ones write them. The fields of the
+//! first version stay as they were, so that an instance of that version, beside this one or after it, reads the same state: a
+//! blocked rule is `held` to it. It passes over the fields that it does not know.
+
+use bson::{Bson, DateTime, Document, Timestamp, doc};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    error::{Error, Kind, Result},
+    position::ClusterTime,
+    rule_state::{BlockReason, RuleState},
+};
+
+/// What is known of a rule from earlier runs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RuleRecord {
+    /// What the rule was.
+    pub definition: Document,
+    /// Its earlier definitions, where they owned something else.
+    pub retired: Vec<Document>,
+    /// The definition whose effect on existing data somebody has agreed to.
+    pub agreed: Option<Document>,
+    /// Whether its source collection has been there.
+    pub source_seen: bool,
+    /// The UUID of that collection. The first version kept none.
+    pub source_uuid: Option<Bson>,
+    /// Until when the loss of its source has been agreed to: a drop up to then, read again after a crash, does not block it.
+    pub released: Option<ClusterTime>,
+    /// Its state.
+    pub state: RuleState,
+    /// How many targets its open backfill has done and has to do, where that is known.
+    pub progress: Option<(u64, Option<u64>)>,
+    /// The last generation that a leader has acted on, of those that commands have set.
+    pub noticed: i64,
+    /// Counts the changes of its state, so that one that is late cannot undo a newer one.
+    pub generation: i64,
+}
+
+impl RuleRecord {
+    /// Whether somebody has agreed to what this definition of the rule does to existing data.
+    #[must_use]
+    pub fn has_agreed(&self, definition: &Document) -> bool {
+        self.agreed.as_ref() == Some(definition)
+    }
+
+    /// The records of two partitions as one: the state that more has to be done for, and only what both have done.
+    pub(super) fn join(&mut self, other: Self) {
+        let other_is_worse = other.state.urgency() > self.state.urgency();
+        // Something is noticed when every partition has noticed its own.
+        self.noticed += other.noticed;
+        self.generation += other.generation;
+        self.source_seen |= other.source_seen;
+        self.source_uuid = self.source_uuid.take().or(other.source_uuid);
+        self.released = self.released.max(other.released);
+        if self.agreed != other.agreed {
+            self.agreed = None;
+        }
+        for definition in other.retired {
+            if !self.retired.contains(&definition) {
+                self.retired.push(definition);
+            }
+        }
+        // Each goes through all targets: the last one tells how far they are.
+        let behind = |progress: &Option<(u64, Option<u64>)>| progress.map(|(done, _)| done);
+        if other_is_worse || behind(&other.progress) < behind(&self.progress) {
+            self.progress = other.progress;
+        }
+        if other_is_worse {
+            (self.definition, self.state) = (other.definition, other.state);
+        }
+    }
+}
+
+/// `_id`
+#[derive(Debug, Deserialize)]
+struct Id {
+    rule: String,
+}
+
+/// `backfill`: the state by the names of the first version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+enum Backfill {
+    #[serde(rename = "pending")]
+    Pending,
+    #[serde(rename = "manual")]
+    Manual,
+    #[serde(rename = "done")]
+    Done,
+    #[serde(rename = "held")]
+    Held,
+    #[serde(rename = "absent")]
+    Absent,
+}
+
+/// `progress`
+#[derive(Debug, Serialize, Deserialize)]
+struct Progress {
+    #[serde(rename = "done")]
+    done: i64,
+    #[serde(rename = "expected")]
+    expected: Option<i64>,
+}
+
+/// The fields that say which state a rule is in.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stored {
+    #[serde(rename = "backfill")]
+    backfill: Backfill,
+    /// `_id` of the target to resume after, in an array, as any BSON value may be one.
+    #[serde(rename = "after", default)]
+    after: Vec<Bson>,
+    #[serde(rename = "reason", default)]
+    reason: Option<String>,
+    #[serde(rename = "detached", default)]
+    detached: Option<bool>,
+    #[serde(rename = "paused", default)]
+    paused: Option<bool>,
+    #[serde(rename = "suspended", default)]
+    suspended: Option<bool>,
+    /// Not known to the first version.
+    #[serde(rename = "block", default)]
+    block: Option<BlockReason>,
+    /// The `reason` that came with `block`. The first version leaves both as they were when it blocks a rule for a reason of its
+    /// own.
+    #[serde(rename = "block_reason", default)]
+    block_reason: Option<String>,
+    #[serde(rename = "until", default)]
+    until: Option<DateTime>,
+    /// The generation of the backfill whose removals somebody has agreed to.
+    #[serde(rename = "removals_agreed", default, skip_serializing)]
+    removals_agreed: Option<i64>,
+}
+
+/// The other fields.
+#[derive(Debug, Deserialize)]
+struct Beside {
+    #[serde(rename = "_id")]
+    id: Id,
+    #[serde(rename = "definition", default)]
+    definition: Document,
+    #[serde(rename = "retired", default)]
+    retired: Vec<Document>,
+    #[serde(rename = "agreed", default)]
+    agreed: Option<Document>,
+    #[serde(rename = "source_seen", default)]
+    source_seen: bool,
+    #[serde(rename = "source_uuid", default)]
+    source_uuid: Option<Bson>,
+    #[serde(rename = "released", default)]
+    released: Option<Timestamp>,
+    #[serde(rename = "progress", default)]
+    progress: Option<Progress>,
+    #[serde(rename = "noticed", default)]
+    noticed: i64,
+    #[serde(rename = "generation", default)]
+    generation: i64,
+}
+
+impl Stored {
+    fn state(self, generation: i64) -> RuleState {
+        let is = |flag: Option<bool>| flag.unwrap_or(false);
+        match self.backfill {
+            Backfill::Pending => RuleState::Backfilling {
+                after: self.after.into_iter().next(),
+                agreed: self.removals_agreed == Some(generation),
+            },
+            Backfill::Manual => RuleState::AwaitingBackfill,
+            Backfill::Done => RuleState::Live,
+            Backfill::Absent => RuleState::Removed,
+            Backfill::Held if is(self.paused) => RuleState::Paused { until: self.until },
+            Backfill::Held if is(self.suspended) => {
+                RuleState::Unavailable { reason: self.reason.unwrap_or_else(|| "something is missing".to_owned()) }
+            }
+            Backfill::Held if is(self.detached) => RuleState::Blocked(BlockReason::SourceGone),
+            Backfill::Held => {
+                let current = self.block.filter(|_| self.block_reason == self.reason);
+                RuleState::Blocked(current.unwrap_or(BlockReason::RemovalLimit))
+            }
+        }
+    }
+
+    fn of(state: &RuleState) -> Self {
+        let mut stored = Self {
+            backfill: Backfill::Held,
+            after: Vec::new(),
+            reason: state.reason(),
+            detached: None,
+            paused: None,
+            suspended: None,
+            block: None,
+            block_reason: None,
+            until: None,
+            removals_agreed: None,
+        };
+        match state {
+            RuleState::Backfilling { after, .. } => {
+                (stored.backfill, stored.after) = (Backfill::Pending, after.iter().cloned().collect());
+            }
+            RuleState::AwaitingBackfill => stored.backfill = Backfill::Manual,
+            RuleState::Live => stored.backfill = Backfill::Done,
+            RuleState::Removed => stored.backfill = Backfill::Absent,
+            RuleState::Paused { until } => stored.until = *until,
+            RuleState::Blocked(reason) => {
+                (stored.block, stored.block_reason) = (Some(reason.clone()), stored.reason.clone());
+            }
+            RuleState::Unavailable { .. } => {}
+        }
+        if stored.backfill == Backfill::Held {
+            stored.detached = Some(*state == RuleState::Blocked(BlockReason::SourceGone));
+            stored.paused = Some(matches!(state, RuleState::Paused { .. }));
+            stored.suspended = Some(matches!(state, RuleState::Unavailable { .. }));
+        }
+        stored
+    }
+}
+
+/// The fields of a rule's document that put it into this state.
+pub(super) fn state_fields(state: &RuleState) -> Result<Document> {
+    let mut fields = bson::serialize_to_document(&Stored::of(state))
+        .map_err(|error| Error::internal(format!("the state of a rule cannot be stored: {error}")))?;
+    fields.extend(doc! {"progress": Bson::Null, "saved": DateTime::now()});
+    Ok(fields)
+}
+
+/// How far a backfill is, as it is stored.
+pub(super) fn progress_field((done, expected): (u64, Option<u64>)) -> Document {
+    let count = |targets: u64| i64::try_from(targets).unwrap_or(i64::MAX);
+    doc! {"done": count(done), "expected": expected.map(count)}
+}
+
+/// Reads a rule's document: the rule's name and what is known of it.
+pub(super) fn read(document: &Document) -> Result<(String, RuleRecord)> {
+    let unreadable = |error: bson::error::Error| {
+        let id = document.get("_id").cloned().unwrap_or(Bson::Null).into_relaxed_extjson();
+        Error::new(Kind::Internal, format!("the state of a rule, `_id` {id}, cannot be read: {error}")).hint(
+            "was it written by another version, or by hand? Without this document the rule is new, and backfilled",
+        )
+    };
+    let stored: Stored = bson::deserialize_from_document(document.clone()).map_err(unreadable)?;
+    let beside: Beside = bson::deserialize_from_document(document.clone()).map_err(unreadable)?;
+    let number = |count: i64| u64::try_from(count).unwrap_or_default();
+    let record = RuleRecord {
+        definition: beside.definition,
+        retired: beside.retired,
+        agreed: beside.agreed,
+        source_seen: beside.source_seen,
+        source_uuid: beside.source_uuid,
+        released: beside.released.map(ClusterTime::from),
+        state: stored.state(beside.generation),
+        progress: beside.progress.map(|progress| (number(progress.done), progress.expected.map(number))),
+        noticed: beside.noticed,
+        generation: beside.generation,
+    };
+    Ok((beside.id.rule, record))
+}

@@ -1,0 +1,203 @@
+//! What was last heard of each server, and why one cannot be reached: the driver's own error of a selection has all of it as text
+//! alone, mixed with what a user should not see.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write as _,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use bson::Document;
+use mongodb::{
+    error::ErrorKind,
+    event::{EventHandler, sdam::SdamEvent},
+    options::ClientOptions,
+};
+use tokio_rustls::rustls;
+
+use super::classify::named;
+use crate::error::{Error, Kind};
+
+/// A process has one cluster. An error of the driver does not say which client it comes from, so the newest one is meant.
+static NEWEST: Mutex<Option<Arc<Reach>>> = Mutex::new(None);
+
+/// Servers by their address.
+#[derive(Debug)]
+struct Reach {
+    /// `replicaSet` of the connection string.
+    set: Option<String>,
+    servers: Mutex<BTreeMap<String, Heard>>,
+}
+
+/// What was heard of a server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Heard {
+    what: String,
+    advice: Advice,
+}
+
+/// What is to be done about it; of several servers the first of these counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Advice {
+    Initiate,
+    OtherSet,
+    Standalone,
+    Tls,
+    Name,
+    Closed,
+    Wait,
+    Start,
+}
+
+impl Advice {
+    fn text(self) -> &'static str {
+        match self {
+            Self::Initiate => "run rs.initiate() once on one of its members",
+            Self::OtherSet => "give the set's real name as replicaSet= in the connection string",
+            Self::Standalone => {
+                "start mongod with --replSet rs0 and run rs.initiate() once; a set of one member is enough"
+            }
+            Self::Tls => {
+                "give tlsCAFile= in the connection string with the authority that signed the server's certificate; the host names in \
+                 the connection string must be in the certificate, and the dates right"
+            }
+            Self::Name => "are the host names in the connection string right, and known to this machine's DNS?",
+            Self::Closed => "if the servers demand TLS, add tls=true to the connection string",
+            Self::Wait => {
+                "an election takes some seconds; if it does not end, too few members of the set can reach each other"
+            }
+            Self::Start => "are the servers up, and can this machine reach them at these addresses?",
+        }
+    }
+}
+
+/// Listens to what the client of these options hears of its servers.
+pub(super) fn watch(options: &mut ClientOptions) {
+    let reach = Arc::new(Reach { set: options.repl_set_name.clone(), servers: Mutex::default() });
+    *NEWEST.lock().unwrap_or_else(PoisonError::into_inner) = Some(reach.clone());
+    options.sdam_event_handler = Some(EventHandler::callback(move |event| reach.note(&event)));
+}
+
+/// Why no primary can be selected.
+pub(super) fn unreachable() -> Error {
+    let newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    newest.map_or_else(|| Error::new(Kind::Unavailable, NO_PRIMARY), |reach| reach.error())
+}
+
+/// That a question was not answered in time, with what was last heard of each server.
+#[must_use]
+pub fn silent() -> Error {
+    let newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let heard = newest.map(|reach| reach.heard()).unwrap_or_default();
+    Error::new(Kind::Connection, format!("no answer in time{heard}"))
+}
+
+const NO_PRIMARY: &str = "no primary can be reached";
+
+impl Reach {
+    fn note(&self, event: &SdamEvent) {
+        let (address, heard) = match event {
+            SdamEvent::ServerHeartbeatSucceeded(event) => (&event.server_address, self.said(&event.reply)),
+            SdamEvent::ServerHeartbeatFailed(event) => (&event.server_address, failed(&event.failure)),
+            _ => return,
+        };
+        self.servers.lock().unwrap_or_else(PoisonError::into_inner).insert(address.to_string(), heard);
+    }
+
+    /// What a server says of itself (`hello`).
+    fn said(&self, hello: &Document) -> Heard {
+        let heard = |what: &str, advice| Heard { what: what.to_owned(), advice };
+        let is = |name: &str| hello.get_bool(name).unwrap_or_default();
+        let name = hello.get_str("setName").ok();
+        match (name, &self.set) {
+            _ if is("isreplicaset") => heard("its replica set is not initiated", Advice::Initiate),
+            (Some(name), Some(wanted)) if name != wanted => {
+                heard(&format!("it is a member of the replica set `{name}`, not of `{wanted}`"), Advice::OtherSet)
+            }
+            (None, Some(_)) if !hello.contains_key("msg") => {
+                heard("a standalone, not a member of a replica set", Advice::Standalone)
+            }
+            _ if is("isWritablePrimary") => heard("the primary", Advice::Wait),
+            _ if is("secondary") => heard("a secondary", Advice::Wait),
+            _ => heard("neither primary nor secondary", Advice::Wait),
+        }
+    }
+
+    /// ` (a:1: connection refused; b:2: a secondary)`
+    fn heard(&self) -> String {
+        let servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut text = String::new();
+        for (nth, (address, heard)) in servers.iter().enumerate() {
+            write!(text, "{}{address}: {}", if nth == 0 { " (" } else { "; " }, heard.what).ok();
+        }
+        if !servers.is_empty() {
+            text.push(')');
+        }
+        text
+    }
+
+    fn error(&self) -> Error {
+        let message = format!("{NO_PRIMARY}{}", self.heard());
+        let servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
+        let advice = servers.values().map(|heard| heard.advice).min().unwrap_or(Advice::Start);
+        Error::new(Kind::Unavailable, message).hint(advice.text())
+    }
+}
+
+fn failed(error: &mongodb::error::Error) -> Heard {
+    let (what, advice) = match error.kind.as_ref() {
+        ErrorKind::Io(error) => failed_io(error),
+        ErrorKind::DnsResolve { .. } => ("its name does not resolve".to_owned(), Advice::Name),
+        ErrorKind::Command(error) => (named(error.code, &error.code_name), Advice::Start),
+        ErrorKind::Authentication { .. } => ("it refuses the user name or the password".to_owned(), Advice::Start),
+        _ => ("it cannot be asked".to_owned(), Advice::Start),
+    };
+    Heard { what, advice }
+}
+
+fn failed_io(error: &std::io::Error) -> (String, Advice) {
+    use std::io::ErrorKind as Io;
+    if let Some(tls) = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
+        return (format!("TLS: {tls}"), Advice::Tls);
+    }
+    match error.kind() {
+        Io::ConnectionRefused => ("connection refused".to_owned(), Advice::Start),
+        Io::TimedOut => ("no answer in time".to_owned(), Advice::Start),
+        Io::UnexpectedEof | Io::ConnectionReset | Io::BrokenPipe | Io::ConnectionAborted => {
+            ("the connection was closed".to_owned(), Advice::Closed)
+        }
+        // What the system says of a name that it cannot resolve has no kind and no number.
+        _ if error.raw_os_error().is_none() => (error.to_string(), Advice::Name),
+        kind => (kind.to_string(), Advice::Start),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::doc;
+
+    use super::*;
+
+    #[test]
+    fn an_error_names_every_server_and_what_to_do() {
+        let reach = Reach { set: Some("rs0".to_owned()), servers: Mutex::default() };
+        assert_eq!(reach.error().message, "no primary can be reached");
+        let said = |hello: Document| reach.said(&hello);
+        let secondary = said(doc! {"setName": "rs0", "secondary": true});
+        let refused = failed(&std::io::Error::from(std::io::ErrorKind::ConnectionRefused).into());
+        reach.servers.lock().unwrap().extend([("a:1".to_owned(), refused), ("b:2".to_owned(), secondary)]);
+        let error = reach.error();
+        assert_eq!(error.message, "no primary can be reached (a:1: connection refused; b:2: a secondary)");
+        assert_eq!(error.hint.as_deref(), Some(Advice::Wait.text()));
+        for (hello, what, advice) in [
+            (doc! {"isreplicaset": true}, "its replica set is not initiated", Advice::Initiate),
+            (doc! {"setName": "x"}, "it is a member of the replica set `x`, not of `rs0`", Advice::OtherSet),
+            (doc! {"isWritablePrimary": true}, "a standalone, not a member of a replica set", Advice::Standalone),
+            (doc! {"setName": "rs0", "isWritablePrimary": true}, "the primary", Advice::Wait),
+        ] {
+            assert_eq!(said(hello), Heard { what: what.to_owned(), advice });
+        }
+        let tls = std::io::Error::other(rustls::Error::InvalidCertificate(rustls::CertificateError::Expired));
+        assert_eq!(failed(&tls.into()).advice, Advice::Tls);
+    }
+}

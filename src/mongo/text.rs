@@ -1,0 +1,315 @@
+//! Strings that are not UTF-8. The server stores any bytes, and clients in Go, C or PHP send them; Rust's strings hold none.
+//!
+//! Inside the daemon such a string is kept with each invalid byte written as one character: 0xFF is U+10FFFF. Python does the
+//! same (`surrogateescape`, PEP 383). It happens where documents are read and is taken back where commands are sent, so that
+//! all code in between handles these strings like any other: they match, are compared and are copied byte for byte. Where a
+//! string from a document holds one of these private-use characters itself, its bytes are written in the same way, so the
+//! original always comes back.
+
+use std::borrow::Cow;
+
+use bson::{RawDocument, RawDocumentBuf};
+
+/// The character of the byte 0x80 is U+10FF80, that of 0xFF is U+10FFFF. A byte below 0x80 is always valid.
+const BASE: u32 = 0x0010_FF00;
+
+/// The document with every string in valid UTF-8.
+#[must_use]
+pub fn escaped(document: &RawDocument) -> Cow<'_, RawDocument> {
+    converted(document, &Escape)
+}
+
+/// The document with every string in its original bytes.
+#[must_use]
+pub fn unescaped(document: RawDocumentBuf) -> RawDocumentBuf {
+    match converted(&document, &Unescape) {
+        Cow::Owned(converted) => converted,
+        Cow::Borrowed(_) => document,
+    }
+}
+
+/// A document that is not valid BSON is left as it is: whoever decodes it finds out.
+fn converted<'a>(document: &'a RawDocument, way: &impl Convert) -> Cow<'a, RawDocument> {
+    if !has_text(document.as_bytes(), way).unwrap_or(false) {
+        return Cow::Borrowed(document);
+    }
+    let mut out = Vec::new();
+    let converted = rewrite(document.as_bytes(), way, &mut out);
+    let converted = converted.and_then(|()| RawDocumentBuf::from_bytes(out).ok());
+    converted.map_or(Cow::Borrowed(document), Cow::Owned)
+}
+
+/// What is done with the text of strings and field names.
+trait Convert {
+    /// Whether this text changes.
+    fn concerns(&self, text: &[u8]) -> bool;
+    fn convert(&self, text: &[u8], out: &mut Vec<u8>);
+}
+
+struct Escape;
+
+impl Convert for Escape {
+    fn concerns(&self, text: &[u8]) -> bool {
+        !text.is_ascii() && std::str::from_utf8(text).map_or(true, |text| text.chars().any(is_escape))
+    }
+
+    fn convert(&self, text: &[u8], out: &mut Vec<u8>) {
+        let mut buffer = [0; 4];
+        let mut escape = |bytes: &[u8], out: &mut Vec<u8>| {
+            for byte in bytes {
+                let escape = char::from_u32(BASE + u32::from(*byte)).unwrap_or(char::REPLACEMENT_CHARACTER);
+                out.extend_from_slice(escape.encode_utf8(&mut buffer).as_bytes());
+            }
+        };
+        for chunk in text.utf8_chunks() {
+            for character in chunk.valid().chars() {
+                let mut bytes = [0; 4];
+                let bytes = character.encode_utf8(&mut bytes).as_bytes();
+                if is_escape(character) { escape(bytes, out) } else { out.extend_from_slice(bytes) }
+            }
+            escape(chunk.invalid(), out);
+        }
+    }
+}
+
+struct Unescape;
+
+impl Convert for Unescape {
+    fn concerns(&self, text: &[u8]) -> bool {
+        !text.is_ascii() && std::str::from_utf8(text).is_ok_and(|text| text.chars().any(is_escape))
+    }
+
+    fn convert(&self, text: &[u8], out: &mut Vec<u8>) {
+        for chunk in text.utf8_chunks() {
+            for character in chunk.valid().chars() {
+                match u8::try_from(u32::from(character).wrapping_sub(BASE)) {
+                    Ok(byte) if is_escape(character) => out.push(byte),
+                    _ => out.extend_from_slice(character.encode_utf8(&mut [0; 4]).as_bytes()),
+                }
+            }
+            out.extend_from_slice(chunk.invalid());
+        }
+    }
+}
+
+fn is_escape(character: char) -> bool {
+    u32::from(character) >= BASE + 0x80
+}
+
+/// One element of a document: type, name, value, and what follows.
+type Element<'a> = (u8, &'a [u8], &'a [u8], &'a [u8]);
+
+/// The elements of a document's bytes, without the length before and the zero behind them.
+fn elements(document: &[u8]) -> Option<&[u8]> {
+    document.get(4..document.len().checked_sub(1)?)
+}
+
+/// Splits the first element off (<https://bsonspec.org/spec.html>). None where the bytes are no BSON.
+fn split(bytes: &[u8]) -> Option<Element<'_>> {
+    let (kind, rest) = bytes.split_first()?;
+    let (name, rest) = cstring(rest)?;
+    let size = || usize::try_from(i32::from_le_bytes(*rest.first_chunk()?)).ok();
+    let length = match kind {
+        0x06 | 0x0A | 0x7F | 0xFF => 0,
+        0x08 => 1,
+        0x10 => 4,
+        0x01 | 0x09 | 0x11 | 0x12 => 8,
+        0x07 => 12,
+        0x13 => 16,
+        0x02 | 0x0D | 0x0E => size()?.checked_add(4)?,
+        0x05 => size()?.checked_add(5)?,
+        0x0C => size()?.checked_add(16)?,
+        0x03 | 0x04 | 0x0F => size()?,
+        0x0B => {
+            let (pattern, options) = cstring(rest)?;
+            pattern.len() + cstring(options)?.0.len() + 2
+        }
+        _ => return None,
+    };
+    let (value, rest) = rest.split_at_checked(length)?;
+    Some((*kind, name, value, rest))
+}
+
+fn cstring(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let end = bytes.iter().position(|byte| *byte == 0)?;
+    Some((&bytes[..end], &bytes[end + 1..]))
+}
+
+/// Splits a string with its length before and its zero behind it off.
+fn string(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let size = usize::try_from(i32::from_le_bytes(*bytes.first_chunk()?)).ok()?;
+    let (text, rest) = bytes.get(4..)?.split_at_checked(size)?;
+    Some((text.split_last()?.1, rest))
+}
+
+/// Whether a document has text that is to be converted.
+fn has_text(document: &[u8], way: &impl Convert) -> Option<bool> {
+    let mut rest = elements(document)?;
+    while !rest.is_empty() {
+        let (kind, name, value, next) = split(rest)?;
+        rest = next;
+        let inside = match kind {
+            0x02 | 0x0C | 0x0D | 0x0E => way.concerns(string(value)?.0),
+            0x03 | 0x04 => has_text(value, way)?,
+            0x0B => way.concerns(value),
+            0x0F => {
+                let (code, scope) = string(value.get(4..)?)?;
+                way.concerns(code) || has_text(scope, way)?
+            }
+            _ => false,
+        };
+        if inside || way.concerns(name) {
+            return Some(true);
+        }
+    }
+    Some(false)
+}
+
+fn rewrite(document: &[u8], way: &impl Convert, out: &mut Vec<u8>) -> Option<()> {
+    sized(out, |out| {
+        let mut rest = elements(document)?;
+        while !rest.is_empty() {
+            let (kind, name, value, next) = split(rest)?;
+            rest = next;
+            out.push(kind);
+            way.convert(name, out);
+            out.push(0);
+            rewrite_value(kind, value, way, out)?;
+        }
+        out.push(0);
+        Some(())
+    })
+}
+
+fn rewrite_value(kind: u8, value: &[u8], way: &impl Convert, out: &mut Vec<u8>) -> Option<()> {
+    match kind {
+        0x02 | 0x0C | 0x0D | 0x0E => {
+            let (text, rest) = string(value)?;
+            rewrite_string(text, way, out)?;
+            out.extend_from_slice(rest);
+        }
+        0x03 | 0x04 => rewrite(value, way, out)?,
+        // Two texts, each with its zero.
+        0x0B => way.convert(value, out),
+        0x0F => sized(out, |out| {
+            let (code, scope) = string(value.get(4..)?)?;
+            rewrite_string(code, way, out)?;
+            rewrite(scope, way, out)
+        })?,
+        _ => out.extend_from_slice(value),
+    }
+    Some(())
+}
+
+fn rewrite_string(text: &[u8], way: &impl Convert, out: &mut Vec<u8>) -> Option<()> {
+    let start = out.len();
+    out.extend_from_slice(&[0; 4]);
+    way.convert(text, out);
+    out.push(0);
+    // A string's length does not count itself.
+    let size = out.len() - start - 4;
+    put_size(out, start, size)
+}
+
+/// Writes something that begins with its own length.
+fn sized(out: &mut Vec<u8>, write: impl FnOnce(&mut Vec<u8>) -> Option<()>) -> Option<()> {
+    let start = out.len();
+    out.extend_from_slice(&[0; 4]);
+    write(out)?;
+    let size = out.len() - start;
+    put_size(out, start, size)
+}
+
+fn put_size(out: &mut [u8], at: usize, size: usize) -> Option<()> {
+    let size = i32::try_from(size).ok()?.to_le_bytes();
+    out.get_mut(at..at + 4)?.copy_from_slice(&size);
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::{
+        Binary, Bson, DateTime, Decimal128, Document, JavaScriptCodeWithScope, Regex, Timestamp, doc, oid::ObjectId,
+        spec::BinarySubtype,
+    };
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A document of every type, with `text` wherever there is text.
+    fn all_types(text: &str) -> Document {
+        let regex = Regex { pattern: text.try_into().unwrap(), options: "i".try_into().unwrap() };
+        doc! {
+            "string": text, text: 1, "symbol": Bson::Symbol(text.to_owned()), "code": Bson::JavaScriptCode(text.to_owned()),
+            "scoped": JavaScriptCodeWithScope { code: text.to_owned(), scope: doc! {text: [text]} }, "regex": regex,
+            "inside": {"a": [{"b": text}, text, 5]}, "double": 1.5, "int": 7, "long": 7_i64, "yes": true, "null": null,
+            "date": DateTime::from_millis(7), "id": ObjectId::from_bytes([7; 12]), "min": Bson::MinKey, "max": Bson::MaxKey,
+            "stamp": Timestamp { time: 1, increment: 2 }, "decimal": Decimal128::from_bytes([1; 16]), "none": Bson::Undefined,
+            "binary": Binary { subtype: BinarySubtype::Generic, bytes: text.as_bytes().to_vec() }, "last": text,
+        }
+    }
+
+    /// The same with other bytes, as many as before, for the placeholder.
+    fn with(bytes: [u8; 2]) -> RawDocumentBuf {
+        let raw = RawDocumentBuf::try_from(&all_types("a\u{bf}b")).unwrap();
+        let mut all = raw.into_bytes();
+        for at in 1..all.len() {
+            if all[at - 1..=at] == [0xC2, 0xBF] {
+                all[at - 1..=at].copy_from_slice(&bytes);
+            }
+        }
+        RawDocumentBuf::from_bytes(all).unwrap()
+    }
+
+    #[test]
+    fn every_string_of_every_type_is_decoded_and_comes_back() {
+        let raw = with([0xFF, 0xC3]);
+        assert!(Document::try_from(raw.as_ref()).is_err());
+        let decoded = Document::try_from(escaped(&raw).as_ref()).unwrap();
+        let mut expected = all_types("a\u{10FFFF}\u{10FFC3}b");
+        expected.insert("binary", Binary { subtype: BinarySubtype::Generic, bytes: b"a\xFF\xC3b".to_vec() });
+        assert_eq!(decoded, expected);
+        let back = unescaped(RawDocumentBuf::try_from(&decoded).unwrap());
+        assert_eq!(back, raw);
+    }
+
+    #[test]
+    fn valid_text_is_left_alone() {
+        for text in ["plain", "ünïcödé \u{1F600}", "\u{10FF7F}"] {
+            let raw = RawDocumentBuf::try_from(&all_types(text)).unwrap();
+            assert!(matches!(escaped(&raw), Cow::Borrowed(_)), "{text}");
+            assert_eq!(unescaped(raw.clone()), raw, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_stands_for_bytes_comes_back_too_where_a_document_holds_it() {
+        let raw = RawDocumentBuf::try_from(&all_types("a\u{10FFFF}b")).unwrap();
+        let inside = escaped(&raw).into_owned();
+        assert_ne!(inside, raw);
+        assert_eq!(unescaped(inside), raw);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_come_back(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
+            let (mut inside, mut back) = (Vec::new(), Vec::new());
+            Escape.convert(&bytes, &mut inside);
+            prop_assert!(std::str::from_utf8(&inside).is_ok());
+            Unescape.convert(&inside, &mut back);
+            prop_assert_eq!(back, bytes);
+        }
+
+        #[test]
+        fn bytes_that_are_no_bson_are_left_alone(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
+            let mut document = 5_i32.to_le_bytes().to_vec();
+            document.extend(bytes);
+            document.push(0);
+            let size = i32::try_from(document.len()).unwrap().to_le_bytes();
+            document[..4].copy_from_slice(&size);
+            if let Ok(raw) = RawDocumentBuf::from_bytes(document) {
+                drop(unescaped(escaped(&raw).into_owned()));
+            }
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Finds the keys that a document refers to and the targets that refer to a key. Too many of them become a fan-out job.
+
+use std::sync::atomic::Ordering;
+
+use bson::{Document, RawDocumentBuf};
+
+use crate::{
+    checkpoint::fan_out::Subject,
+    error::{Error, Kind, Result},
+    failpoint,
+    key::Key,
+    mongo::{Reads, command::limited},
+    plan::{Rule, reference::Role},
+    reconcile::{
+        context::Context,
+        read::{self, id_of},
+        run::{End, Item, MANY, Run, newest},
+    },
+    request::{Request, Scope, Task},
+    route::{target_requests, value_request},
+};
+
+impl Run<'_> {
+    pub(super) async fn locate(&self, role: Role, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        for row in self.read_within(role, read::by_id(self.rule, role, &ids), newest(items), items.len()).await? {
+            let doc = Document::try_from(row.as_ref())?;
+            match role {
+                Role::Source => {
+                    let keys = self.rule.reference.keys(role, &doc).into_iter().flatten();
+                    follow_ups.extend(keys.map(|key| value_request(self.rule, key)));
+                }
+                Role::Target => follow_ups.extend(target_requests(self.rule, &id_of(&row)?, &doc)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds the targets that refer to the keys, or hold them, and asks for each.
+    pub(super) async fn found(&self, items: &mut [Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+        match (self.few(items).await, items) {
+            (Ok(Some(mut requests)), _) => follow_ups.append(&mut requests),
+            (Ok(None), [item]) => item.end = Some(self.spread(item).await),
+            // A fan-out job reads a part of the collection at a time.
+            (Err(error), [item]) if error.kind == Kind::ReadTimedOut => item.end = Some(self.spread(item).await),
+            (Err(error), _) => return Err(error),
+            (Ok(None), _) => return Err(Error::new(Kind::TooLarge, "these keys have too many targets")),
+        }
+        Ok(())
+    }
+
+    /// What the targets found ask for; None when they are many.
+    pub(super) async fn few(&self, items: &[Item]) -> Result<Option<Vec<Request>>> {
+        let mut requests = Vec::new();
+        let keys: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        let Some(command) = read::found(self.rule, self.task, &keys) else { return Ok(Some(requests)) };
+        let database = &self.rule.target.namespace.database;
+        let command = limited(command, self.limit);
+        let mut pages = self.context.server.pages(database, command, Reads { after: newest(items) }).await?;
+        let (mut targets, mut found) = (0, 0);
+        while let Some(page) = pages.next().await? {
+            targets += page.len();
+            for row in &page {
+                requests.extend(request_of_found(self.rule, self.task, row)?);
+            }
+            let bytes = requests[found..].iter().map(Request::bytes).sum::<usize>();
+            found = requests.len();
+            let bytes = bytes + self.bytes.fetch_add(bytes, Ordering::Relaxed);
+            let large = items.len() > 1 && bytes > self.context.limits.batch_bytes;
+            if large || targets > MANY || requests.len() > MANY {
+                return Ok(None);
+            }
+        }
+        Ok(Some(requests))
+    }
+
+    /// Leaves all targets of a key to a fan-out, which has its own progress: neither the saved position nor other keys wait
+    /// for it.
+    pub(super) async fn spread(&self, item: &Item) -> End {
+        let Context { server, fan_outs, .. } = self.context;
+        let subject = self.subject(item);
+        match fan_outs.open(server, self.rule, subject, item.work.committed).await {
+            Ok(fan_out) => {
+                failpoint::here("fan-out-opened");
+                End::Spread(fan_out)
+            }
+            Err(error) => End::Failed(error),
+        }
+    }
+
+    pub(super) fn subject(&self, item: &Item) -> Subject {
+        Subject { rule: self.rule.id, task: self.task, key: item.key.clone() }
+    }
+}
+
+/// What is asked for when a look-up has found a target.
+pub fn request_of_found(rule: &Rule, task: Task, row: &RawDocumentBuf) -> Result<Vec<Request>> {
+    let id = id_of(row)?;
+    Ok(match task {
+        Task::Parents => target_requests(rule, &id, &Document::try_from(row.as_ref())?),
+        _ => vec![Request { rule: rule.id, task: Task::Target, key: id, scope: Scope::All }],
+    })
+}

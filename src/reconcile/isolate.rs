@@ -1,0 +1,151 @@
+//! Isolates what the server refuses: a batch is halved until the offending key is alone, and the targets of a key are written
+//! in steps. What is refused alone becomes a dead letter.
+
+use std::{collections::HashSet, sync::atomic::Ordering};
+
+use bson::{Bson, Document, doc};
+
+use crate::{
+    dead_letter::Culprit,
+    error::{Error, Kind, Result},
+    failpoint,
+    key::Key,
+    plan::reference::Role,
+    position::ClusterTime,
+    reconcile::{
+        context::Context,
+        run::{End, Ended, Item, Run},
+        shape,
+        statement::{self, Statement},
+        value::{Desired, Rows},
+    },
+    request::{Request, Scope, Task},
+};
+/// Targets written by one statement when the culprit of a refusal is looked for.
+pub(super) const STEP: usize = 1000;
+
+impl Run<'_> {
+    /// The batch failed before any key could be told from the others: halve it until the culprit stands alone.
+    pub(super) async fn whole_failed(
+        &self,
+        mut items: Vec<Item>,
+        error: Error,
+        follow_ups: &mut Vec<Request>,
+    ) -> Vec<Ended> {
+        if error.kind == Kind::ReadTimedOut {
+            return self.too_slow(items, error).await;
+        }
+        let divide = match error.kind {
+            Kind::Refused | Kind::TimedOut | Kind::TooLarge | Kind::Internal => true,
+            Kind::Connection
+            | Kind::Unavailable
+            | Kind::ReadTimedOut
+            | Kind::NotReplicated
+            | Kind::HistoryLost
+            | Kind::Privilege
+            | Kind::Config
+            | Kind::Topology
+            | Kind::State
+            | Kind::Machine => false,
+        };
+        if divide && items.len() > 1 {
+            let back = items.split_off(items.len() / 2);
+            let mut out = Box::pin(self.items(items, follow_ups)).await;
+            out.append(&mut Box::pin(self.items(back, follow_ups)).await);
+            return out;
+        }
+        for item in &mut items {
+            item.end = Some(match error.kind {
+                Kind::Refused | Kind::TooLarge | Kind::Internal => self.set_aside(&item.key, None, &error).await,
+                _ => End::Failed(copy(&error)),
+            });
+        }
+        items.into_iter().map(Item::ended).collect()
+    }
+
+    pub(super) async fn set_aside(&self, key: &Key, target: Option<&Key>, error: &Error) -> End {
+        let Context { server, dead_letters, counts, .. } = self.context;
+        let path = match target.or((self.task == Task::Target).then_some(key)) {
+            Some(target) => self.in_the_way(target).await,
+            None => None,
+        };
+        let culprit = Culprit { key, target, path };
+        match dead_letters.record(server, self.rule, self.task, &culprit, error).await {
+            Ok(()) => {
+                failpoint::here("set-aside");
+                counts.dead_letters.fetch_add(1, Ordering::Relaxed);
+                self.context.metrics.set_aside(&self.rule.name, error);
+                tracing::warn!(rule = %self.rule.name, error = %error.message, "set aside as a dead letter");
+                End::SetAside
+            }
+            Err(error) => End::Failed(error),
+        }
+    }
+
+    /// What in the shape of a target that refuses a write is in the way: for people, so a target that cannot be read has
+    /// none.
+    pub(super) async fn in_the_way(&self, target: &Key) -> Option<String> {
+        let paths = self.rule.owned();
+        let fields: Document = paths.iter().map(|path| (path.root().to_owned(), Bson::Int32(1))).collect();
+        let id = target.values().first()?.clone();
+        let command =
+            doc! {"find": &self.rule.target.namespace.collection, "filter": {"_id": {"$eq": id}}, "projection": fields};
+        let found = self.read(Role::Target, command, ClusterTime::default()).await.ok()?;
+        shape::in_the_way(&paths, &Document::try_from(found.first()?.as_ref()).ok()?)
+    }
+
+    /// Writes the named targets of one key a step at a time, and sets aside those that the server refuses. All targets of a
+    /// key are too many to hold: they become a fan-out.
+    pub(super) async fn in_steps(&self, item: &Item, rows: &Rows, cause: Error) -> Result<End> {
+        if self.task == Task::Target {
+            return Ok(self.set_aside(&item.key, None, &cause).await);
+        }
+        let Scope::Named(ids) = &item.work.scope else { return Ok(self.spread(item).await) };
+        let desired = rows.desired(self.rule, &item.key)?;
+        let mut end = End::Done;
+        let ids: Vec<Key> = ids.iter().cloned().collect();
+        for step in ids.chunks(STEP) {
+            self.step(&item.key, step, &desired, &mut end).await?;
+        }
+        Ok(end)
+    }
+
+    pub(super) async fn step(&self, key: &Key, ids: &[Key], desired: &Desired, end: &mut End) -> Result<()> {
+        let mut stack = vec![ids];
+        while let Some(ids) = stack.pop() {
+            let scope = Scope::Named(ids.iter().cloned().collect::<HashSet<_>>());
+            let statements = statement::of_value(self.rule, key, &scope, desired)?;
+            let mut error = None;
+            for deletes in [false, true] {
+                let raw = statements.iter().filter_map(|statement| match statement {
+                    Statement::Update(raw) if !deletes => Some(raw.clone()),
+                    Statement::Delete(raw) if deletes => Some(raw.clone()),
+                    _ => None,
+                });
+                error = error.or(self
+                    .send(deletes, &raw.collect::<Vec<_>>(), self.context.limits.write_timeout)
+                    .await?
+                    .refused
+                    .pop()
+                    .map(|(_, error)| error));
+            }
+            match error {
+                None => {}
+                Some(_) if ids.len() > 1 => {
+                    let (front, back) = ids.split_at(ids.len() / 2);
+                    stack.extend([front, back]);
+                }
+                Some(error) if error.is_transient() => return Err(error),
+                Some(error) => match self.set_aside(key, ids.first(), &error).await {
+                    End::Failed(error) => return Err(error),
+                    aside => *end = aside,
+                },
+            }
+        }
+        Ok(())
+    }
+}
+
+fn copy(error: &Error) -> Error {
+    Error { kind: error.kind, message: error.message.clone(), hint: error.hint.clone(), code: error.code }
+}

@@ -1,0 +1,73 @@
+//! Keys whose reads take too long. They run alone, one at a time ([`crate::workqueue`]), and each is given more time, until it
+//! becomes a dead letter.
+
+use std::time::Duration;
+
+use crate::{
+    error::Error,
+    reconcile::run::{End, Ended, Item, Run},
+};
+
+/// Of several keys whose read takes too long, most often one is slow: each is tried alone for this part of
+/// `limits.read_timeout` first, so that the others do not wait for it.
+const PART: u32 = 16;
+/// The longest time that a key is given, in multiples of `limits.read_timeout`.
+const LONGEST: u32 = 10;
+
+/// How long the next read of a key may take, after one of so many keys took too long; None where it was given the longest.
+/// `limit` is what the key was given, if it is known to be slow.
+#[must_use]
+pub fn next_limit(limit: Option<Duration>, keys: usize, timeout: Duration) -> Option<Duration> {
+    match limit {
+        None if keys > 1 => Some(timeout / PART),
+        None => Some(timeout * 2),
+        Some(limit) if limit >= timeout * LONGEST => None,
+        Some(limit) => Some((limit * 2).min(timeout * LONGEST)),
+    }
+}
+
+impl Run<'_> {
+    /// A read for all of these keys took too long: each is tried alone, and for longer each time.
+    pub(super) async fn too_slow(&self, mut items: Vec<Item>, error: Error) -> Vec<Ended> {
+        let (keys, timeout) = (items.len(), self.context.limits.read_timeout);
+        let error = error.context(&format!("a read took longer than {:?}", self.limit));
+        tracing::warn!(rule = %self.rule.name, keys, error = %error.message, "reading takes too long; keys are done alone");
+        self.context.metrics.trouble(Some(&self.rule.name), "read", &error);
+        for item in &mut items {
+            item.end = Some(match next_limit(item.work.read_limit, keys, timeout) {
+                Some(limit) => {
+                    item.work.read_limit = Some(limit);
+                    End::Later(Duration::ZERO)
+                }
+                None => self.set_aside(&item.key, None, &error).await,
+            });
+        }
+        items.into_iter().map(Item::ended).collect()
+    }
+
+    /// A key that is done in a short time is not slow any more.
+    pub(super) fn judge_speed(&self, items: &mut [Item]) {
+        if self.started.elapsed() < self.context.limits.read_timeout / PART {
+            for item in items.iter_mut().filter(|item| matches!(item.end, None | Some(End::Done))) {
+                item.work.read_limit = None;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_key_is_given_twice_as_long_each_time_and_ten_times_the_limit_at_most() {
+        let timeout = Duration::from_secs(60);
+        let limits = |first: Option<Duration>| {
+            let limits = std::iter::successors(first, |limit| next_limit(Some(*limit), 1, timeout));
+            limits.take(20).map(|limit| limit.as_millis() / 10).collect::<Vec<_>>()
+        };
+        assert_eq!(limits(next_limit(None, 1, timeout)), [12_000, 24_000, 48_000, 60_000]);
+        let after_others = limits(next_limit(None, 1000, timeout));
+        assert_eq!(after_others, [375, 750, 1500, 3000, 6000, 12_000, 24_000, 48_000, 60_000]);
+    }
+}

@@ -1,0 +1,171 @@
+//! The state of a rule: one value that says whether the rule runs, and if it does not, why.
+//!
+//! The state database holds it ([`crate::checkpoint::rule_record`]), the pipeline acts on it, and status, metrics and commands
+//! report it. No other flag says the same thing a second time.
+
+use std::fmt;
+
+use bson::{Bson, DateTime};
+use serde::{Deserialize, Serialize};
+
+/// The state of a rule.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RuleState {
+    /// Existing targets are being brought up to date, beside live changes. The leader sets it for a new or changed rule, after a
+    /// loss of history, and when a blocked, paused or unavailable rule runs again; `denormd backfill` requests it.
+    Backfilling {
+        /// The `_id` of the target to resume after; none at the beginning.
+        after: Option<Bson>,
+        /// Somebody has agreed to the values that it removes (`denormd unblock`, or `adopt: true` before the first backfill of a
+        /// definition): the removal limit does not stop it.
+        agreed: bool,
+    },
+    /// Live changes are applied, and existing targets wait for `denormd backfill`. The leader sets it for a new or changed rule
+    /// with `backfill: manual`.
+    AwaitingBackfill,
+    /// Live changes are applied, and existing targets are up to date. The leader sets it at the end of a backfill.
+    Live,
+    /// Going on could cost data that a person has to agree to lose. The leader sets it; `denormd unblock` ends it, by a
+    /// backfill. A rule whose source is gone is also unblocked when a collection is there again.
+    Blocked(BlockReason),
+    /// An operator has stopped it. `denormd pause` sets it; `denormd resume`, or the end of the time given, ends it by a backfill.
+    Paused {
+        /// When the pause ends by itself.
+        until: Option<DateTime>,
+    },
+    /// The cluster lacks a privilege or an index that the rule needs. The leader sets it, and ends it by a backfill when that is
+    /// there.
+    Unavailable {
+        /// What is missing.
+        reason: String,
+    },
+    /// The rule is not in the config. The leader sets it; a rule that comes back is backfilled.
+    Removed,
+}
+
+/// Why a rule is blocked.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind")]
+pub enum BlockReason {
+    /// The source collection was dropped, renamed or replaced, and does not exist: the copied values stay.
+    #[serde(rename = "source_gone")]
+    SourceGone,
+    /// More targets would have lost their values within an hour than `limits.destroy_per_hour` allows.
+    #[serde(rename = "removal_limit")]
+    RemovalLimit,
+    /// The rule's first backfill would change existing data that denormd did not write, and nobody has agreed to that.
+    #[serde(rename = "adoption")]
+    Adoption(Adoption),
+}
+
+/// What the first backfill of a rule would do to existing data.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Adoption {
+    /// Targets that would get a value where they have none.
+    #[serde(rename = "adds", default)]
+    pub adds: u64,
+    /// Targets whose value would change.
+    #[serde(rename = "overwrites", default)]
+    pub overwrites: u64,
+    /// Targets whose value would be removed.
+    #[serde(rename = "removes", default)]
+    pub removes: u64,
+    /// Targets that were looked at.
+    #[serde(rename = "total", default)]
+    pub total: u64,
+    /// Whether the figures are of a sample, not of all targets.
+    #[serde(rename = "sampled", default)]
+    pub sampled: bool,
+    /// What blocks the rule, each in a sentence.
+    #[serde(rename = "causes", default)]
+    pub causes: Vec<String>,
+}
+
+impl RuleState {
+    /// A backfill of all targets, whose removals nobody has agreed to.
+    pub const BACKFILL: Self = Self::Backfilling { after: None, agreed: false };
+
+    /// Its name in output and metrics.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Backfilling { .. } => "backfilling",
+            Self::AwaitingBackfill => "awaiting_backfill",
+            Self::Live => "live",
+            Self::Blocked(_) => "blocked",
+            Self::Paused { .. } => "paused",
+            Self::Unavailable { .. } => "unavailable",
+            Self::Removed => "removed",
+        }
+    }
+
+    /// Whether its backfill is open.
+    #[must_use]
+    pub fn is_backfilling(&self) -> bool {
+        matches!(self, Self::Backfilling { .. })
+    }
+
+    /// Whether a person has to agree before it runs again.
+    #[must_use]
+    pub fn is_blocked(&self) -> bool {
+        matches!(self, Self::Blocked(_))
+    }
+
+    /// Whether it is blocked, paused or unavailable: its values are not kept in sync for now, and a backfill follows.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        matches!(self, Self::Blocked(_) | Self::Paused { .. } | Self::Unavailable { .. })
+    }
+
+    /// Why it is stopped, in words.
+    #[must_use]
+    pub fn reason(&self) -> Option<String> {
+        match self {
+            Self::Blocked(reason) => Some(reason.to_string()),
+            Self::Paused { .. } => Some("paused by an operator".to_owned()),
+            Self::Unavailable { reason } => Some(reason.clone()),
+            Self::Backfilling { .. } | Self::AwaitingBackfill | Self::Live | Self::Removed => None,
+        }
+    }
+
+    /// Of the states of one rule in several partitions, the highest speaks for the rule.
+    #[must_use]
+    pub fn urgency(&self) -> u8 {
+        match self {
+            Self::Live => 0,
+            Self::AwaitingBackfill => 1,
+            Self::Removed => 2,
+            Self::Backfilling { .. } => 3,
+            Self::Paused { .. } => 4,
+            Self::Unavailable { .. } => 5,
+            Self::Blocked(BlockReason::RemovalLimit) => 6,
+            Self::Blocked(BlockReason::SourceGone) => 7,
+            Self::Blocked(BlockReason::Adoption(_)) => 8,
+        }
+    }
+}
+
+impl fmt::Display for BlockReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::SourceGone => f.write_str("its source collection was dropped, renamed or replaced"),
+            Self::RemovalLimit => {
+                f.write_str("more targets would have lost their values than limits.destroy_per_hour allows")
+            }
+            Self::Adoption(adoption) => {
+                write!(f, "its first backfill would change existing data: {}", adoption.figures())?;
+                adoption.causes.iter().try_for_each(|cause| write!(f, "; {cause}"))
+            }
+        }
+    }
+}
+
+impl Adoption {
+    /// The counts, in words.
+    #[must_use]
+    pub fn figures(&self) -> String {
+        let Self { adds, overwrites, removes, total, sampled, .. } = self;
+        let sample = if *sampled { "a sample of " } else { "" };
+        format!("of {sample}{total} targets it adds {adds}, overwrites {overwrites}, removes {removes}")
+    }
+}

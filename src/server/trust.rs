@@ -1,0 +1,118 @@
+//! How a command verifies the certificate of the daemon that it asks.
+
+use std::{path::PathBuf, sync::Arc};
+
+use tokio_rustls::rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, Error as TlsError, RootCertStore, SignatureScheme,
+    client::{
+        WebPkiServerVerifier,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
+    crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature},
+    pki_types::{CertificateDer, ServerName, UnixTime},
+};
+
+use crate::{
+    config::{certificate, file},
+    error::{Error, Kind, Result},
+};
+
+/// Whose certificates are trusted.
+#[derive(Debug, Clone, Default)]
+pub struct Trust {
+    /// The daemon's own certificate, from the config that the command reads as well: trusted by whatever name it is asked.
+    pub own: Option<CertificateDer<'static>>,
+    /// The authorities that count; those that are compiled in without it.
+    pub ca_file: Option<PathBuf>,
+    /// Any certificate does: a probe learns no more than that a daemon is well, and brings no token. Kubernetes' probes do the same.
+    pub probe: bool,
+}
+
+impl Trust {
+    /// What the client needs for a handshake.
+    pub(super) fn client(&self) -> Result<Arc<ClientConfig>> {
+        let provider = Arc::new(ring::default_provider());
+        let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(self.roots()?), provider.clone()).build();
+        let authorities = verifier.map_err(|error| Error::internal(format!("no verifier of certificates: {error}")))?;
+        let verifier = Verifier { authorities, trust: self.clone(), provider: provider.clone() };
+        let client = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(|error| Error::internal(format!("no TLS: {error}")))?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(verifier))
+            .with_no_client_auth();
+        Ok(Arc::new(client))
+    }
+
+    fn roots(&self) -> Result<RootCertStore> {
+        let Some(path) = &self.ca_file else {
+            return Ok(RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() });
+        };
+        let unusable = |why: String| Error::new(Kind::Config, format!("--ca-file {}: {why}", path.display()));
+        let pem = file::bytes(path, file::SECRET).map_err(|error| unusable(error.to_string()))?;
+        let mut roots = RootCertStore::empty();
+        for root in certificate::chain(&pem).map_err(unusable)? {
+            roots.add(root).map_err(|error| unusable(error.to_string()))?;
+        }
+        Ok(roots)
+    }
+}
+
+/// Trusts the certificate of the config, then the authorities.
+#[derive(Debug)]
+struct Verifier {
+    authorities: Arc<WebPkiServerVerifier>,
+    trust: Trust,
+    provider: Arc<CryptoProvider>,
+}
+
+impl ServerCertVerifier for Verifier {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        chain: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, TlsError> {
+        if self.trust.probe || self.trust.own.as_ref() == Some(leaf) {
+            return Ok(ServerCertVerified::assertion());
+        }
+        self.authorities.verify_server_cert(leaf, chain, name, ocsp, now)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, TlsError> {
+        verify_tls12_signature(message, certificate, signed, &self.provider.signature_verification_algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, TlsError> {
+        verify_tls13_signature(message, certificate, signed, &self.provider.signature_verification_algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// What to do about a handshake that failed.
+pub(super) fn advice(error: &std::io::Error) -> &'static str {
+    match error.get_ref().and_then(|inner| inner.downcast_ref::<TlsError>()) {
+        Some(TlsError::InvalidCertificate(
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+        )) => "ask by a name that is in the certificate: --address https://NAME:PORT",
+        Some(TlsError::InvalidCertificate(_)) => {
+            "give the daemon's config, or the authority that issued its certificate: --ca-file FILE"
+        }
+        _ => "does the daemon serve HTTPS there? http.tls_cert_file says so",
+    }
+}

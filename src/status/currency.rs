@@ -1,0 +1,89 @@
+//! Up to which cluster time the copies are current. Pure.
+//!
+//! What a stream has applied is one step of a chain: the writes of that step are changes that the next rule has yet to apply.
+//! So a claim about a chain of two rules waits until the streams have applied everything that was committed by the time that
+//! the first step was seen to be done; and so on for longer chains.
+
+use crate::position::ClusterTime;
+
+/// The claims about chains of one rule, of two, and so on.
+#[derive(Debug, Default)]
+pub struct Currency {
+    /// What is claimed of each length of a chain.
+    claims: Vec<Option<ClusterTime>>,
+    /// For each length from two on: what will be claimed, and what has to be applied before.
+    due: Vec<Option<(ClusterTime, ClusterTime)>>,
+}
+
+impl Currency {
+    /// Everything up to `applied` is applied, by every stream, with no work left for later; `operation` is an operation time
+    /// of the server that was asked for after that. `chain` is the length of the longest chain of rules.
+    pub fn applied(&mut self, applied: ClusterTime, operation: ClusterTime, chain: usize) {
+        let chain = chain.max(1);
+        if self.claims.len() != chain {
+            (self.claims, self.due) = (vec![None; chain], vec![None; chain]);
+        }
+        self.claims[0] = Some(applied);
+        for length in 1..chain {
+            if let Some((claim, _)) = self.due[length].take_if(|(_, needed)| *needed <= applied) {
+                self.claims[length] = Some(claim);
+            }
+            if self.due[length].is_none() {
+                self.due[length] = self.claims[length - 1].map(|claim| (claim, operation));
+            }
+        }
+    }
+
+    /// Every change that was committed by this time is in the copies.
+    #[must_use]
+    pub fn claim(&self) -> Option<ClusterTime> {
+        self.claims.last().copied().flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: u32) -> ClusterTime {
+        ClusterTime { seconds, increment: 1 }
+    }
+
+    #[test]
+    fn one_rule_is_current_as_of_what_is_applied() {
+        let mut currency = Currency::default();
+        assert_eq!(currency.claim(), None);
+        currency.applied(at(10), at(12), 1);
+        assert_eq!(currency.claim(), Some(at(10)));
+    }
+
+    #[test]
+    fn a_chain_is_current_only_when_the_writes_of_its_first_rule_are_applied_too() {
+        let mut currency = Currency::default();
+        currency.applied(at(10), at(12), 2);
+        assert_eq!(currency.claim(), None, "what the first rule wrote for 10 may be at 12");
+        currency.applied(at(11), at(13), 2);
+        assert_eq!(currency.claim(), None);
+        currency.applied(at(12), at(14), 2);
+        assert_eq!(currency.claim(), Some(at(10)));
+        currency.applied(at(14), at(15), 2);
+        assert_eq!(currency.claim(), Some(at(12)));
+        currency.applied(at(14), at(15), 3);
+        assert_eq!(currency.claim(), None, "other rules, other chains");
+    }
+
+    /// Each second a change is committed, and each rule of a chain takes a second to apply what the one before it wrote.
+    #[test]
+    fn no_claim_is_ahead_of_the_end_of_a_chain() {
+        for chain in 1..6_u32 {
+            let mut currency = Currency::default();
+            for now in 10..60 {
+                currency.applied(at(now - 1), at(now), chain as usize);
+                if let Some(claim) = currency.claim() {
+                    assert!(claim.seconds + chain <= now, "chain of {chain} at {now}: {claim}");
+                }
+            }
+            assert!(currency.claim().is_some(), "a chain of {chain} makes claims");
+        }
+    }
+}

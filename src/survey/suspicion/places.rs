@@ -1,0 +1,114 @@
+//! Where the parts of a rule stand in the config.
+
+use crate::{
+    config::{ConfigPath, Mistake},
+    field_path::FieldPath,
+    plan::{
+        Assignment, Pair, Rule, Values,
+        expression::{self, Reads},
+    },
+};
+
+use bson::Bson;
+
+/// The places of one rule.
+pub struct Places<'a> {
+    rule: &'a Rule,
+    at: ConfigPath,
+}
+
+impl<'a> Places<'a> {
+    /// Of a rule of the config.
+    pub fn of(rule: &'a Rule) -> Self {
+        let kind = match rule.values {
+            Values::Set { .. } | Values::Into { .. } => "copy",
+            Values::Collect { .. } => "collect",
+            Values::Aggregate { .. } => "aggregate",
+        };
+        Self { rule, at: ConfigPath::rule(rule.id.0).key(kind) }
+    }
+
+    /// The source collection.
+    pub fn source(&self) -> ConfigPath {
+        self.at.key("source")
+    }
+
+    /// The target collection.
+    pub fn target(&self) -> ConfigPath {
+        self.at.key("target")
+    }
+
+    /// An entry of `match`.
+    pub fn pair(&self, pair: &Pair) -> ConfigPath {
+        self.at.key("match").key(&pair.target.to_string())
+    }
+
+    /// The place of an owned path, for a message about it.
+    pub fn owned(&self, path: &FieldPath) -> Mistake {
+        match self.rule.values {
+            Values::Set { .. } | Values::Aggregate { .. } => {
+                Mistake::new(self.at.key("set").key(&path.to_string()), "").on_key()
+            }
+            Values::Into { .. } | Values::Collect { .. } => Mistake::new(self.at.key("into"), ""),
+        }
+    }
+
+    /// The values, each with its place and whether it is an accumulator.
+    pub fn values(&self) -> Vec<(ConfigPath, &'a Bson, bool)> {
+        let set = |assignments: &'a [Assignment], accumulator| {
+            let one = move |one: &'a Assignment| {
+                (self.at.key("set").key(&one.path.to_string()), &one.expression, accumulator)
+            };
+            assignments.iter().map(one).collect()
+        };
+        match &self.rule.values {
+            Values::Set { assignments, .. } => set(assignments, false),
+            Values::Aggregate { assignments, .. } => set(assignments, true),
+            Values::Into { element, .. } | Values::Collect { element, .. } => {
+                vec![(self.at.key("element"), element, false)]
+            }
+        }
+    }
+
+    /// What is read where, and whether it is the source's.
+    pub fn reads(&self, rule: &Rule) -> Vec<(Mistake, Reads, bool)> {
+        let mut out = Vec::new();
+        for pair in &rule.reference.pairs {
+            out.push((Mistake::new(self.pair(pair), "").on_key(), Reads::Paths(vec![pair.target.clone()]), false));
+            out.push((Mistake::new(self.pair(pair), ""), Reads::Paths(vec![pair.source.clone()]), true));
+        }
+        let each = rule.reference.source_each.as_ref();
+        for (place, value, accumulator) in self.values() {
+            let reads = if accumulator { expression::accumulator(value) } else { expression::expression(value, each) };
+            out.push((Mistake::new(place, ""), reads.unwrap_or_default(), true));
+        }
+        for (path, _) in &rule.sort {
+            let mut reads = Reads::default();
+            reads.add_text(path);
+            out.push((Mistake::new(self.at.key("sort").key(path), "").on_key(), reads, true));
+        }
+        out
+    }
+
+    /// Everything that is a name, and whether it is a key of its mapping.
+    pub fn names(&self, rule: &Rule) -> Vec<(ConfigPath, String, bool)> {
+        let mut out = vec![
+            (self.source(), rule.source.namespace.collection.clone(), false),
+            (self.target(), rule.target.namespace.collection.clone(), false),
+        ];
+        for pair in &rule.reference.pairs {
+            out.push((self.pair(pair), pair.target.to_string(), true));
+            out.push((self.pair(pair), pair.source.to_string(), false));
+        }
+        for path in rule.owned() {
+            let place = self.owned(path);
+            out.push((place.at, path.to_string(), place.on_key));
+        }
+        for (place, value, _) in self.values() {
+            // A text may quote; one that begins with such a mark was meant to be in quotes itself.
+            let text = value.as_str().filter(|text| text.starts_with(['\u{201c}', '\u{2018}']));
+            out.extend(text.map(|text| (place, text.to_owned(), false)));
+        }
+        out
+    }
+}

@@ -1,0 +1,601 @@
+//! What is persisted, pinned: golden documents of every kind of state, as an earlier version wrote them, are read by this one;
+//! and this one writes what its own golden documents say.
+//!
+//! `tests/golden/VERSION/COLLECTION.json` holds what denormd of that version leaves in a collection of the state database, in
+//! canonical Extended JSON. Times, ids and what belongs to one machine are replaced by constants. The documents of a released
+//! version are never changed. `DENORMD_GOLDEN=write` writes those of this version anew.
+
+use std::{collections::BTreeSet, fs, path::PathBuf, time::Duration};
+
+use bson::{Bson, DateTime, Document, Timestamp, doc, oid::ObjectId};
+use denormd::{
+    checkpoint::{
+        fan_out::{FanOuts, Subject},
+        format,
+        progress::{CheckProgress, Tally},
+        requests::{Answer, Retired, Work},
+        rule_record::RuleRecord,
+        store::{Store, claim_term, highest_term},
+    },
+    dead_letter::{Chosen, Culprit, DeadLetters},
+    error::{Error, Kind},
+    events::{Event, Journal},
+    field_path::FieldPath,
+    key::Key,
+    lease::{self, Lease},
+    membership::{Member, fingerprint},
+    mongo::Server,
+    partition::Partition,
+    plan::{self, Plan, Rule},
+    position::{ClusterTime, Position},
+    request::Task,
+    rule_state::{Adoption, BlockReason, RuleState},
+    status::Status,
+};
+use denormd_fixture::TestDb;
+
+use crate::daemon::{all, load, until};
+
+/// The version whose documents this program writes.
+const WRITTEN: &str = "2";
+/// Every version whose documents this program reads.
+const READ: [&str; 2] = ["1", WRITTEN];
+/// Every collection of the state database but `events`, which is capped, `canaries`, which is not read, and `reports`, which hold what
+/// a whole daemon says of itself: see [`a_leaders_report_is_read_and_written_as_it_was`].
+const COLLECTIONS: [&str; 11] = [
+    "positions",
+    "rules",
+    "terms",
+    "fan_outs",
+    "dead_letters",
+    "requests",
+    "checks",
+    "formats",
+    "leases",
+    "instances",
+    "plans",
+];
+const DEPLOYMENT: &str = "golden";
+const TTL: Duration = Duration::from_secs(2);
+
+/// One rule for each state that a rule can be in. Together they have every part that a stored definition has.
+const RULES: &str = r#"
+  - { name: pending, copy: { source: s, target: t01, match: { ref: _id }, set: { name: $name, "deep.name": { $concat: [$first, " ", $last] } } } }
+  - { name: begun, copy: { source: { collection: s, where: { live: true, n: { $gt: 5 } } }, target: { collection: other.t02, where: { kind: a } }, match: { ref: _id }, key_type: objectId, on_missing: "null", set: { name: $name } } }
+  - { name: manual, backfill: manual, copy: { source: s, target: t03, match: { ref: code, zone: zone }, sort: { rank: -1, name: 1 }, key_type: string, on_missing: keep, set: { name: $name } } }
+  - { name: done, copy: { source: s, target: t04, match: { "lines.$[].item": _id }, on_missing: remove, set: { "lines.$[].name": $name } } }
+  - { name: bereft, copy: { source: s, target: t05, match: { ref: _id }, on_missing: delete, set: { name: $name } } }
+  - { name: braked, copy: { source: s, target: t06, match: { ref: _id }, once: true, set: { price: $price } } }
+  - { name: paused, copy: { source: s, target: t07, match: { "refs.$[]": _id }, into: parts, element: { id: $_id, name: $name } } }
+  - { name: paused-for-a-while, collect: { source: reviews, target: t08, match: { _id: product }, into: latest, element: { id: $_id, text: $text }, sort: { at: -1 }, slice: 3 } }
+  - { name: suspended, collect: { source: reviews, target: t09, match: { _id: product }, into: all, element: $_id, on_empty: unset } }
+  - { name: released, aggregate: { source: reviews, target: t10, match: { _id: product }, set: { stars: { $avg: $stars }, count: { $sum: 1 } } } }
+  - { name: changed, shadow: true, aggregate: { source: reviews, target: t11, match: { _id: product }, on_empty: unset, set: { best: { $max: $stars } } } }
+"#;
+
+fn planned() -> Plan {
+    let text =
+        format!("mongodb: {{ uri: \"mongodb://localhost\", database: app }}\nname: {DEPLOYMENT}\nrules:\n{RULES}");
+    plan::compile(&load(&text).config, None).unwrap()
+}
+
+fn rule<'a>(plan: &'a Plan, name: &str) -> &'a Rule {
+    plan.rules.iter().find(|rule| rule.name == name).unwrap()
+}
+
+fn position(token: Option<Document>) -> Position {
+    Position { time: ClusterTime { seconds: 1_700_000_000, increment: 7 }, token }
+}
+
+fn folder(version: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(version)
+}
+
+fn golden(version: &str, collection: &str) -> Vec<Document> {
+    let text = fs::read_to_string(folder(version).join(format!("{collection}.json"))).unwrap();
+    let documents: Vec<serde_json::Value> = serde_json::from_str(&text).unwrap();
+    documents.into_iter().map(|json| Document::try_from(json.as_object().unwrap().clone()).unwrap()).collect()
+}
+
+fn adoption() -> BlockReason {
+    let causes = vec!["it removes existing values".to_owned()];
+    BlockReason::Adoption(Adoption { adds: 5, overwrites: 4, removes: 3, total: 20, sampled: true, causes })
+}
+
+fn unavailable() -> RuleState {
+    RuleState::Unavailable { reason: "the user lacks update on `app.t09`".to_owned() }
+}
+
+/// What a deployment with one of everything leaves, written by the functions that the daemon and its commands write with.
+async fn write(test: &TestDb) {
+    let (server, state) = (&Server::new(test.client.clone()), test.name.as_str());
+    let another = || Server::new(test.client.clone());
+    let plan = planned();
+    assert_eq!(format::check(server, state, DEPLOYMENT).await.unwrap(), 1);
+    let divided = server.collection(state, format::COLLECTION);
+    format::check(server, state, "divided").await.unwrap();
+    divided.update_one(format::of_number("divided", 1), format::divided(3)).await.unwrap();
+    let store = Store::open(server, state, DEPLOYMENT).await.unwrap();
+    write_rules(server, &store, &plan).await;
+    let pipeline = [doc! {"$match": {"ns": {"db": "app", "coll": "s"}}}];
+    store.save_position(server, "app", &pipeline, &position(Some(doc! {"_data": "826553F10000000007"}))).await.unwrap();
+    store.save_position(server, "other", &pipeline, &position(None)).await.unwrap();
+    write_work(server, state, &store, &plan).await;
+    let held = Lease::new(another(), state, DEPLOYMENT, TTL).try_lead().await.unwrap().unwrap();
+    drop(held);
+    Lease::new(another(), state, "given-back", TTL).try_lead().await.unwrap().unwrap().release().await;
+    claim_term(server, state, "led-before", 41).await.unwrap();
+    let divided = Member::join(another(), state, DEPLOYMENT, TTL, &plan, 2);
+    divided.leads(Some(1));
+    let whole = Member::join(another(), state, DEPLOYMENT, TTL, &plan, 1);
+    until("the instances are announced", async || {
+        let instances = all(&server.database(state), "instances").await;
+        let leads = instances.iter().filter(|instance| instance.get_i64("leads").is_ok_and(|leads| leads == 1)).count();
+        (instances.len() == 2 && leads == 1).then_some(())
+    })
+    .await;
+    drop((divided, whole));
+}
+
+async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
+    let reset = async |name: &str, state: RuleState| {
+        let generation = store.reset_rule(server, rule(plan, name), &state).await.unwrap();
+        store.source_seen(server, name, generation, &Bson::String("a UUID".to_owned())).await.unwrap();
+        generation
+    };
+    let done = async |name: &str| {
+        let generation = reset(name, RuleState::BACKFILL).await;
+        assert!(
+            store.save_backfill(server, rule(plan, name), generation, &RuleState::Live, (20, Some(20))).await.unwrap()
+        );
+        generation
+    };
+    store.reset_rule(server, rule(plan, "pending"), &RuleState::BACKFILL).await.unwrap();
+    let generation = reset("begun", RuleState::BACKFILL).await;
+    store.notice(server, "begun", generation).await.unwrap();
+    let after = RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), agreed: false };
+    assert!(store.save_backfill(server, rule(plan, "begun"), generation, &after, (17, None)).await.unwrap());
+    reset("manual", RuleState::AwaitingBackfill).await;
+    done("done").await;
+    done("bereft").await;
+    reset("bereft", RuleState::Blocked(BlockReason::SourceGone)).await;
+    reset("braked", RuleState::Blocked(BlockReason::RemovalLimit)).await;
+    for name in ["adopting", "adopted"] {
+        let new = Rule { name: name.to_owned(), ..rule(plan, "pending").clone() };
+        store.block(server, &new, adoption()).await.unwrap();
+    }
+    assert!(store.unblock(server, "adopted", &adoption()).await.unwrap());
+    for (name, time) in [("paused", None), ("paused-for-a-while", Some(Duration::from_secs(600)))] {
+        done(name).await;
+        store.pause(server, name, time).await.unwrap();
+    }
+    reset("suspended", unavailable()).await;
+    reset("released", RuleState::Blocked(BlockReason::SourceGone)).await;
+    assert!(store.ask(server, "released").await.unwrap());
+    let mut before = rule(plan, "changed").clone();
+    before.definition.remove("shadow");
+    store.reset_rule(server, &before, &RuleState::Live).await.unwrap();
+    store.retire(server, "changed", &before.definition).await.unwrap();
+    done("changed").await;
+    let gone = Rule { name: "absent".to_owned(), ..rule(plan, "pending").clone() };
+    store.reset_rule(server, &gone, &RuleState::Live).await.unwrap();
+    store.remove(server, "absent").await.unwrap();
+}
+
+fn letters(state: &str) -> DeadLetters {
+    DeadLetters { database: state.to_owned(), deployment: DEPLOYMENT.to_owned(), partition: Partition::WHOLE }
+}
+
+const TASKS: [(Task, &str); 7] = [
+    (Task::Value, "Value"),
+    (Task::Target, "Target"),
+    (Task::LocateSource, "LocateSource"),
+    (Task::LocateTarget, "LocateTarget"),
+    (Task::Guard, "Guard"),
+    (Task::Parents, "Parents"),
+    (Task::Holders, "Holders"),
+];
+
+async fn write_work(server: &Server, state: &str, store: &Store, plan: &Plan) {
+    let done = rule(plan, "done");
+    let fan_outs = FanOuts { database: state.to_owned(), deployment: DEPLOYMENT.to_owned() };
+    let subject = |task, key: Bson| Subject { rule: done.id, task, key: Key::one(key) };
+    let mut begun =
+        fan_outs.open(server, done, subject(Task::Value, Bson::Int32(1)), Some(1_700_000_000_000)).await.unwrap();
+    begun.after = Some(Bson::Int64(5000));
+    assert!(fan_outs.advance(server, done, &begun).await.unwrap());
+    for task in [Task::Parents, Task::Holders] {
+        fan_outs.open(server, done, subject(task, Bson::String("x".to_owned())), None).await.unwrap();
+    }
+    let error = Error::new(Kind::Refused, "Document failed validation");
+    let key = Key::new(vec![Bson::Int32(1), Bson::Null]);
+    let target = Key::one(Bson::ObjectId(ObjectId::from_bytes([1; 12])));
+    for (task, _) in TASKS {
+        let culprit = Culprit { key: &key, target: None, path: None };
+        letters(state).record(server, done, task, &culprit, &error).await.unwrap();
+    }
+    let culprit = Culprit { key: &key, target: Some(&target), path: Some("lines.0".to_owned()) };
+    let refused = Error { code: Some(121), ..error };
+    for _ in 0..2 {
+        letters(state).record(server, done, Task::Value, &culprit, &refused).await.unwrap();
+    }
+    let one = Chosen { rule: None, key: Some(Bson::ObjectId(ObjectId::from_bytes([1; 12]))) };
+    letters(state).ask(server, &one).await.unwrap();
+    store.request(server, "done", &Work::Look(vec![Bson::Int32(1), Bson::String("b".to_owned())])).await.unwrap();
+    let path = FieldPath::parse("lines.$[].name").unwrap();
+    let prune = Work::Prune(vec![Retired { collection: "app.t04".to_owned(), path }]);
+    let refused = store.request(server, "done", &prune).await.unwrap();
+    let requests = server.collection(state, "requests");
+    let one = requests.find_one(doc! {"together": refused}).await.unwrap().unwrap();
+    store.refuse_request(server, one.get_object_id("_id").unwrap(), "a rule owns it").await.unwrap();
+    store.request(server, "done", &prune).await.unwrap();
+    let tally = Tally { compared: 500, differing: 4, undecided: 3, refused: 2, resumed: false };
+    for (name, after, done) in [("done", Some(Bson::Int32(7)), false), ("begun", None, true)] {
+        let progress = CheckProgress { after, done, tally: tally.clone() };
+        store.save_check(server, rule(plan, name), &progress).await.unwrap();
+    }
+    store.nudge(server).await.unwrap();
+}
+
+/// Constants in place of times, ids and what belongs to one machine, so that two runs write the same.
+fn constant(value: &Bson, ids: &mut Vec<ObjectId>) -> Bson {
+    match value {
+        Bson::DateTime(at) if at.timestamp_millis() > 1_750_000_000_000 => {
+            DateTime::from_millis(1_790_000_000_000).into()
+        }
+        Bson::Timestamp(at) if at.time > 1_750_000_000 => Timestamp { time: 1_790_000_000, increment: 1 }.into(),
+        Bson::ObjectId(id) if *id != ObjectId::from_bytes([1; 12]) => nth(*id, ids).into(),
+        Bson::String(text) => match ObjectId::parse_str(text) {
+            Ok(id) => nth(id, ids).to_hex().into(),
+            Err(_) => text.clone().into(),
+        },
+        Bson::Binary(_) => Bson::String("the UUID of `positions`".to_owned()),
+        Bson::Array(values) => values.iter().map(|value| constant(value, ids)).collect::<Vec<_>>().into(),
+        Bson::Document(fields) => fields
+            .iter()
+            .map(|(name, value)| {
+                let value = match name.as_str() {
+                    "host" => Bson::String("host".to_owned()),
+                    "process" => Bson::Int64(1),
+                    "program" => Bson::String("0.1.0".to_owned()),
+                    _ => constant(value, ids),
+                };
+                (name.clone(), value)
+            })
+            .collect::<Document>()
+            .into(),
+        other => other.clone(),
+    }
+}
+
+fn nth(id: ObjectId, ids: &mut Vec<ObjectId>) -> ObjectId {
+    let place = ids.iter().position(|known| *known == id).unwrap_or_else(|| {
+        ids.push(id);
+        ids.len() - 1
+    });
+    let mut bytes = [0xAA; 12];
+    bytes[11] = u8::try_from(place).unwrap();
+    ObjectId::from_bytes(bytes)
+}
+
+fn as_text(documents: &[Document]) -> String {
+    let mut ids = Vec::new();
+    let json = documents.iter().map(|document| constant(&document.clone().into(), &mut ids).into_canonical_extjson());
+    format!("{:#}\n", serde_json::Value::Array(json.collect()))
+}
+
+#[tokio::test]
+async fn this_version_writes_its_golden_documents() {
+    let test = denormd_fixture::database().await;
+    write(&test).await;
+    for collection in COLLECTIONS {
+        let mut written = all(&test.database(), collection).await;
+        // What is drawn by chance decides no order.
+        if collection == "instances" {
+            written.sort_by_key(|document| document.get_i64("leads").is_err());
+        }
+        let written = as_text(&written);
+        let file = folder(WRITTEN).join(format!("{collection}.json"));
+        if std::env::var("DENORMD_GOLDEN").is_ok_and(|what| what == "write") {
+            fs::create_dir_all(folder(WRITTEN)).unwrap();
+            fs::write(&file, &written).unwrap();
+        }
+        assert_eq!(written, fs::read_to_string(&file).unwrap(), "{collection}: what is stored has changed");
+    }
+}
+
+/// Puts golden documents where this version finds its state.
+async fn restore(test: &TestDb, version: &str) -> Server {
+    let server = Server::new(test.client.clone());
+    // The positions are of this cluster.
+    Store::open(&server, &test.name, "another").await.unwrap();
+    let positions =
+        test.database().run_command(doc! {"listCollections": 1, "filter": {"name": "positions"}}).await.unwrap();
+    let found = positions.get_document("cursor").unwrap().get_array("firstBatch").unwrap()[0].as_document().unwrap();
+    let uuid = found.get_document("info").unwrap().get("uuid").unwrap();
+    for collection in COLLECTIONS {
+        let mut documents = golden(version, collection);
+        for document in &mut documents {
+            if document.contains_key("cluster") {
+                document.insert("cluster", uuid.clone());
+            }
+        }
+        test.database().collection(collection).insert_many(documents).await.unwrap();
+    }
+    server
+}
+
+/// The names in a document, each with the way to it. Elements of an array have one way.
+fn names(value: &serde_json::Value, at: &str, out: &mut BTreeSet<String>) {
+    match value {
+        serde_json::Value::Object(fields) => {
+            for (name, value) in fields {
+                // A dead letter's reason is a name here.
+                let way =
+                    if at.ends_with(".dead_letter_reasons") { format!("{at}.REASON") } else { format!("{at}.{name}") };
+                names(value, &way, out);
+                out.insert(way);
+            }
+        }
+        serde_json::Value::Array(elements) => elements.iter().for_each(|element| names(element, at, out)),
+        _ => {}
+    }
+}
+
+/// What a leader says of itself for the standbys: a running pair writes no name that the golden document lacks, and each of its
+/// names is read and written again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_leaders_report_is_read_and_written_as_it_was() {
+    let golden = golden(WRITTEN, "reports").remove(0);
+    let stored = golden.get("status").cloned().unwrap().into_relaxed_extjson();
+    let status: Status = serde_json::from_value(stored.clone()).unwrap();
+    assert_eq!(serde_json::to_value(status).unwrap(), stored);
+
+    let test = denormd_fixture::database().await;
+    let _pair = crate::standbys::leader_and_standby(&test).await;
+    let reports = test.beside("state").collection::<Document>("reports");
+    let written = until("a leader's report", async || reports.find_one(doc! {}).await.ok()?).await;
+    let fields = |document: &Document| document.keys().cloned().collect::<BTreeSet<_>>();
+    assert_eq!(fields(&written), fields(&golden));
+    assert_eq!(fields(written.get_document("_id").unwrap()), fields(golden.get_document("_id").unwrap()));
+    let (mut known, mut found) = (BTreeSet::new(), BTreeSet::new());
+    names(&stored, "status", &mut known);
+    names(&written.get("status").cloned().unwrap().into_relaxed_extjson(), "status", &mut found);
+    let new: Vec<&String> = found.difference(&known).collect();
+    assert!(new.is_empty(), "names that tests/golden/{WRITTEN}/reports.json lacks: {new:?}");
+}
+
+fn expected(name: &str, definition: Document, state: RuleState) -> (String, RuleRecord) {
+    let record = RuleRecord {
+        definition,
+        retired: Vec::new(),
+        agreed: None,
+        source_seen: true,
+        source_uuid: None,
+        released: None,
+        state,
+        progress: None,
+        noticed: 0,
+        generation: 1,
+    };
+    (name.to_owned(), record)
+}
+
+#[tokio::test]
+async fn rule_states_are_read() {
+    for version in READ {
+        rule_states(version).await;
+    }
+}
+
+async fn rule_states(version: &str) {
+    let test = denormd_fixture::database().await;
+    let server = restore(&test, version).await;
+    let plan = planned();
+    let store = Store::open(&server, &test.name, DEPLOYMENT).await.unwrap();
+    let mut known = store.rules(&server).await.unwrap();
+    known.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let of = |name: &str, state: RuleState| expected(name, rule(&plan, name).definition.clone(), state);
+    let mut states = vec![
+        expected("absent", rule(&plan, "pending").definition.clone(), RuleState::Removed),
+        of("begun", RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), agreed: false }),
+        of("bereft", RuleState::Blocked(BlockReason::SourceGone)),
+        of("braked", RuleState::Blocked(BlockReason::RemovalLimit)),
+        of("changed", RuleState::Live),
+        of("done", RuleState::Live),
+        of("manual", RuleState::AwaitingBackfill),
+        of("paused", RuleState::Paused { until: None }),
+        of("paused-for-a-while", RuleState::Paused { until: Some(DateTime::from_millis(1_790_000_000_000)) }),
+        of("pending", RuleState::BACKFILL),
+        of("released", RuleState::Backfilling { after: None, agreed: version != "1" }),
+        of("suspended", unavailable()),
+    ];
+    // The first version knew no agreement.
+    let agreed = version != "1";
+    if agreed {
+        let definition = rule(&plan, "pending").definition.clone();
+        states.insert(1, expected("adopted", definition.clone(), RuleState::Backfilling { after: None, agreed }));
+        states.insert(2, expected("adopting", definition, RuleState::Blocked(adoption())));
+    }
+    for (name, state) in &mut states {
+        match name.as_str() {
+            "adopted" => {
+                state.source_seen = false;
+                state.generation = 2;
+                state.agreed = Some(state.definition.clone());
+            }
+            "absent" | "adopting" | "pending" => state.source_seen = false,
+            "begun" => (state.noticed, state.progress) = (1, Some((17, None))),
+            "done" => state.progress = Some((20, Some(20))),
+            "bereft" | "paused" | "paused-for-a-while" => state.generation = 2,
+            "released" => {
+                state.generation = 2;
+                state.source_seen = false;
+                state.released = Some(ClusterTime { seconds: 1_790_000_000, increment: 1 });
+            }
+            "changed" => {
+                state.generation = 2;
+                state.progress = Some((20, Some(20)));
+                let mut before = state.definition.clone();
+                before.remove("shadow");
+                state.retired = vec![before];
+            }
+            _ => {}
+        }
+    }
+    // The first version kept no UUID of a source.
+    for (_, state) in &mut states {
+        state.source_uuid = (version != "1" && state.source_seen).then(|| Bson::String("a UUID".to_owned()));
+    }
+    assert_eq!(known, states);
+}
+
+/// Positions, and work that is open.
+#[tokio::test]
+async fn positions_and_work_are_read() {
+    for version in READ {
+        positions_and_work(version).await;
+    }
+}
+
+async fn positions_and_work(version: &str) {
+    let test = denormd_fixture::database().await;
+    let server = restore(&test, version).await;
+    let plan = planned();
+    let store = Store::open(&server, &test.name, DEPLOYMENT).await.unwrap();
+    let pipeline = [doc! {"$match": {"ns": {"db": "app", "coll": "s"}}}];
+    let found =
+        async |database: &str, pipeline: &[Document]| store.position(&server, database, pipeline).await.unwrap();
+    let token = doc! {"_data": "826553F10000000007"};
+    assert_eq!(found("app", &pipeline).await, Some(position(Some(token))));
+    assert_eq!(found("app", &[]).await, Some(position(None)), "a token is of one pipeline");
+    assert_eq!(found("other", &pipeline).await, Some(position(None)));
+
+    let fan_outs = FanOuts { database: test.name.clone(), deployment: DEPLOYMENT.to_owned() };
+    let mut open = fan_outs.all(&server, &plan).await.unwrap();
+    open.sort_by_key(|fan_out| fan_out.subject.task);
+    let parts = open.iter().map(|job| (job.subject.task, job.subject.key.clone(), job.after.clone(), job.committed));
+    let x = Key::one(Bson::String("x".to_owned()));
+    let one = (Task::Value, Key::one(Bson::Int32(1)), Some(Bson::Int64(5000)), Some(1_700_000_000_000));
+    assert_eq!(
+        parts.collect::<Vec<_>>(),
+        [one, (Task::Parents, x.clone(), None, None), (Task::Holders, x, None, None)]
+    );
+
+    let mut asked = store.requests(&server).await.unwrap();
+    assert_eq!(asked.len(), 2, "one is refused");
+    let path = FieldPath::parse("lines.$[].name").unwrap();
+    assert_eq!(asked.remove(0).work, Work::Look(vec![Bson::Int32(1), Bson::String("b".to_owned())]));
+    assert_eq!(asked.remove(0).work, Work::Prune(vec![Retired { collection: "app.t04".to_owned(), path }]));
+    let refused = golden(version, "requests").iter().find(|request| request.contains_key("refused")).cloned().unwrap();
+    let answer = store.answer(&server, refused.get_object_id("together").unwrap()).await.unwrap();
+    assert_eq!(answer, Answer::Refused("a rule owns it".to_owned()));
+
+    let tally = Tally { compared: 500, differing: 4, undecided: 3, refused: 2, resumed: false };
+    for (name, after, done) in [("done", Some(Bson::Int32(7)), false), ("begun", None, true)] {
+        let progress = store.check(&server, rule(&plan, name)).await.unwrap();
+        assert_eq!(progress, Some(CheckProgress { after, done, tally: tally.clone() }));
+    }
+    assert_eq!(store.check(&server, rule(&plan, "manual")).await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn dead_letters_are_read() {
+    for version in READ {
+        dead_letters(version).await;
+    }
+}
+
+async fn dead_letters(version: &str) {
+    let test = denormd_fixture::database().await;
+    let server = restore(&test, version).await;
+    let plan = planned();
+    let of_rule = Chosen { rule: Some("done".to_owned()), key: None };
+    let found = letters(&test.name).find(&server, &of_rule, 0).await.unwrap();
+    assert_eq!(found.len(), TASKS.len() + 1);
+    for (task, name) in TASKS {
+        assert_eq!((task.name().to_owned(), Task::named(name)), (name.to_owned(), Some(task)));
+        assert!(found.iter().any(|letter| letter.request(rule(&plan, "done")).task == task), "{name}");
+    }
+    let at = DateTime::from_millis(1_790_000_000_000);
+    for letter in found {
+        assert_eq!(letter.key, Key::new(vec![Bson::Int32(1), Bson::Null]));
+        assert_eq!((letter.rule.as_str(), letter.reason.as_str()), ("done", "Document failed validation"));
+        assert_eq!((letter.first, letter.last), (at, at));
+        let expected = match letter.target {
+            Some(_) => (2, 0, Some("lines.0")),
+            None => (1, at.timestamp_millis() + 5000, None),
+        };
+        assert_eq!((letter.attempts, letter.due, letter.path.as_deref()), expected);
+    }
+}
+
+/// Who leads, and who is there.
+#[tokio::test]
+async fn leases_instances_and_formats_are_read() {
+    for version in READ {
+        leases_instances_and_formats(version).await;
+    }
+}
+
+async fn leases_instances_and_formats(version: &str) {
+    let test = denormd_fixture::database().await;
+    let server = restore(&test, version).await;
+    let plan = planned();
+    assert_eq!(format::check(&server, &test.name, DEPLOYMENT).await.unwrap(), 1);
+    assert_eq!(format::check(&server, &test.name, "divided").await.unwrap(), 3);
+    assert_eq!(highest_term(&server, &test.name, "led-before").await.unwrap(), 41);
+    assert_eq!(highest_term(&server, &test.name, DEPLOYMENT).await.unwrap(), 2);
+    let ends = async |id: &str, in_millis: i64| {
+        let at = DateTime::from_millis(DateTime::now().timestamp_millis() + in_millis);
+        let leases = server.collection(&test.name, lease::COLLECTION);
+        leases.update_one(doc! {"_id": id}, doc! {"$set": {"until": at}}).await.unwrap();
+    };
+    ends(DEPLOYMENT, 3_600_000).await;
+    assert!(lease::is_held(&server, &test.name, &[DEPLOYMENT.to_owned()]).await.unwrap(), "until its end");
+    let lease = Lease::new(Server::new(test.client.clone()), &test.name, DEPLOYMENT, TTL);
+    assert!(lease.try_lead().await.unwrap().is_none());
+    let given_back = Lease::new(Server::new(test.client.clone()), &test.name, "given-back", TTL);
+    ends("given-back", 0).await;
+    assert_eq!(given_back.try_lead().await.unwrap().unwrap().term(), 2);
+
+    let prints: Vec<String> = [1, 2].map(|partitions| fingerprint(&plan, partitions)).into();
+    for known in golden(version, "plans") {
+        let print = known.get_document("_id").unwrap().get_str("plan").unwrap();
+        assert!(
+            prints.iter().any(|known| known == print),
+            "an instance of another version would seem to have other rules"
+        );
+    }
+    let instances = server.collection(&test.name, "instances");
+    let seen = doc! {"$set": {"seen": DateTime::from_millis(DateTime::now().timestamp_millis() + 3_600_000)}};
+    instances.update_many(doc! {}, seen).await.unwrap();
+    let member = Member::join(Server::new(test.client.clone()), &test.name, DEPLOYMENT, TTL, &plan, 2);
+    assert_eq!(member.others().await.unwrap(), [1]);
+    assert!(!member.is_outdated().await.unwrap());
+}
+
+#[tokio::test]
+async fn the_timeline_is_read() {
+    let test = denormd_fixture::database().await;
+    let journal = Journal::new(Server::new(test.client.clone()), &test.name, DEPLOYMENT);
+    journal.open().await.unwrap();
+    let mut event =
+        Event::new(1_700_000_000_000, "backfill_done", vec!["done".to_owned()], "done: 20 targets".to_owned());
+    event.id = "aaaaaaaaaaaaaaaaaaaaaa00".to_owned();
+    event.instance = "host:1".to_owned();
+    journal.write(std::slice::from_ref(&event)).await.unwrap();
+    let written = as_text(&all(&test.database(), "events").await);
+    let file = folder(WRITTEN).join("events.json");
+    if std::env::var("DENORMD_GOLDEN").is_ok_and(|what| what == "write") {
+        fs::create_dir_all(folder(WRITTEN)).unwrap();
+        fs::write(&file, &written).unwrap();
+    }
+    assert_eq!(written, fs::read_to_string(&file).unwrap());
+    for version in READ {
+        test.database().collection::<Document>("events").drop().await.unwrap();
+        journal.open().await.unwrap();
+        test.database().collection("events").insert_many(golden(version, "events")).await.unwrap();
+        assert_eq!(journal.read(0, 10).await.unwrap(), std::slice::from_ref(&event));
+    }
+}

@@ -1,0 +1,95 @@
+//! Carries operations out on a server, whatever bytes they hold, and reads back what is there.
+
+use bson::{Document, RawDocumentBuf, doc};
+use denormd_oracle::{NOT_UTF8, Op, World};
+use futures_util::TryStreamExt;
+use mongodb::Database;
+
+/// What the server is sent in place of [`NOT_UTF8`], and as many bytes.
+const BYTES: [u8; 3] = [0xF5, 0xC1, 0xF5];
+
+/// How a collection is created.
+#[derive(Debug, Clone, Default)]
+pub struct Form {
+    pub pre_images: bool,
+    pub collation: Option<Document>,
+}
+
+/// Does an operation. What the server refuses is part of the history.
+pub async fn perform(db: &Database, op: Op, form: impl Fn(&str) -> Form) {
+    let name = op.coll().to_owned();
+    match op {
+        Op::Insert { doc, .. } => {
+            command(db, doc! {"insert": &name, "documents": [doc]}).await;
+        }
+        Op::Update { filter, update, .. } => {
+            command(db, doc! {"update": &name, "updates": [{"q": filter, "u": update}]}).await;
+        }
+        Op::Replace { filter, doc, .. } => {
+            command(db, doc! {"update": &name, "updates": [{"q": filter, "u": doc}]}).await;
+        }
+        Op::Delete { filter, .. } => {
+            command(db, doc! {"delete": &name, "deletes": [{"q": filter, "limit": 1}]}).await;
+        }
+        Op::Drop { .. } => command(db, doc! {"drop": &name}).await,
+        Op::Restore { docs, .. } => {
+            command(db, doc! {"drop": &name}).await;
+            create(db, &name, &form(&name)).await;
+            for doc in docs {
+                command(db, doc! {"insert": &name, "documents": [doc]}).await;
+            }
+        }
+        Op::Rename { from, .. } => {
+            let [from, to] = [from, name].map(|name| format!("{}.{name}", db.name()));
+            let rename = doc! {"renameCollection": from, "to": to, "dropTarget": true};
+            command(&db.client().database("admin"), rename).await;
+        }
+        Op::PreImages { on, .. } => {
+            command(db, doc! {"collMod": &name, "changeStreamPreAndPostImages": {"enabled": on}}).await;
+        }
+    }
+}
+
+/// Creates a collection.
+pub async fn create(db: &Database, name: &str, form: &Form) {
+    let mut create = doc! {"create": name};
+    if form.pre_images {
+        create.insert("changeStreamPreAndPostImages", doc! {"enabled": true});
+    }
+    create.extend(form.collation.clone().map(|collation| ("collation".to_owned(), collation.into())));
+    command(db, create).await;
+}
+
+async fn command(db: &Database, command: Document) {
+    let raw = RawDocumentBuf::try_from(&command).unwrap();
+    let raw = swapped(raw, NOT_UTF8.to_string().as_bytes(), &BYTES);
+    db.run_raw_command(raw).await.ok();
+}
+
+/// Those of the collections that exist, with all their documents.
+pub async fn world(db: &Database, collections: &[String]) -> World {
+    let wanted = doc! {"name": {"$in": collections.to_vec()}};
+    let there = db.list_collection_names().filter(wanted).await.unwrap();
+    let mut world = World::new();
+    for name in there {
+        let rows: Vec<RawDocumentBuf> =
+            db.collection::<RawDocumentBuf>(&name).find(doc! {}).await.unwrap().try_collect().await.unwrap();
+        let documents = rows.into_iter().map(|row| {
+            let row = swapped(row, &BYTES, NOT_UTF8.to_string().as_bytes());
+            Document::try_from(row.as_ref()).unwrap()
+        });
+        world.insert(name, documents.collect());
+    }
+    world
+}
+
+/// The document with some bytes in place of others of the same number.
+fn swapped(document: RawDocumentBuf, from: &[u8], to: &[u8]) -> RawDocumentBuf {
+    let mut bytes = document.into_bytes();
+    let mut at = 0;
+    while let Some(found) = bytes[at..].windows(from.len()).position(|window| window == from) {
+        bytes[at + found..at + found + from.len()].copy_from_slice(to);
+        at += found + from.len();
+    }
+    RawDocumentBuf::from_bytes(bytes).unwrap()
+}

@@ -1,0 +1,259 @@
+//! The kinds of data, writes and commands that few applications have, and that stop a daemon for good if it has not heard of them.
+
+use std::collections::BTreeSet;
+
+use bson::{Bson, Document, bson, doc};
+use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
+
+use super::{Generator, Held, Kind, Scenario, draw, shape::Shape};
+use crate::{Op, World, value::equal};
+
+/// One such kind. A world has each of those that [`super::Options`] allow with a certain probability.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Odd {
+    /// Strings that are not UTF-8, in values, references and `_id`s: here with [`NOT_UTF8`] in them.
+    NotUtf8,
+    /// Values and documents of megabytes, up to what the server can hold.
+    Large,
+    /// Empty arrays and objects wherever an expression can yield them.
+    Empty,
+    /// Collections that are dropped, restored from a backup and renamed.
+    Collections,
+    /// Pre-images that are switched off and on.
+    PreImages,
+    /// Targets whose value cannot be computed, beside others.
+    Failing,
+    /// Keys whose value takes long to compute.
+    Slow,
+    /// Collections with a default collation that ignores case.
+    Collation,
+    /// One update that moves a nested reference and writes the copy as well.
+    Echo,
+    /// `_id`s and references of MinKey, MaxKey and null.
+    EdgeIds,
+}
+
+/// Stands for three bytes that are no UTF-8: in worlds in memory a string is a string.
+pub const NOT_UTF8: char = '\u{F8FF}';
+
+impl Odd {
+    /// All kinds.
+    pub const ALL: [Self; 10] = [
+        Self::NotUtf8,
+        Self::Large,
+        Self::Empty,
+        Self::Collections,
+        Self::PreImages,
+        Self::Failing,
+        Self::Slow,
+        Self::Collation,
+        Self::Echo,
+        Self::EdgeIds,
+    ];
+
+    /// Its name, to choose it by.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NotUtf8 => "not-utf8",
+            Self::Large => "large",
+            Self::Empty => "empty",
+            Self::Collections => "collections",
+            Self::PreImages => "pre-images",
+            Self::Failing => "failing",
+            Self::Slow => "slow",
+            Self::Collation => "collation",
+            Self::Echo => "echo",
+            Self::EdgeIds => "edge-ids",
+        }
+    }
+
+    /// How many worlds of a hundred have it. What is slow to do is rare.
+    fn percentage(self) -> u32 {
+        match self {
+            Self::Large => 6,
+            Self::Slow => 15,
+            _ => 35,
+        }
+    }
+}
+
+/// Draws which of the allowed kinds a world has. One alone is in each of them.
+pub(super) fn drawn(rng: &mut StdRng, allowed: &[Odd]) -> BTreeSet<Odd> {
+    let alone = allowed.len() == 1;
+    allowed.iter().copied().filter(|odd| alone || rng.random_range(0..100) < odd.percentage()).collect()
+}
+
+/// The bytes of large values: some documents hold two of the smaller ones, and one of the largest fits alone.
+const LARGE: [usize; 4] = [1 << 20, 3 << 20, 9 << 20, (16 << 20) - 20_000];
+
+impl Generator {
+    /// Whether this world has the kind.
+    #[must_use]
+    pub fn has(&self, odd: Odd) -> bool {
+        self.odd.contains(&odd)
+    }
+
+    /// The kinds of this world.
+    pub fn odd(&self) -> impl Iterator<Item = Odd> {
+        self.odd.iter().copied()
+    }
+
+    /// The default collation that a collection is created with.
+    #[must_use]
+    pub fn collation(&self, coll: &str) -> Option<Document> {
+        let nth = self.collections.iter().position(|name| name == coll)?;
+        self.collated.contains(&nth).then(|| doc! {"locale": "en", "strength": 2})
+    }
+
+    /// Draws what collections are like.
+    pub(super) fn draw_collations(&mut self) {
+        if self.has(Odd::Collation) {
+            self.collated = (0..self.collections.len()).filter(|_| self.rng.random_bool(0.6)).collect();
+        }
+    }
+
+    /// One of the commands that few applications send, or none.
+    pub(super) fn draw_odd(&mut self, coll: &str) -> Option<Op> {
+        let away = format!("{coll}x");
+        if self.model.contains_key(&away) && self.rng.random_bool(0.4) {
+            return Some(Op::Rename { from: away, coll: coll.to_owned() });
+        }
+        if self.has(Odd::Collections) && self.rng.random_bool(0.06) {
+            return Some(match self.rng.random_range(0..4) {
+                0 => Op::Drop { coll: coll.to_owned() },
+                1 if self.model.contains_key(coll) => Op::Rename { from: coll.to_owned(), coll: away },
+                _ => Op::Restore { coll: coll.to_owned(), docs: self.backup(coll) },
+            });
+        }
+        if self.has(Odd::PreImages) && self.rng.random_bool(0.05) && self.pre_images().contains(coll) {
+            let on = self.rng.random_bool(0.5);
+            return Some(Op::PreImages { coll: coll.to_owned(), on });
+        }
+        if self.has(Odd::Echo) && self.rng.random_bool(0.25) {
+            return self.draw_echo();
+        }
+        None
+    }
+
+    /// An older state of a collection.
+    fn backup(&mut self, coll: &str) -> Vec<Document> {
+        let kept = self.backup.get(coll).cloned().unwrap_or_default();
+        kept.into_iter().filter(|_| self.rng.random_bool(0.8)).collect()
+    }
+
+    /// Keeps the present state as a backup.
+    pub(super) fn back_up(&mut self) {
+        self.backup = World::clone(&self.model);
+    }
+
+    /// Moves a nested reference and writes an owned field in one update.
+    fn draw_echo(&mut self) -> Option<Op> {
+        let scenarios: Vec<Scenario> = self
+            .scenarios
+            .iter()
+            .filter(|it| it.kind == Kind::Set && it.held_by == Held::Target)
+            .filter(|it| matches!(it.shape, Shape::Dotted | Shape::Pair) && !it.outputs.is_empty())
+            // A rule of a chain may refer by what another rule has written.
+            .filter(|it| {
+                self.rules[it.number].to_string().contains(&format!("{:?}", it.shape.key_paths(&it.field())[0]))
+            })
+            .cloned()
+            .collect();
+        let scenario = scenarios.choose(&mut self.rng)?;
+        let coll = self.collections[scenario.target].clone();
+        let documents = self.model.get(&coll)?.iter();
+        let documents: Vec<&Document> =
+            documents.filter(|document| document.get_document(scenario.field()).is_ok()).collect();
+        let document = documents.choose(&mut self.rng)?;
+        let filter = doc! {"_id": document.get("_id").cloned()};
+        let path = scenario.shape.key_paths(&scenario.field()).pop()?;
+        let last = path.rsplit('.').next().unwrap_or_default();
+        let stored = document.get_document(scenario.field()).ok()?.get(last).cloned();
+        let key = draw::key(&mut self.rng);
+        if stored.is_some_and(|stored| equal(&stored, &key)) {
+            return None;
+        }
+        let output = scenario.outputs.choose(&mut self.rng)?;
+        let update = doc! {"$set": {path: key, output: "old"}};
+        Some(Op::Update { coll, filter, update })
+    }
+
+    /// A key of one of this world's kinds, or of the usual ones.
+    pub(super) fn draw_key(&mut self) -> Bson {
+        let odd = self.odd.clone();
+        odd_key(&mut self.rng, &odd).unwrap_or_else(|| draw::key(&mut self.rng))
+    }
+
+    /// A value of a field that users own, of one of this world's kinds or of the usual ones.
+    pub(super) fn draw_value(&mut self, field: &str) -> Bson {
+        if field == "name" && self.has(Odd::Large) && self.large_left > 0 && self.rng.random_bool(0.1) {
+            self.large_left -= 1;
+            let size = LARGE.choose(&mut self.rng).copied().unwrap_or_default();
+            return Bson::String("L".repeat(size));
+        }
+        let odd = self.odd.clone();
+        let rng = &mut self.rng;
+        if odd.contains(&Odd::NotUtf8) && rng.random_bool(0.25) {
+            let text = format!("a{NOT_UTF8}{}", rng.random_range(0..3));
+            return match field {
+                "name" | "label" => Bson::String(text),
+                "info" => bson!({"a": text.clone(), "b": {"c": text}}),
+                "tags" => bson!([1, text]),
+                "list" => bson!([{"x": text}]),
+                "code" => Bson::String(text),
+                _ => draw::user_value(rng, field),
+            };
+        }
+        if odd.contains(&Odd::Collation) && rng.random_bool(0.3) {
+            return match field {
+                "label" => draw::pick(rng, &[bson!("A"), bson!("bC"), bson!("B")]),
+                "status" => draw::pick(rng, &[bson!("Open"), bson!("DRAFT")]),
+                "code" => draw::pick(rng, &[bson!("a"), bson!("A")]),
+                _ => draw::user_value(rng, field),
+            };
+        }
+        if odd.contains(&Odd::Empty) && rng.random_bool(0.4) {
+            return match field {
+                "name" | "tags" | "list" => draw::pick(rng, &[bson!([]), bson!({}), bson!([[]]), bson!([{}])]),
+                "info" => draw::pick(rng, &[bson!({}), bson!({"a": []}), bson!({"a": {}, "b": {"c": []}})]),
+                // Two arrays cannot be sorted by.
+                "n" => draw::pick(rng, &[bson!(1), bson!([]), bson!({})]),
+                _ => draw::user_value(rng, field),
+            };
+        }
+        draw::user_value(rng, field)
+    }
+
+    /// An expression of one of this world's kinds, or none.
+    pub(super) fn draw_odd_expression(&mut self) -> Option<Bson> {
+        if self.has(Odd::Slow) && self.rng.random_bool(0.4) {
+            // A tenth of a second of the server's time.
+            let long = doc! {"$size": {"$range": [0, 1_000_000]}};
+            return Some(doc! {"$cond": [{"$eq": ["$num", 3]}, long, "$name"]}.into());
+        }
+        if self.has(Odd::Failing) && self.rng.random_bool(0.4) {
+            let failing = [doc! {"$concat": ["$name", "!"]}, doc! {"$add": ["$n", 1]}];
+            return failing.choose(&mut self.rng).cloned().map(Bson::Document);
+        }
+        if self.has(Odd::Empty) && self.rng.random_bool(0.5) {
+            let paths = ["$tags", "$info", "$list", "$name", "$info.a", "$list.x"];
+            return paths.choose(&mut self.rng).map(|path| Bson::from(*path));
+        }
+        None
+    }
+}
+
+/// A key of one of these kinds.
+pub(super) fn odd_key(rng: &mut StdRng, odd: &BTreeSet<Odd>) -> Option<Bson> {
+    if odd.contains(&Odd::EdgeIds) && rng.random_bool(0.2) {
+        return Some(draw::pick(rng, &[Bson::MinKey, Bson::MaxKey, Bson::Null]));
+    }
+    if odd.contains(&Odd::NotUtf8) && rng.random_bool(0.15) {
+        return Some(Bson::String(format!("a{NOT_UTF8}{}", rng.random_range(0..2))));
+    }
+    if odd.contains(&Odd::Collation) && rng.random_bool(0.2) {
+        return Some(draw::pick(rng, &[bson!("a"), bson!("A"), bson!("b")]));
+    }
+    None
+}
