@@ -12,6 +12,7 @@ use denormd::{
 use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::options::WriteConcern;
 
+use crate::daemon::PATIENCE;
 use crate::{daemon::all, world::World};
 
 /// Updates of one collection fail as they do on a primary that steps down, until told otherwise.
@@ -27,7 +28,7 @@ async fn refuse_writes(test: &TestDb, collection: &str, refuse: bool) {
 async fn tried_in_vain(world: &World, daemon: &crate::world::Daemon) {
     let begun = Instant::now();
     while !daemon.log().contains("reconciles failed and are tried again") {
-        assert!(begun.elapsed() < Duration::from_secs(30), "nothing was tried: {}", daemon.log());
+        assert!(begun.elapsed() < PATIENCE, "nothing was tried: {}", daemon.log());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     // What the daemon could save meanwhile, wrongly, it saves once a second. Other work goes on.
@@ -98,7 +99,7 @@ async fn reads_are_of_a_majority_and_no_older_than_asked() {
         if db.run_command(hurried).await.is_ok_and(|reply| reply.contains_key("writeConcernError")) {
             break;
         }
-        assert!(begun.elapsed() < Duration::from_secs(30), "the secondaries go on");
+        assert!(begun.elapsed() < PATIENCE, "the secondaries go on");
     }
     let alone =
         doc! {"update": "s", "updates": [{"q": {"_id": 1}, "u": {"$set": {"v": "new"}}}], "writeConcern": {"w": 1}};

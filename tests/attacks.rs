@@ -21,6 +21,7 @@ use tokio::{
     task::JoinSet,
 };
 
+use crate::daemon::PATIENCE;
 use crate::running::Running;
 
 const RULE: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
@@ -57,7 +58,7 @@ struct Limits {
 impl Limits {
     fn read() -> Self {
         let seconds = std::env::var("DENORMD_ATTACK_SECONDS").ok().and_then(|text| text.parse().ok());
-        let (second, generous) = (Duration::from_secs(1), Duration::from_secs(60));
+        let (second, generous) = (Duration::from_secs(1), PATIENCE);
         seconds.map_or(
             Self { attack: Duration::from_secs(3), answer: generous, copy: generous, strict: false },
             |seconds| Self { attack: Duration::from_secs(seconds), answer: second, copy: second, strict: true },
@@ -89,7 +90,7 @@ impl Target {
             .spawn()
             .unwrap();
         let target = Self { address, child, _config: config };
-        let limit = Instant::now() + Duration::from_secs(60);
+        let limit = Instant::now() + PATIENCE;
         while !client::get(address, "/readyz", Duration::from_secs(10)).await.is_ok_and(|answer| answer.ok) {
             assert!(Instant::now() < limit, "it is not ready");
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -226,7 +227,7 @@ async fn hostile_clients_harm_nobody() {
         target.looks_well(limits, kind).await;
         set.node(0).restart().await;
         set.primary().await;
-        changes_are_copied(&db, kind, -1, Duration::from_secs(60)).await;
+        changes_are_copied(&db, kind, -1, PATIENCE).await;
         target.looks_well(limits, kind).await;
         println!("{kind:?}: {} done, {} kB, slowest copy {slowest:?}", done.load(Ordering::Relaxed), target.memory());
         drop(attackers);

@@ -1,13 +1,13 @@
 //! Backlogs larger than the queue: the streams are not read while it is full, so nothing in it may wait for what they hold.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::sync::atomic::Ordering;
 
 use bson::{Document, doc};
 use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::Database;
 
 use crate::{
-    daemon::{Daemon, config, until},
+    daemon::{Daemon, PATIENCE, config, until},
     fan_outs::{fail, slow_writes},
 };
 
@@ -102,13 +102,13 @@ async fn a_source_that_is_dropped_behind_a_backlog_holds_its_rule_alone() {
     rename_part(&db, "new").await;
     let mut progress = daemon.progress();
     let held = progress.wait_for(|progress| progress.stopped().next().is_some());
-    tokio::time::timeout(Duration::from_secs(60), held).await.expect("the rule is blocked").unwrap();
+    tokio::time::timeout(PATIENCE, held).await.expect("the rule is blocked").unwrap();
     fail(&test, "off", doc! {}).await;
     product_is(&db, "new").await;
     let log = db.collection::<Document>("log");
     assert_eq!(log.count_documents(doc! {"ip": {"$in": [0, 1]}}).await.unwrap(), 12_000, "its copies stay");
     daemon.ask("address").await;
-    tokio::time::timeout(Duration::from_secs(60), progress.wait_for(|progress| progress.stopped().next().is_none()))
+    tokio::time::timeout(PATIENCE, progress.wait_for(|progress| progress.stopped().next().is_none()))
         .await
         .expect("the rule is unblocked")
         .unwrap();

@@ -16,8 +16,9 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde_json::Value;
 
 use crate::{
+    daemon::PATIENCE,
     daemon::{Daemon, config},
-    process::{LIMIT, Printed, Program},
+    process::{Printed, Program},
 };
 
 /// Unguarded: the audit would mend what the test has planted.
@@ -223,7 +224,7 @@ async fn every_planted_difference_and_no_other_is_found_while_the_application_wr
     // A million on request: `make check-million`.
     let targets = std::env::var("DENORMD_TARGETS").ok().and_then(|text| text.parse().ok()).unwrap_or(5000);
     // At the least five hundred a second, on a machine that is busy.
-    let limit = 10 * LIMIT + Duration::from_secs(u64::try_from(targets).unwrap() / 500);
+    let limit = 10 * PATIENCE + Duration::from_secs(u64::try_from(targets).unwrap() / 500);
     // A server of its own, where they are many.
     let set =
         if targets > 5000 { Some(ReplicaSet::builder().cache_gb(1.0).oplog_mb(1024).start().await) } else { None };

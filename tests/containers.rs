@@ -14,8 +14,9 @@ use denormd_fixture::{Network, Peer, docker};
 use futures_util::{TryStreamExt, future::join_all};
 use mongodb::{Client, options::ClientOptions};
 
+use crate::daemon::PATIENCE;
+
 const SET: &str = "rs0";
-const LIMIT: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(50);
 const HOSTS: i32 = 5;
 const LOGS: i32 = 50;
@@ -69,7 +70,7 @@ impl Cluster {
                     return (peer, client);
                 }
             }
-            assert!(begun.elapsed() < LIMIT, "no primary");
+            assert!(begun.elapsed() < PATIENCE, "no primary");
             tokio::time::sleep(PAUSE).await;
         }
     }
@@ -110,7 +111,7 @@ impl Cluster {
     async fn converges(&self, rule: Rule, sidecar: &Peer) {
         let begun = Instant::now();
         while self.wrong(rule).await != Some(0) {
-            assert!(begun.elapsed() < LIMIT, "{:?} are wrong; {}", self.wrong(rule).await, sidecar.log_tail());
+            assert!(begun.elapsed() < PATIENCE, "{:?} are wrong; {}", self.wrong(rule).await, sidecar.log_tail());
             tokio::time::sleep(PAUSE).await;
         }
     }
@@ -125,7 +126,7 @@ impl Cluster {
             if matches!(leases.find_one(free.clone()).await, Ok(Some(_))) {
                 return;
             }
-            assert!(begun.elapsed() < LIMIT, "somebody still leads");
+            assert!(begun.elapsed() < PATIENCE, "somebody still leads");
             tokio::time::sleep(PAUSE).await;
         }
     }
@@ -178,7 +179,7 @@ impl Rule {
 async fn healthy(sidecar: &Peer) {
     let begun = Instant::now();
     while sidecar.health() != "healthy" {
-        assert!(begun.elapsed() < LIMIT, "{}; {}", sidecar.health(), sidecar.log_tail());
+        assert!(begun.elapsed() < PATIENCE, "{}; {}", sidecar.health(), sidecar.log_tail());
         tokio::time::sleep(PAUSE).await;
     }
 }

@@ -32,18 +32,21 @@ pub struct Daemon {
     handles: Vec<Handle>,
 }
 
+/// Time that a test gives to what should happen. Generous: the machine may be busy with many other things.
+pub const PATIENCE: Duration = Duration::from_secs(180);
+
 /// Waits until there is something to be found.
 ///
 /// # Panics
 ///
-/// Panics after two minutes.
+/// Panics after [`PATIENCE`].
 pub async fn until<T>(what: &str, check: impl AsyncFn() -> Option<T>) -> T {
     let begun = Instant::now();
     loop {
         if let Some(found) = check().await {
             return found;
         }
-        assert!(begun.elapsed() < Duration::from_secs(120), "{what}");
+        assert!(begun.elapsed() < PATIENCE, "{what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }

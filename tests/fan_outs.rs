@@ -6,7 +6,7 @@ use bson::{Document, doc};
 use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::Database;
 
-use crate::daemon::{Daemon, config, until};
+use crate::daemon::{Daemon, PATIENCE, config, until};
 
 const RULES: &str =
     "  - { name: ip, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
@@ -281,7 +281,7 @@ async fn a_source_in_many_arrays_is_looked_up_a_page_at_a_time() {
     db.collection::<Document>("parts").update_one(doc! {"_id": 1}, doc! {"$set": {"name": "b"}}).await.unwrap();
     let mut progress = daemon.progress();
     let waited = progress.wait_for(|progress| progress.fan_outs == 1);
-    tokio::time::timeout(Duration::from_secs(60), waited).await.expect("a fan-out").unwrap();
+    tokio::time::timeout(PATIENCE, waited).await.expect("a fan-out").unwrap();
     daemon.settled().await;
     let products = db.collection::<Document>("products");
     let done = products.count_documents(doc! {"info": [{"name": "b"}]}).await.unwrap();

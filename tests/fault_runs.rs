@@ -17,6 +17,7 @@ use denormd_fixture::{ReplicaSet, Weather};
 use futures_util::FutureExt;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
+use crate::daemon::PATIENCE;
 use crate::world::{Daemon, World};
 
 /// How long the oplog must be silent.
@@ -311,7 +312,7 @@ impl Stage {
         if written {
             let begun = Instant::now();
             while rollbacks(&self.set.node(old).client().await).await == before {
-                assert!(begun.elapsed() < Duration::from_secs(60), "nothing was rolled back");
+                assert!(begun.elapsed() < PATIENCE, "nothing was rolled back");
                 pause(100).await;
             }
             self.struck += 1;
@@ -361,7 +362,7 @@ impl Stage {
         }
         let begun = Instant::now();
         while self.set.node(primary).is_alive() {
-            assert!(begun.elapsed() < Duration::from_secs(60), "it goes on without room for a byte");
+            assert!(begun.elapsed() < PATIENCE, "it goes on without room for a byte");
             pause(50).await;
         }
         self.struck += 1;
@@ -424,7 +425,7 @@ impl Stage {
         }
         let written = Instant::now();
         while !matches!(logs.find_one(doc! {"_id": MARKER, "ip": ip}).await, Ok(Some(_))) {
-            assert!(written.elapsed() < Duration::from_secs(90), "changes stand still");
+            assert!(written.elapsed() < PATIENCE, "changes stand still");
             pause(5).await;
         }
         written.elapsed()

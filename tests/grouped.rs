@@ -17,6 +17,7 @@ use futures_util::StreamExt;
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
+use crate::daemon::PATIENCE;
 use crate::daemon::rule;
 
 /// Rules whose keys share statements: fields at the top, below a document, two levels below, with a filter, with converted
@@ -374,7 +375,7 @@ async fn what_a_shared_statement_changes_is_logged_as_a_change() {
         assert!(members.iter().all(|member| group::fits(&rule, shape, member)));
         assert!(bench.run("together", group::statement(&rule, &members).unwrap()).await);
         for _ in 0..targets.len() {
-            let event = tokio::time::timeout(std::time::Duration::from_secs(60), events.next()).await;
+            let event = tokio::time::timeout(PATIENCE, events.next()).await;
             let event = event.expect("an event in time").expect("a stream").unwrap();
             assert_eq!(event.operation_type, mongodb::change_stream::event::OperationType::Update, "{event:?}");
         }

@@ -20,6 +20,8 @@ use denormd::{
 use denormd_fixture::{ReplicaSet, TestDb};
 use tokio::time::timeout;
 
+use crate::daemon::PATIENCE;
+
 const TTL: Duration = Duration::from_secs(2);
 
 fn contender(test: &TestDb) -> Lease {
@@ -96,7 +98,7 @@ async fn a_server_that_stands_still_longer_than_a_lease_costs_no_take_over() {
     let begun = Instant::now();
     // Until it is renewed, nothing is written.
     while let Err(error) = server.update(&test.name, "c", &statement, ttl).await {
-        assert!(begun.elapsed() < Duration::from_secs(20), "{}", error.message);
+        assert!(begun.elapsed() < PATIENCE, "{}", error.message);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert!(timeout(Duration::from_millis(10), held.lost()).await.is_err(), "it goes on");

@@ -15,7 +15,7 @@ use futures_util::TryStreamExt;
 use mongodb::Database;
 
 use crate::{
-    daemon::{Daemon, all, until},
+    daemon::{Daemon, PATIENCE, all, until},
     fan_outs::{fail, slow_writes},
 };
 
@@ -210,7 +210,7 @@ async fn what_is_under_way_is_nobodys_drift() {
 async fn held(daemon: &Daemon, is: bool) {
     let mut progress = daemon.progress();
     let wait = progress.wait_for(|progress| progress.stopped().next().is_some() == is);
-    tokio::time::timeout(Duration::from_secs(60), wait).await.expect("the rule is blocked").unwrap();
+    tokio::time::timeout(PATIENCE, wait).await.expect("the rule is blocked").unwrap();
 }
 
 #[tokio::test]
@@ -319,7 +319,7 @@ async fn is_blocked_by_the_removal_limit(daemon: &Daemon) {
     let mut progress = daemon.progress();
     let blocked = RuleState::Blocked(BlockReason::RemovalLimit);
     let wait = progress.wait_for(|progress| progress.states.contains(&blocked));
-    tokio::time::timeout(Duration::from_secs(60), wait).await.expect("the rule is blocked").unwrap();
+    tokio::time::timeout(PATIENCE, wait).await.expect("the rule is blocked").unwrap();
 }
 
 /// The limit was for `remove` and `delete` alone: a purge of the sources unset every copy.

@@ -15,6 +15,7 @@ use denormd::{
 use denormd_fixture::{ReplicaSet, TestDb};
 use tokio_util::sync::CancellationToken;
 
+use crate::daemon::PATIENCE;
 use crate::daemon::{Daemon, all, config};
 
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
@@ -63,7 +64,7 @@ impl Observed {
     }
 
     async fn until(&self, what: &str, condition: impl Fn(&Status) -> bool) -> Status {
-        let limit = Instant::now() + Duration::from_secs(60);
+        let limit = Instant::now() + PATIENCE;
         loop {
             let status = self.status().await;
             if condition(&status) {
@@ -309,7 +310,7 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
     assert!(error.contains("no denormd answers"), "{error}");
     assert_eq!(run(&["plan", "--apply"]).0, Some(0));
     let _daemon = Process(denormd(&file, &["run"]).stderr(Stdio::null()).spawn().unwrap());
-    let limit = Instant::now() + Duration::from_secs(60);
+    let limit = Instant::now() + PATIENCE;
     while run(&["health"]).0 != Some(0) {
         assert!(Instant::now() < limit, "{:?}", run(&["health"]));
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -418,7 +419,7 @@ async fn neither_the_password_nor_a_value_is_told_in_logs_or_figures() {
     let into = std::fs::File::create(&log).unwrap();
     let daemon = Process(denormd(&file, &["run"]).stderr(into).spawn().unwrap());
     let address = SocketAddr::from(([127, 0, 0, 1], port));
-    let limit = Instant::now() + Duration::from_secs(60);
+    let limit = Instant::now() + PATIENCE;
     let mut told = String::new();
     while !told.contains("server_error_121") {
         assert!(Instant::now() < limit, "{told}");

@@ -7,8 +7,9 @@ use mongodb::Database;
 use serde_json::json;
 
 use crate::{
+    daemon::PATIENCE,
     daemon::{Daemon, config},
-    process::{LIMIT, Program},
+    process::Program,
 };
 
 const NAMES: &str = r#"  - { name: names, copy: { source: parts, target: products, match: { "parts.$[].id": _id }, set: { "parts.$[].name": $name } } }"#;
@@ -119,7 +120,7 @@ async fn log_has(db: &Database, fields: Document) {
         if fields.iter().all(|(name, value)| log.get(name) == Some(value)) {
             return;
         }
-        assert!(begun.elapsed() < LIMIT, "expected {fields}, found {log}");
+        assert!(begun.elapsed() < PATIENCE, "expected {fields}, found {log}");
         tokio::time::sleep(Duration::from_millis(30)).await;
     }
 }

@@ -16,6 +16,7 @@ use fantoccini::{
 };
 use serde_json::{Value, json};
 
+use crate::daemon::PATIENCE;
 use crate::running::{Running, causes};
 
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
@@ -46,7 +47,7 @@ impl Browser {
         // In a container there is no sandbox, and little shared memory.
         let arguments = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1500"];
         let capabilities = json!({"goog:chromeOptions": {"args": arguments}});
-        let limit = Instant::now() + Duration::from_secs(60);
+        let limit = Instant::now() + PATIENCE;
         loop {
             let mut builder = ClientBuilder::new(hyper_util::client::legacy::connect::HttpConnector::new());
             builder.capabilities(capabilities.as_object().unwrap().clone());
@@ -85,7 +86,7 @@ impl Browser {
     }
 
     async fn until(&self, what: &str, script: &str) {
-        let limit = Instant::now() + Duration::from_secs(60);
+        let limit = Instant::now() + PATIENCE;
         while self.script(script).await != json!(true) {
             assert!(Instant::now() < limit, "{what}: {}", self.script("return document.body.innerText").await);
             tokio::time::sleep(Duration::from_millis(200)).await;
@@ -135,7 +136,7 @@ async fn run_over(set: &ReplicaSet) {
             return entry.get_timestamp("ts").unwrap();
         }
     };
-    let (last, limit) = (edge(-1).await, Instant::now() + Duration::from_secs(60));
+    let (last, limit) = (edge(-1).await, Instant::now() + PATIENCE);
     while edge(1).await <= last {
         assert!(Instant::now() < limit, "the oplog does not run over");
         let junk = client.database("junk").collection("junk");

@@ -12,8 +12,7 @@ use bson::{Document, doc};
 use denormd_fixture::TestDb;
 use serde_json::Value;
 
-/// Generous: it is reached only when something is broken, or the machine is far too busy.
-pub const LIMIT: Duration = Duration::from_secs(120);
+use crate::daemon::PATIENCE;
 
 /// A config file in a folder of its own.
 pub struct Program {
@@ -76,7 +75,7 @@ impl Program {
 
     /// Runs a command to its end, beside the test.
     pub async fn run(&self, arguments: &[&str]) -> Printed {
-        self.run_within(arguments, 10 * LIMIT).await
+        self.run_within(arguments, 10 * PATIENCE).await
     }
 
     /// The same, with a limit for so much data.
@@ -102,7 +101,7 @@ impl Program {
 
     /// Waits until every rule of the deployment has brought existing data up to date.
     pub async fn backfilled(&self, test: &TestDb, rules: usize) {
-        self.backfilled_within(test, rules, LIMIT).await;
+        self.backfilled_within(test, rules, PATIENCE).await;
     }
 
     /// The same, with a limit for so much data.
@@ -157,7 +156,7 @@ impl Daemon {
     pub async fn says(&self, text: &str) {
         let begun = Instant::now();
         while !self.log().contains(text) {
-            assert!(begun.elapsed() < LIMIT, "it does not say {text:?}:\n{}", self.log());
+            assert!(begun.elapsed() < PATIENCE, "it does not say {text:?}:\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -178,7 +177,7 @@ impl Daemon {
         assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
         let begun = Instant::now();
         while self.child.try_wait().unwrap().is_none() {
-            assert!(begun.elapsed() < LIMIT, "it does not stop\n{}", self.log());
+            assert!(begun.elapsed() < PATIENCE, "it does not stop\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }

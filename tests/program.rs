@@ -13,11 +13,10 @@ use bson::{Document, doc};
 use denormd_fixture::TestDb;
 use mongodb::Database;
 
-use crate::daemon::{all, config};
+use crate::daemon::{PATIENCE, all, config};
 
 const RULE: &str =
     "  - { name: address, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
-const LIMIT: Duration = Duration::from_secs(120);
 
 fn denormd() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
@@ -71,7 +70,7 @@ impl Running {
 
     /// The next log line that holds `text`.
     pub fn wait(&self, text: &str) -> String {
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + PATIENCE;
         let mut seen = Vec::new();
         while let Ok(line) = self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             if line.contains(text) {
@@ -95,7 +94,7 @@ impl Drop for Running {
 }
 
 async fn log_becomes(db: &Database, expected: Document) {
-    let deadline = Instant::now() + LIMIT;
+    let deadline = Instant::now() + PATIENCE;
     while all(db, "log").await != [expected.clone()] {
         assert!(Instant::now() < deadline, "expected {expected}, found {:?}", all(db, "log").await);
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -325,7 +324,7 @@ async fn systemd_hears_of_the_start_the_reload_the_end_and_that_the_loop_turns()
     assert!(file.run(&["plan", "--apply"]).status.success());
     let path = file.folder.path().join("notify");
     let socket = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
-    socket.set_read_timeout(Some(LIMIT)).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut command = denormd();
     command.arg("--config").arg(file.path()).env("NOTIFY_SOCKET", &path).env("WATCHDOG_USEC", "200000");
     let mut running = Running::spawn(&mut command);

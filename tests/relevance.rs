@@ -14,6 +14,7 @@ use denormd::{
     watch::{nested, streams},
 };
 
+use crate::daemon::PATIENCE;
 use crate::daemon::{Daemon, all};
 
 /// The `_id`s of updates that are delivered, of those that `changes` makes to `before`: the same among few and many rules,
@@ -61,7 +62,7 @@ async fn delivered_among(others: i32, rule: &str, before: &Document, changes: &[
     let mut found = BTreeSet::new();
     let begun = Instant::now();
     while let Some(batch) = batches.next().await.unwrap() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "the end is not delivered");
+        assert!(begun.elapsed() < PATIENCE, "the end is not delivered");
         for raw in batch.doc_slices().unwrap() {
             let event = ChangeEvent::decode(raw.unwrap().as_document().unwrap()).unwrap();
             assert_eq!(event.namespace.collection, "products");

@@ -12,8 +12,7 @@ use denormd_fixture::TestDb;
 
 use crate::daemon::config;
 
-/// How long a condition is waited for.
-const LIMIT: Duration = Duration::from_secs(120);
+use crate::daemon::PATIENCE;
 
 /// A config file, and the daemon that was started from it; killed when the test ends.
 pub struct Running {
@@ -49,7 +48,7 @@ impl Running {
     pub async fn run(&mut self) {
         let log = std::fs::OpenOptions::new().create(true).append(true).open(self.log_file()).unwrap();
         self.child = Some(denormd(&self.file()).arg("run").stdout(Stdio::null()).stderr(log).spawn().unwrap());
-        let limit = Instant::now() + LIMIT;
+        let limit = Instant::now() + PATIENCE;
         while !client::get(self.address, "/readyz", Duration::from_secs(10)).await.is_ok_and(|answer| answer.ok) {
             assert!(Instant::now() < limit, "not ready: {}", self.log());
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -107,7 +106,7 @@ impl Running {
 
     /// Waits for a status as programs read it.
     pub async fn until_json(&self, what: &str, condition: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
-        let limit = Instant::now() + LIMIT;
+        let limit = Instant::now() + PATIENCE;
         loop {
             let status = serde_json::from_str(&self.text("/v1/status").await).unwrap();
             if condition(&status) {
@@ -119,7 +118,7 @@ impl Running {
     }
 
     pub async fn until(&self, what: &str, condition: impl Fn(&Status) -> bool) -> Status {
-        let limit = Instant::now() + LIMIT;
+        let limit = Instant::now() + PATIENCE;
         loop {
             let status = self.status().await;
             if condition(&status) {

@@ -10,6 +10,8 @@ use std::{
 
 use denormd::server::client;
 
+use crate::daemon::PATIENCE;
+
 /// The folder of `prometheus` and `promtool`, as tests/prometheus.py finds them; None, with the reason printed, where
 /// they are not to be had.
 pub fn programs() -> Option<&'static Path> {
@@ -59,7 +61,7 @@ impl Prometheus {
             .spawn()
             .unwrap();
         let prometheus = Self { folder, address, child };
-        let limit = Instant::now() + Duration::from_secs(60);
+        let limit = Instant::now() + PATIENCE;
         while !client::get(address, "/-/ready", Duration::from_secs(5)).await.is_ok_and(|answer| answer.ok) {
             let log = std::fs::read_to_string(prometheus.folder.path().join("log")).unwrap_or_default();
             assert!(Instant::now() < limit, "{log}");
@@ -85,7 +87,7 @@ impl Prometheus {
 
     /// Waits until an expression says something.
     pub async fn until(&self, expression: &str) -> Vec<Sample> {
-        let limit = Instant::now() + Duration::from_secs(60);
+        let limit = Instant::now() + PATIENCE;
         loop {
             let found = self.query(expression).await;
             if !found.is_empty() {

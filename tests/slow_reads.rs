@@ -7,7 +7,7 @@ use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::{Database, IndexModel};
 
 use crate::{
-    daemon::{Daemon, config, until},
+    daemon::{Daemon, PATIENCE, config, until},
     fan_outs::{fail, slow_writes},
 };
 
@@ -169,7 +169,7 @@ async fn a_dead_letter_that_takes_long_holds_up_no_other() {
     until("another dead letter", async || of("other").await).await;
     db.run_command(doc! {"collMod": "products", "validator": {}}).await.unwrap();
     let cleared = until("it is tried again", async || of("other").await.is_none().then_some(()));
-    tokio::time::timeout(Duration::from_secs(60), cleared).await.expect("it does not wait for the first one");
+    tokio::time::timeout(PATIENCE, cleared).await.expect("it does not wait for the first one");
     assert!(of("sum").await.is_some(), "the first one is under way");
     daemon.kill();
 }

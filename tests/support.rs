@@ -40,7 +40,7 @@ async fn a_bundle_has_nothing_from_documents_and_no_secret() {
     states.collection::<Document>("requests").insert_one(asked).await.unwrap();
     let begun = std::time::Instant::now();
     while states.collection::<Document>("dead_letters").count_documents(doc! {}).await.unwrap() == 0 {
-        assert!(begun.elapsed() < crate::process::LIMIT, "there is no dead letter");
+        assert!(begun.elapsed() < crate::daemon::PATIENCE, "there is no dead letter");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     let told = program.run(&["support-bundle", "--to", "-"]).await.exits(0);
@@ -103,7 +103,7 @@ async fn commands_that_write_lead_where_nobody_does() {
     let states = test.beside("state").collection::<Document>("rules");
     let begun = std::time::Instant::now();
     while states.count_documents(doc! {"backfill": "held"}).await.unwrap() == 0 {
-        assert!(begun.elapsed() < crate::process::LIMIT, "the rule is not held");
+        assert!(begun.elapsed() < crate::daemon::PATIENCE, "the rule is not held");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     daemon.stop().await;

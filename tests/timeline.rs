@@ -6,6 +6,7 @@ use bson::{Document, doc};
 use denormd::{events::Event, server::client};
 use denormd_fixture::ReplicaSet;
 
+use crate::daemon::PATIENCE;
 use crate::running::{Running, causes};
 
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
@@ -23,7 +24,7 @@ fn kept(running: &Running) -> Vec<Event> {
 }
 
 async fn until_kept(running: &Running, what: &str) -> Vec<Event> {
-    let limit = Instant::now() + Duration::from_secs(60);
+    let limit = Instant::now() + PATIENCE;
     loop {
         let events = kept(running);
         if events.iter().any(|event| event.what == what) {

@@ -8,6 +8,7 @@ use std::{
 use axum::{Router, body::Bytes, extract::State, routing::post};
 use bson::{Document, doc};
 
+use crate::daemon::PATIENCE;
 use crate::running::Running;
 
 /// Turns up in documents: must never turn up in a span.
@@ -39,7 +40,7 @@ async fn a_collector_gets_a_span_for_each_batch_with_its_stages_and_no_value() {
         "  - { name: ip-of-host, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
     let mut running = Running::start(&test, rules, &format!("log: {{ otlp: \"http://{collector}\" }}\n")).await;
     let log = db.collection::<Document>("log");
-    let limit = Instant::now() + Duration::from_secs(60);
+    let limit = Instant::now() + PATIENCE;
     // Existing data first, which is of no event, then a change.
     let second = format!("{CANARY}-2");
     for ip in [CANARY, &second] {

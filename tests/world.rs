@@ -18,6 +18,8 @@ use futures_util::TryStreamExt;
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
+use crate::daemon::PATIENCE;
+
 const HOSTS: i32 = 12;
 const LOGS: i32 = 120;
 const PERSONS: i32 = 12;
@@ -73,7 +75,15 @@ impl World {
         self.write_divided_config(file, more_rules, 1);
     }
 
-    /// The same for a deployment that is divided into so many partitions.
+    /// Lets leases last so long, for the daemons that are started from here on.
+    pub fn lease_for(&self, ttl: Duration) {
+        let file = self.folder.path().join("denormd.yaml");
+        let config = std::fs::read_to_string(&file).unwrap();
+        let [old, new] = [TTL, ttl].map(|ttl| format!("ttl_seconds: {}", ttl.as_secs()));
+        std::fs::write(file, config.replace(&old, &new)).unwrap();
+    }
+
+    /// Writes a config file for a deployment that is divided into so many partitions.
     pub fn write_divided_config(&self, file: &str, more_rules: &str, partitions: u32) {
         let config = format!(
             "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {}, partitions: {partitions} }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}{more_rules}",
@@ -136,7 +146,7 @@ impl World {
         let seen = doc! {"_id.rule": "tasks", "source_seen": true};
         let begun = Instant::now();
         while rules.find_one(seen.clone()).await.unwrap().is_none() || !self.logs().contains("following changes") {
-            assert!(begun.elapsed() < Duration::from_secs(30), "it does not follow changes\n{}", self.logs());
+            assert!(begun.elapsed() < PATIENCE, "it does not follow changes\n{}", self.logs());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -148,7 +158,7 @@ impl World {
         let positions = self.test.beside("state").collection::<Document>("positions");
         let begun = Instant::now();
         while positions.find_one(doc! {"time": {"$gte": now}}).await.unwrap().is_none() {
-            assert!(begun.elapsed() < Duration::from_secs(60), "the position stays behind\n{}", self.logs());
+            assert!(begun.elapsed() < PATIENCE, "the position stays behind\n{}", self.logs());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -203,7 +213,7 @@ impl World {
             let found = self.differences().await;
             match found {
                 Ok(found) if found.is_empty() => return begun.elapsed(),
-                found => assert!(begun.elapsed() < Duration::from_secs(60), "still wrong: {found:#?}\n{}", self.logs()),
+                found => assert!(begun.elapsed() < PATIENCE, "still wrong: {found:#?}\n{}", self.logs()),
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
@@ -212,14 +222,17 @@ impl World {
     /// Converged, and then nothing is written for a while.
     pub async fn at_rest(&self, quiet: Duration) -> Duration {
         let took = self.converged().await;
-        // The last writes may have been acknowledged a moment after they were seen.
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        let begun = Instant::now();
         let oplog = self.test.client.database("local").collection::<Document>("oplog.rs");
-        let last = oplog.find_one(doc! {}).sort(doc! {"$natural": -1}).await.unwrap().unwrap();
-        tokio::time::sleep(quiet).await;
         let targets = [format!("{}.logs", self.test.name), format!("{}.persons", self.test.name)];
-        let since = doc! {"ts": {"$gt": last.get("ts").unwrap()}, "ns": {"$in": targets.to_vec()}};
-        assert_eq!(oplog.find_one(since).await.unwrap(), None, "written at rest\n{}", self.logs());
+        loop {
+            let last = oplog.find_one(doc! {}).sort(doc! {"$natural": -1}).await.unwrap().unwrap();
+            tokio::time::sleep(quiet).await;
+            let since = doc! {"ts": {"$gt": last.get("ts").unwrap()}, "ns": {"$in": targets.to_vec()}};
+            // The last writes may be seen before they are acknowledged.
+            let Some(written) = oplog.find_one(since).await.unwrap() else { break };
+            assert!(begun.elapsed() < PATIENCE, "written at rest: {written}\n{}", self.logs());
+        }
         assert_eq!(self.differences().await.unwrap(), Vec::<String>::new(), "{}", self.logs());
         took
     }
@@ -239,7 +252,7 @@ impl World {
                     return (now, lease.get_i64("process").unwrap());
                 }
             }
-            assert!(begun.elapsed() < Duration::from_secs(40), "nobody leads\n{}", self.logs());
+            assert!(begun.elapsed() < PATIENCE, "nobody leads\n{}", self.logs());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -267,7 +280,7 @@ impl World {
             if all && counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1 {
                 return begun.elapsed();
             }
-            assert!(begun.elapsed() < Duration::from_secs(60), "{led:?} of {counts:?}\n{}", self.logs());
+            assert!(begun.elapsed() < PATIENCE, "{led:?} of {counts:?}\n{}", self.logs());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -335,7 +348,7 @@ impl Daemon {
     pub async fn says(&self, text: &str) {
         let begun = Instant::now();
         while !self.log().contains(text) {
-            assert!(begun.elapsed() < Duration::from_secs(60), "it does not say {text:?}\n{}", self.log());
+            assert!(begun.elapsed() < PATIENCE, "it does not say {text:?}\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -349,7 +362,7 @@ impl Daemon {
     pub async fn has_died(&mut self, place: &str) {
         let begun = Instant::now();
         while !self.is_dead() {
-            assert!(begun.elapsed() < Duration::from_secs(60), "it does not come to `{place}`\n{}", self.log());
+            assert!(begun.elapsed() < PATIENCE, "it does not come to `{place}`\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         assert!(self.log().contains("dying, as DENORMD_CRASH says"), "{}", self.log());
@@ -363,7 +376,7 @@ impl Daemon {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
             }
-            assert!(begun.elapsed() < Duration::from_secs(30), "it does not stop\n{}", self.log());
+            assert!(begun.elapsed() < PATIENCE, "it does not stop\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         };
         assert!(status.success(), "{status}\n{}", self.log());
