@@ -102,6 +102,13 @@ histories: ## Draw HISTORIES (2000) random histories of random rules, from a see
 	if [ "$(ODD)" ]; then export DENORMD_ODD="$(ODD)"; fi
 	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture histories::all_rules_converge_whatever_happens
 
+# ROUNDS=1000
+.PHONY: expressions
+expressions: ## Evaluate random expressions for ROUNDS (200), from a seed that nobody has tried, and compare each value with the server's
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	export DENORMD_HISTORIES="$(or $(ROUNDS),200)" DENORMD_FIRST="$(or $(FIRST),random)"
+	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture evaluate::what_is_evaluated
+
 # MINUTES=60, SEED=7, FAULT=LeaderFrozen for one kind alone.
 .PHONY: faults
 faults: ## Strike servers and daemons for MINUTES (5), compare everything after each, and print a table

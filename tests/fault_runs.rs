@@ -17,8 +17,11 @@ use denormd_fixture::{ReplicaSet, Weather};
 use futures_util::FutureExt;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-use crate::daemon::PATIENCE;
-use crate::world::{Daemon, World};
+use crate::{
+    daemon::PATIENCE,
+    seeds::from_environment,
+    world::{Daemon, World},
+};
 
 /// How long the oplog must be silent.
 const QUIET: Duration = Duration::from_millis(700);
@@ -453,13 +456,6 @@ impl Stage {
         let pair = (first.of_daemons() && second.of_servers()) || (first.of_servers() && second.of_daemons());
         if pair { vec![first, second] } else { vec![first] }
     }
-}
-
-pub fn from_environment<T: std::str::FromStr>(name: &str) -> Option<T> {
-    std::env::var(name)
-        .ok()
-        .filter(|text| !text.is_empty())
-        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
 }
 
 pub fn median(times: &mut [Duration]) -> Duration {

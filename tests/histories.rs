@@ -18,7 +18,10 @@ use futures_util::{StreamExt, stream};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-use crate::daemon::{Daemon, all, config, rules_as_json};
+use crate::{
+    daemon::{Daemon, PATIENCE, all, config, rules_as_json},
+    seeds::seeds,
+};
 use perform::{Form, create, perform, world};
 
 /// The odd kinds that are drawn unless `DENORMD_ODD` says otherwise.
@@ -295,7 +298,7 @@ impl Run {
                     failures.insert(history.seed, found);
                 }
             }
-            if failures.is_empty() || !self.repaired || begun.elapsed() > Duration::from_secs(120) {
+            if failures.is_empty() || !self.repaired || begun.elapsed() > PATIENCE {
                 return failures;
             }
             tokio::time::sleep(Duration::from_millis(200)).await;
@@ -303,20 +306,12 @@ impl Run {
     }
 
     async fn many(&self, default: u64) {
-        if let Some(seed) = from_environment("DENORMD_SEED") {
-            return self.histories(seed, 1).await;
-        }
-        let count = from_environment("DENORMD_HISTORIES").unwrap_or(default);
-        let start = match std::env::var("DENORMD_FIRST").as_deref() {
-            Ok("random") => u64::from(rand::random::<u32>()),
-            _ => from_environment("DENORMD_FIRST").unwrap_or(1),
-        };
-        let mut done = 0;
-        while done < count {
-            let step = (count - done).min(self.at_once).min(default);
-            println!("histories {}..{}", start + done, start + done + step);
-            self.histories(start + done, step).await;
-            done += step;
+        let mut seeds = seeds("DENORMD_HISTORIES", default);
+        while !seeds.is_empty() {
+            let step = (seeds.end - seeds.start).min(self.at_once).min(default);
+            println!("histories {}..{}", seeds.start, seeds.start + step);
+            self.histories(seeds.start, step).await;
+            seeds.start += step;
         }
     }
 }
@@ -359,10 +354,6 @@ fn named(history: &History) -> Vec<Document> {
         rule
     };
     history.rules.iter().enumerate().map(rename).collect()
-}
-
-fn from_environment(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
 }
 
 /// Which odd kinds a world may have.

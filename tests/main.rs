@@ -56,6 +56,7 @@ mod running;
 mod scraped;
 mod secrets;
 mod secured;
+mod seeds;
 mod simulation;
 mod slow_reads;
 mod standbys;

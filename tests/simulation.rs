@@ -684,24 +684,16 @@ fn simulate(seed: u64, bug: Bug) -> (Vec<String>, u64) {
     runtime.block_on(history(seed, bug))
 }
 
-fn from_environment(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
-}
-
 #[test]
 fn whatever_happens_in_whatever_order_every_copy_is_right_in_the_end() {
-    let one = from_environment("DENORMD_SEED");
-    let first = one.or_else(|| from_environment("DENORMD_FIRST")).unwrap_or_else(|| u64::from(rand::random::<u32>()));
-    let count = if one.is_some() { 1 } else { from_environment("DENORMD_SIMULATIONS").unwrap_or(1000) };
-    println!("simulations {first}..{}", first + count);
+    let seeds = crate::seeds::seeds("DENORMD_SIMULATIONS", 1000);
+    println!("simulations {seeds:?}");
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get) as u64;
     std::thread::scope(|scope| {
         for thread in 0..threads {
+            let seeds = seeds.clone();
             scope.spawn(move || {
-                for seed in (first..first + count)
-                    .skip(usize::try_from(thread).unwrap())
-                    .step_by(usize::try_from(threads).unwrap())
-                {
+                for seed in seeds.skip(usize::try_from(thread).unwrap()).step_by(usize::try_from(threads).unwrap()) {
                     let (found, _) = simulate(seed, Bug::None);
                     assert!(found.is_empty(), "DENORMD_SEED={seed}: {found:#?}");
                 }

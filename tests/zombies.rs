@@ -16,7 +16,8 @@ use denormd_fixture::ReplicaSet;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
 use crate::{
-    fault_runs::{from_environment, median},
+    fault_runs::median,
+    seeds::from_environment,
     world::{TTL, World},
 };
 
