@@ -1,8 +1,12 @@
 //! Fan-outs too large for one command: the targets of one key, a page at a time through the same queue as everything else.
 //!
 //! A fan-out is recorded before the event that it comes from is passed ([`crate::checkpoint::fan_out`]), its progress is
-//! saved once a page is acknowledged, while the next is written, and it starts over when its key changes meanwhile: after the
-//! page in flight, so that a page never writes beside another one of the same key.
+//! saved once a page is acknowledged, while the next is written. When its key changes meanwhile, the pass that is under way goes
+//! on to the last target, and another pass over all targets follows: a key that changes faster than a pass is made would
+//! otherwise keep it from ever getting there. The targets that such a pass still comes to get the newest values.
+//!
+//! Architecture invariant: **a fan-out is done when a whole pass has been made that began after it was last asked for.** Until
+//! then it stays recorded, from the first target on. So a crash in a pass whose key has changed costs that pass, no target.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -76,9 +80,9 @@ pub async fn run(
         tokio::select! {
             job = asked.recv() => {
                 let Some(job) = job else { return };
-                waiting.retain(|other| other.subject != job.subject);
-                match running.get_mut(&job.subject) {
-                    // Its progress is refused: it finds the newer wish recorded, and starts over.
+                let waits = waiting.iter_mut().find(|other| other.subject == job.subject);
+                // One that runs has its progress refused, and another pass follows. One that waits keeps its turn.
+                match running.get_mut(&job.subject).or(waits) {
                     Some(newest) => *newest = job,
                     None => waiting.insert(0, job),
                 }
@@ -86,9 +90,10 @@ pub async fn run(
             Some(ended) = tasks.join_next() => {
                 let Ok(Some(ended)) = ended else { return };
                 let Some(newest) = running.remove(&ended.asked.subject) else { continue };
-                let done = newest.wish == ended.asked.wish || newest.wish == ended.done;
-                if !done {
-                    waiting.push(newest);
+                let is_done = |done| newest.wish == ended.asked.wish || newest.wish == done;
+                // Others have their turn before the next pass.
+                if !ended.done.is_some_and(is_done) {
+                    waiting.insert(0, newest);
                 } else if told.finished.send(newest).is_err() {
                     return;
                 }
@@ -119,7 +124,7 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// False when the fan-out is another one by now, or gone.
+    /// False when the fan-out is gone.
     async fn in_one_read(&mut self, job: &mut FanOut) -> Result<bool> {
         let One { context, rule, .. } = self.one;
         let Subject { task, key, .. } = &job.subject;
@@ -161,8 +166,7 @@ impl Pass<'_> {
         }
     }
 
-    /// Asks for the targets of a page and waits until they are done, which ends at `reached`. False when the fan-out is another one
-    /// by now, or gone.
+    /// Asks for the targets of a page and waits until they are done, which ends at `reached`. False when the fan-out is gone.
     async fn page(&mut self, job: &mut FanOut, rows: &[RawDocumentBuf], reached: Option<Bson>) -> Result<bool> {
         let One { context, rule, out } = self.one;
         let (done, acknowledged) = oneshot::channel();
@@ -178,19 +182,20 @@ impl Pass<'_> {
         failpoint::here("fan-out-page-done");
         self.targets += rows.len();
         job.after = reached.or(job.after.take());
-        recorded
+        // Refused to one that has been asked for again, which goes on all the same.
+        Ok(recorded? || self.one.recorded_anew(job).await?.is_some())
     }
 }
 
-/// A fan-out that is done.
+/// A pass that has ended.
 struct Ended {
-    /// As it was asked for.
+    /// The fan-out as it was asked for.
     asked: FanOut,
-    /// The wish under which it was done: a newer one, where such a one was found recorded.
-    done: ObjectId,
+    /// The wish that is done, which may be a newer one. None when the fan-out has been asked for again meanwhile.
+    done: Option<ObjectId>,
 }
 
-/// Does one to its end, whatever fails meanwhile. None when it was stopped.
+/// Makes one pass to its end, whatever fails meanwhile. None when it was stopped.
 async fn patiently(
     context: Arc<Context>,
     asked: FanOut,
@@ -198,24 +203,27 @@ async fn patiently(
     lacking: mpsc::UnboundedSender<(RuleId, String)>,
     stop: CancellationToken,
 ) -> Option<Ended> {
-    let mut job = asked.clone();
-    let rule = context.plan.rule(job.subject.rule).clone();
-    tracing::info!(rule = %rule.name, resumed = job.after.is_some(), "fan-out started");
+    let mut job = None;
+    let rule = context.plan.rule(asked.subject.rule).clone();
     let one = One { context: &context, rule: &rule, out: &out };
     loop {
         let result = tokio::select! {
-            result = one.run(&mut job) => result,
+            result = one.run(&asked, &mut job) => result,
             () = stop.cancelled() => return None,
         };
-        let Err(error) = result else { return Some(Ended { asked, done: job.wish }) };
+        let error = match result {
+            Ok(done) => return Some(Ended { asked, done }),
+            Err(error) => error,
+        };
         tracing::warn!(rule = %rule.name, error = %error.message, "the fan-out was interrupted and goes on");
         context.metrics.trouble(Some(&rule.name), "fan-out", &error);
         if error.code == Some(UNAUTHORIZED) {
             // A pipeline that is gone suspends nothing.
             lacking.send((rule.id, error.message)).ok();
             // Suspended with its rule.
-            if let Ok(None) = context.fan_outs.recorded(&context.server, &rule, &job.subject).await {
-                return Some(Ended { asked, done: job.wish });
+            if let Ok(None) = context.fan_outs.recorded(&context.server, &rule, &asked.subject).await {
+                let done = Some(asked.wish);
+                return Some(Ended { asked, done });
             }
         }
         tokio::select! {
@@ -232,25 +240,42 @@ struct One<'a> {
 }
 
 impl One<'_> {
-    /// Does all of it, from the first target again whenever its progress is refused.
+    /// Makes one pass of what is recorded; `job` is where it is. Returns the wish that is done by that, if none has come since.
     ///
-    /// What refuses it is a wish that need not be known to anybody here: one whose answer was given up, and that was recorded
-    /// after all, in place of the wish that was asked for in its stead. So what counts is what is recorded; once nothing is, it
-    /// is done.
-    async fn run(&self, job: &mut FanOut) -> Result<()> {
-        while !self.pass(job).await? {
-            let recorded = self.context.fan_outs.recorded(&self.context.server, self.rule, &job.subject).await?;
-            let Some(recorded) = recorded else { return Ok(()) };
-            if recorded.wish == job.wish {
-                return Err(Error::new(Kind::Unavailable, "another instance has become the leader"));
+    /// What counts is what is recorded, as a wish need not be known to anybody here: one whose answer was given up, and that was
+    /// recorded after all, in place of the wish that was asked for in its stead. Once nothing is recorded, the fan-out is done.
+    async fn run(&self, asked: &FanOut, job: &mut Option<FanOut>) -> Result<Option<ObjectId>> {
+        let Context { server, fan_outs, .. } = self.context;
+        let job = match job {
+            Some(job) => job,
+            None => {
+                let Some(recorded) = fan_outs.recorded(server, self.rule, &asked.subject).await? else {
+                    return Ok(Some(asked.wish));
+                };
+                tracing::info!(rule = %self.rule.name, resumed = recorded.after.is_some(), "fan-out started");
+                job.insert(recorded)
             }
-            tracing::info!(rule = %self.rule.name, "the fan-out was asked for again: starting over");
-            *job = recorded;
+        };
+        if self.pass(job).await? || self.recorded_anew(job).await?.is_none() {
+            return Ok(Some(job.wish));
         }
-        Ok(())
+        tracing::info!(rule = %self.rule.name, "the fan-out was asked for again: another pass follows");
+        Ok(None)
     }
 
-    /// Goes on after `job.after`, and moves it along. False when the fan-out is another one by now, or gone.
+    /// The newer wish that is recorded in place of this one, whose progress was refused. None when nothing is recorded any more.
+    async fn recorded_anew(&self, job: &FanOut) -> Result<Option<FanOut>> {
+        let recorded = self.context.fan_outs.recorded(&self.context.server, self.rule, &job.subject).await?;
+        match recorded {
+            Some(recorded) if recorded.wish == job.wish => {
+                Err(Error::new(Kind::Unavailable, "another instance has become the leader"))
+            }
+            recorded => Ok(recorded),
+        }
+    }
+
+    /// Goes on after `job.after`, and moves it along to the last target. False when the fan-out has been asked for again meanwhile,
+    /// or is gone.
     ///
     /// One read finds all targets and sorts them. Where they are too many for that, the collection is read a part at a time.
     async fn pass(&self, job: &mut FanOut) -> Result<bool> {

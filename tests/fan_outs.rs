@@ -212,8 +212,63 @@ async fn a_statement_for_few_of_a_collection_is_begun_anew_as_one() {
     assert!(rest.iter().all(|statement| !statement.get_document("q").unwrap().contains_key("_id")), "{rest:?}");
 }
 
+/// Each change of the source made its fan-out start over: while it kept changing, only the first targets were written.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_fan_out_whose_source_changes_starts_over() {
+async fn a_fan_out_comes_to_its_end_however_often_its_source_changes() {
+    let Slow { _set, test, db, daemon, ip } = Slow::begin().await;
+    let logs = db.collection::<Document>("logs");
+    let last = doc! {"_id": bson::DateTime::from_millis((LOGS - 1).into()), "ip": {"$gte": ip}};
+    let mut newest = ip;
+    while logs.find_one(last.clone()).await.unwrap().is_none() {
+        assert!(newest < ip + 1000, "it never gets to the last target");
+        newest += 1;
+        set_ip(&db, newest).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(fan_out(&test).await.is_some(), "the first targets are older than the source");
+    assert_eq!(daemon.progress().borrow().fan_outs, 1);
+    fail(&test, "off", doc! {}).await;
+    daemon.settled().await;
+    assert_eq!(with_ip(&db, newest).await, u64::try_from(LOGS).unwrap());
+    assert_eq!(fan_out(&test).await, None);
+    daemon.stop().await;
+}
+
+/// Four run at once. Each that was asked for again went on at once, and the others waited for as long as its key kept changing.
+#[tokio::test(flavor = "multi_thread")]
+async fn fan_outs_of_keys_that_keep_changing_let_others_have_their_turn() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = test.database();
+    let (hosts, logs) = (db.collection::<Document>("hosts"), db.collection::<Document>("logs"));
+    hosts.insert_many((1..=5).map(|id| doc! {"_id": id, "ip": 0})).await.unwrap();
+    logs.insert_many((1..=5).map(|id| doc! {"_id": id, "host": id})).await.unwrap();
+    let daemon = Daemon::start(&test, RULES).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let id = |host: i32| doc! {"deployment": "default", "rule": "ip", "task": "Value", "key": [host]};
+    let open = |host| doc! {"_id": id(host), "wish": bson::oid::ObjectId::new(), "after": [], "term": 0_i64};
+    let fan_outs = test.beside("state").collection::<Document>("fan_outs");
+    fan_outs.insert_many((1..=5).map(open)).await.unwrap();
+    slow_writes(&test, 1000).await;
+    let daemon = Daemon::start(&test, RULES).await;
+    until("the fifth is done", async || {
+        hosts.update_many(doc! {"_id": {"$lte": 4}}, doc! {"$inc": {"ip": 1}}).await.unwrap();
+        fan_outs.find_one(doc! {"_id": id(5)}).await.unwrap().is_none().then_some(())
+    })
+    .await;
+    fail(&test, "off", doc! {}).await;
+    daemon.settled().await;
+    for host in 1..=5 {
+        let ip = hosts.find_one(doc! {"_id": host}).await.unwrap().unwrap().get_i32("ip").unwrap();
+        assert!(logs.find_one(doc! {"_id": host, "ip": ip}).await.unwrap().is_some(), "host {host}");
+    }
+    assert_eq!(fan_out(&test).await, None);
+    daemon.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fan_out_whose_source_changes_is_done_once_more() {
     let Slow { _set, test, db, daemon, ip } = Slow::begin().await;
     let first = half_done(&test).await;
     set_ip(&db, ip + 100).await;

@@ -54,7 +54,8 @@ pub struct FanOuts {
 }
 
 impl FanOuts {
-    /// Records that all targets of `subject` are to be done, from the first on, also where that was under way.
+    /// Records that all targets of `subject` are to be done, from the first on. A pass that is under way goes on to its end, and
+    /// another one follows.
     pub async fn open(&self, server: &Server, rule: &Rule, subject: Subject, committed: Option<i64>) -> Result<FanOut> {
         let wish = ObjectId::new();
         let mut update = doc! {
@@ -68,7 +69,7 @@ impl FanOuts {
         let filter = mine(server, self.id(&rule.name, subject.task, &subject.key));
         let fan_outs = server.collection(&self.database, COLLECTION);
         let open = fan_outs.find_one_and_update(filter, update).upsert(true);
-        // One that comes late makes the fan-out start over.
+        // One that comes late costs another pass.
         let saved =
             bounded(open.return_document(mongodb::options::ReturnDocument::After)).await.map_err(refused_upsert)?;
         let committed = saved.and_then(|doc| Some(doc.get_datetime("committed").ok()?.timestamp_millis()));
