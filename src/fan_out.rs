@@ -172,6 +172,11 @@ impl Pass<'_> {
         let (done, acknowledged) = oneshot::channel();
         let Subject { task, key, .. } = &job.subject;
         let page = Page { requests: self.one.requests(*task, key, rows)?, after: self.time, done };
+        let named = page.requests.iter().find_map(|request| match &request.scope {
+            Scope::Named(ids) if *task == Task::Value => Some(ids.clone()),
+            _ => None,
+        });
+        context.memory.asks_page(&job.subject, named);
         out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
         // Where it is gets recorded while the next page is written: one that is done twice does no harm.
         let moved = job.after != self.begun;
@@ -179,6 +184,7 @@ impl Pass<'_> {
             async { if moved { context.fan_outs.advance(&context.server, rule, job).await } else { Ok(true) } };
         let (acknowledged, recorded) = tokio::join!(acknowledged, recorded);
         acknowledged.map_err(|_| Error::internal("the pipeline is gone"))?;
+        context.memory.asks_page(&job.subject, None);
         failpoint::here("fan-out-page-done");
         self.targets += rows.len();
         job.after = reached.or(job.after.take());

@@ -8,7 +8,9 @@ use std::{
 
 use bson::Bson;
 
-use crate::{change::Namespace, checkpoint::fan_out::Subject, plan::RuleId, reconcile::group::Shape, request::Task};
+use crate::{
+    change::Namespace, checkpoint::fan_out::Subject, key::Key, plan::RuleId, reconcile::group::Shape, request::Task,
+};
 
 /// The span of `limits.destroy_per_hour`.
 const HOUR: Duration = Duration::from_secs(3600);
@@ -20,6 +22,8 @@ const SIZE_AGE: Duration = Duration::from_secs(60);
 pub struct Memory {
     /// Fan-out jobs that are under way.
     spreading: Mutex<HashSet<Subject>>,
+    /// The targets of the page that each of them has asked for.
+    pages: Mutex<HashMap<Subject, HashSet<Key>>>,
     /// The UUIDs of source collections that have existed: one that is missing, or has another UUID, was dropped.
     sources: Mutex<HashMap<Namespace, Bson>>,
     /// The removal limit of each rule where it follows the number of its targets, and when that was counted.
@@ -130,6 +134,20 @@ impl Memory {
             spreading.insert(subject.clone());
         } else {
             spreading.remove(subject);
+        }
+    }
+
+    /// The targets of the page that a fan-out job has asked for, if it waits for one.
+    pub(super) fn page(&self, subject: &Subject) -> Option<HashSet<Key>> {
+        self.pages.lock().ok()?.get(subject).cloned()
+    }
+
+    /// Remembers the page that a fan-out job asks for, or that it has been done.
+    pub fn asks_page(&self, subject: &Subject, page: Option<HashSet<Key>>) {
+        let Ok(mut pages) = self.pages.lock() else { return };
+        match page {
+            Some(page) => drop(pages.insert(subject.clone(), page)),
+            None => drop(pages.remove(subject)),
         }
     }
 

@@ -256,10 +256,34 @@ impl Run<'_> {
         Ok(now.is_none() || now != known)
     }
 
+    /// Writes the targets of the keys.
+    ///
+    /// A key with a fan-out under way leaves all its targets to another pass. A page of the fan-out has then become one with what is
+    /// asked for here, and is written: a key that changes before each page is taken would get none of them written.
     pub(super) async fn values(&self, items: &mut [Item]) -> Result<()> {
         if self.rule.shadow {
             return self.shadow(items).await;
         }
+        let mut spreading = Vec::new();
+        for (nth, item) in items.iter_mut().enumerate() {
+            let page = (item.work.scope == Scope::All).then(|| self.context.memory.page(&self.subject(item)));
+            if let Some(page) = page.flatten() {
+                (item.work.scope, item.work.begun_anew) = (Scope::Named(page), None);
+                spreading.push(nth);
+            }
+        }
+        let result = self.values_in_scope(items).await;
+        for nth in spreading {
+            let item = &mut items[nth];
+            item.work.scope = Scope::All;
+            if result.is_ok() && matches!(item.end, None | Some(End::Done | End::SetAside)) {
+                item.end = Some(self.spread(item).await);
+            }
+        }
+        result
+    }
+
+    async fn values_in_scope(&self, items: &mut [Item]) -> Result<()> {
         let keys: Vec<&Key> = items.iter().map(|item| &item.key).filter(|key| !key.values().is_empty()).collect();
         let Some(rows) = self.rows(&keys, newest(items), items.len()).await? else { return source_gone(items) };
         let shape = self.shape(items.len()).await;
