@@ -6,6 +6,7 @@ pub mod connect;
 pub mod connection;
 pub mod fence;
 pub mod primary;
+pub mod product;
 mod reach;
 pub mod skew;
 pub mod text;

@@ -28,6 +28,7 @@ mod fan_outs;
 mod fault_runs;
 mod faults;
 mod floors;
+mod foreign;
 mod fuzz;
 mod golden;
 mod grouped;

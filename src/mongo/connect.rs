@@ -12,7 +12,7 @@ use mongodb::{
 };
 use secrecy::{ExposeSecret, SecretString};
 
-use super::reach;
+use super::{product::Foreign, reach};
 use crate::{
     config::{file, is_known_option},
     error::{Error, Kind, Result},
@@ -46,7 +46,7 @@ pub async fn connect(uri: &SecretString) -> Result<Client> {
         _ => error,
     }
     };
-    check_topology(&client).await.map_err(refused)?;
+    check_topology(&client, &hosts).await.map_err(refused)?;
     Ok(client)
 }
 
@@ -155,8 +155,12 @@ fn named_options(uri: &str) -> impl Iterator<Item = (String, String)> {
     })
 }
 
-async fn check_topology(client: &Client) -> Result<()> {
+async fn check_topology(client: &Client, hosts: &[String]) -> Result<()> {
     let hello = client.database("admin").run_command(doc! {"hello": 1}).await?;
+    let build_info: Document = client.database("admin").run_command(doc! {"buildInfo": 1}).await?;
+    if let Some(foreign) = Foreign::recognise(hosts, &hello, &build_info) {
+        return Err(foreign.into());
+    }
     let mongos = hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid");
     if !mongos && !hello.contains_key("setName") {
         return Err(Error::new(Kind::Topology, "the server is a standalone, and change streams need a replica set")
@@ -164,7 +168,7 @@ async fn check_topology(client: &Client) -> Result<()> {
                 "start mongod with --replSet rs0 and run rs.initiate() once; a replica set of one member is enough",
             ));
     }
-    let version = server_version(client).await?;
+    let version = server_version(&build_info)?;
     if version < (6, 0) {
         return Err(Error::new(Kind::Topology, format!("MongoDB {}.{} is too old", version.0, version.1))
             .hint("denormd needs MongoDB 6.0 or later"));
@@ -172,9 +176,8 @@ async fn check_topology(client: &Client) -> Result<()> {
     Ok(())
 }
 
-async fn server_version(client: &Client) -> Result<(i32, i32)> {
-    let info: Document = client.database("admin").run_command(doc! {"buildInfo": 1}).await?;
-    let parts = info.get_array("versionArray").map_err(|_| Error::internal("buildInfo without a version"))?;
+fn server_version(build_info: &Document) -> Result<(i32, i32)> {
+    let parts = build_info.get_array("versionArray").map_err(|_| Error::internal("buildInfo without a version"))?;
     let part = |n: usize| parts.get(n).and_then(bson::Bson::as_i32).unwrap_or_default();
     Ok((part(0), part(1)))
 }

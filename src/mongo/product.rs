@@ -1,0 +1,204 @@
+//! Databases that speak MongoDB's protocol and are not MongoDB: recognised by the names of their hosts and by what they say of
+//! themselves, and refused with the reason. What each of them lacks is from its own documentation; docs/compatibility.md has
+//! the sources.
+
+use bson::Document;
+
+use crate::error::{Error, Kind};
+
+/// A database that denormd cannot work on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Foreign {
+    /// Amazon DocumentDB, instance-based or elastic.
+    AmazonDocumentDb,
+    /// Azure Cosmos DB for MongoDB by request units.
+    CosmosDb,
+    /// The open-source DocumentDB, and Azure's service of it (once Cosmos DB for MongoDB vCore).
+    DocumentDb,
+    /// FerretDB.
+    FerretDb,
+    /// Google's Firestore with MongoDB compatibility.
+    Firestore,
+    /// Atlas Data Federation.
+    DataFederation,
+}
+
+impl Foreign {
+    /// The database behind these hosts, by their names and the replies to `hello` and `buildInfo`. None for MongoDB and what is
+    /// built from its source, such as Percona Server for MongoDB.
+    #[must_use]
+    pub fn recognise(hosts: &[String], hello: &Document, build_info: &Document) -> Option<Self> {
+        let ends_with = |suffix: &str| {
+            hosts.iter().any(|host| {
+                let name = host.rsplit_once(':').map_or(host.as_str(), |(name, _)| name);
+                name.to_ascii_lowercase().ends_with(suffix)
+            })
+        };
+        let internal = hello.get_document("internal").ok();
+        let is_document_db = internal.is_some_and(|internal| {
+            internal.contains_key("documentdb_versions") || internal.contains_key("cosmos_versions")
+        });
+        // FerretDB 2 runs on the open-source DocumentDB: it comes first.
+        if ["ferretdb", "ferretdbVersion"].iter().any(|name| build_info.contains_key(name)) {
+            Some(Self::FerretDb)
+        } else if is_document_db || ends_with(".mongocluster.cosmos.azure.com") {
+            Some(Self::DocumentDb)
+        } else if build_info.contains_key("_t") || ends_with(".mongo.cosmos.azure.com") {
+            Some(Self::CosmosDb)
+        } else if ends_with(".docdb.amazonaws.com") || ends_with(".docdb-elastic.amazonaws.com") {
+            Some(Self::AmazonDocumentDb)
+        } else if ends_with(".firestore.goog") {
+            Some(Self::Firestore)
+        } else if build_info.contains_key("dataLake") {
+            Some(Self::DataFederation)
+        } else {
+            None
+        }
+    }
+
+    /// Its name, as its maker writes it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AmazonDocumentDb => "Amazon DocumentDB",
+            Self::CosmosDb => "Azure Cosmos DB for MongoDB (RU)",
+            Self::DocumentDb => "DocumentDB (Azure's, or the open-source one)",
+            Self::FerretDb => "FerretDB",
+            Self::Firestore => "Firestore with MongoDB compatibility",
+            Self::DataFederation => "Atlas Data Federation",
+        }
+    }
+
+    /// What it lacks.
+    #[must_use]
+    pub fn lacks(self) -> &'static str {
+        match self {
+            Self::AmazonDocumentDb => {
+                "its change streams have neither pre-images nor the stages that denormd filters with"
+            }
+            Self::CosmosDb => "its change streams leave out deletes",
+            Self::DocumentDb => "its change streams are missing or a preview without a cluster time",
+            Self::FerretDb => "it has no change streams",
+            Self::Firestore => "it has no change streams of MongoDB's kind",
+            Self::DataFederation => "it has no change streams and cannot be written to",
+        }
+    }
+}
+
+impl From<Foreign> for Error {
+    fn from(foreign: Foreign) -> Self {
+        Self::new(Kind::Topology, format!("this is {}: {}", foreign.name(), foreign.lacks()))
+            .hint("denormd works on MongoDB 6.0 or later and on Percona Server for MongoDB; docs/compatibility.md says what else was looked at")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::doc;
+
+    use super::*;
+
+    /// Replies of servers of each kind, cut to what tells them apart and what would mislead.
+    fn replies() -> Vec<(&'static str, Document, Document, Option<Foreign>)> {
+        let set = doc! {"isWritablePrimary": true, "setName": "rs0", "maxWireVersion": 21};
+        let genuine = doc! {"version": "7.0.28", "gitVersion": "29ac0ba9b2c9c6d3a0f5e1a8f4fbe9f2b7b0f1a4", "modules": [], "versionArray": [7, 0, 28, 0]};
+        vec![
+            ("db1.example:27017", set.clone(), genuine.clone(), None),
+            // Percona Server is MongoDB with modules of its own.
+            (
+                "db1.example:27017",
+                set.clone(),
+                doc! {"version": "7.0.14-8", "psmdbVersion": "7.0.14-8", "versionArray": [7, 0, 14, 0]},
+                None,
+            ),
+            // An Atlas cluster, and a host whose name only contains another's.
+            ("cluster0-shard-00-00.ab1cd.mongodb.net:27017", set.clone(), genuine.clone(), None),
+            ("docdb.amazonaws.com.example:27017", set.clone(), genuine.clone(), None),
+            // The reply that mongodb-build-info keeps of an account of version 3.2.
+            (
+                "compass.example:10255",
+                doc! {"isWritablePrimary": true, "setName": "globaldb"},
+                doc! {"_t": "BuildInfoResponse", "ok": 1, "version": "3.2.0", "gitVersion": "45d947729a0315accb6d4f15a6b06be6d9c19fe7", "versionArray": [3, 2, 0, 0], "maxBsonObjectSize": 524_288},
+                Some(Foreign::CosmosDb),
+            ),
+            (
+                "compass.mongo.cosmos.azure.com:10255",
+                doc! {"isWritablePrimary": true, "setName": "globaldb"},
+                doc! {"version": "6.0.0", "versionArray": [6, 0, 0, 0]},
+                Some(Foreign::CosmosDb),
+            ),
+            // documentdb/documentdb, issue 547: what a gateway says, and what Azure's older ones do.
+            (
+                "localhost:10260",
+                doc! {"isWritablePrimary": true, "msg": "isdbgrid", "internal": {"documentdb_versions": ["0.109-0", "0.109.0"]}},
+                doc! {"version": "7.0.0", "versionArray": [7, 0, 0, 0]},
+                Some(Foreign::DocumentDb),
+            ),
+            (
+                "c.example:10260",
+                doc! {"isWritablePrimary": true, "msg": "isdbgrid", "internal": {"cosmos_versions": ["1.20-0"]}},
+                doc! {"version": "6.0.0", "versionArray": [6, 0, 0, 0]},
+                Some(Foreign::DocumentDb),
+            ),
+            (
+                "c.global.mongocluster.cosmos.azure.com:10260",
+                doc! {"isWritablePrimary": true, "msg": "isdbgrid", "internal": {}},
+                doc! {"version": "8.0.0", "versionArray": [8, 0, 0, 0]},
+                Some(Foreign::DocumentDb),
+            ),
+            (
+                "localhost:27017",
+                doc! {"isWritablePrimary": true, "maxWireVersion": 21},
+                doc! {"version": "7.0.77", "versionArray": [7, 0, 77, 0], "ferretdb": {"version": "v2.0.0"}},
+                Some(Foreign::FerretDb),
+            ),
+            (
+                "localhost:27017",
+                set.clone(),
+                doc! {"version": "7.0.42", "versionArray": [7, 0, 42, 0], "ferretdbVersion": "v1.20.1"},
+                Some(Foreign::FerretDb),
+            ),
+            (
+                "docdb-1.cluster-abc.eu-central-1.docdb.amazonaws.com:27017",
+                set.clone(),
+                doc! {"version": "8.0.0", "versionArray": [8, 0, 0, 0]},
+                Some(Foreign::AmazonDocumentDb),
+            ),
+            (
+                "shop-123456789.eu-central-1.DOCDB-ELASTIC.amazonaws.com:27017",
+                doc! {"msg": "isdbgrid"},
+                doc! {"version": "5.0.0", "versionArray": [5, 0, 0, 0]},
+                Some(Foreign::AmazonDocumentDb),
+            ),
+            (
+                "bbccdaf5.europe-north2.firestore.goog:443",
+                doc! {"msg": "isdbgrid"},
+                doc! {"version": "8.0.0", "versionArray": [8, 0, 0, 0]},
+                Some(Foreign::Firestore),
+            ),
+            (
+                "data.example:27017",
+                doc! {"msg": "isdbgrid"},
+                doc! {"ok": 1, "version": "3.6.0", "versionArray": [3, 6, 0, 0], "dataLake": {"version": "v20200329"}},
+                Some(Foreign::DataFederation),
+            ),
+        ]
+    }
+
+    #[test]
+    fn each_is_recognised_by_what_it_says_or_is_called() {
+        for (host, hello, build_info, expected) in replies() {
+            assert_eq!(Foreign::recognise(&[host.to_owned()], &hello, &build_info), expected, "{host} {build_info}");
+        }
+    }
+
+    #[test]
+    fn each_is_refused_with_its_name_and_what_it_lacks() {
+        let foreign: Vec<Foreign> = replies().into_iter().filter_map(|(.., expected)| expected).collect();
+        for foreign in foreign {
+            let error = Error::from(foreign);
+            assert_eq!(error.kind, Kind::Topology);
+            assert!(error.message.contains(foreign.name()) && error.message.contains(foreign.lacks()), "{error:?}");
+        }
+    }
+}
