@@ -99,7 +99,7 @@ async fn readyz(State(board): State<Arc<Board>>) -> Response {
     let silent = status.leadership.leads()
         && status.streams.iter().any(|stream| stream.age_seconds > SILENCE.as_secs_f64())
         && status.queue_depth < status.queue_capacity;
-    let ready = because.is_empty() && !silent && board.is_live();
+    let ready = because.is_empty() && !silent && board.is_live() && board.runs();
     let named = |name: &str| {
         status.causes.iter().find(|cause| cause.cause == name).map_or_else(Vec::new, |cause| cause.rules.clone())
     };

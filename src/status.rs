@@ -116,6 +116,8 @@ struct State {
     /// The last events that are kept, of all instances, oldest first.
     written: Vec<Event>,
     ticked: Instant,
+    /// The last time at which every pipeline ran.
+    ran: Instant,
     insecure: Vec<&'static str>,
 }
 
@@ -126,6 +128,12 @@ pub struct Attached {
     pub context: Arc<Context>,
     /// How far it is.
     pub progress: watch::Receiver<Progress>,
+}
+
+impl State {
+    fn runs(&self) -> bool {
+        self.attached.values().all(|attached| attached.progress.has_changed().is_ok())
+    }
 }
 
 /// Everything that one status is made of.
@@ -165,6 +173,7 @@ impl Board {
             unwritten: VecDeque::new(),
             written: Vec::new(),
             ticked: Instant::now(),
+            ran: Instant::now(),
             insecure: Vec::new(),
         };
         Arc::new(Self { metrics, name: name.to_owned(), instance: instance(), state: Mutex::new(state) })
@@ -385,13 +394,19 @@ impl Board {
         }
     }
 
-    /// Whether the event loop turns and the pipeline with it. Does not depend on the server.
+    /// Whether the event loop turns and the pipelines with it. Does not depend on the server. A pipeline that ends, for a new
+    /// config or a new leader, has time to do so.
     #[must_use]
     pub fn is_live(&self) -> bool {
         let state = self.state();
-        let turns = state.ticked.elapsed() < LIVE;
-        let pipelines = state.attached.values().all(|attached| attached.progress.has_changed().is_ok());
-        turns && pipelines && (state.attached.is_empty() || self.metrics.since_turn() < LIVE)
+        let lives = |since: Instant| since.elapsed() < LIVE;
+        lives(state.ticked) && lives(state.ran) && (state.attached.is_empty() || self.metrics.since_turn() < LIVE)
+    }
+
+    /// Whether every pipeline of this process runs.
+    #[must_use]
+    pub fn runs(&self) -> bool {
+        self.state().runs()
     }
 
     /// Computes the gauges anew.
@@ -428,6 +443,9 @@ impl Board {
         let now = self.metrics.now();
         let mut state = self.state();
         state.ticked = Instant::now();
+        if state.runs() {
+            state.ran = state.ticked;
+        }
         let view = self.view(&state, now);
         self.publish(&mut state, &view, now);
         state.history.sample(&self.metrics, &view.lags, now);

@@ -647,7 +647,8 @@ async fn rare_cases_are_evaluated_as_a_server_does() {
         bench.expression(case).await;
     }
     assert!(bench.wrong.is_empty(), "{}", bench.wrong.join("\n\n"));
-    assert_eq!(bench.left, 0, "some were left to the server");
+    // The sum with the root and the product: 6.0 and 7.0 compute them differently.
+    assert_eq!(bench.left, 2, "left to the server");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -46,7 +46,8 @@ async fn the_commands_ask_a_daemon_that_serves_https() {
     let (ca, other) = (put("ca.pem", &authority.pem()), put("other.pem", &Authority::new("somebody").pem()));
     let run = |arguments: &[&str]| denormd(&file).args(arguments).output().unwrap();
     assert_eq!(run(&["plan", "--apply"]).status.code(), Some(0));
-    let mut child = denormd(&file).arg("run").stderr(std::process::Stdio::null()).spawn().unwrap();
+    let log = folder.path().join("log");
+    let mut child = denormd(&file).arg("run").stderr(std::fs::File::create(&log).unwrap()).spawn().unwrap();
     until("it is ready", async || run(&["health"]).status.success().then_some(())).await;
 
     // With its config.
@@ -88,7 +89,8 @@ async fn the_commands_ask_a_daemon_that_serves_https() {
         silent.push(TcpStream::connect(address).await.unwrap());
     }
     let output = run(&["health", "--live"]);
-    assert_eq!(output.status.code(), Some(0), "{}", told(&output));
+    let log = || std::fs::read_to_string(&log).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}{}", told(&output), log());
     // The last one, which nobody pushed out, is left in the end.
     let begun = Instant::now();
     let last = silent.pop().unwrap();

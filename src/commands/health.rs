@@ -69,7 +69,11 @@ pub async fn health(output: Output, daemon: client::Daemon, live: bool) -> Resul
         "" => "it gives its reasons only to a request with its token, such as that of `denormd status`",
         why => why,
     };
-    if answer.ok { Ok(()) } else { Err(Error::new(Kind::Unavailable, format!("not well: {why}")).into()) }
+    if answer.ok {
+        Ok(())
+    } else {
+        Err(Error::new(Kind::Unavailable, format!("not well (HTTP {}): {why}", answer.code)).into())
+    }
 }
 
 /// A probe takes any certificate, and brings no token that somebody else could read: a renewed certificate that the daemon has not

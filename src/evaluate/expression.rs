@@ -134,6 +134,15 @@ impl<'a> Args<'a> {
         self.operands.get(nth).map_or(Ok(None), |operand| self.scope.evaluate(operand))
     }
 
+    /// The values of the operands in the order in which they were written.
+    pub fn as_written(&self) -> impl Iterator<Item = Result<Value>> {
+        let operands = match self.argument {
+            Bson::Array(items) => items.as_slice(),
+            one => std::slice::from_ref(one),
+        };
+        operands.iter().map(|operand| self.scope.evaluate(operand))
+    }
+
     /// What `combine` makes of all operands, where constants stand last: several of them the server has combined before it sees
     /// a document, so that they are one more operand.
     pub fn combined(

@@ -139,7 +139,25 @@ fn number(value: Option<&Bson>, name: &str) -> Result<Option<Number>> {
 }
 
 pub(super) fn add(args: &Args<'_>) -> Result<Value> {
-    args.combined(|values| total(values))
+    let sum = args.combined(|values| total(values))?;
+    same_in_every_version(args, sum, "sum", |sum, number| sum + number)
+}
+
+/// The result of a fold of numbers, where every version of the server computes it. 6.0 combines constants first and sums without
+/// loss; 7.0 goes from one operand to the next, where a double loses digits and zeros keep their sign.
+fn same_in_every_version(args: &Args<'_>, result: Value, name: &str, step: impl Fn(f64, f64) -> f64) -> Result<Value> {
+    let Some(Bson::Double(one)) = result else { return Ok(result) };
+    let mut other: Option<f64> = None;
+    for value in args.as_written() {
+        let Some(number) = value?.as_ref().map(Number::of).transpose()?.flatten() else { return Ok(result) };
+        other = Some(other.map_or_else(|| number.double(), |so_far| step(so_far, number.double())));
+    }
+    match other {
+        Some(other) if other.to_bits() != one.to_bits() && !(other.is_nan() && one.is_nan()) => {
+            needs_server(format!("a {name} of doubles that 6.0 and 7.0 compute differently"))
+        }
+        _ => Ok(result),
+    }
 }
 
 fn total(values: &mut dyn Iterator<Item = Result<Value>>) -> Result<Value> {
@@ -210,7 +228,8 @@ pub(super) fn subtract(args: &Args<'_>) -> Result<Value> {
 }
 
 pub(super) fn multiply(args: &Args<'_>) -> Result<Value> {
-    args.combined(|values| product(values))
+    let product = args.combined(|values| product(values))?;
+    same_in_every_version(args, product, "product", |product, number| product * number)
 }
 
 fn product(values: &mut dyn Iterator<Item = Result<Value>>) -> Result<Value> {
