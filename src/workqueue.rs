@@ -10,6 +10,8 @@
 //!
 //! - *Ready*: lanes take turns, so it runs once the batches before it have ended.
 //! - *Running*: every read and every write of a batch has a time limit.
+//! - *Read for too long*: the keys of a large batch are done an eighth of them at once, and again, until a batch is small
+//!   enough to tell which of its keys are slow.
 //! - *Slow*: keys whose reads took too long take turns, one at a time. Each is given more time when its turn comes, until it is
 //!   done or a dead letter.
 //! - *Failed for the moment*: it is tried again after a pause. It stays as long as the cluster refuses, whatever is read.
@@ -67,6 +69,8 @@ pub struct Work {
     pub attempts: u32,
     /// How long its reads may take, where they have taken too long. Such a key is slow: it runs alone.
     pub read_limit: Option<Duration>,
+    /// The most keys that a batch with this one may have, where a read for more of them took too long.
+    pub batch_keys: Option<usize>,
     /// Since when its targets are written anew, because a statement for all of them took longer than it may.
     pub begun_anew: Option<Instant>,
     /// When a reference was first found to dangle, for policies that destroy, or a target to differ, for the guard.
@@ -400,6 +404,7 @@ impl WorkQueue {
             committed: origin.committed,
             attempts: 0,
             read_limit: None,
+            batch_keys: None,
             begun_anew: None,
             doubted_since: None,
             doubt: Doubt::default(),
@@ -504,7 +509,7 @@ impl WorkQueue {
         let mut items = Vec::new();
         let mut weight = 0;
         let Some(waiting) = self.lanes.get_mut(&lane) else { return items };
-        let keys = waiting.len().div_ceil(most.batches).max(SMALL).min(most.keys);
+        let mut keys = waiting.len().div_ceil(most.batches).max(SMALL).min(most.keys);
         while let Some(key) = waiting.pop_front() {
             let slot = Slot { lane, key };
             let Some(entry) = self.entries.get_mut(&slot) else { continue };
@@ -512,16 +517,16 @@ impl WorkQueue {
                 waiting.push_front(slot.key);
                 break;
             }
-            // It takes seconds, for which others of its batch would wait.
-            let alone = entry.pending.as_ref().is_some_and(|work| work.begun_anew.is_some());
-            if alone && !items.is_empty() {
+            let company = entry.pending.as_ref().map_or(usize::MAX, Work::company);
+            if items.len() >= company {
                 waiting.push_front(slot.key);
                 break;
             }
+            keys = keys.min(company);
             let Some(work) = entry.begin() else { continue };
             weight += work.scope.weight();
             items.push((slot.key, work));
-            if alone || items.len() >= keys || weight >= most.keys.saturating_mul(4) {
+            if items.len() >= keys || weight >= most.keys.saturating_mul(4) {
                 break;
             }
         }
@@ -671,6 +676,12 @@ fn writes(task: Task) -> bool {
 }
 
 impl Work {
+    /// The most keys that a batch with this one may have.
+    fn company(&self) -> usize {
+        // It takes seconds, for which others of its batch would wait.
+        if self.begun_anew.is_some() { 1 } else { self.batch_keys.unwrap_or(usize::MAX) }
+    }
+
     /// Both of two works on one key, the newer one without anything held yet.
     fn joined(mut self, newer: Self) -> Self {
         self.scope.merge(newer.scope);
@@ -678,6 +689,7 @@ impl Work {
         self.committed = earliest(self.committed, newer.committed);
         self.attempts = 0;
         self.read_limit = self.read_limit.or(newer.read_limit);
+        self.batch_keys = self.batch_keys.or(newer.batch_keys);
         self.begun_anew = self.begun_anew.or(newer.begun_anew);
         self.doubted_since = None;
         self
@@ -828,6 +840,31 @@ mod tests {
         }
         batches.sort_unstable();
         assert_eq!(batches, [1, 1, 2]);
+    }
+
+    /// All keys of a large batch became slow keys when it took too long, and were done one at a time.
+    #[test]
+    fn keys_that_take_too_long_together_are_done_fewer_at_once() {
+        let mut bench = Bench::new();
+        for key in 0..30 {
+            bench.push(Task::Value, key, Scope::All, 1);
+        }
+        let batch = bench.take().unwrap();
+        bench
+            .finish(batch, |work| Finish::Again { work: Work { batch_keys: Some(12), ..work }, delay: Duration::ZERO });
+        for key in 30..70 {
+            bench.push(Task::Value, key, Scope::All, 2);
+        }
+        bench.push(Task::Value, 0, Scope::All, 2);
+        let mut batches = Vec::new();
+        while let Some(batch) = bench.take() {
+            let few = batch.items.iter().filter(|(_, work)| work.batch_keys.is_some()).count();
+            batches.push((few, batch.items.len()));
+        }
+        assert!(batches.iter().all(|(few, keys)| *few == 0 || *keys <= 12), "{batches:?}");
+        assert_eq!(batches.iter().map(|(few, _)| few).sum::<usize>(), 30);
+        assert_eq!(batches.iter().map(|(_, keys)| keys).sum::<usize>(), 70);
+        assert!(batches.contains(&(0, 40)), "others are not divided: {batches:?}");
     }
 
     /// Their reads took too long, each again and again: three of them kept all batches to themselves.

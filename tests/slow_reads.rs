@@ -79,6 +79,37 @@ async fn a_key_that_takes_too_long_to_read_becomes_a_dead_letter_and_holds_up_no
     daemon.stop().await;
 }
 
+/// Moderately slow keys, a thousand in a batch: it took too long, and each was then done alone, one after the other.
+#[tokio::test(flavor = "multi_thread")]
+async fn keys_that_take_too_long_together_are_read_fewer_at_once() {
+    const KEYS: i32 = 1000;
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = test.database();
+    let s = db.collection::<Document>("s");
+    s.create_index(IndexModel::builder().keys(doc! {"part": 1}).build()).await.unwrap();
+    s.insert_many((0..KEYS).map(|id| doc! {"_id": id, "part": id, "n": 1, "cost": 2 * COST})).await.unwrap();
+    db.collection("t").insert_many((0..KEYS).map(|id| doc! {"_id": id})).await.unwrap();
+    let reads = async || {
+        let status = test.client.database("admin").run_command(doc! {"serverStatus": 1}).await.unwrap();
+        let commands = status.get_document("metrics").unwrap().get_document("commands").unwrap();
+        commands.get_document("aggregate").unwrap().get_i64("total").unwrap()
+    };
+    let before = reads().await;
+    let text = config(&test, SLOW).replace("limits: { ", "limits: { read_timeout_seconds: 1, batches: 1, ");
+    let daemon = Daemon::start_config(&text).await;
+    let t = db.collection::<Document>("t");
+    until("all keys", async || {
+        (t.count_documents(doc! {"n": 1}).await.unwrap() == u64::try_from(KEYS).unwrap()).then_some(())
+    })
+    .await;
+    daemon.settled().await;
+    let reads = reads().await - before;
+    assert!(reads < i64::from(KEYS) / 2, "{reads} reads");
+    assert!(letters(&test).await.is_empty());
+    daemon.stop().await;
+}
+
 /// A filter that takes some tenths of a millisecond a document, and lets those through that demand little.
 const FILTERED: &str = "  - { name: filtered, guard: off, copy: { source: hosts, target: { collection: log, where: { $expr: { $gte: [{ $sum: { $map: { input: { $range: [0, 2000] }, in: { $add: [$$this, 1] } } } }, $least] } } }, match: { host: _id }, set: { ip: $ip } } }\n";
 const LOG: i32 = 20_000;

@@ -198,7 +198,7 @@ pub const LIMITS: &[Key] = &[
         "read_timeout_seconds",
         Form::Seconds(1),
         "60",
-        "How long one read of a batch may run on the server. Keys whose reads take longer are done alone, one at a time; such a key is given twice as long each time, up to ten times this limit, and then becomes a dead letter.",
+        "How long one read of a batch may run on the server. A batch that takes longer is done in eighths; of fewer than 16 keys each is done alone, one at a time; such a key is given twice as long each time, up to ten times this limit, and then becomes a dead letter.",
     ),
     key("write_timeout_seconds", Form::Seconds(1), "5", "How long one write command may run on the server."),
     key(

@@ -1,5 +1,5 @@
-//! Keys whose reads take too long. They run alone, one at a time ([`crate::workqueue`]), and each is given more time, until it
-//! becomes a dead letter.
+//! Keys whose reads take too long. Many of them are done fewer at once; of a few, each runs alone, one at a time
+//! ([`crate::workqueue`]), and is given more time, until it becomes a dead letter.
 
 use std::time::Duration;
 
@@ -8,6 +8,11 @@ use crate::{
     reconcile::run::{End, Ended, Item, Run},
 };
 
+/// Fewer keys than this are small enough a batch for each to be tried alone. What takes too long for more may be no more than
+/// their number.
+const FEW: usize = 16;
+/// The part of a larger batch that is done at once instead.
+const SHARE: usize = 8;
 /// Of several keys whose read takes too long, most often one is slow: each is tried alone for this part of
 /// `limits.read_timeout` first, so that the others do not wait for it.
 const PART: u32 = 16;
@@ -26,13 +31,27 @@ pub fn next_limit(limit: Option<Duration>, keys: usize, timeout: Duration) -> Op
     }
 }
 
+/// The most keys that a batch may have, after a read for so many took too long. None where each is tried alone.
+fn fewer(keys: usize) -> Option<usize> {
+    (keys >= FEW).then_some(keys / SHARE)
+}
+
 impl Run<'_> {
-    /// A read for all of these keys took too long: each is tried alone, and for longer each time.
+    /// A read for all of these keys took too long. Of many, fewer are done at once; of a few, each is tried alone, and for longer
+    /// each time.
     pub(super) async fn too_slow(&self, mut items: Vec<Item>, error: Error) -> Vec<Ended> {
         let (keys, timeout) = (items.len(), self.context.limits.read_timeout);
         let error = error.context(&format!("a read took longer than {:?}", self.limit));
-        tracing::warn!(rule = %self.rule.name, keys, error = %error.message, "reading takes too long; keys are done alone");
+        let at_once = fewer(keys).unwrap_or(1);
+        tracing::warn!(rule = %self.rule.name, keys, at_once, error = %error.message, "reading takes too long; fewer keys are done at once");
         self.context.metrics.trouble(Some(&self.rule.name), "read", &error);
+        if at_once > 1 {
+            for item in &mut items {
+                item.work.batch_keys = Some(at_once);
+                item.end = Some(End::Later(Duration::ZERO));
+            }
+            return items.into_iter().map(Item::ended).collect();
+        }
         for item in &mut items {
             item.end = Some(match next_limit(item.work.read_limit, keys, timeout) {
                 Some(limit) => {
@@ -45,10 +64,10 @@ impl Run<'_> {
         items.into_iter().map(Item::ended).collect()
     }
 
-    /// A key that is done in a short time is not slow any more.
+    /// A key that is read in a short time is not slow any more, also where it is set aside for what was read.
     pub(super) fn judge_speed(&self, items: &mut [Item]) {
         if self.started.elapsed() < self.context.limits.read_timeout / PART {
-            for item in items.iter_mut().filter(|item| matches!(item.end, None | Some(End::Done))) {
+            for item in items.iter_mut().filter(|item| matches!(item.end, None | Some(End::Done | End::SetAside))) {
                 item.work.read_limit = None;
             }
         }
@@ -67,7 +86,15 @@ mod tests {
             limits.take(20).map(|limit| limit.as_millis() / 10).collect::<Vec<_>>()
         };
         assert_eq!(limits(next_limit(None, 1, timeout)), [12_000, 24_000, 48_000, 60_000]);
-        let after_others = limits(next_limit(None, 1000, timeout));
+        let after_others = limits(next_limit(None, 10, timeout));
         assert_eq!(after_others, [375, 750, 1500, 3000, 6000, 12_000, 24_000, 48_000, 60_000]);
+    }
+
+    #[test]
+    fn a_batch_is_divided_until_it_is_small_enough_to_try_each_key_alone() {
+        let batches = |keys: usize| std::iter::successors(Some(keys), |keys| fewer(*keys)).collect::<Vec<_>>();
+        assert_eq!(batches(1000), [1000, 125, 15]);
+        assert_eq!(batches(16), [16, 2]);
+        assert_eq!(batches(15), [15]);
     }
 }
