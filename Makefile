@@ -194,7 +194,8 @@ check-million: ## Find 50 planted differences among TARGETS (1,000,000) under li
 .PHONY: attacks
 attacks: ## Attack the HTTP server for SECONDS_EACH (60) in each of four ways, and see that nobody is harmed; prints memory and times
 	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_ATTACK_SECONDS="$(or $(SECONDS_EACH),60)"
-	$(CARGO) test --package denormd --test main $(FEATURES) -- --nocapture attacks::
+	$(CARGO) build --release --package denormd --bin denormd
+	DENORMD="$(TARGET)/release/denormd" $(CARGO) test --workspace --test main $(FEATURES) -- --nocapture attacks::
 
 .PHONY: flights
 flights: ## Keep the copies of 336,776 real flights in sync and compare every one; KILLS=5 kills the daemon meanwhile, FLIGHTS=20000 takes fewer

@@ -38,8 +38,8 @@ const HEAR: Duration = Duration::from_secs(1);
 const PAGE: &str = include_str!("server/page.html");
 
 /// Takes the address, so that one that is taken is told before anything is started.
-pub async fn bind(listen: SocketAddr) -> Result<TcpListener> {
-    TcpListener::bind(listen).await.map_err(|error| {
+pub fn bind(listen: SocketAddr) -> Result<TcpListener> {
+    connections::listen(listen).map_err(|error| {
         let why = match error.kind() {
             io::ErrorKind::AddrInUse => "another process listens there".to_owned(),
             io::ErrorKind::PermissionDenied => "this user may not listen there".to_owned(),

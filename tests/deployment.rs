@@ -5,7 +5,7 @@ use std::{
     collections::BTreeMap,
     net::SocketAddr,
     path::Path,
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::Duration,
 };
 
@@ -13,7 +13,7 @@ use denormd::server::client;
 use denormd_fixture::ReplicaSet;
 use serde_json::Value;
 
-use crate::daemon::until;
+use crate::{daemon::until, running::Started};
 
 /// The port that the manifests name.
 const PORT: &str = ":9464";
@@ -109,22 +109,6 @@ impl Container {
             answer.is_ok_and(|answer| answer.code == code).then_some(())
         })
         .await;
-    }
-}
-
-struct Started(Child);
-
-impl Started {
-    fn is_running(&mut self) -> bool {
-        self.0.try_wait().unwrap().is_none()
-    }
-}
-
-impl Drop for Started {
-    fn drop(&mut self) {
-        // It may have ended already.
-        self.0.kill().ok();
-        self.0.wait().ok();
     }
 }
 

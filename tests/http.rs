@@ -33,7 +33,7 @@ impl Served {
     async fn start(test: &TestDb, token: Option<&str>) -> Self {
         let daemon = Daemon::start(test, RULE).await;
         daemon.settled().await;
-        let listener = server::bind(([127, 0, 0, 1], 0).into()).await.unwrap();
+        let listener = server::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let address = listener.local_addr().unwrap();
         let board = Board::new("test", daemon.context().metrics.clone());
         board.attach(daemon.shared(), daemon.progress());

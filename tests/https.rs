@@ -12,7 +12,7 @@ use tokio::net::TcpStream;
 
 use crate::{
     daemon::{config, until},
-    running::denormd,
+    running::{Started, denormd},
 };
 
 const RULE: &str =
@@ -47,7 +47,8 @@ async fn the_commands_ask_a_daemon_that_serves_https() {
     let run = |arguments: &[&str]| denormd(&file).args(arguments).output().unwrap();
     assert_eq!(run(&["plan", "--apply"]).status.code(), Some(0));
     let log = folder.path().join("log");
-    let mut child = denormd(&file).arg("run").stderr(std::fs::File::create(&log).unwrap()).spawn().unwrap();
+    let stderr = std::fs::File::create(&log).unwrap();
+    let mut started = Started(denormd(&file).arg("run").stderr(stderr).spawn().unwrap());
     until("it is ready", async || run(&["health"]).status.success().then_some(())).await;
 
     // With its config.
@@ -80,7 +81,7 @@ async fn the_commands_ask_a_daemon_that_serves_https() {
     put("daemon.pem", &issue());
     assert_eq!(run(&["health", "--live"]).status.code(), Some(0), "a probe does not depend on it");
     until("the new certificate is shown", async || run(&["status"]).status.success().then_some(())).await;
-    assert!(child.try_wait().unwrap().is_none());
+    assert!(started.is_running());
 
     // Clients that never begin their handshake.
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
@@ -97,9 +98,6 @@ async fn the_commands_ask_a_daemon_that_serves_https() {
     tokio::time::timeout(Duration::from_secs(60), last.readable()).await.unwrap().unwrap();
     assert_eq!(last.try_read(&mut [0; 16]).unwrap_or(0), 0, "nothing but the end");
     assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
-
-    child.kill().unwrap();
-    child.wait().unwrap();
 }
 
 #[test]

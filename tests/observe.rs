@@ -34,7 +34,7 @@ struct Observed {
 impl Observed {
     async fn start(test: &TestDb, rules: &str) -> Self {
         let daemon = Daemon::start(test, rules).await;
-        let listener = server::bind(([127, 0, 0, 1], 0).into()).await.unwrap();
+        let listener = server::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let address = listener.local_addr().unwrap();
         let board = Board::new("test", daemon.context().metrics.clone());
         board.attach(daemon.shared(), daemon.progress());

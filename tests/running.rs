@@ -140,6 +140,24 @@ impl Drop for Running {
     }
 }
 
+/// A process that is killed when the test ends.
+pub struct Started(pub Child);
+
+impl Started {
+    /// Whether it has not ended yet.
+    pub fn is_running(&mut self) -> bool {
+        self.0.try_wait().unwrap().is_none()
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        // It may have ended already.
+        self.0.kill().ok();
+        self.0.wait().ok();
+    }
+}
+
 /// The program, with a config.
 pub fn denormd(config: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));

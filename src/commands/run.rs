@@ -66,7 +66,7 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Fa
     warn_of_insecure(&loaded);
     let mut signals = Signals::listen(paths)?;
     signals.watch(files_of(&loaded));
-    let (board, guard) = serve(&loaded).await?;
+    let (board, guard) = serve(&loaded)?;
     tokio::spawn(service::watchdog(board.clone()));
     // It has started: its address is taken and its config is whole. The cluster may come up later.
     service::say(&[NotifyState::Ready]);
@@ -183,8 +183,8 @@ fn warn_of_insecure(loaded: &Loaded) {
 }
 
 /// Takes the address before anything else, and serves until the process ends.
-async fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
-    let listener = server::bind(loaded.config.http.listen).await?;
+fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
+    let listener = server::bind(loaded.config.http.listen)?;
     let board = Board::new(&loaded.config.name, Metrics::new()?);
     board.insecure(connect::insecure(&loaded.config.mongodb.uri));
     let guard = Arc::new(Guard::new(None));

@@ -3,7 +3,8 @@
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, HashMap},
-    net::IpAddr,
+    io,
+    net::{IpAddr, SocketAddr},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -16,7 +17,8 @@ use hyper_util::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    net::{TcpListener, TcpStream},
+    net::{TcpListener, TcpSocket, TcpStream},
+    sync::{OwnedSemaphorePermit, Semaphore},
     time::Instant,
 };
 use tokio_rustls::TlsAcceptor;
@@ -36,10 +38,22 @@ const BUFFER: usize = 16 << 10;
 const HEADERS: usize = 64;
 /// Connections at most. Half of the process's file descriptors stay free for MongoDB and files.
 const MOST: usize = 512;
+/// Connections that wait to be accepted. Beyond it the system drops them without a word, and a client tries again after a second.
+const BACKLOG: u32 = 4096;
 /// File descriptors of a process whose limit cannot be read: the usual limit.
 const USUAL_FILES: usize = 1024;
+/// A connection is not closed for another one before this age: its request may have arrived, and not be read yet.
+const GRACE: Duration = Duration::from_millis(250);
 /// Pause after a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(50);
+
+/// Listens for connections.
+pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
 
 /// Serves every connection until `stop`.
 pub(super) async fn serve(listener: TcpListener, router: Router, guard: Arc<Guard>, stop: CancellationToken) {
@@ -52,7 +66,7 @@ pub(super) async fn serve(listener: TcpListener, router: Router, guard: Arc<Guar
         match accepted {
             Ok((stream, peer)) => {
                 // Without a place the stream is dropped, which closes it.
-                if let Some(place) = table.place(peer.ip(), &stop) {
+                if let Some(place) = table.place(peer.ip(), &stop).await {
                     tokio::spawn(converse(stream, place, router.clone(), guard.handshake()));
                 }
             }
@@ -119,10 +133,10 @@ async fn answer(stream: impl AsyncRead + AsyncWrite + Send + Unpin, place: Place
     }
 }
 
-/// All connections that are not being closed.
+/// All connections.
 #[derive(Debug)]
 struct Table {
-    most: usize,
+    free: Arc<Semaphore>,
     open: Mutex<Open>,
 }
 
@@ -134,42 +148,52 @@ struct Open {
 
 impl Table {
     fn new(most: usize) -> Arc<Self> {
-        Arc::new(Self { most, open: Mutex::default() })
+        Arc::new(Self { free: Arc::new(Semaphore::new(most)), open: Mutex::default() })
     }
 
-    /// Gives a connection its place, and closes another one when there are too many. None when every other one waits for its
-    /// answer. Never waits: a probe behind a crowd of new connections is accepted as soon as they are.
-    fn place(self: &Arc<Self>, peer: IpAddr, stop: &CancellationToken) -> Option<Place> {
-        let mut open = self.lock();
-        if open.connections.len() >= self.most {
-            let chosen = open.chosen()?;
-            open.connections.remove(&chosen)?.closed.cancel();
-        }
+    /// Makes room for a connection. None when every other one waits for its answer.
+    async fn place(self: &Arc<Self>, peer: IpAddr, stop: &CancellationToken) -> Option<Place> {
+        let permit = loop {
+            let free = self.free.clone();
+            if let Ok(permit) = free.clone().try_acquire_owned() {
+                break permit;
+            }
+            let oldest = self.chosen()?;
+            if oldest.age() >= GRACE {
+                oldest.closed.cancel();
+                break free.acquire_owned().await.ok()?;
+            }
+            // Further clients wait in the system's queue meanwhile.
+            if let Ok(permit) = tokio::time::timeout(GRACE.saturating_sub(oldest.age()), free.acquire_owned()).await {
+                break permit.ok()?;
+            }
+        };
         let connection = Connection::new(peer, stop.child_token());
+        let mut open = self.lock();
         let number = open.next;
         open.next += 1;
         open.connections.insert(number, connection.clone());
         drop(open);
-        Some(Place { number, connection, table: self.clone() })
+        Some(Place { number, connection, table: self.clone(), _permit: permit })
+    }
+
+    /// The connection that has been without a request for the longest time, of the client that has the most: a client with few
+    /// connections, such as a scraper, keeps them. None when all of them wait for an answer.
+    fn chosen(&self) -> Option<Arc<Connection>> {
+        let open = self.lock();
+        let mut count: HashMap<IpAddr, usize> = HashMap::new();
+        for connection in open.connections.values() {
+            *count.entry(connection.peer).or_default() += 1;
+        }
+        let idle = open.connections.values().filter_map(|connection| {
+            let since = connection.idle_since().filter(|_| !connection.closed.is_cancelled())?;
+            Some((Reverse(count.get(&connection.peer).copied()), since, connection))
+        });
+        idle.min_by_key(|(count, since, _)| (*count, *since)).map(|(.., connection)| connection.clone())
     }
 
     fn lock(&self) -> MutexGuard<'_, Open> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Open {
-    /// The connection that has been without a request for the longest time, of the client that has the most: a client with few
-    /// connections, such as a scraper, keeps them. None when all of them wait for an answer.
-    fn chosen(&self) -> Option<u64> {
-        let mut count: HashMap<IpAddr, usize> = HashMap::new();
-        for connection in self.connections.values() {
-            *count.entry(connection.peer).or_default() += 1;
-        }
-        let idle = self.connections.iter().filter_map(|(number, connection)| {
-            Some((Reverse(count.get(&connection.peer).copied()), connection.idle_since()?, *number))
-        });
-        idle.min().map(|(.., number)| number)
     }
 }
 
@@ -179,6 +203,7 @@ struct Place {
     number: u64,
     connection: Arc<Connection>,
     table: Arc<Table>,
+    _permit: OwnedSemaphorePermit,
 }
 
 impl Drop for Place {
@@ -190,6 +215,7 @@ impl Drop for Place {
 #[derive(Debug)]
 struct Connection {
     peer: IpAddr,
+    since: Instant,
     closed: CancellationToken,
     /// Since when the client has had nothing to wait for; None while a request is being answered.
     idle: Mutex<Option<Instant>>,
@@ -197,7 +223,12 @@ struct Connection {
 
 impl Connection {
     fn new(peer: IpAddr, closed: CancellationToken) -> Arc<Self> {
-        Arc::new(Self { peer, closed, idle: Mutex::new(Some(Instant::now())) })
+        let since = Instant::now();
+        Arc::new(Self { peer, since, closed, idle: Mutex::new(Some(since)) })
+    }
+
+    fn age(&self) -> Duration {
+        self.since.elapsed()
     }
 
     fn set_busy(&self, busy: bool) {
@@ -238,28 +269,31 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_longest_idle_connection_of_the_client_with_the_most_makes_room() {
         let (table, stop) = (Table::new(4), CancellationToken::new());
-        let place = |peer| table.place(peer, &stop);
         let mut places = Vec::new();
         for peer in [SCRAPER, FLOOD, FLOOD, FLOOD] {
-            places.push(place(peer).unwrap());
+            places.push(table.place(peer, &stop).await.unwrap());
             tokio::time::advance(Duration::from_millis(1)).await;
         }
         places[1].connection.set_busy(true);
-        places.push(place(SCRAPER).unwrap());
-        let closed: Vec<bool> = places.iter().map(|place| place.connection.closed.is_cancelled()).collect();
-        assert_eq!(
-            closed,
-            [false, false, true, false, false],
-            "the oldest that is not being answered, not the scraper's"
-        );
+        let begun = Instant::now();
+        // Ends when the place of the closed connection is free.
+        let (newer, chosen) = tokio::join!(table.place(SCRAPER, &stop), async {
+            let chosen = loop {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                if let Some(chosen) = places.iter().position(|place| place.connection.closed.is_cancelled()) {
+                    break chosen;
+                }
+            };
+            places.remove(chosen);
+            chosen
+        });
+        assert_eq!(chosen, 2, "the oldest that is not being answered, not the scraper's");
+        assert!(begun.elapsed() >= Duration::from_millis(240), "a new connection has time to send its request");
+        places.push(newer.unwrap());
         for place in &places {
             place.connection.set_busy(true);
         }
-        assert!(place(SCRAPER).is_none(), "what is being answered is never closed for another");
-        places.remove(2);
-        assert!(place(SCRAPER).is_none(), "the closed one had given up its place already");
-        places.remove(0);
-        assert!(place(SCRAPER).is_some());
+        assert!(table.place(SCRAPER, &stop).await.is_none(), "what is being answered is never closed for another");
     }
 
     #[tokio::test(start_paused = true)]
