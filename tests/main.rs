@@ -36,6 +36,7 @@ mod histories;
 mod http;
 mod https;
 mod keys_on_server;
+mod kinds;
 mod large_arrays;
 mod lease;
 mod lifecycle;

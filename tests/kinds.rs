@@ -1,0 +1,96 @@
+//! Kinds of collections: clustered ones, ones whose documents expire, capped sources, encrypted values. Views, time-series
+//! collections and capped targets are refused (`tests/copy_rules.rs`); collations and validators have tests of their own
+//! (`tests/exact_meaning.rs`, `tests/grouped.rs`).
+
+use bson::{Binary, Document, doc, spec::BinarySubtype};
+use denormd_fixture::{ReplicaSet, TestDb};
+
+use crate::daemon::{Daemon, all, until};
+
+const RULE: &str = "  - { name: ip, guard: off, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip }, on_missing: unset } }";
+/// More than a page of a backfill.
+const TARGETS: i32 = 2500;
+const FEW: i32 = 10;
+
+/// Targets of two sources, few of them of the first: the removal limit lets those go.
+async fn documents(test: &TestDb) {
+    let db = test.database();
+    db.collection("hosts").insert_many([doc! {"_id": 1, "ip": "a"}, doc! {"_id": 2, "ip": "a"}]).await.unwrap();
+    let targets = (0..TARGETS).map(|id| doc! {"_id": id, "host": if id < FEW { 1 } else { 2 }});
+    db.collection("log").insert_many(targets).await.unwrap();
+}
+
+async fn targets_have(test: &TestDb, expected: &Document, count: i32) {
+    let log = test.database().collection::<Document>("log");
+    let what = format!("{count} targets have {expected}");
+    until(&what, async || {
+        let right = log.count_documents(expected.clone()).await.unwrap();
+        (right == u64::try_from(count).unwrap()).then_some(())
+    })
+    .await;
+}
+
+/// Their documents are stored by `_id`, and there is no index on `_id` to be named in a hint.
+#[tokio::test(flavor = "multi_thread")]
+async fn clustered_collections_are_backfilled_and_followed() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    for name in ["hosts", "log"] {
+        let index = doc! {"key": {"_id": 1}, "unique": true};
+        db.run_command(doc! {"create": name, "clusteredIndex": index}).await.unwrap();
+    }
+    documents(&test).await;
+    let daemon = Daemon::start(&test, RULE).await;
+    daemon.settled().await;
+    targets_have(&test, &doc! {"ip": "a"}, TARGETS).await;
+    db.collection::<Document>("hosts").update_one(doc! {"_id": 2}, doc! {"$set": {"ip": "b"}}).await.unwrap();
+    targets_have(&test, &doc! {"ip": "b"}, TARGETS - FEW).await;
+    daemon.stop().await;
+}
+
+/// What expires is deleted as by anybody else.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_that_expires_is_gone() {
+    let set = ReplicaSet::builder().param("ttlMonitorSleepSecs", "1").start().await;
+    let test = set.database().await;
+    let db = test.database();
+    documents(&test).await;
+    let daemon = Daemon::start(&test, RULE).await;
+    daemon.settled().await;
+    targets_have(&test, &doc! {"ip": "a"}, TARGETS).await;
+    let expire = doc! {"key": {"until": 1}, "name": "until_1", "expireAfterSeconds": 0};
+    db.run_command(doc! {"createIndexes": "hosts", "indexes": [expire]}).await.unwrap();
+    let hosts = db.collection::<Document>("hosts");
+    hosts.update_one(doc! {"_id": 1}, doc! {"$set": {"until": bson::DateTime::from_millis(0)}}).await.unwrap();
+    targets_have(&test, &doc! {"ip": {"$exists": false}}, FEW).await;
+    daemon.stop().await;
+}
+
+/// A server deletes the oldest documents of a capped collection as anybody would, with a change event.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_capped_source_drops_is_gone() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.run_command(doc! {"create": "hosts", "capped": true, "size": 4096, "max": 2}).await.unwrap();
+    documents(&test).await;
+    let daemon = Daemon::start(&test, RULE).await;
+    daemon.settled().await;
+    targets_have(&test, &doc! {"ip": "a"}, TARGETS).await;
+    db.collection("hosts").insert_one(doc! {"_id": 3, "ip": "b"}).await.unwrap();
+    targets_have(&test, &doc! {"ip": {"$exists": false}}, FEW).await;
+    daemon.stop().await;
+}
+
+/// A value that a client has encrypted is bytes to the server, and is copied as they are.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_encrypted_value_is_copied_byte_for_byte() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let secret = Binary { subtype: BinarySubtype::Encrypted, bytes: (0..200).collect() };
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": secret.clone()}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    let daemon = Daemon::start(&test, RULE).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "ip": secret}]);
+    daemon.stop().await;
+}
