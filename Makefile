@@ -130,6 +130,14 @@ zombies: ## Freeze leaders, let another one take over, wake them up: TRIALS (100
 	export DENORMD_ZOMBIES="$(TRIALS)" DENORMD_AT_ONCE="$(AT_ONCE)" DENORMD_SEED="$(SEED)"
 	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture as_many_zombies_as_it_is_told
 
+# SERVERS="/path/of/mongod-6.0 /path/of/mongod-7.0 …", oldest first.
+.PHONY: rolling-upgrade
+rolling-upgrade: ## Take a replica set from server to server, member by member, while an application writes and two daemons run
+	@servers=($(foreach server,$(SERVERS),"$(abspath $(server))"))
+	if [ "$${#servers[@]}" -lt 2 ]; then echo 'usage: make rolling-upgrade SERVERS="MONGOD MONGOD…", oldest first' >&2; exit 2; fi
+	export MONGOD="$${servers[0]}" DENORMD_SERVERS="$$(IFS=:; echo "$${servers[*]}")"
+	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture rolling_upgrade::
+
 .PHONY: demo
 demo: ## Watch the copies of a small shop stay in sync: before and after side by side, with times
 	@export MONGOD="$$(python3 tests/mongod.py)"

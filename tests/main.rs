@@ -54,6 +54,7 @@ mod process;
 mod program;
 mod reads;
 mod relevance;
+mod rolling_upgrade;
 mod running;
 mod scraped;
 mod secrets;

@@ -86,7 +86,7 @@ impl World {
     /// Writes a config file for a deployment that is divided into so many partitions.
     pub fn write_divided_config(&self, file: &str, more_rules: &str, partitions: u32) {
         let config = format!(
-            "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {}, partitions: {partitions} }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}{more_rules}",
+            "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {}, partitions: {partitions} }}\nlimits: {{ destroy_per_hour: 1000000 }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}{more_rules}",
             self.test.uri,
             self.test.name,
             format!("{}_state", self.test.name),

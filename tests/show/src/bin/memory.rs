@@ -139,7 +139,7 @@ async fn run(shape: &Shape, size: usize) -> (f64, f64, Duration) {
             write(&test, shape.name, size).await;
         }
         daemon.start();
-        applied(&daemon);
+        applied(&mut daemon);
         daemon.stop().await;
         change(&test, shape.name, size).await;
     }
@@ -148,7 +148,7 @@ async fn run(shape: &Shape, size: usize) -> (f64, f64, Duration) {
     let pid = daemon.pid().expect("a daemon that runs");
     let limited = Command::new("prlimit").args(["--pid", &pid.to_string(), &format!("--data={DATA}")]).status();
     assert!(limited.is_ok_and(|status| status.success()), "prlimit is missing");
-    applied(&daemon);
+    applied(&mut daemon);
     let letters = test.beside("state").collection::<Document>("dead_letters");
     while letters.count_documents(doc! {}).await.expect("a count") > 0 {
         assert!(begun.elapsed() < LIMIT, "dead letters are left\n{}", daemon.log_tail());
@@ -164,9 +164,10 @@ async fn run(shape: &Shape, size: usize) -> (f64, f64, Duration) {
 }
 
 /// Waits until all that is committed now is applied, by the command that users have for it.
-fn applied(daemon: &Daemon) {
+fn applied(daemon: &mut Daemon) {
     let begun = Instant::now();
     while !daemon.command(&["wait"]).output().expect("denormd starts").status.success() {
+        daemon.assert_running();
         assert!(begun.elapsed() < LIMIT, "it does not get there\n{}", daemon.log_tail());
         thread::sleep(Duration::from_millis(500));
     }
