@@ -85,6 +85,35 @@ test-secure: ## Run the patterns on MongoDB with TLS and authentication
 	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
 	"$(TARGET)/debug/denormd-fixture" run --secure -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES) "$${only[@]}"
 
+# MONGOD=PATH, THREADS=1. The suites whose outcome a server's version can change, in portions with a fresh server each.
+SUITES = check|crashes|evaluate|exact_meaning|foreign|golden|lease|lifecycle|plan|reads|upgrade
+PORTIONS = 8
+THREADS = 2
+.PHONY: test-server
+test-server: ## Run the suites that a server's version matters to on MONGOD, THREADS (2) at once
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	unset DENORMD_TEST_URI DENORMD_TEST_PROVIDER
+	"$$MONGOD" --version | sed -n 1p
+	if $(CARGO) nextest --version >/dev/null 2>&1; then
+		tests=(nextest run)
+	else
+		tests=(test)
+	fi
+	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
+	fixture="$(TARGET)/debug/denormd-fixture"
+	if [ "$${tests[0]}" = test ]; then
+		suites='$(SUITES)'
+		suites="$${suites//|/:: }::"
+		"$$fixture" run -- $(CARGO) test --package denormd $(FEATURES) --test main -- --test-threads $(THREADS) $$suites
+		exit
+	fi
+	failed=
+	for portion in $$(seq $(PORTIONS)); do
+		"$$fixture" run -- $(CARGO) nextest run --workspace $(FEATURES) --test main --test-threads $(THREADS) \
+			--partition "slice:$$portion/$(PORTIONS)" -E 'test(/^($(SUITES))::/)' || failed="$$failed $$portion"
+	done
+	if [ "$$failed" ]; then echo "failed, of $(PORTIONS) portions:$$failed" >&2; exit 1; fi
+
 .PHONY: mutants
 mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, tests/mutants.toml has them
 	@python3 tests/mutants.py $(if $(ONLY),--only "$(ONLY)")
