@@ -123,6 +123,19 @@ pages: ## Write anew what is made from the config's keys: its reference and its 
 	$(CARGO) run -q -- schema --reference >docs/reference.md
 	$(CARGO) run -q -- schema >config/denormd.schema.json
 
+.PHONY: docs
+docs: ## Build the documentation site with mdBook, which cargo installs once, and check its links
+	@docs/build.py
+
+# Smaller with `pngquant` on the machine.
+.PHONY: pictures
+pictures: ## Make the README's pictures from a real run, with Chromium
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	python3 tests/chromium.py >/dev/null
+	python="$$(python3 tests/pymongo_python.py)"
+	$(CARGO) build --package denormd --package denormd-fixture
+	"$(TARGET)/debug/denormd-fixture" run --nodes 1 -- "$$python" docs/pictures.py "$(TARGET)/debug/denormd"
+
 # HISTORIES=20000, FIRST=7 begins with that seed, ODD=all or some kinds of odd data.
 .PHONY: histories
 histories: ## Draw HISTORIES (2000) random histories of random rules, from a seed that nobody has tried, and compare each with the oracle

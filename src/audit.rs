@@ -30,19 +30,19 @@ use crate::{
 };
 use pace::{Pace, expected_seconds};
 
-/// How long a difference must last at least: a change may be on its way.
+/// Minimum age of a difference before it counts: its repair may be under way.
 const SECOND_LOOK: Duration = Duration::from_secs(2);
-/// How often it is seen whether what was on its way has arrived.
+/// Interval between checks that pending changes have been applied.
 const ARRIVED: Duration = Duration::from_millis(100);
-/// The pause before each round of a rule, and after a failure.
+/// Pause before each round of a rule, and after a failure.
 const REST: Duration = Duration::from_secs(10);
 
-/// Up to when everything is applied, for a rule whose targets must be true by then; None while it is being backfilled, or is
+/// The time up to which all changes to a rule's targets are applied; None while the rule is being backfilled or is
 /// blocked.
 pub type Applied = dyn Fn(RuleId) -> Option<ClusterTime> + Send + Sync;
 
-/// Goes round over all targets of each rule, until `stop`. The rules take turns, so that the round of a small rule does not wait
-/// for that of a large one.
+/// Compares all targets of each rule, round after round, until `stop`. The rules take turns, so that a small rule does
+/// not wait for the round of a large one.
 pub async fn run(context: Arc<Context>, applied: Box<Applied>, out: mpsc::Sender<Page>, stop: CancellationToken) {
     let pace = Pace::new(context.limits.audit_per_second);
     let audited = context.plan.rules.iter().filter(|rule| rule.guard == Guard::Audit && !rule.shadow);
@@ -63,7 +63,7 @@ pub async fn run(context: Arc<Context>, applied: Box<Applied>, out: mpsc::Sender
     }
 }
 
-/// Compares every target of a rule once, unless it is being backfilled meanwhile.
+/// Compares every target of a rule once. Ends early if a backfill of the rule starts.
 pub async fn round(context: &Context, rule: &Rule, applied: &Applied, out: &mpsc::Sender<Page>) -> Result<()> {
     let pace = Pace::new(context.limits.audit_per_second);
     Audit { context, rule, applied, out, pace: &pace }.round().await
@@ -77,7 +77,7 @@ struct Audit<'a> {
     pace: &'a Pace,
 }
 
-/// How far a round is.
+/// The progress of a round.
 struct Round {
     begun: Instant,
     after: Option<Bson>,
@@ -105,7 +105,7 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// Compares some pages, while no other rule does, at the rate that all rules share. Returns the targets that differ.
+    /// Compares some pages at the rate that all rules share, one rule at a time. Returns the targets that differ.
     async fn turn(&self, round: &mut Round) -> Result<Vec<Mismatch>> {
         let turn = self.pace.turn(self.rule.id).await;
         let mut suspects = Vec::new();
@@ -131,7 +131,7 @@ impl Audit<'_> {
         Ok(suspects)
     }
 
-    /// Says how far the round is.
+    /// Publishes the progress of the round as metrics.
     fn publish(&self, round: &Round) {
         let seconds = round.begun.elapsed().as_secs_f64();
         let now = self.context.metrics.now();
@@ -155,8 +155,9 @@ impl Audit<'_> {
         });
     }
 
-    /// Somebody else has written what differs in the same way when everything that the first look has seen is applied. What
-    /// differs in another way is under way again, and seen in the next round.
+    /// Compares the suspects again once everything visible to the first comparison is applied. A target that still
+    /// differs in the same way was changed by another writer. One that differs in another way is being updated, and the
+    /// next round checks it.
     async fn second_look(&self, suspects: &[Mismatch]) -> Result<()> {
         let seen = self.context.server.operation_time().await?;
         tokio::time::sleep(SECOND_LOOK).await;
@@ -177,10 +178,11 @@ impl Audit<'_> {
             drift.extend(compared.mismatch().filter(same));
         };
         compare_ids_each(self.context, self.rule, &ids, time, &mut take).await?;
-        // What the server refuses to hold is known, and nobody's drift.
+        // A document that the server refuses to store has a dead letter. It is not drift.
         let about: Vec<_> = drift.iter().map(|m| (Key::one(m.target.clone()), m.references.as_slice())).collect();
-        let letters = self.context.dead_letters.concerning(&self.context.server, self.rule, &about).await?;
-        let refused = |m: &Mismatch| letters.iter().any(|l| l.concerns(&Key::one(m.target.clone()), &m.references));
+        let dead_letters = self.context.dead_letters.concerning(&self.context.server, self.rule, &about).await?;
+        let refused =
+            |m: &Mismatch| dead_letters.iter().any(|l| l.concerns(&Key::one(m.target.clone()), &m.references));
         drift.retain(|mismatch| !refused(mismatch));
         drifted(self.context, self.rule, &drift);
         if self.rule.on_drift == OnDrift::Report || drift.is_empty() {

@@ -1,7 +1,8 @@
 //! Brings existing targets up to date, a page at a time, through the same queue as live changes.
 //!
-//! A page asks for the same reconciles that inserts of its targets would. The queue runs one reconcile a key at a time, so
-//! backfill and live writes commute; progress is saved when a page is acknowledged, so a killed backfill goes on there.
+//! A page requests the same reconciles as inserts of its targets. The queue runs one reconcile per key at a time, so
+//! backfill and live writes commute. Progress is saved when a page is acknowledged, so a killed backfill resumes from
+//! there.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
@@ -20,47 +21,48 @@ use crate::{
     request::Page,
     route::target_requests,
     rule_state::RuleState,
-    suspension::UNAUTHORIZED,
+    unavailable::UNAUTHORIZED,
 };
 
 mod pace;
 
 use pace::Pace;
 
-/// Targets in one page.
+/// Number of targets in one page.
 const PAGE: i32 = 1000;
-/// Pages in the queue at once: one is written while the next one is read.
+/// Number of pages in the queue at once: one is written while the next one is read.
 const IN_FLIGHT: usize = 3;
-/// How long the targets may be counted for, in milliseconds.
+/// Time limit for counting the targets, in milliseconds.
 const COUNTING: i64 = 2000;
-/// How long to wait after a failed page.
+/// Pause after a failed page.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// A backfill that is asked for.
+/// A backfill request.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Wish {
-    /// Of which rule.
+pub struct BackfillRequest {
+    /// The rule to backfill.
     pub rule: RuleId,
-    /// Counts the wishes of the rule.
+    /// The generation of the rule's state that contains the request. A newer request has a higher one.
     pub generation: i64,
-    /// The `_id` of the target to go on after.
+    /// The `_id` of the target to resume after; None at the start.
     pub after: Option<Bson>,
 }
 
-/// Who is told.
+/// The channels that receive the results of backfills.
 #[derive(Debug)]
 pub struct Told {
-    /// What is done.
-    pub finished: mpsc::UnboundedSender<Wish>,
-    /// A rule that the user may not read for, and what was refused. Once that is recorded its backfill ends.
+    /// Receives each finished backfill.
+    pub finished: mpsc::UnboundedSender<BackfillRequest>,
+    /// Receives each rule for which a privilege is missing, with the server's message. Recording that ends the
+    /// backfill.
     pub lacking: mpsc::UnboundedSender<(RuleId, String)>,
 }
 
-/// Runs the backfills that are asked for, in the order of the plan, until `stop`.
+/// Runs the requested backfills in the order of the plan, until `stop`.
 pub async fn run(
     context: Arc<Context>,
     store: Store,
-    mut asked: mpsc::UnboundedReceiver<Wish>,
+    mut asked: mpsc::UnboundedReceiver<BackfillRequest>,
     out: mpsc::Sender<Page>,
     told: Told,
     stop: CancellationToken,
@@ -78,31 +80,32 @@ pub async fn run(
         while let Ok(more) = asked.try_recv() {
             waiting.add(more, 0);
         }
-        let Some((mut wish, failures)) = waiting.next(&context.plan.order) else { return };
-        let begun = wish.after.clone();
-        let one = One { context: &context, store: &store, rule: context.plan.rule(wish.rule), out: &out };
+        let Some((mut request, failures)) = waiting.next(&context.plan.order) else { return };
+        let begun = request.after.clone();
+        let one = One { context: &context, store: &store, rule: context.plan.rule(request.rule), out: &out };
         let result = tokio::select! {
-            result = one.run(&mut wish) => result,
+            result = one.run(&mut request) => result,
             () = stop.cancelled() => return,
         };
         let error = match result {
-            Ok(true) if told.finished.send(wish.clone()).is_err() => return,
-            // Done; or asked for again, and the newer wish is found in the state, also when nobody here knows of it.
+            Ok(true) if told.finished.send(request.clone()).is_err() => return,
+            // Finished, or superseded by a newer request. That one is recorded in the state and is picked up from
+            // there.
             Ok(_) => continue,
             Err(error) => error,
         };
         tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
-        context.metrics.trouble(Some(&one.rule.name), "backfill", &error);
+        context.metrics.record_error(Some(&one.rule.name), "backfill", &error);
         if error.code == Some(UNAUTHORIZED) {
-            if told.lacking.send((wish.rule, error.message)).is_err() {
+            if told.lacking.send((request.rule, error.message)).is_err() {
                 return;
             }
-            if one.is_asked_again(&wish).await {
+            if one.is_asked_again(&request).await {
                 continue;
             }
         }
-        let failures = if wish.after == begun { failures + 1 } else { 0 };
-        waiting.add(wish, failures);
+        let failures = if request.after == begun { failures + 1 } else { 0 };
+        waiting.add(request, failures);
         tokio::select! {
             () = tokio::time::sleep(PAUSE) => {}
             () = stop.cancelled() => return,
@@ -110,25 +113,26 @@ pub async fn run(
     }
 }
 
-/// Backfills that wait for their turn, one of each rule, and how often each has failed since it last made progress.
+/// Backfills that wait for their turn, one per rule, each with its failures since it last made progress.
 #[derive(Debug, Default)]
-struct Waiting(Vec<(Wish, u32)>);
+struct Waiting(Vec<(BackfillRequest, u32)>);
 
 impl Waiting {
-    /// Adds a backfill. A newer one of the same rule does the work of an older one.
-    fn add(&mut self, wish: Wish, failures: u32) {
-        match self.0.iter_mut().find(|(known, _)| known.rule == wish.rule) {
-            Some((known, _)) if known.generation >= wish.generation => {}
-            Some(known) => *known = (wish, failures),
-            None => self.0.push((wish, failures)),
+    /// Adds a backfill. A newer one replaces an older one of the same rule.
+    fn add(&mut self, request: BackfillRequest, failures: u32) {
+        match self.0.iter_mut().find(|(known, _)| known.rule == request.rule) {
+            Some((known, _)) if known.generation >= request.generation => {}
+            Some(known) => *known = (request, failures),
+            None => self.0.push((request, failures)),
         }
     }
 
-    /// The next one, in the order of the plan. One that fails goes behind those that have failed less often.
-    fn next(&mut self, order: &[RuleId]) -> Option<(Wish, u32)> {
+    /// Removes the next one, in the order of the plan. A backfill that fails goes behind those with fewer failures.
+    fn next(&mut self, order: &[RuleId]) -> Option<(BackfillRequest, u32)> {
         let place = |rule: RuleId| order.iter().position(|other| *other == rule);
         let places = self.0.iter().enumerate();
-        let next = places.min_by_key(|(_, (wish, failures))| (*failures, place(wish.rule))).map(|(nth, _)| nth)?;
+        let next =
+            places.min_by_key(|(_, (request, failures))| (*failures, place(request.rule))).map(|(nth, _)| nth)?;
         Some(self.0.swap_remove(next))
     }
 }
@@ -140,25 +144,26 @@ struct One<'a> {
     out: &'a mpsc::Sender<Page>,
 }
 
-/// A page that is being done.
+/// A page in the queue.
 struct Pending {
-    /// The last `_id` in it.
+    /// The last `_id` in the page.
     last: Bson,
     targets: u64,
     acknowledged: oneshot::Receiver<()>,
 }
 
 impl One<'_> {
-    /// Backfills the rule from the wish's place on, and moves that place along. False when the rule's backfill has been asked
-    /// for again.
+    /// Backfills the rule from the request's position on, and advances that position. Returns false if the backfill of
+    /// the rule has been requested again.
     ///
-    /// A newer request is recorded as a backfill from the start, and begins when this pass is at its end: requests that come faster
-    /// than a pass is done (each delete of a source without its pre-image is one) would keep it from ever getting there. What this
-    /// pass has done is not saved then. A rule that is not to be backfilled any more ends it at once.
-    async fn run(&self, wish: &mut Wish) -> Result<bool> {
+    /// A newer request is recorded as a backfill from the start, and begins when this pass ends. Requests may arrive
+    /// faster than a pass finishes (each delete of a source without its pre-image makes one), and would otherwise
+    /// restart it forever. Such a pass does not save its progress. If the rule no longer needs a backfill, the pass
+    /// ends at once.
+    async fn run(&self, request: &mut BackfillRequest) -> Result<bool> {
         let server = &self.context.server;
         let mut pending: VecDeque<Pending> = VecDeque::new();
-        let mut after = wish.after.clone();
+        let mut after = request.after.clone();
         let mut scanned = 0_u64;
         let time = server.operation_time().await?;
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
@@ -181,7 +186,7 @@ impl One<'_> {
             let keep = if last.is_some() { IN_FLIGHT } else { 0 };
             while pending.len() > keep {
                 done += pending.front().map_or(0, |page: &Pending| page.targets);
-                if !self.settle(wish, &mut pending, (done, expected)).await? && !self.is_to_go_on().await? {
+                if !self.settle(request, &mut pending, (done, expected)).await? && !self.is_to_go_on().await? {
                     return Ok(false);
                 }
                 metrics.backfilled(&self.rule.name, self.context.partition.place(), done);
@@ -194,7 +199,7 @@ impl One<'_> {
         }
         let progress = (done, expected);
         failpoint::here("backfill-ending");
-        let done = self.store.save_backfill(server, self.rule, wish.generation, &RuleState::Live, progress).await?;
+        let done = self.store.save_backfill(server, self.rule, request.generation, &RuleState::Live, progress).await?;
         if done {
             metrics.backfill_ended(&self.rule.name, self.context.partition.place());
             tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
@@ -204,20 +209,20 @@ impl One<'_> {
         Ok(done)
     }
 
-    /// Whether the rule is to be backfilled, whoever has asked for it.
+    /// True if the state says that the rule needs a backfill.
     async fn is_to_go_on(&self) -> Result<bool> {
         let known = self.store.standing(&self.context.server).await?;
         Ok(known.iter().any(|(name, record)| *name == self.rule.name && record.state.is_backfilling()))
     }
 
-    /// Whether the state has a newer wish, which may be that the rule is suspended.
-    async fn is_asked_again(&self, wish: &Wish) -> bool {
+    /// True if the state has a newer generation, such as a backfill request or the unavailability of the rule.
+    async fn is_asked_again(&self, request: &BackfillRequest) -> bool {
         let known = self.store.standing(&self.context.server).await.unwrap_or_default();
-        known.iter().any(|(name, state)| *name == self.rule.name && state.generation > wish.generation)
+        known.iter().any(|(name, state)| *name == self.rule.name && state.generation > request.generation)
     }
 
-    /// About how many targets are to be read, for the progress alone: None when counting takes long. After a restart an
-    /// `_id` of another BSON type is not counted, as `$gt` stays within one.
+    /// The approximate number of targets to read, for progress reports only; None if counting takes too long. When a
+    /// backfill resumes, `$gt` counts only ids of the same BSON type.
     async fn expected(&self, after: Option<&Bson>) -> Option<u64> {
         let mut filter = self.rule.target.filter.clone().unwrap_or_default();
         if let Some(after) = after {
@@ -255,20 +260,21 @@ impl One<'_> {
         Ok(())
     }
 
-    /// Waits for the oldest page and saves it. False when a newer backfill of the rule has been asked for.
+    /// Waits for the oldest page and saves the position after it. Returns false if a newer backfill of the rule has
+    /// been requested.
     async fn settle(
         &self,
-        wish: &mut Wish,
+        request: &mut BackfillRequest,
         pending: &mut VecDeque<Pending>,
         progress: (u64, Option<u64>),
     ) -> Result<bool> {
         let Some(Pending { last, acknowledged, .. }) = pending.pop_front() else { return Ok(true) };
         acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
         failpoint::here("page-done");
-        wish.after = Some(last);
-        // Whether its removals are agreed to is a matter of its generation.
-        let state = RuleState::Backfilling { after: wish.after.clone(), agreed: false };
-        self.store.save_backfill(&self.context.server, self.rule, wish.generation, &state, progress).await
+        request.after = Some(last);
+        // The generation determines whether the removals are agreed to.
+        let state = RuleState::Backfilling { after: request.after.clone(), agreed: false };
+        self.store.save_backfill(&self.context.server, self.rule, request.generation, &state, progress).await
     }
 }
 
@@ -276,23 +282,23 @@ impl One<'_> {
 mod tests {
     use super::*;
 
-    fn wish(rule: usize, generation: i64) -> Wish {
-        Wish { rule: RuleId(rule), generation, after: None }
+    fn request(rule: usize, generation: i64) -> BackfillRequest {
+        BackfillRequest { rule: RuleId(rule), generation, after: None }
     }
 
-    /// One that failed was chosen again, before those behind it: they never began.
+    /// A failed backfill was chosen again before those behind it, which never started.
     #[test]
     fn a_backfill_that_fails_goes_behind_the_others() {
         let order = [RuleId(1), RuleId(0), RuleId(2)];
         let mut waiting = Waiting::default();
         for rule in 0..3 {
-            waiting.add(wish(rule, 1), 0);
+            waiting.add(request(rule, 1), 0);
         }
         let mut turns = Vec::new();
         for _ in 0..6 {
-            let (wish, failures) = waiting.next(&order).unwrap();
-            turns.push(wish.rule.0);
-            waiting.add(wish, failures + 1);
+            let (request, failures) = waiting.next(&order).unwrap();
+            turns.push(request.rule.0);
+            waiting.add(request, failures + 1);
         }
         assert_eq!(turns, [1, 0, 2, 1, 0, 2]);
     }
@@ -301,9 +307,9 @@ mod tests {
     fn the_newest_backfill_of_a_rule_stands_for_the_others() {
         let mut waiting = Waiting::default();
         for generation in [2, 5, 3] {
-            waiting.add(wish(0, generation), 0);
+            waiting.add(request(0, generation), 0);
         }
-        assert_eq!(waiting.next(&[RuleId(0)]), Some((wish(0, 5), 0)));
+        assert_eq!(waiting.next(&[RuleId(0)]), Some((request(0, 5), 0)));
         assert_eq!(waiting.next(&[RuleId(0)]), None);
     }
 }

@@ -12,9 +12,9 @@ use crate::{
 /// A collection and its database.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Namespace {
-    /// The database's name.
+    /// The name of the database.
     pub database: String,
-    /// The collection's name.
+    /// The name of the collection.
     pub collection: String,
 }
 
@@ -24,41 +24,41 @@ impl fmt::Display for Namespace {
     }
 }
 
-/// What happened, as far as a rule can care.
+/// The kinds of change that matter to rules.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Change {
-    /// A document came: its reference fields.
+    /// A document was inserted: its reference fields.
     Insert(Document),
-    /// A document was replaced: its reference fields now.
+    /// A document was replaced: its reference fields after the change.
     Replace(Document),
-    /// These dotted paths changed, with array indexes as numbers. The empty path is the document itself.
+    /// An update of these dotted paths, with array indexes as numbers. The empty path stands for the whole document.
     Update(Vec<String>),
-    /// The document went.
+    /// A document was deleted.
     Delete,
     /// The collection was dropped.
     Drop,
-    /// The collection was renamed, maybe onto another; `$out` ends with one.
+    /// The collection was renamed to this name, possibly replacing another one; `$out` ends with such an event.
     Rename(Namespace),
     /// The whole database was dropped.
     DropDatabase,
-    /// Something that changes no document.
+    /// An event that changes no document.
     Other,
 }
 
-/// One event of a change stream, trimmed by the pipeline to what routing needs.
+/// One event of a change stream, with only the fields that routing needs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChangeEvent {
-    /// Where. The collection is empty for `dropDatabase`.
+    /// The affected collection. Its name is empty for `dropDatabase`.
     pub namespace: Namespace,
-    /// What.
+    /// The decoded change.
     pub change: Change,
     /// The document's `_id`; null for events about a whole collection.
     pub id: Bson,
-    /// The reference fields before the change, where the collection keeps pre-images and the server still has this one.
+    /// The reference fields before the change. None if the collection has no pre-images, or this one has expired.
     pub before: Option<Document>,
-    /// When it was committed, as the oplog is ordered.
+    /// Commit time, as cluster time.
     pub cluster_time: ClusterTime,
-    /// When it was committed, by the server's clock.
+    /// Commit time, by the server's clock.
     pub wall_time: Option<DateTime>,
 }
 
@@ -76,7 +76,7 @@ impl ChangeEvent {
             document.map_err(|_| Error::internal("a document of a change event is not valid BSON"))
         };
         let change = match fields.operation {
-            // The empty path is the document itself: anything may have changed.
+            // The empty path stands for the whole document: anything may have changed.
             "insert" | "replace" | "update" if fields.unread => Change::Update(vec![String::new()]),
             "insert" => Change::Insert(document(fields.now)?.unwrap_or_default()),
             "replace" => Change::Replace(document(fields.now)?.unwrap_or_default()),
@@ -100,7 +100,7 @@ impl ChangeEvent {
     }
 }
 
-/// The fields of an event, read in one pass. One of an unexpected type counts as absent.
+/// The fields of an event, read in one pass. A field of an unexpected type counts as absent.
 #[derive(Default)]
 struct Fields<'a> {
     operation: &'a str,

@@ -1,10 +1,10 @@
-//! Compares every target of a rule with its definition, beside live writes, in constant memory.
+//! Compares every target of a rule with its definition, during live writes and in constant memory.
 //!
-//! A target that differs may be about to be written. So it is a suspect first, and looked at again each time that the
-//! leader has applied all that was committed at the look before. It counts when the same paths hold the same values and
-//! should hold the same other ones look after look; a target whose sources change all the while is left undecided.
+//! A target that differs may be about to be written. So it is first a suspect, and is compared again each time the
+//! leader has applied everything committed at the previous comparison. It counts as different if the same paths hold
+//! the same wrong values in successive comparisons. A target whose sources keep changing is left undecided.
 //!
-//! The place is saved when nobody is suspected, so that a check that was interrupted goes on there.
+//! The position is saved whenever there are no suspects, so that an interrupted check can resume from there.
 
 pub mod difference;
 mod suspects;
@@ -35,44 +35,44 @@ use crate::{
 pub use difference::{Differing, Kind as DifferenceKind};
 use suspects::{Suspects, Verdict};
 
-/// Targets compared at once.
+/// Number of targets to compare at once.
 const PAGE: usize = 200;
-/// Suspects from which on they are judged before more is read.
+/// Number of suspects at which reading stops until they are judged.
 const MOST_SUSPECTS: usize = 1000;
-/// How long reading goes on before the suspects are judged.
+/// Maximum time to read before the suspects are judged.
 const ROUND: Duration = Duration::from_secs(20);
-/// How long it goes on, while there are none, before the place is saved.
+/// Maximum time to read without suspects before the position is saved.
 const SHORT_ROUND: Duration = Duration::from_secs(2);
-/// Looks that must agree when a leader writes beside us, the first one included.
+/// Number of comparisons that must agree while a leader is writing, including the first one.
 const LOOKS: u32 = 3;
-/// The same when nobody does.
+/// Number of comparisons that must agree without a leader.
 const LOOKS_ALONE: u32 = 2;
-/// Looks after which a target that never stands still is left undecided.
+/// Number of comparisons after which a target that keeps changing is left undecided.
 const MOST_LOOKS: u32 = 20;
-/// How long the leader may take to apply what is committed.
+/// Time limit for the leader to apply everything that is committed.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// The pause between two looks at how far the leader is.
+/// Pause between two reads of the leader's progress.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// What to check.
+/// The extent of a check.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Scope {
-    /// That many targets drawn at random; all, when none is given.
+    /// Number of targets to draw at random; None for all targets.
     pub sample: Option<u64>,
-    /// Go on where the last check of the rule was.
+    /// Resume where the last check of the rule stopped.
     pub resume: bool,
     /// Keep the values that differ, to show them.
     pub values: bool,
 }
 
-/// A target that is not what its definition says.
+/// A target that differs from its definition.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Found {
-    /// Its `_id`.
+    /// The `_id` of the target.
     pub target: Bson,
     /// The paths that differ, and how.
     pub differing: Vec<Differing>,
-    /// It is known: a dead letter says why it cannot be written.
+    /// True if the difference is known: a dead letter explains why the target cannot be written.
     pub set_aside: bool,
 }
 
@@ -82,28 +82,28 @@ pub struct Check<'a> {
     store: &'a Store,
     rule: &'a Rule,
     values: bool,
-    /// What has been compared, as far as it is judged.
+    /// The counts so far, without targets that are still suspects.
     pub tally: Tally,
     suspects: Suspects,
     reading: Reading,
     saved: bool,
 }
 
-/// Where targets come from.
+/// The origin of the targets.
 enum Reading {
     All { after: Option<Bson>, done: bool },
     Sample(Box<Pages>, bool),
 }
 
 impl<'a> Check<'a> {
-    /// A check of `rule`, from the start or from where the last one was.
+    /// Prepares a check of `rule`, from the start or from the last saved position.
     pub async fn new(context: &'a Context, store: &'a Store, rule: &'a Rule, scope: Scope) -> Result<Self> {
         let mut tally = Tally::default();
         let reading = match scope.sample {
             Some(size) => Reading::Sample(Box::new(sample(context, rule, size).await?), false),
             None => {
                 let before = if scope.resume { store.check(&context.server, rule).await? } else { None };
-                // One that came to its end is begun anew.
+                // A finished check starts again.
                 let before = before.filter(|before| !before.done);
                 let after = before.and_then(|before| {
                     tally = before.tally;
@@ -125,8 +125,8 @@ impl<'a> Check<'a> {
         })
     }
 
-    /// The next targets that differ, judged; None after the last one. What has been returned before is taken for dealt with:
-    /// its place is saved.
+    /// Returns the next confirmed differences; None after the last target. The call assumes that earlier results have
+    /// been handled, and saves the position after them.
     pub async fn next(&mut self) -> Result<Option<Vec<Found>>> {
         let started = Instant::now();
         loop {
@@ -151,7 +151,7 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// Those of these targets that differ, judged in the same way: after a repair.
+    /// Compares these targets again, after a repair, and returns those that still differ.
     pub async fn again(&mut self, ids: &[Bson]) -> Result<Vec<Found>> {
         let time = self.context.server.operation_time().await?;
         for ids in ids.chunks(PAGE) {
@@ -194,13 +194,13 @@ impl<'a> Check<'a> {
         self.saved = false;
         for chunk in page.chunks(PAGE) {
             let mut take = |compared: Compared| self.suspects.add(&compared);
-            // Left to their dead letters.
+            // Targets whose expressions fail have dead letters.
             self.tally.refused += compare_each(self.context, self.rule, chunk, time, &mut take).await?;
         }
         Ok(())
     }
 
-    /// Looks at the suspects until each is cleared, found, or left undecided.
+    /// Compares the suspects until each is cleared, confirmed or left undecided.
     async fn judge(&mut self) -> Result<Vec<Found>> {
         let mut found: Vec<Result<(Found, Vec<Option<Key>>)>> = Vec::new();
         for look in 0.. {
@@ -227,16 +227,17 @@ impl<'a> Check<'a> {
         if !found.is_empty() {
             let about = found.iter().map(|(found, references)| (Key::one(found.target.clone()), references.as_slice()));
             let about: Vec<_> = about.collect();
-            let letters = self.context.dead_letters.concerning(&self.context.server, self.rule, &about).await?;
+            let dead_letters = self.context.dead_letters.concerning(&self.context.server, self.rule, &about).await?;
             for (found, references) in &mut found {
                 let id = Key::one(found.target.clone());
-                found.set_aside = letters.iter().any(|letter| letter.concerns(&id, references));
+                found.set_aside = dead_letters.iter().any(|dead_letter| dead_letter.concerns(&id, references));
             }
         }
         Ok(found.into_iter().map(|(found, _)| found).collect())
     }
 
-    /// Waits until the leader has applied all that is committed now. False when nobody leads: then nothing is on its way.
+    /// Waits until the leader has applied everything that is committed now. Returns false if there is no leader: then
+    /// no writes are pending.
     async fn applied_up_to_now(&self) -> Result<bool> {
         let server = &self.context.server;
         let started = Instant::now();
@@ -259,7 +260,7 @@ impl<'a> Check<'a> {
                 return Err(Error::new(Kind::TimedOut, message)
                     .hint("`denormd status` says why; then `denormd check --resume` goes on from here"));
             }
-            // Where nothing is written, a stream's position moves once in ten seconds.
+            // Without writes, the position of a stream advances only every ten seconds.
             if !nudged {
                 self.store.nudge(server).await?;
                 nudged = true;
@@ -291,7 +292,7 @@ async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {
     context.server.pages(&rule.target.namespace.database, command, Reads::default()).await
 }
 
-/// What is told of a target that differs, and what it refers to.
+/// The report on a target that differs, and the target's references.
 fn found_of(compared: &Compared, values: bool) -> Result<(Found, Vec<Option<Key>>)> {
     let differing = compared.differences().map(|difference| Differing::of(difference, values));
     let differing = differing.collect::<Result<Vec<_>>>()?;

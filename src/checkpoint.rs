@@ -1,4 +1,4 @@
-//! How far each stream is done, and where that is kept.
+//! The recorded progress of streams, rules and jobs, and its storage.
 
 pub mod adoption;
 pub mod earlier;

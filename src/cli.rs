@@ -1,4 +1,4 @@
-//! The command line: what can be typed, and what it says of itself.
+//! The command line: commands, options and their help.
 
 mod operator;
 
@@ -26,27 +26,27 @@ pub struct Cli {
     /// Config files and directories, layered in order.
     #[arg(long, short, global = true, env = "DENORMD_CONFIG", value_delimiter = ',', default_value = "denormd.yaml")]
     pub config: Vec<PathBuf>,
-    /// How results are printed.
+    /// Format of the results.
     #[arg(long, global = true, value_enum, default_value_t = Output::Text)]
     pub output: Output,
-    /// What to do.
+    /// The command to run.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What a command's help says of its exit status, where it says nothing more precise.
+/// The exit statuses in the help of a command without more precise ones.
 const EXIT_STATUS: &str =
     "Exit status: 0 done, 1 failed, 2 usage or config error, 4 the cluster lacks something or a rule is blocked.";
 
 impl Cli {
-    /// Reads the command line; prints help, or what is wrong with it, and exits.
+    /// Reads the command line. Prints help or an error, and exits, if there is nothing to run.
     #[must_use]
     pub fn read() -> Self {
         let matches = Self::documented().get_matches();
         Self::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
     }
 
-    /// The definitions that help, completions and man pages come from: each command says its exit status.
+    /// The definitions behind help, completions and man pages. Each command lists its exit statuses.
     #[must_use]
     pub fn documented() -> clap::Command {
         let command = with_exit_status(Self::command());
@@ -58,7 +58,7 @@ impl Cli {
     }
 }
 
-/// The commands by purpose, in the order in which one meets them, each in a few words.
+/// The commands by purpose, in the usual order of use, each with a short description.
 const GROUPS: [(&str, &[(&str, &str)]); 6] = [
     (
         "Begin",
@@ -93,8 +93,8 @@ const GROUPS: [(&str, &[(&str, &str)]); 6] = [
             ("check", "Compare every target with its definition"),
             ("explain", "Explain one target's values"),
             ("backfill", "Bring existing targets up to date"),
-            ("dead-letters", "List, retry or discard what could not be written"),
-            ("prune", "Remove the fields of a rule that is gone"),
+            ("dead-letters", "List, retry or discard dead letters"),
+            ("prune", "Remove the fields of a rule that is no longer in the config"),
         ],
     ),
     (
@@ -134,31 +134,31 @@ fn with_exit_status(command: clap::Command) -> clap::Command {
     if said.contains("Exit status:") { command } else { command.after_help(format!("{said}\n\n{EXIT_STATUS}")) }
 }
 
-/// How results are printed.
+/// Format of the results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Output {
-    /// For people.
+    /// Text for people.
     Text,
-    /// For programs.
+    /// JSON for programs.
     Json,
 }
 
-/// What to do.
+/// The commands with their options.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// The daemon: brings existing data up to date, then follows every change.
+    /// Runs the daemon: brings existing data up to date, then follows every change.
     #[command(after_help = "Examples:
   denormd run --config shop.yaml
   DENORMD__MONGODB__URI='mongodb://db/?replicaSet=rs0' denormd run --config rules/
 
-SIGTERM and SIGINT end what is in flight, save the position, and exit with 0.")]
+SIGTERM and SIGINT let writes in flight finish, save the checkpoint, and exit with 0.")]
     Run {
-        /// Stay up while the config is wrong or the cluster lacks something: write nothing, say why, and try again. For a sidecar, which
-        /// must not keep the application from starting.
+        /// Keep running while the config is wrong or the cluster lacks something: write nothing, report the reason and
+        /// try again. For a sidecar, which must not keep the application from starting.
         #[arg(long)]
         wait_for_cluster: bool,
     },
-    /// Checks the config, and what the cluster must have for it. Reads only.
+    /// Checks the config, and whether the cluster has everything it needs. Reads only.
     #[command(after_help = "Examples:
   denormd plan --config shop.yaml --offline  the config alone, without a server
   denormd plan --config shop.yaml            against the cluster, reading only
@@ -178,14 +178,14 @@ Exit status: 0 ready, 1 failed, 2 usage or config error, 4 something is to be do
         /// Carry out the commands that plan prints.
         #[arg(long)]
         apply: bool,
-        /// How many targets of each rule are drawn at random; 0 for none.
+        /// Number of targets to draw at random for each rule; 0 for none.
         #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(0..=100_000))]
         sample: u32,
         /// Show examples of existing values that would be added, overwritten or removed.
         #[arg(long)]
         show_values: bool,
     },
-    /// Runs the rules on documents in files, and compares what comes out with what the files expect. Asks no server.
+    /// Runs the rules on documents in files, and compares the results with those the files expect. Needs no server.
     #[command(after_help = "Examples:
   denormd test --config shop.yaml tests/shop.yaml        every case of the file
   denormd test tests/*.yaml --output json | jq '.[] | select(.passed | not)'
@@ -211,11 +211,12 @@ Exit status: 0 every case passed, 1 one failed, 2 a mistake in a file or in the 
         /// Files of cases: .yaml, .json or .toml.
         #[arg(required = true, value_name = "FILE")]
         files: Vec<PathBuf>,
-        /// A server to try the cases on, in databases of their own.
+        /// A server to run the cases on, in databases of their own.
         #[arg(long, value_name = "URI")]
         uri: Option<String>,
     },
-    /// Writes what somebody needs who is to help into one file: config, plan, status, metrics, state. Nothing from documents.
+    /// Collects diagnostics for support in one file: config, plan, status, metrics, state. Contains nothing from
+    /// documents.
     #[command(after_help = "Examples:
   denormd support-bundle --config shop.yaml                writes denormd-support-SECONDS.json
   denormd support-bundle --to bundle.json
@@ -225,14 +226,14 @@ In it: the settings in force (passwords and tokens hidden), the rules, what `pla
 the timeline, the state (keys and _ids hidden), dead letters counted by reason, the server's version, members and oplog,
 and the indexes of the collections. It names hosts, databases, collections and fields; the rules are in it as they are in the config.")]
     SupportBundle {
-        /// Where it goes, `-` for standard output.
+        /// The output file, `-` for standard output.
         #[arg(long, value_name = "FILE")]
         to: Option<PathBuf>,
-        /// Which daemon.
+        /// The daemon to ask.
         #[command(flatten)]
         asked: Asked,
     },
-    /// Prints the settings in force, each with where it comes from. Passwords are hidden.
+    /// Prints the settings in force, each with its origin. Passwords are hidden.
     #[command(after_help = "Examples:
   denormd config --config rules/
   denormd config --output json")]
@@ -242,16 +243,16 @@ and the indexes of the collections. It names hosts, databases, collections and f
   denormd schema > denormd.schema.json
   # yaml-language-server: $schema=denormd.schema.json    first line of a YAML config, for completion and checks")]
     Schema {
-        /// The reference of all keys in Markdown instead.
+        /// Print the reference of all keys in Markdown instead.
         #[arg(long)]
         reference: bool,
     },
-    /// Prints what a shell needs to complete the commands.
+    /// Prints a shell's completion script.
     #[command(after_help = "Examples:
   denormd completions bash > /etc/bash_completion.d/denormd
   denormd completions zsh > ~/.zfunc/_denormd")]
     Completions {
-        /// Which shell.
+        /// The shell to complete in.
         shell: clap_complete::Shell,
     },
     /// Writes the man pages.
@@ -259,11 +260,11 @@ and the indexes of the collections. It names hosts, databases, collections and f
   denormd man | man -l -                                 this program's page
   denormd man --out /usr/local/share/man/man1            one page a command")]
     Man {
-        /// The folder to write them to; without it, one page is printed.
+        /// The folder to write them to. Without it, one page is printed.
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
-    /// Prints the least role that the rules need, as createRole and createUser. Asks no server.
+    /// Prints the least role that the rules need, as createRole and createUser. Needs no server.
     #[command(after_help = "Examples:
   denormd role --config shop.yaml | mongosh 'mongodb://admin@db/admin'
   denormd role --name shop-denormd --with-apply           and what `plan --apply` needs
@@ -275,14 +276,15 @@ Each privilege is preceded by what it is for.")]
         /// The role's name.
         #[arg(long, default_value = "denormd")]
         name: String,
-        /// With what `plan --apply` needs: createIndex, collMod, createCollection.
+        /// Include the privileges that `plan --apply` needs: createIndex, collMod, createCollection.
         #[arg(long)]
         with_apply: bool,
-        /// Without the right to read the oplog: the remaining oplog window is then unknown.
+        /// Leave out the privilege to read the oplog: the remaining oplog window is then unknown.
         #[arg(long)]
         without_oplog: bool,
     },
-    /// Looks at the data and says what MongoDB's six rules of thumb make of it, with the number behind each sentence. Reads only.
+    /// Examines the data and applies MongoDB's six rules of thumb to it, with the number behind each sentence. Reads
+    /// only.
     #[command(after_help = "Examples:
   denormd advise --uri mongodb://localhost:27017/shop         no config file is needed
   denormd advise --config shop.yaml --observe 10m             while the application is busy
@@ -292,8 +294,8 @@ Each privilege is preceded by what it is for.")]
 It draws samples, counts along indexes, reads the names of changed fields from the oplog, and takes the members' counters
 twice. It never writes and never touches profiler settings. What it may not read is \"not known\". The thresholds are the
 config's section `advise`.")]
-    Advise(Survey),
-    /// Writes a first rules file from what `advise` finds.
+    Advise(Inspection),
+    /// Writes a first rules file from the results of `advise`.
     #[command(after_help = "Examples:
   denormd init --uri mongodb://localhost:27017/shop           writes denormd.yaml
   denormd init --config shop.yaml --to rules.yaml
@@ -301,14 +303,15 @@ config's section `advise`.")]
 
 A file that exists is not overwritten. Read what it wrote, then: denormd plan --apply")]
     Init {
-        /// Where the rules go, `-` for standard output; the config's path where there is no such file.
+        /// The file to write the rules to, `-` for standard output. The default is the config's path, if no file exists
+        /// there.
         #[arg(long, value_name = "FILE")]
         to: Option<PathBuf>,
-        /// What to look at.
+        /// The data to examine.
         #[command(flatten)]
-        survey: Survey,
+        inspection: Inspection,
     },
-    /// Takes away the fields of a rule that is no longer in the config, or that a changed rule no longer owns.
+    /// Removes the fields of a rule that is no longer in the config, or that a changed rule no longer owns.
     #[command(after_help = "Examples:
   denormd prune old-names --config shop.yaml --dry-run
   denormd prune old-names --config shop.yaml
@@ -320,26 +323,27 @@ Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule has n
     Prune {
         /// The rule's name.
         rule: String,
-        /// Say what would go, and from how many documents, and leave it.
+        /// Report the fields to remove, and the number of documents that have them, without removing anything.
         #[arg(long)]
         dry_run: bool,
     },
-    /// Brings existing targets up to date, as a new rule does by itself. The leader does it, beside live changes.
+    /// Brings existing targets up to date, as happens automatically for a new rule. The leader does the work, during
+    /// live changes.
     #[command(after_help = "Examples:
   denormd backfill --config shop.yaml                     every rule
   denormd backfill --config shop.yaml --rule part-names   one
 
-Returns when it is done. The leader does it, and interrupting this command does not interrupt that; where nobody leads, this
-command does, and the next leader goes on where it was.")]
+Returns when the backfill is done. The leader does it, and interrupting this command does not stop it. Without a leader, this
+command does, and the next leader resumes where it left off.")]
     Backfill {
-        /// Which rules; all of them when none is named.
+        /// Rules to backfill; all of them by default.
         #[arg(long)]
         rule: Vec<String>,
-        /// Ask for it, and do not wait.
+        /// Request the backfill without waiting for it.
         #[arg(long)]
         no_wait: bool,
     },
-    /// Agrees to what the backfill of a blocked rule does, and lets it run again.
+    /// Agrees to the effect of a blocked rule's backfill, and lets the rule run again.
     #[command(
         alias = "release",
         after_help = "\
@@ -355,19 +359,20 @@ for this definition of the rule."
         /// The rule's name.
         rule: String,
     },
-    /// What the running daemon says: are we behind, since when, on which rule, will data be lost, what to do.
+    /// Shows the running daemon's status: lag, its start and cause, the rules it affects, the risk of data loss, and
+    /// advice.
     #[command(after_help = "Examples:
   denormd status --config shop.yaml
   denormd status --config shop.yaml --output json | jq .lag_seconds
   watch -n 2 denormd status --address 127.0.0.1:9464
 
-Exit status: 0 when a daemon answers, however it fares (see `health`), 1 when none does.")]
+Exit status: 0 if a daemon answers, whatever its state (see `health`), 1 if none does.")]
     Status {
-        /// Which daemon.
+        /// The daemon to ask.
         #[command(flatten)]
         asked: Asked,
     },
-    /// The timeline: who led when, what was wrong and for how long, reloads, backfills. Read from the state database.
+    /// Shows the timeline: leaders, problems and their duration, reloads, backfills. Reads it from the state database.
     #[command(after_help = "Examples:
   denormd events --config shop.yaml                the last day
   denormd events --config shop.yaml --since 7d
@@ -375,11 +380,11 @@ Exit status: 0 when a daemon answers, however it fares (see `health`), 1 when no
 
 It needs no running daemon. A few thousand events are kept; then the oldest go.")]
     Events {
-        /// How far back: 30m, 2h, 7d.
+        /// Age of the oldest event to show: 30m, 2h, 7d.
         #[arg(long, value_name = "AGE", default_value = "1d", value_parser = age)]
         since: Duration,
     },
-    /// What to do about an alert, with what the running daemon says filled in.
+    /// Shows how to respond to an alert, with the running daemon's current values filled in.
     #[command(after_help = "Examples:
   denormd runbook                                  the alerts there are
   denormd runbook DenormdBehind --config shop.yaml
@@ -389,60 +394,61 @@ The same text is in deploy/RUNBOOK.md.")]
     Runbook {
         /// The alert's name, with or without `Denormd`.
         alert: Option<String>,
-        /// Which daemon.
+        /// The daemon to ask.
         #[command(flatten)]
         asked: Asked,
     },
-    /// Returns once everything up to now (or an operation time) is applied: read your writes.
+    /// Waits until everything up to now (or up to an operation time) is applied, so that you read your own writes.
     #[command(after_help = "Examples:
   denormd wait --config shop.yaml                      everything that is committed now
   denormd wait --operation-time 1700000000.5 --timeout 5
 
-An operation time is what the driver's session holds after a write. Chains of rules are followed to their end, and an
+An operation time is the `operationTime` of the driver's session after a write. Chains of rules are followed to their end, and an
 open backfill is waited for.
 
 Exit status: 0 applied, 1 not within the timeout or no leader answers, 2 usage.")]
     Wait {
-        /// Which daemon.
+        /// The daemon to ask.
         #[command(flatten)]
         asked: Asked,
         /// The operation time to wait for, as seconds.increment.
         #[arg(long, value_name = "TIME")]
         operation_time: Option<String>,
-        /// How many seconds to wait at most.
+        /// Maximum time to wait, in seconds.
         #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=3600))]
         timeout: u32,
     },
-    /// Compares every target with its definition and says what differs. Safe beside live writes.
+    /// Compares every target with its definition and reports the differences. Safe during live writes.
     #[command(after_help = "Examples:
   denormd check --config shop.yaml                         every target of every rule
   denormd check --rule part-names --sample 10000           ten thousand, drawn at random
-  denormd check --rule part-names --resume                 goes on where an interrupted one was
-  denormd check --rule part-names --repair                 and has the leader write what is right
+  denormd check --rule part-names --resume                 resumes an interrupted check
+  denormd check --rule part-names --repair                 the leader then writes the right values
   denormd check --output json | jq -r 'select(.target) | .target'
 
 A difference counts when it stays the same, look after look, each time that the daemon has applied everything that was
 committed at the look before. Kinds: missing, surplus, type (1 instead of 1.0), length and order of an array, value,
-dangling (on_missing should have taken it away). Values are shown with --show-values alone.
+dangling (on_missing should have removed it). Values are shown only with --show-values.
 
 With --output json: a line for each target that differs, then one for each rule.
 
 Exit status: 0 nothing differs (or all is repaired), 1 failed, 2 usage or config error, 3 differences are left.")]
     Check(CheckOptions),
-    /// Says of one target what each owned path should hold, which source documents that comes from, and what is stored.
+    /// Shows for one target the expected value of each owned path, the source documents it comes from, and the stored
+    /// value.
     #[command(after_help = "Examples:
   denormd explain part-names 17 --config shop.yaml
   denormd explain part-names 65f0c0ffee65f0c0ffee65f0      an ObjectId
   denormd explain part-names '\"17\"' --output json          Extended JSON: the string 17
 
-Exit status: 0 told, however it is, 1 there is no such document, 2 usage or config error.")]
+Exit status: 0 explained, whatever the result, 1 there is no such document, 2 usage or config error.")]
     Explain {
         /// The rule's name.
         rule: String,
         /// The target's _id: Extended JSON, a plain string, or an ObjectId's digits.
         id: String,
     },
-    /// Stops a rule, or all: their fields stay as they are until they are resumed. Outlives restarts.
+    /// Pauses a rule, or all: their fields stay as they are until the rule is resumed. Persists across restarts.
     #[command(after_help = "Examples:
   denormd pause part-names --config shop.yaml
   denormd pause part-names --for 30m                      resumes by itself
@@ -450,20 +456,20 @@ Exit status: 0 told, however it is, 1 there is no such document, 2 usage or conf
 
 It returns when the leader reports the pause: `denormd status` and the page show it from then on.
 
-The saved position goes on, so a pause does not use up the oplog's headroom, and other rules are not held up. The price: a
-resumed rule is backfilled whole. `denormd status` names the cause `paused`; `denormd wait` does not wait for the rule.")]
+The checkpoint advances during a pause, so a pause does not use up the oplog window, and other rules go on. The price: a
+resumed rule is backfilled from the start. `denormd status` names the cause `paused`; `denormd wait` does not wait for the rule.")]
     Pause {
         /// The rule's name.
         #[arg(required_unless_present = "all")]
         rule: Option<String>,
-        /// All rules, at once.
+        /// Pause all rules at once.
         #[arg(long, conflicts_with = "rule")]
         all: bool,
-        /// For how long: 90s, 30m, 2h, 7d. Without it, until `denormd resume`.
+        /// Duration of the pause: 90s, 30m, 2h, 7d. Without it, until `denormd resume`.
         #[arg(long = "for", value_name = "TIME", value_parser = age)]
         time: Option<Duration>,
     },
-    /// Lets a paused rule go on. It is backfilled whole, beside live changes.
+    /// Resumes a paused rule with a full backfill, during live changes.
     #[command(after_help = "Examples:
   denormd resume part-names --config shop.yaml
   denormd resume --all                                    all that are paused")]
@@ -471,11 +477,11 @@ resumed rule is backfilled whole. `denormd status` names the cause `paused`; `de
         /// The rule's name.
         #[arg(required_unless_present = "all")]
         rule: Option<String>,
-        /// All rules that are paused.
+        /// Resume all paused rules.
         #[arg(long, conflicts_with = "rule")]
         all: bool,
     },
-    /// What could not be written, and why.
+    /// Lists, retries or drops dead letters: writes that failed, with their reasons.
     #[command(
         name = "dead-letters",
         subcommand,
@@ -485,17 +491,17 @@ resumed rule is backfilled whole. `denormd status` names the cause `paused`; `de
   denormd dead-letters drop --key 17                      forgets them"
     )]
     DeadLetters(DeadLetters),
-    /// Succeeds when the running daemon is well: for the health checks of containers.
+    /// Succeeds if the running daemon is healthy: for the health checks of containers.
     #[command(after_help = "Examples:
   HEALTHCHECK CMD [\"denormd\", \"health\"]
   denormd health --live --config shop.yaml             does its loop turn? Does not depend on MongoDB
 
 Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
     Health {
-        /// Which daemon.
+        /// The daemon to ask.
         #[command(flatten)]
         asked: Asked,
-        /// Ask whether it is alive, not whether it is ready.
+        /// Check that it is alive, not that it is ready.
         #[arg(long)]
         live: bool,
     },
@@ -504,7 +510,7 @@ Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
 /// The daemon that a command asks.
 #[derive(Debug, Default, clap::Args)]
 pub struct Asked {
-    /// Where the daemon listens, if not at the config's http.listen: IP:PORT, HOST:PORT or https://HOST:PORT.
+    /// The daemon's address, if it differs from the config's http.listen: IP:PORT, HOST:PORT or https://HOST:PORT.
     #[arg(long)]
     pub address: Option<Address>,
     /// The authority that issued the daemon's certificate, in PEM, if it is not a public one and not in the config.
@@ -512,30 +518,31 @@ pub struct Asked {
     pub ca_file: Option<PathBuf>,
 }
 
-/// What `advise` and `init` look at.
+/// Options of `advise` and `init`.
 #[derive(Debug, clap::Args)]
-pub struct Survey {
-    /// The connection string, when there is no config file. With a password, DENORMD__MONGODB__URI keeps it off the process list.
+pub struct Inspection {
+    /// The connection string, if there is no config file. With a password, DENORMD__MONGODB__URI keeps it off the
+    /// process list.
     #[arg(long)]
     pub uri: Option<String>,
-    /// Databases to look at; the config's, or the connection string's, when none is named.
+    /// Databases to examine. The default is the database of the config or of the connection string.
     #[arg(long)]
     pub database: Vec<String>,
-    /// How long reads are counted: 30s, 10m, 2h. Zero takes the counters since the members started.
+    /// Time for which to count reads: 30s, 10m, 2h. Zero uses the counters since the members started.
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = age)]
     pub observe: Duration,
-    /// A relationship to look at: COLLECTION.PATH=COLLECTION.PATH.
+    /// A relationship to examine: COLLECTION.PATH=COLLECTION.PATH.
     #[arg(long = "match", value_name = "PAIR", value_parser = pair)]
     pub matches: Vec<(String, String)>,
 }
 
-/// `products.parts.id=parts._id`
+/// Parses a pair such as `products.parts.id=parts._id`.
 fn pair(text: &str) -> Result<(String, String), String> {
     let (holder, held) = text.split_once('=').ok_or("write COLLECTION.PATH=COLLECTION.PATH")?;
     Ok((holder.trim().to_owned(), held.trim().to_owned()))
 }
 
-/// `30m`, `2h`, `7d`, or seconds.
+/// Parses a duration: `30m`, `2h`, `7d`, or seconds.
 fn age(text: &str) -> Result<Duration, String> {
     config::span(text).ok_or_else(|| "write a number and s, m, h or d, as in 30m, 2h or 7d".to_owned())
 }
@@ -556,7 +563,7 @@ mod tests {
         assert_eq!(grouped, known);
         let help = Cli::documented().render_help().to_string();
         assert!(help.contains("\nWatch:\n  status "), "{help}");
-        // The options are laid out by clap.
+        // clap lays out the options.
         for line in help.lines().take_while(|line| *line != "Options:") {
             assert!(line.chars().count() <= 80, "{line}");
         }

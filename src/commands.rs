@@ -101,8 +101,8 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             return Ok(());
         }
         Command::Man { out } => return about::man(out.as_deref()),
-        Command::Advise(survey) => return advise::advise(&cli.config, cli.output, survey).await,
-        Command::Init { to, survey } => return init::init(&cli.config, to.as_deref(), survey).await,
+        Command::Advise(inspection) => return advise::advise(&cli.config, cli.output, inspection).await,
+        Command::Init { to, inspection } => return init::init(&cli.config, to.as_deref(), inspection).await,
         Command::Health { asked, live } => {
             return health::health(cli.output, daemon(cli, &environment, asked)?, *live).await;
         }

@@ -1,9 +1,9 @@
-//! What the user wrote: the sections of a config file, how they are loaded and layered, and how a mistake in them is
-//! shown with its place. What the rules *mean* is decided one floor up, in [`crate::plan`].
+//! The config as the user wrote it: the sections of a config file, their loading and layering, and mistakes with their
+//! places. The layer above, [`crate::plan`], determines the *meaning* of the rules.
 //!
-//! The way of a config through this floor: [`Format`] turns each text into a tree with places, `layer` lays the settings
-//! over each other, `reader`, `settings` and `rule` read trees into [`sections`] and collect mistakes, `sources` and
-//! `excerpt` show where those stand.
+//! The steps in order: [`Format`] parses each text into a tree with places. `layer` merges the settings. `reader`,
+//! `settings` and `rule` read the trees into [`sections`] and collect mistakes. `sources` and `excerpt` show the places
+//! of the mistakes.
 
 pub mod certificate;
 pub mod diagnose;

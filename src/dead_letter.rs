@@ -1,4 +1,4 @@
-//! What could not be written, and why: set aside, counted, and tried again.
+//! Dead letters: keys and documents that could not be written, with the reason. They are counted and retried.
 
 use std::time::Duration;
 
@@ -17,14 +17,14 @@ use crate::{
 /// The collection of dead letters in the state database.
 pub const COLLECTION: &str = "dead_letters";
 
-/// What cannot be read or written.
+/// A key or a document that cannot be read or written.
 #[derive(Debug)]
-pub struct Culprit<'a> {
-    /// A key of the rule.
+pub struct Offending<'a> {
+    /// The key of the rule that failed.
     pub key: &'a Key,
-    /// One target of it.
+    /// The offending target of this key; none when the key as a whole failed.
     pub target: Option<&'a Key>,
-    /// The path where the target's shape is in the way.
+    /// Path of the field whose shape prevents the write.
     pub path: Option<String>,
 }
 
@@ -35,40 +35,40 @@ pub struct DeadLetters {
     pub database: String,
     /// The deployment's name.
     pub deployment: String,
-    /// Whose letters are tried again here. A deployment that is not divided, and commands, mean all.
+    /// The partition whose dead letters are retried here. Unpartitioned deployments and commands cover all of them.
     pub partition: Partition,
 }
 
 impl DeadLetters {
-    /// Records that what `culprit` says of `rule` cannot be read or written. Acknowledged by a majority: after
-    /// that the position may pass the event.
+    /// Records that `rule` could not read or write `offending`. The write is acknowledged by a majority, so the
+    /// checkpoint may pass the event afterwards.
     pub async fn record(
         &self,
         server: &Server,
         rule: &Rule,
         task: Task,
-        culprit: &Culprit<'_>,
+        offending: &Offending<'_>,
         error: &Error,
     ) -> Result<()> {
-        let id = self.id(rule, task, culprit.key, culprit.target);
+        let id = self.id(rule, task, offending.key, offending.target);
         let now = DateTime::now();
         let update = doc! {
-            "$set": {"code": error.code, "reason": &error.message, "path": &culprit.path, "last": now},
+            "$set": {"code": error.code, "reason": &error.message, "path": &offending.path, "last": now},
             "$unset": {"asked": ""},
             "$setOnInsert": {"deployment": &self.deployment, "rule": &rule.name, "first": now},
             "$inc": {"attempts": 1},
         };
-        let letters = server.collection(&self.database, COLLECTION);
-        // One that comes late is tried again, and forgotten.
-        bounded(letters.update_one(doc! {"_id": id}, update).upsert(true)).await?;
+        let dead_letters = server.collection(&self.database, COLLECTION);
+        // A record that arrives late is retried and then deleted.
+        bounded(dead_letters.update_one(doc! {"_id": id}, update).upsert(true)).await?;
         Ok(())
     }
 
-    /// Forgets letters whose work has been done, unless they failed once more meanwhile.
-    pub async fn clear(&self, server: &Server, letters: &[Letter]) -> Result<()> {
-        // `last` too: a letter that was forgotten and written anew counts from one again.
-        let deletes = letters.iter().map(|letter| {
-            let done = doc! {"_id": letter.id.clone(), "attempts": letter.attempts, "last": letter.last};
+    /// Deletes dead letters that were resolved, unless they failed again in the meantime.
+    pub async fn clear(&self, server: &Server, dead_letters: &[DeadLetter]) -> Result<()> {
+        // Compares `last` too: a dead letter that was deleted and recorded again starts at one attempt.
+        let deletes = dead_letters.iter().map(|dead_letter| {
+            let done = doc! {"_id": dead_letter.id.clone(), "attempts": dead_letter.attempts, "last": dead_letter.last};
             Ok(RawDocumentBuf::try_from(&doc! {"q": done, "limit": 1})?)
         });
         let deletes: Vec<RawDocumentBuf> = deletes.collect::<Result<_>>()?;
@@ -87,14 +87,14 @@ impl DeadLetters {
         }
     }
 
-    /// A page of the letters that are to be tried again now, in the order of their `_id`s: those after `after`, of about so many
-    /// bytes at most, and the last one's `_id`. None after the last page.
+    /// A page of the dead letters that are due now, in the order of their `_id`s: those after `after`, up to about
+    /// `bytes` bytes, with the `_id` of the last one. None after the last page.
     pub async fn due(
         &self,
         server: &Server,
         after: Option<&RawDocument>,
         bytes: usize,
-    ) -> Result<Option<(Vec<Letter>, RawDocumentBuf)>> {
+    ) -> Result<Option<(Vec<DeadLetter>, RawDocumentBuf)>> {
         let now = DateTime::now().timestamp_millis();
         let mut due = vec![doc! {"asked": {"$exists": true}}];
         due.extend((1..=LONGEST).map(|attempts| {
@@ -111,23 +111,23 @@ impl DeadLetters {
         }
         let command = doc! {
             "find": COLLECTION, "filter": filter, "sort": {"_id": 1}, "hint": {"_id": 1}, "limit": PAGE, "batchSize": PAGE,
-            // Its reason is for people.
+            // The reason is only for display.
             "projection": {"reason": 0, "path": 0},
         };
         let (rows, _) = server.pages(&self.database, command, Reads::default()).await?.up_to(bytes).await?;
-        let letters = rows.iter().map(|row| Ok(Letter::read(&Document::try_from(row.as_ref())?)));
-        let letters = letters.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+        let dead_letters = rows.iter().map(|row| Ok(DeadLetter::read(&Document::try_from(row.as_ref())?)));
+        let dead_letters = dead_letters.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
         let last = rows.last().and_then(|row| row.get_document("_id").ok()).map(ToOwned::to_owned);
-        Ok(last.map(|last| (letters, last)))
+        Ok(last.map(|last| (dead_letters, last)))
     }
 
-    /// The letters of `rule` that are about one of these targets, each with what it refers to.
+    /// The dead letters of `rule` that concern one of these targets, or a value that the target references.
     pub async fn concerning(
         &self,
         server: &Server,
         rule: &Rule,
         targets: &[(Key, &[Option<Key>])],
-    ) -> Result<Vec<Letter>> {
+    ) -> Result<Vec<DeadLetter>> {
         let of = |key: &Key| Bson::Array(key.values().to_vec());
         let ids: Vec<Bson> = targets.iter().map(|(target, _)| of(target)).collect();
         let references = targets.iter().flat_map(|(_, references)| references.iter().flatten()).map(of);
@@ -138,59 +138,60 @@ impl DeadLetters {
         ]};
         let mut cursor = server.collection(&self.database, COLLECTION).find(filter).await?;
         let mut out = Vec::new();
-        while let Some(letter) = cursor.try_next().await? {
-            out.extend(Letter::read(&letter));
+        while let Some(dead_letter) = cursor.try_next().await? {
+            out.extend(DeadLetter::read(&dead_letter));
         }
         Ok(out)
     }
 
-    /// The chosen letters, the newest first; `limit` of them at most, if it is not 0.
-    pub async fn find(&self, server: &Server, chosen: &Chosen, limit: i64) -> Result<Vec<Letter>> {
-        let letters = server.collection(&self.database, COLLECTION);
-        let mut cursor = letters.find(self.filter(chosen)).sort(doc! {"last": -1}).limit(limit).await?;
+    /// The chosen dead letters, newest first; at most `limit`, where 0 means no limit.
+    pub async fn find(&self, server: &Server, chosen: &Chosen, limit: i64) -> Result<Vec<DeadLetter>> {
+        let dead_letters = server.collection(&self.database, COLLECTION);
+        let mut cursor = dead_letters.find(self.filter(chosen)).sort(doc! {"last": -1}).limit(limit).await?;
         let mut out = Vec::new();
-        while let Some(letter) = cursor.try_next().await? {
-            out.extend(Letter::read(&letter));
+        while let Some(dead_letter) = cursor.try_next().await? {
+            out.extend(DeadLetter::read(&dead_letter));
         }
         Ok(out)
     }
 
-    /// How many letters are chosen.
+    /// Number of chosen dead letters.
     pub async fn count(&self, server: &Server, chosen: &Chosen) -> Result<u64> {
         Ok(server.collection(&self.database, COLLECTION).count_documents(self.filter(chosen)).await?)
     }
 
-    /// The names of the rules that have any.
+    /// The names of the rules that have dead letters.
     pub async fn rules(&self, server: &Server) -> Result<Vec<String>> {
         let mine = doc! {"deployment": &self.deployment};
         let found = server.collection(&self.database, COLLECTION).distinct("rule", mine).await?;
         Ok(found.iter().filter_map(|rule| rule.as_str().map(ToOwned::to_owned)).collect())
     }
 
-    /// Asks the leader to try the chosen letters now; returns when that was asked, by this machine's clock as all times of
-    /// letters.
+    /// Asks the leader to retry the chosen dead letters now. Returns the time of the request by this machine's clock,
+    /// which dates all dead letters.
     pub async fn ask(&self, server: &Server, chosen: &Chosen) -> Result<DateTime> {
         let now = DateTime::now();
-        let letters = server.collection(&self.database, COLLECTION);
-        // Not `last`: a letter that fails once more meanwhile counts as tried.
-        letters.update_many(self.filter(chosen), doc! {"$set": {"asked": now}}).await?;
+        let dead_letters = server.collection(&self.database, COLLECTION);
+        // Leaves `last` as it is: a dead letter that fails again in the meantime counts as retried.
+        dead_letters.update_many(self.filter(chosen), doc! {"$set": {"asked": now}}).await?;
         Ok(now)
     }
 
-    /// How many of the chosen letters have been asked for at `asked` and not been tried since.
+    /// Number of chosen dead letters that were requested at `asked` and have not been retried since.
     pub async fn untried(&self, server: &Server, chosen: &Chosen, asked: DateTime) -> Result<u64> {
         let filter = doc! {"$and": [self.filter(chosen), {"asked": asked}]};
         Ok(server.collection(&self.database, COLLECTION).count_documents(filter).await?)
     }
 
-    /// Forgets the chosen letters; returns how many there were.
+    /// Deletes the chosen dead letters; returns how many were deleted.
     pub async fn drop(&self, server: &Server, chosen: &Chosen) -> Result<u64> {
         Ok(server.collection(&self.database, COLLECTION).delete_many(self.filter(chosen)).await?.deleted_count)
     }
 
     fn filter(&self, chosen: &Chosen) -> Document {
         let mut filter = doc! {"deployment": &self.deployment};
-        // Several partitions may have failed at one look-up: each has its own letter, and tries its own again.
+        // Several partitions may have failed at the same look-up: each has its own dead letter and retries only that
+        // one.
         if self.partition != Partition::WHOLE {
             filter.insert("_id.deployment", self.partition.id(&self.deployment));
         }
@@ -205,78 +206,78 @@ impl DeadLetters {
     }
 }
 
-/// Which letters.
+/// Selection of dead letters. An empty selection means all of them.
 #[derive(Debug, Clone, Default)]
 pub struct Chosen {
-    /// Of this rule.
+    /// Restricts the selection to this rule.
     pub rule: Option<String>,
-    /// With this value in their key, or as their target.
+    /// Restricts the selection to this value, in the key or as the target.
     pub key: Option<Bson>,
 }
 
-/// How often dead letters are looked through.
+/// Interval between searches for dead letters that are due.
 pub const ROUND: Duration = Duration::from_secs(5);
 
-/// Letters tried again together.
+/// Dead letters that are retried together.
 const PAGE: i32 = 500;
-/// How long it may take to forget them.
+/// Time limit for deleting resolved dead letters.
 const CLEARING: Duration = Duration::from_secs(5);
-/// From so many attempts on the pause is the longest.
+/// Number of attempts from which the pause no longer grows.
 const LONGEST: i32 = 11;
 
-/// How long to wait after so many attempts, in milliseconds: 5 seconds, doubled each time up to an hour.
+/// Pause after this number of attempts, in milliseconds: 5 seconds, doubled each time up to an hour.
 fn pause(attempts: i32) -> i64 {
     (5_000_i64 << (attempts.clamp(1, LONGEST) - 1)).min(3_600_000)
 }
 
-/// One dead letter, as far as trying it again needs it.
+/// One dead letter, with the fields that a retry needs.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Letter {
+pub struct DeadLetter {
     id: Document,
     task: Task,
-    /// The value or the document that it is about.
+    /// The value or the document that failed.
     pub key: Key,
-    /// The one target that was found to be the culprit.
+    /// The offending target, if a single one was identified.
     pub target: Option<Key>,
     /// The rule's name.
     pub rule: String,
-    /// Why, without values.
+    /// The error, without values of documents.
     pub reason: String,
-    /// The path where the target's shape is in the way.
+    /// Path of the field whose shape prevents the write.
     pub path: Option<String>,
-    /// How often it was tried.
+    /// Failed attempts.
     pub attempts: i32,
-    /// When it was set aside.
+    /// Time of the first failure.
     pub first: DateTime,
-    /// When it was tried last.
+    /// Time of the last attempt.
     pub last: DateTime,
-    /// When to try again, in milliseconds since 1970: the pause doubles from 5 seconds to an hour. At once, when somebody
-    /// has asked for it.
+    /// Time of the next retry, in milliseconds since 1970: the pause doubles from 5 seconds to an hour. Immediately if
+    /// an operator has requested it.
     pub due: i64,
 }
 
-impl Letter {
-    fn read(letter: &Document) -> Option<Self> {
-        let id = letter.get_document("_id").ok()?;
+impl DeadLetter {
+    fn read(dead_letter: &Document) -> Option<Self> {
+        let id = dead_letter.get_document("_id").ok()?;
         let task = Task::named(id.get_str("task").ok()?)?;
-        let attempts = letter.get_i32("attempts").unwrap_or(1);
-        let last = *letter.get_datetime("last").ok()?;
+        let attempts = dead_letter.get_i32("attempts").unwrap_or(1);
+        let last = *dead_letter.get_datetime("last").ok()?;
         Some(Self {
             task,
             key: Key::new(id.get_array("key").ok()?.clone()),
             target: id.get_array("target").ok()?.first().cloned().map(Key::one),
-            rule: letter.get_str("rule").unwrap_or_default().to_owned(),
-            reason: letter.get_str("reason").unwrap_or_default().to_owned(),
-            first: letter.get_datetime("first").copied().unwrap_or(last),
-            path: letter.get_str("path").ok().map(ToOwned::to_owned),
+            rule: dead_letter.get_str("rule").unwrap_or_default().to_owned(),
+            reason: dead_letter.get_str("reason").unwrap_or_default().to_owned(),
+            first: dead_letter.get_datetime("first").copied().unwrap_or(last),
+            path: dead_letter.get_str("path").ok().map(ToOwned::to_owned),
             attempts,
             last,
-            due: if letter.contains_key("asked") { 0 } else { last.timestamp_millis() + pause(attempts) },
+            due: if dead_letter.contains_key("asked") { 0 } else { last.timestamp_millis() + pause(attempts) },
             id: id.clone(),
         })
     }
 
-    /// What it is about, in a word: a value that sources and targets share, or a document.
+    /// The kind of key in one word: a value that sources and targets share, or a document.
     #[must_use]
     pub fn about(&self) -> &'static str {
         match self.task {
@@ -286,23 +287,23 @@ impl Letter {
         }
     }
 
-    /// Whether it is the same letter, which may have been tried once more meanwhile.
+    /// True for the same dead letter, even if one of the two has been retried since.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         self.key == other.key && self.id == other.id
     }
 
-    /// Whether it is about this target, or about what the target refers to.
+    /// True if this concerns the target, or a value that the target references.
     #[must_use]
     pub fn concerns(&self, target: &Key, references: &[Option<Key>]) -> bool {
         match (&self.target, self.task) {
-            (Some(culprit), _) => culprit == target,
+            (Some(offending), _) => offending == target,
             (None, Task::Value | Task::Holders) => references.iter().flatten().any(|key| *key == self.key),
             (None, _) => self.key == *target,
         }
     }
 
-    /// The request that tries it again.
+    /// The reconcile request that retries it.
     #[must_use]
     pub fn request(&self, rule: &Rule) -> Request {
         let scope = self.target.clone().map_or(Scope::All, Scope::one);

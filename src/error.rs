@@ -1,50 +1,51 @@
-//! The one error type of everything that runs: a kind, what was being done, and what to do about it.
+//! The error type of the whole program: a kind, the action that failed, and what to do about it.
 
 use std::fmt;
 
-/// What an error means for the work that met it. Every reaction (retry, dead letter, degrade, stop) is decided from this.
+/// Meaning of an error for the work that it interrupted. Every reaction (retry, dead letter, degrade, stop) follows
+/// from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// The server or the way to it is gone for the moment. Whether the command took effect is unknown.
+    /// The server cannot be reached for the moment. The outcome of the command is unknown.
     Connection,
-    /// The server said no for the moment (stepdown, election, shutdown, write conflict). The command took no effect.
+    /// The server refused for the moment (stepdown, election, shutdown, write conflict). The command took no effect.
     Unavailable,
     /// The command was stopped by its own time limit; a part of it may have taken effect.
     TimedOut,
     /// A read was stopped by its own time limit.
     ReadTimedOut,
-    /// The write took effect, and has not reached a majority yet.
+    /// The write took effect, but is not majority-committed yet.
     NotReplicated,
-    /// The place in the oplog that a stream should resume at is gone, or its token does not fit.
+    /// The oplog no longer contains the resume position, or the resume token is invalid.
     HistoryLost,
-    /// A user or a role lacks what the command needs.
+    /// A user or a role lacks a privilege that the command needs.
     Privilege,
-    /// The server refuses this document or this value, and will again until one of them changes.
+    /// The server refuses this document or this value, and will refuse it again until one of them changes.
     Refused,
-    /// More than a batch may hold in memory: fewer keys of it are done at once.
+    /// A batch exceeds its memory limit: it is retried with fewer keys.
     TooLarge,
-    /// What the user wrote cannot work on this cluster; nothing was written.
+    /// The config cannot work on this cluster; nothing was written.
     Config,
-    /// The cluster is of a form that is not supported; nothing was written.
+    /// The topology of the cluster is not supported; nothing was written.
     Topology,
     /// The state of a rule does not allow a command: it is blocked, paused or unavailable, or has never run. Nothing was written.
     State,
-    /// The machine refuses a file or a port.
+    /// The operating system refuses a file or a port.
     Machine,
-    /// An answer of the server that should not exist, or a defect of ours.
+    /// An unexpected answer of the server, or a bug in denormd.
     Internal,
 }
 
-/// An error with its kind, what was being done, and a hint for the person who reads it.
+/// An error with its kind, the action that failed, and a hint for the reader.
 ///
-/// The text never holds a document's values: the server's own message does, so only its code and code name are kept.
+/// The text never contains values of documents. The server's own message may, so only its code and code name are kept.
 #[derive(Debug)]
 pub struct Error {
-    /// What it means.
+    /// Kind of error, which decides the reaction.
     pub kind: Kind,
-    /// What was being done, and the server's code where there is one.
+    /// The action that failed, and the server's code if there is one.
     pub message: String,
-    /// What to do about it.
+    /// Suggested remedy.
     pub hint: Option<String>,
     /// The server's error code, for dead letters.
     pub code: Option<i32>,
@@ -59,7 +60,7 @@ impl Error {
         Self { kind, message: message.into(), hint: None, code: None }
     }
 
-    /// An error that should not exist.
+    /// An unexpected state, such as a bug.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(Kind::Internal, message)
     }
@@ -71,14 +72,14 @@ impl Error {
         self
     }
 
-    /// The same error, saying what was being done.
+    /// The same error, prefixed with the action that failed.
     #[must_use]
     pub fn context(mut self, doing: &str) -> Self {
         self.message = format!("{doing}: {}", self.message);
         self
     }
 
-    /// Whether trying the same again may help, without anybody doing anything about it.
+    /// True if a retry may succeed without anybody's intervention.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self.kind {

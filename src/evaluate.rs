@@ -1,8 +1,9 @@
-//! What the server's aggregation and query language yields, decided without a server: for `denormd test`, and nothing else.
-//! The daemon has the server compute what it writes.
+//! The server's aggregation and query language, evaluated without a server: for `denormd test` only. The daemon has the
+//! server compute every value that it writes.
 //!
-//! It is what rules commonly use, as MongoDB 6.0 has it. What is not here is refused by name, never guessed:
-//! `tests/evaluate.rs` draws expressions, filters, accumulators and documents, and compares every operator with a server.
+//! Covers what rules commonly use, as MongoDB 6.0 defines it. Anything else is refused by name, never guessed:
+//! `tests/evaluate.rs` generates expressions, filters, accumulators and documents, and compares every operator with a
+//! server.
 
 mod array;
 mod date;
@@ -24,13 +25,13 @@ pub use order::compare;
 pub use pipeline::{Collections, aggregate};
 pub use query::matches;
 
-/// A value, or nothing at all: missing is not null.
+/// A value, or none if the field is missing: missing is not null.
 pub type Value = Option<Bson>;
 
-/// Why there is no value. Its text names operators and types, never a value.
+/// Reason why there is no value. Its text names operators and types, never a value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Trouble {
-    /// It is not known here.
+pub enum EvalError {
+    /// Not supported without a server.
     #[error("{0} needs a server")]
     NeedsServer(String),
     /// The server would refuse it too.
@@ -38,23 +39,23 @@ pub enum Trouble {
     Refused(String),
 }
 
-/// A result with [`Trouble`].
-pub type Result<T, E = Trouble> = std::result::Result<T, E>;
+/// A result with [`EvalError`].
+pub type Result<T, E = EvalError> = std::result::Result<T, E>;
 
 fn needs_server<T>(what: impl Into<String>) -> Result<T> {
-    Err(Trouble::NeedsServer(what.into()))
+    Err(EvalError::NeedsServer(what.into()))
 }
 
 fn refused<T>(why: impl Into<String>) -> Result<T> {
-    Err(Trouble::Refused(why.into()))
+    Err(EvalError::Refused(why.into()))
 }
 
-/// Null, undefined, or nothing at all: what most operators answer with null.
+/// Null, undefined or missing: most operators return null for it.
 fn is_nullish(value: Option<&Bson>) -> bool {
     matches!(value, None | Some(Bson::Null | Bson::Undefined))
 }
 
-/// What counts as true.
+/// True for values that the server treats as true.
 fn is_true(value: Option<&Bson>) -> bool {
     match value {
         None | Some(Bson::Null | Bson::Undefined | Bson::Boolean(false)) => false,
@@ -66,7 +67,7 @@ fn is_true(value: Option<&Bson>) -> bool {
     }
 }
 
-/// The name of a value's type, as `$type` has it.
+/// The name of a value's type, as `$type` returns it.
 fn type_name(value: Option<&Bson>) -> &'static str {
     match value {
         None => "missing",

@@ -1,5 +1,5 @@
-//! The timeline of a deployment: who led when, what was wrong, what was done about it. Kept in a capped collection of the
-//! state database, so that it outlives every process and never grows beyond its size.
+//! The timeline of a deployment: changes of leader, problems, and actions taken. It is kept in a capped collection of
+//! the state database, so it outlives every process and its size is bounded.
 
 use bson::{DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
@@ -12,33 +12,32 @@ use crate::{
 
 /// The collection of events in the state database, shared by its deployments.
 pub const COLLECTION: &str = "events";
-/// Its size: some ten thousand events.
+/// Size of the capped collection: about ten thousand events.
 const BYTES: i64 = 4 << 20;
-/// NamespaceExists
 const NAMESPACE_EXISTS: i32 = 48;
-/// DuplicateKey: it was written before, and the answer was lost.
+/// DuplicateKey: the event was written before, but the answer was lost.
 const DUPLICATE_KEY: i32 = 11000;
 
-/// Something that happened. It names rules and reasons, never a document's id or value.
+/// A timeline entry. It names rules and reasons, never a document's id or value.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Event {
-    /// Tells it from all others.
+    /// Unique identifier.
     pub id: String,
-    /// When, in milliseconds since 1970.
+    /// Time of the event, in milliseconds since 1970.
     pub time: i64,
-    /// What: the name of a cause, which ends with `…_ended`; or `leader`, `leader_unknown`, `standby`, `stopped`, `lease_lost`,
-    /// `config_reloaded`, `config_refused`, `backfill_started`, `backfill_done`.
+    /// Kind of event: the name of a cause, with `…_ended` when it ends; or `leader`, `leader_unknown`, `standby`,
+    /// `stopped`, `lease_lost`, `config_reloaded`, `config_refused`, `backfill_started`, `backfill_done`.
     pub what: String,
-    /// The rules that it concerns; all, where none is named.
+    /// The rules concerned; an empty list means all.
     pub rules: Vec<String>,
-    /// In a sentence.
+    /// Description in one sentence.
     pub text: String,
-    /// Where: host and process.
+    /// The reporting instance: host and process.
     pub instance: String,
 }
 
 impl Event {
-    /// An event of this moment's making.
+    /// An event with a new id and an empty instance.
     #[must_use]
     pub fn new(time: i64, what: &str, rules: Vec<String>, text: String) -> Self {
         Self { id: ObjectId::new().to_hex(), time, what: what.to_owned(), rules, text, instance: String::new() }
@@ -65,7 +64,7 @@ impl Event {
     }
 }
 
-/// The name of this process among the instances of a deployment: its host and its number there.
+/// The name of this process among the instances of a deployment: its host and its process id.
 #[must_use]
 pub fn instance() -> String {
     instance_name(&host(), std::process::id().into())
@@ -77,13 +76,13 @@ pub fn instance_name(host: &str, process: i64) -> String {
     format!("{host}:{process}")
 }
 
-/// The name of this machine, or of its container.
+/// Host name of this machine or container.
 #[must_use]
 pub fn host() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
-/// The kept timeline of one deployment.
+/// The persisted timeline of one deployment.
 #[derive(Debug)]
 pub struct Journal {
     connection: Connection,
@@ -98,7 +97,7 @@ impl Journal {
         Self { connection: connection.into(), database: database.to_owned(), deployment: deployment.to_owned() }
     }
 
-    /// Makes the collection where there is none yet.
+    /// Creates the collection if it does not exist.
     pub async fn open(&self) -> Result<()> {
         let command = doc! {"create": COLLECTION, "capped": true, "size": BYTES};
         match self.connection.now().database(&self.database).run_command(command).await.map_err(Error::from) {
@@ -107,11 +106,11 @@ impl Journal {
         }
     }
 
-    /// Appends. An event that was written before is left as it is, so that this may be repeated.
+    /// Appends events. An event that exists already is left unchanged, so this may be repeated.
     pub async fn write(&self, events: &[Event]) -> Result<()> {
         let collection = self.connection.now().collection(&self.database, COLLECTION);
         for event in events {
-            // One that comes late is a line in its place all the same: readers sort by time.
+            // A late event may be inserted out of order: readers sort by time.
             match bounded(collection.insert_one(event.document(&self.deployment))).await {
                 Err(error) if error.code != Some(DUPLICATE_KEY) => return Err(error),
                 Ok(_) | Err(_) => {}
@@ -124,7 +123,7 @@ impl Journal {
     pub async fn read(&self, since: i64, limit: i64) -> Result<Vec<Event>> {
         let filter = doc! {"deployment": &self.deployment, "time": {"$gte": DateTime::from_millis(since)}};
         let collection = self.connection.now().collection(&self.database, COLLECTION);
-        // Newest first: a reader of the last few does not walk through all of them.
+        // Newest first, so that reading the last few events does not scan all of them.
         let found = collection.find(filter).sort(doc! {"$natural": -1}).limit(limit);
         let documents: Vec<Document> = found.await?.try_collect().await?;
         let mut events: Vec<Event> = documents.iter().filter_map(Event::read).collect();

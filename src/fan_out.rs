@@ -1,12 +1,15 @@
-//! Fan-outs too large for one command: the targets of one key, a page at a time through the same queue as everything else.
+//! Fan-out jobs: fan-outs too large for one command. The targets of one key are written page by page through the common
+//! queue.
 //!
-//! A fan-out is recorded before the event that it comes from is passed ([`crate::checkpoint::fan_out`]), its progress is
-//! saved once a page is acknowledged, while the next is written. When its key changes meanwhile, the pass that is under way goes
-//! on to the last target, and another pass over all targets follows: a key that changes faster than a pass is made would
-//! otherwise keep it from ever getting there. The targets that such a pass still comes to get the newest values.
+//! A job is recorded before the checkpoint passes the event that caused it ([`crate::checkpoint::fan_out`]). Its
+//! progress is saved once a page is acknowledged, while the next one is written. If the key changes in the meantime,
+//! the current pass continues to the last target, and another pass over all targets follows: otherwise a key that
+//! changes faster than a pass takes would never finish. The remaining targets of the current pass get the newest
+//! values.
 //!
-//! Architecture invariant: **a fan-out is done when a whole pass has been made that began after it was last asked for.** Until
-//! then it stays recorded, from the first target on. So a crash in a pass whose key has changed costs that pass, no target.
+//! Architecture invariant: **a fan-out job is done when a whole pass has been made that began after the last request
+//! for it.** Until then it stays recorded, from the first target on. So a crash in a pass whose key has changed costs
+//! that pass, but no target.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -36,29 +39,29 @@ use crate::{
         scan::{self, Wanted},
     },
     request::{Page, Request, Scope, Task},
-    suspension::UNAUTHORIZED,
+    unavailable::UNAUTHORIZED,
 };
 
 /// Targets in one page.
 const PAGE: usize = 5000;
-/// Fan-outs at once; others wait for one of them to end.
+/// Fan-out jobs that run at the same time; others wait.
 const AT_ONCE: usize = 4;
-/// How long to wait after a failure.
+/// Pause after a failure.
 const PAUSE: Duration = Duration::from_secs(1);
-/// How often those are looked for that are recorded and known to nobody: records that came late, after the fan-out that was
-/// made in their stead was done.
+/// Interval between searches for jobs that are recorded but not running here: records that were written late, after the
+/// job requested in their place was done.
 const LOOK: Duration = Duration::from_secs(10);
 
-/// Who is told.
+/// Channels that report to the pipeline.
 #[derive(Debug)]
 pub struct Told {
-    /// What is done.
+    /// Fan-out jobs that are done.
     pub finished: mpsc::UnboundedSender<FanOut>,
-    /// A rule that the user may not read for, and what was refused. Once that is recorded its fan-outs end.
+    /// Rules whose reads lack a privilege, with the error. Their jobs end once that is recorded.
     pub lacking: mpsc::UnboundedSender<(RuleId, String)>,
 }
 
-/// Does the fan-outs that are asked for until `stop`.
+/// Runs the requested fan-out jobs until `stop`.
 pub async fn run(
     context: Arc<Context>,
     mut asked: mpsc::UnboundedReceiver<FanOut>,
@@ -67,7 +70,7 @@ pub async fn run(
     stop: CancellationToken,
 ) {
     let mut waiting: Vec<FanOut> = Vec::new();
-    // The newest wish of each that runs.
+    // The newest request of each running job.
     let mut running: HashMap<Subject, FanOut> = HashMap::new();
     let mut tasks = JoinSet::new();
     let mut look = tokio::time::interval_at(tokio::time::Instant::now() + LOOK, LOOK);
@@ -81,7 +84,8 @@ pub async fn run(
             job = asked.recv() => {
                 let Some(job) = job else { return };
                 let waits = waiting.iter_mut().find(|other| other.subject == job.subject);
-                // One that runs has its progress refused, and another pass follows. One that waits keeps its turn.
+                // A running job cannot save its progress any more, and another pass follows. A waiting job keeps its
+                // place.
                 match running.get_mut(&job.subject).or(waits) {
                     Some(newest) => *newest = job,
                     None => waiting.insert(0, job),
@@ -90,8 +94,8 @@ pub async fn run(
             Some(ended) = tasks.join_next() => {
                 let Ok(Some(ended)) = ended else { return };
                 let Some(newest) = running.remove(&ended.asked.subject) else { continue };
-                let is_done = |done| newest.wish == ended.asked.wish || newest.wish == done;
-                // Others have their turn before the next pass.
+                let is_done = |done| newest.request == ended.asked.request || newest.request == done;
+                // Waiting jobs run before the next pass of this one.
                 if !ended.done.is_some_and(is_done) {
                     waiting.insert(0, newest);
                 } else if told.finished.send(newest).is_err() {
@@ -99,7 +103,7 @@ pub async fn run(
                 }
             }
             _ = look.tick() => {
-                // A state that cannot be read now is read the next time.
+                // If the state cannot be read now, the next tick reads it.
                 let recorded = context.fan_outs.all(&context.server, &context.plan).await.unwrap_or_default();
                 let known = |job: &FanOut| {
                     running.contains_key(&job.subject) || waiting.iter().any(|other| other.subject == job.subject)
@@ -112,19 +116,19 @@ pub async fn run(
     }
 }
 
-/// One pass of a fan-out over its targets.
+/// One pass of a fan-out job over its targets.
 struct Pass<'a> {
     one: &'a One<'a>,
-    /// What it goes on after.
+    /// Position that this pass started after.
     begun: Option<Bson>,
-    /// What reads must not be older than.
+    /// Reads are at least as new as this time.
     time: ClusterTime,
-    /// Targets that are done.
+    /// Number of targets done.
     targets: usize,
 }
 
 impl Pass<'_> {
-    /// False when the fan-out is gone.
+    /// Reads all targets with one cursor. Returns false if the job was superseded or no longer exists.
     async fn in_one_read(&mut self, job: &mut FanOut) -> Result<bool> {
         let One { context, rule, .. } = self.one;
         let Subject { task, key, .. } = &job.subject;
@@ -144,7 +148,7 @@ impl Pass<'_> {
         Ok(true)
     }
 
-    /// The same by way of the index on `_id`: each part takes a short time to read, and progress is recorded after it.
+    /// Reads by the index on `_id` instead: each part takes a short time to read, and progress is recorded after it.
     async fn in_parts(&mut self, job: &mut FanOut) -> Result<bool> {
         let One { context, rule, .. } = self.one;
         let Some(command) = read::found(rule, job.subject.task, &[&job.subject.key]) else { return Ok(true) };
@@ -166,7 +170,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Asks for the targets of a page and waits until they are done, which ends at `reached`. False when the fan-out is gone.
+    /// Requests the targets of a page, which ends at `reached`, and waits until they are done. Returns false if the job
+    /// no longer exists.
     async fn page(&mut self, job: &mut FanOut, rows: &[RawDocumentBuf], reached: Option<Bson>) -> Result<bool> {
         let One { context, rule, out } = self.one;
         let (done, acknowledged) = oneshot::channel();
@@ -178,7 +183,7 @@ impl Pass<'_> {
         });
         context.memory.asks_page(&job.subject, named);
         out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
-        // Where it is gets recorded while the next page is written: one that is done twice does no harm.
+        // The progress is recorded while the next page is written: a page that is written twice does no harm.
         let moved = job.after != self.begun;
         let recorded =
             async { if moved { context.fan_outs.advance(&context.server, rule, job).await } else { Ok(true) } };
@@ -188,20 +193,19 @@ impl Pass<'_> {
         failpoint::here("fan-out-page-done");
         self.targets += rows.len();
         job.after = reached.or(job.after.take());
-        // Refused to one that has been asked for again, which goes on all the same.
+        // Refused if the job was requested again; the pass continues all the same.
         Ok(recorded? || self.one.recorded_anew(job).await?.is_some())
     }
 }
 
-/// A pass that has ended.
 struct Ended {
-    /// The fan-out as it was asked for.
+    /// The request that started the pass.
     asked: FanOut,
-    /// The wish that is done, which may be a newer one. None when the fan-out has been asked for again meanwhile.
+    /// The request that is done, which may be newer. None if the job was requested again during the pass.
     done: Option<ObjectId>,
 }
 
-/// Makes one pass to its end, whatever fails meanwhile. None when it was stopped.
+/// Makes one pass, with retries until it succeeds. None if it was stopped.
 async fn patiently(
     context: Arc<Context>,
     asked: FanOut,
@@ -222,13 +226,13 @@ async fn patiently(
             Err(error) => error,
         };
         tracing::warn!(rule = %rule.name, error = %error.message, "the fan-out was interrupted and goes on");
-        context.metrics.trouble(Some(&rule.name), "fan-out", &error);
+        context.metrics.record_error(Some(&rule.name), "fan-out", &error);
         if error.code == Some(UNAUTHORIZED) {
-            // A pipeline that is gone suspends nothing.
+            // If the pipeline has ended, nobody needs the report.
             lacking.send((rule.id, error.message)).ok();
-            // Suspended with its rule.
+            // The job ended with its rule, which is unavailable now.
             if let Ok(None) = context.fan_outs.recorded(&context.server, &rule, &asked.subject).await {
-                let done = Some(asked.wish);
+                let done = Some(asked.request);
                 return Some(Ended { asked, done });
             }
         }
@@ -246,44 +250,46 @@ struct One<'a> {
 }
 
 impl One<'_> {
-    /// Makes one pass of what is recorded; `job` is where it is. Returns the wish that is done by that, if none has come since.
+    /// Makes one pass of the recorded job; `job` is its progress. Returns the request that is done, unless a newer one
+    /// was recorded.
     ///
-    /// What counts is what is recorded, as a wish need not be known to anybody here: one whose answer was given up, and that was
-    /// recorded after all, in place of the wish that was asked for in its stead. Once nothing is recorded, the fan-out is done.
+    /// The recorded request decides, because this process may not know it: a record whose answer was lost may have been
+    /// written after all, in place of the later request. Once nothing is recorded, the job is done.
     async fn run(&self, asked: &FanOut, job: &mut Option<FanOut>) -> Result<Option<ObjectId>> {
         let Context { server, fan_outs, .. } = self.context;
         let job = match job {
             Some(job) => job,
             None => {
                 let Some(recorded) = fan_outs.recorded(server, self.rule, &asked.subject).await? else {
-                    return Ok(Some(asked.wish));
+                    return Ok(Some(asked.request));
                 };
                 tracing::info!(rule = %self.rule.name, resumed = recorded.after.is_some(), "fan-out started");
                 job.insert(recorded)
             }
         };
         if self.pass(job).await? || self.recorded_anew(job).await?.is_none() {
-            return Ok(Some(job.wish));
+            return Ok(Some(job.request));
         }
         tracing::info!(rule = %self.rule.name, "the fan-out was asked for again: another pass follows");
         Ok(None)
     }
 
-    /// The newer wish that is recorded in place of this one, whose progress was refused. None when nothing is recorded any more.
+    /// The newer request recorded in place of this one, whose progress was refused. None when nothing is recorded any
+    /// more.
     async fn recorded_anew(&self, job: &FanOut) -> Result<Option<FanOut>> {
         let recorded = self.context.fan_outs.recorded(&self.context.server, self.rule, &job.subject).await?;
         match recorded {
-            Some(recorded) if recorded.wish == job.wish => {
+            Some(recorded) if recorded.request == job.request => {
                 Err(Error::new(Kind::Unavailable, "another instance has become the leader"))
             }
             recorded => Ok(recorded),
         }
     }
 
-    /// Goes on after `job.after`, and moves it along to the last target. False when the fan-out has been asked for again meanwhile,
-    /// or is gone.
+    /// Continues after `job.after` to the last target, and updates it. Returns false if the job was requested again in
+    /// the meantime, or no longer exists.
     ///
-    /// One read finds all targets and sorts them. Where they are too many for that, the collection is read a part at a time.
+    /// One read finds and sorts all targets. If they are too many for that, the collection is read a part at a time.
     async fn pass(&self, job: &mut FanOut) -> Result<bool> {
         let server = &self.context.server;
         let time = server.operation_time().await?;
@@ -294,7 +300,7 @@ impl One<'_> {
             match pass.in_one_read(job).await {
                 Err(error) if error.kind == Kind::ReadTimedOut && job.after == pass.begun => {
                     tracing::info!(rule = %self.rule.name, "the fan-out goes through the collection a part at a time");
-                    // Its order may be another one: it begins with the first part, and is never read at once again.
+                    // The order may differ: it restarts with the first part, and stays with parts from then on.
                     (job.in_parts, job.after, pass.begun) = (true, None, None);
                     pass.in_parts(job).await?
                 }

@@ -7,7 +7,7 @@ use std::fmt;
 pub enum Segment {
     /// A field's name.
     Name(String),
-    /// `$[]`, MongoDB's all-positional operator: each element of the array that the path has led to.
+    /// `$[]`, MongoDB's all-positional operator: each element of the array at this point of the path.
     Each,
 }
 
@@ -15,7 +15,7 @@ pub enum Segment {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FieldPath(Vec<Segment>);
 
-/// Why a text is not a path.
+/// Reason why a text is not a path.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PathError {
     /// The text, or a segment of it, is empty.
@@ -42,7 +42,7 @@ pub enum PathError {
 }
 
 impl FieldPath {
-    /// Reads a path as it is written in a rule.
+    /// Parses a path as written in a rule.
     pub fn parse(text: &str) -> Result<Self, PathError> {
         let mut segments = Vec::new();
         for part in text.split('.') {
@@ -70,20 +70,20 @@ impl FieldPath {
         &self.0
     }
 
-    /// Whether the path runs through the elements of an array.
+    /// True if the path runs through the elements of an array.
     #[must_use]
     pub fn has_each(&self) -> bool {
         self.0.contains(&Segment::Each)
     }
 
-    /// The path up to and with its last `$[]`, if it has one: `parts.$[]` of `parts.$[].id`.
+    /// The path up to and including its last `$[]`, if it has one: `parts.$[]` of `parts.$[].id`.
     #[must_use]
     pub fn array_prefix(&self) -> Option<Self> {
         let last = self.0.iter().rposition(|s| *s == Segment::Each)?;
         Some(Self(self.0[..=last].to_vec()))
     }
 
-    /// What follows `prefix`, if the path starts with it and goes on.
+    /// The segments after `prefix`, if the path starts with it and is longer.
     #[must_use]
     pub fn below(&self, prefix: &Self) -> Option<&[Segment]> {
         self.0.strip_prefix(prefix.0.as_slice()).filter(|rest| !rest.is_empty())
@@ -112,28 +112,29 @@ impl FieldPath {
         names.join(".")
     }
 
-    /// Whether one path is the other, or leads to it: both cannot be owned, and a write to one may change the other.
+    /// True if the paths are equal or one contains the other: both cannot be owned, and a write to one may change the
+    /// other.
     #[must_use]
     pub fn overlaps(&self, other: &Self) -> bool {
         self.0.iter().zip(&other.0).all(|(a, b)| a == b)
     }
 
-    /// As [`FieldPath::overlaps`], with `$[]` passed over on both sides.
+    /// Like [`FieldPath::overlaps`], but ignores `$[]` on both sides.
     #[must_use]
     pub fn overlaps_loosely(&self, other: &Self) -> bool {
         let names = |path: &Self| path.0.iter().filter(|s| **s != Segment::Each).cloned().collect::<Vec<_>>();
         names(self).iter().zip(&names(other)).all(|(a, b)| a == b)
     }
 
-    /// Whether a write to `changed`, a dotted path as `updateDescription` names it (array indexes as numbers), may change
-    /// the value here. Errs on the side of yes: a number may be an index or a field's name.
+    /// True if a write to `changed`, a dotted path as `updateDescription` names it (array indexes as numbers), may
+    /// change the value at this path. Returns true when in doubt: a number may be an index or a field's name.
     #[must_use]
     pub fn touched_by(&self, changed: &str) -> bool {
         touches(&self.0, changed)
     }
 }
 
-/// [`FieldPath::touched_by`] for the path with these segments.
+/// [`FieldPath::touched_by`] for a path given as segments.
 #[must_use]
 pub fn touches(path: &[Segment], changed: &str) -> bool {
     touch(path, &changed.split('.').collect::<Vec<_>>())
@@ -146,7 +147,7 @@ fn touch(path: &[Segment], changed: &[&str]) -> bool {
     let numeric = part.bytes().all(|b| b.is_ascii_digit());
     match segment {
         Segment::Each => numeric && touch(path_rest, changed_rest),
-        // An expression's path looks into arrays without saying so: an index in `changed` may stand between two names.
+        // An expression's path looks into arrays implicitly: an index in `changed` may stand between two names.
         Segment::Name(name) => {
             (name == part && touch(path_rest, changed_rest)) || (numeric && touch(path, changed_rest))
         }

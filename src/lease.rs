@@ -1,16 +1,16 @@
-//! Who leads: a document in the state database, valid by the server's clock alone.
+//! The lease of the leader: a document in the state database, valid by the server's clock alone.
 //!
-//! The instance that the document names may write until `until`, and every write of it is over by then
-//! ([`crate::mongo::fence`]). Another one may take it a moment after that, or at once when it was given back, and the term
-//! grows with every take-over. Local time is only used as the time that has passed since a request was sent.
+//! The instance named in the document may write until `until`, and every write of it has ended by then
+//! ([`crate::mongo::fence`]). Another instance may take the lease shortly after that, or at once if it was given back,
+//! and the term grows with every take-over. Local time is only used to measure the time since a request was sent.
 //!
-//! A lease that ran out is not lost yet: nothing is written under it ([`crate::mongo::fence`]), but it is renewed all the
-//! same, and goes on where it was if nobody took it meanwhile. So an election, or an answer that comes late, costs no
-//! take-over. The document tells, as its owner and term change with each one.
+//! An expired lease is not lost yet. Nothing is written under it ([`crate::mongo::fence`]), but it is still renewed,
+//! and continues if nobody took it in the meantime: owner and term in the document change with every take-over. So an
+//! election or a late answer does not cause a take-over.
 //!
-//! The clock of the next primary may be behind. So there is a second end, `cluster_until`, by the cluster time where that is
-//! ahead of the server's clock, and a lease is free only when it has passed as well. Where it is ahead by more than
-//! [`MOST_SKEW`], nobody waits for that: then there is no second end.
+//! The clock of the next primary may be behind. So there is a second end, `cluster_until`, by the cluster time if that
+//! is ahead of the server's clock, and a lease is free only when both have passed. If the cluster time is ahead by more
+//! than [`MOST_SKEW`], there is no second end: a successor would wait too long for it.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -33,26 +33,25 @@ use crate::{
     partition::SEPARATOR,
 };
 
-/// The collection of leases in the state database: one document a deployment,
-/// or partition of one.
+/// The collection of leases in the state database: one document for each deployment, or for each partition of one.
 pub const COLLECTION: &str = "leases";
-/// How much longer than `until` a successor waits for what the predecessor was writing: a server notices the end of a
-/// command's time within milliseconds, and this is for a busy one.
+/// Extra time after `until` that a successor waits for the predecessor's writes to end. A server notices the end of a
+/// command's time within milliseconds; this allows for a busy one.
 pub const GRACE: Duration = Duration::from_secs(1);
-/// A lease is renewed at least this often, however long it is valid: whoever leads finds out early that it cannot be renewed.
+/// Longest interval between renewals, however long the lease is valid: the leader finds out early that it cannot renew.
 const RENEW: Duration = Duration::from_secs(2);
-/// By how much the clocks of a replica set's members may differ: a leader that is lost after a failover to a slow clock is
-/// followed that much later. With larger differences a stale write is possible.
+/// Greatest tolerated clock difference between the members of a replica set. After a failover to a slow clock, a lost
+/// leader is replaced that much later. With larger differences a stale write is possible.
 pub const MOST_SKEW: Duration = Duration::from_secs(600);
-/// How often those that stand by look.
+/// Interval between a standby's attempts to take the lease.
 const POLL: Duration = Duration::from_millis(500);
-/// The pause after a renewal that failed.
+/// Pause after a failed renewal.
 const AGAIN: Duration = Duration::from_millis(200);
-/// How long giving the lease back may take.
+/// Time limit for giving the lease back.
 const RELEASE: Duration = Duration::from_secs(2);
-/// How long it is tried to give back what was granted by an answer that got lost.
+/// Time limit for giving back a lease whose grant was lost with the answer.
 const WITHDRAW: Duration = Duration::from_secs(60);
-/// DuplicateKey: another instance has made the document at the same moment.
+/// DuplicateKey: another instance has created the document at the same moment.
 const DUPLICATE_KEY: i32 = 11000;
 
 /// One instance's claim to lead a deployment.
@@ -62,27 +61,28 @@ pub struct Lease<R = LeaseDocument> {
     ttl: Duration,
 }
 
-/// Where the lease is kept, and whose clock decides. Every answer is of a majority: what a new primary would not know of
-/// does not count.
+/// Storage of the lease, and the clock that decides. Every answer is majority-committed: a write that a new primary
+/// might lack does not count.
 pub trait Registry: Clone + Send + Sync + 'static {
-    /// Takes the lease for `owner` if nobody has it. None when somebody has.
+    /// Takes the lease for `owner` if nobody has it. None if it is taken.
     fn take(&self, owner: &str) -> impl Future<Output = Result<Option<Grant>>> + Send;
 
-    /// Renews it; returns its new end. None when it is another's.
+    /// Renews the lease; returns its new end. None if another owner has it.
     fn renew(&self, owner: &str, term: i64) -> impl Future<Output = Result<Option<End>>> + Send;
 
-    /// Lets anybody take it at once. Each grant has an owner of its own.
+    /// Makes the lease free at once. Each grant has an owner of its own.
     fn give_back(&self, owner: &str) -> impl Future<Output = Result<()>> + Send;
 }
 
-/// A lease as it was granted.
+/// A lease as granted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Grant {
-    /// Counts the take-overs.
+    /// Number of take-overs.
     pub term: i64,
     /// Its end by the registry's clock.
     pub until: End,
-    /// A later term than the document knew of was led under: it was deleted, and its owner may not know yet.
+    /// True if a later term is known than the document contains: the document was deleted, and its owner may not have
+    /// noticed yet.
     pub was_deleted: bool,
 }
 
@@ -95,12 +95,12 @@ pub struct LeaseDocument {
     ttl: Duration,
 }
 
-/// A leadership. It is renewed until it is given back, lost, or dropped.
+/// A held lease. It is renewed until it is given back, lost, or dropped.
 #[derive(Debug)]
 pub struct Held<R: Registry = LeaseDocument> {
     registry: R,
-    /// Tells this leadership from all others, also from earlier ones of this instance: what those were writing has to be
-    /// over before this one begins.
+    /// Unique to this leadership, also among those of this instance: the writes of an earlier one must have ended
+    /// before this one begins.
     owner: String,
     fence: Arc<Fence>,
     lost: CancellationToken,
@@ -128,12 +128,12 @@ impl<R: Registry> Lease<R> {
         Self { registry, ttl }
     }
 
-    /// Waits until this instance leads. Whatever goes wrong meanwhile is tried again.
+    /// Waits until this instance leads. Retries after every error.
     pub async fn stand_by(&self) -> Held<R> {
         self.stand_by_while(async || Ok(false)).await
     }
 
-    /// The same, and does not try while it is `held_back`.
+    /// Like [`Lease::stand_by`], but makes no attempt while `held_back` returns true.
     pub async fn stand_by_while(&self, held_back: impl AsyncFn() -> Result<bool>) -> Held<R> {
         let mut failures = 0_u32;
         loop {
@@ -152,7 +152,7 @@ impl<R: Registry> Lease<R> {
         }
     }
 
-    /// Leads if nobody else does.
+    /// Takes the lease if it is free.
     pub async fn try_lead(&self) -> Result<Option<Held<R>>> {
         let (owner, sent) = (ObjectId::new().to_hex(), Instant::now());
         let limited = tokio::time::timeout(self.ttl, self.registry.take(&owner));
@@ -173,11 +173,11 @@ impl<R: Registry> Lease<R> {
         Ok(Some(held))
     }
 
-    /// Gives back what may have been granted to `owner`, or renewed, by an answer that got lost. Nothing is written under it
-    /// any more, and nobody has to wait until it runs out.
+    /// Gives back a lease that may have been granted to `owner`, or renewed, by an answer that got lost. Nothing is
+    /// written under it any more, and no instance has to wait until it expires.
     async fn withdraw(self, owner: String) {
         let given_back = async {
-            // Twice: what was sent before may come after.
+            // Twice: a request that was sent earlier may arrive later.
             for _ in 0..2 {
                 while !matches!(tokio::time::timeout(self.ttl, self.registry.give_back(&owner)).await, Ok(Ok(()))) {
                     tokio::time::sleep(AGAIN).await;
@@ -197,8 +197,8 @@ impl<R: Registry> Lease<R> {
         Held { registry: self.registry.clone(), owner, fence, lost, renewal }
     }
 
-    /// Renews until it is lost: until another one has it, or it could not be renewed for as long again after it ended, at
-    /// `ends` at the latest by the time that has passed here.
+    /// Renews the lease until it is lost: another instance has it, or it could not be renewed for one more `ttl` after
+    /// it expired. `ends` is the latest time of its expiry by the local clock.
     async fn keep(self, owner: String, fence: Arc<Fence>, mut ends: Instant, lost: CancellationToken) {
         let rhythm = RENEW.min(self.ttl / 3);
         let mut pause = rhythm;
@@ -221,8 +221,8 @@ impl<R: Registry> Lease<R> {
                 }
             }
             if Instant::now() >= ends + self.ttl {
-                // What was written under it was over when it ended, and that is more than half its time ago. But it may have
-                // been renewed by requests that are still on their way.
+                // The writes under the lease ended when it expired, more than half a `ttl` ago. But requests that are
+                // still in transit may have renewed it.
                 tokio::spawn(self.clone().withdraw(owner));
                 break "it could not be renewed in time";
             }
@@ -241,7 +241,7 @@ impl LeaseDocument {
         doc! {"$add": ["$$NOW", millis(self.ttl)]}
     }
 
-    /// The end by the cluster time; null where that says nothing.
+    /// The end by the cluster time; null if the cluster time is too far ahead.
     fn cluster_until(&self) -> Document {
         let most = doc! {"$add": ["$$NOW", millis(MOST_SKEW)]};
         doc! {"$cond": [{"$lte": [latest(), most]}, {"$add": [latest(), millis(self.ttl)]}, null]}
@@ -277,8 +277,8 @@ impl Registry for LeaseDocument {
             return Ok(None);
         }
         let term = term_of(&doc)?;
-        // Recorded a second time, where nobody deletes it with the lease. The lease may have been deleted, and taken by another
-        // one in the same term, since it was looked at: then this one is left to run out, and so does what the other has begun.
+        // Recorded a second time, in a place that is not deleted along with the lease. The lease may have been deleted
+        // since it was read, and taken by another instance in the same term: then both leases are left to expire.
         if !claim_term(&self.connection.now(), &self.database, &self.deployment, term).await? {
             tracing::warn!(term, "the lease was deleted while it was being taken: it is left to run out");
             return Ok(None);
@@ -304,24 +304,24 @@ impl Registry for LeaseDocument {
 }
 
 impl<R: Registry> Held<R> {
-    /// Counts the take-overs of the deployment.
+    /// Term of this leadership, which grows with every take-over.
     #[must_use]
     pub fn term(&self) -> i64 {
         self.fence.term()
     }
 
-    /// Bounds the writes of this leadership.
+    /// Fence that bounds the writes of this leadership.
     #[must_use]
     pub fn fence(&self) -> Arc<Fence> {
         self.fence.clone()
     }
 
-    /// Returns when the leadership is over: what works under it is to be stopped at once.
+    /// Returns when the leadership is over: all its work must stop at once.
     pub async fn lost(&self) {
         self.lost.cancelled().await;
     }
 
-    /// Gives the lease back, so that another instance leads at once. Only after everything that was written under it has
+    /// Gives the lease back, so that another instance leads at once. Call it only after every write under the lease has
     /// been answered or waited out.
     pub async fn release(self) {
         self.renewal.abort();
@@ -342,12 +342,12 @@ impl<R: Registry> Drop for Held<R> {
     }
 }
 
-/// Whether somebody leads one of these partitions of a deployment now.
+/// True if any of these partitions of a deployment has a leader now.
 pub async fn is_held(server: &Server, database: &str, ids: &[String]) -> Result<bool> {
     Ok(!held(server, database, ids).await?.is_empty())
 }
 
-/// Those of these partitions that somebody leads now.
+/// Those of these partitions that have a leader now.
 pub async fn held(server: &Server, database: &str, ids: &[String]) -> Result<Vec<String>> {
     let filter = doc! {"_id": {"$in": ids.to_vec()}};
     let leases = server.collection(database, COLLECTION);
@@ -356,20 +356,20 @@ pub async fn held(server: &Server, database: &str, ids: &[String]) -> Result<Vec
     Ok(held.filter_map(|lease| Some(lease.get_str("_id").ok()?.to_owned())).collect())
 }
 
-/// Who leads, as a lease that was read names it.
+/// The leader, as its lease names it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// The instance, as [`crate::events::instance`] names it: host and process.
+    /// Name of the instance, as in [`crate::events::instance`]: host and process.
     pub instance: String,
-    /// The term that it leads under.
+    /// Term of the leadership.
     pub term: i64,
-    /// When it took the lease, in milliseconds since 1970 by the server's clock.
+    /// Time of the take-over, in milliseconds since 1970 by the server's clock.
     pub since: i64,
 }
 
-/// Who holds which lease of a deployment, whatever number of partitions it is divided into, by the lease's id.
+/// Holders of all leases of a deployment by the lease's id, for any number of partitions.
 pub async fn holders(server: &Server, database: &str, deployment: &str) -> Result<BTreeMap<String, Holder>> {
-    // '$' comes after the separator: these are all partitions, and nothing else.
+    // '$' follows the separator in ASCII, so this range matches all partitions and nothing else.
     let of_partitions = doc! {"$gt": format!("{deployment}{SEPARATOR}"), "$lt": format!("{deployment}$")};
     let filter = doc! {"$or": [{"_id": deployment}, {"_id": of_partitions}]};
     let fields = doc! {"free": is_free(), "host": 1, "process": 1, "term": 1, "taken": 1};
@@ -385,23 +385,23 @@ pub async fn holders(server: &Server, database: &str, deployment: &str) -> Resul
     Ok(found.iter().filter(|lease| !lease.get_bool("free").unwrap_or_default()).filter_map(read).collect())
 }
 
-/// Whether the lease may be taken: its time is over, and what was written under it has been noticed to be over; or it was
-/// given back.
+/// Condition for a free lease: it has expired, and the grace period for the writes under it is over; or it was given
+/// back.
 #[must_use]
 pub fn is_free() -> Document {
     let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
     let until = doc! {"$cond": [is_date, "$until", DateTime::from_millis(0)]};
     let given_back = doc! {"$eq": [{"$ifNull": ["$owner", Bson::Null]}, Bson::Null]};
     let by_clock = doc! {"$lte": [{"$add": [until, {"$cond": [given_back.clone(), 0, millis(GRACE)]}]}, "$$NOW"]};
-    // The grace is more than the second that a cluster time is rounded to.
+    // The grace period is longer than the second that a cluster time is rounded to.
     let second =
         doc! {"$cond": [{"$eq": [{"$type": "$cluster_until"}, "date"]}, "$cluster_until", DateTime::from_millis(0)]};
     let by_cluster_time = doc! {"$lte": [{"$add": [second, millis(GRACE)]}, latest()]};
     doc! {"$and": [by_clock, {"$or": [given_back, by_cluster_time]}]}
 }
 
-/// The later one of the server's clock and the cluster time. The cluster time of a write is never before it, but for the
-/// fraction of a second.
+/// The later of the server's clock and the cluster time. The cluster time of a write is at most a fraction of a second
+/// behind the clock.
 fn latest() -> Document {
     doc! {"$max": ["$$NOW", {"$toDate": "$$CLUSTER_TIME"}]}
 }

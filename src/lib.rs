@@ -7,22 +7,8 @@
 //!                                                  (read, value, statement)
 //! ```
 //!
-//! # The floors, lowest first
-//!
-//! A module imports only from floors below its own; `tests/floors.rs` holds the list and fails on an upward import.
-//!
-//! | floor | modules |
-//! |---|---|
-//! | vocabulary | [`error`], [`failpoint`], [`key`], [`field_path`], [`position`], [`metrics`], [`partition`] |
-//! | what the user wrote, what happened | [`config`], [`change`], [`logging`] |
-//! | the driver's edge, and what rules mean | [`mongo`], [`plan`] |
-//! | what is asked for | [`request`] |
-//! | stages | [`watch`], [`route`], [`checkpoint`], [`dead_letter`], [`events`], [`lease`], [`membership`], [`division`], [`workqueue`], [`reconcile`] |
-//! | what feeds the same queue | [`preflight`], [`suspension`], [`backfill`], [`fan_out`], [`audit`], [`check`], [`prune`] |
-//! | what tells before it runs | [`survey`] |
-//! | beside them: schema advice | [`advise`] |
-//! | assembly | [`pipeline`], [`status`], [`server`] |
-//! | the command line | [`cli`], [`commands`] |
+//! CONTRIBUTING.md lists the modules in their order and walks one event through them. A module imports only from those before
+//! it; `tests/floors.rs` fails on an upward import.
 //!
 //! # Architecture invariants
 //!
@@ -47,17 +33,18 @@ pub mod cli;
 pub mod commands;
 pub mod config;
 pub mod dead_letter;
-pub mod division;
+pub mod dry_run;
 pub mod error;
 pub mod evaluate;
 pub mod events;
 pub mod failpoint;
 pub mod fan_out;
 pub mod field_path;
+pub mod inspection;
+pub mod instances;
 pub mod key;
 pub mod lease;
 pub mod logging;
-pub mod membership;
 pub mod metrics;
 pub mod mongo;
 pub mod partition;
@@ -67,13 +54,12 @@ pub mod position;
 pub mod preflight;
 pub mod prune;
 pub mod reconcile;
+pub mod repartitioning;
 pub mod request;
 pub mod route;
 pub mod rule_state;
 pub mod server;
 pub mod status;
-pub mod survey;
-pub mod suspension;
-pub mod trial;
+pub mod unavailable;
 pub mod watch;
 pub mod workqueue;

@@ -1,5 +1,5 @@
-//! Structured logs: text on a terminal, JSON otherwise; repeats bounded; panics without what they hold. And spans for a
-//! collector, where one is configured.
+//! Structured logs: text on a terminal, JSON otherwise. Repeated lines are bounded, and panics are logged without
+//! values. Spans go to a collector if one is configured.
 
 #[cfg(feature = "otlp")]
 mod export;
@@ -22,10 +22,10 @@ use crate::{
 };
 use limit::Limit;
 
-/// The target of the spans of batches and their stages: for a collector, not for the log.
+/// Target of the spans of batches and their stages: for a collector, not for the log.
 pub const STAGES: &str = "denormd::stages";
 
-/// What is to be ended with the process.
+/// Logging resources that must be shut down with the process.
 #[derive(Debug, Default)]
 pub struct Started {
     #[cfg(feature = "otlp")]
@@ -37,7 +37,7 @@ impl Started {
     pub async fn end(self) {
         #[cfg(feature = "otlp")]
         if let Some(spans) = self.spans {
-            // It waits for its own thread, which waits for this runtime. What cannot be sent any more has been told.
+            // The shutdown waits for a thread that needs this runtime. Spans that cannot be sent have been reported.
             tokio::task::spawn_blocking(move || spans.shutdown().ok()).await.ok();
         }
     }
@@ -53,7 +53,7 @@ pub fn start(log: &Log, deployment: &str) -> Result<Started> {
     };
     let limit = Limit::default();
     let lines = filter.and(filter_fn(|metadata| metadata.target() != STAGES)).and(limit.clone());
-    // On a terminal alone, and not where NO_COLOR says otherwise.
+    // Only on a terminal, and not if `NO_COLOR` is set.
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(colour);
     let layer = if text { layer.boxed() } else { layer.json().flatten_event(true).boxed() };
@@ -89,7 +89,7 @@ pub fn start(log: &Log, deployment: &str) -> Result<Started> {
     Ok(started)
 }
 
-/// What a panic says, where that is written in the program: a text that was put together may hold a document's values.
+/// Message of a panic if it is a constant of the program: a formatted text may contain a document's values.
 fn reason(payload: &(dyn Any + Send)) -> &'static str {
     payload.downcast_ref::<&'static str>().copied().unwrap_or("its message is not told, for it may hold values")
 }

@@ -1,13 +1,13 @@
-//! What the daemon counts and measures, in a registry of its own.
+//! The daemon's metrics, in a registry of its own.
 //!
-//! Labels are a rule's name, a collection's, an operation or a reason, all of them bounded by the config and by this file:
-//! never a document's id or value.
+//! Labels are names of rules and collections, operations or reasons, all of them bounded by the config and by this
+//! file: never a document's id or value.
 
 mod audit;
 mod cause;
 mod observation;
 mod process;
-mod trouble;
+mod recent_error;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,24 +30,25 @@ use crate::{
 pub use audit::AuditProgress;
 pub use cause::Cause;
 pub use observation::{BackfillProgress, HeldBack, Observation, RuleFacts, StreamFacts};
-pub use trouble::Trouble;
-use trouble::Troubles;
+pub use recent_error::RecentError;
+use recent_error::RecentErrors;
 
-/// From the first millisecond to ten minutes: a change stream answers within one, a failover takes a minute.
+/// From one millisecond to ten minutes: a change stream answers within one millisecond, a failover takes a minute.
 const PROPAGATION_BUCKETS: [f64; 17] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0];
 
-/// Everything that is measured. One for each daemon, handed to whoever measures.
+/// All metrics. There is one instance for each daemon, shared by every component that measures.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
-    /// Seconds since the oldest change that is not applied to each rule's targets.
+    /// Seconds since the oldest change that is not applied to each rule's targets was committed.
     pub rule_lag: GaugeVec,
-    /// The lag that each rule should not have for long.
+    /// The configured lag objective of each rule.
     max_lag: GaugeVec,
-    /// The same, rules that feed this one included.
+    /// Like `rule_lag`, including the rules that feed this one.
     pub rule_chain_lag: GaugeVec,
-    /// Seconds since the oldest change that is not applied. No series while it is not known, and on a standby.
+    /// Seconds since the oldest change that is not applied was committed. No series while it is not known, and on a
+    /// standby.
     pub lag: GaugeVec,
     propagation: HistogramVec,
     events: IntCounterVec,
@@ -58,45 +59,45 @@ pub struct Metrics {
     writes_in_flight: IntGauge,
     retries: IntCounterVec,
     set_aside: IntCounterVec,
-    /// Dead letters there are.
+    /// Number of dead letters.
     pub dead_letters: IntGaugeVec,
-    /// Whether a rule's backfill is open.
+    /// 1 while a rule's backfill is open.
     pub backfill_running: IntGaugeVec,
     fan_outs: IntGaugeVec,
     /// Targets that the open backfill has read.
     pub backfill_scanned: IntGaugeVec,
     /// Targets that the open backfill has to read.
     pub backfill_total: IntGaugeVec,
-    /// Whether something keeps the open backfill from going faster.
+    /// 1 for the reason that limits the speed of the open backfill.
     backfill_held_back: IntGaugeVec,
-    /// How old the saved position is, while a newer one is known.
+    /// Age of the checkpoint in seconds; 0 when it is the newest.
     pub checkpoint_age: Gauge,
-    /// How old the last answer of the slowest stream is.
+    /// Age of the last answer of the slowest stream, in seconds.
     pub stream_age: Gauge,
-    /// Seconds of oplog behind the saved position. No series where it cannot be read.
+    /// Seconds of oplog behind the checkpoint. No series if it cannot be read.
     pub oplog_headroom: GaugeVec,
-    /// Seconds until the saved position falls off the oplog at the present rate; infinite while it does not fall behind.
+    /// Seconds until the checkpoint falls off the oplog at the present rate; infinite while it does not fall behind.
     pub oplog_loss: GaugeVec,
-    /// Whether the oplog's first entry can be read.
+    /// 1 if the oplog's first entry can be read.
     pub oplog_readable: IntGauge,
-    /// How long ago the newest write of our own that has come through was sent. No series where another process leads.
+    /// Seconds since the newest canary write that has come through was sent. No series while another process leads.
     pub canary_age: GaugeVec,
-    /// See its text below.
+    /// Least difference between the clocks of the replica set's members, in seconds.
     pub clock_skew: GaugeVec,
     config_ok: IntGauge,
     config_reloads: IntCounterVec,
     last_event: GaugeVec,
     /// Requests that wait or run.
     pub queue_depth: IntGauge,
-    /// Whether the server's certificate is not verified.
+    /// 1 if the server's certificate is not verified.
     pub tls_unverified: IntGauge,
-    /// 1 while this process writes, and is certain of it.
+    /// 1 while this process holds the lease and may write.
     pub leader: IntGauge,
-    /// The same of each partition.
+    /// 1 for each partition that this process leads.
     pub partition_leader: IntGaugeVec,
-    /// 1 for what this process is to its deployment.
+    /// 1 for the role of this process in its deployment.
     pub role: IntGaugeVec,
-    /// What is wrong: one series for each cause without a rule, and one for each rule that it names.
+    /// Active causes: one series for each cause without a rule, and one for each rule that it names.
     pub causes: IntGaugeVec,
     drift_found: IntCounterVec,
     drift_repaired: IntCounterVec,
@@ -110,14 +111,14 @@ pub struct Metrics {
     started_at: i64,
 }
 
-/// What changes with time and is read by who draws the status.
+/// Current state, read by the status page and the metrics.
 #[derive(Debug, Default)]
 struct Live {
     /// By the partition's place.
     observations: BTreeMap<u32, Arc<Observation>>,
-    /// All of them together.
+    /// The observations of all partitions, merged.
     observation: Option<Arc<Observation>>,
-    troubles: Troubles,
+    recent_errors: RecentErrors,
     /// By rule and the partition's place.
     backfills: Vec<(String, u32, BackfillProgress)>,
     /// By rule and the partition's place.
@@ -139,16 +140,16 @@ impl Live {
     }
 }
 
-/// How the run of one key ended.
+/// Outcome of reconciling one key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reconciled {
     /// Acknowledged by a majority.
     Done,
     /// Recorded as a dead letter.
     SetAside,
-    /// To be tried again.
+    /// To be retried.
     Failed,
-    /// Looked at, and left for later: a grace period, a second look, the brake.
+    /// Postponed: a grace period, an unconfirmed mismatch, or the removal limit.
     Waiting,
 }
 
@@ -205,7 +206,7 @@ impl Families {
 }
 
 impl Metrics {
-    /// All families, empty.
+    /// Registers all metric families, without series.
     pub fn new() -> Result<Arc<Self>> {
         let registry = Registry::new();
         let f = Families { registry: registry.clone() };
@@ -282,8 +283,8 @@ impl Metrics {
         [&self.dead_letters, &self.backfill_running, &self.fan_outs, &self.backfill_scanned, &self.backfill_total]
     }
 
-    /// Makes the series of these rules, at zero, so that none is missing before something happens, and ends the gauges of
-    /// rules that are no more.
+    /// Creates the series of these rules, at zero, so that none is missing before the first event, and removes the
+    /// gauges of rules that no longer exist.
     pub fn rules<'a>(&self, names: impl IntoIterator<Item = &'a str>) {
         let names: BTreeSet<&str> = names.into_iter().collect();
         for rule in &names {
@@ -315,7 +316,7 @@ impl Metrics {
                 self.backfill_held_back.remove_label_values(&[rule.as_str(), reason.name()]).ok();
             }
             for family in self.lags_of_a_rule() {
-                // It may have had none.
+                // The family may have no series for the rule.
                 family.remove_label_values(&[rule.as_str()]).ok();
             }
             for family in self.counts_of_a_rule() {
@@ -324,43 +325,43 @@ impl Metrics {
         }
     }
 
-    /// Change events were read.
+    /// Counts change events that were read.
     pub fn events(&self, collection: &str, operation: &str, count: u64) {
         self.events.with_label_values(&[collection, operation]).inc_by(count);
     }
 
-    /// Keys of a rule were reconciled.
+    /// Counts keys of a rule that were reconciled.
     pub fn reconciled(&self, rule: &str, outcome: Reconciled, count: u64) {
         self.reconciles.with_label_values(&[rule, outcome.name()]).inc_by(count);
     }
 
-    /// From commit to acknowledged write, in seconds.
+    /// Histogram of the time from commit to acknowledged write, in seconds.
     #[must_use]
     pub fn propagation(&self, rule: &str) -> Histogram {
         self.propagation.with_label_values(&[rule])
     }
 
-    /// A write command goes out. What is returned ends with it.
+    /// Counts a write command that is sent now. The returned guard ends with it.
     #[must_use]
     pub fn write<'a>(&'a self, rule: &'a str, operation: &'static str) -> Writing<'a> {
         self.writes_in_flight.inc();
         Writing { metrics: self, rule, operation, started: Instant::now() }
     }
 
-    /// A key failed for the moment.
+    /// Counts a key that failed and will be retried.
     pub fn retried(&self, rule: &str, error: &Error) {
         self.retries.with_label_values(&[rule, kind(error.kind)]).inc();
-        self.trouble(Some(rule), "reconcile", error);
+        self.record_error(Some(rule), "reconcile", error);
     }
 
-    /// A key or a target was set aside.
+    /// Counts a key or a target that became a dead letter.
     pub fn set_aside(&self, rule: &str, error: &Error) {
         let reason = error.code.map_or_else(|| kind(error.kind).to_owned(), |code| format!("server_error_{code}"));
         self.set_aside.with_label_values(&[rule, &reason]).inc();
-        self.trouble(Some(rule), "set aside", error);
+        self.record_error(Some(rule), "set aside", error);
     }
 
-    /// A target differed without a change that explains it; with `repaired`, it is being mended.
+    /// Counts a target that differed although no change explains it; with `repaired`, it is being repaired.
     pub fn drifted(&self, rule: &str, repaired: bool) {
         self.drift_found.with_label_values(&[rule]).inc();
         if repaired {
@@ -368,49 +369,49 @@ impl Metrics {
         }
     }
 
-    /// The config was read again, and is in force or refused.
+    /// Counts a reload of the config, which is in force or refused.
     pub fn reloaded(&self, in_force: bool) {
         self.config_ok.set(i64::from(in_force));
         self.config_reloads.with_label_values(&[if in_force { "done" } else { "refused" }]).inc();
     }
 
-    /// Whether the config that was read last is in force.
+    /// True if the config that was read last is in force.
     #[must_use]
     pub fn config_is_in_force(&self) -> bool {
         self.config_ok.get() == 1
     }
 
-    /// An event of the timeline, by its name: one of a cause's, or of a few others.
+    /// Records the time of a timeline event by its name: a cause, or one of a few others.
     pub fn happened(&self, what: &str, at: i64) {
         #[expect(clippy::cast_precision_loss, reason = "milliseconds since 1970 are far below 2^53")]
         self.last_event.with_label_values(&[what]).set(at as f64 / 1000.0);
     }
 
-    /// A rule in shadow has compared targets instead of writing them.
+    /// Counts targets that a rule in shadow mode has compared instead of writing them.
     pub fn shadowed(&self, rule: &str, compared: u64, differing: u64) {
         self.shadow_compared.with_label_values(&[rule]).inc_by(compared);
         self.shadow_differing.with_label_values(&[rule]).inc_by(differing);
     }
 
-    /// Something failed: kept among the recent errors. The error's text holds no values, see [`Error`].
-    pub fn trouble(&self, rule: Option<&str>, doing: &'static str, error: &Error) {
-        self.live().troubles.add(rule, doing, kind(error.kind), &error.message);
+    /// Adds an error to the recent errors. The error's text contains no values, see [`Error`].
+    pub fn record_error(&self, rule: Option<&str>, doing: &'static str, error: &Error) {
+        self.live().recent_errors.add(rule, doing, kind(error.kind), &error.message);
     }
 
     /// The recent errors, newest first.
     #[must_use]
-    pub fn troubles(&self) -> Vec<Trouble> {
-        self.live().troubles.recent()
+    pub fn recent_errors(&self) -> Vec<RecentError> {
+        self.live().recent_errors.recent()
     }
 
-    /// Whether an error of one of these kinds was met within `window`.
+    /// True if an error of one of these kinds occurred within `window`.
     #[must_use]
     pub fn met(&self, kinds: &[Kind], window: Duration) -> bool {
         let names: Vec<&str> = kinds.iter().map(|k| kind(*k)).collect();
-        self.live().troubles.met(&names, window)
+        self.live().recent_errors.met(&names, window)
     }
 
-    /// A rule's backfill starts, or goes on.
+    /// Records the start of a rule's backfill, or its continuation after a restart.
     pub fn backfill_started(&self, rule: &str, partition: u32, total: Option<u64>) {
         let progress = BackfillProgress { started: Instant::now(), scanned: 0, total, ended: None, held_back: None };
         self.backfill_scanned.with_label_values(&[rule]).set(0);
@@ -420,7 +421,7 @@ impl Metrics {
         live.backfills.push((rule.to_owned(), partition, progress));
     }
 
-    /// Targets of a rule's backfill are done.
+    /// Records how many targets a rule's backfill has read.
     pub fn backfilled(&self, rule: &str, partition: u32, scanned: u64) {
         if let Some(progress) = self.live().backfill(rule, partition) {
             progress.scanned = scanned;
@@ -429,7 +430,7 @@ impl Metrics {
         self.backfill_scanned.with_label_values(&[rule]).set(whole(scanned));
     }
 
-    /// What keeps a rule's backfill from going faster; None when nothing does.
+    /// Records the reason that limits the speed of a rule's backfill; None if nothing does.
     pub fn backfill_held_back(&self, rule: &str, partition: u32, why: Option<HeldBack>) {
         for reason in HeldBack::ALL {
             self.backfill_held_back.with_label_values(&[rule, reason.name()]).set(i64::from(why == Some(reason)));
@@ -439,21 +440,21 @@ impl Metrics {
         }
     }
 
-    /// A rule's backfill has ended.
+    /// Records the end of a rule's backfill.
     pub fn backfill_ended(&self, rule: &str, partition: u32) {
         if let Some(progress) = self.live().backfill(rule, partition) {
             progress.ended = Some(Instant::now());
         }
     }
 
-    /// The rule's last backfill of this process.
+    /// Progress of the rule's last backfill in this process.
     #[must_use]
     pub fn backfill(&self, rule: &str) -> Option<BackfillProgress> {
         self.backfills().into_iter().find(|(name, _)| name == rule).map(|(_, progress)| progress)
     }
 
-    /// The last backfill of each rule in this process: of several partitions, which each go through all targets, the one
-    /// that is least far.
+    /// The last backfill of each rule in this process. With several partitions, each reads all targets, and the one
+    /// with the least progress counts.
     #[must_use]
     pub fn backfills(&self) -> Vec<(String, BackfillProgress)> {
         let mut out: Vec<(String, BackfillProgress)> = Vec::new();
@@ -466,7 +467,7 @@ impl Metrics {
         out
     }
 
-    /// The pipeline of a partition says how far it is.
+    /// Publishes the state of a partition's pipeline.
     pub fn observe(&self, partition: u32, observation: Observation) {
         let observation = {
             let mut live = self.live();
@@ -485,7 +486,7 @@ impl Metrics {
         }
     }
 
-    /// The deployment is divided into so many partitions; none of them is led here yet.
+    /// Records the number of partitions of the deployment; this process leads none of them yet.
     pub fn divided(&self, partitions: u32) {
         self.partition_leader.reset();
         for place in 0..partitions {
@@ -493,18 +494,18 @@ impl Metrics {
         }
     }
 
-    /// What the pipeline said last. None before it has started, or where another process leads.
+    /// The last published observation. None before the pipeline has started, or while another process leads.
     #[must_use]
     pub fn observation(&self) -> Option<Arc<Observation>> {
         self.live().observation.clone()
     }
 
-    /// The pipeline has ended. What it said last is the last that is known, until another process leads.
+    /// Records that the pipeline has ended. Its last observation stays valid until another process leads.
     pub fn stopped(&self, partition: u32) {
         self.turned().remove(&partition);
     }
 
-    /// Another process leads: what the pipeline said holds no more.
+    /// Discards the observation of a partition that another process leads now.
     pub fn forget_observation(&self, partition: u32) {
         let mut live = self.live();
         live.observations.remove(&partition);
@@ -513,29 +514,29 @@ impl Metrics {
         live.join();
     }
 
-    /// The partitions whose pipelines have said something that has not been forgotten.
+    /// The partitions with an observation that was not discarded.
     #[must_use]
     pub fn observed(&self) -> Vec<u32> {
         self.live().observations.keys().copied().collect()
     }
 
-    /// By how many milliseconds the server's clock is ahead of this machine's.
+    /// Sets the lead of the server's clock over this machine's, in milliseconds.
     pub fn set_clock(&self, offset: i64) {
         self.clock.store(offset, Ordering::Relaxed);
     }
 
-    /// The server's clock, in milliseconds since 1970: what commits are dated by.
+    /// The server's clock, in milliseconds since 1970. Commit times refer to it.
     #[must_use]
     pub fn now(&self) -> i64 {
         wall_millis() + self.clock.load(Ordering::Relaxed)
     }
 
-    /// The pipeline's loop has come round.
+    /// Records a turn of the pipeline's loop.
     pub fn turn(&self, partition: u32) {
         self.turned().insert(partition, Instant::now());
     }
 
-    /// How long ago the loop of the slowest pipeline came round.
+    /// Time since the last turn of the slowest pipeline's loop.
     #[must_use]
     pub fn since_turn(&self) -> Duration {
         self.turned().values().min().unwrap_or(&self.started).elapsed()
@@ -545,50 +546,50 @@ impl Metrics {
         self.turned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// When this was made, in milliseconds since 1970.
+    /// Creation time of this value, in milliseconds since 1970.
     #[must_use]
     pub fn started_at(&self) -> i64 {
         self.started_at
     }
 
-    /// When the last write was acknowledged.
+    /// Time at which the last write was acknowledged.
     #[must_use]
     pub fn last_write(&self) -> Option<Instant> {
         self.live().last_write
     }
 
-    /// Write commands that wait for their answer.
+    /// Number of write commands that wait for their answer.
     #[must_use]
     pub fn in_flight(&self) -> i64 {
         self.writes_in_flight.get()
     }
 
-    /// The number of write commands so far, and the seconds that they took together.
+    /// The number of write commands so far, and their total duration in seconds.
     #[must_use]
     pub fn writes(&self) -> (u64, f64) {
         histograms(&self.write_seconds).fold((0, 0.0), |(count, sum), (_, h)| (count + h.count, sum + h.sum))
     }
 
-    /// Each rule's propagation so far: counts by bucket, not cumulative, the last one without bound.
+    /// Each rule's propagation times so far: counts by bucket, not cumulative; the last bucket has no upper bound.
     #[must_use]
     pub fn propagations(&self) -> Vec<(String, Vec<u64>)> {
         histograms(&self.propagation).map(|(rule, h)| (rule, h.buckets)).collect()
     }
 
-    /// The upper bounds of the buckets, in seconds.
+    /// The upper bounds of the propagation buckets, in seconds.
     #[must_use]
     pub fn bounds() -> &'static [f64] {
         &PROPAGATION_BUCKETS
     }
 
-    /// Events read so far, and each rule's changed targets.
+    /// Number of events read so far, and of each rule's changed targets.
     #[must_use]
     pub fn totals(&self) -> (u64, Vec<(String, u64)>) {
         let sum = |family: &IntCounterVec| counters(family).collect::<Vec<_>>();
         (sum(&self.events).iter().map(|(_, n)| n).sum(), sum(&self.modified))
     }
 
-    /// Each rule's targets that differed without a change that explains it, and of those the repaired ones.
+    /// Each rule's number of targets that differed although no change explains it, and the number of those repaired.
     #[must_use]
     pub fn drift(&self) -> BTreeMap<String, (u64, u64)> {
         let mut drift: BTreeMap<String, (u64, u64)> =
@@ -599,7 +600,7 @@ impl Metrics {
         drift
     }
 
-    /// The exposition text.
+    /// The metrics in Prometheus' text format.
     pub fn expose(&self) -> Result<Vec<u8>> {
         self.process.refresh();
         let mut out = Vec::new();
@@ -624,7 +625,7 @@ pub struct Writing<'a> {
 }
 
 impl Writing<'_> {
-    /// It was answered.
+    /// Counts the answer: the matched and the modified documents.
     pub fn done(self, matched: u64, modified: u64) {
         let metrics = self.metrics;
         metrics.matched.with_label_values(&[self.rule]).inc_by(matched);
@@ -641,7 +642,7 @@ impl Drop for Writing<'_> {
     }
 }
 
-/// What a kind of error is called in labels and in the status.
+/// Name of an error kind in labels and in the status.
 #[must_use]
 pub fn kind(kind: Kind) -> &'static str {
     match kind {

@@ -1,32 +1,32 @@
-//! Which share of a deployment's keys a pipeline reconciles. Pure.
+//! A pipeline's share of a deployment's keys. No I/O.
 //!
-//! A deployment may be divided into partitions. Each is in most respects a deployment of its own, with its own lease, term,
-//! fence, positions and rule states, under an id of its own ([`Partition::id`]); an instance runs one pipeline for each
-//! partition that it leads. All of them follow the same streams.
+//! A deployment may be divided into partitions. In most respects each is a deployment of its own, with its own lease,
+//! term, fence, checkpoints and rule states, under an id of its own ([`Partition::id`]). An instance runs one pipeline
+//! for each partition that it leads. All partitions follow the same streams.
 //!
-//! # Why no change is lost, and none is written out of order
+//! # Why no change is lost, and no write is out of order
 //!
-//! What writes is keyed: by the value that source and targets share, or by the target's `_id`. Such a key has one owner
-//! ([`Partition::owns`]), by a hash that keys share when the server calls them equal, and only the owner's pipeline runs it.
-//! So all writes for a key come from one queue, one at a time, and after a hand-over from one whose predecessor's deadline is
-//! over: what holds with one pipeline for all keys holds for the keys of each. Two partitions may write one target: other
-//! elements, or the same field for another reference. Every write demands the reference that it was computed for, as it does
-//! of two keys that one pipeline writes side by side.
+//! Every write has a key: the value that source and targets share, or the target's `_id`. Each key has one owner
+//! ([`Partition::owns`]), determined by a hash that is the same for all keys that the server considers equal, and only
+//! the owner's pipeline processes the key. So all writes for a key come from one queue, one at a time. After a
+//! hand-over, the predecessor's deadline has passed. The guarantees of a single pipeline for all keys therefore hold
+//! for the keys of each partition. Two partitions may write one target: different elements, or the same field for
+//! different references. Every write requires the reference that it was computed for, as two keys of one pipeline do.
 //!
-//! What looks something up does not know the keys that it leads to, so every partition runs it, and keeps of the results what
-//! it owns. Where a look-up must come after writes in flight, because one of these may yet put a child into its old parent,
-//! it is the owner of that parent who writes it: its own look-up waits for its own writes, and finds the parent.
+//! A look-up does not know in advance which keys it leads to, so every partition runs it and keeps the results that it
+//! owns. Some look-ups must run after writes in flight, because such a write may still put a child into its old parent.
+//! The owner of the parent makes that write. Its own look-up waits for its own writes, so it finds the parent.
 //!
-//! What concerns a rule as a whole (a backfill, a dropped source, a pause) every partition does for its own keys, and records
-//! in its own state before its own position passes the event that asks for it.
+//! Operations on a whole rule (a backfill, a dropped source, a pause) are done by every partition for its own keys.
+//! Each records them in its own state before its own checkpoint passes the event that requires them.
 
 use sha2::{Digest, Sha256};
 
 use crate::key::Key;
 
-/// The most partitions of one deployment.
+/// Maximum number of partitions of one deployment.
 pub const MOST: u32 = 64;
-/// Between the deployment's name and the partition's place: no name has it.
+/// Separator between the deployment's name and the partition's place: no name contains it.
 pub const SEPARATOR: char = '#';
 
 /// One of a deployment's partitions.
@@ -37,41 +37,41 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// The only one of a deployment that is not divided.
+    /// The only partition of a deployment that is not divided.
     pub const WHOLE: Self = Self { place: 0, of: 1 };
 
-    /// All partitions of a deployment that is divided into so many.
+    /// All partitions of a deployment that is divided into `of`.
     #[must_use = "they are made as they are asked for"]
     pub fn all(of: u32) -> impl DoubleEndedIterator<Item = Self> {
         (0..of).map(move |place| Self { place, of })
     }
 
-    /// Its place, from 0.
+    /// The index of the partition, from 0.
     #[must_use]
     pub fn place(self) -> u32 {
         self.place
     }
 
-    /// How many there are.
+    /// The number of partitions in the deployment.
     #[must_use]
     pub fn of(self) -> u32 {
         self.of
     }
 
-    /// What its state is kept under: `shop`, or `shop#2/4`.
+    /// The id under which its state is stored: `shop`, or `shop#2/4`.
     #[must_use]
     pub fn id(self, deployment: &str) -> String {
         if self.of <= 1 { deployment.to_owned() } else { format!("{deployment}{SEPARATOR}{}/{}", self.place, self.of) }
     }
 
-    /// Whether this key of the rule is reconciled here: of all partitions exactly one says so. The same in every build, and
-    /// for keys that are equal.
+    /// True if this partition reconciles the key of the rule: exactly one of all partitions does. The result is the
+    /// same in every build, and for keys that are equal.
     #[must_use]
     pub fn owns(self, rule: &str, key: &Key) -> bool {
         self.of <= 1 || hash(rule, key) % u64::from(self.of) == u64::from(self.place)
     }
 
-    /// A share of a limit that is meant for all partitions together.
+    /// This partition's share of a limit for all partitions together.
     #[must_use]
     pub fn share(self, limit: usize) -> usize {
         usize::try_from(self.of).map_or(limit, |of| limit.div_ceil(of.max(1)))
@@ -114,7 +114,7 @@ mod tests {
         }
     }
 
-    /// Two builds that run side by side in a rolling update must agree: what this test says may never change.
+    /// Two builds that run at the same time in a rolling update must agree: these expected values must never change.
     #[test]
     fn owners_are_the_same_in_every_build() {
         let keys = [

@@ -18,10 +18,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     audit,
-    backfill::{self, Wish},
+    backfill::{self, BackfillRequest},
     change::Namespace,
     checkpoint::{
         fan_out::{FanOut, Subject},
+        rule_record::Agreement,
         store::Store,
     },
     error::Result,
@@ -36,23 +37,23 @@ use crate::{
     request::{Page, Scope, Task},
     route::Routed,
     rule_state::{BlockReason, RuleState},
-    suspension::{self, UNAUTHORIZED},
+    unavailable::{self, UNAUTHORIZED},
     watch::{Delivery, StreamSpec, follow, nested, streams},
     workqueue::{Batch, Lane, Most, Work},
 };
 
-/// How often positions are saved while work goes on.
+/// Interval between checkpoints while work continues.
 const SAVE_EVERY: Duration = Duration::from_secs(1);
-/// Deliveries that wait between a stream and the pipeline.
+/// Capacity of the channel between a stream and the pipeline, in deliveries.
 const DELIVERIES: usize = 2;
-/// A recompute of one key that takes no longer than this is not spaced.
+/// Recomputing one key is only spaced out if it takes longer than this.
 const CHEAP: Duration = Duration::from_millis(20);
 /// The longest pause between two recomputes of one key.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// The targets of a key that are written for so long are many.
+/// Time after which a write to all targets of a key counts as long.
 const LONG: Duration = Duration::from_millis(250);
-/// So often a key is refused a privilege before its rule is suspended: who changes a user's roles may take them away for a
-/// moment.
+/// Privilege errors of a key before its rule becomes unavailable: an operator who edits a user's roles may remove them
+/// for a moment.
 const REFUSALS: u32 = 5;
 
 mod adoption;
@@ -65,7 +66,7 @@ use feeders::{Changed, requests, retry, sources, states};
 use rules::{Rules, read_sources, recorded_sources, register_rules, releases, rules_of};
 use schedule::{Next, Schedule};
 
-/// How far the daemon is.
+/// Progress of the pipeline.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Progress {
     /// Everything committed up to here is applied and acknowledged.
@@ -74,12 +75,12 @@ pub struct Progress {
     pub pending: usize,
     /// The state of each rule.
     pub states: Arc<Vec<RuleState>>,
-    /// Large fan-outs that are not done.
+    /// Fan-out jobs in progress.
     pub fan_outs: usize,
 }
 
 impl Progress {
-    /// Whether the backfill of a rule is open.
+    /// True while the backfill of any rule is open.
     #[must_use]
     pub fn is_backfilling(&self) -> bool {
         self.states.iter().any(RuleState::is_backfilling)
@@ -91,20 +92,20 @@ impl Progress {
         stopped.map(|(nth, _)| RuleId(nth))
     }
 
-    /// The rules whose copies may lack changes: all that are not live.
+    /// The rules whose copies may lack changes: all rules that are not live.
     pub fn not_live(&self) -> impl Iterator<Item = RuleId> {
         let rules = self.states.iter().enumerate().filter(|(_, state)| **state != RuleState::Live);
         rules.map(|(nth, _)| RuleId(nth))
     }
 
-    /// Whether everything that was committed by `time` is applied, what that has led to included.
+    /// True if everything committed by `time` is applied, including the work that it caused.
     #[must_use]
     pub fn has_applied(&self, time: ClusterTime) -> bool {
         self.applied >= time && self.fan_outs == 0 && !self.is_backfilling()
     }
 
-    /// Up to when everything is applied, where the targets of `rule` are up to date by then: not while it is being backfilled, or
-    /// is stopped.
+    /// The time up to which everything is applied, if the targets of `rule` are up to date by then. None while the rule
+    /// is being backfilled, or is stopped.
     #[must_use]
     pub fn applied_of(&self, rule: RuleId) -> Option<ClusterTime> {
         let settled = |state: &RuleState| !state.is_backfilling() && !state.is_stopped();
@@ -115,16 +116,16 @@ impl Progress {
 /// A running pipeline.
 #[derive(Debug)]
 pub struct Handle {
-    /// What it works with.
+    /// The dependencies that its work uses.
     pub context: Arc<Context>,
-    /// How far it is.
+    /// The latest progress.
     pub progress: watch::Receiver<Progress>,
     stop: CancellationToken,
     task: tokio::task::JoinHandle<()>,
 }
 
 impl Handle {
-    /// Stops: takes nothing new, ends what is in flight, saves the positions.
+    /// Stops the pipeline: takes no new work, finishes the work in flight, and saves the checkpoints.
     pub async fn stop(self) {
         self.stop.cancel();
         if self.task.await.is_err() {
@@ -132,19 +133,19 @@ impl Handle {
         }
     }
 
-    /// Ends as a crash would: nothing is finished, nothing is saved.
+    /// Ends like a crash: nothing is finished, nothing is saved.
     pub fn abort(self) {
         self.task.abort();
         self.stop.cancel();
     }
 
-    /// Whether the pipeline has ended by itself, which it never should.
+    /// True if the pipeline has ended by itself, which should never happen.
     #[must_use]
     pub fn is_finished(&self) -> bool {
         self.task.is_finished()
     }
 
-    /// Waits until all that is committed now is applied, chains of rules followed to their end, and no backfill is open.
+    /// Waits until everything committed by now is applied, through whole chains of rules, and no backfill is open.
     pub async fn settled(&self) -> Result<()> {
         let mut progress = self.progress.clone();
         for _ in 0..=self.context.plan.rules.len().min(self.context.plan.longest_chain()) {
@@ -157,7 +158,7 @@ impl Handle {
     }
 }
 
-/// Starts following the streams of a plan. What is new or changed is recorded and backfilled.
+/// Starts following the streams of a plan. New and changed rules are recorded and backfilled.
 pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     let rules = register_rules(&context, &store).await?;
     let now = context.server.operation_time().await?;
@@ -179,32 +180,32 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     let recorded = recorded_sources(&context, &store).await?;
     let sources = read_sources(&context).await?;
     // The driver's futures are large.
-    let lacking = Box::pin(suspension::still(&context)).await?;
+    let lacking = Box::pin(unavailable::still(&context)).await?;
     let mut pipeline = Pipeline::new(context.clone(), store.clone());
     pipeline.rules = rules;
     pipeline.released = released;
     pipeline.sources = recorded;
     pipeline.take_sources(sources).await;
     for (rule, reason) in lacking {
-        Box::pin(pipeline.suspend(rule, reason)).await?;
+        Box::pin(pipeline.make_unavailable(rule, reason)).await?;
     }
-    // A rule is done up to a position: without one, it is done again.
+    // The backfill of a rule is complete up to a checkpoint: without one, the rule is backfilled again.
     for rule in forgotten {
         if !pipeline.rules.state(rule).is_backfilling() {
-            pipeline.sweep(rule).await?;
+            pipeline.sweep(rule, Agreement::Kept).await?;
         }
     }
     for rule in &context.plan.order {
         if let RuleState::Backfilling { after, agreed } = pipeline.rules.state(*rule).clone() {
             context.memory.agrees(*rule, agreed);
-            pipeline.ask_backfill(Wish { rule: *rule, generation: pipeline.rules.generation(*rule), after });
+            pipeline.ask_backfill(BackfillRequest { rule: *rule, generation: pipeline.rules.generation(*rule), after });
         }
     }
     for fan_out in context.fan_outs.all(&context.server, &context.plan).await? {
         pipeline.ask_fan_out(fan_out);
     }
     failpoint::here("rules-registered");
-    // Only now that the rules are known to need a backfill: a crash in between would take them for done.
+    // Saved only after the rules are recorded for a backfill: after a crash in between, they would count as complete.
     for (spec, position) in &starts {
         if position.token.is_none() {
             store.save_position(&context.server, &spec.database, &spec.pipeline, position).await?;
@@ -219,7 +220,7 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
 struct Stream {
     spec: StreamSpec,
     saved: Option<Position>,
-    /// When it last answered.
+    /// Time of its last answer.
     delivered: Instant,
 }
 
@@ -228,38 +229,38 @@ struct Pipeline {
     store: Store,
     schedule: Schedule,
     streams: Vec<Stream>,
-    /// See [`Pipeline::backlog`], for the streams.
+    /// The result of [`Pipeline::backlog`], shared with the streams.
     waiting: Arc<AtomicUsize>,
     running: JoinSet<Outcome>,
-    /// Of the running batches those that write all targets of a key, and since when they run.
+    /// Running batches that write all targets of a key, with their start times.
     whole: HashMap<(Lane, u64), Instant>,
-    backfills: mpsc::UnboundedSender<Wish>,
-    asked: Option<mpsc::UnboundedReceiver<Wish>>,
-    /// The states of the rules.
+    backfills: mpsc::UnboundedSender<BackfillRequest>,
+    asked: Option<mpsc::UnboundedReceiver<BackfillRequest>>,
     rules: Rules,
-    /// The generation of the last backfill that was begun for each rule.
+    /// The generation of the last backfill started for each rule.
     begun: BTreeMap<RuleId, i64>,
-    /// The UUIDs that the rules' source collections are recorded with; None where one was seen by a version that kept none.
+    /// The recorded UUIDs of the rules' source collections; None for a source that a version without this field has
+    /// seen.
     sources: BTreeMap<RuleId, Option<Bson>>,
-    spread: mpsc::UnboundedSender<FanOut>,
-    spread_asked: Option<mpsc::UnboundedReceiver<FanOut>>,
-    /// Large fan-outs that are not done.
+    fan_out: mpsc::UnboundedSender<FanOut>,
+    fan_outs_asked: Option<mpsc::UnboundedReceiver<FanOut>>,
     fan_outs: HashMap<Subject, FanOut>,
-    /// Until when the loss of a rule's source was agreed to: a drop up to then that is read later does not block the rule again.
+    /// Time up to which an operator has accepted the loss of a rule's source: an earlier drop that is read later does
+    /// not block the rule again.
     released: BTreeMap<RuleId, ClusterTime>,
     pages: Vec<(usize, oneshot::Sender<()>)>,
     saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
     last_save: Instant,
     progress: watch::Sender<Progress>,
     observer: observe::Observer,
-    /// Stops the pipeline, as the stop from outside does.
+    /// Stops the pipeline from inside, like the stop from outside.
     broken: CancellationToken,
 }
 
 impl Pipeline {
     fn new(context: Arc<Context>, store: Store) -> Self {
         let (backfills, asked) = mpsc::unbounded_channel();
-        let (spread, spread_asked) = mpsc::unbounded_channel();
+        let (fan_out, fan_outs_asked) = mpsc::unbounded_channel();
         Self {
             schedule: Schedule::new(context.plan.clone(), context.limits.pending).within(context.partition),
             observer: observe::Observer::new(&context.plan),
@@ -274,8 +275,8 @@ impl Pipeline {
             whole: HashMap::new(),
             backfills,
             asked: Some(asked),
-            spread,
-            spread_asked: Some(spread_asked),
+            fan_out,
+            fan_outs_asked: Some(fan_outs_asked),
             fan_outs: HashMap::new(),
             released: BTreeMap::new(),
             pages: Vec::new(),
@@ -312,17 +313,17 @@ impl Pipeline {
                 stop.clone(),
             ));
         }
-        let (spread, mut spread_out) = mpsc::unbounded_channel();
-        if let Some(asked) = self.spread_asked.take() {
+        let (fan_out, mut fan_out_done) = mpsc::unbounded_channel();
+        if let Some(asked) = self.fan_outs_asked.take() {
             feeders.spawn(fan_out::run(
                 self.context.clone(),
                 asked,
                 page.clone(),
-                fan_out::Told { finished: spread, lacking: lack },
+                fan_out::Told { finished: fan_out, lacking: lack },
                 stop.clone(),
             ));
         }
-        feeders.spawn(suspension::watch(self.context.clone(), self.store.clone(), stop.clone()));
+        feeders.spawn(unavailable::watch(self.context.clone(), self.store.clone(), stop.clone()));
         feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
         feeders.spawn(requests(self.context.clone(), self.store.clone(), page.clone(), stop.clone()));
         let (ask, mut asked) = mpsc::channel(1);
@@ -336,7 +337,7 @@ impl Pipeline {
             self.dispatch();
             self.waiting.store(self.backlog(), Ordering::Relaxed);
             let room = self.schedule.has_room();
-            // While all batches run, what is due waits for one of them: a moment that has passed would turn the loop idly.
+            // While all batches run, due keys wait for a free one: a timer in the past would make the loop spin.
             let due = self.schedule.next_due().filter(|_| self.running.len() < self.context.limits.batches);
             tokio::select! {
                 Some(delivery) = deliveries.recv(), if room => self.take(delivery).await,
@@ -346,12 +347,12 @@ impl Pipeline {
                         self.take_state(changed);
                     }
                     self.observe_now();
-                    // The one who waits for it may have been told to stop.
+                    // The receiver may have been stopped.
                     reported.send(()).ok();
                 }
                 Some(sources) = seen.recv() => self.take_sources(sources).await,
-                Some(wish) = finished.recv() => self.backfilled(&wish),
-                Some(done) = spread_out.recv() => self.spread_out(&done),
+                Some(request) = finished.recv() => self.backfilled(&request),
+                Some(done) = fan_out_done.recv() => self.fan_out_done(&done),
                 Some((rule, reason)) = lacking.recv() => self.lacks(rule, reason).await,
                 Some(outcome) = self.running.join_next() => self.finish(outcome).await,
                 () = sleep_until(due), if due.is_some() => {}
@@ -360,7 +361,7 @@ impl Pipeline {
             }
             self.report().await;
         }
-        // Whoever waits for an answer to what is left in there ends.
+        // Dropping these ends every task that waits for an answer to a message in them.
         drop((deliveries, pages, asked));
         while let Some(outcome) = self.running.join_next().await {
             self.finish(outcome).await;
@@ -373,8 +374,8 @@ impl Pipeline {
         }
     }
 
-    /// What is being written: changed keys and the targets of large fan-outs, which nobody has counted. Keys that rest or failed
-    /// are no backlog, the batches are free for others.
+    /// Size of the backlog: keys with changes, and the targets of large fan-outs, whose number is not known. Paused and
+    /// failed keys do not count, because the batches are free for others.
     fn backlog(&self) -> usize {
         let busy = self.running.len() >= self.context.limits.batches;
         match self.running.is_empty() {
@@ -385,13 +386,13 @@ impl Pipeline {
         }
     }
 
-    /// What the audit asks of a rule before it calls a difference drift.
+    /// The check that the audit makes before it reports a difference as drift.
     fn applied_of_rules(&self) -> Box<audit::Applied> {
         let progress = self.progress.subscribe();
         Box::new(move |rule| progress.borrow().applied_of(rule))
     }
 
-    /// Starts batches while there is room for them. What arrives while they run forms the next ones.
+    /// Starts batches while there is room. Requests that arrive while they run form the next batches.
     fn dispatch(&mut self) {
         let limits = &self.context.limits;
         let most = Most { keys: limits.batch_keys, batches: limits.batches };
@@ -408,7 +409,7 @@ impl Pipeline {
             let detached = self.rules.state(batch.lane.0).is_blocked();
             let whole = |work: &Work| work.scope == Scope::All && work.read_limit.is_none();
             if batch.lane.1 == Task::Value && batch.items.iter().any(|(_, work)| whole(work)) {
-                let anew = batch.items.iter().any(|(_, work)| work.begun_anew.is_some());
+                let anew = batch.items.iter().any(|(_, work)| work.restarted.is_some());
                 let begun = if anew { now.checked_sub(LONG) } else { None };
                 self.whole.insert((batch.lane, batch.number), begun.unwrap_or(now));
             }
@@ -416,7 +417,7 @@ impl Pipeline {
         }
     }
 
-    /// Pending requests of a rule that is stopped are dropped: the backfill that follows does their work.
+    /// Drops pending requests of a stopped rule: its next backfill does their work.
     fn skip(&mut self, batch: Batch) {
         let done = Next::Done { pause: Duration::ZERO };
         let keys = batch.items.into_iter().map(|(key, work)| (key, work, done)).collect();
@@ -431,9 +432,9 @@ impl Pipeline {
         let batch = self.schedule.begin(delivery.stream);
         for event in &delivery.events {
             let origin = self.schedule.arrive(delivery.stream, batch, event, &mut routed);
-            // A whole new source in place of the one that went.
+            // A new source collection in place of the dropped one.
             for rule in std::mem::take(&mut routed.renewed) {
-                // Another collection from now on: which one is found out when it is read.
+                // The collection is another one now; its UUID is determined when the sources are read.
                 self.context.memory.saw(&self.context.plan.rule(rule).source.namespace, None);
                 self.sources.remove(&rule);
                 match self.rules.state(rule) {
@@ -441,9 +442,10 @@ impl Pipeline {
                     _ => routed.sweeps.push(rule),
                 }
             }
-            // In the order of the events: what follows a drop is not done any more.
-            for rule in std::mem::take(&mut routed.bereft) {
-                // Read after the loss was found and agreed to: after a crash, or behind a backlog.
+            // In the order of the events: work after a drop is not done any more.
+            for rule in std::mem::take(&mut routed.sources_gone) {
+                // The drop is older than the acceptance of the loss, but was read later: after a crash, or behind a
+                // backlog.
                 if self.released.get(&rule).is_some_and(|released| event.cluster_time <= *released) {
                     continue;
                 }
@@ -464,20 +466,20 @@ impl Pipeline {
         self.schedule.end(delivery.stream, batch, delivery.position, delivery.more);
     }
 
-    /// What events ask for beside keys. Recorded before the position may pass the events.
+    /// Records the work that events require in addition to keys, before the checkpoint may pass the events.
     async fn aside(&mut self, routed: &Routed) {
         for rule in routed.sweeps.iter().copied().collect::<BTreeSet<_>>() {
             let mut attempts = 0;
-            while let Err(error) = self.sweep(rule).await {
+            while let Err(error) = self.sweep(rule, Agreement::Kept).await {
                 self.not_recorded(&error, &mut attempts).await;
             }
         }
     }
 
-    /// A collection is there again under the name of a rule's source: the rule is unblocked, and backfilled from it.
+    /// A collection exists again under the name of a rule's source: unblocks the rule and backfills it from there.
     async fn source_is_back(&mut self, rule: RuleId) {
         let mut attempts = 0;
-        while let Err(error) = self.backfill_anew(rule).await {
+        while let Err(error) = self.backfill_anew(rule, Agreement::Ended).await {
             self.not_recorded(&error, &mut attempts).await;
         }
     }
@@ -488,9 +490,9 @@ impl Pipeline {
         tokio::time::sleep(Duration::from_millis(100 * (*attempts).min(50))).await;
     }
 
-    /// Blocks a rule until somebody agrees to what going on would do: its fields stay as they are. Recorded before any event may
-    /// be passed over. A rule that is paused or unavailable is blocked all the same: running again, it would take an absent source
-    /// for an empty one.
+    /// Blocks a rule until an operator agrees to its further effects: its fields stay as they are. This is recorded
+    /// before any event may be skipped. Paused and unavailable rules are blocked as well: once resumed, they would
+    /// treat an absent source as an empty one.
     async fn block(&mut self, rule: RuleId, reason: BlockReason) {
         if self.rules.state(rule).is_blocked() {
             return;
@@ -509,31 +511,33 @@ impl Pipeline {
         self.set(rule, RuleState::Blocked(reason), generation);
     }
 
-    /// Stops a rule until the cluster has what it needs. Its events are passed over, its fan-outs forgotten: the backfill that it
-    /// comes back by does all that. The others go on.
-    async fn suspend(&mut self, rule: RuleId, reason: String) -> Result<()> {
+    /// Stops a rule until the cluster meets its requirements. Its events are skipped and its fan-out jobs are deleted:
+    /// the backfill on its return covers them. Other rules continue.
+    async fn make_unavailable(&mut self, rule: RuleId, reason: String) -> Result<()> {
         if self.rules.state(rule).is_stopped() {
             return Ok(());
         }
         let context = self.context.clone();
         let named = context.plan.rule(rule);
         let state = RuleState::Unavailable { reason: reason.clone() };
-        let generation = Box::pin(self.store.reset_rule(&context.server, named, &state)).await?;
+        let reset = self.store.reset_rule(&context.server, named, &state, Agreement::Kept);
+        let (_, generation) = Box::pin(reset).await?;
         context.fan_outs.forget(&context.server, &named.name).await?;
         tracing::error!(rule = %named.name, reason, "the rule is unavailable until the cluster has what it needs; the others go on");
         self.set(rule, state, generation);
         Ok(())
     }
 
-    /// The same where it can wait: what is refused is tried again, and refused again, until it is recorded.
+    /// Like `make_unavailable`, but an error is only logged: the refused work is retried, and refused again, until the
+    /// state is recorded.
     async fn lacks(&mut self, rule: RuleId, reason: String) {
-        if let Err(error) = self.suspend(rule, reason).await {
+        if let Err(error) = self.make_unavailable(rule, reason).await {
             tracing::warn!(error = %error.message, "that a rule is unavailable cannot be recorded yet");
         }
     }
 
-    /// Takes over the state of a rule that the state database has, where that is newer: a command has set it, or a write of ours
-    /// that timed out. What was read before the leader recorded another state is older, and changes nothing.
+    /// Takes over the state of a rule from the state database if it is newer: set by a command, or by a write of ours
+    /// that timed out. A state read before the leader recorded another one is older and is ignored.
     fn take_state(&mut self, Changed { rule, state, generation, released }: Changed) {
         if generation <= self.rules.generation(rule) {
             return;
@@ -543,7 +547,7 @@ impl Pipeline {
         match (before, &state) {
             (RuleState::Blocked(reason), after) if !after.is_blocked() => {
                 self.context.memory.released(rule);
-                // The loss is wanted: an absent source is an empty one.
+                // The loss was accepted: an absent source counts as empty.
                 if *reason == BlockReason::SourceGone {
                     self.context.memory.saw(&self.context.plan.rule(rule).source.namespace, None);
                     self.sources.remove(&rule);
@@ -561,24 +565,25 @@ impl Pipeline {
         }
         self.set(rule, state.clone(), generation);
         if let RuleState::Backfilling { after, .. } = state {
-            self.ask_backfill(Wish { rule, generation, after });
+            self.ask_backfill(BackfillRequest { rule, generation, after });
         }
     }
 
-    /// Marks a rule as in need of a whole backfill.
-    async fn sweep(&mut self, rule: RuleId) -> Result<()> {
+    /// Restarts the backfill of a rule, unless the rule is stopped.
+    async fn sweep(&mut self, rule: RuleId, agreement: Agreement) -> Result<()> {
         if self.rules.state(rule).is_stopped() {
             return Ok(());
         }
-        self.backfill_anew(rule).await
+        self.backfill_anew(rule, agreement).await
     }
 
-    /// Records that a rule is to be backfilled from the start, whatever its state, and begins.
-    async fn backfill_anew(&mut self, rule: RuleId) -> Result<()> {
+    /// Records that a rule must be backfilled from the start, whatever its state, and starts the backfill.
+    async fn backfill_anew(&mut self, rule: RuleId, agreement: Agreement) -> Result<()> {
         let (store, context) = (&self.store, &self.context);
-        let generation = store.reset_rule(&context.server, context.plan.rule(rule), &RuleState::BACKFILL).await?;
-        self.set(rule, RuleState::BACKFILL, generation);
-        self.ask_backfill(Wish { rule, generation, after: None });
+        let reset = store.reset_rule(&context.server, context.plan.rule(rule), &RuleState::BACKFILL, agreement);
+        let (state, generation) = reset.await?;
+        self.set(rule, state, generation);
+        self.ask_backfill(BackfillRequest { rule, generation, after: None });
         Ok(())
     }
 
@@ -587,15 +592,15 @@ impl Pipeline {
         self.rules.set(rule, state, generation);
     }
 
-    fn backfilled(&mut self, wish: &Wish) {
-        self.rules.backfilled(wish.rule, wish.generation);
-        if !self.rules.state(wish.rule).is_backfilling() {
-            self.context.memory.agrees(wish.rule, false);
+    fn backfilled(&mut self, request: &BackfillRequest) {
+        self.rules.backfilled(request.rule, request.generation);
+        if !self.rules.state(request.rule).is_backfilling() {
+            self.context.memory.agrees(request.rule, false);
         }
     }
 
-    /// Takes in which source collections exist. A rule whose source is gone is blocked. One whose source is there again, or is
-    /// another collection by now, is backfilled, through the removal limit.
+    /// Processes the list of existing source collections. A rule whose source is gone is blocked. A rule whose source
+    /// exists again, or is another collection now, is backfilled, subject to the removal limit.
     async fn take_sources(&mut self, sources: Vec<(Namespace, Option<Bson>)>) {
         let context = self.context.clone();
         for (source, mut now) in sources {
@@ -607,7 +612,7 @@ impl Pipeline {
                         *self.rules.state(rule.id) == RuleState::Blocked(BlockReason::SourceGone)
                             || is_other(self.sources.get(&rule.id).and_then(Option::as_ref))
                     }));
-            // Applications create their collections when they start: an empty one is not the source that went.
+            // Applications create their collections at startup: an empty one does not replace the lost source.
             if replaced && self.is_empty(&source).await {
                 now = None;
             }
@@ -625,7 +630,7 @@ impl Pipeline {
         }
     }
 
-    /// Whether a collection is empty, or cannot be read for now.
+    /// True if the collection is empty, or cannot be read for now.
     async fn is_empty(&self, source: &Namespace) -> bool {
         let command = doc! {"find": &source.collection, "limit": 1, "projection": {"_id": 1}};
         let found = self.context.server.read(&source.database, command, Reads::default()).await;
@@ -640,7 +645,7 @@ impl Pipeline {
             self.source_is_back(rule.id).await;
         } else if known.is_some_and(was_another) || recorded.and_then(Option::as_ref).is_some_and(was_another) {
             tracing::warn!(rule = %rule.name, "the source is another collection of the same name: the rule is backfilled from it");
-            while let Err(error) = self.sweep(rule.id).await {
+            while let Err(error) = self.sweep(rule.id, Agreement::Ended).await {
                 self.not_recorded(&error, &mut attempts).await;
             }
         }
@@ -656,27 +661,27 @@ impl Pipeline {
         }
     }
 
-    fn ask_backfill(&mut self, wish: Wish) {
-        if self.begun.insert(wish.rule, wish.generation) == Some(wish.generation) {
+    fn ask_backfill(&mut self, request: BackfillRequest) {
+        if self.begun.insert(request.rule, request.generation) == Some(request.generation) {
             return;
         }
-        if self.backfills.send(wish).is_err() {
+        if self.backfills.send(request).is_err() {
             tracing::error!("the backfill task is gone");
         }
     }
 
     fn ask_fan_out(&mut self, fan_out: FanOut) {
-        self.context.memory.spreads(&fan_out.subject, true);
+        self.context.memory.runs_fan_out(&fan_out.subject, true);
         self.fan_outs.insert(fan_out.subject.clone(), fan_out.clone());
-        if self.spread.send(fan_out).is_err() {
+        if self.fan_out.send(fan_out).is_err() {
             tracing::error!("the fan-out task is gone");
         }
     }
 
-    fn spread_out(&mut self, done: &FanOut) {
-        if self.fan_outs.get(&done.subject).is_some_and(|newest| newest.wish == done.wish) {
+    fn fan_out_done(&mut self, done: &FanOut) {
+        if self.fan_outs.get(&done.subject).is_some_and(|newest| newest.request == done.request) {
             self.fan_outs.remove(&done.subject);
-            self.context.memory.spreads(&done.subject, false);
+            self.context.memory.runs_fan_out(&done.subject, false);
         }
     }
 
@@ -690,7 +695,7 @@ impl Pipeline {
 
     fn acknowledge_pages(&mut self) {
         for (_, done) in self.pages.extract_if(.., |(page, _)| self.schedule.is_page_done(*page)) {
-            // A receiver that is gone has been stopped.
+            // A receiver that is gone was stopped.
             done.send(()).ok();
         }
     }
@@ -699,13 +704,13 @@ impl Pipeline {
         let outcome = match outcome {
             Ok(outcome) => outcome,
             Err(error) => {
-                // Its keys stay held: the position does not move past them, and a restart does them again.
+                // The keys stay in the queue: the checkpoint does not pass them, and a restart processes them again.
                 tracing::error!(%error, "a reconcile ended by a panic; stopping");
                 self.broken.cancel();
                 return;
             }
         };
-        if outcome.keys.iter().any(|ended| matches!(ended.end, End::Brake)) {
+        if outcome.keys.iter().any(|ended| matches!(ended.end, End::RemovalLimit)) {
             self.block(outcome.lane.0, BlockReason::RemovalLimit).await;
         }
         if outcome.keys.iter().any(|ended| matches!(ended.end, End::SourceGone)) {
@@ -729,10 +734,10 @@ impl Pipeline {
             let mut work = ended.work;
             let next = match ended.end {
                 // The last two have blocked the rule.
-                End::Done | End::SetAside | End::Brake | End::SourceGone => Next::Done { pause },
-                // The backfill that follows does what is left of a rule that is stopped.
+                End::Done | End::SetAside | End::RemovalLimit | End::SourceGone => Next::Done { pause },
+                // The next backfill of a stopped rule does the remaining work.
                 End::Later(_) | End::Failed(_) if self.rules.state(outcome.lane.0).is_stopped() => Next::Done { pause },
-                End::Spread(fan_out) => {
+                End::FanOut(fan_out) => {
                     self.ask_fan_out(fan_out);
                     Next::Done { pause }
                 }
@@ -757,15 +762,15 @@ impl Pipeline {
         self.acknowledge_pages();
     }
 
-    /// How long the keys of a batch rest: recomputing a parent with a million children is not repeated for each event, but
-    /// spaced by its own cost.
+    /// Pause before the keys of a batch may run again: the recomputation of a parent with a million children is spaced
+    /// out by its own cost instead of repeated for each event.
     fn pause(&self, outcome: &Outcome) -> Duration {
         let recomputes = outcome.lane.1 == Task::Value && self.context.plan.rule(outcome.lane.0).gathers();
         let cost = outcome.took / u32::try_from(outcome.keys.len().max(1)).unwrap_or(u32::MAX);
         if recomputes && cost > CHEAP { cost.min(LONGEST_PAUSE) } else { Duration::ZERO }
     }
 
-    /// Publishes how far everything is, and saves positions from time to time.
+    /// Publishes the progress, and saves the checkpoints at intervals.
     async fn report(&mut self) {
         self.observe();
         let applied = (0..self.streams.len()).map(|stream| self.schedule.applied(stream));
@@ -817,7 +822,7 @@ impl Pipeline {
                     }
                     Err(error) => {
                         tracing::warn!(error = %error.message, "the position could not be saved; trying again");
-                        context.metrics.trouble(None, "save position", &error);
+                        context.metrics.record_error(None, "save position", &error);
                     }
                 }
             }

@@ -1,4 +1,5 @@
-//! What the rules mean: compiled rules, the paths each depends on, and who feeds whom. Pure: a plan is made without a server.
+//! The meaning of the rules: compiled rules, the paths that each depends on, and the rules that feed each other. No
+//! I/O: a plan is made without a server.
 
 pub mod compile;
 pub mod expression;

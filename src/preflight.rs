@@ -1,4 +1,4 @@
-//! What a cluster must offer before rules may run on it: refused before anything is written, with what to do.
+//! Checks that a cluster meets the requirements of the rules, before anything is written, with advice for each problem.
 
 use std::collections::BTreeSet;
 
@@ -17,29 +17,29 @@ use crate::{
     reconcile::read,
 };
 
-/// One thing that stands in the way.
+/// A requirement that the cluster does not meet.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finding {
-    /// The rule that needs it; empty where all of them do.
+    /// The rule with this requirement; empty if all rules have it.
     pub rule: String,
-    /// What is wrong.
+    /// Description of the problem.
     pub message: String,
-    /// What mends it, where a command does.
+    /// Command that fixes it, if there is one.
     pub fix: Option<Fix>,
-    /// What else to do.
+    /// Further advice.
     pub hint: Option<String>,
-    /// Which of the rule's collections is named wrongly, where that is it.
+    /// The side of the rule whose collection name is misspelt, if that is the problem.
     pub names: Option<Role>,
 }
 
-/// A command that mends a finding.
+/// A command that fixes a finding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fix {
-    /// Where it runs.
+    /// Database in which the command runs.
     pub database: String,
     /// The command.
     pub command: Document,
-    /// The same, as one types it in mongosh.
+    /// The command in the syntax of mongosh.
     pub shell: String,
 }
 
@@ -49,7 +49,7 @@ impl Finding {
     }
 }
 
-/// Looks at everything that the plan needs. Reads only.
+/// Checks all requirements of the plan. Reads only.
 pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
     let mut collections = Vec::new();
@@ -66,7 +66,7 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
             let misspelt = if info.is_some() { None } else { misspelt(server, namespace).await? };
             let near = misspelt.as_ref().map(|misspelt| misspelt.meant.as_str());
             if let Some(Misspelt { database: true, meant }) = &misspelt {
-                // Nothing is made in a database that nobody may have meant.
+                // No collection is created in a database whose name may be a mistake.
                 findings.push(no_database(rule, role, namespace, meant));
                 continue;
             }
@@ -86,7 +86,7 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
             }
             let collection = (namespace, has_collation(info.as_ref()), indexes.as_slice());
             findings.extend(missing_index(rule, &paths, &beyond(rule, role), collection, &mut seen));
-            // Without pre-images the parent that a child has left is found by the ids that it stores.
+            // Without pre-images, the ids stored in the parent identify the parent that a child has left.
             if let Some(child) = rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()) {
                 findings.extend(missing_index(rule, &[child.query()], &Document::new(), collection, &mut seen));
             }
@@ -94,12 +94,12 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
         findings.extend(try_read(server, rule).await?);
     }
     let mut findings = without_prefixes(findings);
-    // An index makes its collection, and what is there cannot be created: collections first.
+    // Creating an index creates its collection, and an existing collection cannot be created: collections first.
     findings.sort_by_key(|finding| !finding.fix.as_ref().is_some_and(|fix| fix.command.contains_key("create")));
     Ok(findings)
 }
 
-/// What stands in the way of one rule, whatever becomes of the others.
+/// The findings for one rule, regardless of the other rules.
 pub async fn of_rule(server: &Server, plan: &Plan, state: &str, rule: RuleId) -> Result<Vec<Finding>> {
     let plan = plan.only(rule);
     let findings = async {
@@ -112,7 +112,7 @@ pub async fn of_rule(server: &Server, plan: &Plan, state: &str, rule: RuleId) ->
     }
 }
 
-/// Looks at what the connected user may do. Nothing is missing where nobody has to say who he is.
+/// Checks the privileges of the connected user. No findings if the server does not require authentication.
 pub async fn privileges(server: &Server, plan: &Plan, state: &str) -> Result<Vec<Finding>> {
     let status = server.database("admin").run_command(doc! {"connectionStatus": 1, "showPrivileges": true}).await?;
     let list = |name: &str| {
@@ -132,7 +132,7 @@ pub async fn privileges(server: &Server, plan: &Plan, state: &str) -> Result<Vec
             (database, "") => format!("the database `{database}`"),
             (database, collection) => format!("`{database}.{collection}`"),
         };
-        // Without it, nothing but the oplog's window is unknown.
+        // Without it, only the oplog window is unknown.
         let optional = database == "local";
         (!optional).then(|| Finding {
             names: None,
@@ -169,7 +169,8 @@ async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>
             Ok(models
                 .into_iter()
                 .filter(|m| {
-                    // Keys are compared under the simple collation, which an index of another one cannot answer.
+                    // Keys are compared under the simple collation, which an index with another collation does not
+                    // support.
                     m.options.as_ref().is_none_or(|o| {
                         o.partial_filter_expression.is_none()
                             && o.hidden != Some(true)
@@ -179,7 +180,7 @@ async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>
                 .map(|m| m.keys)
                 .collect())
         }
-        // A view has none.
+        // A view has no indexes.
         Err(error) => match Error::from(error) {
             error if error.kind == Kind::Refused => Ok(Vec::new()),
             error => Err(error),
@@ -202,7 +203,7 @@ fn kind_of_collection(rule: &Rule, namespace: &Namespace, info: Option<&Document
     Some(finding)
 }
 
-/// Whether the collection compares strings otherwise than byte by byte, unless told.
+/// True if the collection's default collation does not compare strings byte by byte.
 fn has_collation(info: Option<&Document>) -> bool {
     let collation = |info: &Document| {
         let options = info.get_document("options").ok()?;
@@ -218,12 +219,12 @@ fn keeps_pre_images(info: Option<&Document>) -> bool {
     info.and_then(enabled) == Some(true)
 }
 
-/// Whether a collection keeps pre-images; none where it is not there.
+/// True if the collection keeps pre-images; None if it does not exist.
 pub async fn has_pre_images(server: &Server, namespace: &Namespace) -> Result<Option<bool>> {
     Ok(collection_info(server, namespace).await?.map(|info| keeps_pre_images(Some(&info))))
 }
 
-/// The command that has a collection keep them, or that makes it so.
+/// The command that enables pre-images for a collection, or creates the collection with them.
 #[must_use]
 pub fn enable_pre_images(namespace: &Namespace, exists: bool) -> Fix {
     let Namespace { database, collection } = namespace;
@@ -250,7 +251,7 @@ fn pre_images(rule: &Rule, namespace: &Namespace, exists: bool) -> Finding {
     }
 }
 
-/// Leaves out each index whose keys another one begins with: that one answers for both.
+/// Removes each index whose keys are a prefix of another one: that one serves both.
 fn without_prefixes(findings: Vec<Finding>) -> Vec<Finding> {
     let wanted: Vec<Option<(String, Document)>> = findings.iter().map(index_of).collect();
     let keys = |keys: &Document| keys.iter().map(|(path, way)| format!("{path} {way}")).collect::<Vec<_>>();
@@ -268,7 +269,7 @@ fn without_prefixes(findings: Vec<Finding>) -> Vec<Finding> {
     findings.into_iter().zip(covered).filter(|(_, covered)| !covered).map(|(finding, _)| finding).collect()
 }
 
-/// The index that a finding asks for: the collection with the index's collation, and the keys.
+/// The index that a finding requires: the collection with the index's collation, and the keys.
 fn index_of(finding: &Finding) -> Option<(String, Document)> {
     let fix = finding.fix.as_ref()?;
     let index = fix.command.get_array("indexes").ok()?.first()?.as_document()?;
@@ -277,7 +278,7 @@ fn index_of(finding: &Finding) -> Option<(String, Document)> {
     Some((place, index.get_document("key").ok()?.clone()))
 }
 
-/// What an index is to hold after the match paths: for the first N of many, their order, so that N are read and no more.
+/// Index keys after the match paths: the sort order if only the first N of many are needed, so that only N are read.
 fn beyond(rule: &Rule, role: Role) -> Document {
     match rule.values {
         Values::Collect { slice: Some(_), .. } if role == Role::Source => read::order(rule),
@@ -285,16 +286,16 @@ fn beyond(rule: &Rule, role: Role) -> Document {
     }
 }
 
-/// A name of something that does not exist, like the name of something that does.
+/// A name that does not exist but resembles one that does.
 #[derive(Debug, PartialEq, Eq)]
 struct Misspelt {
-    /// The database is misspelt, not the collection.
+    /// True if the database is misspelt, false for the collection.
     database: bool,
     /// The name that is probably meant.
     meant: String,
 }
 
-/// Whether the name of a collection that does not exist, or that of its database, is probably misspelt.
+/// Checks if the name of a collection that does not exist, or of its database, is probably misspelt.
 async fn misspelt(server: &Server, namespace: &Namespace) -> Result<Option<Misspelt>> {
     let command = doc! {"listCollections": 1, "nameOnly": true};
     let rows: Vec<Document> =
@@ -309,12 +310,13 @@ async fn misspelt(server: &Server, namespace: &Namespace) -> Result<Option<Missp
     Ok(meant.map(|meant| Misspelt { database, meant }))
 }
 
-/// The known name that a word is probably meant to be. Names that differ in their digits alone (`tenant_1`, `tenant_2`) are meant.
+/// The known name that a word probably stands for. Names that differ only in their digits (`tenant_1`, `tenant_2`) are
+/// intended.
 fn nearest(word: &str, known: &[String]) -> Option<String> {
-    let letters = |name: &str| name.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
-    let others = known.iter().filter(|name| letters(name) != letters(word));
+    let without_digits = |name: &str| name.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
+    let others = known.iter().filter(|name| without_digits(name) != without_digits(word));
     let distance = |name: &&String| strsim::damerau_levenshtein(name, word);
-    // Of short names any two are near each other.
+    // Any two short names are similar.
     others.min_by_key(distance).filter(|name| distance(name) * 3 <= name.len()).cloned()
 }
 
@@ -327,7 +329,7 @@ fn no_database(rule: &Rule, role: Role, namespace: &Namespace, meant: &str) -> F
     }
 }
 
-/// What would create a collection is offered for a name that is not like that of another one.
+/// Offers to create the collection only if its name does not resemble that of another one.
 fn unless_misspelt(finding: Finding, near: Option<&str>) -> Finding {
     match near {
         Some(near) => Finding { fix: None, hint: Some(format!("did you mean `{near}`?")), ..finding },
@@ -335,7 +337,7 @@ fn unless_misspelt(finding: Finding, near: Option<&str>) -> Finding {
     }
 }
 
-/// A lookup in a collection that does not exist: it is indexed once it is there.
+/// A look-up in a collection that does not exist: it needs an index as soon as it does.
 fn absent(rule: &Rule, namespace: &Namespace, paths: &[String], seen: &mut BTreeSet<Namespace>) -> Option<Finding> {
     let answered = rule.allow_scan || paths.iter().any(|path| path == "_id");
     if answered || !seen.insert(namespace.clone()) {
@@ -354,7 +356,7 @@ fn absent(rule: &Rule, namespace: &Namespace, paths: &[String], seen: &mut BTree
     })
 }
 
-/// A lookup needs an index that begins with one of its paths.
+/// Requires an index that begins with one of the look-up's paths.
 fn missing_index(
     rule: &Rule,
     paths: &[String],
@@ -365,14 +367,14 @@ fn missing_index(
     let answered = indexes.iter().any(|keys| {
         keys.iter().next().is_some_and(|(first, kind)| paths.contains(first) && kind.as_str() != Some("text"))
     });
-    // A collection that is not there will have its index on `_id`.
+    // A collection that does not exist yet will have its index on `_id`.
     let answered = answered || (paths.iter().any(|path| path == "_id") && !collated);
     if rule.allow_scan || answered {
         return None;
     }
     let mut keys: Document = paths.iter().map(|path| (path.clone(), Bson::Int32(1))).collect();
     if paths == ["_id"] {
-        // A second one on `_id` is only taken hashed.
+        // The server accepts a second index on `_id` only if it is hashed.
         keys = doc! {"_id": "hashed"};
     }
     keys.extend(beyond.iter().filter(|(path, _)| !paths.contains(path)).map(|(path, way)| (path.clone(), way.clone())));
@@ -382,7 +384,7 @@ fn missing_index(
         .collect::<Vec<_>>()
         .join("_");
     let Namespace { database, collection } = namespace;
-    // The same index is asked for once.
+    // Each index is reported only once.
     if !seen.insert(Namespace { database: format!("{database}.{collection}"), collection: name.clone() }) {
         return None;
     }
@@ -411,8 +413,8 @@ fn missing_index(
     })
 }
 
-/// The same command with a pipeline that no document comes into: a key that no document should have is no safe way, since one
-/// document with that key would be computed.
+/// The same command with a pipeline that no document enters. A key that should not exist would not be safe: a document
+/// with that key would be computed.
 fn over_no_documents(mut command: Document) -> Document {
     if let Ok(stages) = command.get_array_mut("pipeline") {
         // `$documents` must come first.
@@ -422,7 +424,7 @@ fn over_no_documents(mut command: Document) -> Document {
     command
 }
 
-/// Has the server read the rule's expressions and filters, over no documents.
+/// Lets the server parse the rule's expressions and filters, over no documents.
 async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
     let any = crate::key::Key::new(vec![Bson::MinKey; rule.reference.pairs.len()]);
     let sources = (&rule.source.namespace.database, over_no_documents(read::sources(rule, &[&any])));
@@ -437,7 +439,7 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
     );
     for (database, command) in [sources, targets] {
         let Err(refused) = server.database(database).run_command(command).await else { continue };
-        // No document is read, so the text quotes the rule alone.
+        // No document is read, so the text only quotes the rule.
         let text = server_text(&refused).map(|text| format!(": {text}")).unwrap_or_default();
         match Error::from(refused) {
             error if error.kind == Kind::Refused => {
@@ -465,7 +467,7 @@ mod tests {
         Finding { rule: "r".to_owned(), message: String::new(), fix: Some(fix), hint: None, names: None }
     }
 
-    /// The flights: `{ tailnum: 1 }` for one rule, and `{ tailnum: 1, time_hour: -1, _id: 1 }` for another, were both made.
+    /// Both `{ tailnum: 1 }` for one rule, and `{ tailnum: 1, time_hour: -1, _id: 1 }` for another, were created.
     #[test]
     fn an_index_that_another_one_begins_with_is_not_asked_for() {
         let long = || index("flights", doc! {"tailnum": 1, "time_hour": -1, "_id": 1});

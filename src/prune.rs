@@ -1,4 +1,5 @@
-//! Takes away the fields of rules that are no longer in the config, and those that a changed rule no longer owns.
+//! Removes the retired fields: those of rules that are no longer in the config, and those that a changed rule no longer
+//! owns.
 
 use std::collections::BTreeSet;
 
@@ -18,13 +19,14 @@ use crate::{
     rule_state::{BlockReason, RuleState},
 };
 
-/// Targets in one write.
+/// Documents in one write.
 const PAGE: usize = 1000;
 
-/// What a rule once owned and nobody owns now; `active` when the config still has a rule of that name.
+/// The retired fields of a rule: paths that it once owned and no rule owns now. `active` means that the config still
+/// has a rule of that name.
 #[must_use]
 pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
-    // A definition that was blocked before its first write has written nothing: the values are the application's.
+    // A definition that was blocked before its first write has written nothing: the values belong to the application.
     let wrote = !matches!(state.state, RuleState::Blocked(BlockReason::Adoption(_)));
     let current = (!active && wrote).then_some(&state.definition);
     let mut found = BTreeSet::new();
@@ -42,7 +44,7 @@ pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
     found.into_iter().collect()
 }
 
-/// Whether a rule of the plan owns it, or a part of it.
+/// True if a rule of the plan owns the path, or a part of it.
 fn is_owned(plan: &Plan, retired: &Retired) -> bool {
     plan.rules.iter().any(|rule| {
         rule.target.namespace.to_string() == retired.collection
@@ -59,7 +61,7 @@ fn owned(definition: &Document) -> Vec<FieldPath> {
     single.chain(several).filter_map(|path| FieldPath::parse(path).ok()).collect()
 }
 
-/// How many documents have it.
+/// Number of documents with the retired field.
 pub async fn count(context: &Context, retired: &Retired) -> Result<u64> {
     let mut pages = holders(context, retired).await?;
     let mut documents = 0;
@@ -69,21 +71,21 @@ pub async fn count(context: &Context, retired: &Retired) -> Result<u64> {
     Ok(documents)
 }
 
-/// What became of what `denormd prune` has asked for.
+/// Outcome of a `denormd prune` request.
 #[derive(Debug)]
 pub enum Carried {
-    /// It is done.
+    /// All retired fields are removed.
     Out,
-    /// It is not, for this reason.
+    /// Refused, with the reason.
     Refused(String),
-    /// It was told to stop before all was done.
+    /// Stopped before all fields were removed.
     Stopped,
 }
 
-/// What a leader does for `denormd prune`, a page of documents at a time, by writes that end with its lease. A `stop` is heeded
-/// between writes: one that is on its way is waited for, as whoever leads next may write what it takes away.
+/// Removes retired fields for `denormd prune`, a page of documents at a time, by writes that end with the lease. Checks
+/// `stop` between writes: a write in flight is waited for, because the next leader may write the same field.
 pub async fn carry_out(context: &Context, paths: &[Retired], stop: &CancellationToken) -> Result<Carried> {
-    // In partitions all are asked, and one of them is enough.
+    // Every partition receives the request, and one of them is enough.
     if context.partition.place() != 0 {
         return Ok(Carried::Out);
     }
@@ -102,7 +104,7 @@ pub async fn carry_out(context: &Context, paths: &[Retired], stop: &Cancellation
     Ok(Carried::Out)
 }
 
-/// False when it was told to stop.
+/// Removes one retired field. Returns false if it was stopped.
 async fn take_away(context: &Context, retired: &Retired, stop: &CancellationToken) -> Result<bool> {
     let (database, collection) = retired.namespace();
     let Some(pages) = stop.run_until_cancelled(holders(context, retired)).await else { return Ok(false) };
@@ -123,7 +125,7 @@ async fn take_away(context: &Context, retired: &Retired, stop: &CancellationToke
     }
 }
 
-/// The `_id`s of the documents that have it.
+/// The `_id`s of the documents with the field.
 async fn holders(context: &Context, retired: &Retired) -> Result<Pages> {
     let (database, collection) = retired.namespace();
     let command = doc! {

@@ -1,4 +1,4 @@
-//! Reconcile requests: what route asks for, the work queue holds, and reconcile does.
+//! Reconcile requests: created by routing, held in the work queue, carried out by reconciling.
 
 use std::collections::HashSet;
 
@@ -6,21 +6,21 @@ use tokio::sync::oneshot;
 
 use crate::{key::Key, plan::RuleId, position::ClusterTime};
 
-/// One thing to look at again. The reason is not part of it, so that many reasons are one request.
+/// One thing to check again. The reason is not part of it, so that requests for different reasons are merged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// For which rule.
+    /// The rule that it is for.
     pub rule: RuleId,
-    /// What kind of look.
+    /// The kind of check.
     pub task: Task,
-    /// At which document or value.
+    /// The document or value to check.
     pub key: Key,
-    /// Which targets of the key are meant. Only [`Task::Value`] tells them apart.
+    /// The targets of the key that are meant. Only [`Task::Value`] distinguishes them.
     pub scope: Scope,
 }
 
 impl Request {
-    /// About how many bytes of memory it takes in the queue.
+    /// Approximate memory in the queue, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let named: usize = match &self.scope {
@@ -31,10 +31,10 @@ impl Request {
     }
 }
 
-/// What a key, or a named target, takes in the queue beside itself.
+/// Memory of a key, or of a named target, in the queue in addition to its own size, in bytes.
 const PLACE: usize = 128;
 
-/// What is done with a key.
+/// Kind of work on a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Task {
     /// The key is a value that source and targets share: read the sources, write the targets. A key without values stands
@@ -42,16 +42,17 @@ pub enum Task {
     Value,
     /// The key is a target's `_id`: read its references and their sources, write it.
     Target,
-    /// The key is a source's `_id`: find which values it has now, and ask for those.
+    /// The key is a source's `_id`: find its current values, and request those.
     LocateSource,
-    /// The key is a target's `_id`: find what it refers to now, and ask for that, for this target alone.
+    /// The key is a target's `_id`: find its current references, and request those, for this target alone.
     LocateTarget,
-    /// The key is the `_id` of a target whose owned fields somebody wrote, maybe we: compare it with its definition.
+    /// The key is the `_id` of a target whose owned fields were written, possibly by denormd: compare it with its
+    /// definition.
     Guard,
-    /// The key is a source's `_id`: find the targets that hold it in their array, and ask for those. Runs when what was being
-    /// written for the rule when this was asked is acknowledged: a write in flight may put the source into a target yet.
+    /// The key is a source's `_id`: find the targets that hold it in their array, and request those. Runs after all
+    /// writes that were in flight for the rule when it was requested: one of them may still add the source to a target.
     Parents,
-    /// The key is a value: find the targets that refer to it, and ask for each.
+    /// The key is a value: find the targets that refer to it, and request each.
     Holders,
 }
 
@@ -59,7 +60,7 @@ impl Task {
     const ALL: [Self; 7] =
         [Self::Value, Self::Target, Self::LocateSource, Self::LocateTarget, Self::Guard, Self::Parents, Self::Holders];
 
-    /// Whether it finds keys and writes nothing.
+    /// True if it finds keys and writes nothing.
     #[must_use]
     pub fn looks_up(self) -> bool {
         match self {
@@ -89,12 +90,12 @@ impl Task {
     }
 }
 
-/// Which targets of a value are meant.
+/// The targets of a value that are meant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Scope {
-    /// Every target: the source changed.
+    /// All targets, because the source changed.
     All,
-    /// Those with these `_id`s: they came or were re-pointed.
+    /// Targets with these `_id`s, because they are new or their reference changed.
     Named(HashSet<Key>),
 }
 
@@ -114,7 +115,7 @@ impl Scope {
         }
     }
 
-    /// How many places in memory it takes.
+    /// Number of `_id`s that it holds, at least 1.
     #[must_use]
     pub fn weight(&self) -> usize {
         match self {
@@ -124,26 +125,26 @@ impl Scope {
     }
 }
 
-/// Where a request comes from: what must not be taken for done before it is.
+/// Origin of a request. Its batch is not done before the request is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Origin {
     /// The stream (or the backfill) that delivered it.
     pub stream: usize,
     /// The batch within the stream, counted from 1.
     pub batch: u64,
-    /// The cluster time that reads must not be older than.
+    /// The minimum cluster time of reads.
     pub after: ClusterTime,
-    /// The wall time of the event in milliseconds since 1970, where it is known.
+    /// The wall time of the event in milliseconds since 1970, if known.
     pub committed: Option<i64>,
 }
 
-/// Requests that do not come from a stream, and the wish to know when they are done.
+/// Requests that do not come from a stream, with a notification of their end.
 #[derive(Debug)]
 pub struct Page {
-    /// What is asked for.
+    /// The requests of the page.
     pub requests: Vec<Request>,
-    /// What reads must not be older than.
+    /// The minimum cluster time of reads.
     pub after: ClusterTime,
-    /// Told when all of it is acknowledged or recorded as dead letters.
+    /// Notified when all requests are acknowledged or recorded as dead letters.
     pub done: oneshot::Sender<()>,
 }

@@ -1,4 +1,4 @@
-//! From a change event to reconcile requests. Pure: the event and the plan are all it knows.
+//! Turns a change event into reconcile requests. Pure: depends on the event and the plan only.
 
 use std::collections::HashMap;
 
@@ -12,17 +12,17 @@ use crate::{
     request::{Request, Scope, Task},
 };
 
-/// What one event asks for.
+/// The work that an event leads to.
 #[derive(Debug, Default, PartialEq)]
 pub struct Routed {
-    /// Keys to look at again.
+    /// Keys to check again.
     pub requests: Vec<Request>,
-    /// Rules whose every target must be looked at again, because the event does not tell which.
+    /// Rules whose targets must all be checked again, because the event does not tell which ones are affected.
     pub sweeps: Vec<RuleId>,
     /// Rules whose source collection was replaced as a whole.
     pub renewed: Vec<RuleId>,
     /// Rules whose source collection is gone.
-    pub bereft: Vec<RuleId>,
+    pub sources_gone: Vec<RuleId>,
 }
 
 /// A plan, indexed by collection.
@@ -51,22 +51,22 @@ impl Router {
         self.plan.rule(id)
     }
 
-    /// What `event` asks for.
+    /// Adds the work for `event` to `out`.
     pub fn route(&self, event: &ChangeEvent, out: &mut Routed) {
         match &event.change {
             Change::Insert(_) | Change::Replace(_) | Change::Update(_) | Change::Delete => {
                 self.rules(&self.by_source, &event.namespace).for_each(|rule| source_changed(rule, event, out));
                 self.rules(&self.by_target, &event.namespace).for_each(|rule| target_changed(rule, event, out));
             }
-            Change::Drop => out.bereft.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id)),
+            Change::Drop => out.sources_gone.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id)),
             Change::Rename(to) => {
-                out.bereft.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id));
+                out.sources_gone.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id));
                 out.renewed.extend(self.rules(&self.by_source, to).map(|rule| rule.id));
                 out.sweeps.extend(self.rules(&self.by_target, to).map(|rule| rule.id));
             }
             Change::DropDatabase => {
                 let gone = |rule: &&std::sync::Arc<Rule>| rule.source.namespace.database == event.namespace.database;
-                out.bereft.extend(self.plan.rules.iter().filter(gone).map(|rule| rule.id));
+                out.sources_gone.extend(self.plan.rules.iter().filter(gone).map(|rule| rule.id));
             }
             Change::Other => {}
         }
@@ -116,7 +116,7 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
                         out.requests.push(locate());
                     }
                 }
-                // The keys have not changed, so the document as it is now tells them.
+                // The keys have not changed, so the current document has them.
                 None if !moved => out.requests.push(locate()),
                 None if rule.child().is_some() => out.requests.extend([locate(), look(Task::Parents)]),
                 None => out.sweeps.push(rule.id),
@@ -171,7 +171,7 @@ pub fn target_requests(rule: &Rule, id: &Key, doc: &Document) -> Vec<Request> {
     reference_requests(rule, id, rule.reference.keys(Role::Target, doc))
 }
 
-/// The requests that bring one target up to date, given what it refers to.
+/// The requests that bring one target up to date, given its references.
 #[must_use]
 pub fn reference_requests(rule: &Rule, id: &Key, references: Vec<Option<Key>>) -> Vec<Request> {
     match rule.keyed {
@@ -212,7 +212,7 @@ mod tests {
         }
     }
 
-    /// The requests of an event, in short: `Value [1] all`, `Value [] 7`.
+    /// The requests of an event in short form: `Value [1] all`, `Value [] 7`.
     fn asked(router: &Router, collection: &str, change: Change, before: Option<Document>) -> Vec<String> {
         let mut routed = Routed::default();
         router.route(&event(collection, change, before), &mut routed);
@@ -225,7 +225,7 @@ mod tests {
             format!("{:?} [{}] {scope}", request.task, key.join(","))
         });
         let sweeps = routed.sweeps.iter().chain(&routed.renewed).map(|_| "sweep".to_owned());
-        requests.chain(sweeps).chain(routed.bereft.iter().map(|_| "bereft".to_owned())).collect()
+        requests.chain(sweeps).chain(routed.sources_gone.iter().map(|_| "bereft".to_owned())).collect()
     }
 
     fn update(paths: &[&str]) -> Change {

@@ -1,7 +1,7 @@
-//! The state of a rule: one value that says whether the rule runs, and if it does not, why.
+//! The state of a rule: one value for whether the rule runs and, if it does not, the reason.
 //!
-//! The state database holds it ([`crate::checkpoint::rule_record`]), the pipeline acts on it, and status, metrics and commands
-//! report it. No other flag says the same thing a second time.
+//! The state database holds it ([`crate::checkpoint::rule_record`]), the pipeline acts on it, and status, metrics and
+//! commands report it. No other flag duplicates it.
 
 use std::fmt;
 
@@ -11,10 +11,11 @@ use serde::{Deserialize, Serialize};
 /// The state of a rule.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RuleState {
-    /// Existing targets are being brought up to date, beside live changes. The leader sets it for a new or changed rule, after a
-    /// loss of history, and when a blocked, paused or unavailable rule runs again; `denormd backfill` requests it.
+    /// Existing targets are being brought up to date while live changes are applied. The leader sets it for a new or
+    /// changed rule, after a loss of history, and when a blocked, paused or unavailable rule runs again; `denormd
+    /// backfill` requests it.
     Backfilling {
-        /// The `_id` of the target to resume after; none at the beginning.
+        /// The `_id` of the target to resume after; None at the beginning.
         after: Option<Bson>,
         /// Somebody has agreed to the values that it removes (`denormd unblock`, or `adopt: true` before the first backfill of a
         /// definition): the removal limit does not stop it.
@@ -25,25 +26,26 @@ pub enum RuleState {
     AwaitingBackfill,
     /// Live changes are applied, and existing targets are up to date. The leader sets it at the end of a backfill.
     Live,
-    /// Going on could cost data that a person has to agree to lose. The leader sets it; `denormd unblock` ends it, by a
-    /// backfill. A rule whose source is gone is also unblocked when a collection is there again.
+    /// Continuing could lose data, which a person has to agree to. The leader sets it; `denormd unblock` ends it with a
+    /// backfill. A rule whose source is gone is also unblocked when the collection exists again.
     Blocked(BlockReason),
-    /// An operator has stopped it. `denormd pause` sets it; `denormd resume`, or the end of the time given, ends it by a backfill.
+    /// An operator has stopped it. `denormd pause` sets it; `denormd resume`, or the end of the given time, ends it
+    /// with a backfill.
     Paused {
-        /// When the pause ends by itself.
+        /// Time at which the pause ends by itself.
         until: Option<DateTime>,
     },
-    /// The cluster lacks a privilege or an index that the rule needs. The leader sets it, and ends it by a backfill when that is
-    /// there.
+    /// The cluster lacks a privilege or an index that the rule needs. The leader sets it, and ends it with a backfill
+    /// once the privilege is granted or the index exists.
     Unavailable {
-        /// What is missing.
+        /// The missing privilege or index.
         reason: String,
     },
     /// The rule is not in the config. The leader sets it; a rule that comes back is backfilled.
     Removed,
 }
 
-/// Why a rule is blocked.
+/// Reason why a rule is blocked.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind")]
 pub enum BlockReason {
@@ -58,7 +60,7 @@ pub enum BlockReason {
     Adoption(Adoption),
 }
 
-/// What the first backfill of a rule would do to existing data.
+/// Effect of a rule's first backfill on existing data.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Adoption {
     /// Targets that would get a value where they have none.
@@ -70,20 +72,29 @@ pub struct Adoption {
     /// Targets whose value would be removed.
     #[serde(rename = "removes", default)]
     pub removes: u64,
-    /// Targets that were looked at.
+    /// Targets that were inspected.
     #[serde(rename = "total", default)]
     pub total: u64,
-    /// Whether the figures are of a sample, not of all targets.
+    /// True if the figures come from a sample, not from all targets.
     #[serde(rename = "sampled", default)]
     pub sampled: bool,
-    /// What blocks the rule, each in a sentence.
+    /// The reasons why the rule is blocked, one sentence each.
     #[serde(rename = "causes", default)]
     pub causes: Vec<String>,
 }
 
 impl RuleState {
-    /// A backfill of all targets, whose removals nobody has agreed to.
+    /// A backfill of all targets, without an agreement to its removals.
     pub const BACKFILL: Self = Self::Backfilling { after: None, agreed: false };
+
+    /// The same state; a backfill gets this agreement to its removals.
+    #[must_use]
+    pub fn with_removals(mut self, are_agreed: bool) -> Self {
+        if let Self::Backfilling { agreed, .. } = &mut self {
+            *agreed = are_agreed;
+        }
+        self
+    }
 
     /// Its name in output and metrics.
     #[must_use]
@@ -99,25 +110,25 @@ impl RuleState {
         }
     }
 
-    /// Whether its backfill is open.
+    /// True while its backfill is in progress.
     #[must_use]
     pub fn is_backfilling(&self) -> bool {
         matches!(self, Self::Backfilling { .. })
     }
 
-    /// Whether a person has to agree before it runs again.
+    /// True if a person has to agree before it runs again.
     #[must_use]
     pub fn is_blocked(&self) -> bool {
         matches!(self, Self::Blocked(_))
     }
 
-    /// Whether it is blocked, paused or unavailable: its values are not kept in sync for now, and a backfill follows.
+    /// True if it is blocked, paused or unavailable: its values are not kept in sync for now, and a backfill follows.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         matches!(self, Self::Blocked(_) | Self::Paused { .. } | Self::Unavailable { .. })
     }
 
-    /// Why it is stopped, in words.
+    /// The reason why it is stopped, in words.
     #[must_use]
     pub fn reason(&self) -> Option<String> {
         match self {
@@ -128,7 +139,7 @@ impl RuleState {
         }
     }
 
-    /// Of the states of one rule in several partitions, the highest speaks for the rule.
+    /// Rank among the states of one rule in several partitions: the highest is reported for the rule.
     #[must_use]
     pub fn urgency(&self) -> u8 {
         match self {

@@ -1,4 +1,4 @@
-//! `/metrics`, health, `/v1` and the page. What changes something needs a token.
+//! `/metrics`, health checks, `/v1` and the status page. Requests that change something need a token.
 
 mod address;
 mod ask;
@@ -30,14 +30,14 @@ use crate::{
 
 pub use guard::Guard;
 
-/// A server that has not answered for so long makes this process unready.
+/// A stream without an answer for this time makes the process unready.
 const SILENCE: Duration = Duration::from_secs(15);
-/// How long an answer waits for what the leader says now; after that it is what the leader said last.
+/// Longest wait for the leader's current status; after it, the response has the leader's last known status.
 const HEAR: Duration = Duration::from_secs(1);
-/// The page: one file, nothing from outside.
+/// The status page: one file without external resources.
 const PAGE: &str = include_str!("server/page.html");
 
-/// Takes the address, so that one that is taken is told before anything is started.
+/// Binds the address, so that a conflict is reported before anything is started.
 pub fn bind(listen: SocketAddr) -> Result<TcpListener> {
     connections::listen(listen).map_err(|error| {
         let why = match error.kind() {
@@ -91,8 +91,9 @@ async fn livez(State(board): State<Arc<Board>>) -> Response {
     }
 }
 
-/// Ready: it leads, and the server and every stream answer; or it stands by, and the lease is read. A backfill does not make
-/// it unready. Nothing else is ready: not a daemon that has not started, and not one that cannot tell who leads.
+/// Ready if this instance leads, and the server and every stream answer; or if it is a standby and can read the lease.
+/// A backfill does not make it unready. A daemon that has not started, or cannot tell which instance leads, is not
+/// ready.
 async fn readyz(State(board): State<Arc<Board>>) -> Response {
     let status = board.status();
     let because = not_ready_because(&status);
@@ -118,7 +119,8 @@ async fn readyz(State(board): State<Arc<Board>>) -> Response {
     (code, Json(body)).into_response()
 }
 
-/// The causes that make this instance unready, with the driver's reason, or its state where that does.
+/// The causes that make this instance unready, each with the driver's reason; without any, its state if that makes it
+/// unready.
 fn not_ready_because(status: &Status) -> Vec<String> {
     let anywhere = ["no_primary", "lease_unreadable"];
     let leading = ["privilege", "stalled", "stream_interrupted"];
@@ -138,7 +140,7 @@ fn not_ready_because(status: &Status) -> Vec<String> {
 }
 
 async fn status(State(board): State<Arc<Board>>) -> Response {
-    // A standby answers for the leader, as of now.
+    // A standby responds with the leader's current status.
     board.hear(HEAR).await;
     Json(board.status()).into_response()
 }

@@ -1,7 +1,7 @@
-//! What is said to people and programs about how true the copies are: lag, causes, progress, history.
+//! Status for people and programs: lag, causes, progress, history.
 //!
-//! The pipeline publishes what it knows; the board adds what the server says (its clock, its last write, how far its oplog
-//! reaches back), and turns both into figures whenever somebody asks.
+//! The pipeline publishes its state; the board adds what it learns from the server (its clock, its last write, its
+//! oplog window), and turns both into figures on request.
 
 mod canary;
 mod causes;
@@ -49,24 +49,24 @@ pub use report::{
 use shared::Shared;
 use timeline::Timeline;
 
-/// How often the board looks.
+/// Interval between two checks of the board.
 const TICK: Duration = Duration::from_secs(1);
-/// How long writing events may take before it is tried again.
+/// Time limit for writing events, after which they are tried again.
 const WRITE_EVENTS: Duration = Duration::from_secs(10);
-/// How long a process that ends waits for its last events to be kept.
+/// Time that a process that ends spends on writing its last events.
 const CLOSE: Duration = Duration::from_secs(2);
-/// A board that has not looked for so long is on an event loop that does not turn.
+/// Time without a check after which the event loop counts as blocked.
 const LIVE: Duration = Duration::from_secs(30);
 
-/// How often the kept timeline is read: other instances write into it too.
+/// Rounds between reads of the stored timeline, into which other instances write as well.
 const READ_EVENTS: u32 = 10;
-/// Events shown, and events kept while they cannot be written.
+/// Events shown, and events buffered while they cannot be written.
 const EVENTS: usize = 200;
 
 /// Gathers the figures of one daemon.
 #[derive(Debug)]
 pub struct Board {
-    /// What is measured.
+    /// The measured values.
     pub metrics: Arc<Metrics>,
     name: String,
     instance: String,
@@ -75,45 +75,46 @@ pub struct Board {
 
 #[derive(Debug)]
 struct State {
-    /// By the partition's place.
+    /// The running pipelines, by the place of their partition.
     attached: BTreeMap<u32, Attached>,
-    /// How many partitions there are.
+    /// Number of partitions.
     partitions: u32,
-    /// When this board was made.
+    /// Creation time of this board.
     began: Instant,
-    /// What this process works with, once it has reached the cluster, and how long an instance that is not heard of is there.
+    /// The context of this process, once it has reached the cluster, and the time after which a silent instance counts
+    /// as gone.
     cluster: Option<(Arc<Context>, Duration)>,
-    /// The leases, as read last.
+    /// The leases as they were last read.
     read: Option<Reading>,
-    /// What was told last of who leads.
+    /// The leadership at the last check, against which changes are found.
     told: Leadership,
-    /// What the instances tell each other.
+    /// Data that the instances share.
     shared: Shared,
     probes: Probes,
-    /// Why the last question to the server was not answered.
+    /// The error of the last request to the server; None if it was answered.
     unanswered: Option<(Kind, String)>,
-    /// Fields that earlier rules have left behind.
+    /// Retired fields, which earlier rules have left behind.
     retired: Vec<RetiredField>,
     oplog: Oplog,
-    /// By how much the clocks of the members differ, in seconds.
+    /// The difference between the members' clocks, in seconds.
     clock_skew: Option<f64>,
     /// Dead letters by rule and reason.
-    letters: BTreeMap<String, BTreeMap<String, u64>>,
+    dead_letters: BTreeMap<String, BTreeMap<String, u64>>,
     history: History,
     behind_since: BTreeMap<String, i64>,
     since: BTreeMap<Cause, i64>,
     /// The rules that each cause names in the metrics.
     named: BTreeSet<(Cause, String)>,
-    /// Up to when the copies are current, while this process leads, and which rules that is not said of.
+    /// The time up to which the copies are current, while this process leads, and the rules that this does not cover.
     currency: Currency,
     except: BTreeSet<String>,
-    /// While this process leads.
+    /// Present while this process leads.
     canary: Option<Canary>,
     timeline: Timeline,
     journal: Option<Arc<Journal>>,
-    /// Events that are not kept yet, oldest first.
+    /// Events that are not stored yet, oldest first.
     unwritten: VecDeque<Event>,
-    /// The last events that are kept, of all instances, oldest first.
+    /// The last stored events of all instances, oldest first.
     written: Vec<Event>,
     ticked: Instant,
     /// The last time at which every pipeline ran.
@@ -121,12 +122,12 @@ struct State {
     insecure: Vec<&'static str>,
 }
 
-/// The pipeline that runs.
+/// A running pipeline.
 #[derive(Debug, Clone)]
 pub struct Attached {
-    /// What it works with.
+    /// Its context.
     pub context: Arc<Context>,
-    /// How far it is.
+    /// Its progress.
     pub progress: watch::Receiver<Progress>,
 }
 
@@ -136,7 +137,7 @@ impl State {
     }
 }
 
-/// Everything that one status is made of.
+/// The inputs of one status.
 struct View {
     leadership: Leadership,
     lags: Lags,
@@ -160,7 +161,7 @@ impl Board {
             retired: Vec::new(),
             oplog: Oplog::default(),
             clock_skew: None,
-            letters: BTreeMap::new(),
+            dead_letters: BTreeMap::new(),
             history: History::default(),
             behind_since: BTreeMap::new(),
             since: BTreeMap::new(),
@@ -179,50 +180,51 @@ impl Board {
         Arc::new(Self { metrics, name: name.to_owned(), instance: instance(), state: Mutex::new(state) })
     }
 
-    /// Options that switch the verification of certificates off; none is as it should be.
+    /// Records the options that disable the verification of certificates; normally none.
     pub fn insecure(&self, options: Vec<&'static str>) {
         self.metrics.tls_unverified.set(i64::from(!options.is_empty()));
         self.state().insecure = options;
     }
 
-    /// The deployment is divided into so many partitions.
+    /// Records the number of partitions of the deployment.
     pub fn divided(&self, partitions: u32) {
         self.state().partitions = partitions;
         self.metrics.divided(partitions);
     }
 
-    /// The cluster cannot be reached, so that nothing has started yet.
+    /// Records that the cluster cannot be reached, so that nothing has started yet.
     pub fn unreached(&self, error: &Error) {
-        self.metrics.trouble(None, "connect", error);
+        self.metrics.record_error(None, "connect", error);
         self.state().unanswered = Some((error.kind, error.message.clone()));
     }
 
-    /// The cluster is reached, or the config was read again: what this process works with, beside any pipeline.
+    /// Records the context that this process uses outside of any pipeline: the cluster is reached, or the config was
+    /// read again.
     pub fn reached(&self, context: Arc<Context>, ttl: Duration) {
         self.state().cluster = Some((context, ttl));
     }
 
-    /// The pipeline of a partition runs: this process leads it.
+    /// Records that the pipeline of a partition runs: this process leads it.
     pub fn attach(&self, context: Arc<Context>, progress: watch::Receiver<Progress>) {
         let mut state = self.state();
         self.metrics.turn(context.partition.place());
         state.told = Leadership::Leader { term: context.server.term() };
         state.currency = Currency::default();
         state.attached.insert(context.partition.place(), Attached { context, progress });
-        // Of several partitions the first one sends it, and it comes through when all have applied it.
+        // With several partitions, the first one sends the canary, which arrives when all partitions have applied it.
         if state.attached.len() == 1 || state.canary.is_none() {
             state.canary = Some(Canary::new(self.metrics.now()));
         }
     }
 
-    /// The pipeline of a partition runs no more. What it said stays until a lease is read that names another instance: nobody
-    /// may lead meanwhile.
+    /// Records that the pipeline of a partition has stopped. Its figures stay until a lease names another instance: in
+    /// the meantime there may be no leader.
     pub fn detach_partition(&self, partition: Partition) {
         self.state().attached.remove(&partition.place());
         self.metrics.stopped(partition.place());
     }
 
-    /// No pipeline runs any more.
+    /// Records that no pipeline runs any more.
     pub fn detach(&self) {
         let attached = std::mem::take(&mut self.state().attached);
         for place in attached.into_keys() {
@@ -230,7 +232,7 @@ impl Board {
         }
     }
 
-    /// The leases were read.
+    /// Records the leases that were read.
     fn take_leases(&self, held: BTreeMap<String, Holder>) {
         let mut state = self.state();
         let by_others = |place: &u32| {
@@ -248,42 +250,42 @@ impl Board {
         state.read = Some(Reading { at: Instant::now(), held });
     }
 
-    /// One of the pipelines that run, if one does.
+    /// One of the running pipelines, if there is one.
     #[must_use]
     pub fn attached(&self) -> Option<Attached> {
         self.state().attached.values().next().cloned()
     }
 
-    /// The pipelines that run, one for each partition that this process leads.
+    /// The running pipelines, one for each partition that this process leads.
     #[must_use]
     pub fn all_attached(&self) -> Vec<Attached> {
         self.state().attached.values().cloned().collect()
     }
 
-    /// What this process works with beside any pipeline, once it has reached the cluster.
+    /// The context that this process uses outside of any pipeline, once it has reached the cluster.
     #[must_use]
     pub fn context(&self) -> Option<Arc<Context>> {
         self.state().cluster.as_ref().map(|(context, _)| context.clone())
     }
 
-    /// How many partitions the deployment is divided into.
+    /// Number of partitions of the deployment.
     #[must_use]
     pub fn partitions(&self) -> u32 {
         self.state().partitions
     }
 
-    /// What this instance is to its deployment now.
+    /// The current role of this instance in its deployment.
     #[must_use]
     pub fn leadership(&self) -> Leadership {
         self.view(&self.state(), self.metrics.now()).leadership
     }
 
-    /// Where the timeline is kept, from now on.
+    /// Stores the timeline in this journal from now on.
     pub fn keep(&self, journal: Journal) {
         self.state().journal = Some(Arc::new(journal));
     }
 
-    /// Something for the timeline. It names rules and reasons, never a document's id or value.
+    /// Adds an event to the timeline. It may name rules and reasons, never a document's id or value.
     pub fn happened(&self, what: &str, text: &str) {
         self.tell(&mut self.state(), vec![Event::new(self.metrics.now(), what, Vec::new(), text.to_owned())]);
     }
@@ -310,7 +312,8 @@ impl Board {
         }
     }
 
-    /// Writes what is not kept yet, and reads what is. A server that does not answer is asked again.
+    /// Writes the events that are not stored yet, and reads the stored ones. After a failure, the next round tries
+    /// again.
     async fn write_events(&self, read: bool) -> Result<()> {
         let (journal, events) = {
             let state = self.state();
@@ -331,7 +334,7 @@ impl Board {
         Ok(())
     }
 
-    /// Writes what is left, for a process that ends.
+    /// Writes the remaining events when the process ends.
     pub async fn close(&self) {
         match tokio::time::timeout(CLOSE, self.write_events(false)).await {
             Ok(Ok(())) => {}
@@ -340,7 +343,7 @@ impl Board {
         }
     }
 
-    /// Looks at the server and at itself until `stop`.
+    /// Checks the server and this process until `stop`.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         let asking = async {
             loop {
@@ -372,7 +375,7 @@ impl Board {
                     Ok(result) => result.is_err(),
                     Err(_) => true,
                 };
-                // What could not be written is written when the server is back.
+                // Events that could not be written are written when the server is back.
                 round = if failed { 0 } else { round + 1 };
                 tokio::time::sleep(TICK).await;
             }
@@ -394,8 +397,8 @@ impl Board {
         }
     }
 
-    /// Whether the event loop turns and the pipelines with it. Does not depend on the server. A pipeline that ends, for a new
-    /// config or a new leader, has time to do so.
+    /// True if the event loop and the pipelines make progress. Does not depend on the server. A pipeline that ends, for
+    /// a new config or a new leader, has time to do so.
     #[must_use]
     pub fn is_live(&self) -> bool {
         let state = self.state();
@@ -403,13 +406,13 @@ impl Board {
         lives(state.ticked) && lives(state.ran) && (state.attached.is_empty() || self.metrics.since_turn() < LIVE)
     }
 
-    /// Whether every pipeline of this process runs.
+    /// True if every pipeline of this process runs.
     #[must_use]
     pub fn runs(&self) -> bool {
         self.state().runs()
     }
 
-    /// Computes the gauges anew.
+    /// Recomputes the gauges.
     pub fn refresh(&self) {
         let now = self.metrics.now();
         let mut state = self.state();
@@ -417,7 +420,7 @@ impl Board {
         self.publish(&mut state, &view, now);
     }
 
-    /// The exposition text, as of now.
+    /// The Prometheus exposition text as of now.
     pub fn expose(&self) -> Result<Vec<u8>> {
         self.refresh();
         self.metrics.expose()
@@ -512,7 +515,7 @@ impl Board {
             }
         }
         for (cause, rule) in state.named.difference(&named) {
-            // It is there: this is what was set before.
+            // It exists, because it was set before.
             causes.remove_label_values(&[cause.name(), rule]).ok();
         }
         state.named = named;
@@ -520,7 +523,7 @@ impl Board {
 
     fn publish_lags(&self, state: &mut State, view: &View, now: i64) {
         let metrics = &self.metrics;
-        // A standby only passes on what the leader says of itself.
+        // A standby only passes on the leader's own figures.
         let own = !matches!(view.leadership, Leadership::Standby { .. });
         let Some(overall) = view.lags.overall.filter(|_| own) else {
             [&metrics.lag, &metrics.rule_lag, &metrics.rule_chain_lag].into_iter().for_each(GaugeVec::reset);
@@ -533,7 +536,7 @@ impl Board {
             if rule.runs {
                 metrics.rule_lag.with_label_values(&[&rule.name]).set(rule.own);
             } else {
-                // It may have had none.
+                // It may not exist.
                 metrics.rule_lag.remove_label_values(&[&rule.name]).ok();
             }
             if rule.is_behind() {

@@ -1,4 +1,4 @@
-//! One change stream a database: decoded events in batches, each with the position after it.
+//! One change stream per database: decoded events in batches, each with the position after it.
 
 use std::{
     collections::BTreeSet,
@@ -26,31 +26,33 @@ use crate::{
 };
 use relevance::Scalars;
 
-/// How long the server waits for an event before it answers with an empty batch. An empty batch carries a token too: it says
-/// how far the stream is when nothing but our own writes, which are not sent, has moved the oplog.
+/// Time that the server waits for an event before it answers with an empty batch. An empty batch carries a token as
+/// well: it tells how far the stream is when only our own writes, which are not sent, have moved the oplog.
 const AWAIT: Duration = Duration::from_millis(100);
-/// With more changed keys or targets of a fan-out than this in waiting, the server is not asked for more at once. A request that
-/// waits for an event is woken by every entry of the oplog, our own writes included: 7 µs an entry, half of it in the thread
-/// that makes entries visible (MongoDB 6.0.5; docs/performance.md). Asked later, it passes them in one go.
+/// Backlog, in changed keys and targets of fan-out jobs, above which the server is not asked for more at once. A
+/// request that waits for an event is woken by every oplog entry, our own writes included: 7 µs an entry, half of it in
+/// the thread that makes entries visible (MongoDB 6.0.5; docs/lab-notebook.md). A later request passes them all at once.
 const BACKLOG: usize = 500;
-/// How long it is not asked when a backlog begins, which most often is done by then; and later on, as long as that lasts: changes
-/// of other rules wait as long, and of those that this one feeds.
+/// The delay of that request when a backlog begins, which is usually gone afterwards, and the delay while the backlog
+/// lasts: changes of other rules, and of the rules that this one feeds, wait as long.
 const REST: (Duration, Duration) = (Duration::from_secs(1), Duration::from_millis(250));
-/// How long it is looked for a reference that is a document, in milliseconds. An index on the reference finds it at once.
+/// Time limit of the search for a reference that is a document, in milliseconds. An index on the reference finds it at
+/// once.
 const LOOK_FOR_NESTED: i64 = 5000;
-/// How often it is seen whether the backlog is done.
+/// Interval between checks of the backlog.
 const LOOK: Duration = Duration::from_millis(5);
-/// Events in one batch at most.
+/// Most events in one batch.
 const BATCH: u32 = 5000;
-/// BSONObjectTooLarge, and what the server says where an event is still larger: an event does not fit into a reply.
+/// BSONObjectTooLarge, and the server's code for an even larger event: the event does not fit into a reply.
 const TOO_LARGE: [i32; 2] = [10334, 13548];
-/// If an event with its resume token does not fit into a message, the server closes the connection without a word. So many
-/// times in a row, while it answers everything else, mean that.
+/// If an event with its resume token does not fit into a message, the server closes the connection without an error.
+/// This number of times in a row, while the server answers everything else, means that.
 const HANG_UPS: u32 = 5;
 
-/// How a filter names the collections that it lets through. What it says of an event's own fields the server tries on each entry
-/// of the oplog, one name after the other, and again on the event: with 1,000 names 18 µs each time (MongoDB 6.0.5). A field that
-/// is computed is tried on the event alone, which has been made by then (6 µs), and by a search among sorted names.
+/// The condition by which a filter selects collections. The server evaluates a condition on an event's own fields on
+/// each oplog entry, one name after the other, and again on the event: 18 µs each time with 1,000 names (MongoDB
+/// 6.0.5). A condition on a computed field is evaluated on the event alone, which has been built by then (6 µs), by a
+/// search in sorted names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Naming {
     /// Whole namespaces: cheapest for a few.
@@ -62,7 +64,7 @@ enum Naming {
 }
 
 impl Naming {
-    /// The cheapest for so many collections, from measurements with 2, 20, 100, 200 and 1,000.
+    /// The cheapest condition for this number of collections, from measurements with 2, 20, 100, 200 and 1,000.
     fn of(collections: usize) -> Self {
         match collections {
             0..=8 => Self::Whole,
@@ -71,7 +73,7 @@ impl Naming {
         }
     }
 
-    /// The event is of one of these.
+    /// Condition that the event is of one of these collections.
     fn one_of(self, namespaces: &[&Namespace]) -> Document {
         let names: Vec<&str> = namespaces.iter().map(|ns| ns.collection.as_str()).collect();
         match self {
@@ -88,7 +90,7 @@ impl Naming {
     fn before(self) -> Vec<Document> {
         match self {
             Self::Whole | Self::Names => Vec::new(),
-            // Of a field that is merely named anew the server knows where it comes from.
+            // If a field is merely renamed, the server knows its origin.
             Self::Computed => vec![doc! {"$addFields": {"collection": {"$concat": ["$ns.coll", ""]}}}],
         }
     }
@@ -97,36 +99,37 @@ impl Naming {
 /// The stream of one database.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StreamSpec {
-    /// Its place among the streams.
+    /// Its index among the streams.
     pub stream: usize,
     /// The database.
     pub database: String,
-    /// What follows `$changeStream`: a filter and a projection.
+    /// The stages after `$changeStream`: a filter and a projection.
     pub pipeline: Vec<Document>,
-    /// The same without holding any update back.
+    /// The same stages without filtering out any update.
     pub whole: Vec<Document>,
-    /// References that are no documents while `pipeline` is followed: it would hold back changes inside them.
+    /// References that must not be documents while `pipeline` is used: it would filter out changes inside them.
     scalars: Scalars,
-    /// Whether events carry pre-images.
+    /// True if events carry pre-images.
     pub pre_images: bool,
 }
 
-/// What a stream delivers.
+/// A batch of events of one stream.
 #[derive(Debug)]
 pub struct Delivery {
-    /// Which stream.
+    /// The index of the stream.
     pub stream: usize,
     /// The events, in order.
     pub events: Vec<ChangeEvent>,
     /// The position after them.
     pub position: Position,
-    /// The batch was full: more wait behind it.
+    /// The batch was full: more events follow.
     pub more: bool,
-    /// What has happened is not known: the stream could not go on where it was, or an event cannot be read.
+    /// Some events are not known: the stream could not resume where it was, or an event cannot be read.
     pub lost: bool,
 }
 
-/// The streams that a plan needs, one a database. Of collections in `nested` (see [`nested`]) no update is held back.
+/// The streams that a plan needs, one per database. Updates of collections in `nested` (see [`nested`]) are never
+/// filtered out.
 #[must_use]
 pub fn streams(plan: &Plan, nested: &BTreeSet<Namespace>) -> Vec<StreamSpec> {
     let specs = plan.databases().into_iter().enumerate().map(|(stream, database)| {
@@ -147,8 +150,8 @@ pub fn streams(plan: &Plan, nested: &BTreeSet<Namespace>) -> Vec<StreamSpec> {
     specs.collect()
 }
 
-/// The target collections where a reference is a document, or may be one for all that is known: an update may change it from
-/// inside. Read before the streams are opened; from then on they see it.
+/// The target collections where a reference is a document, or where that is not known: an update may change it from
+/// inside. Read before the streams are opened; from then on the streams detect it.
 pub async fn nested(server: &Server, plan: &Plan) -> Result<BTreeSet<Namespace>> {
     let after = server.operation_time().await?;
     let mut nested = BTreeSet::new();
@@ -172,14 +175,14 @@ pub async fn nested(server: &Server, plan: &Plan) -> Result<BTreeSet<Namespace>>
 
 fn filter(plan: &Plan, namespaces: &[Namespace], naming: Naming, nested: &BTreeSet<Namespace>) -> Document {
     let mut wanted = relevance::wanted(plan, namespaces, naming, nested);
-    // `$out` and a rename onto a watched collection are seen by their `to` alone, and every event would be tried for one: so all
-    // renames come.
+    // `$out` and a rename onto a watched collection are recognized by their `to` alone, and every event would be
+    // checked for it: so all renames are delivered.
     wanted.push(doc! {"operationType": {"$in": ["dropDatabase", "invalidate", "rename"]}});
     doc! {"$match": {"$or": wanted}}
 }
 
-/// Keeps the references and the names of what changed: an event of 16 MB becomes one of a few hundred bytes. An update also
-/// says which of `scalars` it has set to a document.
+/// Keeps the references and the names of the changed fields: an event of 16 MB becomes one of a few hundred bytes. An
+/// update also has the names in `scalars` that it has set to a document.
 fn projection(plan: &Plan, database: &str, pre_images: bool, scalars: &Scalars) -> Document {
     let changed = doc! {"$concatArrays": [
         {"$map": {"input": {"$objectToArray": {"$ifNull": ["$updateDescription.updatedFields", {}]}}, "in": "$$this.k"}},
@@ -187,7 +190,7 @@ fn projection(plan: &Plan, database: &str, pre_images: bool, scalars: &Scalars) 
         {"$map": {"input": {"$ifNull": ["$updateDescription.truncatedArrays", []]}, "in": "$$this.field"}},
     ]};
     let mut fields = shared_fields();
-    // For other events it would be computed in vain: an eighth of what an insert costs.
+    // For other events this would be wasted: an eighth of the cost of an insert.
     let of_update = |value: Document| doc! {"$cond": [{"$eq": ["$operationType", "update"]}, value, "$$REMOVE"]};
     fields.insert("changed", of_update(changed));
     let names: BTreeSet<&String> = scalars.values().flatten().collect();
@@ -211,8 +214,8 @@ fn shared_fields() -> Document {
     doc! {"operationType": 1, "clusterTime": 1, "wallTime": 1, "ns": 1, "to": 1, "documentKey._id": 1}
 }
 
-/// A pipeline whose events say only that something has happened to a document. It fits a token of `pipeline`, because its
-/// filter is the same.
+/// A pipeline whose events report only that something happened to a document. A token of `pipeline` is valid for it,
+/// because its filter is the same.
 fn unread(pipeline: &[Document]) -> Vec<Document> {
     let mut fields = shared_fields();
     fields.insert("unread", doc! {"$literal": true});
@@ -222,14 +225,14 @@ fn unread(pipeline: &[Document]) -> Vec<Document> {
     unread
 }
 
-/// Where the references of a database's documents are. No path is inside another one, which a projection refuses.
+/// The paths of the references in a database's documents. No path is inside another one, which a projection refuses.
 fn reference_paths(plan: &Plan, database: &str) -> BTreeSet<String> {
     let mut paths = BTreeSet::new();
     for rule in &plan.rules {
         for (side, role) in [(&rule.source, Role::Source), (&rule.target, Role::Target)] {
             if side.namespace.database == database {
                 let of_side = rule.reference.paths(role).map(crate::field_path::FieldPath::query);
-                // Of a DBRef all fields count.
+                // All fields of a DBRef are needed.
                 paths.extend(of_side.map(|path| path.strip_suffix(".$id").unwrap_or(&path).to_owned()));
             }
         }
@@ -239,14 +242,14 @@ fn reference_paths(plan: &Plan, database: &str) -> BTreeSet<String> {
     paths
 }
 
-/// How a stream is read.
+/// The way in which a stream is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     /// In batches.
     Batches,
     /// One event at a time, because a batch has one that does not fit into a reply.
     Single,
-    /// Only that something has happened to a document: for the one event that does not fit.
+    /// Only the fact that something happened to a document: for the one event that does not fit.
     Unread,
 }
 
@@ -256,8 +259,8 @@ impl Way {
     }
 }
 
-/// Follows a stream until `stop`, and delivers into `out`, which holds it back when it is full. Reopens by itself after
-/// everything that may pass, for ever. `waiting` says how much is being written.
+/// Follows a stream until `stop`, and delivers into `out`, which pauses the stream when it is full. Reopens the stream
+/// after every transient error, without a limit. `waiting` is the current backlog.
 pub async fn follow(
     server: &Server,
     metrics: &Metrics,
@@ -276,7 +279,7 @@ pub async fn follow(
         };
         let Some(error) = failed else { continue };
         let pause = Duration::from_millis(100).saturating_mul(1 << follower.state.failures.min(6));
-        metrics.trouble(None, "read changes", &error);
+        metrics.record_error(None, "read changes", &error);
         tracing::warn!(database = %spec.database, error = %error.message, retry_in = ?pause, "the change stream was interrupted");
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -285,7 +288,7 @@ pub async fn follow(
     }
 }
 
-/// One stream, and what it takes to follow it.
+/// A stream, and the dependencies that are needed to follow it.
 struct Follower<'a> {
     server: &'a Server,
     spec: &'a StreamSpec,
@@ -294,22 +297,22 @@ struct Follower<'a> {
     state: State,
 }
 
-/// Where a stream is, and how it is read from there on.
+/// The position of a stream, and the way it is read from there.
 struct State {
     position: Position,
     /// The time at which the stream was reopened because its token was refused.
     by_time: Option<ClusterTime>,
     /// Failures since the last batch.
     failures: u32,
-    /// Of these the last ones where the server closed the connection and answered the next question.
+    /// The most recent of these failures in which the server closed the connection and answered the next request.
     hang_ups: u32,
     way: Way,
-    /// No update is held back.
+    /// No update is filtered out.
     whole: bool,
 }
 
 impl Follower<'_> {
-    /// Follows the stream until it is to be opened again. Returns an error if that should wait.
+    /// Follows the stream until it has to be reopened. Returns an error if that should wait.
     async fn go_on(&mut self) -> Option<Error> {
         let error = self.deliver().await.err()?;
         self.state.failures += 1;
@@ -317,8 +320,8 @@ impl Follower<'_> {
         let Position { time, token } = &mut self.state.position;
         let open_again = match error.kind {
             _ if is_too_large => self.narrow(&error).await,
-            // Whatever is wrong with a token, its time may still hold, and then nothing is lost. A time that the oplog does not
-            // reach is only refused after a first batch, which has a token again.
+            // Whatever is wrong with a token, its time may still be valid, and then nothing is lost. A time that the
+            // oplog does not reach is refused only after a first batch, which has a token again.
             Kind::HistoryLost | Kind::Refused if token.is_some() && self.state.by_time != Some(*time) => {
                 tracing::warn!(database = %self.spec.database, error = %error.message, "the change stream cannot go on from its token: reopening by time");
                 *token = None;
@@ -331,7 +334,7 @@ impl Follower<'_> {
         (!open_again).then_some(error)
     }
 
-    /// Whether the next event is too large to be sent.
+    /// True if the next event is too large to be sent.
     async fn is_too_large(&mut self, error: &Error) -> bool {
         if error.kind == Kind::Connection && self.server.operation_time().await.is_ok() {
             self.state.hang_ups += 1;
@@ -341,7 +344,7 @@ impl Follower<'_> {
         error.code.is_some_and(|code| TOO_LARGE.contains(&code)) || self.state.hang_ups >= HANG_UPS
     }
 
-    /// Reads less at a time from the same position on. False if that is not possible.
+    /// Reads less at a time from the same position. False if that is not possible.
     async fn narrow(&mut self, error: &Error) -> bool {
         (self.state.failures, self.state.hang_ups) = (0, 0);
         self.state.way = match self.state.way {
@@ -355,7 +358,7 @@ impl Follower<'_> {
         true
     }
 
-    /// Starts from now on. What happened before is not known.
+    /// Starts from the current time. Earlier events are not known.
     async fn start_anew(&mut self, why: &str) -> bool {
         let Ok(time) = self.server.operation_time().await else { return false };
         let database = &self.spec.database;
@@ -377,10 +380,10 @@ impl Follower<'_> {
     async fn deliver(&mut self) -> Result<()> {
         let way = self.state.way;
         let batches = self.open().await?;
-        // While one batch is decoded, the server is at the next.
+        // While one batch is decoded, the server prepares the next one.
         let (read, mut batches_read) = mpsc::channel(1);
         let _reader = AbortOnDropHandle::new(tokio::spawn(read_ahead(batches, self.waiting.clone(), read)));
-        // The first batch is empty: it only says that the stream is open.
+        // The first batch is empty: it only confirms that the stream is open.
         let mut is_first = true;
         while let Some(batch) = batches_read.recv().await {
             let batch = batch?;
@@ -398,7 +401,7 @@ impl Follower<'_> {
                 self.state.whole = true;
                 return Ok(());
             }
-            // The event that was too large is passed. Or there was none: the server no longer has it.
+            // The event that was too large is passed, or the server no longer has it.
             if (way == Way::Unread && !is_empty) || (way == Way::Single && is_empty && !is_first) {
                 self.state.way = Way::Batches;
                 return Ok(());
@@ -413,7 +416,7 @@ impl Follower<'_> {
         let State { position, way, whole, .. } = &self.state;
         let mut change_stream = Document::new();
         match &position.token {
-            // `startAfter` also goes on after an invalidate, where `resumeAfter` does not.
+            // `startAfter` also continues after an invalidate event, where `resumeAfter` does not.
             Some(token) => change_stream.insert("startAfter", token.clone()),
             None => change_stream.insert("startAtOperationTime", Timestamp::from(position.time)),
         };
@@ -450,7 +453,7 @@ async fn read_ahead(mut batches: Batches, waiting: Arc<AtomicUsize>, out: mpsc::
     }
 }
 
-/// The resume token of where the stream is after a batch.
+/// The resume token of the position after a batch.
 fn token_after(batch: &RawBatch) -> Option<&RawDocument> {
     batch.as_raw_document().get_document("cursor").ok()?.get_document("postBatchResumeToken").ok()
 }
@@ -459,14 +462,15 @@ fn is_full(batch: &RawBatch) -> bool {
     batch.doc_slices().is_ok_and(|events| events.into_iter().count() >= BATCH as usize)
 }
 
-/// What a batch holds.
+/// The content of a batch.
 struct Decoded {
     delivery: Delivery,
-    /// The last event may have put a document where references were scalars.
+    /// The last event may have set a document where references were scalars.
     nested: bool,
 }
 
-/// Decodes the events of a batch; `narrow`ly followed, up to the first one after which the stream must be followed whole.
+/// Decodes the events of a batch. If it is read by the `narrow` pipeline, stops at the first event after which all
+/// updates are needed.
 fn decode(spec: &StreamSpec, narrow: bool, batch: &RawBatch, before: &Position) -> Result<Decoded> {
     let mut events: Vec<ChangeEvent> = Vec::new();
     let (mut last, mut lost, mut nested) = (None, false, false);
@@ -498,11 +502,11 @@ fn decode(spec: &StreamSpec, narrow: bool, batch: &RawBatch, before: &Position) 
     Ok(Decoded { delivery: Delivery { stream: spec.stream, events, position, more, lost }, nested })
 }
 
-/// Whether a reference may have become a document, in a collection whose updates are held back because it is none.
+/// True if a reference may have become a document, in a collection whose updates are filtered because it was none.
 fn sets_nested(spec: &StreamSpec, raw: &RawDocument, event: &ChangeEvent) -> bool {
     let names = |namespace| spec.scalars.get(namespace);
     match &event.change {
-        // What is in a collection that comes under another name has not been looked at.
+        // The content of a collection that gets a new name has not been checked.
         Change::Rename(to) => names(to).is_some(),
         Change::Insert(now) | Change::Replace(now) => names(&event.namespace)
             .is_some_and(|names| names.iter().any(|name| matches!(now.get(name), Some(Bson::Document(_))))),

@@ -1,31 +1,36 @@
-//! Reconcile requests in waiting: coalesced, one run a key at a time, bounded.
+//! Pending reconcile requests: coalesced, one run per key at a time, bounded.
 //!
-//! The queue decides nothing about documents. It promises: requests for a key that waits become one; a request that
-//! arrives while its key runs is remembered and runs after; what a request came from is held until it is done.
+//! The queue decides nothing about documents. It guarantees: requests for a key that waits are merged; a request that
+//! arrives while its key runs is kept and runs afterwards; the checkpoint does not pass the origin of a request until
+//! it is done.
 //!
 //! # A full queue always empties
 //!
-//! The streams are not read while the queue is full. Architecture invariant: **nothing in the queue waits for an event that
-//! is not read yet**, or a full queue would wait for itself. Each way in which a key can stay here, and why it ends:
+//! The streams are not read while the queue is full. Architecture invariant: **nothing in the queue waits for an event
+//! that is not read yet**, or a full queue would wait for itself. A key can stay here in these ways, each of which
+//! ends:
 //!
 //! - *Ready*: lanes take turns, so it runs once the batches before it have ended.
 //! - *Running*: every read and every write of a batch has a time limit.
-//! - *Read for too long*: the keys of a large batch are done an eighth of them at once, and again, until a batch is small
-//!   enough to tell which of its keys are slow.
-//! - *Slow*: keys whose reads took too long take turns, one at a time. Each is given more time when its turn comes, until it is
-//!   done or a dead letter.
-//! - *Failed for the moment*: it is tried again after a pause. It stays as long as the cluster refuses, whatever is read.
-//! - *The source collection is gone*: the batch itself sees that and the rule is held, whether or not the event of the drop
-//!   has been read.
+//! - *Read for too long*: the keys of a large batch are divided into eighths, repeatedly, until a batch is small enough
+//!   to tell which of its keys are slow.
+//! - *Slow*: keys whose reads took too long take turns, one at a time. Each turn has a longer time limit, until the key
+//!   is done or a dead letter.
+//! - *Failed for now*: it is retried after a pause. It stays as long as the cluster refuses it, independently of
+//!   events.
+//! - *The source collection is gone*: the batch itself detects that and the rule is blocked, whether or not the event
+//!   of the drop has been read.
 //! - *A pause* (a grace period, a costly recompute): it ends by the clock.
-//! - *Look-ups behind writes* ([`Task::Parents`]): they wait for batches that run already.
-//! - *Work that gets less by waiting for more events*: it only waits while the queue has room
+//! - *Look-ups behind writes* ([`Task::Parents`]): they wait for batches that already run.
+//! - *Work that shrinks by waiting for more events*: it waits only while the queue has room
 //!   ([`crate::pipeline::schedule`]).
-//! - *A target that the guard found to differ*: this one does wait for events, to tell drift from a change under way. So such
-//!   targets may fill only a part of the queue ([`WorkQueue::is_crowded_by_guard`]): beyond it they are settled without a
-//!   verdict. Otherwise at least half of a full queue is other work, which makes room as it ends.
+//! - *A target that the guard found to differ*: this one does wait for events, to distinguish drift from a change in
+//!   progress. So such targets may fill only a part of the queue ([`WorkQueue::is_crowded_by_guard`]): beyond it they are
+//!   settled as unconfirmed mismatches. Otherwise at least half of a full queue is other work, which makes room as it
+//!   ends.
 //!
-//! What ends may ask for more (a look-up for the targets that it found). It asks once and each of these is of the kinds above.
+//! Work that ends may request more (a look-up requests the targets that it found). It does so once, and each of these
+//! is of the kinds above.
 
 use std::{
     cmp::Reverse,
@@ -41,47 +46,48 @@ use crate::{
     request::{Origin, Request, Scope, Task},
 };
 
-/// Fewer keys than this are not shared out: a batch costs the same reads and writes for one of them.
+/// Least keys of a batch, if there are as many: a batch costs the same reads and writes for one of them.
 const SMALL: usize = 50;
-/// Slow keys that are remembered when they are done.
+/// Slow keys that are remembered after they are done.
 const KNOWN_SLOW: usize = 10_000;
 
-/// What keys of the queue are told apart by.
+/// Identifies a key of the queue.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Slot {
     lane: Lane,
     key: Key,
 }
 
-/// Keys of one rule and task: what can share a batch.
+/// The rule and task of keys that can share a batch.
 pub type Lane = (RuleId, Task);
 
-/// All that has been asked of one key.
+/// All pending requests for one key.
 #[derive(Debug, Clone)]
 pub struct Work {
-    /// Which targets.
+    /// The targets that are meant.
     pub scope: Scope,
-    /// What reads must not be older than.
+    /// The minimum cluster time of reads.
     pub after: ClusterTime,
     /// Wall time of the oldest event, in milliseconds since 1970.
     pub committed: Option<i64>,
-    /// How often this was tried in vain.
+    /// Failed attempts.
     pub attempts: u32,
-    /// How long its reads may take, where they have taken too long. Such a key is slow: it runs alone.
+    /// Time limit of its reads, if they have taken too long. Such a key is slow: it runs alone.
     pub read_limit: Option<Duration>,
-    /// The most keys that a batch with this one may have, where a read for more of them took too long.
+    /// Most keys of a batch with this one, if a read for more of them took too long.
     pub batch_keys: Option<usize>,
-    /// Since when its targets are written anew, because a statement for all of them took longer than it may.
-    pub begun_anew: Option<Instant>,
-    /// When a reference was first found to dangle, for policies that destroy, or a target to differ, for the guard.
-    pub doubted_since: Option<Instant>,
-    /// What the guard has found then.
-    pub doubt: Doubt,
-    /// What this comes from.
+    /// Time at which its write was first restarted, because a statement for all of its targets took too long.
+    pub restarted: Option<Instant>,
+    /// Time at which a reference was first found to dangle, for policies that remove, or a target to differ, for the
+    /// guard.
+    pub unconfirmed_since: Option<Instant>,
+    /// The unconfirmed mismatch that the guard found then.
+    pub unconfirmed_mismatch: UnconfirmedMismatch,
+    /// The batches that its requests come from.
     held: Held,
 }
 
-/// The oldest batch of each stream that something comes from. Most often of one.
+/// The oldest batch of each stream from which a work comes; usually of one stream.
 #[derive(Debug, Clone, Default)]
 struct Held(Vec<(usize, u64)>);
 
@@ -91,44 +97,44 @@ impl Held {
     }
 }
 
-/// A target that was found to differ.
+/// An unconfirmed mismatch: a target that was found to differ.
 #[derive(Debug, Clone, Default)]
-pub struct Doubt {
-    /// Tells the difference from others.
+pub struct UnconfirmedMismatch {
+    /// A number that distinguishes the difference from others.
     pub difference: u64,
-    /// Whatever it was computed from was committed by then.
+    /// The time by which everything that it was computed from was committed.
     pub seen: ClusterTime,
-    /// What can be said about the difference now.
+    /// The current verdict on the difference.
     pub verdict: Verdict,
 }
 
-/// What the guard can say about a target that differs.
+/// The guard's verdict on a target that differs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Verdict {
     /// A change that explains the difference may still have to be applied: the target is compared again later.
     #[default]
     Postponed,
-    /// Every change up to the comparison is applied: somebody else wrote the target.
+    /// Every change up to the comparison is applied: the target was written by someone else.
     Drift,
-    /// Nothing tells. The events that would are not read before the queue has room, and such targets fill the queue.
+    /// Undecided. The events that would decide are not read until the queue has room, and such targets fill the queue.
     Unconfirmed,
 }
 
 #[derive(Debug, Default)]
 struct Entry {
-    /// What is asked for next.
+    /// The next work on the key.
     pending: Option<Work>,
-    /// Held while a batch has the key.
+    /// The origins of the work that a batch currently does on the key.
     running: Option<Held>,
-    /// Whether the lane knows of `pending`.
+    /// True if the key is in its lane because of `pending`.
     in_lane: bool,
-    /// `pending` waits until then.
+    /// `pending` waits until this time.
     not_before: Option<Instant>,
-    /// The wait is for the sake of others: a new request does not end it.
+    /// The wait protects other keys: a new request does not end it.
     cooling: bool,
-    /// Batches with a lower number must have ended first ([`Task::Parents`]).
+    /// Batches with a lower number must end first ([`Task::Parents`]).
     barrier: u64,
-    /// When the oldest change was committed that the key waits or runs for, as [`Oldest`] knows it.
+    /// Commit time of the oldest change that the key waits or runs for, as counted by [`Oldest`].
     since: Option<i64>,
 }
 
@@ -137,40 +143,40 @@ struct Entry {
 pub struct Batch {
     /// Rule and task.
     pub lane: Lane,
-    /// The keys, each with what was asked of it.
+    /// The keys, each with the requested work.
     pub items: Vec<(Key, Work)>,
-    /// Counts the batches.
+    /// The number of the batch, counted from 1.
     pub number: u64,
 }
 
-/// What one batch may hold.
+/// The limits of one batch.
 #[derive(Debug, Clone, Copy)]
 pub struct Most {
-    /// Keys, and about four times as many named targets.
+    /// Most keys; about four times as many named targets are allowed.
     pub keys: usize,
-    /// Batches that share what waits: one that took all the keys would let nothing run beside it.
+    /// Number of batches that share the waiting keys: one that took all of them would leave none for the others.
     pub batches: usize,
 }
 
-/// How the run of one key ended.
+/// The result of one key's run.
 #[derive(Debug)]
 pub enum Finish {
-    /// Nothing is left to do. What is asked of the key within the pause waits for its end: a recompute that takes long is
-    /// not repeated for each event.
+    /// Nothing is left to do. Requests for the key during the pause wait for its end: a costly recompute is not
+    /// repeated for each event.
     Done {
-        /// The pause.
+        /// The pause before the next run.
         pause: Duration,
     },
-    /// To be done again, after a while.
+    /// To be done again after a delay.
     Again {
-        /// How long to wait.
+        /// The delay.
         delay: Duration,
-        /// What to do again.
+        /// The work to repeat.
         work: Work,
     },
 }
 
-/// The queue.
+/// The pending and running requests, by key.
 #[derive(Debug)]
 pub struct WorkQueue {
     entries: HashMap<Slot, Entry>,
@@ -183,26 +189,26 @@ pub struct WorkQueue {
     capacity: usize,
     /// Batches taken so far.
     taken: u64,
-    /// The batches of each rule that write.
+    /// The running batches that write, by rule.
     writing: BTreeMap<RuleId, BTreeSet<u64>>,
-    /// For each rule, how many keys wait, run or rest for another task than the guard's.
+    /// For each rule, the number of keys that wait, run or pause for another task than the guard's.
     reconciling: BTreeMap<RuleId, usize>,
-    /// How many keys the guard has, of all rules.
+    /// Number of the guard's keys, of all rules.
     guarded: usize,
     oldest: Oldest,
 }
 
-/// Keys whose reads took too long. One of them runs at a time, so that the other batches are for other keys.
+/// Keys whose reads took too long. One of them runs at a time, so that the other batches serve other keys.
 #[derive(Debug, Default)]
 struct Slow {
-    /// Those that are ready, of all lanes.
+    /// Slow keys that are ready, of all lanes.
     ready: VecDeque<Slot>,
-    /// The batch that runs.
+    /// The running batch of a slow key.
     running: Option<u64>,
-    /// The last batch of such a key.
+    /// The last batch of a slow key.
     last: u64,
-    /// How long reads of keys may take that were slow when they were last done. So a key that changes often does not take a batch
-    /// of other keys with it each time.
+    /// Read limits of keys that were slow when they were last done, so that a key that changes often does not slow down
+    /// a batch of other keys each time.
     known: HashMap<Slot, Duration>,
 }
 
@@ -212,17 +218,17 @@ impl Slow {
             Some(limit) if self.known.len() < KNOWN_SLOW && slot.key.weight() < 1024 => {
                 self.known.insert(slot.clone(), limit);
             }
-            // What is not remembered is found out again.
+            // A key that is not remembered is found to be slow again.
             _ => drop(self.known.remove(slot)),
         }
     }
 }
 
-/// For each rule, how many keys wait or run for a change that was committed then.
+/// For each rule, the number of keys that wait or run, by the commit time of their oldest change.
 #[derive(Debug, Default)]
 struct Oldest {
     rules: BTreeMap<RuleId, BTreeMap<i64, usize>>,
-    /// The sums of these counts.
+    /// The sum of these counts for each rule.
     keys: BTreeMap<RuleId, usize>,
 }
 
@@ -246,11 +252,11 @@ impl Oldest {
     }
 }
 
-/// Requests held, named targets counted; a large key counts once for each KiB.
+/// Requests in the queue, counting named targets; a large key counts once for each KiB.
 #[derive(Debug, Default)]
 struct Weights {
     all: usize,
-    /// Of work that writes.
+    /// The part that is work that writes.
     writing: usize,
 }
 
@@ -286,7 +292,7 @@ impl Ord for Delayed {
 }
 
 impl WorkQueue {
-    /// An empty queue that wants no more than `capacity` requests.
+    /// An empty queue that is full with `capacity` requests.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         Self {
@@ -305,26 +311,27 @@ impl WorkQueue {
         }
     }
 
-    /// Whether a target of `rule` that differs may be about to be written.
+    /// True if a target of `rule` that differs may be about to be written.
     #[must_use]
     pub fn is_reconciling(&self, rule: RuleId) -> bool {
         self.reconciling.get(&rule).is_some_and(|keys| *keys > 0)
     }
 
-    /// Whether the queue is full and the guard has more than a quarter of it. A key weighs two at most for the guard (it runs, and
-    /// is asked for again), so a full queue is either crowded, or half of it is other work, which makes room as it is done.
+    /// True if the queue is full and the guard has more than a quarter of it. A key of the guard weighs two at most (it
+    /// runs, and is requested again), so a full queue is either crowded, or half of it is other work, which makes room
+    /// as it is done.
     #[must_use]
     pub fn is_crowded_by_guard(&self) -> bool {
         !self.has_room() && self.guarded > self.capacity / 4
     }
 
-    /// The rules of which a batch that writes is running. The batch of a slow key does not count: it reads most of the time.
+    /// The rules with a running batch that writes. The batch of a slow key does not count: it reads most of the time.
     pub fn writing(&self) -> impl Iterator<Item = RuleId> {
         let ordinary = |batch: &u64| Some(*batch) != self.slow.running;
         self.writing.iter().filter(move |(_, batches)| batches.iter().any(ordinary)).map(|(rule, _)| *rule)
     }
 
-    /// How many keys of a rule the queue has for the guard, or for other tasks.
+    /// The number of keys in the queue for the guard, or for the other tasks of a rule.
     fn count(&mut self, (rule, task): Lane) -> &mut usize {
         if task == Task::Guard { &mut self.guarded } else { self.reconciling.entry(rule).or_default() }
     }
@@ -336,67 +343,67 @@ impl WorkQueue {
         }
     }
 
-    /// Whether the streams may deliver more. What is pushed beyond is taken all the same: nothing is ever dropped.
+    /// True if the streams may deliver more. Requests beyond the capacity are still taken: nothing is ever dropped.
     #[must_use]
     pub fn has_room(&self) -> bool {
         self.weights.all < self.capacity
     }
 
-    /// Whether there would be no room even if there were nothing but the work that writes.
+    /// True if the work that writes alone fills the queue.
     #[must_use]
     pub fn is_full_of_writes(&self) -> bool {
         self.weights.writing >= self.capacity
     }
 
-    /// Requests held: waiting and running keys, named targets counted.
+    /// Requests in the queue: waiting and running keys, counting named targets.
     #[must_use]
     pub fn depth(&self) -> usize {
         self.weights.all
     }
 
-    /// When the oldest change was committed that a key of `rule` waits or runs for, in milliseconds since 1970.
+    /// Commit time of the oldest change that a key of `rule` waits or runs for, in milliseconds since 1970.
     #[must_use]
     pub fn oldest(&self, rule: RuleId) -> Option<i64> {
         self.oldest.rules.get(&rule)?.first_key_value().map(|(committed, _)| *committed)
     }
 
-    /// Keys of `rule` that wait or run for the sake of a change.
+    /// Number of keys of `rule` that wait or run because of a change.
     #[must_use]
     pub fn late(&self, rule: RuleId) -> usize {
         self.oldest.keys.get(&rule).copied().unwrap_or_default()
     }
 
-    /// Keys of any rule that wait or run for the sake of a change.
+    /// Number of keys of all rules that wait or run because of a change.
     #[must_use]
     pub fn all_late(&self) -> usize {
         self.oldest.keys.values().sum()
     }
 
-    /// Keys that wait or run.
+    /// Number of keys that wait or run.
     #[must_use]
     pub fn keys(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether nothing waits and nothing runs.
+    /// True if nothing waits and nothing runs.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Whether a key waits to be taken in such a lane.
+    /// True if a key waits to be taken in a lane for which `such` returns true.
     #[must_use]
     pub fn waits(&self, such: impl Fn(Lane, &Scope) -> bool) -> bool {
         self.lanes.keys().any(|lane| self.first(*lane).is_some_and(|scope| such(*lane, scope)))
     }
 
-    /// What is asked of the first key of a lane.
+    /// The requested scope of the first key of a lane.
     fn first(&self, lane: Lane) -> Option<&Scope> {
         let key = self.lanes.get(&lane)?.front()?.clone();
         Some(&self.entries.get(&Slot { lane, key })?.pending.as_ref()?.scope)
     }
 
-    /// Takes a request; what it came from is held in `watermark` until it is done.
+    /// Takes a request; `watermark` does not pass its origin until it is done.
     pub fn push(&mut self, request: Request, origin: Origin, watermark: &mut Watermark) {
         let work = Work {
             scope: request.scope,
@@ -405,9 +412,9 @@ impl WorkQueue {
             attempts: 0,
             read_limit: None,
             batch_keys: None,
-            begun_anew: None,
-            doubted_since: None,
-            doubt: Doubt::default(),
+            restarted: None,
+            unconfirmed_since: None,
+            unconfirmed_mismatch: UnconfirmedMismatch::default(),
             held: Held::default(),
         };
         let slot = Slot { lane: (request.rule, request.task), key: request.key };
@@ -432,7 +439,7 @@ impl WorkQueue {
         self.enter(slot);
     }
 
-    /// A key that is asked for enters its lane, unless it runs or is there.
+    /// Puts a key with pending work into its lane, unless it runs or is there already.
     fn enter(&mut self, slot: Slot) {
         let Some(entry) = self.entries.get_mut(&slot) else { return };
         let Some(work) = entry.pending.as_ref().filter(|_| entry.running.is_none() && !entry.in_lane) else { return };
@@ -444,11 +451,11 @@ impl WorkQueue {
         }
     }
 
-    /// The next keys to run together, from a lane that is `open`, which is told what is asked of its first key; None when
-    /// nothing is ready.
+    /// The next keys to run together, from a lane for which `open` returns true; it receives the scope of the lane's
+    /// first key. None when nothing is ready.
     ///
-    /// A slow key runs alone and beside no other slow key. Where there is but one batch at a time, slow keys and others take
-    /// turns.
+    /// A slow key runs alone, and no other slow key runs at the same time. If there is only one batch at a time, slow
+    /// keys and others take turns.
     pub fn take(&mut self, most: Most, now: Instant, open: impl Fn(Lane, &Scope) -> bool) -> Option<Batch> {
         self.wake(now);
         let (lane, items) = if self.slow.last == self.taken {
@@ -481,7 +488,7 @@ impl WorkQueue {
         None
     }
 
-    /// The first slow key, while none runs. One that has to wait goes to the end.
+    /// The first slow key, if none is running. A key that has to wait goes to the end.
     fn take_slow(&mut self, open: &impl Fn(Lane, &Scope) -> bool) -> Option<(Lane, Vec<(Key, Work)>)> {
         if self.slow.running.is_some() {
             return None;
@@ -499,7 +506,7 @@ impl WorkQueue {
         Some((slot.lane, vec![(slot.key, work)]))
     }
 
-    /// The oldest batch of a rule that writes.
+    /// The oldest running batch of a rule that writes.
     fn oldest_write(&self, rule: RuleId) -> u64 {
         self.writing.get(&rule).and_then(BTreeSet::first).copied().unwrap_or(u64::MAX)
     }
@@ -536,7 +543,7 @@ impl WorkQueue {
         items
     }
 
-    /// Says that a batch has ended, before its keys are finished one by one.
+    /// Records that a batch has ended, before its keys are finished one by one.
     pub fn ended(&mut self, lane: Lane, number: u64) {
         if let Some(writing) = self.writing.get_mut(&lane.0) {
             writing.remove(&number);
@@ -544,7 +551,7 @@ impl WorkQueue {
         self.slow.running.take_if(|running| *running == number);
     }
 
-    /// Takes in how long the next read of a key may take, before the run of the key is finished.
+    /// Records the time limit of a key's next read, before the run of the key is finished.
     pub fn judged(&mut self, lane: Lane, key: &Key, read_limit: Option<Duration>) {
         if read_limit.is_none() && self.slow.known.is_empty() {
             return;
@@ -567,7 +574,7 @@ impl WorkQueue {
         after.or_else(|| self.lanes.keys().next().copied())
     }
 
-    /// Says how the run of a key ended. `taken` is what its scope weighed when it was taken.
+    /// Records the result of a key's run. `taken` is the weight of its scope when it was taken.
     pub fn finish(
         &mut self,
         lane: Lane,
@@ -601,7 +608,7 @@ impl WorkQueue {
             }
             Finish::Again { delay, mut work } => {
                 work.held = held;
-                // A request that came meanwhile ends the wait: something has changed.
+                // A request that arrived in the meantime ends the wait: something has changed.
                 let at = if entry.pending.is_none() { now.checked_add(delay) } else { None };
                 let before = entry.pending.as_ref().map_or(0, |work| weight(&slot.key, &work.scope));
                 let work = match entry.pending.take() {
@@ -624,7 +631,7 @@ impl WorkQueue {
         }
     }
 
-    /// When the next delayed key is due.
+    /// Time at which the next delayed key is due.
     #[must_use]
     pub fn next_due(&self) -> Option<Instant> {
         self.delayed.peek().map(|Reverse(delayed)| delayed.at)
@@ -649,15 +656,15 @@ impl WorkQueue {
 }
 
 impl Entry {
-    /// Whether a write that began earlier may still put the source into a target.
+    /// True if a write that began earlier may still put the source into a target.
     fn is_barred(&self, task: Task, oldest_write: u64) -> bool {
         task == Task::Parents && oldest_write < self.barrier
     }
 
-    /// The key leaves its lane and runs.
+    /// Takes the key out of its lane and starts its work.
     fn begin(&mut self) -> Option<Work> {
         self.in_lane = false;
-        // Pushed back by a delay after it entered the lane: the delay's end brings it in again.
+        // A delay began after it entered the lane: the end of the delay puts it in again.
         if self.not_before.is_some() || self.running.is_some() {
             return None;
         }
@@ -667,7 +674,7 @@ impl Entry {
     }
 }
 
-/// Whether a task writes to targets; the others look up.
+/// True if a task writes to targets; the others only read.
 fn writes(task: Task) -> bool {
     match task {
         Task::Value | Task::Target => true,
@@ -676,13 +683,13 @@ fn writes(task: Task) -> bool {
 }
 
 impl Work {
-    /// The most keys that a batch with this one may have.
+    /// Most keys of a batch with this one.
     fn company(&self) -> usize {
-        // It takes seconds, for which others of its batch would wait.
-        if self.begun_anew.is_some() { 1 } else { self.batch_keys.unwrap_or(usize::MAX) }
+        // A restarted statement takes seconds, for which other keys of the batch would wait.
+        if self.restarted.is_some() { 1 } else { self.batch_keys.unwrap_or(usize::MAX) }
     }
 
-    /// Both of two works on one key, the newer one without anything held yet.
+    /// Merges two works on one key; the newer one has no origins yet.
     fn joined(mut self, newer: Self) -> Self {
         self.scope.merge(newer.scope);
         self.after = self.after.max(newer.after);
@@ -690,12 +697,12 @@ impl Work {
         self.attempts = 0;
         self.read_limit = self.read_limit.or(newer.read_limit);
         self.batch_keys = self.batch_keys.or(newer.batch_keys);
-        self.begun_anew = self.begun_anew.or(newer.begun_anew);
-        self.doubted_since = None;
+        self.restarted = self.restarted.or(newer.restarted);
+        self.unconfirmed_since = None;
         self
     }
 
-    /// Both, each with what it holds.
+    /// Merges two works on one key, and their origins.
     fn joined_held(mut self, newer: Self, watermark: &mut Watermark) -> Self {
         for (stream, batch) in &newer.held.0 {
             match self.held.of(*stream) {
@@ -710,7 +717,7 @@ impl Work {
 
     fn holding(mut self, origin: Origin, watermark: &mut Watermark) -> Self {
         match self.held.of(origin.stream) {
-            // What a look-up leads to comes from a batch that may be older than what the key already holds.
+            // The result of a look-up comes from a batch that may be older than the key's current origin.
             Some(held) if origin.batch < *held => {
                 watermark.hold(origin.stream, origin.batch);
                 watermark.release(origin.stream, std::mem::replace(held, origin.batch));
@@ -725,7 +732,8 @@ impl Work {
     }
 }
 
-/// Where the works of a batch come from, taken together: of each stream the oldest batch. For what they lead to.
+/// The origins of a batch's works taken together: the oldest batch of each stream. For the requests that the works lead
+/// to.
 #[must_use]
 pub fn origins<'a>(works: impl Iterator<Item = &'a Work>) -> Vec<Origin> {
     let mut streams: BTreeMap<usize, Origin> = BTreeMap::new();
@@ -759,7 +767,7 @@ mod tests {
 
     const LANE: Lane = (RuleId(0), Task::Value);
 
-    /// A queue with its watermark and a clock of its own.
+    /// A queue with its watermark and its own clock.
     struct Bench {
         queue: WorkQueue,
         watermark: Watermark,
@@ -816,7 +824,7 @@ mod tests {
         Scope::Named(ids.iter().map(|id| Key::one(Bson::Int32(*id))).collect::<HashSet<_>>())
     }
 
-    /// What is begun anew takes seconds, and has neither others in its batch nor is lost behind them.
+    /// A restarted key takes seconds: it shares its batch with no other key, and is not lost behind the others.
     #[test]
     fn a_key_that_is_begun_anew_has_a_batch_of_its_own() {
         let mut bench = Bench::new();
@@ -827,10 +835,8 @@ mod tests {
         let batch = bench.take().unwrap();
         assert_eq!(batch.items.len(), 2);
         let now = bench.now;
-        bench.finish(batch, |work| Finish::Again {
-            work: Work { begun_anew: Some(now), ..work },
-            delay: Duration::ZERO,
-        });
+        bench
+            .finish(batch, |work| Finish::Again { work: Work { restarted: Some(now), ..work }, delay: Duration::ZERO });
         bench.push(Task::Value, 3, Scope::All, 2);
         bench.push(Task::Value, 4, Scope::All, 2);
         let mut batches = Vec::new();
@@ -842,7 +848,7 @@ mod tests {
         assert_eq!(batches, [1, 1, 2]);
     }
 
-    /// All keys of a large batch became slow keys when it took too long, and were done one at a time.
+    /// All keys of a large batch once became slow keys when it took too long, and ran one at a time.
     #[test]
     fn keys_that_take_too_long_together_are_done_fewer_at_once() {
         let mut bench = Bench::new();
@@ -867,7 +873,7 @@ mod tests {
         assert!(batches.contains(&(0, 40)), "others are not divided: {batches:?}");
     }
 
-    /// Their reads took too long, each again and again: three of them kept all batches to themselves.
+    /// Three keys whose reads took too long every time once occupied all batches.
     #[test]
     fn slow_keys_run_alone_and_one_at_a_time_beside_others() {
         let mut bench = Bench::new();
@@ -943,7 +949,7 @@ mod tests {
         assert!(bench.take().is_none() && !is(&bench) && bench.queue.is_empty());
     }
 
-    /// A target that the guard finds to differ waits for events, and a full queue keeps them from being read.
+    /// A target that the guard finds to differ waits for events, which are not read while the queue is full.
     #[test]
     fn a_queue_that_the_guard_fills_says_so() {
         let mut bench = Bench::new();

@@ -1,13 +1,13 @@
-//! Nothing counts before a majority has it: neither what is read nor what is written.
+//! Nothing counts before it is majority-committed: neither reads nor writes.
 
 use std::time::{Duration, Instant};
 
 use bson::{Document, doc};
 use denormd::{
-    checkpoint::store::Store,
+    checkpoint::{rule_record::Agreement, store::Store},
     mongo::{Reads, Server},
     position::ClusterTime,
-    rule_state::RuleState,
+    rule_state::{BlockReason, RuleState},
 };
 use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::options::WriteConcern;
@@ -15,7 +15,7 @@ use mongodb::options::WriteConcern;
 use crate::daemon::PATIENCE;
 use crate::{daemon::all, world::World};
 
-/// Updates of one collection fail as they do on a primary that steps down, until told otherwise.
+/// Makes updates of one collection fail as on a primary that steps down, or stops doing so.
 async fn refuse_writes(test: &TestDb, collection: &str, refuse: bool) {
     let command = doc! {
         "configureFailPoint": "failCommand", "mode": if refuse { "alwaysOn" } else { "off" },
@@ -24,14 +24,14 @@ async fn refuse_writes(test: &TestDb, collection: &str, refuse: bool) {
     test.client.database("admin").run_command(command).await.unwrap();
 }
 
-/// Waits until the daemon has tried `refused`, and longer than it waits between two saves of its state.
+/// Waits until the daemon has had a write refused, and longer than it waits between two saves of its state.
 async fn tried_in_vain(world: &World, daemon: &crate::world::Daemon) {
     let begun = Instant::now();
     while !daemon.log().contains("reconciles failed and are tried again") {
         assert!(begun.elapsed() < PATIENCE, "nothing was tried: {}", daemon.log());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    // What the daemon could save meanwhile, wrongly, it saves once a second. Other work goes on.
+    // State that the daemon might wrongly save in the meantime is saved once a second. Other work continues.
     for n in 0..25 {
         let tasks = world.db.collection::<Document>("tasks");
         let due = doc! {"$set": {"owner": n % 3, "due": n}};
@@ -40,8 +40,8 @@ async fn tried_in_vain(world: &World, daemon: &crate::world::Daemon) {
     }
 }
 
-/// A daemon that saves its place before the write is acknowledged loses the change when it is killed then: nothing tells of
-/// it a second time. First its place in a backfill, then its position in the oplog.
+/// A daemon that saves its position before the write is acknowledged loses the change if it is killed then, because
+/// nothing reports it a second time. First its position in a backfill, then its position in the oplog.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_state_does_not_pass_what_is_not_written() {
     let set = ReplicaSet::start(1).await;
@@ -75,8 +75,8 @@ async fn the_state_does_not_pass_what_is_not_written() {
     daemon.terminate().await;
 }
 
-/// A source that only the primary has may be rolled back, without an event: a copy of it would be of something that never was.
-/// And a read that is older than the event that asked for it would write the old value and be done.
+/// A source that only the primary has may be rolled back without an event: its copy would be of a document that never
+/// existed. And a read that is older than the event that requested it would write the old value and finish.
 #[tokio::test(flavor = "multi_thread")]
 async fn reads_are_of_a_majority_and_no_older_than_asked() {
     let set = ReplicaSet::start(3).await;
@@ -92,7 +92,7 @@ async fn reads_are_of_a_majority_and_no_older_than_asked() {
         }
     };
     replicate(false).await;
-    // The secondaries stop at their next batch: until a majority does not answer any more, writes go through.
+    // The secondaries stop at their next batch: until a majority stops answering, writes succeed.
     let begun = Instant::now();
     loop {
         let hurried = doc! {"insert": "marks", "documents": [{}], "writeConcern": {"w": "majority", "wtimeout": 300}};
@@ -118,8 +118,8 @@ async fn reads_are_of_a_majority_and_no_older_than_asked() {
     assert_eq!(value, "new", "read before a majority had what was asked for");
 }
 
-/// A new primary may not know yet that a majority has what we have just written. Who looks for the targets that hold a source
-/// would miss the one that it was put into a moment ago.
+/// A new primary may not know yet that a majority has our last write. A search for the targets that hold a source would
+/// miss the one to which it was added a moment ago.
 #[tokio::test(flavor = "multi_thread")]
 async fn reads_are_no_older_than_what_was_acknowledged_to_us() {
     let test = denormd_fixture::database().await;
@@ -138,8 +138,8 @@ async fn reads_are_no_older_than_what_was_acknowledged_to_us() {
     assert!(ClusterTime::from(concern.get_timestamp("afterClusterTime").unwrap()) > before, "{concern}");
 }
 
-/// The backfill that was asked for again must not be called done by the older one when that ends: a crash a moment later would
-/// leave it at that.
+/// The end of an older backfill must not mark a newly requested one as done: after a crash a moment later, the newer
+/// one would never run.
 #[tokio::test]
 async fn an_older_backfill_does_not_end_a_newer_wish() {
     let test = denormd_fixture::database().await;
@@ -147,7 +147,7 @@ async fn an_older_backfill_does_not_end_a_newer_wish() {
     let context = crate::daemon::context(&crate::daemon::config(&test, rule)).await;
     let (server, rule) = (&context.server, &context.plan.rules[0]);
     let store = Store::open(server, &context.dead_letters.database, "default").await.unwrap();
-    let older = store.reset_rule(server, rule, &RuleState::BACKFILL).await.unwrap();
+    let (_, older) = store.reset_rule(server, rule, &RuleState::BACKFILL, Agreement::Ended).await.unwrap();
     assert!(
         store
             .save_backfill(
@@ -166,4 +166,58 @@ async fn an_older_backfill_does_not_end_a_newer_wish() {
     }
     let states = store.rules(server).await.unwrap();
     assert_eq!(states[0].1.state, RuleState::BACKFILL);
+}
+
+/// An agreement to the removals of a backfill was once lost when the backfill was requested again before its end: it
+/// stopped at the removal limit, although the agreement had been given.
+#[tokio::test]
+async fn an_agreement_to_removals_lasts_until_the_backfill_is_done() {
+    let test = denormd_fixture::database().await;
+    let rule = "  - { name: r, allow_scan: true, copy: { source: s, target: t, match: { ref: _id }, set: { x: $x } } }";
+    let context = crate::daemon::context(&crate::daemon::config(&test, rule)).await;
+    let (server, rule) = (&context.server, &context.plan.rules[0]);
+    let store = Store::open(server, &context.dead_letters.database, "default").await.unwrap();
+    let stored = async || store.rules(server).await.unwrap().remove(0).1;
+    let agreed = RuleState::Backfilling { after: None, agreed: true };
+    let reset = async |state: &RuleState, agreement| store.reset_rule(server, rule, state, agreement).await.unwrap().0;
+
+    // `backfill: manual` with `adopt: true`, then `denormd backfill` twice.
+    reset(&RuleState::AwaitingBackfill, Agreement::Given).await;
+    for _ in 0..2 {
+        assert!(store.ask(server, "r").await.unwrap());
+        assert_eq!(stored().await.state, agreed);
+    }
+    // An event that cannot be read, or a lost position.
+    assert_eq!(reset(&RuleState::BACKFILL, Agreement::Kept).await, agreed);
+    store.pause(server, "r", None).await.unwrap();
+    store.pause(server, "r", Some(Duration::from_secs(60))).await.unwrap();
+    assert_eq!(store.resume(server, Some("r")).await.unwrap(), 1);
+    assert_eq!(stored().await.state, agreed);
+    reset(&RuleState::Unavailable { reason: "an index is missing".to_owned() }, Agreement::Kept).await;
+    store.come_back(server, "r", stored().await.generation).await.unwrap();
+    assert_eq!(stored().await.state, agreed);
+
+    // The agreement ends with the backfill, with another source and with another definition.
+    let again = async || {
+        assert!(store.ask(server, "r").await.unwrap());
+        stored().await.state
+    };
+    let generation = stored().await.generation;
+    assert!(store.save_backfill(server, rule, generation, &RuleState::Live, (2, None)).await.unwrap());
+    assert_eq!(again().await, RuleState::BACKFILL);
+    reset(&RuleState::BACKFILL, Agreement::Given).await;
+    reset(&RuleState::BACKFILL, Agreement::Ended).await;
+    assert_eq!(again().await, RuleState::BACKFILL);
+    reset(&RuleState::BACKFILL, Agreement::Given).await;
+    let mut changed = (**rule).clone();
+    changed.definition.insert("changed", true);
+    let (state, _) = store.reset_rule(server, &changed, &RuleState::BACKFILL, Agreement::Kept).await.unwrap();
+    assert_eq!(state, RuleState::BACKFILL);
+    // A block ends it, and `denormd unblock` gives it once more.
+    reset(&RuleState::BACKFILL, Agreement::Given).await;
+    store.block(server, rule, BlockReason::RemovalLimit).await.unwrap();
+    store.pause(server, "r", None).await.unwrap();
+    assert_eq!(stored().await.state, RuleState::Blocked(BlockReason::RemovalLimit));
+    assert!(store.unblock(server, "r", &BlockReason::RemovalLimit).await.unwrap());
+    assert_eq!(stored().await.state, agreed);
 }

@@ -1,12 +1,12 @@
-//! Mistakes in rules on data that is there: each is reported with its line and a suggestion, and none costs a value.
+//! Mistakes in rules on existing data: each is reported with its line and a suggestion, and none costs a value.
 
 mod table;
 
 use bson::{Document, doc};
 use denormd::{
     checkpoint::store::Store,
+    inspection::suspicion::suspicions,
     rule_state::{BlockReason, RuleState},
-    survey::suspicion::suspicions,
 };
 use serde_json::json;
 
@@ -53,7 +53,38 @@ async fn plan_counts_what_it_would_do_to_existing_values() {
     assert!(told.out.contains("remove `customerName` of 2: \"Ada 2\" -> nothing"), "{}", told.out);
 }
 
-/// `plan` said `ready`; two seconds after `run`, all values were gone.
+/// A rule is put into the shadow to see what it would do.
+#[tokio::test]
+async fn plan_counts_what_a_shadow_rule_would_do_and_does_not_block_it() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 100).await;
+    let orders = db.collection::<Document>("orders");
+    orders.update_one(doc! {"_id": 2}, doc! {"$set": {"customer": 99}}).await.unwrap();
+    let program = Program::new(&config(&test, &RIGHT.replace("copy:", "shadow: true, copy:")));
+    let told = program.run(&["plan"]).await.exits(0);
+    let counted = "customer: adds 0, overwrites 0, removes 1 (all 100 targets compared; in shadow: nothing is written)";
+    assert!(told.out.contains(counted), "{}", told.out);
+}
+
+/// A chain of rules once looked like a mistake: no document had the field that the first rule was going to write.
+#[tokio::test]
+async fn a_field_that_another_rule_writes_is_no_suspicion() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    db.collection::<Document>("orders").update_many(doc! {}, doc! {"$unset": {"customerName": 1}}).await.unwrap();
+    db.collection("invoices").insert_one(doc! {"_id": 1, "order": 1}).await.unwrap();
+    let second = "  - { name: invoice, allow_scan: true, copy: { source: orders, target: invoices, match: { order: _id }, set: { customer: $customerName } } }";
+    let program = Program::new(&config(&test, second));
+    let told = program.run(&["plan"]).await;
+    assert!(told.out.contains("has the field `customerName`"), "{}", told.out);
+    let program = Program::new(&config(&test, &format!("{RIGHT}\n{second}")));
+    let told = program.run(&["plan"]).await;
+    assert!(!told.out.contains("has the field `customerName`"), "{}", told.out);
+}
+
+/// `plan` once reported `ready`; two seconds after `run`, all values were gone.
 #[tokio::test]
 async fn a_typo_in_the_source_is_not_ready() {
     let test = denormd_fixture::database().await;
@@ -67,7 +98,7 @@ async fn a_typo_in_the_source_is_not_ready() {
     assert_eq!(why, "it would remove 1000 of 1000 existing values; its source collection does not exist");
 }
 
-/// Only warned about, a misspelt database was created by `plan --apply`, with its indexes.
+/// A misspelt database was once only warned about, and `plan --apply` created it with its indexes.
 #[tokio::test]
 async fn nothing_is_made_in_a_database_whose_name_is_misspelt() {
     let test = denormd_fixture::database().await;
@@ -82,14 +113,14 @@ async fn nothing_is_made_in_a_database_whose_name_is_misspelt() {
     assert!(told.out.contains(&format!("did you mean `{}`?", test.name)), "{}", told.out);
     assert!(!told.out.contains("createIndex") && !told.out.contains("createCollection"), "{}", told.out);
     assert!(!test.client.list_database_names().await.unwrap().contains(&misspelt), "it was made");
-    // As long as the name is like no other one, it is offered to make the collection, and no index.
+    // If the name resembles no other one, `plan` offers to create the collection, and no index.
     let new: String = test.name.chars().rev().collect();
     let text = config(&test, RIGHT).replace(&format!("database: {:?}", test.name), &format!("database: {new:?}"));
     let told = Program::new(&text).run(&["plan"]).await.exits(4);
     assert!(!told.out.contains("createIndex") && told.out.contains("createCollection"), "{}", told.out);
 }
 
-/// They are in the text: no server is needed to see them.
+/// They are in the text: no server is needed to detect them.
 #[test]
 fn typographic_quotation_marks_are_seen_offline() {
     let folder = tempfile::tempdir().unwrap();
@@ -112,7 +143,7 @@ async fn a_large_collection_is_sampled_and_the_summary_says_so() {
     let program = Program::new(&config(&test, RIGHT));
     let told = program.run(&["plan"]).await.exits(0).out;
     assert!(told.contains("(sample: 5") && told.contains(" of about 12000 compared)"), "{told}");
-    // Few values in a large collection: each of them is looked at.
+    // Few values in a large collection: all of them are compared.
     orders.update_many(doc! {"_id": {"$gte": 10}}, doc! {"$unset": {"customerName": 1}}).await.unwrap();
     orders.update_one(doc! {"_id": 7}, doc! {"$set": {"customer": 99}}).await.unwrap();
     let told = program.run(&["plan"]).await.out;
@@ -147,14 +178,14 @@ fn rule(text: &str) -> String {
     format!("  - name: r\n    allow_scan: true{}", text.trim_end())
 }
 
-/// What is held in both collections, but for what `changed` names: the application's own changes.
+/// The content of both collections, without the application's own changes that `changed` names.
 async fn held(db: &mongodb::Database) -> Vec<Document> {
     let mut held = all(db, "customers").await;
     held.extend(all(db, "orders").await);
     held
 }
 
-/// Fails if a value that was there is another one now, or gone. What was added is all right.
+/// Fails if an existing value has changed or is gone. Added values are allowed.
 fn nothing_lost(row: &str, before: &[Document], after: &[Document]) {
     assert!(after.len() >= before.len(), "{row}: a document is gone");
     for (nth, before) in before.iter().enumerate() {
@@ -164,7 +195,7 @@ fn nothing_lost(row: &str, before: &[Document], after: &[Document]) {
     }
 }
 
-/// Goes through the rows: as a new rule, or as a change of the right one.
+/// Tests all rows: as a new rule, or as a change of the right one.
 async fn none_costs_a_value(right: &str, mistakes: &[Mistake], changed: bool) {
     for mistake in mistakes {
         let row = format!("{} ({})", mistake.what, if changed { "changed" } else { "new" });
@@ -196,7 +227,7 @@ async fn none_costs_a_value(right: &str, mistakes: &[Mistake], changed: bool) {
 /// The mistake is reported at its line, with a suggestion.
 async fn reported(row: &str, text: &str, mistake: &Mistake) {
     let context = context(text).await;
-    let found = suspicions(&context.server, &context.plan.rules[0]).await.unwrap();
+    let found = suspicions(&context.server, &context.plan, &context.plan.rules[0]).await.unwrap();
     let found = load(text).located(&found);
     let lines: Vec<&str> = text.lines().collect();
     let told = |found: &denormd::config::LocatedMistake| {
@@ -246,7 +277,7 @@ async fn a_right_rule_is_neither_blocked_nor_suspected() {
         shop(&db).await;
         let text = config(&test, &rule(right));
         let context = context(&text).await;
-        assert_eq!(suspicions(&context.server, &context.plan.rules[0]).await.unwrap(), [], "{right}");
+        assert_eq!(suspicions(&context.server, &context.plan, &context.plan.rules[0]).await.unwrap(), [], "{right}");
         let daemon = Daemon::start_unadopted(&config(&test, &rule(right))).await;
         daemon.settled().await;
         db.collection::<Document>("customers")
@@ -269,13 +300,14 @@ async fn a_right_rule_is_neither_blocked_nor_suspected() {
 
 async fn standing(test: &denormd_fixture::TestDb, daemon: &Daemon) -> RuleState {
     let context = daemon.context();
-    let letters = &context.dead_letters;
-    let store = Store::open(&context.server, &letters.database, &letters.deployment).await.unwrap();
+    let dead_letters = &context.dead_letters;
+    let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
     let known = store.rules(&context.server).await.unwrap();
     known.into_iter().find(|(name, _)| name == "customer").unwrap_or_else(|| panic!("{}", test.name)).1.state
 }
 
-/// The table's rule that would remove a value, in three partitions: nobody writes, also where nothing would be removed.
+/// The table's rule that would remove a value, in three partitions: no partition writes, not even where nothing would
+/// be removed.
 #[tokio::test]
 async fn a_blocked_rule_waits_in_every_partition_until_a_person_agrees() {
     let test = denormd_fixture::database().await;
@@ -294,7 +326,7 @@ async fn a_blocked_rule_waits_in_every_partition_until_a_person_agrees() {
     customers.update_one(doc! {"_id": 3}, doc! {"$set": {"firstName": "Grace"}}).await.unwrap();
     daemon.settled().await;
     assert_eq!(all(&db, "orders").await, before, "live writes wait as well");
-    // A restart asks again: nobody has agreed.
+    // After a restart the rule is still blocked: nobody has agreed.
     daemon.stop().await;
     let daemon = Daemon::start_unadopted(&text).await;
     daemon.settled().await;
@@ -306,14 +338,14 @@ async fn a_blocked_rule_waits_in_every_partition_until_a_person_agrees() {
     assert!(told.contains("adds 1, overwrites 0, removes 1"), "{told}");
     let orders = all(&db, "orders").await;
     assert_eq!((orders[2].get("customerName"), orders[3].get_str("customerName").ok()), (None, Some("Grace")));
-    // The agreement is for this definition: another one that loses values is blocked.
+    // The agreement is for this definition: another one that removes values is blocked.
     let other = text.replace("$firstName", "$lastName");
     let daemon = Daemon::start_unadopted(&other).await;
     daemon.settled().await;
     assert!(matches!(standing(&test, &daemon).await, RuleState::Blocked(BlockReason::Adoption(_))));
     assert_eq!(all(&db, "orders").await, orders);
     daemon.stop().await;
-    // Back to the one that was agreed to.
+    // Back to the definition that was agreed to.
     let daemon = Daemon::start_unadopted(&text).await;
     daemon.settled().await;
     assert_eq!(standing(&test, &daemon).await, RuleState::Live);
@@ -337,7 +369,8 @@ async fn adopt_true_agrees_beforehand_and_later() {
     daemon.stop().await;
 }
 
-/// It agreed to the adoption alone: a backfill that was agreed to stopped at the removal limit half-way, for an agreement once more.
+/// The agreement once covered the adoption alone: a backfill that was agreed to stopped half-way at the removal limit
+/// and needed another agreement.
 #[tokio::test]
 async fn adopt_true_agrees_to_removals_beyond_the_limit_in_the_first_backfill_alone() {
     let test = denormd_fixture::database().await;
@@ -368,7 +401,7 @@ async fn adopt_true_agrees_to_removals_beyond_the_limit_in_the_first_backfill_al
     daemon.stop().await;
 }
 
-/// A rule of which only the decision was recorded when the leader died.
+/// A rule whose decision was recorded just before the leader died.
 #[tokio::test]
 async fn a_decision_that_was_recorded_holds_after_a_crash() {
     let test = denormd_fixture::database().await;
@@ -381,7 +414,7 @@ async fn a_decision_that_was_recorded_holds_after_a_crash() {
     daemon.kill();
     let states = test.beside("state");
     states.collection::<Document>("rules").delete_many(doc! {}).await.unwrap();
-    // What it would do now is not counted a second time.
+    // The effect of the rule is not counted a second time.
     targets.update_one(doc! {"_id": 2}, doc! {"$set": {"customer": 2}}).await.unwrap();
     targets.update_one(doc! {"_id": 3}, doc! {"$set": {"customerName": "x"}}).await.unwrap();
     let daemon = Daemon::start_unadopted(&config(&test, RIGHT)).await;
@@ -391,7 +424,7 @@ async fn a_decision_that_was_recorded_holds_after_a_crash() {
     daemon.stop().await;
 }
 
-/// Nothing is at stake where no target holds a value: no agreement is asked for.
+/// No agreement is needed if no target has a value: nothing is at stake.
 #[tokio::test]
 async fn data_without_values_needs_no_agreement() {
     let test = denormd_fixture::database().await;
@@ -406,7 +439,7 @@ async fn data_without_values_needs_no_agreement() {
     daemon.stop().await;
 }
 
-/// Rules are listed as the config has them, whatever order they are computed in.
+/// Rules are listed in the config's order, whatever order they are computed in.
 #[tokio::test]
 async fn plan_lists_rules_in_the_order_of_the_config() {
     let test = denormd_fixture::database().await;
@@ -419,8 +452,8 @@ async fn plan_lists_rules_in_the_order_of_the_config() {
     assert_eq!(names, ["second", "first"]);
 }
 
-/// A blocked rule has written nothing: when it is taken out of the config, its paths hold the application's values, and are not
-/// there to be pruned.
+/// A blocked rule has written nothing: when it is removed from the config, its paths still have the application's
+/// values, which must not be pruned.
 #[tokio::test]
 async fn a_blocked_rule_leaves_nothing_to_prune() {
     let test = denormd_fixture::database().await;
@@ -438,7 +471,7 @@ async fn a_blocked_rule_leaves_nothing_to_prune() {
     assert_eq!(all(&db, "orders").await, before);
 }
 
-/// `explain` had nothing to say of a value that a `once` rule keeps.
+/// `explain` once reported nothing about a value that a `once` rule keeps.
 #[tokio::test]
 async fn explain_says_what_a_once_rule_keeps() {
     let test = denormd_fixture::database().await;

@@ -1,4 +1,5 @@
-//! `denormd advise` and `denormd init` on data whose advice the literature gives, and its figures against exact counts.
+//! `denormd advise` and `denormd init` on data for which the literature gives advice; figures are compared with exact
+//! counts.
 
 use std::{
     fs,
@@ -14,11 +15,11 @@ use serde_json::Value;
 fn denormd(uri: &str, database: &str, arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
     command.args(arguments).args(["--uri", uri, "--database", database]).stdin(Stdio::null());
-    // No file of the folder that the test runs in.
+    // Prevents a config file in the current folder from being used.
     command.env("DENORMD_CONFIG", "/nonexistent/denormd.yaml").output().unwrap()
 }
 
-/// The report of a database, counters taken as they are.
+/// The report of a database, with the server's counters as they are.
 fn advise(db: &TestDb, more: &[&str]) -> Value {
     let mut arguments = vec!["advise", "--output", "json", "--observe", "0"];
     arguments.extend(more);
@@ -41,7 +42,7 @@ fn collection<'a>(report: &'a Value, name: &str) -> &'a Value {
     all.iter().find(|found| found["collection"].as_str().unwrap().ends_with(&format!(".{name}"))).unwrap()
 }
 
-/// The advice of one kind, which must be there.
+/// The advice of one kind, which must exist.
 fn advice<'a>(of: &'a Value, kind: &str) -> &'a Value {
     all_advice(of, kind).into_iter().next().unwrap_or_else(|| panic!("no {kind:?}: {:#}", of["advice"]))
 }
@@ -59,7 +60,7 @@ async fn index(db: &Database, collection: &str, keys: Document) {
     db.collection::<Document>(collection).create_index(model).await.unwrap();
 }
 
-/// What `$group` says of the references at a path: how many, the most, and the 99th percentile by nearest rank.
+/// Counts of the references at a path by `$group`: their number, the maximum, and the 99th percentile by nearest rank.
 async fn exact(db: &Database, collection: &str, unwind: &str, path: &str) -> (u64, u64, u64) {
     let mut pipeline = vec![doc! {"$group": {"_id": format!("${path}"), "n": {"$sum": 1}}}, doc! {"$sort": {"n": 1}}];
     if !unwind.is_empty() {
@@ -75,13 +76,13 @@ async fn exact(db: &Database, collection: &str, unwind: &str, path: &str) -> (u6
 }
 
 fn assert_figures(found: &Value, (sum, max, p99): (u64, u64, u64)) {
-    let spread = &found["fan_out"];
+    let fan_out = &found["fan_out"];
     assert_eq!(
-        (&found["references"], &spread["max"], &spread["p99"]),
+        (&found["references"], &fan_out["max"], &fan_out["p99"]),
         (&sum.into(), &max.into(), &p99.into()),
         "{found:#}"
     );
-    assert_eq!(spread["exact"], true);
+    assert_eq!(fan_out["exact"], true);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -135,7 +136,7 @@ async fn of_a_part_the_name_is_copied_and_the_quantity_is_not() {
         let (uri, name) = (test.uri.clone(), test.name.clone());
         move || denormd(&uri, &name, &["advise", "--output", "json", "--observe", "12s"])
     });
-    // While it looks: each product page reads a product, and each order takes from one part.
+    // During the observation, each product page reads a product, and each order takes from one part.
     let (products, parts) = (db.collection::<Document>("products"), db.collection::<Document>("parts"));
     for n in 0_i32.. {
         if asked.is_finished() {
@@ -163,7 +164,7 @@ async fn of_a_part_the_name_is_copied_and_the_quantity_is_not() {
     assert!(no["says"].as_str().unwrap().contains("`qty`"), "{no:#}");
     let beside = advice(relationship(&report, "products.spares.$[].id"), "copy");
     assert_eq!(beside["rule"]["copy"]["set"]["spares.$[].name"], "$name");
-    // The counted updates are the real ones: each order was one.
+    // The counted updates are real: each order made one.
     let seen = report["changes"]["collections"][format!("{}.parts", test.name)]["fields"]["qty"].as_u64().unwrap();
     assert!(seen > 0, "{:#}", report["changes"]);
 }
@@ -191,10 +192,10 @@ async fn log_messages_keep_the_id_of_their_host() {
     assert!(advice(found, "missing index")["command"].as_str().unwrap().contains("createIndex({ \"host\": 1 })"));
 }
 
-/// The product page shows ten reviews: the application's own queries say so, in the log of slow ones.
+/// The product page shows ten reviews: the application's own queries show this in the slow query log.
 #[tokio::test(flavor = "multi_thread")]
 async fn of_the_reviews_ten_are_kept_in_the_product() {
-    // Every query is slow to it.
+    // Logs every query as slow.
     let set = ReplicaSet::builder().nodes(2).arg("--slowms").arg("-1").start().await;
     let test = set.database().await;
     let db = test.database();
@@ -229,7 +230,7 @@ async fn of_the_reviews_ten_are_kept_in_the_product() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
 
-    // Neither more than were made, nor only the first member's.
+    // Neither more than were made, nor only those of the first member.
     let seen = collection(&report, "products")["reads"].as_u64().unwrap();
     assert!(seen > pages / 2 && seen <= pages, "{seen} of {pages}");
     let found = relationship(&report, "reviews.product_id");
@@ -243,7 +244,7 @@ async fn of_the_reviews_ten_are_kept_in_the_product() {
     assert_eq!(subset["rule"]["collect"]["sort"]["published_date"], -1);
 }
 
-/// References of the wrong type, DBRefs, references to nothing, two holders of one key, arrays without end.
+/// References of the wrong type, DBRefs, empty references, two holders of one key, unbounded arrays.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_wrong_with_references_is_said_with_its_number() {
     let test = denormd_fixture::database().await;
@@ -285,7 +286,7 @@ async fn what_is_wrong_with_references_is_said_with_its_number() {
     assert!(advice(dangling, "dangling references")["says"].as_str().unwrap().contains("200 of 2,000 objectId"));
     assert!(advice(collection(&report, "posts"), "move out")["says"].as_str().unwrap().contains("most 400"));
 
-    // The commands that are printed do what they say.
+    // The printed commands do what they promise.
     let shell = advice(collection(&report, "posts"), "move out")["command"].as_str().unwrap().to_owned();
     run_aggregation(&db, "posts", &shell).await;
     assert_eq!(db.collection::<Document>("posts_comments").count_documents(doc! {}).await.unwrap(), 2000);
@@ -309,14 +310,14 @@ async fn what_is_wrong_with_references_is_said_with_its_number() {
     assert!(!all_advice(told, "duplicate keys").is_empty());
 }
 
-/// Runs what a mongosh command would: the pipeline between its brackets.
+/// Runs the aggregation of a mongosh command: the pipeline between its brackets.
 async fn run_aggregation(db: &Database, collection: &str, shell: &str) {
     let arguments = arguments(shell, "aggregate(");
     let mut cursor = db.collection::<Document>(collection).aggregate(documents(&arguments[0])).await.unwrap();
     while cursor.advance().await.unwrap() {}
 }
 
-/// The same of an update by a pipeline.
+/// The same for an update with a pipeline.
 async fn run_update(db: &Database, collection: &str, shell: &str) {
     let arguments = arguments(shell, "updateMany(");
     let filter = bson::serialize_to_document(&arguments[0]).unwrap();
@@ -331,7 +332,7 @@ fn documents(list: &Value) -> Vec<Document> {
 fn arguments(shell: &str, method: &str) -> Vec<Value> {
     let start = shell.find(method).unwrap() + method.len();
     let text = format!("[{}]", shell[start..].trim_end().strip_suffix(')').unwrap());
-    // JSON but for the names without quotes.
+    // JSON except for the names without quotes.
     let mut json = String::new();
     for (nth, part) in text.split('"').enumerate() {
         if nth % 2 == 1 {
@@ -397,7 +398,7 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     {
         assert!(written.contains(expected), "no {expected}:\n{written}");
     }
-    // What cannot run is said, and does not stand in the way of what can.
+    // Advice that cannot be followed is reported, and does not prevent the rest.
     assert!(written.contains("# left out: ") && written.contains("capped"), "{written}");
 
     let state = format!("{}_state", test.name);
@@ -409,7 +410,7 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     assert!(applied.status.success(), "{}{written}", String::from_utf8_lossy(&applied.stderr));
     assert!(plan(&[]).status.success());
 
-    // What the rules do is not advised again.
+    // Advice that the rules already follow is not repeated.
     let output = Command::new(env!("CARGO_BIN_EXE_denormd"))
         .args(["advise", "--output", "json", "--observe", "0", "--config", file])
         .env("DENORMD__STATE__DATABASE", &state)
@@ -428,7 +429,7 @@ async fn init_writes_rules_that_pass_plan_and_overwrites_nothing() {
     assert!(Path::new(file).exists());
 }
 
-/// Small numbers that refer, in an array of subdocuments: the field's name is the collection's.
+/// Small numbers as references, in an array of subdocuments: the field's name is the collection's.
 #[tokio::test(flavor = "multi_thread")]
 async fn numbers_in_an_array_of_subdocuments_refer_by_their_name() {
     let test = denormd_fixture::database().await;
@@ -448,7 +449,7 @@ async fn numbers_in_an_array_of_subdocuments_refer_by_their_name() {
     assert!(written.contains("# warning: `email` looks personal or secret"), "{written}");
 }
 
-/// A file without a rule says why, and what else was found.
+/// A file without a rule gives the reason, and the other findings.
 #[tokio::test(flavor = "multi_thread")]
 async fn init_never_writes_an_empty_file_silently() {
     let test = denormd_fixture::database().await;
@@ -462,7 +463,7 @@ async fn init_never_writes_an_empty_file_silently() {
     assert!(written.contains("# no rule: no relationship was found; name one with --match"), "{written}");
 }
 
-/// People and their tasks: each names the other, and the owner's name is copied, badly.
+/// People and their tasks refer to each other, and the owner's name is copied, with errors.
 #[tokio::test(flavor = "multi_thread")]
 async fn two_way_references_and_copies_that_are_there_already() {
     let test = denormd_fixture::database().await;
@@ -494,7 +495,7 @@ async fn two_way_references_and_copies_that_are_there_already() {
     assert_eq!(copy["rule"]["copy"]["set"], serde_json::json!({"by": "$name"}), "what is there is taken over");
 }
 
-/// With the role `read` alone, what it does not allow is "not known"; and whatever is asked, nothing is written.
+/// With the role `read` alone, anything it does not allow is "not known"; and no request writes anything.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_may_not_be_read_is_not_known_and_nothing_is_written() {
     let set = ReplicaSet::builder().auth().start().await;

@@ -1,6 +1,6 @@
-//! Hostile and clumsy clients of the HTTP server, against a daemon that may open 1,024 files. While each attack lasts, `/livez`, `/metrics`
-//! and the page answer on another connection, changes are copied, a server that was killed is reconnected to, and memory stays
-//! small. A few seconds each; `make attacks` takes a minute each and measures times.
+//! Hostile and clumsy clients of the HTTP server, against a daemon that may open 1,024 files. During each attack,
+//! `/livez`, `/metrics` and the page answer on another connection, changes are copied, the daemon reconnects to a
+//! killed server, and memory stays small. A few seconds each; `make attacks` takes a minute each and measures times.
 
 use std::{
     net::SocketAddr,
@@ -27,9 +27,9 @@ use crate::running::Running;
 const RULE: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
 /// File descriptors of the daemon.
 const FILES: &str = "1024";
-/// Resident memory of the daemon at most, in kB.
+/// Limit on the daemon's resident memory, in kB.
 const MEMORY: u64 = 128 * 1024;
-/// How long a client holds a connection that gets no answer before it opens another one.
+/// Time for which a client holds a connection without an answer before it opens another one.
 const HOLD: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, Copy)]
@@ -44,14 +44,14 @@ enum Attack {
     Flood,
 }
 
-/// How long each attack lasts, and how long an answer and a copy may take.
+/// Duration of each attack, and time limits of an answer and of a copy.
 #[derive(Debug, Clone, Copy)]
 struct Limits {
     attack: Duration,
     answer: Duration,
     copy: Duration,
-    /// Times are measured: the machine has nothing else to do. Otherwise a connection that was closed before a client without
-    /// processor time could use it is opened again.
+    /// Measures times strictly, on a machine without other work. Otherwise a connection that was closed before a client
+    /// without processor time could use it is opened again.
     strict: bool,
 }
 
@@ -69,7 +69,7 @@ impl Limits {
 struct Target {
     address: SocketAddr,
     child: Child,
-    // Holds the config.
+    // Keeps the config file.
     _config: Running,
 }
 
@@ -77,7 +77,7 @@ impl Target {
     async fn start(test: &TestDb) -> Self {
         let config = Running::prepare(test, RULE, "");
         let (address, file) = (config.address, config.file());
-        // DENORMD names another binary, as elsewhere.
+        // As elsewhere, DENORMD names another binary.
         let binary = std::env::var("DENORMD").ok().filter(|path| !path.is_empty());
         let child = Command::new("sh")
             .args(["-c", "ulimit -n $0; exec \"$@\"", FILES])
@@ -129,7 +129,7 @@ impl Drop for Target {
     }
 }
 
-/// Clients that go on until they are dropped. `done` counts what they did, to show that they did something.
+/// Clients that run until they are dropped. `done` counts their actions, to show that they were active.
 fn attack(attack: Attack, address: SocketAddr, done: &Arc<AtomicU64>) -> JoinSet<()> {
     let clients = match attack {
         Attack::Idle => 1100,
@@ -142,7 +142,7 @@ fn attack(attack: Attack, address: SocketAddr, done: &Arc<AtomicU64>) -> JoinSet
         let done = done.clone();
         running.spawn(async move {
             loop {
-                // A refused or a closed connection is what the daemon should do, and no reason to leave it in peace.
+                // A refused or closed connection is the daemon's correct reaction, and no reason to stop the attack.
                 if let Ok(stream) = TcpStream::connect(address).await {
                     client_of(attack, number, stream, &done).await.ok();
                 }
@@ -178,7 +178,7 @@ async fn client_of(attack: Attack, number: usize, mut stream: TcpStream, done: &
             let path = paths[number % paths.len()];
             let request = format!("GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n");
             while stream.write_all(request.as_bytes()).await.is_ok() {
-                // What comes back is not looked at: several answers may wait to be read.
+                // The response is ignored: several responses may wait to be read.
                 if stream.read(&mut buffer).await? == 0 {
                     break;
                 }
@@ -190,7 +190,7 @@ async fn client_of(attack: Attack, number: usize, mut stream: TcpStream, done: &
     Ok(())
 }
 
-/// Changes the source, waits for the copy, and says how long it took.
+/// Changes the source, waits for the copy, and returns the time that took.
 async fn changes_are_copied(db: &mongodb::Database, attack: Attack, number: i64, limit: Duration) -> Duration {
     let ip = format!("{attack:?}-{number}");
     let hosts = db.collection::<Document>("hosts");

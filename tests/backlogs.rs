@@ -1,4 +1,5 @@
-//! Backlogs larger than the queue: the streams are not read while it is full, so nothing in it may wait for what they hold.
+//! Backlogs larger than the queue: the streams are not read while it is full, so nothing in it may wait for their
+//! events.
 
 use std::sync::atomic::Ordering;
 
@@ -14,7 +15,7 @@ use crate::{
 const HOST: &str = "  - { name: address, guard: watch, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }\n";
 const OTHER: &str = "  - { name: other, guard: off, copy: { source: parts, target: products, match: { part: _id }, set: { name: $name } } }\n";
 
-/// A queue that wants no more than so many requests.
+/// A config with a queue of this capacity.
 fn tiny(test: &TestDb, rules: &str, pending: usize) -> String {
     config(test, rules).replace("limits: { ", &format!("limits: {{ pending: {pending}, "))
 }
@@ -33,9 +34,9 @@ async fn product_is(db: &Database, name: &str) {
     until("the other rule", async || products.find_one(doc! {"name": name}).await.unwrap()).await;
 }
 
-/// A script overwrote copies while the daemon was stopped. Each copy filled a place in the queue and waited there for the stream
-/// to pass the moment at which it was compared; the full queue kept the stream from being read. All stayed wrong, every other rule
-/// stood still.
+/// A script overwrote copies while the daemon was stopped. Each copy once filled a place in the queue and waited there
+/// for the stream to pass the time of its comparison; the full queue kept the stream from being read. All copies stayed
+/// wrong, and every other rule stopped.
 #[tokio::test(flavor = "multi_thread")]
 async fn more_forged_copies_than_the_queue_holds_are_repaired() {
     let test = denormd_fixture::database().await;
@@ -57,7 +58,7 @@ async fn more_forged_copies_than_the_queue_holds_are_repaired() {
     daemon.stop().await;
 }
 
-/// With `on_drift: report` nothing is written, and what cannot be told from a change under way is not called drift.
+/// With `on_drift: report` nothing is written, and a difference that may be a change in progress is not called drift.
 #[tokio::test(flavor = "multi_thread")]
 async fn differences_that_nothing_explains_are_not_counted_as_drift() {
     let test = denormd_fixture::database().await;
@@ -82,8 +83,8 @@ async fn differences_that_nothing_explains_are_not_counted_as_drift() {
     daemon.stop().await;
 }
 
-/// A source was dropped while more of its changes waited than the queue holds. Each of them found nothing, and was tried again
-/// until the drop itself would be read, for which there was no room.
+/// A source was dropped while more of its changes waited than the queue holds. Each of them found no source, and was
+/// once retried until the drop itself would be read, for which there was no room.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_source_that_is_dropped_behind_a_backlog_holds_its_rule_alone() {
     let set = ReplicaSet::start(1).await;

@@ -1,5 +1,5 @@
-//! Table tests: documents before, writes, documents after. Hundreds of cases share one daemon, each in collections of
-//! its own.
+//! Table tests: documents before, writes, documents after. Hundreds of cases share one daemon, each in its own
+//! collections.
 //!
 //! In rules and documents `@parts` stands for the case's collection `parts`, `@other.parts` for one in another database,
 //! and `@@` for the database.
@@ -21,7 +21,7 @@ pub enum Write {
     Update(&'static str, Document, Bson),
     Replace(&'static str, Document, Document),
     Delete(&'static str, Document),
-    /// Many at once, where a case is taken step by step.
+    /// Several writes at once, in a case that runs step by step.
     Burst(Vec<Write>),
 }
 
@@ -44,12 +44,12 @@ pub fn delete(collection: &'static str, id: impl Into<Bson>) -> Write {
     Write::Delete(collection, doc! {"_id": id.into()})
 }
 
-/// Which ways to the end a case may take.
+/// The ways in which a case may run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Depends {
-    /// The end follows from the documents alone, so every way leads to it.
+    /// The result follows from the documents alone, so every way leads to it.
     OnData,
-    /// What is kept depends on what was there before: each write is waited for.
+    /// The result depends on earlier values: each write is waited for.
     OnHistory,
 }
 
@@ -83,41 +83,41 @@ impl Case {
         self
     }
 
-    /// Documents that are there before.
+    /// Documents that exist before.
     pub fn has(mut self, collection: &'static str, documents: impl IntoIterator<Item = Document>) -> Self {
         self.before.extend(documents.into_iter().map(|document| (collection, document)));
         self
     }
 
-    /// What the application does, in order.
+    /// The application's writes, in order.
     pub fn writes(mut self, writes: impl IntoIterator<Item = Write>) -> Self {
         self.writes.extend(writes);
         self
     }
 
-    /// All that a collection holds in the end.
+    /// The complete content of a collection at the end.
     pub fn expect(mut self, collection: &'static str, documents: impl IntoIterator<Item = Document>) -> Self {
         self.expect.push((collection, documents.into_iter().collect()));
         self
     }
 
-    /// The end depends on the way.
+    /// Marks that the result depends on the way.
     pub fn on_history(mut self) -> Self {
         self.depends = Depends::OnHistory;
         self
     }
 }
 
-/// How the writes of a table meet the daemon.
+/// The order of a table's writes and the daemon's start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// All writes are made before it starts: the backfill does everything.
+    /// All writes precede the start: the backfill does everything.
     Backfill,
-    /// Each write is applied before the next one is made.
+    /// Each write is applied before the next one.
     StepByStep,
-    /// The writes come as fast as they can.
+    /// The writes follow each other as fast as they can.
     Flood,
-    /// The same, and the daemon is killed and started again meanwhile.
+    /// The same, with a kill and a restart of the daemon during the writes.
     Restart,
 }
 
@@ -213,7 +213,7 @@ impl Placed<'_> {
         }
     }
 
-    /// What is not as expected.
+    /// The differences from the expected documents.
     async fn differences(&self) -> String {
         let mut out = String::new();
         for (name, expected) in &self.case.expect {
@@ -229,8 +229,8 @@ impl Placed<'_> {
     }
 }
 
-/// Documents as text that tells every BSON type apart, -0.0 and NaN too. The order of fields that an update adds is not
-/// promised, so names are sorted.
+/// Documents as text that distinguishes every BSON type, -0.0 and NaN too. The order of fields that an update adds is
+/// not guaranteed, so names are sorted.
 pub fn shown(documents: &[Document]) -> Vec<String> {
     documents.iter().map(|document| sorted(&document.clone().into()).into_canonical_extjson().to_string()).collect()
 }
@@ -247,7 +247,7 @@ fn sorted(value: &Bson) -> Bson {
     }
 }
 
-/// Runs a table in every way, side by side: most of the time is waiting.
+/// Runs a table in every way concurrently: most of the time is waiting.
 pub async fn every_way(cases: &[Case]) {
     tokio::join!(
         run(cases, Way::Backfill),
@@ -257,8 +257,8 @@ pub async fn every_way(cases: &[Case]) {
     );
 }
 
-/// Runs the cases of a table that allow this way, and shows all that differ. When everything is as it should be, a
-/// restart and a backfill from the start must write nothing.
+/// Runs the cases of a table that allow this way, and shows all differences. Once everything is as expected, a restart
+/// and a backfill from the start must write nothing.
 pub async fn run(cases: &[Case], way: Way) {
     let cases: Vec<&Case> =
         cases.iter().filter(|case| way == Way::StepByStep || case.depends == Depends::OnData).collect();
@@ -268,7 +268,7 @@ pub async fn run(cases: &[Case], way: Way) {
     let config = crate::daemon::config(&test, &rules);
     each(&placed, Placed::prepare).await;
     if way == Way::Backfill {
-        // Pre-images must be kept before anything is deleted, so collections are made first.
+        // Pre-images must be kept before anything is deleted, so collections are created first.
         each(&placed, Placed::perform_all).await;
     }
     let mut daemon = Daemon::start_config(&config).await;
@@ -308,9 +308,9 @@ pub async fn run(cases: &[Case], way: Way) {
             .unwrap();
         }
     }
-    let letters = dead_letters(&test).await;
-    assert!(wrong.is_empty(), "\n{wrong}\ndead letters: {letters:?}");
-    assert!(letters.is_empty(), "{letters:?}");
+    let dead_letters = dead_letters(&test).await;
+    assert!(wrong.is_empty(), "\n{wrong}\ndead letters: {dead_letters:?}");
+    assert!(dead_letters.is_empty(), "{dead_letters:?}");
     daemon.stop().await;
     assert_silence(&test, &config).await;
 }
@@ -319,13 +319,13 @@ async fn each<'a, F: Future<Output = ()>>(placed: &'a [Placed<'a>], work: impl F
     stream::iter(placed).for_each_concurrent(16, work).await;
 }
 
-/// What the daemon has set aside, by rule and reason.
+/// The daemon's dead letters.
 pub async fn dead_letters(test: &TestDb) -> Vec<Document> {
     let state = test.beside("state");
     state.collection(denormd::dead_letter::COLLECTION).find(doc! {}).await.unwrap().try_collect().await.unwrap()
 }
 
-/// Starts a daemon that has forgotten what it backfilled, and demands that nothing reaches the oplog but its own state.
+/// Starts a daemon without its state, and requires that the oplog receives nothing but that state.
 pub async fn assert_silence(test: &TestDb, config: &str) {
     let state = test.beside("state");
     let before = now(&state).await;
@@ -348,7 +348,7 @@ pub async fn now(database: &Database) -> Timestamp {
     reply.get_timestamp("operationTime").unwrap()
 }
 
-/// What was written to the test's databases after `since`, the daemon's own state aside.
+/// The writes to the test's databases after `since`, without the daemon's own state.
 pub async fn oplog(test: &TestDb, since: Timestamp) -> Vec<Document> {
     let ours = |name: &str| bson::Regex {
         pattern: format!("^{}{name}", test.name).try_into().unwrap(),

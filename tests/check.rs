@@ -1,7 +1,8 @@
-//! `denormd check`: every planted difference, and no other one, also while the application writes.
+//! `denormd check`: finds every planted difference, and no other one, also while the application writes.
 
 use std::{
     collections::BTreeSet,
+    process::{Command, Stdio},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -19,9 +20,10 @@ use crate::{
     daemon::PATIENCE,
     daemon::{Daemon, config},
     process::{Printed, Program},
+    running::Running,
 };
 
-/// Unguarded: the audit would mend what the test has planted.
+/// Without a guard: the audit would repair the planted differences.
 const RULES: &str = r#"
   - { name: host, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip, name: $name, port: $port } } }
   - { name: names, guard: off, copy: { source: parts, target: products, match: { "parts.$[].id": _id }, set: { "parts.$[].name": $name } } }
@@ -31,9 +33,9 @@ const RULES: &str = r#"
 "#;
 const NAMES: [&str; 5] = ["host", "names", "info", "latest", "stats"];
 
-/// Sources and targets from here on are left alone by the application.
+/// The application does not change sources and targets from this number on.
 const STILL: i32 = 10_000_000;
-/// How many sources of a collection the application changes: each with about as many targets, however many there are in all.
+/// Number of sources of a collection that the application changes: each has about as many targets, whatever the total.
 fn busy(targets: i32) -> i32 {
     (targets / 100).max(50)
 }
@@ -45,11 +47,11 @@ struct Planted {
     kind: &'static str,
     collection: &'static str,
     update: Document,
-    /// What the target is at first, where it is not like the others.
+    /// The target's first version, where it is not like the others.
     special: Option<Document>,
 }
 
-/// Fifty of them, each in a target of its own.
+/// Fifty planted differences, each in its own target.
 fn planted() -> Vec<Planted> {
     let mut all = Vec::new();
     let mut plant = |times: usize, rule: &'static str, path, kind, update: Document| {
@@ -88,7 +90,7 @@ fn planted() -> Vec<Planted> {
     for (nth, planted) in
         all.iter_mut().filter(|planted| planted.rule == "host" && planted.kind == "surplus").enumerate()
     {
-        // It refers to nothing, or to a host that is not there.
+        // The reference is empty, or names a host that does not exist.
         planted.special = Some(if nth % 2 == 0 {
             doc! {"host": Bson::Null}
         } else {
@@ -106,7 +108,7 @@ fn part(id: i32) -> Document {
     doc! {"_id": id, "name": format!("part {id}"), "price": 1}
 }
 
-/// A product with three parts, of which one refers to nothing.
+/// A product with three parts, one of them with an empty reference.
 fn product(id: i32, parts: [i32; 2]) -> Document {
     let [first, second] = parts;
     doc! {"_id": id, "parts": [{"id": first}, {"id": second}, {"id": Bson::Null}], "spares": [first, second]}
@@ -119,7 +121,7 @@ async fn insert(db: &Database, collection: &str, documents: impl Iterator<Item =
     }
 }
 
-/// A shop of about `targets` targets, and what will be spoilt in it.
+/// A shop of about `targets` targets, with the targets in which differences will be planted.
 async fn shop(db: &Database, targets: i32, planted: &[Planted]) {
     let (logs, products, busy) = (targets * 4 / 5, targets / 25, busy(targets));
     insert(db, "hosts", (0..busy).chain(STILL..STILL + 2).map(host)).await;
@@ -152,14 +154,14 @@ async fn spoil(db: &Database, planted: &[Planted]) {
     }
 }
 
-/// One write of the application, on everything but the planted.
+/// One write of the application, on everything except the planted targets.
 async fn write(db: &Database, random: &mut StdRng, targets: i32) -> mongodb::error::Result<()> {
     let source = random.random_range(0..busy(targets));
     let number: i32 = random.random_range(0..4);
     let (log, product) = (random.random_range(0..targets * 4 / 5), random.random_range(0..targets / 25));
     let at = |name: &str| db.collection::<Document>(name);
     match random.random_range(0..10) {
-        // Few values, so that a source often comes back to what it was.
+        // Few values, so that a source often returns to an earlier one.
         0..3 => at("hosts")
             .update_one(doc! {"_id": source}, doc! {"$set": {"ip": format!("10.0.0.{number}")}})
             .await
@@ -218,14 +220,14 @@ fn found(printed: &Printed) -> BTreeSet<String> {
     paths.collect()
 }
 
-/// Some of the arrays, and their prices, are of the sources of that time: what has changed since is nobody's difference.
+/// Some of the arrays, and their prices, are those of their sources at that time: later changes are not differences.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_planted_difference_and_no_other_is_found_while_the_application_writes() {
     // A million on request: `make check-million`.
     let targets = std::env::var("DENORMD_TARGETS").ok().and_then(|text| text.parse().ok()).unwrap_or(5000);
-    // At the least five hundred a second, on a machine that is busy.
+    // At least five hundred a second, on a busy machine.
     let limit = 10 * PATIENCE + Duration::from_secs(u64::try_from(targets).unwrap() / 500);
-    // A server of its own, where they are many.
+    // A server of its own for many targets.
     let set =
         if targets > 5000 { Some(ReplicaSet::builder().cache_gb(1.0).oplog_mb(1024).start().await) } else { None };
     let test = match &set {
@@ -255,7 +257,7 @@ async fn every_planted_difference_and_no_other_is_found_while_the_application_wr
     let expected: BTreeSet<String> =
         (STILL..).zip(&planted).map(|(nth, p)| format!("{} {nth} {} {}", p.rule, p.path, p.kind)).collect();
     assert_eq!(found(&printed), expected, "{}", printed.err);
-    // What a debug build needs for itself, a page and its sources; a million targets alone would be more.
+    // Memory of a debug build itself, a page and its sources; a million targets alone would take more.
     assert!(printed.peak < 150 << 20, "{} MB", printed.peak >> 20);
 
     println!(
@@ -278,7 +280,7 @@ fn compared(printed: &Printed) -> u64 {
     printed.lines().iter().filter_map(|line| line["compared"].as_u64()).sum()
 }
 
-/// Without a daemon, the command takes the lease for the repair; values are shown on request alone.
+/// Without a daemon, the command takes the lease for the repair; values are shown on request only.
 #[tokio::test]
 async fn without_a_daemon_the_command_repairs_by_itself() {
     let test = denormd_fixture::database().await;
@@ -302,14 +304,14 @@ async fn without_a_daemon_the_command_repairs_by_itself() {
     assert!(printed.err.contains("no daemon leads: doing it here"), "{}", printed.err);
     assert!(printed.out.ends_with("3 repaired\n"), "{}", printed.out);
     program.run(&["check"]).await.exits(0);
-    // It gave the lease back: a daemon leads at once.
+    // It released the lease: a daemon leads at once.
     let daemon = program.daemon();
     daemon.says("this instance leads").await;
     daemon.stop().await;
     program.run(&["check", "--rule", "hots"]).await.exits(2);
 }
 
-/// An interrupted check goes on where everything was judged, with what it had counted.
+/// An interrupted check resumes where everything was decided, with its counts.
 #[tokio::test]
 async fn a_check_goes_on_where_it_was() {
     use denormd::{
@@ -332,8 +334,8 @@ async fn a_check_goes_on_where_it_was() {
     let context = daemon.shared();
     daemon.stop().await;
     db.collection::<Document>("logs").update_many(doc! {}, doc! {"$set": {"ip": "forged"}}).await.unwrap();
-    let letters = &context.dead_letters;
-    let store = Store::open(&context.server, &letters.database, &letters.deployment).await.unwrap();
+    let dead_letters = &context.dead_letters;
+    let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
     let rule = &context.plan.rules[0];
     let tally = Tally { compared: 2, differing: 2, ..Tally::default() };
     let progress = CheckProgress { after: Some(bson!(2)), done: false, tally };
@@ -347,7 +349,28 @@ async fn a_check_goes_on_where_it_was() {
     assert_eq!(found.len(), 3, "{found:?}");
     assert!(found.contains(&Bson::MaxKey) && !found.contains(&bson!(1)), "{found:?}");
     assert_eq!((check.tally.compared, check.tally.differing, check.tally.resumed), (5, 5, true));
-    // It has come to its end: the next one begins anew.
+    // The check has finished: the next one starts from the beginning.
     let check = Check::new(&context, &store, rule, scope).await.unwrap();
     assert_eq!(check.tally, Tally::default());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_a_terminal_a_difference_does_not_stand_behind_the_bar() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1"}).await.unwrap();
+    db.collection("logs").insert_one(doc! {"_id": 7, "host": 1}).await.unwrap();
+    let rule =
+        "  - { name: ip, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
+    let running = Running::start(&test, rule, "").await;
+    running.until_json("the copy is there", |status| status["rules"][0]["state"] == "live").await;
+    db.collection::<Document>("logs").update_one(doc! {"_id": 7}, doc! {"$set": {"ip": "wrong"}}).await.unwrap();
+    let on_terminal = "import pty, sys; pty.spawn(sys.argv[1:])";
+    let mut command = Command::new("python3");
+    command.args(["-c", on_terminal, env!("CARGO_BIN_EXE_denormd"), "check", "--config"]).arg(running.file());
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    let screen = String::from_utf8(output.stdout).unwrap();
+    let (before, _) = screen.split_once("ip 7 ip: value").unwrap_or_else(|| panic!("{screen}"));
+    // A carriage return, a line feed, or the end of a command that erases the line.
+    assert!(before.ends_with(['\r', '\n', 'K', 'J']), "{screen:?}");
 }

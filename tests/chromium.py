@@ -13,7 +13,7 @@ import shutil
 import sys
 
 import fetch
-from fetch import Unavailable, run, say
+from fetch import Unavailable, run
 
 PACKAGES = ["chromium", "chromium-driver"]
 OTHERWISE = "Install both (on Debian: `apt-get install chromium chromium-driver`), or set CHROMEDRIVER to the driver's path."
@@ -33,16 +33,7 @@ def find():
         raise Unavailable(f"there is no chromium with a chromedriver on PATH. {OTHERWISE}")
     with fetch.locked(fetch.cache_folder(), "chromium"):
         if not from_path():
-            say("installing " + " ".join(PACKAGES))
-            env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            command = ["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES]
-            code, output = run(*command, env=env)
-            if code != 0:
-                # The image came without package lists, or with old ones.
-                run("apt-get", "update", env=env)
-                code, output = run(*command, env=env)
-            if code != 0:
-                raise Unavailable(f"`{' '.join(command)}` failed: {' '.join(output.split())[-400:]}. {OTHERWISE}")
+            fetch.apt_install(PACKAGES, OTHERWISE)
     found = from_path()
     if not found:
         raise Unavailable(f"chromium was installed and its driver does not run. {OTHERWISE}")

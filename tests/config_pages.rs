@@ -1,4 +1,4 @@
-//! The schema, the reference and the examples against what the program reads.
+//! The schema, the reference and the examples, compared with the program's parser.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()
 }
 
-/// Every example under `config/`, as the program reads it.
+/// Every example under `config/`, as parsed by the program.
 fn examples() -> Vec<(String, Value)> {
     let files = fs::read_dir(root().join("config")).unwrap().map(|entry| entry.unwrap().path());
     let mut files: Vec<PathBuf> = files.filter(|path| path.extension().is_some_and(|e| e == "yaml")).collect();
@@ -31,7 +31,7 @@ fn examples() -> Vec<(String, Value)> {
     files.into_iter().map(one).collect()
 }
 
-/// YAML by a reader that is not the program's own.
+/// Parses YAML by another parser than the program's own.
 fn yaml(text: &str) -> Value {
     serde_saphyr::from_str(text).unwrap()
 }
@@ -87,7 +87,7 @@ fn the_pages_made_from_the_keys_are_up_to_date() {
     );
 }
 
-/// A config with one key set to a value, all that is required beside it.
+/// A config with one key set to a value, and all required keys.
 fn config_with(way: &[&str], value: &str) -> String {
     let copy = "source: s, target: t, match: { r: _id }";
     let pattern = |kind: &str, more: &str| match kind {
@@ -102,7 +102,7 @@ fn config_with(way: &[&str], value: &str) -> String {
     match way {
         ["rules", kind @ ("copy" | "collect" | "aggregate"), key] => {
             let rule = pattern(kind, &format!("{key}: {value}"));
-            // What is required is given twice otherwise.
+            // Otherwise a required key would occur twice.
             let rule = rule.replacen(
                 &format!("{key}: "),
                 "x-first: ",
@@ -117,7 +117,7 @@ fn config_with(way: &[&str], value: &str) -> String {
             )
         }
         ["mongodb", key] => format!("mongodb: {{ {uri}, {key}: {value} }}\nrules: []\n"),
-        // Requests can only need a token that there is.
+        // Requests can only need a token that exists.
         ["http", "require_token"] => {
             let token = "0123456789abcdef0123456789abcdef";
             format!("mongodb: {{ {uri} }}\nrules: []\nhttp: {{ require_token: {value}, token: {token} }}\n")
@@ -127,7 +127,7 @@ fn config_with(way: &[&str], value: &str) -> String {
     }
 }
 
-/// The words and bounds that the schema names are those that the reader takes: each is tried, and one beyond.
+/// The parser accepts the words and bounds in the schema: each is tried, and one beyond.
 #[test]
 fn words_and_bounds_of_the_schema_are_the_readers() {
     let mut tried = 0;

@@ -1,4 +1,5 @@
-//! The sidecar's real image beside a replica set of three containers, on a network of their own, and what befalls them.
+//! The sidecar's real image with a replica set of three containers on a private network, and the faults that strike
+//! them.
 
 use std::{
     path::Path,
@@ -21,7 +22,8 @@ const PAUSE: Duration = Duration::from_millis(50);
 const HOSTS: i32 = 5;
 const LOGS: i32 = 50;
 
-/// Why these tests do not run here. `DENORMD_TEST_CONTAINERS=required` fails them instead: for CI, which has Docker.
+/// True where these tests cannot run; prints the reason. `DENORMD_TEST_CONTAINERS=required` fails them instead: for CI,
+/// which has Docker.
 fn skipped() -> bool {
     let why = match docker::answers() {
         Ok(()) if cfg!(target_os = "linux") => return false,
@@ -33,8 +35,8 @@ fn skipped() -> bool {
     true
 }
 
-/// The image of a version: the one that is named (`DENORMD_TEST_SIDECAR`, a release image that is there), or one of the
-/// debug binary that was just built, by the same steps.
+/// The image of a version: the given one (`DENORMD_TEST_SIDECAR`, an existing release image), or one of the debug
+/// binary that was just built, by the same steps.
 fn sidecar_image(version: &str) -> String {
     let binary = Path::new(env!("CARGO_BIN_EXE_denormd"));
     let named = std::env::var("DENORMD_TEST_SIDECAR");
@@ -59,7 +61,7 @@ impl Cluster {
         Arc::new(cluster)
     }
 
-    /// The member that takes writes.
+    /// The primary, and a client for it.
     async fn primary(&self) -> (&Peer, Client) {
         let begun = Instant::now();
         loop {
@@ -75,7 +77,7 @@ impl Cluster {
         }
     }
 
-    /// Changes hosts, again and again, until told to stop; returns how many changes were acknowledged.
+    /// Changes hosts repeatedly until `stop`; returns the number of acknowledged changes.
     async fn write(self: Arc<Self>, stop: Arc<AtomicBool>) -> i32 {
         let mut done = 0;
         'primaries: while !stop.load(Ordering::Relaxed) {
@@ -97,7 +99,7 @@ impl Cluster {
         client.database("shop").collection(name).find(doc! {}).sort(doc! {"_id": 1}).await?.try_collect().await
     }
 
-    /// Log messages whose address is not what the rule says of the host, or nothing while there is no answer.
+    /// Number of log messages whose address differs from the rule's definition; None while there is no answer.
     async fn wrong(&self, rule: Rule) -> Option<usize> {
         let (hosts, logs) = (self.all("hosts").await.ok()?, self.all("log").await.ok()?);
         let of = |log: &Document| hosts.iter().find(|host| host.get("_id") == log.get("host")).cloned();
@@ -116,7 +118,7 @@ impl Cluster {
         }
     }
 
-    /// Waits until the lease has run out: its owner is silent for longer than it may be.
+    /// Waits until the lease has expired, because its owner did not renew it in time.
     async fn nobody_leads(&self) {
         let free = doc! {"$expr": {"$lt": ["$until", "$$NOW"]}};
         let begun = Instant::now();
@@ -139,7 +141,7 @@ async fn client(address: &str) -> Client {
     Client::with_options(options).unwrap()
 }
 
-/// What the rule copies: the host's address as it is, or, in the next version, with its network.
+/// The copied value: the host's address as it is, or, in the next version, with its network.
 #[derive(Debug, Clone, Copy)]
 enum Rule {
     Old,
@@ -154,7 +156,7 @@ impl Rule {
         }
     }
 
-    /// A folder to be mounted, as a ConfigMap is.
+    /// A folder to be mounted like a ConfigMap.
     fn config(self, cluster: &Cluster) -> tempfile::TempDir {
         use std::os::unix::fs::PermissionsExt;
         let hosts: Vec<&str> = cluster.members.iter().map(Peer::name).collect();
@@ -170,7 +172,7 @@ impl Rule {
         );
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("denormd.yaml"), text).unwrap();
-        // The image's user is not this one.
+        // The image's user differs from this one.
         std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
         folder
     }
@@ -184,7 +186,7 @@ async fn healthy(sidecar: &Peer) {
     }
 }
 
-/// Lets the application write while something befalls, and waits for the copies to be true again.
+/// Lets the application write during a fault, and waits until the copies are up to date again.
 async fn beside_writes<F: Future<Output = ()>>(cluster: &Arc<Cluster>, befalls: impl FnOnce() -> F) {
     let stop = Arc::new(AtomicBool::new(false));
     let writer = tokio::spawn(cluster.clone().write(stop.clone()));
@@ -221,7 +223,7 @@ async fn the_sidecar_converges_whatever_befalls_it_and_its_cluster() {
     .await;
     cluster.converges(Rule::Old, &sidecar).await;
 
-    // The daemon stands still for longer than its lease lasts, in the middle of its work.
+    // The daemon is stopped for longer than its lease, in the middle of its work.
     beside_writes(&cluster, async || {
         sidecar.pause();
         cluster.nobody_leads().await;
@@ -230,7 +232,7 @@ async fn the_sidecar_converges_whatever_befalls_it_and_its_cluster() {
     .await;
     cluster.converges(Rule::Old, &sidecar).await;
 
-    // The network takes it away: nothing says so, its connections only fall silent.
+    // The network drops it without an error: its connections only become silent.
     beside_writes(&cluster, async || {
         sidecar.disconnect();
         cluster.nobody_leads().await;
@@ -239,7 +241,7 @@ async fn the_sidecar_converges_whatever_befalls_it_and_its_cluster() {
     .await;
     cluster.converges(Rule::Old, &sidecar).await;
 
-    // A new version with another rule stands by before the old one is told to go.
+    // A new version with another rule is a standby before the old one stops.
     let config = Rule::New.config(&cluster);
     let next = network.sidecar("next", &new, config.path()).await;
     beside_writes(&cluster, async || {

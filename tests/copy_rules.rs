@@ -1,4 +1,5 @@
-//! Copy rules: the cases on which a change-stream script goes wrong, and every form of reference through every change.
+//! Copy rules: the cases that a simple change-stream script gets wrong, and every form of reference through every
+//! change.
 #![allow(clippy::too_many_lines, reason = "tables are long")]
 
 use bson::{
@@ -12,14 +13,14 @@ use crate::{
     daemon::{self, Daemon},
 };
 
-/// The rule of most cases: the source's name beside its id.
+/// The rule of most cases: the source's name next to its id.
 const NAME: &str = "copy: { source: '@s', target: '@t', match: { ref: _id }, set: { name: $name } }";
 
 fn name(id: i32, name: &str) -> Document {
     doc! {"_id": id, "name": name}
 }
 
-/// What the npm package mongodb-data-sync gets wrong, one case or more for each of its eleven failures.
+/// Known failures of the npm package mongodb-data-sync, at least one case for each of its eleven failures.
 fn known_failures() -> Vec<Case> {
     let falsy = [bson!(""), bson!(0), bson!(0.0), bson!(false), Bson::Null, bson!([]), bson!({})];
     let falsy = falsy.into_iter().map(|value| {
@@ -80,7 +81,7 @@ fn known_failures() -> Vec<Case> {
             .has("t", [doc! {"_id": 1, "code": "A"}, doc! {"_id": 2, "code": "B"}, doc! {"_id": 3, "code": "C"}])
             .writes([update("s", 1, doc! {"$set": {"code": "C"}}), update("s", 2, doc! {"$set": {"name": "z"}})])
             .expect("t", [doc! {"_id": 1, "code": "A"}, doc! {"_id": 2, "code": "B", "name": "z"}, doc! {"_id": 3, "code": "C", "name": "x"}]),
-        // "Restart while changes go on" is `Way::Restart`, which every table is run through.
+        // "Restart while changes go on" is `Way::Restart`, which every table includes.
         Case::new("a hot key in a burst", NAME)
             .has("s", [name(1, "x")])
             .has("t", (0..20).map(|id| doc! {"_id": id, "ref": 1}))
@@ -90,16 +91,16 @@ fn known_failures() -> Vec<Case> {
     falsy.chain(others).collect()
 }
 
-/// A form of reference: what its documents look like.
+/// A form of reference, with the shape of its documents.
 struct Form {
     name: &'static str,
     rule: &'static str,
     source: &'static str,
-    /// The source that reference `n` means, without its value.
+    /// The source of reference `n`, without its value.
     source_of: fn(i32) -> Document,
-    /// A target's fields with these references; as stored by the application, or with what the rule adds.
+    /// A target's fields with these references; as stored by the application, or with the values of the rule.
     target_of: fn(&[i32], &Names) -> Document,
-    /// Updates of a target: one more reference at the end, the reference taken away, the one at this place changed.
+    /// Updates of a target: append a reference, remove the reference at an index, change the reference at an index.
     array: Option<Array>,
 }
 
@@ -354,7 +355,7 @@ impl Form {
         target
     }
 
-    /// Two sources "a" (1) and "b" (2), a target of the first, and one of the second that no write concerns.
+    /// Two sources "a" (1) and "b" (2), a target of the first, and a target of the second that no write affects.
     fn case(&self, name: &str, references: &[i32]) -> Case {
         Case::new(format!("{}: {name}", self.name), self.rule)
             .has(self.source, [self.sourced(1, "a"), self.sourced(2, "b")])
@@ -455,7 +456,7 @@ fn every_form() -> Vec<Case> {
     forms().iter().flat_map(Form::cases).collect()
 }
 
-/// What a reference does that nobody answers, and what a target does that leaves or enters the rule.
+/// References that no source matches, and targets that start or stop matching the rule's filter.
 fn policies() -> Vec<Case> {
     let copy = |rest: &str| {
         format!(
@@ -498,7 +499,7 @@ fn policies() -> Vec<Case> {
             .has("s", [doc! {"_id": 9, "name": "i", "x": 9}])
             .writes([Write::Burst(vec![delete("s", 2), insert("s", doc! {"_id": 2, "name": "z", "x": 3})])])
             .expect("t", [doc! {"_id": 2, "ref": 2, "name": "z", "a": {"x": 3}}, doc! {"_id": 3, "ref": 9, "name": "i", "a": {"x": 9}}]),
-        // No reference is not one that dangles.
+        // A missing reference is not a dangling one.
         Case::new("delete, a target without a reference stays", &copy("on_missing: delete"))
             .has("s", s())
             .has("t", [doc! {"_id": 1}, doc! {"_id": 2, "ref": null}])
@@ -664,7 +665,7 @@ fn source_held() -> Vec<Case> {
     ]
 }
 
-/// Relations with a turn: to itself, both ways, many to many, and combinations of the forms above.
+/// Relations with complications: to itself, in both directions, many to many, and combinations of the forms above.
 fn relations() -> Vec<Case> {
     let refs = || doc! {"_id": 1, "pubs": [{"$ref": "@s", "$id": 1}, {"$ref": "@s", "$id": 9}, {"$ref": "@elsewhere", "$id": 9}]};
     let tags = || [doc! {"_id": "x"}, doc! {"_id": "y"}, doc! {"_id": "z"}];
@@ -817,7 +818,7 @@ fn values() -> Vec<(&'static str, Bson)> {
         ("date", Bson::DateTime(DateTime::from_millis(-1))),
         ("latest date", Bson::DateTime(DateTime::from_millis(i64::MAX))),
         ("timestamp", Bson::Timestamp(Timestamp { time: 7, increment: 9 })),
-        // MongoDB puts the time in place of Timestamp(0, 0) only at the top of an inserted document.
+        // MongoDB replaces Timestamp(0, 0) by the time only at the top level of an inserted document.
         ("empty timestamp", bson!({"at": Bson::Timestamp(Timestamp { time: 0, increment: 0 })})),
         ("binary", binary(bson::spec::BinarySubtype::Generic, &[0, 1, 255])),
         ("uuid", binary(bson::spec::BinarySubtype::Uuid, &[7; 16])),
@@ -860,7 +861,7 @@ async fn what_the_known_peer_gets_wrong() {
     every_way(&known_failures()).await;
 }
 
-// This is the longest table: a test for each way. A restart is a flood too.
+// This is the longest table: one test for each way. A restart includes a flood.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_form_of_reference_by_backfill() {
     run(&every_form(), Way::Backfill).await;
@@ -918,7 +919,7 @@ async fn a_copied_value_is_data_and_keeps_its_type() {
   - name: first
     allow_scan: true
     aggregate: { source: s, target: first, match: { _id: _id }, set: { copy: { $first: $v } } }";
-    // Half of them are there before the daemon, half take the place of what it has copied.
+    // Half of the values exist before the daemon starts, half replace values that it has copied.
     for (id, (_, value)) in (0..).zip(values()) {
         let value = if id % 2 == 0 { value } else { "before".into() };
         db.collection("s").insert_one(doc! {"_id": id, "v": value}).await.unwrap();
@@ -965,8 +966,8 @@ async fn a_copied_value_is_data_and_keeps_its_type() {
             }
         }
     }
-    let letters = crate::cases::dead_letters(&test).await;
-    assert!(wrong.is_empty(), "{}\n{letters:?}", wrong.join("\n"));
+    let dead_letters = crate::cases::dead_letters(&test).await;
+    assert!(wrong.is_empty(), "{}\n{dead_letters:?}", wrong.join("\n"));
     daemon.stop().await;
     crate::cases::assert_silence(&test, &config).await;
 }
@@ -976,7 +977,8 @@ async fn a_backfill_of_several_pages_goes_on_across_types() {
     let test = denormd_fixture::database().await;
     let db = test.database();
     db.collection("s").insert_many((0..1200).map(|id| name(id, "a"))).await.unwrap();
-    // The numbers fill more than a page, and end within one. No two share a source: then one would write the other.
+    // The numbers fill more than a page, and end within one. Each has its own source: otherwise one would write the
+    // other.
     let targets = (0..1100).map(Bson::Int32).chain(ids()).zip(0..).map(|(id, n)| doc! {"_id": id, "ref": n});
     db.collection("t").insert_many(targets).await.unwrap();
     let rule =
@@ -988,7 +990,7 @@ async fn a_backfill_of_several_pages_goes_on_across_types() {
     daemon.stop().await;
 }
 
-/// The findings of a rule that is about to run.
+/// The preflight findings of a rule.
 async fn findings(text: &str) -> Vec<preflight::Finding> {
     let context = daemon::context(text).await;
     preflight::check(&context.server, &context.plan).await.unwrap()
@@ -1022,13 +1024,13 @@ async fn a_rule_without_pre_images_is_refused_with_the_command_that_enables_them
         assert_eq!(fix.command.get_str(verb).unwrap(), source);
         assert_eq!(fix.database, test.name);
     }
-    // By `_id`, the event alone tells the key.
+    // By `_id`, the event alone contains the key.
     let config = daemon::config(
         &test,
         "  - name: r\n    allow_scan: true\n    copy: { source: there, target: t, match: { ref: _id }, set: { name: $name } }",
     );
     assert_eq!(findings(&config).await, []);
-    // An element with the child's `_id` tells the old parent.
+    // An element with the child's `_id` identifies the old parent.
     for element in ["$_id", "{ id: $_id, name: $name }"] {
         let rule = format!(
             "  - name: r\n    allow_scan: true\n    collect: {{ source: there, target: t, match: {{ _id: owner }}, into: all, element: {element} }}"
@@ -1142,12 +1144,12 @@ async fn one_bad_target_stops_nothing_else() {
         doc! {"_id": 4, "ref": 2, "at": {"name": "b"}},
     ];
     assert_eq!(daemon::all(&db, "t").await, expected);
-    let letters = crate::cases::dead_letters(&test).await;
-    let [letter] = letters.as_slice() else { panic!("{letters:?}") };
-    let id = letter.get_document("_id").unwrap();
-    assert_eq!((id.get_str("rule").unwrap(), id.get_array("target").unwrap()), ("r", &vec![bson!(2)]), "{letter}");
-    assert!(!letter.get_str("reason").unwrap().is_empty(), "{letter}");
-    // Mended by its owner, it is taken up again.
+    let dead_letters = crate::cases::dead_letters(&test).await;
+    let [dead_letter] = dead_letters.as_slice() else { panic!("{dead_letters:?}") };
+    let id = dead_letter.get_document("_id").unwrap();
+    assert_eq!((id.get_str("rule").unwrap(), id.get_array("target").unwrap()), ("r", &vec![bson!(2)]), "{dead_letter}");
+    assert!(!dead_letter.get_str("reason").unwrap().is_empty(), "{dead_letter}");
+    // After its owner repairs it, it is processed again.
     db.collection::<Document>("t").update_one(doc! {"_id": 2}, doc! {"$unset": {"at": 1}}).await.unwrap();
     for _ in 0..600 {
         if daemon::all(&db, "t").await[1].contains_key("at") {
@@ -1159,8 +1161,9 @@ async fn one_bad_target_stops_nothing_else() {
     daemon.stop().await;
 }
 
-/// "a scalar where an array is expected, null or missing on the path, nested arrays …": where a rule would have to write below
-/// something that is no subdocument, the target is set aside with the path and the reason, and stops nothing else.
+/// "a scalar where an array is expected, null or missing on the path, nested arrays …": where a rule would have to
+/// write below something that is not a subdocument, the target becomes a dead letter with the path and the reason, and
+/// stops nothing else.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wrong_shape_is_set_aside_with_its_path() {
     let test = denormd_fixture::database().await;
@@ -1175,7 +1178,7 @@ async fn a_wrong_shape_is_set_aside_with_its_path() {
   - { name: into, allow_scan: true, copy: { source: s, target: into, match: { 'refs.$[]': _id }, into: at.names, element: $name } }
   - { name: collect, allow_scan: true, collect: { source: s, target: collect, match: { ref: t }, into: at.all, element: $_id } }
   - { name: aggregate, allow_scan: true, aggregate: { source: s, target: aggregate, match: { ref: t }, set: { at.n: { $sum: 1 } } } }";
-    // In the way of every rule; and what is not.
+    // Values that prevent every rule's write; and values that do not.
     let bad = [bson!(5), Bson::Null, bson!("text"), bson!([{"name": 1}]), bson!(true)];
     let good = [None, Some(bson!({})), Some(bson!({"mine": 1}))];
     let shapes: Vec<(i32, Option<Bson>)> = (0..).zip(bad.into_iter().map(Some).chain(good)).collect();
@@ -1185,7 +1188,7 @@ async fn a_wrong_shape_is_set_aside_with_its_path() {
         if rule == "element" {
             let mut element = doc! {"id": 1};
             element.extend(at);
-            // A reference that is in nobody's way, in the same array.
+            // A reference whose write nothing prevents, in the same array.
             target.insert("items", vec![element, doc! {"id": 2}]);
         } else {
             target.extend(at);
@@ -1217,19 +1220,19 @@ async fn a_wrong_shape_is_set_aside_with_its_path() {
             }
         }
     }
-    let mut letters: Vec<(String, i32, String, String)> = Vec::new();
-    for letter in crate::cases::dead_letters(&test).await {
-        let id = letter.get_document("_id").unwrap();
-        // A rule that is keyed by its targets names the target as the key.
+    let mut dead_letters: Vec<(String, i32, String, String)> = Vec::new();
+    for dead_letter in crate::cases::dead_letters(&test).await {
+        let id = dead_letter.get_document("_id").unwrap();
+        // A rule that is keyed by its targets has the target as the key.
         let target = id.get_array("target").unwrap().first().or(id.get_array("key").unwrap().first()).unwrap();
-        letters.push((
-            letter.get_str("rule").unwrap().to_owned(),
+        dead_letters.push((
+            dead_letter.get_str("rule").unwrap().to_owned(),
             target.as_i32().unwrap(),
-            letter.get_str("path").unwrap_or("none").to_owned(),
-            letter.get_str("reason").unwrap().to_owned(),
+            dead_letter.get_str("path").unwrap_or("none").to_owned(),
+            dead_letter.get_str("reason").unwrap().to_owned(),
         ));
     }
-    letters.sort();
+    dead_letters.sort();
     let mut expected: Vec<_> = names
         .into_iter()
         .flat_map(|rule| (0..5).map(move |id| (rule.to_owned(), id)))
@@ -1239,7 +1242,7 @@ async fn a_wrong_shape_is_set_aside_with_its_path() {
         })
         .collect();
     expected.sort();
-    assert_eq!(letters, expected);
+    assert_eq!(dead_letters, expected);
     daemon.stop().await;
 }
 
@@ -1281,7 +1284,7 @@ async fn a_standalone_is_refused() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let mongod = std::process::Command::new("python3").arg("tests/mongod.py").output().unwrap();
     let mongod = String::from_utf8(mongod.stdout).unwrap();
-    // It ends with this test's thread, however that ends.
+    // Ends with this test's thread, however that ends.
     let mut server = std::process::Command::new("setpriv")
         .args([
             "--pdeathsig",

@@ -1,4 +1,4 @@
-//! Dies at every place in the source that is marked for it, and is right again afterwards.
+//! Crashes the daemon at every marked place in the source; afterwards the copies must be correct again.
 
 use std::{collections::BTreeSet, path::Path, time::Duration};
 
@@ -10,7 +10,7 @@ use crate::world::World;
 
 const QUIET: Duration = Duration::from_millis(500);
 
-/// The places, read from the source: one that is added is tried.
+/// The marked places, read from the source: a new one is tested automatically.
 fn places() -> BTreeSet<String> {
     fn look(folder: &Path, found: &mut BTreeSet<String>) {
         for entry in std::fs::read_dir(folder).unwrap() {
@@ -29,7 +29,7 @@ fn places() -> BTreeSet<String> {
     found
 }
 
-/// What a daemon comes by again and again.
+/// Places that a daemon passes repeatedly.
 const OFTEN: [&str; 6] = ["acknowledged", "position-saved", "position-saving", "read", "routed", "written"];
 
 async fn crash(set: &ReplicaSet, place: &str, nth: u32) {
@@ -47,8 +47,8 @@ async fn crash(set: &ReplicaSet, place: &str, nth: u32) {
             world.db.collection::<Document>("tasks").drop().await.unwrap();
         }
         _ if place.starts_with("fan-out") => {
-            // One key alone, and the write takes too long, until that has struck the fan-out and not a save of the daemon's
-            // own state.
+            // The write takes too long for one key alone, until the failure has struck the fan-out and not a save of
+            // the daemon's own state.
             writer.stop().await;
             world.converged().await;
             let data = doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50};
@@ -82,12 +82,12 @@ async fn right_again(world: &World, place: &str) {
         world.db.run_command(doc! {"collMod": "logs", "validator": {}}).await.unwrap();
     }
     if place == "held" {
-        // The index went with the collection, and a daemon that starts asks for it.
+        // The index was dropped with the collection, and a daemon requires it at its start.
         assert!(world.run(&["plan", "--apply"]).await.success());
     }
     let daemon = world.daemon();
     if place == "held" {
-        // The fields stay until somebody says that the loss is wanted, and the drop itself may be met once more.
+        // The fields stay until an operator accepts the loss, and the drop event itself may be read once more.
         world.caught_up().await;
         assert!(world.run(&["release", "tasks"]).await.success());
     }
@@ -110,7 +110,7 @@ async fn at_every_place_that_is_marked() {
     // `DENORMD_PLACE=written` tries one alone.
     let only = std::env::var("DENORMD_PLACE").ok();
     let runs = runs.filter(|(place, _)| only.as_ref().is_none_or(|only| only == place));
-    // A command that fails strikes whoever sends it: these go alone.
+    // A command that fails affects every sender: these run alone.
     let (alone, together): (Vec<_>, Vec<_>) = runs.partition(|(place, _)| place.starts_with("fan-out"));
     stream::iter(together)
         .for_each_concurrent(4, |(place, nth)| {

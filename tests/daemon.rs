@@ -1,6 +1,7 @@
-//! denormd inside the test process, on a database of the test's own.
+//! denormd inside the test process, on the test's own database.
 
 use std::{
+    collections::BTreeSet,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -13,7 +14,6 @@ use denormd::{
     checkpoint::store::Store,
     config::{Format, Loaded, load_str},
     dead_letter::{Chosen, DeadLetters},
-    division::divide,
     metrics::Metrics,
     mongo::{Server, connect},
     partition::Partition,
@@ -21,21 +21,22 @@ use denormd::{
     plan::{self, Rule},
     preflight,
     reconcile::Context,
+    repartitioning::divide,
     rule_state::{BlockReason, RuleState},
 };
 use denormd_fixture::TestDb;
 use futures_util::TryStreamExt;
 
-/// A daemon and what it was started from.
+/// A daemon, and the configuration it was started with.
 pub struct Daemon {
     /// One for each partition.
     handles: Vec<Handle>,
 }
 
-/// Time that a test gives to what should happen. Generous: the machine may be busy with many other things.
+/// Time limit for every expected condition. Generous: the machine may be busy with other work.
 pub const PATIENCE: Duration = Duration::from_secs(180);
 
-/// Waits until there is something to be found.
+/// Waits until `check` finds a value.
 ///
 /// # Panics
 ///
@@ -51,7 +52,7 @@ pub async fn until<T>(what: &str, check: impl AsyncFn() -> Option<T>) -> T {
     }
 }
 
-/// A rule as it is compiled, with collections in a database `d`.
+/// A compiled rule, with collections in a database `d`.
 #[must_use]
 pub fn rule(text: &str) -> Rule {
     let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {{ name: r, {text} }}\n");
@@ -59,7 +60,7 @@ pub fn rule(text: &str) -> Rule {
     Rule::clone(&plan.rules[0])
 }
 
-/// Everything of a config but the rules.
+/// A complete config with these rules.
 #[must_use]
 pub fn config(db: &TestDb, rules: &str) -> String {
     // A flow sequence must be indented under its key.
@@ -72,7 +73,7 @@ pub fn config(db: &TestDb, rules: &str) -> String {
     )
 }
 
-/// Rules as the oracle has them, as config text.
+/// The oracle's rules as config text.
 #[must_use]
 pub fn rules_as_json(rules: &[Document]) -> String {
     let json: Vec<serde_json::Value> =
@@ -81,7 +82,7 @@ pub fn rules_as_json(rules: &[Document]) -> String {
 }
 
 impl Daemon {
-    /// Starts with these rules (a YAML list), after doing what `plan --apply` does.
+    /// Starts with these rules (a YAML list), after the steps of `plan --apply`.
     pub async fn start(db: &TestDb, rules: &str) -> Self {
         Self::start_config(&config(db, rules)).await
     }
@@ -91,24 +92,24 @@ impl Daemon {
         Self::start_loaded(&load(text)).await
     }
 
-    /// Starts with a config that has been loaded from wherever it is. Its rules may remove and overwrite values that are there:
-    /// most tests are about what comes after that.
+    /// Starts with a loaded config. Its rules may remove and overwrite existing values: most tests are about what
+    /// follows.
     pub async fn start_loaded(loaded: &Loaded) -> Self {
         Self::prepare(loaded).await;
         Self::begin(loaded, true).await
     }
 
-    /// Starts with a config whose rules nobody has agreed to beforehand.
+    /// Starts with a config whose rules nobody has agreed to.
     pub async fn start_unadopted(text: &str) -> Self {
         let loaded = load(text);
         Self::prepare(&loaded).await;
         Self::begin(&loaded, false).await
     }
 
-    /// Does what `plan --apply` does, on collections that the application would have created.
+    /// Performs the steps of `plan --apply`, on collections that the application would have created.
     async fn prepare(loaded: &Loaded) {
         let context = context_of(loaded).await;
-        // An application may drop collections, or switch their pre-images off, in the meantime.
+        // Meanwhile, an application may drop collections, or disable their pre-images.
         for attempt in 0.. {
             for namespace in context.plan.namespaces() {
                 // The application would have created it.
@@ -124,7 +125,7 @@ impl Daemon {
             }
             assert!(attempt < 20, "{findings:?}");
             for finding in findings {
-                // A collection may be gone again: it is created in the next attempt.
+                // A collection may have been dropped again: the next attempt creates it.
                 let Some(fix) = finding.fix else {
                     assert!(attempt < 19, "{}", finding.message);
                     continue;
@@ -138,18 +139,18 @@ impl Daemon {
     /// Starts on a cluster as it is.
     pub async fn begin(loaded: &Loaded, adopt: bool) -> Self {
         let context = context_of(loaded).await;
-        // Any test of one daemon holds for several partitions: `DENORMD_TEST_PARTITIONS=3` tries it.
+        // A test of one daemon must also pass with several partitions: `DENORMD_TEST_PARTITIONS=3` tests that.
         let wanted = std::env::var("DENORMD_TEST_PARTITIONS").ok().and_then(|text| text.parse().ok());
         let of = wanted.unwrap_or(loaded.config.lease.partitions);
-        let letters = &context.dead_letters;
+        let dead_letters = &context.dead_letters;
         let ttl = std::time::Duration::from_millis(1);
-        while !divide(&context.server, &letters.database, &letters.deployment, of, ttl).await.unwrap() {
+        while !divide(&context.server, &dead_letters.database, &dead_letters.deployment, of, ttl).await.unwrap() {
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
         if of > 1 {
-            // It leads without a lease, so under no term.
+            // It leads without a lease, and therefore without a term.
             for name in ["rules", "positions"] {
-                let states = context.server.collection(&letters.database, name);
+                let states = context.server.collection(&dead_letters.database, name);
                 states.update_many(doc! {}, doc! {"$set": {"term": 0_i64}}).await.unwrap();
             }
         }
@@ -160,42 +161,53 @@ impl Daemon {
                 Arc::make_mut(rule).adopt = true;
             }
             let context = Arc::new(context.within(partition));
-            let (server, letters) = (&context.server, &context.dead_letters);
-            let store = Store::open_partition(server, &letters.database, &letters.deployment, partition).await.unwrap();
+            let (server, dead_letters) = (&context.server, &context.dead_letters);
+            let store = Store::open_partition(server, &dead_letters.database, &dead_letters.deployment, partition)
+                .await
+                .unwrap();
             handles.push(Box::pin(pipeline::start(context, store)).await.unwrap());
         }
         Self { handles }
     }
 
-    /// Waits until all that is committed now is applied.
-    pub async fn settled(&self) {
+    /// Waits until everything committed so far is applied. Returns the rules that this does not cover, because they
+    /// were blocked without their source.
+    pub async fn settled(&self) -> BTreeSet<String> {
         let limit = std::time::Duration::from_secs(240);
         let all = async {
-            // What one partition writes may be what another one reads: all of them, as often as the longest chain of rules.
+            let mut lacking = BTreeSet::new();
+            // One partition may read the writes of another one: waits for all of them, as often as the longest chain of
+            // rules.
             for _ in 0..=self.context().plan.longest_chain() {
                 let now =
                     until("the primary answers", || async { self.context().server.operation_time().await.ok() }).await;
                 for handle in &self.handles {
-                    handle.progress.clone().wait_for(|progress| progress.has_applied(now)).await.unwrap();
+                    let mut progress = handle.progress.clone();
+                    let applied = progress.wait_for(|progress| progress.has_applied(now)).await.unwrap();
+                    let rules = handle.context.plan.rules.iter().zip(applied.states.iter());
+                    let lack = |state: &RuleState| *state == RuleState::Blocked(BlockReason::SourceGone);
+                    lacking.extend(rules.filter(|(_, state)| lack(state)).map(|(rule, _)| rule.name.clone()));
                 }
             }
+            lacking
         };
-        tokio::time::timeout(limit, all).await.expect("the daemon settles");
+        tokio::time::timeout(limit, all).await.expect("the daemon settles")
     }
 
-    /// How far it is.
+    /// Its progress.
     pub fn progress(&self) -> tokio::sync::watch::Receiver<pipeline::Progress> {
         self.handles[0].progress.clone()
     }
 
-    /// Asks for a backfill of a rule, as `denormd backfill` and `denormd release` do.
+    /// Requests a backfill of a rule, as `denormd backfill` and `denormd release` do.
     pub async fn ask(&self, rule: &str) {
         let DeadLetters { database, deployment, .. } = &self.context().dead_letters;
         let store = Store::open(&self.context().server, database, deployment).await.unwrap();
         assert!(store.ask(&self.context().server, rule).await.unwrap());
     }
 
-    /// Waits until no rule is blocked for a source that exists and holds documents. Returns whether there was such a rule.
+    /// Waits until no rule is blocked for a source that exists and has documents. Returns true if there was such a
+    /// rule.
     pub async fn sources_are_back(&self) -> bool {
         let found = AtomicBool::new(false);
         for handle in &self.handles {
@@ -205,9 +217,11 @@ impl Daemon {
                 for (rule, state) in plan.rules.iter().zip(states.iter()) {
                     let source = &rule.source.namespace;
                     let source = server.database(&source.database).collection::<RawDocumentBuf>(&source.collection);
-                    if *state == RuleState::Blocked(BlockReason::SourceGone)
-                        && source.find_one(doc! {}).await.unwrap().is_some()
-                    {
+                    if *state != RuleState::Blocked(BlockReason::SourceGone) {
+                        continue;
+                    }
+                    // A read fails if the collection is dropped at that time.
+                    if source.find_one(doc! {}).await.ok()?.is_some() {
                         found.store(true, Ordering::Relaxed);
                         return None;
                     }
@@ -219,7 +233,7 @@ impl Daemon {
         found.into_inner()
     }
 
-    /// Whether a rule is blocked because its source is gone.
+    /// True if a rule is blocked because its source is gone.
     pub fn lacks_source(&self, rule: &str) -> bool {
         let is = |handle: &Handle| {
             let states = handle.progress.borrow().states.clone();
@@ -231,7 +245,7 @@ impl Daemon {
         self.handles.iter().any(is)
     }
 
-    /// Has the dead letters of a rule tried again, and waits until they have been. Returns whether there were any.
+    /// Retries the dead letters of a rule, and waits for the end of the retries. Returns true if there were any.
     pub async fn retry_dead_letters(&self, rule: &str) -> bool {
         let chosen = Chosen { rule: Some(rule.to_owned()), ..Chosen::default() };
         let mut found = false;
@@ -247,26 +261,26 @@ impl Daemon {
         found
     }
 
-    /// How many keys it has reconciled, in all partitions.
+    /// Number of keys that it has reconciled, in all partitions.
     #[must_use]
     pub fn reconciled(&self) -> u64 {
         let of = |handle: &Handle| handle.context.counts.reconciled.load(Ordering::Relaxed);
         self.handles.iter().map(of).sum()
     }
 
-    /// What it works with.
+    /// Its context.
     #[must_use]
     pub fn context(&self) -> &Context {
         &self.handles[0].context
     }
 
-    /// The same, to be kept.
+    /// A shared reference to its context.
     #[must_use]
     pub fn shared(&self) -> Arc<Context> {
         self.handles[0].context.clone()
     }
 
-    /// Stops in good order.
+    /// Stops with a regular shutdown.
     pub async fn stop(self) {
         for handle in self.handles {
             handle.stop().await;
@@ -296,7 +310,7 @@ async fn context_of(loaded: &Loaded) -> Arc<Context> {
     Arc::new(Context::new(server, plan, config.limits.clone(), dead_letters, Metrics::new().unwrap()))
 }
 
-/// Loads a YAML config that must be right.
+/// Loads a YAML config that must be valid.
 #[must_use]
 pub fn load(text: &str) -> Loaded {
     load_str(text, Format::Yaml).unwrap_or_else(|error| panic!("{error}\n{text}"))

@@ -1,5 +1,5 @@
-//! The manifests of `deploy/kubernetes`, as kustomize puts them together: each container of denormd is run with the very arguments and
-//! environment of its manifest, on files as its volumes hold them, against a real replica set.
+//! The manifests of `deploy/kubernetes`, as built by kustomize: each container of denormd is run with exactly the
+//! arguments and environment of its manifest, on files as in its volumes, against a real replica set.
 
 use std::{
     collections::BTreeMap,
@@ -15,10 +15,10 @@ use serde_json::Value;
 
 use crate::{daemon::until, running::Started};
 
-/// The port that the manifests name.
+/// The port in the manifests.
 const PORT: &str = ":9464";
 
-/// What kustomize makes of a folder; None where there is no kubectl.
+/// The output of kustomize for a folder; None if kubectl is not installed.
 fn objects(folder: &str) -> Option<Vec<Value>> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/kubernetes").join(folder);
     let output = Command::new("kubectl").arg("kustomize").arg(&path).output().ok()?;
@@ -41,7 +41,7 @@ async fn shop() -> ReplicaSet {
     set
 }
 
-/// One container of denormd, and the files that it sees.
+/// One container of denormd, with its files.
 struct Container {
     folder: tempfile::TempDir,
     arguments: Vec<String>,
@@ -70,7 +70,7 @@ impl Container {
                 std::fs::write(format!("{path}/{name}"), text).unwrap();
             }
         }
-        // As the image says.
+        // As in the image.
         let mut environment = BTreeMap::from([("DENORMD_CONFIG".to_owned(), inside("/etc/denormd"))]);
         for variable in container["env"].as_array().unwrap() {
             let value = variable["value"].as_str().unwrap();
@@ -92,7 +92,7 @@ impl Container {
         command
     }
 
-    /// Starts what goes on running. It ends with the value.
+    /// Starts the container's process. It ends with the value.
     fn start(&self) -> Started {
         let log = std::fs::File::create(self.folder.path().join("log")).unwrap();
         Started(self.command().stdout(Stdio::null()).stderr(log).spawn().unwrap())
@@ -122,7 +122,7 @@ fn the_alerts_lead_to_the_runbook_wherever_it_is_served() {
     let deploy = copy.path().join("deploy");
     let set = |url: &str| Command::new("python3").arg(deploy.join("prometheus/runbooks.py")).arg(url).output().unwrap();
     assert!(!set("wiki/RUNBOOK.md").status.success(), "that is not absolute");
-    // Twice: a base that is set can be changed.
+    // Twice: a base can be changed.
     for base in ["https://one.example/RUNBOOK.md", "https://wiki.example/denormd?page=RUNBOOK.md"] {
         let output = set(base);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -151,7 +151,7 @@ async fn the_deployment_starts_with_the_very_command_of_its_manifest() {
     assert!(started.iter_mut().all(Started::is_running));
 }
 
-/// A sidecar that ends, or is not alive, keeps the application's pod from starting.
+/// A sidecar that ends, or is not alive, prevents the application's pod from starting.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_sidecar_stays_up_whatever_is_wrong() {
     let Some(objects) = objects("example-sidecar") else { return println!("skipped: kubectl is not here") };

@@ -1,4 +1,4 @@
-//! What a user reads when the cluster cannot be used, and which exit status tells it.
+//! The user-visible messages when the cluster cannot be used, and the exit status of each.
 
 use std::{process::Output, time::Duration};
 
@@ -46,7 +46,7 @@ async fn a_connection_error_names_the_server_and_the_reason() {
     }
 }
 
-/// `run` goes on trying, and its status says what plan would say.
+/// `run` keeps trying, and its status has the message that `plan` would print.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_daemon_that_cannot_connect_says_why_in_its_status() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -93,7 +93,7 @@ async fn a_daemon_is_asked_without_a_config_and_beside_a_broken_one() {
         let output = without(arguments);
         assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", told(&output));
     }
-    // The port is in the config that is broken now: the environment says it.
+    // The port is in the config that is broken now: the environment provides it.
     std::fs::write(running.file(), "rules: [").unwrap();
     let output = denormd(&running.file()).arg("status").env("DENORMD__HTTP__LISTEN", &address).output().unwrap();
     let told = told(&output);
@@ -101,7 +101,8 @@ async fn a_daemon_is_asked_without_a_config_and_beside_a_broken_one() {
     assert!(told.contains("the config cannot be used") && told.contains("ip"), "{told}");
 }
 
-/// DESIGN.md 1.5: 2 when the files or the command line are wrong, 4 when the cluster lacks something or a rule is stopped.
+/// DESIGN.md 1.5: 2 when the files or the command line are wrong, 4 when the cluster lacks something or a rule is
+/// stopped.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_command_tells_by_its_exit_status_what_is_to_blame() {
     let rule = |name: &str, target: &str| {

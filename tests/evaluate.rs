@@ -1,10 +1,10 @@
-//! What `denormd test` evaluates without a server is what a server evaluates: random expressions, filters, accumulators and
+//! `denormd test` evaluates without a server exactly as a server does: random expressions, filters, accumulators and
 //! sorts over random documents, compared bit by bit. `DENORMD_SEED` replays, `DENORMD_HISTORIES` draws more.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc, oid::ObjectId};
-use denormd::evaluate::{self, Collections, Trouble};
+use denormd::evaluate::{self, Collections, EvalError};
 use futures_util::TryStreamExt;
 use mongodb::Collection;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
@@ -14,7 +14,7 @@ use crate::seeds::seeds;
 const OIDS: [&str; 3] = ["0123456789abcdef01234567", "5f5c0d1e2a3b4c5d6e7f8091", "ffffffffffffffffffffffff"];
 const TEXTS: [&str; 10] = ["", "a", "b", "ab", "aXb", " a b ", "Ünï", "10", "b,a,b", "aa"];
 
-/// What an expression should most often be.
+/// The usual type of an expression.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Sort {
     Number,
@@ -33,7 +33,7 @@ impl Draw {
         self.0.random_range(0..n)
     }
 
-    /// A small number from 0.
+    /// A small non-negative number.
     fn small(&mut self, below: i32) -> i32 {
         self.0.random_range(0..below)
     }
@@ -84,7 +84,7 @@ impl Draw {
             6 => Bson::Null,
             7 => Bson::Boolean(self.below(2) == 0),
             8 => ObjectId::parse_str(self.pick(&OIDS)).unwrap().into(),
-            // No MinKey and no MaxKey: `$group` of 6.0.5 makes { "": MinKey } of them.
+            // No MinKey and no MaxKey: `$group` of 6.0.5 turns them into { "": MinKey }.
             9 => Bson::Timestamp(bson::Timestamp { time: 5, increment: 1 }),
             10 => Bson::Binary(bson::Binary { subtype: bson::spec::BinarySubtype::Generic, bytes: vec![1, 2] }),
             11 => self.pick(&[bson!([]), bson!({})]),
@@ -101,7 +101,7 @@ impl Draw {
         (0..length).map(|_| one(self)).collect::<Vec<_>>().into()
     }
 
-    /// A value of a sort; sometimes null, or of any.
+    /// A value of a sort; sometimes null, or of any sort.
     fn value(&mut self, sort: Sort) -> Bson {
         match (self.below(12), sort) {
             (0, _) => Bson::Null,
@@ -321,7 +321,7 @@ impl Draw {
                 let input = self.field(Object);
                 bson!({"field": self.pick(&["p", "new.one"]), "input": input, "value": value})
             }
-            // A field that is set again keeps its old place on the server: another one than is set.
+            // A field that is set again keeps its old place on the server, so another field is unset.
             "$unsetField" => bson!({"field": "q", "input": of(Object)}),
             "$sortArray" => match self.below(2) {
                 0 => bson!({"input": self.expression(Numbers, depth), "sortBy": self.pick(&[1, -1])}),
@@ -443,7 +443,7 @@ const FIELDS: [(&str, Sort); 9] = [
     ("any", Sort::Any),
 ];
 
-/// What is compared: the bytes, but one NaN is as good as another.
+/// The compared bytes; every NaN is the same.
 fn bytes(doc: &Document) -> Vec<u8> {
     let Bson::Document(doc) = one_nan(Bson::Document(doc.clone())) else { unreachable!() };
     RawDocumentBuf::try_from(&doc).unwrap().into_bytes()
@@ -458,7 +458,7 @@ fn one_nan(value: Bson) -> Bson {
     }
 }
 
-/// Every operator inside of a value.
+/// Collects every operator inside a value.
 fn operators_in(value: &Bson, out: &mut BTreeSet<String>) {
     match value {
         Bson::Document(doc) => {
@@ -483,10 +483,10 @@ fn uses(value: &Bson, names: &[&str]) -> bool {
 struct Bench {
     collection: Collection<Document>,
     documents: Vec<Document>,
-    /// How often each operator was compared.
+    /// Number of comparisons of each operator.
     compared: BTreeMap<String, u32>,
     left: u32,
-    /// What differed; several are shown at once.
+    /// The differences; several are shown at once.
     wrong: Vec<String>,
 }
 
@@ -507,7 +507,7 @@ impl Bench {
     async fn expression(&mut self, expression: &Bson) {
         for document in self.documents.clone() {
             let ours = evaluate::expression(expression, &document);
-            if let Err(Trouble::NeedsServer(_)) = ours {
+            if let Err(EvalError::NeedsServer(_)) = ours {
                 self.left += 1;
                 continue;
             }
@@ -529,9 +529,9 @@ impl Bench {
                     }
                 }
                 (Err(_), Err(_)) => {}
-                // The server computes what is constant even in a branch that is never taken: such a rule never runs.
+                // The server computes constants even in a branch that is never taken: such a rule never runs.
                 (Ok(_), Err(why)) if why.contains("Failed to optimize pipeline") => {}
-                // The optimizer decides what is computed first, and so whether a null or a wrong type is met first.
+                // The optimizer decides the order of evaluation, and so whether a null or a wrong type comes first.
                 (Err(_), Ok(_)) | (Ok(_), Err(_)) if uses(expression, &["$and", "$or", "$add", "$multiply"]) => {}
                 _ => self.wrong.push(story),
             }
@@ -544,12 +544,12 @@ impl Bench {
             match evaluate::matches(filter, document) {
                 Ok(true) => ours.push(document.get("_id").unwrap().clone()),
                 Ok(false) => {}
-                Err(Trouble::NeedsServer(_)) => {
+                Err(EvalError::NeedsServer(_)) => {
                     self.left += 1;
                     return;
                 }
-                // The server may look at another clause first, and never come to the one that fails.
-                Err(Trouble::Refused(_)) => return,
+                // The server may evaluate another clause first, and never reach the one that fails.
+                Err(EvalError::Refused(_)) => return,
             }
         }
         let stages = vec![doc! {"$match": filter}, doc! {"$sort": {"_id": 1}}, doc! {"$project": {"_id": 1}}];
@@ -577,7 +577,7 @@ impl Bench {
         let name = self.collection.name().to_owned();
         let collections = Collections::from([(format!("t.{name}"), self.documents.clone())]);
         let ours = evaluate::aggregate(&collections, "t", &doc! {"aggregate": &name, "pipeline": stages.clone()});
-        if let Err(Trouble::NeedsServer(_)) = ours {
+        if let Err(EvalError::NeedsServer(_)) = ours {
             self.left += 1;
             return;
         }
@@ -598,7 +598,7 @@ impl Bench {
             }
             // 4822806: a defect of 6.0.5, where one field is named twice in a `$group`.
             (Ok(_), Err(why)) if why.contains("Failed to optimize pipeline") || why.contains("4822806") => {}
-            // Of a number that is none and a null, the engine that runs `$group` looks at the null first.
+            // If there is a value of a wrong type and a null, the engine that runs `$group` checks the null first.
             (Err(_), _) => {}
             _ => self.wrong.push(story),
         }
@@ -616,7 +616,7 @@ impl Bench {
         }
     }
 
-    /// Compares over these documents from now on.
+    /// Uses these documents for the comparisons from now on.
     async fn over(&mut self, documents: Vec<Document>) {
         self.documents = documents;
         self.collection.drop().await.unwrap();
@@ -624,7 +624,7 @@ impl Bench {
     }
 }
 
-/// Cases that random ones have hit once in thousands.
+/// Cases that random ones reach once in thousands.
 #[tokio::test(flavor = "multi_thread")]
 async fn rare_cases_are_evaluated_as_a_server_does() {
     let test = denormd_fixture::database().await;

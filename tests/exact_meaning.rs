@@ -1,6 +1,6 @@
-//! What rules mean exactly, sentence by sentence: each test or case names its sentence.
+//! The exact meaning of rules, sentence by sentence: each test or case quotes its sentence.
 //!
-//! What the cluster must offer (pre-images, indexes, kinds of collections) is in `copy_rules.rs`.
+//! The requirements on the cluster (pre-images, indexes, kinds of collections) are in `copy_rules.rs`.
 #![allow(clippy::too_many_lines, reason = "tables are long")]
 
 use std::time::{Duration, Instant};
@@ -310,7 +310,7 @@ fn binding() -> Vec<Case> {
             .has("s", [doc! {"_id": 1, "code": ["x", "y"], "name": "array"}, doc! {"_id": 2, "code": "x", "name": "scalar"}])
             .has("t", [doc! {"_id": 1, "ref": "x"}, doc! {"_id": 2, "ref": "y"}, doc! {"_id": 3, "ref": ["x", "y"], "name": "stale"}])
             .expect("t", [doc! {"_id": 1, "ref": "x", "name": "scalar"}, doc! {"_id": 2, "ref": "y"}, doc! {"_id": 3, "ref": ["x", "y"]}]),
-        // Wrong shapes: what is no array where one is expected, and what is no subdocument, hold no reference.
+        // Wrong shapes: a value that is not an array where one is expected, or not a subdocument, holds no reference.
         Case::new("no array where one is expected", ITEMS)
             .has("s", s())
             .has("t", [
@@ -375,7 +375,7 @@ fn loaded(rules: &str) -> Loaded {
     daemon::load(&format!("mongodb: {{ uri: 'mongodb://localhost/?replicaSet=rs0', database: db }}\nrules:\n{rules}"))
 }
 
-/// What is said of rules that are refused.
+/// The error for rules that are refused.
 fn refusal(rules: &str) -> String {
     let loaded = loaded(rules);
     match plan::compile(&loaded.config, None) {
@@ -552,7 +552,7 @@ fn order() -> Vec<Case> {
             .has("t", [doc! {"_id": 1}])
             .writes([delete("s", 1), update("s", 3, doc! {"$set": {"rank": 0}}), insert("s", doc! {"_id": 9, "ref": 1, "rank": 0.5})])
             .expect("t", [doc! {"_id": 1, "all": [5, 9]}]),
-        // Of a deleted child whose element holds no `_id`, the pre-image alone says whose it was.
+        // Only the pre-image has the parent of a deleted child whose element holds no `_id`.
         Case::new("the first two are refilled after a delete", &slice("sort: { rank: -1 }, slice: 2"))
             .has("s", s())
             .has("t", [doc! {"_id": 1}])
@@ -603,7 +603,7 @@ fn order() -> Vec<Case> {
             .writes([update("s", 5, doc! {"$set": {"ref": 2}}), update("s", 5, doc! {"$unset": {"ref": 1}})])
             .expect("t", [doc! {"_id": 2, "all": []}, doc! {"_id": 3, "all": []}]),
         // "(`on_empty: value | unset`)"
-        // The server answered with another key than it was asked for, so there was no input, and `check` agreed.
+        // The server's answer once had another key than the request, so there was no input, and `check` agreed.
         Case::new("children of MinKey and MaxKey", "aggregate: { source: '@s', target: '@t', match: { _id: ref }, set: { n: { $count: {} } } }")
             .has("s", [doc! {"_id": 1, "ref": Bson::MaxKey}, doc! {"_id": 2, "ref": Bson::MinKey}, doc! {"_id": 3, "ref": Bson::MinKey}])
             .has("t", [doc! {"_id": Bson::MinKey}, doc! {"_id": Bson::MaxKey}])
@@ -655,7 +655,7 @@ fn destroying() -> Vec<Case> {
             .writes([Write::Burst(vec![delete("s", 1), update("t", 1, doc! {"$set": {"open": false}})])])
             .expect("t", [doc! {"_id": 1, "ref": 1, "open": false, "name": "a"}])
             .on_history(),
-        // A source whose element is an empty array was taken for a missing one, and `check` agreed.
+        // A source whose element is an empty array once counted as a missing one, and `check` agreed.
         Case::new("into, elements that are empty arrays", "copy: { source: '@s', target: '@t', match: { 'refs.$[]': _id }, into: tags, element: $tags, on_missing: \"null\" }")
             .has("s", [doc! {"_id": 1, "tags": []}, doc! {"_id": 2, "tags": {}}, doc! {"_id": 3}])
             .has("t", [doc! {"_id": 1, "refs": [1, 2, 3, 9]}])
@@ -693,7 +693,7 @@ async fn nothing_is_destroyed_before_the_grace_period_is_over() {
     daemon.stop().await;
 }
 
-/// "A source collection that is dropped or renamed away detaches its rules: fields stay": also through a restart.
+/// "A source collection that is dropped or renamed away detaches its rules: fields stay": also after a restart.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_source_collection_that_goes_leaves_the_fields() {
     let test = denormd_fixture::database().await;
@@ -720,7 +720,7 @@ async fn a_source_collection_that_goes_leaves_the_fields() {
     let daemon = Daemon::start(&test, rules).await;
     daemon.settled().await;
     assert_eq!(shown(&all(&db, "t").await), shown(&kept));
-    // A rename onto a watched collection, as `$out` and a restore do, is a whole new source.
+    // A rename onto a watched collection, as by `$out` and a restore, replaces the whole source.
     db.collection("new").insert_one(doc! {"_id": 1, "name": "new"}).await.unwrap();
     admin.run_command(rename("new", "renamed")).await.unwrap();
     daemon.settled().await;
@@ -790,7 +790,7 @@ async fn without_its_pre_image_a_change_sweeps_the_rule() {
     s.update_many(doc! {"_id": {"$gte": 100, "$lt": 150}}, doc! {"$set": {"code": -1}}).await.unwrap();
     s.update_many(doc! {"_id": {"$gte": 150, "$lt": 200}}, doc! {"$set": {"v": 2}}).await.unwrap();
     check(8, Some(150)).await;
-    // Dropped and made again by its first insert: without the option.
+    // Dropped, and created again by its first insert: without the option.
     s.drop().await.unwrap();
     s.insert_many((0..50).map(|id| doc! {"_id": 1000 + id, "code": id, "v": 1})).await.unwrap();
     s.update_many(doc! {"_id": {"$gte": 0}}, doc! {"$set": {"v": 7}}).await.unwrap();
@@ -809,7 +809,7 @@ async fn without_its_pre_image_a_change_sweeps_the_rule() {
     daemon.stop().await;
 }
 
-/// "restoring a backup, or dropping the one side on purpose, must not wipe the targets": by way of its whole database, too.
+/// "restoring a backup, or dropping the one side on purpose, must not wipe the targets": also with its whole database.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_source_database_that_is_dropped_leaves_the_fields() {
     let test = denormd_fixture::database().await;
@@ -826,7 +826,7 @@ async fn a_source_database_that_is_dropped_leaves_the_fields() {
     other.drop().await.unwrap();
     daemon.settled().await;
     assert_eq!(all(&db, "t").await, [doc! {"_id": 1, "ref": 1, "name": "a"}]);
-    // Restored from a backup, with a change on top: followed as before.
+    // Restored from a backup, with another change: followed as before.
     restore().await;
     other.collection::<Document>("s").update_one(doc! {}, doc! {"$set": {"name": "b"}}).await.unwrap();
     daemon.settled().await;

@@ -1,4 +1,4 @@
-//! Fan-outs that are too large for one command: recorded, resumed, started over, and passed by the position.
+//! Fan-outs that are too large for one command: recorded as jobs, resumed, started over, and passed by the position.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ const LOGS: i32 = 50_000;
 async fn hosts_and_logs(test: &TestDb) -> Database {
     let db = test.database();
     db.collection("hosts").insert_many([doc! {"_id": 1, "ip": 0}, doc! {"_id": 2, "ip": 0}]).await.unwrap();
-    // `_id`s of two BSON types: a page goes from the one to the other.
+    // `_id`s of two BSON types: a page contains both.
     let logs = (0..LOGS).map(|n| match n % 2 {
         0 => doc! {"_id": n, "host": 1, "ip": 0},
         _ => doc! {"_id": bson::DateTime::from_millis(n.into()), "host": 1, "ip": 0},
@@ -33,8 +33,8 @@ pub async fn fail(test: &TestDb, mode: impl Into<bson::Bson>, data: Document) {
     test.client.database("admin").run_command(command).await.unwrap();
 }
 
-/// Changes host 1 while the next write takes too long, until that has struck the fan-out and not a save of the daemon's own
-/// state. Returns the address that host 1 has then.
+/// Changes host 1 while the next write takes too long, until that has struck the fan-out and not a save of the daemon's
+/// own state. Returns the address of host 1 after that.
 async fn begin_fan_out(test: &TestDb, db: &Database) -> i32 {
     for ip in 1..50 {
         fail(test, doc! {"times": 1}, doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50}).await;
@@ -49,7 +49,7 @@ async fn begin_fan_out(test: &TestDb, db: &Database) -> i32 {
     panic!("no fan-out is recorded");
 }
 
-/// Each write of the daemon waits for so many milliseconds, until it is told to `fail` in another way.
+/// Delays each write of the daemon by this number of milliseconds, until `fail` sets another failure.
 pub async fn slow_writes(test: &TestDb, milliseconds: i32) {
     let slow = doc! {
         "failCommands": ["update"], "appName": "denormd", "blockConnection": true, "blockTimeMS": milliseconds,
@@ -76,9 +76,9 @@ async fn with_ip(db: &Database, ip: i32) -> u64 {
     db.collection::<Document>("logs").count_documents(doc! {"host": 1, "ip": ip}).await.unwrap()
 }
 
-/// A fan-out that is under way, and whose writes are slow.
+/// A fan-out job in progress, with slow writes.
 struct Slow {
-    // Kept: it goes with its servers.
+    // Ends with its servers.
     _set: ReplicaSet,
     test: TestDb,
     db: Database,
@@ -94,7 +94,7 @@ impl Slow {
         let daemon = Daemon::start(&test, RULES).await;
         daemon.settled().await;
         let ip = begin_fan_out(&test, &db).await;
-        // Ten pages take one of these each, what is asserted of others three.
+        // Ten pages take this time each; the other asserted steps take three times.
         slow_writes(&test, 600).await;
         Self { _set: set, test, db, daemon, ip }
     }
@@ -129,14 +129,14 @@ async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
     daemon.stop().await;
 }
 
-/// Changes host 1, whose targets are too many for one statement, and returns what writes the rest once `enough` do. All is true
-/// in the end, and no fan-out was made of it.
-async fn begun_anew(db: &Database, test: &TestDb, enough: usize) -> Vec<Document> {
+/// Changes host 1, which has too many targets for one statement, and returns the operations that write the rest, once
+/// there are `enough`. At the end everything is correct, and there was no fan-out job.
+async fn restarted(db: &Database, test: &TestDb, enough: usize) -> Vec<Document> {
     let text = config(test, RULES).replace("limits: { ", "limits: { write_timeout_seconds: 2, ");
     let daemon = Daemon::start_config(&text).await;
     daemon.settled().await;
     let admin = test.client.database("admin");
-    // At each of its yields, every thousand targets or so, the server waits.
+    // The server pauses at each of its yields, about every thousand targets.
     let slow = doc! {"waitForMillis": 50, "namespace": format!("{}.logs", db.name())};
     let command = doc! {"configureFailPoint": "setYieldAllLocksWait", "mode": "alwaysOn", "data": slow};
     admin.run_command(command).await.unwrap();
@@ -163,20 +163,20 @@ async fn begun_anew(db: &Database, test: &TestDb, enough: usize) -> Vec<Document
     rest
 }
 
-/// A statement that has taken long is begun anew for what is left: in parts of the collection, two at once, whose `_id`s are of
+/// A statement that took too long is restarted for the rest: in parts of the collection, two at once, with `_id`s of
 /// two types.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_statement_that_takes_too_long_is_begun_anew() {
     let set = ReplicaSet::start(1).await;
     let test = set.database().await;
     let db = hosts_and_logs(&test).await;
-    let rest = begun_anew(&db, &test, 2).await;
+    let rest = restarted(&db, &test, 2).await;
     let part = |statement: &Document| statement.get_document("q").unwrap().get_document("_id").unwrap().clone();
     assert_ne!(part(&rest[0]), part(&rest[1]));
     assert!(rest.iter().all(|statement| statement.get_document("hint").unwrap() == &doc! {"_id": 1}), "{rest:?}");
 }
 
-/// A key for which all of it takes too long is not written anew for ever.
+/// A key whose restarted statements also take too long is not restarted forever.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_begun_anew_for_long_becomes_a_fan_out() {
     let set = ReplicaSet::start(1).await;
@@ -199,34 +199,34 @@ async fn what_is_begun_anew_for_long_becomes_a_fan_out() {
     daemon.stop().await;
 }
 
-/// Where the targets are few among others, parts of the collection would be gone through in vain.
+/// If the key has few of the collection's documents, scanning parts of the collection would be wasted.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_statement_for_few_of_a_collection_is_begun_anew_as_one() {
     let set = ReplicaSet::start(1).await;
     let test = set.database().await;
     let db = hosts_and_logs(&test).await;
-    // The server takes pages at random: what counts are bytes.
+    // The server samples pages at random: their sizes in bytes matter.
     let others = (LOGS..LOGS * 4).map(|n| doc! {"_id": n, "text": "some text ".repeat(20)});
     db.collection("logs").insert_many(others).await.unwrap();
-    let rest = begun_anew(&db, &test, 1).await;
+    let rest = restarted(&db, &test, 1).await;
     assert!(rest.iter().all(|statement| !statement.get_document("q").unwrap().contains_key("_id")), "{rest:?}");
 }
 
-/// Each change of the source made its fan-out start over: while it kept changing, only the first targets were written.
+/// Each change of the source once made its fan-out job start over: while it kept changing, only the first targets were
+/// written.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_fan_out_comes_to_its_end_however_often_its_source_changes() {
     let Slow { _set, test, db, daemon, ip } = Slow::begin().await;
     let logs = db.collection::<Document>("logs");
-    let last = doc! {"_id": bson::DateTime::from_millis((LOGS - 1).into()), "ip": {"$gte": ip}};
+    // Not even the other half of a page, which a command of its own writes.
+    let older = doc! {"host": 1, "ip": {"$lt": ip}};
     let mut newest = ip;
-    while logs.find_one(last.clone()).await.unwrap().is_none() {
+    while logs.find_one(older.clone()).await.unwrap().is_some() {
         assert!(newest < ip + 1000, "it never gets to the last target");
         newest += 1;
         set_ip(&db, newest).await;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    let older = doc! {"host": 1, "ip": {"$lt": ip}};
-    assert_eq!(logs.count_documents(older).await.unwrap(), 0, "it has left no target out");
     assert!(fan_out(&test).await.is_some(), "the first targets are older than the source");
     assert_eq!(daemon.progress().borrow().fan_outs, 1);
     fail(&test, "off", doc! {}).await;
@@ -236,8 +236,8 @@ async fn a_fan_out_comes_to_its_end_however_often_its_source_changes() {
     daemon.stop().await;
 }
 
-/// Four run at once. Each that was asked for again went on at once, and the others waited for as long as its key kept changing.
-/// What is recorded here is what changes of the key record.
+/// Four jobs run at once. A job that was requested again once continued at once, and the others waited for as long as
+/// its key kept changing. The test records the same as changes of the key do.
 #[tokio::test(flavor = "multi_thread")]
 async fn fan_outs_that_are_asked_for_again_let_others_have_their_turn() {
     let set = ReplicaSet::start(1).await;
@@ -284,8 +284,8 @@ async fn a_fan_out_whose_source_changes_is_done_once_more() {
     daemon.stop().await;
 }
 
-/// A record whose answer was given up came late, over the one that was made in its stead. The fan-out's progress was refused
-/// from then on, which was taken for its end: the rest was not done before a restart.
+/// A record whose answer was given up arrived late and overwrote its replacement. From then on the job's progress was
+/// refused, which counted as its end: the rest was not written before a restart.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_fan_out_that_is_recorded_late_over_another_one_is_done() {
     let Slow { _set, test, db, daemon, ip } = Slow::begin().await;
@@ -297,7 +297,7 @@ async fn a_fan_out_that_is_recorded_late_over_another_one_is_done() {
     daemon.settled().await;
     assert_eq!(with_ip(&db, ip).await, u64::try_from(LOGS).unwrap());
     assert_eq!(fan_out(&test).await, None);
-    // One that comes even later, when nothing is under way any more.
+    // A record that arrives even later, when no job is in progress.
     let id = doc! {"deployment": "default", "rule": "ip", "task": "Value", "key": [1]};
     let later = doc! {"_id": id, "wish": bson::oid::ObjectId::new(), "after": [], "term": 0_i64};
     fan_outs.insert_one(later).await.unwrap();
@@ -316,13 +316,37 @@ async fn one_target_that_is_refused_is_found_among_many() {
     set_ip(&db, 1).await;
     daemon.settled().await;
     assert_eq!(with_ip(&db, 1).await, u64::try_from(LOGS).unwrap() - 1);
-    let letter = test.beside("state").collection::<Document>("dead_letters").find_one(doc! {}).await.unwrap().unwrap();
-    assert_eq!(letter.get_document("_id").unwrap().get_array("target").unwrap()[0], 5000.into());
-    assert_eq!(letter.get_i32("code").unwrap(), 121);
+    let dead_letter =
+        test.beside("state").collection::<Document>("dead_letters").find_one(doc! {}).await.unwrap().unwrap();
+    assert_eq!(dead_letter.get_document("_id").unwrap().get_array("target").unwrap()[0], 5000.into());
+    assert_eq!(dead_letter.get_i32("code").unwrap(), 121);
     daemon.stop().await;
 }
 
-/// The targets of one source were all read into memory and queued at once.
+/// It was once retried forever, and its fan-out job with it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_target_that_takes_too_long_to_write_becomes_a_dead_letter() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = hosts_and_logs(&test).await;
+    let daemon = Daemon::start(&test, RULES).await;
+    daemon.settled().await;
+    let namespace = format!("{}.logs", test.name);
+    fail(&test, "alwaysOn", doc! {"failCommands": ["update"], "namespace": namespace, "errorCode": 50}).await;
+    db.collection::<Document>("hosts").update_one(doc! {"_id": 2}, doc! {"$set": {"ip": 7}}).await.unwrap();
+    let dead_letters = test.beside("state").collection::<Document>("dead_letters");
+    let dead_letter = until("a dead letter", async || dead_letters.find_one(doc! {}).await.unwrap()).await;
+    assert_eq!(dead_letter.get_document("_id").unwrap().get_array("target").unwrap()[0], "other".into());
+    assert_eq!(dead_letter.get_i32("code").unwrap(), 50);
+    until("the fan-out job is done", async || fan_out(&test).await.is_none().then_some(())).await;
+    fail(&test, "off", doc! {}).await;
+    let logs = db.collection::<Document>("logs");
+    until("the target", async || logs.find_one(doc! {"_id": "other", "ip": 7}).await.unwrap()).await;
+    until("no dead letter", async || dead_letters.find_one(doc! {}).await.unwrap().is_none().then_some(())).await;
+    daemon.stop().await;
+}
+
+/// The targets of one source were once all read into memory and queued at the same time.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_source_in_many_arrays_is_looked_up_a_page_at_a_time() {
     let test = denormd_fixture::database().await;

@@ -1,8 +1,8 @@
-//! `make faults`: faults drawn from a seed, alone and in pairs, on three real servers and two daemons, for as long as one
-//! likes; then a table of what was done and how long it took to be right again.
+//! `make faults`: faults drawn from a seed, alone and in pairs, on three real servers and two daemons, for any length
+//! of time; then a table of the faults and the recovery times.
 //!
-//! After each fault the writer stops, every copy is compared with its source, and the oplog is silent. How long changes
-//! stood still is measured by a marker: one more write, from the moment that somebody can lead and a primary can write.
+//! After each fault the writer stops, every copy is compared with its source, and the oplog must be silent. A marker
+//! measures the interruption: one more write, from the moment that an instance can lead and a primary can write.
 
 use std::{
     collections::BTreeMap,
@@ -23,7 +23,7 @@ use crate::{
     world::{Daemon, World},
 };
 
-/// How long the oplog must be silent.
+/// Time for which the oplog must be silent.
 const QUIET: Duration = Duration::from_millis(700);
 /// A host and a log that the application's writer leaves alone.
 const MARKER: i32 = -1;
@@ -84,7 +84,7 @@ impl Fault {
         Self::ClockStrobes,
     ];
 
-    /// What can strike while servers come and go too.
+    /// True for faults of daemons, which can strike together with faults of servers.
     fn of_daemons(self) -> bool {
         matches!(self, Self::LeaderKilled | Self::LeaderStopped | Self::LeaderFrozen | Self::LeaseDeleted)
     }
@@ -104,23 +104,23 @@ impl Fault {
     }
 }
 
-/// Where Debian has it, by architecture.
+/// Paths of the library on Debian, by architecture.
 const FAKETIME: [&str; 3] = [
     "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
     "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1",
     "/usr/lib/faketime/libfaketime.so.1",
 ];
 
-/// Counts the rollbacks of a node.
+/// Number of rollbacks of a node.
 async fn rollbacks(node: &mongodb::Client) -> i32 {
     let reply = node.database("admin").run_command(doc! {"replSetGetRBID": 1}).await;
     reply.ok().and_then(|reply| reply.get_i32("rbid").ok()).unwrap_or_default()
 }
 
 struct Stage {
-    /// Faults that were seen to have struck, of those that can be seen.
+    /// Number of faults that certainly struck, among those that can be detected.
     struck: u64,
-    // Dropped before the servers that its database is dropped from.
+    // Dropped before the servers, on which its database is dropped.
     world: World,
     set: ReplicaSet,
     daemons: Vec<Daemon>,
@@ -164,7 +164,7 @@ impl Stage {
     async fn fail(&self, mode: bson::Bson, mut data: Document) {
         data.insert("appName", "denormd");
         let command = doc! {"configureFailPoint": "failCommand", "mode": mode, "data": data};
-        // A primary that goes meanwhile takes the fault with it.
+        // If the primary ends, the fail point ends with it.
         self.world.test.client.database("admin").run_command(command).await.ok();
     }
 
@@ -175,7 +175,7 @@ impl Stage {
         }
     }
 
-    /// Does one fault and what heals it, but for what passes by itself.
+    /// Causes one fault and ends it, unless it ends by itself.
     async fn strike(&mut self, fault: Fault) {
         let wait = self.random.random_range(0..1500);
         match fault {
@@ -257,7 +257,7 @@ impl Stage {
             Fault::ClockStrobes => self.clock_strobes(wait).await,
             Fault::LargeTransaction => self.large_transaction(wait % 2 == 0).await,
             Fault::LargeDocument => {
-                // Its change event is larger than an event may be, unless it is trimmed.
+                // Its change event is larger than the limit, unless it is trimmed.
                 let junk = "x".repeat(15 << 20);
                 let hosts = self.world.db.collection::<Document>("hosts");
                 let filter = doc! {"_id": MARKER};
@@ -287,7 +287,7 @@ impl Stage {
         self.fail(mode, data).await;
     }
 
-    /// A write that its primary alone has, and that is gone when another one leads.
+    /// A write that only its primary has, and that is lost when another one is elected.
     async fn roll_back(&mut self) {
         let old = self.set.primary().await;
         let others = [(old + 1) % 3, (old + 2) % 3];
@@ -296,7 +296,7 @@ impl Stage {
         }
         let lost = doc! {
             "update": "hosts", "updates": [{"q": {"_id": MARKER}, "u": {"$set": {"ip": -7}}}],
-            // On its disk, so that it is there to be rolled back.
+            // On its disk, so that it exists to be rolled back.
             "writeConcern": {"w": 1, "j": true}, "maxTimeMS": 2000,
         };
         let alone = self.set.node(old).client().await;
@@ -311,7 +311,7 @@ impl Stage {
             pause(50).await;
         }
         self.set.node(old).restart().await;
-        // One that had been stepping down when it was asked to write has nothing to roll back.
+        // A primary that was stepping down at the write has nothing to roll back.
         if written {
             let begun = Instant::now();
             while rollbacks(&self.set.node(old).client().await).await == before {
@@ -333,13 +333,13 @@ impl Stage {
             _ => {
                 let (requests_lost, answers_lost) = (fault != Fault::AnswersCutOff, fault != Fault::RequestsCutOff);
                 let primary = self.set.primary().await;
-                // Longer than it takes to elect another one, or not.
+                // Longer than an election takes, or shorter.
                 self.weather(&[primary], Weather { requests_lost, answers_lost, ..fine }, 500 + 4 * wait).await;
             }
         }
     }
 
-    /// Has the ways to these nodes be so for a while, and sees that something went over them meanwhile.
+    /// Sets the weather on the ways to these nodes for a time, and checks that it affected something.
     async fn weather(&mut self, nodes: &[usize], weather: Weather, milliseconds: u64) {
         let struck = |set: &ReplicaSet| nodes.iter().map(|node| set.node(*node).proxy().struck()).sum::<u64>();
         let before = struck(&self.set);
@@ -354,7 +354,8 @@ impl Stage {
         self.struck += 1;
     }
 
-    /// No file of the primary takes another byte, which no server survives: it ends by itself, and starts when there is room.
+    /// Prevents the primary from writing to any file, which no server survives: it ends by itself, and starts when
+    /// there is room.
     async fn disk_full(&mut self, milliseconds: u64) {
         let primary = self.set.primary().await;
         let process = self.set.node(primary).pid().to_string();
@@ -373,7 +374,7 @@ impl Stage {
         self.set.node(primary).restart().await;
     }
 
-    /// The leader, and who follows it, run by a clock that jumps an hour forth and back.
+    /// Runs the leader, or the instance that takes over, with a clock that jumps an hour forward and back.
     async fn clock_strobes(&mut self, milliseconds: u64) {
         let Some(library) = FAKETIME.iter().find(|path| Path::new(path).exists()) else {
             println!("skipped: ClockStrobes wants libfaketime (the Debian package `libfaketime`)");
@@ -383,7 +384,7 @@ impl Stage {
         let clock = folder.path().join("clock");
         std::fs::write(&clock, "+0").unwrap();
         let term = self.term().await;
-        // The others give way: whoever leads has the strange clock.
+        // The other daemons stop: the leader has the strange clock.
         for daemon in self.daemons.drain(..) {
             daemon.terminate().await;
         }
@@ -414,11 +415,11 @@ impl Stage {
             if commits { session.commit_transaction().await } else { session.abort_transaction().await }
         };
         let result: mongodb::error::Result<()> = run.await;
-        // What fails is part of the fault.
+        // A failure is part of the fault.
         result.ok();
     }
 
-    /// From the moment that the marker can be written until its copy is there.
+    /// Time from the moment that the marker can be written until its copy exists.
     async fn stood_still(&mut self) -> Duration {
         let ip = self.random.random_range(2..i32::MAX);
         let (hosts, logs) =
@@ -434,7 +435,7 @@ impl Stage {
         written.elapsed()
     }
 
-    /// One round: the application writes, the faults strike, everything is right again.
+    /// One round: the application writes, the faults strike, everything recovers.
     async fn round(&mut self, faults: &[Fault]) -> (Duration, Duration) {
         let writer = self.world.writer(self.random.random());
         let lead = self.random.random_range(100..500);
@@ -452,7 +453,7 @@ impl Stage {
     fn draw(&mut self) -> Vec<Fault> {
         let first = Fault::ALL[self.random.random_range(0..Fault::ALL.len())];
         let second = Fault::ALL[self.random.random_range(0..Fault::ALL.len())];
-        // Of daemons and of servers at once, one time in three.
+        // One time in three, a fault of a daemon and one of a server at once.
         let pair = (first.of_daemons() && second.of_servers()) || (first.of_servers() && second.of_daemons());
         if pair { vec![first, second] } else { vec![first] }
     }
@@ -480,7 +481,7 @@ async fn for_as_long_as_it_is_told() {
         };
         assert!(!faults.is_empty(), "DENORMD_FAULT is one of {:?}", Fault::ALL);
         let name = faults.iter().map(|fault| format!("{fault:?}")).collect::<Vec<_>>().join(" + ");
-        // What differs or is not silent panics, with the logs; the table is still to be seen.
+        // A difference or a write panics with the logs; the table must still be printed.
         let round = AssertUnwindSafe(stage.round(&faults)).catch_unwind().await;
         let at = begun.elapsed().as_secs_f64();
         let Ok((still, right)) = round else {

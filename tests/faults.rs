@@ -1,7 +1,7 @@
 //! Faults of servers and daemons, as processes: a short selection of those that lose changes or leave stale values in
-//! daemons that are less careful.
+//! less careful daemons.
 //!
-//! After each: quiesce, compare the copies with what their sources say, and see in the oplog that nothing is written.
+//! After each: stop the writes, compare the copies with their sources, and verify in the oplog that nothing is written.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use denormd_fixture::{ReplicaSet, TestDb};
 use crate::daemon::PATIENCE;
 use crate::world::{Daemon, TTL, World};
 
-/// How long the oplog must be silent.
+/// Time for which the oplog must be silent.
 const QUIET: Duration = Duration::from_millis(700);
 
 async fn work(milliseconds: u64) {
@@ -97,7 +97,7 @@ async fn a_daemon_that_is_killed_goes_on_where_it_was() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_standby_takes_over_at_once_from_one_that_stops() {
     let world = World::new(denormd_fixture::database().await).await;
-    // Nobody waits for the end of a lease that is given up.
+    // A lease that is given up has no end to wait for.
     world.lease_for(3 * PATIENCE);
     let (mut leader, mut standby) = (world.daemon(), None);
     let (mut term, _) = world.term_after(0).await;
@@ -116,8 +116,8 @@ async fn a_standby_takes_over_at_once_from_one_that_stops() {
     world.at_rest(QUIET).await;
 }
 
-/// A leader that slept through its lease wakes up in the middle of a write. What it read is old, and its successor has
-/// written what is new: the deadline in the write is what keeps the old value out.
+/// A leader that was suspended past the end of its lease continues in the middle of a write. Its data is old, and its
+/// successor has written the new value: the deadline in the write prevents the old value.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_leader_that_wakes_up_late_leaves_no_stale_value() {
     let world = World::new(denormd_fixture::database().await).await;
@@ -142,7 +142,7 @@ async fn a_leader_that_wakes_up_late_leaves_no_stale_value() {
     println!("a frozen leader was replaced after {worst:?} at worst");
 }
 
-/// The same without luck: the write hangs in the server until long after the successor has written.
+/// The same in the worst case: the write hangs in the server until long after the successor has written.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_write_that_hangs_in_the_server_leaves_no_stale_value() {
     let set = ReplicaSet::start(1).await;
@@ -174,7 +174,7 @@ async fn one_of_five_leads_and_a_deleted_lease_changes_nothing() {
     let world = World::new(denormd_fixture::database().await).await;
     let mut daemons: Vec<Daemon> = (0..5).map(|_| world.daemon()).collect();
     let (mut term, mut process) = world.term_after(0).await;
-    // The first leader's term is known from its state, once it has one.
+    // The first leader's term is known from its state, once that exists.
     world.caught_up().await;
     let writer = world.writer(40);
     for fault in ["delete", "kill", "delete"] {
@@ -199,8 +199,8 @@ async fn one_of_five_leads_and_a_deleted_lease_changes_nothing() {
     assert_eq!(daemons.iter().filter(leading).count(), 1);
 }
 
-/// In a rolling update old and new instances run side by side. If each of them could lead, a changed rule would be taken
-/// back and forth.
+/// During a rolling update old and new instances run at the same time. If each of them could lead, a changed rule would
+/// alternate between its definitions.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_newest_rules_lead() {
     let world = World::new(denormd_fixture::database().await).await;
@@ -215,14 +215,14 @@ async fn the_newest_rules_lead() {
     let (term, process) = world.term_after(term).await;
     assert_eq!(process, new.pid());
     println!("handed over to the new rules after {:?}", begun.elapsed());
-    // An old one that is restarted in the middle of the update stays the older one, also when the newer one dies.
+    // An old instance that restarts in the middle of the update remains the older one, even when the newer one dies.
     old.kill9();
     let (old, newest) = (world.daemon(), world.daemon_with("new.yaml"));
     work(1000).await;
     new.kill9();
     let (term, process) = world.term_after(term).await;
     assert_eq!(process, newest.pid(), "\n{}", old.log());
-    // Rolled back: the newer one goes, and the older one leads.
+    // Rolled back: the newer instance stops, and the older one leads.
     newest.terminate().await;
     let (_, process) = world.term_after(term).await;
     assert_eq!(process, old.pid());
@@ -294,7 +294,7 @@ async fn an_oplog_that_no_longer_reaches_back_heals_by_itself() {
     writer.stop().await;
     let oplog = world.test.client.database("local").collection::<Document>("oplog.rs");
     let end_of_oplog = async |end: i32| loop {
-        // The end itself may be cut off while it is read.
+        // The first entry may be truncated during the read.
         if let Ok(Some(entry)) = oplog.find_one(doc! {}).sort(doc! {"$natural": end}).await {
             return entry.get_timestamp("ts").unwrap();
         }
@@ -320,14 +320,14 @@ async fn an_oplog_that_no_longer_reaches_back_heals_by_itself() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_position_that_is_garbage_or_of_another_cluster_is_not_used() {
-    // The oplog of the shared set has what all tests have written.
+    // The oplog of the shared set has the writes of all tests.
     let set = ReplicaSet::start(1).await;
     let world = World::new(set.database().await).await;
     let positions = world.test.beside("state").collection::<Document>("positions");
     let later = bson::Timestamp { time: u32::MAX / 2, increment: 1 };
     for (change, says) in [
         (doc! {"token": {"_data": "garbage"}}, "reopening by time"),
-        // Of a time before the set was: its oplog is whole, so that all of it is read again.
+        // A time before the set existed: its oplog is complete, so it is read from the beginning.
         (doc! {"token": {"_data": "8264E1A5B3000000052B0229296E04"}}, ""),
         (doc! {"token": {"x": 1}}, "reopening by time"),
         (doc! {"token": {"_data": 5}}, "reopening by time"),
@@ -350,8 +350,8 @@ async fn a_position_that_is_garbage_or_of_another_cluster_is_not_used() {
     }
 }
 
-/// A command that asks for a backfill may run twice when its first answer is lost. The second generation was known to nobody:
-/// the backfill stopped half way and was reported as done.
+/// A command that requests a backfill may run twice if its first answer is lost. The second generation was once unknown
+/// to the leader: the backfill stopped half-way and was reported as done.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_backfill_that_was_asked_for_twice_is_done() {
     let test = denormd_fixture::database().await;

@@ -97,6 +97,20 @@ def python_with_pip(scratch, otherwise):
     return str(scratch / "venv" / "bin" / "python")
 
 
+def apt_install(packages, otherwise):
+    """Installs Debian packages, as apt is configured. Only for root on Debian or Ubuntu."""
+    say("installing " + " ".join(packages))
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    command = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
+    code, output = run(*command, env=env)
+    if code != 0:
+        # The image came without package lists, or with old ones.
+        run("apt-get", "update", env=env)
+        code, output = run(*command, env=env)
+    if code != 0:
+        raise Unavailable(f"`{' '.join(command)}` failed: {' '.join(output.split())[-400:]}. {otherwise}")
+
+
 def main(description, find):
     """Prints what `find` returns, and nothing else, on standard output. The exit code."""
     argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()

@@ -16,12 +16,12 @@ const FLOORS: &[&[&str]] = &[
     &["plan"],
     &["request", "advise"],
     &["route", "dead_letter", "events", "watch", "checkpoint"],
-    &["workqueue", "lease", "membership"],
-    &["reconcile", "division"],
+    &["workqueue", "lease", "instances"],
+    &["reconcile", "repartitioning"],
     &["preflight"],
-    &["suspension"],
+    &["unavailable"],
     &["backfill", "fan_out", "audit", "check", "prune"],
-    &["survey", "trial"],
+    &["inspection", "dry_run"],
     &["pipeline"],
     &["status"],
     &["server"],
@@ -36,7 +36,7 @@ fn floor(module: &str) -> usize {
         .unwrap_or_else(|| panic!("`{module}` has no floor: add it to tests/floors.rs"))
 }
 
-/// Every `crate::module` that a text names, in `use` lines (braced groups too) and in paths.
+/// Every `crate::module` in a text, in `use` lines (braced groups too) and in paths.
 fn imports(text: &str) -> BTreeSet<String> {
     let code: String = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
     let mut found = BTreeSet::new();
@@ -111,4 +111,41 @@ fn an_upward_import_is_seen_in_every_form() {
         assert!(imports(text).contains("pipeline"), "{text}");
     }
     assert!(!imports("use crate::{a::{pipeline}};").contains("pipeline"));
+}
+
+fn contributing() -> String {
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("CONTRIBUTING.md")).unwrap();
+    text.split_once("## The way of the data").unwrap().1.split_once("\n## ").unwrap().0.to_owned()
+}
+
+/// A newcomer finds each module in the table of CONTRIBUTING.md, below those that it imports.
+#[test]
+fn the_table_of_modules_is_complete_and_in_order() {
+    let rows = contributing();
+    let rows = rows.lines().filter_map(|line| line.strip_prefix("| `")?.split_once(" | "));
+    let listed: Vec<Vec<String>> =
+        rows.map(|(names, _)| names.split(", ").map(|name| name.trim_matches('`').to_owned()).collect()).collect();
+    let all: BTreeSet<&str> = FLOORS.iter().copied().flatten().copied().collect();
+    let mut modules: Vec<&str> = listed.iter().flatten().map(String::as_str).collect();
+    for row in listed.windows(2) {
+        let lowest = |row: &[String]| row.iter().map(|module| floor(module)).min();
+        assert!(lowest(&row[0]) <= lowest(&row[1]), "{row:?}");
+    }
+    modules.sort_unstable();
+    assert_eq!(modules, all.into_iter().collect::<Vec<_>>());
+}
+
+/// Each step of the walk names a function that exists in its module.
+#[test]
+fn the_walk_of_an_event_names_functions_that_exist() {
+    let mut modules = BTreeMap::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), None, &mut modules);
+    let text = contributing();
+    let steps = text.lines().filter(|line| line.starts_with(|first: char| first.is_ascii_digit()));
+    let named: Vec<&str> = steps.flat_map(|line| line.split('`')).filter(|word| word.contains("::")).collect();
+    assert!(named.len() >= 10, "{named:?}");
+    for path in named {
+        let (module, function) = (head(path), path.rsplit("::").next().unwrap());
+        assert!(modules[&module].contains(&format!("fn {function}(")), "{path}");
+    }
 }

@@ -1,5 +1,5 @@
-//! Databases that only speak MongoDB's protocol: a server that gives their replies is refused with its name and the reason, before
-//! anything is written.
+//! Databases that only speak MongoDB's protocol: a server with their replies is refused with its name and the reason,
+//! before anything is written.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -22,7 +22,7 @@ const OP_MSG: i32 = 2013;
 /// A server that answers `hello` and `buildInfo`, and refuses everything else.
 struct Impostor {
     address: SocketAddr,
-    /// The names of the commands that came.
+    /// The names of the received commands.
     asked: Arc<Mutex<Vec<String>>>,
 }
 
@@ -105,7 +105,7 @@ async fn a_database_that_only_speaks_the_protocol_is_refused_with_its_name_and_t
         build_info.extend(more);
         build_info
     };
-    // src/mongo/product.rs says where the replies are from.
+    // The fields that distinguish them are those of src/mongo/product.rs.
     for (hello, build_info, name, reason) in [
         (
             hello(doc! {}),

@@ -1,5 +1,5 @@
-//! Whatever is in a config file, a field path or a change event: it is read or refused, never a panic, and what is read is
-//! written back as it was. Drawn by proptest, which shrinks what fails; `DENORMD_FUZZ=100000` draws so many of each.
+//! Any config file, field path or change event is read or refused, never with a panic, and a value that is read is
+//! written back unchanged. Drawn by proptest, which shrinks failures; `DENORMD_FUZZ=100000` draws that many of each.
 
 use bson::{Bson, Document, RawDocument, RawDocumentBuf, doc, oid::ObjectId};
 use denormd::{
@@ -11,7 +11,7 @@ use denormd::{
 };
 use proptest::{collection::vec, prelude::*, sample::Index};
 
-/// The example configs, which have every key and every form of rule.
+/// The example configs, which contain every key and every form of rule.
 fn examples() -> Vec<String> {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("config");
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
@@ -20,7 +20,7 @@ fn examples() -> Vec<String> {
     files.iter().map(|path| std::fs::read_to_string(path).unwrap()).collect()
 }
 
-/// What a hand or an accident does to a text.
+/// Edits by a person or by accident.
 #[derive(Debug, Clone)]
 enum Edit {
     Insert(Index, String),
@@ -175,7 +175,7 @@ proptest! {
         bytes[..4].copy_from_slice(&length);
         *bytes.last_mut().unwrap() = 0;
         if let Ok(raw) = RawDocument::from_bytes(&bytes) {
-            // Whatever it says, it says it without a panic.
+            // Whatever the result, there is no panic.
             let decoded = ChangeEvent::decode(raw);
             prop_assert!(decoded.is_ok() || Document::try_from(raw).is_err());
         }

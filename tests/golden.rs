@@ -1,9 +1,9 @@
-//! What is persisted, pinned: golden documents of every kind of state, as an earlier version wrote them, are read by this one;
-//! and this one writes what its own golden documents say.
+//! The persisted format, pinned: this version reads golden documents of every kind of state, as an earlier version
+//! wrote them; and it writes exactly its own golden documents.
 //!
-//! `tests/golden/VERSION/COLLECTION.json` holds what denormd of that version leaves in a collection of the state database, in
-//! canonical Extended JSON. Times, ids and what belongs to one machine are replaced by constants. The documents of a released
-//! version are never changed. `DENORMD_GOLDEN=write` writes those of this version anew.
+//! `tests/golden/VERSION/COLLECTION.json` contains the documents that denormd of that version leaves in a collection of
+//! the state database, in canonical Extended JSON. Times, ids and values of one machine are replaced by constants. The
+//! documents of a released version are never changed. `DENORMD_GOLDEN=write` rewrites those of this version.
 
 use std::{collections::BTreeSet, fs, path::PathBuf, time::Duration};
 
@@ -14,16 +14,16 @@ use denormd::{
         format,
         progress::{CheckProgress, Tally},
         requests::{Answer, Retired, Work},
-        rule_record::RuleRecord,
+        rule_record::{Agreement, RuleRecord},
         store::{Store, claim_term, highest_term},
     },
-    dead_letter::{Chosen, Culprit, DeadLetters},
+    dead_letter::{Chosen, DeadLetters, Offending},
     error::{Error, Kind},
     events::{Event, Journal},
     field_path::FieldPath,
+    instances::{Member, fingerprint},
     key::Key,
     lease::{self, Lease},
-    membership::{Member, fingerprint},
     mongo::Server,
     partition::Partition,
     plan::{self, Plan, Rule},
@@ -40,8 +40,8 @@ use crate::daemon::{all, load, until};
 const WRITTEN: &str = "2";
 /// Every version whose documents this program reads.
 const READ: [&str; 2] = ["1", WRITTEN];
-/// Every collection of the state database but `events`, which is capped, `canaries`, which is not read, and `reports`, which hold what
-/// a whole daemon says of itself: see [`a_leaders_report_is_read_and_written_as_it_was`].
+/// Every collection of the state database except `events`, which is capped, `canaries`, which is not read, and
+/// `reports`, with a daemon's whole status: see [`a_leaders_report_is_read_and_written_as_it_was`].
 const COLLECTIONS: [&str; 11] = [
     "positions",
     "rules",
@@ -58,7 +58,7 @@ const COLLECTIONS: [&str; 11] = [
 const DEPLOYMENT: &str = "golden";
 const TTL: Duration = Duration::from_secs(2);
 
-/// One rule for each state that a rule can be in. Together they have every part that a stored definition has.
+/// One rule for each state that a rule can be in. Together they contain every part of a stored definition.
 const RULES: &str = r#"
   - { name: pending, copy: { source: s, target: t01, match: { ref: _id }, set: { name: $name, "deep.name": { $concat: [$first, " ", $last] } } } }
   - { name: begun, copy: { source: { collection: s, where: { live: true, n: { $gt: 5 } } }, target: { collection: other.t02, where: { kind: a } }, match: { ref: _id }, key_type: objectId, on_missing: "null", set: { name: $name } } }
@@ -106,7 +106,7 @@ fn unavailable() -> RuleState {
     RuleState::Unavailable { reason: "the user lacks update on `app.t09`".to_owned() }
 }
 
-/// What a deployment with one of everything leaves, written by the functions that the daemon and its commands write with.
+/// Writes the state of a deployment with one of everything, by the functions of the daemon and its commands.
 async fn write(test: &TestDb) {
     let (server, state) = (&Server::new(test.client.clone()), test.name.as_str());
     let another = || Server::new(test.client.clone());
@@ -139,7 +139,8 @@ async fn write(test: &TestDb) {
 
 async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
     let reset = async |name: &str, state: RuleState| {
-        let generation = store.reset_rule(server, rule(plan, name), &state).await.unwrap();
+        let reset = store.reset_rule(server, rule(plan, name), &state, Agreement::Ended);
+        let (_, generation) = reset.await.unwrap();
         store.source_seen(server, name, generation, &Bson::String("a UUID".to_owned())).await.unwrap();
         generation
     };
@@ -150,7 +151,7 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
         );
         generation
     };
-    store.reset_rule(server, rule(plan, "pending"), &RuleState::BACKFILL).await.unwrap();
+    store.reset_rule(server, rule(plan, "pending"), &RuleState::BACKFILL, Agreement::Ended).await.unwrap();
     let generation = reset("begun", RuleState::BACKFILL).await;
     store.notice(server, "begun", generation).await.unwrap();
     let after = RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), agreed: false };
@@ -174,15 +175,15 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
     assert!(store.ask(server, "released").await.unwrap());
     let mut before = rule(plan, "changed").clone();
     before.definition.remove("shadow");
-    store.reset_rule(server, &before, &RuleState::Live).await.unwrap();
+    store.reset_rule(server, &before, &RuleState::Live, Agreement::Ended).await.unwrap();
     store.retire(server, "changed", &before.definition).await.unwrap();
     done("changed").await;
     let gone = Rule { name: "absent".to_owned(), ..rule(plan, "pending").clone() };
-    store.reset_rule(server, &gone, &RuleState::Live).await.unwrap();
+    store.reset_rule(server, &gone, &RuleState::Live, Agreement::Ended).await.unwrap();
     store.remove(server, "absent").await.unwrap();
 }
 
-fn letters(state: &str) -> DeadLetters {
+fn dead_letters_of(state: &str) -> DeadLetters {
     DeadLetters { database: state.to_owned(), deployment: DEPLOYMENT.to_owned(), partition: Partition::WHOLE }
 }
 
@@ -211,16 +212,16 @@ async fn write_work(server: &Server, state: &str, store: &Store, plan: &Plan) {
     let key = Key::new(vec![Bson::Int32(1), Bson::Null]);
     let target = Key::one(Bson::ObjectId(ObjectId::from_bytes([1; 12])));
     for (task, _) in TASKS {
-        let culprit = Culprit { key: &key, target: None, path: None };
-        letters(state).record(server, done, task, &culprit, &error).await.unwrap();
+        let offending = Offending { key: &key, target: None, path: None };
+        dead_letters_of(state).record(server, done, task, &offending, &error).await.unwrap();
     }
-    let culprit = Culprit { key: &key, target: Some(&target), path: Some("lines.0".to_owned()) };
+    let offending = Offending { key: &key, target: Some(&target), path: Some("lines.0".to_owned()) };
     let refused = Error { code: Some(121), ..error };
     for _ in 0..2 {
-        letters(state).record(server, done, Task::Value, &culprit, &refused).await.unwrap();
+        dead_letters_of(state).record(server, done, Task::Value, &offending, &refused).await.unwrap();
     }
     let one = Chosen { rule: None, key: Some(Bson::ObjectId(ObjectId::from_bytes([1; 12]))) };
-    letters(state).ask(server, &one).await.unwrap();
+    dead_letters_of(state).ask(server, &one).await.unwrap();
     store.request(server, "done", &Work::Look(vec![Bson::Int32(1), Bson::String("b".to_owned())])).await.unwrap();
     let path = FieldPath::parse("lines.$[].name").unwrap();
     let prune = Work::Prune(vec![Retired { collection: "app.t04".to_owned(), path }]);
@@ -237,7 +238,7 @@ async fn write_work(server: &Server, state: &str, store: &Store, plan: &Plan) {
     store.nudge(server).await.unwrap();
 }
 
-/// Constants in place of times, ids and what belongs to one machine, so that two runs write the same.
+/// Replaces times, ids and values of one machine by constants, so that two runs write the same.
 fn constant(value: &Bson, ids: &mut Vec<ObjectId>) -> Bson {
     match value {
         Bson::DateTime(at) if at.timestamp_millis() > 1_750_000_000_000 => {
@@ -290,7 +291,7 @@ async fn this_version_writes_its_golden_documents() {
     write(&test).await;
     for collection in COLLECTIONS {
         let mut written = all(&test.database(), collection).await;
-        // What is drawn by chance decides no order.
+        // Random values must not determine the order.
         if collection == "instances" {
             written.sort_by_key(|document| document.get_i64("leads").is_err());
         }
@@ -304,10 +305,10 @@ async fn this_version_writes_its_golden_documents() {
     }
 }
 
-/// Puts golden documents where this version finds its state.
+/// Puts golden documents where this version reads its state.
 async fn restore(test: &TestDb, version: &str) -> Server {
     let server = Server::new(test.client.clone());
-    // The positions are of this cluster.
+    // The positions belong to this cluster.
     Store::open(&server, &test.name, "another").await.unwrap();
     let positions =
         test.database().run_command(doc! {"listCollections": 1, "filter": {"name": "positions"}}).await.unwrap();
@@ -325,12 +326,12 @@ async fn restore(test: &TestDb, version: &str) -> Server {
     server
 }
 
-/// The names in a document, each with the way to it. Elements of an array have one way.
+/// The names in a document, each with its path. The elements of an array share one path.
 fn names(value: &serde_json::Value, at: &str, out: &mut BTreeSet<String>) {
     match value {
         serde_json::Value::Object(fields) => {
             for (name, value) in fields {
-                // A dead letter's reason is a name here.
+                // The reason of a dead letter is a name here.
                 let way =
                     if at.ends_with(".dead_letter_reasons") { format!("{at}.REASON") } else { format!("{at}.{name}") };
                 names(value, &way, out);
@@ -342,7 +343,7 @@ fn names(value: &serde_json::Value, at: &str, out: &mut BTreeSet<String>) {
     }
 }
 
-/// What a leader says of itself for the standbys: a running pair writes no name that the golden document lacks, and each of its
+/// The leader's report for the standbys: a running pair writes no name that the golden document lacks, and each of its
 /// names is read and written again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_leaders_report_is_read_and_written_as_it_was() {
@@ -366,6 +367,7 @@ async fn a_leaders_report_is_read_and_written_as_it_was() {
 }
 
 fn expected(name: &str, definition: Document, state: RuleState) -> (String, RuleRecord) {
+    let removals_agreed = matches!(state, RuleState::Backfilling { agreed: true, .. });
     let record = RuleRecord {
         definition,
         retired: Vec::new(),
@@ -377,6 +379,7 @@ fn expected(name: &str, definition: Document, state: RuleState) -> (String, Rule
         progress: None,
         noticed: 0,
         generation: 1,
+        removals_agreed,
     };
     (name.to_owned(), record)
 }
@@ -410,7 +413,7 @@ async fn rule_states(version: &str) {
         of("released", RuleState::Backfilling { after: None, agreed: version != "1" }),
         of("suspended", unavailable()),
     ];
-    // The first version knew no agreement.
+    // The first version had no agreements.
     let agreed = version != "1";
     if agreed {
         let definition = rule(&plan, "pending").definition.clone();
@@ -443,14 +446,14 @@ async fn rule_states(version: &str) {
             _ => {}
         }
     }
-    // The first version kept no UUID of a source.
+    // The first version stored no UUID of a source.
     for (_, state) in &mut states {
         state.source_uuid = (version != "1" && state.source_seen).then(|| Bson::String("a UUID".to_owned()));
     }
     assert_eq!(known, states);
 }
 
-/// Positions, and work that is open.
+/// Positions, and unfinished work.
 #[tokio::test]
 async fn positions_and_work_are_read() {
     for version in READ {
@@ -511,26 +514,26 @@ async fn dead_letters(version: &str) {
     let server = restore(&test, version).await;
     let plan = planned();
     let of_rule = Chosen { rule: Some("done".to_owned()), key: None };
-    let found = letters(&test.name).find(&server, &of_rule, 0).await.unwrap();
+    let found = dead_letters_of(&test.name).find(&server, &of_rule, 0).await.unwrap();
     assert_eq!(found.len(), TASKS.len() + 1);
     for (task, name) in TASKS {
         assert_eq!((task.name().to_owned(), Task::named(name)), (name.to_owned(), Some(task)));
-        assert!(found.iter().any(|letter| letter.request(rule(&plan, "done")).task == task), "{name}");
+        assert!(found.iter().any(|dead_letter| dead_letter.request(rule(&plan, "done")).task == task), "{name}");
     }
     let at = DateTime::from_millis(1_790_000_000_000);
-    for letter in found {
-        assert_eq!(letter.key, Key::new(vec![Bson::Int32(1), Bson::Null]));
-        assert_eq!((letter.rule.as_str(), letter.reason.as_str()), ("done", "Document failed validation"));
-        assert_eq!((letter.first, letter.last), (at, at));
-        let expected = match letter.target {
+    for dead_letter in found {
+        assert_eq!(dead_letter.key, Key::new(vec![Bson::Int32(1), Bson::Null]));
+        assert_eq!((dead_letter.rule.as_str(), dead_letter.reason.as_str()), ("done", "Document failed validation"));
+        assert_eq!((dead_letter.first, dead_letter.last), (at, at));
+        let expected = match dead_letter.target {
             Some(_) => (2, 0, Some("lines.0")),
             None => (1, at.timestamp_millis() + 5000, None),
         };
-        assert_eq!((letter.attempts, letter.due, letter.path.as_deref()), expected);
+        assert_eq!((dead_letter.attempts, dead_letter.due, dead_letter.path.as_deref()), expected);
     }
 }
 
-/// Who leads, and who is there.
+/// Leases and instances.
 #[tokio::test]
 async fn leases_instances_and_formats_are_read() {
     for version in READ {

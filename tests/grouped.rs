@@ -1,4 +1,4 @@
-//! One statement for many keys writes what a statement for each of them writes, whatever the shape of the targets.
+//! One statement for many keys writes the same as one statement for each of them, whatever the shape of the targets.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -20,8 +20,8 @@ use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 use crate::daemon::PATIENCE;
 use crate::daemon::rule;
 
-/// Rules whose keys share statements: fields at the top, below a document, two levels below, with a filter, with converted
-/// references, keyed by the target, in the elements of an array.
+/// Rules whose keys share statements: fields at the top, in a subdocument, two levels down, with a filter, with
+/// converted references, keyed by the target, in array elements.
 const RULES: [&str; 7] = [
     "copy: { source: s, target: t, match: { part: _id }, set: { name: $name, price: $price } }",
     "copy: { source: s, target: t, match: { part: _id }, set: { info.name: $name, info.price: $price } }",
@@ -32,10 +32,10 @@ const RULES: [&str; 7] = [
     r#"copy: { source: s, target: t, match: { "parts.$[].id": _id }, set: { "parts.$[].name": $name, "parts.$[].price": $price } }"#,
 ];
 const ROUNDS: usize = 40;
-/// What is known of the targets: few and small, so that statements are shared.
+/// The assumed shape of the targets: few and small, so that statements are shared.
 const SMALL: Shape = Shape { targets: Some(1.0), size: Some(Size { bytes: 100.0, others: 60.0 }) };
 
-/// References, some of which the server calls equal.
+/// References, some of which are equal to the server.
 fn references() -> Vec<Bson> {
     vec![
         bson!(1),
@@ -83,7 +83,7 @@ fn values() -> Vec<Bson> {
     ]
 }
 
-/// What the outermost document around an owned field may be.
+/// Possible values of the outermost document around an owned field.
 fn around(random: &mut StdRng) -> Option<Bson> {
     let all = [
         None,
@@ -96,7 +96,7 @@ fn around(random: &mut StdRng) -> Option<Bson> {
         Some(bson!(5)),
         Some(bson!([{"name": 1}, 2])),
     ];
-    // Most have nothing in the way: else no shared statement would ever be carried out.
+    // Usually nothing prevents the write: otherwise no shared statement would ever succeed.
     if random.random_range(0..6) > 0 {
         all[random.random_range(0..4)].clone()
     } else {
@@ -144,7 +144,7 @@ fn target(id: Bson, random: &mut StdRng) -> Document {
     target
 }
 
-/// A document as text, whatever the order of its fields.
+/// A document as text, independent of the order of its fields.
 fn text(value: &Bson) -> String {
     match value {
         Bson::Document(doc) => {
@@ -168,7 +168,7 @@ impl Bench {
         }
     }
 
-    /// Runs one statement; whether the server took it.
+    /// Runs one statement; returns true if the server accepted it.
     async fn run(&self, collection: &str, statement: Statement) -> bool {
         let Statement::Update(statement) = statement else { panic!("not an update: {statement:?}") };
         let statement = Document::try_from(statement.as_ref()).unwrap();
@@ -232,7 +232,7 @@ async fn a_shared_statement_writes_what_statements_of_their_own_write() {
                 }
             }
             let named = random.random_bool(0.5) && !by_id;
-            // The same for all keys: together they write what any of them names.
+            // The same for all keys: together they write the targets that any of them names.
             let some = (0..16).filter(|_| random.random_bool(0.7)).map(|id| Key::one(Bson::Int32(id)));
             let some = Scope::Named(some.collect::<HashSet<Key>>());
             let scope = if named { some } else { Scope::All };
@@ -275,8 +275,8 @@ async fn a_shared_statement_writes_what_statements_of_their_own_write() {
     }
 }
 
-/// What has not got to its end is begun anew, for the targets that do not hold the value yet, in parts of the collection between
-/// whatever `_id`s.
+/// A statement that did not finish is restarted for the targets that do not hold the value yet, in parts of the
+/// collection between any `_id`s.
 #[tokio::test]
 async fn what_is_left_of_a_statement_makes_all_targets_the_same() {
     let test = denormd_fixture::database().await;
@@ -287,7 +287,7 @@ async fn what_is_left_of_a_statement_makes_all_targets_the_same() {
         let rule = rule(text);
         let (mut same, mut passed_over) = (0, 0);
         for _ in 0..ROUNDS {
-            // Of few references: many targets have the same.
+            // Few references, so that many targets share one.
             let key = Key::one(references()[random.random_range(0..3)].clone());
             let id = |n: i32| match n % 3 {
                 0 => Bson::Int32(n),
@@ -295,7 +295,7 @@ async fn what_is_left_of_a_statement_makes_all_targets_the_same() {
                 _ => Bson::DateTime(bson::DateTime::from_millis(n.into())),
             };
             let mut targets: Vec<Document> = (0..40).map(|n| target(id(n), &mut random)).collect();
-            // Zeros are equal and not the same.
+            // Zeros are equal but not identical.
             let zeros = random.random_bool(0.3);
             for target in targets.iter_mut().filter(|_| zeros) {
                 target.extend(doc! {"name": 0.0, "price": 0.0});
@@ -322,7 +322,7 @@ async fn what_is_left_of_a_statement_makes_all_targets_the_same() {
                     taken &= bench.run(collection, statement).await;
                 }
             }
-            // What the server refuses ends a statement wherever it is.
+            // A refusal by the server ends a statement at any point.
             if taken {
                 same += 1;
                 assert_eq!(
@@ -338,8 +338,8 @@ async fn what_is_left_of_a_statement_makes_all_targets_the_same() {
     }
 }
 
-/// The index of `_id` has the collection's collation. In a collection that ignores case it finds no text, and all of it would be
-/// gone through for each part.
+/// The `_id` index has the collection's collation. In a collection that ignores case it finds no text under the simple
+/// collation, and the whole index would be scanned for each part.
 #[test]
 fn a_collection_is_not_parted_by_text() {
     for text in [bson!("b"), bson!({"name": "b"})] {
@@ -352,7 +352,8 @@ fn members<'a>(keys: &'a [Key], scope: &'a Scope, fields: &'a [Field]) -> Vec<Me
     keys.iter().map(|key| Member { key, scope, fields }).collect()
 }
 
-/// Who follows the targets is told what has changed, also where a target is hardly more than what is copied.
+/// Readers of the targets' change stream receive the real changes, even if a target is hardly larger than the copied
+/// values.
 #[tokio::test]
 async fn what_a_shared_statement_changes_is_logged_as_a_change() {
     let test = denormd_fixture::database().await;

@@ -1,8 +1,9 @@
 //! Random histories against an oracle that shares no code with the plan.
 //!
-//! Each world is a set of rules over collections of its own; hundreds of them live in one database under one daemon. The
-//! seed of a failure is printed; `DENORMD_SEED` replays it, `DENORMD_HISTORIES` sets how many are drawn, `DENORMD_FIRST` the first seed
-//! (1; `random` draws it, as `make histories` does), and `DENORMD_ODD` which odd kinds worlds have: `all`, `none`, or their names with commas between.
+//! Each world is a set of rules over its own collections; hundreds of worlds share one database and one daemon. The
+//! seed of a failure is printed; `DENORMD_SEED` replays it, `DENORMD_HISTORIES` sets the number of histories,
+//! `DENORMD_FIRST` the first seed (1; `random` draws it, as `make histories` does), and `DENORMD_ODD` the odd kinds of
+//! worlds: `all`, `none`, or names separated by commas.
 
 mod perform;
 
@@ -39,9 +40,9 @@ const ODD: &[Odd] = &[
 /// One step of a history.
 enum Step {
     Op(Op),
-    /// Everything that is done is waited for, and compared.
+    /// All earlier steps are waited for, and the result is compared.
     Wait,
-    /// A collection is dropped and restored, each waited for: without it the values of others stay.
+    /// A collection is dropped and restored, and each step is waited for: in between, the values of its targets stay.
     Lose(String),
 }
 
@@ -64,8 +65,8 @@ impl History {
         Self { seed, generator, oracle, rules, pre_images }
     }
 
-    /// What a collection is created with. Half of the worlds get pre-images from `plan --apply`, and only where a rule cannot do
-    /// without.
+    /// The options of a new collection. Half of the worlds get pre-images from `plan --apply`, and only where a rule
+    /// needs them.
     fn form(&self, name: &str) -> Form {
         let pre_images = self.pre_images.contains(name) && self.seed % 4 < 2;
         Form { pre_images, collation: self.generator.collation(name) }
@@ -99,7 +100,8 @@ impl History {
         steps
     }
 
-    /// Takes the steps. Returns what was wrong when everything had been waited for; `daemon` is none while it is away.
+    /// Performs the steps. Returns the differences found after everything was waited for; `daemon` is None while it is
+    /// stopped.
     async fn play(&self, db: &Database, daemon: Option<&Daemon>, steps: Vec<Step>) -> Vec<String> {
         for step in steps {
             let found = match (step, daemon) {
@@ -108,8 +110,8 @@ impl History {
                     continue;
                 }
                 (Step::Wait, Some(daemon)) => {
-                    daemon.settled().await;
-                    self.check_applied(db, daemon).await
+                    let lacking = daemon.settled().await;
+                    self.check_applied(db, daemon, &lacking).await
                 }
                 (Step::Lose(name), Some(daemon)) => self.lose(db, daemon, &name).await,
                 (_, None) => continue,
@@ -121,7 +123,7 @@ impl History {
         Vec::new()
     }
 
-    /// Drops a collection and restores it, each waited for.
+    /// Drops a collection and restores it, waiting after each step.
     async fn lose(&self, db: &Database, daemon: &Daemon, name: &str) -> Vec<String> {
         daemon.settled().await;
         if daemon.sources_are_back().await {
@@ -138,7 +140,7 @@ impl History {
         }
         let Some(docs) = before.remove(name) else { return Vec::new() };
         perform(db, Op::Drop { coll: name.to_owned() }, |name| self.form(name)).await;
-        // All that is left is looked at again.
+        // The remaining documents are checked again.
         for (coll, docs) in &mut before {
             for doc in docs {
                 doc.insert("touched", doc.get_i32("touched").unwrap_or(0) + 1);
@@ -154,23 +156,25 @@ impl History {
             return self.describe(found.into_iter().map(|line| format!("without {name}: {line}")).collect(), &after);
         }
         perform(db, Op::Restore { coll: name.to_owned(), docs }, |name| self.form(name)).await;
-        daemon.settled().await;
-        self.check_applied(db, daemon).await
+        let lacking = daemon.settled().await;
+        self.check_applied(db, daemon, &lacking).await
     }
 
-    /// What is wrong when everything is applied. A key with a dead letter is up to date when that has been tried again: nothing
-    /// tells that a source concerned the key whose value it kept from being computed.
-    async fn check_applied(&self, db: &Database, daemon: &Daemon) -> Vec<String> {
+    /// The differences once everything is applied. A key with a dead letter is up to date only after a retry: no event
+    /// connects a source to the key whose value could not be computed because of it.
+    async fn check_applied(&self, db: &Database, daemon: &Daemon, lacking: &BTreeSet<String>) -> Vec<String> {
         let mut found = self.check(db).await;
         if found.is_empty() {
             return found;
         }
-        // A rule whose source was gone for a moment is blocked until the source is looked for again.
-        if daemon.sources_are_back().await {
+        // A rule whose source was briefly gone is blocked until the source is looked for again, possibly at this
+        // moment.
+        let was_lacking = named(self).iter().any(|rule| lacking.contains(rule.get_str("name").unwrap()));
+        if daemon.sources_are_back().await || was_lacking {
             daemon.settled().await;
             found = self.check(db).await;
         }
-        // Without its source a rule writes nothing, whatever becomes of its targets.
+        // Without its source a rule writes nothing, whatever happens to its targets.
         if found.is_empty() || self.lacks_source(daemon) {
             return Vec::new();
         }
@@ -183,7 +187,7 @@ impl History {
         found
     }
 
-    /// Whether a rule is blocked because its source is gone.
+    /// True if a rule is blocked because its source is gone.
     fn lacks_source(&self, daemon: &Daemon) -> bool {
         named(self).iter().any(|rule| daemon.lacks_source(rule.get_str("name").unwrap()))
     }
@@ -200,14 +204,14 @@ impl History {
         found
     }
 
-    /// The same with what there is to know of the world.
+    /// The same with a description of the world.
     fn describe(&self, mut found: Vec<String>, actual: &World) -> Vec<String> {
         found.push(format!("  odd {:?}", self.generator.odd().collect::<Vec<_>>()));
         found.extend(self.rules.iter().map(|rule| format!("  rule {rule}")));
         for (name, documents) in actual {
             found.extend(documents.iter().map(|document| format!("  {name} {document}")));
         }
-        // A large value tells no more than its beginning.
+        // The beginning of a large value is enough.
         for line in &mut found {
             if let Some((end, _)) = line.char_indices().nth(20_000) {
                 line.truncate(end);
@@ -217,15 +221,15 @@ impl History {
     }
 }
 
-/// What a run is made of.
+/// The parameters of a run.
 #[derive(Clone, Copy)]
 struct Run {
     options: fn(String) -> Options,
-    /// In so many partitions, before and after the crash.
+    /// Number of partitions, before and after the crash.
     partitions: [u32; 2],
-    /// More of the config's `limits`, drawn from the first seed.
+    /// Additional `limits` of the config, drawn from the first seed.
     limits: fn(&mut StdRng) -> String,
-    /// Copies that others write are repaired in a while, not by the time that everything is applied.
+    /// Copies that others write are repaired after some time, not as soon as everything is applied.
     repaired: bool,
     /// The most worlds under one daemon.
     at_once: u64,
@@ -241,7 +245,8 @@ impl Run {
         format!("{text}lease: {{ partitions: {partitions} }}\n")
     }
 
-    /// Draws `count` histories from `first` on and runs them side by side, some of their documents there before the daemon.
+    /// Draws `count` histories from `first` on and runs them concurrently; some of their documents exist before the
+    /// daemon starts.
     async fn histories(&self, first: u64, count: u64) {
         let test: TestDb = denormd_fixture::database().await;
         let db = test.database();
@@ -261,7 +266,7 @@ impl Run {
         let config = |partitions: u32| Self::config(&test, &rules, &limits, partitions);
         let mut daemon = Daemon::start_config(&config(self.partitions[0])).await;
         for round in 0..3 {
-            // Each history in its own order, all of them at once.
+            // Each history in its own order, all at once.
             let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
             let mut failures = BTreeMap::new();
             if round == 1 {
@@ -286,14 +291,14 @@ impl Run {
         daemon.stop().await;
     }
 
-    /// What is wrong when everything is applied.
+    /// The differences once everything is applied.
     async fn settled(&self, db: &Database, daemon: &Daemon, histories: &[History]) -> BTreeMap<u64, Vec<String>> {
         let begun = Instant::now();
         loop {
-            daemon.settled().await;
+            let lacking = daemon.settled().await;
             let mut failures = BTreeMap::new();
             for history in histories {
-                let found = history.check_applied(db, daemon).await;
+                let found = history.check_applied(db, daemon, &lacking).await;
                 if !found.is_empty() {
                     failures.insert(history.seed, found);
                 }
@@ -316,7 +321,7 @@ impl Run {
     }
 }
 
-/// Plays all histories at once, and returns what was wrong on the way, by seed.
+/// Plays all histories at once, and returns the differences found, by seed.
 async fn played(
     db: &Database,
     daemon: Option<&Daemon>,
@@ -336,13 +341,16 @@ fn without_waits(steps: Vec<Vec<Step>>) -> Vec<Vec<Step>> {
 async fn fail(test: &TestDb, limits: &str, round: usize, failures: BTreeMap<u64, Vec<String>>) {
     let Some((seed, found)) = failures.first_key_value() else { return };
     let seeds: Vec<&u64> = failures.keys().collect();
-    let letters = all(&test.beside("state"), "dead_letters").await;
-    let letters: Vec<String> =
-        letters.iter().map(ToString::to_string).filter(|letter| letter.contains(&format!("w{seed}-"))).collect();
+    let dead_letters = all(&test.beside("state"), "dead_letters").await;
+    let dead_letters: Vec<String> = dead_letters
+        .iter()
+        .map(ToString::to_string)
+        .filter(|dead_letter| dead_letter.contains(&format!("w{seed}-")))
+        .collect();
     panic!(
         "round {round}, limits {{ {limits}}}: histories {seeds:?} diverge; DENORMD_SEED={seed}:\n{}\n{}",
         found.join("\n"),
-        letters.join("\n")
+        dead_letters.join("\n")
     );
 }
 
@@ -356,7 +364,7 @@ fn named(history: &History) -> Vec<Document> {
     history.rules.iter().enumerate().map(rename).collect()
 }
 
-/// Which odd kinds a world may have.
+/// The odd kinds that a world may have.
 fn odd() -> Vec<Odd> {
     match std::env::var("DENORMD_ODD").as_deref() {
         Err(_) => ODD.to_vec(),
@@ -383,13 +391,13 @@ async fn all_rules_converge_whatever_happens() {
     Run::new(everything).many(100).await;
 }
 
-/// Every partition writes what it owns, and all of them together what one would.
+/// Every partition writes its own share, and together they write the same as a single one.
 #[tokio::test(flavor = "multi_thread")]
 async fn all_rules_converge_in_three_partitions() {
     Run { partitions: [3, 3], ..Run::new(everything) }.many(60).await;
 }
 
-/// What was done in one number of partitions is done in another one, and what was not is not forgotten.
+/// Work done with one number of partitions remains valid with another one, and unfinished work is not lost.
 #[tokio::test(flavor = "multi_thread")]
 async fn all_rules_converge_when_the_partitions_change() {
     Run { partitions: [2, 3], ..Run::new(everything) }.many(30).await;
@@ -402,13 +410,13 @@ async fn references_that_dangle_are_removed_with_their_element_or_target() {
         .await;
 }
 
-/// Few worlds under each daemon: beside many kinds of collections the stream holds no update back.
+/// Few worlds for each daemon: with many kinds of collections the stream filters out no update.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_rules_of_one_application_converge() {
     Run { at_once: 4, ..Run::new(everything) }.many(12).await;
 }
 
-/// A queue that holds hardly anything, in batches of a few keys, while worlds write all at once.
+/// A very small queue, in batches of a few keys, while all worlds write at once.
 #[tokio::test(flavor = "multi_thread")]
 async fn all_rules_converge_with_a_tiny_queue() {
     let limits = |rng: &mut StdRng| {
@@ -418,7 +426,7 @@ async fn all_rules_converge_with_a_tiny_queue() {
     Run { limits, ..Run::new(everything) }.many(15).await;
 }
 
-/// Reads that take too long: their keys are done alone, for longer each time, beside others.
+/// Reads that take too long: their keys run alone, for longer each time, while others continue.
 #[tokio::test(flavor = "multi_thread")]
 async fn all_rules_converge_where_reads_take_too_long() {
     let options = |prefix| Options { odd: vec![Odd::Slow], ..everything(prefix) };
@@ -436,7 +444,7 @@ async fn copies_that_others_write_are_repaired() {
 
 #[tokio::test]
 async fn nothing_is_left_of_the_canary() {
-    // The harness itself: a database that the daemon never saw differs from what the oracle expects.
+    // A test of the test itself: a database that the daemon never processed differs from the oracle's expectation.
     let test = denormd_fixture::database().await;
     let db = test.database();
     db.collection::<Document>("s").insert_one(doc! {"_id": 1, "name": "x"}).await.unwrap();

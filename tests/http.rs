@@ -1,4 +1,4 @@
-//! What the HTTP server refuses: changes without the token, foreign host names, bodies, floods.
+//! Requests that the HTTP server refuses: changes without the token, foreign host names, bodies, floods.
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -43,12 +43,12 @@ impl Served {
         Self { daemon, address, guard, stop }
     }
 
-    /// The status code of an answer.
+    /// The status code of a response.
     async fn ask(&self, method: &str, path: &str, headers: &str) -> u16 {
         self.ask_by_name("127.0.0.1", method, path, headers).await.0
     }
 
-    /// The status code of an answer, and all of it.
+    /// The status code of a response, and the whole response.
     async fn ask_by_name(&self, host: &str, method: &str, path: &str, headers: &str) -> (u16, String) {
         let mut stream = TcpStream::connect(self.address).await.unwrap();
         let request = format!("{method} {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n{headers}\r\n");
@@ -97,7 +97,7 @@ async fn bodies_and_floods_are_refused_and_liveness_is_told_all_the_same() {
     let large = format!("authorization: Bearer {TOKEN}\r\ncontent-length: 100000000\r\n");
     assert_eq!(served.ask("POST", "/v1/rules/address/backfill", &large).await, 413);
     assert_eq!(served.ask("POST", "/v1/rules/address/backfill", "transfer-encoding: chunked\r\n").await, 413);
-    // More than the burst and what comes in meanwhile: thousands a second are made here.
+    // More than the burst and the refill during the test: thousands of requests a second are made here.
     let flood = async |path: &str| {
         let mut refused = 0;
         for _ in 0..2000 {
@@ -116,7 +116,7 @@ async fn bodies_and_floods_are_refused_and_liveness_is_told_all_the_same() {
     served.stop().await;
 }
 
-/// A page of another site has its own name resolve to this server: its scripts must learn nothing.
+/// A page of another site resolves its own name to this server: its scripts must get no data.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_name_that_is_rebound_to_this_address_is_refused() {
     let test = denormd_fixture::database().await;

@@ -1,4 +1,4 @@
-//! The HTTP server with a certificate, and the commands that ask it.
+//! The HTTP server with a certificate, and the commands that query it.
 
 use std::{
     net::{Ipv4Addr, SocketAddr, TcpListener},
@@ -18,7 +18,7 @@ use crate::{
 const RULE: &str =
     "  - { name: ip, guard: off, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
 const TOKEN: &str = "a-token-of-some-length";
-/// Far more than the server takes at once.
+/// Far more connections than the server accepts at once.
 const SILENT: usize = 600;
 
 fn told(output: &Output) -> String {
@@ -37,7 +37,7 @@ async fn the_commands_ask_a_daemon_that_serves_https() {
         folder.path().join(name)
     };
     let authority = Authority::new("the shop");
-    // It has no IP address, as is usual.
+    // As usual, it has no IP address.
     let issue = || authority.issue("daemon", "http", &["localhost"]);
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let listen = format!("\"127.0.0.1:{port}\", token: {TOKEN}, require_token: everything, tls_cert_file: daemon.pem");
@@ -58,7 +58,7 @@ async fn the_commands_ask_a_daemon_that_serves_https() {
     }
     assert!(told(&run(&["support-bundle", "--to", "-"])).contains("\"summary\""), "the bundle has no status");
 
-    // Without it: by the authority and the name of the certificate.
+    // Without it: by the authority and the certificate's name.
     let without = |address: &str, more: &[&str]| {
         let mut command = denormd(&folder.path().join("none.yaml"));
         command.env("DENORMD__HTTP__TOKEN", TOKEN).args(["status", "--address", address]).args(more).output().unwrap()
@@ -77,13 +77,13 @@ async fn the_commands_ask_a_daemon_that_serves_https() {
         assert!(!output.status.success() && told(&output).contains(reason), "{address} {more:?}: {}", told(&output));
     }
 
-    // A renewed certificate is read when the file changes. The old process goes on.
+    // A renewed certificate is read when the file changes. The process continues to run.
     put("daemon.pem", &issue());
     assert_eq!(run(&["health", "--live"]).status.code(), Some(0), "a probe does not depend on it");
     until("the new certificate is shown", async || run(&["status"]).status.success().then_some(())).await;
     assert!(started.is_running());
 
-    // Clients that never begin their handshake.
+    // Clients that never start their handshake.
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let mut silent = Vec::new();
     for _ in 0..SILENT {
@@ -92,7 +92,7 @@ async fn the_commands_ask_a_daemon_that_serves_https() {
     let output = run(&["health", "--live"]);
     let log = || std::fs::read_to_string(&log).unwrap();
     assert_eq!(output.status.code(), Some(0), "{}{}", told(&output), log());
-    // The last one, which nobody pushed out, is left in the end.
+    // The last connection, which no other one replaced, is closed in the end.
     let begun = Instant::now();
     let last = silent.pop().unwrap();
     tokio::time::timeout(Duration::from_secs(60), last.readable()).await.unwrap().unwrap();
@@ -138,7 +138,7 @@ fn a_certificate_that_cannot_be_used_is_a_mistake_with_its_place() {
     }
 }
 
-/// A daemon that has no config file at hand is what bundles are for as well.
+/// Bundles are also useful where the config of a daemon is not at hand.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_bundle_needs_no_config_where_the_address_is_given() {
     let test = denormd_fixture::database().await;

@@ -12,7 +12,7 @@ const RULE: &str = "  - { name: ip, guard: off, copy: { source: hosts, target: l
 const TARGETS: i32 = 2500;
 const FEW: i32 = 10;
 
-/// Targets of two sources, few of them of the first: the removal limit lets those go.
+/// Targets of two sources, few of the first: the removal limit allows those to lose their values.
 async fn documents(test: &TestDb) {
     let db = test.database();
     db.collection("hosts").insert_many([doc! {"_id": 1, "ip": "a"}, doc! {"_id": 2, "ip": "a"}]).await.unwrap();
@@ -30,7 +30,7 @@ async fn targets_have(test: &TestDb, expected: &Document, count: i32) {
     .await;
 }
 
-/// Their documents are stored by `_id`, and there is no index on `_id` to be named in a hint.
+/// Their documents are stored by `_id`, and there is no index on `_id` for a hint.
 #[tokio::test(flavor = "multi_thread")]
 async fn clustered_collections_are_backfilled_and_followed() {
     let test = denormd_fixture::database().await;
@@ -48,7 +48,7 @@ async fn clustered_collections_are_backfilled_and_followed() {
     daemon.stop().await;
 }
 
-/// What expires is deleted as by anybody else.
+/// An expired document is deleted like any other.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_source_that_expires_is_gone() {
     let set = ReplicaSet::builder().param("ttlMonitorSleepSecs", "1").start().await;
@@ -66,7 +66,7 @@ async fn a_source_that_expires_is_gone() {
     daemon.stop().await;
 }
 
-/// A server deletes the oldest documents of a capped collection as anybody would, with a change event.
+/// A server deletes the oldest documents of a capped collection with change events, like other deletes.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_capped_source_drops_is_gone() {
     let test = denormd_fixture::database().await;
@@ -81,7 +81,7 @@ async fn what_a_capped_source_drops_is_gone() {
     daemon.stop().await;
 }
 
-/// A value that a client has encrypted is bytes to the server, and is copied as they are.
+/// A value that a client has encrypted is binary data to the server, and is copied unchanged.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_encrypted_value_is_copied_byte_for_byte() {
     let test = denormd_fixture::database().await;

@@ -1,4 +1,4 @@
-//! Targets whose array holds many keys: each is written once for many of its keys, not once for each.
+//! Targets whose array has many keys: each target is written once for many of its keys, not once for each.
 
 use std::{sync::atomic::Ordering, time::Instant};
 
@@ -10,7 +10,7 @@ use crate::daemon::Daemon;
 
 const RULE: &str = "  - { name: names, copy: { source: parts, target: products, match: { 'items.$[].part': _id }, set: { 'items.$[].name': $name, 'items.$[].price': $price } } }\n";
 
-/// A product of so many elements over so many parts.
+/// Inserts a product of this number of elements over this number of parts.
 async fn insert_product(db: &Database, elements: i32, parts: i32) {
     let items: Vec<Document> = (0..elements).map(|n| doc! {"part": n % parts}).collect();
     db.collection("products").insert_one(doc! {"_id": 1, "items": items}).await.unwrap();
@@ -21,7 +21,7 @@ async fn insert_parts(db: &Database, parts: i32) {
     db.collection("parts").insert_many(parts).await.unwrap();
 }
 
-/// How many elements differ from `{ n, part, name, price }` in the present version of their part.
+/// Number of elements that differ from `{ n, part, name, price }` in the current version of their part.
 async fn wrong_elements(db: &Database) -> i32 {
     let pipeline = [
         doc! {"$unwind": "$items"},
@@ -34,7 +34,7 @@ async fn wrong_elements(db: &Database) -> i32 {
     if found.advance().await.unwrap() { found.deserialize_current().unwrap().get_i32("n").unwrap() } else { 0 }
 }
 
-/// How many targets statements have found since they were asked last.
+/// Counts the targets that statements have matched since the last request.
 struct Found<'a>(&'a Daemon, u64);
 
 impl Found<'_> {
@@ -52,8 +52,8 @@ async fn daemon_beside(test: &TestDb, parts: i32) -> (Daemon, Database) {
     (daemon, db)
 }
 
-/// Each of the 1,000 parts had a statement of its own, which went through the whole array: 15 seconds of the server's time for one
-/// insert, and as much for a change of all parts.
+/// Each of the 1,000 parts once had its own statement, which scanned the whole array: 15 seconds of the server's time
+/// for one insert, and as much for a change of all parts.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_large_array_is_written_once_for_many_of_its_keys() {
     let test = denormd_fixture::database().await;
@@ -81,7 +81,7 @@ async fn a_large_array_is_written_once_for_many_of_its_keys() {
     daemon.stop().await;
 }
 
-/// Targets that are many are not written for keys that they do not hold.
+/// If there are many targets, they are not written for keys that they do not have.
 #[tokio::test(flavor = "multi_thread")]
 async fn large_arrays_of_different_keys_have_statements_of_their_own() {
     let test = denormd_fixture::database().await;
@@ -103,7 +103,7 @@ async fn large_arrays_of_different_keys_have_statements_of_their_own() {
     daemon.stop().await;
 }
 
-/// `DENORMD_ELEMENTS=300000` makes about as many as a document can hold, 20 for each key.
+/// `DENORMD_ELEMENTS=300000` creates about as many as a document can hold, 20 for each key.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_target_of_many_thousand_elements_converges() {
     let elements = std::env::var("DENORMD_ELEMENTS").map_or(40_000, |text| text.parse().unwrap());

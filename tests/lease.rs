@@ -1,4 +1,4 @@
-//! Who leads, and what a leader's writes are bound to.
+//! Leadership, and the conditions of a leader's writes.
 
 use std::{
     sync::{
@@ -10,7 +10,10 @@ use std::{
 
 use bson::{Bson, DateTime, Timestamp, doc, rawdoc};
 use denormd::{
-    checkpoint::store::{Store, claim_term},
+    checkpoint::{
+        rule_record::Agreement,
+        store::{Store, claim_term},
+    },
     error::Kind,
     lease::{COLLECTION, Held, Lease},
     mongo::{Fence, Server},
@@ -46,7 +49,7 @@ async fn a_lease_that_is_given_back_is_taken_at_once_and_one_that_is_not_runs_ou
     assert_eq!(held.term(), 2);
     assert!(took < Duration::from_secs(1), "after a release {took:?}");
     drop(held);
-    // Also for itself: what it was writing may not be over.
+    // The instance waits even for itself: its earlier writes may still be in progress.
     let (held, took) = leads(&second, TTL + Duration::from_secs(5)).await;
     assert_eq!(held.term(), 3);
     assert!(took > TTL / 2, "the old one still wrote: {took:?}");
@@ -70,7 +73,7 @@ async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
     timeout(Duration::from_millis(10), held.lost()).await.expect("it has noticed");
     assert_eq!(next.term(), 2, "terms go on from those in the state");
 
-    // A position that the former leader sent is refused, before and after the new leader has saved its own.
+    // A position sent by the former leader is refused, before and after the new leader has saved its own.
     let later = Server::new(test.client.clone()).under(next.fence());
     let reopened = Store::open(&later, &test.name, "default").await.unwrap();
     let refused = store.save_position(&server, "d", &[], &Position { time, token: Some(doc! {"x": 1}) }).await;
@@ -81,8 +84,8 @@ async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
     timeout(TTL, next.lost()).await.expect("it has noticed");
 }
 
-/// An election that took longer than what was left of the lease cost a take-over, and that the rest of another lease: a
-/// renewal that arrives late had made it longer.
+/// An election that took longer than the rest of the lease once cost a take-over, and the rest of another lease: a
+/// renewal that arrived late had extended it.
 #[tokio::test]
 async fn a_server_that_stands_still_longer_than_a_lease_costs_no_take_over() {
     let set = ReplicaSet::start(1).await;
@@ -105,8 +108,8 @@ async fn a_server_that_stands_still_longer_than_a_lease_costs_no_take_over() {
     assert_eq!(held.term(), 1);
 }
 
-/// The very first leader had written nothing yet when its lease was deleted: the next one began in the same term, without
-/// waiting, and nothing told what the two were writing apart.
+/// The first leader had written nothing when its lease was deleted: the next one once began in the same term, without
+/// waiting, and nothing distinguished the writes of the two.
 #[tokio::test]
 async fn a_lease_that_was_deleted_before_anything_was_written_has_its_term_all_the_same() {
     let test = denormd_fixture::database().await;
@@ -118,14 +121,14 @@ async fn a_lease_that_was_deleted_before_anything_was_written_has_its_term_all_t
     let (next, _) = leads(&contender(&test), TTL * 3).await;
     assert_eq!(next.term(), 2);
     assert!(begun.elapsed() >= TTL, "the last owner may not have known");
-    // Also by two that have taken it in the same term, which takes a delete between the look and the taking.
+    // Also for two that have taken it in the same term, which requires a delete between the read and the take-over.
     let server = Server::new(test.client.clone());
     for (term, is_claimed) in [(2, false), (3, true), (3, false), (1, false), (5, true)] {
         assert_eq!(claim_term(&server, &test.name, "default", term).await.unwrap(), is_claimed, "{term}");
     }
 }
 
-/// What was sent before a rule's state became another one, and comes late.
+/// Writes that were sent before a rule's state changed, and arrive late.
 #[tokio::test]
 async fn late_marks_and_prunes_leave_a_newer_state_alone() {
     let test = denormd_fixture::database().await;
@@ -136,7 +139,7 @@ async fn late_marks_and_prunes_leave_a_newer_state_alone() {
     let context = crate::daemon::context(&config).await;
     let (server, rule) = (&context.server, &context.plan.rules[0]);
     let store = Store::open(server, &test.name, "default").await.unwrap();
-    store.reset_rule(server, rule, &RuleState::BACKFILL).await.unwrap();
+    store.reset_rule(server, rule, &RuleState::BACKFILL, Agreement::Ended).await.unwrap();
     let state = async || store.rules(server).await.unwrap().remove(0).1;
     let old = state().await;
     store.source_seen(server, "r", old.generation, &Bson::Int32(1)).await.unwrap();
@@ -173,7 +176,7 @@ async fn of_five_contenders_exactly_one_leads() {
                 terms.lock().unwrap().push(held.term());
                 tokio::time::sleep(Duration::from_millis(100 * (nth + 1))).await;
                 leading.fetch_sub(1, Ordering::SeqCst);
-                // Some die.
+                // Some instances die.
                 if held.term() % 4 == 0 { drop(held) } else { held.release().await }
             }
         })
@@ -194,10 +197,11 @@ async fn a_write_that_comes_too_late_writes_nothing_and_says_so() {
     let written =
         server.update(&test.name, "t", std::slice::from_ref(&statement), Duration::from_secs(5)).await.unwrap();
     assert_eq!((written.matched, written.modified, written.refused.len()), (1, 1, 0));
-    // A lease that ended is not written under; and one that ends while the command is on its way is the server's to refuse.
+    // Nothing is written under an expired lease; if the lease expires while the command is on its way, the server
+    // refuses it.
     let ended = server.under(Arc::new(Fence::new(1, now - 1)));
     assert!(ended.update(&test.name, "t", std::slice::from_ref(&statement), Duration::from_secs(5)).await.is_err());
-    // The server refuses what it meets too late: by a statement that goes first, and by a `let` that no statement uses.
+    // The server refuses late commands: by a statement that goes first, and by a `let` that no statement uses.
     let late = doc! {"$range": [0, 1, {"$cond": [{"$lt": ["$$NOW", DateTime::from_millis(now - 1)]}, 1, 0]}]};
     let write = doc! {"q": {"_id": 1}, "u": {"$set": {"x": 2}}};
     let never = doc! {"q": {"_id": null, "$expr": {"$gt": [late.clone(), [0, 0]]}}, "u": {"$set": {}}};
@@ -218,7 +222,7 @@ async fn what_is_refused_stops_nothing_else_in_its_command() {
     let validator = doc! {"x": {"$lt": 100}};
     db.create_collection("t").validator(validator).await.unwrap();
     db.collection("t").insert_many((0..6).map(|id| doc! {"_id": id, "x": 0})).await.unwrap();
-    // A document whose _id is null is not what the statement that goes first is about.
+    // The statement that goes first does not match a document whose _id is null.
     db.collection("t").insert_one(doc! {"_id": null, "x": 0}).await.unwrap();
     let values = [1, 100, 2, 100, 100, 3];
     let statements: Vec<_> =
@@ -235,7 +239,8 @@ async fn what_is_refused_stops_nothing_else_in_its_command() {
     assert_eq!(left, [0, 1, 2, 0, 3]);
 }
 
-/// A member whose clock was ahead has been the primary, and the next one's clock is behind: the cluster time stays where it was.
+/// Simulates a member whose clock was ahead as the primary, followed by one whose clock is behind: the cluster time
+/// stays.
 async fn clock_falls_behind(test: &TestDb, by: Duration) {
     let mut session = test.client.start_session().await.unwrap();
     let ping = doc! {"ping": 1};
@@ -249,8 +254,8 @@ async fn clock_falls_behind(test: &TestDb, by: Duration) {
     test.client.database("admin").run_command(ping).session(&mut session).await.unwrap();
 }
 
-/// The successor took over on a primary whose clock is ahead. On the next one, by its clock, the lease of its predecessor has not
-/// ended yet.
+/// The successor took over on a primary whose clock is ahead. On the next primary, by its clock, the predecessor's
+/// lease has not expired yet.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_former_leader_writes_nothing_on_a_primary_whose_clock_is_behind() {
     let set = ReplicaSet::start(1).await;
@@ -269,7 +274,7 @@ async fn a_former_leader_writes_nothing_on_a_primary_whose_clock_is_behind() {
     assert_eq!(crate::daemon::all(&test.database(), "t").await, [doc! {"_id": 1, "x": 1}]);
 }
 
-/// It has done nothing wrong, and renews its lease by the cluster time that is now. Who follows it waits for that.
+/// The leader renews its lease by the current cluster time. Its successor waits for that time.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_leader_goes_on_where_the_clock_is_behind_and_is_followed_when_the_cluster_time_is_past_its_end() {
     let set = ReplicaSet::start(1).await;
@@ -289,7 +294,7 @@ async fn a_leader_goes_on_where_the_clock_is_behind_and_is_followed_when_the_clu
     drop(held);
     leads(&second, Duration::from_secs(60)).await;
     assert!(begun.elapsed() >= ahead, "taken over after {:?}", begun.elapsed());
-    // So far ahead that nobody can wait for it, it does not count.
+    // A time too far in the future to wait for does not count.
     clock_falls_behind(&test, Duration::from_secs(24 * 3600)).await;
     let (held, _) = leads(&second, Duration::from_secs(60)).await;
     drop(held);

@@ -1,4 +1,4 @@
-//! Rules that come, change and go; fields that somebody else writes.
+//! Rules that are added, changed and removed; fields that others write.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -29,7 +29,7 @@ async fn host_and_log(test: &TestDb) -> Database {
     db
 }
 
-/// Waits until the one log message is this.
+/// Waits until the only log message equals this.
 async fn becomes(db: &Database, expected: Document) {
     for _ in 0..600 {
         if all(db, "log").await == [expected.clone()] {
@@ -49,7 +49,7 @@ async fn a_changed_rule_is_backfilled_again_and_only_that_rule() {
     let daemon = Daemon::start(&test, &format!("{HOST}\n{other}")).await;
     daemon.settled().await;
     daemon.stop().await;
-    // Nobody tells the daemon of these: only a backfill finds them.
+    // These writes send no event to the daemon: only a backfill finds them.
     db.collection::<Document>("log")
         .update_one(doc! {}, doc! {"$set": {"hostname": "wrong", "ip": "wrong"}})
         .await
@@ -62,7 +62,8 @@ async fn a_changed_rule_is_backfilled_again_and_only_that_rule() {
     daemon.stop().await;
 }
 
-/// A rule that was taken out of the config and put back unchanged was taken for done, whatever had happened meanwhile.
+/// A rule that was removed from the config and put back unchanged once counted as done, whatever had happened in the
+/// meantime.
 #[tokio::test]
 async fn a_rule_that_comes_back_is_backfilled() {
     let test = denormd_fixture::database().await;
@@ -95,7 +96,7 @@ async fn guard_watch_repairs_at_once_and_counts() {
     daemon.settled().await;
     let drift = || daemon.context().counts.drift.load(Ordering::Relaxed);
     assert_eq!(drift(), 1);
-    // A change of the source, and our own write that follows, are nobody's drift, and lead to no further write.
+    // A change of the source, and our own write that follows, are not drift, and lead to no further write.
     db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
     becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.2"}).await;
     daemon.settled().await;
@@ -132,7 +133,7 @@ async fn the_audit_finds_what_was_written_while_nobody_watched() {
     daemon.stop().await;
 }
 
-/// The guard called our own write drift when it took longer than a moment: a large fan-out, a queue that is full.
+/// The guard once called our own write drift if it took a while: with a large fan-out, or a full queue.
 #[tokio::test]
 async fn a_write_that_takes_its_time_is_nobodys_drift() {
     let set = ReplicaSet::start(1).await;
@@ -140,11 +141,11 @@ async fn a_write_that_takes_its_time_is_nobodys_drift() {
     let db = host_and_log(&test).await;
     db.collection("log").insert_many((2..2000).map(|id| doc! {"_id": id, "host": 1})).await.unwrap();
     let rule = HOST.replace("name: address,", "name: address, guard: watch,");
-    // The first statement for all targets of a key has a tenth of this, which must be longer than a slowed write.
+    // The first statement for all targets of a key has a tenth of this time, which must be longer than a slowed write.
     let limits = "limits: { write_timeout_seconds: 60,";
     let daemon = Daemon::start_config(&crate::daemon::config(&test, &rule).replace("limits: {", limits)).await;
     daemon.settled().await;
-    // The guard looks twice at the events of the first write while the second write is under way.
+    // The guard checks the events of the first write twice while the second write is in progress.
     slow_writes(&test, 1500).await;
     let logs = db.collection::<Document>("log");
     let hosts = db.collection::<Document>("hosts");
@@ -167,8 +168,8 @@ async fn a_write_that_takes_its_time_is_nobodys_drift() {
     daemon.stop().await;
 }
 
-/// The audit called the targets of a rule that was not backfilled yet drift, one warning each: thousands of them in the
-/// first minutes of 336,776 flights; and what was changed a moment ago, on a busy daemon.
+/// The audit once reported the targets of a rule that was not backfilled yet as drift, one warning each: thousands in
+/// the first minutes of 336,776 flights; and also recent changes on a busy daemon.
 #[tokio::test]
 async fn what_is_under_way_is_nobodys_drift() {
     let test = denormd_fixture::database().await;
@@ -193,11 +194,11 @@ async fn what_is_under_way_is_nobodys_drift() {
     let audit = async |applied: ClusterTime| round(Progress { applied, ..Progress::default() }).await;
     let states = std::sync::Arc::new(vec![RuleState::BACKFILL]);
     assert_eq!(round(Progress { applied: latest, states, ..Progress::default() }).await, 0, "it is being backfilled");
-    // What it should be changes between the two looks, and what it is.
+    // The expected value changes between the two reads, and so does the stored one.
     assert_eq!(tokio::join!(audit(latest), meanwhile("hosts", "10.0.0.2")).0, 0);
     assert_eq!(tokio::join!(audit(latest), meanwhile("log", "10.0.0.1")).0, 0);
     assert_eq!(tokio::join!(audit(latest), meanwhile("log", "10.0.0.2")).0, 0);
-    // What the first look has seen is not applied yet.
+    // The changes that the first read has seen are not applied yet.
     let behind = tokio::time::timeout(Duration::from_secs(4), async {
         set("log", "stale").await;
         audit(ClusterTime { seconds: 1, increment: 0 }).await
@@ -206,7 +207,7 @@ async fn what_is_under_way_is_nobodys_drift() {
     assert_eq!(audit(latest).await, 1, "drift");
 }
 
-/// Waits until the rule is blocked, or is not.
+/// Waits until a rule is blocked, or none is.
 async fn held(daemon: &Daemon, is: bool) {
     let mut progress = daemon.progress();
     let wait = progress.wait_for(|progress| progress.stopped().next().is_some() == is);
@@ -226,7 +227,7 @@ async fn a_dropped_source_blocks_its_rules_until_it_is_there_again_or_the_loss_i
     assert_eq!(all(&db, "log").await, std::slice::from_ref(&whole));
     db.collection::<Document>("hosts").drop().await.unwrap();
     held(&daemon, true).await;
-    // Whatever makes the rule look again: the target's event, a restart.
+    // Events that make the rule check again: the target's event, a restart.
     let log = db.collection::<Document>("log");
     log.update_one(doc! {}, doc! {"$set": {"host": 1.0}}).await.unwrap();
     daemon.settled().await;
@@ -270,8 +271,8 @@ async fn a_source_dropped_while_the_daemon_is_down_detaches_its_rules() {
     daemon.stop().await;
 }
 
-/// A crash before the position had passed the drop, then a release: the next start met the drop again and held the rule a
-/// second time.
+/// After a crash before the position had passed the drop, and an `unblock`, the next start read the drop again and once
+/// blocked the rule a second time.
 #[tokio::test]
 async fn a_drop_that_is_met_again_after_its_release_holds_nothing() {
     let test = denormd_fixture::database().await;
@@ -294,7 +295,7 @@ async fn a_drop_that_is_met_again_after_its_release_holds_nothing() {
     daemon.settled().await;
     assert!(daemon.progress().borrow().stopped().next().is_none(), "it is blocked again");
     assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1}], "the loss is applied");
-    // A later drop is another one.
+    // A later drop is a new one.
     db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.5"}).await.unwrap();
     daemon.settled().await;
     db.collection::<Document>("hosts").drop().await.unwrap();
@@ -322,7 +323,7 @@ async fn is_blocked_by_the_removal_limit(daemon: &Daemon) {
     tokio::time::timeout(PATIENCE, wait).await.expect("the rule is blocked").unwrap();
 }
 
-/// The limit was for `remove` and `delete` alone: a purge of the sources unset every copy.
+/// The limit once covered only `remove` and `delete`: a purge of the sources unset every copy.
 #[tokio::test]
 async fn values_that_would_be_unset_count_towards_the_removal_limit() {
     let test = denormd_fixture::database().await;
@@ -353,7 +354,7 @@ async fn values_that_would_be_unset_count_towards_the_removal_limit() {
         daemon.settled().await;
         let kept = log.count_documents(doc! {"ip": {"$in": ["10.0.0.1"]}}).await.unwrap();
         assert!((20..=25).contains(&kept), "{kept} have their value: no more than ten go in an hour");
-        // Somebody agrees: all of them go at once.
+        // An operator agrees: all values are removed at once.
         daemon.ask(name).await;
         held(&daemon, false).await;
         daemon.settled().await;
@@ -364,7 +365,31 @@ async fn values_that_would_be_unset_count_towards_the_removal_limit() {
     }
 }
 
-/// A collection that was created after the start counted as never seen: when it went, its copies went.
+/// A failed batch was once counted again with each attempt, and blocked the rule.
+#[tokio::test]
+async fn a_removal_that_is_tried_again_counts_once() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = thirty(&test).await;
+    let text = crate::daemon::config(&test, HOST).replace("limits: {", "limits: { destroy_per_hour: 10,");
+    let daemon = Daemon::start_config(&text).await;
+    daemon.settled().await;
+    let refused = doc! {"failCommands": ["update"], "namespace": format!("{}.log", test.name), "errorCode": 112};
+    fail(&test, doc! {"times": 5}, refused).await;
+    let hosts = db.collection::<Document>("hosts");
+    hosts.delete_many(doc! {"_id": {"$lt": 8}}).await.unwrap();
+    until("eight targets have lost their values", async || (with_values(&db).await == 22).then_some(())).await;
+    daemon.settled().await;
+    assert!(daemon.progress().borrow().stopped().next().is_none(), "eight of ten are gone");
+    hosts.delete_many(doc! {}).await.unwrap();
+    is_blocked_by_the_removal_limit(&daemon).await;
+    daemon.settled().await;
+    assert!(with_values(&db).await >= 20, "no more than ten go in an hour");
+    daemon.stop().await;
+}
+
+/// A collection that was created after the start once counted as never seen: when it was dropped, its copies were
+/// removed.
 #[tokio::test]
 async fn a_source_that_was_created_after_the_start_is_missed_when_it_goes() {
     let set = ReplicaSet::start(1).await;
@@ -379,7 +404,7 @@ async fn a_source_that_was_created_after_the_start_is_missed_when_it_goes() {
     hosts.insert_many((0..12_000).map(|n| doc! {"_id": n, "ip": "10.0.0.1"})).await.unwrap();
     daemon.settled().await;
     assert_eq!(with_values(&db).await, 12_000);
-    // Its last changes are found when it is gone already.
+    // Its last changes are processed after it is gone.
     slow_writes(&test, 300).await;
     hosts.update_many(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
     hosts.drop().await.unwrap();
@@ -390,7 +415,8 @@ async fn a_source_that_was_created_after_the_start_is_missed_when_it_goes() {
     daemon.stop().await;
 }
 
-/// `mongorestore --drop` with an older backup: what is missing in it is removed through the limit, and what is in it is copied.
+/// `mongorestore --drop` with an older backup: documents missing in it are removed through the limit, and its documents
+/// are copied.
 #[tokio::test]
 async fn a_source_that_is_replaced_is_backfilled_through_the_removal_limit() {
     let test = denormd_fixture::database().await;
@@ -416,8 +442,8 @@ async fn a_source_that_is_replaced_is_backfilled_through_the_removal_limit() {
     daemon.stop().await;
 }
 
-/// A block that the server carried out after its time was over, and after somebody had agreed: the state said blocked, the
-/// leader ran a backfill that could never be saved, and nobody was told.
+/// A block that the server recorded late, after an operator had agreed: the state was blocked, the leader ran a
+/// backfill that could never be saved, and nothing reported it.
 #[tokio::test]
 async fn a_block_that_is_recorded_late_is_noticed() {
     let test = denormd_fixture::database().await;

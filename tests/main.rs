@@ -1,4 +1,4 @@
-//! One binary for every test that needs a server: the driver is heavy to link.
+//! One binary for every test that needs a server: linking the driver is slow.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -12,6 +12,7 @@ mod adoption;
 mod advise;
 mod attacks;
 mod backlogs;
+mod book;
 mod cases;
 mod check;
 mod config_pages;
@@ -65,10 +66,10 @@ mod slow_reads;
 mod standbys;
 mod story;
 mod support;
-mod suspended;
 mod throttle;
 mod timeline;
 mod traces;
+mod unavailable;
 mod unreadable;
 mod upgrade;
 mod verification;

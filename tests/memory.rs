@@ -12,14 +12,14 @@ use crate::{
 };
 
 const MB: usize = 1 << 20;
-/// What a daemon may have at most, of a debug build too.
+/// Memory limit of a daemon, also of a debug build.
 const LIMIT: u64 = 256 << 20;
 
 fn docs(test: &TestDb, collection: &str) -> Collection<Document> {
     test.database().collection(collection)
 }
 
-/// Inserts documents one after the other: some are too large to be sent together.
+/// Inserts documents one by one: some are too large to be sent together.
 async fn insert(test: &TestDb, collection: &str, documents: impl Iterator<Item = Document>) {
     let collection = docs(test, collection);
     for document in documents {
@@ -27,7 +27,7 @@ async fn insert(test: &TestDb, collection: &str, documents: impl Iterator<Item =
     }
 }
 
-/// Runs a daemon with `rule` until `done`; returns the most memory that it had.
+/// Runs a daemon with `rule` until `done`; returns its peak memory.
 async fn peak(test: &TestDb, rule: &str, done: impl AsyncFn() -> bool) -> u64 {
     let program = Program::new(&config(test, rule));
     program.run(&["plan", "--apply"]).await.exits(0);
@@ -39,7 +39,7 @@ async fn peak(test: &TestDb, rule: &str, done: impl AsyncFn() -> bool) -> u64 {
     peak
 }
 
-/// How many targets of `t` hold a value of this size in `v`.
+/// Number of targets of `t` with a value of this size in `v`.
 async fn holding(test: &TestDb, size: usize) -> u64 {
     let size = i64::try_from(size).unwrap();
     let filter = doc! {"$expr": {"$gte": [{"$bsonSize": "$$ROOT"}, size]}};
@@ -74,26 +74,26 @@ async fn arrays_of_a_megabyte_are_gathered_a_few_at_a_time() {
 async fn dead_letters_are_read_and_tried_a_page_at_a_time() {
     let test = database().await;
     let reason = "x".repeat(32 << 10);
-    let letters = test.beside("state").collection::<Document>("dead_letters");
+    let dead_letters = test.beside("state").collection::<Document>("dead_letters");
     for page in 0..100 {
-        let letter = |nth: i32| {
+        let dead_letter = |nth: i32| {
             let id = doc! {"deployment": "default", "rule": "r", "task": "Value", "key": [nth], "target": []};
             doc! {
                 "_id": id, "deployment": "default", "rule": "r", "attempts": 1, "reason": &reason,
                 "first": bson::DateTime::from_millis(0), "last": bson::DateTime::from_millis(0),
             }
         };
-        letters.insert_many((page * 100..(page + 1) * 100).map(letter)).await.unwrap();
+        dead_letters.insert_many((page * 100..(page + 1) * 100).map(dead_letter)).await.unwrap();
     }
     let rule = "- { name: r, copy: { source: s, target: t, match: { s: _id }, set: { v: $v } } }";
     for collection in ["s", "t"] {
         docs(&test, collection).insert_one(doc! {"_id": 1}).await.unwrap();
     }
-    let peak = peak(&test, rule, async || letters.count_documents(doc! {}).await.unwrap() == 0).await;
+    let peak = peak(&test, rule, async || dead_letters.count_documents(doc! {}).await.unwrap() == 0).await;
     assert!(peak <= LIMIT, "{} MB", peak >> 20);
 }
 
-/// A look-up that finds targets asks for each of them. With many look-ups in waiting, the requests must not pile up.
+/// A look-up that finds targets requests each of them. With many pending look-ups, the requests must not pile up.
 #[tokio::test]
 async fn look_ups_wait_until_what_others_have_found_is_done() {
     let test = database().await;
@@ -125,11 +125,11 @@ async fn look_ups_wait_until_what_others_have_found_is_done() {
     daemon.stop().await;
     let most = watching.await.unwrap();
     assert_eq!(wrong, 0);
-    // Three batches, each with what it has found when it stops.
+    // Three batches, each with the requests it has found when it stops.
     assert!(most <= 1000 + 3 * 14_000, "{most} requests in the queue");
 }
 
-/// However small the limit is, each key is done: alone, in the turn of its batch.
+/// However small the limit is, each key is processed: alone, when its batch has its turn.
 #[tokio::test]
 async fn a_limit_smaller_than_any_value_stops_nothing() {
     let test = database().await;

@@ -1,4 +1,4 @@
-//! `make mutants` plants the bugs of mutants.toml. That they still fit the source is seen here, which takes no build.
+//! `make mutants` plants the bugs of mutants.toml. This test checks, without a build, that they still fit the source.
 
 use std::{fs, path::Path};
 

@@ -1,4 +1,4 @@
-//! What the daemon says of itself, while it is well and while it is not.
+//! The daemon's reports about itself, in good and bad states.
 
 use std::{
     net::SocketAddr,
@@ -21,7 +21,7 @@ use crate::daemon::{Daemon, all, config};
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
   - { name: note, copy: { source: log, target: notes, match: { log: _id }, set: { ip: $ip } } }";
 
-/// Turns up in documents and in the password: must never turn up in what is said.
+/// Occurs in documents and in the password, and must never occur in any output.
 const CANARY: &str = "canary-7e57ed";
 
 /// A daemon of this process with its server on a free port.
@@ -81,6 +81,33 @@ impl Observed {
     }
 }
 
+/// A pipeline that ended for a new config, or with its leadership, once made the process count as dead.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_whose_pipeline_has_just_ended_is_alive_and_not_ready() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test, 1).await;
+    let Observed { daemon, address, stop } = Observed::start(&test, RULES).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let code = async |path: &str| client::get(address, path, Duration::from_secs(60)).await.unwrap().code;
+    assert_eq!((code("/livez").await, code("/readyz").await), (200, 503));
+    stop.cancel();
+}
+
+/// The headline was empty in the first second.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_headline_says_something_from_the_start() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test, 1).await;
+    let observed = Observed::start(&test, RULES).await;
+    let said = |status: &Status| {
+        assert!(!status.summary.is_empty());
+        status.summary.contains("Not behind")
+    };
+    observed.until("the first figures", said).await;
+    observed.end().await;
+}
+
 fn causes(status: &Status) -> Vec<&str> {
     status.causes.iter().map(|cause| cause.cause.as_str()).collect()
 }
@@ -93,7 +120,7 @@ async fn hosts_and_log(test: &TestDb, logs: i32) {
     db.collection("notes").insert_one(doc! {"_id": 1, "log": 0}).await.unwrap();
 }
 
-/// Fails or delays commands of denormd alone.
+/// Makes commands of denormd fail or wait, and only those.
 async fn fail_point(set: &ReplicaSet, data: Option<Document>) {
     let command = match data {
         Some(mut data) => {
@@ -143,7 +170,7 @@ async fn metrics_are_well_formed_and_named_by_convention() {
     observed.end().await;
 }
 
-/// Runs promtool, where there is one to be had.
+/// Runs promtool, if it is available.
 fn promtool(arguments: &[&str], input: &str) {
     let Some(programs) = crate::scraped::programs() else { return };
     let mut child = Command::new(programs.join("promtool"))
@@ -171,7 +198,7 @@ async fn lag_grows_while_writes_are_held_and_is_zero_when_drained() {
     let observed = Observed::start(&test, RULES).await;
     observed.daemon.settled().await;
     observed.until("idle and drained", |status| status.lag_seconds == Some(0.0)).await;
-    // WriteConflict: of the codes that pass, one that does not make the driver drop its connections.
+    // WriteConflict: a transient code that does not make the driver drop its connections.
     let held = doc! {"failCommands": ["update"], "errorCode": 112, "namespace": format!("{}.log", test.name)};
     fail_point(&set, Some(held)).await;
     test.database()
@@ -252,7 +279,7 @@ async fn status_tells_backfills_and_dead_letters_and_no_values() {
     observed.end().await;
 }
 
-/// A round of the audit over ten million targets takes 14 hours, and nobody could tell.
+/// A round of the audit over ten million targets takes 14 hours, and its progress was once invisible.
 #[tokio::test(flavor = "multi_thread")]
 async fn status_tells_how_far_the_audit_is_and_when_its_last_round_ended() {
     let test = denormd_fixture::database().await;
@@ -281,7 +308,7 @@ struct Process(Child);
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended by itself.
         self.0.kill().ok();
         self.0.wait().ok();
     }
@@ -316,7 +343,7 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     assert_eq!(run(&["health", "--live"]).0, Some(0));
-    // Who stands by is well, too.
+    // A standby is healthy, too.
     while !run(&["status"]).1.contains("leader") {
         assert!(Instant::now() < limit, "{:?}", run(&["status"]));
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -334,7 +361,8 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
     let (_, json, _) = run(&["backfill", "--rule", "ip", "--output", "json"]);
     let told: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(told, serde_json::json!([{"rule": "ip", "done": true, "targets": 3}]));
-    // A paused rule is not waited for, which is said; one that was resumed, or whose backfill was asked for, is.
+    // The command does not wait for a paused rule, and reports that; it waits for one that was resumed, or whose
+    // backfill was requested.
     assert_eq!(run(&["pause", "ip"]).0, Some(0));
     let hosts = test.database().collection::<Document>("hosts");
     hosts.update_many(doc! {}, doc! {"$set": {"ip": "another"}}).await.unwrap();

@@ -1,4 +1,4 @@
-//! `denormd test`, as one types it; and that without a server it says what it says with one.
+//! `denormd test` as a user types it; without a server its output is the same as with one.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ fn examples() -> Vec<(PathBuf, PathBuf)> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_examples_pass_without_a_server_and_with_one() {
-    // A set of its own: other tests run `denormd test` on the shared one meanwhile, and all databases are looked at below.
+    // A set of its own: other tests run `denormd test` on the shared one, and all databases are listed below.
     let set = ReplicaSet::start(1).await;
     let uri = set.uri();
     for (rules, cases) in examples() {
@@ -66,7 +66,7 @@ cases:
     expect: { machines: [{ _id: 1, host: 1 }] }
 ";
 
-/// The failing cases fail alike with a server, but for the words of what could not be written.
+/// The failing cases fail in the same way with a server, except for the text of a failed write.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_differs_is_told_path_by_path() {
     let test = denormd_fixture::database().await;

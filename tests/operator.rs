@@ -1,4 +1,4 @@
-//! The operator's commands, as one types them: explain, dead-letters, pause, resume.
+//! The operator's commands as a user types them: explain, dead-letters, pause, resume.
 
 use std::time::{Duration, Instant};
 
@@ -60,8 +60,8 @@ async fn explain_says_what_should_be_there_and_where_it_comes_from() {
     program.run(&["explain", "nmes", "1"]).await.exits(2);
 }
 
-/// A validator refuses what a rule copies. The letter is listed, a retry in vain says so, and once the validator is gone
-/// one succeeds.
+/// A validator refuses copied values. The dead letter is listed, a failed retry is reported, and after the validator is
+/// removed a retry succeeds.
 #[tokio::test]
 async fn dead_letters_are_listed_retried_and_dropped() {
     let test = denormd_fixture::database().await;
@@ -74,7 +74,7 @@ async fn dead_letters_are_listed_retried_and_dropped() {
         .unwrap();
     let product = |id: i32, part: i32| doc! {"_id": id, "parts": [{"id": part}]};
     db.collection("products").insert_many([product(1, 7), product(2, 8), product(3, 7)]).await.unwrap();
-    // The audit would write what is dropped.
+    // The audit would write the dropped values.
     let program = Program::new(&config(&test, &NAMES.replace("name: names,", "name: names, guard: off,")));
     program.run(&["plan", "--apply"]).await;
     let daemon = program.daemon();
@@ -82,13 +82,16 @@ async fn dead_letters_are_listed_retried_and_dropped() {
 
     let listed = program.run(&["dead-letters", "list", "--output", "json"]).await.exits(0).json();
     assert_eq!(listed["count"], json!(2), "{listed}");
-    let letter = &listed["dead_letters"][0];
-    assert_eq!((&letter["rule"], &letter["about"], &letter["key"]), (&json!("names"), &json!("value"), &json!([7])));
-    assert_eq!(letter["reason"], json!("server error 121 (DocumentValidationFailure)"));
+    let dead_letter = &listed["dead_letters"][0];
+    assert_eq!(
+        (&dead_letter["rule"], &dead_letter["about"], &dead_letter["key"]),
+        (&json!("names"), &json!("value"), &json!([7]))
+    );
+    assert_eq!(dead_letter["reason"], json!("server error 121 (DocumentValidationFailure)"));
     let listed = program.run(&["dead-letters", "list", "--key", "3"]).await.exits(0);
     assert!(listed.out.starts_with("names value 7, target 3: server error 121"), "{}", listed.out);
     assert!(listed.out.ends_with("\n1 dead letter\n"), "{}", listed.out);
-    // A check knows of them.
+    // A check reports them.
     let checked = program.run(&["check"]).await.exits(3);
     assert_eq!(checked.out.matches(" (set aside as a dead letter)\n").count(), 2, "{}", checked.out);
 
@@ -135,8 +138,8 @@ async fn set(db: &Database, collection: &str, fields: Document) {
     db.collection::<Document>(collection).update_one(doc! {"_id": 1}, doc! {"$set": fields}).await.unwrap();
 }
 
-/// A paused rule writes nothing, also after a restart; the others go on, and so does the saved position. Resumed, it has
-/// missed nothing.
+/// A paused rule writes nothing, also after a restart; other rules and the saved position continue. Once resumed, it
+/// has missed nothing.
 #[tokio::test]
 async fn a_paused_rule_stands_still_and_misses_nothing() {
     let test = denormd_fixture::database().await;
@@ -170,7 +173,7 @@ async fn a_paused_rule_stands_still_and_misses_nothing() {
     log_has(&db, doc! {"floor": 2, "ip": "new"}).await;
     let told = program.run(&["resume", "host"]).await.exits(0);
     assert_eq!(told.out, "host is not paused\n");
-    // One that ends by itself.
+    // A pause that ends by itself.
     let told = program.run(&["pause", "host", "--for", "2s", "--output", "json"]).await.exits(0);
     assert_eq!(told.json(), json!({"rule": "host", "paused": true, "seconds": 2}));
     set(&db, "hosts", doc! {"ip": "newest"}).await;
@@ -178,7 +181,7 @@ async fn a_paused_rule_stands_still_and_misses_nothing() {
     daemon.stop().await;
 }
 
-/// The emergency stop: one command, after which nothing is written, whatever changes; and one that ends it.
+/// The emergency stop: after one command nothing is written, whatever changes; another command ends it.
 #[tokio::test]
 async fn pause_all_stops_every_rule_and_resume_all_ends_it() {
     let test = denormd_fixture::database().await;
@@ -213,7 +216,7 @@ async fn pause_all_stops_every_rule_and_resume_all_ends_it() {
     daemon.stop().await;
 }
 
-/// While a rule is paused its source goes. Resumed, it must not take the loss for wanted.
+/// The source is dropped while a rule is paused. Once resumed, the rule must not take the loss for intended.
 #[tokio::test]
 async fn a_source_that_goes_during_a_pause_holds_the_rule() {
     let test = denormd_fixture::database().await;
@@ -257,14 +260,14 @@ async fn a_rule_in_shadow_counts_and_writes_nothing() {
     assert_eq!((figure("compared", "host"), figure("differing", "host")), (8, 5));
     assert_eq!(crate::daemon::all(&db, "logs").await, before);
     daemon.stop().await;
-    // Out of the shadow it is backfilled.
+    // When it is no longer a shadow rule, it is backfilled.
     let daemon = Daemon::start(&test, HOST).await;
     daemon.settled().await;
     log_has(&db, doc! {"ip": "new"}).await;
     daemon.stop().await;
 }
 
-/// What a rule has left behind was known to those alone who had read the log of the day when it was changed.
+/// The fields left behind by a rule were once known only from the log of the day of its change.
 #[tokio::test(flavor = "multi_thread")]
 async fn status_lists_the_fields_that_no_rule_owns_any_more() {
     let test = denormd_fixture::database().await;

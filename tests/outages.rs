@@ -1,6 +1,6 @@
-//! What a daemon reports while MongoDB is away: never that all is well.
+//! A daemon's reports while MongoDB is unavailable: never that all is well.
 //!
-//! Each test strikes, looks at every instance from five seconds after the beginning until the end, and lets go.
+//! Each test causes an outage, checks every instance from five seconds after its beginning until its end, and ends it.
 //! `make outages MINUTES=2` makes each outage that long.
 
 use std::{
@@ -17,13 +17,13 @@ use crate::{running::Running, scraped::Prometheus};
 
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
   - { name: note, copy: { source: log, target: notes, match: { log: _id }, set: { ip: $ip } } }";
-/// A lease that runs out within the short form.
+/// A lease that expires within the short form.
 const LEASE: &str = "lease: { ttl_seconds: 2 }\n";
-/// From then on an outage has to be told.
+/// Time after which an outage must be reported.
 const TOLD: Duration = Duration::from_secs(5);
 const LOST: Weather = Weather { delay: Duration::ZERO, loss: 0, requests_lost: true, answers_lost: true };
 
-/// How long each outage lasts: as long as it takes a leader to give up its lease, and then some.
+/// Duration of each outage: longer than a leader needs to give up its lease.
 fn length() -> Duration {
     let minutes = std::env::var("DENORMD_OUTAGE_MINUTES").ok().and_then(|text| text.parse::<f64>().ok());
     minutes.map_or(Duration::from_secs(18), |minutes| Duration::from_secs_f64(minutes * 60.0))
@@ -36,12 +36,12 @@ async fn hosts_and_log(test: &TestDb) {
     db.collection("notes").insert_one(doc! {"_id": 1, "log": 0}).await.unwrap();
 }
 
-/// Three members, which a loaded machine does not keep from agreeing on a primary.
+/// Three members, which agree on a primary even on a loaded machine.
 fn three() -> Builder {
     ReplicaSet::builder().nodes(3).election_timeout(Duration::from_secs(10))
 }
 
-/// So many instances, all of which know that nothing is behind.
+/// Starts this number of instances, all of which report that nothing is behind.
 async fn instances(test: &TestDb, number: usize, uri: Option<&str>) -> Vec<Running> {
     let mut all: Vec<Running> = Vec::new();
     for _ in 0..number {
@@ -62,7 +62,7 @@ async fn instances(test: &TestDb, number: usize, uri: Option<&str>) -> Vec<Runni
     all
 }
 
-/// What one instance says at one moment, as far as it has to be said in an outage.
+/// Checks an instance's reports at one moment of an outage.
 async fn look(running: &Running, since: Duration) -> f64 {
     let code = async |path: &str| client::get(running.address, path, Duration::from_secs(10)).await.unwrap().code;
     assert_eq!(code("/livez").await, 200, "a restart mends nothing");
@@ -88,7 +88,7 @@ async fn look(running: &Running, since: Duration) -> f64 {
     lag
 }
 
-/// Looks at all instances until the outage has lasted as long as it shall, and at what they have told of it.
+/// Checks all instances until the outage has lasted long enough, and then their reports on it.
 async fn watch(all: &[Running], began: Instant) {
     let mut first = vec![None; all.len()];
     let mut last = vec![0.0; all.len()];
@@ -108,7 +108,7 @@ async fn watch(all: &[Running], began: Instant) {
         assert!(last > lag + passed - 3.0, "the lag has not grown: {lag} and then {last}, {passed} s later");
         let events: Vec<Event> = serde_json::from_str(&running.text("/v1/events").await).unwrap();
         assert!(events.iter().any(|event| event.what == "no_primary"), "{events:#?}");
-        // A loaded machine may have had a moment without an answer before.
+        // On a loaded machine there may have been a moment without an answer before.
         let start = SystemTime::now() - began.elapsed();
         let start = i64::try_from(start.duration_since(UNIX_EPOCH).unwrap().as_millis()).unwrap();
         let over = |event: &Event| event.what == "no_primary_ended" && event.time > start + 1000;
@@ -125,7 +125,7 @@ async fn watch(all: &[Running], began: Instant) {
     }
 }
 
-/// Afterwards all is well again, changes are applied, and the timeline says when it was over.
+/// Afterwards all is well again, changes are applied, and the timeline has the end of the outage.
 async fn over(all: &[Running], test: &TestDb, let_go: SystemTime) {
     let let_go = let_go.duration_since(UNIX_EPOCH).unwrap();
     for running in all {
@@ -137,7 +137,7 @@ async fn over(all: &[Running], test: &TestDb, let_go: SystemTime) {
     let notes = test.database().collection::<Document>("notes");
     crate::daemon::until("the change is applied", async || notes.find_one(doc! {"ip": "10.0.0.2"}).await.unwrap())
         .await;
-    // While it lasted no end was told; this one is of about when it was over.
+    // No end was reported during the outage; the reported end is about the real one.
     let end = i64::try_from(let_go.as_millis()).unwrap() - 3000;
     crate::daemon::until("its end is told", async || {
         let events: Vec<Event> = serde_json::from_str(&all[0].text("/v1/events").await).unwrap();
@@ -200,7 +200,7 @@ async fn all_members_are_frozen() {
     over(&all, &test, let_go).await;
 }
 
-/// The rest of the table, for `make outages`: each takes as long as the others.
+/// The rest of the table, for `make outages`: each test takes as long as the others.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "`make outages` runs it"]
 async fn all_members_are_killed_under_two_instances() {
@@ -231,8 +231,8 @@ async fn all_members_are_cut_off_from_each_other_and_from_two_instances() {
     over(&all, &test, let_go).await;
 }
 
-/// What is asked of the alerts, by a real Prometheus that scrapes every second: each fires within the time that it names,
-/// counted from when its expression can hold at the earliest.
+/// The requirements on the alerts, checked by a real Prometheus that scrapes every second: each alert fires within its
+/// stated time, counted from the earliest moment at which its expression can be true.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "it takes eight minutes; `make outages` runs it"]
 async fn the_alerts_fire_within_their_time_in_an_outage_of_eight_minutes() {
@@ -245,13 +245,14 @@ async fn the_alerts_fire_within_their_time_in_an_outage_of_eight_minutes() {
     let firing = async || -> BTreeSet<String> {
         let alerts = prometheus.query("ALERTS{alertstate=\"firing\"}").await;
         let names = alerts.iter().filter_map(|(labels, _)| labels["alertname"].as_str().map(ToOwned::to_owned));
-        // The test's oplog is short, outage or not.
+        // The test's oplog is short, with or without an outage.
         names.filter(|name| !name.contains("Headroom")).collect()
     };
     assert_eq!(firing().await, BTreeSet::new());
     set.node(0).sigstop();
     let began = Instant::now();
-    // From 5 s on nobody leads and no primary answers, for two minutes; the lag passes its objective after one, for five.
+    // From 5 s on there is no leader and no primary answers, for two minutes; the lag passes its objective after one
+    // minute, for five.
     let due = [("DenormdCannotWork", 5 + 120), ("DenormdNoLeader", 5 + 120), ("DenormdBehind", 60 + 300)];
     let mut fired: BTreeMap<String, u64> = BTreeMap::new();
     tokio::time::sleep(TOLD).await;

@@ -1,4 +1,4 @@
-//! The page in a real browser: what it shows, by keyboard, on a phone. `SCREENSHOTS=folder` keeps pictures to look at.
+//! The page in a real browser: its content, by keyboard, on a phone. `SCREENSHOTS=folder` keeps screenshots.
 
 use std::{
     os::unix::process::CommandExt,
@@ -22,14 +22,14 @@ use crate::running::{Running, causes};
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
   - { name: note, copy: { source: log, target: notes, match: { log: _id }, set: { ip: $ip } } }";
 
-/// A headless browser and its driver, ended with the test.
+/// A headless browser and its driver, which end with the test.
 struct Browser {
     driver: Child,
     client: Client,
 }
 
 impl Browser {
-    /// Starts one, if there is one to be had.
+    /// Starts a browser, if one is available.
     async fn start() -> Option<Self> {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/chromium.py");
         let found = Command::new("python3").arg(script).output().unwrap();
@@ -40,7 +40,7 @@ impl Browser {
         let program = String::from_utf8(found.stdout).unwrap();
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let quiet = || Stdio::null();
-        // A group of its own, which the browsers that it starts belong to: they do not end with it.
+        // A process group for the browsers that it starts: they do not end with it.
         let mut driver = Command::new(program.trim());
         driver.arg(format!("--port={port}")).stdout(quiet()).stderr(quiet()).process_group(0);
         let driver = driver.spawn().unwrap();
@@ -74,7 +74,7 @@ impl Browser {
         self.client.perform_actions(press).await.unwrap();
     }
 
-    /// Presses a key until a script says that it is enough.
+    /// Presses a key until a script returns true.
     async fn press_until(&self, key: Key, enough: &str) {
         for _ in 0..30 {
             self.press(key).await;
@@ -93,7 +93,7 @@ impl Browser {
         }
     }
 
-    /// Keeps a picture, where one is wanted.
+    /// Keeps a screenshot, if requested.
     async fn picture(&self, name: &str) {
         if let Ok(folder) = std::env::var("SCREENSHOTS") {
             let picture = self.client.screenshot().await.unwrap();
@@ -126,12 +126,12 @@ async fn fail_point(set: &ReplicaSet, data: Option<Document>) {
     set.client().await.database("admin").run_command(command).await.unwrap();
 }
 
-/// Writes what nobody watches until the oplog has dropped all that is in it now.
+/// Writes unrelated data until the oplog has dropped all its current entries.
 async fn run_over(set: &ReplicaSet) {
     let client = set.client().await;
     let oplog = client.database("local").collection::<Document>("oplog.rs");
     let edge = async |order: i32| loop {
-        // The end itself may be cut off while it is read.
+        // The first entry may be truncated during the read.
         if let Ok(Some(entry)) = oplog.find_one(doc! {}).sort(doc! {"$natural": order}).await {
             return entry.get_timestamp("ts").unwrap();
         }
@@ -144,7 +144,8 @@ async fn run_over(set: &ReplicaSet) {
     }
 }
 
-/// In an outage the page says so, and keeps what was known. `SCREENSHOTS=folder` keeps pictures at 10, 40 and 120 s.
+/// During an outage the page reports it, and keeps the last known values. `SCREENSHOTS=folder` keeps screenshots at 10,
+/// 40 and 120 s.
 #[tokio::test(flavor = "multi_thread")]
 async fn in_an_outage_the_page_says_what_is_known_and_how_old_it_is() {
     let Some(browser) = Browser::start().await else { return };
@@ -189,7 +190,7 @@ async fn in_an_outage_the_page_says_what_is_known_and_how_old_it_is() {
     browser.until("well", "return document.getElementById('summary').innerText.includes('Not behind')").await;
 }
 
-/// Fifty rules: each is found, by name and by state, and the page is no wider than a phone.
+/// Fifty rules: each is found by name and by state, and the page is no wider than a phone.
 #[tokio::test(flavor = "multi_thread")]
 async fn fifty_rules_are_read_on_a_phone_too() {
     let Some(browser) = Browser::start().await else { return };
@@ -235,7 +236,7 @@ const FOCUSED: &str = "return document.activeElement";
 #[tokio::test(flavor = "multi_thread")]
 async fn the_page_says_what_is_wrong_is_read_by_keyboard_and_fits_a_phone() {
     let Some(browser) = Browser::start().await else { return };
-    // It runs over soon, and gives up what is no longer needed within a second.
+    // A small oplog that drops unneeded entries within a second.
     let set = ReplicaSet::builder().oplog_mb(8).arg("--syncdelay").arg("1").start().await;
     let test = set.database().await;
     shop(&test).await;
@@ -275,7 +276,7 @@ async fn the_page_says_what_is_wrong_is_read_by_keyboard_and_fits_a_phone() {
     assert_eq!(browser.script(&format!("{FOCUSED}.dataset.rule")).await, "ip", "the focus stays through a refresh");
     browser.press(Key::Enter).await;
 
-    // Nothing from outside, and nothing wider than a phone.
+    // No external resources, and nothing wider than a phone.
     let outside =
         "return performance.getEntriesByType('resource').filter(e => !e.name.startsWith(location.origin)).length";
     assert_eq!(browser.script(outside).await, 0);
@@ -297,7 +298,7 @@ async fn the_page_says_what_is_wrong_is_read_by_keyboard_and_fits_a_phone() {
     fail_point(&set, None).await;
     running.until("caught up", |status| status.lag_seconds.is_some_and(|lag| lag < 1.0)).await;
 
-    // Degraded: the place that it was at is no longer in the oplog.
+    // Degraded: its position is no longer in the oplog.
     running.stop();
     browser.until("offline", "return document.body.classList.contains('offline')").await;
     browser.picture("offline").await;

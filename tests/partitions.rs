@@ -1,10 +1,10 @@
-//! Several daemons share the partitions of a deployment: who comes and goes is followed, and no change is lost over it.
+//! Several daemons share the partitions of a deployment: when daemons start and stop, no change is lost.
 
 use std::time::Duration;
 
 use bson::{Document, doc};
 use denormd::{
-    checkpoint::store::Store, division::divide, error::Kind, lease::Lease, mongo::Server, partition::Partition,
+    checkpoint::store::Store, error::Kind, lease::Lease, mongo::Server, partition::Partition, repartitioning::divide,
 };
 use denormd_fixture::ReplicaSet;
 use futures_util::TryStreamExt;
@@ -43,8 +43,8 @@ async fn instances_share_the_partitions_whoever_comes_and_goes() {
     fourth.terminate().await;
 }
 
-/// The newest number wins, as the newest rules do: the old partitions are handed over, made into the new ones, and what they
-/// had done is not done again.
+/// As with rules, the newest number wins: the old partitions are handed over and converted into the new ones, and
+/// finished work is not repeated.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_number_of_partitions_changes_while_changes_go_on() {
     let world = World::new(denormd_fixture::database().await).await;
@@ -67,12 +67,12 @@ async fn the_number_of_partitions_changes_while_changes_go_on() {
         let ids: Vec<&str> = ids.iter().filter_map(bson::Bson::as_str).collect();
         assert_eq!(ids, ["default#0/2", "default#1/2"], "{name}");
     }
-    // A rule that is done stays done: only the first start has backfilled.
+    // A completed rule stays complete: only the first start has backfilled.
     let rules: Vec<Document> = states.collection("rules").find(doc! {}).await.unwrap().try_collect().await.unwrap();
     assert!(rules.iter().all(|rule| rule.get_i64("generation").unwrap() == 1), "{rules:#?}");
     assert!(writer.stop().await > 100);
     world.at_rest(QUIET).await;
-    // Back to one, as it was before.
+    // Back to one partition, as before.
     let last = world.daemon();
     for old in before {
         old.terminate().await;
@@ -104,7 +104,7 @@ async fn the_number_does_not_change_under_a_leader() {
     assert_eq!(old.unwrap_err().kind, Kind::Unavailable, "what is left of the old number does not begin");
 }
 
-/// Two instances have read the old number, and one of them divides after the other one is done.
+/// Two instances have read the old number, and the second one repartitions after the first one has finished.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_divided_is_not_divided_again_by_who_comes_late() {
     let set = ReplicaSet::start(1).await;
@@ -154,7 +154,7 @@ async fn commands_reach_every_partition() {
     assert!(world.run(&["resume", "address"]).await.success());
     world.converged().await;
 
-    // Somebody else writes: the check finds it, and asks whoever owns it.
+    // Another writer changes a copy: the check finds it, and sends a request to the owner of the partition.
     world.db.collection::<Document>("logs").update_many(doc! {}, doc! {"$set": {"ip": 5}}).await.unwrap();
     assert_eq!(world.run(&["check"]).await.code(), Some(3));
     world.run(&["check", "--repair"]).await;
@@ -164,7 +164,7 @@ async fn commands_reach_every_partition() {
     first.terminate().await;
     second.terminate().await;
 
-    // Without a daemon the command leads all of them.
+    // Without a daemon the command leads all partitions.
     world.db.collection::<Document>("logs").update_many(doc! {}, doc! {"$set": {"ip": 6}}).await.unwrap();
     world.run(&["check", "--repair"]).await;
     world.converged().await;

@@ -1,5 +1,5 @@
-//! Every example under `config/` does what its comment says: the very file is loaded, only the cluster, the database and
-//! the state database are the test's.
+//! Every example under `config/` has the effect that its comment describes: the original file is loaded, and only the
+//! cluster, the database and the state database are the test's.
 
 use std::{collections::BTreeSet, path::PathBuf, process::Command};
 
@@ -10,11 +10,11 @@ use mongodb::{Collection, Database};
 
 use crate::daemon::{Daemon, all};
 
-/// An example and what it runs on.
+/// An example and its environment.
 struct Example {
     daemon: Daemon,
     db: Database,
-    // Dropped last: it takes the databases with it.
+    // Dropped last, together with its databases.
     _test: TestDb,
 }
 
@@ -22,8 +22,8 @@ fn folder() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/config"))
 }
 
-/// Where the server asks who one is (`make test-secure`), denormd may do what `denormd role` says, and nothing else: the
-/// connection string of such a user. What `plan --apply` makes is made by the user of the test.
+/// The connection string of a user with exactly the privileges of `denormd role`, where the server requires
+/// authentication (`make test-secure`). The user of the test performs the steps of `plan --apply`.
 async fn least_user(test: &TestDb, name: &str, environment: &[(String, String)]) -> String {
     let config = folder().join(name).with_extension("yaml");
     let run = |arguments: &[&str]| {
@@ -46,7 +46,7 @@ async fn least_user(test: &TestDb, name: &str, environment: &[(String, String)])
 }
 
 impl Example {
-    /// Starts the daemon on `config/<name>.yaml`; what `plan` finds missing is made.
+    /// Starts the daemon on `config/<name>.yaml`, after creating everything that `plan` finds missing.
     async fn start(name: &str) -> Self {
         let test = denormd_fixture::database().await;
         let mut environment = [
@@ -55,7 +55,7 @@ impl Example {
             ("DENORMD__STATE__DATABASE".to_owned(), format!("{}_state", test.name)),
         ];
         if test.uri.contains("authSource=") {
-            // Beside the databases of other tests, one that is not there yet looks misspelt.
+            // Among the databases of other tests, one that does not exist yet looks misspelt.
             test.database().create_collection("application").await.unwrap();
             environment[0].1 = least_user(&test, name, &environment).await;
         }
@@ -81,7 +81,7 @@ impl Example {
         assert_eq!(self.collection(name).delete_one(doc! {"_id": id.into()}).await.unwrap().deleted_count, 1);
     }
 
-    /// Every document of the collection, once the daemon has done its work.
+    /// Every document of the collection, once the daemon is done.
     async fn settled(&self, name: &str) -> Vec<Document> {
         self.daemon.settled().await;
         all(&self.db, name).await
@@ -137,11 +137,11 @@ async fn addresses() {
         example.field("person", "addresses").await,
         [bson!([boston.clone(), zagreb.clone()]), bson!([cork.clone()])]
     );
-    // Moved to another person, and one gone.
+    // Moved to another person, and one deleted.
     example.set("address", 10, doc! {"person": 2}).await;
     example.delete("address", 11).await;
     assert_eq!(example.field("person", "addresses").await, [bson!([]), bson!([boston.clone(), cork.clone()])]);
-    // More than `max_elements`: set aside, and nobody else waits.
+    // More than `max_elements`: a dead letter, and nothing else waits.
     example.insert("address", (100..201).map(|id| address(id, 1, "x", "y"))).await;
     example.set("address", 12, doc! {"city": "Bray"}).await;
     assert_eq!(example.field("person", "addresses").await, [bson!([]), bson!([boston, embedded(12, "5 Way", "Bray")])]);
@@ -187,14 +187,14 @@ async fn parts() {
         [bson!([info("P2", "strut"), info("P1", "GROMMET")]), bson!([info("P1", "GROMMET")])]
     );
     assert_eq!(example.field("products", "spares").await[0], bson!([{"id": "P1", "count": 2, "name": "GROMMET"}]));
-    // A product no longer lists a part: the other one that does takes over. One lists a new part.
+    // A product no longer lists a part: the other product that does takes over. One lists a new part.
     example.set("products", 2, doc! {"parts": ["P3"]}).await;
     assert_eq!(
         example.field("parts", "product").await,
         [bson!("smoke shifter"), bson!("smoke shifter"), bson!("left-handed wrench")]
     );
     assert_eq!(example.field("parts", "catalog_number").await, [bson!(1234), bson!(1234), bson!(1000)]);
-    // A part and a product gone.
+    // A part and a product are deleted.
     example.delete("parts", "P2").await;
     example.delete("products", 2).await;
     assert_eq!(example.field("products", "part_info").await, [bson!([info("P1", "GROMMET")])]);
@@ -234,7 +234,7 @@ async fn hosts() {
     let mut expected = names(9..1010);
     expected.retain(|name| name != "m500");
     assert_eq!(logged(0).await, expected);
-    // A message moves, the host's address changes, a new message comes.
+    // A message moves, the host's address changes, a new message is added.
     example.set("logmsg", 1009, doc! {"host": 8}).await;
     example.set("hosts", 7, doc! {"ipaddr": "10.0.0.7"}).await;
     example.insert("logmsg", [message(2000, 7)]).await;
@@ -243,7 +243,8 @@ async fn hosts() {
     assert_eq!(logged(0).await.len(), 1000);
     let wrong = doc! {"$nor": [{"host": 7, "ipaddr": "10.0.0.7", "hostname": "goofy"}, {"host": 8, "ipaddr": "::1", "hostname": "pluto"}]};
     assert_eq!(example.collection("logmsg").count_documents(wrong).await.unwrap(), 0);
-    // The host is gone, and with it what was copied from it. Its messages are fewer than the removal limit (1,000) by then.
+    // The host is deleted, and with it the values copied from it. By then its messages are fewer than the removal limit
+    // (1,000).
     example.collection("logmsg").delete_many(doc! {"_id": {"$lt": 100}}).await.unwrap();
     example.daemon.settled().await;
     example.delete("hosts", 7).await;
@@ -286,7 +287,7 @@ async fn messages() {
         found().await,
         shown(&[message(1, "Rome", "Oslo"), doc! {"_id": 2, "ipaddr": "10.0.0.2"}, message(3, "Rome", "Rome")])
     );
-    // The one side is dropped altogether: the fields stay.
+    // The source collection is dropped: the fields stay.
     example.collection("hosts").drop().await.unwrap();
     assert_eq!(
         found().await,
@@ -305,11 +306,11 @@ async fn tasks() {
     assert_eq!(example.field("person", "tasks").await, [bson!([11, 10]), bson!([12])]);
     assert_eq!(example.field("person", "next_task").await, [next(11), next(12)]);
     assert_eq!(example.field("tasks", "owner_name").await, [bson!("Kate"), bson!("Kate"), bson!("Jo")]);
-    // Reassigned by one write: it moves on both people.
+    // Reassigned by one write: it moves between both people.
     example.set("tasks", 11, doc! {"owner": 2}).await;
     assert_eq!(example.field("person", "tasks").await, [bson!([10]), bson!([12, 11])]);
     assert_eq!(example.field("tasks", "owner_name").await, [bson!("Kate"), bson!("Jo"), bson!("Jo")]);
-    // Due later: reordered. Renamed, deleted, and nobody's.
+    // Due later: reordered. Renamed, deleted, and without an owner.
     example.set("tasks", 12, doc! {"due_date": day(500)}).await;
     example.set("person", 2, doc! {"name": "JO"}).await;
     example.delete("tasks", 10).await;
@@ -318,7 +319,7 @@ async fn tasks() {
     example.set("tasks", 11, doc! {"owner": null}).await;
     assert_eq!(example.field("person", "tasks").await, [bson!([]), bson!([12])]);
     assert_eq!(example.field("tasks", "owner_name").await, [bson!("(missing)"), bson!("JO")]);
-    // The other way: the team's list is the truth.
+    // The other direction: the team's list is the source of truth.
     example.insert("players", [doc! {"_id": 4}, doc! {"_id": 5}, doc! {"_id": 6}]).await;
     example
         .insert(
@@ -505,7 +506,7 @@ async fn films() {
             known("The Third Man", "Baron Kurtz")
         ]
     );
-    // The order of films changes; a film goes.
+    // The order of films changes; a film is deleted.
     example.set("films", 1, doc! {"viewers": 1000}).await;
     assert_eq!(example.field("actors", "best_known_for").await[0], known("The Third Man", "Harry Lime"));
     example.delete("films", 1).await;
@@ -597,7 +598,7 @@ async fn patrons() {
     assert_eq!(example.field("patron", "address").await, [missing(), embedded(1).into()]);
     assert_eq!(example.field("patron", "addresses").await, [missing(), bson!([listed(1), listed(2), listed(3)])]);
     assert_eq!(example.field("address", "patron").await, vec![bson!({"name": "Joe Bookreader"}); 3]);
-    // Moved to Ann; another is the main one; the patron renamed.
+    // Moved to Ann; another address is the main one; the patron is renamed.
     example.set("address", 1, doc! {"patron_id": "ann"}).await;
     example.set("patron", "ann", doc! {"name": "Anna"}).await;
     assert_eq!(example.field("patron", "address").await, [Bson::from(embedded(1)), embedded(3).into()]);
@@ -610,7 +611,7 @@ async fn patrons() {
     example.stop().await;
 }
 
-/// The examples that are run here, by the tests' names, and those that run elsewhere on data of their own.
+/// The examples that are tested here, by the tests' names, and those that are tested elsewhere on their own data.
 const HERE: &[&str] =
     &["addresses", "books", "comments", "films", "hosts", "messages", "parts", "patrons", "reviews", "tasks"];
 const ELSEWHERE: &[&str] = &["flights", "shop"];
@@ -621,7 +622,7 @@ fn every_example_has_a_test_says_what_it_is_and_passes_plan() {
     let mut seen = BTreeSet::new();
     for entry in std::fs::read_dir(folder()).unwrap() {
         let path = entry.unwrap().path();
-        // The schema for editors lies beside them.
+        // The schema for editors is in the same folder.
         if path.extension().is_none_or(|extension| extension != "yaml") {
             continue;
         }

@@ -9,7 +9,7 @@ use crate::{daemon::config, process::Program};
 const HOST: &str =
     "  - { name: host, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip, name: $name } } }";
 
-/// Ten hosts; a hundred log messages, of which some refer to nobody, and some by another type.
+/// Ten hosts; a hundred log messages, some with an empty reference, and some with a reference of another type.
 async fn hosts_and_logs(test: &TestDb) {
     let db = test.database();
     db.collection("hosts").insert_many((0..10).map(|n| doc! {"_id": n, "ip": "10.0.0.1", "name": "x"})).await.unwrap();
@@ -50,8 +50,8 @@ async fn plan_says_what_a_rule_will_meet() {
     assert!(text.ends_with("\nready\n"), "{text}");
 }
 
-/// The flights: before there were indexes, each sampled key read all of them, and `plan` took minutes. Now one pass has the
-/// same figures.
+/// The flights: without indexes, each sampled key once read all of them, and `plan` took minutes. Now one pass gives
+/// the same figures.
 #[tokio::test]
 async fn without_an_index_a_large_collection_is_not_read_for_each_key() {
     const FLIGHTS: i32 = 12_000;
@@ -76,7 +76,7 @@ async fn without_an_index_a_large_collection_is_not_read_for_each_key() {
     let before = scanned().await;
     let without = program.run(&["plan", "--output", "json"]).await.exits(4).json();
     let read = scanned().await - before;
-    // It was a thousand times all of them.
+    // It was once a thousand times the collection.
     assert!(read < i64::from(FLIGHTS) * 20, "{read} documents were read");
     let with = program.run(&["plan", "--apply", "--output", "json"]).await.exits(0).json();
     let sample = |told: &Value, rule: &str| {
@@ -84,11 +84,11 @@ async fn without_an_index_a_large_collection_is_not_read_for_each_key() {
         rules.iter().find(|told| told["name"] == rule).unwrap()["live"]["sample"].clone()
     };
     for told in [&without, &with] {
-        for (rule, drawn, spread) in [("plane", 500, "fan_out"), ("last", 100, "fan_in"), ("count", 100, "fan_in")] {
+        for (rule, drawn, fan_out) in [("plane", 500, "fan_out"), ("last", 100, "fan_in"), ("count", 100, "fan_in")] {
             let sample = sample(told, rule);
             assert_eq!(sample["not_estimated"], json!([]));
             let forty = json!({"median": 40, "p99": 40, "worst": 40, "mean": 40.0});
-            assert_eq!(sample[spread], forty, "{rule}: {sample}");
+            assert_eq!(sample[fan_out], forty, "{rule}: {sample}");
             assert_eq!(sample["references"], json!([{"kind": "int", "count": drawn, "resolved": drawn}]), "{rule}");
             assert_eq!(sample["differing"], sample["targets"], "{rule}: {sample}");
         }
@@ -97,7 +97,7 @@ async fn without_an_index_a_large_collection_is_not_read_for_each_key() {
     assert_eq!((few, all), (json!(200), json!(300)));
 }
 
-/// Nearly all messages are of one host of a thousand: a sample of hosts hardly has it, a sample of messages does.
+/// Nearly all messages belong to one host of a thousand: a sample of hosts rarely has it, a sample of messages does.
 #[tokio::test]
 async fn the_worst_fan_out_is_found_by_the_references() {
     let test = denormd_fixture::database().await;
@@ -124,8 +124,8 @@ async fn plan_says_what_a_validator_would_refuse() {
     assert!(finding.contains("would refuse 90 of 100 sampled targets"), "{finding}");
 }
 
-/// Keys are compared byte by byte, so an index under the collection's own collation answers nothing: not even the one on
-/// `_id`. The plan said `ready`, and each change read the whole collection.
+/// Keys are compared byte by byte, so an index under the collection's own collation is of no use, not even the one on
+/// `_id`. The plan once reported `ready`, and each change read the whole collection.
 #[tokio::test]
 async fn an_index_of_another_collation_is_none() {
     let test = denormd_fixture::database().await;
@@ -149,8 +149,8 @@ async fn an_index_of_another_collation_is_none() {
     assert_eq!(indexes, [&json!("_id_hashed"), &json!("host_1")]);
 }
 
-/// The rules' expressions were tried over the documents whose key is MinKey, which were taken to be none: one such document
-/// whose value cannot be computed kept the daemon from starting.
+/// The rules' expressions were once tested over the documents whose key is MinKey, on the assumption that there are
+/// none: one such document whose value cannot be computed prevented the daemon from starting.
 #[tokio::test]
 async fn a_document_whose_id_is_min_key_prevents_no_start() {
     let test = denormd_fixture::database().await;
@@ -169,7 +169,7 @@ async fn a_document_whose_id_is_min_key_prevents_no_start() {
   - {{ name: held, allow_scan: true, copy: {{ source: s, target: t, match: {{ _id: 'list.$[]' }}, set: {{ e: {shout} }} }} }}"
     );
     Program::new(&config(&test, &rules)).run(&["plan", "--apply", "--sample", "0"]).await.exits(0);
-    // What the server would refuse for every document is still a finding.
+    // An expression that the server would refuse for every document is still a finding.
     let wrong = "  - { name: id, copy: { source: s, target: { collection: t, where: { b: { $mod: 5 } } }, match: { ref: _id }, set: { a: $name } } }";
     let told = Program::new(&config(&test, wrong)).run(&["plan", "--sample", "0"]).await.exits(4);
     assert!(told.out.contains("the server refuses the rule's expressions or filters"), "{}{}", told.out, told.err);
@@ -188,7 +188,7 @@ const RULES: &str = "
   - { name: count, aggregate: { source: logs, target: hosts, match: { _id: host }, set: { count: { $sum: 1 } } } }
 ";
 
-/// Its databases are dropped before its server is.
+/// Its databases are dropped before its server.
 struct Guarded {
     test: TestDb,
     set: ReplicaSet,
@@ -196,7 +196,7 @@ struct Guarded {
 }
 
 impl Guarded {
-    /// Makes a user `name` with these privileges.
+    /// Creates a user `name` with these privileges.
     async fn user(&self, name: &str, privileges: &[Bson]) -> Program {
         let admin = self.test.client.database("admin");
         let role = doc! {"createRole": name, "privileges": privileges.to_vec(), "roles": []};
@@ -207,7 +207,7 @@ impl Guarded {
     }
 }
 
-/// A daemon runs under exactly the printed role; and each privilege that is taken away is missed, by name, before anything
+/// A daemon runs with exactly the printed role; and each privilege that is removed is reported by name before anything
 /// is written.
 #[tokio::test]
 async fn the_role_is_enough_and_each_privilege_of_it_is_needed() {
@@ -268,7 +268,7 @@ async fn the_role_is_enough_and_each_privilege_of_it_is_needed() {
             let covered =
                 action.as_str() == Some("find") && resource.get_str("collection").is_ok_and(|name| !name.is_empty());
             if covered {
-                // The stream's `find` on the whole database gives it too.
+                // The stream's `find` on the whole database grants it as well.
                 told.exits(0);
                 continue;
             }

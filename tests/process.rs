@@ -1,4 +1,4 @@
-//! The program as a user meets it: commands on a config file, and daemons beside them.
+//! The program as a user runs it: commands on a config file, and daemons.
 
 use std::{
     fs::File,
@@ -14,18 +14,18 @@ use serde_json::Value;
 
 use crate::daemon::PATIENCE;
 
-/// A config file in a folder of its own.
+/// A config file in its own folder.
 pub struct Program {
     folder: tempfile::TempDir,
 }
 
-/// What a command did.
+/// The result of a command.
 #[derive(Debug)]
 pub struct Printed {
     pub code: i32,
     pub out: String,
     pub err: String,
-    /// The most memory that it had, in bytes.
+    /// Its peak memory, in bytes.
     pub peak: u64,
 }
 
@@ -49,14 +49,14 @@ impl Printed {
 }
 
 impl Program {
-    /// With this config.
+    /// Creates the folder with this config.
     pub fn new(config: &str) -> Self {
         let program = Self { folder: tempfile::tempdir().unwrap() };
         program.write(config);
         program
     }
 
-    /// Changes the config.
+    /// Replaces the config.
     pub fn write(&self, config: &str) {
         std::fs::write(self.config(), config).unwrap();
     }
@@ -66,19 +66,19 @@ impl Program {
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
-        // DENORMD names another binary: a release build, where what is measured is large.
+        // DENORMD names another binary: a release build for large measurements.
         let binary = std::env::var_os("DENORMD").filter(|path| !path.is_empty());
         let mut command = Command::new(binary.unwrap_or_else(|| env!("CARGO_BIN_EXE_denormd").into()));
         command.args(arguments).arg("--config").arg(self.config()).stdin(Stdio::null());
         command
     }
 
-    /// Runs a command to its end, beside the test.
+    /// Runs a command to its end, without blocking the test.
     pub async fn run(&self, arguments: &[&str]) -> Printed {
         self.run_within(arguments, 10 * PATIENCE).await
     }
 
-    /// The same, with a limit for so much data.
+    /// The same, with a time limit that suits the amount of data.
     pub async fn run_within(&self, arguments: &[&str], limit: Duration) -> Printed {
         let mut command = self.command(arguments);
         let text = arguments.join(" ");
@@ -86,7 +86,7 @@ impl Program {
         done.await.unwrap()
     }
 
-    /// Starts a daemon. It dies with the value.
+    /// Starts a daemon. It ends with the value.
     pub fn daemon(&self) -> Daemon {
         let log = self.folder.path().join("daemon.log");
         let file = File::options().create(true).append(true).open(&log).unwrap();
@@ -94,7 +94,7 @@ impl Program {
         Daemon { child, log }
     }
 
-    /// What its daemons have logged.
+    /// The log of its daemons.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("daemon.log")).unwrap_or_default()
     }
@@ -104,7 +104,7 @@ impl Program {
         self.backfilled_within(test, rules, PATIENCE).await;
     }
 
-    /// The same, with a limit for so much data.
+    /// The same, with a time limit that suits the amount of data.
     pub async fn backfilled_within(&self, test: &TestDb, rules: usize, limit: Duration) {
         let states = test.beside("state").collection::<Document>("rules");
         let begun = Instant::now();
@@ -138,7 +138,7 @@ fn read(mut pipe: impl Read + Send + 'static) -> std::thread::JoinHandle<String>
     })
 }
 
-/// The most memory that a process had so far, where the system tells.
+/// The peak memory of a process so far, if the system reports it.
 fn memory(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -161,17 +161,17 @@ impl Daemon {
         }
     }
 
-    /// The most memory that it had so far, in bytes.
+    /// Its peak memory so far, in bytes.
     pub fn peak(&self) -> u64 {
         memory(self.child.id())
     }
 
-    /// What it has logged.
+    /// Its log.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Asks it to stop, and waits until it has.
+    /// Asks it to stop, and waits for its end.
     pub async fn stop(mut self) {
         let id = self.child.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());

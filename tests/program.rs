@@ -24,7 +24,7 @@ fn denormd() -> Command {
     command
 }
 
-/// A config file in a folder of its own.
+/// A config file in its own folder.
 pub struct File {
     pub folder: tempfile::TempDir,
 }
@@ -68,7 +68,7 @@ impl Running {
         Self { child, lines }
     }
 
-    /// The next log line that holds `text`.
+    /// The next log line that contains `text`.
     pub fn wait(&self, text: &str) -> String {
         let deadline = Instant::now() + PATIENCE;
         let mut seen = Vec::new();
@@ -177,7 +177,7 @@ async fn a_reload_swaps_the_rules_and_a_bad_file_leaves_the_old_ones() {
     running.signal("-HUP");
     running.wait("config reloaded");
     log_becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.2", "hostname": "alpha"}).await;
-    // What the changed rule no longer owns stays until it is pruned.
+    // Fields that the changed rule no longer owns stay until they are pruned.
     let output = file.run(&["prune", "address"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("ip was taken from 1 document of"), "{text}");
@@ -211,7 +211,7 @@ async fn a_removed_rule_is_reported_and_pruned_on_request() {
     let leads = test.beside("state").collection::<Document>("requests");
     let output = file.run(&["prune", "lines"]);
     assert!(output.status.success());
-    // The daemon that leads has done it.
+    // The leading daemon has done it.
     assert_eq!(String::from_utf8_lossy(&output.stderr), "");
     assert_eq!(leads.count_documents(doc! {}).await.unwrap(), 0, "a request is left");
     assert_eq!(
@@ -221,8 +221,8 @@ async fn a_removed_rule_is_reported_and_pruned_on_request() {
     assert_eq!(file.run(&["prune", "nobody"]).status.code(), Some(2));
 }
 
-/// Whoever leads by another config may own the fields: it is asked, and refuses. Where nobody leads, the command takes the
-/// lease and writes under it.
+/// A leader with another config may own the fields: it receives the request, and refuses it. Without a leader, the
+/// command takes the lease and writes under it.
 #[tokio::test]
 async fn fields_are_taken_away_by_a_leader_and_by_none_that_owns_them() {
     let (test, db) = shop().await;
@@ -235,7 +235,7 @@ async fn fields_are_taken_away_by_a_leader_and_by_none_that_owns_them() {
     running.signal("-TERM");
     running.wait("stopped");
     running.child.wait().unwrap();
-    // The new rules take the lead once, so that what the old ones owned is known.
+    // The new rules lead once, so that the fields of the old ones are known.
     {
         let mut running = Running::start(&new);
         running.wait("following changes");
@@ -261,12 +261,12 @@ async fn fields_are_taken_away_by_a_leader_and_by_none_that_owns_them() {
     let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&told["paths"][0]["path"], &told["paths"][0]["documents"]), (&"name".into(), &1.into()));
     assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}]);
-    // It gave the lease back.
+    // It released the lease.
     let _running = Running::start(&old);
     log_becomes(&db, written).await;
 }
 
-/// A ConfigMap's folder as the kubelet mounts it: files are links through a hidden one, which is what an update swaps.
+/// A ConfigMap's folder as the kubelet mounts it: files are links through a hidden link, which an update swaps.
 struct Mounted {
     folder: tempfile::TempDir,
 }
@@ -304,7 +304,7 @@ async fn a_config_map_that_is_swapped_is_reloaded() {
     log_becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "hostname": "alpha"}).await;
 }
 
-/// What a service manager hears, until it hears this.
+/// The messages to a service manager, until this one.
 fn hears(socket: &std::os::unix::net::UnixDatagram, text: &str) {
     let mut all = Vec::new();
     loop {

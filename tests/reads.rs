@@ -1,5 +1,5 @@
-//! What a read looks at: the sources of its keys, however large the collection is; and that an order which does not show is left
-//! out alone.
+//! The documents that a read examines: only the sources of its keys, however large the collection is; and only an order
+//! that does not affect the result is left out.
 
 use std::collections::BTreeMap;
 
@@ -24,10 +24,11 @@ const RULES: [&str; 5] = [
 ];
 const PARTS: i32 = 5000;
 const EACH: i32 = 4;
-/// Of so many keys the server once preferred an index that promised the order, and went through the whole collection.
+/// With this number of keys the server once preferred an index that provided the order, and scanned the whole
+/// collection.
 const KEYS: i32 = 1000;
 
-/// The rows of keys; what was found by an element of an array is of none.
+/// The rows by key; a row that was found through an array element belongs to no key.
 async fn rows(database: &Database, command: &Document) -> Vec<(i32, Document)> {
     let mut reply = database.run_command(command.clone()).await.unwrap();
     let rows = std::mem::take(reply.get_document_mut("cursor").unwrap().get_array_mut("firstBatch").unwrap());
@@ -35,7 +36,7 @@ async fn rows(database: &Database, command: &Document) -> Vec<(i32, Document)> {
     rows.filter_map(|row| Some((row.get_array("k").unwrap()[0].as_i32()?, row))).collect()
 }
 
-/// The documents that were looked at, anywhere in what `explain` says. What says it may say it again of its parts.
+/// The number of examined documents in an `explain`. A stage may repeat the numbers of its parts.
 fn examined(plan: &Bson) -> i64 {
     match plan {
         Bson::Document(doc) => match doc.get("totalDocsExamined") {
@@ -55,7 +56,7 @@ async fn a_read_of_many_keys_looks_at_their_sources_alone() {
     let sources = database.collection::<Document>("s");
     let source = |id: i32| doc! {"_id": id, "part": id % PARTS, "rating": 0.1 * f64::from(id % 7), "at": id % 11};
     sources.insert_many((0..PARTS * EACH).map(source)).await.unwrap();
-    // Two arrays cannot be sorted by; such a source belongs to no key.
+    // The server cannot sort by two arrays; such a source belongs to no key.
     sources.insert_one(doc! {"_id": "arrays", "part": [1, 2], "rating": 5, "at": [1, 2]}).await.unwrap();
     for keys in [doc! {"part": 1}, doc! {"at": 1}] {
         sources.create_index(IndexModel::builder().keys(keys).build()).await.unwrap();
@@ -81,7 +82,7 @@ const SUMS: [&str; 4] = [
     "aggregate: { source: s, target: t, match: { _id: \"parts.$[]\" }, set: { sum: { $sum: $n }, mean: { $avg: $m } } }",
 ];
 
-/// Numbers of one kind, or of all.
+/// Numbers of one kind, or of all kinds.
 fn numbers(random: &mut StdRng) -> Vec<Bson> {
     let whole = vec![Bson::Int32(3), Bson::Int32(-1), Bson::Int32(i32::MAX), Bson::Int64(5), Bson::Int64(-(1 << 40))];
     let others = vec![Bson::Null, "x".into(), Bson::Boolean(true), bson::DateTime::from_millis(5).into()];
@@ -97,7 +98,7 @@ fn numbers(random: &mut StdRng) -> Vec<Bson> {
     if random.random_bool(0.2) {
         pool.extend(decimals);
     }
-    // More than a double holds, and more than 64 bits, when some of them are added.
+    // More than a double can hold, and more than 64 bits when some of them are added.
     if random.random_bool(0.3) {
         pool.extend([(1 << 53) + 1, 1 << 60, -(1 << 60)].map(Bson::Int64));
     }
@@ -119,7 +120,7 @@ async fn sums_in_any_order_are_the_same_where_they_say_so() {
     let rules = SUMS.map(rule);
     let (mut whole, mut other) = (0, 0);
     for _ in 0..200 {
-        // They are found in the order in which they were inserted.
+        // The server finds them in the order of their insertion.
         let mut ids: Vec<i32> = (0..80).collect();
         ids.shuffle(&mut random);
         let pools: Vec<Vec<Bson>> = (0..10).map(|_| numbers(&mut random)).collect();

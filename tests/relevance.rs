@@ -1,4 +1,4 @@
-//! Which updates of a target the server sends: by what they change.
+//! The updates of a target that the server sends, by the fields that they change.
 
 use std::{
     collections::BTreeSet,
@@ -17,8 +17,8 @@ use denormd::{
 use crate::daemon::PATIENCE;
 use crate::daemon::{Daemon, all};
 
-/// The `_id`s of updates that are delivered, of those that `changes` makes to `before`: the same among few and many rules,
-/// whose collections the stream's filter names in different ways.
+/// The `_id`s of the delivered updates, among those that `changes` makes to `before`: the same with few and many rules,
+/// for which the stream's filter names collections in different ways.
 async fn delivered(rule: &str, before: &Document, changes: &[Document]) -> BTreeSet<i32> {
     let alone = delivered_among(0, rule, before, changes).await;
     for others in [10, 60] {
@@ -78,7 +78,7 @@ async fn delivered_among(others: i32, rule: &str, before: &Document, changes: &[
 
 const PRICES: &str = "{ name: names, copy: { source: parts, target: products, match: { part: _id }, set: { name: $name, price: $price } } }";
 
-/// All updates of `changes` but the first `held` are delivered.
+/// All updates of `changes` except the first `held` are delivered.
 async fn all_but(held: usize, rule: &str, before: &Document, changes: &[Document]) {
     let expected: BTreeSet<i32> = (0..).take(changes.len()).skip(held).collect();
     assert_eq!(delivered(rule, before, changes).await, expected, "{rule}");
@@ -90,7 +90,7 @@ async fn updates_that_may_move_a_reference_are_sent_and_our_own_are_not() {
     let changes = [
         doc! {"$set": {"name": "y"}},
         doc! {"$set": {"name": "y", "price": 2}},
-        // Not ours, but nothing that a rule reads.
+        // Not ours, but no field that a rule reads.
         doc! {"$set": {"name": "y", "stock": 2}},
         doc! {"$set": {"part": 2}},
         doc! {"$set": {"part": 2, "name": "y"}},
@@ -103,7 +103,7 @@ async fn updates_that_may_move_a_reference_are_sent_and_our_own_are_not() {
     all_but(3, PRICES, &before, &changes).await;
 }
 
-/// They were taken for our own, and the copy stayed wrong.
+/// They once counted as our own, and the copy stayed wrong.
 #[tokio::test]
 async fn updates_that_change_a_reference_from_inside_are_sent_whatever_else_they_write() {
     let document = doc! {"part": {"a": 1}, "name": "x", "price": 1};
@@ -127,7 +127,8 @@ const PLACES: &str = "
   - { name: places, copy: { source: places, target: visits, match: { place: _id }, set: { name: $name } } }
 ";
 
-/// An application that writes the copy and changes the reference beside it: `wait` said that all was applied.
+/// An application writes the copy and changes the reference in the same update: `wait` once reported that all was
+/// applied.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reference_that_is_changed_from_inside_beside_an_owned_field_moves_the_copy() {
     let test = denormd_fixture::database().await;
@@ -143,7 +144,7 @@ async fn a_reference_that_is_changed_from_inside_beside_an_owned_field_moves_the
     daemon.settled().await;
     let change = doc! {"$set": {"address.city_id": 2, "city_name": "old"}};
     db.collection::<Document>("people").update_one(doc! {}, change).await.unwrap();
-    // A reference becomes a document while the stream takes it for a scalar, in each way in which it can.
+    // A reference becomes a document while the stream treats it as a scalar, in each possible way.
     visits.update_one(doc! {"_id": 1}, doc! {"$set": {"place": {"x": 1}}}).await.unwrap();
     visits.insert_one(doc! {"_id": 2, "place": {"x": 1}}).await.unwrap();
     for _ in 0..2 {
@@ -157,7 +158,7 @@ async fn a_reference_that_is_changed_from_inside_beside_an_owned_field_moves_the
     let moved = |id: i32| doc! {"_id": id, "place": {"x": 2}, "name": "two"};
     assert_eq!(all(&db, "visits").await, [moved(1), moved(2)]);
     daemon.stop().await;
-    // One that starts finds documents there.
+    // A daemon that starts finds documents there.
     let daemon = Daemon::start(&test, PLACES).await;
     daemon.settled().await;
     visits.update_many(doc! {}, doc! {"$set": {"place.x": 1, "name": "old"}}).await.unwrap();
@@ -167,7 +168,7 @@ async fn a_reference_that_is_changed_from_inside_beside_an_owned_field_moves_the
     daemon.stop().await;
 }
 
-/// All at once, in one batch of the stream: from the first event on that shows a document, nothing is held back.
+/// All at once, in one batch of the stream: from the first event with a document on, nothing is filtered out.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reference_that_becomes_a_document_and_changes_at_once_moves_the_copy() {
     for way in ["update", "insert", "replace", "rename"] {

@@ -1,6 +1,7 @@
-//! `make rolling-upgrade`: a replica set of three is taken from one version of the server to the next, member by member, while an
-//! application writes and two daemons run, one of which is killed between two members. Then the feature level goes up,
-//! and down and up again. Nothing differs in the end, and nobody has touched the daemon that was not killed.
+//! `make rolling-upgrade`: upgrades a replica set of three from one version of the server to the next, member by
+//! member, while an application writes and two daemons run, one of which is killed between two members. Then the
+//! feature level is raised, lowered and raised again. At the end nothing differs, and the daemon that was not killed
+//! needed no attention.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -13,10 +14,10 @@ use crate::{
     world::{Daemon, World},
 };
 
-/// How long the oplog must be silent.
+/// Time for which the oplog must be silent.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// The programs that `DENORMD_SERVERS` names, divided by colons, oldest first. The first one is what `MONGOD` names, too.
+/// The programs in `DENORMD_SERVERS`, separated by colons, oldest first. The first one is also the one in `MONGOD`.
 fn servers() -> Vec<PathBuf> {
     let servers = std::env::var("DENORMD_SERVERS").expect("DENORMD_SERVERS names the servers");
     std::env::split_paths(&servers).collect()
@@ -27,7 +28,7 @@ async fn version(client: &Client) -> Option<String> {
     info.get_str("version").ok().map(str::to_owned)
 }
 
-/// The version up to its second number, as feature levels are named.
+/// The major and minor version, as in the names of feature levels.
 fn level(version: &str) -> String {
     version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".")
 }
@@ -36,7 +37,7 @@ async fn set_level(client: &Client, level: &str) {
     until(&format!("the feature level {level}"), async || {
         let plain = doc! {"setFeatureCompatibilityVersion": level};
         let mut confirmed = plain.clone();
-        // Demanded from 7.0 on, and unknown before.
+        // Required from 7.0 on, and unknown before.
         confirmed.insert("confirm", true);
         let admin = client.database("admin");
         for command in [confirmed, plain] {
@@ -50,7 +51,7 @@ async fn set_level(client: &Client, level: &str) {
     println!("feature level {level}");
 }
 
-/// Restarts a member on another server, and waits until it answers as that and the set is whole.
+/// Restarts a member with another server version, and waits until it reports that version and the set is complete.
 async fn replace(set: &ReplicaSet, place: usize, server: &str) -> String {
     let node: &Node = set.node(place);
     node.restart_with(server).await;
@@ -69,7 +70,7 @@ async fn a_set_goes_from_server_to_server_while_daemons_run() {
     let mut before = version(&client).await.unwrap();
     println!("begins with {before}");
     let world = World::new(set.database().await).await;
-    // One of them alone begins: a server under Wine ends when two clients create one collection at once.
+    // One of them starts alone: a server under Wine ends when two clients create one collection at once.
     let faithful = world.daemon();
     world.at_rest(QUIET).await;
     let mut other: Daemon = world.daemon();

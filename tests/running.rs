@@ -1,4 +1,4 @@
-//! denormd as a process of its own, asked as its users ask it.
+//! denormd as a separate process, used as its users do.
 
 use std::{
     net::SocketAddr,
@@ -14,7 +14,7 @@ use crate::daemon::config;
 
 use crate::daemon::PATIENCE;
 
-/// A config file, and the daemon that was started from it; killed when the test ends.
+/// A config file, and the daemon started from it; killed when the test ends.
 pub struct Running {
     folder: tempfile::TempDir,
     pub address: SocketAddr,
@@ -55,7 +55,7 @@ impl Running {
         }
     }
 
-    /// Ends it as SIGTERM does.
+    /// Ends it by SIGTERM.
     pub fn stop(&mut self) {
         let mut child = self.child.take().unwrap();
         assert!(Command::new("kill").arg(child.id().to_string()).status().unwrap().success());
@@ -70,7 +70,7 @@ impl Running {
         self.folder.path().join("log")
     }
 
-    /// All that it has logged.
+    /// Its complete log.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.log_file()).unwrap_or_default()
     }
@@ -97,14 +97,14 @@ impl Running {
         line.rsplit_once(' ').unwrap().1.parse().ok()
     }
 
-    /// The values of all series that begin so.
+    /// The values of all series with this prefix.
     pub async fn series(&self, start: &str) -> Vec<f64> {
         let text = self.text("/metrics").await;
         let lines = text.lines().filter(|line| line.starts_with(start));
         lines.filter_map(|line| line.rsplit_once(' ')?.1.parse().ok()).collect()
     }
 
-    /// Waits for a status as programs read it.
+    /// Waits for a status in the form that programs read.
     pub async fn until_json(&self, what: &str, condition: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
         let limit = Instant::now() + PATIENCE;
         loop {
@@ -144,7 +144,7 @@ impl Drop for Running {
 pub struct Started(pub Child);
 
 impl Started {
-    /// Whether it has not ended yet.
+    /// True if it is still running.
     pub fn is_running(&mut self) -> bool {
         self.0.try_wait().unwrap().is_none()
     }
@@ -165,7 +165,7 @@ pub fn denormd(config: &Path) -> Command {
     command
 }
 
-/// The names of the causes that hold.
+/// The names of the current causes.
 pub fn causes(status: &Status) -> Vec<&str> {
     status.causes.iter().map(|cause| cause.cause.as_str()).collect()
 }

@@ -1,4 +1,4 @@
-//! The real Prometheus on a running daemon, and what the alerts, the recording rules and the dashboard ask of it.
+//! The real Prometheus on a running daemon, with the queries of the alerts, the recording rules and the dashboard.
 
 use std::{
     net::SocketAddr,
@@ -12,8 +12,8 @@ use denormd::server::client;
 
 use crate::daemon::PATIENCE;
 
-/// The folder of `prometheus` and `promtool`, as tests/prometheus.py finds them; None, with the reason printed, where
-/// they are not to be had.
+/// The folder of `prometheus` and `promtool`, found by tests/prometheus.py; None, with the reason printed, if they are
+/// not available.
 pub fn programs() -> Option<&'static Path> {
     static FOUND: OnceLock<Option<PathBuf>> = OnceLock::new();
     let find = || {
@@ -35,11 +35,11 @@ pub struct Prometheus {
     child: Child,
 }
 
-/// One series of an answer: its labels, and its value.
+/// One series of a result: its labels, and its value.
 pub type Sample = (serde_json::Map<String, serde_json::Value>, f64);
 
 impl Prometheus {
-    /// Starts one, if there is one to be had.
+    /// Starts a Prometheus, if one is available.
     pub async fn start(daemon: SocketAddr) -> Option<Self> {
         let program = programs()?.join("prometheus");
         let folder = tempfile::tempdir().unwrap();
@@ -70,7 +70,7 @@ impl Prometheus {
         Some(prometheus)
     }
 
-    /// What an expression says now.
+    /// The current result of an expression.
     pub async fn query(&self, expression: &str) -> Vec<Sample> {
         let encoded = expression.bytes().fold(String::new(), |text, byte| format!("{text}%{byte:02X}"));
         let path = format!("/api/v1/query?query={encoded}");
@@ -85,7 +85,7 @@ impl Prometheus {
         series.iter().map(sample).collect()
     }
 
-    /// Waits until an expression says something.
+    /// Waits until an expression has a result.
     pub async fn until(&self, expression: &str) -> Vec<Sample> {
         let limit = Instant::now() + PATIENCE;
         loop {
@@ -151,7 +151,7 @@ fn expressions(value: &serde_json::Value, out: &mut Vec<String>) {
     }
 }
 
-/// The series that an expression looks at: names with their labels, ranges and thresholds left away.
+/// The series that an expression reads: names with their labels, without ranges and thresholds.
 pub fn selectors(expression: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut rest = expression;

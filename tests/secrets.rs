@@ -15,7 +15,7 @@ use crate::running::Running;
 const CANARY: &str = "cAnary7e57ed";
 const RULE: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
 
-/// Connection strings as they are mistyped: a password with any character, unescaped, and parts that are wrong or left out.
+/// Mistyped connection strings: a password with any character, unescaped, and wrong or missing parts.
 fn connection_string() -> impl Strategy<Value = String> {
     let characters = [
         "", ":", "/", "?", "#", "[", "]", "@", "%", "&", "=", ",", ";", " ", "'", "\\", "é", "1", "27017", "x", "$",
@@ -57,13 +57,13 @@ fn config_of(uri: &str) -> String {
     format!("mongodb: {{ uri: {} }}\nrules: []\n", serde_json::to_string(uri).unwrap())
 }
 
-/// What the driver reads in a connection string, if the config takes it and the driver does.
+/// The driver's parse of a connection string, if the config and the driver accept it.
 fn parsed(uri: &str) -> Option<ConnectionString> {
     load_str(&config_of(uri), Format::Yaml).ok()?;
     ConnectionString::parse(uri).ok()
 }
 
-/// Whether the canary is a host or a database by what the driver reads, whatever the options: hosts are shown.
+/// True if the driver parses the canary as a host or a database, whatever the options: hosts are shown.
 fn is_well_formed_elsewhere(uri: &str) -> bool {
     let (before, options) = uri.split_once('?').unwrap_or((uri, ""));
     let Some(parsed) = parsed(before) else { return false };
@@ -87,7 +87,7 @@ fn shown_of(uri: &str) -> Vec<String> {
             Ok(loaded) => shown.push(format!("{:?}\n{loaded:?}", loaded.effective())),
         }
     }
-    // What the driver takes would be connected to.
+    // A string that the driver accepts would be connected to.
     if load_str(&config_of(uri), Format::Yaml).is_ok() && parsed(uri).is_none() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let error = runtime.block_on(connect::connect(&SecretString::from(uri.to_owned()))).unwrap_err();
@@ -114,7 +114,7 @@ async fn hosts_and_log(test: &denormd_fixture::TestDb) {
     }
 }
 
-/// A running daemon reads such a connection string on a reload: it is refused, and told of nowhere.
+/// A running daemon reads such a connection string on a reload: it is refused, and does not appear anywhere.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reload_with_a_malformed_connection_string_tells_nobody_of_it() {
     let test = denormd_fixture::database().await;

@@ -1,4 +1,4 @@
-//! A mongod that asks who one is, over TLS by a private authority.
+//! A mongod with authentication, over TLS with a private authority.
 
 use std::{
     fs,
@@ -13,7 +13,8 @@ use futures_util::TryStreamExt;
 use crate::program::{File, Running};
 
 const LIMIT: Duration = Duration::from_secs(120);
-/// More than `denormd role` says, which the patterns run under (`make test-secure`): here it is about who one is.
+/// More than the roles of `denormd role`, with which the patterns run (`make test-secure`): this test is about
+/// authentication.
 fn roles() -> Vec<Document> {
     let role = |name: &str, database: &str| doc! {"role": name, "db": database};
     [
@@ -25,7 +26,7 @@ fn roles() -> Vec<Document> {
     .into()
 }
 
-/// A secured set, an application's documents, and a config whose connection string is in a file beside it.
+/// A secured set, an application's documents, and a config whose connection string is in a separate file.
 struct Secured {
     set: ReplicaSet,
     test: TestDb,
@@ -72,7 +73,7 @@ impl Secured {
         client.database("$external").run_command(command).await.unwrap();
     }
 
-    /// The host gets another address, and the daemon copies it.
+    /// Changes the host's address, and waits until the daemon has copied it.
     async fn copies(&self, ip: &str) {
         let begun = Instant::now();
         loop {
@@ -103,7 +104,7 @@ async fn certificates_are_verified_unless_a_switch_that_is_loud_says_otherwise()
     let ca = format!("&tlsCAFile={}", secured.set.tls().unwrap().ca_file().display());
     assert!(trusted.contains(&ca));
 
-    // Public authorities did not sign it.
+    // It is not signed by a public authority.
     secured.put("uri", &(trusted.replace(&ca, "") + "&serverSelectionTimeoutMS=2000"));
     let refused = secured.file.run(&["plan"]);
     let message = String::from_utf8(refused.stderr).unwrap();
@@ -111,13 +112,13 @@ async fn certificates_are_verified_unless_a_switch_that_is_loud_says_otherwise()
     assert!(message.contains("certificate") && message.contains("tlsCAFile"), "{message}");
     assert!(!message.contains("first"), "the password is in {message}");
 
-    // Nor is it of another authority.
+    // Nor by another private authority.
     let other = secured.put("other.pem", &Authority::new("somebody").pem());
     let uri = trusted.replace(&ca, &format!("&tlsCAFile={}", other.display()));
     secured.put("uri", &(uri + "&serverSelectionTimeoutMS=2000"));
     assert_eq!(secured.file.run(&["plan"]).status.code(), Some(1));
 
-    // The wrong password is told from the wrong certificate.
+    // A wrong password is reported differently from a wrong certificate.
     secured.put("uri", &secured.set.uri_of("denormd", "other"));
     let refused = String::from_utf8(secured.file.run(&["plan"]).stderr).unwrap();
     assert!(refused.contains("the user name or the password"), "{refused}");
@@ -127,7 +128,7 @@ async fn certificates_are_verified_unless_a_switch_that_is_loud_says_otherwise()
         "which server, and where the user is looked up: {refused}"
     );
 
-    // The driver's switch is taken, and nobody can overlook it.
+    // The driver's switch is accepted, and cannot be overlooked.
     secured.put("uri", &(trusted.replace(&ca, "") + "&tlsInsecure=true"));
     let running = Running::start(&secured.file);
     let line = running.wait("INSECURE");
@@ -151,17 +152,17 @@ async fn a_password_is_changed_without_a_restart_in_either_order() {
     let running = Running::start(&secured.file);
     secured.copies("10.0.0.2").await;
 
-    // First in the server: every connection that is opened from now on is refused.
+    // First on the server: every new connection is refused.
     change("second").await;
     secured.set.node(0).restart().await;
     secured.put("uri", &uri("second"));
     running.wait("config reloaded");
     secured.copies("10.0.0.3").await;
-    // After the restart every connection says the password anew.
+    // After the restart every connection authenticates again.
     secured.set.node(0).restart().await;
     secured.copies("10.0.0.4").await;
 
-    // First in the file: refused, and tried again by itself.
+    // First in the file: refused, and retried automatically.
     secured.put("uri", &uri("third"));
     let line = running.wait("the new config is refused");
     assert!(!line.contains("third"), "{line}");

@@ -1,4 +1,4 @@
-//! Seeds of tests that draw what they do, from the environment. By default each run draws the same.
+//! Seeds of randomized tests, from the environment. By default each run uses the same.
 
 use std::{ops::Range, str::FromStr};
 
@@ -6,13 +6,14 @@ use std::{ops::Range, str::FromStr};
 ///
 /// # Panics
 ///
-/// Panics when it is no number.
+/// Panics if it is not a number.
 pub fn from_environment<T: FromStr>(name: &str) -> Option<T> {
     let text = std::env::var(name).ok().filter(|text| !text.is_empty())?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
 }
 
-/// `DENORMD_SEED` alone, or as many as the variable `count` says, from `DENORMD_FIRST` on: a number, `random`, or 1.
+/// `DENORMD_SEED` alone, or as many seeds as the variable `count` says, starting at `DENORMD_FIRST`: a number,
+/// `random`, or 1.
 pub fn seeds(count: &str, default: u64) -> Range<u64> {
     if let Some(seed) = from_environment("DENORMD_SEED") {
         return seed..seed + 1;

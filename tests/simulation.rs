@@ -1,12 +1,13 @@
 //! The schedule and the lease in virtual time: thousands of seeded runs of events, crashes, pauses, slow and lost commands,
 //! stale reads and former leaders, without a server.
 //!
-//! What is real: the router, the work queue, the low watermark ([`Schedule`]), the lease's loops and the fence. What is
-//! modelled: a server that does what MongoDB promises and no more. A read returns any majority snapshot that is not older
-//! than what it asks for; a write may start late and is checked against its deadline by the server's clock, may run on for
-//! as long as it may after that, and its answer may be lost; a save may arrive late.
+//! Real parts: the router, the work queue, the low watermark ([`Schedule`]), the lease's loops and the fence. Modelled:
+//! a server that guarantees what MongoDB guarantees and no more. A read returns any majority snapshot that is not older
+//! than requested; a write may start late and is checked against its deadline by the server's clock, may continue after
+//! that for as long as it is allowed to, and its answer may be lost; a save may arrive late.
 //!
-//! `DENORMD_SIMULATIONS=200000` draws so many, `DENORMD_SEED=…` replays one. Planted bugs show that the runs see them.
+//! `DENORMD_SIMULATIONS=200000` sets the number of runs, `DENORMD_SEED=…` replays one. Planted bugs prove that the runs
+//! detect them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -43,31 +44,31 @@ rules:
   - { name: info, guard: off, copy: { source: parts, target: products, match: { \"parts.$[]\": _id }, into: info, element: $name } }
 ";
 const TTL: Duration = Duration::from_secs(4);
-/// How long a write may start late, and run.
+/// Time by which a write may start late, and for which it may run.
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// Documents of each collection.
 const DOCUMENTS: i32 = 3;
 const INSTANCES: usize = 3;
-/// Events in one batch at most.
+/// Most events in one batch.
 const FULL: usize = 3;
 
-/// What is done wrong on purpose.
+/// A bug planted on purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Bug {
     None,
-    /// The position after the last batch is saved, whatever waits.
+    /// The position after the last batch is saved, whatever is pending.
     EarlyPosition,
-    /// A write carries no deadline.
+    /// A write has no deadline.
     NoFence,
-    /// A write whose answer was lost is done again at once.
+    /// A write whose answer was lost is repeated at once.
     NotWaitedOut,
     /// A read may be older than the event.
     StaleRead,
-    /// A write does not demand that the reference is still the same.
+    /// A write does not require that the reference is unchanged.
     NoGuard,
 }
 
-/// One moment of the data.
+/// The state of the data at one moment.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Data {
     hosts: BTreeMap<i32, i32>,
@@ -117,10 +118,10 @@ impl Data {
 
 /// The server.
 struct Server {
-    /// After each oplog entry; the first before any.
+    /// The data after each oplog entry; the first is the state before any.
     history: Vec<Data>,
     oplog: Vec<ChangeEvent>,
-    /// Acknowledged to somebody as written by a majority: no read is older.
+    /// Number of entries acknowledged as majority-committed: no read is older.
     acknowledged: usize,
     lease: (i64, Option<String>, i64),
     /// Term and place.
@@ -138,7 +139,7 @@ impl Server {
     fn write(&mut self, collection: &str, id: i32, change: Change, write: impl FnOnce(&mut Data)) {
         let mut data = self.now().clone();
         write(&mut data);
-        // A write that changes nothing is no oplog entry.
+        // A write that changes nothing has no oplog entry.
         if data == *self.now() {
             return;
         }
@@ -201,7 +202,7 @@ impl Sim {
         self.random(100) < percent
     }
 
-    /// Most of the time a moment, sometimes long.
+    /// Usually short, sometimes long.
     async fn delay(&self) {
         let millis = match self.random(100) {
             0..90 => self.random(10),
@@ -212,7 +213,7 @@ impl Sim {
     }
 }
 
-/// An instance's way to the server. While the instance is paused, nothing goes over it.
+/// An instance's connection to the server. While the instance is paused, it transmits nothing.
 #[derive(Clone)]
 struct Wire {
     sim: Sim,
@@ -253,12 +254,12 @@ impl Wire {
         .await
     }
 
-    /// A write with its deadline, which the server checks when it starts; it goes on although nobody waits for it.
+    /// A write with its deadline, which the server checks when it starts; it continues even if nothing waits for it.
     async fn write(&self, fence: &Fence, write: impl FnOnce(&mut Server) + Send + 'static) -> Result<()> {
         let now = self.sim.millis() - i64::try_from(self.sim.random(50)).unwrap();
         let sent = Instant::now();
         let window = Window::new(Some(fence), now, TIMEOUT, sent.into_std())?;
-        // The process may be stopped just here, and send when it wakes up.
+        // The process may be paused at this point, and send when it resumes.
         self.sim.delay().await;
         self.pass().await;
         let sim = self.sim.clone();
@@ -268,7 +269,7 @@ impl Wire {
                 return Err(Error::new(Kind::Unavailable, "too late"));
             }
             if sim.chance(3) {
-                // It is killed when its time is over, and that is noticed late.
+                // It is killed when its time is over, which is noticed late.
                 let run = u64::try_from(window.run.as_millis()).unwrap();
                 sleep(Duration::from_millis(sim.random(run + 400))).await;
             }
@@ -333,7 +334,7 @@ impl Registry for Wire {
 
 type Write = Box<dyn FnOnce(&mut Server) + Send>;
 
-/// What a batch led to.
+/// The result of a batch.
 struct Outcome {
     lane: Lane,
     number: u64,
@@ -341,7 +342,7 @@ struct Outcome {
     keys: Vec<(Key, Work, Next)>,
 }
 
-/// Leads whenever it may.
+/// Leads whenever it can.
 async fn instance(wire: Wire) {
     let lease = Lease::of(wire.clone(), TTL);
     loop {
@@ -352,10 +353,10 @@ async fn instance(wire: Wire) {
     }
 }
 
-/// Follows changes as the pipeline does. Returns whether it stopped in good order.
+/// Follows changes like the pipeline. Returns true after a regular stop.
 async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
     let (sim, term) = (&wire.sim, held.term());
-    // The state is marked with the term first: from then on nothing that a former leader has sent changes it.
+    // The state is marked with the term first: from then on, no earlier message of a former leader changes it.
     let opened = wire.call(|server| {
         (server.position.0 <= term).then(|| {
             server.position.0 = term;
@@ -388,7 +389,7 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
                         server.position.1 = frontier;
                     }
                 });
-                // Tried again with the next one.
+                // Retried with the next one.
                 save.await.ok();
             }));
         }
@@ -399,7 +400,7 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
         tokio::select! {
             biased;
             () = held.lost() => {
-                // One that is paused does not notice, and what it was about to send is sent when it wakes up.
+                // A paused instance does not notice, and sends its pending message when it resumes.
                 wire.pass().await;
                 sleep(Duration::from_millis(sim.random(3))).await;
                 return false;
@@ -421,7 +422,7 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
             }
             () = sleep_until(due) => {}
             () = sleep_until(stops) => {
-                // In good order: what is in flight ends first.
+                // A regular stop: work in flight ends first.
                 while running.join_next().await.is_some() {}
                 return true;
             }
@@ -432,7 +433,7 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
 async fn deliver(wire: &Wire, from: usize) -> Vec<ChangeEvent> {
     let mut grown = wire.sim.with(|server| server.grown.subscribe());
     loop {
-        // The server lives as long as its history.
+        // The server exists as long as its history.
         grown.wait_for(|entries| *entries > from).await.ok();
         let found = wire.call(|server| {
             let most = server.random.random_range(1..=FULL);
@@ -459,7 +460,7 @@ async fn run(wire: Wire, fence: Arc<Fence>, batch: Batch) -> Outcome {
     Outcome { lane: batch.lane, number: batch.number, follow_ups, keys }
 }
 
-/// What `reconcile::run` does for these rules.
+/// The equivalent of `reconcile::run` for these rules.
 async fn reconcile(
     wire: &Wire,
     fence: &Fence,
@@ -624,7 +625,7 @@ fn operate(server: &mut Server) {
     }
 }
 
-/// Runs one history; returns what differs at its end, and a number that stands for all that has happened.
+/// Runs one history; returns the differences at its end, and a hash of all events.
 async fn history(seed: u64, bug: Bug) -> (Vec<String>, u64) {
     let sim = Sim::new(seed, bug);
     let wires: Vec<Wire> =
@@ -649,8 +650,8 @@ async fn history(seed: u64, bug: Bug) -> (Vec<String>, u64) {
             }
         }
     }
-    // Those that are paused wake up and do what they were about to do. Whoever comes last begins where the position says, and
-    // brings everything to rest.
+    // Paused instances resume and complete their pending actions. The last leader starts at the saved position, and
+    // completes everything.
     let woken = wires.iter().map(|wire| *wire.paused_until.lock().unwrap()).max().unwrap();
     sleep_until(woken).await;
     sleep(Duration::from_millis(sim.random(5000))).await;
@@ -661,7 +662,7 @@ async fn history(seed: u64, bug: Bug) -> (Vec<String>, u64) {
     let last = tokio::spawn(instance(last));
     let mut quiet = 0;
     let mut before = (0, 0);
-    // At rest: the position has reached the end of the oplog, and nothing is written any more.
+    // Idle: the position has reached the end of the oplog, and nothing is written any more.
     for _ in 0..600 {
         sleep(Duration::from_secs(1)).await;
         let now = sim.with(|server| (server.oplog.len(), server.position.1));

@@ -1,4 +1,4 @@
-//! A standby answers for the leader, and what is said to be current is.
+//! A standby answers for the leader, and a claim that copies are current is true.
 
 use std::time::{Duration, Instant};
 
@@ -9,10 +9,10 @@ use serde_json::Value;
 
 use crate::running::Running;
 
-/// The second rule copies what the first one writes.
+/// The second rule copies a field that the first one writes.
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
   - { name: note, copy: { source: log, target: notes, match: { log: _id }, set: { ip: $ip } } }";
-/// However slow the machine is, the leader stays the leader.
+/// The leader stays the leader however slow the machine is.
 const LEASE: &str = "lease: { ttl_seconds: 60 }\n";
 
 async fn hosts_and_log(test: &TestDb) {
@@ -33,7 +33,7 @@ pub async fn leader_and_standby(test: &TestDb) -> (Running, Running) {
     (leader, standby)
 }
 
-/// Changes the source, and returns when that was committed, as seconds and increment.
+/// Changes the source, and returns the commit time as seconds and increment.
 async fn write(test: &TestDb, ip: i32) -> (u32, u32) {
     let command =
         doc! {"update": "hosts", "updates": [{"q": {}, "u": {"$set": {"ip": ip}}}], "writeConcern": {"w": "majority"}};
@@ -59,7 +59,8 @@ fn name_of(status: &Value) -> String {
     this.unwrap_or_else(|| panic!("{status:#}"))["name"].as_str().unwrap().to_owned()
 }
 
-/// `wait` on a standby was refused ("this process does not lead: ask the one that does"), and its status was empty.
+/// `wait` on a standby was once refused ("this process does not lead: ask the one that does"), and its status was
+/// empty.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_standby_names_the_leader_and_serves_read_your_writes() {
     let test = denormd_fixture::database().await;
@@ -84,7 +85,7 @@ async fn a_standby_names_the_leader_and_serves_read_your_writes() {
         assert_eq!(answer["except"], serde_json::json!([]), "{answer}");
         assert_eq!(copied(&test).await, ip, "the end of the chain is there when it returns");
     }
-    // A rule that does not run is named by both, and in the headline; the command returns when that is so.
+    // Both instances name a rule that does not run, also in the summary; the command returns when they do.
     let (code, _, error) = standby.command(&["pause", "note"]);
     assert_eq!(code, Some(0), "{error}");
     let status = leader.status().await;
@@ -102,7 +103,8 @@ async fn a_standby_names_the_leader_and_serves_read_your_writes() {
     standby.until_json("told", |status| status["summary"].as_str().unwrap().contains("Rule note is paused.")).await;
 }
 
-/// What is said to be current as of a time is so, on both, with a chain of rules and dead letters.
+/// Copies that are reported as current as of a time are current, on both instances, with a chain of rules and dead
+/// letters.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_said_to_be_current_lacks_no_change() {
     let test = denormd_fixture::database().await;
@@ -121,14 +123,14 @@ async fn what_is_said_to_be_current_lacks_no_change() {
             let (seconds, increment) = as_of.split_once('.').unwrap();
             let as_of = (seconds.parse::<u32>().unwrap(), increment.parse::<u32>().unwrap());
             let Some((_, least)) = committed.iter().rev().find(|(time, _)| *time <= as_of) else { continue };
-            // Read after the claim: what it holds may only be newer.
+            // Read after the claim: the copies may only be newer.
             assert!(copied(&test).await >= *least, "current as of {as_of:?}, and lacks {least}: {committed:?}");
             *claims += 1;
         }
         assert!(Instant::now() < limit, "claims are made: {claims:?}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    // What cannot be written is a dead letter, and its rule is excepted from then on.
+    // A failed write becomes a dead letter, and its rule is excepted from then on.
     let time = write(&test, -1).await;
     for running in [&leader, &standby] {
         let answer = waited(running, time).await;

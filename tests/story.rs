@@ -1,5 +1,5 @@
-//! One story, told by everything that tells: the status that the page draws, `denormd status`, the metrics, and the
-//! expressions of the alerts, asked of a real Prometheus.
+//! One story in every form of output: the status that the page shows, `denormd status`, the metrics, and the
+//! expressions of the alerts, evaluated by a real Prometheus.
 
 use std::{
     collections::BTreeSet,
@@ -21,7 +21,7 @@ const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: 
 
 async fn shop(test: &TestDb) {
     let db = test.database();
-    // What a document must not become is poison for the rule that copies it.
+    // A validator for the target makes the value "poison" fail for the rule that copies it.
     db.create_collection("log").validator(doc! {"ip": {"$ne": "poison"}}).await.unwrap();
     db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1"}).await.unwrap();
     let log: Vec<Document> = (0..100).map(|id| doc! {"_id": id, "host": 1}).collect();
@@ -34,7 +34,7 @@ async fn rename(test: &TestDb, ip: &str) {
     hosts.update_one(doc! {"_id": 1}, doc! {"$set": {"ip": ip}}).await.unwrap();
 }
 
-/// Until it is dropped, writes come and go.
+/// Writes continuously until it is dropped.
 struct Bustle(CancellationToken);
 
 impl Bustle {
@@ -61,8 +61,8 @@ impl Drop for Bustle {
     }
 }
 
-/// A panel whose query finds nothing looks the same as one whose figure is zero, and an alert on a series that there is
-/// not never fires.
+/// A panel whose query has no result looks the same as one with the value zero, and an alert on a missing series never
+/// fires.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_query_of_the_dashboard_the_alerts_and_the_rules_comes_back_empty() {
     let test = denormd_fixture::database().await;
@@ -76,7 +76,7 @@ async fn no_query_of_the_dashboard_the_alerts_and_the_rules_comes_back_empty() {
     for expression in &asked {
         prometheus.until(expression).await;
     }
-    // Evaluated as they stand, too: a rule that cannot be is not healthy.
+    // Also evaluated in their original form: a rule that fails is not healthy.
     for (name, expression) in alerts() {
         prometheus.query(&expression).await;
         assert!(!selectors(&expression).is_empty(), "{name}");
@@ -88,12 +88,12 @@ async fn no_query_of_the_dashboard_the_alerts_and_the_rules_comes_back_empty() {
     }
 }
 
-/// What is told at one moment.
+/// All reports at one moment.
 struct Told {
     status: Status,
-    /// What `denormd status` prints.
+    /// The output of `denormd status`.
     output: String,
-    /// The alerts whose expressions hold.
+    /// The alerts whose expressions are true.
     alerts: BTreeSet<String>,
 }
 
@@ -114,13 +114,13 @@ impl Told {
         causes(&self.status).contains(&cause) && self.output.contains(cause) && self.alerts.contains(alert)
     }
 
-    /// Alerts that have nothing to do with how short the test's own oplog is.
+    /// Alerts that are unrelated to the short oplog of the test.
     fn alarming(&self) -> Vec<&str> {
         self.alerts.iter().map(String::as_str).filter(|name| !name.contains("Headroom")).collect()
     }
 }
 
-/// Waits until all of them tell the same.
+/// Waits until all reports agree.
 async fn until(what: &str, running: &Running, prometheus: &Prometheus, condition: impl Fn(&Told) -> bool) -> Told {
     let limit = Instant::now() + Duration::from_secs(150);
     loop {
@@ -133,14 +133,14 @@ async fn until(what: &str, running: &Running, prometheus: &Prometheus, condition
     }
 }
 
-/// Writes what nobody watches until the oplog is `share` full, or has begun to drop its oldest entries.
+/// Writes unrelated data until the oplog is `share` full, or has begun to drop its oldest entries.
 async fn fill_oplog(set: &ReplicaSet, share: f64) {
     let client = set.client().await;
     let junk = client.database("junk").collection("junk");
     let local = client.database("local");
     loop {
         let stats = local.run_command(doc! {"collStats": "oplog.rs", "scale": 1024}).await.unwrap();
-        // In kilobytes: these fit.
+        // In kilobytes, so that they fit.
         let number = |name: &str| f64::from(stats.get_i32(name).unwrap());
         if number("size") >= share * number("maxSize") {
             return;
@@ -170,7 +170,7 @@ async fn page_metrics_status_and_alerts_tell_the_same_story() {
     assert!(first.output.starts_with("Not behind: every change is applied."), "{}", first.output);
     assert!(matches!(first.status.level, Level::Ok | Level::Notice), "{:?}", first.status);
 
-    // A document is poisoned: it alone is set aside.
+    // A poisoned document: only it becomes a dead letter.
     rename(&test, "poison").await;
     let poisoned =
         until("a dead letter", &running, &prometheus, |told| told.says("dead_letters", "DenormdDeadLetters")).await;
@@ -180,7 +180,7 @@ async fn page_metrics_status_and_alerts_tell_the_same_story() {
     rename(&test, "10.0.0.2").await;
     until("mended", &running, &prometheus, well).await;
 
-    // The writer is held, and the oplog runs over meanwhile.
+    // Writes are blocked, and meanwhile the oplog wraps around.
     let held = doc! {
         "configureFailPoint": "failCommand", "mode": "alwaysOn",
         "data": {"failCommands": ["update"], "errorCode": 112, "appName": "denormd", "namespace": format!("{}.log", test.name)},
@@ -192,7 +192,7 @@ async fn page_metrics_status_and_alerts_tell_the_same_story() {
     assert!(behind.output.starts_with("Behind by 1 min"), "{}", behind.output);
     assert!(running.metric("denormd_rule_lag_seconds{rule=\"ip\"}").await.is_some_and(|lag| lag > 60.0));
     assert!(behind.status.rules.iter().any(|rule| rule.name == "ip" && rule.behind_since.is_some()));
-    // Its own lag says it: the canary has nothing to add.
+    // Its own lag shows the problem: the canary adds nothing.
     assert!(!behind.alerts.contains("DenormdCanaryLate"), "{:?}", behind.alerts);
     for share in [0.3, 0.5, 0.7, 0.85] {
         fill_oplog(&set, share).await;
@@ -213,7 +213,7 @@ async fn page_metrics_status_and_alerts_tell_the_same_story() {
     admin.run_command(doc! {"configureFailPoint": "failCommand", "mode": "off"}).await.unwrap();
     until("caught up", &running, &prometheus, well).await;
 
-    // It is stopped.
+    // The daemon is stopped.
     running.stop();
     prometheus.until(&alert("DenormdGone")).await;
     let (code, _, error) = running.command(&["status"]);
@@ -225,7 +225,7 @@ async fn page_metrics_status_and_alerts_tell_the_same_story() {
     running.run().await;
     until("all is well again", &running, &prometheus, well).await;
 
-    // And the timeline has it all.
+    // The timeline contains all of it.
     let (_, events, _) = running.command(&["events"]);
     for what in ["leader", "dead_letters", "dead_letters_ended", "retrying", "oplog_short", "stopped"] {
         assert!(events.lines().any(|line| line.split_whitespace().nth(2) == Some(what)), "{what}: {events}");

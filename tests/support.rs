@@ -1,4 +1,4 @@
-//! `denormd support-bundle`, and the commands that lead where nobody does.
+//! `denormd support-bundle`, and commands that lead if there is no leader.
 
 use bson::{Document, doc};
 
@@ -7,7 +7,7 @@ use crate::{daemon::config, process::Program};
 const NAMES: &str =
     r"  - { name: names, copy: { source: parts, target: products, match: { part: _id }, set: { name: $name } } }";
 
-/// What must not leave the house is put wherever it may come from, and looked for.
+/// Secrets are put wherever they could come from, and searched for in the bundle.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_bundle_has_nothing_from_documents_and_no_secret() {
     const SECRET: &str = "hunter2";
@@ -22,7 +22,7 @@ async fn a_bundle_has_nothing_from_documents_and_no_secret() {
     let validator = doc! {"name": {"$exists": false}};
     db.run_command(doc! {"create": "products", "validator": validator}).await.unwrap();
     db.collection::<Document>("products").insert_one(doc! {"_id": id(2), "part": id(1)}).await.unwrap();
-    // A user of the connection string without authentication is not asked for; its password is in the text all the same.
+    // A user in the connection string is ignored without authentication; its password is in the text nevertheless.
     let uri = test.uri.replacen("/?", "/?appName=x&", 1);
     let text = config(&test, NAMES)
         .replace(&test.uri, &uri)
@@ -32,7 +32,7 @@ async fn a_bundle_has_nothing_from_documents_and_no_secret() {
     let daemon = program.daemon();
     program.backfilled(&test, 1).await;
     let states = test.beside("state");
-    // State as it is while a fan-out and a backfill are under way.
+    // State as during a fan-out job and a backfill.
     let open =
         doc! {"_id": {"deployment": "default", "rule": "names", "task": "value", "key": [id(1)]}, "after": [id(2)]};
     states.collection::<Document>("fan_outs").insert_one(open).await.unwrap();
@@ -56,7 +56,7 @@ async fn a_bundle_has_nothing_from_documents_and_no_secret() {
     assert!(bundle["daemon"]["error"].is_string(), "it listens on a port of the system's choice");
     daemon.stop().await;
 
-    // Where nothing answers, the bundle says so, and hides the password of the connection string.
+    // If no server answers, the bundle reports that, and hides the password of the connection string.
     let gone = "mongodb://user:hunter2@127.0.0.1:1/?replicaSet=rs0&serverSelectionTimeoutMS=200";
     let program = Program::new(&text.replace(&uri, gone));
     let told = program.run(&["support-bundle", "--to", "-"]).await.exits(0);
@@ -64,7 +64,7 @@ async fn a_bundle_has_nothing_from_documents_and_no_secret() {
     assert!(told.json()["cluster_error"].is_string(), "{}", told.out);
 }
 
-/// Nobody leads: the command itself takes the lease, does the work, and gives it back.
+/// There is no leader: the command itself takes the lease, does the work, and releases it.
 #[tokio::test(flavor = "multi_thread")]
 async fn commands_that_write_lead_where_nobody_does() {
     let test = denormd_fixture::database().await;
@@ -78,13 +78,13 @@ async fn commands_that_write_lead_where_nobody_does() {
         let product = products.find_one(doc! {"_id": 1}).await.unwrap().unwrap();
         product.get_str("name").unwrap_or("none").to_owned()
     };
-    // A rule that has never run is known as soon as somebody leads.
+    // A rule that has never run is known as soon as there is a leader.
     let told = program.run(&["backfill"]).await.exits(0);
     assert!(told.out.contains("names: done, 1 targets"), "{}", told.out);
     assert!(told.err.contains("no daemon leads: doing it here"), "{}", told.err);
     assert_eq!(name().await, "bolt");
 
-    // One that has.
+    // A rule that has run before.
     products.update_one(doc! {}, doc! {"$set": {"name": "damaged"}}).await.unwrap();
     program.run(&["backfill", "--rule", "names"]).await.exits(0);
     assert_eq!(name().await, "bolt");
@@ -96,7 +96,7 @@ async fn commands_that_write_lead_where_nobody_does() {
     program.run(&["resume", "names"]).await.exits(0);
     assert_eq!(name().await, "nut");
 
-    // The source is dropped while a daemon runs, and unblocked after it has gone.
+    // The source is dropped while a daemon runs, and the rule is unblocked after it has stopped.
     let daemon = program.daemon();
     program.backfilled(&test, 1).await;
     parts.drop().await.unwrap();

@@ -1,4 +1,4 @@
-//! A backfill goes as fast as the config allows and the replica set keeps up, and says what holds it back.
+//! A backfill runs as fast as the config allows and the replica set keeps up, and reports its limiting factor.
 
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,7 @@ async fn a_backfill_keeps_to_the_limit_and_waits_for_the_majority() {
     let begun = Instant::now();
     let daemon = Daemon::start_config(&text).await;
     held_back(&daemon, HeldBack::Limit).await;
-    // Two of three replicate no more, but are there: the primary stays, and what it writes reaches no majority.
+    // Two of three members stop replicating but stay up: the primary remains, and its writes reach no majority.
     let primary = set.primary().await;
     let secondaries = [(primary + 1) % 3, (primary + 2) % 3];
     let replication = async |mode: &str| {
@@ -54,8 +54,9 @@ async fn a_backfill_keeps_to_the_limit_and_waits_for_the_majority() {
         }
         false
     };
-    // A page in flight waits for the majority by itself, and the next one is not asked for. So replication is stopped while the
-    // limit holds the backfill back, and again if a page has started meanwhile: until the backfill ends, which fails.
+    // A page in flight waits for the majority by itself, and the next one is not requested. So replication is stopped
+    // while the limit delays the backfill, and again if a page has started in the meantime: until the end of the
+    // backfill, which fails.
     loop {
         held_back(&daemon, HeldBack::Limit).await;
         replication("alwaysOn").await;

@@ -35,8 +35,8 @@ async fn until_kept(running: &Running, what: &str) -> Vec<Event> {
     }
 }
 
-/// A config that is wrong after an edit was only told in the log: the daemon went on with the old rules, and nobody knew
-/// that the new ones were not in force.
+/// A config that was invalid after an edit was once reported in the log alone: the daemon continued with the old rules,
+/// and nobody knew that the new ones were not in force.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_refused_config_is_told_everywhere_until_it_is_mended_and_the_timeline_remembers() {
     let test = denormd_fixture::database().await;
@@ -57,7 +57,7 @@ async fn a_refused_config_is_told_everywhere_until_it_is_mended_and_the_timeline
     let told: Vec<Event> = serde_json::from_str(&running.text("/v1/events").await).unwrap();
     assert!(told.iter().any(|event| event.what == "config_reloaded"), "{told:#?}");
     running.stop();
-    // What it wrote is read without it.
+    // Its events are read without it.
     let names: Vec<String> = kept(&running).into_iter().map(|event| event.what).collect();
     for what in ["leader", "backfill_started", "backfill_done", "config_refused", "config_reloaded", "stopped"] {
         assert!(names.iter().any(|name| name == what), "{what} is not among {names:?}");
@@ -70,7 +70,7 @@ async fn a_refused_config_is_told_everywhere_until_it_is_mended_and_the_timeline
     assert_eq!(code, Some(2), "{error}");
 }
 
-/// A lag of zero is what an idle daemon says, and what one that hears nothing would say.
+/// An idle daemon reports a lag of zero, and so would one that receives no events.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_canary_comes_through_while_idle_and_ages_when_its_write_is_held() {
     let set = ReplicaSet::start(1).await;
@@ -89,7 +89,7 @@ async fn the_canary_comes_through_while_idle_and_ages_when_its_write_is_held() {
     assert!(running.metric("denormd_canary_age_seconds").await.is_some_and(|age| age > 13.0));
     admin.run_command(doc! {"configureFailPoint": "failCommand", "mode": "off"}).await.unwrap();
     running.until("a canary again", |status| status.canary_age_seconds.is_some_and(|age| age < 10.0)).await;
-    // At rest, silence: it is written into the state alone.
+    // No writes when idle: the canary is written to the state database only.
     let targets = test.database().collection::<Document>("log");
     assert_eq!(targets.count_documents(doc! {"ip": "10.0.0.1"}).await.unwrap(), 1);
     let databases = set.client().await.list_database_names().await.unwrap();

@@ -11,7 +11,7 @@ use bson::{Document, doc};
 use crate::daemon::PATIENCE;
 use crate::running::Running;
 
-/// Turns up in documents: must never turn up in a span.
+/// Occurs in documents, and must never occur in a span.
 const CANARY: &str = "canary-7e57ed";
 
 type Received = Arc<Mutex<Vec<u8>>>;
@@ -20,7 +20,7 @@ async fn collect(State(received): State<Received>, body: Bytes) {
     received.lock().unwrap().extend_from_slice(&body);
 }
 
-/// Strings stand in protobuf as they are.
+/// Protobuf contains strings unchanged.
 fn holds(received: &Received, text: &str) -> bool {
     received.lock().unwrap().windows(text.len()).any(|bytes| bytes == text.as_bytes())
 }
@@ -41,7 +41,7 @@ async fn a_collector_gets_a_span_for_each_batch_with_its_stages_and_no_value() {
     let mut running = Running::start(&test, rules, &format!("log: {{ otlp: \"http://{collector}\" }}\n")).await;
     let log = db.collection::<Document>("log");
     let limit = Instant::now() + PATIENCE;
-    // Existing data first, which is of no event, then a change.
+    // Existing data first, which has no event, then a change.
     let second = format!("{CANARY}-2");
     for ip in [CANARY, &second] {
         let hosts = db.collection::<Document>("hosts");
@@ -51,7 +51,7 @@ async fn a_collector_gets_a_span_for_each_batch_with_its_stages_and_no_value() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
-    // The last spans are sent when it ends.
+    // The last spans are sent at the end of the process.
     running.stop();
     for text in ["batch", "read", "write", "ip-of-host", "statements", "oldest_change_ms", "denormd.deployment"] {
         let told = String::from_utf8_lossy(&received.lock().unwrap()).into_owned();

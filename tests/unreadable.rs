@@ -1,4 +1,5 @@
-//! Documents that Rust's strings, or one reply of the server, cannot hold: they are copied like any other and stop nothing.
+//! Documents that do not fit into Rust's strings, or into one reply of the server: they are copied like any other and
+//! stop nothing.
 
 use bson::{Document, RawDocumentBuf, doc};
 use denormd::check::{Check, Scope};
@@ -7,7 +8,7 @@ use denormd_fixture::TestDb;
 
 use crate::daemon::{Daemon, all};
 
-/// The command with each `¿`, which stands in it for two bytes that are not UTF-8.
+/// The command with each `¿` replaced by two bytes that are not UTF-8.
 fn raw(command: &Document) -> RawDocumentBuf {
     let mut bytes = RawDocumentBuf::try_from(command).unwrap().into_bytes();
     for at in 1..bytes.len() {
@@ -38,7 +39,7 @@ async fn delete(test: &TestDb, collection: &str, id: &str) {
     assert_eq!(reply.get_i32("n").unwrap(), 1, "{collection} {id}");
 }
 
-/// Waits until everything is applied, and looks for one document that is exactly this.
+/// Waits until everything is applied, and expects exactly one document that equals this.
 async fn expect(daemon: &Daemon, test: &TestDb, collection: &str, document: Document) {
     daemon.settled().await;
     let same = doc! {"$expr": {"$eq": ["$$ROOT", {"$literal": document.clone()}]}};
@@ -53,11 +54,11 @@ async fn expect(daemon: &Daemon, test: &TestDb, collection: &str, document: Docu
     }
 }
 
-/// What `check` finds.
+/// Number of differences that `check` finds.
 async fn differing(daemon: &Daemon) -> u64 {
     let context = daemon.context();
-    let letters = &context.dead_letters;
-    let store = Store::open(&context.server, &letters.database, &letters.deployment).await.unwrap();
+    let dead_letters = &context.dead_letters;
+    let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
     let mut differing = 0;
     for rule in &context.plan.rules {
         let mut check = Check::new(context, &store, rule, Scope::default()).await.unwrap();
@@ -81,7 +82,7 @@ const RULES: &str = r#"
   - { name: lines, copy: { source: parts, target: orders, match: { "lines.$[].part": _id }, set: { "lines.$[].name": $name } } }
 "#;
 
-/// Clients in Go, C and PHP can write such strings. One of them stopped every rule of its database, for good.
+/// Clients in Go, C and PHP can write such strings. One of them once stopped every rule of its database for good.
 #[tokio::test(flavor = "multi_thread")]
 async fn strings_that_are_not_utf8_are_copied_byte_for_byte_and_stop_nothing() {
     let test = denormd_fixture::database().await;
@@ -137,7 +138,7 @@ async fn strings_that_are_not_utf8_are_copied_byte_for_byte_and_stop_nothing() {
     daemon.stop().await;
 }
 
-/// As [`expect`], whatever the order of the fields: several rules write in any order.
+/// Like [`expect`], but ignores the order of the fields: several rules write in any order.
 async fn expect_fields(daemon: &Daemon, test: &TestDb, collection: &str, document: Document) {
     daemon.settled().await;
     let sorted = |document| doc! {"$sortArray": {"input": {"$objectToArray": document}, "sortBy": {"k": 1}}};
@@ -154,7 +155,7 @@ const LARGE: &str = r#"
   - { name: names, copy: { source: h, target: u, match: { h: _id }, set: { name: $name } } }
 "#;
 
-/// With pre-images, a replaced document of 9 MB is an event of 18. The stream stopped there for good.
+/// With pre-images, a replaced document of 9 MB is an event of 18 MB. The stream once stopped there for good.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_event_over_16_mb_is_passed_and_no_change_beside_it_is_lost() {
     let test = denormd_fixture::database().await;
@@ -172,7 +173,7 @@ async fn an_event_over_16_mb_is_passed_and_no_change_beside_it_is_lost() {
     let daemon = Daemon::start(&test, LARGE).await;
     expect_fields(&daemon, &test, "t", doc! {"_id": 1, "n": 1, "held": 1}).await;
     daemon.stop().await;
-    // All of it is in one batch of the stream, in this order.
+    // Everything is in one batch of the stream, in this order.
     let sources = db.collection::<Document>("h");
     sources.insert_one(doc! {"_id": 2, "name": 5, "ids": [2]}).await.unwrap();
     db.collection::<Document>("s").replace_one(doc! {"_id": 1}, nested(1, 2)).await.unwrap();
@@ -186,14 +187,14 @@ async fn an_event_over_16_mb_is_passed_and_no_change_beside_it_is_lost() {
     expect_fields(&daemon, &test, "t", doc! {"_id": 2, "n": 1, "held": 4}).await;
     expect(&daemon, &test, "u", doc! {"_id": 1, "h": 1, "name": 2}).await;
     expect(&daemon, &test, "u", doc! {"_id": 2, "h": 2, "name": 5}).await;
-    // It goes on in batches.
+    // The stream returns to batches.
     sources.insert_one(doc! {"_id": 5, "ids": [1, 2]}).await.unwrap();
     expect_fields(&daemon, &test, "t", doc! {"_id": 2, "n": 1, "held": 5}).await;
     assert_eq!(differing(&daemon).await, 0);
     daemon.stop().await;
 }
 
-/// The names of what has changed are an event over 16 MB of their own, though the document has 9.
+/// The names of the changed fields alone make an event over 16 MB, although the document has 9 MB.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_update_whose_paths_alone_are_over_16_mb_is_passed() {
     let test = denormd_fixture::database().await;
@@ -216,8 +217,8 @@ async fn an_update_whose_paths_alone_are_over_16_mb_is_passed() {
     daemon.stop().await;
 }
 
-/// A resume token holds the `_id` twice its length, and a reply holds two tokens: the server closes the connection without a
-/// word, each time.
+/// A resume token has twice the length of the `_id`, and a reply contains two tokens: the server closes the connection
+/// without an error, each time.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_event_that_is_too_large_for_its_own_token_is_passed_with_a_backfill() {
     let test = denormd_fixture::database().await;

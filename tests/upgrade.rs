@@ -1,4 +1,4 @@
-//! A newer daemon takes over from an older one's state, and an older one leaves a newer one's alone.
+//! A newer daemon takes over an older one's state, and an older one does not touch a newer one's.
 
 use bson::{Document, doc};
 use denormd::{
@@ -15,7 +15,7 @@ use crate::daemon::{Daemon, all, config, context};
 const RULE: &str = "
   - { name: address, guard: off, allow_scan: true, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
 
-/// What a daemon leaves that has copied one address.
+/// The state that a daemon leaves after copying one address.
 async fn state_of_a_run(test: &TestDb) {
     let db = test.database();
     db.collection("hosts")
@@ -37,7 +37,8 @@ async fn state(test: &TestDb) -> Vec<Document> {
     found
 }
 
-/// The first daemons had no lease, so their state had no terms; no wishes, so no generations; and no version.
+/// The first daemons had no lease, so their state had no terms; no backfill requests, so no generations; and no
+/// version.
 #[tokio::test]
 async fn state_from_before_versions_is_taken_over_where_it_is() {
     let test = denormd_fixture::database().await;
@@ -49,7 +50,7 @@ async fn state_from_before_versions_is_taken_over_where_it_is() {
     }
     state.collection::<Document>(COLLECTION).drop().await.unwrap();
 
-    // While the old one is being replaced: one change to follow, and one that only a backfill would mend.
+    // Changes while the old daemon is being replaced: one that is followed, and one that only a backfill would repair.
     let db = test.database();
     let before_position = doc! {"$set": {"ip": "forged"}};
     db.collection::<Document>("hosts").update_one(doc! {"_id": 1}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
@@ -76,11 +77,11 @@ async fn state_of_a_newer_program_is_refused_before_anything_is_written() {
     let before = state(&test).await;
 
     let context = context(&config(&test, RULE)).await;
-    let letters = &context.dead_letters;
-    let refused = Store::open(&context.server, &letters.database, &letters.deployment).await.unwrap_err();
+    let dead_letters = &context.dead_letters;
+    let refused = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap_err();
     assert_eq!(refused.kind, Kind::Topology);
     assert!(refused.message.contains("by denormd 9.0.0"), "{}", refused.message);
     assert_eq!(state(&test).await, before);
-    // Another deployment's state has a format of its own.
-    Store::open(&context.server, &letters.database, "another").await.unwrap();
+    // Another deployment's state has its own format.
+    Store::open(&context.server, &dead_letters.database, "another").await.unwrap();
 }

@@ -1,5 +1,5 @@
-//! What compares copies with their definition (the audit, `check`, a backfill's scan) goes on past what cannot be computed, and
-//! sees the same targets as everything else.
+//! The processes that compare copies with their definition (the audit, `check`, a backfill's scan) continue after a
+//! target that cannot be computed, and see the same targets as everything else.
 
 use std::sync::atomic::Ordering;
 
@@ -20,7 +20,7 @@ use crate::{
 
 const LATEST: ClusterTime = ClusterTime { seconds: u32::MAX, increment: 0 };
 
-/// One round of the audit over the only rule, where everything is applied: how many targets have drifted.
+/// One round of the audit over the only rule, where everything is applied: the number of targets that have drifted.
 async fn audited(context: &Context) -> u64 {
     let before = context.counts.drift.load(Ordering::Relaxed);
     let (out, _pages) = tokio::sync::mpsc::channel(1);
@@ -28,10 +28,10 @@ async fn audited(context: &Context) -> u64 {
     context.counts.drift.load(Ordering::Relaxed) - before
 }
 
-/// The only rule checked: how many targets differ, and how many cannot be computed.
+/// A check of the only rule: the number of targets that differ, and of those that cannot be computed.
 async fn checked(context: &Context) -> (u64, u64) {
-    let letters = &context.dead_letters;
-    let store = Store::open(&context.server, &letters.database, &letters.deployment).await.unwrap();
+    let dead_letters = &context.dead_letters;
+    let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
     let mut check = Check::new(context, &store, &context.plan.rules[0], Scope::default()).await.unwrap();
     while check.next().await.unwrap().is_some() {}
     (check.tally.differing, check.tally.refused)
@@ -41,8 +41,8 @@ async fn insert(db: &Database, collection: &str, documents: impl IntoIterator<It
     db.collection(collection).insert_many(documents).await.unwrap();
 }
 
-/// The audit compared a page at once: one target whose value cannot be computed (an expression that fails, an array over
-/// `max_elements`) ended the round, so that no target after it was ever looked at.
+/// The audit once compared a page at once: one target whose value cannot be computed (an expression that fails, an
+/// array over `max_elements`) ended the round, so that no target after it was ever compared.
 #[tokio::test]
 async fn the_audit_goes_on_behind_a_target_that_cannot_be_computed() {
     let shout = "copy: { source: s, target: t, match: { ref: _id }, set: { shout: { $concat: [$name, '!'] } } }";
@@ -61,8 +61,8 @@ async fn the_audit_goes_on_behind_a_target_that_cannot_be_computed() {
     }
 }
 
-/// A query by a key also finds the sources whose array contains it. They answer nothing, so it does not matter that the server
-/// cannot compute their values; once they made a dead letter of the key, and a dangling reference kept its value.
+/// A query by a key also finds the sources whose array contains it. They match no key, so it does not matter that the
+/// server cannot compute their values; once they made the key a dead letter, and a dangling reference kept its value.
 #[tokio::test]
 async fn a_source_that_answers_nothing_fails_no_key() {
     let concat = "{ $concat: [$name, '!'] }";
@@ -87,14 +87,14 @@ async fn a_source_that_answers_nothing_fails_no_key() {
     }
 }
 
-/// A collection of which the server tells "X" and "x" apart only if it is told to.
+/// A collection in which the server by default does not distinguish "X" and "x".
 async fn ignores_case(db: &Database, collection: &str) {
     let collation = doc! {"locale": "en", "strength": 2};
     db.run_command(doc! {"create": collection, "collation": collation}).await.unwrap();
 }
 
-/// `where` means the same in a collection that has a collation of its own: the backfill passed over all of these targets, and the
-/// audit and `check` agreed with it.
+/// `where` has the same meaning in a collection with its own collation: the backfill once skipped all of these targets,
+/// and the audit and `check` agreed with it.
 #[tokio::test]
 async fn a_filter_means_the_same_under_a_default_collation() {
     let test: TestDb = denormd_fixture::database().await;
@@ -103,7 +103,7 @@ async fn a_filter_means_the_same_under_a_default_collation() {
         ignores_case(&db, name).await;
     }
     insert(&db, "hosts", [doc! {"_id": 1, "ip": "10.0.0.1"}]).await;
-    // "B" is less than "a" byte by byte, and greater for a reader.
+    // Byte by byte, "B" is less than "a"; in alphabetical order it is greater.
     let log = |n: i32| doc! {"_id": format!("log {n:04}"), "host": 1, "code": if n % 2 == 0 { "B" } else { "b" }};
     insert(&db, "logs", (0..700).map(log)).await;
     insert(&db, "logs", [doc! {"_id": 7, "host": 1, "code": "B"}, doc! {"_id": Bson::MaxKey, "host": 1, "code": "B"}])

@@ -1,4 +1,4 @@
-//! A small application beside real daemon processes: its writes, what its copies should be, and the oplog as a witness.
+//! A small application with real daemon processes: its writes, the expected copies, and the oplog as evidence.
 
 use std::{
     collections::BTreeMap,
@@ -23,10 +23,10 @@ use crate::daemon::PATIENCE;
 const HOSTS: i32 = 12;
 const LOGS: i32 = 120;
 const PERSONS: i32 = 12;
-/// Shorter than one would run with, so that tests need not wait.
+/// Shorter than in production, so that tests need not wait.
 pub const TTL: Duration = Duration::from_secs(3);
 
-/// Unguarded: the audit would mend in a while what a fault has left.
+/// Without a guard: the audit would soon repair the damage of a fault.
 const RULES: &str = "
   - { name: address, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }
   - { name: tasks, guard: off, collect: { source: tasks, target: persons, match: { _id: owner }, into: tasks, element: $_id, sort: { due: 1 } } }
@@ -39,20 +39,20 @@ pub struct World {
     daemons: AtomicU64,
 }
 
-/// A daemon process. It dies with the value.
+/// A daemon process. It ends with the value.
 pub struct Daemon {
     child: Child,
     log: PathBuf,
 }
 
-/// The application at work.
+/// The application's writer.
 pub struct Writer {
     stop: Arc<AtomicBool>,
     task: tokio::task::JoinHandle<u64>,
 }
 
 impl World {
-    /// Documents that no copy has been made of yet, and what the rules need of the cluster.
+    /// Documents without copies, and everything that the rules need on the cluster.
     pub async fn new(test: TestDb) -> Self {
         let db = test.database();
         let folder = tempfile::tempdir().unwrap();
@@ -63,19 +63,19 @@ impl World {
         world.db.collection("logs").insert_many(logs).await.unwrap();
         world.db.collection("persons").insert_many((0..PERSONS).map(|n| doc! {"_id": n})).await.unwrap();
         world.write_config("denormd.yaml", "");
-        // No index is made of a collection that does not exist.
+        // No index is created on a collection that does not exist.
         world.db.create_collection("tasks").await.unwrap();
         let applied = world.command(&["plan", "--apply"], "denormd.yaml").stdout(Stdio::null()).status().unwrap();
         assert!(applied.success());
         world
     }
 
-    /// Writes a config file with the rules of this world and more.
+    /// Writes a config file with the rules of this world and others.
     pub fn write_config(&self, file: &str, more_rules: &str) {
         self.write_divided_config(file, more_rules, 1);
     }
 
-    /// Lets leases last so long, for the daemons that are started from here on.
+    /// Sets the duration of leases, for daemons started from now on.
     pub fn lease_for(&self, ttl: Duration) {
         let file = self.folder.path().join("denormd.yaml");
         let config = std::fs::read_to_string(&file).unwrap();
@@ -83,7 +83,7 @@ impl World {
         std::fs::write(file, config.replace(&old, &new)).unwrap();
     }
 
-    /// Writes a config file for a deployment that is divided into so many partitions.
+    /// Writes a config file for a deployment with this number of partitions.
     pub fn write_divided_config(&self, file: &str, more_rules: &str, partitions: u32) {
         let config = format!(
             "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {}, partitions: {partitions} }}\nlimits: {{ destroy_per_hour: 1000000 }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}{more_rules}",
@@ -101,12 +101,12 @@ impl World {
         command
     }
 
-    /// Starts one more daemon.
+    /// Starts another daemon.
     pub fn daemon(&self) -> Daemon {
         self.daemon_with("denormd.yaml")
     }
 
-    /// Starts one more daemon with the config file of this name.
+    /// Starts another daemon with the config file of this name.
     pub fn daemon_with(&self, config: &str) -> Daemon {
         self.spawn(self.command(&["run"], config))
     }
@@ -119,14 +119,14 @@ impl World {
         Daemon { child, log }
     }
 
-    /// Starts a daemon that dies when it comes to `place` for the `nth` time.
+    /// Starts a daemon that crashes when it reaches `place` for the `nth` time.
     pub fn daemon_that_dies(&self, place: &str, nth: u32) -> Daemon {
         let mut command = self.command(&["run"], "denormd.yaml");
         command.env("DENORMD_CRASH", format!("{place}:{nth}"));
         self.spawn(command)
     }
 
-    /// Starts a daemon whose wall clock is what libfaketime reads in a file; time that passes is true.
+    /// Starts a daemon whose wall clock libfaketime reads from a file; elapsed time is real.
     pub fn daemon_by_clock(&self, library: &str, clock: &Path) -> Daemon {
         let mut command = self.command(&["run"], "denormd.yaml");
         command.env("LD_PRELOAD", library).env("FAKETIME_TIMESTAMP_FILE", clock);
@@ -140,7 +140,7 @@ impl World {
         tokio::task::spawn_blocking(move || child.wait().unwrap()).await.unwrap()
     }
 
-    /// Waits until a daemon that follows changes knows that there are tasks.
+    /// Waits until a daemon that follows changes has recorded that there are tasks.
     pub async fn has_seen_tasks(&self) {
         let rules = self.test.beside("state").collection::<Document>("rules");
         let seen = doc! {"_id.rule": "tasks", "source_seen": true};
@@ -151,7 +151,7 @@ impl World {
         }
     }
 
-    /// Waits until the saved position has passed everything that is committed now.
+    /// Waits until the saved position has passed everything committed so far.
     pub async fn caught_up(&self) {
         let reply = self.db.run_command(doc! {"ping": 1}).await.unwrap();
         let now = reply.get_timestamp("operationTime").unwrap();
@@ -163,7 +163,7 @@ impl World {
         }
     }
 
-    /// Begins to write as applications do, until told to stop. What fails is tried by nobody again.
+    /// Starts to write like an application, until stopped. Failed writes are not retried.
     pub fn writer(&self, seed: u64) -> Writer {
         let stop = Arc::new(AtomicBool::new(false));
         let (db, stopped) = (self.db.clone(), stop.clone());
@@ -179,7 +179,7 @@ impl World {
         Writer { stop, task }
     }
 
-    /// What differs from what the sources say.
+    /// The copies that differ from their sources.
     pub async fn differences(&self) -> mongodb::error::Result<Vec<String>> {
         let hosts: BTreeMap<i32, Bson> =
             self.read("hosts").await?.iter().map(|doc| (id(doc), doc.get("ip").cloned().unwrap())).collect();
@@ -206,7 +206,7 @@ impl World {
         self.db.collection(name).find(doc! {}).await?.try_collect().await
     }
 
-    /// Waits until every copy is right, and returns how long that took.
+    /// Waits until every copy is correct, and returns the time that took.
     pub async fn converged(&self) -> Duration {
         let begun = Instant::now();
         loop {
@@ -219,7 +219,7 @@ impl World {
         }
     }
 
-    /// Converged, and then nothing is written for a while.
+    /// Waits until everything has converged, and then verifies that nothing is written for a time.
     pub async fn at_rest(&self, quiet: Duration) -> Duration {
         let took = self.converged().await;
         let begun = Instant::now();
@@ -229,7 +229,7 @@ impl World {
             let last = oplog.find_one(doc! {}).sort(doc! {"$natural": -1}).await.unwrap().unwrap();
             tokio::time::sleep(quiet).await;
             let since = doc! {"ts": {"$gt": last.get("ts").unwrap()}, "ns": {"$in": targets.to_vec()}};
-            // The last writes may be seen before they are acknowledged.
+            // The last writes may be visible before they are acknowledged.
             let Some(written) = oplog.find_one(since).await.unwrap() else { break };
             assert!(begun.elapsed() < PATIENCE, "written at rest: {written}\n{}", self.logs());
         }
@@ -242,7 +242,7 @@ impl World {
         self.test.beside("state").collection("leases").find_one(doc! {}).await.ok()?
     }
 
-    /// Waits until a term after `term` has begun; returns it with the process that leads.
+    /// Waits until a term after `term` has begun; returns it with the process id of the leader.
     pub async fn term_after(&self, term: i64) -> (i64, i64) {
         let begun = Instant::now();
         loop {
@@ -257,7 +257,7 @@ impl World {
         }
     }
 
-    /// The places of the partitions that somebody leads, each with the process that does.
+    /// The places of the partitions that have a leader, each with the leader's process id.
     pub async fn led(&self, partitions: u32) -> BTreeMap<String, i64> {
         let leases = self.test.beside("state").collection::<Document>("leases");
         let held = doc! {
@@ -269,7 +269,8 @@ impl World {
         held.iter().map(read).collect()
     }
 
-    /// Waits until these daemons lead all partitions, and none of them two more than another one. Returns how long it took.
+    /// Waits until these daemons lead all partitions, with numbers that differ by one at most. Returns the time that
+    /// took.
     pub async fn shared_by(&self, daemons: &[&Daemon], partitions: u32) -> Duration {
         let begun = Instant::now();
         loop {
@@ -319,7 +320,7 @@ async fn write(db: &Database, random: &mut StdRng) -> mongodb::error::Result<()>
 }
 
 impl Writer {
-    /// Stops; returns how many writes were acknowledged.
+    /// Stops; returns the number of acknowledged writes.
     pub async fn stop(self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
         self.task.await.unwrap()
@@ -338,7 +339,7 @@ impl Daemon {
         );
     }
 
-    /// Ends it as a crash would.
+    /// Ends it like a crash.
     pub fn kill9(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -353,12 +354,12 @@ impl Daemon {
         }
     }
 
-    /// Whether it has ended.
+    /// True if it has ended.
     pub fn is_dead(&mut self) -> bool {
         self.child.try_wait().unwrap().is_some()
     }
 
-    /// Waits until it has died by itself, and by what it was told to die of.
+    /// Waits until it has crashed by itself, at the expected place.
     pub async fn has_died(&mut self, place: &str) {
         let begun = Instant::now();
         while !self.is_dead() {
@@ -368,7 +369,7 @@ impl Daemon {
         assert!(self.log().contains("dying, as DENORMD_CRASH says"), "{}", self.log());
     }
 
-    /// Asks it to stop, and waits until it has, in good order.
+    /// Asks it to stop, and waits for a regular end.
     pub async fn terminate(mut self) {
         self.signal("TERM");
         let begun = Instant::now();
@@ -382,7 +383,7 @@ impl Daemon {
         assert!(status.success(), "{status}\n{}", self.log());
     }
 
-    /// Whether its log has lines of times that are half an hour from the machine's, or more.
+    /// True if its log has lines whose times differ from the machine's by half an hour or more.
     pub fn log_has_other_times(&self) -> bool {
         let now = bson::DateTime::now().timestamp_millis();
         let log = self.log();
@@ -393,7 +394,7 @@ impl Daemon {
         times.any(|time| (time.timestamp_millis() - now).abs() > 30 * 60 * 1000)
     }
 
-    /// What it has logged.
+    /// Its log.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }

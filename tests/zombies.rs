@@ -1,8 +1,9 @@
-//! `make zombies`: leaders that are frozen in the middle of their work and wake up when another one leads, many deployments
-//! at once on one replica set, as each trial waits for a lease to run out.
+//! `make zombies`: leaders that are frozen in the middle of their work and resume when another instance leads, with
+//! many deployments at once on one replica set, because each round waits for a lease to expire.
 //!
-//! A trial: the application writes, the leader is frozen, another one takes over and writes what is newer, the frozen one
-//! wakes up. Then every copy is compared with its source, and the oplog is silent. The first that differs ends it all.
+//! A round: the application writes, the leader is frozen, another one takes over and writes newer values, the frozen
+//! one resumes. Then every copy is compared with its source, and the oplog must be silent. The first difference ends
+//! the run.
 
 use std::{
     sync::{
@@ -21,20 +22,20 @@ use crate::{
     world::{TTL, World},
 };
 
-/// How long the oplog must be silent.
+/// Time for which the oplog must be silent.
 const QUIET: Duration = Duration::from_millis(700);
 
-/// What the trials of one deployment have shown.
+/// The results of one deployment's rounds.
 #[derive(Default)]
 struct Seen {
     trials: usize,
-    /// From the freeze until another one leads.
+    /// Time from the freeze until another instance leads.
     taken_over: Vec<Duration>,
-    /// Writes of the application that were acknowledged while the leader was frozen, or a moment before.
+    /// Writes of the application that were acknowledged while the leader was frozen, or shortly before.
     written: u64,
-    /// Leaders that woke up and noticed; each of them believed until then that it led.
+    /// Leaders that resumed and noticed; until then each of them believed that it led.
     noticed: usize,
-    /// Writes that the server or the fence refused because they came too late.
+    /// Writes that the server or the fence refused because they were too late.
     refused: usize,
 }
 
@@ -42,7 +43,7 @@ async fn pause(milliseconds: u64) {
     tokio::time::sleep(Duration::from_millis(milliseconds)).await;
 }
 
-/// Does trials on a deployment of its own until none is `left`.
+/// Runs rounds on its own deployment until none is `left`.
 async fn trials(world: World, seed: u64, left: Arc<AtomicI64>) -> Seen {
     let mut random = StdRng::seed_from_u64(seed);
     let daemons = [world.daemon(), world.daemon()];
@@ -52,7 +53,7 @@ async fn trials(world: World, seed: u64, left: Arc<AtomicI64>) -> Seen {
     while left.fetch_sub(1, Ordering::SeqCst) > 0 {
         let writer = world.writer(random.random());
         pause(random.random_range(100..600)).await;
-        // On a busy machine it may have changed hands since the last trial.
+        // On a busy machine the leader may have changed since the last round.
         let (mut term, mut process) = world.term_after(0).await;
         let leader = daemons.iter().find(|daemon| daemon.pid() == process).unwrap();
         leader.signal("STOP");
@@ -61,7 +62,7 @@ async fn trials(world: World, seed: u64, left: Arc<AtomicI64>) -> Seen {
             (term, process) = world.term_after(term).await;
         }
         seen.taken_over.push(begun.elapsed());
-        // Awake before, while, or after its successor has written what is newer.
+        // Resumed before, while, or after its successor has written newer values.
         let wakes = random.random_range(0..3);
         if wakes == 0 {
             leader.signal("CONT");
@@ -121,6 +122,6 @@ async fn as_many_zombies_as_it_is_told() {
         all.written, all.noticed, all.refused
     );
     assert_eq!(i64::try_from(all.trials).unwrap(), wanted);
-    // One that was about to hand over when it was frozen has nothing to notice.
+    // A leader that was about to hand over when it was frozen has nothing to notice.
     assert!(all.noticed * 10 >= all.trials * 9, "they woke up as former leaders");
 }

@@ -1,7 +1,7 @@
 //! A backlog of changes, drained by the daemon; and the same target writes by a client that knows them.
 
 use denormd_show::{
-    figures::{median, spread},
+    figures::{fan_out, median},
     host,
     print::{bold, dim, heading},
 };
@@ -144,8 +144,8 @@ pub fn print(all: &[Drained]) {
             let title = if nth == 0 { drained.name } else { "" };
             println!(
                 "  {title:<12}{name:<28}{:>22}{:>22}{server:>12}{mine:>12}{memory:>10}",
-                bold(&spread(&wall, 2)),
-                spread(&cpu, 2)
+                bold(&fan_out(&wall, 2)),
+                fan_out(&cpu, 2)
             );
         }
     }

@@ -1,40 +1,40 @@
-//! One piece of advice, and the words that all of them share. Pure.
+//! One piece of advice, and the number formats that all of them share. Pure.
 
 use serde_json::{Value, json};
 
 use super::{
+    distribution::{Distribution, How, ratio, whole},
     draft::Draft,
-    spread::{How, Spread, ratio, whole},
 };
 
-/// What is advised.
+/// The kind of a piece of advice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
-    /// Put the documents of one collection into those of another.
+    /// Embed the documents of one collection in those of another.
     Embed,
-    /// An array of subdocuments is where it belongs.
+    /// Leave an embedded array of subdocuments as it is.
     KeepEmbedded,
-    /// The ids of the many in an array of the one.
+    /// Keep an array of ids on the "one" side.
     ArrayOfReferences,
-    /// The id of the one in each of the many.
+    /// Keep the parent's id in each document on the "many" side.
     ParentReference,
-    /// Both of these.
+    /// References in both directions.
     TwoWay,
     /// Copy these fields.
     Copy,
-    /// Do not copy these.
+    /// Do not copy these fields.
     DoNotCopy,
-    /// The figures do not decide.
+    /// The figures do not allow a decision.
     Measure,
-    /// Keep the first few of the many in the one.
+    /// Keep the first few documents of the "many" side in the parent.
     Subset,
-    /// Ids instead of DBRefs.
+    /// Use ids instead of DBRefs.
     PlainIds,
-    /// An array is too long for its document.
+    /// Move an array that is too long into its own collection.
     MoveOut,
-    /// References resolve only once their type is converted.
+    /// References resolve only after a type conversion.
     KeyType,
-    /// References that lead nowhere.
+    /// References to documents that do not exist.
     Dangling,
     /// Several documents share a key.
     DuplicateKeys,
@@ -44,24 +44,24 @@ pub enum Kind {
     IndexMissing,
     /// An index is not used.
     IndexUnused,
-    /// A collection has too many.
+    /// A collection has too many indexes.
     IndexesMany,
     /// Joins fetch whole documents.
     Projection,
-    /// Too many reads are `$lookup`.
+    /// Too large a share of the reads are `$lookup`.
     LookupShare,
-    /// Regular expressions without regard to case.
+    /// Case-insensitive regular expressions.
     IgnoreCase,
     /// Too many collections.
     Collections,
     /// Large documents.
     DocumentSize,
-    /// Hot data and the cache.
+    /// Recently used data does not fit the cache.
     Cache,
 }
 
 impl Kind {
-    /// As it is printed.
+    /// The name as it is printed.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -104,43 +104,43 @@ pub const RULES_OF_THUMB: [&str; 6] = [
     "how you model depends entirely on how the application reads and writes",
 ];
 
-/// One piece of advice: what, the number behind it, and the rule of thumb that it comes from.
+/// One piece of advice: its kind, the number behind it, and the rule of thumb that it comes from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Advice {
-    /// What.
+    /// The kind, which selects the printed name.
     pub kind: Kind,
-    /// The rule of thumb, 1 to 6; None where it comes from elsewhere.
+    /// The rule of thumb, 1 to 6; None for advice from another source.
     pub rule: Option<u8>,
-    /// In a sentence, with its number.
+    /// One sentence, with its number.
     pub says: String,
-    /// A command for mongosh.
+    /// A command for mongosh that carries out the advice.
     pub command: Option<String>,
-    /// A rule for denormd.
+    /// A rule for denormd that carries out the advice.
     pub draft: Option<Draft>,
 }
 
 impl Advice {
-    /// Advice in a sentence.
+    /// Advice without a command or a rule.
     #[must_use]
     pub fn new(kind: Kind, rule: impl Into<Option<u8>>, says: impl Into<String>) -> Self {
         Self { kind, rule: rule.into(), says: says.into(), command: None, draft: None }
     }
 
-    /// With a command for mongosh.
+    /// Adds a command for mongosh.
     #[must_use]
     pub fn command(mut self, command: impl Into<String>) -> Self {
         self.command = Some(command.into());
         self
     }
 
-    /// With a rule for denormd.
+    /// Adds a rule for denormd.
     #[must_use]
     pub fn draft(mut self, draft: Option<Draft>) -> Self {
         self.draft = draft;
         self
     }
 
-    /// For programs.
+    /// The advice as JSON, for programs.
     #[must_use]
     pub fn json(&self) -> Value {
         json!({
@@ -150,7 +150,7 @@ impl Advice {
     }
 }
 
-/// `1,234,567`
+/// Formats a count: `1,234,567`.
 #[must_use]
 pub fn count(number: u64) -> String {
     let digits = number.to_string();
@@ -164,13 +164,13 @@ pub fn count(number: u64) -> String {
     out
 }
 
-/// `1 document`, `2,000 documents`
+/// Formats a count with its noun: `1 document`, `2,000 documents`.
 #[must_use]
 pub fn counted(number: u64, noun: &str) -> String {
     format!("{} {noun}{}", count(number), if number == 1 { "" } else { "s" })
 }
 
-/// `1.5 MB`
+/// Formats a size: `1.5 MB`.
 #[must_use]
 pub fn bytes(number: u64) -> String {
     let (unit, name) = match number {
@@ -182,7 +182,7 @@ pub fn bytes(number: u64) -> String {
     format!("{:.1} {name}", ratio(number, unit))
 }
 
-/// A number with as many digits as matter.
+/// Formats a number with one decimal at most, and with none from 10 up.
 #[must_use]
 pub fn figure(number: f64) -> String {
     if number >= 100.0 {
@@ -194,18 +194,18 @@ pub fn figure(number: f64) -> String {
     }
 }
 
-/// `median 3, 99th percentile 4, most 5 (all 1,000 counted)`
+/// Formats a distribution: `median 3, 99th percentile 4, most 5 (all 1,000 counted)`.
 #[must_use]
-pub fn spread(spread: &Spread) -> String {
-    let Spread { median, p99, max, .. } = spread;
-    format!("median {}, 99th percentile {}, most {} ({})", count(*median), count(*p99), count(*max), how(spread))
+pub fn distribution(distribution: &Distribution) -> String {
+    let Distribution { median, p99, max, .. } = distribution;
+    format!("median {}, 99th percentile {}, most {} ({})", count(*median), count(*p99), count(*max), how(distribution))
 }
 
-/// How a spread is known.
+/// Describes the basis of a distribution: a full count or a sample.
 #[must_use]
-pub fn how(spread: &Spread) -> String {
-    match spread.how {
-        How::Exact => format!("all {} counted", count(spread.count)),
+pub fn how(distribution: &Distribution) -> String {
+    match distribution.how {
+        How::Exact => format!("all {} counted", count(distribution.count)),
         How::Sample(of) => format!("a sample of {}", count(of)),
     }
 }

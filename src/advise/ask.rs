@@ -1,4 +1,5 @@
-//! Questions to the server, each of them a read that is bounded in time. What may not be asked, or takes too long, is not known.
+//! Read-only queries to the server, each with a time limit. A query that lacks a privilege or takes too long yields
+//! "not known".
 
 use std::time::{Duration, Instant};
 
@@ -11,31 +12,31 @@ use crate::{
     error::{Error, Kind, Result},
 };
 
-use super::spread::{Known, Unknown};
+use super::distribution::{Known, Unknown};
 
-/// How long one question may take on the server.
+/// Server-side time limit of one query.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Asks one cluster, or one of its members.
+/// Sends queries to one cluster, or to one of its members.
 #[derive(Debug, Clone)]
 pub struct Ask {
     client: Client,
 }
 
 impl Ask {
-    /// Through a client.
+    /// Uses this client for every query.
     #[must_use]
     pub fn new(client: &Client) -> Self {
         Self { client: client.clone() }
     }
 
-    /// The driver's client.
+    /// The driver's client, for queries that this type does not offer.
     #[must_use]
     pub fn client(&self) -> &Client {
         &self.client
     }
 
-    /// An aggregation to its end. `needs` is the privilege that it takes.
+    /// Runs an aggregation and collects all results. `needs` names the privilege that it requires.
     pub async fn aggregate(
         &self,
         ns: &Namespace,
@@ -45,7 +46,7 @@ impl Ask {
         self.hinted(ns, pipeline, None, needs).await
     }
 
-    /// As [`Ask::aggregate`], along the index with these keys.
+    /// Like [`Ask::aggregate`], with a hint for the index with these keys.
     pub async fn hinted(
         &self,
         ns: &Namespace,
@@ -65,7 +66,7 @@ impl Ask {
         known(Box::pin(answer).await.map_err(Error::from), needs, &ns.to_string(), started)
     }
 
-    /// A command that answers with one document.
+    /// Runs a command that returns one document.
     pub async fn command(&self, database: &str, mut command: Document, needs: &str) -> Result<Known<Document>> {
         command.insert("maxTimeMS", Bson::Int64(i64::try_from(PATIENCE.as_millis()).unwrap_or(i64::MAX)));
         let started = Instant::now();
@@ -73,12 +74,12 @@ impl Ask {
         known(answer.map_err(Error::from), needs, database, started)
     }
 
-    /// What a collection's stage of figures says: `$collStats`, `$indexStats`.
+    /// Reads the statistics of a collection through a stage such as `$collStats` or `$indexStats`.
     pub async fn figures(&self, ns: &Namespace, stage: Document, needs: &str) -> Result<Known<Vec<Document>>> {
         self.aggregate(ns, vec![stage], needs).await
     }
 
-    /// The collections of a database.
+    /// Lists the collections of a database.
     pub async fn collections(&self, database: &str) -> Result<Vec<Document>> {
         let command = doc! {"listCollections": 1, "authorizedCollections": false};
         let mut cursor = self.client.database(database).run_cursor_command(command).await?;
@@ -90,7 +91,7 @@ impl Ask {
     }
 }
 
-/// A refusal becomes "not known"; a connection that is gone stays an error.
+/// Turns a refusal or a timeout into "not known"; a lost connection stays an error.
 fn known<T>(answer: Result<T>, needs: &str, about: &str, started: Instant) -> Result<Known<T>> {
     let error = match answer {
         Ok(answer) => return Ok(Ok(answer)),

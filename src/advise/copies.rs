@@ -1,4 +1,5 @@
-//! Copies that are there already: fields of the documents that refer which have the value of a field of what they refer to.
+//! Detection of existing copies: fields of a referring document that hold the value of a field of the referenced
+//! document.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -17,23 +18,23 @@ use super::{
     relationships::Link,
 };
 
-/// Documents that are compared.
+/// Number of documents to compare.
 const COMPARED: i64 = 500;
-/// Different values that a copy must have had: two columns of yes and no are often equal.
+/// Minimum number of different values in a copy: two boolean fields are often equal by chance.
 const DIFFERENT: usize = 3;
 
-/// A copy that was found: where, of which field, and how good it is.
+/// An existing copy: its place, its source field, and its quality.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Copied {
-    /// The field of what is referred to.
+    /// The field of the referenced document.
     pub field: FieldPath,
-    /// Its copy.
+    /// The field of the referring document that holds the copy.
     pub place: FieldPath,
-    /// What the comparison said.
+    /// The result of the comparison.
     pub held: Place,
 }
 
-/// Compares some of the documents that refer with what they refer to.
+/// Compares a sample of the referring documents with the documents that they reference.
 pub async fn find(
     ask: &Ask,
     link: &Link,
@@ -101,7 +102,8 @@ fn text(segments: &[Segment]) -> String {
     segments.iter().map(part).collect::<Vec<_>>().join(".")
 }
 
-/// The places that hold the value of a field, most of the time: at most one place a field.
+/// Finds, for each field, the place that most often holds its value. A place counts only if more than half of its
+/// values match.
 fn matches(pairs: &[(&Document, &Document)], fields: &[FieldPath], places: &[FieldPath]) -> Vec<Copied> {
     let mut found = Vec::new();
     for field in fields {
@@ -118,7 +120,7 @@ fn matches(pairs: &[(&Document, &Document)], fields: &[FieldPath], places: &[Fie
                     _ => compared += 1,
                 }
             }
-            // Of what holds few values the number of different ones is no more than that of the sources.
+            // A field with few different values may match by chance.
             let good = equal * 2 > compared && values.len() >= DIFFERENT;
             good.then(|| {
                 (
@@ -136,7 +138,7 @@ fn matches(pairs: &[(&Document, &Document)], fields: &[FieldPath], places: &[Fie
     found
 }
 
-/// The references of one document, each with what stands beside it.
+/// The references of one document, each with the subdocument or document that contains it.
 fn rows(document: &Document, path: &FieldPath, each: Option<&FieldPath>) -> Vec<(Key, Document)> {
     let Some(each) = each else {
         return at(document, path).map(|value| (Key::one(value.clone()), document.clone())).into_iter().collect();

@@ -1,4 +1,4 @@
-//! A rule for denormd, written as one writes it in a config file. Pure.
+//! A rule for denormd in the syntax of a config file. Pure.
 
 use serde_json::{Map, Value, json};
 
@@ -6,21 +6,21 @@ use crate::{change::Namespace, field_path::FieldPath};
 
 use super::names::looks_personal;
 
-/// A rule that has not been compiled.
+/// A suggested rule, not yet compiled.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Draft {
-    /// Its name.
+    /// The name, reduced to letters, digits and hyphens.
     pub name: String,
-    /// `copy` or `collect`.
+    /// The kind of rule: `copy` or `collect`.
     pub kind: &'static str,
-    /// What is below that, in order.
+    /// The keys below the kind, in order.
     pub body: Map<String, Value>,
-    /// What to know of it.
+    /// A remark for the user.
     pub comment: String,
 }
 
 impl Draft {
-    /// A rule whose `source` and `target` are these.
+    /// A rule with this `source` and `target`.
     #[must_use]
     pub fn new(name: &str, kind: &'static str, source: String, target: String) -> Self {
         let mut body = Map::new();
@@ -31,14 +31,14 @@ impl Draft {
         Self { name: name.trim_matches('-').to_owned(), kind, body, comment: String::new() }
     }
 
-    /// With one more key.
+    /// Adds one key.
     #[must_use]
     pub fn with(mut self, key: &str, value: Value) -> Self {
         self.body.insert(key.to_owned(), value);
         self
     }
 
-    /// A warning, where it copies fields that look personal.
+    /// A warning if the rule copies fields that look personal or secret.
     #[must_use]
     pub fn warning(&self) -> Option<String> {
         let mut fields = Vec::new();
@@ -56,7 +56,7 @@ impl Draft {
         })
     }
 
-    /// As an entry of `rules`, in YAML.
+    /// The rule as an entry of `rules`, in YAML.
     #[must_use]
     pub fn yaml(&self) -> String {
         let mut out = format!("- name: {}\n  {}:\n", scalar(&self.name), self.kind);
@@ -66,14 +66,14 @@ impl Draft {
         out
     }
 
-    /// For programs.
+    /// The rule as JSON, for programs.
     #[must_use]
     pub fn json(&self) -> Value {
         json!({"name": self.name, self.kind: self.body})
     }
 }
 
-/// The fields that an expression names.
+/// Collects the fields that an expression reads.
 fn read<'a>(value: &'a Value, out: &mut Vec<&'a str>) {
     match value {
         Value::String(text) => out.extend(text.strip_prefix('$')),
@@ -83,7 +83,7 @@ fn read<'a>(value: &'a Value, out: &mut Vec<&'a str>) {
     }
 }
 
-/// A collection as a rule names it: bare in the config's database.
+/// The name of a collection in a rule: without the database if it is the config's default.
 #[must_use]
 pub fn collection(namespace: &Namespace, default: Option<&str>) -> String {
     if default == Some(namespace.database.as_str()) && !namespace.collection.contains('.') {
@@ -107,7 +107,7 @@ fn flow(value: &Value) -> String {
     }
 }
 
-/// Plain where no reader of YAML can take it for anything but text.
+/// An unquoted scalar where every YAML parser reads it as text, otherwise a quoted one.
 fn scalar(text: &str) -> String {
     const WORDS: [&str; 9] = ["null", "true", "false", "yes", "no", "on", "off", "y", "n"];
     let begins = text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_' || c == '$');

@@ -1,31 +1,31 @@
-//! What the advice is decided from: one relationship with all its figures. Plain data.
+//! The input of the advice: one relationship with all its figures. Plain data.
 
 use crate::{change::Namespace, field_path::FieldPath};
 
 use super::{
+    distribution::{Distribution, How, Known, ratio},
     fan_out::FanOut,
     relationships::Link,
-    spread::{How, Known, Spread, ratio},
 };
 
-/// How often something happened, in how long a time.
+/// A number of events and the period in which they happened.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rate {
-    /// How often.
+    /// Number of events.
     pub times: u64,
-    /// In how many seconds.
+    /// Length of the period, in seconds.
     pub seconds: f64,
 }
 
 impl Rate {
-    /// Times a day.
+    /// Events per day.
     #[must_use]
     pub fn per_day(&self) -> f64 {
         if self.seconds > 0.0 { ratio(self.times, 1) / self.seconds * 86_400.0 } else { 0.0 }
     }
 }
 
-/// In which form one document refers to others.
+/// The form of the references in a document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// One id.
@@ -39,33 +39,33 @@ pub enum Form {
 /// One relationship with its figures.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Relationship {
-    /// Which fields.
+    /// The fields of both ends.
     pub link: Link,
-    /// In which form.
+    /// The form of the references.
     pub form: Form,
-    /// Whether references are DBRefs, and how many bytes each spends on that.
+    /// The bytes that each reference spends on being a DBRef; None for other references.
     pub db_ref: Option<u64>,
-    /// How many refer to one, and what resolves.
+    /// References per referenced document, and the number that resolve.
     pub fan_out: FanOut,
-    /// How many one refers to, where references are in an array.
-    pub lengths: Option<Spread>,
-    /// How many values of the key several documents share.
+    /// References per referring document, if they are in an array.
+    pub lengths: Option<Distribution>,
+    /// The number of key values that several documents share.
     pub duplicates: Known<u64>,
-    /// The documents that refer.
+    /// The referring side.
     pub holder: Side,
-    /// What they refer to.
+    /// The referenced side.
     pub held: Side,
-    /// The field by which what is referred to refers back.
+    /// The field of the referenced documents that refers back.
     pub back: Option<FieldPath>,
-    /// Other fields that refer to the documents that refer here.
+    /// Number of other fields that refer to the referring documents.
     pub others: usize,
-    /// Whether a rule of the config collects the referring documents already.
+    /// True if a rule of the config already collects the referring documents.
     pub collected: bool,
-    /// Other collections that the referring documents might be embedded in as well.
+    /// Other collections in which the referring documents might be embedded.
     pub parents: Vec<String>,
-    /// How many of the referring documents the application shows of one, and in which order: by its own queries.
+    /// The limit and order with which the application reads the referring documents of one referenced document.
     pub shown: Option<Shown>,
-    /// Joins that the log has seen, and those of them that fetch whole documents.
+    /// Joins seen in the log, and the number of them that fetch whole documents.
     pub joins: (u64, u64),
     /// The fields that might be copied.
     pub fields: Vec<Candidate>,
@@ -74,68 +74,69 @@ pub struct Relationship {
 /// One end of a relationship.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Side {
-    /// The collection.
+    /// The collection of this side.
     pub namespace: Namespace,
-    /// Its documents.
+    /// Number of documents.
     pub count: u64,
-    /// Their sizes.
-    pub size: Option<Spread>,
-    /// Reads of the collection.
+    /// The distribution of the document sizes, in bytes.
+    pub size: Option<Distribution>,
+    /// Reads of the collection, by any query.
     pub reads: Option<Rate>,
-    /// Those of them that use an index on the field of the relationship.
+    /// Number of reads that used an index on the field of the relationship.
     pub by_reference: Option<u64>,
-    /// Documents that come and go, and are changed.
+    /// Inserts, updates, replacements and deletes.
     pub changes: Option<Rate>,
-    /// Documents that are made in a day, by their ids.
+    /// Documents created per day, derived from their ids.
     pub made_per_day: Option<f64>,
-    /// Whether an index begins with the field of the relationship.
+    /// True if an index begins with the field of the relationship.
     pub indexed: bool,
-    /// The fields at the root of the documents, by name.
+    /// The names of the top-level fields.
     pub names: Vec<String>,
-    /// A field with a time, at the root.
+    /// A top-level field that holds a date.
     pub time: Option<String>,
 }
 
-/// What the application asks for by itself.
+/// The limit and order of the application's own queries.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shown {
-    /// How many.
+    /// Number of documents requested.
     pub limit: u64,
-    /// In which order.
+    /// The sort keys with their directions.
     pub sort: Vec<(String, i64)>,
 }
 
 /// A field that might be copied.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Candidate {
-    /// Its path in the documents that are referred to.
+    /// The path in the referenced documents.
     pub path: FieldPath,
-    /// Its updates.
+    /// The updates of the field; None if the oplog could not be read.
     pub updates: Option<Rate>,
-    /// Where the documents that refer have it, or would have it.
+    /// The place in the referring documents of the existing or future copy.
     pub place: FieldPath,
-    /// What the place holds now.
+    /// The current content of that place.
     pub held: Place,
 }
 
-/// What the documents that refer have where a copy would be.
+/// The content of the place in the referring documents where a copy would go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// Nothing.
+    /// No value.
     Free,
-    /// The same values: of so many that were compared, so many differ.
+    /// The same values as the source, at least in part.
     Copy {
-        /// Compared.
+        /// Number of places compared.
         compared: u64,
-        /// Different.
+        /// Number of places that differ.
         stale: u64,
     },
-    /// Something else.
+    /// Other values.
     Taken,
 }
 
 impl Relationship {
-    /// Referring documents that lead to nothing, of how many: null, missing and dangling.
+    /// Number of referring documents without a resolving reference (null, missing or dangling), and of all referring
+    /// documents.
     #[must_use]
     pub fn homeless(&self) -> (u64, u64) {
         let found: u64 = self.fan_out.types.iter().map(|of| of.resolved + of.converted).sum();
@@ -146,7 +147,8 @@ impl Relationship {
         (of.saturating_sub(found), of)
     }
 
-    /// Reads of the referring documents that do not come through the reference; None where that is not known.
+    /// Number of reads of the referring documents that do not use the reference, and of all reads; None if that is not
+    /// known.
     #[must_use]
     pub fn holder_read_alone(&self) -> Option<(u64, u64)> {
         let reads = self.holder.reads?.times;

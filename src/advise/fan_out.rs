@@ -1,4 +1,4 @@
-//! How many refer to one: counted where that is cheap, drawn where it is not, and what resolves, by BSON type.
+//! References per document and how many of them resolve, by BSON type: counted where that is cheap, otherwise sampled.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -13,60 +13,60 @@ use crate::{
 
 use super::{
     ask::Ask,
+    distribution::{Distribution, How, Known, Unknown, ratio},
     inventory::{Collection, number},
     relationships::{Link, as_class},
     shape::{Class, type_name},
-    spread::{How, Known, Spread, Unknown, ratio},
 };
 
-/// Different values that are fetched; of more only a histogram.
+/// Maximum number of different values to fetch. With more, only a histogram is computed.
 const ROWS: usize = 100_000;
-/// Values in one `$in`.
+/// Number of values in one `$in`.
 const CHUNK: usize = 5000;
-/// Along an index so many times more documents are counted than without.
+/// Factor by which the document limit grows if an index serves the count.
 const COVERED: u64 = 20;
-/// Referred-to documents whose referring ones are counted, where not all can be.
+/// Number of referenced documents to sample, if not all references can be counted.
 const DRAWN: usize = 1000;
 
 /// The figures of one relationship.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FanOut {
-    /// References, null and missing ones aside.
+    /// Number of references, without null and missing ones.
     pub references: u64,
-    /// References for each document that has any.
-    pub spread: Known<Spread>,
-    /// References for each document, with those that have none.
+    /// References per referenced document, over the documents with at least one.
+    pub distribution: Known<Distribution>,
+    /// Mean number of references per document, including documents without any.
     pub mean: f64,
-    /// Documents that nothing refers to.
+    /// Number of documents without references to them; None if that is not known.
     pub alone: Option<u64>,
-    /// What resolves, by the reference's BSON type.
+    /// Resolved references, by the reference's BSON type.
     pub types: Vec<ByType>,
-    /// Whether everything was counted.
+    /// The basis of the figures: a full count or a sample.
     pub how: How,
 }
 
 /// The references of one BSON type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ByType {
-    /// The type, as `$type` names it.
+    /// The type, as in `$type`.
     pub name: &'static str,
-    /// How many references.
+    /// Number of references.
     pub references: u64,
-    /// How many of them exist.
+    /// Number of references to an existing document.
     pub resolved: u64,
-    /// How many would exist if their type were converted.
+    /// Number of references that would resolve if their type were converted.
     pub converted: u64,
 }
 
 impl FanOut {
-    /// References that lead nowhere, whatever their type.
+    /// Number of references, of any type, to documents that do not exist.
     #[must_use]
     pub fn dangling(&self) -> u64 {
         self.types.iter().map(|of| of.references - of.resolved - of.converted).sum()
     }
 }
 
-/// Counts one relationship.
+/// Measures the references of one relationship.
 pub async fn count(ask: &Ask, link: &Link, holder: &Collection, held: &Collection, bounds: &Advise) -> Result<FanOut> {
     let class = held.shape.field(&link.held.path).and_then(super::shape::Field::class);
     let Some(rows) = rows(ask, link, holder, bounds).await? else {
@@ -78,8 +78,8 @@ pub async fn count(ask: &Ask, link: &Link, holder: &Collection, held: &Collectio
             let mut fan_out = sampled(ask, link, holder, held, class).await?;
             fan_out.references = references;
             fan_out.mean = ratio(references, held.count);
-            fan_out.spread =
-                Spread::of(&histogram, How::Exact).ok_or_else(|| Unknown("there are no references".to_owned()));
+            fan_out.distribution =
+                Distribution::of(&histogram, How::Exact).ok_or_else(|| Unknown("there are no references".to_owned()));
             return Ok(fan_out);
         }
     };
@@ -90,7 +90,8 @@ pub async fn count(ask: &Ask, link: &Link, holder: &Collection, held: &Collectio
     Ok(FanOut {
         references,
         mean: ratio(fans.iter().sum(), held.count),
-        spread: Spread::of_list(fans, How::Exact).ok_or_else(|| Unknown("no reference resolves".to_owned())),
+        distribution: Distribution::of_list(fans, How::Exact)
+            .ok_or_else(|| Unknown("no reference resolves".to_owned())),
         alone: Some(held.count.saturating_sub(met)),
         types,
         how: How::Exact,
@@ -98,13 +99,13 @@ pub async fn count(ask: &Ask, link: &Link, holder: &Collection, held: &Collectio
 }
 
 enum Rows {
-    /// Each value, and how often it is there.
+    /// Each value, with its number of occurrences.
     All(Vec<(Bson, u64)>),
-    /// How many values are there so many times, and the references in all.
+    /// The number of values for each number of occurrences, and the total of the references.
     Histogram(BTreeMap<u64, u64>, u64),
 }
 
-/// Groups the references on the server; None where there are too many documents for that.
+/// Groups the references on the server; None if there are too many documents for that.
 async fn rows(ask: &Ask, link: &Link, holder: &Collection, bounds: &Advise) -> Result<Option<Rows>> {
     let path = &link.holder.path;
     if holder.how == How::Exact {
@@ -143,7 +144,7 @@ async fn rows(ask: &Ask, link: &Link, holder: &Collection, bounds: &Advise) -> R
     Ok(Some(Rows::Histogram(histogram, references)))
 }
 
-/// The arrays that lead to a path, outermost first: `$a`, `$a.b` of `a.$[].b.$[].c`.
+/// The arrays on the way to a path, outermost first: `$a`, `$a.b` of `a.$[].b.$[].c`.
 #[must_use]
 pub fn unwinds(path: &FieldPath) -> Vec<String> {
     let (mut name, mut arrays) = (String::from("$"), Vec::new());
@@ -157,7 +158,7 @@ pub fn unwinds(path: &FieldPath) -> Vec<String> {
     arrays
 }
 
-/// The value at a path once its arrays are unwound. `$id` of a DBRef cannot be named in a path.
+/// The expression for the value at a path after its arrays are unwound. A path cannot name the `$id` of a DBRef.
 #[must_use]
 pub fn expression(path: &FieldPath) -> Bson {
     let query = path.query();
@@ -169,7 +170,7 @@ pub fn expression(path: &FieldPath) -> Bson {
     }
 }
 
-/// From the sample alone: what resolves; and, along an index, how many refer to each of some documents.
+/// Measures resolution on the sample alone, and counts the references to a few documents if an index allows it.
 async fn sampled(
     ask: &Ask,
     link: &Link,
@@ -184,10 +185,10 @@ async fn sampled(
     let present = resolve(ask, &rows, held, &link.held.path, class).await?;
     let (types, _) = by_type(&rows, &present, class);
     let drawn: u64 = rows.iter().map(|(_, times)| times).sum();
-    let references = super::spread::whole(ratio(drawn, holder.shape.documents.max(1)) * ratio(holder.count, 1));
+    let references = super::distribution::whole(ratio(drawn, holder.shape.documents.max(1)) * ratio(holder.count, 1));
     Ok(FanOut {
         references,
-        spread: drawn_spread(ask, link, holder, held).await?,
+        distribution: sampled_distribution(ask, link, holder, held).await?,
         mean: ratio(references, held.count),
         alone: None,
         types,
@@ -195,8 +196,13 @@ async fn sampled(
     })
 }
 
-/// How many refer to each of the documents in the sample of what is referred to.
-async fn drawn_spread(ask: &Ask, link: &Link, holder: &Collection, held: &Collection) -> Result<Known<Spread>> {
+/// Counts the references to each document in the sample of the referenced collection. Needs an index.
+async fn sampled_distribution(
+    ask: &Ask,
+    link: &Link,
+    holder: &Collection,
+    held: &Collection,
+) -> Result<Known<Distribution>> {
     let path = &link.holder.path;
     if !holder.is_indexed(&path.query()) {
         let why = format!("`{}` has {} documents and no index on {}", holder.namespace, holder.count, path.query());
@@ -216,11 +222,12 @@ async fn drawn_spread(ask: &Ask, link: &Link, holder: &Collection, held: &Collec
     let found = ask.aggregate(&holder.namespace, pipeline, &format!("find on {}", holder.namespace)).await?;
     Ok(found.and_then(|found| {
         let fans = found.iter().filter_map(|row| row.get("n").map(number));
-        Spread::of_list(fans, How::Sample(keys.len() as u64)).ok_or_else(|| Unknown("no reference resolves".to_owned()))
+        Distribution::of_list(fans, How::Sample(keys.len() as u64))
+            .ok_or_else(|| Unknown("no reference resolves".to_owned()))
     }))
 }
 
-/// Which of the values exist, as they are or converted.
+/// Finds the values that exist, either as they are or converted.
 async fn resolve(
     ask: &Ask,
     rows: &[(Bson, u64)],
@@ -236,7 +243,7 @@ async fn resolve(
     present(ask, held, path, &values).await
 }
 
-/// Which of `values` a collection has at `path`.
+/// Finds the elements of `values` that a collection has at `path`.
 pub async fn present(ask: &Ask, held: &Collection, path: &FieldPath, values: &[Bson]) -> Result<HashSet<Key>> {
     if held.how == How::Exact
         && let Some(field) = held.shape.field(path)
@@ -263,7 +270,7 @@ pub async fn present(ask: &Ask, held: &Collection, path: &FieldPath, values: &[B
     Ok(present)
 }
 
-/// The references by type, and how many lead to each document that is there.
+/// Groups the references by type, and counts the references to each existing document.
 fn by_type(rows: &[(Bson, u64)], present: &HashSet<Key>, class: Option<Class>) -> (Vec<ByType>, Vec<u64>) {
     let mut types: BTreeMap<&'static str, ByType> = BTreeMap::new();
     let mut fans = Vec::new();
@@ -284,11 +291,16 @@ fn by_type(rows: &[(Bson, u64)], present: &HashSet<Key>, class: Option<Class>) -
     (types.into_values().collect(), fans)
 }
 
-/// The lengths of the arrays at `path`, all of them where the collection is not too large.
-pub async fn lengths(ask: &Ask, collection: &Collection, path: &FieldPath, bounds: &Advise) -> Result<Option<Spread>> {
+/// The lengths of the arrays at `path`, counted over the whole collection if it is not too large.
+pub async fn lengths(
+    ask: &Ask,
+    collection: &Collection,
+    path: &FieldPath,
+    bounds: &Advise,
+) -> Result<Option<Distribution>> {
     let sampled = || {
         let field = collection.shape.field(path)?;
-        Spread::of_list(field.lengths.iter().copied(), collection.how)
+        Distribution::of_list(field.lengths.iter().copied(), collection.how)
     };
     if collection.how == How::Exact || path.has_each() || collection.count > bounds.scan_documents {
         return Ok(sampled());
@@ -301,10 +313,10 @@ pub async fn lengths(ask: &Ask, collection: &Collection, path: &FieldPath, bound
     let found = ask.aggregate(&collection.namespace, pipeline, &format!("find on {}", collection.namespace)).await?;
     let Ok(found) = found else { return Ok(sampled()) };
     let row = |row: &Document| Some((number(row.get("_id")?), number(row.get("n")?)));
-    Ok(Spread::of(&found.iter().filter_map(row).collect(), How::Exact).or_else(sampled))
+    Ok(Distribution::of(&found.iter().filter_map(row).collect(), How::Exact).or_else(sampled))
 }
 
-/// How many values of a key several documents share.
+/// The number of key values that several documents share.
 pub async fn duplicates(ask: &Ask, held: &Collection, path: &FieldPath, bounds: &Advise) -> Result<Known<u64>> {
     let unique = held.indexes.iter().any(|index| {
         index.unique && index.keys.len() == 1 && index.keys.keys().next().is_some_and(|name| *name == path.query())
@@ -322,7 +334,7 @@ pub async fn duplicates(ask: &Ask, held: &Collection, path: &FieldPath, bounds: 
         doc! {"$match": {"_id": {"$ne": null}, "n": {"$gt": 1}}},
         doc! {"$count": "n"},
     ];
-    // Without the index there is no order to make use of.
+    // Sorting helps only with the index.
     let pipeline = if indexed.is_some() { pipeline } else { pipeline[1..].to_vec() };
     let hint = indexed.map(|index| index.keys.clone());
     let found = ask.hinted(&held.namespace, pipeline, hint, &format!("find on {}", held.namespace)).await?;

@@ -1,4 +1,4 @@
-//! The collections: how many documents, how large, with which indexes, and a sample of each.
+//! The collections: number and size of documents, indexes, and a sample of each.
 
 use std::collections::BTreeSet;
 
@@ -8,68 +8,68 @@ use crate::{change::Namespace, config::Advise, error::Result};
 
 use super::{
     ask::Ask,
+    distribution::{Distribution, How, Known, Unknown},
     shape::Shape,
-    spread::{How, Known, Spread, Unknown},
 };
 
-/// Bytes of one sample: of large documents fewer are drawn.
+/// Maximum size of one sample, in bytes. Fewer documents are drawn if they are large.
 const SAMPLE_BYTES: u64 = 64 << 20;
-/// Fewer than this many documents say nothing.
+/// Minimum number of documents in a sample.
 const LEAST: u64 = 20;
-/// Collections that are looked into: the largest.
+/// Maximum number of collections to inspect, the largest first.
 const COLLECTIONS: usize = 200;
 
 /// One collection.
 #[derive(Debug, Clone)]
 pub struct Collection {
-    /// Which.
+    /// The namespace of the collection.
     pub namespace: Namespace,
-    /// Whether it is capped.
+    /// True for a capped collection.
     pub capped: bool,
-    /// Documents.
+    /// Number of documents.
     pub count: u64,
-    /// Bytes of its documents, as the cache holds them.
+    /// Size of the documents in bytes, uncompressed.
     pub bytes: u64,
-    /// Bytes of its indexes, on disk.
+    /// Size of the indexes in bytes, on disk.
     pub index_bytes: u64,
-    /// Its indexes.
+    /// The indexes, hidden ones included.
     pub indexes: Vec<Index>,
-    /// A sample.
+    /// The shape of the sampled documents.
     pub shape: Shape,
-    /// Whether the sample is all of it, or a part.
+    /// The basis of the sample: all documents, or a part.
     pub how: How,
-    /// The documents' sizes.
-    pub size: Option<Spread>,
+    /// The distribution of the document sizes, in bytes.
+    pub size: Option<Distribution>,
 }
 
 /// One index.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Index {
-    /// Its name.
+    /// The name of the index.
     pub name: String,
-    /// Its keys.
+    /// The indexed fields, in order, with their directions or types.
     pub keys: Document,
-    /// Whether it enforces something, or expires documents: such an index is used without being read.
+    /// True if it enforces uniqueness or expires documents: such an index is useful without being read.
     pub works: bool,
-    /// Whether no two documents may share its keys.
+    /// True if its keys are unique.
     pub unique: bool,
-    /// Whether every document is in it.
+    /// True if it contains every document: not hidden, sparse or partial.
     pub whole: bool,
 }
 
-/// What was looked at.
+/// The inspected collections.
 #[derive(Debug, Clone, Default)]
 pub struct Inventory {
-    /// The collections.
+    /// The collections, sorted by namespace.
     pub collections: Vec<Collection>,
-    /// How many collections the databases have in all.
+    /// Total number of collections in the databases.
     pub listed: u64,
-    /// What was left out, and why.
+    /// The collections that were left out, each with the reason.
     pub left_out: Vec<String>,
 }
 
 impl Inventory {
-    /// One collection.
+    /// Finds a collection by its namespace.
     #[must_use]
     pub fn collection(&self, namespace: &Namespace) -> Option<&Collection> {
         self.collections.iter().find(|collection| collection.namespace == *namespace)
@@ -77,13 +77,13 @@ impl Inventory {
 }
 
 impl Collection {
-    /// Whether an index of whole documents begins with this path.
+    /// True if an index of all documents begins with this path.
     #[must_use]
     pub fn is_indexed(&self, query: &str) -> bool {
         self.index(query).is_some()
     }
 
-    /// An index of all documents that begins with this path.
+    /// Finds an index of all documents that begins with this path.
     #[must_use]
     pub fn index(&self, query: &str) -> Option<&Index> {
         let leads = |index: &&Index| {
@@ -94,26 +94,26 @@ impl Collection {
     }
 }
 
-/// The collections that there are to look at, without those of `state`, where denormd keeps its own.
+/// The collections available for inspection, without those of denormd's own database.
 #[derive(Debug, Clone, Default)]
 pub struct Listing {
-    /// Plain collections, and whether each is capped.
+    /// Plain collections, each with a flag that is true if it is capped.
     pub plain: Vec<(Namespace, bool)>,
-    /// How many there are of any kind.
+    /// Number of collections of any kind.
     pub listed: u64,
-    /// The others.
+    /// The others, such as views, each with its kind.
     pub left_out: Vec<String>,
 }
 
 impl Listing {
-    /// The plain collections.
+    /// The namespaces of the plain collections.
     #[must_use]
     pub fn namespaces(&self) -> Vec<Namespace> {
         self.plain.iter().map(|(namespace, _)| namespace.clone()).collect()
     }
 }
 
-/// Lists the collections of `databases`.
+/// Lists the collections of `databases`, except those of the database `state`.
 pub async fn list(ask: &Ask, databases: &BTreeSet<String>, state: &str) -> Result<Listing> {
     let mut listing = Listing::default();
     for database in databases.iter().filter(|database| *database != state) {
@@ -136,29 +136,29 @@ pub async fn list(ask: &Ask, databases: &BTreeSet<String>, state: &str) -> Resul
     Ok(listing)
 }
 
-/// Looks at each collection of a list.
+/// Inspects each collection of a list.
 pub async fn inventory(ask: &Ask, listing: Listing, bounds: &Advise) -> Result<Inventory> {
-    let mut survey = Inventory { listed: listing.listed, left_out: listing.left_out, ..Inventory::default() };
+    let mut inspection = Inventory { listed: listing.listed, left_out: listing.left_out, ..Inventory::default() };
     let mut plain = Vec::new();
     for (namespace, capped) in listing.plain {
         plain.push((stats(ask, &namespace).await?, namespace, capped));
     }
     plain.sort_by_key(|(stats, ..)| std::cmp::Reverse(stats.bytes));
     if plain.len() > COLLECTIONS {
-        survey.left_out.push(format!("{} of {} collections, the smallest", plain.len() - COLLECTIONS, plain.len()));
+        inspection.left_out.push(format!("{} of {} collections, the smallest", plain.len() - COLLECTIONS, plain.len()));
         plain.truncate(COLLECTIONS);
     }
     for (stats, namespace, capped) in plain {
         match collection(ask, &namespace, capped, &stats, bounds).await? {
-            Ok(collection) => survey.collections.push(collection),
-            Err(Unknown(why)) => survey.left_out.push(format!("`{namespace}`: {why}")),
+            Ok(collection) => inspection.collections.push(collection),
+            Err(Unknown(why)) => inspection.left_out.push(format!("`{namespace}`: {why}")),
         }
     }
-    survey.collections.sort_by(|a, b| a.namespace.cmp(&b.namespace));
-    Ok(survey)
+    inspection.collections.sort_by(|a, b| a.namespace.cmp(&b.namespace));
+    Ok(inspection)
 }
 
-/// What the server knows of a collection by heart.
+/// Statistics that the server keeps for each collection.
 #[derive(Debug, Default)]
 struct Stats {
     count: u64,
@@ -187,7 +187,7 @@ async fn collection(
 ) -> Result<Known<Collection>> {
     let average = stats.bytes.checked_div(stats.count).unwrap_or(1).max(1);
     let wanted = bounds.sample.min((SAMPLE_BYTES / average).max(LEAST));
-    // All of it costs less than drawing from it.
+    // Reading everything costs less than sampling.
     let draw = if stats.count <= wanted {
         doc! {"$limit": i64::try_from(wanted).unwrap_or(i64::MAX)}
     } else {
@@ -199,10 +199,10 @@ async fn collection(
     };
     let how = if stats.count <= wanted { How::Exact } else { How::Sample(documents.len() as u64) };
     let shape = Shape::of(documents.iter().map(|document| (document, size(document))));
-    let mut spread = shape.size(how);
+    let mut distribution = shape.size(how);
     if wanted < bounds.sample && how != How::Exact {
-        // Large documents: the sizes alone are cheap.
-        spread = sizes(ask, namespace, bounds.sample).await?.or(spread);
+        // For large documents, reading only the sizes is cheap.
+        distribution = sizes(ask, namespace, bounds.sample).await?.or(distribution);
     }
     let count = if how == How::Exact { shape.documents } else { stats.count };
     Ok(Ok(Collection {
@@ -212,7 +212,7 @@ async fn collection(
         bytes: stats.bytes,
         index_bytes: stats.index_bytes,
         indexes: indexes(ask, namespace).await?,
-        size: spread,
+        size: distribution,
         shape,
         how,
     }))
@@ -222,7 +222,7 @@ fn size(document: &Document) -> u64 {
     bson::RawDocumentBuf::try_from(document).map(|raw| raw.as_bytes().len() as u64).unwrap_or_default()
 }
 
-async fn sizes(ask: &Ask, namespace: &Namespace, sample: u64) -> Result<Option<Spread>> {
+async fn sizes(ask: &Ask, namespace: &Namespace, sample: u64) -> Result<Option<Distribution>> {
     let pipeline = vec![
         doc! {"$sample": {"size": i64::try_from(sample).unwrap_or(i64::MAX)}},
         doc! {"$project": {"_id": 0, "n": {"$bsonSize": "$$ROOT"}}},
@@ -230,7 +230,7 @@ async fn sizes(ask: &Ask, namespace: &Namespace, sample: u64) -> Result<Option<S
     let found = ask.aggregate(namespace, pipeline, &format!("find on {namespace}")).await?;
     Ok(found.ok().and_then(|found| {
         let how = How::Sample(found.len() as u64);
-        Spread::of_list(found.iter().filter_map(|row| row.get("n").map(number)), how)
+        Distribution::of_list(found.iter().filter_map(|row| row.get("n").map(number)), how)
     }))
 }
 
@@ -252,13 +252,13 @@ async fn indexes(ask: &Ask, namespace: &Namespace) -> Result<Vec<Index>> {
     Ok(batch.unwrap_or_default().iter().filter_map(Bson::as_document).filter_map(read).collect())
 }
 
-/// A number that is not negative, of whatever type.
+/// Reads any numeric type as a non-negative number.
 #[must_use]
 pub fn number(value: &Bson) -> u64 {
     match value {
         Bson::Int32(n) => u64::try_from(*n).unwrap_or_default(),
         Bson::Int64(n) => u64::try_from(*n).unwrap_or_default(),
-        Bson::Double(n) => super::spread::whole(*n),
+        Bson::Double(n) => super::distribution::whole(*n),
         _ => 0,
     }
 }

@@ -1,49 +1,49 @@
-//! What the server's log says of slow queries: names of fields, limits, joins; never a value. Pure.
+//! Reads slow queries from the server's log: field names, limits and joins, never a value. Pure.
 
 use serde_json::{Map, Value};
 
 use crate::change::Namespace;
 
-/// One query that the server called slow.
+/// One query from the slow query log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Query {
-    /// The collection.
+    /// The collection that it reads.
     pub namespace: Namespace,
-    /// The fields that it filters by.
+    /// The fields in its filter.
     pub filter: Vec<String>,
-    /// Those of them that are looked up by `$in`: a join in the application.
+    /// The filtered fields with an `$in`, which indicates a join in the application.
     pub lists: Vec<String>,
-    /// Those of them that are matched by a regular expression without regard to case.
+    /// The filtered fields with a case-insensitive regular expression.
     pub ignores_case: Vec<String>,
-    /// What it sorts by.
+    /// The sort keys with their directions.
     pub sort: Vec<(String, i64)>,
-    /// How many documents it wants.
+    /// The maximum number of documents it requests.
     pub limit: Option<u64>,
-    /// Whether it names the fields that it wants.
+    /// True if it has a projection.
     pub projected: bool,
-    /// `$slice` of arrays.
+    /// The arrays it reads with `$slice`, each with the number of elements.
     pub slices: Vec<(String, u64)>,
-    /// `$lookup` stages.
+    /// The `$lookup` stages that it runs.
     pub lookups: Vec<Lookup>,
 }
 
 /// One `$lookup`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lookup {
-    /// The other collection.
+    /// The joined collection.
     pub from: String,
-    /// The field here.
+    /// The field of the reading collection.
     pub local: String,
-    /// The field there.
+    /// The field of the joined collection.
     pub foreign: String,
-    /// Whether it names the fields that it wants.
+    /// True if it has a projection.
     pub projected: bool,
 }
 
-/// Reads one line of `getLog`; None of what is no slow query, or one of denormd's own.
+/// Reads one line of `getLog`; None for lines that are not slow queries, and for denormd's own queries.
 #[must_use]
 pub fn slow_query(line: &str) -> Option<Query> {
-    // Most lines are not; parsing them all would be the larger part of the work.
+    // Most lines are other messages, and parsing them would be most of the work.
     if !line.contains("\"Slow query\"") {
         return None;
     }

@@ -1,13 +1,13 @@
-//! Whether a field's name speaks of a collection: `product_id` of `products`, `hostId` of `hosts`. Pure.
+//! Compares the names of fields and collections: `product_id` suggests `products`, `hostId` suggests `hosts`. Pure.
 
 use crate::field_path::{FieldPath, Segment};
 
-/// Words at the end of a field's name that say that it refers, not to what.
+/// Words at the end of a field's name that mark it as a reference without naming the referenced collection.
 const REFERRING: [&str; 9] = ["id", "key", "ref", "oid", "uuid", "code", "no", "number", "fk"];
-/// Names that fields of every collection have: that two of them are the same says nothing.
+/// Field names common to many collections: equality of such names is no evidence.
 const COMMON: [&str; 8] = ["id", "name", "title", "type", "status", "description", "code", "number"];
 
-/// Whether a path's name speaks of a collection, or is the name of its key.
+/// True if a path's name suggests a collection, or equals the name of its key.
 #[must_use]
 pub fn speaks_of(path: &FieldPath, collection: &str, key: &FieldPath) -> bool {
     let (wanted, found) = (words(collection), meaning(path));
@@ -19,14 +19,14 @@ pub fn speaks_of(path: &FieldPath, collection: &str, key: &FieldPath) -> bool {
     (!wanted.is_empty() && found.ends_with(&wanted)) || same_key()
 }
 
-/// What a field that refers is about, as a name for what is copied beside it: `product` of `product_id`, `host` of `host`.
+/// The subject of a referring field, as a prefix for copies from it: `product` of `product_id`, `host` of `host`.
 #[must_use]
 pub fn about(path: &FieldPath) -> String {
     let words = meaning(path);
     if words.is_empty() { "copied".to_owned() } else { words.join("_") }
 }
 
-/// Words of fields about a person, and of secrets.
+/// Words in the names of personal or secret fields.
 const PERSONAL: [&str; 23] = [
     "email",
     "mail",
@@ -53,14 +53,14 @@ const PERSONAL: [&str; 23] = [
     "ip",
 ];
 
-/// Whether a field's name says that it is about a person, or a secret.
+/// True if a field's name suggests personal or secret data.
 #[must_use]
 pub fn looks_personal(path: &FieldPath) -> bool {
     let said = |name: &&str| words(name).iter().any(|word| PERSONAL.contains(&word.as_str()));
     names(path).iter().any(said)
 }
 
-/// The words of the last name that means something.
+/// The words of the innermost name that is left with any after the reference words are removed.
 fn meaning(path: &FieldPath) -> Vec<String> {
     for name in names(path).iter().rev() {
         let mut words = words(name);

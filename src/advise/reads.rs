@@ -1,4 +1,5 @@
-//! Who reads what: counters of every member, twice, and what happened between. Profiler settings are never touched.
+//! Read statistics: reads the counters of every member twice and computes the difference. Never changes profiler
+//! settings.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -12,79 +13,79 @@ use crate::{change::Namespace, error::Result, mongo::connect};
 
 use super::{
     ask::Ask,
+    distribution::{Unknown, whole},
     inventory::number,
     log::{Query, slow_query},
-    spread::{Unknown, whole},
 };
 
-/// What the members counted between two looks, or since they started.
+/// Counter differences between two readings, or totals since the members started.
 #[derive(Debug, Clone, Default)]
 pub struct Reads {
-    /// How long that is.
+    /// Length of the period, in seconds.
     pub seconds: f64,
-    /// Whether it is since the members started, rather than between two looks.
+    /// True if the period is the members' uptime rather than the time between two readings.
     pub since_start: bool,
-    /// How many members were asked.
+    /// Number of members that were read.
     pub members: usize,
-    /// Reads and writes of a collection, on all members.
+    /// Reads and writes of each collection, on all members.
     pub collections: HashMap<Namespace, Used>,
-    /// How often an index was used, on all members.
+    /// Uses of each index, on all members.
     pub indexes: HashMap<(Namespace, String), IndexUse>,
-    /// find, aggregate, count and distinct, on all members.
+    /// Number of find, aggregate, count and distinct commands, on all members.
     pub commands: Option<u64>,
-    /// `$lookup` stages, on all members.
+    /// Number of `$lookup` stages, on all members.
     pub lookups: Option<u64>,
-    /// `$regex` in queries, on all members.
+    /// Number of `$regex` in queries, on all members.
     pub regexes: Option<u64>,
-    /// The cache of the member with the least.
+    /// The cache: the size of the smallest, and the bytes read into all of them.
     pub cache: Option<Cache>,
-    /// Queries that the members called slow.
+    /// Queries in the slow query log of the members.
     pub slow: Vec<Query>,
-    /// Whether the log could be read.
+    /// True if the log of a member could be read.
     pub log_read: bool,
-    /// What is not known.
+    /// Figures that are not known, each with the reason.
     pub unknown: BTreeSet<String>,
 }
 
 /// The use of one collection.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Used {
-    /// Reads.
+    /// Number of read operations.
     pub reads: u64,
-    /// Writes.
+    /// Number of write operations.
     pub writes: u64,
-    /// Microseconds that were spent in it, by `top`.
+    /// Microseconds spent in the collection, according to `top`.
     pub micros: u64,
 }
 
 /// The use of one index.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct IndexUse {
-    /// Uses between the two looks.
+    /// Uses between the two readings.
     pub between: u64,
-    /// Uses since it is counted.
+    /// Uses since counting began.
     pub ever: u64,
-    /// For how many seconds it is counted: on the member that counts the shortest.
+    /// Seconds since counting began, on the member with the shortest time.
     pub seconds: f64,
 }
 
 /// WiredTiger's cache.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cache {
-    /// Its size in bytes.
+    /// The configured maximum, in bytes.
     pub size: u64,
-    /// Bytes that were read into it between the two looks.
+    /// Bytes read into the cache during the period.
     pub read: u64,
 }
 
 impl Reads {
-    /// The use of a collection; None where it is not known.
+    /// The use of a collection; None if it is not known.
     #[must_use]
     pub fn of(&self, namespace: &Namespace) -> Option<Used> {
         self.collections.get(namespace).copied()
     }
 
-    /// How often an index was used in the time that [`Reads::seconds`] tells.
+    /// The number of uses of an index in the period of [`Reads::seconds`].
     #[must_use]
     pub fn index(&self, namespace: &Namespace, name: &str) -> Option<u64> {
         let used = self.indexes.get(&(namespace.clone(), name.to_owned()))?;
@@ -92,7 +93,7 @@ impl Reads {
     }
 }
 
-/// One member's counters.
+/// The counters of one member at one moment.
 #[derive(Debug, Clone, Default)]
 struct Counters {
     uptime: f64,
@@ -102,14 +103,14 @@ struct Counters {
     status: Option<Document>,
 }
 
-/// The members of the set, and their counters at a first look.
+/// The members of the replica set and the first reading of their counters.
 pub struct Observation {
     members: Vec<(Ask, Counters)>,
     began: Instant,
     unknown: BTreeSet<String>,
 }
 
-/// Takes the first look at every member.
+/// Takes the first reading of every member.
 pub async fn begin(ask: &Ask, uri: &SecretString, namespaces: &[Namespace]) -> Result<Observation> {
     let (clients, mut unknown) = members(ask, uri).await?;
     let mut members = Vec::new();
@@ -143,15 +144,15 @@ async fn members(ask: &Ask, uri: &SecretString) -> Result<(Vec<Ask>, BTreeSet<St
         }
     }
     if found.is_empty() {
-        // mongos, or names that only the members can resolve.
+        // The cluster is sharded, or only the members can resolve their host names.
         found.push(ask.clone());
     }
     Ok((found, unknown))
 }
 
 impl Observation {
-    /// Waits until `window` is over, takes the second look, and says what happened between. Of no window: since the members
-    /// started.
+    /// Waits until `window` is over, takes the second reading and returns the difference. If the window is zero,
+    /// returns the totals since the members started.
     pub async fn end(self, window: Duration, namespaces: &[Namespace]) -> Result<Reads> {
         let since_start = window.is_zero();
         tokio::time::sleep(window.saturating_sub(self.began.elapsed())).await;
@@ -174,7 +175,7 @@ impl Observation {
                 second.top(&ask, &mut reads.unknown).await?;
                 second.latencies(&ask, namespaces, &mut reads.unknown).await?;
                 second.indexes(&ask, namespaces, &mut reads.unknown).await?;
-                // The first look was a read itself.
+                // The server counts the first reading as a read.
                 let mut first = first;
                 first.latency.values_mut().for_each(|(reads, _)| *reads += 1);
                 reads.add(&first, &second);
@@ -250,7 +251,7 @@ impl Counters {
         let command = doc! {"serverStatus": 1, "repl": 0, "locks": 0, "tcmalloc": 0, "transactions": 0};
         match ask.command("admin", command, "serverStatus on the cluster").await? {
             Ok(status) => {
-                self.uptime = super::spread::ratio(status.get("uptimeMillis").map_or(0, number), 1000);
+                self.uptime = super::distribution::ratio(status.get("uptimeMillis").map_or(0, number), 1000);
                 self.status = Some(status);
             }
             Err(Unknown(why)) => {
@@ -260,7 +261,7 @@ impl Counters {
         Ok(())
     }
 
-    /// A number in serverStatus.
+    /// Finds a number in the reply of serverStatus.
     fn number(&self, path: &[&str]) -> Option<u64> {
         let (last, parents) = path.split_last()?;
         let mut at = self.status.as_ref()?;
@@ -277,7 +278,7 @@ impl Counters {
 }
 
 impl Reads {
-    /// What one member counted between two looks.
+    /// Adds the difference between two readings of one member.
     fn add(&mut self, first: &Counters, second: &Counters) {
         for (namespace, (reads, writes)) in &second.latency {
             let (reads_then, writes_then) = first.latency.get(namespace).copied().unwrap_or_default();
@@ -316,7 +317,7 @@ impl Reads {
         }
     }
 
-    /// The last slow queries of a member's log.
+    /// Adds the latest slow queries of a member's log.
     async fn log(&mut self, ask: &Ask) -> Result<()> {
         match ask.command("admin", doc! {"getLog": "global"}, "getLog on the cluster").await? {
             Ok(reply) => {
@@ -331,7 +332,7 @@ impl Reads {
         Ok(())
     }
 
-    /// In words: where the figures come from.
+    /// Describes the period and the members that the figures come from.
     #[must_use]
     pub fn basis(&self) -> String {
         let members = if self.members == 1 { "1 member".to_owned() } else { format!("{} members", self.members) };

@@ -1,5 +1,5 @@
-//! Which fields refer to which documents: told, by DBRefs, or by values that exist elsewhere. Pure; what exists is asked by
-//! the survey.
+//! Detection of relationships: those given by the user, by DBRefs, or by values that exist elsewhere. Pure; the caller
+//! queries the server for the values.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -8,40 +8,40 @@ use bson::{Bson, oid::ObjectId};
 use crate::{change::Namespace, field_path::FieldPath, key::Key};
 
 use super::{
+    distribution::ratio,
     names,
     shape::{Class, Field, Shape},
-    spread::ratio,
 };
 
-/// Values of a field that are looked for elsewhere.
+/// Number of values of a field to look up elsewhere.
 const TRIED: usize = 50;
 
 /// A field of a collection.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct End {
-    /// The collection.
+    /// The collection that contains the field.
     pub namespace: Namespace,
-    /// The field.
+    /// The path of the field; array elements are `$[]`.
     pub path: FieldPath,
 }
 
-/// How a relationship was found, the surest first.
+/// The evidence for a relationship, the most certain first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Found {
     /// By `--match`, or by a rule of the config.
     Told,
     /// By a `$lookup` in the log of slow queries.
     Joined,
-    /// By `$ref`.
+    /// By the `$ref` of DBRefs.
     DbRef,
-    /// The values exist there, and the field's name speaks of it.
+    /// By its values, which exist in the other collection, and by its name.
     NameAndValues,
-    /// The values exist there.
+    /// By its values alone.
     Values,
 }
 
 impl Found {
-    /// In words.
+    /// The evidence in words.
     #[must_use]
     pub fn words(self) -> &'static str {
         match self {
@@ -54,54 +54,55 @@ impl Found {
     }
 }
 
-/// "holder.path equals held.path".
+/// A relationship: the values of a referring field equal those of a referenced field.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Link {
-    /// The documents that refer.
+    /// The referring field.
     pub holder: End,
-    /// What they refer to.
+    /// The referenced field.
     pub held: End,
-    /// How it was found.
+    /// The evidence for the relationship.
     pub found: Found,
-    /// Holder's fields that hold a copy of a field of what they refer to, already.
+    /// Existing copies, as pairs of a referring document's field and the referenced document's field.
     pub copies: Vec<(FieldPath, FieldPath)>,
 }
 
-/// A field whose values may be found elsewhere.
+/// A field that may hold references.
 #[derive(Debug, Clone)]
 pub struct Holder {
-    /// The field.
+    /// The collection and path of the field.
     pub end: End,
-    /// What its values are.
+    /// The class of its values.
     pub class: Class,
-    /// Some of them.
+    /// Some of its values.
     pub values: Vec<Bson>,
-    /// How many different ones were sampled.
+    /// Number of different values in the sample.
     distinct: u64,
 }
 
-/// A field that may tell documents from each other.
+/// A field that may identify documents.
 #[derive(Debug, Clone)]
 pub struct HeldKey {
-    /// The field.
+    /// The collection and path of the field.
     pub end: End,
-    /// What its values are.
+    /// The class of its values.
     pub class: Class,
-    /// The collection's number of documents.
+    /// Number of documents in the collection.
     count: u64,
 }
 
-/// A collection, as far as relationships go.
+/// The view of a collection that detection needs.
 pub struct Sampled<'a> {
-    /// Which.
+    /// The namespace of the collection.
     pub namespace: &'a Namespace,
-    /// Its documents.
+    /// The shape of its sampled documents.
     pub shape: &'a Shape,
-    /// How many there are.
+    /// Number of documents in the collection.
     pub count: u64,
 }
 
-/// The fields that may refer. `owned` are those that denormd's rules write: copies, not references.
+/// Finds the fields that may hold references. `owned` is true for fields written by denormd's rules: copies, not
+/// references.
 #[must_use]
 pub fn holders(collections: &[Sampled<'_>], owned: impl Fn(&Namespace, &FieldPath) -> bool) -> Vec<Holder> {
     let mut holders = Vec::new();
@@ -109,7 +110,7 @@ pub fn holders(collections: &[Sampled<'_>], owned: impl Fn(&Namespace, &FieldPat
         for field in &shape.fields {
             let Some(class) = field.class() else { continue };
             let id = field.path.to_string();
-            // A key that two collections share by chance: numbers and names. An ObjectId is nobody's by chance.
+            // Two collections can share numbers and names as `_id` by chance, but not ObjectIds.
             let counts = matches!(class, Class::Number | Class::Text);
             if (id == "_id" && counts) || id.ends_with("$id") || owned(namespace, &field.path) {
                 continue;
@@ -121,7 +122,7 @@ pub fn holders(collections: &[Sampled<'_>], owned: impl Fn(&Namespace, &FieldPat
     holders
 }
 
-/// A few of a field's values, always the same ones.
+/// A few of a field's values, the same ones on every run.
 fn some(field: &Field) -> Vec<Bson> {
     let mut keys: Vec<&Key> = field.values.keys().collect();
     keys.sort();
@@ -129,7 +130,7 @@ fn some(field: &Field) -> Vec<Bson> {
     keys.into_iter().step_by(step).take(TRIED).filter_map(|key| key.values().first().cloned()).collect()
 }
 
-/// The fields that may be referred to: `_id`, and what no two documents of the sample share.
+/// Finds the fields that may be referenced: `_id`, and fields that are unique in the sample.
 #[must_use]
 pub fn keys(collections: &[Sampled<'_>]) -> Vec<HeldKey> {
     let mut keys = Vec::new();
@@ -144,7 +145,7 @@ pub fn keys(collections: &[Sampled<'_>]) -> Vec<HeldKey> {
     keys
 }
 
-/// A value as another class of key, where the same may be meant: `key_type` converts so.
+/// Converts a value to another class of key, as `key_type` does; None if that is impossible.
 #[must_use]
 pub fn as_class(value: &Bson, wanted: Class) -> Option<Bson> {
     match (super::shape::class(value)?, wanted) {
@@ -159,7 +160,7 @@ pub fn as_class(value: &Bson, wanted: Class) -> Option<Bson> {
     }
 }
 
-/// The values to look for among a key's, each as the key has them.
+/// The values to look up in a key's collection, converted to the key's class.
 #[must_use]
 pub fn wanted(key: &HeldKey, holders: &[Holder]) -> Vec<Bson> {
     let mut seen = HashSet::new();
@@ -167,7 +168,8 @@ pub fn wanted(key: &HeldKey, holders: &[Holder]) -> Vec<Bson> {
     values.filter(|value| seen.insert(Key::one(value.clone()))).collect()
 }
 
-/// The relationships among `holders` and `keys`; `present` has what was found of each key's [`wanted`], in the order of `keys`.
+/// Finds the relationships among `holders` and `keys`. `present` holds the existing values of each key's [`wanted`], in
+/// the order of `keys`.
 #[must_use]
 pub(crate) fn links(holders: &[Holder], keys: &[HeldKey], present: &[HashSet<Key>]) -> Vec<Link> {
     let mut links = Vec::new();
@@ -175,7 +177,7 @@ pub(crate) fn links(holders: &[Holder], keys: &[HeldKey], present: &[HashSet<Key
         let rated = keys.iter().zip(present).filter(|(key, _)| key.end != holder.end);
         let rated =
             rated.filter_map(|(key, present)| rate(holder, key, present).map(|(found, rate)| (found, rate, key)));
-        // `_id` before other keys, then the collection that is covered best.
+        // `_id` comes before other keys, then the highest share of existing values.
         let best = rated.min_by(|(found, rate, key), (other_found, other_rate, other)| {
             let id = |key: &HeldKey| key.end.path.to_string() != "_id";
             found
@@ -191,7 +193,7 @@ pub(crate) fn links(holders: &[Holder], keys: &[HeldKey], present: &[HashSet<Key
     one_of_each_pair(copies_apart(links))
 }
 
-/// How sure it is that a field refers to a key, and how many of its values are there.
+/// Rates the evidence that a field refers to a key, with the share of its values that exist; None if it is too weak.
 fn rate(holder: &Holder, key: &HeldKey, present: &HashSet<Key>) -> Option<(Found, f64)> {
     let tried = holder.values.len() as u64;
     let there = holder.values.iter().filter_map(|value| as_class(value, key.class));
@@ -203,11 +205,12 @@ fn rate(holder: &Holder, key: &HeldKey, present: &HashSet<Key>) -> Option<(Found
     let enough = match (holder.class, spoken) {
         _ if there == 0 => false,
         (Class::ObjectId | Class::Uuid, spoken) => share >= if spoken { 0.01 } else { 0.1 },
-        // 24 hexadecimal digits that are an ObjectId elsewhere are no chance either.
+        // Text of 24 hexadecimal digits that equals an existing ObjectId is no coincidence either.
         (Class::Text, _) if key.class == Class::ObjectId => share >= 0.1,
         (Class::Text | Class::Number, true) => share >= 0.5,
         (Class::Text, false) => !converted && !same_collection && there >= 3 && share >= 0.9,
-        // Small numbers are everywhere: all of them must exist, and most of what exists be referred to.
+        // Small numbers are everywhere: all of them must exist, and they must cover at least half of the referenced
+        // collection.
         (Class::Number, false) => {
             !converted && !same_collection && tried >= 10 && there == tried && holder.distinct * 2 >= key.count
         }
@@ -216,7 +219,8 @@ fn rate(holder: &Holder, key: &HeldKey, present: &HashSet<Key>) -> Option<(Found
     enough.then_some((found, share))
 }
 
-/// Of several keys of one collection that a holder has, `_id` or the first is the reference; the others are copies.
+/// Keeps one reference for each referring document and referenced collection, to `_id` or the most certain; the others
+/// are copies.
 fn copies_apart(links: Vec<Link>) -> Vec<Link> {
     let mut groups: BTreeMap<(Namespace, Option<FieldPath>, Namespace), Vec<Link>> = BTreeMap::new();
     for link in links {
@@ -237,7 +241,7 @@ fn copies_apart(links: Vec<Link>) -> Vec<Link> {
     kept
 }
 
-/// Two collections that share their keys are found from both sides: the one with the better name, or the first, stays.
+/// Removes the reverse of a relationship: of two opposite links, the one with better evidence stays, or else the first.
 fn one_of_each_pair(links: Vec<Link>) -> Vec<Link> {
     let mut kept: Vec<Link> = Vec::new();
     for link in links {
@@ -250,7 +254,7 @@ fn one_of_each_pair(links: Vec<Link>) -> Vec<Link> {
     kept
 }
 
-/// The relationships that DBRefs name.
+/// Finds the relationships given by DBRefs.
 #[must_use]
 pub fn db_refs(collections: &[Sampled<'_>]) -> Vec<Link> {
     let Ok(id) = FieldPath::parse("_id") else { return Vec::new() };
@@ -280,7 +284,7 @@ pub fn db_refs(collections: &[Sampled<'_>]) -> Vec<Link> {
     links
 }
 
-/// Everything that was told and found, each field once; what was told wins.
+/// Merges all relationships, keeping the first for each field: those given by the user take precedence.
 #[must_use]
 pub fn joined(told: Vec<Link>, db_refs: Vec<Link>, found: Vec<Link>) -> Vec<Link> {
     let mut links: Vec<Link> = Vec::new();
@@ -308,7 +312,7 @@ mod tests {
         Namespace { database: "shop".to_owned(), collection: collection.to_owned() }
     }
 
-    /// The links of whole collections, as `holder -> held`.
+    /// The relationships found between whole collections, as "referring field -> referenced field".
     fn found(collections: &[(&str, Vec<Document>)]) -> Vec<String> {
         let shapes: Vec<(Namespace, Shape)> = collections
             .iter()

@@ -5,10 +5,10 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 
 use super::{
-    advice::{Advice, RULES_OF_THUMB, bytes, count, counted, figure, spread},
+    advice::{Advice, RULES_OF_THUMB, bytes, count, counted, distribution, figure},
+    distribution::{How, Unknown},
     facts::{Form, Relationship},
     report::Report,
-    spread::{How, Unknown},
     updates::{self, moment},
 };
 
@@ -47,13 +47,13 @@ pub fn text(report: &Report) -> String {
 }
 
 fn head(out: &mut String, report: &Report) {
-    let survey = &report.survey;
-    let documents: u64 = survey.collections.iter().map(|collection| collection.count).sum();
-    let size: u64 = survey.collections.iter().map(|collection| collection.bytes).sum();
+    let inspection = &report.inspection;
+    let documents: u64 = inspection.collections.iter().map(|collection| collection.count).sum();
+    let size: u64 = inspection.collections.iter().map(|collection| collection.bytes).sum();
     writeln!(
         out,
         "{}, {}, {}",
-        counted(survey.collections.len() as u64, "collection"),
+        counted(inspection.collections.len() as u64, "collection"),
         counted(documents, "document"),
         bytes(size)
     )
@@ -85,9 +85,9 @@ fn head(out: &mut String, report: &Report) {
     };
     wrapped(out, "", &format!("reads: {} {}{log}{cache}", count(reads), report.reads.basis()));
     let busy: u64 = report.reads.collections.values().map(|used| used.micros).sum();
-    for collection in &survey.collections {
+    for collection in &inspection.collections {
         let used = report.reads.of(&collection.namespace);
-        let share = used.map(|used| super::spread::ratio(used.micros * 100, busy)).filter(|_| busy > 0);
+        let share = used.map(|used| super::distribution::ratio(used.micros * 100, busy)).filter(|_| busy > 0);
         let share =
             share.map(|share| format!(", {}% of the time spent in all", figure(share.round()))).unwrap_or_default();
         let used = used
@@ -99,7 +99,7 @@ fn head(out: &mut String, report: &Report) {
             counted(collection.count, "document"),
             collection
                 .size
-                .map_or_else(String::new, |size| format!("{} each", bytes(super::spread::whole(size.mean())))),
+                .map_or_else(String::new, |size| format!("{} each", bytes(super::distribution::whole(size.mean())))),
             if collection.indexes.len() == 1 {
                 "1 index".to_owned()
             } else {
@@ -131,10 +131,10 @@ fn figures(facts: &Relationship) -> String {
     let fan_out = &facts.fan_out;
     let mut parts = Vec::new();
     if let (Some(lengths), true) = (&facts.lengths, facts.form != Form::One) {
-        parts.push(format!("in one of `{holder}`: {}", spread(lengths)));
+        parts.push(format!("in one of `{holder}`: {}", distribution(lengths)));
     }
-    parts.push(match &fan_out.spread {
-        Ok(found) => format!("to one of `{held}`: {}, mean {}", spread(found), figure(fan_out.mean)),
+    parts.push(match &fan_out.distribution {
+        Ok(found) => format!("to one of `{held}`: {}, mean {}", distribution(found), figure(fan_out.mean)),
         Err(Unknown(why)) => format!("to one of `{held}`: not known: {why}; mean {}", figure(fan_out.mean)),
     });
     let resolved: u64 = fan_out.types.iter().map(|of| of.resolved).sum();
@@ -251,14 +251,14 @@ pub fn json(report: &Report) -> Value {
             "found": facts.link.found.words(),
             "references": facts.fan_out.references,
             "mean": facts.fan_out.mean,
-            "fan_out": facts.fan_out.spread.as_ref().ok().map(super::spread::Spread::json),
+            "fan_out": facts.fan_out.distribution.as_ref().ok().map(super::distribution::Distribution::json),
             "lengths": facts.lengths.map(|lengths| lengths.json()),
             "types": types.collect::<Vec<_>>(),
             "duplicate_keys": facts.duplicates.as_ref().ok(),
             "advice": advice(said),
         })
     });
-    let collections = report.survey.collections.iter().map(|collection| {
+    let collections = report.inspection.collections.iter().map(|collection| {
         let used = report.reads.of(&collection.namespace);
         let said = report.collections.iter().find(|(namespace, _)| *namespace == collection.namespace);
         json!({
@@ -270,7 +270,7 @@ pub fn json(report: &Report) -> Value {
             "capped": collection.capped,
             "reads": used.map(|used| used.reads),
             "writes": used.map(|used| used.writes),
-            "busy_seconds": used.map(|used| super::spread::ratio(used.micros, 1_000_000)),
+            "busy_seconds": used.map(|used| super::distribution::ratio(used.micros, 1_000_000)),
             "advice": said.map(|(_, said)| advice(said)),
         })
     });

@@ -1,4 +1,4 @@
-//! The whole: looks, finds relationships, measures each, and has the advice decided.
+//! The whole analysis: inspects the cluster, finds relationships, measures each and derives the advice.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -23,60 +23,60 @@ use super::{
     ask::Ask,
     copies,
     decide::{self, collection::Array, collection::Usage},
+    distribution::{Distribution, Known},
     facts::{Candidate, Form, Place, Rate, Relationship, Shown, Side},
     fan_out,
     inventory::{self, Collection, Inventory},
     names,
     reads::{self, Reads},
     relationships::{self, End, Found, HeldKey, Link, Sampled},
-    spread::{Known, Spread},
     updates::{self, History},
 };
 
-/// Relationships that are measured.
+/// Maximum number of relationships to measure.
 const MEASURED: usize = 200;
-/// A larger field is not copied without thought.
+/// Maximum average size, in bytes, of a field that is suggested for copying.
 const SMALL: u64 = 200;
 
-/// What the user asked for.
+/// The options of the command.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The databases to look at.
+    /// The databases to inspect.
     pub databases: BTreeSet<String>,
-    /// The database of bare names.
+    /// The database of collection names without a database.
     pub default: Option<String>,
     /// denormd's own database.
     pub state: String,
-    /// How long the counters are watched; zero takes them as they are, since the members started.
+    /// Observation time of the counters; zero uses the totals since the members started.
     pub observe: Duration,
-    /// Relationships that the user names: `products.parts.id=parts._id`.
+    /// Relationships given by the user: `products.parts.id=parts._id`.
     pub told: Vec<(String, String)>,
     /// Thresholds and bounds.
     pub thresholds: Advise,
 }
 
-/// Everything that was found.
+/// The results of the analysis.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// The database of bare names.
+    /// The database of collection names without a database.
     pub default: Option<String>,
-    /// What was looked at.
-    pub survey: Inventory,
-    /// What changed.
+    /// The inspected collections.
+    pub inspection: Inventory,
+    /// The changes, read from the oplog.
     pub history: Known<History>,
-    /// What was read.
+    /// The reads, from the members' counters.
     pub reads: Reads,
     /// The relationships, with their advice.
     pub relationships: Vec<(Relationship, Vec<Advice>)>,
     /// The collections, with their advice.
     pub collections: Vec<(Namespace, Vec<Advice>)>,
-    /// Advice on all at once.
+    /// Advice on the cluster as a whole.
     pub cluster: Vec<Advice>,
-    /// Remarks on what was left out.
+    /// Remarks on omissions.
     pub notes: Vec<String>,
 }
 
-/// Looks, measures and decides. Reads only.
+/// Inspects, measures and decides. Reads only.
 pub async fn report(
     server: &Server,
     uri: &SecretString,
@@ -88,16 +88,16 @@ pub async fn report(
     let bounds = &options.thresholds;
     let listing = inventory::list(&ask, &options.databases, &options.state).await?;
     let namespaces = listing.namespaces();
-    // The counters first: what is read later is our own.
+    // The counters come first, so that they do not include our own reads.
     say(&format!("counting reads for {} s (--observe), then reading the oplog", options.observe.as_secs()));
     let observation = reads::begin(&ask, uri, &namespaces).await?;
     let reads = observation.end(options.observe, &namespaces).await?;
-    // The oplog last: it covers what was counted meanwhile.
+    // The oplog comes last, so that it covers the observation time of the counters.
     let history = updates::history(&ask, &namespaces, bounds).await?;
     say(&format!("sampling {} collections", namespaces.len()));
-    let survey = inventory::inventory(&ask, listing, bounds).await?;
-    let mut notes = survey.left_out.clone();
-    let mut links = find(&ask, &survey, &reads, plan, options, &mut notes).await?;
+    let inspection = inventory::inventory(&ask, listing, bounds).await?;
+    let mut notes = inspection.left_out.clone();
+    let mut links = find(&ask, &inspection, &reads, plan, options, &mut notes).await?;
     if links.len() > MEASURED {
         notes.push(format!(
             "{} of {} relationships were not measured: name them with --match",
@@ -106,30 +106,30 @@ pub async fn report(
         ));
         links.truncate(MEASURED);
     }
-    let surveyed =
-        Surveyed { ask: &ask, survey: &survey, history: &history, reads: &reads, plan, links: &links, bounds };
+    let inspected =
+        Inspected { ask: &ask, inspection: &inspection, history: &history, reads: &reads, plan, links: &links, bounds };
     let mut measured = Vec::new();
     for link in &links {
         say(&format!("measuring {}.{}", link.holder.namespace.collection, link.holder.path));
-        measured.extend(surveyed.measure(link).await?);
+        measured.extend(inspected.measure(link).await?);
     }
     let relationships = advised(measured, options);
     let mut collections = Vec::new();
-    for collection in &survey.collections {
-        let arrays = surveyed.arrays(collection).await?;
-        let advice = decide::collection::decide(collection, &arrays, &surveyed.usage(collection), bounds);
+    for collection in &inspection.collections {
+        let arrays = inspected.arrays(collection).await?;
+        let advice = decide::collection::decide(collection, &arrays, &inspected.usage(collection), bounds);
         collections.push((collection.namespace.clone(), advice));
     }
-    let cluster = decide::cluster::decide(&survey, &reads, bounds);
+    let cluster = decide::cluster::decide(&inspection, &reads, bounds);
     let default = options.default.clone();
-    Ok(Report { default, survey, history, reads, relationships, collections, cluster, notes })
+    Ok(Report { default, inspection, history, reads, relationships, collections, cluster, notes })
 }
 
 /// The advice for each relationship, once all are measured.
 fn advised(measured: Vec<Relationship>, options: &Options) -> Vec<(Relationship, Vec<Advice>)> {
     let few = |facts: &&Relationship| {
-        let few = |fan_out: &Spread| fan_out.p99 < options.thresholds.embed_elements;
-        facts.form == Form::One && facts.fan_out.spread.as_ref().is_ok_and(few)
+        let few = |fan_out: &Distribution| fan_out.p99 < options.thresholds.embed_elements;
+        facts.form == Form::One && facts.fan_out.distribution.as_ref().is_ok_and(few)
     };
     let parents: Vec<(Namespace, Namespace)> = measured
         .iter()
@@ -143,7 +143,7 @@ fn advised(measured: Vec<Relationship>, options: &Options) -> Vec<(Relationship,
             .filter(|(holder, held)| *holder == facts.link.holder.namespace && *held != facts.link.held.namespace);
         facts.parents = others.map(|(_, held)| held.collection.clone()).collect();
         let mut advice = decide::relationship::decide(&facts, &options.thresholds, options.default.as_deref());
-        // One index serves every relationship that wants it, and joins to one collection are said once.
+        // One index serves several relationships, and advice on joins to one collection is given once.
         advice.retain(|advice| match advice.kind {
             Kind::IndexMissing | Kind::Projection => said.insert(advice.command.clone().unwrap_or(advice.says.clone())),
             _ => true,
@@ -153,16 +153,16 @@ fn advised(measured: Vec<Relationship>, options: &Options) -> Vec<(Relationship,
     measured.into_iter().map(decide).collect()
 }
 
-/// Finds the relationships.
+/// Finds the relationships among the inspected collections.
 async fn find(
     ask: &Ask,
-    survey: &Inventory,
+    inspection: &Inventory,
     reads: &Reads,
     plan: &Plan,
     options: &Options,
     notes: &mut Vec<String>,
 ) -> Result<Vec<Link>> {
-    let sampled: Vec<Sampled<'_>> = survey
+    let sampled: Vec<Sampled<'_>> = inspection
         .collections
         .iter()
         .map(|collection| Sampled {
@@ -173,37 +173,37 @@ async fn find(
         .collect();
     let mut told = Vec::new();
     for (holder, held) in &options.told {
-        let (holder, held) = (end(survey, options, holder)?, end(survey, options, held)?);
+        let (holder, held) = (end(inspection, options, holder)?, end(inspection, options, held)?);
         told.push(Link { holder, held, found: Found::Told, copies: Vec::new() });
     }
     told.extend(of_rules(plan, notes));
-    told.extend(joined_by_lookups(survey, reads));
+    told.extend(joined_by_lookups(inspection, reads));
     let holders = relationships::holders(&sampled, |namespace, path| is_owned(plan, namespace, path));
     let keys = relationships::keys(&sampled);
     let mut present = Vec::new();
     for key in &keys {
-        present.push(wanted(ask, survey, key, &relationships::wanted(key, &holders), &options.thresholds).await?);
+        present.push(wanted(ask, inspection, key, &relationships::wanted(key, &holders), &options.thresholds).await?);
     }
     let found = relationships::links(&holders, &keys, &present);
     let known = |link: &Link| {
-        survey.collection(&link.holder.namespace).is_some() && survey.collection(&link.held.namespace).is_some()
+        inspection.collection(&link.holder.namespace).is_some() && inspection.collection(&link.held.namespace).is_some()
     };
     let mut links = relationships::joined(told, relationships::db_refs(&sampled), found);
     links.retain(known);
     Ok(links)
 }
 
-/// Which of the wanted values a key has. A large collection without an index on it is not asked.
+/// Finds the wanted values that a key's collection has. Skips a large collection without an index on the key.
 async fn wanted(
     ask: &Ask,
-    survey: &Inventory,
+    inspection: &Inventory,
     key: &HeldKey,
     values: &[Bson],
     bounds: &Advise,
 ) -> Result<HashSet<Key>> {
-    let Some(held) = survey.collection(&key.end.namespace) else { return Ok(HashSet::new()) };
-    let whole =
-        held.shape.field(&key.end.path).is_some_and(|field| field.all_values) && held.how == super::spread::How::Exact;
+    let Some(held) = inspection.collection(&key.end.namespace) else { return Ok(HashSet::new()) };
+    let whole = held.shape.field(&key.end.path).is_some_and(|field| field.all_values)
+        && held.how == super::distribution::How::Exact;
     if !whole && !held.is_indexed(&key.end.path.query()) && held.count > bounds.scan_documents / 10 {
         return Ok(HashSet::new());
     }
@@ -216,7 +216,7 @@ fn is_owned(plan: &Plan, namespace: &Namespace, path: &FieldPath) -> bool {
     })
 }
 
-/// The `match` pairs of the config's rules.
+/// The relationships in the `match` pairs of the config's rules.
 fn of_rules(plan: &Plan, notes: &mut Vec<String>) -> Vec<Link> {
     let mut links: Vec<Link> = Vec::new();
     for rule in &plan.rules {
@@ -226,7 +226,7 @@ fn of_rules(plan: &Plan, notes: &mut Vec<String>) -> Vec<Link> {
         };
         let source = End { namespace: rule.source.namespace.clone(), path: pair.source.clone() };
         let target = End { namespace: rule.target.namespace.clone(), path: pair.target.clone() };
-        // Who refers: not the one that is found by its `_id`, nor the one without an array.
+        // The referring side is the one that is not matched by its `_id`, or else the one with an array.
         let source_refers = target.path.to_string() == "_id" || (source.path.has_each() && !target.path.has_each());
         let (holder, held) = if source_refers { (source, target) } else { (target, source) };
         let link = Link { holder, held, found: Found::Told, copies: Vec::new() };
@@ -237,9 +237,9 @@ fn of_rules(plan: &Plan, notes: &mut Vec<String>) -> Vec<Link> {
     links
 }
 
-fn joined_by_lookups(survey: &Inventory, reads: &Reads) -> Vec<Link> {
+fn joined_by_lookups(inspection: &Inventory, reads: &Reads) -> Vec<Link> {
     let path = |namespace: &Namespace, query: &str| {
-        survey.collection(namespace)?.shape.query_field(query).map(|field| field.path.clone())
+        inspection.collection(namespace)?.shape.query_field(query).map(|field| field.path.clone())
     };
     let mut links: Vec<Link> = Vec::new();
     for query in &reads.slow {
@@ -262,9 +262,9 @@ fn joined_by_lookups(survey: &Inventory, reads: &Reads) -> Vec<Link> {
     links
 }
 
-/// `products.parts.id` as a collection and a path; the arrays are known from the sample.
-fn end(survey: &Inventory, options: &Options, text: &str) -> Result<End> {
-    let names = survey.collections.iter().flat_map(|collection| {
+/// Parses `products.parts.id` as a collection and a path. The sample shows which names are arrays.
+fn end(inspection: &Inventory, options: &Options, text: &str) -> Result<End> {
+    let names = inspection.collections.iter().flat_map(|collection| {
         let bare = (options.default.as_ref() == Some(&collection.namespace.database))
             .then(|| collection.namespace.collection.clone());
         [Some(collection.namespace.to_string()), bare].into_iter().flatten().map(move |name| (name, collection))
@@ -288,10 +288,10 @@ fn end(survey: &Inventory, options: &Options, text: &str) -> Result<End> {
     Ok(End { namespace: collection.namespace.clone(), path })
 }
 
-/// What all measuring draws from.
-struct Surveyed<'a> {
+/// The data that every measurement uses.
+struct Inspected<'a> {
     ask: &'a Ask,
-    survey: &'a Inventory,
+    inspection: &'a Inventory,
     history: &'a Known<History>,
     reads: &'a Reads,
     plan: &'a Plan,
@@ -299,10 +299,10 @@ struct Surveyed<'a> {
     bounds: &'a Advise,
 }
 
-impl Surveyed<'_> {
+impl Inspected<'_> {
     async fn measure(&self, link: &Link) -> Result<Option<Relationship>> {
         let (Some(holder), Some(held)) =
-            (self.survey.collection(&link.holder.namespace), self.survey.collection(&link.held.namespace))
+            (self.inspection.collection(&link.holder.namespace), self.inspection.collection(&link.held.namespace))
         else {
             return Ok(None);
         };
@@ -339,7 +339,7 @@ impl Surveyed<'_> {
         }))
     }
 
-    /// The config's rules from one end to the other.
+    /// The config's rules from one end of a relationship to the other.
     fn rules<'a>(&'a self, from: &'a End, to: &'a End) -> impl Iterator<Item = &'a std::sync::Arc<Rule>> {
         self.plan.rules.iter().filter(move |rule| {
             let pair = rule.reference.pairs.as_slice();
@@ -349,7 +349,7 @@ impl Surveyed<'_> {
         })
     }
 
-    /// Small fields at the root, without keys and references.
+    /// Small top-level fields that are neither keys nor references.
     fn copyable(&self, held: &Collection, key: &FieldPath) -> Vec<FieldPath> {
         const COPYABLE: [&str; 8] = ["string", "int", "long", "double", "decimal", "date", "bool", "objectId"];
         let refers = |path: &FieldPath| {
@@ -390,7 +390,7 @@ impl Surveyed<'_> {
         Candidate { path: field, updates, place, held }
     }
 
-    /// A number of the history, with the time that it covers.
+    /// The rate of a kind of change, over the period that the history covers.
     fn times(&self, namespace: &Namespace, of: impl Fn(&updates::Changes) -> u64) -> Option<Rate> {
         let history = self.history.as_ref().ok()?;
         Some(Rate { times: of(&history.of(namespace)), seconds: f64::from(history.seconds()) })
@@ -416,7 +416,7 @@ impl Surveyed<'_> {
         }
     }
 
-    /// The field of the other side that refers back.
+    /// The field of the referenced side that refers back.
     fn back(&self, link: &Link, form: Form) -> Option<FieldPath> {
         let mirrors = |other: &&Link| {
             other.holder.namespace == link.held.namespace
@@ -427,7 +427,7 @@ impl Surveyed<'_> {
         self.links.iter().find(mirrors).map(|other| other.holder.path.clone())
     }
 
-    /// The limit that the application gives most often when it reads what refers to one document.
+    /// The most frequent limit with which the application reads the documents that refer to one document.
     fn shown(&self, link: &Link) -> Option<Shown> {
         let path = link.holder.path.query();
         let mut seen: BTreeMap<(u64, Vec<(String, i64)>), u64> = BTreeMap::new();
@@ -442,7 +442,7 @@ impl Surveyed<'_> {
         Some(Shown { limit, sort })
     }
 
-    /// Joins to what is referred to, and those that fetch whole documents.
+    /// Counts the joins to the referenced collection, and those that fetch whole documents.
     fn joins(&self, link: &Link) -> (u64, u64) {
         let held = &link.held;
         let key = held.path.query();
@@ -491,7 +491,7 @@ impl Surveyed<'_> {
     }
 }
 
-/// The fields that a rule's expressions name, as they name them: `$name`.
+/// The fields that a rule's expressions read, with a dollar sign: `$name`.
 fn read_by(values: &Values) -> Vec<String> {
     fn strings(value: &Bson, out: &mut Vec<String>) {
         match value {
@@ -513,7 +513,7 @@ fn read_by(values: &Values) -> Vec<String> {
     out
 }
 
-/// Whether another collection refers to the documents that refer in `link`.
+/// True if another collection refers to the referring documents of `link`.
 fn refers_to_holder(other: &Link, link: &Link) -> bool {
     other.held.namespace == link.holder.namespace
         && other.held.path.to_string() == "_id"
@@ -533,14 +533,15 @@ fn parent(each: &FieldPath) -> Option<FieldPath> {
     FieldPath::parse(each.to_string().strip_suffix(".$[]")?).ok()
 }
 
-/// What a DBRef spends beside its id: the names and values of `$ref` and `$db`, and a document around them.
+/// The bytes that a DBRef needs in addition to its id: the names and values of `$ref` and `$db`, and the enclosing
+/// document.
 fn db_ref(holder: &Collection, path: &FieldPath) -> Option<u64> {
     let text = path.to_string();
     let parent = text.strip_suffix(".$id")?;
     let field =
         |name: &str| FieldPath::parse(&format!("{parent}.{name}")).ok().and_then(|path| holder.shape.field(&path));
     let spent = |name: &str| field(name).map_or(0, |field| field.average_bytes() + 2 + name.len() as u64);
-    // The document's length and end, and the name `$id`.
+    // The document's length and terminator, and the name `$id`.
     Some(5 + 5 + spent("$ref") + spent("$db")).filter(|_| {
         let refs = field("$ref").map_or(0, |field| field.values.len());
         refs == 1

@@ -1,4 +1,4 @@
-//! What the documents of a sample look like: paths, types, lengths of arrays, and the values that may be keys. Pure.
+//! The shape of sampled documents: paths, types, array lengths, and the values that may be keys. Pure.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -9,54 +9,54 @@ use crate::{
     key::Key,
 };
 
-use super::spread::{How, Spread};
+use super::distribution::{Distribution, How};
 
-/// Paths that are kept of one collection: a document that is a map of ids has no end of them.
+/// Maximum number of paths per collection: a document used as a map from ids has an unlimited number of them.
 const PATHS: usize = 400;
-/// How deep documents are looked into.
+/// Maximum depth of nesting to inspect.
 const DEPTH: usize = 6;
-/// Different values of one path that are kept.
+/// Maximum number of different values to keep per path.
 const VALUES: usize = 2000;
-/// A string that is longer is no key.
+/// Maximum length of a string that may be a key, in bytes.
 const LONGEST: usize = 64;
 const DAY: f64 = 86_400.0;
 
-/// The documents of a sample.
+/// The combined shape of the documents in a sample.
 #[derive(Debug, Clone, Default)]
 pub struct Shape {
-    /// How many there are.
+    /// Number of documents.
     pub documents: u64,
-    /// Their sizes in bytes.
+    /// Sizes of the documents, in bytes.
     pub sizes: Vec<u64>,
-    /// When they were made, in seconds since 1970: by an ObjectId in `_id`.
+    /// Creation times in seconds since 1970, from ObjectIds in `_id`.
     pub made: Vec<i64>,
-    /// What is at which path, in the order in which paths were met.
+    /// The fields, in the order in which their paths were found.
     pub fields: Vec<Field>,
     index: HashMap<String, usize>,
 }
 
-/// What is at one path.
+/// The values at one path.
 #[derive(Debug, Clone)]
 pub struct Field {
-    /// The path; elements of arrays are `$[]`.
+    /// The path; array elements are `$[]`.
     pub path: FieldPath,
-    /// Values that were met: several in a document where the path runs through an array.
+    /// Number of values. A document has several if the path runs through an array.
     pub met: u64,
-    /// How often each BSON type was met, by the names that `$type` has.
+    /// Number of values of each BSON type, named as in `$type`.
     pub types: BTreeMap<&'static str, u64>,
-    /// Bytes of all values together.
+    /// Total size of all values, in bytes.
     pub bytes: u64,
-    /// The values that may be keys, and how often each was met.
+    /// The values that may be keys, with their number of occurrences.
     pub values: HashMap<Key, u64>,
-    /// Whether every value that may be a key was kept.
+    /// True if every value that may be a key was kept.
     pub all_values: bool,
-    /// Lengths of the arrays here.
+    /// Lengths of the arrays at this path.
     pub lengths: Vec<u64>,
-    /// Elements that came in a day, by the times in the elements of each array.
+    /// Elements added per day to each array, derived from times in its elements.
     pub growth: Vec<f64>,
 }
 
-/// What a value can be compared with.
+/// The class of a value that may be a key. Values of different classes are never equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Class {
     /// ObjectId.
@@ -70,7 +70,7 @@ pub enum Class {
 }
 
 impl Shape {
-    /// Of documents, with the size of each.
+    /// The shape of these documents. Each comes with its size in bytes.
     #[must_use]
     pub fn of<'a>(documents: impl IntoIterator<Item = (&'a Document, u64)>) -> Self {
         let mut shape = Self::default();
@@ -85,26 +85,26 @@ impl Shape {
         shape
     }
 
-    /// Whether there may be paths that were not kept.
+    /// True if some paths may not have been kept.
     #[must_use]
     pub fn is_cut(&self) -> bool {
         let depth = |field: &Field| field.path.segments().iter().filter(|segment| **segment != Segment::Each).count();
         self.fields.len() >= PATHS || self.fields.iter().any(|field| depth(field) > DEPTH)
     }
 
-    /// What is at a path.
+    /// Finds the field at a path.
     #[must_use]
     pub fn field(&self, path: &FieldPath) -> Option<&Field> {
         self.index.get(&path.to_string()).and_then(|at| self.fields.get(*at))
     }
 
-    /// What is at the path that a query would name so: `parts.id` for `parts.$[].id`.
+    /// Finds the field at a path in query syntax: `parts.id` for `parts.$[].id`.
     #[must_use]
     pub fn query_field(&self, query: &str) -> Option<&Field> {
         self.fields.iter().find(|field| field.path.query() == query && field.class().is_some())
     }
 
-    /// The fields directly below a path, or at the root.
+    /// The fields directly below a path, or the top-level fields.
     pub fn children<'a>(&'a self, parent: Option<&'a FieldPath>) -> impl Iterator<Item = &'a Field> {
         self.fields.iter().filter(move |field| match parent {
             None => field.path.segments().len() == 1,
@@ -114,7 +114,7 @@ impl Shape {
 
     fn walk(&mut self, prefix: &str, document: &Document, depth: usize) {
         for (name, value) in document {
-            // Names with dots are one segment to BSON and two to a path.
+            // A name with dots is one field in BSON but would be several segments of a path.
             if !name.contains('.') {
                 let path = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
                 self.take(&path, value, depth);
@@ -171,7 +171,8 @@ impl Shape {
         self.fields.last_mut()
     }
 
-    /// Documents that are made in a day, of `count` in all; by the last 30 days before the newest where there are so many.
+    /// Documents created per day, scaled to a collection of `count`. Uses the 30 days before the newest document, if
+    /// the sample covers as many.
     #[must_use]
     pub fn made_per_day(&self, count: u64) -> Option<f64> {
         let (first, last) = (*self.made.iter().min()?, *self.made.iter().max()?);
@@ -184,15 +185,15 @@ impl Shape {
         Some(to_f64(count) * to_f64(recent as u64) / to_f64(self.made.len() as u64) / days)
     }
 
-    /// The spread of the documents' sizes.
+    /// The distribution of the document sizes.
     #[must_use]
-    pub fn size(&self, how: How) -> Option<Spread> {
-        Spread::of_list(self.sizes.iter().copied(), how)
+    pub fn size(&self, how: How) -> Option<Distribution> {
+        Distribution::of_list(self.sizes.iter().copied(), how)
     }
 }
 
 impl Field {
-    /// The class of most of the values, if they may be keys.
+    /// The class of the values, if at least half of them may be keys.
     #[must_use]
     pub fn class(&self) -> Option<Class> {
         let mut seen: BTreeMap<Class, u64> = BTreeMap::new();
@@ -205,7 +206,7 @@ impl Field {
         (times * 2 >= self.met - self.types.get("null").copied().unwrap_or_default()).then_some(class)
     }
 
-    /// Whether no value was met twice, in a field that (nearly) each of `documents` has.
+    /// True if no value occurs twice, in a field that at least 90% of `documents` have.
     #[must_use]
     pub fn is_unique(&self, documents: u64) -> bool {
         self.all_values
@@ -214,20 +215,20 @@ impl Field {
             && self.values.len() as u64 * 10 >= documents * 9
     }
 
-    /// Bytes of one value, on average.
+    /// Average size of a value, in bytes.
     #[must_use]
     pub fn average_bytes(&self) -> u64 {
         self.bytes.checked_div(self.met).unwrap_or_default()
     }
 
-    /// Whether any value is of this type, by the name that `$type` has.
+    /// True if any value has this type, named as in `$type`.
     #[must_use]
     pub fn has_type(&self, name: &str) -> bool {
         self.types.contains_key(name)
     }
 }
 
-/// What a value may be compared with, if it may be a key at all.
+/// The class of a value, if it may be a key.
 #[must_use]
 pub fn class(value: &Bson) -> Option<Class> {
     match value {
@@ -243,7 +244,7 @@ pub fn class(value: &Bson) -> Option<Class> {
     }
 }
 
-/// The name that `$type` has for the type of a value.
+/// The name of a value's type, as in `$type`.
 #[must_use]
 pub fn type_name(value: &Bson) -> &'static str {
     match value {
@@ -271,7 +272,7 @@ pub fn type_name(value: &Bson) -> &'static str {
     }
 }
 
-/// About how many bytes of BSON a value has, without its name.
+/// Approximate size of a value in BSON, in bytes, without its name.
 fn weight(value: &Bson) -> u64 {
     match value {
         Bson::Double(_) | Bson::DateTime(_) | Bson::Int64(_) | Bson::Timestamp(_) => 8,
@@ -289,7 +290,7 @@ fn weight(value: &Bson) -> u64 {
     }
 }
 
-/// Elements in a day, by the times that ten or more elements carry.
+/// Elements added per day, if there are ten or more elements and each contains a time.
 fn growth(items: &[Bson]) -> Option<f64> {
     let time = |item: &Bson| match item {
         Bson::ObjectId(id) => Some(id.timestamp().timestamp_millis()),
@@ -308,7 +309,7 @@ fn growth(items: &[Bson]) -> Option<f64> {
 }
 
 fn to_f64(number: u64) -> f64 {
-    super::spread::ratio(number, 1)
+    super::distribution::ratio(number, 1)
 }
 
 #[cfg(test)]
@@ -359,7 +360,7 @@ mod tests {
             bytes[..4].copy_from_slice(&second.to_be_bytes());
             ObjectId::from_bytes(bytes)
         };
-        // One a day, for a hundred days; and one an hour in an array.
+        // One document per day for a hundred days, and one array element per hour.
         let day = |nth: u32| doc! {"_id": id(1_700_000_000 + nth * 86_400)};
         let documents: Vec<Document> = (0..100).map(day).collect();
         let per_day = shape(&documents).made_per_day(1000).unwrap();

@@ -1,5 +1,5 @@
-//! What changes how often: a change stream from the oldest entry of the oplog, of which only the names of changed fields are
-//! read.
+//! Update rates of collections and fields, from a change stream that starts at the oldest oplog entry. It fetches only
+//! the names of changed fields.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -21,61 +21,62 @@ use futures_util::StreamExt;
 
 use super::{
     ask::Ask,
-    spread::{Known, Unknown},
+    distribution::{Known, Unknown},
 };
 
-/// Different fields of a collection that are told apart.
+/// Maximum number of different fields to count per collection.
 const FIELDS: usize = 1000;
-/// How long the server may wait for more, in one batch.
+/// Maximum time for the server to wait for more events, per batch.
 const WAIT: Duration = Duration::from_millis(200);
 const BATCH: u32 = 10_000;
-/// Where the oplog may not be read, its reach is tried: a month, a week, a day, six hours, an hour, ten minutes, one.
+/// Start times to try if the oplog cannot be read, in seconds before its end: a month, a week, a day, six hours, an
+/// hour, ten minutes, one.
 const REACHES: [u32; 7] = [30 * 86_400, 7 * 86_400, 86_400, 6 * 3600, 3600, 600, 60];
 
-/// What was read of the oplog.
+/// The changes read from the oplog.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct History {
-    /// The first moment, in seconds since 1970.
+    /// Start of the covered period, in seconds since 1970.
     pub from: u32,
-    /// The last one.
+    /// End of the covered period, in seconds since 1970.
     pub to: u32,
-    /// The end of the oplog when reading began.
+    /// The end of the oplog when reading began, in seconds since 1970.
     pub end: u32,
-    /// How many changes.
+    /// Number of change events.
     pub events: u64,
-    /// What changed, by collection.
+    /// The changes, by collection.
     pub collections: HashMap<Namespace, Changes>,
 }
 
 /// The changes of one collection.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Changes {
-    /// Documents that came.
+    /// Number of inserted documents.
     pub inserts: u64,
-    /// Documents that were changed.
+    /// Number of updates.
     pub updates: u64,
-    /// Documents that were replaced whole.
+    /// Number of replaced documents.
     pub replaces: u64,
-    /// Documents that went.
+    /// Number of deleted documents.
     pub deletes: u64,
-    /// Updates by field; indexes of arrays are `$[]`.
+    /// Number of updates by field; array indexes are `$[]`.
     pub fields: HashMap<String, u64>,
 }
 
 impl History {
-    /// How long a time it covers.
+    /// Length of the covered period, in seconds.
     #[must_use]
     pub fn seconds(&self) -> u32 {
         self.to.saturating_sub(self.from)
     }
 
-    /// Whether it reaches the end.
+    /// True if it covers the oplog up to its end.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.to >= self.end
     }
 
-    /// The changes of a collection.
+    /// The changes of a collection; zero if there were none.
     #[must_use]
     pub fn of(&self, namespace: &Namespace) -> Changes {
         self.collections.get(namespace).cloned().unwrap_or_default()
@@ -104,7 +105,7 @@ impl History {
 }
 
 impl Changes {
-    /// Takes one update of these fields.
+    /// Counts one update of these fields.
     fn update(&mut self, paths: BTreeSet<String>) {
         self.updates += 1;
         for path in paths {
@@ -116,7 +117,8 @@ impl Changes {
         }
     }
 
-    /// How often a field may have changed: by updates of it, of what it is in, of what is in it; and by replacing the document.
+    /// The number of changes that may have affected a field: updates of the field, of its parents or of its children,
+    /// and replacements of the document.
     #[must_use]
     pub fn of_field(&self, path: &FieldPath) -> u64 {
         let touching = self
@@ -126,14 +128,14 @@ impl Changes {
         self.replaces + touching.map(|(_, times)| times).sum::<u64>()
     }
 
-    /// Everything.
+    /// The total number of changes.
     #[must_use]
     pub fn all(&self) -> u64 {
         self.inserts + self.updates + self.replaces + self.deletes
     }
 }
 
-/// `parts.$[].name` for `parts.12.name`.
+/// Replaces array indexes: `parts.$[].name` for `parts.12.name`.
 fn general(path: &str) -> String {
     let parts = path.split('.').enumerate().map(|(nth, part)| {
         let index = nth > 0 && !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
@@ -142,7 +144,7 @@ fn general(path: &str) -> String {
     parts.collect::<Vec<_>>().join(".")
 }
 
-/// Reads the oplog from its oldest entry, within the bounds of time and number.
+/// Reads the oplog from its oldest entry, within the limits of time and number of events.
 pub async fn history(ask: &Ask, namespaces: &[Namespace], bounds: &Advise) -> Result<Known<History>> {
     let now = ask.client().database("admin").run_command(doc! {"hello": 1}).await?;
     let Ok(end) = now.get_timestamp("operationTime") else {
@@ -165,19 +167,20 @@ pub async fn history(ask: &Ask, namespaces: &[Namespace], bounds: &Advise) -> Re
     Ok(Err(refused))
 }
 
-/// Moments to begin at, the earliest first.
+/// The times to start reading from, the earliest first.
 async fn starts(ask: &Ask, end: u32) -> Result<Vec<u32>> {
     let oplog = ask.client().database("local").collection::<Document>("oplog.rs");
     let oldest = oplog.find_one(doc! {}).sort(doc! {"$natural": 1}).projection(doc! {"_id": 0, "ts": 1}).await;
     let oldest = match oldest.map_err(Error::from) {
         Ok(entry) => entry.and_then(|entry| entry.get_timestamp("ts").ok()).map(|ts| ts.time),
-        // It may only be read under a role of its own; a change stream tells in its own way how far back it reaches.
+        // Reading the oplog takes a separate privilege. Without it, opening change streams shows how far back it
+        // reaches.
         Err(error) if error.kind == Kind::Privilege || error.kind == Kind::Refused => None,
         Err(error) => return Err(error),
     };
     let tried = REACHES.iter().map(|reach| end.saturating_sub(*reach));
     Ok(match oldest {
-        // The very oldest entry may be gone a moment later.
+        // The oldest entry may be gone a moment later.
         Some(oldest) => [oldest, oldest + 1].into_iter().chain(tried.filter(|start| *start > oldest)).collect(),
         None => tried.collect(),
     })
@@ -251,7 +254,7 @@ fn reached_end(token: Option<&Document>, end: Timestamp) -> bool {
     token.and_then(token_time).is_some_and(|time| (time.seconds, time.increment) >= (end.time, end.increment))
 }
 
-/// For programs.
+/// The history as JSON, for programs.
 #[must_use]
 pub fn json(history: &History) -> serde_json::Value {
     let mut collections: Vec<_> = history.collections.iter().collect();
@@ -270,7 +273,7 @@ pub fn json(history: &History) -> serde_json::Value {
     })
 }
 
-/// An instant as people write it.
+/// Formats a time, given in seconds since 1970, as RFC 3339.
 #[must_use]
 pub fn moment(seconds: u32) -> String {
     bson::DateTime::from_millis(i64::from(seconds) * 1000).try_to_rfc3339_string().unwrap_or_default()

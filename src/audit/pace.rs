@@ -1,4 +1,4 @@
-//! How fast the audit goes, and how rules share that rate. Pure, but for the turns.
+//! The rate of the audit, and its division among the rules. Pure, except for waiting for a turn.
 
 use std::{
     collections::BTreeMap,
@@ -10,36 +10,36 @@ use tokio::sync::MutexGuard;
 
 use crate::plan::RuleId;
 
-/// The most targets that are compared at once.
+/// Maximum number of targets to compare at once.
 const PAGE: usize = 100;
-/// How long a page lasts at least: its commands cost the same for one target, and else many rules with few targets each would be
-/// audited without a pause.
+/// Minimum duration of a partial page. Its commands cost as much as those of a full page, so many small rules would
+/// otherwise be audited without a pause.
 const LEAST: Duration = Duration::from_millis(100);
-/// How many targets a rule is taken to have while they cannot be counted.
+/// Assumed number of targets of a rule whose targets cannot be counted.
 const UNCOUNTED: u64 = 1_000_000;
 
-/// One rate for all rules, which compare in turn.
+/// One rate for all rules, which take turns.
 pub(super) struct Pace {
     per_second: usize,
-    /// It is fair: who waits longest is next.
+    /// A fair lock: the rule that waits longest is next.
     turn: tokio::sync::Mutex<()>,
     targets: Mutex<BTreeMap<RuleId, u64>>,
 }
 
-/// Nobody else compares meanwhile.
+/// The right to compare, held by one rule at a time.
 pub(super) struct Turn<'a> {
-    /// How many pages it may last.
+    /// Maximum number of pages of the turn.
     pub pages: u64,
     _turn: MutexGuard<'a, ()>,
 }
 
 impl Pace {
-    /// For so many targets a second.
+    /// A rate in targets per second.
     pub fn new(per_second: usize) -> Self {
         Self { per_second: per_second.max(1), turn: tokio::sync::Mutex::default(), targets: Mutex::default() }
     }
 
-    /// A rule has so many targets.
+    /// Sets the number of targets of a rule.
     pub fn expects(&self, rule: RuleId, targets: Option<u64>) {
         self.targets.lock().unwrap_or_else(PoisonError::into_inner).insert(rule, targets.unwrap_or(UNCOUNTED));
     }
@@ -52,38 +52,38 @@ impl Pace {
         Turn { pages: pages(own, targets.values().sum(), targets.len() as u64), _turn: turn }
     }
 
-    /// The targets of a page: half a second's at a low rate, so that no turn takes long.
+    /// The number of targets in a page: half a second's worth at a low rate, so that turns stay short.
     pub fn page(&self) -> usize {
         (self.per_second / 2).clamp(1, PAGE)
     }
 
-    /// How long a page of so many targets lasts, at the rate.
+    /// The duration of a page with this number of targets, at the rate.
     pub fn lasts(&self, targets: u64) -> Duration {
         let millis = targets.saturating_mul(1000) / self.per_second as u64;
         let least = if targets < self.page() as u64 { LEAST } else { Duration::ZERO };
         Duration::from_millis(millis).max(least)
     }
 
-    /// How long a round is likely to take before any of its targets has been compared.
+    /// The expected duration of a round, in seconds, before any target has been compared.
     #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     pub fn expected_seconds(&self, targets: Option<u64>) -> Option<f64> {
         let all = self.targets.lock().unwrap_or_else(PoisonError::into_inner);
         let total: u64 = all.values().sum();
-        // The rate is shared with other rules, and a rule has at least about half of it while it is the largest.
+        // The rate is shared with other rules. The largest rule gets about half of it or more.
         targets.map(|own| own.max(total.min(own.saturating_mul(2))) as f64 / self.per_second as f64)
     }
 }
 
-/// The pages of a turn. Of all turns that rules take one after the other, half is divided equally, so that small rules are done
-/// soon, and half by size: no rule waits for its round more than twice as long as all targets of all rules take.
+/// The pages of a turn. Half of the work is divided equally among the rules, so that small rules finish soon, and half
+/// by size. No round takes more than twice as long as one pass over all targets of all rules.
 fn pages(own: u64, all: u64, rules: u64) -> u64 {
     1 + u64::try_from(u128::from(own) * u128::from(rules) / u128::from(all.max(1))).unwrap_or(u64::MAX - 1)
 }
 
-/// How long a round takes in all that has compared so many targets in so many seconds.
+/// The expected duration of a whole round, from the targets compared so far and the seconds that took.
 #[expect(clippy::cast_precision_loss, reason = "an estimate")]
 pub(super) fn expected_seconds(compared: u64, total: Option<u64>, seconds: f64) -> Option<f64> {
-    // From the first pages of many nothing can be told.
+    // A few pages are not enough for an estimate.
     let enough = compared >= 10 * PAGE as u64;
     total.filter(|_| enough).map(|total| seconds * (total.max(compared) as f64 / compared as f64))
 }
@@ -96,7 +96,7 @@ mod tests {
 
     use super::*;
 
-    /// Goes round over so many targets without a server, each page in no time, and counts rounds and targets.
+    /// Runs rounds of `targets` without a server, with pages that take no time, and counts rounds and targets.
     async fn rounds(pace: &Pace, rule: RuleId, targets: u64, ended: &AtomicU64, compared: &AtomicU64) {
         loop {
             tokio::time::sleep(Duration::from_secs(10)).await;
@@ -118,7 +118,7 @@ mod tests {
         }
     }
 
-    /// The round of a small rule waited for that of a large one: 14 hours for ten million targets.
+    /// A small rule used to wait for the round of a large one: 14 hours for ten million targets.
     #[tokio::test(start_paused = true)]
     async fn small_rules_do_not_wait_for_large_ones_nor_slow_them_down_much() {
         let pace = Pace::new(200);

@@ -1,8 +1,8 @@
-//! How fast backfills may go: by the config, and by how the replica set keeps up.
+//! The rate of backfills: limited by the config, and by the replication lag of the majority.
 //!
-//! A backfill that writes faster than the secondaries follow moves the majority's commit point away from the last write: then
-//! everybody's majority writes and reads wait, and in the end the server's flow control slows all writers down. So a page
-//! waits while the majority is behind; at its heel it goes on.
+//! A backfill that writes faster than the secondaries replicate delays the majority commit point. Then all majority
+//! writes and reads wait, and finally the server's flow control slows down all writers. So a page waits while the
+//! majority lags behind.
 
 use std::time::{Duration, Instant};
 
@@ -10,9 +10,9 @@ use bson::Document;
 
 use crate::{error::Result, metrics::HeldBack, reconcile::Context};
 
-/// So far the majority may be behind the primary's last write. Flow control sets in at ten seconds.
+/// Maximum lag of the majority behind the primary's last write. Flow control starts at ten seconds.
 const BEHIND: Duration = Duration::from_secs(2);
-/// How often that is asked.
+/// Interval between checks of the lag.
 const ASK: Duration = Duration::from_millis(500);
 
 /// The pace of one backfill.
@@ -20,13 +20,13 @@ const ASK: Duration = Duration::from_millis(500);
 pub struct Pace<'a> {
     context: &'a Context,
     rule: &'a str,
-    /// When the next page may be asked for.
+    /// The earliest time at which the next page may be requested.
     due: Instant,
     asked: Option<Instant>,
 }
 
 impl<'a> Pace<'a> {
-    /// Of a backfill of `rule` that is about to begin.
+    /// The pace of a backfill of `rule` that is about to start.
     #[must_use]
     pub fn new(context: &'a Context, rule: &'a str) -> Self {
         Self { context, rule, due: Instant::now(), asked: None }
@@ -40,14 +40,14 @@ impl<'a> Pace<'a> {
         self.context.metrics.backfill_held_back(self.rule, self.context.partition.place(), why);
     }
 
-    /// How many targets a page has at most: a low limit is no burst of a whole page.
+    /// The maximum number of targets in a page. A low limit makes pages smaller, so that they do not exceed the rate.
     #[must_use]
     pub fn page(&self, most: i32) -> i32 {
         let limit = self.per_second().and_then(|limit| i32::try_from(limit).ok());
         limit.map_or(most, |limit| limit.min(most))
     }
 
-    /// Returns when the page after one of so many targets may be asked for.
+    /// Waits until the next page may be requested, after one of `targets`.
     pub async fn keep(&mut self, targets: usize) -> Result<()> {
         let now = Instant::now();
         let mut why = None;
@@ -82,7 +82,7 @@ impl<'a> Pace<'a> {
     }
 }
 
-/// How far the majority is behind the last write, by what the primary says of itself. A mongos says nothing.
+/// The lag of the majority behind the last write, as the primary reports it. A mongos does not report it.
 fn behind(hello: &Document) -> Duration {
     let last = hello.get_document("lastWrite").ok();
     let date = |name: &str| Some(last?.get_datetime(name).ok()?.timestamp_millis());

@@ -1,4 +1,4 @@
-//! How a stored value differs from what it should be, in words that hold no value. Pure.
+//! Describes the difference between a stored and an expected value, without showing either. Pure.
 
 use bson::{Bson, RawBson, RawBsonRef};
 use serde::Serialize;
@@ -9,9 +9,9 @@ use crate::{error::Result, key::Key, reconcile::compare::Difference};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
-    /// Nothing is stored where a value should be.
+    /// No value is stored where one is expected.
     Missing,
-    /// Something is stored where nothing should be.
+    /// A value is stored where none is expected.
     Surplus,
     /// The right value in another BSON type: 1 instead of 1.0.
     Type,
@@ -21,12 +21,12 @@ pub enum Kind {
     Order,
     /// Another value.
     Value,
-    /// The reference dangles, and `on_missing` should have removed the element, or deleted the target.
+    /// The reference is dangling, and `on_missing` should have removed the element or deleted the target.
     Dangling,
 }
 
 impl Kind {
-    /// Its name in output.
+    /// The name used in output.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -46,18 +46,18 @@ impl Kind {
 pub struct Differing {
     /// The path, with `$[]` for the element.
     pub path: String,
-    /// Which element, in the order of the target's references.
+    /// Index of the element in the order of the target's references.
     pub element: Option<usize>,
-    /// How.
+    /// The kind of difference, for programs.
     pub kind: Kind,
-    /// The same in words, with types and lengths, and without values.
+    /// The difference in words, with types and lengths but without values.
     pub words: String,
-    /// Expected and stored, where they were asked for; none is nothing there.
+    /// Expected and stored values, if requested. An inner None means that there is no value.
     pub values: Option<(Option<Bson>, Option<Bson>)>,
 }
 
 impl Differing {
-    /// Describes a difference; keeps the values on request.
+    /// Describes a difference; keeps the values if `values` is true.
     pub fn of(difference: &Difference, values: bool) -> Result<Self> {
         let Difference { path, element, expected, stored, .. } = difference;
         let (kind, words) = describe(expected.as_ref(), stored.as_ref())?;
@@ -120,10 +120,10 @@ fn both(expected: &RawBson, stored: &RawBson) -> Result<(Kind, String)> {
     Ok((Kind::Value, words))
 }
 
-/// The name of a value's type, as `$type` has it.
+/// The name of a value's type, as in `$type`.
 #[must_use]
 pub fn type_name(value: &Bson) -> &'static str {
-    // Every value can be written as BSON.
+    // Every value can be encoded as BSON.
     RawBson::try_from(value.clone()).map_or("unknown", |raw| type_of(&raw))
 }
 

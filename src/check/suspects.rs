@@ -1,4 +1,4 @@
-//! Targets that differed when they were last looked at. Pure.
+//! Targets that differed when they were last compared. Pure.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -9,18 +9,18 @@ use bson::{Bson, RawBson, RawDocumentBuf};
 
 use crate::{key::Key, reconcile::compare::Compared};
 
-/// What a look has led to.
+/// The result of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// It is as it should be, or gone.
+    /// The target is correct, or no longer exists.
     Cleared,
-    /// Look again.
+    /// The target must be compared again.
     Suspect,
-    /// It differs.
+    /// The target differs.
     Differs,
 }
 
-/// The suspects: of each no more is kept than what tells whether the next look finds the same.
+/// The suspects. Only a fingerprint of each is kept, enough to recognise the same difference.
 #[derive(Debug, Default)]
 pub(super) struct Suspects {
     looked: HashMap<Key, Looked>,
@@ -29,7 +29,7 @@ pub(super) struct Suspects {
 #[derive(Debug, Clone, Copy)]
 struct Looked {
     fingerprint: u64,
-    /// Looks in a row that found this.
+    /// Number of successive comparisons with this result.
     times: u32,
 }
 
@@ -46,27 +46,27 @@ impl Suspects {
         self.looked.clear();
     }
 
-    /// Their `_id`s, some at a time.
+    /// The `_id`s of the suspects, in chunks.
     pub fn ids(&self, size: usize) -> Vec<Vec<Bson>> {
         let ids: Vec<Bson> = self.looked.keys().filter_map(|key| key.values().first().cloned()).collect();
         ids.chunks(size).map(<[Bson]>::to_vec).collect()
     }
 
-    /// The first look at a target.
+    /// Records the first comparison of a target.
     pub fn add(&mut self, compared: &Compared) {
         if let Some(fingerprint) = fingerprint(compared) {
             self.looked.insert(Key::one(compared.target.clone()), Looked { fingerprint, times: 1 });
         }
     }
 
-    /// Of `ids`, those that were not found any more take no part.
+    /// Removes those of `ids` whose targets were not found again.
     pub fn forget_all_but(&mut self, ids: &[Bson], found: &HashSet<Key>) {
         for id in ids.iter().map(|id| Key::one(id.clone())).filter(|id| !found.contains(id)) {
             self.looked.remove(&id);
         }
     }
 
-    /// One more look, after everything that was committed at the last one has been applied.
+    /// Records another comparison, made after everything committed at the previous one has been applied.
     pub fn look(&mut self, compared: &Compared, needed: u32) -> Verdict {
         let id = Key::one(compared.target.clone());
         let Some(fingerprint) = fingerprint(compared) else {
@@ -87,7 +87,7 @@ impl Suspects {
     }
 }
 
-/// Which paths differ, what they hold and what they should hold; None when nothing differs.
+/// A hash of the differing paths with their stored and expected values; None if nothing differs.
 fn fingerprint(compared: &Compared) -> Option<u64> {
     let mut hasher = DefaultHasher::new();
     let mut differs = false;
@@ -134,11 +134,11 @@ mod tests {
         use Verdict::{Cleared, Differs, Suspect};
         for (looks, expected) in [
             (vec![(2, 1), (2, 1), (2, 1)], vec![Suspect, Differs]),
-            // The write that was under way arrived.
+            // The pending write was applied.
             (vec![(2, 1), (2, 2)], vec![Cleared]),
-            // Its source changes all the while: each time it differs otherwise.
+            // The source keeps changing, so the difference is another one each time.
             (vec![(2, 1), (3, 2), (4, 3), (5, 4)], vec![Suspect, Suspect, Suspect]),
-            // The source changed back and forth, and then nobody repaired it.
+            // The source changed, and then the difference remained.
             (vec![(2, 1), (3, 1), (3, 1), (3, 1)], vec![Suspect, Suspect, Differs]),
         ] {
             let mut suspects = Suspects::default();

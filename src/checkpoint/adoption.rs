@@ -1,7 +1,7 @@
-//! What was decided about the first writes of a rule: once for each definition of it, and for all partitions together.
+//! Decisions about the first writes of a rule: one per definition, shared by all partitions.
 //!
-//! A decision is recorded before anything of the rule is written. The first one that is recorded for a definition counts, so
-//! that partitions that count at the same time, or a leader whose command comes late, cannot decide differently.
+//! A decision is recorded before the rule writes anything. The first decision recorded for a definition wins. So
+//! partitions that decide at the same time, or a former leader whose command arrives late, cannot decide differently.
 
 use bson::{Bson, DateTime, Document, doc};
 
@@ -13,28 +13,27 @@ use crate::{
 
 /// The collection of decisions: one document per deployment and rule.
 pub const COLLECTION: &str = "adoptions";
-/// DuplicateKey
 const DUPLICATE_KEY: i32 = 11000;
 
 /// A decision about one definition of a rule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Decision {
-    /// The definition that it is about.
+    /// The definition of the rule, as the plan records it.
     pub definition: Document,
-    /// The definition that wrote before; none where the rule had written nothing.
+    /// The definition that wrote before; None if the rule had written nothing.
     pub earlier: Option<Document>,
-    /// What speaks against it, until a person agrees; none where the rule may write.
+    /// The reason to block the rule until somebody agrees; None if the rule may write.
     pub block: Option<Adoption>,
 }
 
-/// Where the decisions of a deployment are kept.
+/// The decisions of a deployment.
 #[derive(Debug, Clone, Copy)]
 pub struct Decisions<'a> {
-    /// The cluster.
+    /// The cluster that holds the state database.
     pub server: &'a Server,
-    /// The state database.
+    /// The name of the state database.
     pub database: &'a str,
-    /// The deployment, whatever it is divided into.
+    /// The name of the deployment, without a partition.
     pub deployment: &'a str,
 }
 
@@ -47,7 +46,7 @@ impl Decisions<'_> {
         self.server.collection(self.database, COLLECTION)
     }
 
-    /// The last decision about a rule.
+    /// The latest decision about a rule.
     pub async fn of(&self, rule: &str) -> Result<Option<Decision>> {
         let found = bounded(self.collection().find_one(doc! {"_id": self.id(rule)})).await?;
         let Some(found) = found else { return Ok(None) };
@@ -57,7 +56,7 @@ impl Decisions<'_> {
         Ok(Some(Decision { definition, earlier: document("earlier"), block }))
     }
 
-    /// Records a decision, unless there is one about this definition already. Returns the one that counts.
+    /// Records a decision, unless one exists for this definition. Returns the recorded one.
     pub async fn decide(&self, rule: &str, decision: Decision) -> Result<Decision> {
         let block = decision.block.as_ref().map(bson::serialize_to_document).transpose()?;
         let state = doc! {
@@ -76,7 +75,7 @@ impl Decisions<'_> {
         }
     }
 
-    /// Records that a person has agreed to this definition.
+    /// Records that somebody has agreed to this definition.
     pub async fn agree(&self, rule: &str, definition: &Document) -> Result<()> {
         let state = doc! {"definition": definition.clone(), "block": Bson::Null, "agreed": DateTime::now()};
         let collection = self.collection();
@@ -84,7 +83,8 @@ impl Decisions<'_> {
         Ok(())
     }
 
-    /// Forgets what was decided: a rule that was removed from the config is checked again when it comes back.
+    /// Deletes the decision about a rule that was removed from the config, so that the rule is checked again if it
+    /// returns.
     pub async fn forget(&self, rule: &str) -> Result<()> {
         let collection = self.collection();
         bounded(collection.delete_one(doc! {"_id": self.id(rule)})).await?;

@@ -1,5 +1,5 @@
-//! Fan-outs too large for one command, recorded by a majority: once one is written down, the position may pass the event
-//! that it comes from, and a restart goes on where it was.
+//! Records of fan-out jobs, which are too large for one command. Once a job is recorded by a majority, the position may
+//! pass the event that started it, and after a restart the job resumes from its saved position.
 
 use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
@@ -14,52 +14,52 @@ use crate::{
 
 use super::store::{mine, refused_upsert};
 
-/// The collection of fan-outs in the state database: one document a deployment, rule, task and key.
+/// The collection of fan-out jobs in the state database: one document per deployment, rule, task and key.
 pub const COLLECTION: &str = "fan_outs";
 
-/// What a fan-out is about: one at a time of each.
+/// The identity of a fan-out job. At most one job per subject exists at a time.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Subject {
-    /// The rule.
+    /// The rule whose targets the job updates.
     pub rule: RuleId,
-    /// Whose targets are found: [`Task::Value`], [`Task::Holders`] or [`Task::Parents`].
+    /// The way to find the targets: [`Task::Value`], [`Task::Holders`] or [`Task::Parents`].
     pub task: Task,
-    /// The source's match value, or for parents its `_id`.
+    /// The source's match value; for parents, its `_id`.
     pub key: Key,
 }
 
-/// One fan-out.
+/// One fan-out job with its progress.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FanOut {
-    /// What it is about.
+    /// The identity, shared by repeated requests for the same targets.
     pub subject: Subject,
-    /// Which of the times that it was asked for: progress of an older one does not overwrite a newer one.
-    pub wish: ObjectId,
+    /// The id of the request: progress for an older request does not overwrite a newer one.
+    pub request: ObjectId,
     /// The `_id` of the last target that is done.
     pub after: Option<Bson>,
-    /// Whether its targets are read a part of the collection at a time: in the order of the collection's own collation, in which
-    /// `after` is another place than in the simple one.
+    /// True if the job reads its targets in parts of the collection. They are in the order of the collection's own
+    /// collation, in which `after` has a different place than in the simple collation.
     pub in_parts: bool,
-    /// When the oldest change was committed that it carries, in milliseconds since 1970.
+    /// The commit time of the oldest change that the job covers, in milliseconds since 1970.
     pub committed: Option<i64>,
 }
 
-/// The fan-outs of one deployment.
+/// The fan-out jobs of one deployment or partition.
 #[derive(Debug, Clone)]
 pub struct FanOuts {
-    /// The state database.
+    /// The name of the state database.
     pub database: String,
-    /// What they are kept under: the deployment's name, or the id of one of its partitions.
+    /// The name of the deployment, or the id of one of its partitions.
     pub deployment: String,
 }
 
 impl FanOuts {
-    /// Records that all targets of `subject` are to be done, from the first on. A pass that is under way goes on to its end, and
-    /// another one follows.
+    /// Records that all targets of `subject` are to be updated, from the first one on. A pass in progress continues to
+    /// its end, and another one follows.
     pub async fn open(&self, server: &Server, rule: &Rule, subject: Subject, committed: Option<i64>) -> Result<FanOut> {
-        let wish = ObjectId::new();
+        let request = ObjectId::new();
         let mut update = doc! {
-            "$set": {"wish": wish, "after": [], "term": server.term()},
+            "$set": {"wish": request, "after": [], "term": server.term()},
             "$unset": {"in_parts": ""},
             "$setOnInsert": {"started": DateTime::now()},
         };
@@ -69,14 +69,14 @@ impl FanOuts {
         let filter = mine(server, self.id(&rule.name, subject.task, &subject.key));
         let fan_outs = server.collection(&self.database, COLLECTION);
         let open = fan_outs.find_one_and_update(filter, update).upsert(true);
-        // One that comes late costs another pass.
+        // A delayed write costs one more pass.
         let saved =
             bounded(open.return_document(mongodb::options::ReturnDocument::After)).await.map_err(refused_upsert)?;
         let committed = saved.and_then(|doc| Some(doc.get_datetime("committed").ok()?.timestamp_millis()));
-        Ok(FanOut { subject, wish, after: None, in_parts: false, committed })
+        Ok(FanOut { subject, request, after: None, in_parts: false, committed })
     }
 
-    /// Saves how far it is. False when it has been asked for again.
+    /// Saves the job's position. Returns false if the job has been requested again.
     pub async fn advance(&self, server: &Server, rule: &Rule, job: &FanOut) -> Result<bool> {
         let after: Vec<Bson> = job.after.iter().cloned().collect();
         let mut update = doc! {"after": after, "saved": DateTime::now()};
@@ -85,17 +85,18 @@ impl FanOuts {
         }
         let update = doc! {"$set": update};
         let fan_outs = server.collection(&self.database, COLLECTION);
-        // One that comes late takes the progress back.
-        Ok(bounded(fan_outs.update_one(self.wished(server, rule, job), update)).await?.matched_count > 0)
+        // A delayed write moves the position back, which only repeats work.
+        Ok(bounded(fan_outs.update_one(self.requested(server, rule, job), update)).await?.matched_count > 0)
     }
 
-    /// Forgets it, all its targets being done. False when it has been asked for again.
+    /// Deletes a job whose targets are all done. Returns false if the job has been requested again.
     pub async fn close(&self, server: &Server, rule: &Rule, job: &FanOut) -> Result<bool> {
         let fan_outs = server.collection(&self.database, COLLECTION);
-        Ok(bounded(fan_outs.delete_one(self.wished(server, rule, job))).await?.deleted_count > 0)
+        Ok(bounded(fan_outs.delete_one(self.requested(server, rule, job))).await?.deleted_count > 0)
     }
 
-    /// What is recorded of a subject now, whoever recorded it: nothing that has been refused by it is missed.
+    /// Reads the current record of a subject. The read follows every earlier commit, so it sees the request that made
+    /// another write fail.
     pub async fn recorded(&self, server: &Server, rule: &Rule, subject: &Subject) -> Result<Option<FanOut>> {
         let after = server.operation_time().await?;
         let filter = doc! {"_id": self.id(&rule.name, subject.task, &subject.key)};
@@ -105,7 +106,7 @@ impl FanOuts {
         Ok(found.as_ref().and_then(|found| progress(found, subject.clone())))
     }
 
-    /// Forgets all of a rule, whose backfill is to do what they would have done.
+    /// Deletes all jobs of a rule, because a backfill of the rule covers them.
     pub async fn forget(&self, server: &Server, rule: &str) -> Result<()> {
         let filter = doc! {
             "_id.deployment": &self.deployment, "_id.rule": rule, "term": {"$not": {"$gt": server.term()}},
@@ -114,7 +115,7 @@ impl FanOuts {
         Ok(())
     }
 
-    /// Those of the plan's rules.
+    /// Reads the jobs of all rules in the plan.
     pub async fn all(&self, server: &Server, plan: &Plan) -> Result<Vec<FanOut>> {
         let filter = doc! {"_id.deployment": &self.deployment};
         let mut cursor = bounded(server.collection(&self.database, COLLECTION).find(filter)).await?;
@@ -129,9 +130,9 @@ impl FanOuts {
         doc! {"deployment": &self.deployment, "rule": rule, "task": task.name(), "key": key.values().to_vec()}
     }
 
-    fn wished(&self, server: &Server, rule: &Rule, job: &FanOut) -> Document {
+    fn requested(&self, server: &Server, rule: &Rule, job: &FanOut) -> Document {
         let mut filter = mine(server, self.id(&rule.name, job.subject.task, &job.subject.key));
-        filter.insert("wish", job.wish);
+        filter.insert("wish", job.request);
         filter
     }
 }
@@ -150,7 +151,7 @@ fn read(doc: &Document, plan: &Plan) -> Option<FanOut> {
 fn progress(doc: &Document, subject: Subject) -> Option<FanOut> {
     Some(FanOut {
         subject,
-        wish: doc.get_object_id("wish").ok()?,
+        request: doc.get_object_id("wish").ok()?,
         after: doc.get_array("after").ok()?.first().cloned(),
         in_parts: doc.get_bool("in_parts").unwrap_or_default(),
         committed: doc.get_datetime("committed").ok().map(|at| at.timestamp_millis()),

@@ -1,4 +1,4 @@
-//! The version of the state's format: who may read and write it.
+//! The version of the state's format, which determines the programs that may use the state.
 
 use bson::{Bson, DateTime, doc};
 
@@ -7,23 +7,23 @@ use crate::{
     mongo::{Server, bounded},
 };
 
-/// The collection of formats: one document a deployment.
+/// The collection of formats: one document per deployment.
 pub const COLLECTION: &str = "formats";
-/// What this program reads and writes. It grows when an older program would misread what a newer one has written; fields
-/// that an older one passes over do not count.
+/// The newest version that this program reads and writes. It increases when an older program would misread newer state;
+/// additional fields that an older program ignores do not count.
 ///
-/// 1: the first with a version. State without one is of a daemon from before, and is read as it is: what it lacks (terms,
-/// generations, retired definitions) has a meaning when missing.
+/// 1: the first version with a number. State without one comes from an earlier daemon and is read as it is: everything
+/// it lacks (terms, generations, retired definitions) has a defined default.
 ///
-/// 2: the state of a deployment that is divided into partitions. One that is not divided is still 1.
+/// 2: the state of a deployment with several partitions. An unpartitioned one still has version 1.
 pub const VERSION: i32 = 2;
-/// What the state of a deployment that is not divided has.
+/// The version of an unpartitioned deployment's state.
 pub const UNDIVIDED: i32 = 1;
-/// DuplicateKey: another instance has written it at the same moment.
+/// DuplicateKey: another instance has written the document at the same time.
 const DUPLICATE_KEY: i32 = 11000;
 
-/// Refuses the state of a newer program before anything is written to it; marks that of an older one as this program's.
-/// Returns how many partitions the deployment is divided into.
+/// Refuses the state of a newer program before writing to it, and marks the state of an older one with a version.
+/// Returns the number of partitions of the deployment.
 pub async fn check(server: &Server, database: &str, deployment: &str) -> Result<u32> {
     let formats = server.collection(database, COLLECTION);
     let found = bounded(formats.find_one(doc! {"_id": deployment})).await?;
@@ -33,7 +33,8 @@ pub async fn check(server: &Server, database: &str, deployment: &str) -> Result<
         Some(VERSION | UNDIVIDED) => Ok(found.and_then(|found| partitions(&found)).unwrap_or(1)),
         _ => {
             let state = doc! {"version": UNDIVIDED, "program": env!("CARGO_PKG_VERSION"), "since": DateTime::now()};
-            // One that a newer program has marked meanwhile is not found, and cannot be inserted a second time.
+            // The filter excludes a document that a newer program has marked meanwhile, and the upsert then fails with
+            // a duplicate key.
             let older = doc! {"_id": deployment, "version": {"$not": {"$gt": UNDIVIDED}}};
             let marked = bounded(formats.update_one(older, doc! {"$set": state}).upsert(true)).await;
             match marked {
@@ -46,14 +47,14 @@ pub async fn check(server: &Server, database: &str, deployment: &str) -> Result<
     }
 }
 
-/// The format of a deployment that is divided into so many partitions.
+/// The filter for the format of a deployment with this number of partitions.
 #[must_use]
 pub fn of_number(deployment: &str, partitions: i32) -> bson::Document {
     let partitions = if partitions > 1 { partitions.into() } else { Bson::Null };
     doc! {"_id": deployment, "partitions": partitions}
 }
 
-/// The update that makes it the state of a deployment that is divided into so many partitions.
+/// The update that sets this number of partitions, and the version that it needs.
 #[must_use]
 pub fn divided(partitions: i32) -> bson::Document {
     let (version, unset) = if partitions > 1 { (VERSION, "") } else { (UNDIVIDED, "partitions") };
@@ -65,7 +66,7 @@ pub fn divided(partitions: i32) -> bson::Document {
     doc! {"$set": state, "$unset": {unset: ""}}
 }
 
-/// How many partitions a deployment is divided into, by its format.
+/// The number of partitions of a deployment, from its format.
 fn partitions(found: &bson::Document) -> Option<u32> {
     u32::try_from(found.get_i32("partitions").ok()?).ok()
 }

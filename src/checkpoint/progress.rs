@@ -1,4 +1,4 @@
-//! How far each rule's `denormd check` is, and how far the leader is.
+//! The progress of each rule's `denormd check`, and of the leader.
 
 use std::collections::BTreeSet;
 
@@ -17,37 +17,37 @@ use crate::{
     position::ClusterTime,
 };
 
-/// The collection of checks: one document a deployment and rule.
+/// The collection of checks: one document per deployment and rule.
 pub const CHECKS: &str = "checks";
 
-/// What a check has seen so far.
+/// The counts of a check so far.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Targets compared.
+    /// Number of targets compared.
     pub compared: u64,
-    /// Targets that differ.
+    /// Number of targets that differ.
     pub differing: u64,
-    /// Targets whose sources changed all the while.
+    /// Number of targets whose sources kept changing.
     pub undecided: u64,
-    /// Targets whose definition the server cannot compute: an expression fails.
+    /// Number of targets whose definition cannot be computed, because the server rejects an expression.
     pub refused: u64,
-    /// It goes on where an earlier one was: some of the above was counted then.
+    /// True if the check continued an earlier one, whose counts are included.
     pub resumed: bool,
 }
 
-/// How far a check is.
+/// The saved progress of a check.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckProgress {
-    /// Everything up to the target with this `_id` is judged.
+    /// The `_id` of the last target up to which everything is judged.
     pub after: Option<Bson>,
-    /// It has come to its end.
+    /// True if the check has finished.
     pub done: bool,
-    /// What it has seen.
+    /// The counts so far.
     pub tally: Tally,
 }
 
 impl Store {
-    /// How far the last check of the rule is. None when the rule was another one then.
+    /// The progress of the rule's last check. None if the rule's definition has changed since.
     pub async fn check(&self, server: &Server, rule: &Rule) -> Result<Option<CheckProgress>> {
         let checks = server.collection(self.database(), CHECKS);
         let found = checks.find_one(doc! {"_id": self.id("rule", &rule.name)}).await?;
@@ -65,7 +65,7 @@ impl Store {
         }))
     }
 
-    /// Saves how far the check of the rule is.
+    /// Saves the progress of the rule's check.
     pub async fn save_check(&self, server: &Server, rule: &Rule, progress: &CheckProgress) -> Result<()> {
         let CheckProgress { after, done, tally } = progress;
         let count = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
@@ -84,7 +84,7 @@ impl Store {
         Ok(())
     }
 
-    /// Writes something of no importance, so that every stream has something to pass.
+    /// Writes an unimportant change, so that every stream has an event to advance past.
     pub async fn nudge(&self, server: &Server) -> Result<()> {
         let update = doc! {"$inc": {"nudges": 1_i64}};
         let checks = server.collection(self.database(), CHECKS);
@@ -92,8 +92,8 @@ impl Store {
         Ok(())
     }
 
-    /// What is committed up to here is applied, by what the leaders have saved: the least of all streams and partitions. None
-    /// before all of them have a position.
+    /// The time up to which everything committed is applied: the minimum of the saved positions of all streams and
+    /// partitions. None until all of them have a position.
     pub async fn applied(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
         let of = |id| databases.iter().map(move |database| doc! {"deployment": id, "stream": database});
         let ids: Vec<Document> = self.ids().iter().flat_map(of).collect();
@@ -103,15 +103,16 @@ impl Store {
         Ok(if found.len() == ids.len() { times.min() } else { None })
     }
 
-    /// Whether what was committed by `time` is applied, and no backfill or fan-out is open.
+    /// True if everything committed by `time` is applied, and no backfill or fan-out job is open.
     pub async fn has_applied(&self, server: &Server, databases: &BTreeSet<String>, time: ClusterTime) -> Result<bool> {
-        // The position first: what it has passed was recorded before.
+        // The positions are read first: jobs for the events before them were recorded earlier.
         let applied = self.applied(server, databases).await?.is_some_and(|applied| applied >= time);
         let open = |(_, record): &(String, RuleRecord)| record.state.is_backfilling();
         Ok(applied && !self.rules(server).await?.iter().any(open) && !self.is_fanning_out(server, None).await?)
     }
 
-    /// Whether a large fan-out is open, of one rule or of any: the position passes it before its last target is written.
+    /// True if a fan-out job is open, for one rule or for any. The position passes a job's event before its last target
+    /// is written.
     pub async fn is_fanning_out(&self, server: &Server, rule: Option<&str>) -> Result<bool> {
         let mut filter = doc! {"_id.deployment": {"$in": self.ids().to_vec()}};
         filter.extend(rule.map(|rule| doc! {"_id.rule": rule}).unwrap_or_default());

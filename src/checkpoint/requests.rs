@@ -1,4 +1,5 @@
-//! What commands ask of the leader: targets to look at again, in the leader's own order, and fields to take away.
+//! Requests from commands to the leader: targets to check again, processed in the leader's own order, and fields to
+//! remove.
 
 use std::time::Duration;
 
@@ -14,42 +15,42 @@ use crate::{
 
 /// The collection of requests.
 pub const REQUESTS: &str = "requests";
-/// Requests that the leader takes at once.
+/// Number of requests that the leader takes at once.
 const SOME: i64 = 10;
-/// How often an answer is looked for.
+/// Interval between reads of the answer.
 const LOOK: Duration = Duration::from_millis(300);
 
 /// A request about one rule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Asked {
-    /// The request.
+    /// The id of the request.
     pub id: ObjectId,
-    /// The rule's name.
+    /// The name of the rule.
     pub rule: String,
-    /// What is wanted.
+    /// The requested work.
     pub work: Work,
 }
 
-/// What a request wants.
+/// The kinds of requested work.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Work {
-    /// To look again at the targets with these `_id`s.
+    /// Reconcile the targets with these `_id`s.
     Look(Vec<Bson>),
-    /// To take away what no rule owns any more.
+    /// Remove the fields at paths that no rule owns any more.
     Prune(Vec<Retired>),
 }
 
-/// A path of a collection that a rule once owned.
+/// A path of a collection that a rule used to own.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Retired {
-    /// The whole name of the collection.
+    /// The full name of the collection, with its database.
     pub collection: String,
-    /// The path.
+    /// The path of the field.
     pub path: FieldPath,
 }
 
 impl Retired {
-    /// The database and the collection.
+    /// The names of the database and the collection.
     #[must_use]
     pub fn namespace(&self) -> (&str, &str) {
         self.collection.split_once('.').unwrap_or_default()
@@ -83,19 +84,19 @@ impl Work {
     }
 }
 
-/// What became of a request.
+/// The state of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// Nobody has done it yet.
+    /// Not done yet.
     Waiting,
-    /// It is done: written, found right, or recorded as dead letters.
+    /// Done: every target is written, already correct, or recorded as a dead letter.
     Done,
-    /// The leader does not do it, and why.
+    /// Refused by the leader, with the reason.
     Refused(String),
 }
 
 impl Store {
-    /// Asks the leader of every partition, whoever it is or will be, to do this.
+    /// Records a request for the current or next leader of every partition.
     pub async fn request(&self, server: &Server, rule: &str, work: &Work) -> Result<ObjectId> {
         let asked = ObjectId::new();
         let requests = self.ids().iter().map(|id| {
@@ -109,7 +110,7 @@ impl Store {
         Ok(asked)
     }
 
-    /// The oldest requests that nobody has done.
+    /// The oldest open requests.
     pub async fn requests(&self, server: &Server) -> Result<Vec<Asked>> {
         let open = doc! {"deployment": {"$in": self.ids().to_vec()}, "refused": {"$exists": false}};
         let requests = server.collection(self.database(), REQUESTS);
@@ -121,20 +122,20 @@ impl Store {
         Ok(found.into_iter().filter_map(read).collect())
     }
 
-    /// A request is done.
+    /// Deletes a request that is done.
     pub async fn request_done(&self, server: &Server, id: ObjectId) -> Result<()> {
         server.collection(self.database(), REQUESTS).delete_one(doc! {"_id": id}).await?;
         Ok(())
     }
 
-    /// A request is not done, and will not be.
+    /// Records that a request is refused.
     pub async fn refuse_request(&self, server: &Server, id: ObjectId, why: &str) -> Result<()> {
         let update = doc! {"$set": {"refused": why}};
         server.collection(self.database(), REQUESTS).update_one(doc! {"_id": id}, update).await?;
         Ok(())
     }
 
-    /// Waits until it is done. What is refused is an error.
+    /// Waits until a request is done. Returns an error if the request is refused.
     pub async fn until_done(&self, server: &Server, asked: ObjectId) -> Result<()> {
         loop {
             match self.answer(server, asked).await? {
@@ -148,7 +149,7 @@ impl Store {
         }
     }
 
-    /// What became of what was asked. What is refused by one is forgotten with the answer.
+    /// The state of a request over all partitions. Deletes it once one of them has refused it.
     pub async fn answer(&self, server: &Server, asked: ObjectId) -> Result<Answer> {
         let requests = server.collection(self.database(), REQUESTS);
         let together = doc! {"together": asked};

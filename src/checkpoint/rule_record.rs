@@ -1,8 +1,8 @@
-//! The stored form of what is known of a rule.
+//! The stored form of a rule's record.
 //!
-//! Every name here is pinned: `tests/golden` holds documents as this version and earlier ones write them. The fields of the
-//! first version stay as they were, so that an instance of that version, beside this one or after it, reads the same state: a
-//! blocked rule is `held` to it. It passes over the fields that it does not know.
+//! Every name here is pinned: `tests/golden` holds documents written by this version and earlier ones. The fields of
+//! the first version are unchanged, so that an instance of that version, running at the same time or later, reads the
+//! same state. It reads a blocked rule as `held`, and ignores the fields that it does not know.
 
 use bson::{Bson, DateTime, Document, Timestamp, doc};
 use serde::{Deserialize, Serialize};
@@ -13,42 +13,57 @@ use crate::{
     rule_state::{BlockReason, RuleState},
 };
 
-/// What is known of a rule from earlier runs.
+/// The record of a rule from earlier runs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RuleRecord {
-    /// What the rule was.
+    /// The definition of the rule, as last recorded.
     pub definition: Document,
-    /// Its earlier definitions, where they owned something else.
+    /// Earlier definitions that owned other fields.
     pub retired: Vec<Document>,
     /// The definition whose effect on existing data somebody has agreed to.
     pub agreed: Option<Document>,
-    /// Whether its source collection has been there.
+    /// True once its source collection has been seen.
     pub source_seen: bool,
-    /// The UUID of that collection. The first version kept none.
+    /// The UUID of that collection. The first version did not store it.
     pub source_uuid: Option<Bson>,
-    /// Until when the loss of its source has been agreed to: a drop up to then, read again after a crash, does not block it.
+    /// The time up to which the loss of its source is accepted: an earlier drop, read again after a crash, does not
+    /// block the rule.
     pub released: Option<ClusterTime>,
-    /// Its state.
+    /// The state of the rule.
     pub state: RuleState,
-    /// How many targets its open backfill has done and has to do, where that is known.
+    /// Targets done and targets to do in its open backfill, if known.
     pub progress: Option<(u64, Option<u64>)>,
-    /// The last generation that a leader has acted on, of those that commands have set.
+    /// The last generation set by a command that a leader has acted on.
     pub noticed: i64,
-    /// Counts the changes of its state, so that one that is late cannot undo a newer one.
+    /// Number of changes of its state, so that a delayed write cannot undo a newer one.
     pub generation: i64,
+    /// True if somebody has agreed to the removals of its open or next backfill. The rule is being backfilled, waits
+    /// for `denormd backfill`, is paused or is unavailable.
+    pub removals_agreed: bool,
+}
+
+/// The effect of a state change on an agreement to the values that a backfill removes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Agreement {
+    /// The change gives the agreement.
+    Given,
+    /// An agreement to the backfill before this change remains valid if the definition of the rule is unchanged.
+    Kept,
+    /// The change ends an earlier agreement.
+    Ended,
 }
 
 impl RuleRecord {
-    /// Whether somebody has agreed to what this definition of the rule does to existing data.
+    /// True if somebody has agreed to the effect of this definition on existing data.
     #[must_use]
     pub fn has_agreed(&self, definition: &Document) -> bool {
         self.agreed.as_ref() == Some(definition)
     }
 
-    /// The records of two partitions as one: the state that more has to be done for, and only what both have done.
+    /// Merges the records of two partitions: the more urgent state, and only the progress that both have made.
     pub(super) fn join(&mut self, other: Self) {
         let other_is_worse = other.state.urgency() > self.state.urgency();
-        // Something is noticed when every partition has noticed its own.
+        // The sum reaches the generation only when every partition has acted on its own changes.
         self.noticed += other.noticed;
         self.generation += other.generation;
         self.source_seen |= other.source_seen;
@@ -62,24 +77,24 @@ impl RuleRecord {
                 self.retired.push(definition);
             }
         }
-        // Each goes through all targets: the last one tells how far they are.
+        // Each partition scans all targets, so the slowest one determines the progress.
         let behind = |progress: &Option<(u64, Option<u64>)>| progress.map(|(done, _)| done);
         if other_is_worse || behind(&other.progress) < behind(&self.progress) {
             self.progress = other.progress;
         }
         if other_is_worse {
             (self.definition, self.state) = (other.definition, other.state);
+            self.removals_agreed = other.removals_agreed;
         }
     }
 }
 
-/// `_id`
 #[derive(Debug, Deserialize)]
 struct Id {
     rule: String,
 }
 
-/// `backfill`: the state by the names of the first version.
+/// `backfill`: the state, in the names of the first version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum Backfill {
     #[serde(rename = "pending")]
@@ -94,7 +109,6 @@ enum Backfill {
     Absent,
 }
 
-/// `progress`
 #[derive(Debug, Serialize, Deserialize)]
 struct Progress {
     #[serde(rename = "done")]
@@ -103,12 +117,12 @@ struct Progress {
     expected: Option<i64>,
 }
 
-/// The fields that say which state a rule is in.
+/// The fields that contain the state of a rule.
 #[derive(Debug, Serialize, Deserialize)]
 struct Stored {
     #[serde(rename = "backfill")]
     backfill: Backfill,
-    /// `_id` of the target to resume after, in an array, as any BSON value may be one.
+    /// The `_id` of the target to resume after, in an array because any BSON value may be one.
     #[serde(rename = "after", default)]
     after: Vec<Bson>,
     #[serde(rename = "reason", default)]
@@ -119,11 +133,11 @@ struct Stored {
     paused: Option<bool>,
     #[serde(rename = "suspended", default)]
     suspended: Option<bool>,
-    /// Not known to the first version.
+    /// Unknown to the first version.
     #[serde(rename = "block", default)]
     block: Option<BlockReason>,
-    /// The `reason` that came with `block`. The first version leaves both as they were when it blocks a rule for a reason of its
-    /// own.
+    /// The `reason` that was written with `block`. The first version leaves both unchanged when it blocks a rule for
+    /// its own reason, so a difference between the reasons marks `block` as outdated.
     #[serde(rename = "block_reason", default)]
     block_reason: Option<String>,
     #[serde(rename = "until", default)]
@@ -216,7 +230,7 @@ impl Stored {
     }
 }
 
-/// The fields of a rule's document that put it into this state.
+/// The fields of a rule's document for this state.
 pub(super) fn state_fields(state: &RuleState) -> Result<Document> {
     let mut fields = bson::serialize_to_document(&Stored::of(state))
         .map_err(|error| Error::internal(format!("the state of a rule cannot be stored: {error}")))?;
@@ -224,13 +238,13 @@ pub(super) fn state_fields(state: &RuleState) -> Result<Document> {
     Ok(fields)
 }
 
-/// How far a backfill is, as it is stored.
+/// The progress of a backfill in its stored form.
 pub(super) fn progress_field((done, expected): (u64, Option<u64>)) -> Document {
     let count = |targets: u64| i64::try_from(targets).unwrap_or(i64::MAX);
     doc! {"done": count(done), "expected": expected.map(count)}
 }
 
-/// Reads a rule's document: the rule's name and what is known of it.
+/// Reads a rule's document: the rule's name and its record.
 pub(super) fn read(document: &Document) -> Result<(String, RuleRecord)> {
     let unreadable = |error: bson::error::Error| {
         let id = document.get("_id").cloned().unwrap_or(Bson::Null).into_relaxed_extjson();
@@ -241,6 +255,15 @@ pub(super) fn read(document: &Document) -> Result<(String, RuleRecord)> {
     let stored: Stored = bson::deserialize_from_document(document.clone()).map_err(unreadable)?;
     let beside: Beside = bson::deserialize_from_document(document.clone()).map_err(unreadable)?;
     let number = |count: i64| u64::try_from(count).unwrap_or_default();
+    let removals_agreed = stored.removals_agreed == Some(beside.generation);
+    let state = stored.state(beside.generation);
+    let may_be_agreed = matches!(
+        state,
+        RuleState::Backfilling { .. }
+            | RuleState::AwaitingBackfill
+            | RuleState::Paused { .. }
+            | RuleState::Unavailable { .. }
+    );
     let record = RuleRecord {
         definition: beside.definition,
         retired: beside.retired,
@@ -248,10 +271,11 @@ pub(super) fn read(document: &Document) -> Result<(String, RuleRecord)> {
         source_seen: beside.source_seen,
         source_uuid: beside.source_uuid,
         released: beside.released.map(ClusterTime::from),
-        state: stored.state(beside.generation),
+        state,
         progress: beside.progress.map(|progress| (number(progress.done), progress.expected.map(number))),
         noticed: beside.noticed,
         generation: beside.generation,
+        removals_agreed: removals_agreed && may_be_agreed,
     };
     Ok((beside.id.rule, record))
 }

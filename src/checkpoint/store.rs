@@ -1,7 +1,7 @@
-//! Positions and rule states in the state database, acknowledged by a majority.
+//! Positions and rule states in the state database, written with majority acknowledgement.
 //!
-//! Every document holds the term of the leader that wrote it last. A leader first marks all of them with its own term; from
-//! then on nothing that a former leader has sent changes them.
+//! Every document contains the term of the leader that wrote it last. A new leader first marks all of them with its own
+//! term. From then on, delayed writes of a former leader change nothing.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -23,35 +23,33 @@ use crate::{
 
 use super::{
     fan_out,
-    rule_record::{self, RuleRecord, progress_field, state_fields},
+    rule_record::{self, Agreement, RuleRecord, progress_field, state_fields},
 };
 
-/// The collection of positions: one document a deployment and stream.
+/// The collection of positions: one document per deployment and stream.
 pub const POSITIONS: &str = "positions";
-/// NamespaceExists
 const NAMESPACE_EXISTS: i32 = 48;
-/// DuplicateKey
 const DUPLICATE_KEY: i32 = 11000;
-/// The collection of rule states: one document a deployment and rule.
+/// The collection of rule states: one document per deployment and rule.
 pub const RULES: &str = "rules";
 
-/// The collection of terms: one document a deployment, with the last one that was led under.
+/// The collection of terms: one document per deployment, with the latest claimed term.
 const TERMS: &str = "terms";
 
 /// The state of one deployment, or of one of its partitions.
 #[derive(Debug, Clone)]
 pub struct Store {
     database: String,
-    /// What documents of this state are kept under.
+    /// The deployment or partition in the `_id` of this state's documents.
     deployment: String,
-    /// The partitions that it speaks for: one, or for commands all of the deployment.
+    /// The partitions that this store covers: one for a leader, all of the deployment for commands.
     ids: Arc<[String]>,
-    /// The UUID of the collection of positions. A copy of the data in another cluster has another one, whether it was
-    /// restored from a dump or synchronised, and reading it takes no more privilege than the state needs anyway.
+    /// The UUID of the collection of positions. A copy of the data in another cluster has a different UUID, both after
+    /// a restore and after a synchronisation. Reading it needs no additional privilege.
     cluster: Arc<Bson>,
 }
 
-/// The greatest term that was ever led under, or that any state of the deployment was written under; 0 when there is none.
+/// The highest term that was claimed or written for the deployment; 0 if there is none.
 pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> Result<i64> {
     let mut highest = 0;
     for name in [TERMS, POSITIONS, RULES, fan_out::COLLECTION] {
@@ -60,14 +58,14 @@ pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> 
             .find_one(doc! {"_id.deployment": deployment})
             .sort(doc! {"term": -1})
             .await?;
-        // State without a term is of a daemon without a lease.
+        // State without a term comes from a daemon without a lease.
         highest = highest.max(last.map_or(0, |doc| doc.get_i64("term").unwrap_or(1).max(1)));
     }
     Ok(highest)
 }
 
-/// Records that a term is led under, before anything else is done under it. False when it has been, or a later one: each is
-/// led under once, whatever happens to the lease. One that comes late claims a term that nobody leads under.
+/// Claims a term for a new leader, before any other write in that term. Returns false if this term or a later one is
+/// already claimed: each term has one leader, regardless of the lease. A delayed claim only uses up a term.
 pub async fn claim_term(server: &Server, database: &str, deployment: &str, term: i64) -> Result<bool> {
     let unclaimed = doc! {"_id": {"deployment": deployment}, "term": {"$not": {"$gte": term}}};
     let claim = doc! {"$set": {"term": term, "since": DateTime::now()}};
@@ -79,9 +77,8 @@ pub async fn claim_term(server: &Server, database: &str, deployment: &str, term:
 }
 
 impl Store {
-    /// Opens the state of a whole deployment, whatever it is divided into: for commands, and where it is not divided for its
-    /// leader, whose term `server` writes under. What a former leader has sent and not seen acknowledged does not change it
-    /// from now on.
+    /// Opens the state of a whole deployment, for commands and for the leader of an unpartitioned deployment, whose
+    /// term `server` has. From now on, unacknowledged writes of a former leader cannot change it.
     pub async fn open(server: &Server, database: &str, deployment: &str) -> Result<Self> {
         let partitions = super::format::check(server, database, deployment).await?;
         let ids = Partition::all(partitions).map(|partition| partition.id(deployment)).collect();
@@ -138,25 +135,25 @@ impl Store {
         Ok(Self { database: database.to_owned(), deployment: deployment.to_owned(), ids, cluster: Arc::new(cluster) })
     }
 
-    /// The same, speaking for these partitions alone.
+    /// The same state, limited to these partitions.
     #[must_use]
     pub fn of(self, partitions: &[Partition]) -> Self {
         Self { ids: partitions.iter().map(|partition| partition.id(&self.deployment)).collect(), ..self }
     }
 
-    /// The state database.
+    /// The name of the state database.
     #[must_use]
     pub fn database(&self) -> &str {
         &self.database
     }
 
-    /// The partitions that it speaks for.
+    /// The partitions that this store covers, as ids in stored documents.
     #[must_use]
     pub fn ids(&self) -> &[String] {
         &self.ids
     }
 
-    /// The documents about a rule, one for each partition.
+    /// The documents of a rule, one per partition.
     fn of_rule(&self, rule: &str) -> Document {
         doc! {"_id": {"$in": self.ids.iter().map(|id| doc! {"deployment": id, "rule": rule}).collect::<Vec<_>>()}}
     }
@@ -165,8 +162,8 @@ impl Store {
         doc! {"deployment": &self.deployment, name: value}
     }
 
-    /// Where the stream of `database` is to go on, if it has been followed before. The token only fits the pipeline that
-    /// it came from: with another one the stream is reopened by time.
+    /// The position to resume the stream of `database` from, if there is one. The token is valid only for the pipeline
+    /// that produced it. With another pipeline, the stream is reopened by time.
     pub async fn position(&self, server: &Server, database: &str, pipeline: &[Document]) -> Result<Option<Position>> {
         let positions = server.collection(&self.database, POSITIONS);
         let found = bounded(positions.find_one(doc! {"_id": self.id("stream", database)})).await?;
@@ -183,7 +180,7 @@ impl Store {
         }))
     }
 
-    /// Saves where the stream of `database` is, unless another leader has opened the state.
+    /// Saves the position of the stream of `database`, unless another leader has opened the state.
     pub async fn save_position(
         &self,
         server: &Server,
@@ -201,17 +198,17 @@ impl Store {
         };
         let positions = server.collection(&self.database, POSITIONS);
         let save = positions.update_one(mine(server, self.id("stream", database)), doc! {"$set": state}).upsert(true);
-        // One that comes late takes the position back: what follows it is only done again.
+        // A delayed write moves the position back, which only repeats work.
         bounded(save).await.map_err(refused_upsert)?;
         Ok(())
     }
 
-    /// What is known of every rule that this deployment has or had, by name; what the partitions know taken together.
+    /// The records of all current and former rules of this deployment, by name, merged over the partitions.
     pub async fn rules(&self, server: &Server) -> Result<Vec<(String, RuleRecord)>> {
         self.found(server, doc! {}).await
     }
 
-    /// The same without definitions: the states of the rules, which are read every second.
+    /// The same records without definitions, which are read every second for the states of the rules.
     pub async fn standing(&self, server: &Server) -> Result<Vec<(String, RuleRecord)>> {
         self.found(server, doc! {"definition": 0, "retired": 0, "agreed": 0}).await
     }
@@ -234,9 +231,15 @@ impl Store {
         Ok(out)
     }
 
-    /// Records what a rule is, and puts it into this state, whatever it was before. Returns the generation of this change: what
-    /// was asked for under an earlier one no longer counts.
-    pub async fn reset_rule(&self, server: &Server, rule: &Rule, state: &RuleState) -> Result<i64> {
+    /// Records the definition and state of a rule, regardless of the previous state. Returns the stored state and the
+    /// generation of this change, which invalidates requests of earlier generations.
+    pub async fn reset_rule(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        state: &RuleState,
+        agreement: Agreement,
+    ) -> Result<(RuleState, i64)> {
         let mut fields = state_fields(state)?;
         fields.insert("definition", rule.definition.clone());
         fields.insert("term", server.term());
@@ -244,44 +247,52 @@ impl Store {
         loop {
             let id = self.id("rule", &rule.name);
             let before = bounded(rules.find_one(doc! {"_id": id.clone()})).await?;
-            let generation = before.as_ref().map(rule_record::read).transpose()?.map_or(0, |(_, seen)| seen.generation);
+            let seen = before.as_ref().map(rule_record::read).transpose()?.map(|(_, seen)| seen);
+            let generation = seen.as_ref().map_or(0, |seen| seen.generation);
             if before.as_ref().is_some_and(|before| before.get_i64("term").is_ok_and(|term| term > server.term())) {
                 return Err(former());
             }
             fields.insert("generation", generation + 1);
-            if matches!(state, RuleState::Backfilling { agreed: true, .. }) {
+            let kept = || seen.is_some_and(|seen| seen.removals_agreed && seen.definition == rule.definition);
+            let agreed = agreement == Agreement::Given || agreement == Agreement::Kept && kept();
+            // Without an agreement, an existing number belongs to an earlier generation and has no effect.
+            if agreed {
                 fields.insert("removals_agreed", generation + 1);
             }
-            // One that is late finds another generation, and cannot undo what was recorded meanwhile.
+            // A delayed write finds another generation, and cannot undo later changes.
             let mut unchanged = mine(server, id);
             unchanged.insert("generation", same_generation(generation));
             let reset = rules.update_one(unchanged, doc! {"$set": fields.clone()}).upsert(before.is_none());
             match bounded(reset).await {
-                Ok(done) if done.matched_count > 0 || done.upserted_id.is_some() => return Ok(generation + 1),
+                Ok(done) if done.matched_count > 0 || done.upserted_id.is_some() => {
+                    return Ok((state.clone().with_removals(agreed), generation + 1));
+                }
                 Err(error) if error.code != Some(DUPLICATE_KEY) => return Err(error),
                 Ok(_) | Err(_) => {}
             }
         }
     }
 
-    /// Blocks a rule until somebody agrees to what its backfill does ([`Store::ask`]). Once agreed to, the same definition of the
-    /// rule is not to be blocked again for its effect on existing data ([`RuleRecord::has_agreed`]). Returns the generation of
-    /// the block.
+    /// Blocks a rule until somebody agrees to the effect of its backfill ([`Store::ask`]). Once agreed to, the same
+    /// definition of the rule is not blocked again for its effect on existing data ([`RuleRecord::has_agreed`]).
+    /// Returns the generation of the block.
     pub async fn block(&self, server: &Server, rule: &Rule, reason: BlockReason) -> Result<i64> {
-        self.reset_rule(server, rule, &RuleState::Blocked(reason)).await
+        let (_, generation) = self.reset_rule(server, rule, &RuleState::Blocked(reason), Agreement::Ended).await?;
+        Ok(generation)
     }
 
-    /// Requests a backfill of a rule from the start, from whichever instance leads. A blocked rule is unblocked by it, and what
-    /// that does to existing data is agreed to for this definition of the rule. False for a rule that has never run.
+    /// Requests a backfill of a rule from the start, from the current or next leader. This unblocks a blocked rule, and
+    /// records the agreement to its effect on existing data for this definition. Returns false for a rule that has
+    /// never run.
     ///
-    /// It is bound to the generation that it has read, as the caller need not be the leader: one that is late, after the rule
-    /// was blocked once more, would agree to something that nobody has seen.
+    /// The request applies only to the generation that it has read, as the caller need not be the leader. A delayed
+    /// write, after the rule was blocked again, would agree to an effect that nobody has seen.
     pub async fn ask(&self, server: &Server, rule: &str) -> Result<bool> {
         self.ask_all(server, rule, None).await
     }
 
-    /// The same for a rule that is blocked, as long as it is blocked for this reason, which somebody has seen. False when it is
-    /// not.
+    /// Like [`Store::ask`], for a rule that is still blocked for the reason that the user has seen. Returns false if it
+    /// is not.
     pub async fn unblock(&self, server: &Server, rule: &str, reason: &BlockReason) -> Result<bool> {
         self.ask_all(server, rule, Some(reason)).await
     }
@@ -308,15 +319,17 @@ impl Store {
             let Some(seen) = bounded(rules.find_one(doc! {"_id": id.clone()})).await? else { return Ok(false) };
             let (_, seen) = rule_record::read(&seen)?;
             let unchanged = doc! {"_id": id.clone(), "generation": same_generation(seen.generation)};
-            // A partition may be blocked for a reason that another one's has hidden.
+            // Another partition may be blocked for a reason that the more urgent one has hidden.
             if reason.is_some_and(|reason| seen.state.urgency() > RuleState::Blocked(reason.clone()).urgency()) {
                 return Ok(false);
             }
             let mut state = state.clone();
-            if let RuleState::Blocked(reason) = seen.state {
+            if seen.removals_agreed || seen.state.is_blocked() {
                 state.insert("removals_agreed", seen.generation + 1);
+            }
+            if let RuleState::Blocked(reason) = seen.state {
                 match reason {
-                    // A source that is gone is taken for empty from now on.
+                    // From now on, a missing source collection counts as empty.
                     BlockReason::SourceGone => {
                         state.extend(doc! {"released": now, "source_seen": false, "source_uuid": Bson::Null});
                     }
@@ -331,24 +344,23 @@ impl Store {
         }
     }
 
-    /// Pauses a rule that is not stopped for another reason: once the leader has read this, the rule does nothing, and this state
-    /// says that everything missed meanwhile is to be backfilled.
+    /// Pauses a rule that is not stopped for another reason. The rule stops once the leader has read this. The state
+    /// records that a backfill must cover all changes missed meanwhile.
     pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
         let mut state = state_fields(&RuleState::Paused { until: None })?;
         let until = time.map(|time| i64::try_from(time.as_millis()).unwrap_or(i64::MAX));
-        // By the server's clock, as the end is looked for.
+        // The server's clock is used because the end is checked against it too.
         let until = until.map_or(Bson::Null, |millis| doc! {"$add": ["$$NOW", millis]}.into());
         state.insert("until", until);
-        state.insert("generation", doc! {"$add": [{"$ifNull": ["$generation", 0_i64]}, 1_i64]});
         let mut free = self.of_rule(rule);
-        // An unavailable rule would come back by itself; a blocked one stays blocked.
+        // An unavailable rule may be paused because it would resume by itself; a blocked one stays blocked.
         free.insert("$or", vec![doc! {"backfill": {"$ne": "held"}}, doc! {"paused": true}, doc! {"suspended": true}]);
         let rules = server.collection(&self.database, RULES);
-        rules.update_many(free, vec![doc! {"$set": state}]).await?;
+        rules.update_many(free, changed(state)).await?;
         Ok(())
     }
 
-    /// The leader knows of the pause, or of the backfill that was asked for.
+    /// Records that the leader has acted on a pause or a backfill request.
     pub async fn notice(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
         let filter = doc! {"_id": self.id("rule", rule), "generation": generation};
         let rules = server.collection(&self.database, RULES);
@@ -356,7 +368,8 @@ impl Store {
         Ok(())
     }
 
-    /// Lets a paused rule go on, by a whole backfill; without a name, those whose pause is over. Returns how many.
+    /// Resumes a paused rule with a full backfill; without a name, all rules whose pause has ended. Returns the number
+    /// of resumed rules.
     pub async fn resume(&self, server: &Server, rule: Option<&str>) -> Result<u64> {
         let mine = doc! {"$in": self.ids.to_vec()};
         let mut paused = doc! {"_id.deployment": mine, "backfill": "held", "paused": true};
@@ -369,22 +382,22 @@ impl Store {
                 paused.insert("$expr", doc! {"$and": [is_date, {"$lte": ["$until", "$$NOW"]}]});
             }
         }
-        let update = doc! {"$set": backfill_from_the_start()?, "$inc": {"generation": 1_i64}};
+        let update = changed(backfill_from_the_start()?);
         Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
     }
 
-    /// Lets an unavailable rule run again, by a whole backfill, unless its state has changed since.
+    /// Resumes an unavailable rule with a full backfill, unless its state has changed since.
     pub async fn come_back(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
-        let mut suspended = mine(server, self.id("rule", rule));
-        suspended.extend(doc! {"backfill": "held", "suspended": true, "generation": generation});
-        let update = doc! {"$set": backfill_from_the_start()?, "$inc": {"generation": 1_i64}};
-        bounded(server.collection(&self.database, RULES).update_one(suspended, update)).await?;
+        let mut unavailable = mine(server, self.id("rule", rule));
+        unavailable.extend(doc! {"backfill": "held", "suspended": true, "generation": generation});
+        let update = changed(backfill_from_the_start()?);
+        bounded(server.collection(&self.database, RULES).update_one(unavailable, update)).await?;
         Ok(())
     }
 
-    /// Which of these rules have run, as they are now. Reads only.
+    /// The rules of the plan that have already run with their current definition. Reads only.
     pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &Plan) -> Result<BTreeSet<RuleId>> {
-        // Its own, and those of its partitions, whose number need not be known here: they are between these two.
+        // The ids of the deployment and of its partitions, whose number is not needed: they sort between these two.
         let (first, last) = (format!("{deployment}{SEPARATOR}"), format!("{deployment}{SEPARATOR}~"));
         let mine = vec![doc! {"_id.deployment": deployment}, doc! {"_id.deployment": {"$gte": first, "$lt": last}}];
         let filter = doc! {"$or": mine, "backfill": {"$ne": "absent"}};
@@ -400,8 +413,8 @@ impl Store {
         Ok(found)
     }
 
-    /// Remembers that the source collection of a rule is there, and which one. A late write, after an unblock by which an absent
-    /// source counts as empty, finds another generation and changes nothing.
+    /// Records that the source collection of a rule exists, with its UUID. If the rule was unblocked meanwhile, so that
+    /// a missing source counts as empty, a delayed write finds another generation and changes nothing.
     pub async fn source_seen(&self, server: &Server, rule: &str, generation: i64, uuid: &Bson) -> Result<()> {
         let mut filter = mine(server, self.id("rule", rule));
         filter.insert("generation", same_generation(generation));
@@ -410,7 +423,7 @@ impl Store {
         Ok(())
     }
 
-    /// Remembers that a rule is not in the config, so that it is backfilled when it comes back.
+    /// Records that a rule is not in the config, so that it is backfilled if it returns.
     pub async fn remove(&self, server: &Server, rule: &str) -> Result<()> {
         let state = state_fields(&RuleState::Removed)?;
         server
@@ -420,7 +433,7 @@ impl Store {
         Ok(())
     }
 
-    /// Keeps what a rule was, for `denormd prune`.
+    /// Keeps an earlier definition of a rule, for `denormd prune`.
     pub async fn retire(&self, server: &Server, rule: &str, definition: &Document) -> Result<()> {
         let filter = mine(server, self.id("rule", rule));
         let update = doc! {"$addToSet": {"retired": definition.clone()}};
@@ -428,8 +441,8 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets what a rule was; with `whole`, the rule too. Only what is `known`: a rule that has come back to the config
-    /// meanwhile, or was changed again, is another one, also for a request that comes late.
+    /// Deletes the retired definitions of a rule and, with `whole`, its record. Deletes only what is `known`: a rule
+    /// that has returned to the config or has changed meanwhile is kept, even if the request is delayed.
     pub async fn forget(&self, server: &Server, rule: &str, known: &RuleRecord, whole: bool) -> Result<()> {
         let mut filter = self.of_rule(rule);
         filter.insert("definition", known.definition.clone());
@@ -452,8 +465,8 @@ impl Store {
         Ok(())
     }
 
-    /// Saves how far the backfill of this generation is: its place, and how many targets it `(has done, has to do)`. False
-    /// when a newer one has been asked for.
+    /// Saves the progress of this generation's backfill: its position, and the targets `(done, to do)`. Returns false
+    /// if a newer backfill has been requested.
     pub async fn save_backfill(
         &self,
         server: &Server,
@@ -467,13 +480,14 @@ impl Store {
         let rules = server.collection(&self.database, RULES);
         let mut state = state_fields(state)?;
         state.insert("progress", progress_field(progress));
-        // One that comes late takes the progress back.
+        // A delayed write moves the progress back.
         let done = bounded(rules.update_one(filter, doc! {"$set": state})).await?;
         Ok(done.matched_count > 0)
     }
 }
 
-/// The document with this `_id`, unless a later leader has marked it. An upsert then finds that it is there all the same.
+/// A filter for the document with this `_id`, unless a later leader has marked it. An upsert then fails with a
+/// duplicate key.
 pub(super) fn mine(server: &Server, id: Document) -> Document {
     doc! {"_id": id, "term": {"$not": {"$gt": server.term()}}}
 }
@@ -486,9 +500,24 @@ fn former() -> Error {
     Error::new(Kind::Unavailable, "another instance has become the leader")
 }
 
-/// A state from before there were generations lacks it.
+/// State from before generations existed has no such field.
 fn same_generation(generation: i64) -> Bson {
     if generation == 0 { doc! {"$in": [Bson::Null, 0_i64]}.into() } else { generation.into() }
+}
+
+/// The update that puts rules into a state, given by its fields as expressions, with the next generation. An agreement
+/// to the removals of an unfinished backfill remains valid ([`Agreement::Kept`]).
+fn changed(mut fields: Document) -> Vec<Document> {
+    let generation = doc! {"$ifNull": ["$generation", 0_i64]};
+    let next = doc! {"$add": [generation.clone(), 1_i64]};
+    let is_open = doc! {"$or": [
+        {"$in": ["$backfill", ["pending", "manual"]]},
+        {"$and": [{"$eq": ["$backfill", "held"]}, {"$or": [{"$eq": ["$paused", true]}, {"$eq": ["$suspended", true]}]}]},
+    ]};
+    let kept = doc! {"$and": [{"$eq": ["$removals_agreed", generation]}, is_open]};
+    fields.insert("removals_agreed", doc! {"$cond": [kept, next.clone(), "$removals_agreed"]});
+    fields.insert("generation", next);
+    vec![doc! {"$set": fields}]
 }
 
 fn backfill_from_the_start() -> Result<Document> {

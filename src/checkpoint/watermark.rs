@@ -1,6 +1,6 @@
 //! The low watermark of each stream. Pure.
 //!
-//! Architecture invariant: a position is only handed out when every batch up to it has nothing left in the work queue.
+//! Architecture invariant: a position is returned only when no batch up to it has work in the queue.
 
 use std::collections::BTreeMap;
 
@@ -14,22 +14,22 @@ pub struct Watermark {
 
 #[derive(Debug, Default)]
 struct Stream {
-    /// Batches that work is held for, and by how many keys.
+    /// Batches with pending work, with the number of their pending keys.
     held: BTreeMap<u64, usize>,
-    /// Batches that were routed whole, with the position after each. Of batches that are done only the last one before a batch
-    /// that is not: there are no more of them than batches that work is held for.
+    /// Fully routed batches, with the position after each. Of a run of finished batches, only the last one before an
+    /// unfinished batch is kept, so there are no more of them than unfinished batches.
     routed: BTreeMap<u64, Position>,
-    /// The position after the last batch that is done with all before it.
+    /// The position after the last batch that is finished along with all earlier ones.
     frontier: Option<Position>,
 }
 
 impl Watermark {
-    /// Work of `batch` waits.
+    /// Records that a key has pending work of `batch`.
     pub fn hold(&mut self, stream: usize, batch: u64) {
         *self.streams.entry(stream).or_default().held.entry(batch).or_default() += 1;
     }
 
-    /// Work of `batch` is done.
+    /// Records that a key's work of `batch` is done.
     pub fn release(&mut self, stream: usize, batch: u64) {
         let Some(state) = self.streams.get_mut(&stream) else { return };
         if let Some(count) = state.held.get_mut(&batch) {
@@ -40,13 +40,13 @@ impl Watermark {
             }
         }
         state.advance();
-        // A page that is done: it has no position.
+        // A finished page of a backfill has no position.
         if state.held.is_empty() && state.routed.is_empty() && state.frontier.is_none() {
             self.streams.remove(&stream);
         }
     }
 
-    /// All of `batch` has been routed; `position` is the place after it. Batches are routed in order.
+    /// Records that all of `batch` has been routed; `position` is the position after it. Batches are routed in order.
     pub fn routed(&mut self, stream: usize, batch: u64, position: Position) {
         let state = self.streams.entry(stream).or_default();
         debug_assert!(
@@ -58,13 +58,13 @@ impl Watermark {
         state.advance();
     }
 
-    /// The position up to which everything of `stream` is done.
+    /// The position up to which all work of `stream` is done.
     #[must_use]
     pub fn frontier(&self, stream: usize) -> Option<&Position> {
         self.streams.get(&stream)?.frontier.as_ref()
     }
 
-    /// Whether nothing of `stream` waits.
+    /// True if `stream` has no pending work.
     #[must_use]
     pub fn is_drained(&self, stream: usize) -> bool {
         self.streams.get(&stream).is_none_or(|state| state.held.is_empty())
@@ -79,8 +79,9 @@ impl Stream {
         }
     }
 
-    /// Forgets the position before `batch` if nothing is held between that position and the next: the low watermark passes both at
-    /// once. Work is only ever held for a batch that is being routed, or that other work is held for, so nothing will be.
+    /// Deletes the position before `batch` if no work is pending between that position and the next one: the low
+    /// watermark passes both at once. New work is recorded only for a batch that is being routed or that has pending
+    /// work, so no more can be added between them.
     fn join(&mut self, batch: u64) {
         let before = self.routed.range(..batch).next_back().map(|(before, _)| *before);
         let next = self.routed.range(batch..).next().map(|(next, _)| *next);
@@ -123,7 +124,7 @@ mod tests {
         assert!(w.is_drained(0));
     }
 
-    /// While a slow key held the position, each batch behind it added one, for as long as that took.
+    /// While a slow key delayed the position, each later batch added another position.
     #[test]
     fn positions_that_wait_are_as_many_as_batches_that_are_not_done() {
         let mut w = Watermark::default();

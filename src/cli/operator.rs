@@ -1,31 +1,31 @@
-//! What the operator's commands take.
+//! The options of the operator's commands.
 
 use clap::Subcommand;
 
-/// What `check` takes.
+/// Options of `check`.
 #[derive(Debug, clap::Args)]
 pub struct CheckOptions {
-    /// Which rules; all of them when none is named.
+    /// Rules to check; all of them by default.
     #[arg(long)]
     pub rule: Vec<String>,
-    /// Only so many targets of each rule, drawn at random.
+    /// Check only this number of targets of each rule, drawn at random.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub sample: Option<u64>,
-    /// Have what differs written anew, by the leader; by this command where no daemon leads.
+    /// Have the leader rewrite the targets that differ. Without a leader, this command rewrites them.
     #[arg(long)]
     pub repair: bool,
-    /// Go on where the last check was interrupted.
+    /// Resume where the last check was interrupted.
     #[arg(long, conflicts_with = "sample")]
     pub resume: bool,
     /// Show the expected and the stored values.
     #[arg(long)]
     pub show_values: bool,
-    /// How many targets of each rule are listed; 0 for all. All are counted.
+    /// Maximum number of targets to list for each rule; 0 for all. All are counted.
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub limit: u64,
 }
 
-/// What is done with dead letters.
+/// The actions on dead letters.
 #[derive(Debug, Subcommand)]
 pub enum DeadLetters {
     /// Lists them, the newest first.
@@ -33,14 +33,14 @@ pub enum DeadLetters {
   denormd dead-letters list --config shop.yaml
   denormd dead-letters list --rule part-names --output json")]
     List {
-        /// Which ones.
+        /// The dead letters to list.
         #[command(flatten)]
         which: Letters,
-        /// How many at most.
+        /// Maximum number of dead letters to list.
         #[arg(long, value_name = "N", default_value_t = 100)]
         limit: u32,
     },
-    /// Has the leader try them again at once, and says what came of it.
+    /// Has the leader retry them at once, and reports the outcome.
     #[command(after_help = "Examples:
   denormd dead-letters retry --rule part-names
   denormd dead-letters retry --key 17
@@ -48,34 +48,34 @@ pub enum DeadLetters {
 
 Exit status: 0 all are gone, 1 some failed again.")]
     Retry {
-        /// Which ones.
+        /// The dead letters to retry.
         #[command(flatten)]
         which: Letters,
-        /// All of them.
+        /// Retry all of them.
         #[arg(long, conflicts_with_all = ["rule", "key"])]
         all: bool,
     },
-    /// Forgets them without trying. Their targets stay as they are until a source or a reference changes, or the audit
-    /// comes round.
+    /// Drops them without a retry. Their targets stay as they are until a source or a reference changes, or until the
+    /// next audit.
     #[command(after_help = "Examples:
   denormd dead-letters drop --rule part-names --key 17")]
     Drop {
-        /// Which ones.
+        /// The dead letters to drop.
         #[command(flatten)]
         which: Letters,
-        /// All of them.
+        /// Drop all of them.
         #[arg(long, conflicts_with_all = ["rule", "key"])]
         all: bool,
     },
 }
 
-/// Which dead letters.
+/// Options that select dead letters.
 #[derive(Debug, clap::Args)]
 pub struct Letters {
-    /// Of this rule.
+    /// Only those of this rule.
     #[arg(long)]
     pub rule: Option<String>,
-    /// With this key or target: Extended JSON, or a plain string.
+    /// Only those with this key or target: Extended JSON, or a plain string.
     #[arg(long, value_name = "VALUE")]
     pub key: Option<String>,
 }

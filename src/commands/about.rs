@@ -1,4 +1,4 @@
-//! What the program says of itself: `schema`, `config`, `completions`, `man`.
+//! Commands about the program itself: `schema`, `config`, `completions`, `man`.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ pub fn schema(reference: bool) {
     }
 }
 
-/// Prints every setting in force, and where it comes from. Passwords are hidden.
+/// Prints every setting in force with its origin. Passwords are hidden.
 pub fn config(loaded: &Loaded, output: Output) {
     let effective = loaded.effective();
     match output {
@@ -40,14 +40,14 @@ pub fn config(loaded: &Loaded, output: Output) {
     }
 }
 
-/// Prints what a shell needs to complete the commands.
+/// Prints the completion script of a shell.
 pub fn completions(shell: clap_complete::Shell) {
     let mut out = Vec::new();
     clap_complete::generate(shell, &mut Cli::documented(), "denormd", &mut out);
     print(&String::from_utf8_lossy(&out));
 }
 
-/// Writes the man pages into a folder, or prints that of `denormd` itself.
+/// Writes the man pages into a folder, or prints the page of `denormd` itself.
 pub fn man(folder: Option<&Path>) -> Result<(), Failure> {
     let unwritable =
         |error: std::io::Error| Error::new(Kind::Machine, format!("the man pages cannot be written: {error}"));

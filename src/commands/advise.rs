@@ -1,4 +1,4 @@
-//! `denormd advise`
+//! `denormd advise`: advice on the schema, from the data and its use.
 
 use std::{collections::BTreeSet, io::Write, path::PathBuf};
 
@@ -7,15 +7,15 @@ use crate::{
         render,
         report::{self, Options, Report},
     },
-    cli::{Output, Survey},
+    cli::{Inspection, Output},
     commands::{Failure, compile, print},
     config::{self, Loaded},
     error::{Error, Kind},
     mongo::{Server, connect},
 };
 
-/// Looks at the data, and says what follows.
-pub async fn advise(paths: &[PathBuf], output: Output, asked: &Survey) -> Result<(), Failure> {
+/// Examines the data and prints the advice.
+pub async fn advise(paths: &[PathBuf], output: Output, asked: &Inspection) -> Result<(), Failure> {
     let loaded = load(paths, asked)?;
     let (report, _) = look(&loaded, asked).await?;
     match output {
@@ -25,8 +25,8 @@ pub async fn advise(paths: &[PathBuf], output: Output, asked: &Survey) -> Result
     Ok(())
 }
 
-/// The config, if there is one, under what the command line says.
-pub fn load(paths: &[PathBuf], asked: &Survey) -> Result<Loaded, Failure> {
+/// The config, if there is one, with the options of the command line applied.
+pub fn load(paths: &[PathBuf], asked: &Inspection) -> Result<Loaded, Failure> {
     let mut environment = config::process_environment();
     if let Some(uri) = &asked.uri {
         environment.retain(|(name, _)| !name.to_uppercase().starts_with("DENORMD__MONGODB__URI"));
@@ -39,8 +39,8 @@ pub fn load(paths: &[PathBuf], asked: &Survey) -> Result<Loaded, Failure> {
     Ok(config::load_if_any(paths, &environment)?)
 }
 
-/// The report, and a server for what comes after it.
-pub async fn look(loaded: &Loaded, asked: &Survey) -> Result<(Report, Server), Failure> {
+/// Builds the report. Also returns the server, for further queries.
+pub async fn look(loaded: &Loaded, asked: &Inspection) -> Result<(Report, Server), Failure> {
     let plan = compile(loaded).await?;
     let config = &loaded.config;
     let default = match &config.mongodb.database {
@@ -70,8 +70,8 @@ pub async fn look(loaded: &Loaded, asked: &Survey) -> Result<(Report, Server), F
     Ok((report, server))
 }
 
-/// What is being done, for whoever waits; standard output has the result alone.
+/// Reports progress on standard error. Standard output contains only the result.
 fn say(what: &str) {
-    // Nobody may be there to read it.
+    // Standard error may be closed.
     writeln!(std::io::stderr(), "{what}").ok();
 }

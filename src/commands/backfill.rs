@@ -1,4 +1,4 @@
-//! `denormd backfill` and `denormd unblock`: requests to the leader; this process does them where nobody leads.
+//! `denormd backfill` and `denormd unblock`: requests to the leader. Without a leader, this process does the work.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use crate::{
     rule_state::{BlockReason, RuleState},
 };
 
-/// How often the leader's progress is looked at.
+/// Interval between reads of the leader's progress.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Asks for a backfill of these rules, or of all.
+/// Requests a backfill of these rules, or of all.
 pub async fn backfill(
     loaded: &Loaded,
     output: Output,
@@ -28,7 +28,7 @@ pub async fn backfill(
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let all: Vec<String> = context.plan.rules.iter().map(|rule| rule.name.clone()).collect();
     let rules = if rules.is_empty() { &all } else { rules };
-    // Where nobody leads this process will, and a rule that has never run is backfilled when it first does.
+    // Without a leader, this process will lead, and then it backfills a rule that has never run.
     let led = lease::is_held(&context.server, store.database(), store.ids()).await?;
     let mut known = Vec::new();
     for rule in chosen(&context.plan, rules)? {
@@ -65,7 +65,7 @@ pub async fn backfill(
     Ok(())
 }
 
-/// A rule whose backfill is done, and how many targets that were where it is known.
+/// A rule whose backfill is done, with the number of its targets if known.
 #[derive(Debug)]
 pub(super) struct Done {
     rule: String,
@@ -78,7 +78,7 @@ impl Done {
     }
 }
 
-/// What is said when they are done.
+/// Reports the finished backfills as text.
 pub(super) fn text(done: &[Done]) -> String {
     let line = |Done { rule, targets }: &Done| match targets {
         Some(targets) => format!("{rule}: done, {targets} targets\n"),
@@ -87,7 +87,8 @@ pub(super) fn text(done: &[Done]) -> String {
     done.iter().map(line).collect()
 }
 
-/// Waits until a leader knows what was asked for: from then on `denormd wait` waits for it too. False where nobody leads.
+/// Waits until a leader has read the request. From then on, `denormd wait` waits for it too. Returns false without a
+/// leader.
 pub(super) async fn noticed(store: &Store, server: &Server, rule: &str) -> Result<bool> {
     loop {
         if !lease::is_held(server, store.database(), store.ids()).await? {
@@ -101,7 +102,7 @@ pub(super) async fn noticed(store: &Store, server: &Server, rule: &str) -> Resul
     }
 }
 
-/// Shows why a rule is blocked, agrees to what its backfill does, and waits for that.
+/// Shows the reason why a rule is blocked, agrees to the effect of its backfill, and waits for the backfill.
 pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result::Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     chosen(&context.plan, &[rule.to_owned()])?;
@@ -121,9 +122,9 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         print(&blocked(rule, reason));
     }
     if let BlockReason::Adoption(_) = reason {
-        // Partitions that have not recorded the rule yet follow this.
-        let letters = &context.dead_letters;
-        let (server, database, deployment) = (&context.server, &letters.database, &letters.deployment);
+        // Partitions that have not recorded the rule yet use this decision.
+        let dead_letters = &context.dead_letters;
+        let (server, database, deployment) = (&context.server, &dead_letters.database, &dead_letters.deployment);
         Decisions { server, database, deployment }.agree(rule, &record.definition).await?;
     }
     if !store.unblock(&context.server, rule, reason).await? {
@@ -147,7 +148,7 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
     Ok(())
 }
 
-/// Why a rule is blocked, with the figures of the adoption check.
+/// The reason why a rule is blocked, with the figures of the adoption check.
 fn blocked(rule: &str, reason: &BlockReason) -> String {
     let BlockReason::Adoption(adoption) = reason else { return format!("{rule} is blocked: {reason}\n") };
     let mut text =
@@ -158,7 +159,7 @@ fn blocked(rule: &str, reason: &BlockReason) -> String {
     text
 }
 
-/// That a rule is stopped, and what lets it run again.
+/// The error for a stopped rule, with a hint on how to let it run again.
 pub(super) fn stopped(rule: &str, state: &RuleState) -> Error {
     let error =
         Error::new(Kind::State, format!("rule `{rule}` is {}: {}", state.name(), state.reason().unwrap_or_default()));
@@ -171,7 +172,7 @@ pub(super) fn stopped(rule: &str, state: &RuleState) -> Error {
     })
 }
 
-/// What is known of a rule that has run.
+/// The record of a rule that has run before.
 pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<RuleRecord> {
     let known = store.rules(server).await?;
     let names: Vec<String> = known.iter().map(|(name, _)| name.clone()).collect();
@@ -183,7 +184,7 @@ pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<
     })
 }
 
-/// Waits until the leader has done them all, and shows how far it is.
+/// Waits until the leader has done them all, and shows the progress.
 pub(super) async fn wait(store: &Store, server: &Server, rules: &[String]) -> Result<Vec<Done>> {
     let mut done = Vec::new();
     for rule in rules {

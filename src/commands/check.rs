@@ -1,4 +1,4 @@
-//! `denormd check`
+//! `denormd check`: compares targets with their definition, and repairs them on request.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -18,7 +18,7 @@ use crate::{
     reconcile::{Context, scan},
 };
 
-/// Targets in one request to the leader.
+/// Number of targets in one request to the leader.
 const REQUEST: usize = 1000;
 
 /// Compares the targets of the chosen rules with their definition.
@@ -50,7 +50,7 @@ struct One<'a> {
     options: &'a CheckOptions,
 }
 
-/// What is counted beside the tally.
+/// Counts in addition to the tally.
 #[derive(Default)]
 struct Counts {
     listed: u64,
@@ -59,7 +59,7 @@ struct Counts {
 }
 
 impl One<'_> {
-    /// Checks the rule; returns how many targets differ still.
+    /// Checks the rule. Returns the number of targets that still differ.
     async fn run(&self) -> std::result::Result<u64, Failure> {
         let scope =
             Scope { sample: self.options.sample, resume: self.options.resume, values: self.options.show_values };
@@ -82,7 +82,7 @@ impl One<'_> {
             for found in &found {
                 let repaired = self.options.repair.then(|| !left.iter().any(|left| left.target == found.target));
                 counts.repaired += u64::from(repaired == Some(true));
-                self.list(found, repaired, &mut counts);
+                bar.beside(|| self.list(found, repaired, &mut counts));
             }
         }
         bar.end();
@@ -90,7 +90,7 @@ impl One<'_> {
         Ok(check.tally.differing - counts.repaired)
     }
 
-    /// Has the leader look at these targets; returns those that differ still.
+    /// Has the leader reconcile these targets. Returns those that still differ.
     async fn repair(&self, check: &mut Check<'_>, found: &[Found]) -> std::result::Result<Vec<Found>, Failure> {
         let ids: Vec<Bson> = found.iter().map(|found| found.target.clone()).collect();
         let server = &self.context.server;

@@ -1,4 +1,4 @@
-//! `denormd dead-letters`
+//! `denormd dead-letters`: lists, retries or drops dead letters.
 
 use std::{sync::Arc, time::Duration};
 
@@ -8,16 +8,16 @@ use crate::{
     cli::{DeadLetters as Action, Letters, Output},
     commands::{Failure, compile, context, leader::with_a_leader, print, shown, terminal::fitted},
     config::Loaded,
-    dead_letter::{Chosen, Letter},
+    dead_letter::{Chosen, DeadLetter},
     error::{Error, Kind},
     metrics::Metrics,
     reconcile::Context,
 };
 
-/// How often it is looked for what came of a retry.
+/// Interval between reads of the outcome of a retry.
 const LOOK: Duration = Duration::from_millis(300);
 
-/// Lists them, has them tried again, or forgets them.
+/// Lists, retries or drops dead letters.
 pub async fn dead_letters(loaded: &Loaded, output: Output, action: &Action) -> Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     match action {
@@ -31,7 +31,7 @@ fn chosen(which: &Letters) -> Chosen {
     Chosen { rule: which.rule.clone(), key: which.key.as_deref().map(value) }
 }
 
-/// What changes something wants to be told of what.
+/// Requires an explicit selection, for the commands that change something.
 fn some(which: &Letters, all: bool) -> Result<Chosen, Failure> {
     if which.rule.is_none() && which.key.is_none() && !all {
         return Err(Error::new(Kind::Config, "name them by --rule or --key, or say --all").into());
@@ -39,25 +39,25 @@ fn some(which: &Letters, all: bool) -> Result<Chosen, Failure> {
     Ok(chosen(which))
 }
 
-/// Extended JSON, or a plain string where it is none.
+/// Parses Extended JSON; any other text is a plain string.
 fn value(text: &str) -> Bson {
     let parsed = serde_json::from_str::<serde_json::Value>(text).ok().and_then(|json| Bson::try_from(json).ok());
     parsed.unwrap_or_else(|| Bson::String(text.to_owned()))
 }
 
 async fn list(context: &Context, output: Output, chosen: &Chosen, limit: u32) -> Result<(), Failure> {
-    let letters = context.dead_letters.find(&context.server, chosen, limit.into()).await?;
+    let dead_letters = context.dead_letters.find(&context.server, chosen, limit.into()).await?;
     let count = context.dead_letters.count(&context.server, chosen).await?;
     match output {
         Output::Json => {
-            let letters: Vec<serde_json::Value> = letters.iter().map(json).collect();
-            print(&format!("{:#}\n", serde_json::json!({"count": count, "dead_letters": letters})));
+            let dead_letters: Vec<serde_json::Value> = dead_letters.iter().map(json).collect();
+            print(&format!("{:#}\n", serde_json::json!({"count": count, "dead_letters": dead_letters})));
         }
         Output::Text => {
-            for letter in &letters {
-                print(&fitted(&text(letter)));
+            for dead_letter in &dead_letters {
+                print(&fitted(&text(dead_letter)));
             }
-            let unlisted = count.saturating_sub(letters.len() as u64);
+            let unlisted = count.saturating_sub(dead_letters.len() as u64);
             let more = if unlisted > 0 { format!(", {unlisted} of them not listed (--limit)") } else { String::new() };
             print(&format!("{}{more}\n", counted(count)));
         }
@@ -66,25 +66,25 @@ async fn list(context: &Context, output: Output, chosen: &Chosen, limit: u32) ->
 }
 
 async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: &Chosen) -> Result<(), Failure> {
-    let (letters, server) = (&context.dead_letters, &context.server);
+    let (dead_letters, server) = (&context.dead_letters, &context.server);
     let (mut before, mut left) = (0, Vec::new());
-    // Of rules that are no more nobody tries anything.
+    // Dead letters of removed rules are skipped: nothing can retry them.
     for rule in super::chosen(&context.plan, chosen.rule.as_slice())? {
         let chosen = Chosen { rule: Some(rule.name.clone()), key: chosen.key.clone() };
-        let count = letters.count(server, &chosen).await?;
+        let count = dead_letters.count(server, &chosen).await?;
         if count == 0 {
             continue;
         }
-        let asked = letters.ask(server, &chosen).await?;
+        let asked = dead_letters.ask(server, &chosen).await?;
         let tried = async {
-            while letters.untried(server, &chosen, asked).await? > 0 {
+            while dead_letters.untried(server, &chosen, asked).await? > 0 {
                 tokio::time::sleep(LOOK).await;
             }
             Ok(())
         };
         with_a_leader(loaded, context, tried).await?;
         before += count;
-        left.extend(letters.find(server, &chosen, 0).await?);
+        left.extend(dead_letters.find(server, &chosen, 0).await?);
     }
     match output {
         Output::Json => {
@@ -92,8 +92,8 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
             print(&format!("{:#}\n", serde_json::json!({"tried": before, "left": left})));
         }
         Output::Text => {
-            for letter in &left {
-                print(&fitted(&text(letter)));
+            for dead_letter in &left {
+                print(&fitted(&text(dead_letter)));
             }
             print(&format!("{} tried, {} left\n", counted(before), left.len()));
         }
@@ -119,21 +119,21 @@ fn counted(count: u64) -> String {
     if count == 1 { "1 dead letter".to_owned() } else { format!("{count} dead letters") }
 }
 
-fn text(letter: &Letter) -> String {
-    let key: Vec<String> = letter.key.values().iter().map(shown).collect();
-    let target = letter.target.as_ref().and_then(|target| target.values().first());
+fn text(dead_letter: &DeadLetter) -> String {
+    let key: Vec<String> = dead_letter.key.values().iter().map(shown).collect();
+    let target = dead_letter.target.as_ref().and_then(|target| target.values().first());
     let target = target.map(|target| format!(", target {}", shown(target))).unwrap_or_default();
-    let path = letter.path.as_ref().map(|path| format!(" at {path}")).unwrap_or_default();
-    let next = if letter.due == 0 { "now".to_owned() } else { time(DateTime::from_millis(letter.due)) };
+    let path = dead_letter.path.as_ref().map(|path| format!(" at {path}")).unwrap_or_default();
+    let next = if dead_letter.due == 0 { "now".to_owned() } else { time(DateTime::from_millis(dead_letter.due)) };
     format!(
         "{} {} {}{target}: {}{path}\n  tried {} since {}, last {}, next {next}\n",
-        letter.rule,
-        letter.about(),
+        dead_letter.rule,
+        dead_letter.about(),
         if key.is_empty() { "nothing".to_owned() } else { key.join(", ") },
-        letter.reason,
-        if letter.attempts == 1 { "once".to_owned() } else { format!("{} times", letter.attempts) },
-        time(letter.first),
-        time(letter.last),
+        dead_letter.reason,
+        if dead_letter.attempts == 1 { "once".to_owned() } else { format!("{} times", dead_letter.attempts) },
+        time(dead_letter.first),
+        time(dead_letter.last),
     )
 }
 
@@ -141,18 +141,18 @@ fn time(at: DateTime) -> String {
     at.try_to_rfc3339_string().unwrap_or_default()
 }
 
-fn json(letter: &Letter) -> serde_json::Value {
+fn json(dead_letter: &DeadLetter) -> serde_json::Value {
     let value = |value: &Bson| value.clone().into_relaxed_extjson();
     serde_json::json!({
-        "rule": letter.rule,
-        "about": letter.about(),
-        "key": letter.key.values().iter().map(value).collect::<Vec<_>>(),
-        "target": letter.target.as_ref().and_then(|target| target.values().first()).map(value),
-        "reason": letter.reason,
-        "path": letter.path,
-        "attempts": letter.attempts,
-        "first": time(letter.first),
-        "last": time(letter.last),
-        "next": (letter.due > 0).then(|| time(DateTime::from_millis(letter.due))),
+        "rule": dead_letter.rule,
+        "about": dead_letter.about(),
+        "key": dead_letter.key.values().iter().map(value).collect::<Vec<_>>(),
+        "target": dead_letter.target.as_ref().and_then(|target| target.values().first()).map(value),
+        "reason": dead_letter.reason,
+        "path": dead_letter.path,
+        "attempts": dead_letter.attempts,
+        "first": time(dead_letter.first),
+        "last": time(dead_letter.last),
+        "next": (dead_letter.due > 0).then(|| time(DateTime::from_millis(dead_letter.due))),
     })
 }

@@ -85,9 +85,9 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
     notes.extend(state_note(state.as_ref()).map(|note| format!("the rule: {note}")));
     let key = Key::one(id.clone());
     let about = [(key.clone(), compared.references.as_slice())];
-    let letters = context.dead_letters.concerning(&context.server, rule, &about).await?;
-    for letter in letters.iter().filter(|letter| letter.concerns(&key, &compared.references)) {
-        notes.push(format!("set aside as a dead letter, tried {} times: {}", letter.attempts, letter.reason));
+    let dead_letters = context.dead_letters.concerning(&context.server, rule, &about).await?;
+    for dead_letter in dead_letters.iter().filter(|dead_letter| dead_letter.concerns(&key, &compared.references)) {
+        notes.push(format!("set aside as a dead letter, tried {} times: {}", dead_letter.attempts, dead_letter.reason));
     }
     Ok(Explained { rule, target: id, takes_part, compared, kept, references, notes })
 }

@@ -1,4 +1,4 @@
-//! `denormd health`
+//! `denormd health`: a probe of the running daemon.
 
 use std::{net::SocketAddr, path::Path, time::Duration};
 
@@ -12,13 +12,13 @@ use crate::{
     server::client,
 };
 
-/// A container's health check should give up before its own timeout.
+/// Time limit for the answer, below the timeout of a container's health check.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Says where to listen in the environment, before any file.
+/// The environment variable with the daemon's address.
 const LISTEN: &str = "DENORMD__HTTP__LISTEN";
 
-/// Where the daemon listens. A config that has been broken since the daemon read it must not make the daemon unwell, so
-/// what cannot be loaded leaves the environment and the default.
+/// The address of the daemon. If the config cannot be loaded, uses the environment or the default, so that a config
+/// broken after the daemon read it does not make the daemon unhealthy.
 pub fn address(loaded: Option<&Loaded>, environment: &[(String, String)]) -> Result<SocketAddr, Failure> {
     if let Some(loaded) = loaded {
         return Ok(loaded.config.http.listen);
@@ -31,7 +31,7 @@ pub fn address(loaded: Option<&Loaded>, environment: &[(String, String)]) -> Res
     }
 }
 
-/// The token that the environment gives, by itself or by a file.
+/// The token from the environment, given directly or as a file.
 pub fn token(environment: &[(String, String)]) -> Option<SecretString> {
     let given =
         |name: &str| environment.iter().find(|(known, _)| known.eq_ignore_ascii_case(name)).map(|(_, text)| text);
@@ -42,7 +42,7 @@ pub fn token(environment: &[(String, String)]) -> Option<SecretString> {
     given("DENORMD__HTTP__TOKEN").cloned().or_else(from_file).map(SecretString::from)
 }
 
-/// The certificate that the environment names, for a daemon whose config cannot be read now.
+/// The certificate named in the environment, for a daemon whose config cannot be read now.
 #[must_use]
 pub fn certificate(environment: &[(String, String)]) -> Option<Certificate> {
     let given = |name: &str| {
@@ -54,7 +54,7 @@ pub fn certificate(environment: &[(String, String)]) -> Option<Certificate> {
     Certificate::new(certificate::chain(&chain).ok()?, certificate::key(&key).ok()?).ok()
 }
 
-/// Succeeds when the daemon is ready, or with `live` when it is alive.
+/// Succeeds if the daemon is ready or, with `live`, alive.
 pub async fn health(output: Output, daemon: client::Daemon, live: bool) -> Result<(), Failure> {
     let path = if live { "/livez" } else { "/readyz" };
     let answer = client::get(probe(daemon), path, PATIENCE).await?;
@@ -76,8 +76,8 @@ pub async fn health(output: Output, daemon: client::Daemon, live: bool) -> Resul
     }
 }
 
-/// A probe takes any certificate, and brings no token that somebody else could read: a renewed certificate that the daemon has not
-/// read yet must not make it unwell.
+/// Makes a probe accept any certificate, without sending a token that somebody else could read. A renewed certificate
+/// that the daemon has not loaded yet must not make it unhealthy.
 fn probe(daemon: client::Daemon) -> client::Daemon {
     if daemon.address.https != Some(true) {
         return daemon;

@@ -1,4 +1,4 @@
-//! `denormd init`
+//! `denormd init`: a first rules file from the advice.
 
 use std::{
     collections::BTreeSet,
@@ -16,7 +16,7 @@ use crate::{
         draft::{self, Draft},
         report::Report,
     },
-    cli::Survey,
+    cli::Inspection,
     commands::{Failure, advise, notice, print},
     config::{self, Format, Loaded},
     error::{Error, Kind as ErrorKind},
@@ -24,8 +24,8 @@ use crate::{
     preflight,
 };
 
-/// Writes a rules file from what `advise` finds.
-pub async fn init(paths: &[PathBuf], to: Option<&Path>, asked: &Survey) -> Result<(), Failure> {
+/// Writes a rules file from the results of `advise`.
+pub async fn init(paths: &[PathBuf], to: Option<&Path>, asked: &Inspection) -> Result<(), Failure> {
     let target = to.or_else(|| paths.first().map(PathBuf::as_path)).unwrap_or(Path::new("denormd.yaml"));
     let printed = target == Path::new("-");
     if !printed && target.exists() {
@@ -42,7 +42,7 @@ pub async fn init(paths: &[PathBuf], to: Option<&Path>, asked: &Survey) -> Resul
         }
         return Ok(());
     }
-    // Created or refused in one step: what has come meanwhile is not overwritten either.
+    // One step creates the file or fails, so a file created meanwhile is not overwritten either.
     let mut file = match OpenOptions::new().write(true).create_new(true).open(target) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => return Err(exists(target).into()),
@@ -69,7 +69,7 @@ fn exists(path: &Path) -> Error {
         .hint("name another file with --to, or print the rules with --to -")
 }
 
-/// The file, and what is in it.
+/// The text of the file, with the numbers of its rules and of the candidates left out.
 struct Written {
     text: String,
     rules: u64,
@@ -77,7 +77,7 @@ struct Written {
 }
 
 impl Written {
-    /// Why there is no rule.
+    /// The reason why the file has no rule.
     fn why(&self) -> String {
         match self.left_out {
             0 => "no relationship was found; name one with --match orders.customer_id=customers._id".to_owned(),
@@ -86,8 +86,8 @@ impl Written {
     }
 }
 
-/// The text of the file: only rules that compile beside each other, and that the cluster can run once `plan --apply` has made
-/// what they need. The other candidates are comments, with the reason.
+/// Builds the file. Its rules compile together, and the cluster can run them after `plan --apply` has created what they
+/// need. The other candidates become comments, each with the reason.
 async fn file(loaded: &Loaded, report: &Report, server: &Server) -> Result<Written, Failure> {
     let head = head(loaded, report);
     let (mut accepted, mut refused) = (String::new(), String::new());
@@ -96,7 +96,7 @@ async fn file(loaded: &Loaded, report: &Report, server: &Server) -> Result<Writt
     for (about, advice) in candidates(report) {
         let reason = match &advice.draft {
             None => Some(advice.says.clone()),
-            // Whether any page shows the first few is not known: that is no rule to begin with.
+            // A subset needs evidence that some page shows only the first few, so it is not a rule to start with.
             Some(draft) if advice.kind == Kind::Measure && draft.kind == "collect" => {
                 Some(format!("{}; measure first", advice.says))
             }
@@ -105,7 +105,7 @@ async fn file(loaded: &Loaded, report: &Report, server: &Server) -> Result<Writt
             }
             Some(draft) => {
                 let entry = entry(&about, advice, draft);
-                let reason = trial(&format!("{head}{accepted}{entry}"), &draft.name, loaded, server).await?;
+                let reason = dry_run(&format!("{head}{accepted}{entry}"), &draft.name, loaded, server).await?;
                 if reason.is_none() {
                     accepted.push_str(&entry);
                     rules += 1;
@@ -139,7 +139,7 @@ async fn file(loaded: &Loaded, report: &Report, server: &Server) -> Result<Writt
     Ok(written)
 }
 
-/// What might be a rule: what is to be done first, then what is to be measured, then what is advised against.
+/// The possible rules: first those that are advised, then those to measure, then those advised against.
 fn candidates(report: &Report) -> Vec<(String, &Advice)> {
     let mut all: Vec<(String, &Advice)> = report
         .relationships
@@ -201,7 +201,7 @@ fn entry(about: &str, advice: &Advice, draft: &Draft) -> String {
     out
 }
 
-/// Text as lines of a comment.
+/// Formats text as lines of a comment.
 fn comment(out: &mut String, text: &str) {
     let mut line = String::from("  #");
     for word in text.split_whitespace() {
@@ -215,16 +215,16 @@ fn comment(out: &mut String, text: &str) {
     writeln!(out, "{line}").ok();
 }
 
-/// Why a rule cannot stand beside those before it; None if it can.
-async fn trial(text: &str, name: &str, loaded: &Loaded, server: &Server) -> Result<Option<String>, Failure> {
+/// The reason why a rule cannot be added to those before it; None if it can.
+async fn dry_run(text: &str, name: &str, loaded: &Loaded, server: &Server) -> Result<Option<String>, Failure> {
     let uri = loaded.config.mongodb.uri.expose_secret().to_owned();
     let environment = [("DENORMD__MONGODB__URI".to_owned(), uri)];
-    let trial = match config::load_text("init.yaml", text, Format::Yaml, &environment) {
-        Ok(trial) => trial,
+    let dry_run = match config::load_text("init.yaml", text, Format::Yaml, &environment) {
+        Ok(dry_run) => dry_run,
         Err(error) => return Ok(Some(first_line(&error.to_string()))),
     };
-    let default = connect::default_database(&trial.config.mongodb.uri).await;
-    let plan = match crate::plan::compile(&trial.config, default.as_deref()) {
+    let default = connect::default_database(&dry_run.config.mongodb.uri).await;
+    let plan = match crate::plan::compile(&dry_run.config, default.as_deref()) {
         Ok(plan) => plan,
         Err(mistakes) => return Ok(mistakes.first().map(|mistake| first_line(&mistake.message))),
     };

@@ -21,11 +21,11 @@ use crate::{
     status::duration,
 };
 
-/// How often it is looked whether the leader knows.
+/// Interval between checks that the leader has read the pause.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Pauses a rule, or all of them, for a while or until they are resumed. All are recorded before any is waited for: this is
-/// the emergency stop.
+/// Pauses a rule, or all of them, for a while or until they are resumed. All pauses are recorded before waiting for
+/// any, because this is the emergency stop.
 pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Option<Duration>) -> Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
@@ -77,7 +77,7 @@ fn told(output: Output, rule: Option<&str>, paused: &[String], time: Option<Dura
     }
 }
 
-/// The rule, or those of the plan that have run.
+/// The given rule, or all rules of the plan that have run.
 async fn known(store: &Store, context: &Context, rule: Option<&str>) -> Result<Vec<String>, Error> {
     if let Some(rule) = rule {
         return Ok(vec![rule.to_owned()]);
@@ -87,8 +87,8 @@ async fn known(store: &Store, context: &Context, rule: Option<&str>) -> Result<V
     Ok(context.plan.rules.iter().map(|rule| rule.name.clone()).filter(has_run).collect())
 }
 
-/// Records the pause again where something was recorded over it, and returns when the leader reports it: until then it may
-/// record something over it.
+/// Returns when the leader reports the pause. Until then the leader may overwrite the state, and then the pause is
+/// recorded again.
 async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<Duration>) -> Result<(), Error> {
     let server = &context.server;
     loop {
@@ -109,7 +109,7 @@ async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<
     }
 }
 
-/// Lets a paused rule, or all that are paused, go on, which backfills them.
+/// Resumes a paused rule, or all paused rules, with a backfill.
 pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;

@@ -1,4 +1,4 @@
-//! `denormd plan`
+//! `denormd plan`: checks the config, and whether the cluster has everything it needs.
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
@@ -10,45 +10,45 @@ use crate::{
     commands::{Failure, compile, context, print, shown, terminal::fitted},
     config::{ConfigPath, Loaded, LocatedMistake, Mistake, Place},
     error::Kind,
+    inspection::{
+        Distribution, Inspection, PreImages, References, ShardKey, Sharded, Sizes,
+        adoption::{Change, ChangeKind, Figures, Standing, owned_before},
+        inspection,
+        suspicion::{place_of, suspicions, without_a_server},
+    },
     lease,
     metrics::Metrics,
     mongo::{Server, skew},
     plan::{Keyed, Plan},
     preflight::{self, Finding},
-    survey::{
-        PreImages, References, ShardKey, Sharded, Sizes, Spread, Survey,
-        adoption::{Change, ChangeKind, Figures, Standing, owned_before},
-        survey,
-        suspicion::{place_of, suspicions, without_a_server},
-    },
 };
 
-/// How `plan` is asked.
+/// The options of `plan`.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Look at the config alone.
+    /// Check the config alone, without a server.
     pub offline: bool,
-    /// Make what is missing.
+    /// Create what is missing.
     pub apply: bool,
-    /// Targets of each rule that are looked at.
+    /// Number of targets to sample for each rule.
     pub sample: u32,
-    /// Show examples of what would change, with their values.
+    /// Show examples of changes, with their values.
     pub show_values: bool,
 }
 
-/// What the cluster says.
+/// Results that depend on the cluster.
 #[derive(Default)]
 struct Live {
     applied: Vec<String>,
     findings: Vec<Finding>,
-    surveys: Vec<Survey>,
-    /// What looks like a mistake, with its place in the config.
+    inspections: Vec<Inspection>,
+    /// Likely mistakes, with their places in the config.
     suspicions: Vec<LocatedMistake>,
-    /// Rules that would be blocked until a person agrees, and why.
+    /// Rules that would be blocked until somebody agrees, with the reasons.
     blocked: Vec<(String, String)>,
 }
 
-/// Says what the rules are and need; with `apply`, makes what is missing.
+/// Describes the rules and their needs; with `apply`, creates what is missing.
 pub async fn plan(loaded: &Loaded, output: Output, options: Options) -> Result<(), Failure> {
     let plan = compile(loaded).await?;
     let live = if options.offline { unasked(loaded, &plan) } else { look(loaded, output, &plan, options).await? };
@@ -65,7 +65,7 @@ pub async fn plan(loaded: &Loaded, output: Output, options: Options) -> Result<(
     }
 }
 
-/// What can be said without a server.
+/// The results of the checks that need no server.
 fn unasked(loaded: &Loaded, plan: &Plan) -> Live {
     let suspected: Vec<Mistake> = plan.rules.iter().flat_map(|rule| without_a_server(rule)).collect();
     Live { suspicions: loaded.located(&suspected), ..Live::default() }
@@ -76,11 +76,11 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
     let findings = preflight::privileges(&context.server, plan, &loaded.config.state.database).await?;
     let mut live = Live { findings, ..Live::default() };
     if !live.findings.is_empty() {
-        // Everything else would fail for want of them.
+        // Without these privileges, all further checks would fail.
         return Ok(live);
     }
     live.findings = preflight::check(&context.server, plan).await?;
-    // Indexes are wanted of a collection when it is there.
+    // Missing collections are created in the first pass, and their indexes in the second.
     for _ in 0..if options.apply { 2 } else { 0 } {
         for fix in live.findings.iter().filter_map(|finding| finding.fix.as_ref()) {
             if output == Output::Text {
@@ -93,28 +93,29 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
     }
     live.findings.extend(clocks(&context.server).await);
     let earlier = earlier::definitions(&context.server, &loaded.config.state.database, &plan.name).await?;
-    match survey(&context, plan, options.sample, &earlier).await {
-        Ok(surveys) => live.surveys = surveys,
-        // What stands in the way of reading is among the findings.
+    match inspection(&context, plan, options.sample, &earlier).await {
+        Ok(inspections) => live.inspections = inspections,
+        // The findings already contain the reason for the refusal.
         Err(error) if error.kind == Kind::Refused && !live.findings.is_empty() => {}
         Err(error) => return Err(error.into()),
     }
     let mut suspected = Vec::new();
     for rule in &plan.rules {
-        suspected.extend(Box::pin(suspicions(&context.server, rule)).await?);
+        suspected.extend(Box::pin(suspicions(&context.server, plan, rule)).await?);
     }
     for finding in &mut live.findings {
         let rule = plan.rules.iter().find(|rule| rule.name == finding.rule);
         let Some(at) = rule.zip(finding.names).map(|(rule, role)| place_of(rule, role)) else { continue };
-        // What is to be done is no warning as well.
+        // A finding replaces an equal warning.
         suspected.retain(|mistake| mistake.at != at || mistake.message != finding.message);
         place(loaded, at, finding);
     }
     live.suspicions = loaded.located(&suspected);
-    live.blocked = live.surveys.iter().filter_map(|survey| blocked(plan, survey, &earlier, &suspected)).collect();
-    for survey in &live.surveys {
-        let Some(rule) = plan.rules.iter().find(|rule| rule.name == survey.rule) else { continue };
-        let problems = survey.problems(rule).into_iter();
+    live.blocked =
+        live.inspections.iter().filter_map(|inspection| blocked(plan, inspection, &earlier, &suspected)).collect();
+    for inspection in &live.inspections {
+        let Some(rule) = plan.rules.iter().find(|rule| rule.name == inspection.rule) else { continue };
+        let problems = inspection.problems(rule).into_iter();
         live.findings.extend(problems.map(|(message, hint)| Finding {
             rule: rule.name.clone(),
             message,
@@ -126,14 +127,14 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
     Ok(live)
 }
 
-/// Says where in the config the mistake is.
+/// Adds the place in the config to a finding.
 fn place(loaded: &Loaded, at: ConfigPath, finding: &mut Finding) {
     let located = loaded.located(&[Mistake::new(at, "")]);
     let Some(Place { file, line: Some(line), .. }) = located.first().map(|located| &located.place) else { return };
     finding.message = format!("{file}:{line}: {}", finding.message);
 }
 
-/// Clocks that differ make a failover slow, and in the end unsafe.
+/// Reports differing clocks, which delay failovers and can even make them unsafe.
 async fn clocks(server: &Server) -> Option<Finding> {
     let found = skew::skew(server).await.filter(|seconds| *seconds >= skew::LARGE);
     found.map(|seconds| Finding {
@@ -159,8 +160,8 @@ fn text(plan: &Plan, live: &Live, options: Options) -> String {
         writeln!(out, "{}: {} -> {}{shadow}", rule.name, rule.source.namespace, rule.target.namespace).ok();
         writeln!(out, "  match       {}{keyed}", pairs.join(", ")).ok();
         writeln!(out, "  owns        {}", owned.join(", ")).ok();
-        match live.surveys.iter().find(|survey| survey.rule == rule.name) {
-            Some(survey) => surveyed(&mut out, survey),
+        match live.inspections.iter().find(|inspection| inspection.rule == rule.name) {
+            Some(inspection) => inspected(&mut out, inspection),
             None if rule.needs_pre_images() => {
                 let command = preflight::enable_pre_images(&rule.source.namespace, true).shell;
                 writeln!(out, "  pre-images  {} must keep them: {command}", rule.source.namespace).ok();
@@ -169,7 +170,7 @@ fn text(plan: &Plan, live: &Live, options: Options) -> String {
         }
     }
     out.push('\n');
-    existing(&mut out, live, options);
+    existing(&mut out, plan, live, options);
     for suspicion in &live.suspicions {
         writeln!(out, "warning: {suspicion}\n").ok();
     }
@@ -202,16 +203,21 @@ fn would_block(out: &mut String, nth: usize, (rule, why): &(String, String)) {
     .ok();
 }
 
-/// What the rules would do to the data that is there.
-fn existing(out: &mut String, live: &Live, options: Options) {
-    let counts: Vec<_> =
-        live.surveys.iter().filter_map(|survey| Some((survey.rule.as_str(), survey.adoption.as_ref()?))).collect();
+/// Describes the effect of the rules on existing data.
+fn existing(out: &mut String, plan: &Plan, live: &Live, options: Options) {
+    let counts: Vec<_> = live
+        .inspections
+        .iter()
+        .filter_map(|inspection| Some((inspection.rule.as_str(), inspection.adoption.as_ref()?)))
+        .collect();
     if counts.is_empty() {
         return;
     }
     out.push_str("existing data\n");
     for (rule, count) in &counts {
-        writeln!(out, "  {rule}: {} ({})", changes(&count.figures), count.figures.stated_basis()).ok();
+        let in_shadow = plan.rules.iter().any(|known| known.name == *rule && known.shadow);
+        let shadow = if in_shadow { "; in shadow: nothing is written" } else { "" };
+        writeln!(out, "  {rule}: {} ({}{shadow})", changes(&count.figures), count.figures.stated_basis()).ok();
         for change in count.examples.iter().filter(|_| options.show_values) {
             writeln!(out, "    {}", example(change)).ok();
         }
@@ -247,22 +253,22 @@ fn example(change: &Change) -> String {
     format!("{verb} `{path}` of {}: {} -> {}", shown(target), value(stored), value(expected))
 }
 
-/// Why a rule would be blocked. One that runs as it is has been agreed to.
+/// The reason why a rule would be blocked. A rule that already runs with this definition has been agreed to.
 fn blocked(
     plan: &Plan,
-    survey: &Survey,
+    inspection: &Inspection,
     earlier: &BTreeMap<String, Document>,
     suspected: &[Mistake],
 ) -> Option<(String, String)> {
-    let rule = plan.rules.iter().find(|rule| rule.name == survey.rule)?;
+    let rule = plan.rules.iter().find(|rule| rule.name == inspection.rule)?;
     let before = earlier.get(&rule.name);
-    if rule.adopt || before == Some(&rule.definition) {
+    if rule.adopt || rule.shadow || before == Some(&rule.definition) {
         return None;
     }
     let standing = if owned_before(rule, before).is_empty() { Standing::New } else { Standing::Changed };
-    let figures = &survey.adoption.as_ref()?.figures;
-    // To be counted again when there is an index to count by.
-    if figures.compared == 0 && survey.lookups.iter().any(|lookup| lookup.index.is_none()) {
+    let figures = &inspection.adoption.as_ref()?.figures;
+    // Nothing can be counted without the index. The next run counts again once it exists.
+    if figures.compared == 0 && inspection.lookups.iter().any(|lookup| lookup.index.is_none()) {
         return None;
     }
     let at = ConfigPath::rule(rule.id.0);
@@ -274,28 +280,28 @@ fn blocked(
     Some((rule.name.clone(), why.join("; ")))
 }
 
-fn surveyed(out: &mut String, survey: &Survey) {
+fn inspected(out: &mut String, inspection: &Inspection) {
     let reads = |paths: &[String]| if paths.is_empty() { "nothing".to_owned() } else { paths.join(", ") };
-    writeln!(out, "  reads       source: {}", reads(&survey.source_reads)).ok();
-    writeln!(out, "              target: {}", reads(&survey.target_reads)).ok();
-    for lookup in &survey.lookups {
+    writeln!(out, "  reads       source: {}", reads(&inspection.source_reads)).ok();
+    writeln!(out, "              target: {}", reads(&inspection.target_reads)).ok();
+    for lookup in &inspection.lookups {
         let index = lookup.index.as_ref().map_or_else(|| "NO INDEX".to_owned(), |index| format!("index {index}"));
         writeln!(out, "  lookup      {}: {index} of {}", lookup.what, lookup.collection).ok();
     }
-    if let Some(PreImages { collection, kept, command }) = &survey.pre_images {
+    if let Some(PreImages { collection, kept, command }) = &inspection.pre_images {
         match kept {
             Some(true) => writeln!(out, "  pre-images  {collection} keeps them").ok(),
             _ => writeln!(out, "  pre-images  {collection} must keep them: {command}").ok(),
         };
     }
-    for Sharded { collection, key } in &survey.sharded {
+    for Sharded { collection, key } in &inspection.sharded {
         let by = match key {
             ShardKey::Paths(paths) => format!("sharded by {}", paths.join(", ")),
             ShardKey::Unknown => "perhaps sharded: this user may not read config.collections".to_owned(),
         };
         writeln!(out, "  sharding    {collection} is {by} (denormd is untested on sharded clusters)").ok();
     }
-    let Some(sample) = &survey.sample else { return };
+    let Some(sample) = &inspection.sample else { return };
     for references in &sample.references {
         let References { kind, count, resolved } = references;
         let share = resolved * 100 / (*count).max(1);
@@ -303,13 +309,13 @@ fn surveyed(out: &mut String, survey: &Survey) {
         writeln!(out, "  references  of type {kind}: {resolved} of {count} resolve ({share}%), from sampled {held}s")
             .ok();
     }
-    if let Some(Spread { median, p99, worst, mean }) = sample.fan_out {
+    if let Some(Distribution { median, p99, worst, mean }) = sample.fan_out {
         let drawn = sample.sources;
         writeln!(out, "  fan-out     targets of a source: median {median}, p99 {p99}, worst {worst}, of {drawn} drawn")
             .ok();
         writeln!(out, "              so each change of a source writes {mean:.1} targets on average").ok();
     }
-    if let Some(Spread { median, p99, worst, .. }) = sample.fan_in {
+    if let Some(Distribution { median, p99, worst, .. }) = sample.fan_in {
         writeln!(out, "  fan-in      sources of a target: median {median}, p99 {p99}, worst {worst}").ok();
     }
     if !sample.not_estimated.is_empty() {
@@ -347,7 +353,7 @@ fn todo(findings: &[Finding]) -> String {
     out
 }
 
-/// What `run` says when the cluster is not what the rules need.
+/// The message of `run` when the cluster lacks something that the rules need.
 #[must_use]
 pub fn refusal(findings: &[Finding]) -> String {
     let fixable = if findings.iter().any(|finding| finding.fix.is_some()) {
@@ -370,10 +376,11 @@ fn things(count: usize) -> String {
     if count == 1 { "one thing is".to_owned() } else { format!("{count} things are") }
 }
 
-/// With `--show-values`, a few of the changes to existing data, as Extended JSON.
+/// The examples for `--show-values`: a few of the changes to existing data, as Extended JSON.
 fn examples(live: &Live, options: Options) -> serde_json::Value {
     let value = |value: &Option<Bson>| value.clone().map(Bson::into_relaxed_extjson);
-    let counts = live.surveys.iter().filter_map(|survey| Some((&survey.rule, survey.adoption.as_ref()?)));
+    let counts =
+        live.inspections.iter().filter_map(|inspection| Some((&inspection.rule, inspection.adoption.as_ref()?)));
     let changes = counts.filter(|_| options.show_values).flat_map(|(rule, count)| {
         count.examples.iter().map(move |change| {
             serde_json::json!({
@@ -400,7 +407,7 @@ fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
             "match": matches.collect::<serde_json::Map<String, serde_json::Value>>(),
             "owns": rule.owned().into_iter().map(ToString::to_string).collect::<Vec<_>>(),
             "shadow": rule.shadow,
-            "live": live.surveys.iter().find(|survey| survey.rule == rule.name),
+            "live": live.inspections.iter().find(|inspection| inspection.rule == rule.name),
         })
     });
     let findings = live.findings.iter().map(|finding| {

@@ -1,6 +1,7 @@
-//! How far a long command is: a bar with rate and time to go on a terminal, a plain line now and then elsewhere.
+//! The progress of a long command: a bar with rate and remaining time on a terminal, otherwise a plain line from time
+//! to time.
 //!
-//! On standard error, so that standard output keeps what programs read.
+//! It is written to standard error, so that standard output contains only results.
 
 use std::{
     io::{IsTerminal, Write},
@@ -11,7 +12,7 @@ use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 
 use crate::status::duration;
 
-/// How often a plain line is written.
+/// Interval between plain lines.
 const EVERY: Duration = Duration::from_secs(5);
 const COUNTED: &str = "{prefix} [{wide_bar}] {percent}% of {human_len}, {rate}, {eta} to go";
 const UNCOUNTED: &str = "{prefix} {spinner} {human_pos} done, {rate}";
@@ -21,7 +22,7 @@ const UNCOUNTED: &str = "{prefix} {spinner} {human_pos} done, {rate}";
 pub struct Progress {
     name: String,
     form: Form,
-    /// When the first count was given, and what it was: work that goes on after a restart has no rate before that.
+    /// The time and value of the first count, from which the rate is computed: resumed work does not start at zero.
     first: Option<(Instant, u64)>,
 }
 
@@ -32,7 +33,7 @@ enum Form {
 }
 
 impl Progress {
-    /// Of the work called `name`; a bar if standard error is a terminal.
+    /// The progress of the work called `name`: a bar if standard error is a terminal.
     #[must_use]
     pub fn new(name: &str) -> Self {
         let form = if std::io::stderr().is_terminal() {
@@ -45,10 +46,10 @@ impl Progress {
         Self { name: name.to_owned(), form, first: None }
     }
 
-    /// `done` of `total` are done, or of an unknown number.
+    /// Sets the number of finished items, and their total if known.
     pub fn set(&mut self, done: u64, total: Option<u64>) {
         let first = match self.first {
-            // A count that goes back is of work that has started over.
+            // A smaller count means that the work has restarted.
             Some(first) if first.1 <= done => first,
             _ => {
                 let now = (Instant::now(), done);
@@ -62,7 +63,7 @@ impl Progress {
         };
         match &mut self.form {
             Form::Bar(bar) => {
-                // Its own templates: that they are well formed is tested.
+                // A test checks that these templates are valid.
                 if let Ok(style) = ProgressStyle::with_template(if total.is_some() { COUNTED } else { UNCOUNTED }) {
                     bar.set_style(style.with_key("rate", rate));
                 }
@@ -77,7 +78,15 @@ impl Progress {
         }
     }
 
-    /// It is over: the bar goes away. What came of it is for the caller to print.
+    /// Prints results while the bar is off the screen: standard output may be the same terminal.
+    pub fn beside(&self, print: impl FnOnce()) {
+        match &self.form {
+            Form::Bar(bar) => bar.suspend(print),
+            Form::Lines { .. } => print(),
+        }
+    }
+
+    /// Ends the progress and removes the bar. The caller prints the outcome.
     pub fn end(self) {
         if let Form::Bar(bar) = self.form {
             bar.finish_and_clear();
@@ -86,11 +95,11 @@ impl Progress {
 }
 
 fn say(line: &str) {
-    // Whoever closed standard error has seen enough.
+    // Standard error may be closed.
     writeln!(std::io::stderr(), "{line}").ok();
 }
 
-/// Whole numbers: indicatif's own has decimals.
+/// Formats the rate as a whole number, which indicatif does not.
 fn rate(state: &ProgressState, out: &mut dyn std::fmt::Write) {
     write!(out, "{:.0}/s", state.per_sec()).ok();
 }
@@ -101,7 +110,7 @@ fn per_second(from: u64, to: u64, elapsed: Duration) -> f64 {
     done / elapsed.as_secs_f64().max(0.001)
 }
 
-/// `part-names: 12000 of 50000 (24%), 3000/s, 13 s to go`
+/// Formats a plain line: `part-names: 12000 of 50000 (24%), 3000/s, 13 s to go`.
 fn line(name: &str, done: u64, total: Option<u64>, per_second: f64) -> String {
     let Some(total) = total.filter(|total| *total > 0) else {
         return format!("{name}: {done} done, {per_second:.0}/s");
@@ -124,7 +133,7 @@ mod tests {
             ((1200, None, 400.0), "r: 1200 done, 400/s"),
             ((0, Some(50_000), 0.0), "r: 0 of 50000 (0%), 0/s"),
             ((12_000, Some(50_000), 3000.0), "r: 12000 of 50000 (24%), 3000/s, 13 s to go"),
-            // More were found than were expected.
+            // More items were found than expected.
             ((600, Some(500), 100.0), "r: 600 of 500 (100%), 100/s"),
             ((0, Some(0), 0.0), "r: 0 done, 0/s"),
         ];

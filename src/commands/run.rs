@@ -1,4 +1,4 @@
-//! `denormd run`: stand by, lead, follow changes; and again when the lease is lost or the config changes.
+//! `denormd run`: stands by, leads and follows changes, and starts over when the lease is lost or the config changes.
 
 mod partitions;
 mod service;
@@ -14,31 +14,31 @@ use crate::{
     commands::{Failure, compile, context},
     config::{self, Config, Loaded},
     dead_letter::DeadLetters,
-    division::divide,
     error::{Error, Kind},
     events::Journal,
+    instances::Member,
     lease::{Held, Lease},
     logging,
-    membership::Member,
     metrics::Metrics,
     mongo::{Connection, Server, connect},
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
+    repartitioning::divide,
     server::{self, Guard},
     status::Board,
-    suspension,
+    unavailable,
 };
 use signals::{Signals, Wake};
 
-/// The exit status of a failure that the cluster is to blame for.
+/// The exit status if the cluster lacks something.
 const CLUSTER: i32 = 4;
-/// How often a cluster that lacks something is looked at.
+/// Interval between checks of a cluster that lacks something.
 const LOOK_AT_CLUSTER: Duration = Duration::from_secs(5);
-/// How often a running pipeline is looked at.
+/// Interval between checks of a running pipeline.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Loads the config, and tries again for as long as it is wrong.
+/// Loads the config, retrying while it is invalid.
 pub async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)]) -> Loaded {
     let mut said = String::new();
     loop {
@@ -56,8 +56,8 @@ pub async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)])
     }
 }
 
-/// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, swaps the rules. With `wait` it stays up while the
-/// cluster lacks something: it writes nothing, says why, and looks again.
+/// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, replaces the rules. With `wait`, it
+/// keeps running while the cluster lacks something: it writes nothing, reports the reason, and tries again.
 pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Failure> {
     let log = logging::start(&loaded.config.log, &loaded.config.name)?;
     let files: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
@@ -68,7 +68,7 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Fa
     signals.watch(files_of(&loaded));
     let (board, guard) = serve(&loaded)?;
     tokio::spawn(service::watchdog(board.clone()));
-    // It has started: its address is taken and its config is whole. The cluster may come up later.
+    // Startup is complete: the address is bound and the config is valid. The cluster may become available later.
     service::say(&[NotifyState::Ready]);
     let context = tokio::select! {
         context = patiently(&loaded, &board, wait) => context?,
@@ -96,7 +96,7 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Fa
     result
 }
 
-/// Stands by and leads in turns, until it is told to stop.
+/// Stands by and leads in turns, until it receives a stop signal.
 async fn take_turns(paths: &[PathBuf], rules: &mut Rules, lease: &Lease, signals: &mut Signals) -> Result<(), Failure> {
     loop {
         tracing::info!(deployment = %rules.loaded.config.name, "standing by");
@@ -127,18 +127,19 @@ async fn take_turns(paths: &[PathBuf], rules: &mut Rules, lease: &Lease, signals
     }
 }
 
-/// A config that is whole, with a cluster that has what it needs.
+/// A valid config and its context, on a cluster that has everything it needs.
 struct Rules {
     loaded: Loaded,
     context: Arc<Context>,
     board: Arc<Board>,
     guard: Arc<Guard>,
     member: Member,
-    /// What lasts longer than a config goes by this.
+    /// The connection for components that outlive a config.
     connection: Connection,
 }
 
-/// Files whose change is a change of the config: the connection string's, the token's, and the certificates'.
+/// The files whose changes count as changes of the config: those with the connection string, the token and the
+/// certificates.
 fn files_of(loaded: &Loaded) -> Vec<PathBuf> {
     let config = &loaded.config;
     let named = [config.mongodb.uri_file.clone(), config.http.token_file.clone()];
@@ -147,7 +148,7 @@ fn files_of(loaded: &Loaded) -> Vec<PathBuf> {
     named.into_iter().flatten().chain(certificates).collect()
 }
 
-/// Which cluster this is: its name and members, as its primary tells them. The connection string is never logged.
+/// Logs the cluster's name and members, as the primary reports them. The connection string is never logged.
 async fn say_cluster(server: &Server) {
     match server.hello().await {
         Ok(hello) => {
@@ -160,7 +161,7 @@ async fn say_cluster(server: &Server) {
     }
 }
 
-/// What the connection string switches off is said at every start, and in the status.
+/// Warns at every start about security that the connection string or file permissions disable.
 fn warn_of_insecure(loaded: &Loaded) {
     for option in connect::insecure(&loaded.config.mongodb.uri) {
         tracing::warn!(
@@ -172,7 +173,7 @@ fn warn_of_insecure(loaded: &Loaded) {
     let config = &loaded.config;
     let secrets = [&config.mongodb.uri_file, &config.http.token_file].into_iter().flatten();
     for file in secrets.chain(&config.http.certificate_files) {
-        // A user who may write it chooses the server that denormd trusts, the token, or the key.
+        // Anybody who can write the file controls the server that denormd trusts, the token, or the key.
         if std::fs::metadata(file).is_ok_and(|metadata| metadata.permissions().mode() & 0o002 != 0) {
             tracing::warn!(file = %file.display(), "INSECURE: every user of this machine can change this file: chmod o-w");
         }
@@ -182,7 +183,7 @@ fn warn_of_insecure(loaded: &Loaded) {
     }
 }
 
-/// Takes the address before anything else, and serves until the process ends.
+/// Binds the address before anything else, and serves until the process ends.
 fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
     let listener = server::bind(loaded.config.http.listen)?;
     let board = Board::new(&loaded.config.name, Metrics::new()?);
@@ -194,7 +195,7 @@ fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
     Ok((board, guard))
 }
 
-/// Everything that can be refused, before anything is started.
+/// Runs all checks that can refuse the config, before anything is started.
 async fn ready(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> {
     let mut context = context(loaded, compile(loaded).await?, board.metrics.clone()).await?;
     let mut findings = preflight::privileges(&context.server, &context.plan, &loaded.config.state.database).await?;
@@ -204,22 +205,22 @@ async fn ready(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> 
     if findings.is_empty() {
         return Ok(context);
     }
-    let lacking = suspension::sort(&context, findings).await?;
+    let lacking = unavailable::sort(&context, findings).await?;
     if !lacking.refused.is_empty() {
         return Err(Failure::Refused(super::plan::refusal(&lacking.refused)));
     }
-    for (rule, reason) in &lacking.suspended {
+    for (rule, reason) in &lacking.unavailable {
         let rule = &context.plan.rule(*rule).name;
         tracing::error!(rule, reason, "the cluster lacks something that this rule needs: the others go on without it");
     }
     if let Some(context) = Arc::get_mut(&mut context) {
-        context.lacking = lacking.suspended;
+        context.lacking = lacking.unavailable;
     }
     Ok(context)
 }
 
-/// The same, through everything that passes by itself: a sidecar may be up before its database. With `wait`, through everything
-/// that somebody may mend in the cluster as well.
+/// Like [`ready`], retrying after every temporary failure: a sidecar may start before its database. With `wait`, also
+/// retries after failures that an operator can fix in the cluster.
 async fn patiently(loaded: &Loaded, board: &Board, wait: bool) -> Result<Arc<Context>, Failure> {
     let mut said = String::new();
     loop {
@@ -245,17 +246,19 @@ async fn patiently(loaded: &Loaded, board: &Board, wait: bool) -> Result<Arc<Con
 }
 
 impl Rules {
-    /// Divides the deployment into as many partitions as the config says. False while it has leaders of another number.
+    /// Divides the deployment into the config's number of partitions. Returns false while leaders for another number
+    /// are running.
     async fn divide(&self) -> Result<bool, Error> {
         let Config { name, state, lease, .. } = &self.loaded.config;
         match divide(&self.connection.now(), &state.database, name, lease.partitions, lease.ttl).await {
-            // Whoever leads is told, and ends.
+            // Once this instance leads, it meets the same error and exits.
             Err(error) if error.kind == Kind::Topology => Ok(true),
             divided => divided,
         }
     }
 
-    /// Takes the new config when it is whole and the cluster has what it needs; otherwise the old one stays in force.
+    /// Applies the new config if it is valid and the cluster has everything it needs. Otherwise the old one stays in
+    /// force.
     async fn reload(&mut self, paths: &[PathBuf], signals: &mut Signals) -> bool {
         service::reloading();
         let taken = self.take(paths, signals).await;
@@ -292,14 +295,15 @@ impl Rules {
                 true
             }
             Err(failure) => {
-                // What the cluster refuses it may take later: a new password is often in the file before it is set.
+                // The cluster may accept later what it refuses now: a new password is often in the file before it is
+                // set.
                 if matches!(failure, Failure::Failed(_)) {
                     signals.try_again();
                 }
                 self.board.metrics.reloaded(false);
-                // The first line has the place and the mistake; what follows quotes the file.
+                // The first line contains the place and the mistake; the others quote the file.
                 let reason = failure.to_string().lines().next().unwrap_or_default().to_owned();
-                self.board.metrics.trouble(None, "read the config again", &Error::new(Kind::Config, &reason));
+                self.board.metrics.record_error(None, "read the config again", &Error::new(Kind::Config, &reason));
                 self.board.happened("config_refused", &format!("the new config is refused: {reason}"));
                 tracing::error!(reason = %failure, "the new config is refused; the old rules stay in force");
                 false
@@ -308,18 +312,18 @@ impl Rules {
     }
 }
 
-/// How a leadership ended.
+/// The ways in which a leadership ends.
 #[derive(Debug, PartialEq)]
 enum Ended {
-    /// By a signal: everything is saved and the lease is given back.
+    /// By a signal: everything is saved and the lease is released.
     Stopped,
-    /// The lease is lost: another instance may lead now.
+    /// The lease was lost: another instance may lead now.
     Lost,
-    /// The lease is given back, and why.
+    /// The lease was released, for this reason.
     GivenBack(&'static str),
 }
 
-/// Follows changes while the lease lasts.
+/// Follows changes while it has the lease.
 async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Signals) -> Result<Ended, Failure> {
     let mut new = true;
     loop {
@@ -334,7 +338,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
         };
         let handle = match started {
             Ok(handle) => handle,
-            // It was granted before: a password that is being changed, and the file with the new one comes.
+            // The privilege existed at startup, so the password is probably being changed and its file will follow.
             Err(error) if error.kind == Kind::Privilege => {
                 tracing::warn!(error = %error.message, "following changes cannot begin; standing by again");
                 held.release().await;
@@ -361,7 +365,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
                     tracing::info!("an instance with newer rules is there: handing over to it");
                     break Wake::Yield;
                 }
-                // The lease runs out by itself: what was in flight when the pipeline broke may still be written until then.
+                // The lease is left to expire, because writes in progress may still be applied until then.
                 () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself").into()),
                 wake = signals.next() => match wake {
                     Wake::Reload if !rules.reload(paths, signals).await => {}
@@ -378,11 +382,11 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
         loop {
             tokio::select! {
                 () = &mut stopping => break,
-                // What is in flight ends by its deadlines.
+                // Deadlines end the work in progress.
                 () = held.lost() => return Ok(if wake == Wake::Stop { Ended::Stopped } else { Ended::Lost }),
                 () = signals.stop() => match wake {
                     Wake::Stop => return Err(Error::internal("stopped at once by a second signal").into()),
-                    // The first one, which came while the rules were being swapped.
+                    // This is the first stop signal. It arrived while the rules were being replaced.
                     Wake::Reload | Wake::Yield => wake = Wake::Stop,
                 },
             }
@@ -397,7 +401,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
     }
 }
 
-/// Opens the state and starts the pipeline, through everything that passes by itself.
+/// Opens the state and starts the pipeline, retrying after temporary failures.
 pub(super) async fn start(context: &Arc<Context>) -> Result<Handle, Error> {
     let DeadLetters { database, deployment, .. } = &context.dead_letters;
     loop {
@@ -415,11 +419,11 @@ pub(super) async fn start(context: &Arc<Context>) -> Result<Handle, Error> {
     }
 }
 
-/// Waits until an instance with newer rules is there.
+/// Waits until an instance with newer rules appears.
 async fn outdated(member: &Member) {
     loop {
         tokio::time::sleep(LOOK).await;
-        // Who cannot be asked is not there.
+        // If the check fails, no such instance is assumed.
         if member.is_outdated().await.unwrap_or_default() {
             return;
         }

@@ -1,4 +1,4 @@
-//! `denormd runbook`: what to do about an alert, with what the running daemon says filled in.
+//! `denormd runbook`: instructions for an alert, with the running daemon's current values filled in.
 
 use std::{fmt::Write as _, time::Duration};
 
@@ -10,14 +10,14 @@ use crate::{
     status::{Status, duration},
 };
 
-/// The one source: the same file is read on the web and printed here.
+/// The only source of the runbook, published on the web and printed here.
 const RUNBOOK: &str = include_str!("../../deploy/RUNBOOK.md");
-/// How long the daemon may take to answer.
+/// Time limit for the daemon's answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// An oplog that bridges a long weekend, in seconds.
+/// The time that an oplog should cover, in seconds: a long weekend.
 const ENOUGH: f64 = 3.0 * 86_400.0;
 
-/// Prints the section of an alert, or the names of all.
+/// Prints the section of an alert, or the names of all alerts.
 pub async fn runbook(output: Output, alert: Option<&str>, daemon: client::Daemon) -> Result<(), Failure> {
     let Some(alert) = alert else {
         match output {
@@ -40,7 +40,7 @@ pub async fn runbook(output: Output, alert: Option<&str>, daemon: client::Daemon
     Ok(())
 }
 
-/// Names and bodies of the sections.
+/// The names and bodies of the sections.
 fn sections() -> impl Iterator<Item = (&'static str, &'static str)> {
     RUNBOOK.split("\n## ").skip(1).filter_map(|section| section.split_once('\n')).map(|(n, body)| (n, body.trim()))
 }
@@ -49,7 +49,7 @@ fn first(body: &str) -> &str {
     body.lines().find(|line| !line.is_empty() && !line.starts_with("<!--")).unwrap_or_default()
 }
 
-/// The section of an alert, whose name may be written without `Denormd` and in any case.
+/// Finds the section of an alert. Its name may omit `Denormd`, and its case does not matter.
 fn find(alert: &str) -> Result<(&'static str, &'static str), Error> {
     let plain = |name: &str| name.to_lowercase().trim_start_matches("denormd").to_owned();
     sections().find(|(name, _)| plain(name) == plain(alert)).ok_or_else(|| {
@@ -60,8 +60,8 @@ fn find(alert: &str) -> Result<(&'static str, &'static str), Error> {
     })
 }
 
-/// The section's text: `<!-- now: … -->` becomes what holds now, `RULE` the rule that it is about, `<MB>` a size of the
-/// oplog that bridges three days.
+/// Fills in a section: `<!-- now: … -->` becomes the current values, `RULE` the affected rule, and `<MB>` an oplog size
+/// that covers three days.
 fn filled(body: &str, said: Result<&Status, &str>) -> String {
     let mut out = String::new();
     let mut rule = None;
@@ -90,13 +90,13 @@ fn filled(body: &str, said: Result<&Status, &str>) -> String {
     out.trim_end().to_owned()
 }
 
-/// The rule that `cause=…` is about.
+/// The rule that is affected by `cause=…`.
 fn concerned(word: &str, status: &Status) -> Option<String> {
     let cause = word.strip_prefix("cause=")?;
     status.causes.iter().find(|found| found.cause == cause)?.rules.first().cloned()
 }
 
-/// One piece of what holds now.
+/// The current value for one word of `<!-- now: … -->`.
 fn now(word: &str, status: &Status) -> String {
     let list = |lines: Vec<String>, none: &str| match lines.len() {
         0 => format!("{none}\n"),
@@ -127,10 +127,10 @@ fn now(word: &str, status: &Status) -> String {
             None => "This instance does not lead and sends none.\n".to_owned(),
         },
         ("dead-letters", _) => {
-            let letters = status.rules.iter().flat_map(|rule| {
+            let dead_letters = status.rules.iter().flat_map(|rule| {
                 rule.dead_letter_reasons.iter().map(|(why, count)| format!("{}: {count} times {why}", rule.name))
             });
-            list(letters.collect(), "There are none.")
+            list(dead_letters.collect(), "There are none.")
         }
         ("errors", _) => {
             let errors = status.errors.iter().take(5).map(|error| {
@@ -161,7 +161,7 @@ fn oplog(status: &Status) -> String {
     }
 }
 
-/// A size in megabytes that bridges three days at the present rate of writing, where the oplog bridges less.
+/// An oplog size in megabytes that covers three days at the current write rate; None if the oplog already does.
 fn enough(status: &Status) -> Option<u64> {
     let (size, bridged) = (status.oplog.size_megabytes?, status.oplog.bridged_seconds?);
     let wanted = (size * ENOUGH / bridged.max(60.0) / 100.0).ceil() * 100.0;

@@ -1,4 +1,4 @@
-//! `denormd status`
+//! `denormd status`: the running daemon's status as text.
 
 use std::{fmt::Write as _, time::Duration};
 
@@ -10,13 +10,13 @@ use crate::{
     status::{Backfill, Current, Leadership, Partitions, RetiredField, Rule, Status, duration},
 };
 
-/// How long the daemon may take to answer.
+/// Time limit for the daemon's answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How many audits are shown.
+/// Maximum number of audits to show.
 const AUDITS: usize = 5;
 
-/// Prints what the running daemon says. Fails when none answers.
+/// Prints the running daemon's status. Fails if no daemon answers.
 pub async fn status(output: Output, daemon: client::Daemon) -> Result<(), Failure> {
     let answer = client::get(daemon, "/v1/status", PATIENCE).await?;
     match output {
@@ -26,7 +26,7 @@ pub async fn status(output: Output, daemon: client::Daemon) -> Result<(), Failur
     Ok(())
 }
 
-/// First what is wrong and what to do, then the table.
+/// The status as text: first the problems with advice, then the table.
 fn text(status: &Status) -> String {
     let mut out = format!("{}\n", status.summary);
     if !status.rules.is_empty() {
@@ -109,7 +109,7 @@ fn text(status: &Status) -> String {
     out
 }
 
-/// The fields that earlier rules have left behind.
+/// Lists the retired fields.
 fn left_behind(status: &Status) -> String {
     if status.retired.is_empty() {
         return String::new();
@@ -119,7 +119,7 @@ fn left_behind(status: &Status) -> String {
     format!("\nretired fields: no rule owns them, and they stay until `denormd prune RULE`\n{}", table(&rows))
 }
 
-/// How far the audits are whose rounds take longest.
+/// The progress of the audits with the longest rounds.
 fn audits(status: &Status) -> Vec<Vec<String>> {
     let mut audits: Vec<_> = status.rules.iter().filter_map(|rule| Some((rule, rule.audit.as_ref()?))).collect();
     audits
@@ -139,7 +139,8 @@ fn audits(status: &Status) -> Vec<Vec<String>> {
     audits.into_iter().take(AUDITS).map(line).collect()
 }
 
-/// `Current as of 2026-11-22 20:31:05 UTC (1795379465.3), but for these rules: a, b`.
+/// Formats the time up to which data is current: `Current as of 2026-11-22 20:31:05 UTC (1795379465.3), but for these
+/// rules: a, b`.
 fn as_of(current: &Current) -> String {
     let seconds = current.as_of.split('.').next().and_then(|seconds| seconds.parse::<i64>().ok()).unwrap_or_default();
     let at = bson::DateTime::from_millis(seconds * 1000).try_to_rfc3339_string().unwrap_or_default();
@@ -151,14 +152,14 @@ fn as_of(current: &Current) -> String {
     format!("Current as of {at} UTC ({}){except}", current.as_of)
 }
 
-/// That nothing can be said of the whole deployment: each instance knows its own partitions.
+/// A note if nothing can be said about the whole deployment, because each instance knows only its own partitions.
 fn unknown(status: &Status) -> Option<&'static str> {
     let Partitions { of, led } = status.partitions.as_ref()?;
     let shared = u32::try_from(led.len()) != Ok(*of);
     shared.then_some("Current as of: not known while several instances share the partitions")
 }
 
-/// What the instance is: `standby of a:1`.
+/// The role of the instance: `standby of a:1`.
 fn role(leadership: &Leadership) -> String {
     match leadership {
         Leadership::Standby { leaders } if !leaders.is_empty() => {
@@ -170,7 +171,7 @@ fn role(leadership: &Leadership) -> String {
     }
 }
 
-/// Which partitions the process leads: ` of partitions 0, 2 of 4`.
+/// The partitions that the process leads: ` of partitions 0, 2 of 4`.
 fn led(Partitions { of, led }: &Partitions) -> String {
     let places: Vec<String> = led.iter().map(ToString::to_string).collect();
     match led.len() {
@@ -181,7 +182,7 @@ fn led(Partitions { of, led }: &Partitions) -> String {
     }
 }
 
-/// The rules, in the config's order.
+/// The table of rules, in the config's order.
 pub(super) fn rules_table(status: &Status) -> String {
     table(&rules(status))
 }
@@ -204,7 +205,7 @@ fn rules(status: &Status) -> Vec<Vec<String>> {
     std::iter::once(head).chain(rows).collect()
 }
 
-/// How many targets are stale, since when, on which rule.
+/// Describes the stale targets of a rule: their number, and their age.
 fn stale(status: &Status, rule: &Rule) -> String {
     let (name, target, from) = (&rule.name, &rule.target, rule.behind_since.unwrap_or(status.now));
     let what = match (rule.late_keys, rule.keyed_by_target) {
@@ -221,7 +222,7 @@ fn stale(status: &Status, rule: &Rule) -> String {
     format!("{name}: {what}; the oldest since {at} UTC, {} ago", since(status, from))
 }
 
-/// How far a backfill is, in a word.
+/// The progress of a backfill in one word.
 fn share(backfill: &Backfill) -> String {
     match backfill {
         Backfill::None => "-".to_owned(),
@@ -233,7 +234,7 @@ fn share(backfill: &Backfill) -> String {
     }
 }
 
-/// How fast a backfill is, for how long it goes on, and what holds it back; none while it does not run.
+/// The rate of a backfill, the remaining time, and the reason for any delay; None unless it is running.
 fn pace(backfill: &Backfill) -> Option<String> {
     match backfill {
         Backfill::None | Backfill::Waiting => None,
@@ -274,7 +275,7 @@ fn table(rows: &[Vec<String>]) -> String {
 mod tests {
     use super::*;
 
-    /// The golden report: it has one of everything.
+    /// The golden report, which contains an example of everything.
     fn status() -> Status {
         let reports: serde_json::Value =
             serde_json::from_str(include_str!("../../tests/golden/2/reports.json")).unwrap();

@@ -1,4 +1,4 @@
-//! `denormd support-bundle`: what somebody needs who is to help, in one file, and nothing from documents.
+//! `denormd support-bundle`: diagnostics for support in one file, with nothing from documents.
 
 use std::{
     collections::hash_map::RandomState,
@@ -20,7 +20,7 @@ use crate::{
     dead_letter,
     error::{Error, Kind, Result},
     events::Journal,
-    lease, membership,
+    instances, lease,
     metrics::{Metrics, wall_millis},
     mongo::Server,
     plan::Plan,
@@ -28,15 +28,16 @@ use crate::{
     server::client,
 };
 
-/// How long the daemon may take to answer.
+/// Time limit for the daemon's answer.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How far back the timeline goes.
+/// Age of the oldest timeline event to include.
 const WEEK: Duration = Duration::from_secs(7 * 24 * 3600);
-/// Events and state documents at most, each.
+/// Maximum number of events, and of state documents in each collection.
 const MOST: i64 = 5000;
 
-/// Gathers what can be had. What cannot is named with its reason: a cluster that does not answer is what bundles are for. Without a
-/// config that can be read, and with an address, it is what the daemon says alone.
+/// Gathers all available information. Whatever is unavailable is listed with the reason, because bundles are needed
+/// most when a cluster does not answer. Without a readable config, but with an address, the bundle contains only the
+/// daemon's answers.
 pub async fn support_bundle(
     loaded: Result<Loaded, ConfigError>,
     daemon: client::Daemon,
@@ -76,7 +77,7 @@ pub async fn support_bundle(
     Ok(())
 }
 
-/// The config, and what it leads to.
+/// Adds the config, and the information that depends on it.
 async fn look(loaded: &Loaded, bundle: &mut Json) {
     bundle["config"] = settings(loaded);
     match compile(loaded).await {
@@ -101,7 +102,7 @@ fn rules(plan: &Plan) -> Json {
     rules.map(|rule| json!({"name": rule.name, "definition": extended(rule.definition.clone().into())})).collect()
 }
 
-/// All that the running daemon tells of itself.
+/// The running daemon's own reports.
 async fn said(daemon: &client::Daemon) -> Json {
     let mut out = json!({"address": daemon.address.to_string()});
     for (name, path) in [
@@ -145,7 +146,7 @@ async fn gather(loaded: &Loaded, plan: Plan, bundle: &mut Json) -> Result<(), Fa
         store::POSITIONS,
         store::RULES,
         lease::COLLECTION,
-        membership::COLLECTION,
+        instances::COLLECTION,
         fan_out::COLLECTION,
         progress::CHECKS,
         requests::REQUESTS,
@@ -169,7 +170,7 @@ fn or_reason(result: Result<Json>) -> Json {
     result.unwrap_or_else(|error| json!({"not_known": error.message}))
 }
 
-/// What a command answers, as far as the user may run it.
+/// Runs a command; an error if the user lacks the privilege for it.
 async fn asked(server: &Server, command: Document) -> Result<Document> {
     Ok(server.database("admin").run_command(command).await?)
 }
@@ -195,7 +196,7 @@ async fn about_server(server: &Server) -> Json {
     })
 }
 
-/// The first and the last moment of the oplog.
+/// The times of the first and the last entry of the oplog.
 async fn oplog(server: &Server) -> Result<Json> {
     let oplog = server.collection("local", "oplog.rs");
     let mut ends = Vec::new();
@@ -210,7 +211,7 @@ async fn oplog(server: &Server) -> Result<Json> {
     Ok(json!({"first_seconds": ends.first(), "last_seconds": ends.last(), "hours": hours}))
 }
 
-/// The indexes' keys and kinds; a partial index's filter holds values, and stays out.
+/// The keys and options of the indexes. The filter of a partial index contains values, and is left out.
 async fn collection(server: &Server, namespace: &Namespace) -> Json {
     let Namespace { database, collection } = namespace;
     let result: Result<Json> = async {
@@ -237,7 +238,7 @@ async fn documents(server: &Server, database: &str, collection: &str) -> Result<
     Ok(server.collection(database, collection).find(doc! {}).limit(MOST).await?.try_collect().await?)
 }
 
-/// How many dead letters there are of each rule, reason and place.
+/// Counts the dead letters by rule, reason and path.
 async fn dead_letters(server: &Server, database: &str) -> Result<Json> {
     let stages = [doc! {"$group": {
         "_id": {"deployment": "$_id.deployment", "rule": "$_id.rule", "reason": "$reason", "code": "$code", "path": "$path"},
@@ -252,8 +253,8 @@ fn extended(value: Bson) -> Json {
     value.into_relaxed_extjson()
 }
 
-/// Names of the state's fields whose values come from denormd, the config or the clock, and never from a document.
-/// Everything else is hidden: what is not known cannot leak.
+/// Names of state fields whose values come from denormd, the config or the clock, and never from a document. All other
+/// fields are hidden, so that unknown fields cannot leak.
 const KEPT: &[&str] = &[
     "_id",
     "applied",
@@ -313,17 +314,17 @@ const KEPT: &[&str] = &[
     "writes",
 ];
 
-/// Hides values: equal ones look alike within a bundle, and the key that it is done with is in nobody's hands.
+/// Hides values. Equal values look alike within a bundle, and the hash key is not kept.
 struct Hidden(RandomState);
 
 impl Hidden {
     fn document(&self, document: Document) -> Json {
         let fields = document.into_iter().map(|(name, value)| {
             let shown = match value {
-                // A rule's definition is the config.
+                // The definition of a rule is part of the config.
                 value if matches!(name.as_str(), "definition" | "retired") => extended(value),
                 Bson::Document(inside) if KEPT.contains(&name.as_str()) => self.document(inside),
-                // The `_id` of a state document is one of these, or a document.
+                // The `_id` of a state document is either one of these types or a document.
                 Bson::String(_) | Bson::ObjectId(_) if name == "_id" => extended(value),
                 value if name == "_id" => self.hide(&value),
                 value if KEPT.contains(&name.as_str()) && !matches!(value, Bson::Array(_)) => extended(value),

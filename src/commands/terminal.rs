@@ -1,20 +1,21 @@
-//! Text as a terminal shows it best: lines that fit, and a few words in colour. Nothing is changed for a file or a pipe.
+//! Formats text for a terminal: wrapped lines and a few coloured words. Output to a file or a pipe is unchanged.
 
 use std::{env, io::IsTerminal};
 
-/// Lines are no longer than this, unless the terminal says that it is narrower.
+/// Maximum width of a line, unless the terminal is narrower.
 const WIDTH: usize = 80;
-/// The narrowest that is worth anything.
+/// Minimum width for wrapping.
 const NARROW: usize = 40;
 
-/// Whether a stream may hold colours: a terminal, unless NO_COLOR is set (<https://no-color.org>) or it is a dumb one.
+/// True if a stream may contain colours: a terminal, unless NO_COLOR is set (<https://no-color.org>) or it is a dumb
+/// one.
 #[must_use]
 pub fn has_colour(stream: &impl IsTerminal) -> bool {
     let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
     stream.is_terminal() && set("NO_COLOR").is_none() && set("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// What is printed on standard output: as it is, or as a terminal shows it.
+/// Formats text for standard output, depending on whether that is a terminal.
 #[must_use]
 pub fn fitted(text: &str) -> String {
     let out = std::io::stdout();
@@ -26,7 +27,7 @@ pub fn fitted(text: &str) -> String {
     if has_colour(&out) { coloured(&text) } else { text }
 }
 
-/// Lines that are too long go on below, under where their text begins. Commands and excerpts stay whole: they are copied.
+/// Wraps long lines, aligned with the start of their text. Commands and excerpts stay whole, because users copy them.
 fn wrapped(text: &str, width: usize) -> String {
     let mut out = String::new();
     for line in text.split_inclusive('\n') {
@@ -61,8 +62,8 @@ fn wrap(line: &str, width: usize, out: &mut String) {
     }
 }
 
-/// Where the text of a line begins: after its labels, of which two spaces or more are the end (in a table, in the last column), or
-/// after its number.
+/// The column where the text of a line starts: after its labels, which end with two or more spaces (in a table, in the
+/// last column), or after its number.
 fn text_begins(line: &str) -> usize {
     let begins = line.len() - line.trim_start().len();
     let rest = &line[begins..];

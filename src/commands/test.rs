@@ -1,4 +1,4 @@
-//! `denormd test`: rules on the documents of a file, against what they should become.
+//! `denormd test`: runs rules on the documents of a file, and compares the results with the expected ones.
 
 mod on_server;
 
@@ -12,23 +12,23 @@ use crate::{
     cli::Output,
     commands::{Failure, compile, print, shown},
     config::{ConfigPath, Documents, Loaded, Mistake, TestCase, TestFile},
-    evaluate::{Collections, Trouble},
+    dry_run::{self, Differs, Obstacle},
+    evaluate::{Collections, EvalError},
     key::Key,
     mongo::connect,
     plan::Plan,
-    trial::{self, Differs, Obstacle},
 };
 
-/// What became of one case.
+/// The outcome of one case.
 struct Outcome {
     file: String,
     case: String,
     problems: Vec<Problem>,
 }
 
-/// Something that a case did not expect.
+/// A deviation from the expectations of a case.
 enum Problem {
-    /// A document is not as it should be.
+    /// A document differs from the expected one.
     Differs { collection: String, id: Bson, differs: Differs },
     /// A rule could not be applied.
     Obstacle { rule: String, target: Option<Bson>, why: String, hint: Option<String> },
@@ -83,22 +83,22 @@ pub async fn test(loaded: &Loaded, output: Output, files: &[PathBuf], uri: Optio
     if failed == 0 { Ok(()) } else { Err(Failure::TestsFailed(failed)) }
 }
 
-/// The documents after the rules, and what stood in their way.
+/// Runs the rules in memory. Returns the resulting documents, and the problems.
 fn in_memory(plan: &Plan, given: &Collections) -> Result<(Collections, Vec<Problem>), Failure> {
     let mut after = given.clone();
     let concerned = |rule: &String| {
         let rule = plan.rules.iter().find(|known| known.name == *rule);
         rule.is_some_and(|rule| given.get(&rule.target.namespace.to_string()).is_some_and(|docs| !docs.is_empty()))
     };
-    let beyond = trial::beyond(plan).into_iter().filter(|(rule, _)| concerned(rule));
+    let beyond = dry_run::beyond(plan).into_iter().filter(|(rule, _)| concerned(rule));
     let beyond: Vec<Problem> = beyond.map(|(rule, what)| needs_server(rule, None, &what)).collect();
     if !beyond.is_empty() {
         return Ok((after, beyond));
     }
-    let obstacles = trial::run(plan, &mut after)?;
-    let problems = obstacles.into_iter().map(|Obstacle { rule, target, trouble }| match trouble {
-        Trouble::NeedsServer(what) => needs_server(rule, Some(target), &what),
-        Trouble::Refused(why) => Problem::Obstacle { rule, target: Some(target), why, hint: None },
+    let obstacles = dry_run::run(plan, &mut after)?;
+    let problems = obstacles.into_iter().map(|Obstacle { rule, target, error }| match error {
+        EvalError::NeedsServer(what) => needs_server(rule, Some(target), &what),
+        EvalError::Refused(why) => Problem::Obstacle { rule, target: Some(target), why, hint: None },
     });
     Ok((after, problems.collect()))
 }
@@ -112,7 +112,7 @@ fn needs_server(rule: String, target: Option<Bson>, what: &str) -> Problem {
     }
 }
 
-/// A case with the collections that are meant.
+/// A case with its collection names resolved.
 struct Case {
     name: String,
     given: Collections,
@@ -129,7 +129,7 @@ impl Case {
             }
             found
         };
-        // A collection that is not given is an empty one.
+        // A collection that is not given is empty.
         let mut given: Collections = plan.namespaces().into_iter().map(|ns| (ns.to_string(), Vec::new())).collect();
         for Documents { collection, at, documents } in &case.given {
             if let Some(namespace) = resolve(collection, at) {
@@ -145,7 +145,7 @@ impl Case {
         Self { name: case.name.clone(), given, expect, gone }
     }
 
-    /// What of the documents afterwards is not as it should be.
+    /// Compares the resulting documents with the expected ones.
     fn compare(&self, after: &Collections) -> Vec<Problem> {
         let find = |namespace: &Namespace, id: &Bson| {
             let wanted = Key::one(id.clone());
@@ -154,7 +154,7 @@ impl Case {
         };
         let mut out = Vec::new();
         let mut note = |namespace: &Namespace, id: &Bson, expected: Option<&Document>| {
-            let differs = trial::between(expected, find(namespace, id)).into_iter();
+            let differs = dry_run::between(expected, find(namespace, id)).into_iter();
             out.extend(differs.map(|differs| Problem::Differs {
                 collection: namespace.to_string(),
                 id: id.clone(),
@@ -175,7 +175,7 @@ impl Case {
     }
 }
 
-/// The collection of the rules that a name means: bare in the default database, or whole.
+/// The collection that a name refers to: without a database it is in the default database.
 fn namespace(plan: &Plan, default: Option<&str>, name: &str) -> Option<Namespace> {
     let known = plan.namespaces();
     let bare = known.iter().find(|ns| Some(ns.database.as_str()) == default && ns.collection == name);
@@ -246,7 +246,7 @@ impl Outcome {
     }
 }
 
-/// What the rules use, by the database that it is in.
+/// The collections that the rules use, grouped by database.
 fn databases(plan: &Plan) -> BTreeMap<String, Vec<String>> {
     let mut out: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for Namespace { database, collection } in plan.namespaces() {

@@ -8,17 +8,17 @@ use tokio_rustls::rustls::{
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
 };
 
-/// A certificate whose key belongs to it.
+/// A certificate with its matching key.
 #[derive(Debug, Clone)]
 pub struct Certificate {
-    /// What the server needs for a handshake.
+    /// The TLS configuration for handshakes.
     pub server: Arc<ServerConfig>,
-    /// The certificate without its issuers: commands recognise the daemon of their config by it.
+    /// The certificate without its issuers, by which commands recognise the daemon of their config.
     pub own: CertificateDer<'static>,
 }
 
 impl Certificate {
-    /// Of a chain, the server's own certificate first, and its key.
+    /// Combines a chain, which starts with the server's own certificate, and its key.
     pub fn new(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>) -> Result<Self, String> {
         let own = chain.first().cloned().ok_or("it holds no certificate")?;
         let server = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))

@@ -1,28 +1,28 @@
-//! Mistakes in a config, and where they stand.
+//! Mistakes in a config, with their paths.
 
 use std::fmt;
 
-/// One step of the way from the root of the config to a value.
+/// One step of the path from the root of the config to a value.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Step {
-    /// A key of a mapping, in the case it was written in.
+    /// A key of a mapping, in its original case.
     Key(String),
-    /// An element of a sequence, from 0. For `rules` this counts over all layered files.
+    /// The index of an element in a sequence. For `rules` it counts over all layered files.
     Index(usize),
 }
 
-/// The way from the root of the config to a value: `rules[2].copy.set."parts.$[].name"`.
+/// The path from the root of the config to a value: `rules[2].copy.set."parts.$[].name"`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct ConfigPath(pub Vec<Step>);
 
 impl ConfigPath {
-    /// The path of rule `index` in the concatenated list.
+    /// The path of rule `index` in the merged list.
     #[must_use]
     pub fn rule(index: usize) -> Self {
         Self(vec![Step::Key("rules".to_owned()), Step::Index(index)])
     }
 
-    /// This path, one key further down.
+    /// This path, extended by a key.
     #[must_use]
     pub fn key(&self, key: &str) -> Self {
         let mut steps = self.0.clone();
@@ -30,7 +30,7 @@ impl ConfigPath {
         Self(steps)
     }
 
-    /// This path, one element further down.
+    /// This path, extended by an element.
     #[must_use]
     pub fn index(&self, index: usize) -> Self {
         let mut steps = self.0.clone();
@@ -54,18 +54,18 @@ impl fmt::Display for ConfigPath {
     }
 }
 
-/// One thing that is wrong in a config: what, where, and what to do.
+/// One mistake in a config: its place, a message and a hint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mistake {
-    /// The value or the mapping that the mistake is in.
+    /// The value or mapping that contains the mistake.
     pub at: ConfigPath,
-    /// Whether the last key of `at` is meant rather than its value: an unknown key, a target path of `set`.
+    /// True if the mistake is in the last key of `at` rather than its value: an unknown key, a target path of `set`.
     pub on_key: bool,
-    /// What is wrong, in one sentence without a full stop.
+    /// A description of the mistake, in one sentence without a full stop.
     pub message: String,
-    /// What to do about it ("did you mean `source`?").
+    /// A suggestion for the fix ("did you mean `source`?").
     pub hint: Option<String>,
-    /// Other places that belong to the story, each with a few words: "the first is here".
+    /// Other relevant places, each with a short label: "the first is here".
     pub related: Vec<(ConfigPath, String)>,
 }
 
@@ -75,21 +75,21 @@ impl Mistake {
         Self { at, on_key: false, message: message.into(), hint: None, related: Vec::new() }
     }
 
-    /// The same mistake with a hint.
+    /// Adds a hint.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
 
-    /// The same mistake, shown at the last key of its path rather than at the value.
+    /// Places the mistake at the last key of its path rather than at the value.
     #[must_use]
     pub fn on_key(mut self) -> Self {
         self.on_key = true;
         self
     }
 
-    /// The same mistake with one more place to show.
+    /// Adds another relevant place.
     #[must_use]
     pub fn related(mut self, at: ConfigPath, label: impl Into<String>) -> Self {
         self.related.push((at, label.into()));

@@ -1,4 +1,4 @@
-//! Where a mistake stands, with the offending line of text and a caret, and never a password.
+//! Shows the place of a mistake, with the line of text and a caret, but never a password.
 
 use std::fmt;
 
@@ -9,20 +9,20 @@ use super::{
     uri,
 };
 
-/// Where something stands: a file's line and column, or a source that has none (the environment).
+/// The place of a value: the line and column of a file, or a source without lines (the environment).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Place {
-    /// The file as it was named, or `environment variable DENORMD__…`.
+    /// The name of the file as the user gave it, or `environment variable DENORMD__…`.
     pub file: String,
-    /// From 1.
+    /// The line, counted from 1.
     pub line: Option<usize>,
-    /// From 1, in characters.
+    /// The column in characters, counted from 1.
     pub column: Option<usize>,
     #[serde(skip)]
     excerpt: Option<Excerpt>,
 }
 
-/// The offending line as it is shown.
+/// The displayed part of the line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Excerpt {
     text: String,
@@ -30,17 +30,17 @@ struct Excerpt {
     width: usize,
 }
 
-/// Longer lines (JSON on one line) are cut around the caret.
+/// Maximum number of characters to show. Longer lines (JSON on one line) are cut around the caret.
 const MAX_SHOWN: usize = 110;
 const SHOWN_BEFORE_CARET: usize = 40;
 
 impl Place {
-    /// A place without a text to show.
+    /// A place without an excerpt.
     pub(super) fn whole(file: impl Into<String>) -> Self {
         Self { file: file.into(), line: None, column: None, excerpt: None }
     }
 
-    /// The place of `span` in `text`; what lies in `secrets` is shown as `***`.
+    /// The place of `span` in `text`. The excerpt shows the parts in `secrets` as `***`.
     pub(super) fn in_text(file: impl Into<String>, text: &str, span: &Span, secrets: &[Span]) -> Self {
         let start = floor_char(text, span.start);
         let line_start = text[..start].rfind('\n').map_or(0, |newline| newline + 1);
@@ -53,7 +53,7 @@ impl Place {
         }
     }
 
-    /// `file:line:column`, and the excerpt below, indented by `indent`.
+    /// Writes `file:line:column` with the excerpt below it, indented by `indent`.
     pub(super) fn write(&self, f: &mut fmt::Formatter<'_>, indent: usize, message: &str) -> fmt::Result {
         let pad = " ".repeat(indent);
         write!(f, "{pad}{}", self.file)?;
@@ -71,7 +71,7 @@ impl Place {
     }
 }
 
-/// The last character boundary at or before `at`, within the text.
+/// The last character boundary in the text at or before `at`.
 fn floor_char(text: &str, at: usize) -> usize {
     (0..=at.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0)
 }
@@ -91,7 +91,7 @@ fn excerpt(text: &str, line: &Span, span: &Span, secrets: &[Span]) -> Excerpt {
         match secret {
             Some(_) if secret == hidden => {}
             Some(_) => shown.extend("***".chars()),
-            // A tab would move the caret; other control characters do worse to a terminal.
+            // A tab would misplace the caret, and other control characters could manipulate the terminal.
             None => shown.push(if char == '\t' {
                 ' '
             } else if char.is_control() {
@@ -117,9 +117,10 @@ fn excerpt(text: &str, line: &Span, span: &Span, secrets: &[Span]) -> Excerpt {
     Excerpt { text: format!("{before}{window}{after}"), caret, width: width.min(to.saturating_sub(shown_caret)).max(1) }
 }
 
-/// The parts of a file's text that must not be shown: passwords in connection strings, the values in `mongodb` and `http` whose keys
-/// are not known to be harmless, and those of unknown sections. Without a tree (a syntax error) neither the quotes nor the sections
-/// can be trusted: what follows a word such as `uri` or `token`, and what stands before the last `@`, is hidden to the line's end.
+/// The parts of a file's text to hide: passwords in connection strings, values in `mongodb` and `http` except those of
+/// known harmless keys, and values in unknown sections. Without a tree (after a syntax error), quotes and sections are
+/// unreliable. Then everything up to the end of the line is hidden after a word such as `uri` or `token`, as is
+/// everything before the last `@`.
 pub(super) fn secrets(text: &str, tree: Option<&Node>) -> Vec<Span> {
     let mut found = Vec::new();
     if let Some(tree) = tree {
@@ -137,7 +138,7 @@ pub(super) fn secrets(text: &str, tree: Option<&Node>) -> Vec<Span> {
     merged(found)
 }
 
-/// One stretch of text is hidden once.
+/// Merges overlapping spans.
 fn merged(mut found: Vec<Span>) -> Vec<Span> {
     found.sort_by_key(|span| (span.start, span.end));
     found.dedup_by(|next, kept| {
@@ -148,7 +149,7 @@ fn merged(mut found: Vec<Span>) -> Vec<Span> {
     found
 }
 
-/// What must not be shown of the URIs in a line. `quoted`: spaces and quotes end them.
+/// The parts to hide of the URIs in a line. If `quoted` is true, a space or a quote ends a URI.
 fn uris(line: &str, quoted: bool) -> Vec<Span> {
     let mut found = Vec::new();
     let ends_token = |c: char| c.is_whitespace() || c == '"' || c == '\'';
@@ -161,7 +162,7 @@ fn uris(line: &str, quoted: bool) -> Vec<Span> {
             found.extend(token.rfind('@').map(|length| from..from + length));
             if line[..at].ends_with("mongodb") || line[..at].ends_with("mongodb+srv") {
                 let word = word.trim_end_matches([',', '}', ']', ';', ')', '`', '.']);
-                // The scheme may be written with escapes.
+                // The scheme may contain escapes.
                 let spans = uri::secrets(&format!("mongodb://{word}")).into_iter();
                 let moved =
                     spans.map(|span| span.start - "mongodb://".len() + from..span.end - "mongodb://".len() + from);
@@ -172,7 +173,7 @@ fn uris(line: &str, quoted: bool) -> Vec<Span> {
     found
 }
 
-/// What follows a word in a line that names a secret, unless it is a connection string without one.
+/// The text after a word that announces a secret, unless it is a connection string without one.
 fn after_a_secret_word(line: &str) -> Option<Span> {
     const WORDS: [&str; 6] = ["uri", "token", "password", "pwd", "secret", "mongodb"];
     let line = line.trim_end();
@@ -191,16 +192,16 @@ fn after_a_secret_word(line: &str) -> Option<Span> {
     (!harmless && !nested).then_some(from..line.len())
 }
 
-/// What is known of the values under a key.
+/// The classification of the values under a key.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Trust {
-    /// The root's keys.
+    /// The keys of the root.
     Root,
-    /// Rules, cases of `denormd test`, and settings without secrets.
+    /// Rules, cases of `denormd test`, and settings without secrets: shown.
     Open,
-    /// A section with secrets.
+    /// A section with secrets: values of unknown keys are hidden.
     Section,
-    /// A value that may be one.
+    /// A value that may be secret: hidden.
     Secret,
 }
 
@@ -232,7 +233,7 @@ fn secret_values(text: &str, node: &Node, trust: Trust, found: &mut Vec<Span>) {
     let written = text.get(start..end).unwrap_or_default();
     let scalar = !matches!(node.value, Value::Mapping(_) | Value::Sequence(_));
     if scalar && matches!(trust, Trust::Section | Trust::Secret) {
-        // YAML ends a value at ` #`: what looks like a comment may be the rest of a password.
+        // In YAML ` #` ends a value, so an apparent comment may be the rest of a password.
         let rest = text.get(end..).and_then(|rest| rest.lines().next()).unwrap_or_default();
         found.extend(rest.find('#').map(|at| end + at..end + rest.len()));
     }
@@ -249,7 +250,7 @@ fn secret_values(text: &str, node: &Node, trust: Trust, found: &mut Vec<Span>) {
                 (secrets, Some(at)) => {
                     found.extend(secrets.into_iter().map(|span| start + at + span.start..start + at + span.end));
                 }
-                // It is written with escapes.
+                // The text contains escapes.
                 (_, None) => found.push(start..end),
             }
         }
@@ -260,7 +261,7 @@ fn secret_values(text: &str, node: &Node, trust: Trust, found: &mut Vec<Span>) {
     }
 }
 
-/// A message without what would be hidden in a file.
+/// The message without the parts that would be hidden in a file.
 pub(super) fn redact(message: &str) -> String {
     let mut found = Vec::new();
     let mut start = 0;

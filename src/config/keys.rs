@@ -1,26 +1,26 @@
-//! The keys of a config, once: what the readers know, what the JSON Schema says, and the reference under `docs/`.
+//! The only definition of the config's keys, for the readers, the JSON Schema, and the reference under `docs/`.
 
 /// One key of a mapping.
 #[derive(Debug, Clone, Copy)]
 pub struct Key {
-    /// As it is written.
+    /// The name of the key in a config file.
     pub name: &'static str,
-    /// What stands behind it.
+    /// The form of its value.
     pub form: Form,
-    /// Whether it must be there.
+    /// True if the key is required.
     pub required: bool,
-    /// What holds without it, as one would write it; empty where nothing does.
+    /// The default in config syntax; empty if there is none.
     pub default: &'static str,
-    /// What it means.
+    /// A description of the key.
     pub about: &'static str,
 }
 
-/// What a value may be.
+/// The form of a value.
 #[derive(Debug, Clone, Copy)]
 pub enum Form {
-    /// Text that is not empty.
+    /// A string that is not empty.
     Text,
-    /// A list of texts, or one text with commas.
+    /// A list of strings, or one string with commas.
     Words,
     /// Letters, digits, `_`, `.` and `-`; a letter or a digit first.
     Name,
@@ -28,13 +28,13 @@ pub enum Form {
     Flag,
     /// An integer from 1.
     Count,
-    /// A number of seconds, from this one to a day.
+    /// A number of seconds, from this minimum up to a day.
     Seconds(i64),
-    /// A number with s, m, h or d behind it, up to 30 days.
+    /// A number followed by s, m, h or d, up to 30 days.
     Span,
-    /// `address:port`
+    /// An address with a port: `address:port`.
     Address,
-    /// One of these words, each with its meaning.
+    /// One of these words, each with its description.
     Choice(&'static [(&'static str, &'static str)]),
     /// A collection's name, or `{ collection, where }`.
     Side,
@@ -68,7 +68,7 @@ const fn must(name: &'static str, form: Form, about: &'static str) -> Key {
     Key { name, form, required: true, default: "", about }
 }
 
-/// The whole config.
+/// The keys of the whole config.
 pub const ROOT: &[Key] = &[
     key(
         "name",
@@ -76,17 +76,17 @@ pub const ROOT: &[Key] = &[
         "default",
         "The deployment's name. It keys all state, so that two teams share a cluster without sharing a leader.",
     ),
-    key("mongodb", Form::Keys(MONGODB), "", "How to reach the cluster."),
-    must("rules", Form::List(RULE), "The rules. Those of several files are joined; a name is one rule's."),
+    key("mongodb", Form::Keys(MONGODB), "", "The connection to the cluster."),
+    must("rules", Form::List(RULE), "The rules. Rules of several files are joined; names are unique over all files."),
     key("http", Form::Keys(HTTP), "", "The daemon's HTTP server: metrics, health, status, the page."),
-    key("state", Form::Keys(STATE), "", "Where denormd keeps its own state."),
+    key("state", Form::Keys(STATE), "", "The place of denormd's own state."),
     key("log", Form::Keys(LOG), "", "The daemon's log."),
     key("limits", Form::Keys(LIMITS), "", "Bounds on what the daemon does at once."),
-    key("lease", Form::Keys(LEASE), "", "How instances of one deployment agree on their leader."),
+    key("lease", Form::Keys(LEASE), "", "The lease by which instances of one deployment elect their leader."),
     key("advise", Form::Keys(ADVISE), "", "The thresholds and bounds of `denormd advise`."),
 ];
 
-/// `mongodb`
+/// The keys of `mongodb`.
 pub const MONGODB: &[Key] = &[
     key(
         "uri",
@@ -104,18 +104,18 @@ pub const MONGODB: &[Key] = &[
         "database",
         Form::Text,
         "",
-        "The database of collections named without one. Without it, the connection string's.",
+        "The database of collections that are named without one. By default, the connection string's.",
     ),
 ];
 
-/// `http`
+/// The keys of `http`.
 pub const HTTP: &[Key] = &[
-    key("listen", Form::Address, "127.0.0.1:9464", "Where it listens. Loopback unless told otherwise."),
+    key("listen", Form::Address, "127.0.0.1:9464", "The address to listen on."),
     key(
         "token",
         Form::Text,
         "",
-        "The token that requests for a change must carry, of 16 characters at least. A file of its own (`token_file`) is safer.",
+        "The token that requests for a change must carry: at least 16 characters. A separate file (`token_file`) is safer.",
     ),
     key(
         "token_file",
@@ -127,23 +127,26 @@ pub const HTTP: &[Key] = &[
         "require_token",
         Form::Choice(&[
             ("changes", "requests that change something"),
-            ("everything", "all but `/livez` and `/readyz`; a browser asks for it as the password of any user"),
+            (
+                "everything",
+                "all requests but `/livez` and `/readyz`; a browser asks for the token as the password of any user",
+            ),
         ]),
         "changes",
-        "Which requests need the token.",
+        "The requests that need the token.",
     ),
     key(
         "allowed_hosts",
         Form::Words,
         "",
-        "Names by which clients may ask, beside `localhost` and IP addresses: what a browser or Prometheus has in its URL. Another \
-         name is refused with 421, against DNS rebinding.",
+        "Host names that clients may use in their URLs, in addition to `localhost` and IP addresses. Requests with another name \
+         are refused with 421, as a protection against DNS rebinding.",
     ),
     key(
         "tls_cert_file",
         Form::Text,
         "",
-        "A PEM file with the server's certificate and its chain: the server then speaks HTTPS alone. It is read again when it \
+        "A PEM file with the server's certificate and its chain: the server then accepts HTTPS only. It is read again when it \
          changes. A relative path starts at the config file's directory.",
     ),
     key(
@@ -154,17 +157,17 @@ pub const HTTP: &[Key] = &[
     ),
 ];
 
-/// `state`
+/// The keys of `state`.
 pub const STATE: &[Key] = &[key(
     "database",
     Form::Text,
     "denormd",
-    "The database for positions, rule states, backfill progress and dead letters.",
+    "The database for checkpoints, rule states, backfill progress and dead letters.",
 )];
 
-/// `log`
+/// The keys of `log`.
 pub const LOG: &[Key] = &[
-    key("filter", Form::Text, "info", "A filter as of RUST_LOG: `info`, `denormd=debug`."),
+    key("filter", Form::Text, "info", "A filter in the syntax of RUST_LOG: `info`, `denormd=debug`."),
     key(
         "format",
         Form::Choice(&[
@@ -173,7 +176,7 @@ pub const LOG: &[Key] = &[
             ("json", "one JSON object a line"),
         ]),
         "auto",
-        "How lines look.",
+        "The format of log lines.",
     ),
     key(
         "otlp",
@@ -183,131 +186,146 @@ pub const LOG: &[Key] = &[
     ),
 ];
 
-/// `limits`
+/// The keys of `limits`.
 pub const LIMITS: &[Key] = &[
-    key("batch_keys", Form::Count, "1000", "Keys in one read and one write command."),
+    key("batch_keys", Form::Count, "1000", "The most keys in one read or write command."),
     key(
         "batch_bytes",
         Form::Count,
         "4194304",
-        "Bytes of values, or of what a look-up finds, that one batch reads before it writes; larger ones are done a few keys at a time, and a single key that needs more has this memory to itself.",
+        "The most bytes that one batch reads before it writes. A larger batch is split; a single key that needs more is processed alone.",
     ),
-    key("batches", Form::Count, "3", "Batches with disjoint keys in flight at once."),
-    key("pending", Form::Count, "100000", "Reconcile requests held in memory before the streams are left waiting."),
+    key("batches", Form::Count, "3", "The most batches in flight at once. Their keys are disjoint."),
+    key(
+        "pending",
+        Form::Count,
+        "100000",
+        "The most reconcile requests in memory. At this number the change streams are paused.",
+    ),
     key(
         "read_timeout_seconds",
         Form::Seconds(1),
         "60",
-        "How long one read of a batch may run on the server. A batch that takes longer is done in eighths; of fewer than 16 keys each is done alone, one at a time; such a key is given twice as long each time, up to ten times this limit, and then becomes a dead letter.",
+        "The time limit of one read on the server. A batch that takes longer is split into eighths; with fewer than 16 keys, each key is read alone, one at a time. The limit of such a key doubles with each attempt, up to ten times this value; then the key becomes a dead letter.",
     ),
-    key("write_timeout_seconds", Form::Seconds(1), "5", "How long one write command may run on the server."),
+    key(
+        "write_timeout_seconds",
+        Form::Seconds(1),
+        "5",
+        "The time limit of one write command on the server. A target that takes longer, alone in its statement, becomes a dead letter after five attempts.",
+    ),
     key(
         "destroy_grace_seconds",
         Form::Seconds(0),
         "10",
-        "How long `on_missing: remove` and `delete` wait before they read again and destroy.",
+        "The grace period of `on_missing: remove` and `delete`: they read again at its end, before they remove anything.",
     ),
     key(
         "destroy_per_hour",
         Form::Count,
         "",
-        "The removal limit: targets of one rule that may lose a value in an hour, because no source answers their reference any more, before the rule is blocked. By default the larger of 1,000 and a tenth of the rule's targets.",
+        "The removal limit: the number of targets of one rule that may lose a value within an hour because their source is missing. The rule is blocked before it exceeds the limit. By default the larger of 1,000 and a tenth of the rule's targets.",
     ),
     key(
         "audit_per_second",
         Form::Count,
         "200",
-        "Targets that the continuous audit of `guard: audit` compares a second.",
+        "Targets per second that the continuous audit of `guard: audit` compares.",
     ),
     key(
         "backfill_per_second",
         Form::Count,
         "",
-        "Targets that backfills go through a second, at most; without it as fast as the replica set keeps up.",
+        "The most targets per second that backfills process. By default as many as the replica set keeps up with.",
     ),
 ];
 
-/// `lease`
+/// The keys of `lease`.
 pub const LEASE: &[Key] = &[
     key(
         "ttl_seconds",
         Form::Seconds(2),
         "10",
-        "How long a leader that says nothing stays the leader. A write command may run for half of it at most.",
+        "The lease of a leader that stops renewing it. A write command may run for at most half of this time.",
     ),
     key(
         "partitions",
         Form::Count,
         "1",
-        "Shares of the keys, each with a leader of its own, that instances divide among themselves; at most 64. The same for all.",
+        "Partitions of the keys, at most 64. Each has a leader of its own, and the instances share them. The same for all instances.",
     ),
 ];
 
-/// `advise`
+/// The keys of `advise`.
 pub const ADVISE: &[Key] = &[
-    key("sample", Form::Count, "1000", "Documents that are sampled from each collection."),
+    key("sample", Form::Count, "1000", "Documents to sample from each collection."),
     key(
         "scan_documents",
         Form::Count,
         "500000",
-        "Without an index a collection is read whole only up to this many documents, beyond it is sampled.",
+        "The most documents of a collection without an index that is read whole. A larger one is sampled.",
     ),
-    key("history_events", Form::Count, "1000000", "Events that are read from the oplog, at most."),
-    key("history_seconds", Form::Seconds(1), "30", "How long events are read from the oplog, at most."),
-    key("embed_elements", Form::Count, "250", "Embed while the 99th percentile is below this."),
-    key("references_warn", Form::Count, "2000", "From here an array of references is warned about."),
-    key("references_stop", Form::Count, "5000", "From here an array of references is advised against."),
-    key("document_warn_bytes", Form::Count, "1048576", "Bytes of a document that are warned about."),
-    key("document_bad_bytes", Form::Count, "10485760", "Bytes of a document that are bad."),
-    key("copy_ratio", Form::Count, "10", "Reads for each copied write from which a field is copied."),
-    key("no_copy_ratio", Form::Count, "1", "Reads for each copied write up to which a field is not copied."),
-    key("subset", Form::Count, "10", "Children that a parent shows where the application's own limit was not seen."),
-    key("indexes", Form::Count, "10", "Indexes on one collection, at most."),
-    key("lookup_percent", Form::Count, "10", "Share of reads that may be `$lookup`, in percent."),
-    key("collections", Form::Count, "10000", "Collections, at most."),
+    key("history_events", Form::Count, "1000000", "The most events to read from the oplog."),
+    key("history_seconds", Form::Seconds(1), "30", "The longest time to read events from the oplog."),
+    key("embed_elements", Form::Count, "250", "Elements: embed while the 99th percentile is below this."),
+    key("references_warn", Form::Count, "2000", "References in an array from which `advise` warns."),
+    key("references_stop", Form::Count, "5000", "References in an array from which `advise` advises against it."),
+    key("document_warn_bytes", Form::Count, "1048576", "Bytes of a document from which `advise` warns."),
+    key("document_bad_bytes", Form::Count, "10485760", "Bytes of a document from which `advise` advises against it."),
+    key("copy_ratio", Form::Count, "10", "Reads per write from which `advise` recommends a copy."),
+    key("no_copy_ratio", Form::Count, "1", "Reads per write up to which `advise` recommends no copy."),
+    key("subset", Form::Count, "10", "Children that a parent shows, if the application's own limit is unknown."),
+    key("indexes", Form::Count, "10", "The most indexes on one collection."),
+    key("lookup_percent", Form::Count, "10", "The largest share of `$lookup` among the reads, in percent."),
+    key("collections", Form::Count, "10000", "The most collections."),
 ];
 
-/// One of `rules`
+/// The keys of one of `rules`.
 pub const RULE: &[Key] = &[
-    must("name", Form::Name, "The rule's name, unique over all files. It is in metrics, logs and commands."),
+    must("name", Form::Name, "The rule's name, unique over all files. Metrics, logs and commands use it."),
     key(
         "copy",
         Form::Keys(COPY),
         "",
-        "One source document's values into the targets that refer to it, or that it refers to. A rule has one of `copy`, `collect`, `aggregate`.",
+        "Copies values of one source document into the targets that refer to it, or that it refers to. A rule has one of `copy`, `collect`, `aggregate`.",
     ),
-    key("collect", Form::Keys(COLLECT), "", "Many source documents into an array of one target."),
-    key("aggregate", Form::Keys(AGGREGATE), "", "Many source documents into accumulated values of one target."),
+    key("collect", Form::Keys(COLLECT), "", "Collects many source documents into an array of one target."),
+    key(
+        "aggregate",
+        Form::Keys(AGGREGATE),
+        "",
+        "Aggregates many source documents into accumulated values of one target.",
+    ),
     key(
         "backfill",
         Form::Choice(&[
             ("auto", "a new or changed rule brings existing data up to date by itself"),
-            ("manual", "only `denormd backfill` does"),
+            ("manual", "only `denormd backfill` does so"),
         ]),
         "auto",
-        "Whether existing data is brought up to date.",
+        "The way existing data is brought up to date.",
     ),
     key(
         "guard",
         Form::Choice(&[
-            ("audit", "the continuous audit notices in its round"),
-            ("watch", "the change stream notices at once, which costs an event for each write of denormd's own"),
-            ("off", "nobody does"),
+            ("audit", "by the continuous audit, once in each of its rounds"),
+            ("watch", "at once, by the change stream, which costs an event for each of denormd's own writes"),
+            ("off", "not at all"),
         ]),
         "audit",
-        "How somebody else's write to a copied field is noticed.",
+        "The way other clients' writes to a copied field are noticed.",
     ),
     key(
         "on_drift",
         Form::Choice(&[("repair", "the right value is written"), ("report", "it is counted and logged")]),
         "repair",
-        "What is done about it.",
+        "The reaction to such a write.",
     ),
     key(
         "allow_scan",
         Form::Flag,
         "false",
-        "Whether lookups without an index are accepted: each change then reads the whole collection.",
+        "Accepts lookups without an index: each change then reads the whole collection.",
     ),
     key(
         "max_lag",
@@ -325,13 +343,13 @@ pub const RULE: &[Key] = &[
         "adopt",
         Form::Flag,
         "false",
-        "Whether it may remove and overwrite values that are already there, in its first backfill beyond the removal limit. Otherwise such \
-         a rule is blocked until `denormd unblock`.",
+        "Agrees beforehand that the first backfill may remove and overwrite existing values, beyond the removal limit too. Otherwise \
+         such a rule is blocked until `denormd unblock`.",
     ),
 ];
 
-const SOURCE: Key = must("source", Form::Side, "Where values come from.");
-const TARGET: Key = must("target", Form::Side, "Where they go.");
+const SOURCE: Key = must("source", Form::Side, "The collection that values come from.");
+const TARGET: Key = must("target", Form::Side, "The collection that they are written to.");
 const MATCH: Key = must(
     "match",
     Form::Match,
@@ -341,7 +359,7 @@ const SORT: Key = key(
     "sort",
     Form::Sort,
     "{ _id: 1 }",
-    "The order of the sources, ties by _id ascending: which one wins, and the order of an array.",
+    "The order of the sources, ties by _id ascending. It decides which one wins, and the order of an array.",
 );
 const KEY_TYPE: Key = key(
     "key_type",
@@ -350,16 +368,16 @@ const KEY_TYPE: Key = key(
         ("string", "an ObjectId or an integer becomes its digits"),
     ]),
     "",
-    "What the target's value is converted to before matching.",
+    "The type that the target's value is converted to before matching.",
 );
 const ON_EMPTY: Key = key(
     "on_empty",
-    Form::Choice(&[("value", "[], 0 or null, by the kind of result"), ("unset", "the fields are taken away")]),
+    Form::Choice(&[("value", "[], 0 or null, by the kind of result"), ("unset", "the fields are removed")]),
     "value",
-    "What a target without any source gets, or in `collect` one without any element.",
+    "The value of a target without a source, or in `collect` without an element.",
 );
 
-/// `copy`
+/// The keys of `copy`.
 pub const COPY: &[Key] = &[
     SOURCE,
     TARGET,
@@ -375,20 +393,20 @@ pub const COPY: &[Key] = &[
         "into",
         Form::Path,
         "",
-        "Instead of `set`: an array of the target that gets one `element` for each reference, in their order.",
+        "Instead of `set`: an array of the target, with one `element` for each reference, in their order.",
     ),
     key("element", Form::Expression, "", "The expression of one element of `into`."),
     key(
         "on_missing",
         Form::Choice(&[
-            ("unset", "the fields are taken away; `into` leaves the element out"),
-            ("null", "they become null; `into` puts null"),
-            ("keep", "they keep what they have"),
-            ("remove", "the array element that holds the reference is pulled"),
+            ("unset", "the fields are removed; `into` leaves the element out"),
+            ("null", "the fields become null; `into` has a null element"),
+            ("keep", "the fields keep their values"),
+            ("remove", "the array element that holds the reference is removed"),
             ("delete", "the target document is deleted"),
         ]),
         "unset",
-        "What a reference does that no source answers. `remove` and `delete` wait limits.destroy_grace_seconds, and stop at limits.destroy_per_hour.",
+        "The effect of a reference without a source. `remove` and `delete` wait for limits.destroy_grace_seconds, and stop at limits.destroy_per_hour.",
     ),
     KEY_TYPE,
     key(
@@ -399,7 +417,7 @@ pub const COPY: &[Key] = &[
     ),
 ];
 
-/// `collect`
+/// The keys of `collect`.
 pub const COLLECT: &[Key] = &[
     SOURCE,
     TARGET,
@@ -408,7 +426,7 @@ pub const COLLECT: &[Key] = &[
     must(
         "element",
         Form::Expression,
-        "What is put into it for each source. With `$_id` in it, no pre-images are needed.",
+        "The expression of the element for each source. With `$_id` in it, no pre-images are needed.",
     ),
     SORT,
     key("slice", Form::Slice, "", "As in `$push`: the first N, or the last N when negative."),
@@ -417,13 +435,13 @@ pub const COLLECT: &[Key] = &[
         "max_elements",
         Form::Count,
         "",
-        "The most elements that a target may be given; one that would get more becomes a dead letter.",
+        "The most elements of a target's array. A target that would get more becomes a dead letter.",
     ),
-    key("max_bytes", Form::Count, "", "The most bytes of BSON that the array may be given."),
+    key("max_bytes", Form::Count, "", "The most bytes of BSON of the array."),
     KEY_TYPE,
 ];
 
-/// `aggregate`
+/// The keys of `aggregate`.
 pub const AGGREGATE: &[Key] = &[
     SOURCE,
     TARGET,
@@ -434,19 +452,19 @@ pub const AGGREGATE: &[Key] = &[
     KEY_TYPE,
 ];
 
-/// `source` and `target`, written out.
+/// The keys of `source` and `target` in their long form.
 pub const SIDE: &[Key] = &[
     must("collection", Form::Text, "The collection's name; `other.parts` names another database."),
     key("where", Form::Filter, "", "A query document that a document must match to take part."),
 ];
 
-/// The names of some keys, in their order.
+/// The names of these keys, in their order.
 #[must_use]
 pub fn names(keys: &[Key]) -> Vec<&'static str> {
     keys.iter().map(|key| key.name).collect()
 }
 
-/// Whether a key of this name is among some.
+/// True if one of these keys has this name.
 #[must_use]
 pub fn has(keys: &[Key], name: &str) -> bool {
     keys.iter().any(|key| key.name == name)

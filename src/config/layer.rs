@@ -1,9 +1,9 @@
-//! The settings (all but `rules`) of several files and of the environment, one over the other, by the `config` crate.
+//! Merges the settings (everything but `rules`) of several files and of the environment with the `config` crate.
 //!
-//! Files are parsed here and handed to that crate as sources, rather than read by it: its readers keep no lines, and they
-//! differ from format to format: of a key given twice in JSON the first is dropped silently, YAML's merge key `<<` is an
-//! ordinary key, and an integer beyond 64 bits becomes a float (an error in TOML). `rules` do not pass through it at all: a
-//! later file's list would replace an earlier one's, and TOML's dates would become strings.
+//! Files are parsed here and passed to that crate as sources. Its own readers keep no line numbers, and they differ
+//! between formats: for a duplicate key in JSON, the first is dropped silently; YAML's merge key `<<` is an ordinary
+//! key; and an integer beyond 64 bits becomes a float (an error in TOML). `rules` are not merged by it, because a later
+//! file's list would replace an earlier one's, and TOML's dates would become strings.
 
 use config::{Environment, Map, Value as Layer, ValueKind};
 
@@ -14,17 +14,17 @@ use super::{
     tree::{Entry, Node, Value},
 };
 
-/// The prefix of our variables in the environment.
+/// The prefix of denormd's environment variables.
 pub(super) const PREFIX: &str = "DENORMD";
 
-/// What a setting is read as.
+/// The type of a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Text,
     Number,
 }
 
-/// The settings, each of which a variable can give.
+/// The settings. Each can be given by a variable.
 pub(super) const SETTINGS: [(&str, Kind); 42] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
@@ -70,14 +70,14 @@ pub(super) const SETTINGS: [(&str, Kind); 42] = [
     ("advise.collections", Kind::Number),
 ];
 
-/// The keys of the root that hold settings.
+/// The keys of the root that contain settings.
 pub(super) const SECTIONS: [&str; 8] = ["name", "mongodb", "http", "state", "log", "limits", "lease", "advise"];
 
 fn path(setting: &str) -> ConfigPath {
     setting.split('.').fold(ConfigPath::default(), |path, key| path.key(key))
 }
 
-/// Takes our variables out of `environment`, and says which of them mean nothing.
+/// Adds denormd's variables in `environment` to the sources. Returns a mistake for each unknown one.
 pub(super) fn variables(environment: &[(String, String)], sources: &mut Sources) -> Vec<Mistake> {
     let prefix = format!("{}__", PREFIX.to_lowercase());
     let mut mistakes = Vec::new();
@@ -100,12 +100,14 @@ pub(super) fn variables(environment: &[(String, String)], sources: &mut Sources)
     mistakes
 }
 
-/// Whether a variable may be one of ours with its prefix mistyped. Kubernetes makes variables such as `DENORMD_SERVICE_HOST` of a Service.
+/// True if a variable may be one of denormd's with a mistyped prefix. Kubernetes creates variables such as
+/// `DENORMD_SERVICE_HOST` for a Service.
 pub(super) fn may_be_meant(name: &str) -> bool {
     name.to_lowercase().starts_with("denor")
 }
 
-/// The variable that is meant by one with other underscores (`DENORMD_MONGODB__URI`) or another prefix (`DENORM__MONGODB__URI`).
+/// The variable that the user probably meant with other underscores (`DENORMD_MONGODB__URI`) or another prefix
+/// (`DENORM__MONGODB__URI`).
 fn near_miss(name: &str) -> Option<String> {
     let plain =
         |name: &str| name.split('_').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("_").to_uppercase();
@@ -120,7 +122,7 @@ fn near_miss(name: &str) -> Option<String> {
     SETTINGS.iter().map(|(setting, _)| variable(setting)).find(|known| near(known))
 }
 
-/// The variable that gives a setting.
+/// The name of a setting's variable.
 fn variable(setting: &str) -> String {
     format!("{PREFIX}__{}", setting.replace('.', "__").to_uppercase())
 }
@@ -140,7 +142,7 @@ fn unknown(setting: &str) -> Mistake {
     Mistake::new(path(setting), "the variable stands for no setting").hint(hint)
 }
 
-/// The settings of all sources in one tree, without places: those are looked up in the sources.
+/// The merged settings of all sources in one tree, without places. Places are looked up in the sources.
 pub(super) fn settings(sources: &Sources) -> Result<Node, config::ConfigError> {
     let mut builder = config::Config::builder();
     for file in &sources.files {
@@ -159,7 +161,7 @@ pub(super) fn settings(sources: &Sources) -> Result<Node, config::ConfigError> {
         }
     }
     for (one, other) in ALTERNATIVES {
-        // Of one layer, both are a mistake.
+        // Both in one layer are a mistake, reported later.
         let (first, second) = (last_layer(sources, one), last_layer(sources, other));
         if first != second {
             remove(&mut root, if first < second { one } else { other });
@@ -168,10 +170,10 @@ pub(super) fn settings(sources: &Sources) -> Result<Node, config::ConfigError> {
     Ok(root)
 }
 
-/// Settings that say the same thing in two ways: the one of the later layer holds.
+/// Alternative forms of one setting. The one in the later layer applies.
 const ALTERNATIVES: [(&str, &str); 2] = [("mongodb.uri", "mongodb.uri_file"), ("http.token", "http.token_file")];
 
-/// The last layer that gives a setting: a file's number, or the environment's, which comes after them.
+/// The last layer that contains a setting: a file's number, or the environment, which comes after the files.
 fn last_layer(sources: &Sources, setting: &str) -> Option<usize> {
     if sources.variables.iter().any(|(at, ..)| *at == path(setting)) {
         return Some(sources.files.len());
@@ -191,7 +193,7 @@ fn remove(root: &mut Node, setting: &str) {
     }
 }
 
-/// A variable that was parsed as a number or a boolean, where text is wanted: a database named `007`.
+/// Restores the text of a variable that was parsed as a number or a boolean, such as a database named `007`.
 fn restore(root: &mut Node, setting: &str, text: &str) {
     let mut node = root;
     for key in setting.split('.') {
@@ -216,7 +218,8 @@ impl config::Source for Layered {
     }
 }
 
-/// Keys without a value are left out: `limits:` with all its lines commented out would erase an earlier file's limits.
+/// Omits keys without a value. Otherwise `limits:` with all its lines commented out would erase an earlier file's
+/// limits.
 fn layer_entry(entry: &Entry) -> Option<(String, Layer)> {
     Some((entry.key.clone(), layer(&entry.node)?))
 }
@@ -245,7 +248,7 @@ fn from_layer(layer: Layer) -> Node {
         ValueKind::I64(number) => Value::Int(number),
         ValueKind::Float(number) => Value::Float(number),
         ValueKind::String(text) => Value::String(text),
-        // No source above yields these.
+        // None of the sources above produces these.
         ValueKind::Nil | ValueKind::I128(_) | ValueKind::U64(_) | ValueKind::U128(_) => Value::Null,
     };
     Node::new(value, 0..0)

@@ -1,4 +1,4 @@
-//! From files and the environment to a [`Config`], or to all mistakes in it at once.
+//! Loads a [`Config`] from files and the environment, or reports all mistakes in it at once.
 
 use std::{
     collections::HashMap,
@@ -18,22 +18,22 @@ use super::{
     tree::{Fault, Node, Value},
 };
 
-/// A config and where each part of it came from.
+/// A config with the origins of its parts.
 #[derive(Debug, Clone)]
 pub struct Loaded {
-    /// The config.
+    /// The config, checked for its form.
     pub config: Config,
     sources: Sources,
 }
 
 impl Loaded {
-    /// Mistakes that were found later, in what the config means, with their places.
+    /// Adds the places to mistakes that were found later, in the meaning of the config.
     #[must_use]
     pub fn report(&self, mistakes: &[Mistake]) -> ConfigError {
         located(&self.sources, mistakes, Vec::new())
     }
 
-    /// The same as a list, for what is no error.
+    /// Like [`Loaded::report`], for warnings.
     #[must_use]
     pub fn located(&self, mistakes: &[Mistake]) -> Vec<LocatedMistake> {
         self.report(mistakes).mistakes().to_vec()
@@ -45,15 +45,15 @@ impl Loaded {
 pub struct Effective {
     /// `http.listen`, or `rules[0]` with a rule's name.
     pub setting: String,
-    /// Its value; never a password.
+    /// The value, without any password.
     pub value: String,
     /// `file:line`, `environment variable …`, or `default`.
     pub from: String,
 }
 
 impl Loaded {
-    /// Every setting in force and the rules' names, each with where it came from. What has neither a value nor a default is
-    /// left out.
+    /// Every setting in force and the names of the rules, each with its origin. Settings without a value and a default
+    /// are omitted.
     #[must_use]
     pub fn effective(&self) -> Vec<Effective> {
         let Ok(root) = layer::settings(&self.sources) else { return Vec::new() };
@@ -80,7 +80,7 @@ impl Loaded {
     }
 }
 
-/// The settings beside the rules, each with the section that it is in.
+/// The settings other than rules, each with its section.
 pub(super) fn settings_keys() -> Vec<(Vec<&'static str>, &'static Key)> {
     let mut out = Vec::new();
     for key in keys::ROOT {
@@ -93,7 +93,7 @@ pub(super) fn settings_keys() -> Vec<(Vec<&'static str>, &'static Key)> {
     out
 }
 
-/// Why there is no config. Its text never holds a connection string's password.
+/// The reasons for not loading a config. The text never contains a connection string's password.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// A file or a directory cannot be read.
@@ -101,15 +101,15 @@ pub enum ConfigError {
     Read {
         /// The file or directory.
         path: PathBuf,
-        /// Why not.
+        /// The error of the file system.
         error: io::Error,
-        /// What to do.
+        /// A suggestion for the fix.
         hint: &'static str,
     },
-    /// A file's extension says nothing about its format.
+    /// The extension of a file does not indicate a known format.
     #[error("{}: the format of this file is unknown\n   hint: name it .yaml, .yml, .toml or .json", .0.display())]
     UnknownFormat(PathBuf),
-    /// There is no config file at all.
+    /// No config file exists.
     #[error("no config: {0}")]
     Nothing(String),
     /// Mistakes in the files' text or in the environment, in the order of the files and of their lines.
@@ -118,7 +118,7 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    /// The mistakes with their places; empty when the files could not be read in the first place.
+    /// The mistakes with their places; empty if the files could not be read.
     #[must_use]
     pub fn mistakes(&self) -> &[LocatedMistake] {
         match self {
@@ -139,8 +139,8 @@ impl fmt::Display for Shown<'_> {
     }
 }
 
-/// The variables of this process that [`load`] looks at, those with a mistyped prefix included. A text that is not Unicode has its bad parts replaced, so that
-/// it is seen and refused rather than passed over.
+/// The variables of this process that [`load`] may use, including those with a mistyped prefix. In text that is not
+/// Unicode, invalid parts are replaced, so that it is rejected rather than ignored.
 #[must_use]
 pub fn process_environment() -> Vec<(String, String)> {
     env::vars_os()
@@ -149,9 +149,9 @@ pub fn process_environment() -> Vec<(String, String)> {
         .collect()
 }
 
-/// Loads files and directories in order: later settings replace earlier ones, `rules` are joined, and `DENORMD__…` of
-/// `environment` (pairs of name and text) replaces what files say. A directory stands for its `*.yaml`, `*.yml`, `*.toml`
-/// and `*.json` sorted by name, without those of its subdirectories and without hidden ones.
+/// Loads files and directories in order. Later settings replace earlier ones, and `rules` are concatenated.
+/// `DENORMD__…` variables in `environment` (pairs of name and text) replace settings in files. A directory stands for
+/// its `*.yaml`, `*.yml`, `*.toml` and `*.json` files in order of name, without hidden files and subdirectories.
 pub fn load(paths: &[PathBuf], environment: &[(String, String)]) -> Result<Loaded, ConfigError> {
     let texts = read_all(paths)?;
     if texts.is_empty() {
@@ -165,7 +165,8 @@ pub fn load(paths: &[PathBuf], environment: &[(String, String)]) -> Result<Loade
     assemble(texts, environment)
 }
 
-/// As [`load`], where a config file is optional: without one, everything comes from the environment, and there are no rules.
+/// Like [`load`], with an optional config file. Without one, all settings come from the environment, and there are no
+/// rules.
 pub fn load_if_any(paths: &[PathBuf], environment: &[(String, String)]) -> Result<Loaded, ConfigError> {
     if paths.iter().any(|path| path.exists()) {
         return load(paths, environment);
@@ -173,7 +174,7 @@ pub fn load_if_any(paths: &[PathBuf], environment: &[(String, String)]) -> Resul
     assemble(vec![("the defaults".to_owned(), Format::Yaml, "rules: []\n".to_owned())], environment)
 }
 
-/// The texts that [`load`] would read, to see whether one has changed; None while they cannot be read.
+/// The texts that [`load`] would read, to detect changes; None while they cannot be read.
 #[must_use]
 pub fn snapshot(paths: &[PathBuf]) -> Option<Vec<String>> {
     Some(read_all(paths).ok()?.into_iter().map(|(name, _, text)| format!("{name}\n{text}")).collect())
@@ -202,7 +203,7 @@ fn read_all(paths: &[PathBuf]) -> Result<Vec<(String, Format, String)>, ConfigEr
     Ok(texts)
 }
 
-/// Loads one text, without the environment. Messages call it `config.yaml`, or by the name of its format.
+/// Loads one text, without the environment. Messages call it `config.yaml`, or the equivalent for its format.
 pub fn load_str(text: &str, format: Format) -> Result<Loaded, ConfigError> {
     let name = match format {
         Format::Yaml => "config.yaml",
@@ -212,7 +213,7 @@ pub fn load_str(text: &str, format: Format) -> Result<Loaded, ConfigError> {
     assemble(vec![(name.to_owned(), format, text.to_owned())], &[])
 }
 
-/// Loads one text under the environment. Messages call it by `name`.
+/// Loads one text with the environment. Messages call it `name`.
 pub fn load_text(
     name: &str,
     text: &str,
@@ -239,7 +240,8 @@ pub(super) fn read(path: &Path) -> Result<(String, Format, String), ConfigError>
     Ok((path.display().to_string(), format, text))
 }
 
-/// Kubernetes mounts a ConfigMap as links into a hidden directory (`..data`), which is not to be read a second time.
+/// The config files in a directory. Hidden entries are skipped, because Kubernetes mounts a ConfigMap as links into a
+/// hidden directory (`..data`).
 fn files_of(directory: &Path) -> io::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(directory)? {
@@ -258,7 +260,7 @@ fn assemble(texts: Vec<(String, Format, String)>, environment: &[(String, String
     let mut faults = Vec::new();
     let mut broken = false;
     for (index, (name, format, text)) in texts.into_iter().enumerate() {
-        // Some editors put a byte-order mark first; it would count as a column.
+        // Some editors write a byte-order mark first, which would count as a column.
         let text = text.strip_prefix('\u{feff}').map_or(text.clone(), str::to_owned);
         let (tree, mut found) = format.parse(&text);
         broken |= tree.is_none() && !found.is_empty();
@@ -272,7 +274,7 @@ fn assemble(texts: Vec<(String, Format, String)>, environment: &[(String, String
         sources.files.push(source);
     }
     if broken {
-        // What a file without a value would have held is not missing.
+        // Values of an unreadable file are not reported as missing.
         return Err(located(&sources, &[], faults));
     }
     check(sources, environment, faults)
@@ -299,7 +301,7 @@ fn check(
     }
 }
 
-/// What is wrong with a file's root, and the number of its rules.
+/// Collects the mistakes at a file's root. Returns the number of its rules.
 fn root_faults(tree: &Node, faults: &mut Vec<Fault>) -> usize {
     let Some(entries) = entries(Some(tree)) else {
         let message = format!("expected a mapping with `mongodb` and `rules`, found {}", tree.kind());
@@ -317,7 +319,7 @@ fn root_faults(tree: &Node, faults: &mut Vec<Fault>) -> usize {
                 let message = format!("expected a list of rules, found {}", entry.node.kind());
                 faults.push(Fault::new(span, message).hint("a rule begins with a dash: `- name: part-names`"));
             }
-            // For anchors, and for editors.
+            // These keys are for anchors and editors.
             (key, _) if key.starts_with("x-") || key == "$schema" || known.contains(&key) => {}
             (key, _) => {
                 faults.push(Fault::new(span, format!("unknown key `{key}`")).hint(suggestion(key, &known)));
@@ -327,7 +329,7 @@ fn root_faults(tree: &Node, faults: &mut Vec<Fault>) -> usize {
     rules
 }
 
-/// The rules of all files, in order. A name is one rule's.
+/// The rules of all files, in order. Their names must be unique.
 fn rules(reader: &mut Reader, sources: &Sources) -> Vec<Rule> {
     if sources.files.iter().all(|file| file.tree.as_ref().and_then(|tree| tree.get("rules")).is_none()) {
         let hint = "write `rules:` with a list, or `rules: []` for none";

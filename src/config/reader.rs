@@ -1,4 +1,4 @@
-//! Reading typed values out of a tree, and collecting every mistake on the way instead of stopping at the first.
+//! Reads typed values from a tree. Collects every mistake instead of stopping at the first.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use super::{
 };
 
 const SPAN: &str = "a number and s, m, h or d, as in 5s, 2m or 1h";
-/// What is longer is a slip.
+/// Maximum duration. A longer one is probably a typing error.
 const LONGEST_SPAN: Duration = Duration::from_secs(30 * 86_400);
 
-/// `30m`, `2h`, `7d`, or a number of seconds.
+/// Parses a duration: `30m`, `2h`, `7d`, or a number of seconds.
 #[must_use]
 pub fn span(text: &str) -> Option<Duration> {
     let (number, unit) = match text.char_indices().last() {
@@ -29,14 +29,14 @@ pub fn span(text: &str) -> Option<Duration> {
     number.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32).map(Duration::from_secs)
 }
 
-/// Collects mistakes. What cannot be read is left out or takes its default, so that reading goes on; one mistake is enough
-/// for the whole to be refused at the end.
+/// Collects mistakes. An unreadable value is omitted or takes its default, so that reading continues; a single mistake
+/// is enough to reject the config at the end.
 #[derive(Debug, Default)]
 pub(super) struct Reader {
     pub mistakes: Vec<Mistake>,
 }
 
-/// A mapping whose keys are known.
+/// A mapping with a fixed set of keys.
 #[derive(Clone)]
 pub(super) struct Fields<'a> {
     pub at: ConfigPath,
@@ -57,7 +57,7 @@ impl<'a> Fields<'a> {
         Some(Field { at: self.at.key(key), node: &entry.node })
     }
 
-    /// The value under `key`. A key with nothing behind it (`limits:` with every line commented out) is not there.
+    /// The value under `key`. A key without a value (`limits:` with every line commented out) counts as missing.
     pub fn get(&self, key: &str) -> Option<Field<'a>> {
         self.raw(key).filter(|field| field.node.value != Value::Null)
     }
@@ -74,7 +74,7 @@ impl Reader {
         None
     }
 
-    /// The entries of a mapping whose keys are the user's own.
+    /// The entries of a mapping whose keys the user chooses.
     pub fn entries<'a>(&mut self, field: &Field<'a>) -> Option<&'a [Entry]> {
         match &field.node.value {
             Value::Mapping(entries) => Some(entries),
@@ -82,7 +82,8 @@ impl Reader {
         }
     }
 
-    /// A mapping with the given keys and no others. `elsewhere` says of a key that is known in another place where that is.
+    /// Reads a mapping with these keys and no others. `elsewhere` gives the correct place of a key that is known
+    /// elsewhere.
     pub fn fields<'a>(
         &mut self,
         field: &Field<'a>,
@@ -98,7 +99,7 @@ impl Reader {
         Some(Fields { at: field.at.clone(), entries })
     }
 
-    /// The value under `key`, or a mistake that says what belongs there.
+    /// The value under `key`. If it is missing, adds a mistake with this hint.
     pub fn required<'a>(&mut self, fields: &Fields<'a>, key: &str, hint: &str) -> Option<Field<'a>> {
         let found = fields.get(key);
         if found.is_none() {
@@ -111,7 +112,7 @@ impl Reader {
         found
     }
 
-    /// A string that is not empty.
+    /// Reads a string that is not empty.
     pub fn text(&mut self, field: &Field<'_>) -> Option<String> {
         match &field.node.value {
             Value::String(text) if text.is_empty() => {
@@ -123,7 +124,7 @@ impl Reader {
         }
     }
 
-    /// A list of strings, or one string with commas, as the environment has it.
+    /// Reads a list of strings, or one string with commas, as in the environment.
     pub fn words(&mut self, field: &Field<'_>) -> Option<Vec<String>> {
         match &field.node.value {
             Value::String(text) => {
@@ -151,7 +152,7 @@ impl Reader {
         }
     }
 
-    /// A time of at least a second: `5s`, `2m`, `1h`, or a number of seconds.
+    /// Reads a duration of at least a second: `5s`, `2m`, `1h`, or a number of seconds.
     pub fn span(&mut self, field: &Field<'_>) -> Option<Duration> {
         let found = match &field.node.value {
             Value::Int(number) => u64::try_from(*number).ok().map(Duration::from_secs),
@@ -165,7 +166,7 @@ impl Reader {
         found
     }
 
-    /// An integer from 1.
+    /// Reads an integer of at least 1.
     pub fn count(&mut self, field: &Field<'_>) -> Option<u64> {
         let number = self.integer(field)?;
         let count = u64::try_from(number).ok().filter(|count| *count > 0);
@@ -175,7 +176,7 @@ impl Reader {
         count
     }
 
-    /// One of a few words.
+    /// Reads one of a few words.
     pub fn choice<T: Copy>(&mut self, field: &Field<'_>, words: &[(&str, T)]) -> Option<T> {
         let names: Vec<_> = words.iter().map(|(name, _)| *name).collect();
         let Value::String(text) = &field.node.value else {
@@ -193,7 +194,7 @@ impl Reader {
         found
     }
 
-    /// A name of ours: of a rule, of the deployment. It becomes a label and part of ids.
+    /// Reads the name of a rule or of the deployment, which becomes a label and part of ids.
     pub fn name(&mut self, field: &Field<'_>) -> Option<String> {
         let name = self.text(field)?;
         let starts = name.starts_with(|c: char| c.is_ascii_alphanumeric());
@@ -208,7 +209,7 @@ impl Reader {
     }
 }
 
-/// "did you mean …?", or all there is.
+/// A hint: "did you mean …?", or the list of all known words.
 pub(super) fn suggestion(word: &str, known: &[&str]) -> String {
     nearest(word, known)
         .map_or_else(|| format!("known keys: {}", list(known)), |near| format!("did you mean `{near}`?"))

@@ -1,4 +1,4 @@
-//! One entry of `rules`, read.
+//! Reads one entry of `rules`.
 
 use bson::{Bson, Document};
 
@@ -17,7 +17,7 @@ const KINDS: [&str; 3] = ["copy", "collect", "aggregate"];
 
 const MATCH_HINT: &str = "`match` says which key of the target equals which key of the source: match: { part_id: _id }";
 
-/// Where a key belongs that stands in the wrong mapping of a rule.
+/// A hint with the correct place of a misplaced key of a rule.
 fn belongs(key: &str) -> Option<String> {
     if keys::has(keys::RULE, key) {
         return Some(format!("`{key}` belongs to the rule itself, beside `name`"));
@@ -31,7 +31,7 @@ fn belongs(key: &str) -> Option<String> {
 }
 
 impl Reader {
-    /// `None` when there is a mistake that leaves no rule to speak of.
+    /// Reads a rule; None if a mistake prevents that.
     pub fn rule(&mut self, node: &Node, at: ConfigPath) -> Option<Rule> {
         let fields = self.fields(&Field { at, node }, &keys::names(keys::RULE), belongs)?;
         let name = self.required(&fields, "name", "each rule needs a name of its own").and_then(|f| self.name(&f));
@@ -61,7 +61,7 @@ impl Reader {
     }
 
     fn guard(&mut self, field: &Field<'_>) -> Option<Guard> {
-        // `off` is a boolean to YAML 1.1, and to editors that rewrite files by it.
+        // YAML 1.1, and editors that use it, read `off` as a boolean.
         if field.node.value == Value::Bool(false) {
             return Some(Guard::Off);
         }
@@ -121,7 +121,8 @@ impl Reader {
         })
     }
 
-    /// A copy writes named paths (`set`) or an array of its own (`into`, with the `element` to put there).
+    /// Checks that a copy writes either named paths (`set`) or an array of its own (`into`, with an `element` for each
+    /// reference).
     fn set_or_into(&mut self, fields: &Fields<'_>) {
         let has = |key| fields.get(key).is_some();
         let at = &fields.at;
@@ -214,7 +215,7 @@ impl Reader {
         Some(to_document(field.node))
     }
 
-    /// `match`: target path to source path.
+    /// Reads `match`: target path to source path.
     fn matches(&mut self, fields: &Fields<'_>) -> Option<Vec<(String, String)>> {
         let field = self.required(fields, "match", MATCH_HINT)?;
         let entries = self.filled(&field, MATCH_HINT)?;
@@ -255,7 +256,7 @@ impl Reader {
         Some(entries.into_iter().map(|(key, entry)| (key, self.value(&entry))).collect())
     }
 
-    /// The entries of a mapping that must have some.
+    /// Reads the entries of a mapping that must not be empty.
     fn filled<'a>(&mut self, field: &Field<'a>, hint: &str) -> Option<Vec<(String, Field<'a>)>> {
         let entries = self.entries(field)?;
         if entries.is_empty() {
@@ -272,7 +273,7 @@ impl Reader {
         to_bson(field.node)
     }
 
-    /// TOML's dates become BSON's, which are instants: a local date is none.
+    /// Checks dates in TOML. They become BSON dates, which are instants, so a local date is a mistake.
     fn dates(&mut self, field: &Field<'_>) {
         match &field.node.value {
             Value::Date(text) if bson::DateTime::parse_rfc3339_str(text).is_err() => {
@@ -294,7 +295,7 @@ impl Reader {
     }
 
     fn on_missing(&mut self, field: &Field<'_>) -> Option<OnMissing> {
-        // `on_missing: null` without quotes says what it means.
+        // `on_missing: null` without quotes is clear enough.
         if field.node.value == Value::Null {
             return Some(OnMissing::Null);
         }
@@ -333,7 +334,7 @@ impl Reader {
     }
 }
 
-/// In TOML `a.b = "c"` is a table in a table; only `"a.b" = "c"` is a path.
+/// Adds a hint for TOML, where `a.b = "c"` is a nested table and only `"a.b" = "c"` is a path.
 fn dotted_hint(field: &Field<'_>, mistake: Mistake) -> Mistake {
     match field.node.value {
         Value::Mapping(_) => mistake.hint("a path with dots is one key: put it in quotes (\"a.b\")"),

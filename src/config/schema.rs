@@ -1,20 +1,20 @@
-//! The config's JSON Schema and its reference in Markdown, both made from [`super::keys`].
+//! The config's JSON Schema and its reference in Markdown, both generated from [`super::keys`].
 
 use serde_json::{Map, Value, json};
 
 use super::keys::{Form, Key, ROOT, SIDE};
 
-/// Where the draft is defined that the schema is written in.
+/// The URI of the schema's draft.
 const DRAFT: &str = "http://json-schema.org/draft-07/schema#";
 
-/// The JSON Schema of a config file. Of several files layered over each other each fits it, as nothing but a rule's own keys
-/// is required.
+/// The JSON Schema of a config file. Each of several layered files conforms to it, because only keys within a rule are
+/// required.
 #[must_use]
 pub fn schema() -> Value {
     let mut root = mapping(ROOT, &["rules"]);
     root["$schema"] = DRAFT.into();
     root["title"] = "denormd config".into();
-    // For anchors, and for editors.
+    // These keys are for anchors and editors.
     root["patternProperties"] = json!({"^x-": {}});
     root["properties"]["$schema"] = json!({"type": "string"});
     let rule = &mut root["properties"]["rules"]["items"];
@@ -45,7 +45,7 @@ fn property(key: &Key) -> Value {
     }
     value["description"] = about.into();
     if !key.default.is_empty() {
-        // A number where one is meant.
+        // A numeric default is written as a number, and a boolean one as a boolean.
         let default = key.default;
         value["default"] = default
             .parse::<i64>()
@@ -73,7 +73,7 @@ fn form(form: &Form) -> Value {
         Form::Address => json!({"type": "string", "pattern": "^.+:[0-9]+$"}),
         Form::Choice(words) => {
             let mut words: Vec<Value> = words.iter().map(|(word, _)| (*word).into()).collect();
-            // `on_missing: null` and `guard: off` mean what they say, though YAML reads no string.
+            // `on_missing: null` and `guard: off` are valid, although YAML does not read them as strings.
             if words.contains(&"null".into()) {
                 words.push(Value::Null);
             }
@@ -95,7 +95,7 @@ fn form(form: &Form) -> Value {
     }
 }
 
-/// The reference of all keys, as the page under `docs/` has it.
+/// The reference of all keys, which is a page under `docs/`.
 #[must_use]
 pub fn reference() -> String {
     let mut out = String::from(
@@ -119,7 +119,7 @@ fn section(out: &mut String, name: &str, keys: &'static [Key]) {
     }
 }
 
-/// Writes a table, and returns the keys that hold mappings of their own.
+/// Writes a table of keys. Returns the keys whose values are mappings with keys of their own.
 fn table(out: &mut String, keys: &'static [Key]) -> Vec<(&'static str, &'static [Key])> {
     out.push_str("| key | value | default | meaning |\n|---|---|---|---|\n");
     let mut deeper = Vec::new();
@@ -141,7 +141,7 @@ fn table(out: &mut String, keys: &'static [Key]) -> Vec<(&'static str, &'static 
     deeper
 }
 
-/// What stands behind a key, in a word or two.
+/// A short description of a key's value.
 fn value(form: &Form) -> &'static str {
     match form {
         Form::Text => "text",

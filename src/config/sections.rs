@@ -1,4 +1,4 @@
-//! The sections of a config, one struct each. Structs that hold secrets are not `Serialize` on purpose.
+//! The sections of a config, one struct each. Structs with secrets deliberately do not implement `Serialize`.
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
@@ -7,35 +7,35 @@ use secrecy::SecretString;
 
 use super::certificate::Certificate;
 
-/// A whole config, layered and checked for its form, not yet for its meaning.
+/// A whole config, layered and checked for its form, but not for its meaning.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// The deployment's name. It keys all state, so that two teams share a cluster without sharing a leader.
+    /// The deployment's name. All state is keyed by it, so two teams can share a cluster without sharing a leader.
     pub name: String,
-    /// How to reach the cluster.
+    /// The connection to the cluster.
     pub mongodb: Mongodb,
     /// The rules, in the order of the files and of their lists.
     pub rules: Vec<Rule>,
     /// The daemon's HTTP server.
     pub http: Http,
-    /// Where denormd keeps its own state.
+    /// The location of denormd's own state.
     pub state: State,
     /// The daemon's log.
     pub log: Log,
-    /// Bounds on what the daemon does at once.
+    /// Limits on concurrent work, memory and rates.
     pub limits: Limits,
-    /// How instances of one deployment agree on their leader.
+    /// The election of a leader among the instances of a deployment.
     pub lease: Lease,
-    /// The thresholds and bounds of `denormd advise`.
+    /// The thresholds and limits of `denormd advise`.
     pub advise: Advise,
 }
 
-/// `mongodb`: how to reach the cluster.
+/// `mongodb`: the connection to the cluster.
 #[derive(Debug, Clone)]
 pub struct Mongodb {
     /// The connection string (`uri`, or the trimmed content of the file named by `uri_file`).
     pub uri: SecretString,
-    /// The file that it was read from, if it was.
+    /// The file that the connection string was read from, if any.
     pub uri_file: Option<PathBuf>,
     /// The database of collections named without one. Falls back to the connection string's default database.
     pub database: Option<String>,
@@ -44,31 +44,31 @@ pub struct Mongodb {
 /// `http`: the daemon's HTTP server.
 #[derive(Debug, Clone)]
 pub struct Http {
-    /// Where it listens. Loopback unless told otherwise.
+    /// The address to listen on; by default a loopback address.
     pub listen: SocketAddr,
-    /// What a request that changes something has to bring (`token`, or the trimmed content of `token_file`). Without one
-    /// nothing can be changed over HTTP.
+    /// The token required by requests that change something (`token`, or the trimmed content of `token_file`). Without
+    /// one, nothing can be changed over HTTP.
     pub token: Option<SecretString>,
-    /// The file that it was read from, if it was.
+    /// The file that the token was read from, if any.
     pub token_file: Option<PathBuf>,
-    /// Whether requests that only read need the token as well (`require_token: everything`).
+    /// True if requests that only read also need the token (`require_token: everything`).
     pub token_for_reads: bool,
-    /// Names by which the server may be asked, beside `localhost` and addresses (`allowed_hosts`).
+    /// Host names that requests may use, in addition to `localhost` and addresses (`allowed_hosts`).
     pub allowed_hosts: Vec<String>,
-    /// The certificate for HTTPS (`tls_cert_file`, `tls_key_file`). Without one the server speaks plain HTTP.
+    /// The certificate for HTTPS (`tls_cert_file`, `tls_key_file`). Without one, the server uses plain HTTP.
     pub certificate: Option<Certificate>,
-    /// The files that it was read from.
+    /// The files that the certificate was read from.
     pub certificate_files: Vec<PathBuf>,
 }
 
 impl Http {
     /// The default of `listen`.
     pub const DEFAULT_LISTEN: &str = "127.0.0.1:9464";
-    /// A shorter token could be guessed.
+    /// Minimum length of a token, in bytes. A shorter one could be guessed.
     pub const SHORTEST_TOKEN: usize = 16;
 }
 
-/// `state`: where denormd keeps its own state.
+/// `state`: the location of denormd's own state.
 #[derive(Debug, Clone)]
 pub struct State {
     /// The database for positions, fingerprints, backfill progress and dead letters.
@@ -85,47 +85,50 @@ impl State {
 pub struct Log {
     /// A `tracing` filter: `info`, `denormd=debug`.
     pub filter: String,
-    /// How lines look.
+    /// Format of the log lines.
     pub format: LogFormat,
-    /// The OpenTelemetry collector that gets a span for each batch, by OTLP over HTTP: `http://127.0.0.1:4318`.
+    /// The OpenTelemetry collector that receives a span for each batch, through OTLP over HTTP:
+    /// `http://127.0.0.1:4318`.
     pub otlp: Option<String>,
 }
 
-/// `log.format`
+/// `log.format`: the format of the log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LogFormat {
-    /// Text on a terminal, JSON otherwise.
+    /// Text on a terminal, otherwise JSON.
     #[default]
     Auto,
     /// Always text.
     Text,
-    /// Always one JSON object a line.
+    /// Always one JSON object per line.
     Json,
 }
 
-/// `limits`: bounds on what the daemon does at once.
+/// `limits`: limits on concurrent work, memory and rates.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Keys in one read and one write command (`batch_keys`).
+    /// Maximum number of keys in one read and one write command (`batch_keys`).
     pub batch_keys: usize,
-    /// Bytes that one batch reads before it writes (`batch_bytes`). A key that needs more is done alone.
+    /// Maximum number of bytes that one batch reads before it writes (`batch_bytes`). A key that needs more is
+    /// processed alone.
     pub batch_bytes: usize,
-    /// Batches with disjoint keys in flight at once (`batches`).
+    /// Maximum number of concurrent batches with disjoint keys (`batches`).
     pub batches: usize,
-    /// Reconcile requests held in memory before the stream is left waiting (`pending`).
+    /// Maximum number of reconcile requests in memory before reading of the stream pauses (`pending`).
     pub pending: usize,
-    /// How long one read of a batch may run on the server (`read_timeout_seconds`).
+    /// Server-side time limit of one read of a batch (`read_timeout_seconds`).
     pub read_timeout: Duration,
-    /// How long one write command may run on the server (`write_timeout_seconds`).
+    /// Server-side time limit of one write command (`write_timeout_seconds`).
     pub write_timeout: Duration,
-    /// How long `remove` and `delete` wait before they read again and destroy (`destroy_grace_seconds`).
+    /// Delay before `remove` and `delete` read again and then remove (`destroy_grace_seconds`).
     pub destroy_grace: Duration,
-    /// Targets of one rule that may lose a value in an hour, because no source answers their reference any more, before the rule
-    /// is blocked (`destroy_per_hour`). None: the larger of 1,000 and a tenth of the rule's targets.
+    /// The removal limit: number of targets of one rule that may lose a value per hour because their reference has no
+    /// source any more, before the rule is blocked (`destroy_per_hour`). None: the larger of 1,000 and a tenth of the
+    /// rule's targets.
     pub destroy_per_hour: Option<usize>,
-    /// Targets that the continuous audit of `guard: audit` compares a second (`audit_per_second`).
+    /// Targets per second that the continuous audit of `guard: audit` compares (`audit_per_second`).
     pub audit_per_second: usize,
-    /// Targets that all backfills together go through a second, at most (`backfill_per_second`). None without a bound.
+    /// Maximum number of targets per second for all backfills together (`backfill_per_second`). None for no limit.
     pub backfill_per_second: Option<usize>,
 }
 
@@ -165,13 +168,13 @@ impl Default for Limits {
     }
 }
 
-/// `lease`: how instances of one deployment agree on their leader.
+/// `lease`: the election of a leader among the instances of a deployment.
 #[derive(Debug, Clone)]
 pub struct Lease {
-    /// How long a leader that says nothing stays the leader (`ttl_seconds`). It renews three times as often. A write
-    /// command may run for half of it at most.
+    /// Time after which a leader that does not renew its lease loses it (`ttl_seconds`). It renews three times within
+    /// this time. A write command may run for at most half of it.
     pub ttl: Duration,
-    /// How many shares of the keys there are, each with a leader of its own (`partitions`).
+    /// Number of partitions of the keys, each with its own leader (`partitions`).
     pub partitions: u32,
 }
 
@@ -186,42 +189,44 @@ impl Default for Lease {
     }
 }
 
-/// `advise`: the thresholds of its advice, and the bounds of what it reads. "Rules of thumb" are those of MongoDB's blog
-/// series "6 Rules of Thumb for MongoDB Schema Design"; what names no source is denormd's own.
+/// `advise`: the thresholds of the advice, and the limits on reading. "Rules of thumb" are those of MongoDB's blog
+/// series "6 Rules of Thumb for MongoDB Schema Design". Values without a source are denormd's own.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Advise {
-    /// Documents that are sampled from each collection (`sample`).
+    /// Number of documents to sample from each collection (`sample`).
     pub sample: u64,
-    /// Without an index a collection is read whole only up to this many documents, beyond it is sampled
+    /// Maximum number of documents in a collection without an index that is read whole; a larger one is sampled
     /// (`scan_documents`).
     pub scan_documents: u64,
-    /// Events that are read from the oplog, at most (`history_events`).
+    /// Maximum number of events to read from the oplog (`history_events`).
     pub history_events: u64,
-    /// How long events are read from the oplog, at most (`history_seconds`).
+    /// Maximum time to read events from the oplog (`history_seconds`).
     pub history: Duration,
-    /// Embed while the 99th percentile is below this: "a couple of hundred", rule of thumb 3 (`embed_elements`).
+    /// The 99th percentile below which to embed: "a couple of hundred", rule of thumb 3 (`embed_elements`).
     pub embed_elements: u64,
-    /// From here an array of references is warned about: "a few thousand", rule of thumb 3 (`references_warn`).
+    /// Length of an array of references at which to warn: "a few thousand", rule of thumb 3 (`references_warn`).
     pub references_warn: u64,
-    /// From here an array of references is advised against: "a few thousand", rule of thumb 3 (`references_stop`).
+    /// Length of an array of references at which to advise against it: "a few thousand", rule of thumb 3
+    /// (`references_stop`).
     pub references_stop: u64,
-    /// Bytes of a document that are warned about: a sixteenth of the server's limit of 16 MB (`document_warn_bytes`).
+    /// Size in bytes of a document at which to warn: a sixteenth of the server's limit of 16 MB
+    /// (`document_warn_bytes`).
     pub document_warn: u64,
-    /// Bytes of a document that are bad: what is left up to 16 MB is the time to act (`document_bad_bytes`).
+    /// Size in bytes of a document that counts as bad: the rest up to 16 MB leaves time to act (`document_bad_bytes`).
     pub document_bad: u64,
-    /// Reads for each copied write from which a field is copied: "mostly read and only seldom updated", rule of thumb 5
-    /// (`copy_ratio`).
+    /// Minimum ratio of reads to copied writes for copying a field: "mostly read and only seldom updated", rule of
+    /// thumb 5 (`copy_ratio`).
     pub copy_ratio: u64,
-    /// Reads for each copied write up to which a field is not copied (`no_copy_ratio`).
+    /// Maximum ratio of reads to copied writes for advice against copying a field (`no_copy_ratio`).
     pub no_copy_ratio: u64,
-    /// Children that a parent shows where the application's own limit was not seen: the ten reviews of MongoDB's "Building
-    /// with Patterns: The Subset Pattern" (`subset`).
+    /// Number of children that a parent shows, if no limit of the application was observed: the ten reviews of
+    /// MongoDB's "Building with Patterns: The Subset Pattern" (`subset`).
     pub subset: u64,
-    /// Indexes on one collection, at most (`indexes`): each is one more write for every write.
+    /// Maximum number of indexes on one collection (`indexes`): each adds a write to every write.
     pub indexes: u64,
-    /// Share of reads that may be `$lookup`, in percent (`lookup_percent`).
+    /// Maximum share of reads that are `$lookup`, in percent (`lookup_percent`).
     pub lookup_percent: u64,
-    /// Collections, at most: MongoDB's manual, "Reduce the Number of Collections" (`collections`).
+    /// Maximum number of collections: MongoDB's manual, "Reduce the Number of Collections" (`collections`).
     pub collections: u64,
 }
 
@@ -250,23 +255,23 @@ impl Default for Advise {
 /// One entry of `rules`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rule {
-    /// Unique over all files: `[A-Za-z0-9][A-Za-z0-9_.-]*`.
+    /// The name, unique over all files: `[A-Za-z0-9][A-Za-z0-9_.-]*`.
     pub name: String,
-    /// What is copied.
+    /// The kind of rule, with its definition.
     pub pattern: Pattern,
-    /// Whether a new or changed rule brings existing data up to date by itself.
+    /// The trigger of the backfill for a new or changed rule.
     pub backfill: BackfillMode,
-    /// How somebody else's write to an owned field is noticed.
+    /// The way to detect other writers' changes to owned fields.
     pub guard: Guard,
-    /// What is done about it.
+    /// The reaction to such changes.
     pub on_drift: OnDrift,
-    /// Whether lookups without an index are accepted.
+    /// True if lookups without an index are accepted.
     pub allow_scan: bool,
-    /// The lag that it should not have for long.
+    /// The lag that the rule should not exceed for long.
     pub max_lag: Duration,
-    /// Whether it computes, compares and counts, and writes nothing.
+    /// True if the rule computes, compares and counts without writing anything.
     pub shadow: bool,
-    /// Whether it may remove and overwrite values that are already there.
+    /// True if the rule may remove and overwrite existing values.
     pub adopt: bool,
 }
 
@@ -278,54 +283,54 @@ impl Rule {
 /// The three kinds of rule.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Pattern {
-    /// One source document's values into the targets that refer to it, or that it refers to.
+    /// Copies the values of one source document to the targets that reference it or that it references.
     Copy(Copy),
-    /// Many source documents into an array of one target.
+    /// Collects many source documents into an array of one target.
     Collect(Collect),
-    /// Many source documents into accumulated values of one target.
+    /// Accumulates many source documents into values of one target.
     Aggregate(Aggregate),
 }
 
-/// One side of a rule: written as a collection's name, or as `{ collection, where }`.
+/// One side of a rule, written as a collection's name or as `{ collection, where }`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Side {
     /// `parts`, or `other.parts` to name another database.
     pub collection: String,
-    /// A query document that a document must match to take part (`where`).
+    /// A query that selects the documents of this side (`where`).
     pub filter: Option<Document>,
 }
 
-/// `copy`
+/// `copy`: a rule that copies the values of one source document.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Copy {
-    /// Where values come from.
+    /// The documents to copy from.
     pub source: Side,
-    /// Where they go.
+    /// The documents to copy to.
     pub target: Side,
     /// `(target path, source path)` pairs, in order (`match`).
     pub on: Vec<(String, String)>,
-    /// `(source path, 1 or -1)`: which source wins where several match.
+    /// `(source path, 1 or -1)`: the order that determines the source if several match.
     pub sort: Vec<(String, i32)>,
-    /// `(target path, expression)` pairs, in order. Empty when `into` is given.
+    /// `(target path, expression)` pairs, in order. Empty if `into` is given.
     pub set: Vec<(String, Bson)>,
-    /// The target's array that gets one `element` per reference.
+    /// The target's array that receives one `element` per reference.
     pub into: Option<String>,
     /// The expression of one element of `into`.
     pub element: Option<Bson>,
-    /// What a reference does that no source document answers.
+    /// The effect of a reference without a matching source document.
     pub on_missing: OnMissing,
     /// The type that the target's value is converted to before matching.
     pub key_type: Option<KeyType>,
-    /// Fill a target that has no value yet, and never change it again.
+    /// True to fill only targets without a value, and never change it again.
     pub once: bool,
 }
 
-/// `collect`
+/// `collect`: a rule that collects source documents into an array.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Collect {
-    /// Where elements come from.
+    /// The documents that become elements.
     pub source: Side,
-    /// Where they go.
+    /// The documents that contain the array.
     pub target: Side,
     /// `(target path, source path)` pairs, in order (`match`).
     pub on: Vec<(String, String)>,
@@ -333,48 +338,48 @@ pub struct Collect {
     pub into: String,
     /// The expression of one element.
     pub element: Bson,
-    /// `(source path, 1 or -1)`, ties by `_id` ascending.
+    /// `(source path, 1 or -1)`: the order of the elements, with ties broken by ascending `_id`.
     pub sort: Vec<(String, i32)>,
-    /// As in `$push`: the first N, or the last N when negative.
+    /// A limit as in `$push`: the first N elements, or the last N if negative.
     pub slice: Option<i64>,
-    /// What a target without any source gets, or in `collect` one without any element.
+    /// The value of a target without sources, or in `collect` without elements.
     pub on_empty: OnEmpty,
-    /// The most elements that a target may be given.
+    /// Maximum number of elements in a target.
     pub max_elements: Option<u64>,
-    /// The most bytes of BSON that the array may be given.
+    /// Maximum size of the array in bytes of BSON.
     pub max_bytes: Option<u64>,
     /// The type that the target's value is converted to before matching.
     pub key_type: Option<KeyType>,
 }
 
-/// `aggregate`
+/// `aggregate`: a rule that accumulates the values of source documents.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Aggregate {
-    /// Where input comes from.
+    /// The documents to accumulate.
     pub source: Side,
-    /// Where results go.
+    /// The documents that receive the results.
     pub target: Side,
     /// `(target path, source path)` pairs, in order (`match`).
     pub on: Vec<(String, String)>,
     /// `(target path, { $accumulator: expression })` pairs, in order.
     pub set: Vec<(String, Bson)>,
-    /// The order in which accumulators read their input; `_id` ascending by default.
+    /// The order in which accumulators read their input; ascending `_id` by default.
     pub sort: Vec<(String, i32)>,
-    /// What a target without any source gets, or in `collect` one without any element.
+    /// The value of a target without sources.
     pub on_empty: OnEmpty,
     /// The type that the target's value is converted to before matching.
     pub key_type: Option<KeyType>,
 }
 
-/// `on_missing`: what a reference does that no source document answers.
+/// `on_missing`: the effect of a reference without a matching source document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnMissing {
-    /// Owned paths are unset; `into` leaves the element out.
+    /// Owned paths are unset; `into` omits the element.
     #[default]
     Unset,
-    /// Owned paths become null; `into` puts null.
+    /// Owned paths become null; `into` contains null.
     Null,
-    /// Owned paths keep what they have.
+    /// Owned paths keep their values.
     Keep,
     /// The array element that holds the reference is pulled.
     Remove,
@@ -383,7 +388,7 @@ pub enum OnMissing {
 }
 
 impl OnMissing {
-    /// Its name in a stored definition, which never changes: with another one, every rule would count as changed.
+    /// The name in a stored definition, which never changes: otherwise every rule would count as changed.
     #[must_use]
     pub fn stored(self) -> &'static str {
         match self {
@@ -396,10 +401,10 @@ impl OnMissing {
     }
 }
 
-/// `on_empty`: what a target of `collect` or `aggregate` without any source gets.
+/// `on_empty`: the value of a target of `collect` or `aggregate` without sources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnEmpty {
-    /// `[]`, 0 or null, by the kind of result.
+    /// `[]`, 0 or null, depending on the kind of result.
     #[default]
     Value,
     /// Owned paths are unset.
@@ -416,7 +421,7 @@ pub enum KeyType {
 }
 
 impl KeyType {
-    /// Its name in a stored definition, which never changes: with another one, every rule would count as changed.
+    /// The name in a stored definition, which never changes: otherwise every rule would count as changed.
     #[must_use]
     pub fn stored(self) -> &'static str {
         match self {
@@ -426,34 +431,34 @@ impl KeyType {
     }
 }
 
-/// `backfill`
+/// `backfill`: the trigger of the backfill for a new or changed rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BackfillMode {
-    /// A new or changed rule backfills itself.
+    /// A new or changed rule is backfilled automatically.
     #[default]
     Auto,
-    /// Only `denormd backfill` does.
+    /// A rule is backfilled only by `denormd backfill`.
     Manual,
 }
 
-/// `guard`: how somebody else's write to an owned field is noticed.
+/// `guard`: the way to detect other writers' changes to owned fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Guard {
-    /// Through the change stream, at once; costs an event for each write of ours.
+    /// Through the change stream, at once; costs an event for each of denormd's own writes.
     Watch,
-    /// By the continuous audit.
+    /// By the continuous audit, after some time.
     #[default]
     Audit,
-    /// Not at all.
+    /// No detection.
     Off,
 }
 
-/// `on_drift`: what is done about somebody else's write to an owned field.
+/// `on_drift`: the reaction to another writer's change of an owned field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnDrift {
-    /// Write the right value.
+    /// Write the correct value.
     #[default]
     Repair,
-    /// Count and log it.
+    /// Count and log the drift.
     Report,
 }

@@ -1,4 +1,4 @@
-//! The texts that a config came from, and which of them a path of the config leads to.
+//! The texts that a config came from, and the text position of each path of the config.
 
 use std::{fmt, path::Path};
 
@@ -13,26 +13,26 @@ use super::{
 /// A mistake with its place, ready to be shown.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LocatedMistake {
-    /// Where it stands.
+    /// Position of the mistake in its file.
     #[serde(flatten)]
     pub place: Place,
-    /// The way from the config's root (`rules[2].copy.set`), empty for syntax errors.
+    /// Path from the config's root (`rules[2].copy.set`), empty for syntax errors.
     pub path: String,
-    /// What is wrong.
+    /// Description of the mistake.
     pub message: String,
-    /// What to do about it.
+    /// Suggested correction.
     pub hint: Option<String>,
-    /// Other places that belong to the story.
+    /// Other places that help to explain the mistake.
     pub related: Vec<Related>,
 }
 
 /// Another place that belongs to a mistake.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Related {
-    /// Where it stands.
+    /// Position in its file.
     #[serde(flatten)]
     pub place: Place,
-    /// What stands there.
+    /// Explanation of this place.
     pub message: String,
 }
 
@@ -85,9 +85,9 @@ impl Source {
 #[derive(Clone, Default)]
 pub(super) struct Sources {
     pub files: Vec<Source>,
-    /// For each rule of the concatenated list: its file, and its number there.
+    /// For each rule of the concatenated list: the index of its file, and its index in that file.
     pub rules: Vec<(usize, usize)>,
-    /// Each variable of the environment that takes part: the setting it stands for, its name and its text.
+    /// Environment variables in use: the setting that each one sets, its name and its text.
     pub variables: Vec<(ConfigPath, String, String)>,
 }
 
@@ -111,13 +111,13 @@ impl Sources {
         }
     }
 
-    /// Where the value at `at` comes from, in a line.
+    /// Origin of the value at `at`, as `file:line` or the name of an environment variable.
     pub fn origin(&self, at: &ConfigPath) -> String {
         let place = self.place(at, false);
         place.line.map_or_else(|| place.file.clone(), |line| format!("{}:{line}", place.file))
     }
 
-    /// The directory of the file that the value at `at` comes from; `None` for a variable of the environment.
+    /// The directory of the file that sets the value at `at`; `None` if an environment variable sets it.
     pub fn directory(&self, at: &ConfigPath) -> Option<&Path> {
         let from_environment = self.variables.iter().any(|(path, ..)| path == at);
         let file = self.files.iter().rev().find(|file| place_in(file, &at.0, false).is_some())?;
@@ -128,7 +128,7 @@ impl Sources {
         if let Some((_, name, _)) = self.variables.iter().rev().find(|(path, ..)| path == at) {
             return Place::whole(format!("environment variable {name}"));
         }
-        // What does not exist (a missing key) is shown where it should be.
+        // A key that does not exist is reported at its closest existing parent.
         let exact = (1..=at.0.len()).rev().find_map(|length| {
             let on_key = on_key && length == at.0.len();
             self.find(&at.0[..length], on_key)

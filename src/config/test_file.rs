@@ -1,4 +1,4 @@
-//! A file for `denormd test`: cases of documents before, and what they should be afterwards.
+//! A file for `denormd test`: cases of documents before, and the documents expected afterwards.
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -16,44 +16,44 @@ use super::{
 };
 use crate::key::Key;
 
-/// A file of cases.
+/// A file of test cases.
 #[derive(Debug, Clone)]
 pub struct TestFile {
-    /// Its path.
+    /// Path of the file.
     pub name: String,
-    /// Its cases, in order.
+    /// The cases, in the order of the file.
     pub cases: Vec<TestCase>,
     sources: Sources,
 }
 
-/// Documents before, and what they should be afterwards.
+/// One case: documents before, and documents expected afterwards.
 #[derive(Debug, Clone, Default)]
 pub struct TestCase {
-    /// What it shows.
+    /// Name of the case, for the report.
     pub name: String,
-    /// The documents before.
+    /// The documents before the rules run.
     pub given: Vec<Documents>,
-    /// What some of them should be afterwards.
+    /// The expected documents, as far as the case states them.
     pub expect: Vec<Documents>,
-    /// The `_id`s of those that should be gone.
+    /// The `_id`s of documents that should no longer exist, by collection.
     pub gone: Vec<(String, ConfigPath, Vec<Bson>)>,
 }
 
 /// Documents of one collection.
 #[derive(Debug, Clone)]
 pub struct Documents {
-    /// The collection, as it was written.
+    /// Name of the collection, as written in the file.
     pub collection: String,
-    /// Where.
+    /// Place in the file.
     pub at: ConfigPath,
-    /// Them.
+    /// Documents as written in the file.
     pub documents: Vec<Document>,
 }
 
 const KEYS: [&str; 4] = ["name", "given", "expect", "gone"];
 
 impl TestFile {
-    /// Reads a file; its format is told by its extension.
+    /// Reads a file; the extension decides the format.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let (name, format, text) = read(path)?;
         Self::parse(&name, &text, format)
@@ -80,7 +80,7 @@ impl TestFile {
         }
     }
 
-    /// Mistakes that were found later, with their places.
+    /// Errors found after parsing, with their places in the file.
     #[must_use]
     pub fn report(&self, mistakes: &[Mistake]) -> ConfigError {
         located(&self.sources, mistakes, Vec::new())

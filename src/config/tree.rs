@@ -1,4 +1,4 @@
-//! A parsed file before anybody asks what it means: values in the order they were written, each with its place in the text.
+//! A parsed file before it is interpreted: values in the order they were written, each with its place in the text.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ pub(super) type Span = Range<usize>;
 /// Nesting deeper than this is refused in every format, so that walking a tree cannot exhaust the stack.
 pub(super) const MAX_DEPTH: usize = 100;
 
-/// What a file can hold. TOML's dates have a variant of their own; YAML's and JSON's are strings.
+/// Any value that a file can contain. TOML's dates have a variant of their own; YAML's and JSON's are strings.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Value {
     Null,
@@ -23,7 +23,7 @@ pub(super) enum Value {
     Mapping(Vec<Entry>),
 }
 
-/// A value and where it stands.
+/// A value and its position in the text.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Node {
     pub value: Value,
@@ -38,13 +38,13 @@ pub(super) struct Entry {
     pub node: Node,
 }
 
-/// What is wrong with the text of a file itself: syntax, or a key written twice.
+/// An error in the text of a file: syntax, or a key written twice.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Fault {
     pub span: Span,
     pub message: String,
     pub hint: Option<String>,
-    /// Another place that belongs to the story.
+    /// Another place that helps to explain the error.
     pub related: Option<(Span, &'static str)>,
 }
 
@@ -76,7 +76,7 @@ impl Fault {
 }
 
 impl Value {
-    /// A scalar, or a list of them, as one would write it in the environment.
+    /// A scalar, or a list of scalars, as written in an environment variable.
     pub fn as_text(&self) -> Option<String> {
         match self {
             Self::Bool(flag) => Some(flag.to_string()),
@@ -105,7 +105,7 @@ impl Node {
         }
     }
 
-    /// What the value is, in the words of a message: "found a string".
+    /// The kind of value as messages name it: "found a string".
     pub fn kind(&self) -> &'static str {
         match self.value {
             Value::Null => "nothing",
@@ -119,7 +119,7 @@ impl Node {
         }
     }
 
-    /// The bytes of all texts and keys in this tree.
+    /// Total size of all texts and keys in this tree, in bytes.
     pub fn bytes(&self) -> usize {
         match &self.value {
             Value::String(text) | Value::Date(text) => text.len(),
@@ -138,8 +138,8 @@ impl Node {
         }
     }
 
-    /// Where to point a reader to for the value at `steps`: at a scalar itself, at the key of a collection (its text may
-    /// begin a line below and go on for many), at the first key of a mapping in a list.
+    /// The position to show for the value at `steps`: a scalar itself, the key of a collection (its text may begin on
+    /// the next line and be many lines long), or the first key of a mapping in a list.
     pub fn place(&self, steps: &[Step], on_key: bool) -> Option<Span> {
         let mut node = self;
         let mut key_span = None;

@@ -1,8 +1,8 @@
-//! Which parts of a connection string may be shown: the hosts, the database, and options that cannot hold a secret.
+//! The parts of a connection string that may be shown: the hosts, the database, and options that cannot hold a secret.
 
 use super::tree::Span;
 
-/// Options whose values may be shown, in lower case. Whatever is not among them may hold a secret.
+/// Options whose values may be shown, in lower case. Any other option may hold a secret.
 const HARMLESS: [&str; 38] = [
     "appname",
     "authmechanism",
@@ -43,7 +43,7 @@ const HARMLESS: [&str; 38] = [
     "waitqueuetimeoutms",
     "wtimeoutms",
 ];
-/// The others that the driver knows: their names may be shown, their values may not.
+/// The other options that the driver knows: their names may be shown, their values may not.
 const SECRET: [&str; 6] = [
     "authmechanismproperties",
     "proxyhost",
@@ -54,8 +54,9 @@ const SECRET: [&str; 6] = [
 ];
 const HIDDEN: &str = "***";
 
-/// What must not be shown of a connection string, in order. All that follows the scheme where it cannot be told apart: an unescaped
-/// `?` or `/` in a password makes a host, an option or a port of a part of it.
+/// The parts of a connection string that must not be shown, in order. Everything after the scheme is secret if the
+/// parts cannot be identified: an unescaped `?` or `/` in a password makes part of it look like a host, an option or a
+/// port.
 pub(super) fn secrets(uri: &str) -> Vec<Span> {
     let scheme = uri.find("://").map(|at| at + 3);
     let start = scheme.unwrap_or_default();
@@ -65,7 +66,7 @@ pub(super) fn secrets(uri: &str) -> Vec<Span> {
     }
     let (before, options) = split(uri, start..uri.len(), '?');
     let user = uri[before.clone()].rfind('@').map(|at| before.start..before.start + at);
-    // An unescaped character in a password makes a host of the wrong part.
+    // An unescaped character in a password makes part of it look like a host.
     let escaped = |text: &str| !text.contains([':', '/', '?', '#', '[', ']', '@']);
     let pair = user.as_ref().map(|user| uri[user.clone()].split_once(':').unwrap_or((&uri[user.clone()], "")));
     if pair.is_some_and(|(name, password)| !escaped(name) || !escaped(password)) {
@@ -97,10 +98,10 @@ pub(super) fn secrets(uri: &str) -> Vec<Span> {
     found
 }
 
-/// What is wrong with a connection string that is not to be given to the driver, and what to do about it.
+/// Defect of a connection string that must not reach the driver, and the suggested correction.
 pub(super) fn flaw(uri: &str) -> Option<(&'static str, &'static str)> {
     let (before, options) = uri.split_once('?').unwrap_or((uri, ""));
-    // What stands before a `?` in the password would be taken for hosts.
+    // The text before a `?` in the password would be read as hosts.
     if options.contains('@') {
         let hint = "write a `?` in the user name or the password as %3F, and an `@` in an option as %40";
         return Some(("the connection string has an `@` after a `?`", hint));
@@ -115,14 +116,14 @@ pub(super) fn flaw(uri: &str) -> Option<(&'static str, &'static str)> {
     None
 }
 
-/// Whether the driver knows an option of this name.
+/// True if the driver knows an option of this name. Ignores case.
 #[must_use]
 pub fn is_known_option(name: &str) -> bool {
     let name = name.to_lowercase();
     HARMLESS.contains(&name.as_str()) || SECRET.contains(&name.as_str())
 }
 
-/// The connection string as it may be shown.
+/// The connection string without its secrets.
 pub(super) fn shown(uri: &str) -> String {
     let mut shown = uri.to_owned();
     for secret in secrets(uri).into_iter().rev() {
@@ -131,7 +132,7 @@ pub(super) fn shown(uri: &str) -> String {
     shown
 }
 
-/// What stands before and after the first `separator`.
+/// The text before and after the first `separator`.
 fn split(text: &str, span: Span, separator: char) -> (Span, Option<Span>) {
     match text[span.clone()].find(separator) {
         Some(at) => (span.start..span.start + at, Some(span.start + at + 1..span.end)),
@@ -173,7 +174,7 @@ mod tests {
             ),
             ("mongodb://a/?pasword=p&w=1", "mongodb://a/?***&w=1"),
             ("mongodb://a/?w=1&p", "mongodb://***"),
-            // A password that was not escaped, a host that was forgotten, a port that is none.
+            // An unescaped password, a missing host, an invalid port.
             ("mongodb://u:p?w@a/", "mongodb://***"),
             ("mongodb://u:12?w=p@a/", "mongodb://***"),
             ("mongodb://u:p", "mongodb://***"),

@@ -3,7 +3,7 @@
 use bson::{Bson, Document};
 
 use super::{
-    Result, Trouble, Value, compare, expression::Args, is_nullish, is_true, needs_server, number::position,
+    EvalError, Result, Value, compare, expression::Args, is_nullish, is_true, needs_server, number::position,
     order::by_keys, refused,
 };
 
@@ -187,7 +187,7 @@ pub(super) fn of_object(args: &Args<'_>) -> Result<Value> {
 pub(super) fn to_object(args: &Args<'_>) -> Result<Value> {
     let Some(items) = array(args, 0)? else { return null() };
     let mut out = Document::new();
-    let wrong = || Trouble::Refused("`$arrayToObject` takes { k, v } documents, or pairs, throughout".to_owned());
+    let wrong = || EvalError::Refused("`$arrayToObject` takes { k, v } documents, or pairs, throughout".to_owned());
     let pairs = matches!(items.first(), Some(Bson::Array(_)));
     for item in items {
         let (name, value) = match item {

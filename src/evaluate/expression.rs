@@ -3,11 +3,11 @@
 use bson::{Bson, Document};
 
 use super::{
-    Result, Trouble, Value, array, compare, date, group, is_nullish, is_true, needs_server, number, refused, text,
+    EvalError, Result, Value, array, compare, date, group, is_nullish, is_true, needs_server, number, refused, text,
     type_name,
 };
 
-/// What an expression is evaluated in.
+/// Environment of an expression: the document and the variables.
 #[derive(Debug, Clone)]
 pub(super) struct Scope<'a> {
     root: &'a Document,
@@ -19,14 +19,14 @@ impl<'a> Scope<'a> {
         Self { root, variables: Vec::new() }
     }
 
-    /// The same with variables that hide those of the same name.
+    /// The same scope with more variables, which hide those of the same name.
     pub fn with(&self, variables: impl IntoIterator<Item = (String, Value)>) -> Self {
         let mut inner = self.clone();
         inner.variables.extend(variables);
         inner
     }
 
-    /// The value of an expression.
+    /// Evaluates an expression.
     pub fn evaluate(&self, expression: &Bson) -> Result<Value> {
         match expression {
             Bson::String(text) => match text.strip_prefix('$') {
@@ -88,9 +88,9 @@ impl<'a> Scope<'a> {
     }
 }
 
-/// The operands of a sum or a product as the server's optimizer arranges them, which shows in the last digit and in what
-/// fails first: those of an operand of the same kind in its place, constants last. A single operand may be an array of them, and
-/// stays.
+/// The operands of a sum or a product in the order of the server's optimizer, which affects the last digit and which
+/// error comes first: a nested operand of the same operator is flattened, and constants come last. A nested operator
+/// with one operand stays as it is, because that operand may evaluate to an array.
 fn rearranged<'a>(name: &str, operands: Vec<&'a Bson>) -> Vec<&'a Bson> {
     let mut flat = Vec::new();
     for operand in operands {
@@ -114,10 +114,9 @@ fn is_constant(expression: &Bson) -> bool {
     }
 }
 
-/// What an operator was given.
 pub(super) struct Args<'a> {
     pub name: String,
-    /// All of it, as it was written.
+    /// The whole argument, as written.
     pub argument: &'a Bson,
     operands: Vec<&'a Bson>,
     pub scope: &'a Scope<'a>,
@@ -128,8 +127,8 @@ impl<'a> Args<'a> {
         self.operands.len()
     }
 
-    /// The value of an operand. They are evaluated one after the other, as the server does: what comes after the one that
-    /// decides is not looked at.
+    /// The value of an operand. Operands are evaluated one after the other, as on the server: those after the one that
+    /// decides the result are not evaluated.
     pub fn get(&self, nth: usize) -> Result<Value> {
         self.operands.get(nth).map_or(Ok(None), |operand| self.scope.evaluate(operand))
     }
@@ -143,8 +142,8 @@ impl<'a> Args<'a> {
         operands.iter().map(|operand| self.scope.evaluate(operand))
     }
 
-    /// What `combine` makes of all operands, where constants stand last: several of them the server has combined before it sees
-    /// a document, so that they are one more operand.
+    /// The result of `combine` over all operands, with constants last. The server combines several constants before it
+    /// reads a document, so together they count as one operand.
     pub fn combined(
         &self,
         combine: impl Fn(&mut dyn Iterator<Item = Result<Value>>) -> Result<Value>,
@@ -158,7 +157,7 @@ impl<'a> Args<'a> {
         combine(&mut (0..constants).map(get).chain([Ok(constant)]))
     }
 
-    /// The arguments of an operator that has names for them, and no others.
+    /// The named arguments of an operator; any name other than `names` is refused.
     pub fn named(&self, names: &[&str]) -> Result<&'a Document> {
         let Bson::Document(doc) = self.argument else {
             return refused(format!("`{}` takes a document of arguments", self.name));
@@ -169,14 +168,14 @@ impl<'a> Args<'a> {
         }
     }
 
-    /// The value of a named argument; none for one that is not given.
+    /// The value of a named argument; none if it is not given.
     pub fn of(&self, doc: &Document, name: &str) -> Result<Value> {
         doc.get(name).map_or(Ok(None), |expression| self.scope.evaluate(expression))
     }
 
-    /// A named argument that must be there.
+    /// A named argument that is required.
     pub fn required(&self, doc: &'a Document, name: &str) -> Result<&'a Bson> {
-        doc.get(name).ok_or_else(|| Trouble::Refused(format!("`{}` needs `{name}`", self.name)))
+        doc.get(name).ok_or_else(|| EvalError::Refused(format!("`{}` needs `{name}`", self.name)))
     }
 
     pub fn wrong<T>(&self, wanted: &str, value: Option<&Bson>) -> Result<T> {
@@ -184,7 +183,7 @@ impl<'a> Args<'a> {
     }
 }
 
-/// The value of an expression over a document.
+/// Evaluates an expression over a document.
 pub fn expression(expression: &Bson, document: &Document) -> Result<Value> {
     Scope::new(document).evaluate(expression)
 }
@@ -215,7 +214,7 @@ type Apply = fn(&Args<'_>) -> Result<Value>;
 
 const MANY: usize = usize::MAX;
 
-/// Every operator that is known here: its name, how many arguments it takes, and what it does.
+/// Every supported operator: its name, its least and greatest number of arguments, and its function.
 pub(super) const TABLE: &[(&str, usize, usize, Apply)] = &[
     ("$abs", 1, 1, number::abs),
     ("$add", 0, MANY, number::add),
@@ -415,7 +414,7 @@ fn to_bool(args: &Args<'_>) -> Result<Value> {
     }
 }
 
-/// An accumulator's name as an operator: over the elements of one array, or over its arguments.
+/// An accumulator used as an operator: over the elements of one array, or over its arguments.
 fn accumulated(args: &Args<'_>) -> Result<Value> {
     let all = |values: &mut dyn Iterator<Item = Result<Value>>| {
         let mut accumulator = group::Accumulator::new(&args.name)?;

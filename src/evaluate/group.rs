@@ -14,7 +14,7 @@ use super::{
     refused, type_name,
 };
 
-/// The accumulators that are known here.
+/// The supported accumulators.
 pub const ACCUMULATORS: &[&str] = &[
     "$addToSet",
     "$avg",
@@ -36,7 +36,7 @@ pub const ACCUMULATORS: &[&str] = &[
     "$topN",
 ];
 
-/// What has been accumulated so far.
+/// Intermediate state of an accumulator.
 pub(super) enum Accumulator {
     Sum(Sum),
     Average(Sum, u32),
@@ -47,7 +47,7 @@ pub(super) enum Accumulator {
     Push(Vec<Bson>),
     Set(Vec<Bson>),
     Count(i32),
-    /// Welford's algorithm: count, mean, sum of squares; and whether it is of a sample.
+    /// Welford's algorithm: count, mean, sum of squares; true for a sample, false for a population.
     Deviation(f64, f64, f64, bool),
     Merged(Document),
 }
@@ -90,7 +90,7 @@ impl Accumulator {
                     return Ok(());
                 }
                 let order = compare(value.as_ref(), found.as_ref());
-                // Which of its engines runs a `$group` decides whether the first or the last stays.
+                // The server's choice of engine for a `$group` decides whether the first or the last value stays.
                 let bytes = |value: &Value| bson::serialize_to_vec(&doc! {"v": value}).ok();
                 if found.is_some() && order.is_eq() && bytes(&value) != bytes(found) {
                     return needs_server("the least or greatest of equal values of different types");
@@ -151,7 +151,7 @@ impl Accumulator {
     }
 }
 
-/// What an accumulator of `$group` yields for these documents; nothing at all becomes null.
+/// The result of an accumulator of `$group` for these documents; a missing value becomes null.
 pub(super) fn accumulate(accumulator: &Bson, documents: &[Document]) -> Result<Bson> {
     let Some((name, argument)) = accumulator.as_document().and_then(|doc| doc.iter().next()) else {
         return refused("an accumulator is written { $sum: 1 }");
@@ -160,7 +160,7 @@ pub(super) fn accumulate(accumulator: &Bson, documents: &[Document]) -> Result<B
         "$top" | "$bottom" | "$topN" | "$bottomN" | "$firstN" | "$lastN" => some(name, argument, documents)?,
         _ => {
             let mut accumulator = Accumulator::new(name)?;
-            // The first one is not evaluated over the others.
+            // `$first` is not evaluated for the documents after the first one.
             for document in documents.iter().take(if name == "$first" { 1 } else { usize::MAX }) {
                 // `$count` takes an empty document.
                 let value = if name == "$count" { None } else { Scope::new(document).evaluate(argument)? };
@@ -172,7 +172,7 @@ pub(super) fn accumulate(accumulator: &Bson, documents: &[Document]) -> Result<B
     Ok(value.unwrap_or(Bson::Null))
 }
 
-/// The first or the last of the documents, in their order or in one of their own.
+/// The first or the last of the documents, in their order or in the order of `sortBy`.
 fn some(name: &str, argument: &Bson, documents: &[Document]) -> Result<Value> {
     let Bson::Document(argument) = argument else { return refused(format!("`{name}` takes a document of arguments")) };
     let many = name.ends_with('N');
@@ -208,7 +208,7 @@ fn some(name: &str, argument: &Bson, documents: &[Document]) -> Result<Value> {
     Ok(if many { Some(Bson::Array(kept)) } else { kept.into_iter().next() })
 }
 
-/// `{ _id, … }` for each group, in the order in which they were met.
+/// One `{ _id, … }` document for each group, in the order of first occurrence.
 pub(super) fn group(stage: &Document, documents: Vec<Document>) -> Result<Vec<Document>> {
     let id = stage.get("_id").cloned().unwrap_or(Bson::Null);
     let mut groups: Vec<(crate::key::Key, Bson, Vec<Document>)> = Vec::new();

@@ -1,10 +1,10 @@
-//! What of a rule cannot be evaluated here, told before anything is.
+//! Finds the parts of a rule that cannot be evaluated without a server, before the evaluation starts.
 
 use bson::{Bson, Document};
 
 use super::{ACCUMULATORS, expression::TABLE};
 
-/// The first operator of an expression that is not known here.
+/// The first operator of an expression that is not supported.
 #[must_use]
 pub fn beyond_expression(expression: &Bson) -> Option<String> {
     match expression {
@@ -20,14 +20,14 @@ pub fn beyond_expression(expression: &Bson) -> Option<String> {
     }
 }
 
-/// The same of an accumulator.
+/// The first operator of an accumulator that is not supported.
 #[must_use]
 pub fn beyond_accumulator(accumulator: &Bson) -> Option<String> {
     let (name, argument) = accumulator.as_document()?.iter().next()?;
     if ACCUMULATORS.contains(&name.as_str()) { beyond_expression(argument) } else { Some(format!("`{name}`")) }
 }
 
-/// The same of a filter.
+/// The first operator of a filter that is not supported.
 #[must_use]
 pub fn beyond_filter(filter: &Document) -> Option<String> {
     filter.iter().find_map(|(name, condition)| match name.as_str() {
@@ -40,7 +40,7 @@ pub fn beyond_filter(filter: &Document) -> Option<String> {
     })
 }
 
-/// The operators of a filter's field that are known here.
+/// The supported operators of a filter's field.
 pub(super) const CONDITIONS: &[&str] = &[
     "$all",
     "$elemMatch",
@@ -78,7 +78,7 @@ fn beyond_condition(condition: &Bson) -> Option<String> {
     })
 }
 
-/// The names of the operators that are known here: of expressions, and of a filter's fields.
+/// The names of the supported operators: of expressions, and of a filter's fields.
 #[must_use]
 pub fn operators() -> (Vec<&'static str>, &'static [&'static str]) {
     (TABLE.iter().map(|(name, ..)| *name).collect(), CONDITIONS)

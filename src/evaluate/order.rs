@@ -7,7 +7,7 @@ use bson::{Bson, Document};
 
 use super::Value;
 
-/// Compares as the server sorts. Numbers compare by value, whatever their types; nothing at all comes before null.
+/// Compares as the server sorts. Numbers compare by value, whatever their types; a missing value comes before null.
 #[must_use]
 pub fn compare(a: Option<&Bson>, b: Option<&Bson>) -> Ordering {
     class(a).cmp(&class(b)).then_with(|| match (a, b) {
@@ -16,7 +16,7 @@ pub fn compare(a: Option<&Bson>, b: Option<&Bson>) -> Ordering {
     })
 }
 
-/// Where a value's type stands. Types of one class compare with each other.
+/// Sort position of a value's type. Values of one class compare with each other.
 pub(super) fn class(value: Option<&Bson>) -> i8 {
     match value {
         Some(Bson::MinKey) => -1,
@@ -99,7 +99,7 @@ fn numbers(a: &Bson, b: &Bson) -> Ordering {
     }
 }
 
-/// Two different numbers that one double stands for: integers beyond 2^53.
+/// Compares two different numbers that round to the same double: integers beyond 2^53.
 fn close(a: &Bson, b: &Bson) -> Ordering {
     let whole = |value: &Bson| match value {
         Bson::Double(v) if *v >= 9_223_372_036_854_775_808.0 => Some(i128::from(i64::MAX) + 1),

@@ -1,4 +1,4 @@
-//! The stages that denormd's own reads are made of (`reconcile::read`), over documents in memory.
+//! The stages that denormd's own reads use (`reconcile::read`), over documents in memory.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use super::{
     refused,
 };
 
-/// Documents by the whole name of their collection, `database.collection`.
+/// Documents by the full name of their collection, `database.collection`.
 pub type Collections = BTreeMap<String, Vec<Document>>;
 
 /// The rows of an `aggregate` command.
@@ -124,7 +124,7 @@ fn sort(rows: Vec<Document>, by: &Document) -> Result<Vec<Document>> {
     Ok(keyed.into_iter().map(|(_, row)| row).collect())
 }
 
-/// What a document is sorted by: of an array the least value, or descending the greatest; null for nothing.
+/// Sort key of a document: the least value of an array, or the greatest when descending; null for a missing field.
 pub(super) fn sort_keys(document: &Document, by: &Document) -> Result<Vec<Value>> {
     let mut arrays = 0;
     let mut keys = Vec::new();
@@ -138,12 +138,12 @@ pub(super) fn sort_keys(document: &Document, by: &Document) -> Result<Vec<Value>
     if arrays > 1 { needs_server("sorting by two arrays") } else { Ok(keys) }
 }
 
-/// Whether the value at a path is an array, or within one.
+/// True if the value at a path is an array, or the path runs through one.
 pub(super) fn through_array(document: &Document, path: &str) -> bool {
     leaves(document, &steps(path), &mut Vec::new())
 }
 
-/// The values that a path leads to; returns whether through an array.
+/// Collects the values at a path; returns true if the path runs through an array.
 fn leaves(document: &Document, path: &[&str], out: &mut Vec<Bson>) -> bool {
     let Some((first, rest)) = path.split_first() else { return false };
     match (document.get(*first), rest.is_empty()) {

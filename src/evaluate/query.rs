@@ -1,10 +1,10 @@
-//! Query filters, as `find` and `$match` have them.
+//! Query filters of `find` and `$match`.
 
 use bson::{Bson, Document};
 
 use super::{Result, compare, expression::expression, is_true, needs_server, order::class, refused, type_name};
 
-/// Whether a document matches a filter.
+/// Returns true if the document matches the filter.
 pub fn matches(filter: &Document, document: &Document) -> Result<bool> {
     for (name, condition) in filter {
         let holds = match name.as_str() {
@@ -47,7 +47,8 @@ fn field(path: &str, condition: &Bson, document: &Document) -> Result<bool> {
     condition_holds(condition, &found)
 }
 
-/// What a path leads to, arrays on the way looked into: one entry for each place, nothing where the field is missing.
+/// The values at a path, including those inside arrays on the way: one entry for each place, `None` for a missing
+/// field.
 fn walk<'a>(document: Option<&'a Document>, path: &[&str], out: &mut Vec<Option<&'a Bson>>) {
     let Some((first, rest)) = path.split_first() else { return };
     match document.and_then(|document| document.get(*first)) {
@@ -60,7 +61,7 @@ fn walk<'a>(document: Option<&'a Document>, path: &[&str], out: &mut Vec<Option<
     }
 }
 
-/// The operators that are told from a value by their names; a DBRef is a value.
+/// The operators of a condition, which begin with `$`; a DBRef is a value.
 pub(super) fn operators(condition: &Bson) -> Option<&Document> {
     let doc = condition.as_document()?;
     let first = doc.keys().next()?;
@@ -79,7 +80,7 @@ fn condition_holds(condition: &Bson, found: &[Option<&Bson>]) -> Result<bool> {
     Ok(true)
 }
 
-/// A value that stands for "equal to it"; a regular expression would be a pattern.
+/// A value that means "equal to it"; a regular expression would be a pattern.
 fn implicit(value: &Bson) -> Result<&Bson> {
     match value {
         Bson::RegularExpression(_) => needs_server("a regular expression in a filter"),
@@ -155,7 +156,7 @@ fn operator(name: &str, argument: &Bson, found: &[Option<&Bson>]) -> Result<bool
 fn element_matches(inside: &Document, argument: &Bson, item: &Bson) -> Result<bool> {
     let clause = inside.keys().next().is_some_and(|name| matches!(name.as_str(), "$and" | "$or" | "$nor" | "$expr"));
     if operators(argument).is_some() && !clause {
-        // The element itself, whose own elements are not looked into.
+        // The element itself: its own elements are not searched.
         return match item {
             Bson::Array(_) => needs_server("`$elemMatch` over arrays in an array"),
             item => condition_holds(argument, &[Some(item)]),
@@ -168,7 +169,7 @@ fn element_matches(inside: &Document, argument: &Bson, item: &Bson) -> Result<bo
     }
 }
 
-/// The values themselves; of an array, its elements too.
+/// The values themselves and, for arrays, their elements.
 fn leaves<'a>(found: &'a [Option<&'a Bson>]) -> impl Iterator<Item = Option<&'a Bson>> {
     found.iter().flat_map(|value| {
         let items = value.and_then(Bson::as_array).map(Vec::as_slice).unwrap_or_default();
@@ -176,7 +177,7 @@ fn leaves<'a>(found: &'a [Option<&'a Bson>]) -> impl Iterator<Item = Option<&'a 
     })
 }
 
-/// Compares within one class of types: outside of it only null and nothing at all are alike.
+/// Compares within one class of types. Across classes, only null and a missing value are equal.
 fn compares(name: &str, value: Option<&Bson>, wanted: &Bson) -> bool {
     let (left, right) = (class(value), class(Some(wanted)));
     if left != right {

@@ -1,10 +1,10 @@
-//! Strings.
+//! String operators.
 
 use bson::{Bson, oid::ObjectId};
 
 use super::{Result, Value, date, expression::Args, is_nullish, needs_server, number::position, refused};
 
-/// What the operators that take anything as text make of a value.
+/// Text of a value, for operators that convert any type to text.
 fn coerced(args: &Args<'_>, nth: usize) -> Result<String> {
     Ok(match args.get(nth)? {
         value if is_nullish(value.as_ref()) => String::new(),
@@ -31,7 +31,7 @@ pub(super) fn concat(args: &Args<'_>) -> Result<Value> {
     Ok(Some(Bson::String(out)))
 }
 
-/// `$toUpper` and `$toLower` know the letters of ASCII.
+/// `$toUpper` and `$toLower` only change ASCII letters.
 pub(super) fn case(args: &Args<'_>) -> Result<Value> {
     let text = coerced(args, 0)?;
     let text = if args.name == "$toUpper" { text.to_ascii_uppercase() } else { text.to_ascii_lowercase() };
@@ -79,7 +79,7 @@ pub(super) fn split(args: &Args<'_>) -> Result<Value> {
     }
 }
 
-/// What `$trim` takes away when it is not told.
+/// Characters that `$trim` removes by default.
 fn is_blank(c: char) -> bool {
     matches!(c, '\0' | '\t'..='\r' | ' ' | '\u{a0}' | '\u{1680}' | '\u{2000}'..='\u{200a}')
 }

@@ -1,7 +1,7 @@
-//! Spans to an OpenTelemetry collector, by OTLP over HTTP.
+//! Export of spans to an OpenTelemetry collector, by OTLP over HTTP.
 //!
-//! One span a batch, and within it one a stage: each read and each write. They hold rule, task and numbers, never a
-//! document's id or value.
+//! One span for each batch, with one child for each stage: each read and each write. Spans contain rule, task and
+//! numbers, never a document's id or value.
 
 use std::time::Duration;
 
@@ -20,10 +20,10 @@ use tracing_opentelemetry::OpenTelemetryLayer;
 
 use crate::error::{Error, Kind, Result};
 
-/// How long the collector may take for what is sent at once.
+/// Time limit for one request to the collector.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The layer that sends spans to the collector at `endpoint`, and what ends it: the last spans are sent then.
+/// The layer that sends spans to the collector at `endpoint`, and its provider, whose shutdown sends the last spans.
 pub(super) fn layer<S>(
     endpoint: &str,
     deployment: &str,
@@ -43,14 +43,15 @@ where
     let provider = SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource).build();
     let layer = tracing_opentelemetry::layer()
         .with_tracer(provider.tracer("denormd"))
-        // Files, lines and threads of the program are of no use to who reads the spans.
+        // Source files, lines and threads are of no use to a reader of the spans.
         .with_location(false)
         .with_threads(false)
         .with_target(false);
     Ok((layer, provider))
 }
 
-/// Posts with the HTTP that denormd has anyway. The exporter's own thread has no runtime, so the daemon's is borrowed.
+/// Posts with the HTTP client that denormd already has. The exporter's own thread has no runtime, so it borrows the
+/// daemon's.
 #[derive(Debug)]
 struct Client {
     runtime: Handle,
@@ -59,7 +60,7 @@ struct Client {
 #[async_trait::async_trait]
 impl HttpClient for Client {
     async fn send_bytes(&self, request: Request<Bytes>) -> std::result::Result<Response<Bytes>, HttpError> {
-        // A timer, too, belongs to a runtime.
+        // The timer needs the runtime too.
         let posted = self.runtime.spawn(async move { tokio::time::timeout(PATIENCE, post(request)).await }).await?;
         let result = posted.unwrap_or_else(|_| Err("no answer in time".into()));
         if let Err(error) = &result {

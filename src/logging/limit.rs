@@ -1,4 +1,4 @@
-//! Lines that repeat are bounded: so many of one place in the program and one rule in a minute, then their number.
+//! Limits repeated log lines: at most a fixed number for each call site and rule in a minute, then their count.
 
 use std::{
     collections::HashMap,
@@ -10,14 +10,15 @@ use std::{
 use tracing::{Event, Level, Metadata, Subscriber, callsite::Identifier, field::Field};
 use tracing_subscriber::layer::{Context, Filter};
 
-/// Lines of one place and one rule that are written in one window.
+/// Lines of one call site and one rule that are written in one window.
 const BURST: u64 = 10;
 const WINDOW: Duration = Duration::from_secs(60);
-/// How often windows that are over are looked for.
+/// Interval between checks for windows that have ended.
 const ROUND: Duration = Duration::from_secs(5);
-/// Places and rules that are counted apart. Rules beyond that are counted together.
+/// Combinations of call site and rule that are counted separately. Beyond that, all rules of a call site are counted
+/// together.
 const KEPT: usize = 4096;
-/// What tells of lines that were left out. These are not limited themselves.
+/// Target of the lines that report suppressed lines. They are not limited themselves.
 const TARGET: &str = "denormd::repeated";
 
 /// A filter that lets the first lines of each kind through.
@@ -33,7 +34,7 @@ struct Kind {
     message: String,
 }
 
-/// Lines that were left out.
+/// Suppressed lines of one kind.
 #[derive(Debug, PartialEq)]
 struct LeftOut {
     rule: String,
@@ -53,7 +54,7 @@ impl Limit {
         kind.lines <= BURST
     }
 
-    /// Ends the windows that are over; returns what was left out in them.
+    /// Removes the windows that have ended; returns the lines suppressed in them.
     fn round(&self, now: Instant) -> Vec<LeftOut> {
         let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
         let mut out = Vec::new();
@@ -69,7 +70,7 @@ impl Limit {
     }
 }
 
-/// Who asked for more than `info` gets all of it.
+/// Debug and trace lines are never limited.
 fn is_limited(metadata: &Metadata<'_>) -> bool {
     *metadata.level() <= Level::INFO && metadata.target() != TARGET
 }
@@ -108,12 +109,12 @@ impl tracing::field::Visit for Fields {
             "message" => &mut self.message,
             _ => return,
         };
-        // A String takes all that is written into it.
+        // Writing to a `String` cannot fail.
         write!(into, "{value:?}").ok();
     }
 }
 
-/// Tells what was left out, for ever.
+/// Reports suppressed lines at regular intervals; never returns.
 pub(super) async fn tell(limit: Limit) {
     loop {
         tokio::time::sleep(ROUND).await;
@@ -140,7 +141,7 @@ mod tests {
         }
     }
 
-    /// A target that is refused again and again, once for each of its million documents, filled the disk.
+    /// A target that was refused repeatedly, once for each of its million documents, filled the disk.
     #[test]
     fn a_flood_is_ten_lines_a_rule_and_its_number() {
         let (limit, counter) = (Limit::default(), Counter::default());

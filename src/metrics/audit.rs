@@ -1,4 +1,4 @@
-//! How far the continuous audit of each rule is.
+//! Progress of the continuous audit of each rule.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,29 +7,29 @@ use super::Metrics;
 /// The audit of one rule. Times are milliseconds since 1970.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct AuditProgress {
-    /// Targets compared in the present round.
+    /// Targets compared in the current round.
     pub compared: u64,
-    /// Targets to compare in it, estimated.
+    /// Targets to compare in the current round, estimated.
     pub total: Option<u64>,
-    /// Seconds that the present round takes in all, estimated.
+    /// Duration of the whole current round in seconds, estimated.
     pub round_seconds: Option<f64>,
-    /// When the last complete round of this process ended; none before the first one.
+    /// End of the last complete round in this process; none before the first one.
     pub last_ended: Option<i64>,
-    /// Seconds that it took.
+    /// Duration of that round in seconds.
     pub last_seconds: Option<f64>,
     /// Targets of that round that could not be compared.
     pub last_unknown: u64,
 }
 
 impl AuditProgress {
-    /// The audits of two partitions as one: each goes through all targets, and the one that is least far counts.
+    /// Merges the audits of two partitions: each reads all targets, and the one with the least progress counts.
     fn joined(&self, other: &Self) -> Self {
         let longest = |a: Option<f64>, b: Option<f64>| a.into_iter().chain(b).max_by(f64::total_cmp);
         Self {
             compared: self.compared.min(other.compared),
             total: self.total.max(other.total),
             round_seconds: longest(self.round_seconds, other.round_seconds),
-            // None, where a partition has not completed a round, is the least.
+            // None, for a partition without a complete round, is the least.
             last_ended: self.last_ended.min(other.last_ended),
             last_seconds: longest(self.last_seconds, other.last_seconds),
             last_unknown: self.last_unknown + other.last_unknown,
@@ -38,12 +38,12 @@ impl AuditProgress {
 }
 
 impl Metrics {
-    /// The audit of a rule in a partition is at another place.
+    /// Updates the audit progress of a rule in a partition.
     pub fn audited(&self, rule: &str, partition: u32, change: impl FnOnce(&mut AuditProgress)) {
         change(self.live().audits.entry((rule.to_owned(), partition)).or_default());
     }
 
-    /// How far the audit of a rule is. None where this process does not audit it.
+    /// Audit progress of a rule. None if this process does not audit it.
     #[must_use]
     pub fn audit(&self, rule: &str) -> Option<AuditProgress> {
         let live = self.live();

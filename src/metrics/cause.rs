@@ -1,49 +1,49 @@
-//! Why copies are not true at once: one enumeration for metric, status, page and alert.
+//! Reasons for copies that are not up to date: one enumeration for metrics, status, page and alerts.
 
-/// What keeps copies behind, or will.
+/// A problem that delays copies, or soon will.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Cause {
-    /// No primary answers.
+    /// No server answers as the primary.
     NoPrimary,
-    /// A user or a role lacks something.
+    /// A user or a role lacks a privilege.
     Privilege,
-    /// Writes take effect and reach no majority.
+    /// Writes take effect but are not majority-committed.
     NoMajority,
     /// A change stream does not answer, while the primary does.
     StreamInterrupted,
     /// History was lost: copies may be wrong until the backfill ends.
     Degraded,
-    /// The source collection is gone; its fields stay.
+    /// The source collection was dropped; the copied fields stay.
     SourceGone,
-    /// `remove` or `delete` of a rule would have destroyed too much.
-    Braked,
+    /// A rule's `remove` or `delete` reached its removal limit.
+    RemovalLimit,
     /// The first backfill of a rule would change existing data, and nobody has agreed to that.
     Adoption,
-    /// Reads or writes of a rule that is behind fail and are tried again.
+    /// Reads or writes of a rule that is behind fail and are retried.
     Retrying,
-    /// Write commands take long, or none is answered.
+    /// Write commands take long or get no answer.
     ServerSlow,
-    /// One key alone takes long: a fan-out to very many targets.
+    /// A single key takes long: a fan-out to very many targets.
     HotKey,
-    /// The queue is full: streams wait for it.
+    /// The queue is full, so the streams have to wait.
     Throttled,
-    /// The stream is read faster than real time and not there yet.
+    /// A stream is read faster than real time, but is still behind.
     CatchingUp,
     /// A rule's backfill is open.
     Backfilling,
-    /// Documents are set aside.
+    /// Dead letters exist.
     DeadLetters,
-    /// The saved position will soon fall off the oplog.
+    /// The checkpoint will soon fall off the oplog.
     OplogShort,
     /// The oplog's first entry cannot be read.
     OplogUnreadable,
-    /// The pipeline does not turn.
+    /// The pipeline's loop makes no progress.
     Stalled,
-    /// An operator has paused it.
+    /// An operator has paused the rule.
     Paused,
     /// The cluster lacks something that a rule needs.
-    Suspended,
-    /// A write of our own does not come through the oplog and the pipeline, though no rule seems behind.
+    Unavailable,
+    /// A canary write does not come through the oplog and the pipeline, though no rule seems behind.
     CanaryLate,
     /// The config was changed, and the new one is refused.
     ConfigRefused,
@@ -52,7 +52,7 @@ pub enum Cause {
 }
 
 impl Cause {
-    /// All of them, the most urgent first.
+    /// All causes, the most urgent first.
     pub const ALL: [Self; 23] = [
         Self::NoPrimary,
         Self::LeaseUnreadable,
@@ -64,9 +64,9 @@ impl Cause {
         Self::Degraded,
         Self::OplogShort,
         Self::SourceGone,
-        Self::Braked,
+        Self::RemovalLimit,
         Self::Adoption,
-        Self::Suspended,
+        Self::Unavailable,
         Self::Retrying,
         Self::ServerSlow,
         Self::HotKey,
@@ -79,7 +79,7 @@ impl Cause {
         Self::OplogUnreadable,
     ];
 
-    /// Its name in metrics, status and alerts.
+    /// The name of the cause in metrics, status and alerts.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -89,7 +89,7 @@ impl Cause {
             Self::StreamInterrupted => "stream_interrupted",
             Self::Degraded => "degraded",
             Self::SourceGone => "source_gone",
-            Self::Braked => "braked",
+            Self::RemovalLimit => "braked",
             Self::Adoption => "adoption",
             Self::Retrying => "retrying",
             Self::ServerSlow => "server_slow",
@@ -102,14 +102,14 @@ impl Cause {
             Self::OplogUnreadable => "oplog_unreadable",
             Self::Stalled => "stalled",
             Self::Paused => "paused",
-            Self::Suspended => "suspended",
+            Self::Unavailable => "suspended",
             Self::CanaryLate => "canary_late",
             Self::ConfigRefused => "config_refused",
             Self::LeaseUnreadable => "lease_unreadable",
         }
     }
 
-    /// What it means, in a sentence.
+    /// Explanation of the cause in one sentence.
     #[must_use]
     pub fn meaning(self) -> &'static str {
         match self {
@@ -122,7 +122,7 @@ impl Cause {
             Self::SourceGone => {
                 "a source collection was dropped or renamed; the fields copied from it stay as they are"
             }
-            Self::Braked => {
+            Self::RemovalLimit => {
                 "more targets would have lost their values than the removal limit allows: the rule is blocked"
             }
             Self::Adoption => {
@@ -138,7 +138,7 @@ impl Cause {
             Self::OplogShort => "the saved position will soon fall off the oplog",
             Self::OplogUnreadable => "how far the oplog reaches back cannot be read",
             Self::Stalled => "the daemon's event loop is blocked",
-            Self::Suspended => "the cluster lacks something that a rule needs: it does nothing, and the others go on",
+            Self::Unavailable => "the cluster lacks something that a rule needs: it does nothing, and the others go on",
             Self::Paused => "an operator has paused it: its fields stay as they are",
             Self::CanaryLate => {
                 "a write of denormd's own has not come through for a minute, though no rule seems behind"
@@ -147,7 +147,7 @@ impl Cause {
         }
     }
 
-    /// What to do about it.
+    /// Recommended action.
     #[must_use]
     pub fn advice(self) -> &'static str {
         match self {
@@ -160,7 +160,7 @@ impl Cause {
             Self::StreamInterrupted => "see the errors below; it is opened again by itself",
             Self::Degraded => "nothing: the backfill runs. Enlarge the oplog so that it does not happen again",
             Self::SourceGone => "restore the collection; then, or to apply the loss, `denormd unblock RULE`",
-            Self::Braked => "find out what deleted so many sources; `denormd unblock RULE` agrees to the loss",
+            Self::RemovalLimit => "find out what deleted so many sources; `denormd unblock RULE` agrees to the loss",
             Self::Adoption => {
                 "`denormd plan` says what it would change; `denormd unblock RULE` agrees, or correct the rule in the config"
             }
@@ -178,7 +178,7 @@ impl Cause {
             }
             Self::OplogUnreadable => "grant `find` on local.oplog.rs, or watch the oplog window by other means",
             Self::Stalled => "restart the daemon, and report its log",
-            Self::Suspended => {
+            Self::Unavailable => {
                 "`denormd plan` says what is missing, see also the errors below; the rule comes back by itself, by a backfill"
             }
             Self::Paused => "`denormd resume RULE` when ready, which backfills it",
@@ -189,13 +189,13 @@ impl Cause {
         }
     }
 
-    /// Whether any instance sees it by itself; the others only the leader knows of.
+    /// True for causes that any instance detects by itself; only the leader knows the others.
     #[must_use]
     pub fn is_of_the_instance(self) -> bool {
         matches!(self, Self::NoPrimary | Self::LeaseUnreadable | Self::Privilege | Self::ConfigRefused)
     }
 
-    /// Whether data is at risk or nothing moves; others are to be known, not to be acted upon at night.
+    /// True if data is at risk or nothing progresses. The other causes need no action at night.
     #[must_use]
     pub fn is_severe(self) -> bool {
         match self {
@@ -206,9 +206,9 @@ impl Cause {
             | Self::StreamInterrupted
             | Self::Degraded
             | Self::SourceGone
-            | Self::Braked
+            | Self::RemovalLimit
             | Self::Adoption
-            | Self::Suspended
+            | Self::Unavailable
             | Self::OplogShort
             | Self::Stalled
             | Self::CanaryLate => true,

@@ -1,5 +1,5 @@
-//! What the pipeline says of itself, several times a second. Lag is computed from it when somebody asks, so that it grows
-//! also while the pipeline is stuck.
+//! State that the pipeline publishes several times a second. Lag is computed from it on demand, so it also grows while
+//! the pipeline is stuck.
 
 use std::{
     collections::BTreeSet,
@@ -11,28 +11,29 @@ use serde::{Deserialize, Serialize};
 
 use crate::{position::ClusterTime, rule_state::RuleState};
 
-/// The pipeline at one moment. Rules and streams are numbered by their places here.
+/// The pipeline at one moment. Rules and streams are identified by their index here.
 #[derive(Debug, Clone)]
 pub struct Observation {
-    /// When.
+    /// Time of the observation.
     pub at: Instant,
     /// The rules, in the config's order.
     pub rules: Arc<[RuleFacts]>,
-    /// For each rule: when the oldest change was committed that waits or runs, in milliseconds since 1970 of the server.
+    /// For each rule: commit time of the oldest change that waits or runs, in milliseconds since 1970 by the server's
+    /// clock.
     pub oldest: Vec<Option<i64>>,
-    /// For each rule: how many large fan-outs are under way.
+    /// For each rule: number of fan-out jobs in progress.
     pub fan_outs: Vec<usize>,
-    /// For each rule: keys that wait or run for the sake of a change.
+    /// For each rule: number of keys that wait or run because of a change.
     pub late: Vec<usize>,
     /// The streams.
     pub streams: Vec<StreamFacts>,
-    /// Requests that wait or run, named targets counted.
+    /// Requests that wait or run, counting named targets.
     pub depth: usize,
-    /// Requests from which on the streams wait.
+    /// Number of requests from which on the streams wait.
     pub capacity: usize,
-    /// Whether the streams wait.
+    /// True while the streams wait for the queue.
     pub full: bool,
-    /// Keys that are queued or run.
+    /// Number of keys that are queued or run.
     pub keys: usize,
     /// The state of each rule.
     pub states: Arc<Vec<RuleState>>,
@@ -41,22 +42,22 @@ pub struct Observation {
 }
 
 impl Observation {
-    /// Whether a rule does all that it should: a lag of one that does not says nothing.
+    /// True unless the rule is stopped: the lag of a stopped rule has no meaning.
     #[must_use]
     pub fn runs(&self, rule: usize) -> bool {
         self.states.get(rule).is_none_or(|state| !state.is_stopped())
     }
 
-    /// The rules that are in such a state.
+    /// The rules whose state matches the predicate.
     #[must_use]
     pub fn in_state(&self, is: impl Fn(&RuleState) -> bool) -> BTreeSet<usize> {
         self.states.iter().enumerate().filter(|(_, state)| is(state)).map(|(nth, _)| nth).collect()
     }
 
-    /// What the pipelines of two partitions say, as one: a rule is as late as it is in the later one.
+    /// Merges the observations of two partitions: each rule is as late as in the later one.
     #[must_use]
     pub fn joined(&self, other: &Self) -> Self {
-        // For a moment in a reload two pipelines may have other rules: then the newer one speaks.
+        // During a reload, two pipelines may briefly have different rules: then the newer observation counts.
         let same = self.rules.iter().map(|rule| &rule.name).eq(other.rules.iter().map(|rule| &rule.name));
         if !same || self.streams.len() != other.streams.len() {
             return if self.at > other.at { self.clone() } else { other.clone() };
@@ -83,20 +84,20 @@ impl Observation {
 }
 
 impl StreamFacts {
-    /// The same database's stream of another partition beside this one: the one that is behind counts.
+    /// Merges the streams of two partitions for the same database: the one that is further behind counts.
     fn joined(&self, other: &Self) -> Self {
         Self {
             database: self.database.clone(),
             reached: self.reached.min(other.reached),
             applied: self.applied.min(other.applied),
-            // Without a saved position a restart begins before any.
+            // Without a checkpoint, a restart begins before any checkpoint.
             saved: self.saved.min(other.saved),
             delivered: self.delivered.min(other.delivered),
         }
     }
 }
 
-/// What does not change about a rule.
+/// Facts about a rule that do not change.
 #[derive(Debug, Clone)]
 pub struct RuleFacts {
     /// Its name.
@@ -105,17 +106,18 @@ pub struct RuleFacts {
     pub source: String,
     /// The target collection.
     pub target: String,
-    /// Whether its keys are targets; else they are values that sources and targets match on, each of many targets.
+    /// True if its keys are targets. Otherwise they are values that sources and targets match on, each with many
+    /// targets.
     pub keyed_by_target: bool,
-    /// The lag that it should not have for long.
+    /// The configured lag objective.
     pub max_lag: Duration,
-    /// The rules that it reads from, whole chains.
+    /// Indexes of the rules that it reads from, directly or through other rules.
     pub fed_by: Vec<usize>,
-    /// The streams that it listens to.
+    /// Indexes of the streams that it follows.
     pub streams: Vec<usize>,
 }
 
-/// How far a stream is.
+/// Progress of a stream.
 #[derive(Debug, Clone)]
 pub struct StreamFacts {
     /// Its database.
@@ -124,39 +126,39 @@ pub struct StreamFacts {
     pub reached: ClusterTime,
     /// Everything up to here is applied.
     pub applied: ClusterTime,
-    /// A restart begins here.
+    /// The checkpoint: a restart begins here.
     pub saved: Option<ClusterTime>,
-    /// When it last answered.
+    /// Time of its last answer.
     pub delivered: Instant,
 }
 
-/// How far a backfill is.
+/// Progress of a backfill.
 #[derive(Debug, Clone)]
 pub struct BackfillProgress {
-    /// When it started, or went on after a restart.
+    /// Time of its start, or of its continuation after a restart.
     pub started: Instant,
-    /// Targets read since.
+    /// Targets read since then.
     pub scanned: u64,
     /// Targets to read since then, estimated.
     pub total: Option<u64>,
-    /// When it ended.
+    /// Time of its end.
     pub ended: Option<Instant>,
-    /// What keeps it from going faster, while that is not denormd itself.
+    /// External reason that limits its speed.
     pub held_back: Option<HeldBack>,
 }
 
-/// Why a backfill waits between its pages.
+/// Reason for the pauses between the pages of a backfill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HeldBack {
     /// `limits.backfill_per_second`.
     Limit,
-    /// What the primary has written last is not acknowledged by a majority yet.
+    /// The primary's last writes are not majority-committed yet.
     MajorityBehind,
 }
 
 impl HeldBack {
-    /// All of them.
+    /// All reasons.
     pub const ALL: [Self; 2] = [Self::Limit, Self::MajorityBehind];
 
     /// Its name in metrics and status.
@@ -170,7 +172,7 @@ impl HeldBack {
 }
 
 impl BackfillProgress {
-    /// Of two partitions' backfills of a rule the one that is open, or least far.
+    /// Merges two partitions' backfills of a rule: the one that is open, or has the least progress, counts.
     pub(super) fn joined(&self, other: &Self) -> Self {
         let rank = |progress: &Self| (progress.ended.is_some(), progress.scanned);
         let slower = if rank(other) < rank(self) { other } else { self };

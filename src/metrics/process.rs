@@ -9,7 +9,7 @@ use prometheus::{Counter, Gauge, IntGauge};
 use super::Families;
 use crate::error::Result;
 
-/// How many ticks of `/proc` are a second: fixed for programs on every architecture that Rust has a Linux target for.
+/// Ticks of `/proc` in one second: fixed for programs on every architecture that Rust has a Linux target for.
 const TICKS: f64 = 100.0;
 
 /// The gauges of this process.
@@ -23,7 +23,7 @@ pub struct Process {
     started: Gauge,
 }
 
-/// What `/proc` says at one moment.
+/// Values read from `/proc` at one moment.
 #[derive(Debug, Default, PartialEq)]
 struct Reading {
     cpu_seconds: f64,
@@ -50,7 +50,7 @@ impl Process {
         Ok(process)
     }
 
-    /// Takes what holds now.
+    /// Updates the gauges with the current values.
     pub fn refresh(&self) {
         let Some(now) = read() else { return };
         self.cpu.inc_by((now.cpu_seconds - self.cpu.get()).max(0.0));
@@ -71,7 +71,7 @@ fn read() -> Option<Reading> {
 }
 
 fn parse(stat: &str, status: &str, limits: &str, machine: &str) -> Option<Reading> {
-    // The second field is the program's name in parentheses, which may hold anything.
+    // The second field is the program's name in parentheses, which may contain anything.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let ticks = |nth: usize| fields.get(nth)?.parse::<f64>().ok();
     let after = |text: &str, name: &str| {
@@ -84,7 +84,7 @@ fn parse(stat: &str, status: &str, limits: &str, machine: &str) -> Option<Readin
         resident_bytes: after(status, "VmRSS:")? * 1024,
         virtual_bytes: after(status, "VmSize:")? * 1024,
         open_descriptors: 0,
-        // "unlimited" is no number, and no limit.
+        // "unlimited" is not a number, and means no limit.
         most_descriptors: after(limits, "Max open files").unwrap_or(i64::MAX),
         started: booted + ticks(19)? / TICKS,
     })

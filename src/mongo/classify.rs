@@ -1,15 +1,15 @@
-//! The one place that says what an error of the driver or the server means.
+//! Classifies every error of the driver and the server. No other place does.
 
 use mongodb::error::{ErrorKind, WriteFailure};
 
 use crate::error::{Error, Kind};
 
-/// What a server's error code means. Codes: `src/mongo/base/error_codes.yml` of the server.
+/// The kind of a server's error code. Codes: `src/mongo/base/error_codes.yml` of the server.
 #[must_use]
 pub fn kind_of_code(code: i32) -> Kind {
     match code {
-        // HostUnreachable, HostNotFound, NetworkTimeout, SocketException, ExceededTimeLimit, and the cursor that died with
-        // its server (CursorNotFound, CursorKilled).
+        // HostUnreachable, HostNotFound, NetworkTimeout, SocketException, ExceededTimeLimit, and a cursor lost with its
+        // server (CursorNotFound, CursorKilled).
         6 | 7 | 89 | 9001 | 262 | 43 | 237 => Kind::Connection,
         // Every "not the primary any more", "shutting down" and "interrupted" code, WriteConflict, LockTimeout,
         // SnapshotUnavailable, NoSuchTransaction, ReadConcernMajorityNotAvailableYet, NotYetInitialized, TemporarilyUnavailable.
@@ -51,7 +51,7 @@ impl From<mongodb::error::Error> for Error {
             ErrorKind::ConnectionPoolCleared { .. } => {
                 Error::new(Kind::Connection, "connections were closed after a failure")
             }
-            // Its message has the text of other errors, see there.
+            // The message contains the text of other errors; `reach` composes a better one.
             ErrorKind::ServerSelection { .. } => super::reach::unreachable(),
             ErrorKind::Authentication { .. } => {
                 Error::new(Kind::Privilege, "the server refuses the user name or the password")
@@ -66,8 +66,8 @@ impl From<mongodb::error::Error> for Error {
     }
 }
 
-/// What the server says of a command that it refuses, in its own words. They may quote documents: only of a command that reads
-/// none may they be shown.
+/// The server's own text of a refused command. It may quote documents, so it may only be shown for a command that reads
+/// none.
 #[must_use]
 pub fn server_text(error: &mongodb::error::Error) -> Option<&str> {
     match error.kind.as_ref() {
@@ -76,8 +76,8 @@ pub fn server_text(error: &mongodb::error::Error) -> Option<&str> {
     }
 }
 
-/// The server's own text of an error code. Of an error within a bulk write it sends the code alone; these are the ones that
-/// refuse a document.
+/// The server's name of an error code. For an error within a bulk write the server sends only the code; these are the
+/// ones that refuse a document.
 #[must_use]
 pub fn named(code: i32, name: &str) -> String {
     let name = match (name, code) {
@@ -96,6 +96,6 @@ pub fn named(code: i32, name: &str) -> String {
 }
 
 fn other_name(kind: &ErrorKind) -> String {
-    // The variant's name alone: its content may quote a document.
+    // Only the variant's name: its content may quote a document.
     format!("{kind:?}").split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().to_owned()
 }

@@ -1,4 +1,5 @@
-//! Raw commands: majority reads no older than an event, and bulk updates that a late server does not run.
+//! Raw commands: majority reads that are at least as new as an event, and bulk writes that a slow server does not run
+//! after their deadline.
 
 use std::{
     borrow::Cow,
@@ -25,17 +26,17 @@ use crate::{
     position::ClusterTime,
 };
 
-/// How long one read may run on the server.
+/// Time limit for one read on the server.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// How old the measured difference to the server's clock may be.
+/// Maximum age of the measured difference to the server's clock.
 const CLOCK_AGE: Duration = Duration::from_secs(5);
-/// How long the primary may take to say who it is.
+/// Time limit for the primary's answer to `hello`.
 const HELLO: Duration = Duration::from_secs(15);
-/// What `$range` says to a step of zero, which is what [`in_time`] makes of a deadline that has passed.
+/// Error code of `$range` for a step of zero, which [`in_time`] produces after the deadline.
 const TOO_LATE: i32 = 34449;
-/// A command document may be 16 MiB and a little; statements are cut well below it.
+/// A command document may be slightly larger than 16 MiB; statements are split well below that.
 const COMMAND_BYTES: usize = 8 << 20;
-/// Room that the driver needs for what it adds to a command.
+/// Room for the fields that the driver adds to a command.
 const SLACK: usize = 1 << 10;
 
 /// A connection to the cluster, with the primary's clock.
@@ -44,29 +45,29 @@ pub struct Server {
     client: Client,
     clock: RwLock<Option<Clock>>,
     fence: Option<Arc<Fence>>,
-    /// Where a command's deadline is checked, once the server has been asked.
+    /// Place of the deadline check; none until the server was probed.
     checked: RwLock<Option<Checked>>,
     /// The operation time of the newest write that a majority has acknowledged to us.
     acknowledged: Mutex<ClusterTime>,
 }
 
-/// Where a server checks the deadline of a bulk write.
+/// The place where the server checks the deadline of a bulk write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Checked {
-    /// By a statement of its own that goes first and ends an ordered command. Costs nothing a statement.
+    /// In an extra first statement, whose failure ends an ordered command. No cost for the other statements.
     First,
-    /// By the command's `let`, which is computed for each statement (16 µs on MongoDB 6.0.5).
+    /// In the command's `let`, which is computed for each statement (16 µs on MongoDB 6.0.5).
     Each,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Clock {
-    /// The server's clock, in milliseconds since 1970, at `at`; not later than the true value.
+    /// The server's clock, in milliseconds since 1970, at `at`; not ahead of the true value.
     server_millis: i64,
     at: Instant,
 }
 
-/// What reads must not be older than.
+/// Minimum time of a read's snapshot.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Reads {
     /// The event's cluster time.
@@ -83,7 +84,7 @@ impl Reads {
     }
 }
 
-/// The batches of a cursor on the primary. A primary that is no more ends it with an error.
+/// The batches of a cursor on the primary. Ends with an error if that server is no longer the primary.
 pub struct Batches {
     cursor: mongodb::raw_batch_cursor::RawBatchCursor,
     primary: Primary,
@@ -105,7 +106,7 @@ impl Pages {
         self.0.next().await.map_err(read_too_long)
     }
 
-    /// Reads on until the documents have `bytes`. Returns them, and whether they are all.
+    /// Reads until the documents reach `bytes`. Returns them, and true if there are no more.
     pub async fn up_to(&mut self, bytes: usize) -> Result<(Vec<RawDocumentBuf>, bool)> {
         let (mut out, mut read) = (Vec::new(), 0);
         while let Some(batch) = self.batch().await? {
@@ -121,7 +122,7 @@ impl Pages {
         Ok((out, true))
     }
 
-    /// The documents of the next batch, which may be none; None after the last batch.
+    /// The documents of the next batch, possibly none; None after the last batch.
     pub async fn next(&mut self) -> Result<Option<Vec<RawDocumentBuf>>> {
         self.batch().await?.as_ref().map(documents).transpose()
     }
@@ -143,7 +144,7 @@ pub fn documents(batch: &RawBatch) -> Result<Vec<RawDocumentBuf>> {
     rows_of(batch)?.map(|row| Ok(row?.into_owned())).collect()
 }
 
-/// The documents of one batch.
+/// The documents of one batch, borrowed where possible.
 pub fn rows_of(batch: &RawBatch) -> Result<impl Iterator<Item = Result<Cow<'_, RawDocument>>>> {
     Ok(batch.doc_slices()?.into_iter().map(|row| {
         let row = row?.as_document();
@@ -151,14 +152,14 @@ pub fn rows_of(batch: &RawBatch) -> Result<impl Iterator<Item = Result<Cow<'_, R
     }))
 }
 
-/// What one bulk command did.
+/// Result of one bulk command.
 #[derive(Debug, Default)]
 pub struct Written {
     /// Documents that a statement matched.
     pub matched: u64,
     /// Documents that a statement changed.
     pub modified: u64,
-    /// Statements that the server refused: index into the command's statements, and why.
+    /// Statements that the server refused: index into the command's statements, and the error.
     pub refused: Vec<(usize, Error)>,
 }
 
@@ -181,19 +182,19 @@ impl Server {
         Self { fence: Some(fence), ..Self::new(self.client.clone()) }
     }
 
-    /// The same cluster without a leadership.
+    /// The same cluster without a lease.
     #[must_use]
     pub fn unfenced(&self) -> Self {
         Self::new(self.client.clone())
     }
 
-    /// The term of the leadership that this writes under; 0 without one.
+    /// The term of the lease that writes are bound to; 0 without one.
     #[must_use]
     pub fn term(&self) -> i64 {
         self.fence.as_ref().map_or(0, |fence| fence.term())
     }
 
-    /// How long ago the lease was granted or renewed; None without a leadership.
+    /// Time since the lease was granted or renewed; None without a lease.
     #[must_use]
     pub fn since_renewal(&self) -> Option<Duration> {
         self.fence.as_ref().map(|fence| fence.since_renewal())
@@ -205,7 +206,7 @@ impl Server {
         &self.client
     }
 
-    /// The names of the databases that the user may see; none where the server does not tell.
+    /// The names of the databases that the user may see; empty if the server refuses the list.
     pub async fn databases(&self) -> Vec<String> {
         let command = doc! {"listDatabases": 1, "nameOnly": true, "authorizedDatabases": true};
         let reply = self.database("admin").run_command(command).await.unwrap_or_default();
@@ -237,7 +238,7 @@ impl Server {
         names: &[&str],
     ) -> Result<std::collections::HashMap<String, Bson>> {
         let filter = doc! {"name": {"$in": names.to_vec()}, "type": "collection"};
-        // All in one batch: each is a few hundred bytes.
+        // All in one batch: each entry is a few hundred bytes.
         let command = doc! {"listCollections": 1, "filter": filter, "cursor": {"batchSize": i32::MAX}};
         let reply = self.database(database).run_command(command).await?;
         let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
@@ -248,7 +249,7 @@ impl Server {
         Ok(batch.map(|batch| batch.iter().filter_map(uuid).collect()).unwrap_or_default())
     }
 
-    /// Whether a collection exists.
+    /// True if the collection exists.
     pub async fn has_collection(&self, database: &str, collection: &str) -> Result<bool> {
         let command = doc! {"listCollections": 1, "filter": {"name": collection}, "nameOnly": true};
         let reply = self.database(database).run_command(command).await?;
@@ -256,7 +257,7 @@ impl Server {
         Ok(batch.is_ok_and(|batch| !batch.is_empty()))
     }
 
-    /// What the primary says of itself.
+    /// The primary's reply to `hello`.
     pub async fn hello(&self) -> Result<Document> {
         Primary::of(&self.client).hello(HELLO).await
     }
@@ -270,7 +271,8 @@ impl Server {
             .map_err(|_| Error::new(Kind::Topology, "the server reports no operation time"))
     }
 
-    /// Runs a majority read of the primary to its end: `aggregate` or `find` with everything but its concern and limits.
+    /// Runs a majority read on the primary to its end: an `aggregate` or `find` command without read concern and
+    /// limits.
     pub async fn read(&self, database: &str, command: Document, reads: Reads) -> Result<Vec<RawDocumentBuf>> {
         let mut pages = self.pages(database, command, reads).await?;
         let mut out = Vec::new();
@@ -280,10 +282,10 @@ impl Server {
         Ok(out)
     }
 
-    /// As [`Server::read`], one batch of the cursor at a time. A command that says how long it may take keeps that.
+    /// Like [`Server::read`], one batch of the cursor at a time. A time limit in the command takes precedence.
     ///
-    /// It is no older than any write that was acknowledged to us either: after a failover a majority read of the new primary
-    /// may be, for a moment, and miss what we have just put somewhere.
+    /// The read is at least as new as any write acknowledged to this process. Shortly after a failover, a majority read
+    /// of the new primary may be older, and miss a write of our own.
     pub async fn pages(&self, database: &str, command: Document, mut reads: Reads) -> Result<Pages> {
         reads.after = reads.after.max(*self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner));
         let mut command = limited(command, READ_TIMEOUT);
@@ -296,7 +298,7 @@ impl Server {
         Ok(Pages(Batches { cursor, primary }))
     }
 
-    /// Follows a cursor that never ends: its batches may be empty, and then come after `wait` at the latest.
+    /// Follows a cursor that never ends: a batch may be empty, and arrives after `wait` at the latest.
     pub async fn follow(&self, database: &str, command: Document, batch: u32, wait: Duration) -> Result<Batches> {
         let primary = Primary::of(&self.client);
         let database = self.database(database);
@@ -311,11 +313,11 @@ impl Server {
         Ok(Batches { cursor, primary })
     }
 
-    /// Runs update statements, each on its own account, acknowledged by a majority.
+    /// Runs independent update statements, acknowledged by a majority.
     ///
-    /// The server checks the deadline by its own clock when it starts the command, and `maxTimeMS` bounds what started in
-    /// time. A command that is delayed past its deadline writes nothing and says so. One whose answer is lost is waited out:
-    /// when this returns it does not run any more.
+    /// The server checks the deadline by its own clock when it starts the command, and `maxTimeMS` bounds a command
+    /// that started in time. A command that is delayed past its deadline writes nothing and fails. If an answer is
+    /// lost, this waits until the command can no longer run.
     pub async fn update(
         &self,
         database: &str,
@@ -326,7 +328,7 @@ impl Server {
         self.bulk(database, &Verb::update(), collection, statements, timeout).await
     }
 
-    /// Runs delete statements, in the way of [`Server::update`].
+    /// Runs delete statements, like [`Server::update`].
     pub async fn delete(
         &self,
         database: &str,
@@ -361,7 +363,7 @@ impl Server {
             let refused = written.refused.len();
             take_reply(&reply, start, usize::from(checked == Checked::First), &mut written)?;
             start = match written.refused.get(refused) {
-                // It ended there. Where one is refused others may be: what follows goes without an order.
+                // The command ended at this statement. After one refusal more are likely: the rest is sent unordered.
                 Some((index, _)) if checked == Checked::First => {
                     checked = Checked::Each;
                     index + 1
@@ -372,8 +374,8 @@ impl Server {
         Ok(written)
     }
 
-    /// Where the server checks a deadline. It is asked, not assumed, by a command that is too late: only what refuses that
-    /// one can be trusted. A mongos sends a command's statements to different shards, and only some get the first.
+    /// Finds out where the server checks a deadline, by a command that is too late: only a check that refuses it can be
+    /// relied on. A mongos sends a command's statements to different shards, and only some of them get the first one.
     async fn checked(&self, database: &str, verb: &Verb, collection: &str, timeout: Duration) -> Result<Checked> {
         if let Some(known) = *self.checked.read().await {
             return Ok(known);
@@ -393,13 +395,13 @@ impl Server {
         Ok(checked)
     }
 
-    /// When a command that is sent now may run.
+    /// The window in which a command that is sent now may run.
     async fn window(&self, timeout: Duration) -> Result<Window> {
         let now = self.server_now().await?;
         Window::new(self.fence.as_deref(), now, timeout, Instant::now())
     }
 
-    /// Sends a write with its deadline, and stays until it cannot run any more.
+    /// Sends a write with its deadline, and does not return while it can still run.
     async fn fenced(&self, database: &str, command: RawDocumentBuf, window: Window) -> Result<Document> {
         let primary = Primary::of(&self.client);
         let database = self.database(database);
@@ -411,7 +413,7 @@ impl Server {
             Err(_) => Err(Error::new(Kind::Connection, "no answer in time")),
         };
         if let Err(error) = &result {
-            // Another server, with another clock, may have become the primary, or another release.
+            // Another server, with another clock or another version, may have become the primary.
             *self.clock.write().await = None;
             *self.checked.write().await = None;
             if error.kind == Kind::Connection && primary.address().is_some() {
@@ -425,7 +427,7 @@ impl Server {
         result.map_err(|error| if error.code == Some(TOO_LATE) { too_late() } else { error })
     }
 
-    /// The primary's clock, in milliseconds since 1970, never later than it really is.
+    /// The primary's clock, in milliseconds since 1970, never ahead of its true value.
     async fn server_now(&self) -> Result<i64> {
         let known = *self.clock.read().await;
         if let Some(clock) = known.filter(|clock| clock.at.elapsed() < CLOCK_AGE) {
@@ -435,7 +437,7 @@ impl Server {
         }
         let reply = Primary::of(&self.client).hello(HELLO).await?;
         let at = Instant::now();
-        // It may have stepped down since it was selected.
+        // The server may have stepped down since it was selected.
         if !reply.get_bool("isWritablePrimary").unwrap_or_default() {
             return Err(Error::new(Kind::Unavailable, "the server is no longer the primary"));
         }
@@ -448,11 +450,11 @@ impl Server {
     }
 }
 
-/// A bulk write command.
+/// Kind of bulk write command.
 struct Verb {
     name: &'static CStr,
     list: &'static CStr,
-    /// What follows `q` in a statement that changes nothing.
+    /// The field after `q` in a statement that changes nothing.
     nothing: (&'static CStr, RawBson),
 }
 
@@ -475,7 +477,7 @@ impl Verb {
     ) -> Result<RawDocumentBuf> {
         let mut first = None;
         if checked == Checked::First {
-            // `$range` of nothing is never more than an array of one.
+            // A comparison in `$expr` that is never true: `$range` returns at most one element.
             let never = rawdoc! {"$gt": [in_time(window), [0, 0]]};
             let (name, nothing) = &self.nothing;
             let first = first.insert(rawdoc! {"q": {"_id": null, "$expr": never}});
@@ -493,7 +495,8 @@ impl Verb {
     }
 }
 
-/// Appends an array of documents. Each is copied once, into its place: they may be as large as a command can be.
+/// Appends an array of documents. Each is copied only once, into its final place: they may be as large as a whole
+/// command.
 fn with_list<'a, I: Iterator<Item = &'a RawDocumentBuf>>(
     command: RawDocumentBuf,
     name: &CStr,
@@ -526,7 +529,7 @@ fn length(bytes: usize) -> Result<[u8; 4]> {
     Ok(bytes.to_le_bytes())
 }
 
-/// `[0]`, or an error of its own kind when it is too late: that nothing matched would look like success.
+/// `[0]`, or a distinct error when it is too late: a filter that matches nothing would look like success.
 fn in_time(window: Window) -> RawDocumentBuf {
     let by_clock = rawdoc! {"$lt": ["$$NOW", DateTime::from_millis(window.deadline)]};
     let end = Timestamp { time: window.cluster_end, increment: 0 };
@@ -538,7 +541,8 @@ fn too_late() -> Error {
     Error::new(Kind::Unavailable, "the command reached the server after its deadline")
 }
 
-/// Adds what a reply says of statements from `offset` on; `before` of its statements were none of theirs.
+/// Adds the results in a reply for the statements from `offset` on; the first `before` statements of the command are
+/// not counted.
 fn take_reply(reply: &Document, offset: usize, before: usize, written: &mut Written) -> Result<()> {
     let count = |name: &str| match reply.get(name) {
         Some(Bson::Int32(n)) => u64::try_from(*n).unwrap_or_default(),
@@ -557,7 +561,7 @@ fn take_reply(reply: &Document, offset: usize, before: usize, written: &mut Writ
             let kind = kind_of_code(code);
             let name = error.get_str("codeName").unwrap_or_default();
             let error = Error { code: Some(code), ..Error::new(kind, named(code, name)) };
-            // What refuses the first of all, which changes nothing, refuses the command.
+            // An error of the first statement, which changes nothing, applies to the whole command.
             let Some(index) = index.checked_sub(before) else { return Err(error) };
             written.refused.push((offset + index, error));
         }

@@ -1,4 +1,4 @@
-//! Connecting, and what a cluster must be before anything is written to it.
+//! Connects, and checks the requirements on a cluster before the first write.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -18,10 +18,10 @@ use crate::{
     error::{Error, Kind, Result},
 };
 
-/// How long an operation looks for a server before it reports that there is none. Callers retry for ever.
+/// Time limit for finding a server. Callers retry indefinitely.
 const SERVER_SELECTION: Duration = Duration::from_secs(10);
 
-/// How long one member of the set is looked for.
+/// Time limit for finding one member of the set.
 const MEMBER_SELECTION: Duration = Duration::from_secs(3);
 
 /// Connects, and checks that the cluster can be used: a replica set (or mongos) of MongoDB 6.0 or later.
@@ -29,7 +29,7 @@ pub async fn connect(uri: &SecretString) -> Result<Client> {
     let mut options = options(uri).await?;
     options.app_name.get_or_insert_with(|| "denormd".to_owned());
     options.server_selection_timeout.get_or_insert(SERVER_SELECTION);
-    // Every read and write of ours wants the primary (DESIGN: reads no older than the event).
+    // Every read and write of denormd needs the primary (DESIGN: reads no older than the event).
     options.selection_criteria = Some(SelectionCriteria::ReadPreference(ReadPreference::Primary));
     options.retry_writes = Some(false);
     reach::watch(&mut options);
@@ -38,7 +38,7 @@ pub async fn connect(uri: &SecretString) -> Result<Client> {
     let client = Client::with_options(options)?;
     let refused = |error: Error| {
         match (error.kind, &users) {
-        // The driver says no more than this, not even which server it was.
+        // The driver gives no further details, not even which server it was.
         (Kind::Privilege, Some(users)) => error.context(&hosts.join(", ")).hint(format!(
             "the user is looked up in the database `{users}`; if it was created in another one, say so by authSource= in the \
              connection string"
@@ -50,12 +50,12 @@ pub async fn connect(uri: &SecretString) -> Result<Client> {
     Ok(client)
 }
 
-/// The database that the user is looked up in.
+/// The database that contains the user.
 fn users_of(credential: &Credential, database: Option<&str>) -> String {
     credential.source.as_deref().or(database).unwrap_or("admin").to_owned()
 }
 
-/// The options of the connection string. An error names no part of it but hosts, the options' names and files' kinds of errors: any
+/// The options of the connection string. An error only contains hosts, names of options and kinds of file errors: any
 /// other part may belong to a password.
 async fn options(uri: &SecretString) -> Result<ClientOptions> {
     let text = uri.expose_secret();
@@ -79,8 +79,8 @@ async fn options(uri: &SecretString) -> Result<ClientOptions> {
     })
 }
 
-/// Which part of a connection string the driver refuses: it is tried with the other parts replaced, because the driver's own
-/// messages quote it.
+/// Identifies the part of a connection string that the driver refuses. Each part is tried with the others replaced,
+/// because the driver's own messages quote them.
 fn blame(uri: &str) -> String {
     let works = |uri: &str| ConnectionString::parse(uri).is_ok();
     let rest = uri.split_once("://").map_or("", |(_, rest)| rest);
@@ -112,7 +112,7 @@ fn blame(uri: &str) -> String {
     "its parts do not go together".to_owned()
 }
 
-/// Connects to one member of the set alone, whatever its role.
+/// Connects to a single member of the set, whatever its role.
 pub async fn member(uri: &SecretString, host: &str) -> Result<Client> {
     let mut options = options(uri).await?;
     options.hosts = vec![ServerAddress::parse(host)?];
@@ -124,12 +124,12 @@ pub async fn member(uri: &SecretString, host: &str) -> Result<Client> {
     Ok(Client::with_options(options)?)
 }
 
-/// The database that the URI names, if it does.
+/// The database named in the URI, if any.
 pub async fn default_database(uri: &SecretString) -> Option<String> {
     ClientOptions::parse(uri.expose_secret()).await.ok()?.default_database
 }
 
-/// The certificate files that the URI names: the driver reads them once for each client.
+/// The certificate files named in the URI: the driver reads them once for each client.
 #[must_use]
 pub fn certificates(uri: &SecretString) -> Vec<PathBuf> {
     let files = named_options(uri.expose_secret())
@@ -138,7 +138,7 @@ pub fn certificates(uri: &SecretString) -> Vec<PathBuf> {
     files.collect()
 }
 
-/// The options of the URI that switch the verification of certificates off, as they are spelled in the documentation.
+/// The options of the URI that disable the verification of certificates, spelled as in the documentation.
 #[must_use]
 pub fn insecure(uri: &SecretString) -> Vec<&'static str> {
     let known = ["tlsInsecure", "tlsAllowInvalidCertificates", "tlsAllowInvalidHostnames"];

@@ -1,22 +1,22 @@
-//! A connection that is replaced while those that use it go on.
+//! A shared connection that can be replaced while it is in use.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::mongo::Server;
 
-/// What a process talks to the cluster by. All clones are replaced at once: the password of an old connection may not be
-/// good for another one.
+/// The connection of a process to the cluster. All clones are replaced at once: the password of an old connection may
+/// no longer be valid for a new one.
 #[derive(Debug, Clone)]
 pub struct Connection(Arc<Mutex<Arc<Server>>>);
 
 impl Connection {
-    /// The one that is used now.
+    /// The current connection.
     #[must_use]
     pub fn now(&self) -> Arc<Server> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Uses another one from now on.
+    /// Replaces the connection for all clones.
     pub fn replace(&self, server: Server) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(server);
     }

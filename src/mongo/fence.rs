@@ -1,11 +1,11 @@
-//! What a leader may still write: the bounds that the server checks by its own clock, and what is known of that clock.
+//! The bounds of a leader's writes: the server checks them by its own clock, and this is the known state of that clock.
 //!
-//! Architecture invariant: a command of a leader starts before its deadline and is over when its lease ends. So a successor
-//! that waits for the end of the lease writes after everything that its predecessor has ever sent.
+//! Architecture invariant: a leader's command starts before its deadline and has ended when its lease ends. So a
+//! successor that waits for the end of the lease writes after everything that its predecessor ever sent.
 //!
-//! The next primary's clock may be behind, and there a lease that has ended would go on. So a lease has a second end, by the
-//! cluster time, which is no earlier on any later primary: a successor takes over by a write whose cluster time is past that
-//! end, and from then on no primary runs a command of its predecessor.
+//! The next primary's clock may be behind, and an expired lease would be valid again there. So a lease has a second
+//! end, by the cluster time, which never goes back on a later primary. A successor takes over with a write whose
+//! cluster time is past that end; from then on no primary runs a command of its predecessor.
 
 use std::{
     sync::{
@@ -17,9 +17,9 @@ use std::{
 
 use crate::error::{Error, Kind, Result};
 
-/// With less than this left of a lease nothing is sent any more.
+/// Nothing is sent when less than this remains of the lease, in milliseconds.
 const LEAST: i64 = 200;
-/// What a server may need to notice that a command's time is over.
+/// Time that a server may need to notice that a command has exceeded its limit.
 const NOTICE: Duration = Duration::from_millis(500);
 
 /// The end of a lease, in milliseconds since 1970.
@@ -27,7 +27,7 @@ const NOTICE: Duration = Duration::from_millis(500);
 pub struct End {
     /// By the server's clock.
     pub server: i64,
-    /// By the cluster time, or by the server's clock where that is later.
+    /// By the cluster time, or by the server's clock if that is later.
     pub cluster: i64,
 }
 
@@ -47,7 +47,7 @@ pub struct Fence {
 }
 
 impl Fence {
-    /// The leadership of this term, until `end`.
+    /// A leadership of this term until `end`.
     #[must_use]
     pub fn new(term: i64, end: impl Into<End>) -> Self {
         let End { server, cluster } = end.into();
@@ -55,24 +55,24 @@ impl Fence {
         Self { term, server, cluster, renewed: Mutex::new(Instant::now()) }
     }
 
-    /// Counts the take-overs of the deployment.
+    /// Term of the leadership, which grows with every take-over.
     #[must_use]
     pub fn term(&self) -> i64 {
         self.term
     }
 
-    /// The lease has been renewed, acknowledged by a majority.
+    /// Extends the lease after a renewal that a majority acknowledged.
     pub fn extend(&self, end: impl Into<End>) {
         let End { server, cluster } = end.into();
         self.server.fetch_max(server, Ordering::SeqCst);
         let known = self.cluster.load(Ordering::SeqCst);
-        // An end that the cluster time could not give for a while is not kept.
+        // The previous end is not kept if the cluster time could not provide it.
         let cluster = if known == i64::MAX { cluster } else { known.max(cluster) };
         self.cluster.store(cluster, Ordering::SeqCst);
         *self.renewed.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 
-    /// How long ago the lease was granted or renewed.
+    /// Time since the lease was granted or renewed.
     #[must_use]
     pub fn since_renewal(&self) -> Duration {
         self.renewed.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
@@ -82,29 +82,29 @@ impl Fence {
         self.server.load(Ordering::SeqCst)
     }
 
-    /// The first second of the cluster time in which nothing runs any more.
+    /// The first second of the cluster time in which no command may run.
     fn cluster_end(&self) -> u32 {
         let end = self.cluster.load(Ordering::SeqCst);
         u32::try_from(end / 1000 + i64::from(end % 1000 != 0)).unwrap_or(u32::MAX)
     }
 }
 
-/// When a write may run.
+/// The time in which a write may run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Window {
-    /// It does not start at or after this time of the server's clock, in milliseconds since 1970.
+    /// The write must start before this time of the server's clock, in milliseconds since 1970.
     pub deadline: i64,
-    /// Nor from this second of the cluster time on.
+    /// It must also start before this second of the cluster time.
     pub cluster_end: u32,
-    /// How long it may run once it has started.
+    /// Time limit once it has started.
     pub run: Duration,
-    /// After this moment it does not run any more, whatever became of it.
+    /// After this moment it can no longer run, whatever happened to it.
     pub over: Instant,
 }
 
 impl Window {
-    /// The window of a command that is sent at `sent`, when the server's clock says `now` or later. Half of what is left of
-    /// the lease is for starting and half for running.
+    /// The window of a command that is sent at `sent`, when the server's clock shows `now` or later. Half of the
+    /// remaining lease is for starting and half for running.
     pub fn new(fence: Option<&Fence>, now: i64, timeout: Duration, sent: Instant) -> Result<Self> {
         let mut timeout = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
         if let Some(fence) = fence {

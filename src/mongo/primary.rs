@@ -1,4 +1,5 @@
-//! The server that a command went to, and whether it is still the primary: a frozen one neither answers nor hangs up.
+//! Tracks the server that a command went to, and whether it is still the primary: a frozen server neither answers nor
+//! closes the connection.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -13,16 +14,17 @@ use mongodb::{
 
 use crate::error::{Error, Kind, Result};
 
-/// How long an answer may take before it is asked whether its server is still the primary, and then how often.
+/// Delay of an answer after which the primary is checked, and the interval between checks.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How often it is asked when the answer is known to be lost.
+/// Interval between checks when the answer is known to be lost.
 const IMPATIENCE: Duration = Duration::from_millis(200);
 
-/// How long an operation on the daemon's own state may take.
+/// Time limit for an operation on the daemon's own state.
 const STATE: Duration = Duration::from_secs(10);
 
-/// The answer of an operation on the daemon's own state. A frozen server gives none, and whoever waits for it would not see
-/// that another one is the primary. The operation may still happen later: callers say why that does no harm.
+/// Limits the time of an operation on the daemon's own state. A frozen server never answers, and a caller without a
+/// limit would not notice that another server is the primary. The operation may still take effect later: each caller
+/// explains why that does no harm.
 pub fn bounded<T>(operation: impl IntoFuture<Output = mongodb::error::Result<T>>) -> impl Future<Output = Result<T>> {
     // The driver's futures are large.
     let operation = tokio::time::timeout(STATE, Box::pin(operation.into_future()));
@@ -34,31 +36,30 @@ pub fn bounded<T>(operation: impl IntoFuture<Output = mongodb::error::Result<T>>
     }
 }
 
-/// Where one command goes.
+/// Destination of one command.
 #[derive(Debug, Clone)]
 pub struct Primary {
     client: Client,
     chosen: Arc<Mutex<Option<Chosen>>>,
 }
 
-/// A server that was selected.
 #[derive(Debug, Clone, PartialEq)]
 struct Chosen {
     address: ServerAddress,
-    /// It hands commands on: to a mongos, or to what a load balancer picks.
+    /// True if it forwards commands: a mongos or a load balancer.
     is_router: bool,
 }
 
 impl Chosen {
-    /// Whether what was sent to this server is over because another one answers now. A router that is gone or slow says nothing
-    /// about the command that it has handed on: the shard may run it yet.
+    /// True if commands sent to this server have ended because another server answers now. A router that is gone or
+    /// slow proves nothing about a command that it has forwarded: the shard may still run it.
     fn ends_with(&self, now: &Self) -> bool {
         !self.is_router && !now.is_router && self.address != now.address
     }
 }
 
 impl Primary {
-    /// For a command of `client` that is about to be sent.
+    /// The destination of a command of `client` that is about to be sent.
     #[must_use]
     pub fn of(client: &Client) -> Self {
         Self { client: client.clone(), chosen: Arc::default() }
@@ -80,7 +81,7 @@ impl Primary {
         }))
     }
 
-    /// Where the command went; None while it has not been sent.
+    /// The server that the command went to; None if it was not sent yet.
     #[must_use]
     pub fn address(&self) -> Option<ServerAddress> {
         self.chosen().map(|chosen| chosen.address)
@@ -90,10 +91,10 @@ impl Primary {
         self.chosen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The command's answer, or an error once another server is the primary.
+    /// Returns the command's answer, or an error once another server is the primary.
     pub fn attend<T>(&self, answer: impl IntoFuture<Output = T>) -> impl Future<Output = Result<T>> {
-        // The driver's futures are large.
-        // A read may be given up for another router, too; a write is waited out all the same.
+        // The driver's futures are large. A read may also be abandoned for another router; a write is waited out
+        // anyway.
         let gone = self.gone(PATIENCE, |old, now| old.address != now.address);
         let (answer, gone) = (Box::pin(answer.into_future()), Box::pin(gone));
         async {
@@ -104,9 +105,9 @@ impl Primary {
         }
     }
 
-    /// Waits until a command whose answer is lost has run or never will: until it is `over` by the clock, or until another
-    /// server is the primary. Then what the old one did is in the log that the new one goes on from, or is gone. Behind a
-    /// router it is the clock alone.
+    /// Waits until a command whose answer is lost has run or can no longer run: until `over`, or until another server
+    /// is the primary. In the second case the effects of the command are in the new primary's log, or are lost. Behind
+    /// a router, only the clock counts.
     pub async fn wait_out(&self, over: Instant) {
         let over_there = self.gone(IMPATIENCE, Chosen::ends_with);
         tokio::time::timeout_at(over.into(), over_there).await.ok();
@@ -128,7 +129,7 @@ impl Primary {
         hello.get_bool("isWritablePrimary").unwrap_or_default() && now.chosen().is_some_and(|now| is_gone(&old, &now))
     }
 
-    /// What the primary says of itself. An answer that takes longer than `limit` counts as none.
+    /// The primary's reply to `hello`. An answer that takes longer than `limit` counts as none.
     pub async fn hello(&self, limit: Duration) -> Result<Document> {
         let admin = self.client.database("admin");
         let hello = admin.run_command(doc! {"hello": 1}).selection_criteria(self.criteria());
@@ -147,7 +148,7 @@ mod tests {
         Chosen { address: ServerAddress::Tcp { host: host.to_owned(), port: None }, is_router }
     }
 
-    /// It was taken for a new primary: the command was not waited out, and ran after what was written next.
+    /// The other router counted as a new primary: the command was not waited out, and ran after the next write.
     #[test]
     fn another_router_does_not_end_what_the_first_one_has_handed_on() {
         let ends = |old: Chosen, now: Chosen| old.ends_with(&now);

@@ -1,19 +1,18 @@
-//! Databases that speak MongoDB's protocol and are not MongoDB: recognised by the names of their hosts and by what they say of
-//! themselves, and refused with the reason. What each of them lacks is from its own documentation; docs/compatibility.md has
-//! the sources.
+//! Recognises databases that speak MongoDB's protocol but are not MongoDB, by their host names and their replies, and
+//! refuses them with the reason. docs/compatibility.md cites the sources for the features that each of them lacks.
 
 use bson::Document;
 
 use crate::error::{Error, Kind};
 
-/// A database that denormd cannot work on.
+/// A database that denormd does not support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Foreign {
     /// Amazon DocumentDB, instance-based or elastic.
     AmazonDocumentDb,
-    /// Azure Cosmos DB for MongoDB by request units.
+    /// Azure Cosmos DB for MongoDB, billed by request units.
     CosmosDb,
-    /// The open-source DocumentDB, and Azure's service of it (once Cosmos DB for MongoDB vCore).
+    /// The open-source DocumentDB, and Azure's service based on it (formerly Cosmos DB for MongoDB vCore).
     DocumentDb,
     /// FerretDB.
     FerretDb,
@@ -24,8 +23,8 @@ pub enum Foreign {
 }
 
 impl Foreign {
-    /// The database behind these hosts, by their names and the replies to `hello` and `buildInfo`. None for MongoDB and what is
-    /// built from its source, such as Percona Server for MongoDB.
+    /// The database behind these hosts, recognised by their names and the replies to `hello` and `buildInfo`. None for
+    /// MongoDB and products built from its source, such as Percona Server for MongoDB.
     #[must_use]
     pub fn recognise(hosts: &[String], hello: &Document, build_info: &Document) -> Option<Self> {
         let ends_with = |suffix: &str| {
@@ -38,7 +37,7 @@ impl Foreign {
         let is_document_db = internal.is_some_and(|internal| {
             internal.contains_key("documentdb_versions") || internal.contains_key("cosmos_versions")
         });
-        // FerretDB 2 runs on the open-source DocumentDB: it comes first.
+        // FerretDB 2 runs on the open-source DocumentDB, so it is checked first.
         if ["ferretdb", "ferretdbVersion"].iter().any(|name| build_info.contains_key(name)) {
             Some(Self::FerretDb)
         } else if is_document_db || ends_with(".mongocluster.cosmos.azure.com") {
@@ -56,7 +55,7 @@ impl Foreign {
         }
     }
 
-    /// Its name, as its maker writes it.
+    /// The product's name, as its vendor writes it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -69,13 +68,11 @@ impl Foreign {
         }
     }
 
-    /// What it lacks.
+    /// The features that it lacks.
     #[must_use]
     pub fn lacks(self) -> &'static str {
         match self {
-            Self::AmazonDocumentDb => {
-                "its change streams have neither pre-images nor the stages that denormd filters with"
-            }
+            Self::AmazonDocumentDb => "its change streams have no pre-images",
             Self::CosmosDb => "its change streams leave out deletes",
             Self::DocumentDb => "its change streams are missing or a preview without a cluster time",
             Self::FerretDb => "it has no change streams",
@@ -98,10 +95,11 @@ mod tests {
 
     use super::*;
 
-    /// Replies of servers of each kind, cut to what tells them apart and what would mislead.
+    /// Hosts, replies and the expected results. The fields that identify a database are from public sources, cited
+    /// where there is one; version numbers and the rest are examples.
     fn replies() -> Vec<(&'static str, Document, Document, Option<Foreign>)> {
         let set = doc! {"isWritablePrimary": true, "setName": "rs0", "maxWireVersion": 21};
-        let genuine = doc! {"version": "7.0.28", "gitVersion": "29ac0ba9b2c9c6d3a0f5e1a8f4fbe9f2b7b0f1a4", "modules": [], "versionArray": [7, 0, 28, 0]};
+        let genuine = doc! {"version": "7.0.28", "modules": [], "versionArray": [7, 0, 28, 0]};
         vec![
             ("db1.example:27017", set.clone(), genuine.clone(), None),
             // Percona Server is MongoDB with modules of its own.
@@ -111,10 +109,10 @@ mod tests {
                 doc! {"version": "7.0.14-8", "psmdbVersion": "7.0.14-8", "versionArray": [7, 0, 14, 0]},
                 None,
             ),
-            // An Atlas cluster, and a host whose name only contains another's.
+            // An Atlas cluster, and a host whose name only contains that of another product.
             ("cluster0-shard-00-00.ab1cd.mongodb.net:27017", set.clone(), genuine.clone(), None),
             ("docdb.amazonaws.com.example:27017", set.clone(), genuine.clone(), None),
-            // The reply that mongodb-build-info keeps of an account of version 3.2.
+            // The reply that mongodb-build-info keeps from an account of version 3.2.
             (
                 "compass.example:10255",
                 doc! {"isWritablePrimary": true, "setName": "globaldb"},
@@ -127,7 +125,7 @@ mod tests {
                 doc! {"version": "6.0.0", "versionArray": [6, 0, 0, 0]},
                 Some(Foreign::CosmosDb),
             ),
-            // documentdb/documentdb, issue 547: what a gateway says, and what Azure's older ones do.
+            // documentdb/documentdb, issue 547: the reply of a gateway, and that of Azure's older gateways.
             (
                 "localhost:10260",
                 doc! {"isWritablePrimary": true, "msg": "isdbgrid", "internal": {"documentdb_versions": ["0.109-0", "0.109.0"]}},

@@ -1,5 +1,5 @@
-//! What was last heard of each server, and why one cannot be reached: the driver's own error of a selection has all of it as text
-//! alone, mixed with what a user should not see.
+//! Records the last known state of each server, and explains why one cannot be reached. The driver's own selection
+//! error is plain text, mixed with details that users should not see.
 
 use std::{
     collections::BTreeMap,
@@ -18,7 +18,7 @@ use tokio_rustls::rustls;
 use super::classify::named;
 use crate::error::{Error, Kind};
 
-/// A process has one cluster. An error of the driver does not say which client it comes from, so the newest one is meant.
+/// A process has one cluster. A driver error does not identify its client, so the newest one is assumed.
 static NEWEST: Mutex<Option<Arc<Reach>>> = Mutex::new(None);
 
 /// Servers by their address.
@@ -29,14 +29,14 @@ struct Reach {
     servers: Mutex<BTreeMap<String, Heard>>,
 }
 
-/// What was heard of a server.
+/// Last known state of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Heard {
     what: String,
     advice: Advice,
 }
 
-/// What is to be done about it; of several servers the first of these counts.
+/// Advice for the user; with several servers, the first of these counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Advice {
     Initiate,
@@ -71,20 +71,20 @@ impl Advice {
     }
 }
 
-/// Listens to what the client of these options hears of its servers.
+/// Records the monitoring events of the client with these options.
 pub(super) fn watch(options: &mut ClientOptions) {
     let reach = Arc::new(Reach { set: options.repl_set_name.clone(), servers: Mutex::default() });
     *NEWEST.lock().unwrap_or_else(PoisonError::into_inner) = Some(reach.clone());
     options.sdam_event_handler = Some(EventHandler::callback(move |event| reach.note(&event)));
 }
 
-/// Why no primary can be selected.
+/// The error for a failed selection of the primary.
 pub(super) fn unreachable() -> Error {
     let newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner).clone();
     newest.map_or_else(|| Error::new(Kind::Unavailable, NO_PRIMARY), |reach| reach.error())
 }
 
-/// That a question was not answered in time, with what was last heard of each server.
+/// The error for a request without an answer in time, with the last known state of each server.
 #[must_use]
 pub fn silent() -> Error {
     let newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -104,7 +104,7 @@ impl Reach {
         self.servers.lock().unwrap_or_else(PoisonError::into_inner).insert(address.to_string(), heard);
     }
 
-    /// What a server says of itself (`hello`).
+    /// The state of a server according to its `hello` reply.
     fn said(&self, hello: &Document) -> Heard {
         let heard = |what: &str, advice| Heard { what: what.to_owned(), advice };
         let is = |name: &str| hello.get_bool(name).unwrap_or_default();
@@ -166,7 +166,7 @@ fn failed_io(error: &std::io::Error) -> (String, Advice) {
         Io::UnexpectedEof | Io::ConnectionReset | Io::BrokenPipe | Io::ConnectionAborted => {
             ("the connection was closed".to_owned(), Advice::Closed)
         }
-        // What the system says of a name that it cannot resolve has no kind and no number.
+        // Errors of name resolution have neither a kind nor a number.
         _ if error.raw_os_error().is_none() => (error.to_string(), Advice::Name),
         kind => (kind.to_string(), Advice::Start),
     }

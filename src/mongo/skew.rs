@@ -1,4 +1,4 @@
-//! By how much the clocks of a replica set's members differ.
+//! Clock differences between the members of a replica set.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,13 +12,13 @@ use crate::{
     mongo::Server,
 };
 
-/// From this difference on, in seconds, somebody should be told.
+/// Difference in seconds from which a warning is due.
 pub const LARGE: f64 = 10.0;
-/// How long a member may take to answer.
+/// Time limit for a member's answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The least that the clocks of the members differ by, in seconds: what the time of an answer explains does not count. A member
-/// that does not answer is left out. None where none does.
+/// The least possible difference between the clocks of the members, in seconds: the round-trip time is not counted.
+/// Members that do not answer are left out. None if none answers.
 pub async fn skew(server: &Server) -> Option<f64> {
     let (hello, client) = (server.hello().await.ok()?, server.client());
     let hosts = ["hosts", "passives"].into_iter().filter_map(|list| hello.get_array(list).ok()).flatten();
@@ -28,7 +28,7 @@ pub async fn skew(server: &Server) -> Option<f64> {
     differ(&ahead)
 }
 
-/// By how many milliseconds a member's clock is ahead of ours: at least, and at most.
+/// Lead of a member's clock over the local one, in milliseconds: lower and upper bound.
 async fn ahead(client: &Client, host: String) -> Result<(i64, i64)> {
     let is_host =
         SelectionCriteria::Predicate(Arc::new(move |server| server.address().to_string().to_lowercase() == host));

@@ -1,10 +1,11 @@
-//! Strings that are not UTF-8. The server stores any bytes, and clients in Go, C or PHP send them; Rust's strings hold none.
+//! Strings that are not valid UTF-8. The server stores any bytes, and clients in Go, C or PHP send them; Rust's strings
+//! cannot contain them.
 //!
-//! Inside the daemon such a string is kept with each invalid byte written as one character: 0xFF is U+10FFFF. Python does the
-//! same (`surrogateescape`, PEP 383). It happens where documents are read and is taken back where commands are sent, so that
-//! all code in between handles these strings like any other: they match, are compared and are copied byte for byte. Where a
-//! string from a document holds one of these private-use characters itself, its bytes are written in the same way, so the
-//! original always comes back.
+//! Inside the daemon, each invalid byte of such a string is represented by one character: 0xFF is U+10FFFF. Python does
+//! the same (`surrogateescape`, PEP 383). The conversion happens where documents are read, and is reversed where
+//! commands are sent. So all code in between handles these strings like any other: they match, are compared and are
+//! copied byte for byte. If a document's string itself contains one of these private-use characters, its bytes are
+//! represented in the same way, so the original is always restored.
 
 use std::borrow::Cow;
 
@@ -13,13 +14,13 @@ use bson::{RawDocument, RawDocumentBuf};
 /// The character of the byte 0x80 is U+10FF80, that of 0xFF is U+10FFFF. A byte below 0x80 is always valid.
 const BASE: u32 = 0x0010_FF00;
 
-/// The document with every string in valid UTF-8.
+/// Converts a document for use inside the daemon: every string becomes valid UTF-8.
 #[must_use]
 pub fn escaped(document: &RawDocument) -> Cow<'_, RawDocument> {
     converted(document, &Escape)
 }
 
-/// The document with every string in its original bytes.
+/// Converts a document back for the server: every string gets its original bytes.
 #[must_use]
 pub fn unescaped(document: RawDocumentBuf) -> RawDocumentBuf {
     match converted(&document, &Unescape) {
@@ -28,7 +29,7 @@ pub fn unescaped(document: RawDocumentBuf) -> RawDocumentBuf {
     }
 }
 
-/// A document that is not valid BSON is left as it is: whoever decodes it finds out.
+/// Converts the texts of a document. A document that is not valid BSON is left unchanged: decoding it will fail.
 fn converted<'a>(document: &'a RawDocument, way: &impl Convert) -> Cow<'a, RawDocument> {
     if !has_text(document.as_bytes(), way).unwrap_or(false) {
         return Cow::Borrowed(document);
@@ -39,9 +40,9 @@ fn converted<'a>(document: &'a RawDocument, way: &impl Convert) -> Cow<'a, RawDo
     converted.map_or(Cow::Borrowed(document), Cow::Owned)
 }
 
-/// What is done with the text of strings and field names.
+/// Conversion of the text of strings and field names.
 trait Convert {
-    /// Whether this text changes.
+    /// True if the conversion changes this text.
     fn concerns(&self, text: &[u8]) -> bool;
     fn convert(&self, text: &[u8], out: &mut Vec<u8>);
 }
@@ -96,15 +97,15 @@ fn is_escape(character: char) -> bool {
     u32::from(character) >= BASE + 0x80
 }
 
-/// One element of a document: type, name, value, and what follows.
+/// One element of a document: type, name, value, and the remaining bytes.
 type Element<'a> = (u8, &'a [u8], &'a [u8], &'a [u8]);
 
-/// The elements of a document's bytes, without the length before and the zero behind them.
+/// The elements of a document's bytes, without the leading length and the trailing zero.
 fn elements(document: &[u8]) -> Option<&[u8]> {
     document.get(4..document.len().checked_sub(1)?)
 }
 
-/// Splits the first element off (<https://bsonspec.org/spec.html>). None where the bytes are no BSON.
+/// Splits off the first element (<https://bsonspec.org/spec.html>). None if the bytes are not valid BSON.
 fn split(bytes: &[u8]) -> Option<Element<'_>> {
     let (kind, rest) = bytes.split_first()?;
     let (name, rest) = cstring(rest)?;
@@ -135,14 +136,14 @@ fn cstring(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     Some((&bytes[..end], &bytes[end + 1..]))
 }
 
-/// Splits a string with its length before and its zero behind it off.
+/// Splits off a string with its leading length and its trailing zero.
 fn string(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let size = usize::try_from(i32::from_le_bytes(*bytes.first_chunk()?)).ok()?;
     let (text, rest) = bytes.get(4..)?.split_at_checked(size)?;
     Some((text.split_last()?.1, rest))
 }
 
-/// Whether a document has text that is to be converted.
+/// True if a document has text that needs conversion.
 fn has_text(document: &[u8], way: &impl Convert) -> Option<bool> {
     let mut rest = elements(document)?;
     while !rest.is_empty() {
@@ -189,7 +190,7 @@ fn rewrite_value(kind: u8, value: &[u8], way: &impl Convert, out: &mut Vec<u8>) 
             out.extend_from_slice(rest);
         }
         0x03 | 0x04 => rewrite(value, way, out)?,
-        // Two texts, each with its zero.
+        // Two texts, each with its trailing zero.
         0x0B => way.convert(value, out),
         0x0F => sized(out, |out| {
             let (code, scope) = string(value.get(4..)?)?;
@@ -211,7 +212,7 @@ fn rewrite_string(text: &[u8], way: &impl Convert, out: &mut Vec<u8>) -> Option<
     put_size(out, start, size)
 }
 
-/// Writes something that begins with its own length.
+/// Writes a value that begins with its own length.
 fn sized(out: &mut Vec<u8>, write: impl FnOnce(&mut Vec<u8>) -> Option<()>) -> Option<()> {
     let start = out.len();
     out.extend_from_slice(&[0; 4]);
@@ -236,7 +237,7 @@ mod tests {
 
     use super::*;
 
-    /// A document of every type, with `text` wherever there is text.
+    /// A document with values of every type, with `text` as every text.
     fn all_types(text: &str) -> Document {
         let regex = Regex { pattern: text.try_into().unwrap(), options: "i".try_into().unwrap() };
         doc! {
@@ -249,7 +250,7 @@ mod tests {
         }
     }
 
-    /// The same with other bytes, as many as before, for the placeholder.
+    /// The same document with the placeholder replaced by two other bytes.
     fn with(bytes: [u8; 2]) -> RawDocumentBuf {
         let raw = RawDocumentBuf::try_from(&all_types("a\u{bf}b")).unwrap();
         let mut all = raw.into_bytes();

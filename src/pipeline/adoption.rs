@@ -1,4 +1,5 @@
-//! Whether a new or changed rule may write at all: counted and recorded before its first write.
+//! Decides whether a new or changed rule may write at all. The effect on existing data is counted and recorded before
+//! the first write.
 
 use std::sync::Arc;
 
@@ -11,33 +12,33 @@ use crate::{
     },
     error::Result,
     failpoint,
-    plan::Rule,
-    reconcile::Context,
-    rule_state::{Adoption, BlockReason, RuleState},
-    survey::{
+    inspection::{
         adoption::{Basis, Figures, Standing, figures, owned_before},
         suspicion::suspicions,
     },
+    plan::Rule,
+    reconcile::Context,
+    rule_state::{Adoption, BlockReason, RuleState},
 };
 
-/// Rules whose existing data is counted at the same time: each holds an answer of the server of up to 16 MB, and the sources of a
-/// part of it.
+/// Rules whose existing data is counted at the same time: each holds a server answer of up to 16 MB, and the sources
+/// for a part of it.
 const AT_ONCE: usize = 2;
 
-/// Where the decisions of this deployment are kept.
+/// Storage of this deployment's decisions.
 pub(super) fn decisions_of(context: &Context) -> Decisions<'_> {
-    let letters = &context.dead_letters;
-    Decisions { server: &context.server, database: &letters.database, deployment: &letters.deployment }
+    let dead_letters = &context.dead_letters;
+    Decisions { server: &context.server, database: &dead_letters.database, deployment: &dead_letters.deployment }
 }
 
-/// Whether a rule is blocked for its effect on existing data: its present definition has written nothing.
+/// True if a rule is blocked for its effect on existing data: its current definition has written nothing.
 pub(super) fn is_blocked(record: &RuleRecord) -> bool {
     matches!(record.state, RuleState::Blocked(BlockReason::Adoption(_)))
 }
 
-/// For each rule of the plan that is new or changed, whether it may write; none for the others.
+/// A decision for each new or changed rule of the plan; none for the others.
 pub(super) async fn decide(context: &Context, known: &[(String, RuleRecord)]) -> Result<Vec<Option<Decision>>> {
-    // A rule is decided about as a whole, whatever part of it is written here.
+    // The decision covers the whole rule, not only this partition's keys.
     let whole = &Context::new(
         context.server.unfenced(),
         context.plan.clone(),
@@ -88,7 +89,7 @@ async fn decision(
     Ok(Some(decision))
 }
 
-/// What speaks against the first writes of a rule; none where nothing does.
+/// Reasons against the first writes of a rule; none if there are no objections.
 async fn count(whole: &Context, rule: &Rule, earlier: Option<&bson::Document>) -> Result<Option<Adoption>> {
     let own = owned_before(rule, earlier);
     let standing = if own.is_empty() { Standing::New } else { Standing::Changed };
@@ -101,9 +102,9 @@ async fn count(whole: &Context, rule: &Rule, earlier: Option<&bson::Document>) -
         }
     };
     let mut causes = figures.objections(standing);
-    // What the rule wrote itself it may replace, but not by what looks like a mistake.
+    // The rule may replace its own values, but not by values that look like a mistake.
     if causes.is_empty() && figures.replaces_many() {
-        let suspected = Box::pin(suspicions(&whole.server, rule)).await?;
+        let suspected = Box::pin(suspicions(&whole.server, &whole.plan, rule)).await?;
         causes.extend(suspected.first().map(|first| figures.suspected(first)));
     }
     Ok((!causes.is_empty()).then(|| adoption(&figures, causes)))

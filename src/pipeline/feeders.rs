@@ -1,4 +1,4 @@
-//! What asks for work beside the streams: dead letters that are due, and commands.
+//! Work that does not come from the streams: dead letters that are due, and requests of commands.
 
 use std::{
     collections::BTreeMap,
@@ -17,7 +17,7 @@ use crate::{
         requests::{Retired, Work},
         store::Store,
     },
-    dead_letter::{self, Letter},
+    dead_letter::{self, DeadLetter},
     error::{Error, Result},
     key::Key,
     plan::RuleId,
@@ -29,22 +29,23 @@ use crate::{
     rule_state::RuleState,
 };
 
-/// How often the recorded states of the rules, and requests of commands, are read.
+/// Interval between reads of the recorded rule states and the requests of commands.
 const READ_STATES: Duration = Duration::from_secs(1);
-/// How often it is read which source collections exist.
+/// Interval between reads of the list of existing source collections.
 const READ_SOURCES: Duration = Duration::from_secs(2);
 
-/// Letters that are not due have to be read over: no more than a twentieth of the time.
+/// Finding due dead letters also reads those that are not due: it takes no more than a twentieth of the time.
 const RARELY: u32 = 20;
-/// A page of letters that is not done in this time is left to itself: a slow key among them may take many minutes.
+/// A page of dead letters that takes longer than this continues in the background: a slow key in it may take many
+/// minutes.
 const LONG: Duration = Duration::from_secs(5);
-/// The most pages that are left to themselves.
+/// Maximum number of pages in the background.
 const LATE: usize = 3;
 
-/// Letters that are being tried, and the word that they have been.
-type Tried = (Vec<Letter>, oneshot::Receiver<()>);
+/// Dead letters that are being retried, and the notification of their end.
+type Tried = (Vec<DeadLetter>, oneshot::Receiver<()>);
 
-/// Tries dead letters again, a page at a time, each when its own pause is over.
+/// Retries dead letters, a page at a time, each when its own pause is over.
 pub(super) async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: CancellationToken) {
     let mut pause = dead_letter::ROUND;
     let mut late: Vec<Tried> = Vec::new();
@@ -64,28 +65,29 @@ pub(super) async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: 
     }
 }
 
-/// Tries those that are due; returns how long it took to find them.
+/// Retries the dead letters that are due; returns the time spent on finding them.
 async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<Tried>) -> Result<Duration> {
     let Context { server, dead_letters, plan, limits, .. } = context;
     let mut reading = Duration::ZERO;
     let mut last: Option<RawDocumentBuf> = None;
     loop {
         while let Some(done) = late.iter_mut().position(|(_, acknowledged)| acknowledged.try_recv().is_ok()) {
-            let (letters, _) = late.swap_remove(done);
-            dead_letters.clear(server, &letters).await?;
+            let (due, _) = late.swap_remove(done);
+            dead_letters.clear(server, &due).await?;
         }
         let begun = Instant::now();
         let found = dead_letters.due(server, last.as_deref(), limits.batch_bytes).await?;
         reading += begun.elapsed();
-        let Some((mut letters, id)) = found else { return Ok(reading) };
+        let Some((mut due, id)) = found else { return Ok(reading) };
         last = Some(id);
-        let rule = |letter: &Letter| plan.rules.iter().find(|rule| rule.name == letter.rule);
-        let is_tried = |letter: &Letter| late.iter().flat_map(|(page, _)| page).any(|tried| tried.is_same(letter));
-        letters.retain(|letter| rule(letter).is_some() && !is_tried(letter));
-        if letters.is_empty() {
+        let rule = |dead_letter: &DeadLetter| plan.rules.iter().find(|rule| rule.name == dead_letter.rule);
+        let is_tried =
+            |dead_letter: &DeadLetter| late.iter().flat_map(|(page, _)| page).any(|tried| tried.is_same(dead_letter));
+        due.retain(|dead_letter| rule(dead_letter).is_some() && !is_tried(dead_letter));
+        if due.is_empty() {
             continue;
         }
-        let requests = letters.iter().filter_map(|letter| Some(letter.request(rule(letter)?))).collect();
+        let requests = due.iter().filter_map(|dead_letter| Some(dead_letter.request(rule(dead_letter)?))).collect();
         let after = server.operation_time().await?;
         let (done, mut acknowledged) = oneshot::channel();
         if out.send(Page { requests, after, done }).await.is_err() {
@@ -93,14 +95,15 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<T
         }
         let patience = if late.len() < LATE { LONG } else { Duration::MAX };
         match tokio::time::timeout(patience, &mut acknowledged).await {
-            Ok(Ok(())) => dead_letters.clear(server, &letters).await?,
+            Ok(Ok(())) => dead_letters.clear(server, &due).await?,
             Ok(Err(_)) => return Ok(reading),
-            Err(_) => late.push((letters, acknowledged)),
+            Err(_) => late.push((due, acknowledged)),
         }
     }
 }
 
-/// Looks for targets that commands want to be looked at again and for fields to take away, and answers when that is done.
+/// Carries out the requests of commands: targets to reconcile again, and retired fields to remove. Answers when they
+/// are done.
 pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, stop: CancellationToken) {
     let round = async || {
         for asked in store.requests(&context.server).await? {
@@ -126,7 +129,7 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
         match prune::carry_out(&context, &paths, &stop).await? {
             Carried::Out => store.request_done(&context.server, id).await,
             Carried::Refused(why) => store.refuse_request(&context.server, id, &why).await,
-            // The next leader begins again.
+            // The next leader starts over.
             Carried::Stopped => Ok(()),
         }
     };
@@ -140,7 +143,7 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
             () = stop.cancelled() => return,
         };
         let result = match result {
-            // Not ended by a stop in the middle of a write: the lease is given back when all writes are answered.
+            // A stop does not interrupt a write: the lease is given back only when all writes are answered.
             Ok(Some(asked)) => prune(asked).await,
             Ok(None) => Ok(()),
             Err(error) => Err(error),
@@ -151,17 +154,17 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
     }
 }
 
-/// A rule whose recorded state has changed: its new state and generation.
+/// A rule whose recorded state has changed, with its new state and generation.
 #[derive(Debug)]
 pub(super) struct Changed {
     pub rule: RuleId,
     pub state: RuleState,
     pub generation: i64,
-    /// Until when the loss of its source is agreed to.
+    /// Time up to which the loss of its source is accepted.
     pub released: Option<ClusterTime>,
 }
 
-/// Reads the recorded states of the rules, which commands change, and ends pauses that are over.
+/// Reads the recorded states of the rules, which commands change, and ends expired pauses.
 pub(super) async fn states(
     context: Arc<Context>,
     store: Store,
@@ -193,21 +196,21 @@ pub(super) async fn states(
                 return;
             }
         }
-        // For the command alone, which waits no longer than a leader is there: what `denormd wait` is asked after it must count
-        // what was asked for. What cannot be recorded now is recorded the next time round.
+        // Lets the waiting command know that a leader has seen the state. A following `denormd wait` must count the
+        // requested work. A failed write is repeated in the next round.
         for (name, generation) in std::mem::take(&mut noticed) {
             if store.notice(&context.server, &name, generation).await.is_err() {
                 noticed.push((name, generation));
             }
         }
-        // Found resumed the next time round.
+        // The next round finds the rules resumed.
         if pauses && let Err(error) = store.resume(&context.server, None).await {
             tracing::warn!(error = %error.message, "the end of a pause cannot be recorded; trying again");
         }
     }
 }
 
-/// Reads from time to time which source collections exist.
+/// Reads at intervals which source collections exist.
 pub(super) async fn sources(
     context: Arc<Context>,
     out: mpsc::Sender<Vec<(Namespace, Option<Bson>)>>,

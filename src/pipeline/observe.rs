@@ -1,4 +1,4 @@
-//! What the pipeline tells of itself.
+//! Observations that the pipeline publishes about itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,10 +18,10 @@ use crate::{
 
 use super::Pipeline;
 
-/// How often.
+/// Interval between observations.
 const EVERY: Duration = Duration::from_millis(100);
 
-/// What is remembered for the next observation.
+/// State kept between observations.
 pub(super) struct Observer {
     rules: Arc<[RuleFacts]>,
     last: Option<Instant>,
@@ -38,7 +38,7 @@ impl Observer {
 fn facts(plan: &Plan) -> Arc<[RuleFacts]> {
     let databases: Vec<String> = plan.databases().into_iter().collect();
     let mut fed_by: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); plan.rules.len()];
-    // In the plan's order each rule is whole before it is handed on.
+    // In the plan's order, each rule is complete before it is passed on.
     for rule in &plan.order {
         for fed in &plan.feeds[rule.0] {
             let mut from = fed_by[rule.0].clone();
@@ -87,13 +87,13 @@ impl Pipeline {
         let mut counts = [0_u64; 4];
         for ended in &outcome.keys {
             let (place, outcome) = match &ended.end {
-                End::Done | End::Spread(_) => (0, Reconciled::Done),
+                End::Done | End::FanOut(_) => (0, Reconciled::Done),
                 End::SetAside => (1, Reconciled::SetAside),
                 End::Failed(error) => {
                     metrics.retried(rule, error);
                     (2, Reconciled::Failed)
                 }
-                End::Later(_) | End::Brake | End::SourceGone => (3, Reconciled::Waiting),
+                End::Later(_) | End::RemovalLimit | End::SourceGone => (3, Reconciled::Waiting),
             };
             counts[place] += 1;
             if let Some(committed) = ended.work.committed.filter(|_| writes && outcome == Reconciled::Done) {
@@ -112,19 +112,19 @@ impl Pipeline {
         self.fan_outs.values().filter(move |fan_out| fan_out.subject.rule == rule)
     }
 
-    /// When the oldest change was committed that is not applied, what fan-outs carry included.
+    /// Commit time of the oldest change that is not applied, including those that fan-out jobs carry.
     fn oldest(&self, rule: RuleId) -> Option<i64> {
-        let spreading = self.fan_outs_of(rule).filter_map(|fan_out| fan_out.committed);
-        self.schedule.oldest(rule).into_iter().chain(spreading).min()
+        let fan_outs_running = self.fan_outs_of(rule).filter_map(|fan_out| fan_out.committed);
+        self.schedule.oldest(rule).into_iter().chain(fan_outs_running).min()
     }
 
-    /// Says at once how far everything is: a command waits for a state to be reported.
+    /// Publishes the progress at once: a command waits for a state to be reported.
     pub(super) fn observe_now(&mut self) {
         self.observer.last = self.observer.last.and_then(|last| last.checked_sub(EVERY));
         self.observe();
     }
 
-    /// Says how far everything is, at most ten times a second.
+    /// Publishes the progress, at most ten times a second.
     pub(super) fn observe(&mut self) {
         self.context.metrics.turn(self.context.partition.place());
         if self.observer.last.is_some_and(|last| last.elapsed() < EVERY) {

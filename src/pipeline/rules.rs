@@ -9,7 +9,10 @@ use bson::Bson;
 
 use crate::{
     change::Namespace,
-    checkpoint::{rule_record::RuleRecord, store::Store},
+    checkpoint::{
+        rule_record::{Agreement, RuleRecord},
+        store::Store,
+    },
     config::BackfillMode,
     error::{Kind, Result},
     failpoint,
@@ -28,8 +31,8 @@ pub(super) fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
     context.plan.rules.iter().filter(touched).map(|rule| rule.id).collect()
 }
 
-/// The states of the rules as this leader knows them, each with the generation that it is recorded under. The state database
-/// has the last word: what a command has recorded under a newer generation replaces what is known here.
+/// The states of the rules as this leader knows them, each with the generation that it is recorded under. The state
+/// database takes precedence: a state that a command has recorded under a newer generation replaces the one here.
 #[derive(Debug)]
 pub(super) struct Rules {
     states: Arc<Vec<RuleState>>,
@@ -51,7 +54,7 @@ impl Rules {
         self.generations[rule.0]
     }
 
-    /// All of them, in the config's order.
+    /// The states of all rules, in the config's order.
     pub fn states(&self) -> &Arc<Vec<RuleState>> {
         &self.states
     }
@@ -62,14 +65,15 @@ impl Rules {
         self.generations[rule.0] = generation;
     }
 
-    /// The backfill of this generation is done: the rule is live, unless its state has changed since.
+    /// Marks the rule as live after the backfill of this generation, unless its state has changed since.
     pub fn backfilled(&mut self, rule: RuleId, generation: i64) {
         if self.state(rule).is_backfilling() && self.generation(rule) <= generation {
             self.set(rule, RuleState::Live, generation);
         }
     }
 
-    /// Whether requests of a rule run. One whose source is gone still copies what it finds, which takes nothing away.
+    /// True if requests of a rule may run. A rule whose source is gone still runs if it only copies, because copying
+    /// removes nothing.
     pub fn may_run(&self, plan: &Plan, rule: RuleId) -> bool {
         match self.state(rule) {
             RuleState::Blocked(BlockReason::SourceGone) => !plan.rule(rule).gathers(),
@@ -82,7 +86,7 @@ impl Rules {
 pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<Rules> {
     let known = store.rules(&context.server).await?;
     let mut rules = Rules::new(&context.plan);
-    // Nothing of a rule is written before it is recorded that it may.
+    // A rule may only write after the permission to do so is recorded.
     let decisions = adoption::decide(context, &known).await?;
     for (rule, decision) in context.plan.rules.iter().zip(decisions) {
         let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
@@ -104,12 +108,14 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
                     Some(_) => "changed",
                 };
                 tracing::info!(rule = %rule.name, change, state = state.name(), "rule");
-                // A definition that was blocked has written nothing: there is nothing of it to be pruned.
+                // A definition that was blocked has written nothing, so there is nothing to prune.
                 let changed = |record: &&RuleRecord| record.definition != rule.definition && !is_blocked(record);
                 if let Some(record) = before.filter(changed) {
                     store.retire(&context.server, &rule.name, &record.definition).await?;
                 }
-                let generation = store.reset_rule(&context.server, rule, &state).await?;
+                // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
+                let agreement = if rule.adopt && !state.is_blocked() { Agreement::Given } else { Agreement::Ended };
+                let (state, generation) = store.reset_rule(&context.server, rule, &state, agreement).await?;
                 failpoint::here("rule-reset");
                 context.fan_outs.forget(&context.server, &rule.name).await?;
                 rules.set(rule.id, state, generation);
@@ -117,9 +123,9 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
         }
     }
     for (name, record) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
-        // A rule that is stopped stays so: it runs again by a whole backfill too.
+        // A stopped rule keeps its state: its return to the config requires a whole backfill anyway.
         if record.state != RuleState::Removed && !record.state.is_stopped() {
-            // What the application writes while the rule is away is the application's.
+            // Values that the application writes while the rule is absent belong to the application.
             decisions_of(context).forget(name).await?;
             store.remove(&context.server, name).await?;
         }
@@ -128,13 +134,12 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
     Ok(rules)
 }
 
-/// The state of a rule that is new, or was changed, or is back in the config.
+/// The state of a rule that is new, changed, or returns to the config.
 fn first_state(rule: &Rule, before: Option<&RuleRecord>) -> RuleState {
     match before.map(|record| &record.state) {
-        // A pause outlives a change of the rule.
+        // A pause survives a change of the rule.
         Some(RuleState::Paused { until }) => RuleState::Paused { until: *until },
-        // `adopt: true` has agreed to what the first backfill removes, as `denormd unblock` would.
-        _ if rule.backfill == BackfillMode::Auto => RuleState::Backfilling { after: None, agreed: rule.adopt },
+        _ if rule.backfill == BackfillMode::Auto => RuleState::BACKFILL,
         _ => RuleState::AwaitingBackfill,
     }
 }
@@ -153,7 +158,7 @@ fn tell_stopped(rule: &str, state: &RuleState) {
     }
 }
 
-/// Until when the loss of each rule's source has been released.
+/// Times up to which the loss of each rule's source is accepted.
 pub(super) async fn releases(context: &Context, store: &Store) -> Result<BTreeMap<RuleId, ClusterTime>> {
     let known = store.rules(&context.server).await?;
     let released = known.iter().filter_map(|(name, state)| {
@@ -163,7 +168,7 @@ pub(super) async fn releases(context: &Context, store: &Store) -> Result<BTreeMa
     Ok(released.collect())
 }
 
-/// The UUIDs that the source collections of the rules are recorded with; None where a version that kept none has seen one.
+/// The recorded UUIDs of the rules' source collections; None for a source that a version without this field has seen.
 pub(super) async fn recorded_sources(context: &Context, store: &Store) -> Result<BTreeMap<RuleId, Option<Bson>>> {
     let known = store.rules(&context.server).await?;
     let recorded = known.into_iter().filter(|(_, record)| record.source_seen).filter_map(|(name, record)| {
@@ -173,8 +178,8 @@ pub(super) async fn recorded_sources(context: &Context, store: &Store) -> Result
     Ok(recorded.collect())
 }
 
-/// Which source collections exist, with their UUIDs: None for one that does not. One whose database may not be listed is left
-/// out: its rules are unavailable, or will be.
+/// The source collections with their UUIDs, or None for one that does not exist. A collection in a database that may
+/// not be listed is left out: its rules are unavailable, or will be.
 pub(super) async fn read_sources(context: &Context) -> Result<Vec<(Namespace, Option<Bson>)>> {
     let sources: BTreeSet<&Namespace> = context.plan.rules.iter().map(|rule| &rule.source.namespace).collect();
     let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();

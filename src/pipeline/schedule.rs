@@ -1,7 +1,8 @@
-//! What runs next, and what is done: all that the pipeline decides about work, without I/O and without a clock of its own.
+//! Decides which work runs next, and which is done. Contains all decisions of the pipeline about work, without I/O and
+//! without a clock of its own.
 //!
-//! Everything that a change could get lost in is here: routing, coalescing, what a look-up's results come from, the low
-//! watermark. `tests/simulation.rs` drives it through crashes, slow writes and former leaders in virtual time.
+//! Every place where a change could get lost is here: routing, coalescing, the origins of look-up results, the low
+//! watermark. `tests/simulation.rs` runs it through crashes, slow writes and former leaders in virtual time.
 
 use std::{
     collections::HashSet,
@@ -21,15 +22,15 @@ use crate::{
     workqueue::{Batch, Finish, Lane, Most, Verdict, Work, WorkQueue, origins},
 };
 
-/// How long the guard waits for a rule that is never at rest before it calls a difference drift.
-const LONGEST_DOUBT: Duration = Duration::from_secs(60);
-/// How long work waits that gets less by waiting, while a stream is known to hold more. Then one batch of it runs at a time: the
-/// rest of the server is for the stream.
+/// Time limit for a rule that is never idle; after that the guard reports the difference as drift.
+const LONGEST_UNCONFIRMED: Duration = Duration::from_secs(60);
+/// Delay of work that shrinks by waiting, while a stream is known to hold more. After the delay, one batch of it runs
+/// at a time, so that the server's remaining capacity is free for the stream.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// The number of the origin that is the first page: each page is a stream of one batch, numbered downwards.
+/// Origin number of the first page: each page is a stream of one batch, numbered downwards.
 const PAGES: usize = usize::MAX;
 
-/// The state of the work.
+/// Scheduling state of all work.
 #[derive(Debug)]
 pub struct Schedule {
     router: Router,
@@ -41,40 +42,40 @@ pub struct Schedule {
     /// Pages taken so far.
     pages: usize,
     partition: Partition,
-    /// Since when work waits because a stream holds more.
+    /// Start of the delay of work that waits because a stream holds more.
     patient: Option<Instant>,
-    /// Batches under way of work that gets less by waiting.
+    /// Running batches of work that shrinks by waiting.
     waited: HashSet<(Lane, u64)>,
 }
 
-/// A stream that is followed.
+/// State of a stream.
 #[derive(Debug)]
 struct Followed {
     /// Batches routed so far.
     batches: u64,
     /// The position after the last one.
     reached: Position,
-    /// Whether more waits behind it.
+    /// True if the stream is known to hold more.
     more: bool,
 }
 
-/// What becomes of a key whose run has ended.
+/// Next step for a key whose run has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// Nothing is left to do; what is asked of it within the pause waits.
+    /// No work is left; requests that arrive during the pause wait until it is over.
     Done {
-        /// The pause.
+        /// Minimum time until the next run.
         pause: Duration,
     },
-    /// It is done again.
+    /// The key runs again.
     Again {
-        /// After this.
+        /// Time until then.
         delay: Duration,
     },
 }
 
 impl Schedule {
-    /// No work yet, and room for about `capacity` requests.
+    /// An empty schedule with room for about `capacity` requests.
     #[must_use]
     pub fn new(plan: Plan, capacity: usize) -> Self {
         Self {
@@ -90,24 +91,24 @@ impl Schedule {
         }
     }
 
-    /// The same for the keys that this partition owns.
+    /// Restricts the schedule to the keys that this partition owns.
     #[must_use]
     pub fn within(self, partition: Partition) -> Self {
         Self { partition, ..self }
     }
 
-    /// One more stream is followed, from `position` on. Streams are numbered in this order.
+    /// Adds a stream that is followed from `position` on. Streams are numbered in this order.
     pub fn follow(&mut self, position: Position) {
         self.streams.push(Followed { batches: 0, reached: position, more: false });
     }
 
-    /// A batch of a stream begins; returns its number.
+    /// Begins a batch of a stream; returns its number.
     pub fn begin(&mut self, stream: usize) -> u64 {
         self.streams[stream].batches += 1;
         self.streams[stream].batches
     }
 
-    /// An event of the batch arrives: what it asks for is added to `routed`. Returns what that comes from.
+    /// Routes an event of the batch: adds its requests to `routed`. Returns their origin.
     pub fn arrive(&mut self, stream: usize, batch: u64, event: &ChangeEvent, routed: &mut Routed) -> Origin {
         self.newest = self.newest.max(event.cluster_time);
         self.router.route(event, routed);
@@ -115,7 +116,7 @@ impl Schedule {
         Origin { stream, batch, after: event.cluster_time, committed }
     }
 
-    /// Takes a request. What it comes from is not passed before it is done.
+    /// Adds a request. The checkpoint does not pass its origin before it is done.
     pub fn ask(&mut self, request: Request, origin: Origin) {
         if !self.is_mine(&request) {
             return;
@@ -123,29 +124,29 @@ impl Schedule {
         self.queue.push(request, origin, &mut self.watermark);
     }
 
-    /// Whether a request is done in this partition. What writes belongs to the owner of its key; what looks something up
-    /// leads to keys of any owner, so every partition does it and keeps what it owns.
+    /// True if this partition runs the request. Writes belong to the owner of their key. A look-up leads to keys of any
+    /// owner, so every partition runs it and keeps the results that it owns.
     fn is_mine(&self, request: &Request) -> bool {
         let rule = self.router.rule(request.rule);
         match (request.task, rule.keyed) {
             (Task::Value | Task::Target, _) | (Task::Guard, Keyed::Target) => {
                 self.partition.owns(&rule.name, &request.key)
             }
-            // It compares the parts of a target that the partition owns.
+            // The guard compares the parts of a target that the partition owns.
             (Task::Guard, Keyed::Value)
             | (Task::LocateSource | Task::LocateTarget | Task::Parents | Task::Holders, _) => true,
         }
     }
 
-    /// The batch has arrived whole, and everything that it asks for has been taken or recorded. The stream may be known to hold
-    /// `more`.
+    /// Ends a batch that has arrived completely, and whose requests have all been added or recorded. With `more`, the
+    /// stream is known to hold more.
     pub fn end(&mut self, stream: usize, batch: u64, position: Position, more: bool) {
         self.streams[stream].reached = position.clone();
         self.streams[stream].more = more;
         self.watermark.routed(stream, batch, position);
     }
 
-    /// Takes requests that do not come from a stream; returns the page's number.
+    /// Adds requests that do not come from a stream; returns the page's number.
     pub fn page(&mut self, requests: impl IntoIterator<Item = Request>, after: ClusterTime) -> usize {
         let page = PAGES - self.pages;
         self.pages += 1;
@@ -156,7 +157,7 @@ impl Schedule {
         page
     }
 
-    /// Whether all of a page is done, and what that has led to. It waits for no other page.
+    /// True if all requests of a page are done, including the work that they caused. Does not depend on other pages.
     #[must_use]
     pub fn is_page_done(&self, page: usize) -> bool {
         self.watermark.is_drained(page)
@@ -164,12 +165,12 @@ impl Schedule {
 
     /// The next keys to run together.
     ///
-    /// Of a rule that is `crowded` one batch writes at a time: several would write the same targets, and the server would do again
-    /// what conflicts.
+    /// If a rule is `crowded`, only one of its batches writes at a time: several would write the same targets, and the
+    /// server would repeat the conflicting writes.
     pub fn take(&mut self, most: Most, now: Instant, crowded: impl Fn(RuleId) -> bool) -> Option<Batch> {
         let patient = self.is_patient(now);
-        // What a look-up finds is taken even where there is no room: so the next one waits until there is. What writes never waits
-        // for a look-up.
+        // Results of look-ups are accepted even if there is no room, so the next look-up waits for room. Writes never
+        // wait for a look-up.
         let full = self.queue.is_full_of_writes();
         let writing: Vec<RuleId> = self.queue.writing().filter(|rule| crowded(*rule)).collect();
         let mut batch = self.queue.take(most, now, |lane, scope| {
@@ -177,20 +178,20 @@ impl Schedule {
             let conflicts = matches!(lane.1, Task::Value | Task::Target) && writing.contains(&lane.0);
             !(waits || conflicts || full && lane.1.looks_up())
         })?;
-        // A slow key runs beside others anyway.
+        // A slow key already runs in parallel with others.
         let waited = |work: &Work| work.read_limit.is_none() && gets_less(&self.router, batch.lane, &work.scope);
         if batch.items.iter().any(|(_, work)| waited(work)) {
             self.waited.insert((batch.lane, batch.number));
         }
-        // What has arrived is visible to a majority read: a batch never sees less than any event so far.
+        // Majority reads can see all events that have arrived: a batch never reads a state before any of them.
         for (_, work) in &mut batch.items {
             work.after = work.after.max(self.newest);
         }
         Some(batch)
     }
 
-    /// Whether work waits that gets less by waiting. While a backlog is read, it would be done again with every batch of it; so
-    /// it waits, is done once, and waits again.
+    /// True while work that shrinks by waiting should wait. While a backlog is read, such work would be repeated with
+    /// every batch of it. So it waits, runs once, and waits again.
     fn is_patient(&mut self, now: Instant) -> bool {
         if !self.queue.has_room() || !self.streams.iter().any(|stream| stream.more) {
             self.patient = None;
@@ -206,12 +207,12 @@ impl Schedule {
         false
     }
 
-    /// A target that the guard has found to differ may be about to be written: until everything that the guard has seen then
-    /// is delivered, and the rule has nothing left to write, here or `elsewhere`. A rule that is never at rest is waited for
-    /// no longer than [`LONGEST_DOUBT`].
+    /// Decides about targets that the guard found to differ. A write may be on its way, so a verdict is postponed until
+    /// every event up to the guard's read is delivered, and the rule has no writes left, here or `elsewhere`. For a
+    /// rule that is never idle, the second condition is dropped after [`LONGEST_UNCONFIRMED`].
     ///
-    /// Nothing is delivered while the queue is full. So when such targets are what fills it, none of them waits any longer: the
-    /// difference stays unconfirmed.
+    /// Nothing is delivered while the queue is full. So if such targets fill the queue, none of them waits any longer:
+    /// the difference stays unconfirmed.
     pub fn postpone_verdicts(&self, batch: &mut Batch, elsewhere: bool, now: Instant) {
         let (rule, task) = batch.lane;
         if task != Task::Guard {
@@ -221,8 +222,9 @@ impl Schedule {
         let writing = elsewhere || self.queue.is_reconciling(rule);
         let crowded = self.queue.is_crowded_by_guard();
         for (_, work) in &mut batch.items {
-            let long = work.doubted_since.is_some_and(|since| now.saturating_duration_since(since) > LONGEST_DOUBT);
-            work.doubt.verdict = match delivered < work.doubt.seen || (writing && !long) {
+            let long =
+                work.unconfirmed_since.is_some_and(|since| now.saturating_duration_since(since) > LONGEST_UNCONFIRMED);
+            work.unconfirmed_mismatch.verdict = match delivered < work.unconfirmed_mismatch.seen || (writing && !long) {
                 _ if crowded => Verdict::Unconfirmed,
                 true => Verdict::Postponed,
                 false => Verdict::Drift,
@@ -230,7 +232,7 @@ impl Schedule {
         }
     }
 
-    /// A batch has ended: its keys, and what its look-ups have led to, which comes from all of them together.
+    /// Ends a batch: its keys, and the requests that its look-ups produced, whose origins are those of the whole batch.
     pub fn finish(
         &mut self,
         lane: Lane,
@@ -257,7 +259,7 @@ impl Schedule {
         }
     }
 
-    /// The position up to which everything of a stream is done. None before its first batch is.
+    /// The position up to which all work of a stream is done. None before its first batch is done.
     #[must_use]
     pub fn frontier(&self, stream: usize) -> Option<&Position> {
         self.watermark.frontier(stream)
@@ -269,7 +271,7 @@ impl Schedule {
         &self.streams[stream].reached
     }
 
-    /// Everything of a stream that was committed up to here is done.
+    /// The time up to which all work of a stream is done.
     #[must_use]
     pub fn applied(&self, stream: usize) -> ClusterTime {
         if self.watermark.is_drained(stream) {
@@ -279,19 +281,19 @@ impl Schedule {
         }
     }
 
-    /// Whether the streams may deliver more.
+    /// True if the streams may deliver more.
     #[must_use]
     pub fn has_room(&self) -> bool {
         self.queue.has_room()
     }
 
-    /// When the next key that waits for its time is due.
+    /// Time at which the next paused key is due.
     #[must_use]
     pub fn next_due(&self) -> Option<Instant> {
         self.queue.next_due()
     }
 
-    /// Requests that wait or run, named targets counted.
+    /// Requests that wait or run, counting named targets.
     #[must_use]
     pub fn depth(&self) -> usize {
         self.queue.depth()
@@ -303,27 +305,27 @@ impl Schedule {
         self.queue.keys()
     }
 
-    /// Keys of `rule` that wait or run for the sake of a change.
+    /// Keys of `rule` that wait or run because of a change.
     #[must_use]
     pub fn late(&self, rule: RuleId) -> usize {
         self.queue.late(rule)
     }
 
-    /// Keys of any rule that wait or run for the sake of a change.
+    /// Keys of any rule that wait or run because of a change.
     #[must_use]
     pub fn all_late(&self) -> usize {
         self.queue.all_late()
     }
 
-    /// When the oldest change was committed that a key of `rule` waits or runs for, in milliseconds since 1970.
+    /// Commit time of the oldest change that a key of `rule` waits or runs for, in milliseconds since 1970.
     #[must_use]
     pub fn oldest(&self, rule: RuleId) -> Option<i64> {
         self.queue.oldest(rule)
     }
 }
 
-/// Whether such work gets less by waiting: a value that is computed from many sources is computed once for all their changes,
-/// and targets of one key are written by one statement.
+/// True if such work shrinks by waiting: a value with many sources is computed once for all their changes, and targets
+/// of one key are written by one statement.
 fn gets_less(router: &Router, (rule, task): Lane, scope: &Scope) -> bool {
     let gathered = match scope {
         Scope::All => router.rule(rule).gathers(),
@@ -348,7 +350,7 @@ mod tests {
     struct Bench {
         schedule: Schedule,
         start: Instant,
-        /// In a batch at most.
+        /// Maximum number of keys in a batch.
         keys: usize,
     }
 
@@ -362,7 +364,7 @@ mod tests {
             Self { schedule, start: Instant::now(), keys: 100 }
         }
 
-        /// A batch of the stream asks for a key, and more waits behind it or not.
+        /// Delivers a batch of the stream that requests a key; `more` says if the stream holds more.
         fn deliver(&mut self, key: i32, scope: Scope, more: bool) {
             let batch = self.schedule.begin(0);
             let origin = Origin { stream: 0, batch, after: ClusterTime::default(), committed: None };
@@ -371,7 +373,7 @@ mod tests {
             self.schedule.end(0, batch, Position { time: ClusterTime::default(), token: None }, more);
         }
 
-        /// How many keys are taken that many milliseconds after the start, and done at once.
+        /// Number of keys taken at this time after the start. They are done at once.
         fn taken(&mut self, millis: u64) -> usize {
             let Some(batch) = self.take(millis) else { return 0 };
             self.finish(batch, millis)
@@ -426,7 +428,7 @@ mod tests {
         assert!(bench.take(1_100).is_some(), "nothing more is to come");
     }
 
-    /// A page with a slow key held up those behind it: other backfills, fan-outs, retries and repairs.
+    /// A page with a slow key delayed those behind it: other backfills, fan-out jobs, retries and repairs.
     #[test]
     fn a_page_is_done_when_its_own_requests_are() {
         let mut bench = Bench::new(COPY);
@@ -458,7 +460,7 @@ mod tests {
         assert_eq!(bench.taken(0), 1, "a source's change is for all its targets");
     }
 
-    /// Whatever the guard waits for, it does not wait in a queue that it fills itself.
+    /// The guard never waits in a queue that it fills itself.
     #[test]
     fn a_verdict_is_not_postponed_in_a_queue_that_the_guard_fills() {
         let mut bench = Bench::new(COPY);
@@ -470,9 +472,9 @@ mod tests {
                 Request { rule: RuleId(0), task: Task::Guard, key: Key::one(Bson::Int32(-1)), scope: Scope::All };
             bench.schedule.ask(request, origin);
             let mut batch = bench.take(0).unwrap();
-            batch.items.iter_mut().for_each(|(_, work)| work.doubt.seen = seen);
+            batch.items.iter_mut().for_each(|(_, work)| work.unconfirmed_mismatch.seen = seen);
             bench.schedule.postpone_verdicts(&mut batch, false, bench.start);
-            batch.items.iter().map(|(_, work)| work.doubt.verdict).collect::<HashSet<_>>()
+            batch.items.iter().map(|(_, work)| work.unconfirmed_mismatch.verdict).collect::<HashSet<_>>()
         };
         assert_eq!(verdicts(&mut bench), HashSet::from([Verdict::Postponed]), "not everything is delivered");
         for key in 0..100 {

@@ -1,4 +1,4 @@
-//! From what the user wrote to what it means.
+//! Compiles the config into a plan.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::{
 
 /// Compiles every rule and checks them against each other.
 ///
-/// `default_database` is where bare collection names are, when the config does not say (`mongodb.database`): the database
-/// of the connection string.
+/// `default_database` is the database of bare collection names if the config does not set one (`mongodb.database`): the
+/// database of the connection string.
 pub fn compile(config: &Config, default_database: Option<&str>) -> Result<Plan, Vec<Mistake>> {
     let database = config.mongodb.database.as_deref().or(default_database);
     let mut mistakes = Vec::new();
@@ -46,7 +46,7 @@ struct Compiler<'a> {
     mistakes: Vec<Mistake>,
 }
 
-/// What the three kinds of rule have in common.
+/// Properties that the three kinds of rule share.
 struct Common<'a> {
     kind: &'a str,
     source: &'a config::Side,
@@ -341,7 +341,7 @@ impl Compiler<'_> {
         (out.len() == set.len()).then_some(out)
     }
 
-    /// What a reconcile is keyed by; refuses the combinations that have no meaning.
+    /// The kind of key of a reconcile; refuses combinations without a meaning.
     fn keyed(&mut self, at: &ConfigPath, reference: &Reference, values: &Values) -> Option<Keyed> {
         let each = reference.target_each.as_ref();
         let paths: Vec<&FieldPath> = match values {
@@ -416,7 +416,7 @@ impl Compiler<'_> {
         }
     }
 
-    /// What cannot be owned whatever other rules say.
+    /// Refuses paths that no rule may own.
     fn owned(&mut self, at: &ConfigPath, rule: &Rule) {
         let owned: Vec<FieldPath> = rule.owned().into_iter().cloned().collect();
         for (nth, path) in owned.iter().enumerate() {
@@ -455,7 +455,7 @@ impl Compiler<'_> {
     }
 }
 
-/// Where the source's `_id` is in the target: the element itself, or one of its fields.
+/// Path of the source's `_id` in the target: the element itself, or one of its fields.
 fn child(into: &FieldPath, element: &Bson) -> Option<FieldPath> {
     let id = Bson::from("$_id");
     if *element == id {
@@ -465,7 +465,7 @@ fn child(into: &FieldPath, element: &Bson) -> Option<FieldPath> {
     FieldPath::parse(&format!("{into}.{name}")).ok()
 }
 
-/// Everything of a rule that decides what is written, as one document.
+/// All properties of a rule that affect the written values, as one document.
 fn definition(rule: &Rule) -> Document {
     let side = |side: &Side| doc! {"collection": side.namespace.to_string(), "where": side.filter.clone()};
     let set = |assignments: &[Assignment]| {
@@ -491,7 +491,7 @@ fn definition(rule: &Rule) -> Document {
         "on_missing": rule.on_missing.stored(),
         "values": values,
     };
-    // Out of the shadow, a rule is another one, and backfilled.
+    // A rule that leaves shadow mode has a new definition, so it is backfilled.
     if rule.shadow {
         definition.insert("shadow", true);
     }

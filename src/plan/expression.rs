@@ -1,20 +1,21 @@
-//! Aggregation expressions and query filters: what they read, and what is refused in them.
+//! Aggregation expressions and query filters: the paths that they read, and the reasons to refuse them.
 //!
-//! They run on the server, so nothing is evaluated here. Refused is what is not a function of the documents, what runs
-//! code, and what the server does not know (better now, with the line, than in the first read).
+//! They run on the server, so nothing is evaluated here. Refused are operators whose result does not depend on the
+//! documents alone, operators that run code, and operators that the server does not know (better now, with the line,
+//! than at the first read).
 
 use bson::{Bson, Document};
 
 use crate::field_path::FieldPath;
 
-/// The paths that something depends on.
+/// The paths that an expression or a filter depends on.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub enum Reads {
     /// Every path: `$$ROOT` and the like.
     Everything,
-    /// These.
+    /// These paths.
     Paths(Vec<FieldPath>),
-    /// None.
+    /// No path.
     #[default]
     Nothing,
 }
@@ -30,7 +31,8 @@ impl Reads {
         }
     }
 
-    /// Adds a path by its text; a text that is no plain path (an array index, say) counts as everything below its root.
+    /// Adds a path by its text; a text that is not a plain path (with an array index, for example) counts as everything
+    /// below its root.
     pub fn add_text(&mut self, text: &str) {
         let plain: Vec<&str> = text.split('.').take_while(|part| !part.bytes().all(|b| b.is_ascii_digit())).collect();
         match FieldPath::parse(&plain.join(".")) {
@@ -39,7 +41,7 @@ impl Reads {
         }
     }
 
-    /// Adds all that `other` depends on.
+    /// Adds all paths of `other`.
     pub fn extend(&mut self, other: Self) {
         match other {
             Self::Everything => *self = Self::Everything,
@@ -48,7 +50,7 @@ impl Reads {
         }
     }
 
-    /// Whether an update that changed these dotted paths can matter.
+    /// True if an update that changed these dotted paths may affect the result.
     #[must_use]
     pub fn touched_by(&self, changed: &[String]) -> bool {
         match self {
@@ -58,7 +60,7 @@ impl Reads {
         }
     }
 
-    /// Whether a write to `owned` can matter. `$[]` or not makes no difference: an expression looks into arrays unasked.
+    /// True if a write to `owned` may affect the result. Ignores `$[]`: an expression looks into arrays implicitly.
     #[must_use]
     pub fn overlap(&self, owned: &FieldPath) -> bool {
         match self {
@@ -69,12 +71,12 @@ impl Reads {
     }
 }
 
-/// Something in an expression that cannot be used, and what to do about it.
+/// Reason to refuse an expression, with a suggested correction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// What is wrong.
+    /// Description of the problem.
     pub message: String,
-    /// What to write instead.
+    /// Suggested replacement.
     pub hint: Option<String>,
 }
 
@@ -84,14 +86,15 @@ impl Refusal {
     }
 }
 
-/// Reads an expression: what it depends on. `element` is what `$$element` stands for, where there is one.
+/// Reads an expression: returns the paths that it depends on. `element` is the path behind `$$element`, if there is
+/// one.
 pub fn expression(value: &Bson, element: Option<&FieldPath>) -> Result<Reads, Refusal> {
     let mut walk = Walk { element, scope: Vec::new(), reads: Reads::default() };
     walk.expression(value)?;
     Ok(walk.reads)
 }
 
-/// Reads a `$group` accumulator: `{ $sum: 1 }`.
+/// Reads a `$group` accumulator such as `{ $sum: 1 }`.
 pub fn accumulator(value: &Bson) -> Result<Reads, Refusal> {
     let form = "an accumulator is written { $sum: 1 } or { $avg: $rating }";
     let Some((name, argument)) = value.as_document().filter(|doc| doc.len() == 1).and_then(|doc| doc.iter().next())
@@ -281,7 +284,7 @@ impl Walk<'_> {
             "$getField" => self.get_field(argument),
             "$let" | "$map" | "$filter" | "$reduce" => self.binding(operator, argument),
             _ if OPERATORS.contains(&operator) || ACCUMULATORS.contains(&operator) => match argument {
-                // Named arguments ({ input: …, to: … }) are expressions each; a name here is not a field's.
+                // Named arguments ({ input: …, to: … }) are expressions; their names are not fields.
                 Bson::Document(doc) if !doc.keys().any(|name| name.starts_with('$')) => {
                     doc.iter().try_for_each(|(name, value)| {
                         if name == "sortBy" {
@@ -312,7 +315,7 @@ impl Walk<'_> {
     fn get_field(&mut self, argument: &Bson) -> Result<(), Refusal> {
         match argument {
             Bson::String(name) => self.reads.add_text(name),
-            // Both are expressions: a computed name, or what it is computed from, is read too.
+            // Both parts are expressions: a computed name and its input are read too.
             Bson::Document(doc) if doc.contains_key("input") => {
                 doc.values().try_for_each(|part| self.expression(part))?;
             }

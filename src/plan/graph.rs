@@ -1,4 +1,4 @@
-//! Who feeds whom: ownership that collides, cycles, and the order that backfills follow.
+//! Dependencies between rules: conflicting ownership, cycles, and the order of backfills.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::{
     plan::rule::{Rule, RuleId},
 };
 
-/// Rules in an order in which none comes before one that it reads from, and for each those that read what it writes.
+/// The rules, each after all rules that it reads from; and for each rule the rules that read its target fields.
 pub type Order = (Vec<RuleId>, Vec<Vec<RuleId>>);
 
 /// Checks the rules against each other and orders them.
@@ -35,7 +35,7 @@ pub fn order(rules: &[Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
     }
 }
 
-/// The path through which `from` feeds `to`: one that the first owns and the second reads.
+/// The path through which `from` feeds `to`: owned by the first and read by the second.
 fn fed_path<'a>(from: &'a Rule, to: &Rule) -> Option<&'a FieldPath> {
     from.owned().into_iter().find(|owned| {
         (from.target.namespace == to.source.namespace && to.source_reads.overlap(owned))

@@ -1,4 +1,4 @@
-//! What the user that denormd connects as must be allowed to do, and no more. Pure.
+//! The privileges that denormd's user needs, and no more. No I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,30 +6,30 @@ use bson::{Bson, Document, doc};
 
 use crate::{change::Namespace, config::OnMissing, plan::Plan};
 
-/// A database and a collection of it; an empty collection stands for all of them.
+/// A database and one of its collections; an empty name means all collections.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Resource {
-    /// The database.
+    /// Name of the database.
     pub database: String,
-    /// The collection.
+    /// Collection; an empty name means all of them.
     pub collection: String,
 }
 
-/// Actions on a resource.
+/// Actions that must be allowed on a resource.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Privilege {
-    /// Where.
+    /// The database and the collection.
     pub resource: Resource,
-    /// What: MongoDB's privilege actions.
+    /// Privilege actions as MongoDB names them.
     pub actions: BTreeSet<&'static str>,
-    /// What for, in a few words each.
+    /// Short descriptions of their use.
     pub purposes: BTreeSet<String>,
 }
 
-/// The remaining oplog window is read from here. Without it the window is unknown, and all else works.
+/// The collection that shows the remaining oplog window. Without read access to it, only the window is unknown.
 pub const OPLOG: (&str, &str) = ("local", "oplog.rs");
 
-/// What the daemon and the commands need for these rules, with their state in `state`.
+/// The privileges that the daemon and the commands need for these rules, with their state in `state`.
 #[must_use]
 pub fn needed(plan: &Plan, state: &str) -> Vec<Privilege> {
     let mut all: BTreeMap<Resource, (BTreeSet<&'static str>, BTreeSet<String>)> = BTreeMap::new();
@@ -53,10 +53,10 @@ pub fn needed(plan: &Plan, state: &str) -> Vec<Privilege> {
         }
     }
     for database in plan.databases() {
-        // A stream of the database: one, whatever the number of its collections. It wants `find` on all of them.
+        // One stream for the database, whatever the number of its collections. It requires `find` on all of them.
         need(&database, "", &["changeStream", "find", "listCollections"], "the database's change stream".to_owned());
     }
-    // The events are in a capped collection, which takes two privileges to make.
+    // The events are in a capped collection, which requires two privileges to create.
     let own = ["convertToCapped", "createCollection", "find", "insert", "listCollections", "remove", "update"];
     need(state, "", &own, "denormd's own state".to_owned());
     let (database, collection) = OPLOG;
@@ -65,7 +65,7 @@ pub fn needed(plan: &Plan, state: &str) -> Vec<Privilege> {
     all.into_iter().map(privilege).collect()
 }
 
-/// What `plan --apply` needs beside that.
+/// The additional privileges for `plan --apply`.
 #[must_use]
 pub fn needed_to_apply(plan: &Plan) -> Vec<Privilege> {
     let actions = |namespace: Namespace| Privilege {
@@ -76,7 +76,7 @@ pub fn needed_to_apply(plan: &Plan) -> Vec<Privilege> {
     plan.namespaces().into_iter().map(actions).collect()
 }
 
-/// Of what is needed, what the privileges that a user has (`connectionStatus` with `showPrivileges`) do not give.
+/// The needed privileges that a user's privileges (`connectionStatus` with `showPrivileges`) do not include.
 #[must_use]
 pub fn missing(needed: &[Privilege], has: &[Document]) -> Vec<Privilege> {
     let lacks = |need: &Privilege| {
@@ -101,7 +101,7 @@ fn gives(has: &Document, resource: &Resource, action: &str) -> bool {
         return true;
     }
     let (Ok(database), Ok(collection)) = (on.get_str("db"), on.get_str("collection")) else { return false };
-    // An empty name stands for all, but not for those of the system: neither `local` nor `config` is among them.
+    // An empty name covers all databases except those of the system, `local` and `config`.
     let databases = database == resource.database || (database.is_empty() && !is_system(&resource.database));
     databases && (collection == resource.collection || collection.is_empty())
 }
@@ -111,7 +111,7 @@ fn is_system(database: &str) -> bool {
 }
 
 impl Privilege {
-    /// As `createRole` and `grantPrivilegesToRole` take it.
+    /// The privilege as a document for `createRole` and `grantPrivilegesToRole`.
     #[must_use]
     pub fn document(&self) -> Document {
         let actions: Vec<Bson> = self.actions.iter().map(|action| Bson::from(*action)).collect();
@@ -121,7 +121,7 @@ impl Privilege {
         }
     }
 
-    /// The same, as one types it.
+    /// The privilege in the syntax of mongosh.
     #[must_use]
     pub fn shell(&self) -> String {
         let Resource { database, collection } = &self.resource;

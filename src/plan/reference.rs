@@ -1,4 +1,4 @@
-//! How a target and its sources find each other: the pairs of `match`, and what documents say of them.
+//! References between a target and its sources: the pairs of `match`, and their values in documents.
 
 use bson::{Bson, Document, oid::ObjectId};
 
@@ -22,19 +22,19 @@ pub struct Pair {
 pub struct Reference {
     /// The entries, in order. A [`Key`]'s values are in the same order.
     pub pairs: Vec<Pair>,
-    /// `parts.$[]`, where entries run through an array of the target.
+    /// Array of the target that the entries run through, such as `parts.$[]`.
     pub target_each: Option<FieldPath>,
-    /// `parts.$[]`, where entries run through an array of the source.
+    /// Array of the source that the entries run through, such as `parts.$[]`.
     pub source_each: Option<FieldPath>,
-    /// What the target's value is converted to before matching.
+    /// Type to which the target's value is converted before matching.
     pub key_type: Option<KeyType>,
-    /// What a DBRef in the target must name: the source's collection and database.
+    /// Collection and database that a DBRef in the target must name: those of the source.
     pub source_name: (String, String),
-    /// What a DBRef in the source must name: the target's collection and database.
+    /// Collection and database that a DBRef in the source must name: those of the target.
     pub target_name: (String, String),
 }
 
-/// Which document of a rule is meant.
+/// Role of a document in a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// The source.
@@ -44,13 +44,13 @@ pub enum Role {
 }
 
 impl Reference {
-    /// Whether the one source path is `_id`: the event then names the key, whatever happened.
+    /// True if the only source path is `_id`: every event then contains the key.
     #[must_use]
     pub fn keyed_by_source_id(&self) -> bool {
         matches!(self.pairs.as_slice(), [pair] if pair.source.to_string() == "_id")
     }
 
-    /// Whether the one target path is `_id`.
+    /// True if the only target path is `_id`.
     #[must_use]
     pub fn keyed_by_target_id(&self) -> bool {
         matches!(self.pairs.as_slice(), [pair] if pair.target.to_string() == "_id")
@@ -64,17 +64,17 @@ impl Reference {
         })
     }
 
-    /// Whether a write to the dotted path `changed` may change what a document of this role refers to, or is referred to by.
+    /// True if a write to the dotted path `changed` may change the reference keys of a document in this role.
     #[must_use]
     pub fn touched_by(&self, role: Role, changed: &str) -> bool {
         self.paths(role).any(|path| match path.segments() {
-            // The other fields of a DBRef count as much as its `$id`.
+            // The other fields of a DBRef matter as much as its `$id`.
             [parent @ .., Segment::Name(id)] if id == "$id" && !parent.is_empty() => touches(parent, changed),
             path => touches(path, changed),
         })
     }
 
-    /// A projection that keeps what [`Reference::keys`] reads.
+    /// A projection that keeps the fields for [`Reference::keys`].
     #[must_use]
     pub fn projection(&self, role: Role) -> Document {
         let mut out = Document::new();
@@ -91,8 +91,8 @@ impl Reference {
         out
     }
 
-    /// What a document refers to, or is referred to by: one entry for each element of the array, or one in all. None is a
-    /// reference to nothing: null, missing, an array where none is expected, a DBRef of another collection.
+    /// The reference keys of a document: one for each element of the array, or a single one. None means no reference:
+    /// null, missing, an array in place of a value, or a DBRef to another collection.
     #[must_use]
     pub fn keys(&self, role: Role, doc: &Document) -> Vec<Option<Key>> {
         let Some(each) = self.each(role) else {
@@ -102,7 +102,7 @@ impl Reference {
         elements.map(|element| self.key_at(role, doc, Some((each, element)))).collect()
     }
 
-    /// The elements that the references of one side are in, in the order of [`Reference::keys`].
+    /// The elements that contain the references of one side, in the order of [`Reference::keys`].
     #[must_use]
     pub fn elements<'a>(&self, role: Role, doc: &'a Document) -> Vec<&'a Bson> {
         let mut elements = Vec::new();
@@ -119,7 +119,7 @@ impl Reference {
         }
     }
 
-    /// Whether the target has the array that its references are in.
+    /// True if the target has the array of its references.
     #[must_use]
     pub fn has_array(&self, target: &Document) -> bool {
         let Some(each) = &self.target_each else { return false };
@@ -156,11 +156,11 @@ impl Reference {
                 value => values.push(value.clone()),
             }
         }
-        // With a `key_type` every target's value is of that type, so a source's value of another type is nobody's.
+        // With a `key_type`, every target's value has that type, so a source's value of another type matches no target.
         Some(Key::new(values)).filter(|key| role == Role::Target || self.can_resolve(key))
     }
 
-    /// The value at `path`, which does not look into arrays.
+    /// The value at `path`. Does not look into arrays.
     fn value_at<'a>(&self, role: Role, doc: &'a Document, path: &[Segment]) -> Option<&'a Bson> {
         let (last, parents) = path.split_last()?;
         let mut at = doc;
@@ -177,14 +177,14 @@ impl Reference {
         at.get(name)
     }
 
-    /// Whether the DBRef `at`, in a document of `role`, names the other side.
+    /// True if the DBRef `at`, in a document of `role`, names the other side.
     fn names(&self, role: Role, at: &Document) -> bool {
         let (collection, database) = self.other(role);
         at.get_str("$ref").is_ok_and(|name| name == collection)
             && at.get("$db").is_none_or(|db| db.as_str() == Some(database))
     }
 
-    /// What a DBRef in a document of `role` must name: collection and database.
+    /// The collection and the database that a DBRef in a document of `role` must name.
     #[must_use]
     pub fn other(&self, role: Role) -> (&str, &str) {
         let (collection, database) = match role {
@@ -207,8 +207,8 @@ impl Reference {
         }
     }
 
-    /// Whether a source can answer `key`: null refers to nothing, even where a source's `_id` is null; and with a
-    /// `key_type`, a value that does not convert dangles.
+    /// True if a source can match `key`. Null refers to nothing, even if a source's `_id` is null. With a `key_type`, a
+    /// value that does not convert matches nothing.
     #[must_use]
     pub fn can_resolve(&self, key: &Key) -> bool {
         key.values().iter().all(|value| match (value, self.key_type) {
@@ -218,7 +218,7 @@ impl Reference {
         })
     }
 
-    /// The values of a target that convert to `value`: what a query must look for.
+    /// The values of a target that convert to `value`, for use in a query.
     #[must_use]
     pub fn stored_as(&self, value: &Bson) -> Vec<Bson> {
         match (self.key_type, value) {
@@ -228,7 +228,7 @@ impl Reference {
                 if is_lower_hex(text) {
                     all.extend(ObjectId::parse_str(text).ok().map(Bson::ObjectId));
                 }
-                // Only the digits that an integer is written with: "05" is no integer's text.
+                // Only the canonical text of an integer: "05" does not convert.
                 all.extend(text.parse().ok().filter(|n: &i64| n.to_string() == *text).map(Bson::Int64));
                 all
             }
@@ -254,7 +254,7 @@ enum Cursor<'a> {
     Value(&'a Bson),
 }
 
-/// The elements that a path ending in `$[]` leads to. Anything that is not an array where one is expected has none.
+/// The elements at a path that ends in `$[]`; none if there is a value other than an array on the way.
 fn collect_elements<'a>(path: &[Segment], at: Cursor<'a>, out: &mut Vec<&'a Bson>) {
     match (path.split_first(), at) {
         (None, Cursor::Value(value)) => out.push(value),

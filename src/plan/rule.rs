@@ -11,20 +11,20 @@ use crate::{
     plan::{expression::Reads, reference::Reference},
 };
 
-/// A rule's place in its plan.
+/// Index of a rule in its plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RuleId(pub usize);
 
-/// Everything that the rules of one config mean.
+/// All compiled rules of one config.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// The deployment's name.
     pub name: String,
     /// The rules, in the config's order.
     pub rules: Vec<Arc<Rule>>,
-    /// Rules in an order in which none comes before one that it reads from.
+    /// The rules, each after all rules that it reads from.
     pub order: Vec<RuleId>,
-    /// For each rule, those that read what it writes.
+    /// For each rule, the rules that read its target fields.
     pub feeds: Vec<Vec<RuleId>>,
 }
 
@@ -35,13 +35,13 @@ impl Plan {
         &self.rules[id.0]
     }
 
-    /// One rule alone, for what the cluster must offer it. Its id is still that of the whole plan.
+    /// A plan with one rule, to check the requirements of that rule. Its id is still that of the whole plan.
     #[must_use]
     pub fn only(&self, id: RuleId) -> Self {
         Self { name: self.name.clone(), rules: vec![self.rule(id).clone()], order: Vec::new(), feeds: Vec::new() }
     }
 
-    /// How many rules the longest chain has: a change needs that many steps to reach its end.
+    /// Number of rules in the longest chain: a change needs that many steps to reach the end.
     #[must_use]
     pub fn longest_chain(&self) -> usize {
         let mut length = vec![1; self.rules.len()];
@@ -82,16 +82,16 @@ impl Plan {
 pub struct Side {
     /// The collection.
     pub namespace: Namespace,
-    /// What a document must match to take part.
+    /// Filter for the documents that take part.
     pub filter: Option<Document>,
 }
 
-/// What one reconcile of a rule is keyed by.
+/// Kind of key that identifies one reconcile of a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Keyed {
-    /// By the value that source and targets share: all that is written follows from the sources with that value.
+    /// The value that source and targets share: everything written follows from the sources with that value.
     Value,
-    /// By the target's `_id`: what is written follows from several references of one target.
+    /// The target's `_id`: the written values follow from several references of one target.
     Target,
 }
 
@@ -104,45 +104,45 @@ pub struct Assignment {
     pub expression: Bson,
 }
 
-/// What is computed from the sources of a key.
+/// Values computed from the sources of a key.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Values {
     /// Fields of one source.
     Set {
-        /// The fields.
+        /// Target paths with their expressions.
         assignments: Vec<Assignment>,
-        /// Fill what has no value yet, and never change it again.
+        /// Only fill fields without a value, and never change them again.
         once: bool,
     },
     /// An array with one element for each reference of the target, in their order.
     Into {
-        /// The array.
+        /// Path of the array.
         path: FieldPath,
         /// The expression of one element.
         element: Bson,
     },
     /// An array with one element for each source.
     Collect {
-        /// The array.
+        /// Path of the array.
         path: FieldPath,
         /// The expression of one element.
         element: Bson,
-        /// Where in the target the sources' `_id`s are, if the element holds them.
+        /// Path of the sources' `_id`s in the target, if the elements contain them.
         child: Option<FieldPath>,
-        /// As in `$push`.
+        /// Maximum number of elements, as in `$slice` of `$push`: from the end if negative.
         slice: Option<i64>,
-        /// What no source gives.
+        /// Reaction to a key without sources.
         on_empty: OnEmpty,
-        /// The most elements.
+        /// Maximum number of elements; more are an error.
         max_elements: Option<u64>,
-        /// The most bytes.
+        /// Maximum size in bytes; more is an error.
         max_bytes: Option<u64>,
     },
     /// Accumulated values of all sources.
     Aggregate {
-        /// The fields; their expressions are `{ $accumulator: expression }`.
+        /// Target paths; their expressions are `{ $accumulator: expression }`.
         assignments: Vec<Assignment>,
-        /// What no source gives.
+        /// Reaction to a key without sources.
         on_empty: OnEmpty,
     },
 }
@@ -150,44 +150,45 @@ pub enum Values {
 /// A rule as the daemon runs it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rule {
-    /// Its place in the plan.
+    /// Index in the plan.
     pub id: RuleId,
-    /// Its name.
+    /// The rule's name, unique in the config.
     pub name: String,
-    /// Where values come from.
+    /// Collection and filter of the source.
     pub source: Side,
-    /// Where they go.
+    /// Collection and filter of the target.
     pub target: Side,
-    /// How a target and its sources find each other.
+    /// Matching between a target and its sources.
     pub reference: Reference,
-    /// What a reconcile is keyed by.
+    /// Kind of key of a reconcile.
     pub keyed: Keyed,
-    /// What is computed.
+    /// Values to compute.
     pub values: Values,
-    /// Source paths and directions; `_id` ascending decides ties.
+    /// Source paths with sort directions; `_id` ascending breaks ties.
     pub sort: Vec<(String, i32)>,
-    /// What a reference does that no source answers.
+    /// Reaction to a reference without a source.
     pub on_missing: OnMissing,
-    /// Source paths whose change can change what is written.
+    /// Source paths that affect the written values.
     pub source_reads: Reads,
-    /// Target paths whose change can change what is written.
+    /// Target paths that affect the written values.
     pub target_reads: Reads,
-    /// Whether it backfills itself.
+    /// Automatic or manual backfill.
     pub backfill: BackfillMode,
-    /// How drift is noticed.
+    /// Method of detecting drift.
     pub guard: Guard,
-    /// What is done about drift.
+    /// Reaction to drift.
     pub on_drift: OnDrift,
-    /// Whether lookups without an index are accepted.
+    /// True if look-ups without an index are accepted.
     pub allow_scan: bool,
-    /// The lag that it should not have for long.
+    /// Lag objective of the rule.
     pub max_lag: Duration,
-    /// Whether it computes, compares and counts, and writes nothing.
+    /// True if the rule computes, compares and counts, but writes nothing.
     pub shadow: bool,
-    /// Whether a person has agreed beforehand that it removes and overwrites values that are already there. Not a part of the
-    /// definition: what is written is the same.
+    /// True if the config accepts in advance that the rule removes and overwrites existing values. Not part of the
+    /// definition: the written values are the same.
     pub adopt: bool,
-    /// All of the above that decides what is written, as one document: two rules with the same one write the same.
+    /// The properties above that affect the written values, as one document: rules with equal definitions write the
+    /// same.
     pub definition: Document,
 }
 
@@ -203,7 +204,7 @@ impl Rule {
         }
     }
 
-    /// Whether a value is computed from all the sources of a key.
+    /// True if a value is computed from all the sources of a key.
     #[must_use]
     pub fn gathers(&self) -> bool {
         match self.values {
@@ -212,7 +213,7 @@ impl Rule {
         }
     }
 
-    /// Where in the target the `_id`s of the sources that went into it are: what tells the parent that a child has left.
+    /// Path in the target of the `_id`s of its sources, which identifies the parent that a child has left.
     #[must_use]
     pub fn child(&self) -> Option<&FieldPath> {
         match &self.values {
@@ -221,7 +222,7 @@ impl Rule {
         }
     }
 
-    /// Whether a source's key can change without the event saying what it was.
+    /// True if a source's key can change without the old key being in the event.
     #[must_use]
     pub fn needs_pre_images(&self) -> bool {
         !self.reference.keyed_by_source_id() && self.child().is_none()

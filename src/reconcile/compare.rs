@@ -1,4 +1,4 @@
-//! What targets hold against what they should hold. Reads only.
+//! Compares targets with their definition. Reads only.
 
 use std::{
     collections::BTreeSet,
@@ -24,29 +24,29 @@ use crate::{
     request::Task,
 };
 
-/// One owned path of one target: what should be there, and what is.
+/// Expected and stored value of one owned path of one target.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Difference {
     /// The target's `_id`.
     pub target: Bson,
     /// The path, with `$[]` for the element.
     pub path: String,
-    /// Which element, in the order of the target's references; none where the path is not below the array.
+    /// Index of the element in the order of the target's references; none for a path outside the array.
     pub element: Option<usize>,
-    /// What should be there.
+    /// Expected value.
     pub expected: Field,
-    /// What is there.
+    /// Stored value.
     pub stored: Field,
 }
 
-/// One target against its definition.
+/// One target compared with its definition.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Compared {
     /// The target's `_id`.
     pub target: Bson,
-    /// Every owned path with what should be there and what is; for arrays, once for each element.
+    /// Every owned path with its expected and its stored value; for arrays, once for each element.
     pub fields: Vec<Difference>,
-    /// The values by which it refers to its sources.
+    /// Reference keys of the target.
     pub references: Vec<Option<Key>>,
 }
 
@@ -57,14 +57,14 @@ pub struct Mismatch {
     pub target: Bson,
     /// The paths that differ.
     pub paths: BTreeSet<String>,
-    /// The values by which it refers to its sources.
+    /// Reference keys of the target.
     pub references: Vec<Option<Key>>,
-    /// Tells the differences from others of the same target: equal when the same values are expected and the same are stored.
+    /// Fingerprint of the differences: equal if the expected and the stored values are the same.
     pub fingerprint: u64,
 }
 
 impl Difference {
-    /// Whether it differs, bit by bit.
+    /// True if the values differ in any bit.
     #[must_use]
     pub fn differs(&self) -> bool {
         !identical(self.expected.as_ref(), self.stored.as_ref())
@@ -72,12 +72,12 @@ impl Difference {
 }
 
 impl Compared {
-    /// The paths that differ, bit by bit.
+    /// The paths that differ in any bit.
     pub fn differences(&self) -> impl Iterator<Item = &Difference> {
         self.fields.iter().filter(|field| field.differs())
     }
 
-    /// What differs; none where nothing does.
+    /// The mismatch; none if nothing differs.
     #[must_use]
     pub fn mismatch(self) -> Option<Mismatch> {
         let paths: BTreeSet<String> = self.differences().map(|difference| difference.path.clone()).collect();
@@ -85,7 +85,7 @@ impl Compared {
         (!paths.is_empty()).then_some(Mismatch { target: self.target, paths, references: self.references, fingerprint })
     }
 
-    /// See [`Mismatch::fingerprint`].
+    /// Fingerprint as in [`Mismatch::fingerprint`].
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
@@ -99,7 +99,7 @@ impl Compared {
     }
 }
 
-/// The projection that comparing needs: what the target refers by, and what the rule owns.
+/// The projection for a comparison: the reference paths, and the paths that the rule owns.
 #[must_use]
 pub fn projection(rule: &Rule) -> Document {
     let mut roots = Document::new();
@@ -109,8 +109,8 @@ pub fn projection(rule: &Rule) -> Document {
     roots
 }
 
-/// Takes one target after the other, or why it cannot be compared. Values may be large, and many targets may have the same: they
-/// are not to be held for a page of targets.
+/// Receives one target after the other, or the error that prevents its comparison. Values may be large, and the same
+/// for many targets, so they are not collected for a whole page of targets.
 pub type Take<'a> = &'a mut (dyn FnMut(Result<Compared>) -> Result<()> + Send);
 
 /// Compares a few targets, read with [`projection`], with their definition.
@@ -129,7 +129,7 @@ pub async fn compare(
     Ok(out)
 }
 
-/// The same, by another way to read the sources of keys. Targets whose sources are larger together than a batch may be are
+/// Like [`compare`], with an optional command for reading the sources of keys. Targets whose sources exceed a batch are
 /// compared in parts.
 pub async fn compare_by(
     context: &Context,
@@ -154,7 +154,8 @@ pub async fn compare_by(
     Ok(())
 }
 
-/// The same at once. Takes no target where their sources cannot be read, or are larger together than a batch may be.
+/// Like [`compare_by`], but in one read. Passes no target to `take` if their sources cannot be read, or together exceed
+/// a batch.
 pub async fn compare_at_once(
     context: &Context,
     rule: &Rule,
@@ -188,7 +189,7 @@ pub async fn compare_at_once(
     mine.into_iter().try_for_each(|(target, references)| take(one(rule, &rows, target, references, &owns)))
 }
 
-/// Whether a part of the target is written by this partition: what the others write they compare.
+/// True if this partition writes a part of the target. The other partitions compare their own parts.
 fn owns_some(context: &Context, rule: &Rule, target: &Document, references: &[Option<Key>]) -> bool {
     match (rule.keyed, &rule.reference.target_each) {
         _ if context.partition.of() == 1 => true,
@@ -198,14 +199,14 @@ fn owns_some(context: &Context, rule: &Rule, target: &Document, references: &[Op
     }
 }
 
-/// The key that a reference is reconciled by.
+/// The key under which a reference is reconciled.
 fn key_of(reference: Option<&Option<Key>>) -> Key {
     reference.cloned().flatten().unwrap_or_else(|| Key::new(Vec::new()))
 }
 
-/// Compares targets, with those apart that cannot be compared, because an expression fails (a division by zero fails the whole
-/// read), an array would be too large, or reading the sources takes too long: a page is halved until they stand alone. Returns how
-/// many they are.
+/// Compares targets and isolates those that cannot be compared: an expression fails (a division by zero fails the whole
+/// read), an array would be too large, or reading the sources takes too long. A failing page is halved until these
+/// targets are alone. Returns their number.
 pub async fn compare_each(
     context: &Context,
     rule: &Rule,
@@ -240,8 +241,8 @@ pub async fn compare_each(
     Ok(failing)
 }
 
-/// Compares one target with what rows that were read for its references say; of its elements those whose keys are owned
-/// here. Pure.
+/// Compares one target with the rows read for its references. Of its elements, only those whose keys this partition
+/// owns. No I/O.
 pub fn one(
     rule: &Rule,
     rows: &Rows,
@@ -262,7 +263,7 @@ pub fn one(
         }
         (Keyed::Value, Some(each)) => {
             for (nth, element) in rule.reference.elements(Role::Target, target).into_iter().enumerate() {
-                // What is no subdocument has no fields to hold a copy.
+                // A value that is not a subdocument has no fields for copies.
                 let Bson::Document(element) = element else { continue };
                 let key = key_of(references.get(nth));
                 if !owns(&key) {
@@ -288,7 +289,7 @@ fn push(
     let fields = match desired {
         Desired::Fields(fields) => fields.clone(),
         Desired::Keep => return Ok(()),
-        // The element, or the target, should not be there: said of each owned path.
+        // The element, or the target, should not exist: reported for each owned path.
         Desired::Remove | Desired::Delete => vec![Some(RawBson::Undefined); rule.owned().len()],
     };
     let once = matches!(rule.values, Values::Set { once: true, .. });
@@ -302,7 +303,7 @@ fn push(
     Ok(())
 }
 
-/// The value at a path that does not look into arrays.
+/// The value at a path. Does not look into arrays.
 fn value_at(doc: Option<&Document>, path: &[Segment]) -> Option<Bson> {
     let (last, parents) = path.split_last()?;
     let mut at = doc?;
@@ -314,7 +315,7 @@ fn value_at(doc: Option<&Document>, path: &[Segment]) -> Option<Bson> {
     at.get(name).cloned()
 }
 
-/// Equal to the last bit: 1 is not 1.0, NaN is NaN, missing is not null.
+/// Equal in every bit: 1 is not 1.0, NaN is NaN, missing is not null.
 fn identical(a: Option<&RawBson>, b: Option<&RawBson>) -> bool {
     bytes(a) == bytes(b)
 }
@@ -325,7 +326,8 @@ fn bytes(value: Option<&RawBson>) -> Option<Vec<u8>> {
     Some(doc.into_bytes())
 }
 
-/// Reads targets by `_id` and compares them. Those that do not take part (`target.where`) or are gone are left out.
+/// Reads targets by `_id` and compares them. Targets that do not take part (`target.where`) or no longer exist are left
+/// out.
 pub async fn compare_ids(
     context: &Context,
     rule: &Rule,
@@ -342,7 +344,7 @@ pub async fn compare_ids(
     Ok(())
 }
 
-/// The same in the way of [`compare_each`].
+/// Like [`compare_ids`], but isolates failing targets like [`compare_each`].
 pub async fn compare_ids_each(
     context: &Context,
     rule: &Rule,
@@ -360,8 +362,8 @@ pub async fn compare_ids_each(
     Ok(failing)
 }
 
-/// The mismatches among as many targets as a batch may hold, else an error of the kind [`Kind::TooLarge`]; reads of sources may
-/// take `limit`.
+/// The mismatches among the targets, if they fit into one batch; otherwise an error of the kind [`Kind::TooLarge`].
+/// Each read of sources may take `limit`.
 pub(super) async fn mismatches_at_once(
     context: &Context,
     rule: &Rule,
@@ -380,7 +382,7 @@ pub(super) async fn mismatches_at_once(
     Ok(out)
 }
 
-/// Reads targets by `_id`. None where several are too large for a batch: both halves of them go to `parts`.
+/// Reads targets by `_id`. None if several together exceed a batch: their two halves go to `parts`.
 async fn by_ids<'a>(
     context: &Context,
     rule: &Rule,

@@ -1,4 +1,4 @@
-//! What every batch depends on.
+//! Dependencies of every batch.
 
 use std::{
     collections::BTreeMap,
@@ -31,37 +31,37 @@ use crate::{
     request::Task,
 };
 
-/// What every batch needs.
+/// Dependencies of every batch, shared by all batches of a pipeline.
 #[derive(Debug)]
 pub struct Context {
-    /// The cluster.
+    /// Connection to the cluster.
     pub server: Server,
-    /// The rules.
+    /// The compiled rules.
     pub plan: Plan,
-    /// Bounds.
+    /// Configured limits.
     pub limits: Limits,
-    /// Where refused work is recorded.
+    /// Storage of refused work.
     pub dead_letters: DeadLetters,
-    /// Where large fan-outs are recorded.
+    /// Storage of fan-out jobs.
     pub fan_outs: FanOuts,
-    /// What is remembered between batches.
+    /// Facts kept between batches.
     pub memory: Memory,
-    /// Held by the one batch of this process that works at a key larger than `limits.batch_bytes`.
+    /// Held by the one batch of this process that processes a key larger than `limits.batch_bytes`.
     large: Arc<Semaphore>,
-    /// Rules that the cluster lacked something for when the config was taken, and what.
+    /// Unavailable rules when the config was loaded, each with the missing requirement.
     pub lacking: BTreeMap<RuleId, String>,
-    /// What was done so far.
+    /// Counters of the work so far.
     pub counts: Counts,
-    /// What is measured.
+    /// The daemon's metrics.
     pub metrics: Arc<Metrics>,
-    /// Which keys are reconciled here.
+    /// Partition that decides which keys are reconciled here.
     pub partition: Partition,
-    /// Cancelled when the pipeline that works with it stops.
+    /// Cancelled when the pipeline that uses it stops.
     pub stopping: CancellationToken,
 }
 
 impl Context {
-    /// Gathers them.
+    /// A context for the whole deployment, without a partition.
     #[must_use]
     pub fn new(server: Server, plan: Plan, limits: Limits, dead_letters: DeadLetters, metrics: Arc<Metrics>) -> Self {
         let (database, deployment) = (dead_letters.database.clone(), dead_letters.deployment.clone());
@@ -81,7 +81,7 @@ impl Context {
         }
     }
 
-    /// The same for one partition: it reconciles the keys that it owns, and keeps its own state. Limits that bound all
+    /// The same context for one partition: it reconciles the keys that it owns, and keeps its own state. Limits for all
     /// partitions together become its share of them.
     #[must_use]
     pub fn within(mut self, partition: Partition) -> Self {
@@ -94,13 +94,13 @@ impl Context {
         self
     }
 
-    /// Whether what writes this key of the rule runs here.
+    /// True if writes for this key of the rule run here.
     #[must_use]
     pub fn owns(&self, rule: &Rule, key: &Key) -> bool {
         self.partition.owns(&rule.name, key)
     }
 
-    /// The same for a leader, whose writes end with its lease. Counts begin anew.
+    /// The same context for a leader, whose writes end with its lease. Counters start at zero.
     #[must_use]
     pub fn under(&self, fence: Arc<Fence>) -> Self {
         Self {
@@ -119,44 +119,37 @@ impl Context {
         }
     }
 
-    /// Reads the sources of `keys` for so many keys or targets, at least as new as `after`.
+    /// Reads the sources of `keys` for `load.items` keys or targets, at least as new as `after`.
     ///
-    /// Values of more than `limits.batch_bytes` are an error of the kind [`Kind::TooLarge`], and the caller does fewer at once. What
-    /// one alone needs is read whatever its size, but one such after the other in this process.
+    /// More than `limits.batch_bytes` of values is an error of the kind [`Kind::TooLarge`], and the caller retries with
+    /// fewer. A single key or target is read whatever its size, but only one such read runs at a time in this process.
     pub(super) async fn rows(&self, rule: &Rule, keys: &[&Key], after: ClusterTime, load: Load<'_>) -> Result<Rows> {
         let budget = self.limits.batch_bytes;
         let mut rows = Rows::within(budget);
         if load.items <= 1 && self.memory.keys_at_once(rule.id, load.task, budget) <= 1 {
             rows = Rows::alone(rule, keys, self.take_turn(load.limit).await?);
         }
-        let mut filled = self.fill_unless_stopping(&mut rows, rule, keys, after, load).await;
+        let mut filled = self.unless_stopping(load.limit, self.fill(&mut rows, rule, keys, after, load)).await;
         if load.items <= 1 && filled.as_ref().is_err_and(|error| error.kind == Kind::TooLarge) && !rows.is_alone() {
             rows = Rows::alone(rule, keys, self.take_turn(load.limit).await?);
-            filled = self.fill_unless_stopping(&mut rows, rule, keys, after, load).await;
+            filled = self.unless_stopping(load.limit, self.fill(&mut rows, rule, keys, after, load)).await;
         }
         load.bytes.fetch_add(rows.bytes(), Ordering::Relaxed);
         filled.map(|()| rows)
     }
 
-    /// A read that may take minutes ends when the pipeline stops; its key is read again by whoever leads next.
-    async fn fill_unless_stopping(
-        &self,
-        rows: &mut Rows,
-        rule: &Rule,
-        keys: &[&Key],
-        after: ClusterTime,
-        load: Load<'_>,
-    ) -> Result<()> {
-        let is_slow = load.limit > self.limits.read_timeout;
+    /// Ends a read that may take minutes when the pipeline stops; the next leader reads its key again.
+    async fn unless_stopping(&self, limit: Duration, read: impl Future<Output = Result<()>>) -> Result<()> {
+        let is_slow = limit > self.limits.read_timeout;
         tokio::select! {
-            filled = self.fill(rows, rule, keys, after, load) => filled,
+            done = read => done,
             () = self.stopping.cancelled(), if is_slow => {
                 Err(Error::new(Kind::Unavailable, "the pipeline stops"))
             }
         }
     }
 
-    /// Waits no longer than a read may take: the key whose turn it is may be slow.
+    /// Waits for the turn, no longer than a read may take: the key before it may be slow.
     async fn take_turn(&self, limit: Duration) -> Result<OwnedSemaphorePermit> {
         match tokio::time::timeout(limit, self.large.clone().acquire_owned()).await {
             Ok(turn) => turn.map_err(|_| Error::internal("the semaphore of large values is closed")),
@@ -201,23 +194,23 @@ impl Context {
     }
 }
 
-/// For how many keys or targets something is read together.
+/// Properties of a read for several keys or targets.
 #[derive(Clone, Copy)]
 pub(super) struct Load<'a> {
     pub(super) task: Task,
     pub(super) items: usize,
-    /// How long a read may take.
+    /// Time limit for a read.
     pub(super) limit: Duration,
     /// Counts what was read.
     pub(super) bytes: &'a AtomicUsize,
-    /// Another way to read the sources.
+    /// Another command for reading the sources.
     pub(super) sources: Option<ReadsSources<'a>>,
 }
 
 /// The command that reads the sources of keys.
 pub type ReadsSources<'a> = &'a (dyn Fn(&[&Key]) -> Document + Sync);
 
-/// What was done since the start.
+/// Counters since the start.
 #[derive(Debug, Default)]
 pub struct Counts {
     /// Keys that were reconciled.
@@ -226,10 +219,10 @@ pub struct Counts {
     pub matched: AtomicU64,
     /// Targets that a statement changed.
     pub modified: AtomicU64,
-    /// Keys and targets that were set aside.
+    /// Keys and targets that became dead letters.
     pub dead_letters: AtomicU64,
-    /// Runs that failed for the moment.
+    /// Runs that failed and were retried.
     pub retries: AtomicU64,
-    /// Targets whose owned fields somebody else had written.
+    /// Targets whose owned fields were changed by another writer.
     pub drift: AtomicU64,
 }

@@ -40,16 +40,16 @@ impl Run<'_> {
     pub(super) async fn found(&self, items: &mut [Item], follow_ups: &mut Vec<Request>) -> Result<()> {
         match (self.few(items).await, items) {
             (Ok(Some(mut requests)), _) => follow_ups.append(&mut requests),
-            (Ok(None), [item]) => item.end = Some(self.spread(item).await),
+            (Ok(None), [item]) => item.end = Some(self.fan_out(item).await),
             // A fan-out job reads a part of the collection at a time.
-            (Err(error), [item]) if error.kind == Kind::ReadTimedOut => item.end = Some(self.spread(item).await),
+            (Err(error), [item]) if error.kind == Kind::ReadTimedOut => item.end = Some(self.fan_out(item).await),
             (Err(error), _) => return Err(error),
             (Ok(None), _) => return Err(Error::new(Kind::TooLarge, "these keys have too many targets")),
         }
         Ok(())
     }
 
-    /// What the targets found ask for; None when they are many.
+    /// Requests for the targets found; None if there are too many.
     pub(super) async fn few(&self, items: &[Item]) -> Result<Option<Vec<Request>>> {
         let mut requests = Vec::new();
         let keys: Vec<&Key> = items.iter().map(|item| &item.key).collect();
@@ -74,15 +74,15 @@ impl Run<'_> {
         Ok(Some(requests))
     }
 
-    /// Leaves all targets of a key to a fan-out, which has its own progress: neither the saved position nor other keys wait
-    /// for it.
-    pub(super) async fn spread(&self, item: &Item) -> End {
+    /// Leaves all targets of a key to a fan-out job, which has its own progress: neither the checkpoint nor other keys
+    /// wait for it.
+    pub(super) async fn fan_out(&self, item: &Item) -> End {
         let Context { server, fan_outs, .. } = self.context;
         let subject = self.subject(item);
         match fan_outs.open(server, self.rule, subject, item.work.committed).await {
             Ok(fan_out) => {
                 failpoint::here("fan-out-opened");
-                End::Spread(fan_out)
+                End::FanOut(fan_out)
             }
             Err(error) => End::Failed(error),
         }
@@ -93,7 +93,7 @@ impl Run<'_> {
     }
 }
 
-/// What is asked for when a look-up has found a target.
+/// Requests for a target that a look-up has found.
 pub fn request_of_found(rule: &Rule, task: Task, row: &RawDocumentBuf) -> Result<Vec<Request>> {
     let id = id_of(row)?;
     Ok(match task {

@@ -1,11 +1,11 @@
-//! One update for the targets of many keys: its pipeline looks the value up by the reference that a target has at that
-//! moment. Pure.
+//! One update for the targets of many keys: its pipeline looks up the value by the target's current reference. No I/O.
 //!
-//! A statement costs the server 50 µs beside what it writes, more than the writing of two small targets (MongoDB 6.0.5;
-//! docs/performance.md), and a demand that the reference is no array 15 more. Written in one statement, fifty keys pay once.
+//! A statement costs the server 50 µs in addition to its writes, more than writing two small targets (MongoDB 6.0.5;
+//! docs/lab-notebook.md), and the condition that the reference is not an array another 15. In one statement, fifty keys
+//! pay that cost only once.
 //!
-//! Architecture invariant: what such a statement writes into a target is what [`super::statement`] would write, or nothing,
-//! or it fails. One that fails is done again key by key.
+//! Architecture invariant: such a statement either writes into a target the value that [`super::statement`] would
+//! write, or writes nothing, or fails. The keys of a failed statement are written again one by one.
 
 use std::collections::{HashMap, HashSet};
 
@@ -23,57 +23,57 @@ use crate::{
     request::Scope,
 };
 
-/// Keys in one statement: a target's value is found by going through them.
+/// Keys in one statement: the server searches them for every target.
 pub const KEYS: usize = 50;
-/// Keys in one statement for a target, or a few targets, that hold many of them: an element costs the server 2 µs, and a key 12 ns
-/// more for each element (MongoDB 6.0.5), where a statement of its own costs 0.4 µs for each element.
+/// Keys in one statement for one or a few targets that contain many of them. An element costs the server 2 µs, and each
+/// key another 12 ns for each element (MongoDB 6.0.5); a statement of its own costs 0.4 µs for each element.
 pub const KEYS_OF_ONE: usize = 250;
-/// A target that is named for so many keys is written once for all of them, by a command of its own.
+/// A target named for at least this many keys is written once for all of them, by a command of its own.
 pub const CROWD: usize = 32;
-/// Values of more bytes are not copied for each target that is written so.
+/// Larger values, in bytes, are not copied for each target of such a statement.
 const SMALL_VALUES: usize = 4096;
-/// Targets share a statement for all their keys where they are fewer than the keys by this factor.
+/// Targets share a statement for all their keys if there are fewer targets than keys by this factor.
 pub const KEYS_PER_TARGET: usize = 16;
 /// Targets named in one statement.
 const NAMED: usize = 1000;
 /// Bytes of values in one statement.
 const BYTES: usize = 256 << 10;
-/// From this many targets of a key on, a statement of its own is the faster one.
+/// Number of targets of a key from which a separate statement is faster.
 pub const SHARED_BELOW: u32 = 16;
-/// Targets of more bytes than this have statements of their own.
+/// Targets larger than this, in bytes, get separate statements.
 const TARGET_BYTES: f64 = 4096.0;
-/// And those that have less than this beside the owned fields: the change itself takes 28 and the fields.
+/// Targets with fewer bytes than this outside the owned fields do too: the change itself takes 28 bytes and the fields.
 const OTHER_BYTES: f64 = 32.0;
 
-/// What the targets of a rule are like, as far as it is known.
+/// Observed properties of a rule's targets.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Shape {
-    /// Of one key, in the mean.
+    /// Mean number of targets of one key.
     pub targets: Option<f64>,
-    /// Of one target.
+    /// Size of one target.
     pub size: Option<Size>,
 }
 
-/// How large targets are, in bytes.
+/// Sizes of targets, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Size {
-    /// Of one, in the mean.
+    /// Mean size of a target.
     pub bytes: f64,
-    /// The least that one has beside the fields that the rule owns.
+    /// Smallest size of a target without the fields that the rule owns.
     pub others: f64,
 }
 
 impl Size {
-    /// A large one is written faster by operators, which change it where it is. And what a pipeline changes in a very small one
-    /// is logged as a replacement of the whole: nothing else is wrong with that than that everybody who follows the
-    /// collection, ourselves among them, cannot tell what has changed (`doc_diff::computeDiff` of the server).
+    /// Operators write large targets faster, because they change them in place. For very small targets, the server logs
+    /// a pipeline's change as a replacement of the whole document. The only harm is that followers of the collection,
+    /// including denormd, cannot see which fields have changed (`doc_diff::computeDiff` of the server).
     fn is_fit(self) -> bool {
         self.bytes <= TARGET_BYTES && self.others >= OTHER_BYTES
     }
 }
 
 impl Shape {
-    /// Takes in how many targets were found for so many keys. What was found last counts for a third.
+    /// Records the number of targets found for a number of keys. The latest result has a weight of one third.
     pub fn learn(&mut self, keys: usize, targets: u64) {
         let (Ok(keys), Ok(targets)) = (u32::try_from(keys), u32::try_from(targets)) else { return };
         let found = f64::from(targets) / f64::from(keys.max(1));
@@ -81,19 +81,19 @@ impl Shape {
     }
 }
 
-/// A key whose targets are to hold these values.
+/// A key with the values for its targets.
 #[derive(Debug, Clone, Copy)]
 pub struct Member<'a> {
     /// The key.
     pub key: &'a Key,
-    /// Which targets.
+    /// The targets of this key.
     pub scope: &'a Scope,
-    /// What they are to hold, in the order of the rule's owned paths.
+    /// Values for the targets, in the order of the rule's owned paths.
     pub fields: &'a [Field],
 }
 
-/// Whether a rule can be written so: it has one reference, and everything is reached by names alone, in the target or in the
-/// elements of one array at its top.
+/// True if a rule can use shared statements: it has one reference, and every path consists of names only, in the target
+/// or in the elements of one top-level array.
 #[must_use]
 pub fn is_possible(rule: &Rule) -> bool {
     let [pair] = rule.reference.pairs.as_slice() else { return false };
@@ -110,7 +110,7 @@ pub fn is_possible(rule: &Rule) -> bool {
     pair.target.segments().len() == 1 && by_names(&pair.target) && rule.owned().iter().all(apart)
 }
 
-/// Whether a key of such a rule can share a statement with others, and is written faster so.
+/// True if a key of such a rule can share a statement with others, and is faster that way.
 #[must_use]
 pub fn fits(rule: &Rule, shape: Shape, member: &Member) -> bool {
     let few = match member.scope {
@@ -123,8 +123,8 @@ pub fn fits(rule: &Rule, shape: Shape, member: &Member) -> bool {
     few && can_share(rule, member.key, member.fields) && shape.size.is_some_and(Size::is_fit)
 }
 
-/// The targets that are named for many keys, of a rule whose keys can share statements: each holds many keys in one array, and a
-/// statement of each key goes through all of it.
+/// The targets named for many keys, of a rule whose keys can share statements. Each contains many keys in one array,
+/// and a separate statement for each key would scan the whole array.
 #[must_use]
 pub fn crowded<'a>(rule: &Rule, scopes: impl Iterator<Item = &'a Scope>) -> HashSet<&'a Key> {
     let mut keys: HashMap<&Key, usize> = HashMap::new();
@@ -140,17 +140,17 @@ pub fn crowded<'a>(rule: &Rule, scopes: impl Iterator<Item = &'a Scope>) -> Hash
     keys.into_iter().filter(|(_, keys)| *keys >= CROWD).map(|(id, _)| id).collect()
 }
 
-/// Whether the values of a key are written together with those of other keys of a large array.
+/// True if the values of a key are small enough to be written together with other keys of a large array.
 #[must_use]
 pub fn is_small(fields: &[Field]) -> bool {
     size_of(fields) <= SMALL_VALUES
 }
 
-/// Whether a key can share a statement with others.
+/// True if a key can share a statement with others.
 #[must_use]
 pub fn can_share(rule: &Rule, key: &Key, fields: &[Field]) -> bool {
     let [value] = key.values() else { return false };
-    // Every other kind means something of its own in a query, or is no reference.
+    // Any other type has a special meaning in a query, or is not a reference.
     let plain = match value {
         Bson::Document(doc) => !doc.keys().any(|name| name.starts_with('$')),
         Bson::Double(_)
@@ -165,12 +165,12 @@ pub fn can_share(rule: &Rule, key: &Key, fields: &[Field]) -> bool {
         | Bson::Decimal128(_) => true,
         _ => false,
     };
-    // A pipeline that sets `a.b` to nothing makes an `a` where there is none.
+    // A pipeline that unsets `a.b` creates `a` if it does not exist.
     let at_top = || rule.owned().iter().all(|path| path.segments().len() == 1);
     plain && (rule.reference.target_each.is_some() || fields.iter().all(Option::is_some) || at_top())
 }
 
-/// Divides members into statements of so many `keys` at most: all the members of one have the same kind of scope.
+/// Divides members into statements of at most `keys` keys. All members of a statement have the same kind of scope.
 #[must_use]
 pub fn divide<T>(members: Vec<(T, Member<'_>)>, keys: usize) -> Vec<Vec<(T, Member<'_>)>> {
     let (all, named): (Vec<_>, Vec<_>) = members.into_iter().partition(|(_, member)| *member.scope == Scope::All);
@@ -193,7 +193,7 @@ pub fn divide<T>(members: Vec<(T, Member<'_>)>, keys: usize) -> Vec<Vec<(T, Memb
     out
 }
 
-/// The statement that makes the targets of all members hold what each is to hold. All have the same kind of scope.
+/// The statement that writes each member's values into its targets. All members have the same kind of scope.
 pub fn statement(rule: &Rule, members: &[Member]) -> Result<Statement> {
     let mut references = Vec::new();
     let mut named = Vec::new();
@@ -238,13 +238,13 @@ pub fn statement(rule: &Rule, members: &[Member]) -> Result<Statement> {
     Ok(Statement::Update(statement))
 }
 
-/// The place of the reference `at` among `references`; -1 for any other. An array has none, though the query finds it by its
-/// elements.
+/// The index of the reference `at` among `references`; -1 for any other value. An array gets -1, although the query
+/// finds it by its elements.
 fn place(at: &str, references: &[Bson]) -> Result<RawDocumentBuf> {
     raw(&doc! {"$indexOfArray": [{"$literal": references}, at]})
 }
 
-/// What stands at `$$place`; nothing in an empty cell.
+/// The value at index `$$place`; missing for an empty cell.
 fn value_of(column: RawArrayBuf) -> RawDocumentBuf {
     let cell = rawdoc! {"$arrayElemAt": [{"$literal": column}, "$$place"]};
     rawdoc! {"$let": {"vars": {"cell": cell}, "in": "$$cell.v"}}
@@ -265,8 +265,8 @@ fn fields<'a>(
     Ok(set)
 }
 
-/// Sets fields of the elements that hold a reference, each with whether it may be nothing. An element that is no document keeps
-/// what it is.
+/// Sets fields of the elements that contain a reference. Each value comes with a flag that says if it may be missing.
+/// An element that is not a document stays unchanged.
 fn elements<'a>(
     each: &FieldPath,
     reference: &FieldPath,
@@ -285,7 +285,7 @@ fn elements<'a>(
     }
     let found = rawdoc! {"$and": [{"$gte": ["$$place", 0]}, {"$eq": [{"$type": "$$e"}, "object"]}]};
     let mut changed = rawdoc! {"$mergeObjects": ["$$e", merged]};
-    // What merges nothing takes nothing away.
+    // `$mergeObjects` does not remove a field whose value is missing.
     for (name, value) in unset {
         let field = rawdoc! {"$literal": name};
         changed = rawdoc! {"$setField": {"field": field, "input": changed, "value": value}};
@@ -299,7 +299,7 @@ fn elements<'a>(
     Ok(set)
 }
 
-/// The name of a field that is directly in the elements of `each`.
+/// The name of a field directly inside the elements of `each`.
 fn name_in<'a>(each: &FieldPath, path: &'a FieldPath) -> Option<&'a str> {
     match path.below(each)? {
         [Segment::Name(name)] => Some(name),
@@ -307,7 +307,7 @@ fn name_in<'a>(each: &FieldPath, path: &'a FieldPath) -> Option<&'a str> {
     }
 }
 
-/// Whether a target has its reference among the keys, and everything around `path` is a document or not there.
+/// True for a target whose reference is among the keys, if everything around `path` is a document or missing.
 fn may_be_set(path: &FieldPath) -> Document {
     let around = around(path).map(|outer| Bson::from(doc! {"$in": [{"$type": outer}, ["object", "missing"]]}));
     let mut all = vec![Bson::from(doc! {"$gte": ["$$place", 0]})];
@@ -315,8 +315,8 @@ fn may_be_set(path: &FieldPath) -> Document {
     doc! {"$and": all}
 }
 
-/// A field at the top keeps what it has. Below, that would make documents around it, where an operator of an update
-/// would refuse: the statement fails instead, as text is no number.
+/// A top-level field keeps its value. For a nested one, that would create the documents around it, where an update
+/// operator would refuse. So the statement fails instead, by converting a text to a number.
 fn otherwise(path: &FieldPath) -> RawBson {
     let kept = format!("${}", path.query());
     match around(path).next() {
@@ -325,7 +325,7 @@ fn otherwise(path: &FieldPath) -> RawBson {
     }
 }
 
-/// `$a` and `$a.b` of `a.b.c`.
+/// The paths around `path`: `$a` and `$a.b` for `a.b.c`.
 fn around(path: &FieldPath) -> impl Iterator<Item = String> {
     let whole = format!("${}", path.query());
     let ends: Vec<usize> = whole.match_indices('.').map(|(end, _)| end).collect();

@@ -1,4 +1,5 @@
-//! Compares targets whose owned fields were written: drift, and what a rule in shadow would write.
+//! Compares targets whose owned fields were written: detects drift, and counts the writes that a rule in shadow mode
+//! would make.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -24,13 +25,13 @@ use crate::{
     },
     request::{Request, Scope, Task},
     route::reference_requests,
-    workqueue::{Doubt, Verdict},
+    workqueue::{UnconfirmedMismatch, Verdict},
 };
-/// How long the guard waits before it calls a difference drift.
+/// Delay before the guard reports a difference as drift.
 const SECOND_LOOK: Duration = Duration::from_millis(200);
 
 impl Run<'_> {
-    /// Compares targets whose owned fields were written. Most often it was we who wrote them, and nothing differs.
+    /// Compares targets whose owned fields were written. Usually denormd wrote them itself, and nothing differs.
     pub(super) async fn guard(&self, items: &mut [Item], follow_ups: &mut Vec<Request>) -> Result<()> {
         let ids: Vec<Bson> = items.iter().filter_map(|item| item.key.values().first().cloned()).collect();
         let differing = compare::mismatches_at_once(self.context, self.rule, &ids, newest(items), self.limit).await?;
@@ -43,15 +44,15 @@ impl Run<'_> {
         let (mut drift, mut unconfirmed) = (Vec::new(), 0);
         for item in items {
             let Some(mismatch) = differing.get(&item.key) else { continue };
-            // The source may have changed a moment ago, and the write that follows may be under way: drift is what is the same
-            // when that is over.
-            let (difference, doubt) = (mismatch.fingerprint, &mut item.work.doubt);
-            let is_new = item.work.doubted_since.is_none() || doubt.difference != difference;
-            if is_new && doubt.verdict != Verdict::Unconfirmed {
-                item.work.doubted_since = Some(Instant::now());
-                *doubt = Doubt { difference, seen, verdict: Verdict::Postponed };
+            // The source may have just changed, and the resulting write may be in progress: only a difference that
+            // remains afterwards is drift.
+            let (difference, unconfirmed_mismatch) = (mismatch.fingerprint, &mut item.work.unconfirmed_mismatch);
+            let is_new = item.work.unconfirmed_since.is_none() || unconfirmed_mismatch.difference != difference;
+            if is_new && unconfirmed_mismatch.verdict != Verdict::Unconfirmed {
+                item.work.unconfirmed_since = Some(Instant::now());
+                *unconfirmed_mismatch = UnconfirmedMismatch { difference, seen, verdict: Verdict::Postponed };
             }
-            match doubt.verdict {
+            match unconfirmed_mismatch.verdict {
                 Verdict::Postponed => {
                     item.end = Some(End::Later(SECOND_LOOK));
                     continue;
@@ -59,7 +60,7 @@ impl Run<'_> {
                 Verdict::Drift => drift.push(mismatch.clone()),
                 Verdict::Unconfirmed => unconfirmed += 1,
             }
-            // The definition as it is now is right whoever wrote the target.
+            // The current definition is right, whoever wrote the target.
             if self.rule.on_drift == OnDrift::Repair {
                 follow_ups.extend(reference_requests(self.rule, &item.key, mismatch.references.clone()));
             }
@@ -75,7 +76,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// A rule in shadow compares where it would write, and counts.
+    /// Compares instead of writing, for a rule in shadow mode, and counts the differences.
     pub(super) async fn shadow(&self, items: &[Item]) -> Result<()> {
         let after = newest(items);
         let mut named: Vec<Bson> = Vec::new();
@@ -114,8 +115,8 @@ impl Run<'_> {
     }
 }
 
-/// Counts that somebody else has written owned fields, and tells it once for all of these targets: a script that has gone
-/// through a collection would otherwise fill the log.
+/// Counts owned fields that another writer has changed, and logs them once for all of these targets: otherwise a script
+/// that changed a whole collection would fill the log.
 pub fn drifted(context: &Context, rule: &Rule, targets: &[Mismatch]) {
     if targets.is_empty() {
         return;

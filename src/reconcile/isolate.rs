@@ -1,12 +1,12 @@
-//! Isolates what the server refuses: a batch is halved until the offending key is alone, and the targets of a key are written
-//! in steps. What is refused alone becomes a dead letter.
+//! Isolates work that the server refuses: a batch is halved until the offending key is alone, and the targets of a key
+//! are written in steps. A key or target that is refused alone becomes a dead letter.
 
 use std::{collections::HashSet, sync::atomic::Ordering};
 
 use bson::{Bson, Document, doc};
 
 use crate::{
-    dead_letter::Culprit,
+    dead_letter::Offending,
     error::{Error, Kind, Result},
     failpoint,
     key::Key,
@@ -21,11 +21,14 @@ use crate::{
     },
     request::{Request, Scope, Task},
 };
-/// Targets written by one statement when the culprit of a refusal is looked for.
+/// Targets written by one statement while the offending document is searched for.
 pub(super) const STEP: usize = 1000;
+/// Number of attempts after which a target becomes a dead letter, if it is alone in its statement and cannot be written
+/// within `limits.write_timeout`. Earlier failures may be the server's fault.
+const PATIENT: u32 = 5;
 
 impl Run<'_> {
-    /// The batch failed before any key could be told from the others: halve it until the culprit stands alone.
+    /// Handles a batch that failed as a whole: halves it until the offending key is alone.
     pub(super) async fn whole_failed(
         &self,
         mut items: Vec<Item>,
@@ -69,8 +72,8 @@ impl Run<'_> {
             Some(target) => self.in_the_way(target).await,
             None => None,
         };
-        let culprit = Culprit { key, target, path };
-        match dead_letters.record(server, self.rule, self.task, &culprit, error).await {
+        let offending = Offending { key, target, path };
+        match dead_letters.record(server, self.rule, self.task, &offending, error).await {
             Ok(()) => {
                 failpoint::here("set-aside");
                 counts.dead_letters.fetch_add(1, Ordering::Relaxed);
@@ -82,8 +85,7 @@ impl Run<'_> {
         }
     }
 
-    /// What in the shape of a target that refuses a write is in the way: for people, so a target that cannot be read has
-    /// none.
+    /// The path of the target whose shape prevents the write. Only for display, so none if the target cannot be read.
     pub(super) async fn in_the_way(&self, target: &Key) -> Option<String> {
         let paths = self.rule.owned();
         let fields: Document = paths.iter().map(|path| (path.root().to_owned(), Bson::Int32(1))).collect();
@@ -94,23 +96,25 @@ impl Run<'_> {
         shape::in_the_way(&paths, &Document::try_from(found.first()?.as_ref()).ok()?)
     }
 
-    /// Writes the named targets of one key a step at a time, and sets aside those that the server refuses. All targets of a
-    /// key are too many to hold: they become a fan-out.
+    /// Writes the named targets of one key in steps, and records a dead letter for each target that the server refuses.
+    /// All targets of a key would be too many to hold: they become a fan-out job.
     pub(super) async fn in_steps(&self, item: &Item, rows: &Rows, cause: Error) -> Result<End> {
         if self.task == Task::Target {
             return Ok(self.set_aside(&item.key, None, &cause).await);
         }
-        let Scope::Named(ids) = &item.work.scope else { return Ok(self.spread(item).await) };
+        let Scope::Named(ids) = &item.work.scope else { return Ok(self.fan_out(item).await) };
         let desired = rows.desired(self.rule, &item.key)?;
         let mut end = End::Done;
         let ids: Vec<Key> = ids.iter().cloned().collect();
         for step in ids.chunks(STEP) {
-            self.step(&item.key, step, &desired, &mut end).await?;
+            self.step(item, step, &desired, &mut end).await?;
         }
         Ok(end)
     }
 
-    pub(super) async fn step(&self, key: &Key, ids: &[Key], desired: &Desired, end: &mut End) -> Result<()> {
+    async fn step(&self, item: &Item, ids: &[Key], desired: &Desired, end: &mut End) -> Result<()> {
+        let is_too_slow = |error: &Error| error.kind == Kind::TimedOut && item.work.attempts >= PATIENT;
+        let key = &item.key;
         let mut stack = vec![ids];
         while let Some(ids) = stack.pop() {
             let scope = Scope::Named(ids.iter().cloned().collect::<HashSet<_>>());
@@ -136,7 +140,7 @@ impl Run<'_> {
                     let (front, back) = ids.split_at(ids.len() / 2);
                     stack.extend([front, back]);
                 }
-                Some(error) if error.is_transient() => return Err(error),
+                Some(error) if error.is_transient() && !is_too_slow(&error) => return Err(error),
                 Some(error) => match self.set_aside(key, ids.first(), &error).await {
                     End::Failed(error) => return Err(error),
                     aside => *end = aside,

@@ -1,7 +1,9 @@
-//! What a leader remembers between batches. It begins anew with each leadership, and any of it may be forgotten.
+//! Facts that a leader keeps between batches. They are empty at the start of each leadership, and may be lost at any
+//! time.
 
 use std::{
     collections::{HashMap, HashSet},
+    hash::{BuildHasher, RandomState},
     sync::Mutex,
     time::{Duration, Instant},
 };
@@ -14,56 +16,83 @@ use crate::{
 
 /// The span of `limits.destroy_per_hour`.
 const HOUR: Duration = Duration::from_secs(3600);
-/// How long it is believed how large targets are.
+/// Time for which a measured target size is used.
 const SIZE_AGE: Duration = Duration::from_secs(60);
+
+/// Maximum number of targets of a rule whose loss of a value is remembered individually, at 8 bytes each. Any further
+/// target is counted again with each attempt to write it.
+const REMEMBERED: usize = 1_000_000;
+
+/// Targets that have lost a value within the last hour because they have no source.
+#[derive(Debug)]
+struct Losses {
+    since: Instant,
+    count: usize,
+    /// Hashes of their `_id`s: a batch that is retried recognises targets that it has counted but not written.
+    targets: HashSet<u64>,
+}
 
 /// Facts about the rules and their collections that spare a read, or bound what a rule removes.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// Fan-out jobs that are under way.
-    spreading: Mutex<HashSet<Subject>>,
-    /// The targets of the page that each of them has asked for.
+    fan_outs_running: Mutex<HashSet<Subject>>,
+    /// The targets of the page that each job is waiting for.
     pages: Mutex<HashMap<Subject, HashSet<Key>>>,
     /// The UUIDs of source collections that have existed: one that is missing, or has another UUID, was dropped.
     sources: Mutex<HashMap<Namespace, Bson>>,
-    /// The removal limit of each rule where it follows the number of its targets, and when that was counted.
+    /// The removal limit of each rule whose limit depends on its number of targets, and the time of the count.
     limits: Mutex<HashMap<RuleId, (Instant, usize)>>,
-    /// Rules whose backfill somebody has agreed to: the removal limit does not stop them.
+    /// Rules whose backfill an operator has agreed to: the removal limit does not stop them.
     agreed: Mutex<HashSet<RuleId>>,
-    /// Targets of each rule that have lost a value because no source answers, and since when they are counted.
-    destroyed: Mutex<HashMap<RuleId, (Instant, usize)>>,
-    /// The shape of each rule's targets, and when their size was measured.
+    losses: Mutex<HashMap<RuleId, Losses>>,
+    hasher: RandomState,
+    /// The shape of each rule's targets, and the time at which their size was measured.
     shapes: Mutex<HashMap<RuleId, (Shape, Option<Instant>)>>,
-    /// Bytes that the last read of each task took for a key.
+    /// Bytes for each key in the last read of each task.
     costs: Mutex<HashMap<(RuleId, Task), usize>>,
     /// Rules whose sums contain numbers that are not whole.
     fractions: Mutex<HashSet<RuleId>>,
-    /// How many documents of each rule's target collection one page covers, where a full page took too long to read.
+    /// Number of documents of each rule's target collection that one page covers, if a full page took too long to read.
     windows: Mutex<HashMap<RuleId, i64>>,
     /// Rules whose keys were written to the same few targets.
     crowded: Mutex<HashSet<RuleId>>,
 }
 
 impl Memory {
-    /// Counts targets that lose a value; returns how many that are in this hour.
-    pub fn destroyed(&self, rule: RuleId, count: usize) -> usize {
-        let Ok(mut destroyed) = self.destroyed.lock() else { return usize::MAX };
-        let (since, total) = destroyed.entry(rule).or_insert_with(|| (Instant::now(), 0));
-        if since.elapsed() > HOUR {
-            (*since, *total) = (Instant::now(), 0);
+    /// Counts these targets as losing a value, unless more than `limit` would do so in this hour; returns false in that
+    /// case. With `once`, a target counts only once; otherwise it has several values to lose, and counts each time.
+    pub(super) fn lose<'a>(
+        &self,
+        rule: RuleId,
+        limit: usize,
+        targets: impl Iterator<Item = &'a Key>,
+        once: bool,
+    ) -> bool {
+        let Ok(mut losses) = self.losses.lock() else { return false };
+        let nothing = || Losses { since: Instant::now(), count: 0, targets: HashSet::new() };
+        let known = losses.entry(rule).or_insert_with(nothing);
+        if known.since.elapsed() > HOUR {
+            *known = nothing();
         }
-        *total += count;
-        *total
+        let hashes = targets.map(|id| self.hasher.hash_one(id));
+        let new: Vec<u64> = hashes.filter(|target| !once || !known.targets.contains(target)).collect();
+        if known.count + new.len() > limit {
+            return false;
+        }
+        known.count += new.len();
+        let room = REMEMBERED.saturating_sub(known.targets.len());
+        known.targets.extend(new.into_iter().filter(|_| once).take(room));
+        true
     }
 
-    /// Counts from zero: the rule was unblocked.
+    /// Resets the count of losses after the rule was unblocked.
     pub fn released(&self, rule: RuleId) {
-        if let Ok(mut destroyed) = self.destroyed.lock() {
-            destroyed.remove(&rule);
+        if let Ok(mut losses) = self.losses.lock() {
+            losses.remove(&rule);
         }
     }
 
-    /// What the targets of a rule are like; without their size when that was seen too long ago.
+    /// The shape of a rule's targets, without their size if that measurement is too old.
     pub(super) fn shape(&self, rule: RuleId) -> Shape {
         let Ok(mut shapes) = self.shapes.lock() else { return Shape::default() };
         let (shape, since) = shapes.entry(rule).or_default();
@@ -105,13 +134,13 @@ impl Memory {
         }
     }
 
-    /// Whether somebody has agreed to what the backfill of a rule removes.
+    /// True if an operator has agreed to the removals of a rule's backfill.
     #[must_use]
     pub fn has_agreed(&self, rule: RuleId) -> bool {
         self.agreed.lock().is_ok_and(|agreed| agreed.contains(&rule))
     }
 
-    /// Remembers whether somebody has agreed to what the backfill of a rule removes.
+    /// Records if an operator has agreed to the removals of a rule's backfill.
     pub fn agrees(&self, rule: RuleId, agreed: bool) {
         let Ok(mut rules) = self.agreed.lock() else { return };
         if agreed {
@@ -121,28 +150,28 @@ impl Memory {
         }
     }
 
-    /// Whether a fan-out is under way.
+    /// True if the fan-out job is in progress.
     #[must_use]
-    pub fn is_spreading(&self, subject: &Subject) -> bool {
-        self.spreading.lock().is_ok_and(|spreading| spreading.contains(subject))
+    pub fn has_fan_out(&self, subject: &Subject) -> bool {
+        self.fan_outs_running.lock().is_ok_and(|fan_outs_running| fan_outs_running.contains(subject))
     }
 
-    /// Remembers that a fan-out job is under way, or that it is over.
-    pub fn spreads(&self, subject: &Subject, under_way: bool) {
-        let Ok(mut spreading) = self.spreading.lock() else { return };
+    /// Records that a fan-out job is in progress, or has ended.
+    pub fn runs_fan_out(&self, subject: &Subject, under_way: bool) {
+        let Ok(mut fan_outs_running) = self.fan_outs_running.lock() else { return };
         if under_way {
-            spreading.insert(subject.clone());
+            fan_outs_running.insert(subject.clone());
         } else {
-            spreading.remove(subject);
+            fan_outs_running.remove(subject);
         }
     }
 
-    /// The targets of the page that a fan-out job has asked for, if it waits for one.
+    /// The targets of the page that a fan-out job waits for; none if it waits for no page.
     pub(super) fn page(&self, subject: &Subject) -> Option<HashSet<Key>> {
         self.pages.lock().ok()?.get(subject).cloned()
     }
 
-    /// Remembers the page that a fan-out job asks for, or that it has been done.
+    /// Records the page that a fan-out job requests, or that the page is done.
     pub fn asks_page(&self, subject: &Subject, page: Option<HashSet<Key>>) {
         let Ok(mut pages) = self.pages.lock() else { return };
         match page {
@@ -151,14 +180,14 @@ impl Memory {
         }
     }
 
-    /// Keys of which one read is likely to stay within so many bytes: at least one.
+    /// Number of keys whose sources one read is likely to fit into this number of bytes: at least one.
     #[must_use]
     pub fn keys_at_once(&self, rule: RuleId, task: Task, bytes: usize) -> usize {
         let cost = self.costs.lock().ok().and_then(|costs| costs.get(&(rule, task)).copied());
         cost.and_then(|cost| bytes.checked_div(cost)).map_or(usize::MAX, |keys| keys.max(1))
     }
 
-    /// Remembers what a read of so many keys took.
+    /// Records the number of bytes that a read for `keys` keys took.
     pub(super) fn cost(&self, rule: RuleId, task: Task, keys: usize, bytes: usize) {
         if let Ok(mut costs) = self.costs.lock() {
             costs.insert((rule, task), bytes / keys.max(1));
@@ -185,7 +214,7 @@ impl Memory {
         }
     }
 
-    /// Whether the keys of a rule were written to the same few targets last: batches that run beside each other would conflict.
+    /// True if the keys of a rule were last written to the same few targets: parallel batches would conflict.
     #[must_use]
     pub fn is_crowded(&self, rule: RuleId) -> bool {
         self.crowded.lock().is_ok_and(|crowded| crowded.contains(&rule))

@@ -32,9 +32,9 @@ pub fn sources_at_once(rule: &Rule, keys: &[&Key]) -> Document {
     command(&rule.source.namespace.collection, stages(rule, keys, Order::OfTheRule))
 }
 
-/// The same for sums and means, the sources in whatever order they are found: without the sorting a read costs two thirds, of
-/// few keys with many sources half. The order shows in the last digits, unless all numbers are whole: a row says by `w` that
-/// they are. None for rules that gather other things, or that need no order anyway.
+/// The same for sums and means, without sorting the sources: a read then costs two thirds, or half for few keys with
+/// many sources. The order affects the last digits unless all numbers are whole; `w` in a row tells that they are. None
+/// for rules with other accumulators, and for rules that need no order anyway.
 #[must_use]
 pub fn sources_in_any_order(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     let Values::Aggregate { assignments, .. } = &rule.values else { return None };
@@ -45,15 +45,15 @@ pub fn sources_in_any_order(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     Some(command(&rule.source.namespace.collection, stages(rule, keys, Order::Any)))
 }
 
-/// Whole numbers up to this a double holds: 2^53.
+/// Largest whole number up to which a double is exact: 2^53.
 const WHOLE: i64 = 1 << 53;
 
-/// In which order sources are gathered.
+/// The order in which sources are gathered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
-    /// The rule's, ties by `_id`: the same every time.
+    /// The rule's order, ties by `_id`: always the same.
     OfTheRule,
-    /// Whatever they are found in.
+    /// The order in which the server finds them.
     Any,
 }
 
@@ -96,8 +96,8 @@ fn command(collection: &str, stages: Vec<Document>) -> Document {
     doc! {"aggregate": collection, "pipeline": stages, "cursor": {"batchSize": 10_000}, "collation": simple_collation(), "allowDiskUse": true}
 }
 
-/// Whether the server may refuse to compute the values of some source: they contain an operator. A query also finds sources with
-/// an array that contains a key. Such a source answers nothing, and must not fail the sources that do.
+/// True if the server may refuse to compute the values of a source, because they contain an operator. A query also
+/// finds sources that hold a key inside an array. Such a source matches no key, and must not make the others fail.
 fn may_fail(values: &Values) -> bool {
     fn has_operator(expression: &Bson) -> bool {
         match expression {
@@ -128,7 +128,7 @@ fn fields(assignments: &[Assignment]) -> Bson {
     Bson::Document(values)
 }
 
-/// `$$element` is a variable of ours, bound to the unwound element; the whole document is what it was without it.
+/// Binds our own variable `$$element` to the unwound element, and removes that element from the whole document.
 fn bind(expression: Bson, element: Option<&FieldPath>) -> Bson {
     match element {
         Some(_) => {
@@ -153,10 +153,10 @@ fn without_element(expression: Bson) -> Bson {
     }
 }
 
-/// The field that holds the unwound element. A document's own field of this name would be shadowed.
+/// The field that holds the unwound element. It shadows a field of the same name in the document.
 const ELEMENT: &str = "__denormd_element";
 
-/// Where a row finds a match value.
+/// Path of a match value in an unwound document.
 fn row_path(path: &FieldPath, element: Option<&FieldPath>) -> Bson {
     match element {
         Some(each) if path == each => format!("${ELEMENT}").into(),
@@ -277,13 +277,14 @@ pub fn order(rule: &Rule) -> Document {
     order
 }
 
-/// Whether the order of sources counts across keys: of several references of a target, the source that is first wins.
+/// True if the order of sources matters across keys: when a target has several references, the first source wins.
 fn across_keys(rule: &Rule) -> bool {
     rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. })
 }
 
-/// Sorts by the rule's order. Within a key that is enough, so it begins with a match path: then no index promises the order but
-/// one that also finds the keys. For the order of `_id` alone the server would go through the whole collection.
+/// Sorts by the rule's order. That order is only needed within a key, so the sort begins with a match path: then only
+/// an index that also finds the keys can provide it. To sort by `_id` alone, the server would scan the whole
+/// collection.
 fn sorted(rule: &Rule) -> Vec<Document> {
     let path = rule.reference.paths(Role::Source).next().map(FieldPath::query);
     let Some(path) = path.filter(|_| !across_keys(rule) && rule.reference.source_each.is_none()) else {
@@ -291,7 +292,7 @@ fn sorted(rule: &Rule) -> Vec<Document> {
     };
     let mut stages = Vec::new();
     let clauses = no_arrays(&path);
-    // Two arrays cannot be sorted by; an array is the value of no key.
+    // The server cannot sort by two arrays; no key has an array as its value.
     if !rule.sort.is_empty() && !clauses.is_empty() {
         stages.push(doc! {"$match": {"$and": clauses}});
     }
@@ -303,7 +304,7 @@ fn sorted(rule: &Rule) -> Vec<Document> {
     stages
 }
 
-/// Conditions on a document that neither the value at `path` is an array nor anything on the way to it.
+/// Conditions on a document that neither the value at `path` nor any of its parents is an array.
 fn no_arrays(path: &str) -> Vec<Document> {
     let ways = path.match_indices('.').map(|(end, _)| &path[..end]).chain([path]);
     ways.filter(|path| *path != "_id").map(|path| doc! {path: {"$not": {"$type": "array"}}}).collect()
@@ -369,7 +370,7 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     let stages = vec![
         doc! {"$documents": wanted},
         doc! {"$lookup": {"from": &rule.source.namespace.collection, "localField": "k", "foreignField": path, "pipeline": inner, "as": "e"}},
-        // A look-up has a row for a key without sources too.
+        // A look-up also returns a row for a key without sources.
         doc! {"$match": {"e": {"$ne": []}}},
         doc! {"$replaceWith": {"k": ["$k"], "v": {"e": elements}}},
     ];
@@ -378,7 +379,7 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     Some(command)
 }
 
-/// Whether an element's expression can yield nothing at all; such an element does not count for the slice.
+/// True if an element's expression can yield no value; such an element does not count for the slice.
 fn may_be_missing(rule: &Rule) -> bool {
     match &rule.values {
         Values::Collect { element: Bson::Document(doc), .. } => doc.keys().any(|name| name.starts_with('$')),
@@ -395,8 +396,9 @@ fn aggregate(
     as_array: bool,
 ) -> Vec<Document> {
     let in_order = gathered == Order::OfTheRule && assignments.iter().any(needs_order);
-    // An array of one value is dearer than the value. But by a mere field the server groups in its other engine (6.0.5), whose
-    // means of large numbers differ in the last digit, and whose `$min` and `$max` keep another one of equal values.
+    // An array of one value costs more than the value. But by a mere field the server groups in its other engine
+    // (6.0.5), whose means of large numbers differ in the last digit, and whose `$min` and `$max` keep another one of
+    // equal values.
     let same = assignments.iter().all(|assignment| matches!(operator(assignment), "$sum" | "$count"));
     let (id, key) = match key.as_slice() {
         [field] if same && !in_order && !as_array => (field.clone(), vec![Bson::from("$_id")].into()),
@@ -431,20 +433,21 @@ fn aggregate(
     stages
 }
 
-/// Whether the order does not show in the `nth` value, a sum or a mean; what it takes to tell that is added to the group.
+/// An expression that is true if the order does not affect the `nth` value, a sum or a mean. Adds the accumulators that
+/// it needs to the group.
 fn whole_numbers(group: &mut Document, nth: usize, assignment: &Assignment) -> Bson {
     let is_of = |name: &str, types: &[&str]| doc! {"$in": [{"$type": format!("${name}")}, types]}.into();
     if operator(assignment) == "$sum" {
         // A sum is a double or a decimal if one of its numbers is, or if it is too large.
         return is_of(&format!("v{nth}"), &["int", "long"]);
     }
-    // A mean is exact while no sum of so many of the largest number is more than a double holds. Without any it is null.
+    // A mean is exact if the largest number times their count still fits into a double. Without any number it is null.
     let [least, most, count] = ["least", "most", "count"].map(|name| format!("{name}{nth}"));
     let largest = doc! {"$max": [format!("${most}"), {"$multiply": [-1, format!("${least}")]}]};
     let bounded = doc! {"$lte": [{"$multiply": [largest, format!("${count}")]}, WHOLE]};
     let types = ["int", "long", "null"];
     let whole: [Bson; 2] = [is_of(&least, &types), is_of(&most, &types)];
-    // Anything else cannot be multiplied.
+    // Other values cannot be multiplied.
     let exact = doc! {"$cond": [{"$and": whole.to_vec()}, bounded, false]};
     let value = operand(assignment);
     group.extend(doc! {least: {"$min": value.clone()}, most: {"$max": value}, count: {"$sum": 1}});
@@ -456,14 +459,14 @@ fn operator(assignment: &Assignment) -> &str {
     accumulator.map(String::as_str).unwrap_or_default()
 }
 
-/// What an accumulator gathers.
+/// The operand of an accumulator.
 fn operand(assignment: &Assignment) -> Bson {
     let accumulator = assignment.expression.as_document().and_then(|doc| doc.values().next());
     accumulator.cloned().unwrap_or(Bson::Null)
 }
 
-/// Whether the order of sources shows in the value. In `$min`, `$max` and `$addToSet` too: of 1 and 1.0 they keep the one that
-/// they met at a certain place.
+/// True if the order of sources affects the value. This includes `$min`, `$max` and `$addToSet`: the order decides
+/// whether they keep 1 or 1.0.
 fn needs_order(assignment: &Assignment) -> bool {
     match operator(assignment) {
         "$count" => false,
@@ -487,7 +490,7 @@ pub fn by_id(rule: &Rule, role: Role, ids: &[&Key]) -> Document {
     doc! {"find": &side.namespace.collection, "filter": {"_id": {"$in": ids}}, "projection": rule.reference.projection(role), "batchSize": 10_000, "collation": simple_collation()}
 }
 
-/// Reads how large targets are: one row `{ bytes, others }`, of a few that are taken at random, or none.
+/// Reads the size of targets: one row `{ bytes, others }` from a small random sample, or none.
 #[must_use]
 pub fn target_size(rule: &Rule) -> Document {
     let owned: Vec<String> = rule.owned().iter().map(|path| format!("rest.{}", path.query())).collect();
@@ -498,12 +501,13 @@ pub fn target_size(rule: &Rule) -> Document {
         doc! {"$group": {"_id": null, "bytes": {"$avg": "$bytes"}, "others": {"$min": {"$bsonSize": "$rest"}}}},
     ];
     let mut command = command(&rule.target.namespace.collection, stages);
-    // Of a small collection of huge documents all are read.
+    // A small collection of huge documents is read as a whole.
     command.insert("maxTimeMS", 1000);
     command
 }
 
-/// Reads, of `size` documents that are taken at random, the `_id`s of the targets of `key` that are as `rest` says, in order.
+/// Takes a random sample of `size` documents, and reads the `_id`s of the targets of `key` in it that match `rest`, in
+/// order.
 #[must_use]
 pub fn some_of_rest(rule: &Rule, key: &Key, rest: Option<&Document>, size: i32) -> Document {
     let wanted = both(holders_filter(rule, &[key]), rest);
@@ -516,8 +520,8 @@ pub fn some_of_rest(rule: &Rule, key: &Key, rest: Option<&Document>, size: i32) 
     command(&rule.target.namespace.collection, stages)
 }
 
-/// Reads targets by `_id` for a rule that is keyed by them: rows `{ _id, d: reference fields, g: guard }`, where `g` is
-/// what [`super::statement`] demands to be unchanged.
+/// Reads targets by `_id` for a rule that is keyed by them: rows `{ _id, d: reference fields, g: guard }`, where `g`
+/// must be unchanged when [`super::statement`] writes.
 #[must_use]
 pub fn targets(rule: &Rule, ids: &[&Key]) -> Document {
     let ids: Vec<Bson> = ids.iter().filter_map(|key| key.values().first().cloned()).collect();
@@ -541,7 +545,8 @@ fn with(mut projection: Document, field: &str) -> Document {
 /// The field of [`targets`]' rows that holds the guard.
 pub const GUARD: &str = "__denormd_guard";
 
-/// All that a target refers to, as one value: while it is the same, what was computed for the target is right.
+/// Everything that a target refers to, as one value: while it is unchanged, the values computed for the target are
+/// correct.
 #[must_use]
 pub fn guard_expression(rule: &Rule) -> Document {
     let mut guard = Document::new();
@@ -567,7 +572,7 @@ pub fn parents(rule: &Rule, ids: &[&Key]) -> Option<Document> {
     })
 }
 
-/// Reads the targets that a change of `keys` concerns: those that refer to them, or for [`Task::Parents`] hold them.
+/// Reads the targets that a change of `keys` affects: those that refer to them or, for [`Task::Parents`], hold them.
 #[must_use]
 pub fn found(rule: &Rule, task: Task, keys: &[&Key]) -> Option<Document> {
     if task == Task::Parents { parents(rule, keys) } else { Some(holders(rule, keys)) }
@@ -595,7 +600,8 @@ pub fn holders(rule: &Rule, keys: &[&Key]) -> Document {
     doc! {"find": &rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "batchSize": 10_000, "collation": simple_collation()}
 }
 
-/// What a target matches that has a value of the rule: in the element that refers to one of `keys`, where values are in elements.
+/// Filter for targets that have a value of the rule. Where values are in array elements, the element must refer to one
+/// of `keys`.
 #[must_use]
 pub fn has_values(rule: &Rule, keys: &[&Key]) -> Document {
     let values = |paths: Vec<String>| {
@@ -605,7 +611,7 @@ pub fn has_values(rule: &Rule, keys: &[&Key]) -> Document {
     let owned = rule.owned();
     let each = rule.reference.target_each.as_ref().filter(|each| each.to_string().matches("$[]").count() == 1);
     let (Some(each), [pair]) = (each, rule.reference.pairs.as_slice()) else {
-        // Elements of elements: a path without a condition of its own may be another element's.
+        // In nested arrays, a path without a condition of its own may match another element.
         return doc! {"$or": owned.into_iter().map(|path| doc! {path.query(): {"$exists": true}}).collect::<Vec<_>>()};
     };
     let prefix = each.query();

@@ -1,7 +1,10 @@
-//! The removal limit: so many targets of a rule may lose their values in an hour because no source answers their reference
-//! any more. Then the rule is blocked. `on_missing: remove` and `delete` also wait for a grace period.
+//! The removal limit: the number of targets of a rule that may lose their values within an hour because no source
+//! matches their reference any more. Beyond it, the rule is blocked. `on_missing: remove` and `delete` also wait for a
+//! grace period.
 //!
-//! A target that has no value loses none, and a value that leaves a group or a slice is not lost.
+//! A target without a value loses none, and a value that leaves a group or a slice is not counted. A target counts
+//! once, however often its write is tried; one with values in array elements counts for each batch that removes some of
+//! them.
 
 use std::time::Instant;
 
@@ -23,28 +26,28 @@ use crate::{
 
 /// The limit of a rule with few targets, unless `limits.destroy_per_hour` says otherwise.
 const LEAST: usize = 1000;
-/// The part of a rule's targets that the limit is, where that is more.
+/// A tenth of a rule's targets is the limit, where that is more.
 const PART: usize = 10;
-/// How long the targets may be counted for, in milliseconds.
+/// Time limit for counting the targets, in milliseconds.
 const COUNTING: i64 = 2000;
 
 impl Run<'_> {
-    /// What keeps a dangling reference from destroying: the grace period, or the removal limit.
+    /// The reason why a dangling reference does not remove anything yet: the grace period, or the removal limit.
     pub(super) async fn destroys(&self, item: &mut Item) -> Result<Option<End>> {
         let limits = &self.context.limits;
-        let since = *item.work.doubted_since.get_or_insert_with(Instant::now);
+        let since = *item.work.unconfirmed_since.get_or_insert_with(Instant::now);
         if since.elapsed() < limits.destroy_grace {
             return Ok(Some(End::Later(limits.destroy_grace)));
         }
         let may = match &item.work.scope {
-            Scope::Named(ids) => self.left().await?.is_none_or(|left| self.count(ids.len(), left)),
+            Scope::Named(ids) => self.limit().await?.is_none_or(|limit| self.count(ids.iter(), limit)),
             Scope::All => self.may_lose(read::holders_filter(self.rule, &[&item.key]), item.work.after).await?,
         };
-        Ok((!may).then_some(End::Brake))
+        Ok((!may).then_some(End::RemovalLimit))
     }
 
-    /// Counts the targets that lose their values because no source answers for one of these keys. Where that is more than the
-    /// limit allows, these keys end here.
+    /// Counts the targets that lose their values because no source matches one of these keys. If they exceed the limit,
+    /// these keys end here.
     pub(super) async fn limit_losses(&self, items: &mut [Item], rows: &Rows) -> Result<()> {
         let unsets = matches!(self.rule.values, Values::Set { once: false, .. })
             && matches!(self.rule.on_missing, OnMissing::Unset | OnMissing::Null);
@@ -52,8 +55,8 @@ impl Run<'_> {
             return Ok(());
         }
         let mut clauses = Vec::new();
-        // The targets of a statement that took too long were counted before it.
-        let is_new = |item: &&Item| item.work.begun_anew.is_none();
+        // Targets of a statement that took too long were counted before it was sent.
+        let is_new = |item: &&Item| item.work.restarted.is_none();
         let missing = |item: &&Item| is_new(item) && !item.key.values().is_empty() && !rows.answer(&item.key);
         let (all, named): (Vec<&Item>, Vec<&Item>) =
             items.iter().filter(missing).partition(|item| item.work.scope == Scope::All);
@@ -79,13 +82,13 @@ impl Run<'_> {
         let losing = doc! {"$and": [{"$or": clauses}, read::has_values(self.rule, &keys)]};
         if !self.may_lose(losing, newest(items)).await? {
             for item in items.iter_mut().filter(|item| missing(&&**item)) {
-                item.end = Some(End::Brake);
+                item.end = Some(End::RemovalLimit);
             }
         }
         Ok(())
     }
 
-    /// The same for targets that are computed from several references.
+    /// The same for targets whose values are computed from several references.
     pub(super) async fn may_lose_of_targets(&self, losing: &[(&Key, &Desired)], after: ClusterTime) -> Result<bool> {
         let path = match &self.rule.values {
             Values::Into { path, .. } => Some(path.query()),
@@ -95,7 +98,7 @@ impl Run<'_> {
             let id = id.values().first().cloned().unwrap_or(Bson::Null);
             let Desired::Fields(fields) = desired else { return None };
             let has_more = match (&path, fields.as_slice()) {
-                // An array that has an element at the place after the last one is going to be shorter.
+                // An array that has an element after the last desired one is going to be shorter.
                 (Some(path), [Some(bson::RawBson::Array(array))]) => {
                     doc! {format!("{path}.{}", array.into_iter().count()): {"$exists": true}}
                 }
@@ -110,42 +113,41 @@ impl Run<'_> {
         if clauses.is_empty() { Ok(true) } else { self.may_lose(doc! {"$or": clauses}, after).await }
     }
 
-    /// Whether the targets that this filter finds may lose their values. If so, they are counted.
+    /// True if the targets that this filter finds may lose their values. Counts them if so.
     async fn may_lose(&self, filter: Document, after: ClusterTime) -> Result<bool> {
-        let Some(left) = self.left().await? else { return Ok(true) };
-        let limit = i64::try_from(left).unwrap_or(i64::MAX).saturating_add(1);
+        let Some(limit) = self.limit().await? else { return Ok(true) };
+        let more = i64::try_from(limit).unwrap_or(i64::MAX).saturating_add(1);
         let command = doc! {
-            "find": &self.rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "limit": limit,
+            "find": &self.rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "limit": more,
             "batchSize": 10_000, "collation": read::simple_collation(),
         };
-        Ok(self.count(self.read(Role::Target, command, after).await?.len(), left))
+        let targets =
+            self.read(Role::Target, command, after).await?.iter().map(read::id_of).collect::<Result<Vec<_>>>()?;
+        Ok(self.count(targets.iter(), limit))
     }
 
-    fn count(&self, targets: usize, left: usize) -> bool {
-        if targets <= left {
-            self.context.memory.destroyed(self.rule.id, targets);
-        }
-        targets <= left
+    fn count<'a>(&self, targets: impl Iterator<Item = &'a Key>, limit: usize) -> bool {
+        let once = self.rule.reference.target_each.is_none();
+        self.context.memory.lose(self.rule.id, limit, targets, once)
     }
 
-    /// How many more targets may lose their values in this hour; None where somebody has agreed to all.
-    async fn left(&self) -> Result<Option<usize>> {
+    /// The number of targets that may lose their values within an hour; None if an operator has agreed to any number.
+    async fn limit(&self) -> Result<Option<usize>> {
         let memory = &self.context.memory;
         if memory.has_agreed(self.rule.id) {
             return Ok(None);
         }
-        let limit = match (self.context.limits.destroy_per_hour, memory.removal_limit(self.rule.id)) {
+        Ok(Some(match (self.context.limits.destroy_per_hour, memory.removal_limit(self.rule.id)) {
             (Some(limit), _) | (None, Some(limit)) => limit,
             (None, None) => {
                 let limit = self.default_limit().await;
                 memory.learn_removal_limit(self.rule.id, limit);
                 limit
             }
-        };
-        Ok(Some(limit.saturating_sub(memory.destroyed(self.rule.id, 0))))
+        }))
     }
 
-    /// A tenth of the rule's targets, at least 1,000; without an answer 1,000.
+    /// This partition's share of a tenth of the rule's targets, at least of 1,000; of 1,000 if they cannot be counted.
     async fn default_limit(&self) -> usize {
         let target = &self.rule.target;
         let command = doc! {

@@ -1,4 +1,4 @@
-//! Runs a batch: read, compute, write, and find the culprit where the server refuses.
+//! Runs a batch: reads, computes, writes, and finds the offending document where the server refuses.
 
 use std::{
     borrow::Cow,
@@ -34,61 +34,62 @@ use crate::{
     workqueue::{Batch, Lane, Work},
 };
 
-/// From twice as many targets of one key on, they are written by two commands at once.
+/// Half of the number of targets of one key from which on two commands write them concurrently.
 const HALF: usize = 1000;
-/// The first one has this part of `limits.write_timeout`: only then are the targets known to be many.
+/// Divisor of `limits.write_timeout` for the first statement: only if it times out are the targets known to be many.
 const FIRST: u32 = 10;
-/// Targets, or requests, that a look-up may lead to. More of one key are a fan-out of their own.
+/// Most targets, or requests, that a look-up may lead to. A key with more becomes a fan-out job of its own.
 pub(super) const MANY: usize = 10_000;
 
-/// How a batch ended.
+/// The result of a batch.
 #[derive(Debug)]
 pub struct Outcome {
     /// Its rule and task.
     pub lane: Lane,
     /// Each key's end.
     pub keys: Vec<Ended>,
-    /// What look-ups have led to. It comes from all keys of the batch together.
+    /// Requests found by look-ups, from all keys of the batch together.
     pub follow_ups: Vec<Request>,
     /// The batch's number.
     pub number: u64,
-    /// How long it took.
+    /// Duration of the run.
     pub took: Duration,
 }
 
-/// How the run of one key ended.
+/// The result of one key.
 #[derive(Debug)]
 pub struct Ended {
     /// The key.
     pub key: Key,
-    /// What had been asked of it.
+    /// The work that was requested of it.
     pub work: Work,
-    /// How it ended.
+    /// The kind of result.
     pub end: End,
 }
 
-/// The end itself.
+/// The kinds of result of one key.
 #[derive(Debug)]
 pub enum End {
     /// Acknowledged by a majority.
     Done,
     /// Recorded as one or more dead letters, acknowledged by a majority.
     SetAside,
-    /// Recorded as a fan-out, acknowledged by a majority: its targets are done a page at a time.
-    Spread(FanOut),
-    /// Failed for the moment.
+    /// Recorded as a fan-out job, acknowledged by a majority: its targets are written a page at a time.
+    FanOut(FanOut),
+    /// Failed for now.
     Failed(Error),
     /// More targets would lose their values than the removal limit allows: the rule is to be blocked.
-    Brake,
-    /// The rule's source collection is gone: the rule is to be blocked. The event that says so may be unread, so nothing waits for it.
+    RemovalLimit,
+    /// The rule's source collection is gone: the rule is to be blocked. The event that reports it may be unread, so
+    /// nothing waits for it.
     SourceGone,
-    /// To be looked at again after this while: a reference that dangles under a policy that destroys, a target that differs
+    /// To be checked again after this time: a dangling reference under a policy that removes, or a target that differs
     /// and may be about to be written.
     Later(Duration),
 }
 
-/// Runs one batch to its end. Never fails as a whole: each key has its own end. With `detached`, the source is gone for
-/// now: targets keep what no source answers.
+/// Runs one batch to its end. Never fails as a whole: each key has its own result. With `detached`, the source is gone
+/// for now: targets keep the values of keys that no source matches.
 pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome {
     let started = Instant::now();
     let (rule, task) = batch.lane;
@@ -106,7 +107,7 @@ pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome
     Outcome { lane: batch.lane, keys, follow_ups, number: batch.number, took: started.elapsed() }
 }
 
-/// How many milliseconds ago the oldest change was committed that these come from.
+/// Age of the oldest change that these items come from, in milliseconds.
 fn batch_age(items: &[Item], now: i64) -> Option<i64> {
     items.iter().filter_map(|item| item.work.committed).min().map(|committed| (now - committed).max(0))
 }
@@ -117,10 +118,10 @@ pub(super) struct Run<'a> {
     pub(super) rule: &'a Rule,
     pub(super) task: Task,
     pub(super) detached: bool,
-    /// How long a read may take.
+    /// Time limit of a read.
     pub(super) limit: Duration,
     pub(super) started: Instant,
-    /// Bytes of what was read for the keys at hand.
+    /// Bytes read for the current keys.
     pub(super) bytes: AtomicUsize,
 }
 
@@ -142,8 +143,8 @@ impl Item {
 }
 
 impl Run<'_> {
-    /// Does as many of the keys at once as their size allows. Once the batch has found enough to do, or has taken as long as a
-    /// read may, it leaves the rest of its keys to another.
+    /// Processes as many keys at once as their size allows. A batch that has found enough to do, or has taken as long
+    /// as a read may, leaves its other keys to another batch.
     pub(super) async fn items(&self, mut items: Vec<Item>, follow_ups: &mut Vec<Request>) -> Vec<Ended> {
         let mut out = Vec::with_capacity(items.len());
         while !items.is_empty() {
@@ -178,7 +179,7 @@ impl Run<'_> {
         }
         if let Err(error) = result {
             if error.kind == Kind::TooLarge {
-                // What was read is a part of them: half of them may fit.
+                // Only a part of them was read: half of the keys may fit.
                 self.context.memory.cost(self.rule.id, self.task, items.len().div_ceil(2), bytes);
             }
             return self.whole_failed(items, error, follow_ups).await;
@@ -193,7 +194,7 @@ impl Run<'_> {
         self.context.server.read(database, command, Reads { after }).instrument(self.reading(role)).await
     }
 
-    /// The same for so many keys. Of several keys no more than `limits.batch_bytes`.
+    /// The same for this number of items. Several of them read at most `limits.batch_bytes`.
     pub(super) async fn read_within(
         &self,
         role: Role,
@@ -222,7 +223,8 @@ impl Run<'_> {
         tracing::info_span!(target: STAGES, "read", collection = %self.namespace(role))
     }
 
-    /// The sources of `keys`, for so many items; None when their collection is gone, and what depends on it keeps what it has.
+    /// The sources of `keys`, for this number of items; None when their collection is gone, and the targets keep their
+    /// values.
     pub(super) async fn rows(&self, keys: &[&Key], after: ClusterTime, items: usize) -> Result<Option<Rows>> {
         let mut rows = Rows::within(0);
         let keys: Vec<&Key> = keys.iter().copied().filter(|key| self.rule.reference.can_resolve(key)).collect();
@@ -238,9 +240,9 @@ impl Run<'_> {
         Ok(Some(rows))
     }
 
-    /// Whether a source collection that is known to have existed exists no more, or another one does under its name. Asked
-    /// after the read: a UUID never comes back, so what was read is of the collection that is known. A collection that sources
-    /// were `found` in for the first time is remembered.
+    /// True if a source collection that is known to have existed is gone, or another one has its name. Checked after
+    /// the read: a UUID is never reused, so the rows came from the known collection. A collection in which sources were
+    /// `found` for the first time is remembered.
     async fn is_source_gone(&self, found: bool) -> Result<bool> {
         let (memory, source) = (&self.context.memory, &self.rule.source.namespace);
         let known = memory.source(source);
@@ -258,26 +260,27 @@ impl Run<'_> {
 
     /// Writes the targets of the keys.
     ///
-    /// A key with a fan-out under way leaves all its targets to another pass. A page of the fan-out has then become one with what is
-    /// asked for here, and is written: a key that changes before each page is taken would get none of them written.
+    /// A key with a fan-out job leaves all its targets to another pass of the job. Only the current page of the job,
+    /// with which this request was merged, is written now: otherwise a key that changes before each page is taken would
+    /// get none of them written.
     pub(super) async fn values(&self, items: &mut [Item]) -> Result<()> {
         if self.rule.shadow {
             return self.shadow(items).await;
         }
-        let mut spreading = Vec::new();
+        let mut fan_outs_running = Vec::new();
         for (nth, item) in items.iter_mut().enumerate() {
             let page = (item.work.scope == Scope::All).then(|| self.context.memory.page(&self.subject(item)));
             if let Some(page) = page.flatten() {
-                (item.work.scope, item.work.begun_anew) = (Scope::Named(page), None);
-                spreading.push(nth);
+                (item.work.scope, item.work.restarted) = (Scope::Named(page), None);
+                fan_outs_running.push(nth);
             }
         }
         let result = self.values_in_scope(items).await;
-        for nth in spreading {
+        for nth in fan_outs_running {
             let item = &mut items[nth];
             item.work.scope = Scope::All;
             if result.is_ok() && matches!(item.end, None | Some(End::Done | End::SetAside)) {
-                item.end = Some(self.spread(item).await);
+                item.end = Some(self.fan_out(item).await);
             }
         }
         result
@@ -295,8 +298,8 @@ impl Run<'_> {
             if item.end.is_some() {
                 continue;
             }
-            if item.work.scope == Scope::All && self.context.memory.is_spreading(&self.subject(item)) {
-                item.end = Some(self.spread(item).await);
+            if item.work.scope == Scope::All && self.context.memory.has_fan_out(&self.subject(item)) {
+                item.end = Some(self.fan_out(item).await);
                 continue;
             }
             if self.detached && !item.key.values().is_empty() && !rows.answer(&item.key) {
@@ -318,8 +321,8 @@ impl Run<'_> {
                 destroys = true;
             }
             let scope = match &desired {
-                // All targets were wanted then, and are still.
-                Desired::Fields(_) if item.work.begun_anew.is_some() => {
+                // The restarted statement was for all targets, and they are still to be written.
+                Desired::Fields(_) if item.work.restarted.is_some() => {
                     item.end = Some(self.rest(item, &rows, &desired).await);
                     continue;
                 }
@@ -349,14 +352,14 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// What the targets are like; None where their keys do not share statements.
+    /// The shape of the targets; None where their keys do not share statements.
     pub(super) async fn shape(&self, keys: usize) -> Option<Shape> {
         if keys < 2 || !group::is_possible(self.rule) {
             return None;
         }
         let mut shape = self.context.memory.shape(self.rule.id);
         if shape.size.is_none() {
-            // Without an answer each key has a statement of its own, until it is asked again.
+            // Without an answer, each key gets a statement of its own until the next attempt.
             let rows = self.read(Role::Target, read::target_size(self.rule), ClusterTime::default()).await;
             let rows = rows.unwrap_or_default();
             let row = rows.first().map(|row| Document::try_from(row.as_ref())).transpose().ok()?.unwrap_or_default();
@@ -375,16 +378,16 @@ impl Run<'_> {
         }
         let after = newest(items);
         let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
-        let mut targets = HashMap::new();
+        let (mut targets, mut wanted) = (HashMap::new(), HashSet::new());
         for row in self.read_within(Role::Target, read::targets(self.rule, &ids), after, items.len()).await? {
             let doc = Document::try_from(row.as_ref())?;
             let guard =
                 row.get_document(read::GUARD).map_err(|_| Error::internal("a target without its guard"))?.to_owned();
-            let references = self.rule.reference.keys(Role::Target, &doc);
+            let mut references = self.rule.reference.keys(Role::Target, &doc);
+            shared(&mut references, &mut wanted);
             targets.insert(id_of(&row)?, (references, self.rule.reference.has_array(&doc), guard));
         }
-        let wanted: HashSet<&Key> = targets.values().flat_map(|(references, ..)| references.iter().flatten()).collect();
-        let rows = self.rows(&wanted.into_iter().collect::<Vec<_>>(), after, items.len()).await?;
+        let rows = self.rows(&wanted.iter().collect::<Vec<_>>(), after, items.len()).await?;
         let Some(rows) = rows else { return source_gone(items) };
         let mut wanted = Vec::new();
         for (nth, item) in items.iter().enumerate() {
@@ -397,10 +400,10 @@ impl Run<'_> {
         let losing = wanted.iter().filter(|(_, dangles, ..)| *dangles);
         let losing: Vec<(&Key, &Desired)> = losing.map(|(nth, _, desired, _)| (&items[*nth].key, desired)).collect();
         let within_limit = self.may_lose_of_targets(&losing, after).await?;
-        let (mut statements, mut braked) = (Vec::new(), Vec::new());
+        let (mut statements, mut over_limit) = (Vec::new(), Vec::new());
         for (nth, dangles, desired, guard) in wanted {
             if dangles && !within_limit {
-                braked.push(nth);
+                over_limit.push(nth);
                 continue;
             }
             let item = &items[nth];
@@ -408,15 +411,25 @@ impl Run<'_> {
                 statements.push((vec![nth], statement));
             }
         }
-        for nth in braked {
-            items[nth].end = Some(End::Brake);
+        for nth in over_limit {
+            items[nth].end = Some(End::RemovalLimit);
         }
         self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await
     }
 }
 
-/// Many named targets in two parts, which two connections write faster than one.
-/// Each has a copy of the values, so not where these are large.
+/// Makes equal references of a batch share their memory: each takes twenty times its size in the document.
+fn shared(references: &mut [Option<Key>], known: &mut HashSet<Key>) {
+    for reference in references.iter_mut().flatten() {
+        match known.get(reference) {
+            Some(same) => *reference = same.clone(),
+            None => drop(known.insert(reference.clone())),
+        }
+    }
+}
+
+/// Splits many named targets into two parts, which two connections write faster than one. Each part has a copy of the
+/// values, so large values are not split.
 fn halves<'a>(scope: &'a Scope, desired: &Desired) -> (Cow<'a, Scope>, Option<Cow<'a, Scope>>) {
     match scope {
         Scope::Named(ids) if ids.len() >= 2 * HALF && !desired.is_large() => {
@@ -445,8 +458,8 @@ pub(super) fn newest(items: &[Item]) -> ClusterTime {
     items.iter().map(|item| item.work.after).max().unwrap_or_default()
 }
 
-/// How long to wait before the next attempt: doubling from 50 ms to 10 s. A write whose answer was lost has been waited out
-/// before its error got here.
+/// Pause before the next attempt: doubles from 50 ms to 10 s. A write whose answer was lost is waited for before its
+/// error gets here.
 #[must_use]
 pub fn backoff(attempts: u32) -> Duration {
     Duration::from_millis(50).saturating_mul(1 << attempts.min(8)).min(Duration::from_secs(10))

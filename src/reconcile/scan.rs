@@ -1,4 +1,4 @@
-//! All targets of a rule in the order of their `_id`s, a page at a time.
+//! Reads all targets of a rule in the order of their `_id`s, a page at a time.
 
 use std::time::{Duration, Instant};
 
@@ -12,24 +12,24 @@ use crate::{
     reconcile::{context::Context, read::simple_collation},
 };
 
-/// How long the targets may be counted for, in milliseconds.
+/// Time limit for counting the targets, in milliseconds.
 const COUNTING: i64 = 2000;
 /// A page ends early with this many bytes.
 const BYTES: usize = 8 << 20;
-/// Documents that a page covers at most where few of them match the filter and reading a full page takes too long. While that
-/// takes too long as well, an eighth of it.
+/// Most documents that a page covers if few of them match the filter and reading a full page takes too long. Each
+/// further timeout reduces it to an eighth.
 const WINDOW: i64 = 20_000;
-/// The most documents that a page covers then: their index entries are passed over to find where the page ends.
+/// The most documents that a page may cover after that: their index entries are skipped to find the end of the page.
 const WIDEST: i64 = 2_000_000;
-/// The part of `limits.read_timeout` in which a page must have been read: progress is saved between pages.
+/// Divisor of `limits.read_timeout` for one page: progress is saved between pages.
 const PART: u32 = 8;
 
-/// Some targets, in the order of `_id`.
+/// A page of targets, in the order of `_id`.
 #[derive(Debug, Default)]
 pub struct Page {
     /// The targets. There may be none although others follow.
     pub targets: Vec<Document>,
-    /// Where the next page begins; None after the last target.
+    /// The `_id` that the next page follows; None after the last target.
     pub last: Option<Bson>,
 }
 
@@ -49,19 +49,19 @@ pub async fn page(
     page_of(context, rule, Wanted { filter: &filter, projection, limit }, after, time).await
 }
 
-/// What is wanted of a collection.
+/// A selection of documents of a collection.
 #[derive(Debug, Clone, Copy)]
 pub struct Wanted<'a> {
-    /// Which documents.
+    /// Condition on the documents.
     pub filter: &'a Document,
-    /// Which fields.
+    /// Fields to read.
     pub projection: &'a Document,
-    /// How many documents at most.
+    /// Most documents to read.
     pub limit: usize,
 }
 
-/// The same for documents of the target collection that match another filter. A page is read in a part of the time that a read
-/// may take, however few documents match: it covers as many as can be gone through in that time.
+/// The same for documents of the target collection that match another filter. A page takes a fraction of the read
+/// timeout, however few documents match: it covers as many documents as can be scanned in that time.
 pub async fn page_of(
     context: &Context,
     rule: &Rule,
@@ -76,7 +76,7 @@ pub async fn page_of(
     let timeout = context.limits.read_timeout;
     let mut window = context.memory.window(rule.id);
     loop {
-        // One document is given all the time there is.
+        // A single document gets the whole timeout.
         let time_limit = if window == Some(1) { timeout } else { timeout / PART };
         let scan = Scan { context, rule, wanted, after, time, time_limit };
         let begun = Instant::now();
@@ -96,7 +96,7 @@ pub async fn page_of(
     }
 }
 
-/// How many documents the next page covers. Where a page is full, a few of them are enough.
+/// Number of documents that the next page covers. Where pages are full, it stays small.
 fn next_window(window: i64, quick: bool, is_full: bool) -> i64 {
     match (quick, is_full) {
         (_, true) => window.min(WINDOW),
@@ -112,7 +112,7 @@ struct Scan<'a> {
     wanted: Wanted<'a>,
     after: Option<&'a Bson>,
     time: ClusterTime,
-    /// How long a read may take.
+    /// Time limit of a read.
     time_limit: Duration,
 }
 
@@ -121,7 +121,7 @@ impl Scan<'_> {
         self.wanted.filter.clone()
     }
 
-    /// The next targets among so many documents, or among all.
+    /// The next targets among this number of documents, or among all.
     async fn covering(&self, window: Option<i64>, limit: i64) -> Result<Page> {
         let bound = match window {
             Some(window) => self.document_after(window).await?,
@@ -149,7 +149,7 @@ impl Scan<'_> {
         self.some(command, limit).await
     }
 
-    /// The `_id` of the document that so many others are before; None if they are fewer.
+    /// The `_id` of the document after this number of others; None if there are fewer.
     async fn document_after(&self, window: i64) -> Result<Option<Bson>> {
         let mut command = self.ordered(doc! {
             "find": &self.rule.target.namespace.collection, "projection": {"_id": 1}, "skip": window, "limit": 1,
@@ -158,8 +158,8 @@ impl Scan<'_> {
         Ok(self.read(command).await?.first().and_then(|last| last.get("_id")).cloned())
     }
 
-    /// The page that ends at this bound, or before it where it is full. The bound itself was left out, and the next page leaves out
-    /// where it begins.
+    /// The page that ends at this bound, or before it if it is full. The bound itself was excluded, and the next page
+    /// excludes the document that it follows.
     async fn with_bound(&self, mut page: Page, bound: Option<Bson>) -> Result<Page> {
         if let (None, Some(bound)) = (&page.last, bound) {
             let command = doc! {
@@ -172,12 +172,12 @@ impl Scan<'_> {
         Ok(page)
     }
 
-    /// The next targets in the order of a collection's own collation. `min` demands that collation, the rule's filter the simple
-    /// one: the server is handed the documents back and filters them by itself.
+    /// The next targets in the order of a collection's own collation. `min` requires that collation, the rule's filter
+    /// the simple one: the documents are sent back to the server, which filters them in a separate command.
     async fn in_its_own_order(&self, limit: i64) -> Result<Page> {
         let read = self.some(doc! {"find": &self.rule.target.namespace.collection}, limit).await?;
         let mut page = Page { targets: Vec::new(), last: read.last };
-        // A command document may be hardly larger than the largest document.
+        // A command document may hardly be larger than the largest document.
         let bytes: usize = read.targets.iter().map(size).sum();
         let at_once = if bytes > BYTES { 1 } else { read.targets.len().max(1) };
         for targets in read.targets.chunks(at_once) {
@@ -196,7 +196,7 @@ impl Scan<'_> {
 
     /// Documents that follow `after`, in the order of `_id`.
     async fn some(&self, command: Document, limit: i64) -> Result<Page> {
-        // The bound is read as well.
+        // The document at the lower bound is read as well.
         let limit = limit.saturating_add(i64::from(self.after.is_some()));
         let mut command = limited(self.ordered(command), self.time_limit);
         command.extend(doc! {"limit": limit, "batchSize": limit});
@@ -250,17 +250,17 @@ impl Scan<'_> {
     }
 }
 
-/// Whether the index on `_id` of a collection with its own collation cannot find this bound under the simple collation.
+/// True for a bound that the `_id` index of a collection with its own collation cannot find under the simple collation.
 fn is_text(bound: Option<&Bson>) -> bool {
     matches!(bound, Some(Bson::String(_) | Bson::Symbol(_) | Bson::Document(_) | Bson::Array(_)))
 }
 
-/// About how large a document is.
+/// Approximate size of a document in bytes.
 fn size(document: &Document) -> usize {
     RawDocumentBuf::try_from(document).map_or(0, |raw| raw.as_bytes().len())
 }
 
-/// About how many targets there are, for progress alone: None when counting takes long.
+/// Approximate number of targets, for progress only; None when counting takes too long.
 pub async fn count(context: &Context, rule: &Rule) -> Option<u64> {
     let command = doc! {
         "count": &rule.target.namespace.collection, "query": rule.target.filter.clone().unwrap_or_default(),

@@ -1,12 +1,12 @@
-//! What in a target's shape is in the way of a write. Pure.
+//! Finds the part of a target's shape that prevents a write. Pure.
 
 use bson::{Bson, Document};
 
 use crate::field_path::{FieldPath, Segment};
 
-/// The first place on one of `paths` where `target` holds something else than the subdocument that the path goes on in:
-/// `at` of `at.name` where `at` is a number, null or an array. The server refuses to write below it (`PathNotViable`), and
-/// names the place only in a text that quotes the value.
+/// The first place on one of `paths` where `target` holds something other than the subdocument in which the path
+/// continues: `at` of `at.name` where `at` is a number, null or an array. The server refuses to write below it
+/// (`PathNotViable`), and names the place only in a message that quotes the value.
 #[must_use]
 pub fn in_the_way(paths: &[&FieldPath], target: &Document) -> Option<String> {
     paths.iter().find_map(|path| within(path.segments(), target, String::new()))
@@ -18,12 +18,13 @@ fn within(path: &[Segment], document: &Document, mut at: String) -> Option<Strin
         at.push('.');
     }
     at.push_str(name);
-    // What is missing is created, and what the path ends in is replaced.
+    // A missing field is created, and the value at the end of the path is replaced.
     let (value, [next, below @ ..]) = (document.get(name)?, rest) else { return None };
     match (next, value) {
         (Segment::Name(_), Bson::Document(inside)) => within(rest, inside, at),
         (Segment::Name(_), _) => Some(at),
-        // What is no array holds no reference, and an element that is no document none either: neither is written to.
+        // A value that is not an array holds no reference, nor does an element that is not a document: neither is
+        // written to.
         (Segment::Each, Bson::Array(elements)) => {
             at.push_str(".$[]");
             elements.iter().filter_map(Bson::as_document).find_map(|element| within(below, element, at.clone()))

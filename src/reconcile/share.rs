@@ -1,4 +1,4 @@
-//! Decides which keys of a batch are written by one statement, so that a target that holds many of them is written once for all.
+//! Decides which keys of a batch share a statement, so that a target that refers to many of them is written once.
 
 use std::{borrow::Cow, collections::HashSet};
 
@@ -21,16 +21,16 @@ use crate::{
 /// A statement, and the items of the batch that it belongs to.
 pub(super) type Owned = (Vec<usize>, Statement);
 
-/// Keys whose values are to be written, each by its place in the batch, by the kind of statement that suits them.
+/// Keys whose values are to be written, by the kind of statement that suits them, each with its index in the batch.
 #[derive(Debug, Default)]
 pub(super) struct Shares {
-    /// Targets that are named for many keys.
+    /// Targets that many keys name.
     crowded: HashSet<Key>,
-    /// Keys that have few targets, and small ones.
+    /// Keys with few and small targets.
     few: Vec<(usize, Vec<Field>)>,
-    /// Keys that crowded targets are named for.
+    /// Keys that name crowded targets.
     named: Vec<(usize, Vec<Field>)>,
-    /// Keys whose targets, all of them, may be the same large ones.
+    /// Keys for all of their targets, which may be the same large documents.
     whole: Vec<(usize, Vec<Field>)>,
 }
 
@@ -69,7 +69,8 @@ impl Shares {
         }
     }
 
-    /// The statements that write them, and those that go through large arrays, each long enough for a command of its own.
+    /// The statements that write these keys, and those that scan large arrays, each long enough for a command of its
+    /// own.
     pub(super) async fn statements(self, run: &Run<'_>, items: &[Item]) -> Result<[Vec<Owned>; 2]> {
         let members = self.few.iter().map(|(nth, fields)| (*nth, items[*nth].member(fields))).collect();
         let mut out = together(run, members, group::KEYS)?;
@@ -109,7 +110,8 @@ fn together(run: &Run<'_>, members: Vec<(usize, Member<'_>)>, keys: usize) -> Re
     Ok(out)
 }
 
-/// Whether the targets of these keys are so few that each is better written once for all of them. Without an answer they are many.
+/// True if these keys have so few targets that each is better written once for all of them. Without an answer they
+/// count as many.
 async fn have_few_targets(run: &Run<'_>, items: &[Item], keys: &[(usize, Vec<Field>)]) -> bool {
     let few = keys.len() / group::KEYS_PER_TARGET;
     let keys: Vec<&Key> = keys.iter().map(|(nth, _)| &items[*nth].key).collect();

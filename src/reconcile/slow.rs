@@ -1,5 +1,5 @@
-//! Keys whose reads take too long. Many of them are done fewer at once; of a few, each runs alone, one at a time
-//! ([`crate::workqueue`]), and is given more time, until it becomes a dead letter.
+//! Keys whose reads take too long. A large batch is divided; in a small one, each key runs alone, one at a time
+//! ([`crate::workqueue`]), with a longer limit after each timeout, until it becomes a dead letter.
 
 use std::time::Duration;
 
@@ -8,19 +8,19 @@ use crate::{
     reconcile::run::{End, Ended, Item, Run},
 };
 
-/// Fewer keys than this are small enough a batch for each to be tried alone. What takes too long for more may be no more than
-/// their number.
+/// Smallest batch that is divided. With fewer keys, each is tried alone. A larger batch may take too long only because
+/// of the number of its keys.
 const FEW: usize = 16;
-/// The part of a larger batch that is done at once instead.
+/// Divisor of a batch that is divided.
 const SHARE: usize = 8;
-/// Of several keys whose read takes too long, most often one is slow: each is tried alone for this part of
-/// `limits.read_timeout` first, so that the others do not wait for it.
+/// If a read for several keys takes too long, usually only one of them is slow. Each is first tried alone for this
+/// fraction of `limits.read_timeout`, so that the others do not wait for it.
 const PART: u32 = 16;
-/// The longest time that a key is given, in multiples of `limits.read_timeout`.
+/// The longest time limit of a key, in multiples of `limits.read_timeout`.
 const LONGEST: u32 = 10;
 
-/// How long the next read of a key may take, after one of so many keys took too long; None where it was given the longest.
-/// `limit` is what the key was given, if it is known to be slow.
+/// Time limit of a key's next read, after a read for this number of keys took too long; None if the key had the
+/// longest. `limit` is the key's last limit, if it is known to be slow.
 #[must_use]
 pub fn next_limit(limit: Option<Duration>, keys: usize, timeout: Duration) -> Option<Duration> {
     match limit {
@@ -31,20 +31,20 @@ pub fn next_limit(limit: Option<Duration>, keys: usize, timeout: Duration) -> Op
     }
 }
 
-/// The most keys that a batch may have, after a read for so many took too long. None where each is tried alone.
+/// Keys of a smaller batch, after a read for this number of keys took too long; None if each is tried alone.
 fn fewer(keys: usize) -> Option<usize> {
     (keys >= FEW).then_some(keys / SHARE)
 }
 
 impl Run<'_> {
-    /// A read for all of these keys took too long. Of many, fewer are done at once; of a few, each is tried alone, and for longer
-    /// each time.
+    /// Handles a read for all of these keys that took too long. Many keys are divided into smaller batches; few are
+    /// tried alone, for longer each time.
     pub(super) async fn too_slow(&self, mut items: Vec<Item>, error: Error) -> Vec<Ended> {
         let (keys, timeout) = (items.len(), self.context.limits.read_timeout);
         let error = error.context(&format!("a read took longer than {:?}", self.limit));
         let at_once = fewer(keys).unwrap_or(1);
         tracing::warn!(rule = %self.rule.name, keys, at_once, error = %error.message, "reading takes too long; fewer keys are done at once");
-        self.context.metrics.trouble(Some(&self.rule.name), "read", &error);
+        self.context.metrics.record_error(Some(&self.rule.name), "read", &error);
         if at_once > 1 {
             for item in &mut items {
                 item.work.batch_keys = Some(at_once);
@@ -64,7 +64,7 @@ impl Run<'_> {
         items.into_iter().map(Item::ended).collect()
     }
 
-    /// A key that is read in a short time is not slow any more, also where it is set aside for what was read.
+    /// Removes the limit of keys that were read quickly, even if their result is a dead letter.
     pub(super) fn judge_speed(&self, items: &mut [Item]) {
         if self.started.elapsed() < self.context.limits.read_timeout / PART {
             for item in items.iter_mut().filter(|item| matches!(item.end, None | Some(End::Done | End::SetAside))) {

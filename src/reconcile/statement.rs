@@ -1,7 +1,8 @@
 //! Update and delete statements. Pure.
 //!
-//! Architecture invariant: every statement demands that the reference is still what the value was computed for, and that the
-//! target still takes part (`target.where`). That its command starts in time is seen to where it is sent.
+//! Architecture invariant: every statement requires that the reference still is the one that the value was computed
+//! for, and that the target still matches `target.where`. The code that sends the command ensures that it starts in
+//! time.
 
 use std::iter;
 
@@ -22,7 +23,7 @@ use crate::{
     request::Scope,
 };
 
-/// A statement, and which command it belongs to.
+/// A statement for one of the two write commands.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Statement {
     /// For `update`.
@@ -31,14 +32,14 @@ pub enum Statement {
     Delete(RawDocumentBuf),
 }
 
-/// What finds the targets of a reference, and within them its elements.
+/// Conditions that find the targets of a reference, and the elements within them.
 #[derive(Debug, Default)]
 struct Matcher {
     /// Conditions on the document.
     conditions: Vec<Document>,
     /// Conditions on elements of arrays, outermost first.
     array_filters: Vec<Document>,
-    /// `parts.$[e]`: how update operators name the elements found.
+    /// `parts.$[e]`: the name of the found elements in update operators.
     elements: String,
 }
 
@@ -47,7 +48,7 @@ pub fn of_value(rule: &Rule, key: &Key, scope: &Scope, desired: &Desired) -> Res
     those_of_value(rule, key, scope, desired, Vec::new())
 }
 
-/// The same for those targets of a key in a part of the collection that do not hold `desired` already.
+/// The same for those targets of a key in a part of the collection that do not hold `desired` yet.
 pub fn of_rest(rule: &Rule, key: &Key, desired: &Desired, part: &Part) -> Result<Vec<Statement>> {
     let conditions = unfinished(rule, desired).into_iter().chain(part.condition()).collect();
     let mut statements = those_of_value(rule, key, &Scope::All, desired, conditions)?;
@@ -59,8 +60,8 @@ pub fn of_rest(rule: &Rule, key: &Key, desired: &Desired, part: &Part) -> Result
     Ok(statements)
 }
 
-/// What passes over the targets that hold `desired` already. To find that a target need not be written costs the server half as
-/// much as to write it, to pass it over a sixth.
+/// Condition that skips the targets that hold `desired` already. Finding out that a target need not be written costs
+/// the server half as much as writing it; skipping it costs a sixth.
 #[must_use]
 pub fn unfinished(rule: &Rule, desired: &Desired) -> Option<Document> {
     match desired {
@@ -69,7 +70,7 @@ pub fn unfinished(rule: &Rule, desired: &Desired) -> Option<Document> {
     }
 }
 
-/// Whether the index of `_id` finds this one also in a collection that has a collation of its own, which that index has too.
+/// True if the `_id` index finds this value even in a collection with its own collation, which that index has too.
 fn ignores_collation(id: &Bson) -> bool {
     matches!(
         id,
@@ -85,17 +86,17 @@ fn ignores_collation(id: &Bson) -> bool {
     )
 }
 
-/// A part of a collection by `_id`.
+/// A range of a collection by `_id`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Part {
-    /// Not before this one.
+    /// The first `_id`; None if there is no lower bound.
     pub from: Option<Bson>,
-    /// Before this one, which the next part begins with.
+    /// The end of the range, with which the next part begins; None if there is no upper bound.
     pub before: Option<Bson>,
 }
 
 impl Part {
-    /// The parts between these; the whole where the index may be of no use.
+    /// The parts between these bounds; one part for the whole collection if the index may not find them.
     #[must_use]
     pub fn between(bounds: &[Bson]) -> Vec<Self> {
         let bounds = if bounds.iter().all(ignores_collation) { bounds } else { &[] };
@@ -104,8 +105,8 @@ impl Part {
         from.zip(before).map(|(from, before)| Self { from, before }).collect()
     }
 
-    /// `$lt` compares within one BSON type, so the parts overlap where there are `_id`s of several. What one of them does not
-    /// take the next does: together they leave nothing out.
+    /// `$lt` compares within one BSON type, so parts overlap where `_id`s have several types. A document that one part
+    /// leaves out is in the next: together they leave none out.
     fn condition(&self) -> Option<Document> {
         let before = self.before.as_ref().map(|before| doc! {"$lt": before.clone()});
         let from = self.from.as_ref().map(|from| doc! {"$not": {"$lt": from.clone()}});
@@ -152,7 +153,7 @@ fn those_of_value(
     }
 }
 
-/// What a target fulfils that holds just these values; None where the server's equality does not tell.
+/// Condition that targets with exactly these values fulfil; None where the server's equality cannot tell.
 fn holds(rule: &Rule, fields: &[Field]) -> Option<Document> {
     let mut all = Vec::new();
     for (path, field) in rule.owned().into_iter().zip(fields) {
@@ -171,8 +172,8 @@ fn holds(rule: &Rule, fields: &[Field]) -> Option<Document> {
     Some(doc! {"$and": all})
 }
 
-/// Whether a value of the same type that the server calls equal is the same: not so for zeros, decimals and what numbers may be
-/// inside of.
+/// True if every value of the same type that the server considers equal is identical: not for zeros, decimals, and
+/// values that may contain numbers.
 fn is_like_no_other(value: &RawBson) -> bool {
     match value {
         RawBson::Double(number) => number.abs() > 0.0,
@@ -189,7 +190,7 @@ fn is_like_no_other(value: &RawBson) -> bool {
     }
 }
 
-/// The statement that makes the target with this `_id` hold `desired`, while it refers to what `guard` says.
+/// The statement that makes the target with this `_id` hold `desired`, while its references equal `guard`.
 pub fn of_target(rule: &Rule, id: &Key, guard: &RawDocumentBuf, desired: &Desired) -> Result<Vec<Statement>> {
     let Desired::Fields(fields) = desired else { return Ok(Vec::new()) };
     let id = id.values().first().cloned().unwrap_or(Bson::Null);
@@ -198,7 +199,7 @@ pub fn of_target(rule: &Rule, id: &Key, guard: &RawDocumentBuf, desired: &Desire
     Ok(vec![update(rule, vec![doc! {"_id": id}, unchanged], operators(rule, "", fields)?, &[])?])
 }
 
-/// The statement that takes `path` away from the targets with these `_id`s.
+/// The statement that removes `path` from the targets with these `_id`s.
 pub fn unset(path: &FieldPath, ids: Vec<Bson>) -> Result<Statement> {
     let mut query = doc! {"$and": [{"_id": {"$in": ids.clone()}}]};
     let mut name = path.to_string();
@@ -227,7 +228,7 @@ fn named(scope: &Scope) -> Option<Document> {
     }
 }
 
-/// Targets whose reference is to nothing: null, missing, an array, a DBRef of another collection.
+/// Statements for targets with an empty reference: null, missing, an array, or a DBRef to another collection.
 fn nothing(rule: &Rule, named: Option<Document>, desired: &Desired) -> Result<Vec<Statement>> {
     let (Some(named), Desired::Fields(fields)) = (named, desired) else { return Ok(Vec::new()) };
     if matches!(rule.values, Values::Set { once: true, .. }) {
@@ -239,7 +240,7 @@ fn nothing(rule: &Rule, named: Option<Document>, desired: &Desired) -> Result<Ve
         return Ok(vec![update(rule, conditions, operators(rule, "", fields)?, &[])?]);
     };
     let mut out = Vec::new();
-    // Elements whose own fields refer to nothing.
+    // Elements whose own reference fields are empty.
     let mut filters = something.array_filters.clone();
     if let Some(last) = filters.pop() {
         filters.push(doc! {"e": {"$type": "object"}, "$nor": [last]});
@@ -247,7 +248,7 @@ fn nothing(rule: &Rule, named: Option<Document>, desired: &Desired) -> Result<Ve
     let mut conditions = vec![named.clone()];
     conditions.extend(array_guards(each));
     out.push(update(rule, conditions.clone(), operators(rule, &something.elements, fields)?, &filters)?);
-    // All elements, where a field beside the array that belongs to the reference is nothing.
+    // All elements, where a reference field outside the array is empty.
     let beside = rule.reference.paths(Role::Target).filter(|path| !path.has_each());
     let beside: Vec<Document> =
         beside.flat_map(|path| field_conditions("", path.segments(), path, rule, &doc! {"$ne": null})).collect();
@@ -261,7 +262,8 @@ fn nothing(rule: &Rule, named: Option<Document>, desired: &Desired) -> Result<Ve
     Ok(out)
 }
 
-/// What finds the targets for which every reference field fulfils `condition`, given by its place in `match`.
+/// Matcher for the targets whose every reference field fulfils `condition`, which receives the field's index in
+/// `match`.
 fn refers(rule: &Rule, condition: &dyn Fn(usize) -> Document) -> Matcher {
     let mut matcher = Matcher::default();
     let mut element = Document::new();
@@ -269,7 +271,7 @@ fn refers(rule: &Rule, condition: &dyn Fn(usize) -> Document) -> Matcher {
         let condition = condition(nth);
         match &rule.reference.target_each {
             Some(each) if path.below(each).is_some() => {
-                // Implied by the array filter; said again because an index answers it.
+                // Implied by the array filter; repeated because an index can serve it.
                 matcher.conditions.push(doc! {path.query(): condition.clone()});
                 let rest = path.below(each).unwrap_or_default();
                 for part in field_conditions("e.", rest, path, rule, &condition) {
@@ -327,7 +329,7 @@ fn field_conditions(
     out
 }
 
-/// Conditions under which an update operator may walk through `each`: it is an array, and nothing before it is one.
+/// Conditions under which an update operator may traverse `each`: it is an array, and none of its parents is one.
 fn array_guards(each: &FieldPath) -> Vec<Document> {
     let mut names: Vec<String> = Vec::new();
     let mut out = Vec::new();
@@ -388,7 +390,8 @@ pub(super) fn query(rule: &Rule, mut conditions: Vec<Document>) -> Document {
     }
 }
 
-/// `$set` and `$unset`. In the classic form a value is data: a string such as "$name" stays one.
+/// Builds `$set` and `$unset`. In an update document, unlike in a pipeline, a value is data: a string such as "$name"
+/// stays one.
 fn operators(rule: &Rule, elements: &str, fields: &[Field]) -> Result<RawDocumentBuf> {
     let (mut set, mut unset) = (RawDocumentBuf::new(), RawDocumentBuf::new());
     for (path, field) in rule.owned().into_iter().zip(fields) {
@@ -418,7 +421,7 @@ fn update_path(rule: &Rule, path: &FieldPath, elements: &str) -> String {
     }
 }
 
-/// One statement a path: only where nothing is there yet.
+/// One statement per path, for targets that do not have it yet.
 fn fill_once(rule: &Rule, matcher: &Matcher, fields: &[Field]) -> Result<Vec<Statement>> {
     let mut out = Vec::new();
     for (path, field) in rule.owned().into_iter().zip(fields) {
@@ -447,7 +450,7 @@ fn pull(rule: &Rule, key: &Key, mut matcher: Matcher) -> Result<Statement> {
     if rule.reference.paths(Role::Target).any(|path| dbref_parent(path).is_some()) {
         return filter_out(rule, key, &array, matcher);
     }
-    // `$pull` itself passes over elements that are no documents.
+    // `$pull` itself skips elements that are not documents.
     let condition: Document =
         last.into_iter().filter_map(|(name, value)| Some((name.strip_prefix("e.")?.to_owned(), value))).collect();
     let mut pull = RawDocumentBuf::new();
@@ -455,7 +458,7 @@ fn pull(rule: &Rule, key: &Key, mut matcher: Matcher) -> Result<Statement> {
     update(rule, matcher.conditions, rawdoc! {"$pull": pull}, &matcher.array_filters)
 }
 
-/// The same for DBRefs, as a pipeline: `$pull` takes `$id` for an operator (tried on MongoDB 6.0.5). What is written are
+/// The same for DBRefs, as a pipeline: `$pull` takes `$id` for an operator (tested on MongoDB 6.0.5). It only writes
 /// elements that the array holds already; the key is under `$literal`.
 fn filter_out(rule: &Rule, key: &Key, array: &str, matcher: Matcher) -> Result<Statement> {
     let Some(each) = &rule.reference.target_each else {

@@ -1,4 +1,4 @@
-//! From the rows that a read returned to what each key's targets should hold. Pure.
+//! Computes the desired content of each key's targets from the rows of a read. Pure.
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,31 +12,31 @@ use crate::{
     plan::{Assignment, Keyed, Rule, Values},
 };
 
-/// What is to be done with an owned path.
+/// The desired value of an owned path; None to remove it.
 pub type Field = Option<RawBson>;
 
-/// What the targets of a key should hold.
+/// The desired content of the targets of a key.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Desired {
-    /// One entry for each owned path, in the rule's order: a value, or nothing there.
+    /// One entry for each owned path, in the rule's order.
     Fields(Vec<Field>),
-    /// No source answers, and the targets keep what they have.
+    /// No source matches, and the targets keep their values.
     Keep,
-    /// No source answers: the element that holds the reference goes.
+    /// No source matches: the element that holds the reference is removed.
     Remove,
-    /// No source answers: the target goes.
+    /// No source matches: the target is deleted.
     Delete,
 }
 
 impl Desired {
-    /// Whether a few copies of the values would take much memory.
+    /// True if several copies of the values would take much memory.
     #[must_use]
     pub fn is_large(&self) -> bool {
         matches!(self, Self::Fields(fields) if size_of(fields) > LARGE)
     }
 }
 
-/// About how many bytes values take.
+/// Approximate size of the values in bytes.
 #[must_use]
 pub fn size_of(fields: &[Field]) -> usize {
     fields
@@ -56,8 +56,8 @@ pub fn size_of(fields: &[Field]) -> usize {
 const LARGE: usize = 1 << 20;
 /// The largest document that the server holds.
 const DOCUMENT: usize = 16 << 20;
-/// What a row has beside its values, and a little.
-const ROW: usize = 64;
+/// Approximate memory of a row in addition to its values, in bytes.
+const ROW: usize = 128;
 
 /// The rows of [`super::read::sources`], by key. Of several rows with one key the first counts: they come sorted.
 #[derive(Debug)]
@@ -67,28 +67,29 @@ pub struct Rows {
     share: Share,
 }
 
-/// How much the rows may hold.
+/// Limit on the size of the rows.
 #[derive(Debug)]
 enum Share {
-    /// So many bytes.
+    /// At most this number of bytes.
     Bytes(usize),
-    /// What one key or target needs, while no other batch holds that much.
+    /// As much as one key or target needs, while no other batch holds that much.
     Alone {
         _turn: OwnedSemaphorePermit,
         wanted: HashSet<Key>,
-        /// Of several sources only the first counts.
+        /// Only the first of several sources counts.
         first: bool,
     },
 }
 
 impl Rows {
-    /// Room for so many bytes.
+    /// Rows of at most this number of bytes.
     #[must_use]
     pub fn within(bytes: usize) -> Self {
         Self { by_key: HashMap::new(), bytes: 0, share: Share::Bytes(bytes) }
     }
 
-    /// Room for what one key, or one target with these keys, needs. A batch that holds the turn never waits for another.
+    /// Rows of one key, or of one target with these keys, of any size. A batch that holds the turn never waits for
+    /// another.
     pub(super) fn alone(rule: &Rule, keys: &[&Key], turn: OwnedSemaphorePermit) -> Self {
         let first = rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. });
         let wanted = keys.iter().map(|key| (*key).clone()).collect();
@@ -99,7 +100,7 @@ impl Rows {
         matches!(self.share, Share::Alone { .. })
     }
 
-    /// Forgets the rows taken.
+    /// Discards the rows.
     pub(super) fn clear(&mut self) {
         self.by_key.clear();
         self.bytes = 0;
@@ -120,18 +121,18 @@ impl Rows {
         }
         let nothing = RawDocumentBuf::new();
         match &self.share {
-            // A source with an array that holds the key is found as well, and answers nothing.
+            // A source with an array that holds the key is found as well, but matches no key.
             Share::Alone { wanted, .. } if !wanted.contains(&key) => return Ok(()),
             Share::Alone { first: true, .. } if !self.by_key.is_empty() => values = &nothing,
             _ => {}
         }
-        self.bytes += values.as_bytes().len();
+        self.bytes += ROW + values.as_bytes().len();
         match self.share {
             Share::Bytes(most) if self.bytes > most => {
                 return Err(Error::new(Kind::TooLarge, "these keys have more values than a batch may hold"));
             }
-            // They would all go into one array.
-            Share::Alone { .. } if !self.by_key.is_empty() && self.bytes > DOCUMENT + self.by_key.len() * ROW => {
+            // All of them would go into one array.
+            Share::Alone { .. } if !self.by_key.is_empty() && self.bytes > DOCUMENT + 2 * self.by_key.len() * ROW => {
                 return Err(Error::new(Kind::Refused, "the values of this target are larger than a document can be"));
             }
             _ => {}
@@ -141,19 +142,19 @@ impl Rows {
         Ok(())
     }
 
-    /// Whether no source was found at all.
+    /// True if no source was found at all.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.by_key.is_empty()
     }
 
-    /// Whether a source was found for `key`.
+    /// True if a source was found for `key`.
     #[must_use]
     pub fn answer(&self, key: &Key) -> bool {
         self.by_key.contains_key(key)
     }
 
-    /// What the targets of `key` should hold.
+    /// The desired content of the targets of `key`.
     pub fn desired(&self, rule: &Rule, key: &Key) -> Result<Desired> {
         if key.values().is_empty() {
             return Ok(Desired::Fields(vec![None; rule.owned().len()]));
@@ -174,7 +175,7 @@ impl Rows {
         }
     }
 
-    /// What one target with these references should hold: the rules that are keyed by the target.
+    /// The desired content of one target with these references, for rules that are keyed by the target.
     pub fn desired_of_target(&self, rule: &Rule, references: &[Option<Key>], has_array: bool) -> Result<Desired> {
         match &rule.values {
             Values::Into { .. } if !has_array => Ok(Desired::Fields(vec![None])),
@@ -229,7 +230,8 @@ fn missing(rule: &Rule, fields: usize, once: bool) -> Desired {
     }
 }
 
-/// What `$group` has no row for: `[]` of what makes arrays, 0 of what counts, null of the rest.
+/// The value where `$group` returns no row: `[]` for accumulators that build arrays, 0 for those that count, null for
+/// others.
 fn empty(accumulator: &Bson) -> RawBson {
     let operator = accumulator.as_document().and_then(|doc| doc.keys().next()).map(String::as_str).unwrap_or_default();
     match operator {

@@ -1,4 +1,4 @@
-//! Writes the statements of a batch, and the targets that a statement has not come to in time.
+//! Writes the statements of a batch, and the targets that a statement did not reach in time.
 
 use std::{
     collections::HashSet,
@@ -27,20 +27,20 @@ use crate::{
     },
     request::{Scope, Task},
 };
-/// A statement that has taken too long for all targets of a key is begun anew for so many times `limits.write_timeout`: what it
-/// has written is soon passed, and statements are twice as fast as the pages of a fan-out. Others that wait for the key wait as
-/// long.
+/// A statement that takes too long for all targets of a key is restarted for up to this multiple of
+/// `limits.write_timeout`: targets that are written already are skipped quickly, and statements are twice as fast as
+/// the pages of a fan-out job. Other work for the key waits as long.
 const ANEW: u32 = 3;
-/// Statements that write the rest of a key's targets, two at once, where it makes up much of its collection.
+/// Statements that write the rest of a key's targets, two at a time, if these are a large part of their collection.
 const PARTS: usize = 16;
-/// Documents that are looked at to tell how much it makes up: a quarter is much.
+/// Sampled documents that tell how large that part is: a quarter is large.
 const SAMPLE: usize = 400;
 
-/// What was refused of one statement, and the items that it belongs to.
+/// The error of a refused statement, and the items that the statement belongs to.
 type Shared = (Vec<usize>, Error);
 
 impl Run<'_> {
-    /// Sends the statements, those of the two lists beside each other, each list for as long as `timeout`.
+    /// Sends the statements of both lists concurrently, each list with this timeout.
     pub(super) async fn write(
         &self,
         items: &mut [Item],
@@ -51,22 +51,22 @@ impl Run<'_> {
         let begun = Instant::now();
         let owners: usize = statements.iter().flatten().map(|(owners, _)| owners.len()).sum();
         let [first, second] = statements.map(|statements| self.sent(items, statements, timeout));
-        // A failure of one does not leave the other running.
+        // Both run to their end: a failure of one does not leave the other running.
         let (first, second) = tokio::join!(first, second);
         let ((mut refused, mut matched), (others, found)) = (first?, second?);
         refused.extend(others);
         matched += found;
-        let whole = |item: &Item| item.work.scope == Scope::All && item.work.begun_anew.is_none();
+        let whole = |item: &Item| item.work.scope == Scope::All && item.work.restarted.is_none();
         if self.task == Task::Value && owners >= items.len() && items.iter().all(whole) {
             self.context.memory.learn(self.rule.id, |shape, _| shape.learn(items.len(), matched));
         }
-        // What the server refuses of a statement for several keys is done key by key.
+        // Keys that share a refused statement are written one by one.
         let shared: Vec<usize> =
             refused.extract_if(.., |(owners, _)| owners.len() > 1).flat_map(|(owners, _)| owners).collect();
         let mut alone = Vec::new();
         for nth in shared {
             let item = &items[nth];
-            // Done alone already, for another of its targets: all of them are.
+            // Already written alone, because of another of its targets: that covered all of them.
             if item.end.is_some() {
                 continue;
             }
@@ -77,7 +77,7 @@ impl Run<'_> {
         refused.extend(self.sent(items, alone, timeout).await?.0);
         let mut seen = HashSet::new();
         for (nth, error) in refused.into_iter().filter_map(|(owners, error)| Some((*owners.first()?, error))) {
-            // Both halves of a key may be refused. In steps all of it is done.
+            // Both halves of a key may be refused. Steps cover both at once.
             if !seen.insert(nth) || items[nth].end.is_some() {
                 continue;
             }
@@ -87,11 +87,11 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// What becomes of a key of which the server refuses a statement, after a `long` time or at once.
+    /// The result of a key with a refused statement. `long` tells that the refusal took most of the timeout.
     pub(super) async fn refused(&self, item: &mut Item, rows: &Rows, error: Error, long: bool) -> End {
         match error.kind {
             Kind::TimedOut if long && self.may_go_on(item, rows) => {
-                item.work.begun_anew.get_or_insert_with(Instant::now);
+                item.work.restarted.get_or_insert_with(Instant::now);
                 End::Later(Duration::ZERO)
             }
             Kind::Refused | Kind::TimedOut | Kind::Internal => {
@@ -101,15 +101,16 @@ impl Run<'_> {
         }
     }
 
-    /// Whether a statement that has taken too long is begun anew. What is destroyed has been counted already.
+    /// True if a statement that took too long is restarted. Its removals have been counted already.
     pub(super) fn may_go_on(&self, item: &Item, rows: &Rows) -> bool {
         self.task == Task::Value
             && item.work.scope == Scope::All
-            && item.work.begun_anew.is_none_or(|since| since.elapsed() < self.context.limits.write_timeout * ANEW)
+            && item.work.restarted.is_none_or(|since| since.elapsed() < self.context.limits.write_timeout * ANEW)
             && matches!(rows.desired(self.rule, &item.key), Ok(Desired::Fields(_)))
     }
 
-    /// Sends the statements. Returns what the server refuses, with the items that it belongs to, and how many targets it found.
+    /// Sends the statements. Returns the refused ones with the items that they belong to, and the number of matched
+    /// targets.
     pub(super) async fn sent(
         &self,
         items: &[Item],
@@ -134,7 +135,7 @@ impl Run<'_> {
                     let owned = |(index, error): (usize, Error)| (std::mem::take(&mut owners[index]), error);
                     refused.extend(written.refused.into_iter().map(owned));
                 }
-                // One key whose targets take too long is taken in steps.
+                // A single key whose targets take too long is written in steps.
                 Err(error) if error.kind == Kind::TimedOut && items.len() == 1 => refused.push((vec![0], error)),
                 Err(error) => return Err(error),
             }
@@ -174,18 +175,18 @@ impl Run<'_> {
         Ok(written)
     }
 
-    /// Writes those targets of a key that do not hold `desired` yet, after a statement for all of them has taken too long, by two
-    /// commands at once.
+    /// Writes the targets of a key that do not hold `desired` yet, by two concurrent commands, after a statement for
+    /// all of them took too long.
     pub(super) async fn rest(&self, item: &mut Item, rows: &Rows, desired: &Desired) -> End {
         let begun = Instant::now();
         let timeout = self.context.limits.write_timeout;
-        let end = item.work.begun_anew.unwrap_or(begun) + timeout * ANEW;
+        let end = item.work.restarted.unwrap_or(begun) + timeout * ANEW;
         let parts = self.parts_of_rest(&item.key, desired).await;
         let failed = Mutex::new(None);
         let (key, failure) = (&item.key, &failed);
         let beside = if desired.is_large() { 1 } else { 2 };
         let written = stream::iter(&parts).for_each_concurrent(beside, |part| async move {
-            // A failure of one does not leave the other running.
+            // After a failure, no further part is started.
             if failure.lock().is_ok_and(|failure| failure.is_some()) {
                 return;
             }
@@ -211,14 +212,14 @@ impl Run<'_> {
         written.refused.pop().map_or(Ok(()), |(_, error)| Err(error))
     }
 
-    /// Parts of the collection in which the targets that do not hold `desired` yet are about as many. Only one where they are
-    /// few among others: their reference's index finds them, but would have to be gone through for each part.
+    /// Divides the collection into parts with about the same number of targets that do not hold `desired` yet. One part
+    /// if these are few: the index on their reference finds them, but would be scanned for each part.
     pub(super) async fn parts_of_rest(&self, key: &Key, desired: &Desired) -> Vec<Part> {
         let rest = statement::unfinished(self.rule, desired);
         let size = i32::try_from(SAMPLE).unwrap_or(i32::MAX);
         let mut command = read::some_of_rest(self.rule, key, rest.as_ref(), size);
         command.insert("maxTimeMS", i64::try_from(self.context.limits.write_timeout.as_millis()).unwrap_or(i64::MAX));
-        // Without an answer it is one.
+        // Without an answer, there is one part.
         let rows = self.read(Role::Target, command, ClusterTime::default()).await.unwrap_or_default();
         let count = if rows.len() >= SAMPLE / 4 { PARTS } else { 1 };
         let bound = |nth| id_of(rows.get(rows.len() * nth / count)?).ok()?.values().first().cloned();

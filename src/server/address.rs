@@ -1,4 +1,4 @@
-//! Where a daemon is asked: `--address`.
+//! The address of a running daemon: `--address`.
 
 use std::{
     fmt,
@@ -6,10 +6,10 @@ use std::{
     str::FromStr,
 };
 
-/// A host and a port, and maybe the protocol.
+/// A host and a port, optionally with the protocol.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// Whether it is HTTPS. None where the address does not say it.
+    /// True for HTTPS, false for HTTP. None if the address does not specify it.
     pub https: Option<bool>,
     /// A name, or an IP address without brackets.
     pub host: String,
@@ -18,7 +18,7 @@ pub struct Address {
 }
 
 impl Address {
-    /// The same with loopback where the address means every interface.
+    /// The same with loopback in place of the unspecified address.
     pub(super) fn reachable(mut self) -> Self {
         match self.host.parse() {
             Ok(IpAddr::V4(ip)) if ip.is_unspecified() => "127.0.0.1".clone_into(&mut self.host),

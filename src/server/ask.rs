@@ -49,8 +49,8 @@ enum Asked {
 }
 
 async fn ask(attached: &Attached, rule: &str, fits: impl Fn(&RuleState) -> bool) -> Result<Asked> {
-    let (server, letters) = (&attached.context.server, &attached.context.dead_letters);
-    let store = Store::open(&server.unfenced(), &letters.database, &letters.deployment).await?;
+    let (server, dead_letters) = (&attached.context.server, &attached.context.dead_letters);
+    let store = Store::open(&server.unfenced(), &dead_letters.database, &dead_letters.deployment).await?;
     let known = store.rules(server).await?;
     let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Asked::Unknown) };
     if !fits(&record.state) {

@@ -1,4 +1,4 @@
-//! Asks a running daemon, for the commands that do.
+//! HTTP client for the commands that query a running daemon.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -15,10 +15,10 @@ use tokio_rustls::{TlsConnector, rustls::pki_types::ServerName};
 pub use super::{address::Address, trust::Trust};
 use crate::error::{Error, Kind, Result};
 
-/// What a daemon answers.
+/// The response of a daemon.
 #[derive(Debug)]
 pub struct Answer {
-    /// Whether the status code is of the 200s.
+    /// True for a status code of the 200s.
     pub ok: bool,
     /// The status code.
     pub code: u16,
@@ -34,14 +34,14 @@ impl Answer {
     }
 }
 
-/// A daemon that is asked.
+/// A daemon to query.
 #[derive(Debug, Clone)]
 pub struct Daemon {
-    /// Where it listens. HTTPS only if the address says so.
+    /// The address that it listens on. HTTPS only if the address says so.
     pub address: Address,
-    /// Its `http.token`, if it is known.
+    /// Its `http.token`, if known.
     pub token: Option<SecretString>,
-    /// Which certificates are trusted.
+    /// The certificates to trust.
     pub trust: Trust,
 }
 
@@ -51,7 +51,7 @@ impl From<SocketAddr> for Daemon {
     }
 }
 
-/// Asks `daemon` for `path`. An address that means every interface is asked on the loopback.
+/// Requests `path` from `daemon`. The unspecified address is replaced by loopback.
 pub async fn get(daemon: impl Into<Daemon>, path: &str, patience: Duration) -> Result<Answer> {
     let daemon: Daemon = daemon.into();
     let daemon = Daemon { address: daemon.address.reachable(), ..daemon };

@@ -1,4 +1,4 @@
-//! Connections: how many there are, how long each may take, and which one is closed when there are too many.
+//! Connections: their number, their time limits, and the choice of the one to close when there are too many.
 
 use std::{
     cmp::Reverse,
@@ -26,23 +26,23 @@ use tokio_util::sync::CancellationToken;
 
 use super::Guard;
 
-/// Time for the header of a request; also how long a connection lasts without a request.
+/// Time for the header of a request; also the lifetime of a connection without a request.
 const HEADER_TIME: Duration = Duration::from_secs(30);
 /// Time for the handshake of TLS, before any request.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(10);
-/// Time for everything else that the client has to do: to send a body that nobody reads, to read the answer.
+/// Time for everything else that the client has to do: sending a body that nobody reads, reading the response.
 const CLIENT_TIME: Duration = Duration::from_secs(60);
-/// Bytes of a request's header, and of an answer that waits to be sent.
+/// Bytes of a request's header, and of a response that waits to be sent.
 const BUFFER: usize = 16 << 10;
 /// Header lines of a request.
 const HEADERS: usize = 64;
-/// Connections at most. Half of the process's file descriptors stay free for MongoDB and files.
+/// Most connections. Half of the process's file descriptors stay free for MongoDB and files.
 const MOST: usize = 512;
-/// Connections that wait to be accepted. Beyond it the system drops them without a word, and a client tries again after a second.
+/// Connections that wait to be accepted. Beyond it the system drops them silently, and a client retries after a second.
 const BACKLOG: u32 = 4096;
 /// File descriptors of a process whose limit cannot be read: the usual limit.
 const USUAL_FILES: usize = 1024;
-/// A connection is not closed for another one before this age: its request may have arrived, and not be read yet.
+/// Age below which a connection is not closed to make room: its request may have arrived but not been read yet.
 const GRACE: Duration = Duration::from_millis(250);
 /// Pause after a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -78,12 +78,12 @@ pub(super) async fn serve(listener: TcpListener, router: Router, guard: Arc<Guar
     }
 }
 
-/// How many connections a process may have that may open so many files.
+/// Most connections of a process that may open this number of files.
 fn most(files: usize) -> usize {
     (files / 2).clamp(1, MOST)
 }
 
-/// How many files this process may open.
+/// Number of files that this process may open.
 fn files() -> usize {
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
     let soft = limits.lines().find_map(|line| line.strip_prefix("Max open files")?.split_whitespace().next());
@@ -91,7 +91,7 @@ fn files() -> usize {
 }
 
 async fn converse(stream: TcpStream, place: Place, router: Router, handshake: Option<TlsAcceptor>) {
-    // An answer is one piece: nothing is gained by waiting for more.
+    // A response is one piece: waiting for more gains nothing.
     stream.set_nodelay(true).ok();
     let Some(handshake) = handshake else { return answer(stream, place, router).await };
     let connection = place.connection.clone();
@@ -151,7 +151,7 @@ impl Table {
         Arc::new(Self { free: Arc::new(Semaphore::new(most)), open: Mutex::default() })
     }
 
-    /// Makes room for a connection. None when every other one waits for its answer.
+    /// Makes room for a connection. None when every other one waits for its response.
     async fn place(self: &Arc<Self>, peer: IpAddr, stop: &CancellationToken) -> Option<Place> {
         let permit = loop {
             let free = self.free.clone();
@@ -177,8 +177,8 @@ impl Table {
         Some(Place { number, connection, table: self.clone(), _permit: permit })
     }
 
-    /// The connection that has been without a request for the longest time, of the client that has the most: a client with few
-    /// connections, such as a scraper, keeps them. None when all of them wait for an answer.
+    /// The connection that has been idle for the longest time, of the client that has the most connections: a client
+    /// with few of them, such as a scraper, keeps them. None when all of them wait for a response.
     fn chosen(&self) -> Option<Arc<Connection>> {
         let open = self.lock();
         let mut count: HashMap<IpAddr, usize> = HashMap::new();
@@ -217,7 +217,7 @@ struct Connection {
     peer: IpAddr,
     since: Instant,
     closed: CancellationToken,
-    /// Since when the client has had nothing to wait for; None while a request is being answered.
+    /// Start of the current idle time; None while a request is being answered.
     idle: Mutex<Option<Instant>>,
 }
 

@@ -1,4 +1,4 @@
-//! Which requests are answered: by the name that they ask for, by their token and size, and by the limits of their endpoint.
+//! Access control for requests: by host name, token and size, and by the limits of their endpoint.
 
 use std::{
     net::IpAddr,
@@ -24,40 +24,40 @@ use tokio_rustls::TlsAcceptor;
 use super::{PAGE, endpoints::Endpoints};
 use crate::config::{Certificate, Http};
 
-/// No request has a body that means anything.
+/// Largest body of a request, in bytes. No endpoint reads a body.
 const BODY: u64 = 4096;
-/// A browser may ask for this machine by this name, whoever gave it the page that asks.
+/// Name of this machine that a browser may use, whichever page makes the request.
 const LOCALHOST: &str = "localhost";
 
-/// Stands before every request.
+/// Checks every request before it is answered.
 #[derive(Debug)]
 pub struct Guard {
     access: RwLock<Access>,
     endpoints: Endpoints,
 }
 
-/// What the config says of access.
+/// The access settings of the config.
 #[derive(Debug, Default)]
 struct Access {
     token: Option<SecretString>,
-    /// Whether reads need it as well.
+    /// True if reads need the token as well.
     for_reads: bool,
     hosts: Vec<String>,
     certificate: Option<Certificate>,
 }
 
-/// What probes ask for needs no token.
+/// Paths of probes, which need no token.
 const PROBES: [&str; 2] = ["/livez", "/readyz"];
 
 impl Guard {
-    /// Without a token nothing can be changed.
+    /// A guard with this token. Without one, every change is refused.
     #[must_use]
     pub fn new(token: Option<SecretString>) -> Self {
         let access = Access { token, ..Access::default() };
         Self { access: RwLock::new(access), endpoints: Endpoints::new() }
     }
 
-    /// Goes by this config from now on.
+    /// Applies this config from now on.
     pub fn obey(&self, http: &Http) {
         let access = Access {
             token: http.token.clone(),
@@ -68,13 +68,14 @@ impl Guard {
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
     }
 
-    /// What a new connection begins with, if the server speaks HTTPS. A renewed certificate counts from the next connection on.
+    /// The TLS handshake of a new connection, if the server speaks HTTPS. A renewed certificate applies from the next
+    /// connection on.
     pub(super) fn handshake(&self) -> Option<TlsAcceptor> {
         let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
         access.certificate.as_ref().map(|certificate| TlsAcceptor::from(certificate.server.clone()))
     }
 
-    /// Why this request is not answered at all, if it is not.
+    /// The refusal of this request; None if it is admitted.
     fn refuses(&self, request: &Request) -> Option<Response> {
         let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(name) = foreign_host(request.uri(), request.headers(), &access.hosts) {
@@ -94,7 +95,7 @@ impl Guard {
         }
     }
 
-    /// Whether the request may learn no more than that this server is ready.
+    /// True if the request may learn only whether this server is ready.
     fn is_probe(&self, request: &Request) -> bool {
         let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
         PROBES.contains(&request.uri().path()) && access.refuses_read(request.headers()).is_some()
@@ -102,8 +103,8 @@ impl Guard {
 }
 
 impl Access {
-    /// A browser can show the token as the password of HTTP's Basic authentication. For reads alone: it sends it with requests that a
-    /// page of another site makes, too.
+    /// For reads, the token may also be the password of HTTP's Basic authentication, which a browser can send. Not for
+    /// changes: the browser also sends it with requests that a page of another site makes.
     fn refuses_read(&self, headers: &HeaderMap) -> Option<Response> {
         let token = self.token.as_ref().filter(|_| self.for_reads)?.expose_secret().as_bytes();
         let (by_token, by_password) = (bearer(headers).ct_eq(token), password(headers).ct_eq(token));
@@ -118,7 +119,7 @@ impl Access {
             let why = "nothing can be changed over HTTP: set http.token_file, or use the command of the same name\n";
             return Some((StatusCode::FORBIDDEN, why).into_response());
         };
-        // In constant time: how long the answer takes must not tell how much of a guess was right.
+        // In constant time: the response time must not tell how much of a guess is right.
         let same: bool = bearer(headers).ct_eq(token.expose_secret().as_bytes()).into();
         let why = "this needs `Authorization: Bearer` and http.token\n";
         (!same).then(|| (StatusCode::UNAUTHORIZED, [(header::WWW_AUTHENTICATE, "Bearer")], why).into_response())
@@ -136,7 +137,7 @@ fn password(headers: &HeaderMap) -> Vec<u8> {
     pair.iter().position(|byte| *byte == b':').map_or_else(Vec::new, |colon| pair[colon + 1..].to_vec())
 }
 
-/// What follows a scheme, in whatever case that is written (RFC 9110, 11.1).
+/// The credentials that follow a scheme, whose case is ignored (RFC 9110, 11.1).
 fn credentials<'a>(headers: &'a HeaderMap, scheme: &[u8]) -> &'a [u8] {
     let given = headers.get(header::AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
     match given.split_at_checked(scheme.len()) {
@@ -145,8 +146,8 @@ fn credentials<'a>(headers: &'a HeaderMap, scheme: &[u8]) -> &'a [u8] {
     }
 }
 
-/// The name that the request asks for, unless it is one of this server's: a page of any site can have its own name resolve to
-/// this address (DNS rebinding), and its scripts would be taken for the page of this server. Addresses cannot be rebound.
+/// The requested host name, unless it is one of this server's: a page of any site can have its own name resolve to this
+/// address (DNS rebinding), and its scripts would then count as this server's page. IP addresses cannot be rebound.
 fn foreign_host(uri: &Uri, headers: &HeaderMap, allowed: &[String]) -> Option<String> {
     let given =
         headers.get_all(header::HOST).iter().map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
@@ -165,18 +166,18 @@ fn is_large(headers: &HeaderMap) -> bool {
     length.is_some_and(|length| length > BODY) || headers.contains_key(header::TRANSFER_ENCODING)
 }
 
-/// The layer that every request passes.
+/// The middleware that every request passes.
 pub(super) async fn admit(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
     if let Some(refusal) = guard.refuses(&request) {
         return refusal;
     }
     let probe = guard.is_probe(&request);
     let answer = guard.endpoints.answer(request, next).await;
-    // The body names rules.
+    // The body would name rules.
     if probe { answer.status().into_response() } else { answer }
 }
 
-/// The layer that every answer passes, refusals included.
+/// The middleware that every response passes, refusals included.
 pub(super) async fn protect(mut answer: Response) -> Response {
     for (name, value) in [
         (header::CONTENT_SECURITY_POLICY, POLICY.clone()),
@@ -189,8 +190,8 @@ pub(super) async fn protect(mut answer: Response) -> Response {
     answer
 }
 
-/// What a browser may do with an answer: run the page's own script and style, which are named by their hashes, and talk to where
-/// it came from.
+/// Restricts what a browser does with a response: it may run the page's own script and style, which are named by their
+/// hashes, and connect to the server that sent it.
 static POLICY: LazyLock<HeaderValue> = LazyLock::new(|| {
     let hash = |tag: &str| {
         let (open, close) = (format!("<{tag}>"), format!("</{tag}>"));

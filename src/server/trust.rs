@@ -1,4 +1,4 @@
-//! How a command verifies the certificate of the daemon that it asks.
+//! Verification of a daemon's certificate by the commands that query it.
 
 use std::{path::PathBuf, sync::Arc};
 
@@ -17,19 +17,20 @@ use crate::{
     error::{Error, Kind, Result},
 };
 
-/// Whose certificates are trusted.
+/// The certificates that are trusted.
 #[derive(Debug, Clone, Default)]
 pub struct Trust {
-    /// The daemon's own certificate, from the config that the command reads as well: trusted by whatever name it is asked.
+    /// The daemon's own certificate, from the config that the command also reads: trusted under any name.
     pub own: Option<CertificateDer<'static>>,
-    /// The authorities that count; those that are compiled in without it.
+    /// The file of trusted authorities; None for the ones that are compiled in.
     pub ca_file: Option<PathBuf>,
-    /// Any certificate does: a probe learns no more than that a daemon is well, and brings no token. Kubernetes' probes do the same.
+    /// Accepts any certificate: a probe learns only that a daemon is well, and sends no token. Kubernetes' probes do
+    /// the same.
     pub probe: bool,
 }
 
 impl Trust {
-    /// What the client needs for a handshake.
+    /// The TLS configuration of the client.
     pub(super) fn client(&self) -> Result<Arc<ClientConfig>> {
         let provider = Arc::new(ring::default_provider());
         let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(self.roots()?), provider.clone()).build();
@@ -104,7 +105,7 @@ impl ServerCertVerifier for Verifier {
     }
 }
 
-/// What to do about a handshake that failed.
+/// Advice on a failed handshake.
 pub(super) fn advice(error: &std::io::Error) -> &'static str {
     match error.get_ref().and_then(|inner| inner.downcast_ref::<TlsError>()) {
         Some(TlsError::InvalidCertificate(

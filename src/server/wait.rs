@@ -1,4 +1,4 @@
-//! `/v1/wait`: answers once what was committed is applied. Read your writes.
+//! `/v1/wait`: responds once everything that was committed is applied (read your writes).
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -20,30 +20,31 @@ use crate::{
     status::{Attached, Board, Leadership},
 };
 
-/// How long to wait when not told.
+/// The default timeout, in seconds.
 const DEFAULT_TIMEOUT: f64 = 30.0;
-/// How often it is looked how far the partitions are that others lead.
+/// Pause between checks of the partitions that other instances lead.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long to wait at most.
+/// The longest timeout, in seconds.
 const LONGEST: f64 = 3600.0;
 
 #[derive(Debug, Deserialize)]
-pub(super) struct Wish {
-    /// `seconds.increment` (or with a colon); what is committed now, when left out.
+pub(super) struct BackfillRequest {
+    /// `seconds.increment` (or with a colon); the current operation time if omitted.
     #[serde(rename = "operationTime")]
     operation_time: Option<String>,
     /// Seconds.
     timeout: Option<f64>,
 }
 
-/// Answers 200 once everything up to the operation time is applied, chains of rules followed to their end, and no backfill
-/// is open, with the rules that this cannot be said of; 504 with the reason when that takes longer than the timeout.
-pub(super) async fn wait(State(board): State<Arc<Board>>, Query(wish): Query<Wish>) -> Response {
-    let from = match wish.operation_time.as_deref().map(operation_time).transpose() {
+/// Responds with 200 once everything up to the operation time is applied, including chains of rules, and no backfill is
+/// open; the response names the rules that this does not cover. Responds with 504 and the reason if that takes longer
+/// than the timeout.
+pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<BackfillRequest>) -> Response {
+    let from = match request.operation_time.as_deref().map(operation_time).transpose() {
         Ok(from) => from,
         Err(message) => return refusal(StatusCode::BAD_REQUEST, &message),
     };
-    let timeout = wish.timeout.unwrap_or(DEFAULT_TIMEOUT);
+    let timeout = request.timeout.unwrap_or(DEFAULT_TIMEOUT);
     if !(0.0..=LONGEST).contains(&timeout) {
         return refusal(StatusCode::BAD_REQUEST, "timeout is a number of seconds from 0 to 3600");
     }
@@ -79,8 +80,8 @@ fn refusal(code: StatusCode, error: &str) -> Response {
     (code, Json(serde_json::json!({"applied": false, "error": error}))).into_response()
 }
 
-/// All partitions of the deployment: those that this instance leads by what it knows, the others by what their leaders save.
-/// So a standby answers as well, at most one checkpoint interval later.
+/// All partitions of the deployment. The progress of those that this instance leads comes from memory, the progress of
+/// the others from their leaders' checkpoints. So a standby answers as well, at most one checkpoint interval later.
 struct Whole {
     context: Arc<Context>,
     partitions: u32,
@@ -105,7 +106,7 @@ impl Whole {
         Ok(Self { context, partitions, attached })
     }
 
-    /// Waits for `from` (or for now), then as often as the longest chain of rules needs for what that has written.
+    /// Waits for `from` (or for now), then as often as the longest chain of rules needs for the writes that result.
     async fn settled(&self, from: Option<ClusterTime>) -> Result<ClusterTime> {
         let mut first = None;
         let mut next = from;
@@ -125,17 +126,17 @@ impl Whole {
         Ok(first.unwrap_or_default())
     }
 
-    /// Waits for the partitions that others lead.
+    /// Waits for the partitions that other instances lead.
     async fn elsewhere(&self, time: ClusterTime) -> Result<()> {
         let led = |partition: &Partition| self.attached.iter().any(|attached| attached.context.partition == *partition);
         let elsewhere: Vec<Partition> = Partition::all(self.partitions).filter(|partition| !led(partition)).collect();
         if elsewhere.is_empty() {
             return Ok(());
         }
-        let (server, letters) = (self.context.server.unfenced(), &self.context.dead_letters);
-        let store = Store::open(&server, &letters.database, &letters.deployment).await?;
+        let (server, dead_letters) = (self.context.server.unfenced(), &self.context.dead_letters);
+        let store = Store::open(&server, &dead_letters.database, &dead_letters.deployment).await?;
         let store = store.of(&elsewhere);
-        // Where nothing is written, a stream's position moves once in ten seconds.
+        // While nothing is written, a stream's position moves once in ten seconds.
         store.nudge(&server).await?;
         while !store.has_applied(&server, &self.context.plan.databases(), time).await? {
             tokio::time::sleep(LOOK).await;
@@ -143,8 +144,8 @@ impl Whole {
         Ok(())
     }
 
-    /// The rules whose copies may lack a change all the same, however long one waits: those that do not run, those in
-    /// shadow, and those with dead letters.
+    /// The rules whose copies may lack a change however long the request waits: those that do not run, shadow rules,
+    /// and those with dead letters.
     async fn except(&self) -> Result<BTreeSet<String>> {
         let held = self.attached.iter().flat_map(|attached| {
             let progress = attached.progress.borrow();
@@ -153,10 +154,10 @@ impl Whole {
         let mut except: BTreeSet<String> = held.collect();
         let rules = &self.context.plan.rules;
         except.extend(rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone()));
-        let (server, letters) = (self.context.server.unfenced(), &self.context.dead_letters);
-        except.extend(letters.rules(&server).await?);
+        let (server, dead_letters) = (self.context.server.unfenced(), &self.context.dead_letters);
+        except.extend(dead_letters.rules(&server).await?);
         if self.attached.len() < usize::try_from(self.partitions).unwrap_or(usize::MAX) {
-            let store = Store::open(&server, &letters.database, &letters.deployment).await?;
+            let store = Store::open(&server, &dead_letters.database, &dead_letters.deployment).await?;
             let known = store.standing(&server).await?.into_iter();
             except.extend(known.filter(|(_, record)| record.state != RuleState::Live).map(|(rule, _)| rule));
         }

@@ -1,43 +1,43 @@
-//! The canary: a write of our own, every ten seconds, whose way through the oplog is watched. Pure.
+//! The canary: a write by denormd itself, every ten seconds, that is followed through the oplog. Pure.
 //!
-//! A lag of zero is what an idle daemon says, and what one that hears nothing would say. The canary tells them apart. It is
-//! one document in the state database; nothing is written to a target. It has come through when every stream has passed its
-//! place in the oplog, and everything before that place is applied: then the server takes our writes, a majority has them,
-//! the streams read on, and the pipeline turns.
+//! An idle daemon reports a lag of zero, and so would one that receives no events. The canary distinguishes the two. It
+//! is one document in the state database; nothing is written to a target. It has arrived when every stream has passed
+//! its place in the oplog, and everything before that place is applied: then the server accepts denormd's writes, a
+//! majority has them, the streams deliver events, and the pipeline makes progress.
 
 use std::collections::VecDeque;
 
 use crate::position::ClusterTime;
 
-/// Canaries under way that are remembered.
+/// Most canaries in flight that are remembered.
 const KEPT: usize = 360;
 
-/// The canaries of one leadership.
+/// The canaries of one term of leadership.
 #[derive(Debug)]
 pub struct Canary {
-    /// Those under way, oldest first: their places in the oplog, and when they were sent (milliseconds since 1970).
+    /// The canaries in flight, oldest first: their places in the oplog, and their send times (milliseconds since 1970).
     flying: VecDeque<(ClusterTime, i64)>,
-    /// When the newest one that has come through was sent; at first, when this leadership began.
+    /// Send time of the newest canary that has arrived; at first, the beginning of this leadership.
     through: i64,
 }
 
 impl Canary {
-    /// Nothing has been sent yet.
+    /// Starts without a canary in flight.
     #[must_use]
     pub fn new(now: i64) -> Self {
         Self { flying: VecDeque::new(), through: now }
     }
 
-    /// One was written at this place of the oplog, and was sent at `at`.
+    /// Records a canary that was sent at `at` and written at this place of the oplog.
     pub fn sent(&mut self, place: ClusterTime, at: i64) {
         self.flying.push_back((place, at));
-        // Of many under way, the oldest is the one that will not tell anything new.
+        // With many in flight, the oldest one adds no information.
         if self.flying.len() > KEPT {
             self.flying.pop_front();
         }
     }
 
-    /// Everything up to here is applied, by every stream.
+    /// Records that every stream has applied everything up to this time.
     pub fn applied(&mut self, applied: ClusterTime) {
         while let Some((_, at)) = self.flying.front().copied().filter(|(place, _)| *place <= applied) {
             self.flying.pop_front();
@@ -45,7 +45,7 @@ impl Canary {
         }
     }
 
-    /// How long ago, in milliseconds, the newest one that has come through was sent.
+    /// Time since the newest canary that has arrived was sent, in milliseconds.
     #[must_use]
     pub fn age(&self, now: i64) -> i64 {
         (now - self.through).max(0)

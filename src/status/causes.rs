@@ -1,4 +1,4 @@
-//! Why copies are not true at once.
+//! The causes why copies are late or may be wrong.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,32 +17,32 @@ use super::{
     leadership::{Leadership, SILENCE as SILENT},
 };
 
-/// A server, a stream or a loop that is silent for so long has stopped.
+/// Silence after which a server, a stream or a loop counts as stopped.
 const SILENCE: Duration = Duration::from_secs(15);
-/// How long an error that was met once counts as going on.
+/// Time for which an error counts as current.
 const RECENT: Duration = Duration::from_secs(30);
-/// While it is behind, no acknowledged write for so long means that the server is slow.
+/// Time without an acknowledged write after which, while a rule is behind, the server counts as slow.
 const SLOW: Duration = Duration::from_secs(5);
-/// Less headroom than this, in seconds, while behind.
+/// Headroom, in seconds, below which the oplog counts as short while a rule is behind.
 const SHORT: f64 = 3600.0;
-/// The position falls off the oplog in less than this, in seconds.
+/// The same for the time until the position falls off the oplog, in seconds.
 const SOON: f64 = 4.0 * 3600.0;
 
-/// One canary is sent every ten seconds: this many milliseconds without one coming through are five that did not.
+/// Age of a late canary, in milliseconds: one is sent every ten seconds, so five have not arrived.
 const LATE: i64 = 60_000;
 
-/// A cause, and the rules that it concerns (all, where none is named).
+/// A cause, and the rules that it affects (all, if none is named).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Found {
     /// The cause.
     pub cause: Cause,
-    /// The rules.
+    /// The names of the rules.
     pub rules: Vec<String>,
-    /// Since when, in milliseconds since 1970, where that is known better than by when it was found.
+    /// Its beginning, in milliseconds since 1970, if that is known more exactly than from the time it was found.
     pub since: Option<i64>,
 }
 
-/// What holds now, the most urgent first.
+/// The current causes, the most urgent first.
 pub(super) fn find(metrics: &Metrics, state: &State, leadership: &Leadership, lags: &Lags, now: i64) -> Vec<Found> {
     let mut found = of_the_instance(metrics, state, leadership, now);
     if let Some(seen) = metrics.observation() {
@@ -57,7 +57,7 @@ pub(super) fn find(metrics: &Metrics, state: &State, leadership: &Leadership, la
     Cause::ALL.into_iter().filter_map(|cause| found.remove(&cause)).collect()
 }
 
-/// What any instance sees by itself, whether it leads or not.
+/// Causes that any instance finds by itself, leading or not.
 fn of_the_instance(metrics: &Metrics, state: &State, leadership: &Leadership, now: i64) -> BTreeMap<Cause, Found> {
     let mut found = BTreeMap::new();
     let mut say = |cause: Cause, rules: Vec<String>, since: Option<i64>| {
@@ -81,7 +81,7 @@ fn of_the_instance(metrics: &Metrics, state: &State, leadership: &Leadership, no
     found
 }
 
-/// What the pipelines know.
+/// Causes that follow from the state of the pipelines.
 fn of_the_rules(
     metrics: &Metrics,
     state: &State,
@@ -108,9 +108,9 @@ fn of_the_rules(
     for (cause, rules) in [
         (Cause::Degraded, seen.degraded.clone()),
         (Cause::SourceGone, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::SourceGone))),
-        (Cause::Braked, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::RemovalLimit))),
+        (Cause::RemovalLimit, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::RemovalLimit))),
         (Cause::Adoption, seen.in_state(|state| matches!(state, RuleState::Blocked(BlockReason::Adoption(_))))),
-        (Cause::Suspended, seen.in_state(|state| matches!(state, RuleState::Unavailable { .. }))),
+        (Cause::Unavailable, seen.in_state(|state| matches!(state, RuleState::Unavailable { .. }))),
         (Cause::Paused, seen.in_state(|state| matches!(state, RuleState::Paused { .. }))),
         (Cause::Backfilling, seen.in_state(RuleState::is_backfilling)),
     ] {
@@ -147,8 +147,8 @@ fn of_the_rules(
     if full {
         say(Cause::Throttled, Vec::new());
     }
-    if !state.letters.is_empty() {
-        say(Cause::DeadLetters, state.letters.keys().cloned().collect());
+    if !state.dead_letters.is_empty() {
+        say(Cause::DeadLetters, state.dead_letters.keys().cloned().collect());
     }
 }
 
@@ -160,14 +160,14 @@ fn names(seen: &Observation, rules: &BTreeSet<usize>) -> Vec<String> {
     rules.iter().filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone()).collect()
 }
 
-/// Rules that met an error a moment ago which is tried again.
+/// Rules with a recent error that is being retried.
 fn failing(metrics: &Metrics) -> BTreeSet<String> {
     let from = wall_millis() - i64::try_from(RECENT.as_millis()).unwrap_or(i64::MAX);
-    let lines = metrics.troubles().into_iter().filter(|line| line.last >= from && line.doing == "reconcile");
+    let lines = metrics.recent_errors().into_iter().filter(|line| line.last >= from && line.doing == "reconcile");
     lines.filter_map(|line| line.rule).collect()
 }
 
 fn troubled(metrics: &Metrics, reason: &str) -> Vec<String> {
-    let rules = metrics.troubles().into_iter().filter(|line| line.reason == reason).filter_map(|line| line.rule);
+    let rules = metrics.recent_errors().into_iter().filter(|line| line.reason == reason).filter_map(|line| line.rule);
     rules.collect::<BTreeSet<_>>().into_iter().collect()
 }

@@ -1,23 +1,23 @@
-//! Up to which cluster time the copies are current. Pure.
+//! The cluster time up to which the copies are current. Pure.
 //!
-//! What a stream has applied is one step of a chain: the writes of that step are changes that the next rule has yet to apply.
-//! So a claim about a chain of two rules waits until the streams have applied everything that was committed by the time that
-//! the first step was seen to be done; and so on for longer chains.
+//! Applying what a stream has read is one step of a chain: the writes of that step are changes that the next rule has
+//! yet to apply. So a claim about a chain of two rules waits until the streams have applied everything that was
+//! committed when the first step was known to be complete; and so on for longer chains.
 
 use crate::position::ClusterTime;
 
 /// The claims about chains of one rule, of two, and so on.
 #[derive(Debug, Default)]
 pub struct Currency {
-    /// What is claimed of each length of a chain.
+    /// The claim for each length of a chain.
     claims: Vec<Option<ClusterTime>>,
-    /// For each length from two on: what will be claimed, and what has to be applied before.
+    /// For each length from two on: the next claim, and the time that must be applied before it holds.
     due: Vec<Option<(ClusterTime, ClusterTime)>>,
 }
 
 impl Currency {
-    /// Everything up to `applied` is applied, by every stream, with no work left for later; `operation` is an operation time
-    /// of the server that was asked for after that. `chain` is the length of the longest chain of rules.
+    /// Records that every stream has applied everything up to `applied`, with no work left for later; `operation` is an
+    /// operation time of the server that was requested after that. `chain` is the length of the longest chain of rules.
     pub fn applied(&mut self, applied: ClusterTime, operation: ClusterTime, chain: usize) {
         let chain = chain.max(1);
         if self.claims.len() != chain {
@@ -34,7 +34,7 @@ impl Currency {
         }
     }
 
-    /// Every change that was committed by this time is in the copies.
+    /// The time up to which every committed change is in the copies.
     #[must_use]
     pub fn claim(&self) -> Option<ClusterTime> {
         self.claims.last().copied().flatten()
@@ -72,7 +72,8 @@ mod tests {
         assert_eq!(currency.claim(), None, "other rules, other chains");
     }
 
-    /// Each second a change is committed, and each rule of a chain takes a second to apply what the one before it wrote.
+    /// A change is committed every second, and each rule of a chain takes a second to apply what the previous one
+    /// wrote.
     #[test]
     fn no_claim_is_ahead_of_the_end_of_a_chain() {
         for chain in 1..6_u32 {

@@ -1,4 +1,4 @@
-//! The last hour, in points of ten seconds: bounded by the number of rules, and small for those that are at rest.
+//! The last hour, in points of ten seconds: bounded by the number of rules, and small for idle rules.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -11,14 +11,14 @@ use super::{
 
 /// Milliseconds in one point.
 const STEP: i64 = 10_000;
-/// A window of the oplog, in seconds, that a burst of writes cannot use up.
+/// An oplog window, in seconds, that a burst of writes cannot use up.
 const AMPLE: f64 = 4.0 * 3600.0;
 /// Points kept: an hour.
 const POINTS: usize = 360;
-/// Points that percentiles and rates look back on: five minutes.
+/// Points that percentiles and rates cover: five minutes.
 const WINDOW: usize = 30;
 
-/// What has been.
+/// The points of the last hour.
 #[derive(Debug, Default)]
 pub struct History {
     /// The rules of the last sample.
@@ -38,7 +38,7 @@ struct Point {
     at: i64,
     /// The largest lag within it.
     lag: f64,
-    /// The lags of rules that had one.
+    /// The lags of the rules that had one.
     rules: BTreeMap<String, f64>,
     depth: usize,
     events_rate: f64,
@@ -50,9 +50,9 @@ struct Point {
 struct Totals {
     at: i64,
     events: u64,
-    /// All targets that were changed.
+    /// All changed targets.
     targets: u64,
-    /// Of the rules that had any.
+    /// Counts by bucket, for the rules that have any.
     propagation: BTreeMap<String, Vec<u64>>,
     writes: (u64, f64),
 }
@@ -95,7 +95,7 @@ impl Totals {
 }
 
 impl History {
-    /// Takes a sample, once a second or so. While nothing is known there are no points.
+    /// Takes a sample, about once a second. While nothing is known, there are no points.
     pub fn sample(&mut self, metrics: &Metrics, lags: &Lags, now: i64) {
         let start = now - now.rem_euclid(STEP);
         if self.totals.is_empty() {
@@ -155,7 +155,7 @@ impl History {
         before.map(|before| Totals::now(metrics, now).rates(before)).unwrap_or_default()
     }
 
-    /// How long a write command took on the average of the last ten seconds or so.
+    /// Mean duration of a write command over the last ten seconds or so.
     pub fn write_seconds(&self, metrics: &Metrics) -> f64 {
         let Some(before) = self.totals.iter().rev().nth(1).or(self.totals.back()) else { return 0.0 };
         let (writes, seconds) = metrics.writes();
@@ -163,7 +163,7 @@ impl History {
         if writes == 0 { 0.0 } else { (seconds - before.writes.1) / count(writes) }
     }
 
-    /// The oplog's headroom is known.
+    /// Records the oplog's headroom.
     pub fn headroom(&mut self, now: i64, headroom: f64) {
         self.headroom.push_back((now, headroom));
         while self.headroom.front().is_some_and(|(at, _)| now - at > 300_000) {
@@ -171,17 +171,17 @@ impl History {
         }
     }
 
-    /// In how many seconds the position falls off the oplog, when it goes on falling back as in the last minutes.
+    /// Seconds until the position falls off the oplog, if it continues to fall behind as in the last minutes.
     pub fn lost_in(&self) -> Option<f64> {
         let ((from, before), (to, after)) = (self.headroom.front()?, self.headroom.back()?);
         let mut rate = (before - after) / seconds((to - from).max(1));
-        // Beside an ample window a burst is no danger: the position must have fallen back all the time.
+        // With an ample window a burst is no danger: the position must have fallen behind all the time.
         if *after >= AMPLE {
             let (at, between) = self.headroom.get(self.headroom.len() / 2)?;
             let fell = |before: f64, after: f64, millis: i64| (before - after) / seconds(millis.max(1));
             rate = rate.min(fell(*before, *between, at - from)).min(fell(*between, *after, to - at));
         }
-        // Less is the breathing of a healthy oplog.
+        // A lower rate is normal variation of a healthy oplog.
         (to - from >= 15_000 && rate > 0.1).then(|| (after / rate).max(0.0))
     }
 
@@ -219,7 +219,7 @@ fn count(n: u64) -> f64 {
     n
 }
 
-/// Percentiles of counts by bucket, evenly spread within a bucket as Prometheus does.
+/// Percentiles of counts by bucket, interpolated linearly within a bucket as Prometheus does.
 fn percentiles(counts: &[u64]) -> Percentiles {
     let total: u64 = counts.iter().sum();
     let quantile = |q: f64| {
@@ -255,7 +255,8 @@ mod tests {
         assert_eq!(percentiles(&[0; 18]).p50, None);
     }
 
-    /// A burst of writes that took two hours of a window of twenty told that changes are lost within the hour.
+    /// A burst of writes that takes two hours of a window of twenty must not be reported as a loss of changes within
+    /// the hour.
     #[test]
     fn a_burst_beside_an_ample_window_is_no_danger() {
         let hour = 3600.0;

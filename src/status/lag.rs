@@ -1,8 +1,9 @@
-//! How far behind the copies are. Pure.
+//! The lag of the copies. Pure.
 //!
-//! Two things make a copy late: work that waits or runs (the queue knows when its oldest change was committed), and changes
-//! that have not been read. The second is measured against probes of the server: each says which operation was its last at
-//! which time. A stream that has passed a probe's operation has read everything that was committed by then.
+//! Two things make a copy late: work that waits or runs (the queue has the commit time of its oldest change), and
+//! changes that have not been read. The second is measured against probes of the server: each has the server's last
+//! operation at a certain time. A stream that has passed a probe's operation has read everything that was committed by
+//! then.
 
 use std::{collections::VecDeque, time::Instant};
 
@@ -11,14 +12,15 @@ use crate::{
     position::ClusterTime,
 };
 
-/// From how many seconds on a rule is called behind.
+/// Lag, in seconds, from which a rule counts as behind.
 pub const BEHIND: f64 = 5.0;
-/// A stream answers twice a second and probes come once a second: what is unread for no longer is the rhythm, not a lag.
+/// Age of unread changes, in milliseconds, that does not count as lag: a stream answers twice a second and probes come
+/// once a second.
 pub const RHYTHM: i64 = 3000;
-/// Probes kept.
+/// Number of probes kept.
 const KEPT: usize = 3600;
 
-/// What the server said at one moment.
+/// An answer of the server.
 #[derive(Debug, Clone, Copy)]
 pub struct Probe {
     /// Its last operation.
@@ -35,10 +37,10 @@ pub struct Probes {
 }
 
 impl Probes {
-    /// One more answer.
+    /// Adds an answer.
     pub fn add(&mut self, probe: Probe) {
         self.answered = Some(Instant::now());
-        // Of an idle server's many answers the last one says it all.
+        // If an idle server answers many times, the last answer is enough.
         if self.ring.back().is_some_and(|last| last.operation >= probe.operation) {
             self.ring.pop_back();
         }
@@ -48,16 +50,16 @@ impl Probes {
         }
     }
 
-    /// When the server last answered.
+    /// Time of the server's last answer.
     pub fn answered(&self) -> Option<Instant> {
         self.answered
     }
 
-    /// For how long, in milliseconds, there may be changes that a stream has not read.
+    /// Time for which there may have been changes that a stream has not read, in milliseconds.
     fn unread(&self, reached: ClusterTime, now: i64) -> i64 {
         let age = match self.ring.iter().rev().find(|probe| probe.operation <= reached) {
             Some(probe) => now - probe.millis,
-            // Before the first probe: the position's own seconds.
+            // Before the first probe, the position's own time counts.
             None => now - i64::from(reached.seconds) * 1000,
         };
         if age > RHYTHM { age } else { 0 }
@@ -67,15 +69,15 @@ impl Probes {
 /// The lags at one moment, in seconds.
 #[derive(Debug, Clone, Default)]
 pub struct Lags {
-    /// The largest of all rules that run. None where none does, and while nothing is known.
+    /// The largest lag of the running rules. None if no rule runs, and while nothing is known.
     pub overall: Option<f64>,
-    /// Each rule's.
+    /// The lag of each rule.
     pub rules: Vec<RuleLag>,
-    /// Of changes that have not been read, the largest of all streams.
+    /// The largest lag of changes that have not been read, of all streams.
     pub unread: f64,
-    /// How old the saved positions are while newer ones are known.
+    /// Age of the checkpoints while newer positions are known.
     pub checkpoint: f64,
-    /// How old the last answer of the slowest stream is.
+    /// Age of the last answer of the slowest stream.
     pub stream_age: f64,
 }
 
@@ -84,23 +86,23 @@ pub struct Lags {
 pub struct RuleLag {
     /// The rule.
     pub name: String,
-    /// Of its own changes.
+    /// The lag of its own changes.
     pub own: f64,
-    /// Those of the rules that feed it included.
+    /// The largest of its own lag and those of the rules that feed it.
     pub chain: f64,
-    /// Whether the rule does all that it should, and its lag is known; otherwise its lag says nothing.
+    /// True if the rule does everything that it should and its lag is known; otherwise its lag is meaningless.
     pub runs: bool,
 }
 
 impl RuleLag {
-    /// Whether it is called behind.
+    /// True if the rule counts as behind.
     pub fn is_behind(&self) -> bool {
         self.runs && self.own >= BEHIND
     }
 }
 
 impl Lags {
-    /// The lags at `now`, in milliseconds since 1970 of the server.
+    /// The lags at `now`, in milliseconds since 1970 by the server's clock.
     pub fn of(seen: &Observation, probes: &Probes, now: i64) -> Self {
         let unread: Vec<i64> = seen.streams.iter().map(|stream| probes.unread(stream.reached, now)).collect();
         let own = |(rule, oldest): (&crate::metrics::RuleFacts, &Option<i64>)| {
@@ -109,7 +111,7 @@ impl Lags {
             seconds(held.max(streams.copied().unwrap_or_default()))
         };
         let own: Vec<f64> = seen.rules.iter().zip(&seen.oldest).map(own).collect();
-        // Before the server has said anything, an idle stream cannot be told from one that is behind.
+        // Before the server's first answer, an idle stream cannot be distinguished from one that is behind.
         let known = !probes.ring.is_empty();
         let rules = seen.rules.iter().enumerate().map(|(nth, rule)| {
             let fed = rule.fed_by.iter().map(|from| own[*from]);

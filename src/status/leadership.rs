@@ -1,5 +1,5 @@
-//! Who writes, as far as this instance knows: one state machine for the page, `/readyz`, `denormd status`, the metrics and
-//! the timeline. Pure.
+//! The leadership of the deployment as far as this instance knows: one state machine for the page, `/readyz`, `denormd
+//! status`, the metrics and the timeline. Pure.
 
 use std::{
     collections::BTreeMap,
@@ -10,56 +10,56 @@ use serde::{Deserialize, Serialize};
 
 use crate::{events::Event, lease::Holder};
 
-/// A lease that has not been read or renewed for so long is not known any more. It is read once a second and renewed every
-/// two seconds, so five seconds after the beginning of an outage this has passed.
+/// Time without a read or a renewal after which a lease counts as unknown. It is read once a second and renewed every
+/// two seconds, so this has passed five seconds after the beginning of an outage.
 pub const SILENCE: Duration = Duration::from_secs(4);
 
-/// What this instance is to its deployment.
+/// The role of this instance in its deployment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "role", rename_all = "snake_case")]
 pub enum Leadership {
-    /// From the start of the process until the lease has been read for the first time, and from the moment that this instance
+    /// From the start of the process until the lease is read for the first time, and from the moment that this instance
     /// takes the lease until its pipeline follows changes.
     Starting,
     /// From the moment that the pipeline follows changes, while its lease is renewed.
     Leader {
-        /// Counts the take-overs; of several partitions, the last one.
+        /// The number of the leader's term; of several partitions, the highest.
         term: i64,
     },
-    /// While the lease is read and names others, or nobody.
+    /// While the lease is read and names other instances, or none.
     Standby {
-        /// Who leads: none while the lease is free, several where partitions are shared.
+        /// The leaders: none while the lease is free, several if partitions are shared.
         leaders: Vec<Holder>,
     },
-    /// While a lease that was read or renewed before has not been for [`SILENCE`]. Ends with the next lease that is read.
+    /// While a lease that was read or renewed before has not been for [`SILENCE`]. Ends when a lease is read again.
     Unknown {
-        /// Since when it has not been, in milliseconds since 1970.
+        /// Time of the last read or renewal, in milliseconds since 1970.
         since: i64,
     },
 }
 
-/// The lease, or those of all partitions, as read last.
+/// The lease, or the leases of all partitions, as last read.
 #[derive(Debug, Clone)]
 pub struct Reading {
-    /// When.
+    /// Time of the read.
     pub at: Instant,
-    /// Who holds which of them, by their ids; those that are free are not here.
+    /// The holders, by the ids of the leases; free leases are not included.
     pub held: BTreeMap<String, Holder>,
 }
 
-/// Everything that the state is computed from.
+/// The inputs of the state.
 #[derive(Debug, Clone, Default)]
 pub struct Facts<'a> {
-    /// What this instance is called.
+    /// Name of this instance.
     pub instance: &'a str,
-    /// The terms of the pipelines that run, and how long ago each lease was renewed, if there is one.
+    /// The terms of the running pipelines, and the time since the renewal of each lease, if there is one.
     pub running: Vec<(i64, Option<Duration>)>,
-    /// What was read last.
+    /// The last read of the leases.
     pub read: Option<&'a Reading>,
 }
 
 impl Leadership {
-    /// What this instance is at `now`, in milliseconds since 1970.
+    /// The role of this instance at `now`, in milliseconds since 1970.
     #[must_use]
     pub fn of(facts: &Facts<'_>, now: i64) -> Self {
         let silent = |age: Duration| (age >= SILENCE).then(|| Self::Unknown { since: now - millis(age) });
@@ -80,7 +80,7 @@ impl Leadership {
         Self::Standby { leaders }
     }
 
-    /// Its name in metrics and in the output.
+    /// Its name in metrics and output.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -94,13 +94,13 @@ impl Leadership {
     /// The names of all states.
     pub const NAMES: [&'static str; 4] = ["starting", "leader", "standby", "unknown"];
 
-    /// Whether this instance leads, for certain.
+    /// True if this instance certainly leads.
     #[must_use]
     pub fn leads(&self) -> bool {
         matches!(self, Self::Leader { .. })
     }
 
-    /// In a sentence; None for a leader, of whom there is more to say.
+    /// A sentence about it; None for a leader, which the summary describes by its lag.
     #[must_use]
     pub fn sentence(&self) -> Option<String> {
         match self {
@@ -121,8 +121,8 @@ impl Leadership {
         }
     }
 
-    /// What the timeline has to say of it after `before`. The beginning and the end of a leadership are told where they
-    /// happen, with their reasons.
+    /// The event for the timeline after the state `before`. The beginning and the end of a leadership are recorded
+    /// where they happen, with their reasons.
     #[must_use]
     pub fn news(&self, before: &Self, now: i64) -> Option<Event> {
         let event = |at: i64, what: &str, text: String| Some(Event::new(at, what, Vec::new(), text));

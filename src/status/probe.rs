@@ -1,4 +1,4 @@
-//! What the board asks the server.
+//! The board's requests to the server.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,26 +27,26 @@ use super::{
     report::{Oplog, RetiredField},
 };
 
-/// How long a question may take that is asked every second.
+/// Timeout of a request that is made every second.
 const IMPATIENCE: Duration = Duration::from_secs(3);
-/// How long any other question may take.
+/// Timeout of any other request.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// In rounds of about a second: how often the dead letters are counted.
+/// Rounds, of about a second, between counts of the dead letters.
 const OFTEN: u64 = 2;
-/// The same: how often the oplog is looked at.
+/// Rounds between checks of the oplog.
 const SELDOM: u64 = 5;
 
-/// The same: how often the clocks of all members are compared.
+/// Rounds between comparisons of the clocks of all members.
 const CLOCKS: u64 = 30;
-/// In rounds of about a second: how often it is read which fields no rule owns any more.
+/// Rounds between reads of the retired fields.
 const RETIRED: u64 = 15;
-/// In rounds of about a second: how often a canary is sent.
+/// Rounds between canaries.
 const CANARY: u64 = 10;
-/// The collection of canaries in the state database: one document a deployment.
+/// The collection of canaries in the state database: one document per deployment.
 const CANARIES: &str = "canaries";
 
 impl Board {
-    /// Asks the primary for its clock and its last operation, and reads who leads.
+    /// Asks the primary for its clock and its last operation, and reads the leases.
     pub(super) async fn ask(&self) {
         let known = {
             let state = self.state();
@@ -54,10 +54,12 @@ impl Board {
             state.cluster.as_ref().map(|(context, _)| context.clone()).or(attached)
         };
         let Some(context) = known else { return };
-        let letters = &context.dead_letters;
+        let dead_letters = &context.dead_letters;
         let asked = tokio::time::timeout(IMPATIENCE, hello(&context.server));
-        let read =
-            tokio::time::timeout(IMPATIENCE, lease::holders(&context.server, &letters.database, &letters.deployment));
+        let read = tokio::time::timeout(
+            IMPATIENCE,
+            lease::holders(&context.server, &dead_letters.database, &dead_letters.deployment),
+        );
         let (answer, leases) = tokio::join!(asked, read);
         match answer.unwrap_or_else(|_| Err(silent())) {
             Ok((probe, offset)) => {
@@ -70,11 +72,11 @@ impl Board {
         }
         match leases.unwrap_or_else(|_| Err(silent())) {
             Ok(held) => self.take_leases(held),
-            Err(error) => self.metrics.trouble(None, "read the lease", &error),
+            Err(error) => self.metrics.record_error(None, "read the lease", &error),
         }
     }
 
-    /// Asks what is asked seldom, while this process leads: the canary, the dead letters, how far the oplog reaches back.
+    /// Makes the less frequent requests, while this process leads: the canary, the dead letters, the oplog window.
     pub(super) async fn probe(&self, round: u64) {
         let Some(attached) = self.attached() else { return };
         let context = &attached.context;
@@ -111,44 +113,45 @@ impl Board {
                 }
                 state.oplog = Oplog { readable: Some(false), reason: Some(error.message), ..Oplog::default() };
                 self.metrics.oplog_readable.set(0);
-                // There may have been none.
+                // They may not exist.
                 self.metrics.oplog_headroom.remove_label_values::<&str>(&[]).ok();
                 self.metrics.oplog_loss.remove_label_values::<&str>(&[]).ok();
             }
         }
     }
 
-    /// Counts the dead letters, and sees up to when the copies are current: dead letters are recorded before anything is said
-    /// to be applied.
+    /// Counts the dead letters, and determines the time up to which the copies are current: dead letters are recorded
+    /// before anything counts as applied.
     async fn look(&self, context: &Context) {
         let seen = self.metrics.observation();
-        let Ok(Ok(letters)) = tokio::time::timeout(PATIENCE, letters(context)).await else { return };
+        let Ok(Ok(dead_letters)) = tokio::time::timeout(PATIENCE, dead_letters(context)).await else { return };
         let operation = tokio::time::timeout(PATIENCE, context.server.operation_time()).await;
         let mut state = self.state();
-        state.letters.clear();
+        state.dead_letters.clear();
         for rule in &context.plan.rules {
-            let count = letters.iter().filter(|(name, ..)| *name == rule.name).map(|(.., count)| count).sum::<u64>();
+            let count =
+                dead_letters.iter().filter(|(name, ..)| *name == rule.name).map(|(.., count)| count).sum::<u64>();
             let count = i64::try_from(count).unwrap_or(i64::MAX);
             self.metrics.dead_letters.with_label_values(&[&rule.name]).set(count);
         }
-        for (rule, reason, count) in letters {
-            *state.letters.entry(rule).or_default().entry(reason).or_default() += count;
+        for (rule, reason, count) in dead_letters {
+            *state.dead_letters.entry(rule).or_default().entry(reason).or_default() += count;
         }
         let (Some(seen), Ok(Ok(operation))) = (seen, operation) else { return };
-        // A large fan-out is recorded, and the position passes it before its last target is written.
+        // A large fan-out is recorded as a job, and the position passes it before its last target is written.
         let whole = state.attached.len() == usize::try_from(state.partitions).unwrap_or(usize::MAX);
         let applied = seen.streams.iter().map(|stream| stream.applied).min().filter(|_| whole);
         if let Some(applied) = applied.filter(|_| seen.fan_outs.iter().all(|open| *open == 0)) {
             state.currency.applied(applied, operation, context.plan.longest_chain());
-            state.except = except(context, &seen, &state.letters);
+            state.except = except(context, &seen, &state.dead_letters);
         }
     }
 
-    /// Reads which fields earlier rules, or earlier definitions of rules, have left behind.
+    /// Reads the fields that earlier rules, or earlier definitions of rules, have left behind.
     async fn look_for_retired(&self, context: &Context) {
-        let letters = &context.dead_letters;
+        let dead_letters = &context.dead_letters;
         let read = async {
-            let store = Store::open(&context.server, &letters.database, &letters.deployment).await?;
+            let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await?;
             store.rules(&context.server).await
         };
         let Ok(Ok(known)) = tokio::time::timeout(PATIENCE, read).await else { return };
@@ -191,15 +194,15 @@ impl Board {
 fn except(
     context: &Context,
     seen: &Observation,
-    letters: &BTreeMap<String, BTreeMap<String, u64>>,
+    dead_letters: &BTreeMap<String, BTreeMap<String, u64>>,
 ) -> BTreeSet<String> {
     let stopped = seen.in_state(|state| *state != RuleState::Live);
     let stopped = stopped.union(&seen.degraded).filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone());
     let shadow = context.plan.rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone());
-    stopped.chain(shadow).chain(letters.keys().cloned()).collect()
+    stopped.chain(shadow).chain(dead_letters.keys().cloned()).collect()
 }
 
-/// The server's last operation, and by how much its clock is ahead of ours.
+/// The server's last operation, and the time by which its clock is ahead of ours.
 async fn hello(server: &Server) -> Result<(Probe, i64)> {
     let before = wall_millis();
     let reply = server.client().database("admin").run_command(doc! {"hello": 1}).await?;
@@ -207,20 +210,20 @@ async fn hello(server: &Server) -> Result<(Probe, i64)> {
     let millis = reply.get_datetime("localTime").map_err(|_| Error::internal("no local time"))?.timestamp_millis();
     let operation =
         reply.get_timestamp("operationTime").map_err(|_| Error::new(Kind::Topology, "no operation time"))?;
-    // Within the round trip the difference cannot be told from none.
+    // A difference within the round trip counts as none.
     let offset = if (before..=after).contains(&millis) { 0 } else { millis - i64::midpoint(before, after) };
     Ok((Probe { operation: operation.into(), millis }, offset))
 }
 
 /// Writes a canary; returns a place of the oplog that is not before it.
 async fn canary(context: &Context) -> Result<ClusterTime> {
-    let letters = &context.dead_letters;
+    let dead_letters = &context.dead_letters;
     let command = doc! {
         "update": CANARIES,
-        "updates": [{"q": {"_id": &letters.deployment}, "u": {"$currentDate": {"sent": true}}, "upsert": true}],
+        "updates": [{"q": {"_id": &dead_letters.deployment}, "u": {"$currentDate": {"sent": true}}, "upsert": true}],
         "writeConcern": {"w": "majority", "wtimeout": i64::try_from(PATIENCE.as_millis()).unwrap_or(i64::MAX)},
     };
-    let reply = context.server.database(&letters.database).run_command(command).await?;
+    let reply = context.server.database(&dead_letters.database).run_command(command).await?;
     if reply.contains_key("writeErrors") || reply.contains_key("writeConcernError") {
         return Err(Error::new(Kind::NotReplicated, "a canary was not acknowledged"));
     }
@@ -228,17 +231,17 @@ async fn canary(context: &Context) -> Result<ClusterTime> {
 }
 
 /// Rule, reason and number of the dead letters.
-async fn letters(context: &Context) -> Result<Vec<(String, String, u64)>> {
-    let letters = &context.dead_letters;
+async fn dead_letters(context: &Context) -> Result<Vec<(String, String, u64)>> {
+    let dead_letters = &context.dead_letters;
     let pipeline = [
-        doc! {"$match": {"deployment": &letters.deployment}},
+        doc! {"$match": {"deployment": &dead_letters.deployment}},
         doc! {"$group": {"_id": {"rule": "$rule", "reason": "$reason"}, "count": {"$sum": 1_i64}}},
         doc! {"$sort": {"count": -1}},
         doc! {"$limit": 1000},
     ];
     let found: Vec<Document> = context
         .server
-        .collection(&letters.database, dead_letter::COLLECTION)
+        .collection(&dead_letters.database, dead_letter::COLLECTION)
         .aggregate(pipeline)
         .await?
         .try_collect()
@@ -251,7 +254,7 @@ async fn letters(context: &Context) -> Result<Vec<(String, String, u64)>> {
     Ok(found.iter().filter_map(read).collect())
 }
 
-/// How far the oplog reaches back, seen from the saved position.
+/// The oplog window, as seen from the saved position.
 async fn oplog(server: &Server, saved: Option<ClusterTime>) -> Result<Oplog> {
     let local = server.database("local");
     let oplog = local.collection::<Document>("oplog.rs");
@@ -262,7 +265,7 @@ async fn oplog(server: &Server, saved: Option<ClusterTime>) -> Result<Oplog> {
     };
     let (first, last) = (edge(1).await?, edge(-1).await?);
     let window = f64::from(last.seconds.saturating_sub(first.seconds));
-    // Without the privilege for its size, the oplog is taken for full.
+    // Without the privilege to read its size, the oplog counts as full.
     let stats = local.run_command(doc! {"collStats": "oplog.rs"}).await.unwrap_or_default();
     let fill = fill(&stats).unwrap_or(1.0);
     let unused = if fill > 0.0 { window / fill - window } else { 0.0 };
@@ -277,7 +280,7 @@ async fn oplog(server: &Server, saved: Option<ClusterTime>) -> Result<Oplog> {
     })
 }
 
-/// How much of the oplog's size is used, at most 1.
+/// The used part of the oplog's size, at most 1.
 fn fill(stats: &Document) -> Option<f64> {
     let (size, most) = (number(stats, "size")?, number(stats, "maxSize")?);
     (most > 0.0).then(|| (size / most).min(1.0))

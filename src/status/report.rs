@@ -1,12 +1,12 @@
-//! The status as people and programs read it.
+//! The status in the form that people and programs read.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    membership::Instance,
-    metrics::{AuditProgress, Cause, HeldBack, Metrics, Observation, Trouble},
+    instances::Instance,
+    metrics::{AuditProgress, Cause, HeldBack, Metrics, Observation, RecentError},
     rule_state::RuleState,
 };
 
@@ -19,64 +19,65 @@ use super::{
     shared::Report,
 };
 
-/// An oplog that bridges no more than this, in seconds, is called thin.
+/// Longest outage that a thin oplog bridges, in seconds.
 const THIN: f64 = 4.0 * 3600.0;
 
-/// How it is, in one word.
+/// The overall state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// Every copy is true.
+    /// Every copy is up to date.
     Ok,
-    /// Nothing is wrong that does not pass by itself, but something is to be known.
+    /// Nothing is wrong that does not resolve itself, but there is something to know.
     Notice,
     /// Copies are late.
     Behind,
-    /// Nothing moves, or data is at risk.
+    /// Nothing makes progress, or data is at risk.
     Critical,
 }
 
 /// The whole status. Times are milliseconds since 1970.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Status {
-    /// The deployment.
+    /// The name of the deployment.
     pub name: String,
     /// The program's version.
     pub version: String,
-    /// Options of the connection string that switch the verification of certificates off.
+    /// Options of the connection string that disable the verification of certificates.
     #[serde(default)]
     pub insecure: Vec<String>,
-    /// What this instance is: its `role`, and who leads.
+    /// The `role` of this instance, and the leaders.
     #[serde(flatten)]
     pub leadership: Leadership,
-    /// On a standby: for how many seconds nothing has been heard of the leader, whose figures these are. None elsewhere, and
-    /// before it has said anything.
+    /// On a standby: seconds since the last report of the leader, whose figures these are. None elsewhere, and before
+    /// the first report.
     #[serde(default)]
     pub heard_seconds: Option<f64>,
-    /// The instances that are there.
+    /// The running instances.
     #[serde(default)]
     pub instances: Vec<InstanceReport>,
-    /// Which partitions this process leads; what it says is of these. None in a deployment that is not divided.
+    /// The partitions that this process leads and reports on. None if the deployment is not divided into partitions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partitions: Option<Partitions>,
-    /// When the process started.
+    /// Start of the process.
     pub started: i64,
-    /// When this was said.
+    /// Time of this status.
     pub now: i64,
-    /// In one word.
+    /// The overall state.
     pub level: Level,
-    /// In a sentence: are we behind, since when, on which rule?
+    /// In sentences: the lag, its duration, and the rules that are behind.
     pub summary: String,
-    /// In a sentence: will we lose data?
+    /// In a sentence: the risk of losing data.
     pub risk: String,
-    /// The largest lag of all rules that run. None while it is not known.
+    /// The largest lag of the running rules. None while it is not known.
     pub lag_seconds: Option<f64>,
-    /// Since when some rule is behind.
+    /// Time since which some rule is behind.
     pub behind_since: Option<i64>,
-    /// Up to when the copies are current. None while nothing can be said, as while another instance leads a partition.
+    /// The time up to which the copies are current. None if it is not known, for instance while another instance leads
+    /// a partition.
     #[serde(default)]
     pub current: Option<Current>,
-    /// Why.
+    /// The causes of this state.
     pub causes: Vec<CauseReport>,
     /// The rules.
     pub rules: Vec<Rule>,
@@ -84,24 +85,24 @@ pub struct Status {
     pub streams: Vec<Stream>,
     /// The oplog.
     pub oplog: Oplog,
-    /// From commit to acknowledged write, in the last five minutes, all rules together.
+    /// Time from commit to acknowledged write in the last five minutes, all rules together.
     pub propagation: Percentiles,
     /// Requests that wait or run.
     pub queue_depth: usize,
-    /// Requests from which on the streams wait.
+    /// Requests at which the streams pause.
     pub queue_capacity: usize,
-    /// Change events read a second.
+    /// Change events read per second.
     pub events_per_second: f64,
-    /// Targets changed a second.
+    /// Targets changed per second.
     pub targets_per_second: f64,
-    /// How far back a restart would begin.
+    /// Age of the position from which a restart would resume.
     pub checkpoint_age_seconds: f64,
-    /// How long ago the newest write of denormd's own was sent that has come through. None while another process leads.
+    /// Time since the newest canary that has arrived was sent. None while another process leads.
     pub canary_age_seconds: Option<f64>,
-    /// By how much the clocks of the replica set's members differ at least. None while none of them answers.
+    /// Smallest possible difference between the clocks of the replica set's members. None while none of them answers.
     #[serde(default)]
     pub clock_skew_seconds: Option<f64>,
-    /// Dead letters of all rules.
+    /// Number of dead letters of all rules.
     pub dead_letters: u64,
     /// Recent errors, newest first.
     pub errors: Vec<Problem>,
@@ -113,20 +114,20 @@ pub struct Status {
 /// A field that an earlier rule, or an earlier definition of a rule, has written.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RetiredField {
-    /// The rule.
+    /// The rule that wrote it.
     pub rule: String,
-    /// The whole name of the collection.
+    /// The full name of the collection.
     pub collection: String,
-    /// The path.
+    /// The path of the field.
     pub path: String,
 }
 
-/// The partitions of a deployment that is divided.
+/// The partitions of a deployment that has several.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Partitions {
-    /// How many there are.
+    /// Number of partitions.
     pub of: u32,
-    /// The places of those that this process leads, from 0.
+    /// The places of the partitions that this process leads, from 0.
     pub led: Vec<u32>,
 }
 
@@ -135,7 +136,7 @@ pub struct Partitions {
 pub struct Current {
     /// The cluster time, `seconds.increment`.
     pub as_of: String,
-    /// Rules that this is not said of: they do not run, are being backfilled, are in shadow, or have dead letters.
+    /// Rules that this does not cover: they do not run, are being backfilled, are in shadow, or have dead letters.
     pub except: Vec<String>,
 }
 
@@ -148,40 +149,40 @@ pub struct InstanceReport {
     pub role: String,
     /// The program's version.
     pub version: String,
-    /// When it started.
+    /// Its start.
     pub started: i64,
-    /// Whether it has other rules than the instance that says this.
+    /// True if its rules differ from those of the reporting instance.
     pub other_rules: bool,
-    /// Whether it is the instance that says this.
+    /// True if it is the reporting instance.
     pub this: bool,
 }
 
-/// A cause.
+/// A cause that affects the copies.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct CauseReport {
     /// Its name, the same in metrics and alerts.
     pub cause: String,
-    /// Since when.
+    /// Time since which it holds.
     pub since: i64,
-    /// The rules that it concerns; all, where none is named.
+    /// The rules that it affects; all, if none is named.
     pub rules: Vec<String>,
-    /// What it means.
+    /// An explanation in a sentence.
     pub meaning: String,
-    /// Why the server does not answer, with host, port and the driver's reason.
+    /// The reason why the server does not answer, with host, port and the driver's message.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// What to do.
+    /// The recommended action.
     pub advice: String,
-    /// Whether it cannot wait until the morning.
+    /// True if it cannot wait until the morning.
     pub severe: bool,
 }
 
-/// A rule.
+/// The status of a rule.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Rule {
     /// Its name.
     pub name: String,
-    /// Its state, as [`RuleState::name`] has it; `degraded` while it is backfilled because changes were lost.
+    /// Its state, as named by [`RuleState::name`]; `degraded` during a backfill after a loss of changes.
     #[serde(default)]
     pub state: String,
     /// The source collection.
@@ -190,59 +191,59 @@ pub struct Rule {
     pub target: String,
     /// Its own lag. None while it does not run.
     pub lag_seconds: Option<f64>,
-    /// Its objective: the lag that it should not have for long.
+    /// Its objective: the lag that it should not exceed for long.
     #[serde(default)]
     pub max_lag_seconds: f64,
-    /// The largest of its own and of the rules that feed it.
+    /// The largest of its own lag and those of the rules that feed it.
     pub chain_lag_seconds: f64,
-    /// Since when it is behind.
+    /// Time since which it is behind.
     pub behind_since: Option<i64>,
-    /// How many keys wait or run for the sake of a change.
+    /// Number of keys that wait or run because of a change.
     pub late_keys: usize,
-    /// Whether these keys are targets; else each is a value that any number of targets match.
+    /// True if these keys are targets; otherwise each is a value that any number of targets match.
     pub keyed_by_target: bool,
-    /// Its backfill.
+    /// The state of its backfill.
     pub backfill: Backfill,
     /// Changes may have been lost: copies may be wrong until its backfill ends.
     pub degraded: bool,
-    /// From commit to acknowledged write, in the last five minutes.
+    /// Time from commit to acknowledged write in the last five minutes.
     pub propagation: Percentiles,
     /// Targets changed since the start.
     pub targets_changed: u64,
     /// Targets that differed from their definition without a change that explains it.
     #[serde(default)]
     pub drift_found: u64,
-    /// Of those, repaired.
+    /// Number of these targets that were repaired.
     #[serde(default)]
     pub drift_repaired: u64,
-    /// Dead letters.
+    /// Number of dead letters.
     pub dead_letters: u64,
-    /// And why.
+    /// Number of dead letters by reason.
     pub dead_letter_reasons: BTreeMap<String, u64>,
-    /// The continuous audit. None while the process does not audit the rule.
+    /// Progress of the continuous audit. None while the process does not audit the rule.
     #[serde(default)]
     pub audit: Option<AuditProgress>,
 }
 
-/// A backfill.
+/// The state of a backfill.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Backfill {
-    /// None is open.
+    /// No backfill is open.
     None,
-    /// Others come first.
+    /// It waits for the backfills of other rules.
     Waiting,
     /// It runs.
     Running {
-        /// Targets done since it started or went on.
+        /// Targets processed since it started or resumed.
         scanned: u64,
-        /// Targets to do, estimated.
+        /// Estimated number of targets.
         total: Option<u64>,
-        /// Targets a second.
+        /// Targets per second.
         per_second: f64,
-        /// Seconds until it ends, at this rate.
+        /// Estimated seconds until it ends.
         eta_seconds: Option<f64>,
-        /// What keeps it from going faster.
+        /// The reason why it does not go faster.
         #[serde(default)]
         held_back: Option<HeldBack>,
     },
@@ -253,39 +254,40 @@ pub enum Backfill {
 pub struct Stream {
     /// Its database.
     pub database: String,
-    /// `seconds.increment`: everything up to here was read.
+    /// Cluster time up to which everything was read, as `seconds.increment`.
     pub reached: String,
-    /// Everything up to here is applied.
+    /// Cluster time up to which everything is applied.
     pub applied: String,
-    /// A restart begins here.
+    /// Cluster time at which a restart resumes.
     pub saved: Option<String>,
-    /// How old its last answer is.
+    /// Age of its last answer.
     pub age_seconds: f64,
 }
 
-/// How far the oplog reaches back.
+/// The oplog, as seen from the saved position.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Oplog {
-    /// Whether it can be read. None before the first look.
+    /// True if it can be read. None before the first check.
     pub readable: Option<bool>,
-    /// Why not.
+    /// The reason why it cannot be read.
     pub reason: Option<String>,
-    /// From its first to its last entry.
+    /// Time from its first to its last entry.
     pub window_seconds: Option<f64>,
-    /// How long until the saved position falls off, at the mean rate of writing.
+    /// Time until the saved position falls off, at the mean write rate.
     pub headroom_seconds: Option<f64>,
-    /// Its size.
+    /// Its maximum size.
     pub size_megabytes: Option<f64>,
-    /// What it bridges when it is full, at the mean rate of writing.
+    /// Time that it bridges when it is full, at the mean write rate.
     pub bridged_seconds: Option<f64>,
-    /// The same at the present rate of falling behind. None while it does not.
+    /// Time until the saved position falls off, at the current rate of falling behind. None while it does not fall
+    /// behind.
     pub lost_in_seconds: Option<f64>,
 }
 
 /// Percentiles in seconds.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Percentiles {
-    /// How many were measured.
+    /// Number of measurements.
     pub count: u64,
     /// The median.
     pub p50: Option<f64>,
@@ -298,19 +300,19 @@ pub struct Percentiles {
 /// A recent error.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Problem {
-    /// First met.
+    /// Time of the first occurrence.
     pub first: i64,
-    /// Last met.
+    /// Time of the last occurrence.
     pub last: i64,
-    /// How often.
+    /// Number of occurrences.
     pub count: u64,
-    /// The rule.
+    /// The affected rule, if there is one.
     pub rule: Option<String>,
-    /// What was being done.
+    /// The operation that failed.
     pub doing: String,
-    /// The kind.
+    /// The kind of error.
     pub reason: String,
-    /// The text.
+    /// The error message.
     pub message: String,
 }
 
@@ -327,7 +329,7 @@ pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Sta
     Status { level, summary, risk, ..status }
 }
 
-/// What this instance knows by itself. Level and summary are made of the rest.
+/// The status that this instance knows by itself. Level and summary are derived from the rest.
 fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
     let metrics = &board.metrics;
     let seen = metrics.observation();
@@ -372,13 +374,13 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
         checkpoint_age_seconds: view.lags.checkpoint,
         clock_skew_seconds: state.clock_skew,
         canary_age_seconds: state.canary.as_ref().map(|canary| seconds(canary.age(now))),
-        dead_letters: state.letters.values().flat_map(BTreeMap::values).sum(),
-        errors: metrics.troubles().into_iter().map(Problem::from).collect(),
+        dead_letters: state.dead_letters.values().flat_map(BTreeMap::values).sum(),
+        errors: metrics.recent_errors().into_iter().map(Problem::from).collect(),
         retired: state.retired.clone(),
     }
 }
 
-/// The leader's status on a standby: its figures as of when they were heard, with lags that grow since.
+/// The leader's status on a standby: the figures of its last report, with lags that have grown since.
 fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
     let told = (*report.status).clone();
     let mut causes = own.causes;
@@ -420,7 +422,7 @@ fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
 }
 
 impl Status {
-    /// What leaders of several partitions say, as one: whatever is later, or worse, counts.
+    /// Joins the statuses of leaders of several partitions: the later or worse figure counts.
     #[must_use]
     pub fn joined(self, other: Self) -> Self {
         let later = |a: Option<f64>, b: Option<f64>| a.zip(b).map(|(a, b)| a.max(b));
@@ -460,7 +462,7 @@ impl Status {
             causes,
             lag_seconds: later(self.lag_seconds, other.lag_seconds),
             behind_since: self.behind_since.into_iter().chain(other.behind_since).min(),
-            // Each speaks of its own partitions, and none of all.
+            // Each claim covers one leader's partitions, and none covers all.
             current: None,
             streams: self.streams.into_iter().chain(other.streams).collect(),
             queue_depth: self.queue_depth + other.queue_depth,
@@ -475,8 +477,8 @@ impl Status {
     }
 }
 
-impl From<Trouble> for Problem {
-    fn from(line: Trouble) -> Self {
+impl From<RecentError> for Problem {
+    fn from(line: RecentError) -> Self {
         Self {
             first: line.first,
             last: line.last,
@@ -518,7 +520,7 @@ fn in_order(rules: &BTreeSet<String>, metrics: &Metrics) -> Vec<String> {
     known.filter(|name| rules.contains(name)).collect()
 }
 
-/// Whether the cause is that the server does not answer, or refuses the user.
+/// True if the cause is that the server does not answer, or refuses the user.
 fn of_connection(cause: Cause) -> bool {
     matches!(cause, Cause::NoPrimary | Cause::LeaseUnreadable | Cause::Privilege)
 }
@@ -542,7 +544,7 @@ fn rules(metrics: &Metrics, state: &State, view: &View) -> Vec<Rule> {
     let drift = metrics.drift();
     let rules = seen.rules.iter().enumerate().zip(&view.lags.rules).map(|((nth, facts), lag)| {
         let (drift_found, drift_repaired) = drift.get(&facts.name).copied().unwrap_or_default();
-        let reasons = state.letters.get(&facts.name).cloned().unwrap_or_default();
+        let reasons = state.dead_letters.get(&facts.name).cloned().unwrap_or_default();
         Rule {
             name: facts.name.clone(),
             state: state_of(&seen, nth).to_owned(),
@@ -610,7 +612,7 @@ fn level(status: &Status) -> Level {
     }
 }
 
-/// Whether the figures cannot be more than what was known before an outage.
+/// True if the figures are from before an outage.
 fn unanswered(status: &Status) -> bool {
     status.causes.iter().any(|cause| cause.cause == Cause::NoPrimary.name())
 }
@@ -641,14 +643,14 @@ fn risk(state: &State, view: &View, now: i64) -> String {
     }
 }
 
-/// The time of day in so many seconds: `04:12 UTC`.
+/// The time of day after this number of seconds: `04:12 UTC`.
 fn clock(now: i64, seconds: f64) -> String {
     let at = bson::DateTime::from_millis(now.saturating_add(super::lag::millis(seconds)));
     let text = at.try_to_rfc3339_string().unwrap_or_default();
     format!("{} UTC", text.get(11..16).unwrap_or("an unknown time"))
 }
 
-/// A duration as people say it: `4.2 s`, `3 min 20 s`, `5 h 3 min`, `2 d 4 h`.
+/// A duration in two units: `4.2 s`, `3 min 20 s`, `5 h 3 min`, `2 d 4 h`.
 #[must_use]
 pub fn duration(seconds: f64) -> String {
     let seconds = seconds.max(0.0);

@@ -1,4 +1,4 @@
-//! The headline: who leads, what stands still, how far behind the copies are. Pure.
+//! The summary: the leadership, the rules that do not run, and the lag. Pure.
 
 use crate::metrics::Cause;
 
@@ -31,6 +31,9 @@ pub fn summary(status: &Status) -> String {
     }
     sentences.extend(standing_still(status));
     sentences.extend(lag(status));
+    if sentences.is_empty() {
+        return "Leading: the lag is not known yet.".to_owned();
+    }
     sentences.join(" ")
 }
 
@@ -38,13 +41,13 @@ fn cause(status: &Status, cause: Cause) -> Option<&CauseReport> {
     status.causes.iter().find(|found| found.cause == cause.name())
 }
 
-/// The rules that do nothing, or not all that they should.
+/// The rules that do not run, or only in part.
 fn standing_still(status: &Status) -> Vec<String> {
     let states = [
         (Cause::SourceGone, "without a source collection"),
-        (Cause::Braked, "blocked"),
+        (Cause::RemovalLimit, "blocked"),
         (Cause::Adoption, "blocked"),
-        (Cause::Suspended, "unavailable"),
+        (Cause::Unavailable, "unavailable"),
         (Cause::Paused, "paused"),
     ];
     let sentence = |(state, word): (Cause, &str)| {
@@ -65,7 +68,7 @@ fn named(rules: &[String]) -> String {
     if more == 0 { named } else { format!("{named} and {more} more") }
 }
 
-/// How far behind the copies are of the rules that run; None where none does, or nothing is known.
+/// The lag of the running rules; None if no rule runs, or nothing is known.
 fn lag(status: &Status) -> Option<String> {
     let overall = status.lag_seconds?;
     let own = |rule: &Rule| rule.lag_seconds.unwrap_or_default();

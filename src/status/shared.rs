@@ -1,8 +1,8 @@
-//! What the instances of a deployment tell each other through the state database: who is there, and what the leader's status
-//! is. So every instance can answer for the leader, which may listen on its loopback alone.
+//! Data that the instances of a deployment share through the state database: the list of instances, and the leader's
+//! status. So every instance can answer for the leader, which may listen on its loopback alone.
 //!
-//! The leader writes as often as it saves its position, and only while another instance is there. The server's log has no
-//! more of it than what has changed.
+//! The leader writes as often as it saves its position, and only while there is another instance. The oplog gets only
+//! the fields that changed.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use futures_util::TryStreamExt;
 
 use crate::{
     error::{Error, Result},
+    instances::{self, Instance},
     lease::Holder,
-    membership::{self, Instance},
     mongo::bounded,
     reconcile::Context,
 };
@@ -24,42 +24,42 @@ use super::{
     report::Status,
 };
 
-/// The collection of reports in the state database: one document a deployment and instance.
+/// The collection of reports in the state database: one document per deployment and instance.
 const COLLECTION: &str = "reports";
-/// How long one question may take.
+/// Timeout of one request.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// In rounds of about a second: how often it is read which instances there are.
+/// Rounds, of about a second, between reads of the instances.
 const SELDOM: u64 = 2;
-/// The same: how often old reports of instances that are gone are removed.
+/// Rounds between removals of old reports of instances that are gone.
 const FORGET: u64 = 600;
 
-/// What is known from others.
+/// Data from other instances.
 #[derive(Debug, Default)]
 pub struct Shared {
-    /// The instances that are there, this one included.
+    /// The running instances, this one included.
     pub instances: Vec<Instance>,
-    /// What the leaders say, while this instance is not one of them.
+    /// The report of the leaders, while this instance is not one of them.
     pub report: Option<Report>,
 }
 
 /// A leader's status as it was written.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// When, in milliseconds since 1970 by the server's clock.
+    /// Time of the report, in milliseconds since 1970 by the server's clock.
     pub at: i64,
-    /// What it says.
+    /// The reported status.
     pub status: Box<Status>,
 }
 
 impl Report {
-    /// For how many milliseconds nothing has been heard.
+    /// Age of the report in milliseconds.
     pub fn silence(&self, now: i64) -> i64 {
         (now - self.at).max(0)
     }
 }
 
 impl Shared {
-    /// The lags as they were reported. What has happened since is not known, so they grow with the report's age.
+    /// The reported lags. Later changes are not known, so the lags grow with the report's age.
     pub fn lags(&self, now: i64) -> Lags {
         let Some(report) = &self.report else { return Lags::default() };
         let (status, silence) = (&report.status, report.silence(now));
@@ -81,12 +81,12 @@ impl Shared {
 }
 
 impl Board {
-    /// Reads who is there; as a leader, tells the others; as a standby, reads what the leader says.
+    /// Reads the list of instances; a leader also writes its report, a standby also reads the leader's.
     pub(super) async fn share(&self, round: u64) {
         let Some((context, ttl)) = self.state().cluster.clone() else { return };
-        let letters = &context.dead_letters;
+        let dead_letters = &context.dead_letters;
         if round.is_multiple_of(SELDOM) {
-            let there = membership::instances(&context.server, &letters.database, &letters.deployment, ttl);
+            let there = instances::instances(&context.server, &dead_letters.database, &dead_letters.deployment, ttl);
             if let Ok(Ok(instances)) = tokio::time::timeout(PATIENCE, there).await {
                 self.state().shared.instances = instances;
             }
@@ -102,7 +102,7 @@ impl Board {
         }
     }
 
-    /// As a standby, reads what the leaders say now. What was heard before stays, and gets old.
+    /// On a standby, reads the leaders' current reports. If that fails, the earlier report stays, and ages.
     pub async fn hear(&self, patience: Duration) {
         let known = {
             let state = self.state();
@@ -118,33 +118,33 @@ impl Board {
     async fn write_report(&self, context: &Context, round: u64) -> Result<()> {
         let status = serde_json::to_value(self.status()).ok().and_then(|status| Bson::try_from(status).ok());
         let status = status.ok_or_else(|| Error::internal("the status cannot be written as BSON"))?;
-        let letters = &context.dead_letters;
-        let id = doc! {"deployment": &letters.deployment, "instance": &self.instance};
-        // By a pipeline, so that the server logs what differs instead of the whole.
+        let dead_letters = &context.dead_letters;
+        let id = doc! {"deployment": &dead_letters.deployment, "instance": &self.instance};
+        // By a pipeline, so that the server logs the differences instead of the whole.
         let update = vec![doc! {"$set": {"at": "$$NOW", "status": {"$literal": status}}}];
-        let reports = context.server.unfenced().collection(&letters.database, COLLECTION);
+        let reports = context.server.unfenced().collection(&dead_letters.database, COLLECTION);
         bounded(reports.update_one(doc! {"_id": id}, update).upsert(true)).await?;
         if round.is_multiple_of(FORGET) {
             let day = DateTime::from_millis(self.metrics.now() - 24 * 3600 * 1000);
-            let old = doc! {"_id.deployment": &letters.deployment, "at": {"$lt": day}};
+            let old = doc! {"_id.deployment": &dead_letters.deployment, "at": {"$lt": day}};
             bounded(reports.delete_many(old)).await?;
         }
         Ok(())
     }
 }
 
-/// What these leaders say, joined. None before any of them has said something.
+/// The reports of these leaders, joined. None until each of them has written one.
 async fn read(context: &Context, leaders: &[Holder]) -> Result<Option<Report>> {
-    let letters = &context.dead_letters;
-    let ids = leaders.iter().map(|leader| doc! {"deployment": &letters.deployment, "instance": &leader.instance});
-    let reports = context.server.collection(&letters.database, COLLECTION);
+    let dead_letters = &context.dead_letters;
+    let ids = leaders.iter().map(|leader| doc! {"deployment": &dead_letters.deployment, "instance": &leader.instance});
+    let reports = context.server.collection(&dead_letters.database, COLLECTION);
     let filter = doc! {"_id": {"$in": ids.collect::<Vec<_>>()}};
     let found: Vec<Document> = bounded(async { reports.find(filter).await?.try_collect().await }).await?;
     let read = |doc: &Document| {
         let status = doc.get("status")?.clone().into_relaxed_extjson();
         Some(Report {
             at: doc.get_datetime("at").ok()?.timestamp_millis(),
-            // One of another version may not be understood: then nothing has been heard.
+            // A report of another version may not be readable: then it counts as missing.
             status: Box::new(serde_json::from_value(status).ok()?),
         })
     };

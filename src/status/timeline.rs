@@ -1,7 +1,8 @@
-//! What of all that comes and goes is worth a line in the timeline. Pure.
+//! Selects the changes that get a line in the timeline. Pure.
 //!
-//! A cause that holds is a spell, with a line at its beginning and one at its end. One that is gone at once leaves no line,
-//! and one that comes and goes is one spell: so a server that is slow for a second, once a minute, does not fill it.
+//! A spell is a period in which a cause holds, with a line at its beginning and one at its end. A very short one leaves
+//! no line, and short interruptions do not end it: so a server that is slow for a second, once a minute, does not fill
+//! the timeline.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,18 +16,18 @@ use crate::{
 
 use super::{causes::Found, lag::seconds, report::duration};
 
-/// For how many milliseconds a cause must hold to be told; a severe one is told at once.
+/// Milliseconds that a cause must hold before it is reported; a severe one is reported at once.
 const SETTLED: i64 = 5_000;
-/// For how many milliseconds it must be gone to be over.
+/// Milliseconds without the cause after which its spell is over.
 const GONE: i64 = 15_000;
 /// Rules named in a line.
 const NAMED: usize = 5;
 
-/// The spells and backfills under way.
+/// The current spells and backfills.
 #[derive(Debug, Default)]
 pub struct Timeline {
     spells: BTreeMap<Cause, Spell>,
-    /// The last backfill of each rule that was told: when it started, and whether its end was told.
+    /// The last reported backfill of each rule: its start, and true if its end was reported.
     backfills: BTreeMap<String, (Instant, bool)>,
 }
 
@@ -39,7 +40,7 @@ struct Spell {
 }
 
 impl Timeline {
-    /// Takes the causes that hold at `now` (milliseconds since 1970); returns what is to be told.
+    /// Takes the causes that hold at `now` (milliseconds since 1970); returns the events to report.
     pub fn causes(&mut self, now: i64, found: &[Found]) -> Vec<Event> {
         let mut events = Vec::new();
         for Found { cause, rules, since } in found.iter().filter(|found| is_spell(found.cause)) {
@@ -73,12 +74,12 @@ impl Timeline {
         events
     }
 
-    /// Another instance leads now: what held under this one is for that one to tell.
+    /// Forgets the causes of a leader, because another instance leads now and reports its own.
     pub fn forget(&mut self) {
         self.spells.retain(|cause, _| cause.is_of_the_instance());
     }
 
-    /// Takes the last backfill of each rule; returns what is to be told at `now`.
+    /// Takes the last backfill of each rule; returns the events to report at `now`.
     pub fn backfills(&mut self, now: i64, all: &[(String, BackfillProgress)]) -> Vec<Event> {
         let (mut started, mut done) = (Vec::new(), Vec::new());
         for (rule, progress) in all {
@@ -117,9 +118,9 @@ fn is_spell(cause: Cause) -> bool {
     !matches!(cause, Cause::Backfilling | Cause::ConfigRefused)
 }
 
-/// Whether each rule that joins is news: those that follow lag come and go with it.
+/// True if each rule that joins is reported: with other causes, rules come and go with the lag.
 fn is_by_rule(cause: Cause) -> bool {
-    matches!(cause, Cause::Degraded | Cause::SourceGone | Cause::Braked | Cause::Paused | Cause::DeadLetters)
+    matches!(cause, Cause::Degraded | Cause::SourceGone | Cause::RemovalLimit | Cause::Paused | Cause::DeadLetters)
 }
 
 #[cfg(test)]
@@ -158,10 +159,10 @@ mod tests {
     #[test]
     fn what_cannot_wait_is_told_at_once_and_each_rule_that_joins() {
         let mut timeline = Timeline::default();
-        assert_eq!(names(&timeline.causes(0, &[found(Cause::Braked, &["a"])])), [(0, "braked")]);
-        let joined = timeline.causes(1000, &[found(Cause::Braked, &["a", "b"])]);
+        assert_eq!(names(&timeline.causes(0, &[found(Cause::RemovalLimit, &["a"])])), [(0, "braked")]);
+        let joined = timeline.causes(1000, &[found(Cause::RemovalLimit, &["a", "b"])]);
         assert_eq!(joined[0].rules, ["b"]);
-        assert_eq!(names(&timeline.causes(2000, &[found(Cause::Braked, &["b"])])), []);
+        assert_eq!(names(&timeline.causes(2000, &[found(Cause::RemovalLimit, &["b"])])), []);
     }
 
     #[test]
@@ -178,7 +179,7 @@ mod tests {
         assert_eq!(names(&done), [(1000, "backfill_done")]);
         assert!(done[0].text.contains("50 targets in 2.0 s"), "{}", done[0].text);
         assert_eq!(names(&timeline.backfills(2000, &[run("a", began, Some(2)), run("b", began, None)])), []);
-        // One that starts and ends between two looks.
+        // A backfill that starts and ends between two ticks.
         let quick = timeline.backfills(3000, &[run("a", again, Some(1))]);
         assert_eq!(names(&quick), [(3000, "backfill_started"), (3000, "backfill_done")]);
     }

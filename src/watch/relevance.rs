@@ -1,14 +1,14 @@
-//! Which updates a stream delivers: not those that are our own writes coming back. Pure.
+//! Selects the updates that a stream delivers: our own writes are filtered out. Pure.
 //!
-//! An event that the server can tell by the oplog's entry costs it a third of one that it makes and sends (5.4 of 15.8 µs on
-//! MongoDB 6.0.5), and the daemon nothing. The server can tell it so by the names of top-level fields alone: a change inside a
-//! field is named by a dotted path, which no query on the entry finds. So an update is held back if it writes an owned field
-//! and no field of a reference, and only where no reference can change from inside: each is a top-level field and is no
-//! document. (Inside an array nothing matters: an array refers to nothing before and after.) Whether a reference is a document
-//! is read once, by [`super::nested`], and seen in the stream from then on.
+//! To filter out an event by its oplog entry costs the server a third of what it costs to build and send it (5.4 of
+//! 15.8 µs on MongoDB 6.0.5), and the daemon nothing. The server can do so only by the names of top-level fields: a
+//! change inside a field is named by a dotted path, which no query on the entry finds. So an update is filtered out if
+//! it writes an owned field and no field of a reference, and only where no reference can change from inside: each is a
+//! top-level field and not a document. (Arrays do not matter: an array refers to nothing before and after.)
+//! [`super::nested`] finds references that are documents once; from then on the stream detects them.
 //!
-//! What is held back may still be somebody else's update of an owned field: that is drift, which the audit finds and repairs.
-//! Where it does not, nothing is held back.
+//! An update of an owned field by someone else may be filtered out as well: that is drift, which the audit finds and
+//! repairs. Without the audit, nothing is filtered out.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,29 +21,29 @@ use crate::{
     plan::{Plan, Rule, expression::Reads, reference::Role},
 };
 
-/// References that must not be documents, because updates of their collection are held back.
+/// References that must not be documents, because updates of their collection are filtered.
 pub(super) type Scalars = BTreeMap<Namespace, BTreeSet<String>>;
 
-/// With more kinds of collections the clauses, which are tried one after the other, cost more than they save.
+/// With more kinds of collections, the clauses, which are evaluated one after the other, cost more than they save.
 const KINDS: usize = 8;
 
-/// What the updates of a collection are told apart by.
+/// The updates of a collection that matter.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
-    /// Each may matter.
+    /// Every update may matter.
     Any,
-    /// None does.
+    /// No update matters.
     None,
-    /// Those that change a field of `read`, or none of `owned`.
+    /// Updates matter that change a field of `read`, or none of `owned`.
     Told { read: BTreeSet<String>, owned: BTreeSet<String> },
 }
 
-/// Conditions on an event, of which one of these collections fulfils one.
+/// Conditions on an event. An event of these collections that matters fulfils one of them.
 ///
-/// The server tries them on each entry of the oplog, in an order of its own: conjunctions first, then disjunctions, and what is
-/// compared before what is denied (`MatchExpression` of MongoDB 6.0). So what only concerns updates is denied, and stands
-/// behind the name: inserts pass after one more comparison. As one disjunction behind the names, with the names in it once
-/// more, it was 10.5 µs for an insert that is sent instead of 8.0, with 2.7 for an update of ours either way.
+/// The server evaluates them on each oplog entry, in an order of its own: conjunctions before disjunctions, and
+/// comparisons before negations (`MatchExpression` of MongoDB 6.0). So the conditions on updates are negated, and
+/// follow the name: inserts pass after one more comparison. As one disjunction after the names, which repeated the
+/// names, it took 10.5 µs for an insert that is sent instead of 8.0, and 2.7 µs for an update of ours either way.
 pub(super) fn wanted(
     plan: &Plan,
     namespaces: &[Namespace],
@@ -57,7 +57,7 @@ pub(super) fn wanted(
     grouped.into_iter().map(|(kind, namespaces)| kind.of(naming.one_of(&namespaces))).collect()
 }
 
-/// The references that must not be documents for [`wanted`] to hold back what it does.
+/// The references that must not be documents, or [`wanted`] would filter out updates that matter.
 pub(super) fn scalars(plan: &Plan, namespaces: &[Namespace], nested: &BTreeSet<Namespace>) -> Scalars {
     let told = kinds(plan, namespaces, nested).into_iter().filter_map(|(kind, namespace)| match kind {
         Kind::Told { read, .. } => Some((namespace.clone(), read)),
@@ -80,7 +80,7 @@ impl Kind {
         matches!(self, Self::Told { .. })
     }
 
-    /// Events that fulfil `named`, without updates that do not matter.
+    /// Condition for events that fulfil `named`, except updates that do not matter.
     fn of(&self, named: Document) -> Document {
         let ours = match self {
             Self::Any => return named,
@@ -109,7 +109,7 @@ fn kind(plan: &Plan, namespace: &Namespace, nested: &BTreeSet<Namespace>) -> Kin
             return Kind::Any;
         }
         audited &= is_audited(rule);
-        // A filter may read what is inside of a field, whatever the field is.
+        // A filter may read a value inside a field, whatever the field is.
         scalar &=
             rule.target.filter.is_none() && rule.reference.paths(Role::Target).all(|path| path.segments().len() == 1);
         reads.extend(rule.target_reads.clone());
@@ -161,13 +161,13 @@ mod tests {
 
     #[test]
     fn what_cannot_be_told_is_sent() {
-        // The name of what is owned is a dotted path.
+        // The owned field has a dotted path.
         let inside =
             r#"copy: { source: s, target: t, match: { "parts.$[].id": _id }, set: { "parts.$[].name": $name } }"#;
         assert_eq!(kind_of_target(inside), Kind::Any);
         let below = "copy: { source: s, target: t, match: { part: _id }, set: { part_info.name: $name } }";
         assert_eq!(kind_of_target(below), Kind::Any);
-        // So is that of a change inside of a reference.
+        // So has a change inside a reference.
         let into = r#"copy: { source: s, target: t, match: { "parts.$[]": _id }, into: info, element: { id: $_id } }"#;
         assert_eq!(kind_of_target(into), Kind::Any);
         let nested = "copy: { source: s, target: t, match: { address.city_id: _id }, set: { city_name: $name } }";

@@ -1,10 +1,10 @@
-//! The table of mistakes. Each row is a rule with one mistake, on values that the application has written (a new rule), or that
-//! an earlier definition of the rule has written (a changed one).
+//! The table of mistakes. Each row is a rule with one mistake, on values written by the application (a new rule), or by
+//! an earlier definition of the rule (a changed one).
 
 /// One mistake.
 pub struct Mistake {
     pub what: &'static str,
-    /// Below `- name: r`, with the mistake.
+    /// The YAML below `- name: r`, with the mistake.
     pub rule: &'static str,
     /// A part of the line that the report must point to.
     pub line: &'static str,
@@ -12,7 +12,7 @@ pub struct Mistake {
     pub suggestion: &'static str,
 }
 
-/// What each rule is without its mistake.
+/// The rules without their mistakes.
 pub const COPY: &str = "
     copy:
       source: customers

@@ -1,21 +1,21 @@
-//! Carries operations out on a server, whatever bytes they hold, and reads back what is there.
+//! Performs operations on a server, whatever bytes they contain, and reads back the result.
 
 use bson::{Document, RawDocumentBuf, doc};
 use denormd_oracle::{NOT_UTF8, Op, World};
 use futures_util::TryStreamExt;
 use mongodb::Database;
 
-/// What the server is sent in place of [`NOT_UTF8`], and as many bytes.
+/// The bytes sent in place of [`NOT_UTF8`], with the same length.
 const BYTES: [u8; 3] = [0xF5, 0xC1, 0xF5];
 
-/// How a collection is created.
+/// The options of a new collection.
 #[derive(Debug, Clone, Default)]
 pub struct Form {
     pub pre_images: bool,
     pub collation: Option<Document>,
 }
 
-/// Does an operation. What the server refuses is part of the history.
+/// Performs an operation. A refusal by the server is part of the history.
 pub async fn perform(db: &Database, op: Op, form: impl Fn(&str) -> Form) {
     let name = op.coll().to_owned();
     match op {
@@ -50,7 +50,6 @@ pub async fn perform(db: &Database, op: Op, form: impl Fn(&str) -> Form) {
     }
 }
 
-/// Creates a collection.
 pub async fn create(db: &Database, name: &str, form: &Form) {
     let mut create = doc! {"create": name};
     if form.pre_images {
@@ -66,7 +65,7 @@ async fn command(db: &Database, command: Document) {
     db.run_raw_command(raw).await.ok();
 }
 
-/// Those of the collections that exist, with all their documents.
+/// The existing ones of these collections, with all their documents.
 pub async fn world(db: &Database, collections: &[String]) -> World {
     let wanted = doc! {"name": {"$in": collections.to_vec()}};
     let there = db.list_collection_names().filter(wanted).await.unwrap();
@@ -83,7 +82,7 @@ pub async fn world(db: &Database, collections: &[String]) -> World {
     world
 }
 
-/// The document with some bytes in place of others of the same number.
+/// The document with some bytes replaced by others of the same number.
 fn swapped(document: RawDocumentBuf, from: &[u8], to: &[u8]) -> RawDocumentBuf {
     let mut bytes = document.into_bytes();
     let mut at = 0;

@@ -1,30 +1,30 @@
-//! What concerns all collections at once: `$lookup`, regular expressions, the number of collections, the cache.
+//! Advice on all collections together: `$lookup`, regular expressions, the number of collections, the cache.
 
 use std::collections::BTreeMap;
 
 use crate::{
     advise::{
         advice::{Advice, Kind, bytes, count, counted, figure},
+        distribution::ratio,
         inventory::Inventory,
         reads::Reads,
-        spread::ratio,
     },
     config::Advise,
 };
 
-/// Fewer reads have no share to speak of.
+/// Minimum number of reads from which a share is computed.
 const FEW: u64 = 20;
-/// Of the cache, what data may fill: the rest is for writes, by WiredTiger's `eviction_target` of 80%.
+/// Percentage of the cache that data may fill. WiredTiger's `eviction_target` of 80% keeps the rest for writes.
 const CACHE_PERCENT: u64 = 80;
 
-/// Advice on the whole.
+/// Gives the advice on the cluster as a whole.
 #[must_use]
-pub fn decide(survey: &Inventory, reads: &Reads, thresholds: &Advise) -> Vec<Advice> {
+pub fn decide(inspection: &Inventory, reads: &Reads, thresholds: &Advise) -> Vec<Advice> {
     let mut advice = Vec::new();
     advice.extend(lookups(reads, thresholds));
     advice.extend(regexes(reads));
-    advice.extend(collections(survey, thresholds));
-    advice.extend(cache(survey, reads));
+    advice.extend(collections(inspection, thresholds));
+    advice.extend(cache(inspection, reads));
     advice
 }
 
@@ -65,19 +65,19 @@ fn regexes(reads: &Reads) -> Vec<Advice> {
         .collect()
 }
 
-fn collections(survey: &Inventory, thresholds: &Advise) -> Option<Advice> {
+fn collections(inspection: &Inventory, thresholds: &Advise) -> Option<Advice> {
     let says = format!(
         "{}, more than {}: each takes a file and memory, and so does each of its indexes",
-        counted(survey.listed, "collection"),
+        counted(inspection.listed, "collection"),
         count(thresholds.collections)
     );
-    (survey.listed > thresholds.collections).then(|| Advice::new(Kind::Collections, None, says))
+    (inspection.listed > thresholds.collections).then(|| Advice::new(Kind::Collections, None, says))
 }
 
-/// Whether what is read fits the cache.
-fn cache(survey: &Inventory, reads: &Reads) -> Option<Advice> {
+/// Warns if the collections in use do not fit the cache.
+fn cache(inspection: &Inventory, reads: &Reads) -> Option<Advice> {
     let cache = reads.cache?;
-    let hot: Vec<_> = survey
+    let hot: Vec<_> = inspection
         .collections
         .iter()
         .filter(|collection| reads.of(&collection.namespace).is_some_and(|used| used.reads + used.writes > 0))
@@ -106,8 +106,8 @@ mod tests {
     use super::*;
     use crate::advise::log::slow_query;
 
-    fn kinds(survey: &Inventory, reads: &Reads) -> Vec<Kind> {
-        decide(survey, reads, &Advise::default()).iter().map(|advice| advice.kind).collect()
+    fn kinds(inspection: &Inventory, reads: &Reads) -> Vec<Kind> {
+        decide(inspection, reads, &Advise::default()).iter().map(|advice| advice.kind).collect()
     }
 
     #[test]
@@ -125,8 +125,8 @@ mod tests {
 
     #[test]
     fn too_many_collections_and_regular_expressions() {
-        let survey = Inventory { listed: 10_001, ..Inventory::default() };
-        assert_eq!(kinds(&survey, &Reads::default()), [Kind::Collections]);
+        let inspection = Inventory { listed: 10_001, ..Inventory::default() };
+        assert_eq!(kinds(&inspection, &Reads::default()), [Kind::Collections]);
         let line = r#"{"msg":"Slow query","attr":{"ns":"a.b","command":{"find":"b","filter":{"name":{"$regex":"^x","$options":"i"}}}}}"#;
         let reads = Reads { slow: vec![slow_query(line).unwrap()], ..Reads::default() };
         assert_eq!(kinds(&Inventory::default(), &reads), [Kind::IgnoreCase]);

@@ -1,53 +1,53 @@
-//! One collection by itself: the size of its documents, its arrays, its indexes.
+//! Advice on a single collection: the size of its documents, its arrays, its indexes.
 
 use crate::{
     advise::{
-        advice::{Advice, Kind, bytes, count, figure, spread},
+        advice::{Advice, Kind, bytes, count, distribution, figure},
+        distribution::{Distribution, ratio, whole},
         inventory::Collection,
-        spread::{Spread, ratio, whole},
     },
     config::Advise,
     field_path::FieldPath,
 };
 
-/// What the server allows.
+/// The server's maximum size of a document, in bytes.
 const LIMIT: u64 = 16 << 20;
-/// An index that was not used in this time is not used.
+/// Observation time, in seconds, after which an index without uses counts as unused.
 const LONG: f64 = 7.0 * 86_400.0;
 
 /// An array of one collection.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Array {
-    /// Where it is.
+    /// The path of the array.
     pub path: FieldPath,
-    /// How long it is.
-    pub lengths: Spread,
-    /// Whether its elements are subdocuments.
+    /// The distribution of its lengths.
+    pub lengths: Distribution,
+    /// True if its elements are subdocuments.
     pub subdocuments: bool,
-    /// Whether it refers: then the relationship has the advice.
+    /// True if it holds references. The advice on the relationship then covers it.
     pub refers: bool,
-    /// Whether its elements have an `_id`.
+    /// True if each of its elements has an `_id`.
     pub has_id: bool,
-    /// Bytes of one element, on average.
+    /// Average size of an element, in bytes.
     pub element: u64,
-    /// Elements that come in a day, to one array; of those that grow fastest.
+    /// Elements added per day to the fastest-growing array.
     pub growth: Option<f64>,
-    /// The elements that the application asks for by `$slice`.
+    /// The number of elements that the application requests with `$slice`.
     pub shown: Option<u64>,
 }
 
 /// An index and its use on all members.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Usage {
-    /// Its name.
+    /// The name of the index.
     pub name: String,
-    /// Whether it is there to enforce or to expire.
+    /// True if it enforces uniqueness or expires documents, and so is useful without being read.
     pub works: bool,
-    /// Uses since it is counted, and for how many seconds; None where that is not known.
+    /// Uses since counting began, and the seconds since then; None if that is not known.
     pub used: Option<(u64, f64)>,
 }
 
-/// Advice on a collection.
+/// Gives the advice on a collection.
 #[must_use]
 pub fn decide(collection: &Collection, arrays: &[Array], usage: &[Usage], thresholds: &Advise) -> Vec<Advice> {
     let mut advice: Vec<Advice> = Vec::new();
@@ -57,7 +57,7 @@ pub fn decide(collection: &Collection, arrays: &[Array], usage: &[Usage], thresh
     advice
 }
 
-/// Large documents, and how long until the largest is refused.
+/// Warns of large documents, and estimates when the largest reaches the limit.
 fn size(collection: &Collection, arrays: &[Array], thresholds: &Advise) -> Option<Advice> {
     let name = &collection.namespace.collection;
     let size = collection.size?;
@@ -95,7 +95,8 @@ fn of_array(collection: &Collection, array: &Array, thresholds: &Advise) -> Opti
         return None;
     }
     let name = &collection.namespace.collection;
-    let figures = format!("`{name}`.{} has {} of {} each", array.path, spread(&array.lengths), bytes(array.element));
+    let figures =
+        format!("`{name}`.{} has {} of {} each", array.path, distribution(&array.lengths), bytes(array.element));
     let a_year =
         array.growth.map(|growth| growth * 365.0).filter(|a_year| *a_year >= ratio(thresholds.embed_elements, 1));
     if array.lengths.p99 < thresholds.embed_elements && a_year.is_none() {
@@ -117,7 +118,7 @@ fn of_array(collection: &Collection, array: &Array, thresholds: &Advise) -> Opti
     Some(Advice::new(Kind::MoveOut, 3, says).command(moved(collection, array)))
 }
 
-/// The pipeline that makes a document of each element.
+/// The pipeline that turns each element into a document.
 fn moved(collection: &Collection, array: &Array) -> String {
     let namespace = &collection.namespace;
     let path = array.path.query();
@@ -164,7 +165,7 @@ fn indexes(collection: &Collection, usage: &[Usage], thresholds: &Advise) -> Vec
         advice.push(if seconds < LONG {
             unused
         } else {
-            // Hidden first: that is taken back in a moment.
+            // Hiding comes first because it can be undone at once.
             unused.command(format!(
                 "db.getSiblingDB({:?}).getCollection({:?}).hideIndex({:?})   // and dropIndex once nothing misses it",
                 namespace.database, namespace.collection, index.name
@@ -174,7 +175,7 @@ fn indexes(collection: &Collection, usage: &[Usage], thresholds: &Advise) -> Vec
     advice
 }
 
-/// The arrays of a collection that are worth a word, from its sample and, where that was cheap, from all of it.
+/// The arrays of a collection that may need advice, from its sample.
 #[must_use]
 pub fn arrays(collection: &Collection, refers: impl Fn(&FieldPath) -> bool) -> Vec<Array> {
     let mut arrays = Vec::new();
@@ -182,7 +183,7 @@ pub fn arrays(collection: &Collection, refers: impl Fn(&FieldPath) -> bool) -> V
         let Ok(each) = FieldPath::parse(&format!("{}.$[]", field.path)) else { continue };
         let element = collection.shape.field(&each);
         let how = collection.how;
-        let Some(lengths) = Spread::of_list(field.lengths.iter().copied(), how) else { continue };
+        let Some(lengths) = Distribution::of_list(field.lengths.iter().copied(), how) else { continue };
         let below = |name: &str| FieldPath::parse(&format!("{each}.{name}")).ok();
         arrays.push(Array {
             path: field.path.clone(),
@@ -206,7 +207,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        advise::{shape::Shape, spread::How},
+        advise::{distribution::How, shape::Shape},
         change::Namespace,
     };
 
@@ -247,7 +248,7 @@ mod tests {
 
     #[test]
     fn days_until_a_document_is_too_large() {
-        // An element of about a megabyte a day.
+        // One element of about a megabyte per day.
         let start = 1_700_000_000_000_i64;
         let entries: Vec<Document> = (0..10)
             .map(|day| doc! {"at": bson::DateTime::from_millis(start + day * 86_400_000), "text": "x".repeat(1 << 20)})

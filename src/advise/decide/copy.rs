@@ -1,43 +1,43 @@
-//! Which fields to copy: rule of thumb 5.
+//! Advice on the fields to copy: rule of thumb 5.
 
 use serde_json::{Map, Value, json};
 
 use crate::{
     advise::{
         advice::{Advice, Kind, count, counted, figure},
+        distribution::{ratio, whole},
         draft::{self, Draft},
         facts::{Candidate, Form, Place, Rate, Relationship},
         render::duration,
-        spread::{ratio, whole},
     },
     config::Advise,
     field_path::FieldPath,
 };
 
-/// Fields that a draft copies, at most: the first few are a name and the like.
+/// Maximum number of fields that a draft copies. Names and titles come first.
 const FEW: usize = 5;
 
-/// Fewer reads may be anybody's: a person's who looked, a monitor's.
+/// Minimum number of reads to judge by: a person or a monitor may cause fewer.
 const LEAST: u64 = 100;
-/// Less than so many seconds of the oplog say nothing of how often a field is updated.
+/// Minimum number of seconds of the oplog to derive an update rate from.
 const SHORT: f64 = 10.0;
 
-/// What reads and updates say of a copy.
+/// The conclusion from the reads and updates of a field.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Verdict {
-    /// So many reads for each copied write; infinitely many of a field that is not updated.
+    /// Copy: the reads per copied write, infinite for a field that is not updated.
     Copy(f64),
-    /// So few.
+    /// Do not copy: the reads per copied write.
     DoNot(f64),
-    /// Neither.
+    /// Undecided, between the two thresholds: the reads per copied write.
     Between(f64),
-    /// It is not updated; how often it would be read was not seen.
+    /// Not updated; no reads were observed.
     Quiet,
-    /// Not known.
+    /// Too little is known.
     Unknown,
 }
 
-/// The ratio of reads to copied writes against the thresholds.
+/// Compares the ratio of reads to copied writes with the thresholds.
 #[must_use]
 pub fn verdict(reads: Option<Rate>, updates: Option<Rate>, fan_out: f64, thresholds: &Advise) -> Verdict {
     let seen = reads.filter(|reads| reads.times >= LEAST);
@@ -50,7 +50,7 @@ pub fn verdict(reads: Option<Rate>, updates: Option<Rate>, fan_out: f64, thresho
         Some(_) if updates.times == 0 => Verdict::Copy(f64::INFINITY),
         None if updates.times == 0 => Verdict::Quiet,
         None => Verdict::Unknown,
-        // Nothing would be written: nobody refers to it.
+        // No document refers to it, so nothing would be written.
         Some(_) if writes <= 0.0 => Verdict::Copy(f64::INFINITY),
         Some(reads) => {
             let ratio_found = reads.per_day() / writes;
@@ -65,7 +65,7 @@ pub fn verdict(reads: Option<Rate>, updates: Option<Rate>, fan_out: f64, thresho
     }
 }
 
-/// The numbers behind a verdict.
+/// Describes the numbers behind a verdict.
 #[must_use]
 pub fn figures(reads: Option<Rate>, updates: Option<Rate>, reader: &str, what: &str, fan_out: Option<f64>) -> String {
     let reads = match reads {
@@ -87,7 +87,7 @@ pub fn figures(reads: Option<Rate>, updates: Option<Rate>, reader: &str, what: &
     format!("{reads}; {updates}{times}")
 }
 
-/// The fields to copy from what is referred to into what refers, and those not to.
+/// Gives the advice on the fields to copy from the referenced into the referring documents, and on those not to copy.
 #[must_use]
 pub fn decide(facts: &Relationship, thresholds: &Advise, default: Option<&str>) -> Vec<Advice> {
     let reader = &facts.holder.namespace.collection;
@@ -144,7 +144,7 @@ fn named(fields: &[&Candidate]) -> String {
     fields.iter().map(|field| format!("`{}`", field.path)).collect::<Vec<_>>().join(", ")
 }
 
-/// The reads, and the updates of the field that is updated most.
+/// Describes the reads, and the updates of the most frequently updated of these fields.
 fn behind(facts: &Relationship, fields: &[&Candidate]) -> String {
     let most =
         fields.iter().filter_map(|field| Some((field.updates?, &field.path))).max_by_key(|(updates, _)| updates.times);
@@ -157,7 +157,7 @@ fn behind(facts: &Relationship, fields: &[&Candidate]) -> String {
     figures(facts.holder.reads, updates, reader, &what, Some(facts.fan_out.mean))
 }
 
-/// Copies that the application keeps by itself, and does not.
+/// Reports copies that the application maintains itself and that are out of date.
 fn stale(facts: &Relationship) -> Option<Advice> {
     let stale: Vec<String> = facts
         .fields
@@ -175,7 +175,7 @@ fn stale(facts: &Relationship) -> Option<Advice> {
     (!stale.is_empty()).then(|| Advice::new(Kind::StaleCopies, 5, says))
 }
 
-/// A rule that copies these fields, without those whose place holds something else.
+/// A rule that copies these fields, except those whose place holds another value.
 fn draft_of(facts: &Relationship, fields: &[&Candidate], default: Option<&str>) -> Option<Draft> {
     let free = fields.iter().filter(|field| field.held != Place::Taken);
     let mut chosen: Vec<&&Candidate> = free.collect();
@@ -196,7 +196,7 @@ fn draft_of(facts: &Relationship, fields: &[&Candidate], default: Option<&str>) 
         _ => draft,
     };
     if facts.form == Form::Ids {
-        // An array of ids has no room: a second one is kept beside it.
+        // An array of ids has no room for copies, so a second array holds them.
         let array = holder.path.array_prefix().map(|path| path.query()).unwrap_or_default();
         let mut element = Map::from_iter([("id".to_owned(), json!(format!("${}", held.path)))]);
         element.extend(chosen.iter().map(|field| (field.path.root().to_owned(), json!(format!("${}", field.path)))));
@@ -211,7 +211,7 @@ fn draft_of(facts: &Relationship, fields: &[&Candidate], default: Option<&str>) 
     Some(draft)
 }
 
-/// Whether a field is what people call a document by.
+/// True if the field's name suggests that people identify the document by it.
 fn telling(path: &FieldPath) -> bool {
     let name = path.root().to_lowercase();
     ["name", "title", "label", "caption", "subject"].iter().any(|word| name.contains(word))
@@ -255,7 +255,7 @@ mod tests {
     #[test]
     fn times_of_different_length_are_compared_by_the_day() {
         let updates = Some(Rate { times: 60, seconds: 3600.0 });
-        // Six hundred reads a minute, one update a minute.
+        // Six hundred reads and one update per minute.
         assert!(
             matches!(verdict(Some(rate(600)), updates, 1.0, &Advise::default()), Verdict::Copy(found) if (found - 600.0).abs() < 1e-9)
         );

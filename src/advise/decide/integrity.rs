@@ -1,13 +1,13 @@
-//! Whether references lead somewhere, and lookups have an index.
+//! Advice on dangling references, key types, duplicate keys and missing indexes.
 
 use crate::advise::{
     advice::{Advice, Kind, bytes, count, counted},
+    distribution::{How, Unknown},
     facts::{Form, Relationship},
     fan_out::expression,
-    spread::{How, Unknown},
 };
 
-/// Advice on the references themselves.
+/// Gives the advice on the references themselves.
 #[must_use]
 pub fn decide(facts: &Relationship, _default: Option<&str>) -> Vec<Advice> {
     let mut advice = Vec::new();
@@ -152,7 +152,7 @@ fn projection(facts: &Relationship) -> Option<Advice> {
         count(whole),
         counted(joins, "join"),
         held.namespace.collection,
-        bytes(crate::advise::spread::whole(size.mean()))
+        bytes(crate::advise::distribution::whole(size.mean()))
     );
     (whole > 0).then(|| Advice::new(Kind::Projection, 4, says))
 }

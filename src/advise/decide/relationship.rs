@@ -1,32 +1,32 @@
-//! Which form a relationship should have: rules of thumb 1, 2, 3 and 6.
+//! Advice on the form of a relationship: rules of thumb 1, 2, 3 and 6.
 
 use serde_json::{Map, Value, json};
 
 use crate::{
     advise::{
-        advice::{Advice, Kind, bytes, count, counted, figure, spread},
+        advice::{Advice, Kind, bytes, count, counted, distribution, figure},
         decide::{copy, integrity},
+        distribution::{Distribution, Unknown, ratio, whole},
         draft::{self, Draft},
         facts::{Form, Relationship},
         names,
-        spread::{Spread, Unknown, ratio, whole},
     },
     config::Advise,
 };
 
-/// Fields of what is embedded.
+/// Maximum number of fields of an embedded document.
 const ALL: usize = 60;
-/// Fields of what is shown in a list.
+/// Maximum number of fields of an element in a subset.
 const FEW: usize = 6;
 
-/// All advice for one relationship.
+/// Gives all advice on one relationship.
 #[must_use]
 pub fn decide(facts: &Relationship, thresholds: &Advise, default: Option<&str>) -> Vec<Advice> {
     let mut advice = match facts.form {
         Form::One => one(facts, thresholds, default),
         Form::Ids | Form::Subdocuments => array(facts, thresholds),
     };
-    // What is embedded has nothing to copy from.
+    // Embedded documents need no copies.
     if !advice.iter().any(|advice| advice.kind == Kind::Embed) {
         advice.extend(copy::decide(facts, thresholds, default));
     }
@@ -34,17 +34,17 @@ pub fn decide(facts: &Relationship, thresholds: &Advise, default: Option<&str>) 
     advice
 }
 
-/// The many hold the id of the one.
+/// Advice where each document on the "many" side holds the parent's id.
 fn one(facts: &Relationship, thresholds: &Advise, default: Option<&str>) -> Vec<Advice> {
     let (many, parent) = (&facts.holder.namespace.collection, &facts.held.namespace.collection);
-    let fan_out = match &facts.fan_out.spread {
+    let fan_out = match &facts.fan_out.distribution {
         Ok(fan_out) => fan_out,
         Err(Unknown(why)) => {
             let says = format!("how many `{many}` there are for one of `{parent}` is not known: {why}");
             return vec![Advice::new(Kind::Measure, 3, says)];
         }
     };
-    let figures = format!("`{many}` for one of `{parent}`: {}", spread(fan_out));
+    let figures = format!("`{many}` for one of `{parent}`: {}", distribution(fan_out));
     let compelling = compelling(facts, fan_out, thresholds);
     let mut advice = Vec::new();
     if fan_out.p99 < thresholds.embed_elements {
@@ -81,7 +81,7 @@ fn one(facts: &Relationship, thresholds: &Advise, default: Option<&str>) -> Vec<
 }
 
 /// The compelling reasons not to embed, each with its rule of thumb.
-fn compelling(facts: &Relationship, fan_out: &Spread, thresholds: &Advise) -> Vec<(u8, String)> {
+fn compelling(facts: &Relationship, fan_out: &Distribution, thresholds: &Advise) -> Vec<(u8, String)> {
     let (many, parent) = (&facts.holder.namespace.collection, &facts.held.namespace.collection);
     let mut reasons = Vec::new();
     if let Some((alone, reads)) = facts.holder_read_alone()
@@ -121,20 +121,20 @@ fn refer(fields: usize) -> String {
     if fields == 1 { "one other field refers".to_owned() } else { format!("{fields} other fields refer") }
 }
 
-/// What a parent would have with its children in it.
-fn embedded_size(facts: &Relationship, fan_out: &Spread) -> u64 {
+/// The size of a parent, in bytes, with its children embedded.
+fn embedded_size(facts: &Relationship, fan_out: &Distribution) -> u64 {
     let p99 = facts.held.size.map_or(0, |size| size.p99);
     p99 + whole(facts.holder.size.map_or(0.0, |size| size.mean())) * fan_out.p99
 }
 
-/// Children that a parent gets in a year, where that is too many for one document.
+/// Children added to a parent per year, if they are too many for one document.
 fn grows(facts: &Relationship, thresholds: &Advise) -> Option<f64> {
     let parents = ratio(facts.held.count - facts.fan_out.alone.unwrap_or_default().min(facts.held.count), 1);
     let a_year = facts.holder.made_per_day? * 365.0 / parents.max(1.0);
     (a_year >= ratio(thresholds.embed_elements, 1)).then_some(a_year)
 }
 
-fn embed(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: Option<&str>) -> Advice {
+fn embed(facts: &Relationship, fan_out: &Distribution, thresholds: &Advise, default: Option<&str>) -> Advice {
     let (many, parent) = (&facts.holder.namespace.collection, &facts.held.namespace.collection);
     let reads = match facts.holder_read_alone() {
         Some((_, 0)) => format!("no read of `{many}` was seen, so make sure that none is wanted alone"),
@@ -145,7 +145,7 @@ fn embed(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: O
     };
     let says = format!(
         "embed `{many}` in `{parent}`: {}, below {}; a document of `{parent}` would have {}; {reads}",
-        spread(fan_out),
+        distribution(fan_out),
         count(thresholds.embed_elements),
         bytes(embedded_size(facts, fan_out))
     );
@@ -154,7 +154,7 @@ fn embed(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: O
     Advice::new(Kind::Embed, 1, says).draft((!facts.collected).then_some(draft))
 }
 
-/// A rule that collects the many into an array of the one. The reference itself would say what is known.
+/// A rule that collects the "many" side into an array of the parent. The reference field is left out as redundant.
 fn collected(facts: &Relationship, default: Option<&str>, into: &str, most: usize) -> Draft {
     let (holder, held) = (&facts.holder, &facts.held);
     let last = into.rsplit('.').next().unwrap_or(into);
@@ -163,7 +163,7 @@ fn collected(facts: &Relationship, default: Option<&str>, into: &str, most: usiz
     let plain = |name: &&String| name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
     let fields = holder.names.iter().filter(|name| *name != reference).filter(plain).take(most);
     let mut element: Map<String, Value> = fields.map(|name| (name.clone(), json!(format!("${name}")))).collect();
-    // With it the old parent of a document that moves is known.
+    // The `_id` identifies the previous parent of a document that moves.
     element.insert("_id".to_owned(), json!("$_id"));
     let name = format!("{}-in-{}", holder.namespace.collection, held.namespace.collection);
     let source = draft::collection(&holder.namespace, default);
@@ -174,8 +174,8 @@ fn collected(facts: &Relationship, default: Option<&str>, into: &str, most: usiz
         .with("element", Value::Object(element))
 }
 
-/// Whether the one should know the ids of the many too.
-fn two_way(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: Option<&str>) -> Option<Advice> {
+/// Advises on an array of ids in the parent in addition to the reference.
+fn two_way(facts: &Relationship, fan_out: &Distribution, thresholds: &Advise, default: Option<&str>) -> Option<Advice> {
     let (many, parent) = (&facts.holder.namespace.collection, &facts.held.namespace.collection);
     let (down, up) = (facts.holder.by_reference, facts.held.by_reference);
     let directions = match (down, up) {
@@ -220,8 +220,8 @@ fn mirrored(facts: &Relationship, default: Option<&str>, into: &str) -> Draft {
         .with("element", json!("$_id"))
 }
 
-/// The first few of the many in the one.
-fn subset(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: Option<&str>) -> Option<Advice> {
+/// Advises on keeping the first few documents of the "many" side in the parent.
+fn subset(facts: &Relationship, fan_out: &Distribution, thresholds: &Advise, default: Option<&str>) -> Option<Advice> {
     let (many, parent) = (&facts.holder.namespace.collection, &facts.held.namespace.collection);
     let (limit, seen) = match &facts.shown {
         Some(shown) => (shown.limit, format!("the application asks for {} of them", count(shown.limit))),
@@ -242,7 +242,7 @@ fn subset(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: 
             Kind::DoNotCopy,
             format!("keep no `{many}` in `{parent}`: {figures}; they change too often for what is read"),
         ),
-        // Nobody has asked for a few of them, so nothing speaks for it.
+        // No query asks for only a few of them, so there is no reason to keep a subset.
         _ if facts.shown.is_none() && fan_out.p99 >= thresholds.references_stop => return None,
         _ => (Kind::Measure, format!("the first {limit} of `{many}` might be kept in `{parent}`: {figures}; {seen}")),
     };
@@ -264,13 +264,13 @@ fn subset(facts: &Relationship, fan_out: &Spread, thresholds: &Advise, default: 
     Some(rule.draft(Some(draft.with("sort", Value::Object(order)).with("slice", json!(limit)))))
 }
 
-/// The one holds the ids of the many.
+/// Advice where the parent holds an array of the ids.
 fn array(facts: &Relationship, thresholds: &Advise) -> Vec<Advice> {
     let (one, many) = (&facts.holder.namespace.collection, &facts.held.namespace.collection);
     let Some(lengths) = &facts.lengths else { return Vec::new() };
     let array = facts.link.holder.path.array_prefix().map(|path| path.query()).unwrap_or_default();
-    let figures = format!("`{one}`.{array} has {}", spread(lengths));
-    let shared = match &facts.fan_out.spread {
+    let figures = format!("`{one}`.{array} has {}", distribution(lengths));
+    let shared = match &facts.fan_out.distribution {
         Ok(fan_out) if fan_out.max > 1 => {
             format!(
                 "; one of `{many}` is in {} of them on average, so embedding it would store it as often",
@@ -287,8 +287,8 @@ fn array(facts: &Relationship, thresholds: &Advise) -> Vec<Advice> {
             count(thresholds.references_stop)
         );
         let turned = Advice::new(Kind::ParentReference, 3, says);
-        // Where each has one parent; an id of many parents would be an array again.
-        let alone = facts.fan_out.spread.as_ref().is_ok_and(|fan_out| fan_out.max == 1);
+        // Only for children with one parent: with several parents, the result would be an array again.
+        let alone = facts.fan_out.distribution.as_ref().is_ok_and(|fan_out| fan_out.max == 1);
         advice.push(if alone { turned.command(turn_round(facts)) } else { turned });
     } else {
         let (kept, from) = if lengths.p99 >= thresholds.references_warn {
@@ -297,13 +297,13 @@ fn array(facts: &Relationship, thresholds: &Advise) -> Vec<Advice> {
             ("an array of references is right", thresholds.references_warn)
         };
         let says = format!("{kept}: {figures}; it is warned about from {}{shared}", count(from));
-        let rule = if facts.fan_out.spread.as_ref().is_ok_and(|fan_out| fan_out.max > 1) { 2 } else { 3 };
+        let rule = if facts.fan_out.distribution.as_ref().is_ok_and(|fan_out| fan_out.max > 1) { 2 } else { 3 };
         advice.push(Advice::new(Kind::ArrayOfReferences, rule, says));
     }
     advice
 }
 
-/// The pipeline that writes the id of the one into each of the many.
+/// The pipeline that writes the parent's id into each document on the "many" side.
 fn turn_round(facts: &Relationship) -> String {
     let (one, many) = (&facts.holder.namespace, &facts.held.namespace);
     let path = &facts.link.holder.path;
@@ -327,24 +327,24 @@ mod tests {
     use super::*;
     use crate::{
         advise::{
+            distribution::How,
             facts::{Rate, Shown, Side},
             fan_out::{ByType, FanOut},
             relationships::{End, Found, Link},
-            spread::How,
         },
         change::Namespace,
         field_path::FieldPath,
     };
 
-    fn spread_of(p99: u64, max: u64) -> Spread {
-        Spread { count: 100, sum: p99 * 100, median: p99, p99, max, how: How::Exact }
+    fn distribution_of(p99: u64, max: u64) -> Distribution {
+        Distribution { count: 100, sum: p99 * 100, median: p99, p99, max, how: How::Exact }
     }
 
     fn side(collection: &str, bytes: u64) -> Side {
         Side {
             namespace: Namespace { database: "d".to_owned(), collection: collection.to_owned() },
             count: 100,
-            size: Some(spread_of(bytes, bytes)),
+            size: Some(distribution_of(bytes, bytes)),
             reads: None,
             by_reference: None,
             changes: None,
@@ -355,7 +355,7 @@ mod tests {
         }
     }
 
-    /// A hundred parents, with so many children each.
+    /// A hundred parents, with `p99` children each.
     fn facts(path: &str, p99: u64) -> Relationship {
         let (holder, held) = (side("many", 100), side("one", 200));
         let end =
@@ -367,7 +367,7 @@ mod tests {
             db_ref: None,
             fan_out: FanOut {
                 references,
-                spread: Ok(spread_of(p99, p99)),
+                distribution: Ok(distribution_of(p99, p99)),
                 mean: ratio(p99, 1),
                 alone: Some(0),
                 types: vec![ByType { name: "int", references, resolved: references, converted: 0 }],
@@ -406,7 +406,7 @@ mod tests {
             assert!(advice[0].says.contains(says), "{p99}: {}", advice[0].says);
         }
         let mut unknown = facts("one_id", 3);
-        unknown.fan_out.spread = Err(Unknown("it has no index".to_owned()));
+        unknown.fan_out.distribution = Err(Unknown("it has no index".to_owned()));
         assert_eq!(kinds(&unknown), [Kind::Measure]);
     }
 
@@ -431,7 +431,7 @@ mod tests {
         assert_eq!(reason(&|facts| facts.holder.count = 310), (Kind::ParentReference, Some(2)), "ten are homeless");
         assert_eq!(reason(&|facts| facts.holder.count = 303), (Kind::Embed, Some(1)));
         assert_eq!(
-            reason(&|facts| facts.holder.size = Some(spread_of(400_000, 400_000))),
+            reason(&|facts| facts.holder.size = Some(distribution_of(400_000, 400_000))),
             (Kind::ParentReference, Some(3))
         );
         assert_eq!(
@@ -449,7 +449,7 @@ mod tests {
             (5000, Kind::ParentReference, "turn it round"),
         ] {
             let mut facts = facts("ids.$[]", 1);
-            facts.lengths = Some(spread_of(length, length));
+            facts.lengths = Some(distribution_of(length, length));
             let advice = decide(&facts, &Advise::default(), None);
             assert_eq!(advice[0].kind, kind, "{length}");
             assert!(advice[0].says.contains(says), "{length}: {}", advice[0].says);

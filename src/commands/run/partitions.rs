@@ -1,5 +1,5 @@
-//! An instance's share of a deployment that is divided: it leads as many partitions as are its part, each by a lease and a
-//! pipeline of its own, takes over what nobody leads, and hands over when others lead less.
+//! An instance's share of a partitioned deployment. It leads its share of the partitions, each with a lease and a
+//! pipeline. It takes over partitions without a leader, and hands over partitions when other instances lead fewer.
 
 use std::{
     collections::BTreeMap,
@@ -15,8 +15,8 @@ use tokio::{sync::watch, task::JoinSet};
 use crate::{
     commands::Failure,
     error::{Error, Kind},
+    instances::{Next, next},
     lease::{self, Held, Lease},
-    membership::{Next, next},
     partition::Partition,
     reconcile::Context,
     status::Board,
@@ -28,48 +28,48 @@ use super::{
     start,
 };
 
-/// How often it is seen whether a partition is free, or one too many.
+/// Interval between checks for free partitions, or for too many of its own.
 const POLL: Duration = Duration::from_millis(500);
-/// How long an instance that could not begin takes nothing.
+/// Time for which an instance that failed to start leading takes no partitions.
 const UNFIT: Duration = Duration::from_secs(30);
-/// How long the others must have led less before a partition is handed over: what changes at once is not followed.
+/// Time for which the others must lead fewer partitions before one is handed over. This ignores short-lived changes.
 const SETTLED: Duration = Duration::from_secs(2);
 
-/// What the leader of a partition is told.
+/// The orders to the leader of a partition.
 #[derive(Debug, Clone)]
 enum Order {
-    /// To follow changes by these rules.
+    /// Follow changes with these rules.
     Lead(Arc<Context>),
-    /// To finish what is in flight, and give the lease back.
+    /// Finish the work in progress, and release the lease.
     HandOver,
 }
 
-/// How the leadership of a partition ended.
+/// The ways in which the leadership of a partition ends.
 #[derive(Debug)]
 enum Ended {
-    /// Somebody else had it.
+    /// Another instance had the lease.
     NotTaken,
-    /// As it was told to.
+    /// It was ordered to hand over.
     HandedOver,
-    /// Its lease was lost.
+    /// The lease was lost.
     Lost,
-    /// It could not begin, for want of a privilege.
+    /// A privilege was missing at the start.
     Unfit,
 }
 
-/// The partitions that this instance leads, or is about to.
+/// The partitions that this instance leads or is about to lead.
 struct Share {
     led: BTreeMap<Partition, watch::Sender<Order>>,
     tasks: JoinSet<(Partition, Result<Ended, Error>)>,
-    /// Since when the others lead less.
+    /// The time since when the others lead fewer.
     uneven: Option<Instant>,
-    /// Since when partitions are free that others should take.
+    /// The time since when partitions for other instances have been free.
     free: Option<Instant>,
-    /// Since when it is known that this instance cannot lead.
+    /// The time since when this instance is known to be unable to lead.
     unfit: Option<Instant>,
 }
 
-/// Leads its share of the partitions, until it is told to stop.
+/// Leads its share of the partitions, until it receives a stop signal.
 pub(super) async fn share(paths: &[PathBuf], rules: &mut Rules, signals: &mut Signals) -> Result<(), Failure> {
     let of = rules.loaded.config.lease.partitions;
     tracing::info!(deployment = %rules.loaded.config.name, partitions = of, "standing by");
@@ -114,7 +114,7 @@ pub(super) async fn share(paths: &[PathBuf], rules: &mut Rules, signals: &mut Si
 }
 
 impl Share {
-    /// Takes over, or hands over, where that is due.
+    /// Takes over or hands over partitions if that is due.
     async fn look(&mut self, rules: &Rules) -> Result<(), Error> {
         if rules.member.is_outdated().await? {
             if !self.led.is_empty() {
@@ -131,7 +131,7 @@ impl Share {
         let others = rules.member.others().await?;
         let free = self.free(rules).await?;
         self.free = if free.is_empty() { None } else { self.free.or_else(|| Some(Instant::now())) };
-        // Whoever should take it cannot.
+        // The instances that should take it are unable to.
         let abandoned = self.free.is_some_and(|since| since.elapsed() > config.lease.ttl);
         let of = usize::try_from(config.lease.partitions).unwrap_or(usize::MAX);
         for partition in free {
@@ -157,7 +157,8 @@ impl Share {
         Ok(())
     }
 
-    /// The partitions that nobody leads. Instances begin at different places, so that they do not run after the same one.
+    /// The partitions without a leader. Each instance starts at a random place, so that several instances do not
+    /// compete for the same partition.
     async fn free(&self, rules: &Rules) -> Result<Vec<Partition>, Error> {
         let config = &rules.loaded.config;
         let of = config.lease.partitions;
@@ -216,7 +217,7 @@ impl Share {
     }
 }
 
-/// Takes the lease of a partition if it is free, and leads while it lasts.
+/// Takes the lease of a partition if it is free, and leads while it has the lease.
 async fn take(
     lease: &Lease,
     board: &Board,
@@ -258,7 +259,7 @@ async fn lead(
         };
         let handle = match started {
             Ok(handle) => handle,
-            // It was granted before: a password that is being changed, and the file with the new one comes.
+            // The privilege existed at startup, so the password is probably being changed and its file will follow.
             Err(error) if error.kind == Kind::Privilege => {
                 tracing::warn!(error = %error.message, "following changes cannot begin; standing by again");
                 held.release().await;
@@ -280,20 +281,20 @@ async fn lead(
                 handle.abort();
                 return Ok(Ended::Lost);
             }
-            // The lease runs out by itself: what was in flight when the pipeline broke may still be written until then.
+            // The lease is left to expire, because writes in progress may still be applied until then.
             () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself")),
-            // The one who tells is gone only when the process ends.
+            // The sender exists until the process ends.
             _ = told.changed() => {}
         }
         tokio::select! {
             () = handle.stop() => {}
-            // What is in flight ends by its deadlines.
+            // Deadlines end the work in progress.
             () = held.lost() => return Ok(Ended::Lost),
         }
     }
 }
 
-/// Waits until it is told to hand over.
+/// Waits for the order to hand over.
 async fn handing_over(told: &mut watch::Receiver<Order>) {
     if told.wait_for(|order| matches!(order, Order::HandOver)).await.is_err() {
         std::future::pending::<()>().await;

@@ -1,4 +1,4 @@
-//! What systemd is told (`Type=notify`). Without it, nothing is said to anybody.
+//! Notifications to systemd (`Type=notify`). Without systemd, none are sent.
 
 use std::sync::Arc;
 
@@ -6,14 +6,14 @@ use sd_notify::NotifyState;
 
 use crate::status::Board;
 
-/// Says it.
+/// Sends a notification.
 pub fn say(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::debug!(%error, "the service manager cannot be told");
     }
 }
 
-/// Says that a reload has begun; [`NotifyState::Ready`] ends it.
+/// Reports that a reload has started; [`NotifyState::Ready`] ends it.
 pub fn reloading() {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => say(&[NotifyState::Reloading, now]),
@@ -21,14 +21,14 @@ pub fn reloading() {
     }
 }
 
-/// Says that the loop turns, twice as often as the unit demands, for as long as it does.
+/// Reports that the loop is running, twice as often as the unit requires, while that is true.
 pub async fn watchdog(board: Arc<Board>) {
     let Some(limit) = sd_notify::watchdog_enabled() else { return };
     let mut tick = tokio::time::interval(limit / 2);
     loop {
         tick.tick().await;
         if board.is_live() {
-            // It may block: a service manager that does not read must not hold up the runtime.
+            // The call may block: a service manager that does not read must not block the runtime.
             let said = tokio::task::spawn_blocking(|| say(&[NotifyState::Watchdog]));
             if let Err(error) = said.await {
                 tracing::debug!(%error, "the service manager cannot be told");

@@ -1,4 +1,4 @@
-//! What asks a running daemon to do something else: signals, and files that change.
+//! Requests to a running daemon: signals, and changes of its files.
 
 use std::{
     path::PathBuf,
@@ -12,37 +12,37 @@ use crate::{
     error::Error,
 };
 
-/// How often the files are looked at. A ConfigMap is swapped by a symlink, which file notifications miss.
+/// Interval between reads of the files. A ConfigMap is replaced through a symlink, which file notifications miss.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long after the cluster has refused a config it is asked again.
+/// Delay before a config that the cluster refused is tried again.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// What is asked for.
+/// The requests to a running daemon.
 #[derive(Debug, PartialEq)]
 pub enum Wake {
-    /// To end.
+    /// Stop.
     Stop,
-    /// To read the config again.
+    /// Read the config again.
     Reload,
-    /// An instance with newer rules is there. No signal says so.
+    /// Hand over to an instance with newer rules. No signal causes this.
     Yield,
 }
 
-/// Listens.
+/// Receives signals and watches files.
 pub struct Signals {
     terminate: Signal,
     interrupt: Signal,
     hangup: Signal,
     paths: Vec<PathBuf>,
-    /// Files that the config names, with secrets.
+    /// Files with secrets that the config names.
     named: Vec<PathBuf>,
-    /// All of them as they were last loaded, or refused.
+    /// The content of all files when they were last loaded or refused.
     seen: Option<Vec<String>>,
     again: Option<Instant>,
 }
 
 impl Signals {
-    /// Begins to listen.
+    /// Starts to receive signals and to watch the files.
     pub fn listen(paths: &[PathBuf]) -> Result<Self, Error> {
         let listen =
             |kind| signal(kind).map_err(|error| Error::internal(format!("signals cannot be handled: {error}")));
@@ -59,7 +59,7 @@ impl Signals {
         Ok(signals)
     }
 
-    /// Also looks at these files, which the config names.
+    /// Also watches these files, which the config names.
     pub fn watch(&mut self, named: Vec<PathBuf>) {
         if named != self.named {
             self.named = named;
@@ -67,12 +67,12 @@ impl Signals {
         }
     }
 
-    /// Asks for another reload in a while, although nothing changes.
+    /// Requests another reload after a while, even without a change.
     pub fn try_again(&mut self) {
         self.again = Some(Instant::now() + AGAIN);
     }
 
-    /// What the files hold; None while one of them cannot be read, as in the middle of a swap.
+    /// The content of the files; None while one of them cannot be read, such as in the middle of a replacement.
     fn look(&self) -> Option<Vec<String>> {
         let mut texts = config::snapshot(&self.paths)?;
         for path in &self.named {
@@ -81,7 +81,7 @@ impl Signals {
         Some(texts)
     }
 
-    /// Waits for something to do.
+    /// Waits for the next request.
     pub async fn next(&mut self) -> Wake {
         let mut tick = tokio::time::interval(LOOK);
         loop {

@@ -1,4 +1,4 @@
-//! The same cases by a real pipeline, in databases that are made for each case and dropped after it.
+//! Runs the same cases in a real pipeline, in databases that are created for each case and dropped after it.
 
 use std::{
     collections::BTreeMap,
@@ -25,16 +25,16 @@ use crate::{
     reconcile::Context,
 };
 
-/// How long a case may take.
+/// Time limit of a case.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A server to make databases on.
+/// A server with databases for the cases.
 pub(super) struct Scratch {
     server: Server,
     limits: Limits,
     ttl: Duration,
     deployment: String,
-    /// What the databases' names begin with; no other run has it.
+    /// The prefix of the databases' names, unique to this run.
     prefix: String,
     cases: usize,
 }
@@ -44,7 +44,7 @@ impl Scratch {
         let server = Server::new(connect::connect(uri).await?);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let config = &loaded.config;
-        // Nobody waits for a brake here.
+        // The cases run without a removal limit.
         let limits =
             Limits { destroy_grace: Duration::ZERO, destroy_per_hour: Some(usize::MAX), ..config.limits.clone() };
         Ok(Self {
@@ -57,7 +57,7 @@ impl Scratch {
         })
     }
 
-    /// What the rules make of the documents, and what they could not write.
+    /// Runs the rules on the documents. Returns the resulting documents, and the problems.
     pub async fn run(&mut self, plan: &Plan, given: &Collections) -> Result<(Collections, Vec<Problem>)> {
         self.cases += 1;
         let state = format!("{}_{}_state", self.prefix, self.cases);
@@ -92,13 +92,13 @@ impl Scratch {
             }
         }
         let moved = moved(plan, names);
-        let letters = DeadLetters {
+        let dead_letters = DeadLetters {
             database: state.to_owned(),
             deployment: self.deployment.clone(),
             partition: Partition::WHOLE,
         };
         let metrics = Metrics::new()?;
-        let context = Context::new(self.server.unfenced(), moved, self.limits.clone(), letters, metrics);
+        let context = Context::new(self.server.unfenced(), moved, self.limits.clone(), dead_letters, metrics);
         let lease = Lease::new(self.server.unfenced(), state, &self.deployment, self.ttl);
         let held = lease.stand_by().await;
         let context = Arc::new(context.under(held.fence()));
@@ -116,21 +116,21 @@ impl Scratch {
                 after.insert(format!("{database}.{collection}"), rows.collect::<Result<_>>()?);
             }
         }
-        let letters = context.dead_letters.find(&self.server, &Chosen::default(), 1000).await?;
-        let problems = letters.into_iter().map(|letter| Problem::Obstacle {
-            target: letter.target.as_ref().and_then(|key| key.values().first()).cloned(),
-            why: match &letter.path {
-                Some(path) => format!("it was set aside as a dead letter: {} (`{path}`)", letter.reason),
-                None => format!("it was set aside as a dead letter: {}", letter.reason),
+        let dead_letters = context.dead_letters.find(&self.server, &Chosen::default(), 1000).await?;
+        let problems = dead_letters.into_iter().map(|dead_letter| Problem::Obstacle {
+            target: dead_letter.target.as_ref().and_then(|key| key.values().first()).cloned(),
+            why: match &dead_letter.path {
+                Some(path) => format!("it was set aside as a dead letter: {} (`{path}`)", dead_letter.reason),
+                None => format!("it was set aside as a dead letter: {}", dead_letter.reason),
             },
-            rule: letter.rule,
+            rule: dead_letter.rule,
             hint: None,
         });
         Ok((after, problems.collect()))
     }
 }
 
-/// The same plan in the scratch databases. A DBRef in the documents names the database as the rules do.
+/// The same plan for the scratch databases. A DBRef in the documents contains the database name that the rules use.
 fn moved(plan: &Plan, names: &BTreeMap<String, String>) -> Plan {
     let mut moved = plan.clone();
     for rule in &mut moved.rules {
@@ -140,9 +140,9 @@ fn moved(plan: &Plan, names: &BTreeMap<String, String>) -> Plan {
                 side.namespace.database.clone_from(name);
             }
         }
-        // What is tried is what the rule would write.
+        // The case tests what the rule would write.
         (rule.allow_scan, rule.shadow, rule.backfill) = (true, false, BackfillMode::Auto);
-        // The documents are the test's own.
+        // The documents belong to the test.
         rule.adopt = true;
     }
     moved

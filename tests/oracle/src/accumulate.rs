@@ -45,7 +45,7 @@ pub fn accumulate(operator: &str, values: &[Option<Bson>]) -> Result<Bson, Strin
     })
 }
 
-/// What `on_empty: value` gives.
+/// The value of `on_empty: value`.
 #[must_use]
 pub fn of_nothing(operator: &str) -> Bson {
     match operator {
@@ -55,8 +55,8 @@ pub fn of_nothing(operator: &str) -> Bson {
     }
 }
 
-/// Numbers alone count. int32 sums stay int32 until they overflow into int64 and that into double; one double makes
-/// the sum a double.
+/// Only numbers count. int32 sums stay int32 until they overflow into int64 and that into double; one double makes the
+/// sum a double.
 fn sum(values: &[Option<Bson>]) -> Bson {
     let numbers: Vec<&Bson> = values.iter().flatten().filter(|value| counts(Some(value))).collect();
     if numbers.iter().any(|value| matches!(value, Bson::Double(_))) {
@@ -77,7 +77,7 @@ fn add_up(numbers: &[&Bson]) -> f64 {
         carried += (sum - (next - other)) + (number - other);
         sum = next;
     }
-    // Infinities make the carried error NaN; the plain sum is right then.
+    // Infinities make the carried error NaN; then the plain sum is right.
     if carried.is_finite() { sum + carried } else { plain }
 }
 

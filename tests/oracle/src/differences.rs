@@ -1,4 +1,4 @@
-//! What differs between what must be and what is.
+//! The differences between the expected and the stored documents.
 
 use bson::{Bson, Document};
 
@@ -11,8 +11,8 @@ use crate::{
 
 /// Every difference, one line each: `collection _id path: expected ..., stored ...`.
 ///
-/// Values are compared by BSON type and bit. The order of fields counts inside a copied value, and nowhere that owned
-/// fields come and go beside others: at the top level and in subdocuments that contain owned paths.
+/// Values are compared by BSON type and bit. The order of fields matters inside a copied value, but not where owned
+/// fields are added and removed among others: at the top level and in subdocuments that contain owned paths.
 #[must_use]
 pub fn differences(expected: &Expectation, actual: &World) -> Vec<String> {
     let mut found = Vec::new();
@@ -76,7 +76,7 @@ fn values(path: &str, wanted: Option<&Bson>, stored: Option<&Bson>, owned: &[&[P
     }
 }
 
-/// What is left of the owned paths below one part. A path that ends here is one whole value: nothing is left of it.
+/// The remainders of the owned paths below one part. A path that ends here is one whole value without a remainder.
 fn below<'a>(owned: &[&'a [Part]], part: &Part) -> Vec<&'a [Part]> {
     owned
         .iter()

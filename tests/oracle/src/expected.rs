@@ -1,4 +1,4 @@
-//! What every owned path must hold, recomputed by definition from whole collections.
+//! The expected value of every owned path, recomputed by definition from whole collections.
 
 use std::{
     cmp::Ordering,
@@ -16,21 +16,21 @@ use crate::{
     value::{compare, equal, is_nothing},
 };
 
-/// Rules, ready to judge worlds.
+/// Rules against which worlds are checked.
 #[derive(Debug, Clone)]
 pub struct Oracle {
     rules: Vec<Rule>,
 }
 
-/// What the database must look like.
+/// The expected state of the database.
 #[derive(Debug, Clone)]
 pub struct Expectation {
-    /// Every collection, with every owned path as its definition wants it.
+    /// Every collection, with every owned path according to its definition.
     pub world: World,
     /// The owned paths of each collection.
     pub owned: BTreeMap<String, Vec<Path>>,
-    /// Where the oracle holds no opinion and why: the target keeps what it has (a write that the server refuses, an
-    /// expression that fails).
+    /// Places and reasons where the oracle expects nothing: the target keeps its values (after a write that the server
+    /// refuses, or an expression that fails).
     pub notes: Vec<String>,
 }
 
@@ -42,18 +42,18 @@ struct Candidate<'a> {
     keys: Vec<Key>,
 }
 
-/// What one entry of `match` reads on one side.
+/// The value of one entry of `match` on one side.
 #[derive(Debug, Clone)]
 enum Key {
-    /// Null, missing, an array, a DBRef to elsewhere: it refers to nothing.
+    /// An empty reference: null, missing, an array, a DBRef to another collection.
     Nothing,
-    /// A value that `key_type` cannot convert: it refers to something that is not there.
+    /// A value that `key_type` cannot convert: the reference dangles.
     Dangling,
     /// A value to match.
     Value(Bson),
 }
 
-/// One reference of a target, and where in it.
+/// One reference of a target, with its place.
 struct Reference {
     place: Place,
     keys: Vec<Key>,
@@ -65,7 +65,7 @@ enum Want {
     Leave,
 }
 
-/// What one target must become.
+/// The expected changes of one target.
 #[derive(Default)]
 struct Desired {
     wants: Vec<(Place, Want)>,
@@ -74,15 +74,15 @@ struct Desired {
 }
 
 impl Oracle {
-    /// Reads rule documents as they stand in a config; `database` is the database of bare collection names (a DBRef's
-    /// `$db` is compared with it).
+    /// Parses rule documents as in a config; `database` is the database of bare collection names (a DBRef's `$db` is
+    /// compared with it).
     pub fn new(rules: &[Document], database: &str) -> Result<Self, String> {
         let rules: Vec<Rule> = rules.iter().map(|rule| Rule::parse(rule, database)).collect::<Result<_, _>>()?;
         in_dependency_order(&rules)?;
         Ok(Self { rules })
     }
 
-    /// The rules, taken apart.
+    /// The parsed rules.
     #[must_use]
     pub fn rules(&self) -> &[Rule] {
         &self.rules
@@ -106,8 +106,8 @@ impl Oracle {
         indexes
     }
 
-    /// What the database must look like, given what it holds: the user-owned part of `actual` is taken as the truth,
-    /// every owned path is recomputed, rule after rule in dependency order.
+    /// The expected state of the database, given its content: the user-owned part of `actual` is the truth, and every
+    /// owned path is recomputed, rule after rule in dependency order.
     pub fn expected(&self, actual: &World) -> Result<Expectation, String> {
         let mut world = actual.clone();
         let mut owned: BTreeMap<String, Vec<Path>> = BTreeMap::new();
@@ -166,11 +166,11 @@ fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), 
     Ok(())
 }
 
-/// What the server holds in one document, with a margin for what an answer has around it.
+/// Largest document that the server stores, less a margin for the rest of an answer.
 const MOST: usize = (16 << 20) - 100_000;
 
-/// Whether the server can hold the target and every answer on the way to it. Where that is not certain, the target keeps what it
-/// has: it is a dead letter, or right.
+/// Ok if the server can certainly store the target and every answer on the way to it. Otherwise the target keeps its
+/// values: it is a dead letter, or correct.
 fn holds(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<(), String> {
     let size = |value: &Bson| {
         let document = bson::doc! {"v": value.clone()};
@@ -189,7 +189,7 @@ fn holds(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<(), Str
     Ok(())
 }
 
-/// Most values are: it is not worth while to count their bytes.
+/// True for most values, whose bytes need not be counted.
 fn is_small(value: &Bson) -> bool {
     match value {
         Bson::String(text) => text.len() < 100_000,
@@ -230,7 +230,7 @@ fn sort_key(document: &Bson, path: &str, descends: bool) -> Bson {
     extreme.unwrap_or(Bson::Null)
 }
 
-/// The sources in order, each once for every element that its reference array has.
+/// The sources in order, each once for every element of its reference array.
 fn candidates<'a>(rule: &Rule, sources: &'a [Bson]) -> Vec<Candidate<'a>> {
     let mut found = Vec::new();
     for (source, document) in sources.iter().enumerate() {
@@ -248,7 +248,8 @@ fn candidates<'a>(rule: &Rule, sources: &'a [Bson]) -> Vec<Candidate<'a>> {
     found
 }
 
-/// What one entry of `match` reads: below `element` when the path has the array prefix, from the document otherwise.
+/// The value of one entry of `match`: from below `element` if the path has the array prefix, from the document
+/// otherwise.
 fn key(document: &Bson, element: Option<&Bson>, path: &Path, names: &Side) -> Key {
     let (base, rest) = match path.prefix_len() {
         0 => (Some(document), &path.0[..]),
@@ -294,7 +295,7 @@ fn convert(key: Key, key_type: Option<KeyType>) -> Key {
         (Some(KeyType::String), Bson::ObjectId(id)) => Key::Value(Bson::String(id.to_hex())),
         (Some(KeyType::String), Bson::Int32(number)) => Key::Value(Bson::String(number.to_string())),
         (Some(KeyType::String), Bson::Int64(number)) => Key::Value(Bson::String(number.to_string())),
-        // 5.0 equals 5, so what 5 refers to, 5.0 refers to.
+        // 5.0 equals 5, so both refer to the same.
         (Some(KeyType::String), Bson::Double(number)) => whole(number),
         (Some(KeyType::String), Bson::Decimal128(number)) => whole(number.to_string().parse().unwrap_or(0.5)),
         (Some(_), _) => Key::Dangling,
@@ -333,7 +334,7 @@ fn references(rule: &Rule, target: &Bson, owner: &Place, bound: usize) -> Vec<Re
         .collect()
 }
 
-/// The array that holds the references below a place is there. Without a further `$[]` there is none to miss.
+/// True if the array that holds the references below a place exists. Without a further `$[]` no array is needed.
 fn has_array(rule: &Rule, target: &Bson, owner: &Place, bound: usize) -> bool {
     let rest = &rule.target_prefix[bound..];
     let array = rest.iter().position(|part| *part == Part::All);
@@ -375,7 +376,7 @@ fn desired(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<Desir
                 Kind::Collect(_, element, slice) => want_collect(rule, element, *slice, &references, candidates)?,
                 Kind::Aggregate(set) => want_aggregate(rule, &set[index].1, &set[index].2, &references, candidates)?,
             };
-            // A value that is there stays; only a reference that is answered fills.
+            // An existing value stays; only a reference that a source matches fills.
             if rule.once && (at(target, &place).is_some() || dangling_only(&references, candidates)) {
                 want = Want::Leave;
             }
@@ -397,7 +398,7 @@ fn scope<'a>(candidate: &Candidate<'a>) -> Scope<'a> {
 fn want_set(rule: &Rule, value: &Bson, references: &[Reference], candidates: &[Candidate]) -> Result<Want, String> {
     let mut values = Vec::new();
     for found in candidates.iter().filter(|candidate| references.iter().any(|reference| reference.finds(candidate))) {
-        // One that fails makes the target a dead letter, although another one may win.
+        // A value that fails makes the target a dead letter, even if another source wins.
         values.push(evaluate(value, scope(found))?);
     }
     let Some(first) = values.into_iter().next() else {
@@ -491,7 +492,7 @@ fn want_aggregate(
     accumulate::accumulate(operator, &values).map(Want::Set)
 }
 
-/// What the server makes of a target. An error is a write that it refuses as a whole.
+/// The server's result of the write. An error is a write that it refuses as a whole.
 fn write(mut target: Bson, desired: Desired) -> Result<Option<Bson>, String> {
     if desired.delete {
         return Ok(None);
@@ -503,7 +504,7 @@ fn write(mut target: Bson, desired: Desired) -> Result<Option<Bson>, String> {
             Want::Leave => {}
         }
     }
-    // From the back, so that the positions of the rest stay right.
+    // From the back, so that the positions of the others stay valid.
     for place in desired.pulls.iter().rev() {
         pull(&mut target, place);
     }

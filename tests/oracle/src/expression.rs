@@ -4,7 +4,7 @@ use bson::{Bson, Document};
 
 use crate::value::{equal, float, is_nothing, is_number};
 
-/// What an expression may read.
+/// The variables of an expression.
 #[derive(Debug, Clone, Copy)]
 pub struct Scope<'a> {
     /// The source document.
@@ -87,7 +87,7 @@ fn field_path(path: &str, scope: Scope) -> Result<Option<Bson>, String> {
     })
 }
 
-/// `$a.b` as the server walks it: an array on the way yields the array of what its documents have there.
+/// `$a.b` as the server evaluates it: an array on the way yields the array of the values in its documents.
 fn walk(document: &Document, names: &[&str]) -> Option<Bson> {
     let (name, rest) = names.split_first()?;
     let value = document.get(name)?;
@@ -148,7 +148,7 @@ fn operate(operator: &str, operand: &Bson, scope: Scope) -> Result<Option<Bson>,
             }
             _ => Err("$cond of three".to_owned()),
         },
-        // Of no other array than a range that is long.
+        // Only for a long range, no other array.
         "$size" => {
             let range = operand.as_document().and_then(|operand| operand.get_array("$range").ok());
             range.and_then(|range| range.get(1)).cloned().map(Some).ok_or_else(|| "$size of a range".to_owned())
@@ -178,7 +178,7 @@ fn add(operands: &[Option<Bson>]) -> Result<Option<Bson>, String> {
     Ok(Some(if any_double { Bson::Double(sum) } else { integer(whole, any_long) }))
 }
 
-/// An integer sum in the type that the server gives it.
+/// An integer sum with the server's type.
 #[must_use]
 pub fn integer(whole: i128, any_long: bool) -> Bson {
     match (i32::try_from(whole), i64::try_from(whole)) {
@@ -189,7 +189,7 @@ pub fn integer(whole: i128, any_long: bool) -> Bson {
     }
 }
 
-/// Whether a value counts in `$sum` and `$avg`.
+/// True if a value counts in `$sum` and `$avg`.
 #[must_use]
 pub fn counts(value: Option<&Bson>) -> bool {
     value.is_some_and(is_number)

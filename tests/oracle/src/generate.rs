@@ -1,4 +1,4 @@
-//! Random rules over collections of their own, and random histories that concern them.
+//! Random rules over their own collections, and random histories of these collections.
 
 mod draw;
 mod odd;
@@ -13,44 +13,44 @@ use crate::{Op, Oracle, World};
 pub use odd::{NOT_UTF8, Odd};
 use shape::Shape;
 
-/// What a [`Generator`] may draw.
+/// The options of a [`Generator`].
 #[derive(Debug, Clone)]
 #[allow(clippy::struct_excessive_bools)]
 pub struct Options {
-    /// Begins the names of all the world's collections, so that hundreds of worlds share a database.
+    /// Prefix of all the world's collections, so that hundreds of worlds share a database.
     pub prefix: String,
     /// The database of the collections, for DBRefs that name it.
     pub database: String,
     /// The most rules (at least one is drawn).
     pub max_rules: usize,
-    /// About how many documents each collection starts with.
+    /// Approximate number of documents that each collection starts with.
     pub documents: usize,
-    /// `copy` rules. Without any kind, `copy` is drawn all the same.
+    /// `copy` rules. Also drawn if no kind is chosen.
     pub copy: bool,
     /// `collect` rules.
     pub collect: bool,
     /// `aggregate` rules.
     pub aggregate: bool,
-    /// One rule's target may be another's source, and a collection its own; rules read what others own.
+    /// One rule's target may be another's source, and a collection its own; rules read fields that others own.
     pub chains: bool,
     /// `on_missing: remove` and `delete`.
     pub destroy: bool,
     /// `once: true`.
     pub once: bool,
-    /// A composite match of which one entry is outside the array that the others are in.
+    /// A composite match with one entry outside the array of the others.
     pub mixed_composite: bool,
-    /// Scalars where arrays belong, and the parent of an owned path that is no document.
+    /// Scalars in place of arrays, and an owned path whose parent is not a document.
     pub wrong_shapes: bool,
     /// Expressions that fail on some values: dead letters.
     pub failing: bool,
     /// Users write owned paths; the rules get `guard: watch` or `audit`.
     pub write_owned: bool,
-    /// Kinds that a world may have beside.
+    /// Additional kinds of a world.
     pub odd: Vec<Odd>,
 }
 
 impl Options {
-    /// Copy rules alone, nothing destroyed.
+    /// Only copy rules, without removals.
     #[must_use]
     pub fn new(prefix: impl Into<String>) -> Self {
         Self {
@@ -107,27 +107,27 @@ pub struct Generator {
     collections: Vec<String>,
     scenarios: Vec<Scenario>,
     rules: Vec<Document>,
-    /// What the users wrote, as far as they know: without denormd's fields.
+    /// The documents as the users wrote them: without denormd's fields.
     model: World,
-    /// Ids that were deleted, to be inserted again.
+    /// Deleted ids, to be inserted again.
     deleted: Vec<(String, Bson)>,
     odd: BTreeSet<Odd>,
-    /// Collections, by their places, that have a default collation.
+    /// Collections with a default collation, by their places.
     collated: BTreeSet<usize>,
-    /// What a collection is restored from.
+    /// The state from which a collection is restored.
     backup: World,
-    /// Large values that may still be written.
+    /// Number of large values that may still be written.
     large_left: u32,
 }
 
-/// One rule in the making.
+/// A rule in progress.
 #[derive(Debug, Clone)]
 struct Scenario {
     number: usize,
     kind: Kind,
     source: usize,
     target: usize,
-    /// How references look, and in which field.
+    /// The form of its references.
     shape: Shape,
     held_by: Held,
     /// Owned paths outside arrays, which rules of a chain may read.
@@ -154,20 +154,20 @@ impl Scenario {
         format!("r{}", self.number)
     }
 
-    /// The collection that holds them.
+    /// The index of the collection that holds them.
     fn holder(&self) -> usize {
         if self.held_by == Held::Target { self.target } else { self.source }
     }
 }
 
 impl Generator {
-    /// A world of copy rules, in collections that begin with `w<seed>_`.
+    /// A world of copy rules, in collections with the prefix `w<seed>_`.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self::with_options(seed, Options::new(format!("w{seed}_")))
     }
 
-    /// A world of whatever the options allow.
+    /// A world with these options.
     #[must_use]
     pub fn with_options(seed: u64, options: Options) -> Self {
         let mut generator = Self {
@@ -202,7 +202,7 @@ impl Generator {
         &self.options.database
     }
 
-    /// The collections that the rules name.
+    /// The collections named in the rules.
     #[must_use]
     pub fn collections(&self) -> Vec<String> {
         let used: BTreeSet<usize> =
@@ -238,11 +238,11 @@ impl Generator {
             let usual = kinds.choose(&mut self.rng).copied().unwrap_or(Kind::Set);
             let kind = match usual {
                 _ if self.has(Odd::Echo) && self.rng.random_bool(0.6) => Kind::Set,
-                // What an expression yields becomes an element as it is.
+                // The result of an expression becomes an element unchanged.
                 Kind::Set if self.has(Odd::Empty) && self.rng.random_bool(0.4) => Kind::Into,
                 usual => usual,
             };
-            // Two sources and two targets; in a chain any may be either.
+            // Two sources and two targets; in a chain any collection may be either.
             let (source, target) = if self.options.chains {
                 let previous = self.scenarios.last().map(|scenario| scenario.target);
                 let source = previous.filter(|_| self.rng.random_bool(0.6)).unwrap_or(self.rng.random_range(0..4));
@@ -258,7 +258,7 @@ impl Generator {
             let mut shape = Shape::draw(&mut self.rng, kind == Kind::Into);
             let (mut held_by, mut source, mut target) = (held_by, source, target);
             if self.has(Odd::Echo) {
-                // The stream leaves out what it takes for our own writes where no rule reads from a collection.
+                // The stream filters out updates that look like our own, on collections that no rule reads from.
                 source %= 3;
                 if kind == Kind::Set && self.rng.random_bool(0.7) {
                     (held_by, target) = (Held::Target, 3);
@@ -290,7 +290,8 @@ impl Generator {
         match kind {
             Kind::Set => {
                 let mut set = Document::new();
-                // One rule writes in the matched elements or beside the array, not both; ids take no field beside them.
+                // One rule writes in the matched elements or next to the array, not both; bare ids have no fields next
+                // to them.
                 let whole = prefixes.last().into_iter().filter(|prefix| !scenario.shape.is_bare(prefix));
                 let own: Vec<&String> = prefixes.iter().take(1).chain(whole).collect();
                 let prefix = own.choose(&mut self.rng).map_or(String::new(), |prefix| (*prefix).clone());
@@ -357,9 +358,9 @@ impl Generator {
         rule
     }
 
-    /// `match`, and sometimes `key_type`; whether the other side's key is `_id`.
+    /// Draws `match`, and sometimes `key_type`; returns true if the other side's key is `_id`.
     fn draw_match(&mut self, scenario: &Scenario, body: &mut Document) -> bool {
-        // In a chain, the reference itself may be what an earlier rule wrote.
+        // In a chain, an earlier rule may have written the reference itself.
         if self.options.chains && scenario.held_by == Held::Target && scenario.shape == Shape::Scalar {
             let earlier = self.scenarios.iter().filter(|earlier| {
                 earlier.number < scenario.number && earlier.target == scenario.target && earlier.kind == Kind::Set
@@ -428,7 +429,8 @@ impl Generator {
         if scenario.held_by == Held::Source {
             return;
         }
-        // Several references beside one value: neither is there one element to remove, nor one moment to keep.
+        // Several references for one value: there is no single element to remove, nor a single time from which to keep
+        // it.
         let several = scenario.shape.is_array()
             && body.get_document("set").is_ok_and(|set| !set.keys().all(|path| path.contains("$[]")));
         let destroys = self.options.destroy && !several && self.rng.random_bool(0.4);
@@ -562,7 +564,7 @@ impl Generator {
         op
     }
 
-    /// Keeps the users' own idea of the world; what the server would refuse changes nothing here either.
+    /// Applies it to the users' model of the world; an operation that the server would refuse changes nothing.
     fn record(&mut self, op: &Op) {
         if op.apply(&mut self.model).is_ok()
             && let Op::Delete { coll, filter } = op

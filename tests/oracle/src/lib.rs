@@ -1,9 +1,9 @@
-//! What denormd's rules mean, decided a second time and independently: an in-memory oracle that says what the database
-//! must look like once denormd has converged, and a generator of random rules and random histories to compare with.
+//! A second, independent definition of the meaning of denormd's rules: an in-memory oracle that computes the state of
+//! the database once denormd has converged, and a generator of random rules and histories for comparisons.
 //!
-//! The oracle shares no code with denormd, looks at whole collections, and never talks to a server. It takes the
-//! documents as they are stored and recomputes every owned path from the user-owned rest, rule after rule in
-//! dependency order:
+//! The oracle shares no code with denormd, processes whole collections, and never connects to a server. It takes the
+//! documents as they are stored and recomputes every owned path from the user-owned rest, rule after rule in dependency
+//! order:
 //!
 //! ```
 //! use bson::doc;
@@ -27,9 +27,9 @@
 //! assert_eq!(differences(&expectation, &stored).len(), 2);
 //! ```
 //!
-//! Where the definition leaves the present to the past (`keep`, `once`, a target outside `target.where`, a write that the
-//! server refuses) the oracle expects what is stored: it cannot tell a value that rightly stayed from one that wrongly did.
-//! `remove` and `delete` it judges by what is left that should not be, not by what is gone that should be there.
+//! If the current value depends on the past (`keep`, `once`, a target outside `target.where`, a write that the server
+//! refuses), the oracle expects the stored value: it cannot tell a value that was kept correctly from one that was not.
+//! It checks `remove` and `delete` by documents that should be gone, not by documents that should still exist.
 
 mod accumulate;
 mod differences;
@@ -53,5 +53,5 @@ pub use op::Op;
 pub use rule::Rule;
 pub use value::{compare, equal, identical};
 
-/// Collections by the names that rules use, each with all its documents. One that does not exist is not there.
+/// Collections by the names that rules use, each with all its documents. A collection that does not exist has no entry.
 pub type World = BTreeMap<String, Vec<Document>>;

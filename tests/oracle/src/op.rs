@@ -1,4 +1,4 @@
-//! A user's operations on single documents, and what a server would make of them.
+//! A user's operations on single documents, and their effect on a server.
 
 use bson::{Bson, Document, doc};
 
@@ -23,7 +23,7 @@ pub enum Op {
     Update {
         /// The collection.
         coll: String,
-        /// Which document.
+        /// The filter that selects the document.
         filter: Document,
         /// `$set`, `$unset`, `$push`, `$pull`, `$inc`.
         update: Document,
@@ -32,7 +32,7 @@ pub enum Op {
     Replace {
         /// The collection.
         coll: String,
-        /// Which document.
+        /// The filter that selects the document.
         filter: Document,
         /// The new document, without `_id`.
         doc: Document,
@@ -41,7 +41,7 @@ pub enum Op {
     Delete {
         /// The collection.
         coll: String,
-        /// Which document.
+        /// The filter that selects the document.
         filter: Document,
     },
     /// `drop`
@@ -49,11 +49,11 @@ pub enum Op {
         /// The collection.
         coll: String,
     },
-    /// `mongorestore --drop`: the collection is dropped, created as it was created first, and filled.
+    /// `mongorestore --drop`: the collection is dropped, created with its original options, and filled.
     Restore {
         /// The collection.
         coll: String,
-        /// What is in the backup.
+        /// The documents in the backup.
         docs: Vec<Document>,
     },
     /// `renameCollection`, with `dropTarget`
@@ -67,7 +67,7 @@ pub enum Op {
     PreImages {
         /// The collection.
         coll: String,
-        /// Whether they are recorded.
+        /// True if they are to be recorded.
         on: bool,
     },
 }
@@ -88,7 +88,7 @@ impl Op {
         }
     }
 
-    /// Does it to a world in memory. An error is what the server would refuse; nothing has changed then.
+    /// Applies it to a world in memory. An error means that the server would refuse it; then nothing has changed.
     pub fn apply(&self, world: &mut World) -> Result<(), String> {
         match self {
             Self::Drop { coll } => {
@@ -194,7 +194,8 @@ fn updated(document: &Document, update: &Document) -> Result<Document, String> {
     }
 }
 
-/// What `$push` adds, and where: `$each` and a `$position` from the front, or one element at the end.
+/// The elements that `$push` adds, and their position: `$each` with `$position` from the front, or one element at the
+/// end.
 fn pushed(operand: &Bson, len: usize) -> (Vec<Bson>, usize) {
     let modifiers = operand.as_document().filter(|operand| operand.contains_key("$each"));
     let Some(modifiers) = modifiers else { return (vec![operand.clone()], len) };
@@ -211,7 +212,7 @@ fn pulled(element: &Bson, condition: &Bson) -> Result<bool, String> {
     }
 }
 
-/// A dotted path where it meets this document: a number is a position where there is an array.
+/// A dotted path resolved in this document: a number is a position where there is an array.
 fn place(root: &Bson, path: &str) -> Place {
     let mut place = Place::new();
     for name in path.split('.') {

@@ -1,4 +1,4 @@
-//! Field paths with `$[]`, the places in one document that they name, and classic `$set`/`$unset` at such a place.
+//! Field paths with `$[]`, the places in a document that they name, and classic `$set`/`$unset` at such a place.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ pub enum Part {
     All,
 }
 
-/// A path as rules write it: `parts.$[].name`.
+/// A path as in a rule: `parts.$[].name`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Path(pub Vec<Part>);
 
@@ -30,20 +30,20 @@ pub enum Step {
 pub type Place = Vec<Step>;
 
 impl Path {
-    /// Splits at the dots.
+    /// Parses a path by splitting it at the dots.
     #[must_use]
     pub fn parse(text: &str) -> Self {
         let part = |part: &str| if part == "$[]" { Part::All } else { Part::Field(part.to_owned()) };
         Self(text.split('.').map(part).collect())
     }
 
-    /// How many components the array prefix has: up to and with the last `$[]`, 0 without one.
+    /// Number of components in the array prefix: up to and with the last `$[]`, 0 without one.
     #[must_use]
     pub fn prefix_len(&self) -> usize {
         self.0.iter().rposition(|part| *part == Part::All).map_or(0, |last| last + 1)
     }
 
-    /// The names alone, as an index or a query spells the path.
+    /// The names alone, as the path is written in an index or a query.
     #[must_use]
     pub fn names(&self) -> Vec<&str> {
         self.0.iter().filter_map(|part| if let Part::Field(name) = part { Some(name.as_str()) } else { None }).collect()
@@ -58,7 +58,7 @@ impl fmt::Display for Path {
     }
 }
 
-/// What is at a path that has no `$[]`; an array on the way hides it.
+/// The value at a path without `$[]`; an array on the way hides it.
 #[must_use]
 pub fn get<'a>(root: &'a Bson, parts: &[Part]) -> Option<&'a Bson> {
     parts.iter().try_fold(root, |value, part| match (value, part) {
@@ -97,7 +97,7 @@ pub fn places(root: &Bson, parts: &[Part]) -> Vec<Place> {
     found.into_iter().map(|(place, _)| place).collect()
 }
 
-/// What is at a place.
+/// The value at a place.
 #[must_use]
 pub fn at<'a>(root: &'a Bson, place: &[Step]) -> Option<&'a Bson> {
     place.iter().try_fold(root, |value, step| match (value, step) {
@@ -107,7 +107,7 @@ pub fn at<'a>(root: &'a Bson, place: &[Step]) -> Option<&'a Bson> {
     })
 }
 
-/// Classic `$set`: missing parents become documents; a parent of another type refuses, as the server does.
+/// Classic `$set`: missing parents become documents; a parent of another type causes an error, as on the server.
 pub fn set(root: &mut Bson, place: &[Step], value: Bson) -> Result<(), String> {
     let Some((step, rest)) = place.split_first() else {
         *root = value;
@@ -128,7 +128,7 @@ pub fn set(root: &mut Bson, place: &[Step], value: Bson) -> Result<(), String> {
     }
 }
 
-/// Classic `$unset`: what is not there stays away; a parent stays even when it becomes empty.
+/// Classic `$unset`: ignores a missing value; a parent stays even when it becomes empty.
 pub fn unset(root: &mut Bson, place: &[Step]) {
     match (root, place) {
         (Bson::Document(document), [Step::Field(name)]) => {
@@ -148,7 +148,7 @@ pub fn unset(root: &mut Bson, place: &[Step]) {
     }
 }
 
-/// Takes an element out of its array, as `$pull` does.
+/// Removes an element from its array, like `$pull`.
 pub fn pull(root: &mut Bson, place: &[Step]) {
     match (root, place) {
         (Bson::Array(elements), [Step::Index(index)]) if *index < elements.len() => {

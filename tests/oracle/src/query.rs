@@ -1,11 +1,11 @@
-//! The part of the server's query language that `where` uses here.
+//! The part of the server's query language that `where` uses in the generated rules.
 
 use bson::{Bson, Document};
 
 use crate::value::{class, compare, equal};
 
-/// Whether a document matches a query: equality, `$eq $ne $gt $gte $lt $lte $in $nin $exists`, `$and $or`.
-/// Paths look into arrays, as the server's do.
+/// True if a document matches a query: equality, `$eq $ne $gt $gte $lt $lte $in $nin $exists`, `$and $or`. As on the
+/// server, paths look into arrays.
 pub fn matches(document: &Document, query: &Document) -> Result<bool, String> {
     for (key, condition) in query {
         let holds = match (key.as_str(), condition) {
@@ -66,7 +66,7 @@ fn holds_at(document: &Document, path: &str, operator: &str, operand: &Bson) -> 
     })
 }
 
-/// Every value that a query path meets: through arrays of documents on the way, and an array's elements at its end.
+/// Every value at a query path: through arrays of documents on the way, and the elements of an array at its end.
 fn collect(value: &Bson, names: &[&str], found: &mut Vec<Option<Bson>>) {
     let Some((name, rest)) = names.split_first() else {
         found.push(Some(value.clone()));

@@ -1,4 +1,4 @@
-//! A rule document, taken apart, and what it reads and writes.
+//! A parsed rule document, with the paths that it reads and writes.
 
 use std::collections::BTreeSet;
 
@@ -14,19 +14,19 @@ use crate::{
 pub struct Rule {
     /// The rule's name.
     pub name: String,
-    /// Where values come from.
+    /// The collection that values come from.
     pub source: Side,
-    /// Where they go.
+    /// The collection that values are written to.
     pub target: Side,
     /// `match`: target path, source path.
     pub on: Vec<(Path, Path)>,
     /// The longest array prefix among the target paths of `match`.
     pub target_prefix: Vec<Part>,
-    /// The same of the source paths.
+    /// The same for the source paths.
     pub source_prefix: Vec<Part>,
-    /// Source path, and whether it descends.
+    /// Source paths; true for descending order.
     pub sort: Vec<(String, bool)>,
-    /// What is written.
+    /// The values that the rule writes.
     pub kind: Kind,
     /// `on_missing`
     pub on_missing: OnMissing,
@@ -51,7 +51,7 @@ pub struct Side {
     pub filter: Document,
 }
 
-/// What a rule writes.
+/// The values that a rule writes.
 #[derive(Debug, Clone)]
 pub enum Kind {
     /// `copy` with `set`.
@@ -71,7 +71,7 @@ pub enum OnMissing {
     Unset,
     /// Owned paths become null.
     Null,
-    /// Owned paths keep what they have.
+    /// Owned paths keep their values.
     Keep,
     /// The array element is pulled.
     Remove,
@@ -89,7 +89,7 @@ pub enum KeyType {
 }
 
 impl Rule {
-    /// Reads an entry of `rules:`; `database` is that of bare collection names.
+    /// Parses an entry of `rules:`; `database` is the database of bare collection names.
     pub fn parse(entry: &Document, database: &str) -> Result<Self, String> {
         let name = entry.get_str("name").map_err(|error| error.to_string())?.to_owned();
         let body = |kind| entry.get_document(kind).ok();
@@ -200,13 +200,13 @@ impl Rule {
         }
     }
 
-    /// Whether a document of the source decides which targets it goes to.
+    /// True if a source document decides which targets it belongs to.
     #[must_use]
     pub fn source_held(&self) -> bool {
         !self.source_prefix.is_empty()
     }
 
-    /// Whether the rule wants pre-images of its source collection.
+    /// True if the rule needs pre-images of its source collection.
     #[must_use]
     pub fn wants_pre_images(&self) -> bool {
         let by_id = self.on.iter().all(|(_, source)| source.names() == ["_id"]);
@@ -217,7 +217,7 @@ impl Rule {
         }
     }
 
-    /// The indexes that its lookups want: (collection, keys).
+    /// The indexes that its lookups need: (collection, keys).
     #[must_use]
     pub fn indexes(&self) -> Vec<(String, Document)> {
         let keys = |paths: Vec<&Path>| -> Document {
@@ -237,7 +237,7 @@ impl Rule {
             .collect()
     }
 
-    /// (collection, path) pairs that decide what the rule writes.
+    /// The (collection, path) pairs that determine the rule's writes.
     pub(crate) fn reads(&self) -> Vec<(&str, String)> {
         let mut source = Vec::new();
         match &self.kind {
@@ -291,7 +291,7 @@ pub fn pre_images(rules: &[Rule]) -> BTreeSet<String> {
     rules.iter().filter(|rule| rule.wants_pre_images()).map(|rule| rule.source.collection.clone()).collect()
 }
 
-/// The rules in an order in which each comes after those whose writes it reads.
+/// The rules in an order in which each follows the rules whose writes it reads.
 pub(crate) fn in_dependency_order(rules: &[Rule]) -> Result<Vec<&Rule>, String> {
     let overlap = |a: &str, b: &str| {
         let (shorter, longer) = if a.len() <= b.len() { (a, b) } else { (b, a) };
@@ -302,7 +302,7 @@ pub(crate) fn in_dependency_order(rules: &[Rule]) -> Result<Vec<&Rule>, String> 
     let after = |later: &Rule, earlier: &Rule| {
         earlier.writes().iter().any(|(collection, path)| {
             later.reads().iter().any(|(read_in, read)| {
-                // A deleted document of one's own target collection is no input.
+                // A deleted document in a rule's own target collection is not an input.
                 (read_in == collection)
                     && !(path.is_empty() && *collection == later.target.collection)
                     && overlap(path, read)
@@ -319,7 +319,7 @@ pub(crate) fn in_dependency_order(rules: &[Rule]) -> Result<Vec<&Rule>, String> 
     Ok(ordered)
 }
 
-/// The one array prefix that the paths with `$[]` share.
+/// The array prefix that all paths with `$[]` share.
 fn prefix<'a>(paths: impl Iterator<Item = &'a Path>) -> Result<Vec<Part>, String> {
     let mut found: Vec<Part> = Vec::new();
     for path in paths {

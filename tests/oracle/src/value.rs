@@ -1,4 +1,4 @@
-//! The server's order and equality of values, and the stricter identity that promise 1 is about.
+//! The server's order and equality of values, and the stricter identity of promise 1.
 
 use std::cmp::Ordering;
 
@@ -37,7 +37,7 @@ pub fn equal(a: &Bson, b: &Bson) -> bool {
     compare(a, b) == Ordering::Equal
 }
 
-/// The same value, BSON type, order of fields and sign of zero and all. NaN is identical to NaN.
+/// The same value, including BSON type, order of fields and sign of zero. NaN is identical to NaN.
 #[must_use]
 pub fn identical(a: &Bson, b: &Bson) -> bool {
     match (a, b) {
@@ -50,13 +50,13 @@ pub fn identical(a: &Bson, b: &Bson) -> bool {
     }
 }
 
-/// Whether this is one of the four number types.
+/// True for the four number types.
 #[must_use]
 pub fn is_number(value: &Bson) -> bool {
     matches!(value, Bson::Int32(_) | Bson::Int64(_) | Bson::Double(_) | Bson::Decimal128(_))
 }
 
-/// Null, undefined, or not there at all.
+/// True for null, undefined and a missing value.
 #[must_use]
 pub fn is_nothing(value: Option<&Bson>) -> bool {
     matches!(value, None | Some(Bson::Null | Bson::Undefined))
@@ -125,7 +125,7 @@ fn integer(value: &Bson) -> Option<i64> {
     }
 }
 
-/// A number as `f64`; what is no number is NaN.
+/// A number as `f64`; NaN for other values.
 #[must_use]
 pub fn float(value: &Bson) -> f64 {
     match value {
@@ -148,7 +148,7 @@ fn compare_floats(a: f64, b: f64) -> Ordering {
     }
 }
 
-/// Without rounding the integer: 2^53 + 1 is not 2^53.
+/// Compares without rounding the integer: 2^53 + 1 is not 2^53.
 fn compare_integer_with_float(integer: i64, float: f64) -> Ordering {
     const LIMIT: f64 = 9_223_372_036_854_775_808.0;
     if float.is_nan() || float < -LIMIT {

@@ -1,4 +1,4 @@
-//! The generator against the oracle alone: what it draws is within the language, and converging is convergence.
+//! The generator against the oracle alone: its output is within the rule language, and repeated application converges.
 
 use bson::Document;
 use denormd_oracle::{Generator, Odd, Op, Options, Oracle, World, differences};
@@ -10,7 +10,7 @@ fn every_kind(seed: u64) -> Options {
         1 => all,
         2 => Options { destroy: true, mixed_composite: true, write_owned: true, ..all },
         3 => Options { failing: true, chains: false, ..all },
-        // Megabytes are for a server.
+        // Large values are tested on a server.
         _ => Options { odd: Odd::ALL.into_iter().filter(|odd| *odd != Odd::Large).collect(), ..all },
     }
 }
@@ -38,7 +38,7 @@ fn a_converged_world_stays_and_a_history_disturbs_it() {
             disturbed += usize::from(!differences(&expectation, &world).is_empty());
             noted += expectation.notes.len();
             world = expectation.world;
-            // What one document's deletion leaves dangling in its own collection goes next.
+            // References that a deleted document leaves dangling in its own collection are processed next.
             for _ in 0..if seed % 5 == 2 { 5 } else { 0 } {
                 world = oracle.expected(&world).unwrap().world;
             }

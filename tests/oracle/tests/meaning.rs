@@ -1,9 +1,9 @@
-//! The oracle against the contract's "exact meaning", example by example, with results written by hand.
+//! The oracle against the contract's "exact meaning", example by example, with expected results written by hand.
 
 use bson::{Bson, Document, doc, oid::ObjectId};
 use denormd_oracle::{Oracle, World, differences, expected};
 
-/// What one rule makes of the targets `t`, given the sources `s`.
+/// The targets `t` after one rule, given the sources `s`.
 fn targets(rule: Document, sources: &[Document], targets: &[Document]) -> Vec<Document> {
     let rule = doc! {"name": "r"}.into_iter().chain(rule).collect();
     let world = World::from([("s".into(), sources.to_vec()), ("t".into(), targets.to_vec())]);

@@ -8,10 +8,11 @@ use std::{
     time::Duration,
 };
 
-/// How long a stop in good order may take.
+/// Time limit of a regular shutdown.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
 
-/// `denormd run` with a config file of `config/`, on a cluster of ours. Gone with its log when this is dropped.
+/// `denormd run` with a config file of `config/`, on a cluster of ours. Ends, and its log is removed, when this is
+/// dropped.
 pub struct Daemon {
     binary: PathBuf,
     config: PathBuf,
@@ -22,12 +23,12 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// With `config/<name>`; nothing runs yet.
+    /// A daemon with `config/<name>`; nothing runs yet.
     pub fn new(config: &str, uri: &str) -> Self {
         Self::with(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../config").join(config), uri)
     }
 
-    /// With this config file. The binary is the one beside this program, or `$DENORMD`.
+    /// A daemon with this config file. The binary is the one in this program's folder, or `$DENORMD`.
     pub fn with(config: &Path, uri: &str) -> Self {
         let beside = env::current_exe().expect("the path of this program").with_file_name("denormd");
         let binary = env::var_os("DENORMD").map_or(beside, PathBuf::from);
@@ -37,7 +38,7 @@ impl Daemon {
         Self { binary, config, uri: uri.to_owned(), listen: "127.0.0.1:0".to_owned(), child: None, log }
     }
 
-    /// On a port of this machine that was free a moment ago, so that it can be asked.
+    /// Uses a free port of this machine, so that it can receive requests.
     #[must_use]
     pub fn reachable(mut self) -> Self {
         let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
@@ -45,18 +46,18 @@ impl Daemon {
         self
     }
 
-    /// Where it listens, as the last [`Daemon::reachable`] has found it.
+    /// The address that it listens on, as chosen by the last [`Daemon::reachable`].
     pub fn address(&self) -> &str {
         &self.listen
     }
 
-    /// `denormd wait`: returns when all that is committed now is applied.
+    /// `denormd wait`: returns when everything committed is applied.
     pub fn wait(&self) {
         let output = self.command(&["wait"]).output().expect("denormd starts");
         assert!(output.status.success(), "denormd wait: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// Of the process that runs.
+    /// The id of the running process.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
     }
@@ -71,7 +72,7 @@ impl Daemon {
         command
     }
 
-    /// `denormd plan --apply`: the commands that it ran.
+    /// `denormd plan --apply`: returns the commands that it ran.
     pub fn plan_apply(&self) -> Vec<String> {
         let output = self.command(&["plan", "--apply"]).output().expect("denormd starts");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -94,7 +95,7 @@ impl Daemon {
         child.wait().expect("the exit status");
     }
 
-    /// SIGTERM, on which the daemon ends what is in flight and exits with 0.
+    /// SIGTERM, after which the daemon finishes the work in flight and exits with 0.
     pub async fn stop(&mut self) {
         self.assert_running();
         let mut child = self.child.take().expect("a daemon that runs");
@@ -115,7 +116,7 @@ impl Daemon {
         assert!(status.success(), "denormd did not stop in good order: {status}\n{}", self.log_tail());
     }
 
-    /// Panics with the end of the log when the daemon has ended by itself.
+    /// Panics with the end of the log if the daemon has ended by itself.
     pub fn assert_running(&mut self) {
         if let Some(child) = &mut self.child
             && let Some(status) = child.try_wait().expect("the exit status")
@@ -132,7 +133,7 @@ impl Daemon {
         lines[lines.len().saturating_sub(LINES)..].join("\n")
     }
 
-    /// The lines of the log that warn or worse.
+    /// The warnings and errors in the log.
     pub fn warnings(&self) -> Vec<String> {
         let log = fs::read_to_string(&self.log).unwrap_or_default();
         let bad = |line: &&str| line.contains("\"level\":\"WARN\"") || line.contains("\"level\":\"ERROR\"");

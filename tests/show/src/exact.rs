@@ -1,4 +1,4 @@
-//! The figures of `denormd advise` against exact counts: one `$group` for each relationship that it found.
+//! The figures of `denormd advise` against exact counts: one `$group` for each relationship in its report.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,8 @@ use futures_util::TryStreamExt;
 use mongodb::{Client, Collection};
 use serde_json::{Value, json};
 
-/// Counts what a report says of each relationship; returns a line for each, and how many of them differ.
+/// Recomputes the figures of each relationship in a report; returns a line for each, and the number of those that
+/// differ.
 pub async fn compare(client: &Client, report: &Value) -> (Vec<String>, usize) {
     let (mut lines, mut wrong) = (Vec::new(), 0);
     for found in report["relationships"].as_array().expect("a list") {
@@ -45,7 +46,7 @@ fn side(client: &Client, side: &Value) -> (Collection<Document>, String) {
     (client.database(database).collection(collection), text("path"))
 }
 
-/// What stands at a path, and how often.
+/// The values at a path, with their counts.
 async fn group(collection: &Collection<Document>, path: &str) -> Vec<(Bson, u64)> {
     let mut stages = Vec::new();
     let mut name = String::from("$");
@@ -75,7 +76,7 @@ async fn count(holder: &Collection<Document>, path: &str, (held, key): (&Collect
     let fans: Vec<u64> = fans.collect();
     let (documents, resolved) = (held.count_documents(doc! {}).await.expect("a count"), fans.iter().sum::<u64>());
     json!({
-        "references": references, "resolved": resolved, "mean": ratio(resolved, documents), "fan_out": spread(fans),
+        "references": references, "resolved": resolved, "mean": ratio(resolved, documents), "fan_out": fan_out(fans),
     })
 }
 
@@ -88,11 +89,11 @@ async fn lengths(collection: &Collection<Document>, array: &str) -> Value {
     let found = collection.aggregate(stages).await.expect("an aggregation");
     let found: Vec<Document> = found.try_collect().await.expect("rows");
     let number = |row: &Document| u64::try_from(row.get_i64("n").expect("a number")).expect("a length");
-    spread(found.iter().map(number).collect())
+    fan_out(found.iter().map(number).collect())
 }
 
-/// By nearest rank.
-fn spread(mut numbers: Vec<u64>) -> Value {
+/// Percentiles by nearest rank.
+fn fan_out(mut numbers: Vec<u64>) -> Value {
     numbers.sort_unstable();
     let at = |percent: usize| numbers[(numbers.len() * percent).div_ceil(100).max(1) - 1];
     if numbers.is_empty() {

@@ -1,4 +1,4 @@
-//! A year of flights out of New York, and what denormd must make of them.
+//! A year of flights out of New York, and the expected result of denormd's rules.
 
 pub mod changes;
 pub mod expected;
@@ -8,5 +8,5 @@ pub mod tables;
 
 /// The database of `config/flights.yaml`.
 pub const DATABASE: &str = "nycflights";
-/// Its rules.
+/// The number of its rules.
 pub const RULES: usize = expected::Rule::ALL.len();

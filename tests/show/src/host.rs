@@ -1,8 +1,8 @@
-//! What processes use, as Linux tells it, and signals to them.
+//! Resource usage of processes, as reported by Linux, and signals to them.
 
 use std::{fs, process::Command, sync::LazyLock};
 
-/// What a second of CPU is counted in, in `/proc/PID/stat`.
+/// The unit of CPU time in `/proc/PID/stat`, in ticks per second.
 static TICKS: LazyLock<f64> = LazyLock::new(|| {
     let output = Command::new("getconf").arg("CLK_TCK").output().expect("getconf runs");
     String::from_utf8_lossy(&output.stdout).trim().parse().expect("a number of ticks")
@@ -11,13 +11,13 @@ static TICKS: LazyLock<f64> = LazyLock::new(|| {
 /// The CPU seconds that a process has used.
 pub fn cpu(pid: u32) -> f64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("a process that runs, on Linux");
-    // The second field is a name in parentheses, which may hold anything; utime and stime are the 14th and the 15th.
+    // The second field is a name in parentheses, which may contain anything; utime and stime are the 14th and the 15th.
     let (_, rest) = stat.rsplit_once(')').expect("a name in parentheses");
     let spent = rest.split_whitespace().skip(11).take(2);
     spent.map(|ticks| ticks.parse::<f64>().expect("a number of ticks")).sum::<f64>() / *TICKS
 }
 
-/// Megabytes of memory: what is resident now, and the most that ever was.
+/// Memory in megabytes: the current resident memory, and its peak.
 pub fn memory(pid: u32) -> (f64, f64) {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a process that runs, on Linux");
     let of = |name: &str| {
@@ -27,7 +27,7 @@ pub fn memory(pid: u32) -> (f64, f64) {
     (of("VmRSS:"), of("VmHWM:"))
 }
 
-/// Sends a signal: `STOP` holds a process where it is, `CONT` lets it go on.
+/// Sends a signal: `STOP` suspends a process, `CONT` resumes it.
 pub fn signal(pid: u32, name: &str) {
     let status = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().expect("kill runs");
     assert!(status.success(), "SIG{name} could not be sent");

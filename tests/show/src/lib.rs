@@ -1,7 +1,7 @@
 //! Shows denormd at work: `make demo` on a small shop, `make flights` on a year of real flights.
 //!
-//! Both start a throw-away replica set and drive the release binary `denormd` as anyone would: a config file, `plan
-//! --apply`, `run`, and SIGKILL. What they know of it is what an operator can see, the data and the state database.
+//! Both start a throw-away replica set and drive the release binary `denormd` like any user: a config file, `plan
+//! --apply`, `run`, and SIGKILL. They observe it like an operator, through the data and the state database.
 
 pub mod daemon;
 pub mod exact;

@@ -1,10 +1,10 @@
-//! For eyes: headings, numbers, documents side by side.
+//! Output for people: headings, numbers, documents side by side.
 
 use std::{fmt::Write as _, io::IsTerminal, time::Duration};
 
 use bson::{Bson, Document};
 
-/// Columns of one document when two stand side by side.
+/// Width of one document when two are shown side by side.
 const COLUMN: usize = 56;
 
 fn paint(code: &str, text: &str) -> String {
@@ -15,22 +15,22 @@ fn paint(code: &str, text: &str) -> String {
     }
 }
 
-/// Stands out.
+/// Emphasizes text.
 pub fn bold(text: &str) -> String {
     paint("1", text)
 }
 
-/// Stands back.
+/// De-emphasizes text.
 pub fn dim(text: &str) -> String {
     paint("2", text)
 }
 
-/// Is good.
+/// Marks a good result.
 pub fn green(text: &str) -> String {
     paint("32", text)
 }
 
-/// Is not.
+/// Marks a bad result.
 pub fn red(text: &str) -> String {
     paint("1;31", text)
 }
@@ -76,7 +76,7 @@ pub fn rate(number: usize, duration: Duration) -> String {
     format!("{}/s", count(if exact > 1000 { exact / 100 * 100 } else { exact }))
 }
 
-/// A document as lines: a field each, and an element each of an array of subdocuments.
+/// A document as lines: one per field, and one per element of an array of subdocuments.
 fn lines(document: &Document) -> Vec<String> {
     let mut out = Vec::new();
     for (name, value) in document {
@@ -92,7 +92,7 @@ fn lines(document: &Document) -> Vec<String> {
     out
 }
 
-/// A value on one line, as the shell shows it.
+/// A value on one line, as in the shell.
 fn inline(value: &Bson) -> String {
     match value {
         Bson::Document(document) => {
@@ -108,7 +108,7 @@ fn inline(value: &Bson) -> String {
     }
 }
 
-/// Two states of a document side by side; lines that differ stand out and are marked.
+/// Two states of a document side by side; lines that differ are marked and coloured.
 pub fn side_by_side(left: &str, before: &Document, right: &str, after: &Document) {
     let (before, after) = (lines(before), lines(after));
     let mut out = dim(&format!("  {}   {right}", pad(left)));
@@ -116,7 +116,7 @@ pub fn side_by_side(left: &str, before: &Document, right: &str, after: &Document
     for place in 0..before.len().max(after.len()) {
         let (old, new) = (before.get(place).map_or("", String::as_str), after.get(place).map_or("", String::as_str));
         let (old, new) = (pad(&shorten(old)), shorten(new));
-        // Marked as `diff -y` does, for where there is no colour.
+        // Marked like `diff -y`, for output without colours.
         let (old, mark, new) = if old.trim_end() == new { (old, " ", new) } else { (red(&old), "|", green(&new)) };
         writeln!(out, "  {old} {mark} {new}").expect("a string takes text");
     }

@@ -1,4 +1,4 @@
-//! How far the daemon is, seen from outside: what it keeps in its state database.
+//! The daemon's progress, as seen from outside in its state database.
 
 use std::time::Duration;
 
@@ -7,9 +7,9 @@ use futures_util::TryStreamExt;
 use mongodb::{Client, Collection};
 use tokio::time::{Instant, sleep};
 
-/// Generous: reached only when something is broken.
+/// Generous limit: reached only if something is broken.
 const LIMIT: Duration = Duration::from_mins(15);
-/// How often the state is looked at.
+/// Pause between two reads of the state.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// The state of one deployment, by the names of `state.database` and its collections.
@@ -21,7 +21,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of a daemon with so many rules over one database.
+    /// The state of a daemon with this number of rules over one database.
     pub fn new(client: &Client, database: &str, rules: usize) -> Self {
         Self { client: client.clone(), database: database.to_owned(), rules }
     }
@@ -45,7 +45,7 @@ impl Progress {
         }
     }
 
-    /// Waits until all that is committed now is applied. The daemon saves its position once a second while it moves, so
+    /// Waits until everything committed is applied. The daemon saves its position once a second while it changes, so
     /// this returns up to a second late.
     pub async fn wait_caught_up(&self) {
         let started = Instant::now();
@@ -61,7 +61,8 @@ impl Progress {
                 .expect("the positions");
             let time = |position: &Document| position.get_timestamp("time").ok();
             let reached = !positions.is_empty() && positions.iter().all(|position| time(position) >= Some(now));
-            // After the positions: a rule that an event sends back to be backfilled is recorded before they pass it.
+            // Checked after the positions: a rule that an event sends back to a backfill is recorded before they pass
+            // it.
             if reached && self.backfilled().await == self.rules {
                 return;
             }
@@ -73,16 +74,16 @@ impl Progress {
         }
     }
 
-    /// Writes where no rule looks; the time of that write on the cluster's clock.
+    /// Writes to a collection of no rule; returns the cluster time of that write.
     async fn mark(&self) -> Timestamp {
         let insert = doc! {"insert": "marks", "documents": [{}], "writeConcern": {"w": "majority"}};
         let reply = self.client.database(&self.database).run_command(insert).await.expect("an insert");
         reply.get_timestamp("operationTime").expect("a replica set's reply has an operationTime")
     }
 
-    /// The dead letters: what could not be written, and why.
+    /// The dead letters, with their reasons.
     pub async fn dead_letters(&self) -> Vec<Document> {
-        let letters = self.state("dead_letters").find(doc! {}).await.expect("the dead letters");
-        letters.try_collect().await.expect("the dead letters")
+        let dead_letters = self.state("dead_letters").find(doc! {}).await.expect("the dead letters");
+        dead_letters.try_collect().await.expect("the dead letters")
     }
 }

@@ -5,16 +5,16 @@ use mongodb::Database;
 
 /// The database of `config/shop.yaml`.
 pub const DATABASE: &str = "shop";
-/// Parts.
+/// Number of parts.
 pub const PARTS: i32 = 200;
-/// Products.
+/// Number of products.
 pub const PRODUCTS: i32 = 1_000;
-/// Hosts: one moves with every tenth part.
+/// Number of hosts: one moves with every tenth part.
 pub const HOSTS: i32 = PARTS / 10;
-/// Log messages.
+/// Number of log messages.
 pub const MESSAGES: i32 = 20_000;
 
-/// Loads it.
+/// Loads the shop.
 pub async fn load(database: &Database) {
     let names = ["Spoke", "Rim", "Hub", "Chain", "Saddle", "Pedal", "Brake", "Tyre", "Bell", "Lamp"];
     let name = |id: i32| format!("{} {}", names[usize::try_from(id).unwrap_or_default() % names.len()], 100 + id);

@@ -10,7 +10,7 @@ use super::{
 };
 
 impl Generator {
-    /// A whole document: the fields that expressions read, and the references of every rule that looks for them here.
+    /// A whole document: the fields that expressions read, and the references of every rule that reads them here.
     pub(super) fn draw_document(&mut self, coll: &str, id: Option<Bson>) -> Document {
         let mut document = doc! {"_id": id.unwrap_or_else(|| self.draw_key())};
         for field in ["name", "label", "num", "n", "rank", "info", "list", "tags", "code", "tenant", "status"] {
@@ -24,7 +24,7 @@ impl Generator {
             }
         }
         for scenario in self.owners(coll) {
-            // An application that read the document, and writes it back with old copies or none.
+            // An application that has read the document writes it back with old copies, or with none.
             if self.rng.random_bool(0.15) {
                 let wrong = self.options.wrong_shapes && self.rng.random_bool(0.4);
                 let field = scenario.outputs.first().map(|path| path.split('.').next().unwrap_or(path).to_owned());
@@ -45,12 +45,12 @@ impl Generator {
         document
     }
 
-    /// Rules whose references this collection's documents hold.
+    /// Rules whose references are in this collection's documents.
     fn holders(&self, coll: &str) -> Vec<Scenario> {
         self.scenarios.iter().filter(|scenario| self.collections[scenario.holder()] == coll).cloned().collect()
     }
 
-    /// Rules that write into this collection.
+    /// Rules that write to this collection.
     fn owners(&self, coll: &str) -> Vec<Scenario> {
         self.scenarios.iter().filter(|scenario| self.collections[scenario.target] == coll).cloned().collect()
     }
@@ -93,7 +93,7 @@ impl Generator {
             && element.contains_key("role")
             && self.rng.random_bool(0.3)
         {
-            // Beside the key, below the same top-level field.
+            // Next to the key, below the same top-level field.
             element.insert("role", format!("{NOT_UTF8}"));
         }
         if let Bson::Document(element) = &mut element
@@ -101,7 +101,7 @@ impl Generator {
             && scenario.holder() == scenario.target
             && self.rng.random_bool(0.15)
         {
-            // An element that was read before and is written back with its old copies.
+            // An element that was read earlier is written back with its old copies.
             let number = scenario.number;
             let own = format!("r{number}.$[].o{number}");
             let rule = self.rules.get(number).map(ToString::to_string).unwrap_or_default();
@@ -115,7 +115,7 @@ impl Generator {
         element
     }
 
-    /// Mostly the id of a document that is there.
+    /// Usually the id of an existing document.
     pub(super) fn draw_known_id(&mut self, coll: &str) -> Bson {
         let known = self.model.get(coll).and_then(|documents| documents.choose(&mut self.rng));
         match known.and_then(|document| document.get("_id").cloned()) {
@@ -154,7 +154,7 @@ impl Generator {
             ("info", 6) => doc! {"$set": {"info.b.c": scalar(&mut self.rng)}},
             ("tags", 2..=4) => doc! {"$push": {"tags": scalar(&mut self.rng)}},
             ("list", 2..=4) => doc! {"$push": {"list": {"x": scalar(&mut self.rng)}}},
-            // Two fields at once, one of which may decide where the document belongs.
+            // Two fields at once, one of which may decide which key the document belongs to.
             (_, 9) => doc! {"$set": {
                 field: self.draw_value(field),
                 "status": self.draw_value("status"),
@@ -163,7 +163,7 @@ impl Generator {
         }
     }
 
-    /// References come, go, move and are re-pointed.
+    /// Adds, removes, moves or changes references.
     fn draw_move(&mut self, scenario: &Scenario, coll: &str, filter: &Document) -> Document {
         let field = scenario.field();
         let stored = self.model.get(coll).and_then(|documents| {
@@ -239,7 +239,7 @@ pub(super) fn key(rng: &mut StdRng) -> Bson {
     }
 }
 
-/// What a reference holds: a key, or what `key_type` makes one of.
+/// The value of a reference: a key, or a value that `key_type` converts into one.
 fn reference_key(rng: &mut StdRng) -> Bson {
     match rng.random_range(0..100) {
         0..=11 => Bson::String(object_id(rng).to_hex()),

@@ -1,4 +1,4 @@
-//! The kinds of data, writes and commands that few applications have, and that stop a daemon for good if it has not heard of them.
+//! The rare kinds of data, writes and commands that stop a daemon for good if it does not handle them.
 
 use std::collections::BTreeSet;
 
@@ -8,12 +8,12 @@ use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 use super::{Generator, Held, Kind, Scenario, draw, shape::Shape};
 use crate::{Op, World, value::equal};
 
-/// One such kind. A world has each of those that [`super::Options`] allow with a certain probability.
+/// One rare kind. A world has each kind that [`super::Options`] allow with a certain probability.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Odd {
-    /// Strings that are not UTF-8, in values, references and `_id`s: here with [`NOT_UTF8`] in them.
+    /// Strings that are not UTF-8, in values, references and `_id`s: represented here by [`NOT_UTF8`].
     NotUtf8,
-    /// Values and documents of megabytes, up to what the server can hold.
+    /// Values and documents of megabytes, up to the limit of the server.
     Large,
     /// Empty arrays and objects wherever an expression can yield them.
     Empty,
@@ -21,7 +21,7 @@ pub enum Odd {
     Collections,
     /// Pre-images that are switched off and on.
     PreImages,
-    /// Targets whose value cannot be computed, beside others.
+    /// Targets whose value cannot be computed, among others.
     Failing,
     /// Keys whose value takes long to compute.
     Slow,
@@ -33,7 +33,7 @@ pub enum Odd {
     EdgeIds,
 }
 
-/// Stands for three bytes that are no UTF-8: in worlds in memory a string is a string.
+/// Stands for three bytes that are not UTF-8: worlds in memory only have valid strings.
 pub const NOT_UTF8: char = '\u{F8FF}';
 
 impl Odd {
@@ -51,7 +51,7 @@ impl Odd {
         Self::EdgeIds,
     ];
 
-    /// Its name, to choose it by.
+    /// Its name, by which it is chosen.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -68,7 +68,7 @@ impl Odd {
         }
     }
 
-    /// How many worlds of a hundred have it. What is slow to do is rare.
+    /// Percentage of worlds with this kind. Slow kinds are rare.
     fn percentage(self) -> u32 {
         match self {
             Self::Large => 6,
@@ -78,17 +78,17 @@ impl Odd {
     }
 }
 
-/// Draws which of the allowed kinds a world has. One alone is in each of them.
+/// Draws the kinds of a world from the allowed ones. A single allowed kind is in every world.
 pub(super) fn drawn(rng: &mut StdRng, allowed: &[Odd]) -> BTreeSet<Odd> {
     let alone = allowed.len() == 1;
     allowed.iter().copied().filter(|odd| alone || rng.random_range(0..100) < odd.percentage()).collect()
 }
 
-/// The bytes of large values: some documents hold two of the smaller ones, and one of the largest fits alone.
+/// Sizes of large values in bytes: some documents hold two of the smaller ones, and one of the largest fits alone.
 const LARGE: [usize; 4] = [1 << 20, 3 << 20, 9 << 20, (16 << 20) - 20_000];
 
 impl Generator {
-    /// Whether this world has the kind.
+    /// True if this world has the kind.
     #[must_use]
     pub fn has(&self, odd: Odd) -> bool {
         self.odd.contains(&odd)
@@ -106,14 +106,14 @@ impl Generator {
         self.collated.contains(&nth).then(|| doc! {"locale": "en", "strength": 2})
     }
 
-    /// Draws what collections are like.
+    /// Draws the collections with a default collation.
     pub(super) fn draw_collations(&mut self) {
         if self.has(Odd::Collation) {
             self.collated = (0..self.collections.len()).filter(|_| self.rng.random_bool(0.6)).collect();
         }
     }
 
-    /// One of the commands that few applications send, or none.
+    /// One of the rare commands, or none.
     pub(super) fn draw_odd(&mut self, coll: &str) -> Option<Op> {
         let away = format!("{coll}x");
         if self.model.contains_key(&away) && self.rng.random_bool(0.4) {
@@ -142,19 +142,19 @@ impl Generator {
         kept.into_iter().filter(|_| self.rng.random_bool(0.8)).collect()
     }
 
-    /// Keeps the present state as a backup.
+    /// Saves the current state as a backup.
     pub(super) fn back_up(&mut self) {
         self.backup = World::clone(&self.model);
     }
 
-    /// Moves a nested reference and writes an owned field in one update.
+    /// Changes a nested reference and writes an owned field in one update.
     fn draw_echo(&mut self) -> Option<Op> {
         let scenarios: Vec<Scenario> = self
             .scenarios
             .iter()
             .filter(|it| it.kind == Kind::Set && it.held_by == Held::Target)
             .filter(|it| matches!(it.shape, Shape::Dotted | Shape::Pair) && !it.outputs.is_empty())
-            // A rule of a chain may refer by what another rule has written.
+            // A rule of a chain may refer by a field that another rule has written.
             .filter(|it| {
                 self.rules[it.number].to_string().contains(&format!("{:?}", it.shape.key_paths(&it.field())[0]))
             })
@@ -217,7 +217,7 @@ impl Generator {
             return match field {
                 "name" | "tags" | "list" => draw::pick(rng, &[bson!([]), bson!({}), bson!([[]]), bson!([{}])]),
                 "info" => draw::pick(rng, &[bson!({}), bson!({"a": []}), bson!({"a": {}, "b": {"c": []}})]),
-                // Two arrays cannot be sorted by.
+                // The server cannot sort by two arrays.
                 "n" => draw::pick(rng, &[bson!(1), bson!([]), bson!({})]),
                 _ => draw::user_value(rng, field),
             };

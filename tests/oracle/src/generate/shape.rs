@@ -1,9 +1,9 @@
-//! The forms that references take.
+//! The forms of references.
 
 use bson::{Bson, Document, doc};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
-/// How the references in a document look.
+/// The form of the references in a document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shape {
     /// `r: key`
@@ -68,7 +68,7 @@ impl Shape {
         below.iter().map(|path| format!("{field}{path}")).collect()
     }
 
-    /// What an owned path may begin with, from none to the whole array prefix.
+    /// Possible prefixes of an owned path, from none to the whole array prefix.
     pub(super) fn prefixes(self, field: &str) -> Vec<String> {
         let mut prefixes = vec![String::new()];
         if self.is_array() {
@@ -82,7 +82,7 @@ impl Shape {
         prefixes
     }
 
-    /// Whether the elements at this prefix are the ids themselves.
+    /// True if the elements at this prefix are the ids themselves.
     pub(super) fn is_bare(self, prefix: &str) -> bool {
         (self == Self::Ids && !prefix.is_empty()) || prefix.ends_with("ids.$[].")
     }
@@ -91,7 +91,7 @@ impl Shape {
         !matches!(self, Self::Scalar | Self::Dotted | Self::DbRef | Self::Pair)
     }
 
-    /// Whether its elements have fields beside the key.
+    /// True if its elements have other fields than the key.
     pub(super) fn has_fields(self) -> bool {
         matches!(self, Self::Elements | Self::Nested | Self::Pairs)
     }
@@ -109,7 +109,8 @@ impl Shape {
         })
     }
 
-    /// One reference, or one element of the array of references. `key` draws a key, `to` names what DBRefs are to.
+    /// One reference, or one element of the array of references. `key` draws a key, `to` is the database and collection
+    /// of DBRefs.
     pub(super) fn element(self, rng: &mut StdRng, to: (&str, &str), key: &mut dyn FnMut(&mut StdRng) -> Bson) -> Bson {
         let some = |rng: &mut StdRng| rng.random_range(0..=3);
         let mut element = match self {
@@ -134,7 +135,7 @@ fn role(rng: &mut StdRng) -> &'static str {
     ["lead", "extra", "$name", ""].choose(rng).copied().unwrap_or_default()
 }
 
-/// Mostly a number, in one of the number types.
+/// Usually a number, in one of the number types.
 pub(super) fn tenant(rng: &mut StdRng) -> Bson {
     [Bson::Int32(1), Bson::Int32(1), Bson::Int64(2), Bson::Double(1.0), Bson::Null]
         .choose(rng)

@@ -1,5 +1,5 @@
-//! `make advise`: what `denormd advise` says of the shop, or of a year of flights, while an application reads and writes;
-//! and its figures against exact counts.
+//! `make advise`: the output of `denormd advise` for the shop, or for a year of flights, while an application reads and
+//! writes; and its figures against exact counts.
 
 use std::{
     env,
@@ -18,13 +18,13 @@ use denormd_show::{
 use futures_util::TryStreamExt;
 use mongodb::{Client, Database};
 
-/// How long the application is watched.
+/// Time for which the application is observed.
 const OBSERVE: &str = "20s";
 
 #[tokio::main]
 async fn main() {
     let data = env::var("DATA").unwrap_or_default();
-    // Everything is slow to this server, so that its log has in a few seconds what yours has in a week.
+    // Every query counts as slow on this server, so that its log has in a few seconds what a real one has in a week.
     let set = ReplicaSet::builder().cache_gb(1.0).oplog_mb(1024).arg("--slowms").arg("-1").start().await;
     let client = set.client().await;
     let flights = data == "flights";
@@ -57,7 +57,7 @@ fn command(uri: &str, words: &[&str]) -> Command {
     command
 }
 
-/// `denormd` with these words, on a thread of its own; true when it is done in good order.
+/// Runs `denormd` with these arguments on its own thread; true when it succeeded.
 fn start(uri: &str, words: &[&str]) -> tokio::task::JoinHandle<bool> {
     let mut command = command(uri, words);
     println!("\n{}", bold(&format!("denormd {}", words.join(" "))));
@@ -84,7 +84,7 @@ async fn use_it(client: &Client, flights: bool, advise: tokio::task::JoinHandle<
     assert!(advise.await.expect("it runs"), "denormd advise failed");
 }
 
-/// The page of a product, with its parts; now and then the log of a host, an order, a host that moves.
+/// The page of a product, with its parts; occasionally the log of a host, an order, or a host that moves.
 async fn page(shop: &Database, n: i32) {
     let collection = |name: &str| shop.collection::<Document>(name);
     let product = collection("products").find_one(doc! {"_id": n % shop::PRODUCTS + 1}).await.expect("a read");
@@ -106,7 +106,7 @@ async fn page(shop: &Database, n: i32) {
     }
 }
 
-/// The board of an airport: its next flights, with their airlines; now and then a flight that is late.
+/// The board of an airport: its next flights, with their airlines; occasionally a late flight.
 async fn board(flights: &Database, n: i32) {
     let collection = |name: &str| flights.collection::<Document>(name);
     let origin = ["EWR", "JFK", "LGA"][usize::try_from(n % 3).unwrap_or_default()];

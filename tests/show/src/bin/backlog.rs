@@ -1,8 +1,8 @@
-//! `make backlog`: how much memory the daemon takes while millions of events wait for it.
+//! `make backlog`: the daemon's memory while millions of events wait for it.
 //!
-//! It is stopped while an application writes `EVENTS` changes, each of a key of its own, so that nothing coalesces; then it is
-//! started, and its memory is read until all of them are applied. More than `LIMIT_MB` (256) fails.
-//! `DENORMD` names the binary; otherwise it is the one beside this program.
+//! It is stopped while an application writes `EVENTS` changes, each to another key, so that nothing is coalesced; then
+//! it is started, and its memory is measured until all of them are applied. More than `LIMIT_MB` (256) fails. `DENORMD`
+//! names the binary; otherwise it is the one in this program's folder.
 
 use std::{
     env, fs,
@@ -23,9 +23,9 @@ use mongodb::Database;
 
 /// Documents in one insert.
 const BULK: usize = 20_000;
-/// Lines of the table, about.
+/// Approximate number of lines in the table.
 const LINES: usize = 20;
-/// What one event may take of the oplog, in bytes, with room for what is written while it is read.
+/// Space of one event in the oplog, in bytes, with room for the writes during the run.
 const OPLOG_BYTES: usize = 700;
 
 fn number(name: &str, default: usize) -> usize {
@@ -87,7 +87,8 @@ fn config(test: &TestDb) -> std::path::PathBuf {
     file
 }
 
-/// Half of the changes bring targets; a quarter brings their sources, two targets each; a quarter changes each source once.
+/// Half of the changes insert targets; a quarter inserts their sources, with two targets each; a quarter changes each
+/// source once.
 async fn write(db: &Database, events: usize) -> usize {
     let hosts = events / 4;
     let id = |n: usize| i64::try_from(n).expect("a number");
@@ -117,7 +118,7 @@ async fn write(db: &Database, events: usize) -> usize {
     written
 }
 
-/// Reads memory and depth until it is `done`, and prints some of it; returns the most memory, in megabytes.
+/// Measures memory and depth until it is `done`, and prints some of the values; returns the peak memory in megabytes.
 fn sample(daemon: &Daemon, events: usize, begun: Instant, done: impl Fn() -> bool) -> f64 {
     let pid = daemon.pid().expect("a daemon that runs");
     let (mut worst, mut next) = (0.0_f64, events + 1);
@@ -139,7 +140,7 @@ fn sample(daemon: &Daemon, events: usize, begun: Instant, done: impl Fn() -> boo
     }
 }
 
-/// Of the application's: the daemon's own writes come back as updates of targets.
+/// Events of the application: the daemon's own writes return as updates of targets.
 fn events_read(metrics: &str) -> usize {
     sum(metrics, |name| {
         name.starts_with("denormd_events_total") && !(name.contains(".logs\"") && name.contains("\"update\""))
@@ -151,7 +152,7 @@ fn sum(metrics: &str, wanted: impl Fn(&str) -> bool) -> usize {
     values.filter_map(|(_, value)| value.parse::<usize>().ok()).sum()
 }
 
-/// Waits until it leads, and until everything committed by then is applied, however long that takes.
+/// Waits until it leads, and then until everything committed is applied, however long that takes.
 fn until_applied(daemon: &Daemon) {
     while !get(daemon.address(), "/v1/wait?timeout=30").is_some_and(|answer| answer.starts_with("HTTP/1.1 200")) {
         thread::sleep(Duration::from_millis(200));
@@ -174,7 +175,7 @@ fn get(address: &str, path: &str) -> Option<String> {
     Some(answer)
 }
 
-/// Targets whose copy is not what their source says, counted by the server.
+/// Number of targets whose copy differs from their source, counted by the server.
 async fn wrong(db: &Database) -> usize {
     let pipeline = vec![
         doc! {"$lookup": {"from": "hosts", "localField": "host", "foreignField": "_id", "as": "source"}},

@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep};
 /// The number of rules in `config/shop.yaml`.
 const RULES: usize = 3;
 
-/// Longer than that and something is broken.
+/// Time limit of each step: a longer one means that something is broken.
 const LIMIT: Duration = Duration::from_secs(30);
 
 #[tokio::main]
@@ -104,7 +104,8 @@ impl Shop {
         self.collection(collection).find_one(doc! {"_id": id}).await.expect("a read").expect("a document")
     }
 
-    /// Reads a document each millisecond until it is as wanted; that, and the time since `acknowledged`.
+    /// Reads a document every millisecond until it has the expected content; returns it, and the time since
+    /// `acknowledged`.
     async fn until(
         &self,
         collection: &str,
@@ -127,7 +128,7 @@ impl Shop {
         Instant::now()
     }
 
-    /// Waits until none of a collection's documents is as the filter says.
+    /// Waits until no document of a collection matches the filter.
     async fn until_none(&self, collection: &str, stale: Document, since: Instant) -> Duration {
         while self.collection(collection).find_one(stale.clone()).await.expect("a read").is_some() {
             assert!(since.elapsed() < LIMIT, "{collection} still has {stale} after {LIMIT:?}");
@@ -136,7 +137,7 @@ impl Shop {
         since.elapsed()
     }
 
-    /// A part of product 1 by its place in an array.
+    /// The id of a part of product 1, by its position in an array.
     async fn id_in(&self, array: &str, place: usize) -> i32 {
         let product = self.read("products", 1).await;
         match &product.get_array(array).expect("an array")[place] {
@@ -219,7 +220,8 @@ impl Shop {
         side_by_side("product 1 before", &before, &format!("after {}", time(took)), &after);
     }
 
-    /// Kills the daemon in the middle of changes, makes more while it is down, and compares every document afterwards.
+    /// Kills the daemon in the middle of changes, makes more changes while it is stopped, and compares every document
+    /// afterwards.
     async fn kill9(&self, daemon: &mut Daemon, progress: &Progress) {
         title("kill -9 denormd", "while every part is renamed and every host moves");
         let mut changes = 0;
@@ -272,7 +274,8 @@ impl Shop {
         assert_eq!(parts + messages, 0, "differences are left; the daemon's log ends with\n{}", daemon.log_tail());
     }
 
-    /// How many products and log messages are not what the rules say, worked out here and from the sources alone.
+    /// Number of products and log messages that differ from the rules' definitions, computed here from the sources
+    /// alone.
     async fn stale(&self) -> [usize; 2] {
         let all = async |name: &str| -> Vec<Document> {
             self.collection(name).find(doc! {}).await.expect("a read").try_collect().await.expect("a read")
@@ -302,7 +305,7 @@ impl Shop {
     }
 }
 
-/// Whether a part of the product has this name.
+/// True if a part of the product has this name.
 fn shows(product: &Document, name: &str) -> bool {
     let parts = product.get_array("parts").map(Vec::as_slice).unwrap_or_default();
     parts.iter().filter_map(Bson::as_document).any(|part| part.get_str("name").ok() == Some(name))

@@ -1,4 +1,5 @@
-//! `make flights`: a year of real flights kept true through live changes, and every one of them compared in the end.
+//! `make flights`: a year of real flights kept in sync through live changes, with a comparison of every flight at the
+//! end.
 
 use std::{
     env,
@@ -31,7 +32,7 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// The moments to kill the daemon at are drawn from this long after the start of the backfill, and of the live changes.
+/// Range of the random times at which the daemon is killed, from the start of the backfill, and of the live changes.
 const KILLS_WITHIN: Duration = Duration::from_secs(25);
 
 #[tokio::main]
@@ -85,7 +86,7 @@ struct Show {
     loaded: Loaded,
 }
 
-/// What the daemon did, and in what time.
+/// The daemon's work, and the times it took.
 struct Live {
     users: Users,
     backfill: Duration,
@@ -98,7 +99,7 @@ impl Show {
         let folder = folder();
         heading("A year of flights out of New York");
         let started = Instant::now();
-        // A cache that holds the flights and an oplog that holds the run.
+        // A cache that holds the flights, and an oplog that holds the run.
         let set = ReplicaSet::builder().cache_gb(1.0).oplog_mb(2048).start().await;
         let client = set.client().await;
         println!("  a throw-away replica set, one node, in {}", time(started.elapsed()));
@@ -129,7 +130,7 @@ impl Show {
         let mut users = Users::new(&self.client, seed).await;
         let started = Instant::now();
         self.daemon.lock().await.start();
-        // Half of them in each phase; which one gets the odd one is chance.
+        // Half of them in each phase; an odd one is assigned at random.
         let early = kills / 2 + kills % 2 * usize::from(rand::rng().random_bool(0.5));
         let killer = self.kill(early, "the backfill");
         tokio::select! {
@@ -165,7 +166,7 @@ impl Show {
             if stale.await.expect("a flight").is_none() {
                 break;
             }
-            // The question must not take the server's time from the answer.
+            // The queries must not use up the server's time.
             sleep(asked.elapsed() * 2).await;
         }
         let fan_out = usize::try_from(fan_out).unwrap_or_default();
@@ -197,7 +198,7 @@ impl Show {
         total
     }
 
-    /// Never returns; panics when the daemon ends by itself.
+    /// Never returns; panics if the daemon ends by itself.
     async fn watch_over(&self) {
         loop {
             self.daemon.lock().await.assert_running();
@@ -229,7 +230,7 @@ impl Show {
         })
     }
 
-    /// Compares all, then measures the floors on the same server.
+    /// Compares everything, then measures the floors on the same server.
     async fn finish(self, live: Live) -> (Comparison, Floors) {
         heading("Every flight, plane and airport against an independent computation");
         let started = Instant::now();
@@ -262,8 +263,8 @@ impl Show {
         for difference in &found.first {
             println!("  {}", red(difference));
         }
-        let letters = self.progress.dead_letters().await;
-        assert!(letters.is_empty(), "dead letters: {letters:?}");
+        let dead_letters = self.progress.dead_letters().await;
+        assert!(dead_letters.is_empty(), "dead letters: {dead_letters:?}");
         let mut daemon = self.daemon.lock().await;
         if found.wrong > 0 {
             println!("{}", daemon.warnings().join("\n"));
@@ -282,7 +283,7 @@ impl Show {
 
 struct Floors {
     live: Live,
-    /// For the backfill and the live changes, a rule at a time and all rules at once: statements, and the time they took.
+    /// For the backfill and the live changes, rule by rule and all rules at once: statements, and the time they took.
     measured: [[(usize, Duration); 2]; 2],
 }
 

@@ -1,5 +1,5 @@
-//! `make guard-cost`: what `guard: watch` costs. The same changes on the same server without a daemon, under `guard: audit`
-//! and under `guard: watch`, in turn, several rounds.
+//! `make guard-cost`: the cost of `guard: watch`. The same changes on the same server without a daemon, under `guard:
+//! audit` and under `guard: watch`, in turn, for several rounds.
 
 use std::{env, fs, path::PathBuf, time::Duration};
 
@@ -7,7 +7,7 @@ use bson::{Document, doc};
 use denormd_fixture::ReplicaSet;
 use denormd_show::{
     daemon::Daemon,
-    figures::spread,
+    figures::fan_out,
     host,
     print::{bold, count, dim, heading},
     progress::Progress,
@@ -17,20 +17,20 @@ use rand::seq::SliceRandom;
 use tokio::time::Instant;
 
 const DATABASE: &str = "guard_cost";
-/// The database that the daemon keeps its state in.
+/// The database of the daemon's state.
 const STATE: &str = "denormd";
 const SOURCES: i32 = 20_000;
 /// Targets of one source.
 const FAN_OUT: i32 = 4;
-/// How often each source is changed in a run, with a pause for the daemon after each time.
+/// Number of changes of each source in a run, with a pause for the daemon after each.
 const TIMES: i32 = 3;
 /// Statements in one command of the application.
 const STATEMENTS: i32 = 1_000;
 
-/// What the changes meet.
+/// The guard during the changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Guard {
-    /// No daemon at all: what the changes themselves cost.
+    /// No daemon: the cost of the changes themselves.
     Nobody,
     Audit,
     Watch,
@@ -38,14 +38,14 @@ enum Guard {
 
 const GUARDS: [Guard; 3] = [Guard::Nobody, Guard::Audit, Guard::Watch];
 
-/// What a run took.
+/// The cost of a run.
 #[derive(Debug, Clone, Copy)]
 struct Cost {
-    /// From the first change until all are applied.
+    /// Time from the first change until all are applied.
     wall: Duration,
     /// CPU seconds of the server.
     server: f64,
-    /// And of the daemon.
+    /// CPU seconds of the daemon.
     daemon: f64,
 }
 
@@ -134,7 +134,7 @@ impl Bench {
     }
 }
 
-/// Gone with the value.
+/// A config file that is removed with the value.
 struct ConfigFile(PathBuf);
 
 impl ConfigFile {
@@ -174,7 +174,7 @@ async fn change(database: &Database, time: i32) {
     }
 }
 
-/// That every copy is what it must be: else it was not the same work.
+/// Asserts that every copy is correct: otherwise the runs did different work.
 async fn assert_true(database: &Database) {
     let stale = doc! {"$nor": [{"name": format!("part {TIMES}"), "price": TIMES}]};
     let stale = database.collection::<Document>("products").count_documents(stale).await.expect("a count");
@@ -186,7 +186,7 @@ fn print(costs: &[[Cost; 3]], changes: f64) {
     println!("  {:<10}{:>26}{:>26}{:>26}", "guard", "server", "daemon", "seconds in all");
     for guard in GUARDS {
         let of = |what: &dyn Fn(&Cost) -> f64| {
-            spread(&costs.iter().map(|round| what(&round[guard as usize])).collect::<Vec<_>>(), 3)
+            fan_out(&costs.iter().map(|round| what(&round[guard as usize])).collect::<Vec<_>>(), 3)
         };
         let each = |seconds: f64| seconds / changes * 1000.0;
         let cells = [of(&|cost| each(cost.server)), of(&|cost| each(cost.daemon)), of(&|cost| cost.wall.as_secs_f64())];
@@ -195,7 +195,7 @@ fn print(costs: &[[Cost; 3]], changes: f64) {
     }
     let ratio = |what: &dyn Fn(&Cost) -> f64| {
         let ratios = costs.iter().map(|[_, audit, watch]| what(watch) / what(audit));
-        bold(&spread(&ratios.collect::<Vec<_>>(), 2))
+        bold(&fan_out(&ratios.collect::<Vec<_>>(), 2))
     };
     println!("\n  watch / audit, round by round");
     println!("    wall time to drain      {}", ratio(&|cost| cost.wall.as_secs_f64()));

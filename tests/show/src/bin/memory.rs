@@ -1,9 +1,10 @@
-//! `make memory`: how much memory the daemon takes for data of unusual shapes.
+//! `make memory`: the daemon's memory for data of unusual shapes.
 //!
-//! Each shape has a replica set and a daemon of its own. The data, or the change, is there before the daemon starts, so that it
-//! meets all of it at once. The daemon runs under the limit that the systemd unit sets (`prlimit --data`), and more than `LIMIT_MB`
-//! (256) resident memory at any moment fails. Afterwards `denormd check` compares every copy. `ONLY=values,events` runs some of
-//! them, `SCALE=10` a tenth of the documents. `DENORMD` names the binary; otherwise it is the one beside this program.
+//! Each shape has its own replica set and daemon. The data, or the change, exists before the daemon starts, so that it
+//! processes all of it at once. The daemon runs under the limit that the systemd unit sets (`prlimit --data`), and more
+//! than `LIMIT_MB` (256) of resident memory at any time fails. Afterwards `denormd check` compares every copy.
+//! `ONLY=values,events` runs some of the shapes, `SCALE=10` a tenth of the documents. `DENORMD` names the binary;
+//! otherwise it is the one in this program's folder.
 
 use std::{
     env, fs, iter,
@@ -23,20 +24,20 @@ use denormd_show::{
 use mongodb::{Collection, IndexModel};
 
 const MB: usize = 1 << 20;
-/// What `MemoryMax` of the systemd unit is, for `RLIMIT_DATA`.
+/// The value of `MemoryMax` in the systemd unit, for `RLIMIT_DATA`.
 const DATA: usize = 1 << 30;
-/// How long one shape may take.
+/// Time limit for one shape.
 const LIMIT: Duration = Duration::from_mins(30);
 
 /// A shape of data.
 struct Shape {
     name: &'static str,
     title: &'static str,
-    /// The rule, after its name.
+    /// The rule, without its name.
     rule: &'static str,
     /// An index that the rule's look-ups need: collection and path.
     index: Option<(&'static str, &'static str)>,
-    /// How many documents, letters or elements.
+    /// Number of documents, dead letters or elements.
     size: usize,
 }
 
@@ -113,7 +114,7 @@ async fn main() {
     assert!(worst <= limit, "more memory than {limit} MB");
 }
 
-/// Returns the most memory in megabytes, the CPU seconds, and how long it took.
+/// Returns the peak memory in megabytes, the CPU seconds, and the duration.
 async fn run(shape: &Shape, size: usize) -> (f64, f64, Duration) {
     let set = ReplicaSet::builder().oplog_mb(4000).cache_gb(1.0).start().await;
     let test = set.database().await;
@@ -123,7 +124,7 @@ async fn run(shape: &Shape, size: usize) -> (f64, f64, Duration) {
         docs(&test, collection).create_index(index).await.expect("an index");
     }
     if shape.name == "events" {
-        // The other one is there by its index.
+        // The other collection exists because of its index.
         test.database().create_collection("s").await.expect("a collection");
     }
     let mut daemon = Daemon::with(&file, &test.uri).reachable();
@@ -133,7 +134,7 @@ async fn run(shape: &Shape, size: usize) -> (f64, f64, Duration) {
     }
     daemon.plan_apply();
     if later {
-        // These are about changes, not about the backfill.
+        // These test changes, not the backfill.
         if shape.name == "referrers" {
             write(&test, shape.name, size).await;
         }
@@ -143,14 +144,14 @@ async fn run(shape: &Shape, size: usize) -> (f64, f64, Duration) {
         change(&test, shape.name, size).await;
     }
     let begun = Instant::now();
-    // It begins under the limit, as under a service manager: the allocator asks for less then.
+    // It starts under the limit, as under a service manager: then the allocator requests less.
     limit_data(&DATA.to_string());
     daemon.start();
     limit_data("unlimited");
     let pid = daemon.pid().expect("a daemon that runs");
     applied(&mut daemon);
-    let letters = test.beside("state").collection::<Document>("dead_letters");
-    while letters.count_documents(doc! {}).await.expect("a count") > 0 {
+    let dead_letters = test.beside("state").collection::<Document>("dead_letters");
+    while dead_letters.count_documents(doc! {}).await.expect("a count") > 0 {
         assert!(begun.elapsed() < LIMIT, "dead letters are left\n{}", daemon.log_tail());
         thread::sleep(Duration::from_millis(200));
     }
@@ -163,14 +164,14 @@ async fn run(shape: &Shape, size: usize) -> (f64, f64, Duration) {
     (most, cpu, took)
 }
 
-/// Limits the data of this process, and of the processes that it starts from now on. It can be lifted again.
+/// Limits the data of this process, and of the processes that it starts from now on. The limit can be removed again.
 fn limit_data(bytes: &str) {
     let pid = std::process::id().to_string();
     let limited = Command::new("prlimit").args(["--pid", &pid, &format!("--data={bytes}:unlimited")]).status();
     assert!(limited.is_ok_and(|status| status.success()), "prlimit is missing");
 }
 
-/// Waits until all that is committed now is applied, by the command that users have for it.
+/// Waits until everything committed is applied, by the command that users have for this.
 fn applied(daemon: &mut Daemon) {
     let begun = Instant::now();
     while !daemon.command(&["wait"]).output().expect("denormd starts").status.success() {
@@ -223,7 +224,7 @@ async fn write(test: &TestDb, name: &str, size: usize) {
         }
         "letters" => {
             let long_ago = DateTime::from_millis(0);
-            let letter = |key: i32| {
+            let dead_letter = |key: i32| {
                 let id = doc! {"deployment": "default", "rule": "r", "task": "Value", "key": [key], "target": []};
                 let id = Bson::Document(id);
                 doc! {
@@ -231,7 +232,7 @@ async fn write(test: &TestDb, name: &str, size: usize) {
                     "reason": "PathNotViable (code 28)", "first": long_ago, "last": long_ago,
                 }
             };
-            insert(&test.beside("state").collection("dead_letters"), (0..count).map(letter), 400).await;
+            insert(&test.beside("state").collection("dead_letters"), (0..count).map(dead_letter), 400).await;
             for collection in [&s, &t] {
                 insert(collection, iter::once(doc! {"_id": -1}), 32).await;
             }

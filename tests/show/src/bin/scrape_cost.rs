@@ -1,8 +1,9 @@
-//! What it costs to be looked at: CPU seconds of the daemon and of the server under a steady load, in pairs of phases, with
-//! and without a Prometheus and an open page; and what the daemon's own questions cost the server.
+//! The cost of monitoring: CPU seconds of the daemon and of the server under a steady load, in pairs of phases, with
+//! and without a Prometheus and an open page; and the cost of the daemon's own requests to the server.
 //!
-//! To be told from noise, it is looked at up to `FASTER` times as often as in real life. What was really done is counted:
-//! the CPU seconds of a phase are compared with those of as many changes without a look, and divided by the looks.
+//! To rise above the noise, requests are made up to `FASTER` times as often as in real life. The actual work is
+//! counted: the CPU seconds of a phase are compared with those of the same number of changes without requests, and
+//! divided by the number of requests.
 
 use std::{
     fs,
@@ -21,12 +22,12 @@ use bson::{Document, doc};
 use denormd_fixture::ReplicaSet;
 use denormd_show::host::cpu;
 
-/// How much more often than in real life it is looked at.
+/// Factor by which requests are more frequent than in real life.
 const FASTER: u32 = 100;
-/// What a browser does every two seconds.
+/// The requests of a browser every two seconds.
 const PAGE: [&str; 3] = ["/v1/status", "/v1/history?since=9999999999999", "/v1/events"];
 const PAGE_EVERY: Duration = Duration::from_secs(2);
-/// What our prometheus.yml does.
+/// The interval in our prometheus.yml.
 const SCRAPE_EVERY: Duration = Duration::from_secs(15);
 const PHASE: Duration = Duration::from_secs(10);
 const PAIRS: u32 = 6;
@@ -59,10 +60,10 @@ async fn main() {
     let (changes, looks) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
     let load = tokio::spawn(change(db, stop.clone(), changes.clone()));
     tokio::time::sleep(Duration::from_secs(5)).await;
-    // Left alone, and looked at: CPU seconds of daemon and server, changes, looks.
+    // Without and with requests: CPU seconds of daemon and server, changes, requests.
     let mut sums = [[0.0; 4]; 2];
     for pair in 0..PAIRS {
-        // In turns, so that what drifts strikes both.
+        // Alternating, so that any drift affects both.
         for polled in if pair % 2 == 0 { [false, true] } else { [true, false] } {
             let looking = Arc::new(AtomicBool::new(polled));
             let lookers = look(address, &looking, &looks);
@@ -86,7 +87,7 @@ async fn main() {
     stop.store(true, Ordering::Relaxed);
     load.await.expect("the load");
     let [alone, looked] = sums;
-    // A page that is open is looked at every two seconds, and scraped every fifteen.
+    // An open page sends requests every two seconds, and Prometheus scrapes every fifteen.
     let minute = 60.0 / PAGE_EVERY.as_secs_f64() + 60.0 / SCRAPE_EVERY.as_secs_f64();
     for (nth, name) in ["daemon", "server"].into_iter().enumerate() {
         let each = (looked[nth] - alone[nth] * looked[2] / alone[2]) / looked[3];
@@ -106,7 +107,7 @@ fn count(counter: &AtomicU64) -> f64 {
     count
 }
 
-/// Ended when the measurement is over.
+/// A process that ends with the measurement.
 struct Daemon(Child);
 
 impl Drop for Daemon {
@@ -190,7 +191,7 @@ fn get(address: SocketAddr, path: &str) -> Option<String> {
     Some(answer)
 }
 
-/// What the board asks the server, `FASTER` times as often: the CPU seconds of the server meanwhile.
+/// The board's requests to the server, `FASTER` times as often: the CPU seconds of the server for them.
 async fn questions(set: &ReplicaSet, server: u32) -> f64 {
     let client = set.client().await;
     let (admin, local, state) = (client.database("admin"), client.database("local"), client.database("scrape_state"));

@@ -1,5 +1,5 @@
-//! What an application does while the daemon runs: sources are renamed, deleted and come back, flights are added, take
-//! another plane, are late, are put off, are cancelled and deleted.
+//! An application's changes while the daemon runs: sources are renamed, deleted and inserted again; flights are added,
+//! change planes, are late, are postponed, are cancelled and deleted.
 
 use std::collections::BTreeSet;
 
@@ -15,41 +15,41 @@ use super::{DATABASE, expected::Rule};
 enum Change {
     RenameAirline(String),
     RenameAirport(String),
-    /// Gone, and its flights lose it.
+    /// Deletes a plane, whose flights lose its values.
     DeletePlane(String),
-    /// Back as a new document, with another model.
+    /// Inserts a plane again as a new document, with another model.
     InsertPlane(String),
     /// A second document with the same tail number: the first by `_id` counts.
     DoublePlane(String),
-    /// A copy of a flight under a new `_id`, copied fields and all, which may be wrong for it.
+    /// A copy of a flight under a new `_id`, including its copied fields, which may be wrong for it.
     InsertFlight,
     RepointFlight,
-    /// Another delay, or none: it was cancelled.
+    /// Another delay, or none, because the flight was cancelled.
     DelayFlight,
-    /// Another hour, and so another place among the last flights of its plane.
+    /// Another hour, and therefore another position among the last flights of its plane.
     PutOffFlight,
     DeleteFlight,
-    /// The last flight of a plane: the eleventh from the end takes its place.
+    /// Deletes the last flight of a plane: the eleventh from the end enters the list.
     DeleteLastFlight(String),
 }
 
-/// What a round did, and what it has touched.
+/// The changes of a round, and the documents that they affect.
 #[derive(Debug, Default)]
 pub struct Touched {
     /// Writes to sources.
     pub sources: usize,
     /// Writes to flights.
     pub flights: usize,
-    /// Keys whose flights all have to be looked at.
+    /// Keys whose flights all have to be compared.
     keys: BTreeSet<(Rule, String)>,
-    /// Flights to be looked at in themselves.
+    /// Flights that have to be compared individually.
     ids: BTreeSet<ObjectId>,
-    /// An airline was renamed. Each has flights among the last ones of most planes.
+    /// True if an airline was renamed. Each has flights among the last ones of most planes.
     airlines: bool,
 }
 
 impl Touched {
-    /// Whether what a rule copies into a document may have changed.
+    /// True if a value that a rule copies into a document may have changed.
     pub fn has(&self, rule: Rule, target: &Document) -> bool {
         let key = target.get_str(rule.reference()).ok();
         key.is_some_and(|key| self.keys.contains(&(rule, key.to_owned())))
@@ -57,7 +57,7 @@ impl Touched {
             || (rule == Rule::LastFlights && self.airlines)
     }
 
-    /// A flight is, or was until now, among those of its plane and its airports.
+    /// Records that a flight is, or just was, among those of its plane and its airports.
     fn flight(&mut self, flight: &Document) {
         for (rule, field) in [
             (Rule::LastFlights, "tailnum"),
@@ -71,17 +71,17 @@ impl Touched {
     }
 }
 
-/// The users of the database, who know nothing of the daemon.
+/// Users of the database, independent of the daemon.
 pub struct Users {
     random: StdRng,
     database: Database,
     carriers: Vec<String>,
-    /// Where flights go.
+    /// Destinations of flights.
     dests: Vec<String>,
     tailnums: Vec<String>,
     flights: Vec<ObjectId>,
     renames: u32,
-    /// What they have done.
+    /// Their changes so far.
     pub touched: Touched,
 }
 
@@ -91,7 +91,7 @@ async fn distinct(database: &Database, collection: &str, field: &str) -> Vec<Str
 }
 
 impl Users {
-    /// They do the same for the same seed.
+    /// Users who make the same changes for the same seed.
     pub async fn new(client: &Client, seed: u64) -> Self {
         let database = client.database(DATABASE);
         let every_hundredth = [
@@ -124,7 +124,7 @@ impl Users {
         self.database.collection(name)
     }
 
-    /// One airline is renamed. Returns its new name.
+    /// Renames one airline. Returns its new name.
     pub async fn rename_airline(&mut self, carrier: &str) -> String {
         self.renames += 1;
         let name = format!("{carrier} Airways, name {}", self.renames);
@@ -142,7 +142,8 @@ impl Users {
         self.touched.keys.extend(rules.iter().map(|rule| (*rule, key.to_owned())));
     }
 
-    /// Some 1,000 changes in a random order: every airline, fifty airports, planes that go and come, single flights.
+    /// About 1,000 changes in a random order: every airline, fifty airports, planes that are deleted and inserted,
+    /// single flights.
     pub async fn round(&mut self) {
         let mut changes: Vec<Change> = self.carriers.iter().cloned().map(Change::RenameAirline).collect();
         // The large ones again: renamed while their last rename is still being copied.
@@ -212,7 +213,8 @@ impl Users {
                 self.edit_flight(update).await;
             }
             Change::PutOffFlight => {
-                // A day of the year 2013, so that some become the last of their plane, and some stop being it.
+                // An hour of the year 2013, so that some become the last flight of their plane, and others stop being
+                // it.
                 let hour = 1_357_000_000_000 + self.random.random_range(0..8760) * 3_600_000_i64;
                 self.edit_flight(doc! {"$set": {"time_hour": DateTime::from_millis(hour)}}).await;
             }
@@ -225,7 +227,7 @@ impl Users {
         }
     }
 
-    /// Of several, the last.
+    /// If several match, the last one.
     async fn delete_flight(&mut self, which: Document) {
         let last = doc! {"time_hour": -1, "_id": -1};
         let flights = self.collection("flights");
@@ -270,7 +272,7 @@ impl Users {
             _ => doc! {"$set": self.references()},
         };
         let flights = self.collection("flights");
-        // What it was, for the parents that lose it, and what it is.
+        // The old document, for the parents that lose it, and the new one.
         let Some(before) = flights.find_one_and_update(doc! {"_id": id}, update).await.expect("an update") else {
             return;
         };

@@ -1,4 +1,5 @@
-//! What each document must look like, worked out a second time from the sources alone: `config/flights.yaml` in plain Rust.
+//! The expected content of each document, computed a second time from the sources alone: `config/flights.yaml` in plain
+//! Rust.
 
 use std::collections::HashMap;
 
@@ -33,7 +34,7 @@ pub enum Rule {
 }
 
 impl Rule {
-    /// All of them.
+    /// All rules.
     pub const ALL: [Self; 8] = [
         Self::Airline,
         Self::Origin,
@@ -65,16 +66,16 @@ impl Rule {
         }
     }
 
-    /// Those that write to a collection.
+    /// The rules that write to a collection.
     pub fn into(target: &str) -> impl Iterator<Item = Self> {
         Self::ALL.into_iter().filter(move |rule| rule.target() == target)
     }
 }
 
-/// The paths that are copied, and the value of each; `None` where there is to be none.
+/// The copied paths, and the value of each; `None` where there must be none.
 pub type Values = Vec<(&'static str, Option<Bson>)>;
 
-/// What the rules that copy into a flight take from a source document.
+/// The values that a rule copies into a flight from a source document.
 fn copied(rule: Rule, source: Option<&Document>) -> Values {
     let field = |name: &str| source.and_then(|source| source.get(name)).cloned();
     match rule {
@@ -91,12 +92,12 @@ fn copied(rule: Rule, source: Option<&Document>) -> Values {
     }
 }
 
-/// The fields that are there, in this order.
+/// The existing fields among these, in this order.
 fn part(source: &Document, names: &[&str]) -> Document {
     names.iter().filter_map(|name| Some(((*name).to_owned(), source.get(*name)?.clone()))).collect()
 }
 
-/// `$concat` of what is missing is null.
+/// Like `$concat`, null if a part is missing.
 fn model(plane: &Document) -> Bson {
     match (plane.get_str("manufacturer"), plane.get_str("model")) {
         (Ok(manufacturer), Ok(model)) => Bson::String(format!("{manufacturer} {model}")),
@@ -104,7 +105,7 @@ fn model(plane: &Document) -> Bson {
     }
 }
 
-/// The sources as they are on the server now, by key, and what the flights that were seen make of them.
+/// The current sources on the server, by key, and the values gathered from the flights so far.
 pub struct Sources {
     airlines: HashMap<String, Document>,
     airports: HashMap<String, Document>,
@@ -113,7 +114,7 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// Reads them.
+    /// Reads the sources.
     pub async fn read(client: &Client) -> Self {
         let database = client.database(DATABASE);
         Self {
@@ -124,8 +125,8 @@ impl Sources {
         }
     }
 
-    /// The copied paths of a rule in a document of its target, with their values. Of planes and airports once every flight
-    /// was seen.
+    /// The copied paths of a rule in a document of its target, with their values. For planes and airports only valid
+    /// after every flight was added.
     pub fn expected(&self, rule: Rule, target: &Document) -> Values {
         let key = target.get_str(rule.reference()).ok();
         let sources = match rule {
@@ -140,7 +141,7 @@ impl Sources {
     }
 }
 
-/// Of several with one key, the first by `_id`.
+/// Documents by key; if several share one, the first by `_id`.
 async fn by_key(database: &Database, collection: &str, key: &str) -> HashMap<String, Document> {
     let mut found = HashMap::new();
     let mut cursor = database
@@ -158,24 +159,24 @@ async fn by_key(database: &Database, collection: &str, key: &str) -> HashMap<Str
     found
 }
 
-/// What a comparison found.
+/// The result of a comparison.
 #[derive(Debug, Default)]
 pub struct Comparison {
     /// Flights compared: all of them.
     pub flights: usize,
     /// Planes and airports compared: all of them.
     pub parents: usize,
-    /// How many of all these are not as they must be.
+    /// Number of documents that differ.
     pub wrong: usize,
     /// The first ten differences.
     pub first: Vec<String>,
-    /// Copied values there are.
+    /// Number of copied values.
     pub values: usize,
-    /// Flights without a tail number, whose tail number no plane has, and whose destination no airport is.
+    /// Flights without a tail number, with a tail number of no plane, and with a destination that is no airport.
     pub holes: [usize; 3],
 }
 
-/// The columns of the CSV files and what the rules add.
+/// The columns of the CSV files and the fields of the rules.
 fn known(collection: &str) -> &'static [&'static str] {
     match collection {
         "flights" => &[
@@ -223,8 +224,8 @@ fn known(collection: &str) -> &'static [&'static str] {
     }
 }
 
-/// Compares every flight on the server, one after the other, then every plane and airport, and shows each with what its
-/// rules must have written to `see`.
+/// Compares every flight on the server, one after the other, then every plane and airport, and passes each with its
+/// expected values to `see`.
 pub async fn compare(client: &Client, mut see: impl FnMut(&Document, &[(Rule, Values)])) -> Comparison {
     let mut sources = Sources::read(client).await;
     let mut out = Comparison::default();
@@ -261,7 +262,7 @@ impl Comparison {
         for (path, value) in expected.iter().flat_map(|(_, values)| values) {
             let stored = get(document, path);
             self.values += usize::from(value.is_some());
-            // Type and all: 1 is not 1.0, and null is not missing.
+            // Including the type: 1 is not 1.0, and null is not missing.
             if stored != value.as_ref() {
                 wrong.push(format!("{path} is {} and must be {}", show(stored), show(value.as_ref())));
             }

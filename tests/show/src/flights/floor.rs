@@ -14,22 +14,22 @@ use super::{
 
 /// Statements in one command.
 const STATEMENTS: usize = 1000;
-/// Commands at once.
+/// Concurrent commands.
 const WRITERS: usize = 2;
 
 /// `update` commands, ready to be sent.
 #[derive(Default)]
 pub struct Floor {
     commands: Vec<RawDocumentBuf>,
-    /// Statements of commands that are not full, by collection.
+    /// Statements of incomplete commands, by collection.
     open: BTreeMap<&'static str, Vec<Document>>,
-    /// Statements in all of them.
+    /// Number of statements in all commands.
     pub statements: usize,
 }
 
 impl Floor {
-    /// One statement for a document, with all that these rules, which write to one collection, copy into it. Where they
-    /// copy nothing there is nothing to do: the floor starts from documents without a copied field.
+    /// Adds one statement for a document, with everything that these rules, which write to one collection, copy into
+    /// it. Without copied values there is nothing to do: the floor starts from documents without a copied field.
     pub fn add<'a>(&mut self, document: &Document, rules: impl Iterator<Item = &'a (Rule, Values)>) {
         let mut target = None;
         let mut set = Document::new();
@@ -48,7 +48,7 @@ impl Floor {
         }
     }
 
-    /// Sends them; how long that took.
+    /// Sends the commands; returns the time that took.
     pub async fn write(mut self, client: &Client) -> Duration {
         let rest = std::mem::take(&mut self.open).into_iter().filter(|(_, open)| !open.is_empty());
         self.commands.extend(rest.map(|(target, open)| command(target, open)));
@@ -72,7 +72,7 @@ fn command(target: &str, statements: Vec<Document>) -> RawDocumentBuf {
     RawDocumentBuf::try_from(&command).expect("a command")
 }
 
-/// Takes every copied field away, as if there had been no daemon.
+/// Removes every copied field, as if there had been no daemon.
 pub async fn reset(client: &Client) {
     for (collection, paths) in [
         ("flights", ["airline_name", "origin_airport", "dest_airport", "plane"].as_slice()),

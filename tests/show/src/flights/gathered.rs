@@ -1,5 +1,5 @@
-//! What planes and airports hold of their flights, worked out from one pass over the flights: the last ten, the number,
-//! the mean delay.
+//! Values of planes and airports that are computed from their flights in one pass: the last ten, the number, the mean
+//! delay.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use super::expected::{Rule, Values};
 /// Flights inside a plane.
 const LAST: usize = 10;
 
-/// The flights that were seen, by tail number, by origin and by destination.
+/// The flights so far, by tail number, by origin and by destination.
 #[derive(Default)]
 pub struct Gathered {
     planes: HashMap<String, Flights>,
@@ -21,17 +21,18 @@ pub struct Gathered {
 #[derive(Default)]
 struct Flights {
     count: i32,
-    /// The sum of the delays, in minutes, and how many flights have one. Whole numbers: their mean is exact to the bit.
+    /// The sum of the delays, in minutes, and the number of flights that have one. Whole numbers: their mean is exact
+    /// to the bit.
     delays: (i32, i32),
-    /// The last ones, oldest first.
+    /// The last flights, oldest first.
     last: Vec<(DateTime, ObjectId, Document)>,
 }
 
 impl Gathered {
-    /// Takes a flight, and the name that its airline has now.
+    /// Adds a flight, with the current name of its airline.
     pub fn add(&mut self, flight: &Document, airline: Option<Bson>) {
         let file = |into: &mut HashMap<String, Flights>, key: &str, delay: &str| {
-            // A number, null or nothing refers to nothing.
+            // A number, null or a missing value is an empty reference.
             let flights = into.entry(flight.get_str(key).ok()?.to_owned()).or_default();
             flights.add(flight.get_i32(delay).ok());
             Some(())
@@ -45,7 +46,7 @@ impl Gathered {
         }
     }
 
-    /// What a rule must have made of the flights with this key.
+    /// The expected result of a rule for the flights with this key.
     pub fn expected(&self, rule: Rule, key: Option<&str>) -> Values {
         let none = Flights::default();
         let of = |flights: &HashMap<String, Flights>, values: &dyn Fn(&Flights) -> Values| {
@@ -99,7 +100,7 @@ impl Flights {
     }
 }
 
-/// What a plane holds of a flight; a field that is missing there is missing here.
+/// The element of a flight in a plane; a field that the flight lacks is missing in it.
 fn element(flight: &Document, airline: Option<Bson>) -> Document {
     let carrier = flight.get_str("carrier").expect("every flight has a carrier");
     let number = flight.get_i32("flight").expect("every flight has a number");

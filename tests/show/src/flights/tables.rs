@@ -1,4 +1,4 @@
-//! Loads the CSV files, with types, holes as missing fields, and `_id`s that nothing refers to.
+//! Loads the CSV files, with types, gaps as missing fields, and `_id`s that nothing refers to.
 
 use std::path::Path;
 
@@ -36,7 +36,7 @@ const INTEGERS: &[&str] = &[
 const DOUBLES: &[&str] = &["lat", "lon"];
 const TIMES: &[&str] = &["time_hour"];
 
-/// How many documents were loaded.
+/// Numbers of loaded documents.
 #[derive(Debug, Clone, Copy)]
 pub struct Loaded {
     /// 16
@@ -49,7 +49,7 @@ pub struct Loaded {
     pub flights: usize,
 }
 
-/// Loads every table of a folder; of the flights not more than so many.
+/// Loads every table of a folder; of the flights at most this number.
 pub async fn load(client: &Client, folder: &Path, flights: usize) -> Loaded {
     let database = client.database(DATABASE);
     Loaded {
@@ -79,7 +79,7 @@ fn document(columns: &[String], row: &csv::StringRecord) -> Document {
     columns.iter().zip(row).filter_map(|(column, text)| Some((column.clone(), value(column, text)?))).collect()
 }
 
-/// A cell; `NA` and nothing are holes.
+/// The value of a cell; None for `NA` and empty cells.
 fn value(column: &str, text: &str) -> Option<Bson> {
     if matches!(text, "" | "NA") {
         return None;

@@ -1,4 +1,4 @@
-//! What a sample of a rule's documents says.
+//! Findings from a sample of a rule's documents.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,6 +8,7 @@ use serde::Serialize;
 use crate::{
     check::difference::{Differing, type_name},
     error::{Error, Kind, Result},
+    inspection::lookups::{self, Lookup},
     key::Key,
     mongo::Reads,
     plan::{Rule, Side, Values, reference::Role},
@@ -17,32 +18,31 @@ use crate::{
         compare::{Compared, compare_by, compare_each, projection},
         read,
     },
-    survey::lookups::{self, Lookup},
 };
 
 /// The most bytes that a document may have.
 pub(super) const LARGEST: u64 = 16 << 20;
 /// Sources that are drawn for fan-outs, and targets for fan-ins.
 const SOURCES: i32 = 100;
-/// How long one of them may be counted for, in milliseconds.
+/// Time limit for counting the documents of one of them, in milliseconds.
 const COUNTING: i64 = 2000;
-/// Keys that are counted because many drawn references name them.
+/// Keys that are counted in addition, because many sampled references name them.
 const FREQUENT: usize = 5;
 /// Keys in one read.
 const KEYS: usize = 200;
-/// Documents that are read for them; where there are more, fewer keys are asked for at once.
+/// Documents that are read for them; where there are more, fewer keys are requested at once.
 const FOUND: i64 = 20_000;
-/// Documents in a collection that is not read whole again and again.
+/// Largest collection, in documents, that may be scanned for each request.
 const FEW: i64 = 10_000;
-/// How long such a collection may be read for, once, in milliseconds.
+/// Time limit of the one pass over a larger collection, in milliseconds.
 const PASS: i64 = 10_000;
 /// Different references that such a pass may find.
 const GROUPS: usize = 200_000;
-/// Targets that the validator is tried on.
+/// Targets on which the validator is tested.
 const TRIED: usize = 100;
-/// Changes that are shown.
+/// Examples of changes.
 const EXAMPLES: usize = 3;
-/// The field that a sampled target's size is in.
+/// The field with the size of a sampled target.
 const SIZE: &str = "__denormd_size";
 
 /// Figures from a sample.
@@ -52,17 +52,17 @@ pub struct Sample {
     pub targets: u64,
     /// Sources drawn.
     pub sources: u64,
-    /// Whose references are counted: `target` or `source`, whichever holds them.
+    /// The side whose references are counted, because it has them: `target` or `source`.
     pub held_by: &'static str,
-    /// References by the BSON type of their value, and how many of them resolve.
+    /// References by the BSON type of their value, with the number of those that resolve.
     pub references: Vec<References>,
-    /// Targets of one source.
-    pub fan_out: Option<Spread>,
-    /// Sources of one target, where several make one value.
-    pub fan_in: Option<Spread>,
+    /// The number of targets of one source.
+    pub fan_out: Option<Distribution>,
+    /// The number of sources of one target, where several make one value.
+    pub fan_in: Option<Distribution>,
     /// Sampled targets that a backfill would change.
     pub differing: u64,
-    /// Some of them.
+    /// Examples of these changes.
     pub examples: Vec<Example>,
     /// Sizes of the sampled targets.
     pub sizes: Sizes,
@@ -70,42 +70,42 @@ pub struct Sample {
     pub refused: u64,
     /// Sampled targets for which the rule's expressions fail.
     pub failing: u64,
-    /// What is not estimated before there is an index to do it by.
+    /// The figures that are not estimated without an index.
     pub not_estimated: Vec<&'static str>,
 }
 
 /// References of one type.
 #[derive(Debug, Clone, Serialize)]
 pub struct References {
-    /// The type of the value, or of each one of several.
+    /// The types of its values, separated by commas.
     pub kind: String,
-    /// How many.
+    /// Number of references.
     pub count: u64,
-    /// How many resolve.
+    /// Number of those that resolve.
     pub resolved: u64,
 }
 
-/// How a number is spread over a sample.
+/// The distribution of a number in a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Spread {
-    /// Half have no more.
+pub struct Distribution {
+    /// Half of the values are not larger.
     pub median: u64,
-    /// 99 of 100 have no more.
+    /// 99 of 100 values are not larger.
     pub p99: u64,
-    /// None has more.
+    /// The largest value.
     pub worst: u64,
-    /// On average.
+    /// The mean.
     pub mean: f64,
 }
 
-/// Bytes of targets.
+/// Sizes of targets, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Sizes {
-    /// The largest as it is.
+    /// The largest current size.
     pub largest_now: u64,
-    /// The largest as it would be.
+    /// The largest size after a backfill.
     pub largest_then: u64,
-    /// By how much a target grows on average.
+    /// The mean growth of a target.
     pub mean_growth: f64,
 }
 
@@ -116,21 +116,21 @@ pub struct Example {
     pub target: serde_json::Value,
     /// The path.
     pub path: String,
-    /// What is and what should be, without values.
+    /// The difference in words, without values.
     pub words: String,
 }
 
 /// Targets and sources of a rule, drawn at random.
 pub(super) struct Drawn {
     targets: Vec<Document>,
-    /// What each of them refers to its sources by.
+    /// The keys by which each of them refers to its sources.
     by_target: Vec<Vec<Key>>,
-    /// What each drawn source refers to its targets by.
+    /// The keys by which each sampled source refers to its targets.
     by_source: Vec<Vec<Key>>,
 }
 
 impl Drawn {
-    /// Draws so many targets.
+    /// Draws this number of targets, and some sources.
     pub(super) async fn draw(context: &Context, rule: &Rule, size: u32) -> Result<Self> {
         let mut fields = projection(rule);
         fields.insert(SIZE, 1);
@@ -144,23 +144,23 @@ impl Drawn {
         Ok(Self { by_target: keys(Role::Target, &targets), by_source: keys(Role::Source, &sources), targets })
     }
 
-    /// What refers to the other side, and which that is.
+    /// The keys that refer to the other side, and the role of that side.
     fn held(&self, rule: &Rule) -> (&[Vec<Key>], Role) {
         if source_holds(rule) { (&self.by_source, Role::Target) } else { (&self.by_target, Role::Source) }
     }
 
-    /// A key that occurs.
+    /// A key that occurs in the sample.
     pub(super) fn key(&self, rule: &Rule) -> Option<Key> {
         self.held(rule).0.iter().flatten().find(|key| rule.reference.can_resolve(key)).cloned()
     }
 
-    /// Looks at them.
+    /// Inspects the sample.
     pub(super) async fn look(mut self, context: &Context, rule: &Rule, lookups: &[Lookup]) -> Result<Sample> {
         let slow = |what: &str| lookups.iter().any(|lookup| lookup.what == what && lookup.index.is_none());
         let slow_sources = slow(lookups::SOURCES) && has_many(context, rule, Role::Source).await?;
         let slow_targets = slow(lookups::TARGETS) && has_many(context, rule, Role::Target).await?;
         if slow_sources {
-            // As many as one pass can compare.
+            // The number that one pass can compare.
             self.targets.truncate(KEYS);
         }
         let mut sample = Sample {
@@ -194,32 +194,32 @@ impl Drawn {
             None => sample.not_estimated.push("references"),
         }
         match targets.counts(context, rule, &self.by_source, Role::Target).await? {
-            Some(counts) => sample.fan_out = spread(counts),
+            Some(counts) => sample.fan_out = distribution(counts),
             None => sample.not_estimated.push("fan-out"),
         }
-        if let (Some(spread), Role::Source) = (&mut sample.fan_out, other) {
+        if let (Some(distribution), Role::Source) = (&mut sample.fan_out, other) {
             let counts = targets.counts(context, rule, &frequent, Role::Target).await?.unwrap_or_default();
-            spread.worst = counts.into_iter().fold(spread.worst, u64::max);
+            distribution.worst = counts.into_iter().fold(distribution.worst, u64::max);
             if let Some(mean) = self.mean(context, rule, &sample.references).await? {
-                spread.mean = mean;
+                distribution.mean = mean;
             }
         }
         if gathers(rule) {
             match sources.counts(context, rule, some_targets, Role::Source).await? {
-                Some(counts) => sample.fan_in = spread(counts),
+                Some(counts) => sample.fan_in = distribution(counts),
                 None => sample.not_estimated.push("fan-in"),
             }
-            if let (Some(spread), Role::Target) = (&mut sample.fan_in, other) {
+            if let (Some(distribution), Role::Target) = (&mut sample.fan_in, other) {
                 let counts = sources.counts(context, rule, &frequent, Role::Source).await?.unwrap_or_default();
-                spread.worst = counts.into_iter().fold(spread.worst, u64::max);
+                distribution.worst = counts.into_iter().fold(distribution.worst, u64::max);
             }
         }
         sample.refused = refused(context, rule, compared.as_deref().unwrap_or_default()).await?;
         Ok(sample)
     }
 
-    /// Targets of a source on average, by the share of the drawn references that resolve. None where a filter leaves unknown
-    /// how many take part.
+    /// Mean number of targets of a source, from the share of the sampled references that resolve. None where a filter
+    /// leaves the number of participating documents unknown.
     async fn mean(&self, context: &Context, rule: &Rule, references: &[References]) -> Result<Option<f64>> {
         if rule.source.filter.is_some() || rule.target.filter.is_some() || self.by_target.is_empty() {
             return Ok(None);
@@ -231,7 +231,7 @@ impl Drawn {
         Ok(Some(mean))
     }
 
-    /// Compares them. None where that takes too long, for want of an index.
+    /// Compares the targets. None if that takes too long because there is no index.
     async fn compare(
         &self,
         context: &Context,
@@ -262,18 +262,19 @@ impl Drawn {
     }
 }
 
-/// Whether a value is made of several sources.
+/// True if a value is made of several sources.
 fn gathers(rule: &Rule) -> bool {
     !matches!(rule.values, Values::Set { .. } | Values::Into { .. })
 }
 
-/// Whether the references are those of the source: many of them name one target. An airport has no reference to its flights.
+/// True if the source's side has the references: then many of them name one target. An airport has no reference to its
+/// flights.
 pub(super) fn source_holds(rule: &Rule) -> bool {
     rule.reference.keyed_by_target_id() || (gathers(rule) && !rule.reference.keyed_by_source_id())
 }
 
-/// The keys that the drawn references name most often. Among three airports of 1,458 that all flights leave from, a sample
-/// of airports has none; one of flights has all.
+/// The keys that the sampled references name most often. If all flights leave from 3 of 1,458 airports, a sample of
+/// airports has none of these; a sample of flights has all.
 fn frequent(rule: &Rule, held: &[Vec<Key>]) -> Vec<Vec<Key>> {
     let mut times: BTreeMap<&Key, usize> = BTreeMap::new();
     for key in held.iter().flatten().filter(|key| rule.reference.can_resolve(key)) {
@@ -284,12 +285,13 @@ fn frequent(rule: &Rule, held: &[Vec<Key>]) -> Vec<Vec<Key>> {
     keys.into_iter().take(FREQUENT).map(|(_, key)| vec![key.clone()]).collect()
 }
 
-/// The references of a document that say something.
+/// The references of a document that are not empty.
 pub(super) fn keys(rule: &Rule, role: Role, document: &Document) -> impl Iterator<Item = Key> + use<> {
     rule.reference.keys(role, document).into_iter().flatten()
 }
 
-/// None for what took too long, or failed on a document: to find which, the collection would be read again and again.
+/// None for a read that took too long, or failed on a document: to find that document, the collection would be read
+/// many times.
 fn too_long<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
@@ -298,18 +300,18 @@ fn too_long<T>(result: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// Whether a side is too large to be read whole for each question.
+/// True if a side is too large to be scanned for each request.
 async fn has_many(context: &Context, rule: &Rule, role: Role) -> Result<bool> {
     Ok(count(context, rule, role).await? > FEW)
 }
 
-/// How many documents a side's collection has.
+/// Number of documents in a side's collection.
 pub(super) async fn count(context: &Context, rule: &Rule, role: Role) -> Result<i64> {
     let namespace = match role {
         Role::Source => &rule.source.namespace,
         Role::Target => &rule.target.namespace,
     };
-    // Without a filter it is known, not counted.
+    // Without a filter the server knows the number and does not count.
     let reply = context.server.database(&namespace.database).run_command(doc! {"count": &namespace.collection}).await?;
     Ok(number(reply.get("n")))
 }
@@ -322,13 +324,13 @@ fn number(value: Option<&Bson>) -> i64 {
     }
 }
 
-/// How a side is asked what keys have there.
+/// The way to find the documents of a side that have certain keys.
 enum Way {
     /// By lookups.
     Lookups,
-    /// By what one pass over it has found.
+    /// From the result of one pass over the side.
     Pass(Pass),
-    /// Not at all: the pass took too long.
+    /// None: the pass took too long.
     TooLong,
 }
 
@@ -337,7 +339,7 @@ impl Way {
         Ok(Pass::over(context, rule, role, sample).await?.map_or(Self::TooLong, Self::Pass))
     }
 
-    /// The keys that a document answers.
+    /// The keys for which the `other` side has a document.
     async fn answered(
         &self,
         context: &Context,
@@ -352,7 +354,7 @@ impl Way {
         })
     }
 
-    /// For each document of a sample, how many of the other side its keys have.
+    /// For each document of a sample, the number of documents on the other side that have its keys.
     async fn counts(
         &self,
         context: &Context,
@@ -368,16 +370,17 @@ impl Way {
     }
 }
 
-/// What a sample's keys have on a side without an index: one pass over it counts the documents with the same references.
+/// The counts for a sample's keys on a side without an index: one pass over it groups the documents by their
+/// references.
 struct Pass {
-    /// How many documents have the same.
+    /// Number of documents in each group.
     groups: Vec<u64>,
-    /// The groups of a key.
+    /// The groups that have a key.
     groups_of: BTreeMap<Key, Vec<usize>>,
 }
 
 impl Pass {
-    /// None where it takes too long, or finds too much.
+    /// None if it takes too long, or finds too much.
     async fn over(context: &Context, rule: &Rule, role: Role, sample: &[Vec<Key>]) -> Result<Option<Self>> {
         let mut keys: Vec<&Key> = sample.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
         keys.sort_unstable();
@@ -393,7 +396,7 @@ impl Pass {
         let stages = vec![
             doc! {"$match": find.get_document("filter").cloned().unwrap_or_default()},
             doc! {"$project": fields},
-            // Grouped by `$$ROOT` itself, MongoDB 6.0.5 forgets the projection.
+            // If the stage grouped by `$$ROOT` itself, MongoDB 6.0.5 would ignore the projection.
             doc! {"$replaceWith": {"held": "$$ROOT"}},
             doc! {"$group": {"_id": "$held", "n": {"$sum": 1}}},
             doc! {"$limit": i64::try_from(GROUPS).unwrap_or(i64::MAX)},
@@ -429,7 +432,7 @@ impl Pass {
     }
 }
 
-/// One side, and the command that finds the documents of it that have one of the keys.
+/// One side, and the command that finds its documents that have one of the keys.
 fn lookup<'a>(rule: &'a Rule, role: Role, keys: &[&Key]) -> (&'a Side, Document) {
     match role {
         Role::Source => (&rule.source, read::source_ids(rule, keys, FOUND)),
@@ -462,7 +465,7 @@ fn documents(rows: &[RawDocumentBuf]) -> Result<Vec<Document>> {
     rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect()
 }
 
-/// What a backfill would change, and how sizes would.
+/// Records the changes that a backfill would make, and the sizes after it.
 fn changes(sample: &mut Sample, targets: &[Document], compared: &[Compared]) -> Result<()> {
     let sizes: BTreeMap<Key, i64> = targets
         .iter()
@@ -496,7 +499,7 @@ fn changes(sample: &mut Sample, targets: &[Document], compared: &[Compared]) -> 
     Ok(())
 }
 
-/// The bytes that a field takes: its type, its name, its value.
+/// Bytes of a field: its type, its name, its value.
 fn bytes(path: &str, value: Option<&bson::RawBson>) -> i64 {
     let Some(value) = value.filter(|value| !matches!(value, bson::RawBson::Undefined)) else { return 0 };
     let mut doc = RawDocumentBuf::new();
@@ -506,7 +509,7 @@ fn bytes(path: &str, value: Option<&bson::RawBson>) -> i64 {
     i64::try_from(doc.as_bytes().len() - 5 - 1 + name).unwrap_or_default()
 }
 
-/// The keys that a document of the `other` side answers.
+/// The keys for which the `other` side has a document.
 pub(super) async fn answered(context: &Context, rule: &Rule, held: &[Vec<Key>], other: Role) -> Result<Vec<Key>> {
     let mut keys: Vec<&Key> = held.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
     keys.sort_unstable();
@@ -519,7 +522,7 @@ pub(super) async fn answered(context: &Context, rule: &Rule, held: &[Vec<Key>], 
         command.insert("limit", FOUND);
         command.remove("sort");
         let found = documents(&context.server.read(&side.namespace.database, command, Reads::default()).await?)?;
-        // So many for some of the keys, that others may not have had their turn.
+        // Some keys have so many documents that others may have been cut off.
         if found.len() >= usize::try_from(FOUND).unwrap_or(usize::MAX) && keys.len() > 1 {
             let (front, back) = keys.split_at(keys.len() / 2);
             stack.extend([front, back]);
@@ -531,7 +534,7 @@ pub(super) async fn answered(context: &Context, rule: &Rule, held: &[Vec<Key>], 
     Ok(answered)
 }
 
-/// References by type, and how many of them are among those that are `answered`, which are in order.
+/// References by type, with the number of those that are in `answered`, which is sorted.
 fn references(held: &[Vec<Key>], answered: &[Key]) -> Vec<References> {
     let mut by_kind: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for key in held.iter().flatten() {
@@ -546,7 +549,8 @@ fn references(held: &[Vec<Key>], answered: &[Key]) -> Vec<References> {
     out
 }
 
-/// For each document of a sample, how many of the other side its keys have. One that takes too long to count is left out.
+/// For each document of a sample, the number of documents on the other side that have its keys. A document for which
+/// the count takes too long is left out.
 async fn counts(context: &Context, rule: &Rule, sample: &[Vec<Key>], other: Role) -> Result<Vec<u64>> {
     let mut out = Vec::new();
     for keys in sample {
@@ -570,17 +574,17 @@ async fn counts(context: &Context, rule: &Rule, sample: &[Vec<Key>], other: Role
     Ok(out)
 }
 
-fn spread(mut counts: Vec<u64>) -> Option<Spread> {
+fn distribution(mut counts: Vec<u64>) -> Option<Distribution> {
     counts.sort_unstable();
     let worst = *counts.last()?;
-    // The smallest that so many of a hundred do not exceed.
+    // The smallest count that this percentage of the counts does not exceed.
     let at = |percent: usize| counts.get((counts.len() * percent).div_ceil(100).saturating_sub(1)).copied();
     #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
     let mean = counts.iter().sum::<u64>() as f64 / counts.len() as f64;
-    Some(Spread { median: at(50)?, p99: at(99)?, worst, mean })
+    Some(Distribution { median: at(50)?, p99: at(99)?, worst, mean })
 }
 
-/// How many of the sampled targets the collection's validator would refuse with what the rule would write.
+/// Number of sampled targets that the collection's validator would refuse after the rule's changes.
 async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Result<u64> {
     let namespace = &rule.target.namespace;
     let list = doc! {"listCollections": 1, "filter": {"name": &namespace.collection}};
@@ -600,7 +604,7 @@ async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Resul
     for target in &mut targets {
         let id = target.get("_id").cloned().unwrap_or(Bson::Null);
         if let Some(compared) = changing.iter().find(|compared| compared.target == id) {
-            // One that the rule deletes is not refused.
+            // A target that the rule deletes is not refused.
             *target = applied(rule, target.clone(), compared)?.unwrap_or_else(|| target.clone());
         }
     }
@@ -626,11 +630,11 @@ mod tests {
 
     #[test]
     fn a_spread_has_its_percentiles() {
-        let spread_of = |counts: Vec<u64>| spread(counts).map(|s| (s.median, s.p99, s.worst));
-        assert_eq!(spread_of(vec![]), None);
-        assert_eq!(spread_of(vec![7]), Some((7, 7, 7)));
-        assert_eq!(spread_of((1..=100).collect()), Some((50, 99, 100)));
-        assert_eq!(spread_of((1..=1000).rev().collect()), Some((500, 990, 1000)));
+        let distribution_of = |counts: Vec<u64>| distribution(counts).map(|s| (s.median, s.p99, s.worst));
+        assert_eq!(distribution_of(vec![]), None);
+        assert_eq!(distribution_of(vec![7]), Some((7, 7, 7)));
+        assert_eq!(distribution_of((1..=100).collect()), Some((50, 99, 100)));
+        assert_eq!(distribution_of((1..=1000).rev().collect()), Some((500, 990, 1000)));
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! How a document differs from what a test expects, path by path. The documents are the test's own: values are shown.
+//! Differences between a document and a test's expectation, path by path. The documents are the test's own, so values
+//! are shown.
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 
@@ -9,13 +10,13 @@ use crate::check::difference::type_name;
 pub struct Differs {
     /// `parts[0].name`; empty for the whole document.
     pub path: String,
-    /// What the test expects; nothing where nothing should be.
+    /// The value that the test expects; None where there should be none.
     pub expected: Option<Bson>,
-    /// What is there.
+    /// The value that the document has.
     pub found: Option<Bson>,
 }
 
-/// Every path that differs, types told apart. The order of fields does not count, that of elements does.
+/// Every path that differs in value or type. The order of fields does not matter, that of elements does.
 #[must_use]
 pub fn between(expected: Option<&Document>, found: Option<&Document>) -> Vec<Differs> {
     let mut out = Vec::new();
@@ -51,7 +52,7 @@ fn values(path: &str, expected: Option<&Bson>, found: Option<&Bson>, out: &mut V
     }
 }
 
-/// Equal to the last bit: 1 is not 1.0, and NaN is NaN.
+/// True if two values are equal to the last bit: 1 is not 1.0, and NaN is NaN.
 fn identical(a: &Bson, b: &Bson) -> bool {
     if let (Bson::Double(a), Bson::Double(b)) = (a, b)
         && a.is_nan()
@@ -63,7 +64,7 @@ fn identical(a: &Bson, b: &Bson) -> bool {
 }
 
 impl Differs {
-    /// Expected and found, as one reads them: with their types where the texts alone would look alike.
+    /// The expected and the found value as text, with their types if these differ.
     #[must_use]
     pub fn shown(&self) -> (String, String) {
         let text = |value: &Option<Bson>| value.clone().map_or_else(|| "nothing".to_owned(), shown);
@@ -78,7 +79,7 @@ impl Differs {
     }
 }
 
-/// Relaxed Extended JSON: how one writes a value in a test.
+/// Relaxed Extended JSON, as values are written in a test.
 fn shown(value: Bson) -> String {
     value.into_relaxed_extjson().to_string()
 }

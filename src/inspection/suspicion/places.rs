@@ -1,4 +1,4 @@
-//! Where the parts of a rule stand in the config.
+//! The places of a rule's parts in the config.
 
 use crate::{
     config::{ConfigPath, Mistake},
@@ -18,7 +18,7 @@ pub struct Places<'a> {
 }
 
 impl<'a> Places<'a> {
-    /// Of a rule of the config.
+    /// The places of this rule of the config.
     pub fn of(rule: &'a Rule) -> Self {
         let kind = match rule.values {
             Values::Set { .. } | Values::Into { .. } => "copy",
@@ -53,7 +53,7 @@ impl<'a> Places<'a> {
         }
     }
 
-    /// The values, each with its place and whether it is an accumulator.
+    /// The values, each with its place; true marks an accumulator.
     pub fn values(&self) -> Vec<(ConfigPath, &'a Bson, bool)> {
         let set = |assignments: &'a [Assignment], accumulator| {
             let one = move |one: &'a Assignment| {
@@ -70,7 +70,7 @@ impl<'a> Places<'a> {
         }
     }
 
-    /// What is read where, and whether it is the source's.
+    /// The paths that are read at each place; true marks paths of the source.
     pub fn reads(&self, rule: &Rule) -> Vec<(Mistake, Reads, bool)> {
         let mut out = Vec::new();
         for pair in &rule.reference.pairs {
@@ -90,7 +90,7 @@ impl<'a> Places<'a> {
         out
     }
 
-    /// Everything that is a name, and whether it is a key of its mapping.
+    /// Every name with its place; true marks a key of a mapping.
     pub fn names(&self, rule: &Rule) -> Vec<(ConfigPath, String, bool)> {
         let mut out = vec![
             (self.source(), rule.source.namespace.collection.clone(), false),
@@ -105,7 +105,7 @@ impl<'a> Places<'a> {
             out.push((place.at, path.to_string(), place.on_key));
         }
         for (place, value, _) in self.values() {
-            // A text may quote; one that begins with such a mark was meant to be in quotes itself.
+            // Text may contain such a mark; text that begins with one was meant to be quoted itself.
             let text = value.as_str().filter(|text| text.starts_with(['\u{201c}', '\u{2018}']));
             out.extend(text.map(|text| (place, text.to_owned(), false)));
         }

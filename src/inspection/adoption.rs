@@ -1,6 +1,7 @@
-//! What a rule would do to values that are already there: counted before its first write, and shown by `plan`.
+//! The effect of a rule on existing values: counted before its first write, and shown by `plan`.
 //!
-//! The count reads and never writes. It is bounded in time and in documents, so that it can run beside an application.
+//! The count only reads. It is bounded in time and in documents, so that it can run while an application uses the
+//! cluster.
 
 use std::{
     collections::BTreeSet,
@@ -27,53 +28,53 @@ use crate::{
 
 use super::sample::{answered, count, keys, sampled, source_holds};
 
-/// A collection of at most so many documents is compared whole.
+/// Largest collection that is compared as a whole, in documents.
 const WHOLE: u64 = 10_000;
-/// Of a larger one, so many targets that hold a value are compared.
+/// Targets with a value that are compared in a larger collection.
 const HOLDING: i64 = 5000;
-/// And so many that are drawn at random.
+/// Targets drawn at random that are compared in addition.
 const DRAWN: i64 = 1000;
 /// Targets in one comparison.
 const PAGE: i32 = 200;
 /// Targets in the one comparison that reads the sources without an index.
 const AT_ONCE: i32 = 1000;
-/// How long all comparisons of one rule may take together.
+/// Time limit of all comparisons of one rule together.
 const BUDGET: Duration = Duration::from_secs(10);
-/// How long one read may take on the server, in milliseconds.
+/// Time limit of one read on the server, in milliseconds.
 const READ: i64 = 5000;
-/// References that are looked up.
+/// References to look up.
 const REFERENCES: i64 = 500;
-/// Fewer references than these say nothing.
+/// Fewer references than this are not conclusive.
 const ENOUGH: u64 = 200;
 /// Examples of each kind of change.
 const EXAMPLES: usize = 3;
 
-/// What a rule would do to existing data, of the targets that were compared.
+/// The effect of a rule on existing data, counted over the compared targets.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Figures {
     /// Targets in the collection, before its filter.
     pub targets: u64,
     /// Targets that were compared.
     pub compared: u64,
-    /// How many of all targets that is.
+    /// The part of all targets that was compared.
     pub basis: Basis,
     /// Values that would be written where there is none.
     pub adds: u64,
     /// Values that would be replaced by another one.
     pub overwrites: u64,
-    /// Values that would be taken away.
+    /// Values that would be removed.
     pub removes: u64,
     /// Documents that would be deleted, and elements that would be pulled.
     pub deletes: u64,
-    /// Values that are there now.
+    /// Values that exist now.
     pub values: u64,
-    /// Values on paths that the rule has not owned before, and what would become of them.
+    /// Values on paths that the rule did not own before, and the effect on them.
     pub foreign: Foreign,
     /// Targets that hold a value.
     pub holding: u64,
-    /// Of these, targets that would lose one.
+    /// Of these, targets that would lose a value.
     pub losing: u64,
-    /// Whether the source collection exists.
+    /// True if the source collection exists.
     pub source_exists: bool,
     /// References that were looked up.
     pub references: u64,
@@ -81,26 +82,26 @@ pub struct Figures {
     pub resolved: u64,
 }
 
-/// What would become of values that somebody else may have written.
+/// The effect on values that may have been written by others.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Foreign {
-    /// Values that are there now.
+    /// Values that exist now.
     pub values: u64,
     /// Values that would be replaced.
     pub overwrites: u64,
-    /// Values that would be taken away, and documents and elements that would go.
+    /// Values, documents and elements that would be removed.
     pub removes: u64,
 }
 
-/// Which targets were compared.
+/// The part of the targets that was compared.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Basis {
-    /// All.
+    /// All targets.
     All,
-    /// All that hold a value, and some of the others.
+    /// All targets that have a value, and some of the others.
     AllWithValues,
-    /// Some.
+    /// Some targets.
     #[default]
     Some,
 }
@@ -108,15 +109,15 @@ pub enum Basis {
 /// One change that the rule would make.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Change {
-    /// What is done.
+    /// The kind of change.
     pub kind: ChangeKind,
     /// The target's `_id`.
     pub target: Bson,
-    /// The path.
+    /// The path of the value.
     pub path: String,
-    /// What is there now.
+    /// The existing value.
     pub stored: Option<Bson>,
-    /// What would be there.
+    /// The value that the rule would write.
     pub expected: Option<Bson>,
 }
 
@@ -124,13 +125,13 @@ pub struct Change {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChangeKind {
-    /// A value where there is none.
+    /// A value is written where there is none.
     Add,
-    /// Another value.
+    /// A value is replaced by another one.
     Overwrite,
-    /// No value any more.
+    /// A value is removed.
     Remove,
-    /// The target or its element goes.
+    /// The target or its element is deleted.
     Delete,
 }
 
@@ -140,15 +141,15 @@ pub struct Count {
     /// The figures.
     #[serde(flatten)]
     pub figures: Figures,
-    /// A few changes of each kind. They hold values, which are shown on request alone.
+    /// A few changes of each kind. They contain values, which are shown on request only.
     #[serde(skip)]
     pub examples: Vec<Change>,
 }
 
-/// What was known of a rule before.
+/// The relation of a rule to earlier definitions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Standing {
-    /// None of its paths was its own.
+    /// It owned none of its paths before.
     New,
     /// Another definition of it has run.
     Changed,
@@ -158,7 +159,7 @@ pub enum Standing {
 #[must_use]
 pub fn owned_before(rule: &Rule, earlier: Option<&Document>) -> BTreeSet<String> {
     let Some(earlier) = earlier else { return BTreeSet::new() };
-    // In shadow it wrote nothing; in other targets, nothing that counts here.
+    // A shadow rule wrote nothing, and a rule with other targets wrote nothing that counts here.
     if earlier.get("target") != rule.definition.get("target") || earlier.get_bool("shadow").unwrap_or_default() {
         return BTreeSet::new();
     }
@@ -170,7 +171,7 @@ pub fn owned_before(rule: &Rule, earlier: Option<&Document>) -> BTreeSet<String>
 }
 
 impl Figures {
-    /// Why a person must agree before the rule writes, each in a few words; none where nothing is at stake.
+    /// The reasons why a person must agree before the rule writes, each in a few words; none where nothing is at stake.
     #[must_use]
     pub fn objections(&self, standing: Standing) -> Vec<String> {
         let mut reasons = Vec::new();
@@ -198,13 +199,13 @@ impl Figures {
         reasons
     }
 
-    /// Whether more than a hundredth of the values that are there would be replaced.
+    /// True if more than one percent of the existing values would be replaced.
     #[must_use]
     pub fn replaces_many(&self) -> bool {
         self.overwrites * 100 > self.values
     }
 
-    /// Why a person must agree to a rule that replaces its own values and looks like a mistake.
+    /// The reason why a person must agree to a rule that replaces its own values and looks like a mistake.
     #[must_use]
     pub fn suspected(&self, mistake: &Mistake) -> String {
         let overwritten = some(self.overwrites, self.values, "existing value");
@@ -212,7 +213,7 @@ impl Figures {
         format!("it would overwrite {overwritten}, and it looks like a mistake: {} ({hint})", mistake.message)
     }
 
-    /// What was compared, in words.
+    /// A description of the compared targets.
     #[must_use]
     pub fn stated_basis(&self) -> String {
         match self.basis {
@@ -236,8 +237,8 @@ fn counted(number: u64, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 
-/// Counts what `rule` would do. `before` are the paths that it owned already; `at_once` reads sources in one pass, where there
-/// is no index yet.
+/// Counts the changes that `rule` would make. `before` has the paths that it already owned; `at_once` reads sources in
+/// one pass, for rules without an index yet.
 pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, at_once: bool) -> Result<Count> {
     let target = &rule.target.namespace;
     let source = &rule.source.namespace;
@@ -275,7 +276,7 @@ pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, 
             ],
         };
         let drawn = counting.take(drawn, u64::MAX).await?;
-        // A target without a value can be deleted, too: only a look at all of them would tell.
+        // A target without a value can be deleted as well: only a comparison of all targets would tell.
         if all
             && drawn
             && counting.out.figures.deletes == 0
@@ -288,7 +289,7 @@ pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, 
     Ok(counting.out)
 }
 
-/// How many of the rows, one at least, have no more than so many bytes together.
+/// Number of leading rows, one at least, that together have at most this number of bytes.
 fn within(rows: &[RawDocumentBuf], bytes: usize) -> usize {
     let mut sum = 0;
     let fit = rows.iter().take_while(|row| {
@@ -298,7 +299,7 @@ fn within(rows: &[RawDocumentBuf], bytes: usize) -> usize {
     fit.count().max(1).min(rows.len())
 }
 
-/// Whether a target holds anything on an owned path.
+/// Condition that a target has anything on an owned path.
 fn holds_a_value(rule: &Rule) -> Document {
     let exists = |path: &&FieldPath| doc! {path.query(): {"$exists": true}};
     doc! {"$or": rule.owned().iter().map(exists).collect::<Vec<_>>()}
@@ -321,7 +322,8 @@ impl Counting<'_> {
         if self.at_once { AT_ONCE } else { PAGE }
     }
 
-    /// Compares what a command finds, page by page. True when it has found fewer than `most`, and all of them were compared.
+    /// Compares the targets that a command finds, page by page. True if it found fewer than `most`, and all of them
+    /// were compared.
     async fn take(&mut self, command: Document, most: u64) -> Result<bool> {
         let database = &self.rule.target.namespace.database;
         let mut found = 0;
@@ -368,7 +370,7 @@ impl Counting<'_> {
             let mut take = |compared: Result<Compared>| {
                 match compared {
                     Ok(compared) => self.add(&compared)?,
-                    // It becomes a dead letter, and keeps what it has.
+                    // It becomes a dead letter, and keeps its values.
                     Err(error) if error.kind == Kind::Refused => self.out.figures.compared += 1,
                     Err(error) => return Err(error),
                 }
@@ -419,7 +421,7 @@ impl Counting<'_> {
                     figures.foreign.removes += u64::from(!own);
                 }
                 ChangeKind::Delete => {
-                    // Every owned path of the element says it.
+                    // Every owned path of the element reports it.
                     if !gone.insert(field.element) {
                         continue;
                     }
@@ -437,7 +439,7 @@ impl Counting<'_> {
         Ok(())
     }
 
-    /// How many of the references resolve, from a sample of the side that holds them.
+    /// Counts the references that resolve, in a sample of the side that holds them.
     async fn references(&mut self) -> Result<()> {
         let (role, other) =
             if source_holds(self.rule) { (Role::Source, Role::Target) } else { (Role::Target, Role::Source) };
@@ -465,7 +467,7 @@ impl Counting<'_> {
     }
 }
 
-/// What becomes of one path; none when it stays as it is.
+/// The change at one path; None if it stays as it is.
 fn kind(field: &Difference) -> Option<ChangeKind> {
     if !field.differs() {
         return None;
@@ -479,7 +481,7 @@ fn kind(field: &Difference) -> Option<ChangeKind> {
     }
 }
 
-/// Nothing is there, or what stands for nothing: null, or an empty array.
+/// True if there is nothing, or a value that stands for nothing: null, or an empty array.
 fn says_nothing(value: Option<&RawBson>) -> bool {
     match value {
         None | Some(RawBson::Null | RawBson::Undefined) => true,
@@ -488,7 +490,7 @@ fn says_nothing(value: Option<&RawBson>) -> bool {
     }
 }
 
-/// A sum over no sources is 0: the value is lost as well.
+/// True if a value is lost. A sum over no sources is 0, which loses the value as well.
 fn loses_value(field: &Difference) -> bool {
     let zero = |value: Option<&RawBson>| match value {
         Some(RawBson::Int32(0) | RawBson::Int64(0)) => true,

@@ -1,4 +1,5 @@
-//! What rules will meet on the live cluster: indexes, references, fan-outs, sizes, validators, from samples. Reads only.
+//! Cluster inspection: indexes, references, fan-outs, sizes and validators that rules meet on the live cluster, from
+//! samples. Reads only.
 
 pub mod adoption;
 mod lookups;
@@ -20,17 +21,17 @@ use crate::{
 };
 pub use lookups::Lookup;
 use sample::Drawn;
-pub use sample::{Example, References, Sample, Sizes, Spread};
+pub use sample::{Distribution, Example, References, Sample, Sizes};
 pub use sharding::{ShardKey, Sharded};
 
-/// What is said of one rule.
+/// The findings about one rule.
 #[derive(Debug, Clone, Serialize)]
-pub struct Survey {
+pub struct Inspection {
     /// Its name.
     pub rule: String,
-    /// The source paths whose change makes it look again; `*` for all.
+    /// The source paths whose change triggers it; `*` for all.
     pub source_reads: Vec<String>,
-    /// The target paths whose change does.
+    /// The target paths whose change triggers it.
     pub target_reads: Vec<String>,
     /// Its lookups, and the index that each would use.
     pub lookups: Vec<Lookup>,
@@ -38,31 +39,31 @@ pub struct Survey {
     pub sharded: Vec<Sharded>,
     /// The pre-images that it needs.
     pub pre_images: Option<PreImages>,
-    /// What a sample of its documents says. None when no sample was wanted.
+    /// The findings from a sample of its documents. None if no sample was requested.
     pub sample: Option<Sample>,
-    /// What it would do to existing values. None when no sample was wanted.
+    /// Its effect on existing values. None if no sample was requested, and for a shadow rule.
     pub adoption: Option<adoption::Count>,
 }
 
 /// The pre-images of a rule's source.
 #[derive(Debug, Clone, Serialize)]
 pub struct PreImages {
-    /// The source.
+    /// The source collection.
     pub collection: String,
-    /// Whether it keeps them; none where it is not there yet.
+    /// True if it keeps them; None if it does not exist yet.
     pub kept: Option<bool>,
-    /// What enables them.
+    /// The command that enables them.
     pub command: String,
 }
 
-/// Looks at the rules of a plan; `size` targets of each are drawn at random, none when it is 0. `earlier` are the definitions
-/// that have run, by the rule's name.
-pub async fn survey(
+/// Inspects the rules of a plan; `size` targets of each are sampled at random, none if it is 0. `earlier` has the
+/// definitions that have run, by the rule's name.
+pub async fn inspection(
     context: &Context,
     plan: &Plan,
     size: u32,
     earlier: &BTreeMap<String, Document>,
-) -> Result<Vec<Survey>> {
+) -> Result<Vec<Inspection>> {
     let mut out = Vec::new();
     for rule in &plan.rules {
         let drawn = if size > 0 { Some(Drawn::draw(context, rule, size).await?) } else { None };
@@ -75,12 +76,10 @@ pub async fn survey(
         let at_once = lookups.iter().any(|lookup| lookup.what == lookups::SOURCES && lookup.index.is_none());
         let before = earlier.get(&rule.name).map(|earlier| adoption::owned_before(rule, Some(earlier)));
         let adoption = match sample {
-            Some(_) if !rule.shadow => {
-                Some(Box::pin(adoption::figures(context, rule, &before.unwrap_or_default(), at_once)).await?)
-            }
-            _ => None,
+            Some(_) => Some(Box::pin(adoption::figures(context, rule, &before.unwrap_or_default(), at_once)).await?),
+            None => None,
         };
-        out.push(Survey {
+        out.push(Inspection {
             rule: rule.name.clone(),
             source_reads: paths(&rule.source_reads),
             target_reads: paths(&rule.target_reads),
@@ -112,8 +111,8 @@ fn paths(reads: &Reads) -> Vec<String> {
     }
 }
 
-impl Survey {
-    /// What the sample says that must be seen to before the rule runs.
+impl Inspection {
+    /// Findings that must be resolved before the rule runs, each with advice.
     #[must_use]
     pub fn problems(&self, rule: &Rule) -> Vec<(String, String)> {
         let mut out = Vec::new();

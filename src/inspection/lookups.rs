@@ -1,4 +1,4 @@
-//! The lookups that a rule does all the time, and the index that the server would use for each.
+//! The lookups that a rule makes all the time, and the index that the server would use for each.
 
 use bson::{Bson, Document, doc};
 use serde::Serialize;
@@ -10,23 +10,23 @@ use crate::{
     reconcile::{Context, read},
 };
 
-/// What a lookup looks for: of one kind there is one a rule.
+/// The subject of a lookup: a rule has at most one lookup for each subject.
 pub(super) const SOURCES: &str = "the sources of a target";
-/// The other way round.
+/// The same in the other direction.
 pub(super) const TARGETS: &str = "the targets of a source";
 
 /// One lookup.
 #[derive(Debug, Clone, Serialize)]
 pub struct Lookup {
-    /// What is looked for.
+    /// The subject of the lookup.
     pub what: &'static str,
-    /// Where.
+    /// The collection that is searched.
     pub collection: String,
     /// The index; None when the whole collection is read.
     pub index: Option<String>,
 }
 
-/// The lookups of a rule, explained with a key that occurs, or with any.
+/// The lookups of a rule, explained with a key that occurs, or else with an invented one.
 pub(super) async fn lookups(context: &Context, rule: &Rule, key: Option<Key>) -> Result<Vec<Lookup>> {
     let key = key.unwrap_or_else(|| Key::new(vec![Bson::String("x".to_owned()); rule.reference.pairs.len()]));
     let keys = [&key];
@@ -47,14 +47,14 @@ pub(super) async fn lookups(context: &Context, rule: &Rule, key: Option<Key>) ->
         let explain = doc! {"explain": command, "verbosity": "queryPlanner"};
         let reply = match context.server.database(&namespace.database).run_command(explain).await {
             Ok(reply) => reply,
-            // A filter or a collection that the server refuses is a finding of its own.
+            // A filter or a collection that the server refuses is reported separately.
             Err(error) if crate::error::Error::from(error.clone()).kind == Kind::Refused => continue,
             Err(error) => return Err(error.into()),
         };
         let mut stages = Stages::default();
         stages.find(&reply, false);
         let index = if stages.scans { None } else { stages.index.or(stages.by_id.then(|| "_id_".to_owned())) };
-        // A collection that is not there has neither.
+        // A collection that does not exist has neither.
         if stages.scans || index.is_some() {
             out.push(Lookup { what, collection: namespace.to_string(), index });
         }
@@ -62,7 +62,7 @@ pub(super) async fn lookups(context: &Context, rule: &Rule, key: Option<Key>) ->
     Ok(out)
 }
 
-/// What a winning plan is made of.
+/// The relevant parts of a winning plan.
 #[derive(Debug, Default, PartialEq)]
 struct Stages {
     index: Option<String>,
@@ -71,7 +71,7 @@ struct Stages {
 }
 
 impl Stages {
-    /// Looks through an explanation, whose shape differs from version to version and engine to engine.
+    /// Searches an explanation, whose shape differs between versions and engines.
     fn find(&mut self, doc: &Document, winning: bool) {
         for (name, value) in doc {
             if winning && name == "stage" {

@@ -1,12 +1,12 @@
-//! Who is there: the instances of a deployment, and which of their plans is the newest.
+//! The instances of a deployment, and which of their plans is the newest.
 //!
-//! In a rolling update instances with the old and the new rules run side by side. If either could lead, a changed rule would
-//! be backfilled back and forth. So an instance leads only while no other one that is alive has a newer plan. A plan's age
-//! is when the deployment first met it: an old instance that restarts in the middle of an update stays the older one, and
-//! after a roll-back the older plan leads as soon as the newer instances are gone.
+//! During a rolling update, instances with the old and the new rules run at the same time. If either could lead, a
+//! changed rule would be backfilled back and forth. So an instance leads only while no live instance has a newer plan.
+//! The age of a plan is the time at which the deployment first saw it: an old instance that restarts during an update
+//! keeps its older plan, and after a roll-back the older plan leads as soon as the newer instances are gone.
 //!
-//! In a deployment that is divided into partitions each instance also says how many it leads, and [`next`] decides from
-//! these numbers alone who takes a free one, and who hands one over.
+//! In a partitioned deployment, each instance also announces how many partitions it leads. From these numbers alone,
+//! [`next`] decides which instance takes a free partition and which one hands one over.
 
 use std::{cmp::Ordering, time::Duration};
 
@@ -25,22 +25,24 @@ use crate::{
 
 /// The collection of instances in the state database: one document each.
 pub const COLLECTION: &str = "instances";
-/// The collection of plans in the state database: one document a deployment and plan, with the time it was first met.
+/// The collection of plans in the state database: one document for each deployment and plan, with the time it was first
+/// seen.
 pub const PLANS: &str = "plans";
 
-/// What an instance does about the partitions.
+/// Next step of an instance towards an even distribution of the partitions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// It takes a free one.
+    /// Take a free partition.
     Take,
-    /// It hands one over, for another one to take.
+    /// Hand one partition over to another instance.
     HandOver,
-    /// Nothing.
+    /// Change nothing.
     Keep,
 }
 
-/// What an instance that leads `mine` of `partitions` does while the others lead so many each. The least loaded take what is
-/// free. What is led whole is handed over only where that makes it more even, so that it comes to an end.
+/// The next step of an instance that leads `mine` of `partitions`, while `others` are the numbers that the other
+/// instances lead. The least loaded instances take free partitions. Once all are led, a partition is handed over only
+/// if that makes the distribution more even, so the process terminates.
 #[must_use]
 pub fn next(mine: usize, others: &[usize], partitions: usize) -> Next {
     let least = others.iter().copied().min().unwrap_or(usize::MAX);
@@ -52,7 +54,7 @@ pub fn next(mine: usize, others: &[usize], partitions: usize) -> Next {
     }
 }
 
-/// What tells two plans apart: what their rules mean, in any order, and into how many partitions they are divided.
+/// Identity of a plan: the meaning of its rules, in any order, and the number of partitions.
 #[must_use]
 pub fn fingerprint(plan: &Plan, partitions: u32) -> String {
     let mut rules: Vec<(&str, &Document)> =
@@ -62,7 +64,7 @@ pub fn fingerprint(plan: &Plan, partitions: u32) -> String {
     for (name, definition) in rules {
         hash.update(name.as_bytes());
         hash.update([0]);
-        // A definition was read from a config, which is smaller than any document may be.
+        // A definition comes from a config, so it is smaller than the largest document.
         hash.update(bson::serialize_to_vec(definition).unwrap_or_default());
     }
     if partitions > 1 {
@@ -78,20 +80,20 @@ pub struct Instance {
     pub name: String,
     /// The program's version.
     pub version: String,
-    /// Tells its plan from others.
+    /// Fingerprint of its plan.
     pub plan: String,
-    /// When it started, in milliseconds since 1970 by the server's clock.
+    /// Start of the process, in milliseconds since 1970 by the server's clock.
     pub started: i64,
 }
 
-/// The instances of a deployment that are there: those heard of within `ttl`, the oldest first.
+/// The live instances of a deployment: those seen within `ttl`, oldest first.
 pub async fn instances(server: &Server, database: &str, deployment: &str, ttl: Duration) -> Result<Vec<Instance>> {
     let there = doc! {"_id.deployment": deployment, "$expr": alive(ttl)};
     let instances = server.collection(database, COLLECTION);
     let found = instances.find(there).sort(doc! {"started": 1, "_id": 1});
     let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
     let read = |doc: &Document| {
-        // An older program says less of itself.
+        // An older version announces fewer fields.
         let text = |name: &str| doc.get_str(name).unwrap_or("unknown");
         Some(Instance {
             name: instance_name(text("host"), doc.get_i64("process").ok()?),
@@ -108,7 +110,7 @@ fn alive(ttl: Duration) -> Document {
     doc! {"$gt": ["$seen", {"$subtract": ["$$NOW", millis]}]}
 }
 
-/// One instance's place among those of its deployment. It is announced until this is dropped or it leaves.
+/// One instance's entry in its deployment. It is announced until this is dropped or leaves.
 #[derive(Debug)]
 pub struct Member {
     place: Place,
@@ -117,11 +119,11 @@ pub struct Member {
     beat: tokio::task::JoinHandle<()>,
 }
 
-/// What an instance says of itself.
+/// Announced properties of an instance.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Said {
     plan: String,
-    /// How many partitions it leads; nothing in a deployment that is not divided.
+    /// Number of partitions that it leads; none if the deployment is not partitioned.
     leads: Option<usize>,
 }
 
@@ -131,12 +133,12 @@ struct Place {
     database: String,
     deployment: String,
     instance: String,
-    /// An instance that has not been heard of for this long is not there.
+    /// An instance that was not seen for this long counts as gone.
     ttl: Duration,
 }
 
 impl Member {
-    /// Announces an instance with this plan, several times in every `ttl`.
+    /// Announces an instance with this plan, several times in each `ttl`.
     #[must_use]
     pub fn join(
         connection: impl Into<Connection>,
@@ -159,37 +161,39 @@ impl Member {
         Self { place, said: sender, partitions, beat }
     }
 
-    /// The rules have been swapped.
+    /// Announces a new plan, after the rules were swapped.
     pub fn has_plan(&self, plan: &Plan) {
         let plan = fingerprint(plan, self.partitions);
         self.said.send_modify(|said| said.plan = plan);
     }
 
-    /// It leads so many partitions now; nothing when it cannot take any, so that nobody hands one over to it.
+    /// Announces the number of partitions that it leads; none if it cannot take any, so that no other instance hands
+    /// one over to it.
     pub fn leads(&self, partitions: Option<usize>) {
         let changed = |said: &mut Said| std::mem::replace(&mut said.leads, partitions) != partitions;
         self.said.send_if_modified(changed);
     }
 
-    /// How many partitions each of the other instances leads that are there, have the same plan, and take some.
+    /// Numbers of partitions that the other instances lead: those that are alive, have the same plan, and take
+    /// partitions.
     pub async fn others(&self) -> Result<Vec<usize>> {
         let plan = self.said.borrow().plan.clone();
         self.place.others(&plan).await
     }
 
-    /// Whether another instance that is there has a newer plan. Until the deployment has met this one's
-    /// plan, every other is newer.
+    /// True if another live instance has a newer plan. Until the deployment has seen this instance's plan, every other
+    /// plan is newer.
     pub async fn is_outdated(&self) -> Result<bool> {
         let plan = self.said.borrow().plan.clone();
         Ok(self.place.newer_than(&plan).await? > 0)
     }
 
-    /// Is not there any more.
+    /// Removes the announcement, so that the instance counts as gone at once.
     pub async fn leave(&self) {
         self.beat.abort();
         let instances = self.place.collection(COLLECTION);
         let gone = instances.delete_one(doc! {"_id": self.place.id()}).into_future();
-        // Otherwise its document gets old.
+        // On failure, the document expires.
         if let Ok(Err(error)) = tokio::time::timeout(self.place.ttl / 5, gone).await {
             tracing::debug!(error = %crate::error::Error::from(error).message, "could not say that this instance leaves");
         }
@@ -232,7 +236,7 @@ impl Place {
         }
     }
 
-    /// Remembers since when the deployment knows this plan.
+    /// Records the time at which the deployment first saw this plan.
     async fn meet(&self, plan: &str) -> Result<()> {
         let first = vec![doc! {"$set": {"first": {"$ifNull": ["$first", "$$NOW"]}}}];
         bounded(self.collection(PLANS).update_one(doc! {"_id": self.plan_id(plan)}, first).upsert(true)).await?;
@@ -254,14 +258,14 @@ impl Place {
         };
         let instances = self.collection(COLLECTION);
         bounded(instances.update_one(doc! {"_id": self.id()}, update).upsert(true)).await?;
-        // What has been silent for a day does not come back.
+        // An instance that was silent for a day will not come back.
         let day = DateTime::from_millis(DateTime::now().timestamp_millis() - 24 * 3600 * 1000);
         let old = doc! {"_id.deployment": &self.deployment, "seen": {"$lt": day}};
         bounded(instances.delete_many(old)).await?;
         Ok(())
     }
 
-    /// What others with this plan that are alive lead.
+    /// Numbers of partitions that other live instances with this plan lead.
     async fn others(&self, plan: &str) -> Result<Vec<usize>> {
         let others = doc! {
             "_id.deployment": &self.deployment, "_id.instance": {"$ne": &self.instance}, "plan": plan,
@@ -276,7 +280,7 @@ impl Place {
         Ok(leads)
     }
 
-    /// How many instances that are alive have a plan that was first met after this one.
+    /// Number of live instances whose plan was first seen after this one.
     async fn newer_than(&self, plan: &str) -> Result<usize> {
         let pipeline = vec![
             doc! {"$match": {"_id.deployment": &self.deployment, "plan": {"$ne": plan}, "$expr": alive(self.ttl)}},
@@ -298,7 +302,7 @@ impl Place {
 mod tests {
     use super::*;
 
-    /// All instances look in turns, with what the others lead now, until nobody does anything.
+    /// Lets all instances act in turn, each on the current numbers, until none of them does anything.
     fn settled(mut led: Vec<usize>, partitions: usize) -> (Vec<usize>, usize) {
         let mut handed_over = 0;
         loop {

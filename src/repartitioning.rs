@@ -1,9 +1,10 @@
-//! The change of the number of partitions that a deployment is divided into.
+//! Repartitioning: the change of a deployment's number of partitions.
 //!
-//! It is one transaction in the state database, which ends all leases of the old partitions, and is only made when nobody has
-//! one: from then on nothing that their leaders have sent is written any more. The new partitions start where the last one of
-//! the old ones was, and do again what the others had done beyond that. A rule that was not done in all of them is backfilled.
-//! Nothing is left of the old partitions but their leases, whose terms go on when the number comes back.
+//! It is one transaction in the state database. It ends all leases of the old partitions, and only commits while none
+//! of them is held: from then on no write of an old leader takes effect. The new partitions start at the earliest
+//! checkpoint of the old ones, and repeat what the others had done beyond it. A rule whose backfill was not complete in
+//! all of them is backfilled. Only the leases of the old partitions remain, so that their terms continue if the number
+//! is changed back.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -32,23 +33,21 @@ use crate::{
     request::Task,
 };
 
-/// More dead letters than this are not carried over: their rules are backfilled, which finds them again.
-const LETTERS: usize = 10_000;
-/// How long the transaction may take.
+/// Above this number, dead letters are not carried over: their rules are backfilled, which finds them again.
+const DEAD_LETTERS: usize = 10_000;
+/// Time limit for the transaction.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// NamespaceExists
 const NAMESPACE_EXISTS: i32 = 48;
-/// DuplicateKey
 const DUPLICATE_KEY: i32 = 11000;
 
-/// Divides a deployment into `of` partitions. False while the old partitions have leaders. A leader whose lease was deleted is
-/// waited for as long as a lease lasts (`ttl`).
+/// Divides a deployment into `of` partitions. Returns false while the old partitions have leaders. A leader whose lease
+/// was deleted counts as alive for the duration of a lease (`ttl`).
 pub async fn divide(server: &Server, database: &str, deployment: &str, of: u32, ttl: Duration) -> Result<bool> {
     let from = format::check(server, database, deployment).await?;
     if from == of {
         return Ok(true);
     }
-    let division = Division {
+    let repartitioning = Repartitioning {
         server,
         database,
         deployment,
@@ -70,12 +69,12 @@ pub async fn divide(server: &Server, database: &str, deployment: &str, of: u32, 
             Ok(()) | Err(_) => {}
         }
     }
-    division.suspect_leaders(ttl).await?;
+    repartitioning.suspect_leaders(ttl).await?;
     let mut session = server.client().start_session().await?;
     let transaction = async {
         let options = session.start_transaction().read_concern(ReadConcern::snapshot());
         options.write_concern(WriteConcern::majority()).await?;
-        let changed = division.change(&mut session).await?;
+        let changed = repartitioning.change(&mut session).await?;
         if changed {
             session.commit_transaction().await?;
         } else {
@@ -91,32 +90,32 @@ pub async fn divide(server: &Server, database: &str, deployment: &str, of: u32, 
     Ok(changed)
 }
 
-struct Division<'a> {
+struct Repartitioning<'a> {
     server: &'a Server,
     database: &'a str,
     deployment: &'a str,
-    /// How many the old ones are.
+    /// The old number of partitions.
     from: u32,
     old: Vec<String>,
     new: Vec<Partition>,
 }
 
-/// What is kept of the old partitions.
+/// State of the old partitions that is carried over.
 #[derive(Debug, Default)]
 struct Kept {
     rules: Vec<Document>,
     positions: Vec<Document>,
     fan_outs: Vec<Document>,
-    letters: Vec<Document>,
+    dead_letters: Vec<Document>,
 }
 
-impl Division<'_> {
+impl Repartitioning<'_> {
     fn collection(&self, name: &str) -> Collection<Document> {
-        // Concerns of its own are not for what is part of a transaction.
+        // Operations of a transaction must not set read or write concerns of their own.
         self.server.database(self.database).collection(name)
     }
 
-    /// A partition with state and without a lease may have a leader that does not know yet.
+    /// Marks the leases of partitions that have state but no lease: they may have a leader that has not noticed yet.
     async fn suspect_leaders(&self, ttl: Duration) -> Result<()> {
         let millis = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
         for id in &self.old {
@@ -157,19 +156,21 @@ impl Division<'_> {
             self.insert(session, RULES, of_rules).await?;
             let of_positions = positions.iter().map(|position| renamed(position, &id, term)).collect();
             self.insert(session, POSITIONS, of_positions).await?;
-            if kept.letters.len() <= LETTERS {
-                let letters = kept.letters.iter().filter(|letter| concerns(*partition, letter));
-                // Letters have no term. Two old partitions may have one each of the same look-up.
-                let letters: BTreeMap<Vec<u8>, Document> =
-                    letters.map(|letter| moved(letter, &id)).map(|letter| (identity(&letter), letter)).collect();
-                self.insert(session, dead_letter::COLLECTION, letters.into_values().collect()).await?;
+            if kept.dead_letters.len() <= DEAD_LETTERS {
+                let dead_letters = kept.dead_letters.iter().filter(|dead_letter| concerns(*partition, dead_letter));
+                // Dead letters have no term. Two old partitions may each have one of the same look-up.
+                let dead_letters: BTreeMap<Vec<u8>, Document> = dead_letters
+                    .map(|dead_letter| moved(dead_letter, &id))
+                    .map(|dead_letter| (identity(&dead_letter), dead_letter))
+                    .collect();
+                self.insert(session, dead_letter::COLLECTION, dead_letters.into_values().collect()).await?;
             }
         }
         Ok(true)
     }
 
-    /// False when another instance has changed it since it was read: what is left of the old partitions is nothing then, and what
-    /// the new ones have is not to be replaced by it.
+    /// Returns false if another instance has changed the number since it was read. The old partitions then have no
+    /// state left, and it must not replace that of the new ones.
     async fn change_number(&self, session: &mut ClientSession) -> Result<bool> {
         let old = format::of_number(self.deployment, number(self.from));
         let update = format::divided(number(u32::try_from(self.new.len()).unwrap_or(u32::MAX)));
@@ -190,7 +191,7 @@ impl Division<'_> {
         Ok(true)
     }
 
-    /// Makes the lease of a new partition, or ends what is left of it; returns its term.
+    /// Creates the lease of a new partition, or ends an existing one; returns its term.
     async fn free_lease(&self, session: &mut ClientSession, id: &str) -> Result<i64> {
         let leases = self.collection(lease::COLLECTION);
         let lease = leases.find_one_and_update(doc! {"_id": id}, vec![given_back()]).upsert(true);
@@ -204,10 +205,10 @@ impl Division<'_> {
             (RULES, &mut kept.rules),
             (POSITIONS, &mut kept.positions),
             (fan_out::COLLECTION, &mut kept.fan_outs),
-            (dead_letter::COLLECTION, &mut kept.letters),
+            (dead_letter::COLLECTION, &mut kept.dead_letters),
         ] {
             let limit =
-                if name == dead_letter::COLLECTION { i64::try_from(LETTERS + 1).unwrap_or(i64::MAX) } else { 0 };
+                if name == dead_letter::COLLECTION { i64::try_from(DEAD_LETTERS + 1).unwrap_or(i64::MAX) } else { 0 };
             let old = doc! {"_id.deployment": {"$in": &self.old}};
             let mut cursor = self.collection(name).find(old).limit(limit).session(&mut *session).await?;
             *into = cursor.stream(&mut *session).try_collect().await?;
@@ -224,7 +225,7 @@ impl Division<'_> {
 
     fn rules(&self, kept: &Kept) -> Vec<Document> {
         let mut unfinished: BTreeSet<&str> = kept.fan_outs.iter().filter_map(|job| part(job, "rule")).collect();
-        if kept.letters.len() > LETTERS {
+        if kept.dead_letters.len() > DEAD_LETTERS {
             unfinished.extend(kept.rules.iter().filter_map(|rule| part(rule, "rule")));
         }
         joined(&kept.rules, self.old.len(), &unfinished)
@@ -235,7 +236,7 @@ fn number(partitions: u32) -> i32 {
     i32::try_from(partitions).unwrap_or(i32::MAX)
 }
 
-/// A part of an `_id`.
+/// A text field of the `_id`.
 fn part<'a>(doc: &'a Document, name: &str) -> Option<&'a str> {
     doc.get_document("_id").ok()?.get_str(name).ok()
 }
@@ -245,8 +246,8 @@ fn given_back() -> Document {
     doc! {"$set": {"owner": Bson::Null, "until": "$$NOW", "term": term}}
 }
 
-/// The rule states of `old` partitions as one for each rule. What is not done in all of them, or `unfinished`, is to be done
-/// from the start.
+/// The rule states of `old` partitions merged into one for each rule. A rule that is not complete in all of them, or is
+/// in `unfinished`, restarts.
 fn joined(states: &[Document], old: usize, unfinished: &BTreeSet<&str>) -> Vec<Document> {
     let mut by_rule: BTreeMap<&str, Vec<&Document>> = BTreeMap::new();
     for state in states {
@@ -295,8 +296,8 @@ fn one(states: &[&Document], whole: bool) -> Document {
     out
 }
 
-/// For each stream that all `old` partitions have followed in this cluster: where the last of them was. By time, because a
-/// resume token is of one stream.
+/// For each stream that all `old` partitions have followed in this cluster: the earliest checkpoint. Given as a time,
+/// because a resume token belongs to one stream.
 fn positions(positions: &[Document], old: usize) -> Vec<Document> {
     let mut by_stream: BTreeMap<&str, Vec<&Document>> = BTreeMap::new();
     for position in positions {
@@ -312,7 +313,7 @@ fn positions(positions: &[Document], old: usize) -> Vec<Document> {
     by_stream.into_values().filter_map(last).collect()
 }
 
-/// The same document as another partition's, under its term.
+/// The same document for another partition, under that partition's term.
 fn renamed(doc: &Document, id: &str, term: i64) -> Document {
     let mut doc = moved(doc, id);
     doc.insert("term", term);
@@ -331,9 +332,9 @@ fn identity(doc: &Document) -> Vec<u8> {
     doc.get_document("_id").ok().and_then(|id| bson::serialize_to_vec(id).ok()).unwrap_or_default()
 }
 
-/// Whether a partition tries a dead letter again.
-fn concerns(partition: Partition, letter: &Document) -> bool {
-    let Ok(id) = letter.get_document("_id") else { return false };
+/// True if this partition retries the dead letter.
+fn concerns(partition: Partition, dead_letter: &Document) -> bool {
+    let Ok(id) = dead_letter.get_document("_id") else { return false };
     let key = Key::new(id.get_array("key").cloned().unwrap_or_default());
     match id.get_str("task").ok().and_then(Task::named) {
         Some(Task::Value | Task::Target) => partition.owns(id.get_str("rule").unwrap_or_default(), &key),

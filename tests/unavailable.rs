@@ -1,4 +1,4 @@
-//! A rule that the cluster lacks something for is suspended alone, and comes back by itself.
+//! Only the rule for which the cluster lacks something becomes unavailable, and it recovers by itself.
 
 use std::time::{Duration, Instant};
 
@@ -37,7 +37,7 @@ async fn is_copied(db: &Database, name: &str, ip: i32, running: &Running) {
     }
 }
 
-/// Two rules under a user who may do no more than `denormd role` says.
+/// Two rules under a user with exactly the privileges of `denormd role`.
 async fn secured(set: &ReplicaSet, test: &TestDb) -> TestDb {
     let on = |database: &str, collection: &str, actions: &[&str]| doc! {"resource": {"db": database, "collection": collection}, "actions": actions.to_vec()};
     let state = format!("{}_state", test.name);
@@ -59,8 +59,8 @@ async fn secured(set: &ReplicaSet, test: &TestDb) -> TestDb {
     TestDb { client: mongodb::Client::with_uri_str(&uri).await.unwrap(), name: test.name.clone(), uri }
 }
 
-/// A revoked privilege filled the queue with keys that could not be written: the position stood still, and in the end every
-/// rule did.
+/// A revoked privilege once filled the queue with keys that could not be written: the position stopped, and in the end
+/// every rule did.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_revoked_privilege_suspends_its_rule_alone_until_it_is_granted() {
     let set = ReplicaSet::builder().auth().start().await;
@@ -79,10 +79,10 @@ async fn a_revoked_privilege_suspends_its_rule_alone_until_it_is_granted() {
     set_ip(&db, 1).await;
     is_copied(&db, "b", 1, &running).await;
     let status = running.until("the rule is suspended", |status| causes(status).contains(&"suspended")).await;
-    let suspended = status.causes.iter().find(|cause| cause.cause == "suspended").unwrap();
-    assert_eq!(suspended.rules, ["a"]);
+    let unavailable = status.causes.iter().find(|cause| cause.cause == "suspended").unwrap();
+    assert_eq!(unavailable.rules, ["a"]);
     running.until("why is said", |_| running.log().contains("the rule is unavailable")).await;
-    // The others go on, and so does the position: what a command waits for does not wait for this rule.
+    // The other rules continue, and so does the position: commands that wait do not wait for this rule.
     set_ip(&db, 2).await;
     is_copied(&db, "b", 2, &running).await;
     let address = running.address.to_string();
@@ -103,7 +103,7 @@ async fn a_revoked_privilege_suspends_its_rule_alone_until_it_is_granted() {
     is_copied(&db, "a", 3, &running).await;
 }
 
-/// A collection that was dropped and made again had lost its index: a restart refused every rule.
+/// A collection that was dropped and created again had lost its index: a restart once refused every rule.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lost_index_suspends_its_rule_and_a_rule_that_never_had_one_is_refused() {
     let test = denormd_fixture::database().await;
@@ -118,7 +118,7 @@ async fn a_lost_index_suspends_its_rule_and_a_rule_that_never_had_one_is_refused
     running.run().await;
     is_copied(&db, "b", 1, &running).await;
     running.until("the rule is suspended", |status| causes(status).contains(&"suspended")).await;
-    // Also after one more restart.
+    // Also after another restart.
     running.stop();
     running.run().await;
     running.until("the rule is suspended", |status| causes(status).contains(&"suspended")).await;
@@ -128,14 +128,14 @@ async fn a_lost_index_suspends_its_rule_and_a_rule_that_never_had_one_is_refused
     running.until("it is back", |status| !causes(status).contains(&"suspended")).await;
     running.stop();
 
-    // All of them at once: nothing would work.
+    // All rules at once: nothing would work.
     for name in ["a", "b"] {
         db.run_command(doc! {"dropIndexes": name, "index": "host_1"}).await.unwrap();
     }
     let (code, _, error) = running.command(&["run"]);
     assert_eq!(code, Some(4), "{error}");
     assert!(error.contains("createIndex"), "{error}");
-    // A rule that has never run, beside those that have.
+    // A rule that has never run, together with some that have.
     index(&db, "a").await;
     index(&db, "b").await;
     let text = std::fs::read_to_string(running.file()).unwrap();
@@ -144,7 +144,7 @@ async fn a_lost_index_suspends_its_rule_and_a_rule_that_never_had_one_is_refused
     std::fs::write(running.file(), format!("{}{new}", text.trim_end())).unwrap();
     let (code, _, error) = running.command(&["run"]);
     assert_eq!(code, Some(4), "{error}");
-    // An index would create a collection, under a name that may be wrong.
+    // An index would create a collection, possibly under a wrong name.
     assert!(!error.contains("createIndex") && error.contains("createCollection"), "{error}");
     db.create_collection("c").await.unwrap();
     let (code, _, error) = running.command(&["run"]);

@@ -1,24 +1,24 @@
-//! The recent errors, those that repeat as one line.
+//! The recent errors. Repeated errors share one entry.
 
 use std::{collections::VecDeque, time::Duration};
 
 use super::wall_millis;
 
-/// Lines kept.
+/// Maximum number of entries.
 const KEPT: usize = 50;
 
-/// One error, or the same one many times.
+/// An error that occurred once or repeatedly.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Trouble {
-    /// When it was first met, in milliseconds since 1970.
+pub struct RecentError {
+    /// Time of the first occurrence, in milliseconds since 1970.
     pub first: i64,
-    /// When it was last met.
+    /// Time of the last occurrence.
     pub last: i64,
-    /// How often.
+    /// Number of occurrences.
     pub count: u64,
-    /// The rule it concerns, where it concerns one.
+    /// The rule concerned, if any.
     pub rule: Option<String>,
-    /// What was being done.
+    /// The action that failed.
     pub doing: &'static str,
     /// The kind of error.
     pub reason: &'static str,
@@ -26,20 +26,20 @@ pub struct Trouble {
     pub message: String,
 }
 
-/// A bounded list, the one met last at the back.
+/// A bounded list, with the most recent error at the back.
 #[derive(Debug, Default)]
-pub(super) struct Troubles {
-    lines: VecDeque<Trouble>,
+pub(super) struct RecentErrors {
+    lines: VecDeque<RecentError>,
 }
 
-impl Troubles {
+impl RecentErrors {
     pub fn add(&mut self, rule: Option<&str>, doing: &'static str, reason: &'static str, message: &str) {
         let now = wall_millis();
-        let same = |line: &Trouble| line.rule.as_deref() == rule && line.doing == doing && line.message == message;
+        let same = |line: &RecentError| line.rule.as_deref() == rule && line.doing == doing && line.message == message;
         let known = self.lines.iter().position(same).and_then(|at| self.lines.remove(at));
         let line = match known {
-            Some(line) => Trouble { last: now, count: line.count + 1, ..line },
-            None => Trouble {
+            Some(line) => RecentError { last: now, count: line.count + 1, ..line },
+            None => RecentError {
                 first: now,
                 last: now,
                 count: 1,
@@ -55,7 +55,7 @@ impl Troubles {
         }
     }
 
-    pub fn recent(&self) -> Vec<Trouble> {
+    pub fn recent(&self) -> Vec<RecentError> {
         self.lines.iter().rev().cloned().collect()
     }
 
@@ -71,15 +71,15 @@ mod tests {
 
     #[test]
     fn what_repeats_is_one_line_and_old_lines_go() {
-        let mut troubles = Troubles::default();
+        let mut recent_errors = RecentErrors::default();
         for nth in 0..KEPT + 5 {
-            troubles.add(None, "read", "connection", &format!("no. {nth}"));
-            troubles.add(Some("r"), "write", "refused", "always the same");
+            recent_errors.add(None, "read", "connection", &format!("no. {nth}"));
+            recent_errors.add(Some("r"), "write", "refused", "always the same");
         }
-        let recent = troubles.recent();
+        let recent = recent_errors.recent();
         assert_eq!(recent.len(), KEPT);
         assert_eq!((recent[0].count, recent[0].rule.as_deref()), (55, Some("r")));
-        assert!(troubles.met(&["refused"], Duration::from_secs(5)));
-        assert!(!troubles.met(&["privilege"], Duration::from_secs(5)));
+        assert!(recent_errors.met(&["refused"], Duration::from_secs(5)));
+        assert!(!recent_errors.met(&["privilege"], Duration::from_secs(5)));
     }
 }

@@ -1,8 +1,9 @@
-//! Rules that the cluster lacks something for: a privilege that was revoked, an index that went with its collection. Each
-//! is suspended alone, its reason said, and comes back by itself; what it misses meanwhile is backfilled then.
+//! Unavailable rules: the cluster lacks something that they need, such as a revoked privilege, or an index that was
+//! dropped with its collection. Each rule becomes unavailable separately, with its reason, and runs again by itself
+//! once that exists; a backfill then covers the missed changes.
 //!
-//! A rule that has never run is refused instead, before anything is written, as are all rules at once: whoever has just
-//! written them, or made the user, is there to read it.
+//! A rule that has never run is refused instead, before anything is written. So is the config if all of its rules are
+//! affected: whoever has just written the rules, or created the user, is there to read the message.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -21,30 +22,30 @@ use crate::{
     rule_state::RuleState,
 };
 
-/// How often suspended rules are looked for.
+/// Interval between checks for unavailable rules.
 const LOOK: Duration = Duration::from_secs(1);
-/// The first pause between two looks at what a rule lacks; each doubles it.
+/// The first pause between two checks of a rule; each check doubles it.
 const FIRST: Duration = Duration::from_secs(1);
-/// The longest one.
+/// The longest pause.
 const LONGEST: Duration = Duration::from_secs(20);
-/// A rule that has been well for this long is not looked at more and more seldom when it is suspended again.
+/// Time without a check after which the pauses begin again with the first one.
 const WELL: Duration = Duration::from_secs(600);
-/// Unauthorized: the user may not do this, while the connection is good.
+/// The code Unauthorized: the user lacks a privilege, while the connection is good.
 pub const UNAUTHORIZED: i32 = 13;
 
-/// Of rules that lack something, which are suspended, and why; the others refuse the start.
+/// Rules that lack something: those that become unavailable, and those that refuse the start.
 #[derive(Debug, Default)]
 pub struct Lacking {
-    /// What refuses the start.
+    /// Findings that refuse the start.
     pub refused: Vec<Finding>,
-    /// Rules that have run before.
-    pub suspended: BTreeMap<RuleId, String>,
+    /// Unavailable rules, which have run before, each with its reason.
+    pub unavailable: BTreeMap<RuleId, String>,
 }
 
-/// Tells one from the other. `all` is what was found for all rules together.
+/// Separates the two kinds. `all` has the findings for all rules together.
 pub async fn sort(context: &Context, all: Vec<Finding>) -> Result<Lacking> {
     let (state, deployment) = (&context.dead_letters.database, &context.dead_letters.deployment);
-    // Who may not read it has nothing to go on with.
+    // If the state cannot be read, every rule is treated as new.
     let have_run = match Store::have_run(&context.server, state, deployment, &context.plan).await {
         Err(error) if error.is_transient() => return Err(error),
         have_run => have_run.unwrap_or_default(),
@@ -54,19 +55,19 @@ pub async fn sort(context: &Context, all: Vec<Finding>) -> Result<Lacking> {
         let findings = preflight::of_rule(&context.server, &context.plan, state, rule.id).await?;
         match findings.first() {
             Some(finding) if have_run.contains(&rule.id) => {
-                lacking.suspended.insert(rule.id, finding.message.clone());
+                lacking.unavailable.insert(rule.id, finding.message.clone());
             }
             Some(_) => lacking.refused.extend(findings),
             None => {}
         }
     }
-    if lacking.suspended.len() == context.plan.rules.len() {
-        return Ok(Lacking { refused: all, suspended: BTreeMap::new() });
+    if lacking.unavailable.len() == context.plan.rules.len() {
+        return Ok(Lacking { refused: all, unavailable: BTreeMap::new() });
     }
     Ok(lacking)
 }
 
-/// Of the rules that lacked something when the config was taken, those that still do.
+/// The rules that lacked something when the config was loaded and still do, each with its reason.
 pub async fn still(context: &Context) -> Result<BTreeMap<RuleId, String>> {
     let mut still = BTreeMap::new();
     for rule in context.lacking.keys() {
@@ -77,7 +78,7 @@ pub async fn still(context: &Context) -> Result<BTreeMap<RuleId, String>> {
     Ok(still)
 }
 
-/// Lets suspended rules come back when what they lack is there.
+/// Makes unavailable rules run again once the cluster has what they lack.
 pub async fn watch(context: Arc<Context>, store: Store, stop: CancellationToken) {
     let mut looks: HashMap<RuleId, (Instant, Duration)> = HashMap::new();
     loop {
@@ -121,5 +122,5 @@ async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Ins
 
 fn tell(context: &Context, rule: &str, finding: &Finding) {
     let kind = if finding.message.starts_with("the user lacks") { Kind::Privilege } else { Kind::Config };
-    context.metrics.trouble(Some(rule), "suspended", &Error::new(kind, finding.message.clone()));
+    context.metrics.record_error(Some(rule), "suspended", &Error::new(kind, finding.message.clone()));
 }

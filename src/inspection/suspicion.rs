@@ -1,7 +1,7 @@
-//! Rules that look like a mistake: what a rule names is compared with a sample of the documents that are there.
+//! Rules that look like a mistake: the names in a rule are compared with a sample of the existing documents.
 //!
-//! A suspicion is not proof, so it stops no rule by itself. It points to its place in the config, says what was seen, and
-//! what was probably meant.
+//! A suspicion is not proof, so it stops no rule by itself. It points to its place in the config, and says what was
+//! found and what was probably meant.
 
 mod constants;
 mod places;
@@ -16,55 +16,61 @@ use crate::{
     field_path::{FieldPath, Segment},
     mongo::{Reads, Server},
     plan::{
-        Rule, Side,
+        Plan, Rule, Side,
         expression::{self, Reads as Paths},
         reference::Role,
     },
 };
 use places::Places;
 
-/// Documents that are drawn from each side.
+/// Documents that are sampled from each side.
 const DRAWN: i32 = 100;
-/// A larger document is not looked at: a hundred of them would be too much.
+/// Size above which a document is skipped, in bytes: a hundred of them would be too much.
 const LARGEST: i32 = 256 << 10;
-/// How long a sample may take on the server, in milliseconds.
+/// Time limit of a sample on the server, in milliseconds.
 const PATIENCE: i64 = 5000;
 
 /// The collection, or its whole database, does not exist.
 #[derive(Debug)]
 struct Absent {
     database: bool,
-    /// What was probably meant.
+    /// The name that was probably meant.
     near: Option<String>,
 }
 
-/// What is known of one side of a rule.
+/// The findings about one side of a rule.
 #[derive(Debug, Default)]
 struct Seen {
-    /// What does not exist.
+    /// The collection or database that does not exist.
     absent: Option<Absent>,
-    /// A sample of the documents that take part; none where there are none, or where drawing them took too long.
+    /// A sample of the matching documents; None if there are none, or if drawing them took too long.
     shape: Option<Shape>,
-    /// No document takes part: the sample is of the whole collection.
+    /// No document matches the filter: the sample is of the whole collection.
     none_match: bool,
-    /// A field may exist beyond what was looked at.
+    /// The sample may lack fields that exist.
     cut: bool,
+    /// Paths that other rules write: no document may have them yet.
+    written: Vec<FieldPath>,
 }
 
-/// What looks like a mistake in a rule. Reads only.
-pub async fn suspicions(server: &Server, rule: &Rule) -> Result<Vec<Mistake>> {
-    let source = look(server, &rule.source).await?;
-    let target = look(server, &rule.target).await?;
+/// The suspected mistakes in a rule. Reads only.
+pub async fn suspicions(server: &Server, plan: &Plan, rule: &Rule) -> Result<Vec<Mistake>> {
+    let mut source = look(server, &rule.source).await?;
+    let mut target = look(server, &rule.target).await?;
+    for (seen, side) in [(&mut source, &rule.source), (&mut target, &rule.target)] {
+        let others = plan.rules.iter().filter(|other| other.id != rule.id && other.target.namespace == side.namespace);
+        seen.written = others.flat_map(|other| other.owned()).cloned().collect();
+    }
     Ok(suspicions_of(rule, &source, &target))
 }
 
-/// What looks like a mistake in the text of a rule alone.
+/// The suspected mistakes that the text of a rule alone shows.
 #[must_use]
 pub fn without_a_server(rule: &Rule) -> Vec<Mistake> {
     quotes(rule, &Places::of(rule))
 }
 
-/// Where a rule names one of its collections.
+/// The place where a rule names one of its collections.
 #[must_use]
 pub fn place_of(rule: &Rule, role: Role) -> ConfigPath {
     let at = Places::of(rule);
@@ -114,7 +120,8 @@ async fn look(server: &Server, side: &Side) -> Result<Seen> {
     Ok(seen)
 }
 
-/// Draws a few documents. None where that takes too long, or the server refuses the filter, which is a finding of its own.
+/// Draws a few documents. None if that takes too long, or if the server refuses the filter, which is reported
+/// separately.
 async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>) -> Result<Option<Vec<Document>>> {
     let mut stages: Vec<Document> = filter.map(|filter| doc! {"$match": filter.clone()}).into_iter().collect();
     stages.push(doc! {"$sample": {"size": DRAWN}});
@@ -139,7 +146,7 @@ async fn collections(server: &Server, database: &str) -> Result<Vec<String>> {
     Ok(rows.iter().filter_map(|row| row.get_str("name").ok().map(ToOwned::to_owned)).collect())
 }
 
-/// The known name that differs least, if it differs little.
+/// The most similar known name, if it is similar enough.
 fn nearest(word: &str, known: &[String]) -> Option<String> {
     let lower = word.to_lowercase();
     let distance = |name: &&String| strsim::damerau_levenshtein(&lower, &name.to_lowercase());
@@ -167,7 +174,7 @@ fn existence(namespace: &Namespace, seen: &Seen, at: ConfigPath) -> Option<Mista
     Some(Mistake::new(at, message).hint(meant(near.as_ref(), otherwise)))
 }
 
-/// Quotation marks of a word processor, which are part of a name to every parser.
+/// Typographic quotation marks, which every parser takes for a part of the name.
 fn quotes(rule: &Rule, at: &Places<'_>) -> Vec<Mistake> {
     let smart = |text: &str| text.contains(['\u{201c}', '\u{201d}', '\u{2018}', '\u{2019}']);
     let plain = |text: &str| text.replace(['\u{201c}', '\u{201d}', '\u{2018}', '\u{2019}'], "");
@@ -183,16 +190,17 @@ fn quotes(rule: &Rule, at: &Places<'_>) -> Vec<Mistake> {
     found
 }
 
-/// Whether any sampled document has something at a path, arrays looked into; None where that is not known.
+/// True if any sampled document has a value at a path, also inside arrays; None if that is not known.
 fn has(seen: &Seen, path: &FieldPath) -> Option<bool> {
     let shape = seen.shape.as_ref()?;
     let query = path.query();
-    // Below what a path leads to, a map or a deep document may have more than was looked at.
+    // In a map or a deep document, there may be more fields than were sampled.
     let found = shape.fields.iter().any(|field| field.path.query() == query);
-    if found { Some(true) } else { (!seen.cut && !query.contains('$')).then_some(false) }
+    let may_come = seen.cut || query.contains('$') || seen.written.iter().any(|written| written.overlaps(path));
+    if found { Some(true) } else { (!may_come).then_some(false) }
 }
 
-/// A path of one side that the other side has instead: `{ _id: customer_id }` for `{ customer_id: _id }`.
+/// Pairs in which each path belongs to the other side: `{ _id: customer_id }` for `{ customer_id: _id }`.
 fn reversed(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
     let there = |seen: &Seen, path: &FieldPath| has(seen, path) == Some(true);
     let absent = |seen: &Seen, path: &FieldPath| has(seen, path) == Some(false);
@@ -216,7 +224,7 @@ fn reversed(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<M
         .collect()
 }
 
-/// The path as documents have it, with `$[]` where they have arrays, if that is another one.
+/// The path as the documents have it, with `$[]` at their arrays, if it differs from the given one.
 fn as_met(seen: &Seen, path: &FieldPath) -> Option<String> {
     let shape = seen.shape.as_ref()?;
     let (mut met, mut text) = (String::new(), String::new());
@@ -236,14 +244,14 @@ fn as_met(seen: &Seen, path: &FieldPath) -> Option<String> {
     (met != path.to_string()).then_some(met)
 }
 
-/// Mostly an array.
+/// True if the field is mostly an array.
 fn is_array(field: &Field) -> bool {
     let arrays = field.types.get("array").copied().unwrap_or_default();
     let nulls = field.types.get("null").copied().unwrap_or_default();
     arrays * 2 > field.met - nulls
 }
 
-/// Paths without `$[]` that lead into an array, where nothing is found or written.
+/// Paths without `$[]` that lead into an array, where the rule would find or write nothing.
 fn arrays(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
     let mut found = Vec::new();
     let mut say = |seen: &Seen, path: &FieldPath, side: &Side, place| {
@@ -258,7 +266,7 @@ fn arrays(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mis
         say(source, &pair.source, &rule.source, Mistake::new(at.pair(pair), ""));
     }
     for path in rule.owned() {
-        // What the path ends in is replaced, whatever it is.
+        // The value at the end of the path is replaced, whatever it is.
         let parent = path.segments().split_last().map(|(_, parents)| parents.to_vec()).unwrap_or_default();
         let inside = parent.iter().scan(String::new(), |text, segment| {
             let Segment::Name(name) = segment else { return Some(text.clone()) };
@@ -279,7 +287,7 @@ fn arrays(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mis
 fn fields(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
     let mut found: Vec<Mistake> = Vec::new();
     let mut reads = at.reads(rule);
-    // A filter may well name a field that is still to come, unless it leaves out everything.
+    // A filter may name a field that does not exist yet, unless it excludes every document.
     for (seen, side, place, of_source) in
         [(source, &rule.source, at.source(), true), (target, &rule.target, at.target(), false)]
     {
@@ -343,7 +351,7 @@ fn types(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mist
     found
 }
 
-/// The types that were met, as keys tell them apart: all numbers are one.
+/// The types that occur, as keys distinguish them: all numbers are one type.
 fn kinds(field: &Field) -> Vec<&'static str> {
     let mut kinds: Vec<&'static str> = field
         .types

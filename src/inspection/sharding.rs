@@ -1,5 +1,6 @@
-//! Which collections of a rule are sharded, and by what. Untested on a sharded cluster: the decision is tested on replies as
-//! MongoDB documents them (<https://www.mongodb.com/docs/manual/reference/config-database/#config.collections>).
+//! The sharded collections of a rule, and their shard keys. Untested on a sharded cluster: the decision is tested on
+//! replies as MongoDB documents them
+//! (<https://www.mongodb.com/docs/manual/reference/config-database/#config.collections>).
 
 use bson::{Document, doc};
 use serde::Serialize;
@@ -14,24 +15,24 @@ use crate::{
 /// A collection that is sharded, or may be.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Sharded {
-    /// Its whole name.
+    /// Its full name.
     pub collection: String,
-    /// By what.
+    /// Its shard key.
     pub key: ShardKey,
 }
 
-/// What a collection is sharded by.
+/// The shard key of a collection.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ShardKey {
     /// These paths.
     Paths(Vec<String>),
-    /// The user may not read it.
+    /// Not known, because the user may not read it.
     Unknown,
 }
 
 impl Sharded {
-    /// The path of a rule, and the part of the shard key, that are one or lead to each other.
+    /// A path of the rule and a part of the shard key that are equal, or of which one contains the other.
     #[must_use]
     pub fn owned(&self, rule: &Rule) -> Option<(String, String)> {
         let ShardKey::Paths(parts) = &self.key else { return None };
@@ -43,7 +44,7 @@ impl Sharded {
     }
 }
 
-/// The sharded ones of a rule's collections. A replica set has none.
+/// The sharded collections among those of a rule. A replica set has none.
 pub(super) async fn of_rule(server: &Server, rule: &Rule) -> Result<Vec<Sharded>> {
     let hello = server.database("admin").run_command(doc! {"hello": 1}).await?;
     if !is_router(&hello) {
@@ -69,15 +70,15 @@ pub(super) async fn of_rule(server: &Server, rule: &Rule) -> Result<Vec<Sharded>
     Ok(out)
 }
 
-/// Whether `hello` was answered by a mongos.
+/// True if a mongos answered `hello`.
 fn is_router(hello: &Document) -> bool {
     hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid")
 }
 
-/// What an entry of `config.collections` says.
+/// The shard key in an entry of `config.collections`.
 fn shard_key(entry: Option<&Document>) -> Option<ShardKey> {
     let entry = entry?;
-    // Dropped ones stay in the list before 5.0, and from 8.0 on it holds unsharded ones too.
+    // Before 5.0 the list keeps dropped collections, and from 8.0 on it also has unsharded ones.
     let flag = |name: &str| entry.get_bool(name).is_ok_and(|set| set);
     if flag("dropped") || flag("unsplittable") {
         return None;

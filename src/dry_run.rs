@@ -1,7 +1,7 @@
-//! Rules on documents in memory: what `denormd test` computes without a server.
+//! Dry runs: rules on documents in memory, which `denormd test` computes without a server.
 //!
-//! What a rule means is not decided a second time here. The commands are those that the daemon would send, answered by
-//! [`crate::evaluate`]; from their rows on, the daemon's own code says what a target should hold.
+//! The meaning of a rule is not implemented a second time here. The commands are those that the daemon would send,
+//! answered by [`crate::evaluate`]; from their rows on, the daemon's own code computes the content of a target.
 
 mod difference;
 
@@ -11,7 +11,7 @@ use bson::{Bson, Document, RawDocumentBuf};
 
 use crate::{
     error::{Error, Result},
-    evaluate::{self, Collections, Trouble},
+    evaluate::{self, Collections, EvalError},
     key::Key,
     plan::{Plan, Rule, reference::Role},
     reconcile::{applied::applied, compare, read, shape, value::Rows},
@@ -25,11 +25,12 @@ pub struct Obstacle {
     pub rule: String,
     /// The target's `_id`.
     pub target: Bson,
-    /// Why. With a server the target would be set aside as a dead letter; or only a server can tell.
-    pub trouble: Trouble,
+    /// The reason. With a server the target would become a dead letter, or only a server can evaluate the rule.
+    pub error: EvalError,
 }
 
-/// Applies every rule to its targets, each rule after those that it reads from. What no rule could say is listed.
+/// Applies every rule to its targets, each rule after those that it reads from. Returns the targets that could not be
+/// computed.
 pub fn run(plan: &Plan, collections: &mut Collections) -> Result<Vec<Obstacle>> {
     let mut obstacles = Vec::new();
     for id in &plan.order {
@@ -39,9 +40,9 @@ pub fn run(plan: &Plan, collections: &mut Collections) -> Result<Vec<Obstacle>> 
         for target in collections.get(&name).cloned().unwrap_or_default() {
             match apply(rule, collections, target.clone()) {
                 Ok(written) => kept.extend(written),
-                Err(Stop::Trouble(trouble)) => {
+                Err(Stop::EvalError(error)) => {
                     let id = target.get("_id").cloned().unwrap_or(Bson::Null);
-                    obstacles.push(Obstacle { rule: rule.name.clone(), target: id, trouble });
+                    obstacles.push(Obstacle { rule: rule.name.clone(), target: id, error });
                     kept.push(target);
                 }
                 Err(Stop::Error(error)) => return Err(error),
@@ -55,27 +56,27 @@ pub fn run(plan: &Plan, collections: &mut Collections) -> Result<Vec<Obstacle>> 
 }
 
 enum Stop {
-    Trouble(Trouble),
+    EvalError(EvalError),
     Error(Error),
 }
 
-impl From<Trouble> for Stop {
-    fn from(trouble: Trouble) -> Self {
-        Self::Trouble(trouble)
+impl From<EvalError> for Stop {
+    fn from(error: EvalError) -> Self {
+        Self::EvalError(error)
     }
 }
 
 impl From<Error> for Stop {
     fn from(error: Error) -> Self {
         match error.kind {
-            // What the daemon refuses by itself, `max_elements` for one.
-            crate::error::Kind::Refused => Self::Trouble(Trouble::Refused(error.message)),
+            // Refused by the daemon itself, for instance because of `max_elements`.
+            crate::error::Kind::Refused => Self::EvalError(EvalError::Refused(error.message)),
             _ => Self::Error(error),
         }
     }
 }
 
-/// One target as the rule leaves it; none when the rule deletes it.
+/// One target after the rule is applied; None if the rule deletes it.
 fn apply(rule: &Rule, collections: &Collections, target: Document) -> Result<Option<Document>, Stop> {
     if let Some(filter) = &rule.target.filter
         && !evaluate::matches(filter, &target)?
@@ -99,7 +100,7 @@ fn apply(rule: &Rule, collections: &Collections, target: Document) -> Result<Opt
         && let Some(place) = shape::in_the_way(&rule.owned(), &target)
     {
         let why = format!("`{place}` of the target is no subdocument, and the rule writes below it");
-        return Err(Trouble::Refused(why).into());
+        return Err(EvalError::Refused(why).into());
     }
     Ok(applied(rule, target, &compared)?)
 }

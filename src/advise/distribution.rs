@@ -1,44 +1,44 @@
-//! How numbers are spread, and how that is known. Pure.
+//! The distribution of numbers, and the basis of a figure. Pure.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-/// How a figure is known.
+/// The basis of a figure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum How {
     /// Everything was counted.
     Exact,
-    /// So many documents were drawn.
+    /// A sample of this many documents.
     Sample(u64),
 }
 
-/// What is not known, and why: a privilege, a time limit.
+/// The reason why a figure is not known: a missing privilege, a time limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unknown(pub String);
 
-/// A figure, or why there is none.
+/// A figure, or the reason why it is not known.
 pub type Known<T> = std::result::Result<T, Unknown>;
 
-/// The usual figures of many numbers. Percentiles are by nearest rank, so each is a number that was there.
+/// Summary statistics of many numbers. Percentiles use the nearest rank, so each is one of the numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Spread {
-    /// How many numbers.
+pub struct Distribution {
+    /// Number of values.
     pub count: u64,
-    /// Their sum.
+    /// The sum of the values.
     pub sum: u64,
-    /// Half of them are not greater.
+    /// The 50th percentile.
     pub median: u64,
-    /// 99 of 100 are not greater.
+    /// The 99th percentile.
     pub p99: u64,
-    /// The greatest.
+    /// The greatest value.
     pub max: u64,
-    /// How it is known.
+    /// The basis of these figures.
     pub how: How,
 }
 
-impl Spread {
-    /// Of a histogram: how often each number was met. None of nothing.
+impl Distribution {
+    /// The statistics of a histogram, which maps each number to its frequency. None if it is empty.
     #[must_use]
     pub fn of(histogram: &BTreeMap<u64, u64>, how: How) -> Option<Self> {
         let count: u64 = histogram.values().sum();
@@ -56,7 +56,7 @@ impl Spread {
         Some(Self { count, sum, median: rank(50), p99: rank(99), max: *max, how })
     }
 
-    /// Of a list.
+    /// The statistics of a list. None if it is empty.
     #[must_use]
     pub fn of_list(numbers: impl IntoIterator<Item = u64>, how: How) -> Option<Self> {
         let mut histogram = BTreeMap::new();
@@ -66,13 +66,13 @@ impl Spread {
         Self::of(&histogram, how)
     }
 
-    /// The mean.
+    /// The arithmetic mean; 0 if there are no numbers.
     #[must_use]
     pub fn mean(&self) -> f64 {
         ratio(self.sum, self.count)
     }
 
-    /// For programs.
+    /// The statistics as JSON, for programs.
     #[must_use]
     pub fn json(&self) -> Value {
         json!({
@@ -82,14 +82,14 @@ impl Spread {
     }
 }
 
-/// One number over another; 0 over nothing.
+/// The quotient of two numbers; 0 if the divisor is 0.
 #[must_use]
 #[expect(clippy::cast_precision_loss, reason = "figures for people")]
 pub fn ratio(over: u64, under: u64) -> f64 {
     if under == 0 { 0.0 } else { over as f64 / under as f64 }
 }
 
-/// A number that is not negative, without what is behind the point.
+/// The integer part of a non-negative number.
 #[must_use]
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a cast from float saturates")]
 pub fn whole(number: f64) -> u64 {
@@ -102,12 +102,15 @@ mod tests {
 
     #[test]
     fn percentiles_are_numbers_that_were_there() {
-        let spread = Spread::of_list(1..=100, How::Exact).unwrap();
-        assert_eq!((spread.median, spread.p99, spread.max, spread.count, spread.sum), (50, 99, 100, 100, 5050));
-        let spread = Spread::of_list([3], How::Sample(1)).unwrap();
-        assert_eq!((spread.median, spread.p99, spread.max), (3, 3, 3));
-        let skewed = Spread::of(&BTreeMap::from([(1, 989), (7, 10), (5000, 1)]), How::Exact).unwrap();
+        let distribution = Distribution::of_list(1..=100, How::Exact).unwrap();
+        assert_eq!(
+            (distribution.median, distribution.p99, distribution.max, distribution.count, distribution.sum),
+            (50, 99, 100, 100, 5050)
+        );
+        let distribution = Distribution::of_list([3], How::Sample(1)).unwrap();
+        assert_eq!((distribution.median, distribution.p99, distribution.max), (3, 3, 3));
+        let skewed = Distribution::of(&BTreeMap::from([(1, 989), (7, 10), (5000, 1)]), How::Exact).unwrap();
         assert_eq!((skewed.median, skewed.p99, skewed.max), (1, 7, 5000));
-        assert_eq!(Spread::of(&BTreeMap::new(), How::Exact), None);
+        assert_eq!(Distribution::of(&BTreeMap::new(), How::Exact), None);
     }
 }
