@@ -259,7 +259,8 @@ async fn the_page_says_what_is_wrong_is_read_by_keyboard_and_fits_a_phone() {
     browser.until("a point", "return document.querySelectorAll('#lagbox path').length > 0").await;
     browser.until("told points", "return !document.getElementById('readout').innerText.includes('first point')").await;
     browser.until("drained", "return document.getElementById('t-lag').innerText === '0 s'").await;
-    assert_eq!(browser.text("summary").await, "Not behind: every change is applied.");
+    let applied = "return document.getElementById('summary').innerText === 'Not behind: every change is applied.'";
+    browser.until("every change applied", applied).await;
     browser.picture("healthy").await;
 
     // By keyboard alone: to the chart, along it, to a rule, and that rule alone.
