@@ -31,8 +31,8 @@ pub use format::Format;
 pub use load::{ConfigError, Effective, Loaded, load, load_if_any, load_str, load_text, process_environment, snapshot};
 pub use reader::span;
 pub use sections::{
-    Advise, Aggregate, BackfillMode, Collect, Config, Copy, Guard, Http, KeyType, Lease, Limits, Log, LogFormat,
-    Mongodb, OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State,
+    Advise, Aggregate, BackfillMode, Collect, Config, Copy, GroupForm, Guard, Http, KeyType, Lease, Limits, Log,
+    LogFormat, Mongodb, OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State,
 };
 pub use sources::{LocatedMistake, Related};
 pub use test_file::{Documents, TestCase, TestFile};

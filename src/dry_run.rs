@@ -13,8 +13,12 @@ use crate::{
     error::{Error, Result},
     evaluate::{self, Collections, EvalError},
     key::Key,
-    plan::{Plan, Rule, reference::Role},
-    reconcile::{applied::applied, compare, read, shape, value::Rows},
+    plan::{Assignment, Plan, Rule, reference::Role},
+    reconcile::{
+        applied::applied,
+        compare, read, shape,
+        value::{NoInput, Rows},
+    },
 };
 pub use difference::{Differs, between};
 
@@ -95,6 +99,7 @@ fn apply(rule: &Rule, collections: &Collections, target: Document) -> Result<Opt
             rows.take(&RawDocumentBuf::try_from(row).map_err(Error::from)?)?;
         }
     }
+    rows.set_no_input(no_input(rule, collections)?);
     let compared = compare::one(rule, &rows, &target, references, &|_| true)?;
     if compared.differences().any(|difference| difference.expected.is_some())
         && let Some(place) = shape::in_the_way(&rule.owned(), &target)
@@ -105,19 +110,34 @@ fn apply(rule: &Rule, collections: &Collections, target: Document) -> Result<Opt
     Ok(applied(rule, target, &compared)?)
 }
 
+/// The values of a key without sources, if they are expressions.
+fn no_input(rule: &Rule, collections: &Collections) -> Result<Option<NoInput>, Stop> {
+    let Some(command) = read::no_input(rule) else { return Ok(None) };
+    let found = match evaluate::aggregate(collections, &rule.source.namespace.database, &command) {
+        Ok(found) => found,
+        Err(EvalError::Refused(reason)) => return Ok(Some(Err(reason))),
+        Err(error) => return Err(error.into()),
+    };
+    let row = found.first().and_then(|row| row.get_document("v").ok()).cloned().unwrap_or_default();
+    Ok(Some(Ok(RawDocumentBuf::try_from(&row).map_err(Error::from)?)))
+}
+
 /// The first part of the rules that only a server can evaluate, for each rule that has one.
 #[must_use]
 pub fn beyond(plan: &Plan) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     for rule in &plan.rules {
         let filters = [&rule.source.filter, &rule.target.filter];
-        let filter = filters.into_iter().flatten().find_map(evaluate::beyond_filter);
+        let rows = rule.row_filter.as_ref().and_then(evaluate::beyond_expression);
+        let filter = filters.into_iter().flatten().find_map(evaluate::beyond_filter).or(rows);
         let value = match &rule.values {
             crate::plan::Values::Set { assignments, .. } => {
                 assignments.iter().find_map(|one| evaluate::beyond_expression(&one.expression))
             }
-            crate::plan::Values::Aggregate { assignments, .. } => {
-                assignments.iter().find_map(|one| evaluate::beyond_accumulator(&one.expression))
+            crate::plan::Values::Aggregate { assignments, .. } => assignments.iter().find_map(beyond_accumulated),
+            crate::plan::Values::Groups(groups) => {
+                let by = groups.by.iter().find_map(|(_, value)| evaluate::beyond_expression(value));
+                by.or_else(|| groups.fields.iter().find_map(beyond_accumulated))
             }
             crate::plan::Values::Into { element, .. } | crate::plan::Values::Collect { element, .. } => {
                 evaluate::beyond_expression(element)
@@ -126,4 +146,9 @@ pub fn beyond(plan: &Plan) -> BTreeMap<String, String> {
         out.extend(filter.or(value).map(|what| (rule.name.clone(), what)));
     }
     out
+}
+
+fn beyond_accumulated(value: &Assignment) -> Option<String> {
+    let over_variables = value.variables().and_then(|(_, expression)| evaluate::beyond_expression(expression));
+    value.accumulators().find_map(evaluate::beyond_accumulator).or(over_variables)
 }

@@ -10,4 +10,4 @@ pub mod rule;
 
 pub use compile::compile;
 pub use reference::{Pair, Reference};
-pub use rule::{Assignment, Keyed, Plan, Rule, RuleId, Side, Values};
+pub use rule::{Assignment, Groups, Keyed, Plan, Rule, RuleId, Side, Values};

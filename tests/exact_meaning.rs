@@ -18,6 +18,14 @@ const NAME: &str = "copy: { source: '@s', target: '@t', match: { ref: _id }, set
 const CODE: &str = "copy: { source: '@s', target: '@t', match: { ref: code }, set: { name: $name } }";
 const ITEMS: &str =
     "copy: { source: '@s', target: '@t', match: { 'items.$[].id': _id }, set: { 'items.$[].name': $name } }";
+/// An `aggregate` with groups, to be continued.
+const GROUPS: &str = "aggregate: { source: '@s', target: '@t', match: { _id: ref }";
+/// Values over variables, and one beside them.
+const LET: &str = "let: { kinds: { $addToSet: $kind }, sum: { $sum: $rank }, rows: { $sum: 1 } }, set: { \
+    kinds: { $size: $$kinds }, \
+    ratio: { $cond: [{ $eq: [$$rows, 0] }, none, { $divide: [$$sum, $$rows] }] }, \
+    both: { sum: $$sum, list: $$kinds }, \
+    n: { $sum: 1 } }";
 const INTO: &str = "copy: { source: '@s', target: '@t', match: { 'refs.$[]': _id }, into: names, element: $name }";
 
 fn decimal(text: &str) -> Bson {
@@ -522,6 +530,15 @@ fn order() -> Vec<Case> {
         format!("aggregate: {{ source: '@s', target: '@t', match: {{ _id: ref }}, set: {set}, {rest} }}")
     };
     let accumulators = "{ sum: { $sum: $rank }, n: { $sum: 1 }, count: { $count: {} }, avg: { $avg: $rank }, min: { $min: $rank }, max: { $max: $rank }, first: { $first: $_id }, last: { $last: $_id }, push: { $push: $_id }, some: { $firstN: { n: 2, input: $_id } }, top: { $topN: { n: 2, sortBy: { rank: -1, _id: 1 }, output: $_id } }, best: { $top: { sortBy: { rank: -1, _id: 1 }, output: $_id } }, kinds: { $addToSet: $kind }, merged: { $mergeObjects: { k: $kind } } }";
+    let values = [bson!(1), bson!(1.0), Bson::Null, bson!({"x": 1.0}), bson!([1, 2]), bson!([1, 3]), bson!({"x": 1})];
+    let lines = || {
+        [
+            doc! {"_id": 1, "day": 1, "lines": [{"item": 7, "qty": 3}, {"item": 8, "qty": 1}, {"item": 7, "qty": 8}]},
+            doc! {"_id": 2, "day": 2, "lines": [{"item": 7, "qty": 4}, {"item": 7, "qty": 5}]},
+            doc! {"_id": 3, "day": 2, "lines": 7},
+        ]
+    };
+    let oid = || bson::oid::ObjectId::parse_str("65a000000000000000000001").unwrap();
     let results = |sum: Bson| {
         doc! {
             "_id": 1, "sum": sum, "n": 5, "count": 5, "avg": 1.25, "min": 0, "max": 2, "first": 1, "last": 5, "push": [1, 2, 3, 4, 5], "some": [1, 2], "top": [1, 3], "best": 1, "kinds": ["x", "y"],
@@ -597,6 +614,136 @@ fn order() -> Vec<Case> {
             .has("t", [doc! {"_id": 1}, doc! {"_id": 2}])
             .writes((1..=5).map(|id| delete("s", id)))
             .expect("t", [nothing(1), nothing(2)]),
+        // "accumulators under a name, for expressions over them"
+        Case::new("expressions over accumulators", &format!("aggregate: {{ source: '@s', target: '@t', match: {{ _id: ref }}, {LET} }}"))
+            .has("s", s())
+            .has("t", [doc! {"_id": 1}, doc! {"_id": 2}, doc! {"_id": 3}, doc! {"_id": 4, "kinds": "stale", "rest": 7}])
+            .writes([update("s", 5, doc! {"$set": {"ref": 2}}), insert("s", doc! {"_id": 6, "ref": 3}), delete("s", 6)])
+            .expect("t", [
+                doc! {"_id": 1, "kinds": 2, "ratio": 1.0, "both": {"sum": 4, "list": ["x", "y"]}, "n": 4},
+                doc! {"_id": 2, "kinds": 1, "ratio": 1.0, "both": {"sum": 1, "list": ["x"]}, "n": 1},
+                doc! {"_id": 3, "kinds": 0, "ratio": "none", "both": {"sum": 0, "list": []}, "n": 0},
+                doc! {"_id": 4, "kinds": 0, "rest": 7, "ratio": "none", "both": {"sum": 0, "list": []}, "n": 0},
+            ]),
+        Case::new("expressions over accumulators, on_empty: unset", &format!("aggregate: {{ source: '@s', target: '@t', match: {{ _id: ref }}, on_empty: unset, {LET} }}"))
+            .has("s", s())
+            .has("t", [doc! {"_id": 1}, doc! {"_id": 2, "kinds": 5, "n": 5}])
+            .writes((1..=5).map(|id| delete("s", id)))
+            .expect("t", [doc! {"_id": 1}, doc! {"_id": 2}]),
+        // "one row per matching element: an order with two lines of item 7 counts twice", in the order of `sort`, `_id`
+        // and the index; "an `$expr` on `$$element` filters rows"
+        Case::new("rows from a source's array", "aggregate: { source: '@s', target: '@t', match: { _id: 'lines.$[].item' }, sort: { day: -1 }, set: { n: { $sum: 1 }, units: { $sum: $$element.qty }, all: { $push: $$element.qty }, days: { $push: $day } } }")
+            .has("s", lines())
+            .has("t", [doc! {"_id": 7}, doc! {"_id": 8}, doc! {"_id": 9}])
+            .writes([update("s", 1, doc! {"$set": {"lines.0.qty": 6}}), update("s", 2, doc! {"$pop": {"lines": 1}})])
+            .expect("t", [
+                doc! {"_id": 7, "n": 3, "units": 18, "all": [4, 6, 8], "days": [2, 1, 1]},
+                doc! {"_id": 8, "n": 1, "units": 1, "all": [1], "days": [1]},
+                doc! {"_id": 9, "n": 0, "units": 0, "all": [], "days": []},
+            ]),
+        Case::new("rows that a filter chooses", "aggregate: { source: { collection: '@s', where: { day: 1, $expr: { $gt: [$$element.qty, 1] } } }, target: '@t', match: { _id: 'lines.$[].item' }, by: { open: $$element.open }, into: by, set: { units: { $sum: $$element.qty }, whole: { $push: $$ROOT } } }")
+            .has("s", lines())
+            .has("t", [doc! {"_id": 7}, doc! {"_id": 8}])
+            .writes([update("s", 1, doc! {"$unset": {"lines": 1}}), insert("s", doc! {"_id": 4, "day": 1, "lines": [{"item": 7, "qty": 2, "open": true}]})])
+            .expect("t", [
+                doc! {"_id": 7, "by": [{"open": true, "units": 2, "whole": [{"_id": 4, "day": 1, "lines": [{"item": 7, "qty": 2, "open": true}]}]}]},
+                doc! {"_id": 8, "by": []},
+            ]),
+        Case::new("an element for each row", "collect: { source: '@s', target: '@t', match: { _id: 'lines.$[].item' }, into: all, element: { order: $_id, qty: $$element.qty }, slice: -3 }")
+            .has("s", lines())
+            .has("t", [doc! {"_id": 7}])
+            .expect("t", [doc! {"_id": 7, "all": [{"order": 1, "qty": 8}, {"order": 2, "qty": 4}, {"order": 2, "qty": 5}]}]),
+        // "Groups are told apart by the server's equality: 1 and 1.0 are one group (with the value of the lowest `_id`),
+        // null and missing are one group"
+        Case::new("groups by equality", &format!("{GROUPS}, by: {{ v: $v }}, into: in.groups, set: {{ n: {{ $sum: 1 }}, ids: {{ $push: $_id }} }} }}"))
+            .has("s", values.iter().zip(0..).map(|(v, id)| doc! {"_id": 10 - id, "ref": 1, "v": v.clone()}).chain([doc! {"_id": 0, "ref": 1}]))
+            .has("t", [doc! {"_id": 1, "in": {"mine": 1}}, doc! {"_id": 2}])
+            .writes([update("s", 10, doc! {"$set": {"v": "z"}})])
+            .expect("t", [
+                doc! {"_id": 1, "in": {"mine": 1, "groups": [
+                    {"v": null, "n": 2, "ids": [0, 8]}, {"v": 1.0, "n": 1, "ids": [9]}, {"v": "z", "n": 1, "ids": [10]},
+                    {"v": {"x": 1}, "n": 2, "ids": [4, 7]}, {"v": [1, 2], "n": 1, "ids": [6]}, {"v": [1, 3], "n": 1, "ids": [5]},
+                ]}},
+                doc! {"_id": 2, "in": {"groups": []}},
+            ]),
+        // "Here `sort` is over the elements' own fields, as in `$push`, ties by the `by` values"
+        Case::new("groups in order, some of them", &format!("{GROUPS}, by: {{ kind: $kind, ref: $ref }}, into: groups, sort: {{ n: -1 }}, slice: 2, let: {{ sum: {{ $sum: $rank }} }}, set: {{ n: {{ $sum: 1 }}, sum: {{ $add: [$$sum, 100] }} }} }}"))
+            .has("s", s())
+            .has("t", [doc! {"_id": 1}, doc! {"_id": 2, "groups": 5}])
+            .expect("t", [
+                doc! {"_id": 1, "groups": [{"kind": "x", "ref": 1, "n": 3, "sum": 103}, {"kind": "y", "ref": 1, "n": 2, "sum": 102}]},
+                doc! {"_id": 2, "groups": []},
+            ]),
+        Case::new("the last group", &format!("{GROUPS}, by: {{ kind: $kind }}, into: groups, sort: {{ n: 1 }}, slice: -1, on_empty: unset, set: {{ n: {{ $sum: 1 }} }} }}"))
+            .has("s", s())
+            .has("t", [doc! {"_id": 1}, doc! {"_id": 2, "groups": 5}])
+            .writes([delete("s", 4)])
+            .expect("t", [doc! {"_id": 1, "groups": [{"kind": "x", "n": 3}]}, doc! {"_id": 2}]),
+        // "`as: object` stores an object instead"
+        Case::new("an object of groups", &format!("{GROUPS}, by: {{ v: $v }}, into: groups, as: object, sort: {{ n: -1 }}, set: {{ n: {{ $sum: 1 }} }} }}"))
+            .has("s", [bson!("b"), bson!("b"), bson!(7), Bson::Int64(8), bson!(oid()), bson!("a.b")].into_iter().zip(0..).map(|(v, id)| doc! {"_id": id, "ref": 1, "v": v}))
+            .has("t", [doc! {"_id": 1}, doc! {"_id": 2}])
+            .writes([update("s", 5, doc! {"$set": {"v": "c"}})])
+            .expect("t", [
+                doc! {"_id": 1, "groups": {"b": {"n": 2}, "7": {"n": 1}, "8": {"n": 1}, "c": {"n": 1}, "65a000000000000000000001": {"n": 1}}},
+                doc! {"_id": 2, "groups": {}},
+            ]),
+        // "values (…) of paths in `set` for a target, or an element, whose reference is null, dangles, is filtered out
+        // or is an array; paths that it leaves out are unset"
+        Case::new("otherwise", "copy: { source: { collection: '@s', where: { kind: x } }, target: '@t', match: { ref: _id }, set: { name: $rank, kind: $kind, gone: $rank }, otherwise: { name: none, kind: { in: [1] } } }")
+            .has("s", s())
+            .has("t", [bson!(5), Bson::Null, bson!(99), bson!(4), bson!([5]), bson!(3)].into_iter().zip(0..).map(|(r, id)| doc! {"_id": id, "ref": r}).chain([doc! {"_id": 6, "gone": 1}]))
+            .writes([delete("s", 3), insert("t", doc! {"_id": 7}), update("t", 1, doc! {"$set": {"ref": 2}}), insert("t", doc! {"_id": 8, "ref": 99, "gone": 2})])
+            .expect("t", [
+                doc! {"_id": 0, "ref": 5, "name": 1, "kind": "x", "gone": 1},
+                doc! {"_id": 1, "ref": 2, "name": 0, "kind": "x", "gone": 0},
+                doc! {"_id": 2, "ref": 99, "name": "none", "kind": {"in": [1]}},
+                doc! {"_id": 3, "ref": 4, "name": "none", "kind": {"in": [1]}},
+                doc! {"_id": 4, "ref": [5], "name": "none", "kind": {"in": [1]}},
+                doc! {"_id": 5, "ref": 3, "name": "none", "kind": {"in": [1]}},
+                doc! {"_id": 6, "name": "none", "kind": {"in": [1]}},
+                doc! {"_id": 7, "name": "none", "kind": {"in": [1]}},
+                doc! {"_id": 8, "ref": 99, "name": "none", "kind": {"in": [1]}},
+            ]),
+        Case::new("otherwise in elements", "copy: { source: '@s', target: '@t', match: { 'items.$[].id': _id }, set: { 'items.$[].rank': $rank }, otherwise: { 'items.$[].rank': -1 } }")
+            .has("s", s())
+            .has("t", [doc! {"_id": 1, "items": [{"id": 5}, {"id": 99}, {"x": 1}, 7, {"id": [5]}]}])
+            .writes([update("t", 1, doc! {"$push": {"items": {"id": null}}}), delete("s", 5)])
+            .expect("t", [doc! {"_id": 1, "items": [{"id": 5, "rank": -1}, {"id": 99, "rank": -1}, {"x": 1, "rank": -1}, 7, {"id": [5], "rank": -1}, {"id": null, "rank": -1}]}]),
+        Case::new("otherwise beside an array", "copy: { source: '@s', target: '@t', match: { 'ids.$[]': _id }, sort: { rank: 1 }, set: { rank: $rank }, otherwise: { rank: -1 } }")
+            .has("s", s())
+            .has("t", [doc! {"_id": 1, "ids": [3, 2]}, doc! {"_id": 2, "ids": [99]}, doc! {"_id": 3, "ids": []}, doc! {"_id": 4}])
+            .writes([delete("s", 2)])
+            .expect("t", [doc! {"_id": 1, "ids": [3, 2], "rank": 2}, doc! {"_id": 2, "ids": [99], "rank": -1}, doc! {"_id": 3, "ids": [], "rank": -1}, doc! {"_id": 4, "rank": -1}]),
+        // "filters that exclude each other"; a document whose path is an array is neither.
+        Case::new("instances of templates", "copy: { source: { collection: '@t', where: { kind: template } }, target: { collection: '@t', where: { kind: instance } }, match: { of: _id }, set: { name: $name } }")
+            .has("t", [
+                doc! {"_id": 1, "kind": "template", "name": "a"},
+                doc! {"_id": 2, "kind": "instance", "of": 1},
+                doc! {"_id": 3, "kind": ["template", "instance"], "of": 3, "name": "x"},
+                doc! {"_id": 4, "kind": "instance", "of": 3, "name": "y"},
+            ])
+            .writes([update("t", 1, doc! {"$set": {"name": "b"}}), insert("t", doc! {"_id": 5, "kind": "instance", "of": 1})])
+            .expect("t", [
+                doc! {"_id": 1, "kind": "template", "name": "b"},
+                doc! {"_id": 2, "kind": "instance", "of": 1, "name": "b"},
+                doc! {"_id": 3, "kind": ["template", "instance"], "of": 3, "name": "x"},
+                doc! {"_id": 4, "kind": "instance", "of": 3},
+                doc! {"_id": 5, "kind": "instance", "of": 1, "name": "b"},
+            ]),
+        // "By the same test two rules may own one path on targets that exclude each other"
+        Case::new("a polymorphic reference", "copy: { source: '@s', target: { collection: '@t', where: { on: post } }, match: { ref: _id }, set: { title: $kind } }")
+            .and("copy: { source: '@u', target: { collection: '@t', where: { on: page } }, match: { ref: _id }, set: { title: $name } }")
+            .has("s", s())
+            .has("u", [doc! {"_id": 5, "name": "five"}])
+            .has("t", [doc! {"_id": 1, "on": "post", "ref": 5}, doc! {"_id": 2, "on": "page", "ref": 5}, doc! {"_id": 3, "on": "post", "ref": 4}, doc! {"_id": 4, "on": "page", "ref": 4}])
+            .writes([update("t", 1, doc! {"$set": {"on": "page"}}), update("t", 2, doc! {"$set": {"on": "post"}}), update("t", 3, doc! {"$set": {"on": "page"}})])
+            .expect("t", [
+                doc! {"_id": 1, "on": "page", "ref": 5, "title": "five"},
+                doc! {"_id": 2, "on": "post", "ref": 5, "title": "x"},
+                doc! {"_id": 3, "on": "page", "ref": 4},
+                doc! {"_id": 4, "on": "page", "ref": 4},
+            ]),
         Case::new("no child", &collect("sort: { rank: 1 }, slice: 3"))
             .has("s", s())
             .has("t", [doc! {"_id": 2}, doc! {"_id": 3, "all": ["stale"]}])
@@ -632,6 +779,114 @@ fn order() -> Vec<Case> {
                 doc! {"_id": 2, "r": 1, "k": null},
             ]),
     ]
+}
+
+/// A group's fields have plain names of their own, and groups are sorted by what they have.
+#[test]
+fn groups_are_checked() {
+    for (rule, said) in [
+        ("by: { a.b: $a }, into: x, set: { n: { $sum: 1 } }", "`a.b` cannot be a group's field"),
+        ("by: { n: $a }, into: x, set: { n: { $sum: 1 } }", "`n` is a field of `by` and of `set`"),
+        ("by: { a: $a }, into: x, set: { n: { $sum: 1 } }, sort: { at: 1 }", "no field `at` to sort by"),
+        ("by: { a: $a, b: $b }, into: x, as: object, set: { n: { $sum: 1 } }", "needs one name for each group"),
+        ("by: { a: $$NOW }, into: x, set: { n: { $sum: 1 } }", "`$$NOW` is refused"),
+        ("by: { a: $a }, into: _id, set: { n: { $sum: 1 } }", "`_id` cannot be written"),
+    ] {
+        let rule = format!("  - {{ name: r, aggregate: {{ source: s, target: t, match: {{ _id: ref }}, {rule} }} }}");
+        let report = refusal(&rule);
+        assert!(report.contains(said), "{rule}: {report}");
+    }
+}
+
+/// "any other type, an empty key or two values that make one key is a dead letter of that target"
+#[tokio::test(flavor = "multi_thread")]
+async fn groups_without_a_name_are_dead_letters_of_their_targets() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.run_command(doc! {"create": "s", "changeStreamPreAndPostImages": {"enabled": true}}).await.unwrap();
+    let values = [bson!("fine"), bson!(1.5), bson!(""), bson!("7"), Bson::Null];
+    let sources = values.into_iter().zip(1..).map(|(v, id)| doc! {"_id": id, "ref": id, "v": v});
+    db.collection("s").insert_many(sources.chain([doc! {"_id": 9, "ref": 4, "v": 7}])).await.unwrap();
+    db.collection("t").insert_many((1..=5).map(|id| doc! {"_id": id})).await.unwrap();
+    let rules = format!(
+        "  - {{ name: r, {}, by: {{ v: $v }}, into: groups, as: object, set: {{ n: {{ $sum: 1 }} }} }}, allow_scan: true }}",
+        GROUPS.replace('@', "")
+    );
+    let daemon = Daemon::start(&test, &rules).await;
+    daemon.settled().await;
+    let fine = doc! {"_id": 1, "groups": {"fine": {"n": 1}}};
+    assert_eq!(daemon::all(&db, "t").await[0], fine);
+    assert_eq!(crate::cases::dead_letters(&test).await.len(), 4);
+    db.collection::<Document>("s").delete_one(doc! {"_id": 9}).await.unwrap();
+    db.collection::<Document>("s")
+        .update_many(doc! {"_id": {"$in": [2, 3, 5]}}, doc! {"$set": {"v": 3_i64}})
+        .await
+        .unwrap();
+    daemon.settled().await;
+    let named = |id: i32, name: &str| doc! {"_id": id, "groups": {name: {"n": 1}}};
+    let mended = [fine, named(2, "3"), named(3, "3"), named(4, "7"), named(5, "3")];
+    assert_eq!(daemon::all(&db, "t").await, mended);
+    dead_letters_left(&test, 0).await;
+    daemon.stop().await;
+}
+
+/// A variable is used, has a name that the server can bind, and its expressions read nothing else.
+#[test]
+fn variables_of_let_are_checked() {
+    for (rule, said) in [
+        ("let: { n: { $sum: 1 } }, set: { x: { $sum: 1 } }", "the variable `n` is not used"),
+        ("let: { N: { $sum: 1 } }, set: { x: { $add: [$$N, 1] } }", "`N` cannot be a variable's name"),
+        ("let: { target: { $sum: 1 } }, set: { x: $$target }", "`target` cannot be a variable's name"),
+        ("let: { n: { $sum: 1 } }, set: { x: { $add: [$$n, $y] } }", "cannot read fields of the sources"),
+        ("let: { n: { $sum: 1 } }, set: { x: { $add: [$$n, $$m] } }", "unknown variable `$$m`"),
+        ("let: { n: { $summ: 1 } }, set: { x: $$n }", "did you mean `$sum`?"),
+        ("let: { n: { $sum: 1 }, m: { $add: [$$n, 1] } }, set: { x: [$$n, $$m] }", "unknown accumulator `$add`"),
+        ("set: { x: { $size: { $addToSet: $y } } }", "unknown accumulator `$size`"),
+    ] {
+        let report = refusal(&format!(
+            "  - {{ name: r, aggregate: {{ source: s, target: t, match: {{ _id: ref }}, {rule} }} }}"
+        ));
+        assert!(report.contains(said), "{rule}: {report}");
+    }
+}
+
+/// Waits until this number of dead letters is left.
+async fn dead_letters_left(test: &denormd_fixture::TestDb, count: usize) -> Vec<Document> {
+    let limit = Instant::now() + PATIENCE;
+    loop {
+        let left = crate::cases::dead_letters(test).await;
+        if left.len() == count {
+            return left;
+        }
+        assert!(Instant::now() < limit, "{left:?}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// An expression that fails without input makes a dead letter of each target without a source, and of no other.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_expression_that_fails_without_input_harms_no_other_target() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.run_command(doc! {"create": "s", "changeStreamPreAndPostImages": {"enabled": true}}).await.unwrap();
+    db.collection("s")
+        .insert_many([doc! {"_id": 1, "ref": 1, "v": 6}, doc! {"_id": 2, "ref": 3, "v": 8}])
+        .await
+        .unwrap();
+    db.collection("t").insert_many((1..=4).map(|id| doc! {"_id": id})).await.unwrap();
+    let rules = "  - { name: r, aggregate: { source: s, target: t, match: { _id: ref }, let: { sum: { $sum: $v }, n: { $sum: 1 } }, set: { mean: { $divide: [$$sum, $$n] } } }, allow_scan: true }";
+    let daemon = Daemon::start(&test, rules).await;
+    daemon.settled().await;
+    db.collection::<Document>("s").update_one(doc! {"_id": 1}, doc! {"$set": {"v": 7}}).await.unwrap();
+    db.collection::<Document>("s").insert_one(doc! {"_id": 3, "ref": 4, "v": 2}).await.unwrap();
+    daemon.settled().await;
+    let expected =
+        [doc! {"_id": 1, "mean": 7.0}, doc! {"_id": 2}, doc! {"_id": 3, "mean": 8.0}, doc! {"_id": 4, "mean": 2.0}];
+    assert_eq!(daemon::all(&db, "t").await, expected);
+    // Those of the others go when they are tried again.
+    let left = dead_letters_left(&test, 1).await;
+    assert_eq!(left[0].get_document("_id").unwrap().get_array("key").unwrap(), &vec![bson!(2)], "{left:?}");
+    daemon.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -749,6 +1004,41 @@ fn paths_of_target_where_count_as_reads() {
     let said = refusal(&circle("flag: { $exists: true }"));
     assert!(said.contains("circle") && ["one", "two", "three"].iter().all(|name| said.contains(name)), "{said}");
     accepted(&circle("other: 1"));
+}
+
+/// "A circle is only a circle if data can run in it"
+#[test]
+fn filters_that_exclude_each_other_break_a_circle() {
+    let own = |source: &str, target: &str| {
+        format!(
+            "  - {{ name: r, copy: {{ source: {{ collection: t, where: {source} }}, target: {{ collection: t, where: {target} }}, match: {{ of: _id }}, set: {{ name: $name }} }} }}"
+        )
+    };
+    accepted(&own("{ kind: a }", "{ kind: b }"));
+    accepted(&own("{ kind: { $in: [a, c] } }", "{ x: 1, $and: [{ kind: { $eq: b } }] }"));
+    for (source, target) in [
+        ("{ kind: a }", "{ kind: { $in: [a, b] } }"),
+        ("{ kind: 1 }", "{ kind: 1.0 }"),
+        ("{ kind: a }", "{ kind: { $ne: a } }"),
+        ("{ kind: a }", "{ kind: [b] }"),
+        ("{ kind: a }", "{ other: b }"),
+        ("{ name: a }", "{ name: b }"),
+    ] {
+        let said = refusal(&own(source, target));
+        assert!(said.contains("circle") || said.contains("reads it to find its source"), "{source} {target}: {said}");
+    }
+    let two = |one: &str, other: &str| {
+        format!(
+            "
+  - {{ name: one, copy: {{ source: s, target: {{ collection: t, where: {one} }}, match: {{ ref: _id }}, set: {{ title: $v }} }} }}
+  - {{ name: two, copy: {{ source: u, target: {{ collection: t, where: {other} }}, match: {{ ref: _id }}, set: {{ title: $v }} }} }}"
+        )
+    };
+    accepted(&two("{ kind: post }", "{ kind: page }"));
+    for (one, other) in [("{ kind: post }", "{ kind: { $in: [page, post] } }"), ("{ kind: post }", "{}")] {
+        let said = refusal(&two(one, other));
+        assert!(said.contains("already owned by rule `one`"), "{said}");
+    }
 }
 
 /// "Null pre-images coalesce into one sweep of that rule. A recreated collection has lost the option."

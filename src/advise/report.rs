@@ -509,6 +509,10 @@ fn read_by(values: &Values) -> Vec<String> {
             }
         }
         Values::Into { element, .. } | Values::Collect { element, .. } => strings(element, &mut out),
+        Values::Groups(groups) => {
+            groups.by.iter().for_each(|(_, value)| strings(value, &mut out));
+            groups.fields.iter().for_each(|field| strings(&field.expression, &mut out));
+        }
     }
     out
 }

@@ -42,8 +42,10 @@ pub enum Form {
     Match,
     /// Target path: aggregation expression.
     Set,
-    /// Target path: `{ $accumulator: expression }`.
+    /// Target path: `{ $accumulator: expression }`, or an expression over variables.
     Accumulators,
+    /// Name: `{ $accumulator: expression }`.
+    Variables,
     /// Source path: 1 or -1.
     Sort,
     /// A path.
@@ -408,6 +410,12 @@ pub const COPY: &[Key] = &[
         "unset",
         "The effect of a reference without a source. `remove` and `delete` wait for limits.destroy_grace_seconds, and stop at limits.destroy_per_hour.",
     ),
+    key(
+        "otherwise",
+        Form::Set,
+        "",
+        "Instead of `on_missing`: target path: expression, for a target, or an element, whose reference is null, dangles or is an array. Paths of `set` that it leaves out are removed.",
+    ),
     KEY_TYPE,
     key(
         "once",
@@ -446,8 +454,45 @@ pub const AGGREGATE: &[Key] = &[
     SOURCE,
     TARGET,
     MATCH,
-    must("set", Form::Accumulators, "Target path: { $accumulator: expression }, as in `$group`."),
-    SORT,
+    key(
+        "let",
+        Form::Variables,
+        "",
+        "Variables for the expressions in `set`: name: { $accumulator: expression }. `$$name` is the accumulated value.",
+    ),
+    key(
+        "by",
+        Form::Set,
+        "",
+        "Name: expression over the source document. Sources with equal values form a group, and `into` gets one element for each group.",
+    ),
+    key(
+        "into",
+        Form::Path,
+        "",
+        "With `by`: the target's array of groups. An element has the fields of `by`, then those of `set`.",
+    ),
+    key(
+        "as",
+        Form::Choice(&[
+            ("array", "an array with one element for each group"),
+            ("object", "an object with one field for each group, named by the value of `by`"),
+        ]),
+        "array",
+        "With `by`: the form of the groups. Names are strings as they are, ObjectIds in hexadecimal, integers as digits; any other value makes the target a dead letter.",
+    ),
+    must(
+        "set",
+        Form::Accumulators,
+        "Target path: { $accumulator: expression }, as in `$group`, or an expression over the variables of `let`. With `by`, a field of the group instead of a path.",
+    ),
+    key(
+        "sort",
+        Form::Sort,
+        "{ _id: 1 }",
+        "The order in which accumulators read the sources, ties by _id ascending. With `by`, the order of the groups by their own fields, ties by the fields of `by`.",
+    ),
+    key("slice", Form::Slice, "", "With `by`, as in `$push`: the first N groups, or the last N when negative."),
     ON_EMPTY,
     KEY_TYPE,
 ];

@@ -8,7 +8,8 @@ use super::{
     literal::{to_bson, to_document},
     reader::{Field, Fields, Reader, list},
     sections::{
-        Aggregate, BackfillMode, Collect, Copy, Guard, KeyType, OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side,
+        Aggregate, BackfillMode, Collect, Copy, GroupForm, Guard, KeyType, OnDrift, OnEmpty, OnMissing, Pattern, Rule,
+        Side,
     },
     tree::{Node, Value},
 };
@@ -105,6 +106,14 @@ impl Reader {
         let into = fields.get("into").and_then(|field| self.text(&field));
         let element = fields.get("element").map(|field| self.value(&field));
         let on_missing = fields.raw("on_missing").and_then(|field| self.on_missing(&field));
+        let otherwise = fields.get("otherwise").and_then(|field| self.set(&field));
+        for other in ["once", "on_missing", "into"] {
+            if fields.get("otherwise").is_some() && fields.raw(other).is_some() {
+                let message = format!("a copy has either `otherwise` or `{other}`, this one has both");
+                let hint = "`otherwise` has the values of a target without a source";
+                self.mistake(Mistake::new(fields.at.key(other), message).on_key().hint(hint));
+            }
+        }
         let key_type = self.key_type(&fields);
         let once = fields.get("once").and_then(|field| self.flag(&field));
         Some(Copy {
@@ -116,6 +125,7 @@ impl Reader {
             into,
             element,
             on_missing: on_missing.unwrap_or_default(),
+            otherwise: otherwise.unwrap_or_default(),
             key_type,
             once: once.unwrap_or_default(),
         })
@@ -182,13 +192,51 @@ impl Reader {
         let source = self.side(&fields, "source");
         let target = self.side(&fields, "target");
         let on = self.matches(&fields);
+        let variables = fields.get("let").and_then(|field| self.variables(&field)).unwrap_or_default();
+        let by = fields.get("by").and_then(|field| self.filled(&field, "write by: { emoji: $emoji }"));
+        let by = by.unwrap_or_default().into_iter().map(|(name, entry)| (name, self.value(&entry))).collect();
+        self.groups(&fields);
+        let into = fields.get("into").and_then(|field| self.text(&field));
+        let forms = [("array", GroupForm::Array), ("object", GroupForm::Object)];
+        let form = fields.get("as").and_then(|field| self.choice(&field, &forms));
         let set = self
             .required(&fields, "set", "`set` names the target's paths: set: { count: { $sum: 1 } }")
             .and_then(|field| self.set(&field));
         let sort = self.sort(&fields);
+        let slice = fields.get("slice").and_then(|field| self.slice(&field));
         let on_empty = self.on_empty(&fields);
         let key_type = self.key_type(&fields);
-        Some(Aggregate { source: source?, target: target?, on: on?, set: set?, sort, on_empty, key_type })
+        Some(Aggregate {
+            source: source?,
+            target: target?,
+            on: on?,
+            variables,
+            by,
+            into,
+            form: form.unwrap_or_default(),
+            set: set?,
+            sort,
+            slice,
+            on_empty,
+            key_type,
+        })
+    }
+
+    /// Checks that an aggregate has `by` and `into` together, and no other key of groups without them.
+    fn groups(&mut self, fields: &Fields<'_>) {
+        if fields.get("by").is_some() {
+            if fields.get("into").is_none() {
+                let hint = "`into` names the target's array of groups: into: reactions";
+                self.mistake(Mistake::new(fields.at.key("by"), "`by` needs `into`").on_key().hint(hint));
+            }
+            return;
+        }
+        for key in ["into", "as", "slice"] {
+            if fields.get(key).is_some() {
+                let hint = "`by` splits the sources into groups: by: { emoji: $emoji }";
+                self.mistake(Mistake::new(fields.at.key(key), format!("`{key}` needs `by`")).on_key().hint(hint));
+            }
+        }
     }
 
     fn side(&mut self, fields: &Fields<'_>, key: &str) -> Option<Side> {
@@ -254,6 +302,12 @@ impl Reader {
     fn set(&mut self, field: &Field<'_>) -> Option<Vec<(String, Bson)>> {
         let entries = self.filled(field, "write set: { name: $name }")?;
         Some(entries.into_iter().map(|(key, entry)| (key, self.value(&entry))).collect())
+    }
+
+    /// Reads `let`: name to accumulator.
+    fn variables(&mut self, field: &Field<'_>) -> Option<Vec<(String, Bson)>> {
+        let entries = self.filled(field, "write let: { voters: { $addToSet: $user } }")?;
+        Some(entries.into_iter().map(|(name, entry)| (name, self.value(&entry))).collect())
     }
 
     /// Reads the entries of a mapping that must not be empty.

@@ -85,7 +85,14 @@ fn form(form: &Form) -> Value {
         Form::Side => json!({"anyOf": [{"type": "string", "minLength": 1}, mapping(SIDE, &[])]}),
         Form::Match => paths(json!({"type": "string", "minLength": 1})),
         Form::Set => paths(json!({})),
-        Form::Accumulators => paths(json!({"type": "object", "minProperties": 1, "maxProperties": 1})),
+        Form::Accumulators => paths(
+            json!({"anyOf": [{"type": "object", "minProperties": 1}, {"type": "string", "pattern": "^\\$\\$[a-z]"}]}),
+        ),
+        Form::Variables => {
+            let mut variables = paths(json!({"type": "object", "minProperties": 1, "maxProperties": 1}));
+            variables["propertyNames"] = json!({"pattern": "^[a-z][A-Za-z0-9_]*$"});
+            variables
+        }
         Form::Sort => paths(json!({"enum": [1, -1]})),
         Form::Expression => json!({}),
         Form::Filter => json!({"type": "object"}),
@@ -157,6 +164,7 @@ fn value(form: &Form) -> &'static str {
         Form::Match => "target path: source path",
         Form::Set => "target path: expression",
         Form::Accumulators => "target path: accumulator",
+        Form::Variables => "name: accumulator",
         Form::Sort => "source path: 1 or -1",
         Form::Path => "path",
         Form::Expression => "expression",

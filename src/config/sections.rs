@@ -319,6 +319,8 @@ pub struct Copy {
     pub element: Option<Bson>,
     /// The effect of a reference without a matching source document.
     pub on_missing: OnMissing,
+    /// `(target path, expression)` pairs: values of paths in `set` for a target, or an element, without a source.
+    pub otherwise: Vec<(String, Bson)>,
     /// The type that the target's value is converted to before matching.
     pub key_type: Option<KeyType>,
     /// True to fill only targets without a value, and never change it again.
@@ -361,14 +363,36 @@ pub struct Aggregate {
     pub target: Side,
     /// `(target path, source path)` pairs, in order (`match`).
     pub on: Vec<(String, String)>,
-    /// `(target path, { $accumulator: expression })` pairs, in order.
+    /// `(name, { $accumulator: expression })` pairs, in order: variables for the expressions of `set` (`let`).
+    pub variables: Vec<(String, Bson)>,
+    /// `(name, expression)` pairs, in order: source documents with equal values form a group of their own (`by`).
+    pub by: Vec<(String, Bson)>,
+    /// With `by`, the target's path that receives the groups.
+    pub into: Option<String>,
+    /// With `by`, the form of the groups in the target (`as`).
+    pub form: GroupForm,
+    /// `(target path, value)` pairs, in order; with `by`, `(field of a group, value)`. A value is
+    /// `{ $accumulator: expression }`, or an expression over the variables of `let`.
     pub set: Vec<(String, Bson)>,
-    /// The order in which accumulators read their input; ascending `_id` by default.
+    /// The order in which accumulators read their input, ascending `_id` by default; with `by`, the order of the groups
+    /// by their own fields.
     pub sort: Vec<(String, i32)>,
+    /// With `by`, a limit as in `$push`: the first N groups, or the last N if negative.
+    pub slice: Option<i64>,
     /// The value of a target without sources.
     pub on_empty: OnEmpty,
     /// The type that the target's value is converted to before matching.
     pub key_type: Option<KeyType>,
+}
+
+/// `as`: the form of the groups of an `aggregate` in its target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum GroupForm {
+    /// An array with one element for each group.
+    #[default]
+    Array,
+    /// An object with one field for each group, named by the value of `by`.
+    Object,
 }
 
 /// `on_missing`: the effect of a reference without a matching source document.

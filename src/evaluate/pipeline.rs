@@ -55,7 +55,11 @@ fn run(
         }
         ("$replaceWith", expression) => rows.iter().map(|row| replaced(expression, row)).collect(),
         ("$set", Bson::Document(fields)) => rows.into_iter().map(|row| set(fields, row)).collect(),
-        ("$unwind", Bson::String(path)) => Ok(unwind(path.trim_start_matches('$'), rows)),
+        ("$unwind", Bson::String(path)) => Ok(unwind(path.trim_start_matches('$'), None, rows)),
+        ("$unwind", Bson::Document(stage)) => match stage.get_str("path") {
+            Ok(path) => Ok(unwind(path.trim_start_matches('$'), stage.get_str("includeArrayIndex").ok(), rows)),
+            Err(_) => refused("`$unwind` has no path"),
+        },
         ("$group", Bson::Document(stage)) => group(stage, rows),
         ("$documents", Bson::Array(documents)) => {
             let empty = Document::new();
@@ -85,14 +89,16 @@ fn set(fields: &Document, mut row: Document) -> Result<Document> {
     Ok(row)
 }
 
-fn unwind(name: &str, rows: Vec<Document>) -> Vec<Document> {
+fn unwind(name: &str, index: Option<&str>, rows: Vec<Document>) -> Vec<Document> {
     let one = |row: Document| -> Vec<Document> {
         match row.get(name) {
             Some(Bson::Array(items)) => items
                 .iter()
-                .map(|item| {
+                .zip(0_i64..)
+                .map(|(item, nth)| {
                     let mut row = row.clone();
                     row.insert(name, item.clone());
+                    row.extend(index.map(|index| (index.to_owned(), Bson::Int64(nth))));
                     row
                 })
                 .collect(),

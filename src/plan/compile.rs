@@ -6,13 +6,13 @@ use bson::{Bson, Document, doc};
 
 use crate::{
     change::Namespace,
-    config::{self, Config, ConfigPath, KeyType, Mistake, OnEmpty, OnMissing, Pattern},
+    config::{self, Config, ConfigPath, GroupForm, KeyType, Mistake, OnEmpty, OnMissing, Pattern},
     field_path::FieldPath,
     plan::{
         expression::{self, Reads, Refusal},
         graph,
-        reference::{self, Pair, Reference},
-        rule::{Assignment, Keyed, Plan, Rule, RuleId, Side, Values},
+        reference::{self, Pair, Reference, Role},
+        rule::{Assignment, Groups, Keyed, Plan, Rule, RuleId, Side, Values},
     },
 };
 
@@ -35,7 +35,7 @@ pub fn compile(config: &Config, default_database: Option<&str>) -> Result<Plan, 
     if !mistakes.is_empty() {
         return Err(mistakes);
     }
-    let (order, feeds) = graph::order(&rules)?;
+    let (order, feeds) = graph::order(&mut rules)?;
     Ok(Plan { name: config.name.clone(), rules, order, feeds })
 }
 
@@ -80,7 +80,8 @@ impl Compiler<'_> {
                 source: &c.source,
                 target: &c.target,
                 on: &c.on,
-                sort: &c.sort,
+                // With `by`, `sort` orders the groups, and accumulators read in the order of `_id`.
+                sort: if c.by.is_empty() { &c.sort } else { &[] },
                 key_type: c.key_type,
             },
         };
@@ -88,11 +89,17 @@ impl Compiler<'_> {
         let source = self.side(&at.key("source"), common.source);
         let target = self.side(&at.key("target"), common.target);
         let reference = self.reference(&at, &common, source.as_ref(), target.as_ref());
+        let each = reference.as_ref().and_then(|reference| reference.source_each.as_ref());
+        let mut source = source;
+        let row_filter = source.as_mut().and_then(|side| row_filter(side.filter.as_mut()?));
         let (mut source_reads, mut target_reads) = (Reads::default(), Reads::default());
+        if let Some(filter) = &row_filter {
+            self.take(&at.key("source").key("where"), expression::expression(filter, each), &mut source_reads);
+        }
         for (side, at, reads) in
-            [(common.source, at.key("source"), &mut source_reads), (common.target, at.key("target"), &mut target_reads)]
+            [(&source, at.key("source"), &mut source_reads), (&target, at.key("target"), &mut target_reads)]
         {
-            if let Some(filter) = &side.filter {
+            if let Some(filter) = side.as_ref().and_then(|side| side.filter.as_ref()) {
                 self.take(&at.key("where"), expression::filter(filter), reads);
             }
         }
@@ -127,6 +134,7 @@ impl Compiler<'_> {
             keyed,
             values,
             sort: common.sort.to_vec(),
+            row_filter,
             on_missing,
             source_reads,
             target_reads,
@@ -285,6 +293,7 @@ impl Compiler<'_> {
                 _ => Some(Values::Set {
                     assignments: self.assignments(at, &copy.set, |value| expression::expression(value, each), reads)?,
                     once: copy.once,
+                    otherwise: self.otherwise(at, copy)?,
                 }),
             },
             Pattern::Collect(collect) => {
@@ -303,11 +312,130 @@ impl Compiler<'_> {
                     max_bytes: collect.max_bytes,
                 })
             }
+            Pattern::Aggregate(aggregate) if !aggregate.by.is_empty() => {
+                self.groups(at, aggregate, each, reads).map(Values::Groups)
+            }
             Pattern::Aggregate(aggregate) => Some(Values::Aggregate {
-                assignments: self.assignments(at, &aggregate.set, expression::accumulator, reads)?,
+                assignments: self.accumulated(at, aggregate, each, reads)?,
                 on_empty: aggregate.on_empty,
             }),
         }
+    }
+
+    /// The expressions of `otherwise` in the order of `set`.
+    #[expect(clippy::option_option, reason = "outer: is it right; inner: is there one")]
+    fn otherwise(&mut self, at: &ConfigPath, copy: &config::Copy) -> Option<Option<Vec<Option<Bson>>>> {
+        let mistakes = self.mistakes.len();
+        for (path, value) in &copy.otherwise {
+            let here = at.key("otherwise").key(path);
+            if !copy.set.iter().any(|(known, _)| known == path) {
+                let message = format!("`{path}` is not a path of `set`");
+                self.mistake(here.clone(), message, "`otherwise` has other values for the paths of `set`");
+            }
+            if let Err(refusal) = expression::over_variables(value, &[]) {
+                let message = if refusal.message.starts_with("an expression over") {
+                    "`otherwise` has no source to read from".to_owned()
+                } else {
+                    refusal.message
+                };
+                self.mistake(here, message, "write a constant: otherwise: { name: unknown }");
+            }
+        }
+        if self.mistakes.len() > mistakes {
+            return None;
+        }
+        let value =
+            |path: &String| copy.otherwise.iter().find(|(known, _)| known == path).map(|(_, value)| value.clone());
+        Some((!copy.otherwise.is_empty()).then(|| copy.set.iter().map(|(path, _)| value(path)).collect()))
+    }
+
+    /// Compiles the groups of an `aggregate` with `by`.
+    fn groups(
+        &mut self,
+        at: &ConfigPath,
+        aggregate: &config::Aggregate,
+        each: Option<&FieldPath>,
+        reads: &mut Reads,
+    ) -> Option<Groups> {
+        let fields = self.accumulated(at, aggregate, each, reads)?;
+        for (name, value) in &aggregate.by {
+            self.take(&at.key("by").key(name), expression::expression(value, each), reads);
+        }
+        let names = |key: &'static str, entries: &[(String, Bson)]| {
+            entries.iter().map(|(name, _)| (at.key(key).key(name), name.clone())).collect::<Vec<_>>()
+        };
+        let mut known: Vec<String> = Vec::new();
+        for (here, name) in names("by", &aggregate.by).into_iter().chain(names("set", &aggregate.set)) {
+            if name.is_empty() || name.contains(['.', '$']) {
+                let hint = "a group's field has a plain name: count";
+                self.mistake(here, format!("`{name}` cannot be a group's field"), hint);
+            } else if known.contains(&name) {
+                self.mistake(here, format!("`{name}` is a field of `by` and of `set`"), "choose another name");
+            } else {
+                known.push(name);
+            }
+        }
+        for (path, _) in &aggregate.sort {
+            let root = path.split('.').next().unwrap_or_default();
+            if !known.iter().any(|name| name == root) {
+                let hint = format!("the groups have {}", known.join(", "));
+                self.mistake(at.key("sort").key(path), format!("the groups have no field `{path}` to sort by"), hint);
+            }
+        }
+        let object = aggregate.form == GroupForm::Object;
+        if object && aggregate.by.len() > 1 {
+            let hint = "keep one field of `by`, or leave `as` out";
+            self.mistake(at.key("as"), "an object of groups needs one name for each group", hint);
+        }
+        let path = self.path(&at.key("into"), aggregate.into.as_deref().unwrap_or_default(), "into")?;
+        Some(Groups {
+            path,
+            by: aggregate.by.clone(),
+            fields,
+            sort: aggregate.sort.clone(),
+            slice: aggregate.slice,
+            form: aggregate.form,
+            on_empty: aggregate.on_empty,
+        })
+    }
+
+    /// Binds the variables of `let` in each expression that uses them.
+    fn accumulated(
+        &mut self,
+        at: &ConfigPath,
+        aggregate: &config::Aggregate,
+        each: Option<&FieldPath>,
+        reads: &mut Reads,
+    ) -> Option<Vec<Assignment>> {
+        let variables = &aggregate.variables;
+        let names: Vec<&str> = variables.iter().map(|(name, _)| name.as_str()).collect();
+        for (name, accumulator) in variables {
+            let here = at.key("let").key(name);
+            if !is_variable(name) {
+                let hint = "a lower-case letter, then letters, digits and `_`: voters, total_2; not element, target";
+                self.mistake(here.clone(), format!("`{name}` cannot be a variable's name"), hint);
+            }
+            self.take(&here, expression::accumulator(accumulator, each), reads);
+            if !aggregate.set.iter().any(|(_, value)| expression::mentions(value, name)) {
+                let hint = format!("use `$${name}` in an expression of `set`, or remove it");
+                self.mistake(here, format!("the variable `{name}` is not used"), hint);
+            }
+        }
+        let is_expression = |value: &Bson| names.iter().any(|name| expression::mentions(value, name));
+        let read = |value: &Bson| {
+            if is_expression(value) {
+                return expression::over_variables(value, &names).map(|()| Reads::default());
+            }
+            expression::accumulator(value, each)
+        };
+        let mut assignments = self.assignments(at, &aggregate.set, read, reads)?;
+        for assignment in assignments.iter_mut().filter(|assignment| is_expression(&assignment.expression)) {
+            let value = assignment.expression.clone();
+            let used = variables.iter().filter(|(name, _)| expression::mentions(&value, name));
+            let bound: Document = used.cloned().collect();
+            assignment.expression = doc! {"$let": {"vars": bound, "in": value}}.into();
+        }
+        Some(assignments)
     }
 
     fn plain(&mut self, at: &ConfigPath, text: &str) -> Option<FieldPath> {
@@ -348,7 +476,7 @@ impl Compiler<'_> {
             Values::Set { assignments, .. } | Values::Aggregate { assignments, .. } => {
                 assignments.iter().map(|a| &a.path).collect()
             }
-            Values::Collect { path, .. } => vec![path],
+            Values::Collect { path, .. } | Values::Groups(Groups { path, .. }) => vec![path],
             Values::Into { .. } if each.is_none() => {
                 let hint =
                     "write match: { \"parts.$[]\": _id }; to gather documents that refer to the target, use collect";
@@ -455,6 +583,20 @@ impl Compiler<'_> {
     }
 }
 
+/// Takes the condition on `$$element` out of the source's `where`: it applies to elements, not to documents.
+fn row_filter(filter: &mut Document) -> Option<Bson> {
+    filter.get("$expr").filter(|condition| expression::mentions(condition, "element"))?;
+    filter.remove("$expr")
+}
+
+/// True if an expression can bind a variable of this name, and the daemon binds none of that name itself
+/// (<https://www.mongodb.com/docs/v6.0/reference/aggregation-variables/#user-variables>).
+fn is_variable(name: &str) -> bool {
+    name.starts_with(|first: char| first.is_ascii_lowercase())
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+        && !["element", "target", "targetElement"].contains(&name)
+}
+
 /// Path of the source's `_id` in the target: the element itself, or one of its fields.
 fn child(into: &FieldPath, element: &Bson) -> Option<FieldPath> {
     let id = Bson::from("$_id");
@@ -465,15 +607,35 @@ fn child(into: &FieldPath, element: &Bson) -> Option<FieldPath> {
     FieldPath::parse(&format!("{into}.{name}")).ok()
 }
 
+impl Rule {
+    /// Demands of one side that a path, and each path above it, is no array.
+    pub(super) fn demand_no_array(&mut self, role: Role, path: &str) {
+        let side = if role == Role::Source { &mut self.source } else { &mut self.target };
+        let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
+        let mut clauses: Vec<Document> = side.filter.take().into_iter().collect();
+        let condition = ends.map(|end| doc! {&path[..end]: {"$not": {"$type": "array"}}});
+        clauses.extend(condition.collect::<Vec<_>>());
+        side.filter = Some(doc! {"$and": clauses});
+        self.definition = definition(self);
+    }
+}
+
 /// All properties of a rule that affect the written values, as one document.
 fn definition(rule: &Rule) -> Document {
     let side = |side: &Side| doc! {"collection": side.namespace.to_string(), "where": side.filter.clone()};
     let set = |assignments: &[Assignment]| {
         assignments.iter().map(|a| (a.path.to_string(), a.expression.clone())).collect::<Document>()
     };
+    let sorted = |sort: &[(String, i32)]| {
+        sort.iter().map(|(path, direction)| doc! {"path": path, "direction": *direction}).collect::<Vec<_>>()
+    };
     let empty = |on_empty: OnEmpty| if on_empty == OnEmpty::Unset { "unset" } else { "value" };
     let values = match &rule.values {
-        Values::Set { assignments, once } => doc! {"set": literal(set(assignments)), "once": *once},
+        Values::Set { assignments, once, otherwise } => {
+            let mut values = doc! {"set": literal(set(assignments)), "once": *once};
+            values.extend(otherwise.as_ref().map(|values| ("otherwise".to_owned(), values.clone().into())));
+            values
+        }
         Values::Into { path, element } => doc! {"into": path.to_string(), "element": element.clone()},
         Values::Collect { path, element, slice, on_empty, .. } => doc! {
             "collect": path.to_string(), "element": element.clone(), "slice": *slice, "on_empty": empty(*on_empty),
@@ -481,16 +643,32 @@ fn definition(rule: &Rule) -> Document {
         Values::Aggregate { assignments, on_empty } => {
             doc! {"aggregate": literal(set(assignments)), "on_empty": empty(*on_empty)}
         }
+        Values::Groups(groups) => doc! {
+            "groups": groups.path.to_string(),
+            "by": literal(groups.by.iter().cloned().collect()),
+            "set": literal(set(&groups.fields)),
+            "sort": sorted(&groups.sort),
+            "slice": groups.slice,
+            "as": if groups.form == GroupForm::Object { "object" } else { "array" },
+            "on_empty": empty(groups.on_empty),
+        },
     };
     let mut definition = doc! {
         "source": side(&rule.source),
         "target": side(&rule.target),
         "match": rule.reference.pairs.iter().map(|p| doc! {"target": p.target.to_string(), "source": p.source.to_string()}).collect::<Vec<_>>(),
         "key_type": rule.reference.key_type.map(KeyType::stored),
-        "sort": rule.sort.iter().map(|(path, direction)| doc! {"path": path, "direction": *direction}).collect::<Vec<_>>(),
+        "sort": sorted(&rule.sort),
         "on_missing": rule.on_missing.stored(),
         "values": values,
     };
+    // Rules of 0.1 counted a source once that lists one key several times.
+    if rule.gathers() && rule.reference.source_each.is_some() {
+        definition.insert("rows", "elements");
+    }
+    if let Some(filter) = &rule.row_filter {
+        definition.insert("row_filter", filter.clone());
+    }
     // A rule that leaves shadow mode has a new definition, so it is backfilled.
     if rule.shadow {
         definition.insert("shadow", true);

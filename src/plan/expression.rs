@@ -94,8 +94,8 @@ pub fn expression(value: &Bson, element: Option<&FieldPath>) -> Result<Reads, Re
     Ok(walk.reads)
 }
 
-/// Reads a `$group` accumulator such as `{ $sum: 1 }`.
-pub fn accumulator(value: &Bson) -> Result<Reads, Refusal> {
+/// Reads a `$group` accumulator such as `{ $sum: 1 }`. `element` is the path behind `$$element`, if there is one.
+pub fn accumulator(value: &Bson, element: Option<&FieldPath>) -> Result<Reads, Refusal> {
     let form = "an accumulator is written { $sum: 1 } or { $avg: $rating }";
     let Some((name, argument)) = value.as_document().filter(|doc| doc.len() == 1).and_then(|doc| doc.iter().next())
     else {
@@ -107,9 +107,32 @@ pub fn accumulator(value: &Bson) -> Result<Reads, Refusal> {
     if !ACCUMULATORS.contains(&name.as_str()) {
         return Err(unknown(name, "accumulator", ACCUMULATORS, form));
     }
-    let mut walk = Walk { element: None, scope: Vec::new(), reads: Reads::default() };
+    let mut walk = Walk { element, scope: Vec::new(), reads: Reads::default() };
     walk.arguments(name, argument)?;
     Ok(walk.reads)
+}
+
+/// Reads an expression over the variables of `let`, which cannot read a source document.
+pub fn over_variables(value: &Bson, names: &[&str]) -> Result<(), Refusal> {
+    let scope = names.iter().map(|name| (*name).to_owned()).collect();
+    let mut walk = Walk { element: None, scope, reads: Reads::default() };
+    walk.expression(value)?;
+    if walk.reads != Reads::Nothing {
+        let message = "an expression over the variables of `let` cannot read fields of the sources, which are many";
+        return Err(Refusal::new(message, "accumulate the field under a name in `let`"));
+    }
+    Ok(())
+}
+
+/// True if an expression contains `$$name`.
+#[must_use]
+pub fn mentions(value: &Bson, name: &str) -> bool {
+    match value {
+        Bson::String(text) => text.strip_prefix("$$").is_some_and(|text| text.split('.').next() == Some(name)),
+        Bson::Array(items) => items.iter().any(|item| mentions(item, name)),
+        Bson::Document(doc) => doc.iter().any(|(operator, value)| operator != "$literal" && mentions(value, name)),
+        _ => false,
+    }
 }
 
 /// Reads a query document.
@@ -606,9 +629,9 @@ mod tests {
 
     #[test]
     fn accumulators_are_those_of_group() {
-        assert_eq!(accumulator(&bson!({"$sum": 1})).unwrap(), Reads::Nothing);
-        assert!(accumulator(&bson!({"$summ": 1})).unwrap_err().hint.unwrap().contains("$sum"));
-        assert!(accumulator(&bson!(5)).is_err());
-        assert!(accumulator(&bson!({"$accumulator": {}})).is_err());
+        assert_eq!(accumulator(&bson!({"$sum": 1}), None).unwrap(), Reads::Nothing);
+        assert!(accumulator(&bson!({"$summ": 1}), None).unwrap_err().hint.unwrap().contains("$sum"));
+        assert!(accumulator(&bson!(5), None).is_err());
+        assert!(accumulator(&bson!({"$accumulator": {}}), None).is_err());
     }
 }

@@ -1,54 +1,166 @@
 //! Dependencies between rules: conflicting ownership, cycles, and the order of backfills.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
+
+use bson::{Bson, Document};
 
 use crate::{
     config::{ConfigPath, Mistake},
     field_path::FieldPath,
-    plan::rule::{Rule, RuleId},
+    key::Key,
+    plan::{
+        reference::Role,
+        rule::{Rule, RuleId, Side},
+    },
 };
 
 /// The rules, each after all rules that it reads from; and for each rule the rules that read its target fields.
 pub type Order = (Vec<RuleId>, Vec<Vec<RuleId>>);
 
 /// Checks the rules against each other and orders them.
-pub fn order(rules: &[Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
-    let mut mistakes = collisions(rules);
-    let feeds: Vec<Vec<usize>> = rules
-        .iter()
-        .map(|from| (0..rules.len()).filter(|to| fed_path(from, &rules[*to]).is_some()).collect())
-        .collect();
-    let mut walk =
-        Walk { feeds: &feeds, state: vec![State::New; rules.len()], stack: Vec::new(), done: Vec::new(), cycle: None };
-    for index in 0..rules.len() {
-        walk.visit(index);
+///
+/// A rule feeds another one if it writes a path that the other reads. That is no circle as long as their filters
+/// exclude each other: then no document is both. Rules whose filters are needed for that demand in addition that the
+/// deciding path is no array, which could fulfil both.
+pub fn order(rules: &mut [Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
+    let mut exclusive = Vec::new();
+    let mut mistakes = collisions(rules, &mut exclusive);
+    let mut feeds = feeding(rules, |_, _| true);
+    let mut walk = Walk::through(&feeds);
+    if walk.cycle.is_some() {
+        let mut excluded = Vec::new();
+        feeds = feeding(rules, |from, to| {
+            let exclusions = exclusions(rules, from, to);
+            let remains = exclusions.is_none();
+            excluded.extend(exclusions.into_iter().flatten());
+            remains
+        });
+        walk = Walk::through(&feeds);
+        exclusive.extend(excluded);
     }
-    if let Some(cycle) = walk.cycle {
-        mistakes.push(cycle_mistake(rules, &cycle));
+    if let Some(cycle) = &walk.cycle {
+        mistakes.push(cycle_mistake(rules, cycle));
     }
-    if mistakes.is_empty() {
-        let ids = |indexes: Vec<usize>| indexes.into_iter().map(|index| rules[index].id).collect::<Vec<_>>();
-        let done = ids(walk.done.into_iter().rev().collect());
-        Ok((done, feeds.into_iter().map(ids).collect()))
-    } else {
-        Err(mistakes)
+    if !mistakes.is_empty() {
+        return Err(mistakes);
     }
+    for (nth, exclusion) in exclusive.iter().enumerate() {
+        if !exclusive[..nth].contains(exclusion) {
+            Arc::make_mut(&mut rules[exclusion.rule]).demand_no_array(exclusion.role, &exclusion.path);
+        }
+    }
+    let ids = |indexes: Vec<usize>| indexes.into_iter().map(|index| rules[index].id).collect::<Vec<_>>();
+    let done = ids(walk.done.into_iter().rev().collect());
+    Ok((done, feeds.into_iter().map(ids).collect()))
+}
+
+/// For each rule the rules that it feeds, of those that `counts` accepts.
+fn feeding(rules: &[Arc<Rule>], mut counts: impl FnMut(usize, usize) -> bool) -> Vec<Vec<usize>> {
+    let all = 0..rules.len();
+    let fed = all.clone().map(|from| {
+        let reads = |to: &usize| fed_path(&rules[from], &rules[*to]).is_some();
+        all.clone().filter(reads).filter(|to| counts(from, *to)).collect()
+    });
+    fed.collect()
 }
 
 /// The path through which `from` feeds `to`: owned by the first and read by the second.
 fn fed_path<'a>(from: &'a Rule, to: &Rule) -> Option<&'a FieldPath> {
-    from.owned().into_iter().find(|owned| {
-        (from.target.namespace == to.source.namespace && to.source_reads.overlap(owned))
-            || (from.target.namespace == to.target.namespace && to.target_reads.overlap(owned))
-    })
+    from.owned()
+        .into_iter()
+        .find(|owned| [Role::Source, Role::Target].into_iter().any(|role| feeds(from, to, role, owned)))
 }
 
-fn collisions(rules: &[Arc<Rule>]) -> Vec<Mistake> {
+/// True if `to` reads the path on this side, in the collection that `from` writes.
+fn feeds(from: &Rule, to: &Rule, role: Role, owned: &FieldPath) -> bool {
+    match role {
+        Role::Source => from.target.namespace == to.source.namespace && to.source_reads.overlap(owned),
+        Role::Target => from.target.namespace == to.target.namespace && to.target_reads.overlap(owned),
+    }
+}
+
+/// A rule whose filter on one side needs this path to be no array.
+#[derive(PartialEq)]
+struct Exclusion {
+    rule: usize,
+    role: Role,
+    path: String,
+}
+
+/// The filters that keep every document that `from` writes from being read by `to`; None if one may be both.
+fn exclusions(rules: &[Arc<Rule>], from: usize, to: usize) -> Option<Vec<Exclusion>> {
+    let (writer, reader) = (&rules[from], &rules[to]);
+    let mut out = Vec::new();
+    for role in [Role::Source, Role::Target] {
+        if !writer.owned().into_iter().any(|owned| feeds(writer, reader, role, owned)) {
+            continue;
+        }
+        // A rule reads and writes the same targets.
+        if from == to && role == Role::Target {
+            return None;
+        }
+        let side = if role == Role::Source { &reader.source } else { &reader.target };
+        let path = exclusive_path(rules, &writer.target, side)?;
+        out.push(Exclusion { rule: from, role: Role::Target, path: path.clone() });
+        out.push(Exclusion { rule: to, role, path });
+    }
+    Some(out)
+}
+
+/// A path on which the filters of two sides demand different values, and which no rule writes.
+fn exclusive_path(rules: &[Arc<Rule>], one: &Side, other: &Side) -> Option<String> {
+    let (one_values, other_values) = (demanded(one.filter.as_ref()?), demanded(other.filter.as_ref()?));
+    let differ = |path: &&String| {
+        let none = Vec::new();
+        let (one, other) = (&one_values[*path], other_values.get(*path).unwrap_or(&none));
+        !other.is_empty() && !one.iter().any(|value| other.contains(value))
+    };
+    let is_owned = |path: &FieldPath| {
+        let here = rules.iter().filter(|rule| rule.target.namespace == one.namespace);
+        here.flat_map(|rule| rule.owned()).any(|owned| owned.overlaps_loosely(path))
+    };
+    one_values.keys().filter(differ).find(|path| FieldPath::parse(path).is_ok_and(|path| !is_owned(&path))).cloned()
+}
+
+/// The values that a filter demands of paths: equalities, and `$in` lists.
+fn demanded(filter: &Document) -> BTreeMap<String, Vec<Key>> {
+    let mut out = BTreeMap::new();
+    for (path, condition) in filter {
+        if let ("$and", Bson::Array(clauses)) = (path.as_str(), condition) {
+            clauses.iter().filter_map(Bson::as_document).for_each(|clause| out.extend(demanded(clause)));
+        }
+        let values = match condition {
+            Bson::Document(condition) if condition.keys().any(|name| name.starts_with('$')) => {
+                let one_of = condition.get_array("$in").ok().cloned();
+                one_of.or_else(|| condition.get("$eq").map(|value| vec![value.clone()])).unwrap_or_default()
+            }
+            value => vec![value.clone()],
+        };
+        // A regular expression is a pattern, and an array is equal to one that holds it.
+        let is_plain = |value: &Bson| !matches!(value, Bson::RegularExpression(_) | Bson::Array(_));
+        if !path.starts_with('$') && !values.is_empty() && values.iter().all(is_plain) {
+            out.insert(path.clone(), values.into_iter().map(Key::one).collect());
+        }
+    }
+    out
+}
+
+/// Paths with two owners. Rules whose targets exclude each other may own one path.
+fn collisions(rules: &[Arc<Rule>], exclusive: &mut Vec<Exclusion>) -> Vec<Mistake> {
     let mut out = Vec::new();
     for (nth, rule) in rules.iter().enumerate() {
-        for other in rules[..nth].iter().filter(|other| other.target.namespace == rule.target.namespace) {
+        let others = rules[..nth].iter().enumerate();
+        for (index, other) in others.filter(|(_, other)| other.target.namespace == rule.target.namespace) {
             for path in rule.owned() {
                 if let Some(theirs) = other.owned().into_iter().find(|theirs| theirs.overlaps_loosely(path)) {
+                    if theirs == path
+                        && let Some(path) = exclusive_path(rules, &rule.target, &other.target)
+                    {
+                        let role = Role::Target;
+                        exclusive.push(Exclusion { rule: nth, role, path: path.clone() });
+                        exclusive.push(Exclusion { rule: index, role, path });
+                        continue;
+                    }
                     let both = if theirs == path { String::new() } else { format!(" (as `{theirs}`)") };
                     let message = format!(
                         "`{path}` of `{}` is already owned by rule `{}`{both}",
@@ -56,7 +168,7 @@ fn collisions(rules: &[Arc<Rule>]) -> Vec<Mistake> {
                     );
                     out.push(
                         Mistake::new(ConfigPath::rule(rule.id.0), message)
-                            .hint("one path has one owner: choose another field"),
+                            .hint("one path has one owner: choose another field, or let `where` tell the targets apart: { kind: post }, { kind: page }"),
                     );
                 }
             }
@@ -75,7 +187,7 @@ fn cycle_mistake(rules: &[Arc<Rule>], cycle: &[usize]) -> Mistake {
     let first = cycle.first().map(|index| rules[*index].name.as_str()).unwrap_or_default();
     let at = ConfigPath::rule(cycle.iter().copied().max().unwrap_or_default());
     Mistake::new(at, format!("these rules feed each other in a circle: {text}{first}"))
-        .hint("break the circle: one of them must read a field that no rule writes")
+        .hint("break the circle: one of them must read a field that no rule writes, or filters must tell the documents apart: { kind: template }, { kind: instance }")
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -85,16 +197,24 @@ enum State {
     Done,
 }
 
-struct Walk<'a> {
-    feeds: &'a [Vec<usize>],
+struct Walk {
     state: Vec<State>,
     stack: Vec<usize>,
     done: Vec<usize>,
     cycle: Option<Vec<usize>>,
 }
 
-impl Walk<'_> {
-    fn visit(&mut self, index: usize) {
+impl Walk {
+    fn through(feeds: &[Vec<usize>]) -> Self {
+        let state = vec![State::New; feeds.len()];
+        let mut walk = Self { state, stack: Vec::new(), done: Vec::new(), cycle: None };
+        for index in 0..feeds.len() {
+            walk.visit(feeds, index);
+        }
+        walk
+    }
+
+    fn visit(&mut self, feeds: &[Vec<usize>], index: usize) {
         match self.state[index] {
             State::Done => return,
             State::Open => {
@@ -106,8 +226,8 @@ impl Walk<'_> {
         }
         self.state[index] = State::Open;
         self.stack.push(index);
-        for &next in &self.feeds[index] {
-            self.visit(next);
+        for &next in &feeds[index] {
+            self.visit(feeds, next);
         }
         self.stack.pop();
         self.state[index] = State::Done;

@@ -6,7 +6,7 @@ use bson::{Bson, Document};
 
 use crate::{
     change::Namespace,
-    config::{BackfillMode, Guard, OnDrift, OnEmpty, OnMissing},
+    config::{BackfillMode, GroupForm, Guard, OnDrift, OnEmpty, OnMissing},
     field_path::FieldPath,
     plan::{expression::Reads, reference::Reference},
 };
@@ -104,6 +104,23 @@ pub struct Assignment {
     pub expression: Bson,
 }
 
+impl Assignment {
+    /// The variables of an accumulated value, each with its accumulator, and the expression over them; None if the
+    /// value is an accumulator itself.
+    #[must_use]
+    pub fn variables(&self) -> Option<(&Document, &Bson)> {
+        let bound = self.expression.as_document()?.get_document("$let").ok()?;
+        Some((bound.get_document("vars").ok()?, bound.get("in")?))
+    }
+
+    /// The accumulators of an accumulated value.
+    pub fn accumulators(&self) -> impl Iterator<Item = &Bson> {
+        let variables = self.variables().map(|(variables, _)| variables);
+        let alone = variables.is_none().then_some(&self.expression);
+        variables.into_iter().flat_map(Document::values).chain(alone)
+    }
+}
+
 /// Values computed from the sources of a key.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Values {
@@ -113,6 +130,9 @@ pub enum Values {
         assignments: Vec<Assignment>,
         /// Only fill fields without a value, and never change them again.
         once: bool,
+        /// For a target, or an element, without a source: an expression for each assignment that has one. None if
+        /// `on_missing` decides.
+        otherwise: Option<Vec<Option<Bson>>>,
     },
     /// An array with one element for each reference of the target, in their order.
     Into {
@@ -140,11 +160,33 @@ pub enum Values {
     },
     /// Accumulated values of all sources.
     Aggregate {
-        /// Target paths; their expressions are `{ $accumulator: expression }`.
+        /// Target paths; their expressions are `{ $accumulator: expression }`, or `{ $let: { vars, in } }` with an
+        /// accumulator for each variable.
         assignments: Vec<Assignment>,
         /// Reaction to a key without sources.
         on_empty: OnEmpty,
     },
+    /// One element, or one field, for each group of sources.
+    Groups(Groups),
+}
+
+/// The groups of an `aggregate` with `by`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Groups {
+    /// The target's path that receives them.
+    pub path: FieldPath,
+    /// Names with expressions over a source: sources with equal values form a group.
+    pub by: Vec<(String, Bson)>,
+    /// The accumulated fields of a group. Each path is one name.
+    pub fields: Vec<Assignment>,
+    /// Fields of a group with sort directions; those of `by` break ties.
+    pub sort: Vec<(String, i32)>,
+    /// Maximum number of groups, as in `$slice` of `$push`: from the end if negative.
+    pub slice: Option<i64>,
+    /// An array of groups, or an object of groups.
+    pub form: GroupForm,
+    /// Reaction to a key without sources.
+    pub on_empty: OnEmpty,
 }
 
 /// A rule as the daemon runs it.
@@ -166,6 +208,8 @@ pub struct Rule {
     pub values: Values,
     /// Source paths with sort directions; `_id` ascending breaks ties.
     pub sort: Vec<(String, i32)>,
+    /// A condition on `$$element`, which an element of the source's array must fulfil to count.
+    pub row_filter: Option<Bson>,
     /// Reaction to a reference without a source.
     pub on_missing: OnMissing,
     /// Source paths that affect the written values.
@@ -200,7 +244,9 @@ impl Rule {
             Values::Set { assignments, .. } | Values::Aggregate { assignments, .. } => {
                 assignments.iter().map(|a| &a.path).collect()
             }
-            Values::Into { path, .. } | Values::Collect { path, .. } => vec![path],
+            Values::Into { path, .. } | Values::Collect { path, .. } | Values::Groups(Groups { path, .. }) => {
+                vec![path]
+            }
         }
     }
 
@@ -208,7 +254,7 @@ impl Rule {
     #[must_use]
     pub fn gathers(&self) -> bool {
         match self.values {
-            Values::Collect { .. } | Values::Aggregate { .. } => true,
+            Values::Collect { .. } | Values::Aggregate { .. } | Values::Groups(_) => true,
             Values::Set { .. } | Values::Into { .. } => false,
         }
     }
@@ -218,7 +264,7 @@ impl Rule {
     pub fn child(&self) -> Option<&FieldPath> {
         match &self.values {
             Values::Collect { child, .. } => child.as_ref(),
-            Values::Set { .. } | Values::Into { .. } | Values::Aggregate { .. } => None,
+            Values::Set { .. } | Values::Into { .. } | Values::Aggregate { .. } | Values::Groups(_) => None,
         }
     }
 

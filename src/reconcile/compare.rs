@@ -178,7 +178,7 @@ pub async fn compare_at_once(
     wanted.dedup();
     let mut rows = Rows::within(0);
     let bytes = AtomicUsize::default();
-    if !wanted.is_empty() {
+    if !wanted.is_empty() || read::no_input(rule).is_some() {
         let load = Load { task: Task::Guard, items: targets.len(), limit, bytes: &bytes, sources };
         let read = context.rows(rule, &wanted, after, load).await;
         let part = if read.is_ok() { targets.len() } else { targets.len().div_ceil(2) };

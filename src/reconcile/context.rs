@@ -27,7 +27,11 @@ use crate::{
     partition::Partition,
     plan::{Plan, Rule, RuleId},
     position::ClusterTime,
-    reconcile::{memory::Memory, read, value::Rows},
+    reconcile::{
+        memory::Memory,
+        read,
+        value::{NoInput, Rows},
+    },
     request::Task,
 };
 
@@ -124,6 +128,35 @@ impl Context {
     /// More than `limits.batch_bytes` of values is an error of the kind [`Kind::TooLarge`], and the caller retries with
     /// fewer. A single key or target is read whatever its size, but only one such read runs at a time in this process.
     pub(super) async fn rows(&self, rule: &Rule, keys: &[&Key], after: ClusterTime, load: Load<'_>) -> Result<Rows> {
+        let mut rows =
+            if keys.is_empty() { Rows::within(0) } else { self.rows_of_keys(rule, keys, after, load).await? };
+        rows.set_no_input(self.no_input(rule, load.limit).await?);
+        Ok(rows)
+    }
+
+    /// The values of a key without sources, if only a server can compute them.
+    async fn no_input(&self, rule: &Rule, limit: Duration) -> Result<Option<NoInput>> {
+        let Some(command) = read::no_input(rule) else { return Ok(None) };
+        if let Some(known) = self.memory.no_input(rule.id) {
+            return Ok(Some(known));
+        }
+        let read = async {
+            let reads = Reads { after: ClusterTime::default() };
+            let mut pages = self.server.pages(&rule.source.namespace.database, limited(command, limit), reads).await?;
+            let (rows, _) = pages.up_to(usize::MAX).await?;
+            let row = rows.first().ok_or_else(|| Error::internal("no row without input"))?;
+            row.get_document("v").map(ToOwned::to_owned).map_err(|_| Error::internal("a row without values"))
+        };
+        let values = match read.await {
+            Ok(values) => Ok(values),
+            Err(error) if error.kind == Kind::Refused => Err(error.message),
+            Err(error) => return Err(error),
+        };
+        self.memory.saw_no_input(rule.id, values.clone());
+        Ok(Some(values))
+    }
+
+    async fn rows_of_keys(&self, rule: &Rule, keys: &[&Key], after: ClusterTime, load: Load<'_>) -> Result<Rows> {
         let budget = self.limits.batch_bytes;
         let mut rows = Rows::within(budget);
         if load.items <= 1 && self.memory.keys_at_once(rule.id, load.task, budget) <= 1 {

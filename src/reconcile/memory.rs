@@ -11,7 +11,12 @@ use std::{
 use bson::Bson;
 
 use crate::{
-    change::Namespace, checkpoint::fan_out::Subject, key::Key, plan::RuleId, reconcile::group::Shape, request::Task,
+    change::Namespace,
+    checkpoint::fan_out::Subject,
+    key::Key,
+    plan::RuleId,
+    reconcile::{group::Shape, value::NoInput},
+    request::Task,
 };
 
 /// The span of `limits.destroy_per_hour`.
@@ -54,6 +59,8 @@ pub struct Memory {
     fractions: Mutex<HashSet<RuleId>>,
     /// Number of documents of each rule's target collection that one page covers, if a full page took too long to read.
     windows: Mutex<HashMap<RuleId, i64>>,
+    /// The values of a key without sources, for rules whose expressions only a server can compute.
+    no_input: Mutex<HashMap<RuleId, NoInput>>,
     /// Rules whose keys were written to the same few targets.
     crowded: Mutex<HashSet<RuleId>>,
 }
@@ -111,6 +118,18 @@ impl Memory {
     #[must_use]
     pub fn source(&self, source: &Namespace) -> Option<Bson> {
         self.sources.lock().ok()?.get(source).cloned()
+    }
+
+    /// The values of a key without sources, if they were computed.
+    pub(super) fn no_input(&self, rule: RuleId) -> Option<NoInput> {
+        self.no_input.lock().ok()?.get(&rule).cloned()
+    }
+
+    /// Remembers the values of a key without sources: they depend on the rule alone.
+    pub(super) fn saw_no_input(&self, rule: RuleId, values: NoInput) {
+        if let Ok(mut no_input) = self.no_input.lock() {
+            no_input.insert(rule, values);
+        }
     }
 
     /// Remembers the UUID of a source collection, or forgets it.

@@ -3,11 +3,12 @@
 use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::{
+    config::OnEmpty,
     error::{Error, Result},
     field_path::FieldPath,
     key::Key,
     plan::{
-        Assignment, Keyed, Rule, Values,
+        Assignment, Groups, Keyed, Rule, Values,
         reference::{Role, dbref_parent},
     },
     request::Task,
@@ -38,7 +39,7 @@ pub fn sources_at_once(rule: &Rule, keys: &[&Key]) -> Document {
 #[must_use]
 pub fn sources_in_any_order(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     let Values::Aggregate { assignments, .. } = &rule.values else { return None };
-    let may = |assignment: &Assignment| !needs_order(assignment) || is_sum(assignment);
+    let may = |assignment: &Assignment| !needs_order(assignment) || is_sum(&assignment.expression);
     if !assignments.iter().all(may) || !assignments.iter().any(needs_order) {
         return None;
     }
@@ -63,6 +64,9 @@ fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
     if let Some(each) = element {
         stages.extend(unwind(rule, each, keys));
     }
+    // Operands and filters of rows may use the element.
+    let bound =
+        |assignments: &[Assignment]| assignments.iter().map(|one| with_element(one, element)).collect::<Vec<_>>();
     let row_key: Vec<Bson> = rule.reference.paths(Role::Source).map(|path| row_path(path, element)).collect();
     if may_fail(&rule.values) {
         let paths = row_key.iter().filter_map(Bson::as_str).map(|path| path.trim_start_matches('$'));
@@ -86,7 +90,12 @@ fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
         Values::Aggregate { assignments, .. } => {
             // Grouped by a mere field, MongoDB 6.0.5 makes the key MaxKey the document `{"": MaxKey}`.
             let edges = keys.iter().flat_map(|key| key.values()).any(|v| matches!(v, Bson::MinKey | Bson::MaxKey));
-            stages.extend(aggregate(rule, row_key, assignments, gathered, edges));
+            stages.extend(aggregate(rule, row_key, &bound(assignments), gathered, edges));
+        }
+        Values::Groups(values) => {
+            let by = values.by.iter().map(|(name, value)| (name.clone(), bind(value.clone(), element))).collect();
+            let values = Groups { by, fields: bound(&values.fields), ..values.clone() };
+            stages.extend(groups(rule, &row_key, &values));
         }
     }
     stages
@@ -108,12 +117,16 @@ fn may_fail(values: &Values) -> bool {
             _ => false,
         }
     }
+    fn arguments(assignments: &[Assignment]) -> impl Iterator<Item = &Bson> {
+        let accumulators = assignments.iter().flat_map(Assignment::accumulators).filter_map(Bson::as_document);
+        accumulators.flat_map(Document::values)
+    }
     match values {
         Values::Set { assignments, .. } => assignments.iter().any(|assignment| has_operator(&assignment.expression)),
         Values::Into { element, .. } | Values::Collect { element, .. } => has_operator(element),
-        Values::Aggregate { assignments, .. } => {
-            let arguments = assignments.iter().filter_map(|assignment| assignment.expression.as_document());
-            arguments.flat_map(Document::values).any(has_operator)
+        Values::Aggregate { assignments, .. } => arguments(assignments).any(has_operator),
+        Values::Groups(values) => {
+            values.by.iter().any(|(_, value)| has_operator(value)) || arguments(&values.fields).any(has_operator)
         }
     }
 }
@@ -131,23 +144,58 @@ fn fields(assignments: &[Assignment]) -> Bson {
 /// Binds our own variable `$$element` to the unwound element, and removes that element from the whole document.
 fn bind(expression: Bson, element: Option<&FieldPath>) -> Bson {
     match element {
-        Some(_) => {
-            let expression = without_element(expression);
+        Some(each) => {
+            let expression = without_element(expression, each);
             doc! {"$let": {"vars": {"element": format!("${ELEMENT}")}, "in": expression}}.into()
         }
         None => expression,
     }
 }
 
-fn without_element(expression: Bson) -> Bson {
+/// Binds `$$element` in the accumulators of a value.
+fn with_element(assignment: &Assignment, element: Option<&FieldPath>) -> Assignment {
+    let accumulator = |accumulator: &Bson| -> Bson {
+        let Some((operator, operand)) = accumulator.as_document().and_then(|doc| doc.iter().next()) else {
+            return accumulator.clone();
+        };
+        let operand = match (operator.as_str(), operand) {
+            // `n` is a number, and `sortBy` has paths of the document.
+            (
+                "$top" | "$topN" | "$bottom" | "$bottomN" | "$firstN" | "$lastN" | "$maxN" | "$minN",
+                Bson::Document(arguments),
+            ) => {
+                let bound = arguments.iter().map(|(name, value)| match name.as_str() {
+                    "input" | "output" => (name.clone(), bind(value.clone(), element)),
+                    _ => (name.clone(), value.clone()),
+                });
+                bound.collect::<Document>().into()
+            }
+            ("$count", operand) | (_, operand @ (Bson::Int32(_) | Bson::Int64(_))) => operand.clone(),
+            (_, operand) => bind(operand.clone(), element),
+        };
+        doc! {operator: operand}.into()
+    };
+    let expression = match assignment.variables() {
+        None => accumulator(&assignment.expression),
+        Some((variables, expression)) => {
+            let variables: Document =
+                variables.iter().map(|(name, value)| (name.clone(), accumulator(value))).collect();
+            doc! {"$let": {"vars": variables, "in": expression.clone()}}.into()
+        }
+    };
+    Assignment { path: assignment.path.clone(), expression }
+}
+
+fn without_element(expression: Bson, each: &FieldPath) -> Bson {
     match expression {
         Bson::String(text) if text == "$$ROOT" || text == "$$CURRENT" => {
-            doc! {"$unsetField": {"field": ELEMENT, "input": text}}.into()
+            let ours = indexes(each).chain([ELEMENT.to_owned()]);
+            ours.fold(text.into(), |whole: Bson, field| doc! {"$unsetField": {"field": field, "input": whole}}.into())
         }
-        Bson::Array(items) => Bson::Array(items.into_iter().map(without_element).collect()),
+        Bson::Array(items) => Bson::Array(items.into_iter().map(|item| without_element(item, each)).collect()),
         Bson::Document(doc) if doc.contains_key("$literal") => doc.into(),
         Bson::Document(doc) => {
-            doc.into_iter().map(|(name, value)| (name, without_element(value))).collect::<Document>().into()
+            doc.into_iter().map(|(name, value)| (name, without_element(value, each))).collect::<Document>().into()
         }
         other => other,
     }
@@ -155,6 +203,10 @@ fn without_element(expression: Bson) -> Bson {
 
 /// The field that holds the unwound element. It shadows a field of the same name in the document.
 const ELEMENT: &str = "__denormd_element";
+/// The fields that hold the indexes of the unwound element in its arrays, from the outermost on.
+fn indexes(each: &FieldPath) -> impl Iterator<Item = String> + use<> {
+    (0..each.to_string().matches("$[]").count()).map(|nth| format!("__denormd_index{nth}"))
+}
 
 /// Path of a match value in an unwound document.
 fn row_path(path: &FieldPath, element: Option<&FieldPath>) -> Bson {
@@ -177,11 +229,16 @@ fn unwind(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
     let text = each.to_string();
     let mut stages = Vec::new();
     let mut from = String::new();
+    let mut indexes = indexes(each);
     for part in text.split(".$[]").filter(|part| !part.is_empty()) {
         let path = if from.is_empty() { format!("${part}") } else { format!("${ELEMENT}{part}") };
         // A non-array where an array is expected holds no reference.
         stages.push(doc! {"$set": {ELEMENT: {"$cond": [{"$isArray": &path}, &path, []]}}});
-        stages.push(doc! {"$unwind": format!("${ELEMENT}")});
+        let path = format!("${ELEMENT}");
+        stages.push(match indexes.next().filter(|_| rule.gathers()) {
+            Some(index) => doc! {"$unwind": {"path": path, "includeArrayIndex": index}},
+            None => doc! {"$unwind": path},
+        });
         part.clone_into(&mut from);
     }
     let mut wanted = Vec::new();
@@ -198,7 +255,13 @@ fn unwind(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
         row_key.push(field);
     }
     stages.push(doc! {"$match": {"$and": wanted}});
-    // A source that lists one id twice counts once, by the first element.
+    if let Some(condition) = &rule.row_filter {
+        stages.push(doc! {"$match": {"$expr": bind(condition.clone(), Some(each))}});
+    }
+    if rule.gathers() {
+        return stages;
+    }
+    // One value is copied of a source that lists a key twice: by the first element.
     stages.push(doc! {"$group": {"_id": {"k": row_key, "s": "$_id"}, "d": {"$first": "$$ROOT"}}});
     stages.push(doc! {"$replaceWith": "$d"});
     stages
@@ -277,6 +340,14 @@ pub fn order(rule: &Rule) -> Document {
     order
 }
 
+/// The order of rows: that of the sources, and of the elements in one source.
+fn row_order(rule: &Rule) -> Document {
+    let mut order = order(rule);
+    let each = rule.reference.source_each.iter().filter(|_| rule.gathers());
+    order.extend(each.flat_map(indexes).map(|index| (index, Bson::Int32(1))));
+    order
+}
+
 /// True if the order of sources matters across keys: when a target has several references, the first source wins.
 fn across_keys(rule: &Rule) -> bool {
     rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. })
@@ -288,7 +359,7 @@ fn across_keys(rule: &Rule) -> bool {
 fn sorted(rule: &Rule) -> Vec<Document> {
     let path = rule.reference.paths(Role::Source).next().map(FieldPath::query);
     let Some(path) = path.filter(|_| !across_keys(rule) && rule.reference.source_each.is_none()) else {
-        return vec![doc! {"$sort": order(rule)}];
+        return vec![doc! {"$sort": row_order(rule)}];
     };
     let mut stages = Vec::new();
     let clauses = no_arrays(&path);
@@ -319,9 +390,9 @@ fn winners_first(rule: &Rule) -> Vec<Document> {
 fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Vec<Document> {
     let elements = match slice {
         Some(n) if n < 0 => {
-            doc! {"$bottomN": {"n": n.saturating_neg(), "sortBy": order(rule), "output": element.clone()}}
+            doc! {"$bottomN": {"n": n.saturating_neg(), "sortBy": row_order(rule), "output": element.clone()}}
         }
-        Some(n) => doc! {"$topN": {"n": n, "sortBy": order(rule), "output": element.clone()}},
+        Some(n) => doc! {"$topN": {"n": n, "sortBy": row_order(rule), "output": element.clone()}},
         None => doc! {"$push": element.clone()},
     };
     let mut stages = Vec::new();
@@ -399,7 +470,8 @@ fn aggregate(
     // An array of one value costs more than the value. But by a mere field the server groups in its other engine
     // (6.0.5), whose means of large numbers differ in the last digit, and whose `$min` and `$max` keep another one of
     // equal values.
-    let same = assignments.iter().all(|assignment| matches!(operator(assignment), "$sum" | "$count"));
+    let mut accumulators = assignments.iter().flat_map(Assignment::accumulators);
+    let same = accumulators.all(|accumulator| matches!(operator(accumulator), "$sum" | "$count"));
     let (id, key) = match key.as_slice() {
         [field] if same && !in_order && !as_array => (field.clone(), vec![Bson::from("$_id")].into()),
         _ => (key.into(), Bson::from("$_id")),
@@ -408,17 +480,10 @@ fn aggregate(
     let mut out = Document::new();
     let mut whole: Vec<Bson> = Vec::new();
     for (n, assignment) in assignments.iter().enumerate() {
-        let name = format!("v{n}");
-        group.insert(name.clone(), assignment.expression.clone());
-        let value: Bson = if operator(assignment) == "$addToSet" {
-            doc! {"$sortArray": {"input": format!("${name}"), "sortBy": 1}}.into()
-        } else {
-            format!("${name}").into()
-        };
         if gathered == Order::Any && needs_order(assignment) {
-            whole.push(whole_numbers(&mut group, n, assignment));
+            whole.push(whole_numbers(&mut group, n, &assignment.expression));
         }
-        out.insert(name, value);
+        out.insert(format!("v{n}"), result(&mut group, n, assignment));
     }
     let mut stages = Vec::new();
     if in_order {
@@ -433,11 +498,105 @@ fn aggregate(
     stages
 }
 
+/// One row a key with all its groups in their order: `v.e` is an array of `{ b: fields of by, v: accumulated fields }`.
+fn groups(rule: &Rule, key: &[Bson], groups: &Groups) -> Vec<Document> {
+    // `$group` tells missing from null.
+    let by: Document =
+        groups.by.iter().map(|(name, value)| (name.clone(), doc! {"$ifNull": [value.clone(), null]}.into())).collect();
+    // The values of a group come from its first source.
+    let mut group = doc! {"_id": {"k": key, "b": by.clone()}, "b": {"$first": by}};
+    let mut fields = Document::new();
+    for (n, field) in groups.fields.iter().enumerate() {
+        fields.insert(field.path.root(), result(&mut group, n, field));
+    }
+    let place = |path: &str| {
+        let root = path.split('.').next().unwrap_or_default();
+        let part = if groups.by.iter().any(|(name, _)| name == root) { "b" } else { "v" };
+        format!("{part}.{path}")
+    };
+    let mut order: Document = groups.sort.iter().map(|(path, way)| (place(path), Bson::Int32(*way))).collect();
+    // No two groups are equal in all values of `by`.
+    order.insert("b", 1);
+    let mut ordered = doc! {"$sortArray": {"input": "$e", "sortBy": order}};
+    if let Some(slice) = groups.slice {
+        ordered = doc! {"$slice": [ordered, slice]};
+    }
+    let mut stages = sorted(rule);
+    stages.extend([
+        doc! {"$group": group},
+        doc! {"$group": {"_id": {"k": "$_id.k"}, "e": {"$push": {"b": "$b", "v": fields}}}},
+        doc! {"$replaceWith": {"k": "$_id.k", "v": {"e": ordered}}},
+    ]);
+    stages
+}
+
+/// Adds the accumulators of the `nth` value to the group; returns the expression for the value.
+fn result(group: &mut Document, nth: usize, assignment: &Assignment) -> Bson {
+    let Some((variables, expression)) = assignment.variables() else {
+        return accumulated(group, format!("v{nth}"), &assignment.expression);
+    };
+    // A variable of several values is accumulated once.
+    let bind =
+        |(name, accumulator): (&String, &Bson)| (name.clone(), accumulated(group, format!("let_{name}"), accumulator));
+    let bound: Document = variables.iter().map(bind).collect();
+    doc! {"$let": {"vars": bound, "in": expression.clone()}}.into()
+}
+
+/// Adds an accumulator to the group under a name; returns the expression for its result.
+fn accumulated(group: &mut Document, name: String, accumulator: &Bson) -> Bson {
+    let result = format!("${name}");
+    group.insert(name, accumulator.clone());
+    if operator(accumulator) == "$addToSet" {
+        return doc! {"$sortArray": {"input": result, "sortBy": 1}}.into();
+    }
+    result.into()
+}
+
+/// Computes the values of a key without sources: one row `{ k: [], v }`. None for rules whose values for it are known.
+#[must_use]
+pub fn no_input(rule: &Rule) -> Option<Document> {
+    let values = match &rule.values {
+        Values::Set { otherwise: Some(values), .. } => values.clone(),
+        Values::Aggregate { assignments, on_empty: OnEmpty::Value } => {
+            assignments.iter().find_map(Assignment::variables)?;
+            assignments.iter().map(|one| Some(without_input(one))).collect()
+        }
+        _ => return None,
+    };
+    let named = values.into_iter().enumerate().filter_map(|(n, value)| Some((format!("v{n}"), value?)));
+    let values: Document = named.collect();
+    let stages = vec![doc! {"$documents": [{}]}, doc! {"$replaceWith": {"k": [], "v": values}}];
+    let mut command = command("", stages);
+    command.insert("aggregate", 1);
+    Some(command)
+}
+
+/// The expression of an accumulated value over no sources.
+fn without_input(assignment: &Assignment) -> Bson {
+    let empty = |accumulator: &Bson| Bson::from(doc! {"$literal": no_input_of(accumulator)});
+    let Some((variables, expression)) = assignment.variables() else { return empty(&assignment.expression) };
+    let bound: Document = variables.iter().map(|(name, accumulator)| (name.clone(), empty(accumulator))).collect();
+    doc! {"$let": {"vars": bound, "in": expression.clone()}}.into()
+}
+
+/// The value where `$group` returns no row: `[]` for accumulators that build arrays, 0 for those that count, null for
+/// others.
+#[must_use]
+pub fn no_input_of(accumulator: &Bson) -> Bson {
+    match operator(accumulator) {
+        "$sum" | "$count" => Bson::Int32(0),
+        "$push" | "$addToSet" | "$firstN" | "$lastN" | "$topN" | "$bottomN" | "$minN" | "$maxN" => {
+            Bson::Array(Vec::new())
+        }
+        _ => Bson::Null,
+    }
+}
+
 /// An expression that is true if the order does not affect the `nth` value, a sum or a mean. Adds the accumulators that
 /// it needs to the group.
-fn whole_numbers(group: &mut Document, nth: usize, assignment: &Assignment) -> Bson {
+fn whole_numbers(group: &mut Document, nth: usize, accumulator: &Bson) -> Bson {
     let is_of = |name: &str, types: &[&str]| doc! {"$in": [{"$type": format!("${name}")}, types]}.into();
-    if operator(assignment) == "$sum" {
+    if operator(accumulator) == "$sum" {
         // A sum is a double or a decimal if one of its numbers is, or if it is too large.
         return is_of(&format!("v{nth}"), &["int", "long"]);
     }
@@ -449,34 +608,34 @@ fn whole_numbers(group: &mut Document, nth: usize, assignment: &Assignment) -> B
     let whole: [Bson; 2] = [is_of(&least, &types), is_of(&most, &types)];
     // Other values cannot be multiplied.
     let exact = doc! {"$cond": [{"$and": whole.to_vec()}, bounded, false]};
-    let value = operand(assignment);
+    let value = operand(accumulator);
     group.extend(doc! {least: {"$min": value.clone()}, most: {"$max": value}, count: {"$sum": 1}});
     exact.into()
 }
 
-fn operator(assignment: &Assignment) -> &str {
-    let accumulator = assignment.expression.as_document().and_then(|doc| doc.keys().next());
-    accumulator.map(String::as_str).unwrap_or_default()
+fn operator(accumulator: &Bson) -> &str {
+    let operator = accumulator.as_document().and_then(|doc| doc.keys().next());
+    operator.map(String::as_str).unwrap_or_default()
 }
 
 /// The operand of an accumulator.
-fn operand(assignment: &Assignment) -> Bson {
-    let accumulator = assignment.expression.as_document().and_then(|doc| doc.values().next());
-    accumulator.cloned().unwrap_or(Bson::Null)
+fn operand(accumulator: &Bson) -> Bson {
+    let operand = accumulator.as_document().and_then(|doc| doc.values().next());
+    operand.cloned().unwrap_or(Bson::Null)
 }
 
 /// True if the order of sources affects the value. This includes `$min`, `$max` and `$addToSet`: the order decides
 /// whether they keep 1 or 1.0.
 fn needs_order(assignment: &Assignment) -> bool {
-    match operator(assignment) {
+    assignment.accumulators().any(|accumulator| match operator(accumulator) {
         "$count" => false,
-        "$sum" => !matches!(operand(assignment), Bson::Int32(_) | Bson::Int64(_)),
+        "$sum" => !matches!(operand(accumulator), Bson::Int32(_) | Bson::Int64(_)),
         _ => true,
-    }
+    })
 }
 
-fn is_sum(assignment: &Assignment) -> bool {
-    matches!(operator(assignment), "$sum" | "$avg")
+fn is_sum(accumulator: &Bson) -> bool {
+    matches!(operator(accumulator), "$sum" | "$avg")
 }
 
 /// Reads documents of one side by `_id`, with the fields that its references are in.

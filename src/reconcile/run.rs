@@ -228,7 +228,7 @@ impl Run<'_> {
     pub(super) async fn rows(&self, keys: &[&Key], after: ClusterTime, items: usize) -> Result<Option<Rows>> {
         let mut rows = Rows::within(0);
         let keys: Vec<&Key> = keys.iter().copied().filter(|key| self.rule.reference.can_resolve(key)).collect();
-        if !keys.is_empty() {
+        if !keys.is_empty() || read::no_input(self.rule).is_some() {
             let load = Load { task: self.task, items, limit: self.limit, bytes: &self.bytes, sources: None };
             rows = self.context.rows(self.rule, &keys, after, load).instrument(self.reading(Role::Source)).await?;
             let unknown = !rows.is_empty() && self.context.memory.source(&self.rule.source.namespace).is_none();

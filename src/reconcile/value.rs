@@ -2,14 +2,15 @@
 
 use std::collections::{HashMap, HashSet};
 
-use bson::{Bson, RawArrayBuf, RawBson, RawDocument, RawDocumentBuf};
+use bson::{Bson, RawArrayBuf, RawBson, RawBsonRef, RawDocument, RawDocumentBuf};
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::{
-    config::{OnEmpty, OnMissing},
+    config::{GroupForm, OnEmpty, OnMissing},
     error::{Error, Kind, Result},
     key::Key,
-    plan::{Assignment, Keyed, Rule, Values},
+    plan::{Assignment, Groups, Keyed, Rule, Values},
+    reconcile::read,
 };
 
 /// The desired value of an owned path; None to remove it.
@@ -65,7 +66,11 @@ pub struct Rows {
     by_key: HashMap<Key, (usize, RawDocumentBuf)>,
     bytes: usize,
     share: Share,
+    no_input: Option<NoInput>,
 }
+
+/// The values of a key without sources, as the server computes them, or its reason to refuse that.
+pub type NoInput = std::result::Result<RawDocumentBuf, String>;
 
 /// Limit on the size of the rows.
 #[derive(Debug)]
@@ -85,7 +90,7 @@ impl Rows {
     /// Rows of at most this number of bytes.
     #[must_use]
     pub fn within(bytes: usize) -> Self {
-        Self { by_key: HashMap::new(), bytes: 0, share: Share::Bytes(bytes) }
+        Self { by_key: HashMap::new(), bytes: 0, share: Share::Bytes(bytes), no_input: None }
     }
 
     /// Rows of one key, or of one target with these keys, of any size. A batch that holds the turn never waits for
@@ -93,7 +98,7 @@ impl Rows {
     pub(super) fn alone(rule: &Rule, keys: &[&Key], turn: OwnedSemaphorePermit) -> Self {
         let first = rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. });
         let wanted = keys.iter().map(|key| (*key).clone()).collect();
-        Self { by_key: HashMap::new(), bytes: 0, share: Share::Alone { _turn: turn, wanted, first } }
+        Self { by_key: HashMap::new(), bytes: 0, share: Share::Alone { _turn: turn, wanted, first }, no_input: None }
     }
 
     pub(super) fn is_alone(&self) -> bool {
@@ -110,6 +115,11 @@ impl Rows {
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Takes the row of [`super::read::no_input`].
+    pub fn set_no_input(&mut self, no_input: Option<NoInput>) {
+        self.no_input = no_input;
     }
 
     /// Takes the next row of the read.
@@ -157,21 +167,47 @@ impl Rows {
     /// The desired content of the targets of `key`.
     pub fn desired(&self, rule: &Rule, key: &Key) -> Result<Desired> {
         if key.values().is_empty() {
-            return Ok(Desired::Fields(vec![None; rule.owned().len()]));
+            let nothing = || Desired::Fields(vec![None; rule.owned().len()]);
+            return Ok(self.otherwise(rule)?.unwrap_or_else(nothing));
         }
         let row = self.by_key.get(key).map(|(_, values)| values);
         match (&rule.values, row) {
             (Values::Set { assignments, .. } | Values::Aggregate { assignments, .. }, Some(row)) => {
                 Ok(Desired::Fields(fields(assignments, row)?))
             }
-            (Values::Set { assignments, once }, None) => Ok(missing(rule, assignments.len(), *once)),
+            (Values::Set { assignments, once, .. }, None) => {
+                Ok(self.otherwise(rule)?.unwrap_or_else(|| missing(rule, assignments.len(), *once)))
+            }
             (Values::Collect { on_empty, max_elements, max_bytes, .. }, row) => {
                 collected(row.map(RawDocumentBuf::as_ref), *on_empty, *max_elements, *max_bytes)
             }
-            (Values::Aggregate { assignments, on_empty }, None) => Ok(Desired::Fields(
-                assignments.iter().map(|a| (*on_empty == OnEmpty::Value).then(|| empty(&a.expression))).collect(),
-            )),
+            (Values::Aggregate { assignments, on_empty }, None) => Ok(Desired::Fields(match &self.no_input {
+                Some(Ok(row)) => fields(assignments, row)?,
+                Some(Err(reason)) => return Err(Error::new(Kind::Refused, reason.clone())),
+                None if *on_empty == OnEmpty::Unset => vec![None; assignments.len()],
+                None => {
+                    let values = assignments.iter().map(|a| RawBson::try_from(read::no_input_of(&a.expression)));
+                    values.map(|value| value.map(Some)).collect::<std::result::Result<_, _>>()?
+                }
+            })),
+            (Values::Groups(groups), row) => {
+                let value = match row {
+                    None if groups.on_empty == OnEmpty::Unset => None,
+                    row => Some(grouped(groups, row.map(RawDocumentBuf::as_ref))?),
+                };
+                Ok(Desired::Fields(vec![value]))
+            }
             (Values::Into { .. }, _) => Err(Error::internal("an array of references has no value of one key")),
+        }
+    }
+
+    /// The values of `otherwise`, for rules that have it.
+    fn otherwise(&self, rule: &Rule) -> Result<Option<Desired>> {
+        let Values::Set { assignments, otherwise: Some(_), .. } = &rule.values else { return Ok(None) };
+        match &self.no_input {
+            Some(Ok(row)) => Ok(Some(Desired::Fields(fields(assignments, row)?))),
+            Some(Err(reason)) => Err(Error::new(Kind::Refused, reason.clone())),
+            None => Err(Error::internal("the values of `otherwise` were not read")),
         }
     }
 
@@ -194,16 +230,21 @@ impl Rows {
                     && references.iter().flatten().any(|key| !self.by_key.contains_key(key));
                 Ok(if kept { Desired::Keep } else { Desired::Fields(vec![Some(RawBson::Array(array))]) })
             }
-            Values::Set { assignments, .. } => {
+            Values::Set { assignments, otherwise, .. } => {
                 let first =
                     references.iter().flatten().filter_map(|key| self.by_key.get(key)).min_by_key(|(rank, _)| *rank);
                 match first {
                     Some((_, row)) => Ok(Desired::Fields(fields(assignments, row)?)),
+                    None if otherwise.is_some() => {
+                        self.otherwise(rule)?.ok_or_else(|| Error::internal("no values of `otherwise`"))
+                    }
                     None if references.iter().any(Option::is_some) => Ok(missing(rule, assignments.len(), false)),
                     None => Ok(Desired::Fields(vec![None; assignments.len()])),
                 }
             }
-            Values::Collect { .. } | Values::Aggregate { .. } => Err(Error::internal("this rule is keyed by a value")),
+            Values::Collect { .. } | Values::Aggregate { .. } | Values::Groups(_) => {
+                Err(Error::internal("this rule is keyed by a value"))
+            }
         }
     }
 }
@@ -230,16 +271,45 @@ fn missing(rule: &Rule, fields: usize, once: bool) -> Desired {
     }
 }
 
-/// The value where `$group` returns no row: `[]` for accumulators that build arrays, 0 for those that count, null for
-/// others.
-fn empty(accumulator: &Bson) -> RawBson {
-    let operator = accumulator.as_document().and_then(|doc| doc.keys().next()).map(String::as_str).unwrap_or_default();
-    match operator {
-        "$sum" | "$count" => RawBson::Int32(0),
-        "$push" | "$addToSet" | "$firstN" | "$lastN" | "$topN" | "$bottomN" | "$minN" | "$maxN" => {
-            RawBson::Array(RawArrayBuf::new())
+/// The groups of a key in the form that the target stores.
+fn grouped(groups: &Groups, row: Option<&RawDocument>) -> Result<RawBson> {
+    let missing = |_| Error::internal("a row without groups");
+    let elements = row.map(|row| row.get_array("e").map_err(missing)).transpose()?;
+    let (mut array, mut object) = (RawArrayBuf::new(), RawDocumentBuf::new());
+    let mut names = HashSet::new();
+    for element in elements.into_iter().flatten() {
+        let element = element?.as_document().ok_or_else(|| Error::internal("a group that is no document"))?;
+        let part = |name: &str| element.get_document(name).map_err(missing);
+        let (by, fields) = (part("b")?, part("v")?);
+        if groups.form == GroupForm::Array {
+            let mut group = by.to_owned();
+            fields.iter().try_for_each(|field| field.map(|(name, value)| group.append(name, value)))?;
+            array.push(group);
+            continue;
         }
-        _ => RawBson::Null,
+        let value = by.iter().next().transpose()?.map(|(_, value)| value);
+        let name = value.and_then(field_name).filter(|name| !name.is_empty());
+        let Some(c_name) = name.as_deref().and_then(|name| bson::raw::CString::try_from(name).ok()) else {
+            let reason =
+                "a value of `by` cannot name a field: it is no string, ObjectId or integer, or an empty string";
+            return Err(Error::new(Kind::Refused, reason));
+        };
+        if !names.insert(name) {
+            return Err(Error::new(Kind::Refused, "two values of `by` make the same field name"));
+        }
+        object.append(c_name, fields.to_owned());
+    }
+    Ok(if groups.form == GroupForm::Array { RawBson::Array(array) } else { RawBson::Document(object) })
+}
+
+/// The name of a group's field in an object of groups.
+fn field_name(by: RawBsonRef<'_>) -> Option<String> {
+    match by {
+        RawBsonRef::String(text) => Some(text.to_owned()),
+        RawBsonRef::ObjectId(id) => Some(id.to_hex()),
+        RawBsonRef::Int32(number) => Some(number.to_string()),
+        RawBsonRef::Int64(number) => Some(number.to_string()),
+        _ => None,
     }
 }
 

@@ -142,6 +142,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
         into: None,
         element: None,
         on_missing: OnMissing::Null,
+        otherwise: Vec::new(),
         key_type: None,
         once: false,
     };

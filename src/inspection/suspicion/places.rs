@@ -23,7 +23,7 @@ impl<'a> Places<'a> {
         let kind = match rule.values {
             Values::Set { .. } | Values::Into { .. } => "copy",
             Values::Collect { .. } => "collect",
-            Values::Aggregate { .. } => "aggregate",
+            Values::Aggregate { .. } | Values::Groups(_) => "aggregate",
         };
         Self { rule, at: ConfigPath::rule(rule.id.0).key(kind) }
     }
@@ -49,25 +49,40 @@ impl<'a> Places<'a> {
             Values::Set { .. } | Values::Aggregate { .. } => {
                 Mistake::new(self.at.key("set").key(&path.to_string()), "").on_key()
             }
-            Values::Into { .. } | Values::Collect { .. } => Mistake::new(self.at.key("into"), ""),
+            Values::Into { .. } | Values::Collect { .. } | Values::Groups(_) => Mistake::new(self.at.key("into"), ""),
         }
     }
 
-    /// The values, each with its place; true marks an accumulator.
+    /// The values over a source, each with its place; true marks an accumulator.
     pub fn values(&self) -> Vec<(ConfigPath, &'a Bson, bool)> {
-        let set = |assignments: &'a [Assignment], accumulator| {
-            let one = move |one: &'a Assignment| {
-                (self.at.key("set").key(&one.path.to_string()), &one.expression, accumulator)
-            };
-            assignments.iter().map(one).collect()
-        };
+        let place = |assignment: &Assignment| self.at.key("set").key(&assignment.path.to_string());
         match &self.rule.values {
-            Values::Set { assignments, .. } => set(assignments, false),
-            Values::Aggregate { assignments, .. } => set(assignments, true),
+            Values::Set { assignments, .. } => {
+                assignments.iter().map(|one| (place(one), &one.expression, false)).collect()
+            }
+            Values::Aggregate { assignments, .. } => self.accumulators(assignments),
+            Values::Groups(groups) => {
+                let by = groups.by.iter().map(|(name, value)| (self.at.key("by").key(name), value, false));
+                by.chain(self.accumulators(&groups.fields)).collect()
+            }
             Values::Into { element, .. } | Values::Collect { element, .. } => {
                 vec![(self.at.key("element"), element, false)]
             }
         }
+    }
+
+    fn accumulators(&self, assignments: &'a [Assignment]) -> Vec<(ConfigPath, &'a Bson, bool)> {
+        let mut out = Vec::new();
+        for one in assignments {
+            match one.variables() {
+                None => out.push((self.at.key("set").key(&one.path.to_string()), &one.expression, true)),
+                Some((variables, _)) => {
+                    let place = |name: &String| self.at.key("let").key(name);
+                    out.extend(variables.iter().map(|(name, accumulator)| (place(name), accumulator, true)));
+                }
+            }
+        }
+        out
     }
 
     /// The paths that are read at each place; true marks paths of the source.
@@ -79,7 +94,8 @@ impl<'a> Places<'a> {
         }
         let each = rule.reference.source_each.as_ref();
         for (place, value, accumulator) in self.values() {
-            let reads = if accumulator { expression::accumulator(value) } else { expression::expression(value, each) };
+            let reads =
+                if accumulator { expression::accumulator(value, each) } else { expression::expression(value, each) };
             out.push((Mistake::new(place, ""), reads.unwrap_or_default(), true));
         }
         for (path, _) in &rule.sort {

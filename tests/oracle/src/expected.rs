@@ -12,7 +12,7 @@ use crate::{
     expression::{Scope, evaluate},
     path::{Part, Path, Place, Step, at, get, places, pull, set, unset},
     query::matches,
-    rule::{KeyType, Kind, OnMissing, Rule, Side, in_dependency_order},
+    rule::{Accumulated, Accumulator, Groups, KeyType, Kind, OnMissing, Rule, Side, in_dependency_order},
     value::{compare, equal, is_nothing},
 };
 
@@ -36,7 +36,6 @@ pub struct Expectation {
 
 /// One source document (or one element of its reference array) that a reference may find.
 struct Candidate<'a> {
-    source: usize,
     document: &'a Bson,
     element: Option<&'a Bson>,
     keys: Vec<Key>,
@@ -138,7 +137,7 @@ fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), 
         }
     }
     sources.sort_by(|a, b| by_sort(rule, a, b));
-    let candidates = candidates(rule, &sources);
+    let candidates = candidates(rule, &sources)?;
 
     let mut targets = Vec::new();
     for document in documents(&rule.target) {
@@ -231,21 +230,22 @@ fn sort_key(document: &Bson, path: &str, descends: bool) -> Bson {
 }
 
 /// The sources in order, each once for every element of its reference array.
-fn candidates<'a>(rule: &Rule, sources: &'a [Bson]) -> Vec<Candidate<'a>> {
+fn candidates<'a>(rule: &Rule, sources: &'a [Bson]) -> Result<Vec<Candidate<'a>>, String> {
     let mut found = Vec::new();
-    for (source, document) in sources.iter().enumerate() {
+    for document in sources {
         for place in places(document, &rule.source_prefix) {
             let element = at(document, &place);
+            if let Some(condition) = &rule.source.rows
+                && evaluate(condition, Scope { root: document, element })? != Some(Bson::Boolean(true))
+            {
+                continue;
+            }
             let keys = rule.on.iter().map(|(_, path)| key(document, element, path, &rule.target)).collect();
-            found.push(Candidate {
-                source,
-                document,
-                element: element.filter(|_| !rule.source_prefix.is_empty()),
-                keys,
-            });
+            let element = element.filter(|_| !rule.source_prefix.is_empty());
+            found.push(Candidate { document, element, keys });
         }
     }
-    found
+    Ok(found)
 }
 
 /// The value of one entry of `match`: from below `element` if the path has the array prefix, from the document
@@ -368,13 +368,19 @@ fn desired(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<Desir
                 }))
                 .collect();
             let mut want = match &rule.kind {
-                Kind::Set(set) => want_set(rule, &set[index].1, &references, candidates)?,
+                Kind::Set(set) => match want_set(&set[index].1, &references, candidates)? {
+                    Some(want) => want,
+                    // An element that is no document has no room for a value.
+                    None if bound > 0 && at(target, &owner).and_then(Bson::as_document).is_none() => Want::Unset,
+                    None => want_otherwise(rule, &set[index].0, &references)?,
+                },
                 Kind::Into(_, element) if has_array(rule, target, &owner, bound) => {
                     want_into(rule, element, &references, candidates)?
                 }
                 Kind::Into(..) => Want::Unset,
                 Kind::Collect(_, element, slice) => want_collect(rule, element, *slice, &references, candidates)?,
-                Kind::Aggregate(set) => want_aggregate(rule, &set[index].1, &set[index].2, &references, candidates)?,
+                Kind::Aggregate(set) => want_aggregate(rule, &set[index].1, &references, candidates)?,
+                Kind::Groups(groups) => want_groups(rule, groups, &references, candidates)?,
             };
             // An existing value stays; only a reference that a source matches fills.
             if rule.once && (at(target, &place).is_some() || dangling_only(&references, candidates)) {
@@ -395,21 +401,28 @@ fn scope<'a>(candidate: &Candidate<'a>) -> Scope<'a> {
 }
 
 /// The first source, in the candidates' order, that any of the references finds.
-fn want_set(rule: &Rule, value: &Bson, references: &[Reference], candidates: &[Candidate]) -> Result<Want, String> {
+fn want_set(value: &Bson, references: &[Reference], candidates: &[Candidate]) -> Result<Option<Want>, String> {
     let mut values = Vec::new();
     for found in candidates.iter().filter(|candidate| references.iter().any(|reference| reference.finds(candidate))) {
         // A value that fails makes the target a dead letter, even if another source wins.
         values.push(evaluate(value, scope(found))?);
     }
-    let Some(first) = values.into_iter().next() else {
-        let dangles = references.iter().any(|reference| !reference.refers_to_nothing());
-        return Ok(match rule.on_missing {
-            OnMissing::Null if dangles => Want::Set(Bson::Null),
-            OnMissing::Keep if dangles => Want::Leave,
-            _ => Want::Unset,
-        });
-    };
-    Ok(first.map_or(Want::Unset, Want::Set))
+    Ok(values.into_iter().next().map(|first| first.map_or(Want::Unset, Want::Set)))
+}
+
+/// The value without a source.
+fn want_otherwise(rule: &Rule, path: &Path, references: &[Reference]) -> Result<Want, String> {
+    if let Some(otherwise) = &rule.otherwise {
+        let Some(value) = otherwise.get(path.to_string()) else { return Ok(Want::Unset) };
+        let nothing = Bson::Document(Document::new());
+        return Ok(evaluate(value, Scope { root: &nothing, element: None })?.map_or(Want::Unset, Want::Set));
+    }
+    let dangles = references.iter().any(|reference| !reference.refers_to_nothing());
+    Ok(match rule.on_missing {
+        OnMissing::Null if dangles => Want::Set(Bson::Null),
+        OnMissing::Keep if dangles => Want::Leave,
+        _ => Want::Unset,
+    })
 }
 
 /// One element for each reference, in the references' order and with their duplicates.
@@ -430,16 +443,10 @@ fn want_into(rule: &Rule, element: &Bson, references: &[Reference], candidates: 
     Ok(Want::Set(Bson::Array(elements)))
 }
 
-/// The sources that any of the references finds, each once, in order.
+/// The rows that any of the references finds, in order: a source, or each of its elements that matches.
 fn input<'a, 'b>(references: &[Reference], candidates: &'b [Candidate<'a>]) -> Vec<&'b Candidate<'a>> {
-    let mut found: Vec<&Candidate> = Vec::new();
-    for candidate in candidates {
-        let known = found.last().is_some_and(|last| last.source == candidate.source);
-        if !known && references.iter().any(|reference| reference.finds(candidate)) {
-            found.push(candidate);
-        }
-    }
-    found
+    let is_found = |candidate: &&Candidate| references.iter().any(|reference| reference.finds(candidate));
+    candidates.iter().filter(is_found).collect()
 }
 
 fn want_collect(
@@ -472,8 +479,7 @@ fn want_collect(
 
 fn want_aggregate(
     rule: &Rule,
-    operator: &str,
-    operand: &Bson,
+    value: &Accumulated,
     references: &[Reference],
     candidates: &[Candidate],
 ) -> Result<Want, String> {
@@ -481,15 +487,121 @@ fn want_aggregate(
         return Ok(Want::Unset);
     }
     let found = input(references, candidates);
+    if found.is_empty() && rule.unset_on_empty {
+        return Ok(Want::Unset);
+    }
+    Ok(value_of(value, &found)?.map_or(Want::Unset, Want::Set))
+}
+
+fn value_of(value: &Accumulated, found: &[&Candidate]) -> Result<Option<Bson>, String> {
+    match value {
+        Accumulated::Plain(accumulator) => accumulated(accumulator, found).map(Some),
+        Accumulated::Over(variables, expression) => {
+            let mut results = Document::new();
+            for (name, accumulator) in variables {
+                results.insert(name, accumulated(accumulator, found)?);
+            }
+            // Over the results as a document, `$$name` is `$name`.
+            let results = Bson::Document(results);
+            evaluate(&as_fields(expression), Scope { root: &results, element: None })
+        }
+    }
+}
+
+/// One element, or one field, for each group of sources with equal values of `by`.
+fn want_groups(
+    rule: &Rule,
+    groups: &Groups,
+    references: &[Reference],
+    candidates: &[Candidate],
+) -> Result<Want, String> {
+    if references.iter().all(Reference::refers_to_nothing) {
+        return Ok(Want::Unset);
+    }
+    let found = input(references, candidates);
+    if found.is_empty() && rule.unset_on_empty {
+        return Ok(Want::Unset);
+    }
+    let mut parts: Vec<(Vec<Bson>, Vec<&Candidate>)> = Vec::new();
+    for candidate in found {
+        let by = groups.by.iter().map(|(_, value)| Ok(evaluate(value, scope(candidate))?.unwrap_or(Bson::Null)));
+        let by: Vec<Bson> = by.collect::<Result<_, String>>()?;
+        let same = |known: &[Bson]| known.iter().zip(&by).all(|(a, b)| equal(a, b));
+        match parts.iter_mut().find(|(known, _)| same(known)) {
+            Some((_, members)) => members.push(candidate),
+            None => parts.push((by, vec![candidate])),
+        }
+    }
+    let mut elements: Vec<(Vec<Bson>, Document)> = Vec::new();
+    for (by, members) in parts {
+        let mut fields = Document::new();
+        for (name, value) in &groups.fields {
+            if let Some(value) = value_of(value, &members)? {
+                fields.insert(name, value);
+            }
+        }
+        elements.push((by, fields));
+    }
+    elements.sort_by(|(by, fields), (other_by, other)| {
+        let field = |fields: &Document, name: &str| fields.get(name).cloned().unwrap_or(Bson::Null);
+        for (name, descends) in &groups.sort {
+            let order = compare(&field(fields, name), &field(other, name));
+            if order.is_ne() {
+                return if *descends { order.reverse() } else { order };
+            }
+        }
+        by.iter().zip(other_by).map(|(a, b)| compare(a, b)).find(|order| order.is_ne()).unwrap_or(Ordering::Equal)
+    });
+    if let Some(slice) = groups.slice {
+        let keep = usize::try_from(slice.unsigned_abs()).unwrap_or(usize::MAX);
+        let from = if slice < 0 { elements.len().saturating_sub(keep) } else { 0 };
+        elements = elements.into_iter().skip(from).take(keep).collect();
+    }
+    if !groups.object {
+        let element = |(by, fields): (Vec<Bson>, Document)| {
+            let names = groups.by.iter().map(|(name, _)| name.clone());
+            Bson::Document(names.zip(by).chain(fields).collect())
+        };
+        return Ok(Want::Set(elements.into_iter().map(element).collect::<Vec<_>>().into()));
+    }
+    let mut object = Document::new();
+    for (by, fields) in elements {
+        let name = match &by[0] {
+            Bson::String(text) if !text.is_empty() => text.clone(),
+            Bson::ObjectId(id) => id.to_hex(),
+            Bson::Int32(number) => number.to_string(),
+            Bson::Int64(number) => number.to_string(),
+            _ => return Err("a value of by that names no field".to_owned()),
+        };
+        if object.insert(name, fields).is_some() {
+            return Err("two groups of one name".to_owned());
+        }
+    }
+    Ok(Want::Set(object.into()))
+}
+
+fn accumulated(accumulator: &Accumulator, found: &[&Candidate]) -> Result<Bson, String> {
+    let Accumulator { operator, operand } = accumulator;
     if found.is_empty() {
-        return Ok(if rule.unset_on_empty { Want::Unset } else { Want::Set(accumulate::of_nothing(operator)) });
+        return Ok(accumulate::of_nothing(operator));
     }
     let values: Vec<Option<Bson>> = if operator == "$count" {
         vec![None; found.len()]
     } else {
         found.iter().map(|candidate| evaluate(operand, scope(candidate))).collect::<Result<_, _>>()?
     };
-    accumulate::accumulate(operator, &values).map(Want::Set)
+    accumulate::accumulate(operator, &values)
+}
+
+fn as_fields(expression: &Bson) -> Bson {
+    match expression {
+        Bson::String(text) if text.starts_with("$$") => Bson::from(&text[1..]),
+        Bson::Array(items) => items.iter().map(as_fields).collect::<Vec<_>>().into(),
+        Bson::Document(doc) => {
+            doc.iter().map(|(name, value)| (name.clone(), as_fields(value))).collect::<Document>().into()
+        }
+        other => other.clone(),
+    }
 }
 
 /// The server's result of the write. An error is a write that it refuses as a whole.

@@ -151,7 +151,13 @@ fn operate(operator: &str, operand: &Bson, scope: Scope) -> Result<Option<Bson>,
         // Only for a long range, no other array.
         "$size" => {
             let range = operand.as_document().and_then(|operand| operand.get_array("$range").ok());
-            range.and_then(|range| range.get(1)).cloned().map(Some).ok_or_else(|| "$size of a range".to_owned())
+            if let Some(end) = range.and_then(|range| range.get(1)) {
+                return Ok(Some(end.clone()));
+            }
+            match evaluate(operand, scope)? {
+                Some(Bson::Array(items)) => Ok(Some(integer(items.len() as i128, false))),
+                other => Err(format!("$size of {other:?}")),
+            }
         }
         other => Err(format!("expression operator {other}")),
     }

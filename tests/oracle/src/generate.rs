@@ -103,6 +103,8 @@ impl Options {
 #[derive(Debug)]
 pub struct Generator {
     rng: StdRng,
+    /// Draws `let`, apart from everything else: other draws of a seed stay as they were.
+    variables: StdRng,
     options: Options,
     collections: Vec<String>,
     scenarios: Vec<Scenario>,
@@ -172,6 +174,7 @@ impl Generator {
     pub fn with_options(seed: u64, options: Options) -> Self {
         let mut generator = Self {
             rng: StdRng::seed_from_u64(seed),
+            variables: StdRng::seed_from_u64(seed ^ 0x6c65_7420),
             collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
             options,
             scenarios: Vec::new(),
@@ -310,6 +313,7 @@ impl Generator {
                 }
                 body.insert("set", set);
                 self.draw_on_missing(&scenario, &mut body);
+                self.draw_otherwise(&mut body);
             }
             Kind::Into => {
                 let into = format!("o{number}");
@@ -340,6 +344,13 @@ impl Generator {
                     set.insert(path, value);
                 }
                 body.insert("set", set);
+                if scenario.held_by == Held::Source && scenario.shape.is_array() {
+                    self.draw_rows(scenario.source, &mut body);
+                }
+                self.draw_let(&mut body);
+                if self.draw_groups(number, &mut body) {
+                    outputs.fill(format!("o{number}"));
+                }
             }
         }
         if matches!(kind, Kind::Collect | Kind::Aggregate) && self.rng.random_bool(0.25) {
@@ -457,6 +468,108 @@ impl Generator {
             1 => Bson::Document(doc! {"name": "$name", "at": "$rank"}),
             2 => Bson::Document(doc! {"id": "$_id", "v": self.draw_expression(scenario), "n": "$num"}),
             _ => Bson::Document(doc! {"id": "$_id", "name": "$name"}),
+        }
+    }
+
+    /// Gives some copies values for targets without a source.
+    fn draw_otherwise(&mut self, body: &mut Document) {
+        if body.contains_key("on_missing") || body.contains_key("once") || self.variables.random_bool(0.7) {
+            return;
+        }
+        let Ok(set) = body.get_document("set") else { return };
+        let values: [Bson; 4] = ["none".into(), 0.into(), Bson::Null, doc! {"none": true}.into()];
+        let mut otherwise = Document::new();
+        for path in set.keys() {
+            if otherwise.is_empty() || self.variables.random_bool(0.6) {
+                otherwise.insert(path, values.choose(&mut self.variables).cloned().unwrap_or(Bson::Null));
+            }
+        }
+        body.insert("otherwise", otherwise);
+    }
+
+    /// Makes some accumulators and the filter use the elements of the source's array.
+    fn draw_rows(&mut self, source: usize, body: &mut Document) {
+        for (_, value) in body.get_document_mut("set").into_iter().flat_map(Document::iter_mut) {
+            let Some((_, operand)) = value.as_document_mut().and_then(|value| value.iter_mut().next()) else {
+                continue;
+            };
+            if operand.as_str().is_some() && self.variables.random_bool(0.4) {
+                let elements = ["$$element.role", "$$element"];
+                *operand = elements.choose(&mut self.variables).copied().unwrap_or_default().into();
+            }
+        }
+        if self.variables.random_bool(0.3) {
+            let has_role = doc! {"$eq": ["$$element.role", {"$ifNull": ["$$element.role", "none"]}]};
+            let mut side = match body.get("source") {
+                Some(Bson::Document(side)) => side.clone(),
+                _ => doc! {"collection": self.collections[source].clone()},
+            };
+            let mut filter = side.get_document("where").cloned().unwrap_or_default();
+            filter.insert("$expr", has_role);
+            side.insert("where", filter);
+            body.insert("source", side);
+        }
+    }
+
+    /// Turns some `aggregate` rules into one with groups; returns true if it did.
+    fn draw_groups(&mut self, number: usize, body: &mut Document) -> bool {
+        if self.variables.random_bool(0.6) {
+            return false;
+        }
+        let Ok(set) = body.get_document("set").cloned() else { return false };
+        let set: Document = set.into_iter().enumerate().map(|(nth, (_, value))| (format!("f{nth}"), value)).collect();
+        body.remove("sort");
+        if self.variables.random_bool(0.6) {
+            let name = format!("f{}", self.variables.random_range(0..set.len()));
+            body.insert("sort", doc! {name: if self.variables.random_bool(0.5) { 1 } else { -1 }});
+        }
+        let values = ["$name", "$num", "$label", "$n", "$tags", "$info.a"];
+        let mut draw = || Bson::from(values.choose(&mut self.variables).copied().unwrap_or("$name"));
+        let mut by = doc! {"g": draw()};
+        if self.variables.random_bool(0.3) {
+            body.insert("as", "object");
+            by = doc! {"g": {"$ifNull": ["$label", "none"]}};
+        } else if self.variables.random_bool(0.3) {
+            let other = Bson::from(values.choose(&mut self.variables).copied().unwrap_or("$name"));
+            by.insert("h", other);
+        }
+        if self.variables.random_bool(0.3) {
+            body.insert("slice", [-2, -1, 1, 2].choose(&mut self.variables).copied().unwrap_or(2));
+        }
+        body.extend(doc! {"by": by, "into": format!("o{number}"), "set": set});
+        true
+    }
+
+    /// Turns some accumulators of an `aggregate` into expressions over variables of `let`.
+    fn draw_let(&mut self, body: &mut Document) {
+        let Ok(set) = body.get_document_mut("set") else { return };
+        let mut variables = Document::new();
+        for (nth, (_, value)) in set.iter_mut().enumerate() {
+            if self.variables.random_bool(0.7) {
+                continue;
+            }
+            let name = format!("v{nth}");
+            let accumulator = value.clone();
+            let size =
+                accumulator.as_document().is_some_and(|doc| doc.contains_key("$addToSet") || doc.contains_key("$push"));
+            let variable = Bson::from(format!("$${name}"));
+            *value = match self.variables.random_range(0..5) {
+                _ if size && self.variables.random_bool(0.5) => doc! {"$size": variable}.into(),
+                0 => variable,
+                1 => doc! {"$ifNull": [variable, "none"]}.into(),
+                2 => doc! {"in": [variable, 1], "n": "$$rows"}.into(),
+                3 => doc! {"$cond": [{"$eq": ["$$rows", 0]}, "nothing", variable]}.into(),
+                _ => doc! {"$add": ["$$rows", 1]}.into(),
+            };
+            let text = value.to_string();
+            for (name, accumulator) in [(name, accumulator), ("rows".to_owned(), doc! {"$sum": 1}.into())] {
+                if text.contains(&format!("$${name}")) {
+                    variables.insert(name, accumulator);
+                }
+            }
+        }
+        if !variables.is_empty() {
+            body.insert("let", variables);
         }
     }
 

@@ -32,6 +32,8 @@ pub struct Rule {
     pub on_missing: OnMissing,
     /// `key_type`
     pub key_type: Option<KeyType>,
+    /// `otherwise`
+    pub otherwise: Option<Document>,
     /// `once`
     pub once: bool,
     /// `on_empty: unset`
@@ -49,6 +51,8 @@ pub struct Side {
     pub database: String,
     /// `where`
     pub filter: Document,
+    /// The condition of `where` on `$$element`.
+    pub rows: Option<Bson>,
 }
 
 /// The values that a rule writes.
@@ -60,8 +64,66 @@ pub enum Kind {
     Into(Path, Bson),
     /// `collect`
     Collect(Path, Bson, Option<i64>),
-    /// `aggregate`: path, accumulator, its operand.
-    Aggregate(Vec<(Path, String, Bson)>),
+    /// `aggregate`
+    Aggregate(Vec<(Path, Accumulated)>),
+    /// `aggregate` with `by`
+    Groups(Groups),
+}
+
+/// The groups of `aggregate` with `by`.
+#[derive(Debug, Clone)]
+pub struct Groups {
+    /// `into`
+    pub into: Path,
+    /// `by`: names with expressions.
+    pub by: Vec<(String, Bson)>,
+    /// `set`: names with values.
+    pub fields: Vec<(String, Accumulated)>,
+    /// Names of fields; true for descending order.
+    pub sort: Vec<(String, bool)>,
+    /// `slice`
+    pub slice: Option<i64>,
+    /// `as: object`
+    pub object: bool,
+}
+
+/// A value of `aggregate`.
+#[derive(Debug, Clone)]
+pub enum Accumulated {
+    /// An accumulator.
+    Plain(Accumulator),
+    /// An expression over the accumulators of `let`, by their names.
+    Over(Vec<(String, Accumulator)>, Bson),
+}
+
+/// An accumulator and its operand.
+#[derive(Debug, Clone)]
+pub struct Accumulator {
+    /// `$sum`, …
+    pub operator: String,
+    /// An expression over a source.
+    pub operand: Bson,
+}
+
+impl Accumulator {
+    fn parse(value: &Bson) -> Result<Self, String> {
+        match value.as_document().and_then(|value| value.iter().next()) {
+            Some((operator, operand)) if accumulate::KNOWN.contains(&operator.as_str()) => {
+                Ok(Self { operator: operator.clone(), operand: operand.clone() })
+            }
+            other => Err(format!("accumulator {other:?}")),
+        }
+    }
+}
+
+impl Accumulated {
+    /// The operands of all its accumulators.
+    fn operands(&self) -> Vec<&Bson> {
+        match self {
+            Self::Plain(accumulator) => vec![&accumulator.operand],
+            Self::Over(variables, _) => variables.iter().map(|(_, accumulator)| &accumulator.operand).collect(),
+        }
+    }
 }
 
 /// `on_missing`
@@ -114,31 +176,53 @@ impl Rule {
             let set = body.get_document("set").map_err(|error| fail(&error.to_string()))?;
             Ok(set.iter().map(|(path, value)| (Path::parse(path), value.clone())).collect())
         };
+        let sorted = || -> Vec<(String, bool)> {
+            body.get_document("sort")
+                .map(|sort| {
+                    sort.iter().map(|(path, way)| (path.clone(), whole(way).is_some_and(|way| way < 0))).collect()
+                })
+                .unwrap_or_default()
+        };
         let into = || body.get_str("into").map(Path::parse).map_err(|error| fail(&error.to_string()));
         let element = || body.get("element").cloned().ok_or_else(|| fail("element"));
         let kind = match kind {
             "copy" if body.contains_key("into") => Kind::Into(into()?, element()?),
             "copy" => Kind::Set(set()?),
             "collect" => Kind::Collect(into()?, element()?, body.get("slice").and_then(whole)),
-            _ => Kind::Aggregate(
-                set()?
-                    .into_iter()
-                    .map(|(path, value)| {
-                        let value = value.as_document().and_then(|value| value.iter().next());
-                        match value {
-                            Some((operator, operand)) if accumulate::KNOWN.contains(&operator.as_str()) => {
-                                Ok((path, operator.clone(), operand.clone()))
-                            }
-                            other => Err(fail(&format!("accumulator {other:?}"))),
-                        }
-                    })
-                    .collect::<Result<_, String>>()?,
-            ),
+            _ => {
+                let variables = body.get_document("let").cloned().unwrap_or_default();
+                let variables: Vec<(String, Accumulator)> = variables
+                    .iter()
+                    .map(|(name, value)| Ok((name.clone(), Accumulator::parse(value)?)))
+                    .collect::<Result<_, String>>()
+                    .map_err(|why| fail(&why))?;
+                let accumulated = |(path, value): (Path, Bson)| {
+                    let text = value.to_string();
+                    let over = variables.iter().any(|(name, _)| text.contains(&format!("$${name}")));
+                    let value = if over {
+                        Accumulated::Over(variables.clone(), value)
+                    } else {
+                        Accumulated::Plain(Accumulator::parse(&value).map_err(|why| fail(&why))?)
+                    };
+                    Ok((path, value))
+                };
+                let set: Vec<(Path, Accumulated)> =
+                    set()?.into_iter().map(accumulated).collect::<Result<_, String>>()?;
+                match body.get_document("by") {
+                    Err(_) => Kind::Aggregate(set),
+                    Ok(by) => Kind::Groups(Groups {
+                        into: into()?,
+                        by: by.clone().into_iter().collect(),
+                        fields: set.into_iter().map(|(path, value)| (path.to_string(), value)).collect(),
+                        sort: sorted(),
+                        slice: body.get("slice").and_then(whole),
+                        object: body.get_str("as").is_ok_and(|form| form == "object"),
+                    }),
+                }
+            }
         };
-        let sort = body
-            .get_document("sort")
-            .map(|sort| sort.iter().map(|(path, way)| (path.clone(), whole(way).is_some_and(|way| way < 0))).collect())
-            .unwrap_or_default();
+        // The order of groups is not the order of their sources.
+        let sort = if matches!(kind, Kind::Groups(_)) { Vec::new() } else { sorted() };
         let on_missing = match body.get_str("on_missing").unwrap_or("unset") {
             "unset" => OnMissing::Unset,
             "null" => OnMissing::Null,
@@ -163,6 +247,7 @@ impl Rule {
             kind,
             on_missing,
             key_type,
+            otherwise: body.get_document("otherwise").ok().cloned(),
             once: body.get_bool("once").unwrap_or(false),
             unset_on_empty: body.get_str("on_empty").is_ok_and(|value| value == "unset"),
             name,
@@ -197,6 +282,7 @@ impl Rule {
             Kind::Set(set) => set.iter().map(|(path, _)| path.clone()).collect(),
             Kind::Into(path, _) | Kind::Collect(path, ..) => vec![path.clone()],
             Kind::Aggregate(set) => set.iter().map(|(path, ..)| path.clone()).collect(),
+            Kind::Groups(groups) => vec![groups.into.clone()],
         }
     }
 
@@ -211,7 +297,7 @@ impl Rule {
     pub fn wants_pre_images(&self) -> bool {
         let by_id = self.on.iter().all(|(_, source)| source.names() == ["_id"]);
         match &self.kind {
-            Kind::Aggregate(_) => true,
+            Kind::Aggregate(_) | Kind::Groups(_) => true,
             Kind::Collect(_, element, _) => self.source_held() || !holds_id(element),
             Kind::Set(_) | Kind::Into(..) => !by_id,
         }
@@ -243,7 +329,15 @@ impl Rule {
         match &self.kind {
             Kind::Set(set) => set.iter().for_each(|(_, value)| expression::reads(value, &mut source)),
             Kind::Into(_, element) | Kind::Collect(_, element, _) => expression::reads(element, &mut source),
-            Kind::Aggregate(set) => set.iter().for_each(|(_, _, value)| expression::reads(value, &mut source)),
+            Kind::Aggregate(set) => {
+                let operands = set.iter().flat_map(|(_, value)| value.operands());
+                operands.for_each(|operand| expression::reads(operand, &mut source));
+            }
+            Kind::Groups(groups) => {
+                let operands = groups.fields.iter().flat_map(|(_, value)| value.operands());
+                let by = groups.by.iter().map(|(_, value)| value);
+                operands.chain(by).for_each(|operand| expression::reads(operand, &mut source));
+            }
         }
         source.extend(self.sort.iter().map(|(path, _)| path.clone()));
         source.extend(self.source.filter.keys().cloned());
@@ -281,8 +375,11 @@ impl Side {
             ),
             other => return Err(format!("source or target: {other:?}")),
         };
+        let mut filter = filter;
+        let on_rows = filter.get("$expr").is_some_and(|condition| condition.to_string().contains("$$element"));
+        let rows = filter.remove("$expr").filter(|_| on_rows);
         let (database, bare) = collection.split_once('.').unwrap_or((database, &collection));
-        Ok(Self { database: database.to_owned(), bare: bare.to_owned(), filter, collection })
+        Ok(Self { database: database.to_owned(), bare: bare.to_owned(), filter, rows, collection })
     }
 }
 
@@ -350,7 +447,8 @@ fn uses_element(kind: &Kind) -> bool {
     match kind {
         Kind::Set(set) => set.iter().any(|(_, value)| within(value)),
         Kind::Into(_, element) | Kind::Collect(_, element, _) => within(element),
-        Kind::Aggregate(set) => set.iter().any(|(_, _, value)| within(value)),
+        Kind::Aggregate(set) => set.iter().flat_map(|(_, value)| value.operands()).any(within),
+        Kind::Groups(groups) => groups.by.iter().any(|(_, value)| within(value)),
     }
 }
 
