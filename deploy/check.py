@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check the files of this folder with the tools that will read them, without a cluster.
+"""Check the files of this folder, and the workflows, with the tools that will read them, without a cluster.
 
   Kubernetes   kustomize builds the example (with and without the Prometheus operator's parts), and every object
                passes the schemas of Kubernetes; the operator's two kinds are checked key by key here
@@ -7,6 +7,7 @@
   systemd      `systemd-analyze verify`
   Prometheus   `promtool check`, and the PrometheusRule fits the rule files
   rules        the example's rules are the shop's
+  workflows    GitHub's schema, and bash reads their scripts
   denormd      `config` and `plan --offline` accept each example exactly as it is deployed: its files and its environment
 
 A tool that is not here and cannot be fetched is named as skipped. Exit code 1 when something is wrong.
@@ -29,6 +30,8 @@ import fetch  # noqa: E402
 
 # Bundles the JSON schemas of every version of Kubernetes. It brings PyYAML.
 VALIDATOR = "kubernetes-validate==1.37.0"
+# Bundles GitHub's schema of workflows. It brings ruamel.yaml.
+WORKFLOWS = "check-jsonschema==0.39.0"
 # The oldest with native sidecars on by default, and a new one.
 VERSIONS = ("1.29", "1.34")
 # Of the Prometheus operator: what may stand where.
@@ -59,16 +62,16 @@ def checked(what, code, message):
     say("ok" if code == 0 else "FAILED", what, "" if code == 0 else message)
 
 
-def validator():
-    """A python that has kubernetes-validate: a venv in the cache folder."""
-    folder = fetch.cache_folder() / VALIDATOR.replace("==", "-")
+def python_with(package):
+    """A python that has this package: a venv in the cache folder."""
+    folder = fetch.cache_folder() / package.replace("==", "-")
     python = folder / "bin" / "python"
-    with fetch.locked(folder.parent, "kubernetes-validate"):
+    with fetch.locked(folder.parent, package.partition("==")[0]):
         if not (folder / "done").exists():
             shutil.rmtree(folder, ignore_errors=True)
             code, _, error = run(sys.executable, "-m", "venv", str(folder))
             if code == 0:
-                install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", VALIDATOR)
+                install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", package)
                 code, _, error = run(str(python), *install)
             if code != 0:
                 raise fetch.Unavailable(error.splitlines()[-1] if error else "no venv")
@@ -98,7 +101,7 @@ def kubernetes():
     if not kustomize:
         return say("skipped", "Kubernetes", "neither kubectl nor kustomize is here")
     try:
-        python = validator()
+        python = python_with(VALIDATOR)
     except fetch.Unavailable as error:
         return say("skipped", "Kubernetes", f"{VALIDATOR} cannot be installed: {error}")
     with tempfile.TemporaryDirectory(dir=HERE / "kubernetes") as folder:
@@ -264,6 +267,28 @@ def prometheus():
         checked("Prometheus, compose/prometheus.yml and the rules", code, (out + error).strip())
 
 
+SCRIPTS = """
+import json, sys, ruamel.yaml
+jobs = [ruamel.yaml.YAML(typ="safe").load(open(name, encoding="utf-8"))["jobs"] for name in sys.argv[1:]]
+steps = [step for all in jobs for job in all.values() for step in job["steps"]]
+print(json.dumps([step["run"] for step in steps if "run" in step]))
+"""
+
+
+def workflows():
+    files = [str(path) for path in sorted((ROOT / ".github/workflows").glob("*.yaml"))]
+    try:
+        python = python_with(WORKFLOWS)
+    except fetch.Unavailable as error:
+        return say("skipped", "workflows", f"{WORKFLOWS} cannot be installed: {error}")
+    code, out, error = run(python, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *files)
+    checked("workflows", code, (out + error).strip())
+    if code == 0:
+        scripts = json.loads(run(python, "-c", SCRIPTS, *files)[1])
+        wrong = [error for script in scripts for code, _, error in [run("bash", "-n", "-c", script)] if code != 0]
+        checked(f"workflows, {len(scripts)} scripts", bool(wrong), "; ".join(wrong))
+
+
 def rules():
     shop, example = ROOT / "config/shop.yaml", HERE / "kubernetes/example/shop/shop.yaml"
     # Where its schema is, each file says for itself.
@@ -274,7 +299,7 @@ def rules():
 
 def main():
     os.environ.setdefault("LC_ALL", "C")
-    for check in (rules, prometheus, compose, systemd, unit_and_stack, kubernetes):
+    for check in (rules, workflows, prometheus, compose, systemd, unit_and_stack, kubernetes):
         check()
     return 1 if failures else 0
 

