@@ -85,7 +85,7 @@ test-secure: ## Run the patterns on MongoDB with TLS and authentication
 	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
 	"$(TARGET)/debug/denormd-fixture" run --secure -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES) "$${only[@]}"
 
-# MONGOD=PATH, THREADS=1. The suites whose outcome a server's version can change, in portions with a fresh server each.
+# MONGOD=PATH or image:mongo:8.0, THREADS=1. The suites whose outcome a server's version can change, in portions with a fresh server each.
 SUITES = check|crashes|evaluate|exact_meaning|foreign|golden|lease|lifecycle|plan|reads|upgrade
 PORTIONS = 8
 THREADS = 2
@@ -113,6 +113,22 @@ test-server: ## Run the suites that a server's version matters to on MONGOD, THR
 			--partition "slice:$$portion/$(PORTIONS)" -E 'test(/^($(SUITES))::/)' || failed="$$failed $$portion"
 	done
 	if [ "$$failed" ]; then echo "failed, of $(PORTIONS) portions:$$failed" >&2; exit 1; fi
+
+# MONGOD and MONGOS: paths, or images such as image:mongo:8.0. Without MONGOS, config servers and shards are started alone.
+SHARDED = test(/^(patterns|histories|exact_meaning)::/) + test(crashes::through_the_routers)
+.PHONY: test-sharded
+test-sharded: ## Run the patterns, HISTORIES histories and crashes through the routers of a sharded cluster
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	if [ "$(HISTORIES)" ]; then export DENORMD_HISTORIES="$(HISTORIES)"; fi
+	unset DENORMD_TEST_URI DENORMD_TEST_PROVIDER
+	if [ "$${MONGOS:-}" ]; then
+		MONGOS="$$(python3 tests/mongod.py mongos)"
+		export MONGOS
+		"$$MONGOS" --version | sed -n 1p
+	fi
+	$(CARGO) nextest run --workspace $(FEATURES) --test main --no-run
+	"$(TARGET)/debug/denormd-fixture" run --sharded -- $(CARGO) nextest run --workspace $(FEATURES) --test main --no-fail-fast \
+		--run-ignored all -E '$(SHARDED)'
 
 .PHONY: mutants
 mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, tests/mutants.toml has them
@@ -172,10 +188,14 @@ zombies: ## Freeze leaders, let another one take over, wake them up: TRIALS (100
 	export DENORMD_ZOMBIES="$(TRIALS)" DENORMD_AT_ONCE="$(AT_ONCE)" DENORMD_SEED="$(SEED)"
 	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture as_many_zombies_as_it_is_told
 
-# SERVERS="/path/of/mongod-6.0 /path/of/mongod-7.0 …", oldest first.
+# SERVERS="/path/of/mongod-6.0 image:mongo:7.0 …", oldest first.
 .PHONY: rolling-upgrade
 rolling-upgrade: ## Take a replica set from server to server, member by member, while an application writes and two daemons run
-	@servers=($(foreach server,$(SERVERS),"$(abspath $(server))"))
+	@servers=()
+	for server in $(SERVERS); do
+		server="$$(MONGOD="$$server" python3 tests/mongod.py)"
+		servers+=("$$server")
+	done
 	if [ "$${#servers[@]}" -lt 2 ]; then echo 'usage: make rolling-upgrade SERVERS="MONGOD MONGOD…", oldest first' >&2; exit 2; fi
 	export MONGOD="$${servers[0]}" DENORMD_SERVERS="$$(IFS=:; echo "$${servers[*]}")"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture rolling_upgrade::

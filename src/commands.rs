@@ -248,6 +248,7 @@ pub fn chosen<'a>(plan: &'a Plan, names: &[String]) -> Result<Vec<&'a Arc<Rule>>
 pub async fn context(loaded: &Loaded, plan: Plan, metrics: Arc<Metrics>) -> Result<Arc<Context>, Failure> {
     let config = &loaded.config;
     let server = Server::new(connect::connect(&config.mongodb.uri).await?);
+    connect::check_sharding(&server, config.mongodb.allow_sharded).await?;
     let dead_letters = DeadLetters {
         database: config.state.database.clone(),
         deployment: config.name.clone(),

@@ -20,7 +20,7 @@ use crate::{
     change::{Change, ChangeEvent, Namespace},
     error::{Error, Kind, Result},
     metrics::Metrics,
-    mongo::{Batches, Reads, Server, text},
+    mongo::{Batches, Reads, Server, classify::SHARD_REMOVED, text},
     plan::{Plan, reference::Role},
     position::{ClusterTime, Position, token_time},
 };
@@ -322,11 +322,17 @@ impl Follower<'_> {
             _ if is_too_large => self.narrow(&error).await,
             // Whatever is wrong with a token, its time may still be valid, and then nothing is lost. A time that the
             // oplog does not reach is refused only after a first batch, which has a token again.
-            Kind::HistoryLost | Kind::Refused if token.is_some() && self.state.by_time != Some(*time) => {
+            Kind::HistoryLost | Kind::Refused
+                if token.is_some() && self.state.by_time != Some(*time) && !is_of_a_removed_shard(&error) =>
+            {
                 tracing::warn!(database = %self.spec.database, error = %error.message, "the change stream cannot go on from its token: reopening by time");
                 *token = None;
                 self.state.by_time = Some(*time);
                 true
+            }
+            // By time, the stream would open on the remaining shards, without the changes of the removed one.
+            Kind::HistoryLost if is_of_a_removed_shard(&error) => {
+                self.start_anew("a shard was removed with changes that were not read yet").await
             }
             Kind::HistoryLost => self.start_anew("the oplog no longer reaches back to the saved position").await,
             _ => false,
@@ -429,6 +435,10 @@ impl Follower<'_> {
         let command = doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {"batchSize": 0}, "readConcern": {"level": "majority"}};
         self.server.follow(&spec.database, command, way.batch(), AWAIT).await
     }
+}
+
+fn is_of_a_removed_shard(error: &Error) -> bool {
+    error.code.is_some_and(|code| SHARD_REMOVED.contains(&code))
 }
 
 /// Reads until the stream ends.

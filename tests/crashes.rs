@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, path::Path, time::Duration};
 
 use bson::{Document, doc};
-use denormd_fixture::ReplicaSet;
+use denormd_fixture::{ReplicaSet, TestDb};
 use futures_util::{StreamExt, stream};
 
 use crate::world::World;
@@ -32,8 +32,8 @@ fn places() -> BTreeSet<String> {
 /// Places that a daemon passes repeatedly.
 const OFTEN: [&str; 6] = ["acknowledged", "position-saved", "position-saving", "read", "routed", "written"];
 
-async fn crash(set: &ReplicaSet, place: &str, nth: u32) {
-    let world = World::new(set.database().await).await;
+async fn crash(test: TestDb, place: &str, nth: u32) {
+    let world = World::new(test).await;
     if place == "set-aside" {
         let refuse = doc! {"collMod": "logs", "validator": {"$nor": [{"ip": {"$gt": -1}}]}};
         world.db.run_command(refuse).await.unwrap();
@@ -115,10 +115,20 @@ async fn at_every_place_that_is_marked() {
     stream::iter(together)
         .for_each_concurrent(4, |(place, nth)| {
             let set = &set;
-            async move { crash(set, &place, nth).await }
+            async move { crash(set.database().await, &place, nth).await }
         })
         .await;
     for (place, nth) in alone {
-        crash(&set, &place, nth).await;
+        crash(set.database().await, &place, nth).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs a router: make test-sharded"]
+async fn through_the_routers_of_a_sharded_cluster() {
+    for place in OFTEN {
+        for nth in [1, 5] {
+            crash(denormd_fixture::database().await, place, nth).await;
+        }
     }
 }

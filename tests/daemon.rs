@@ -11,6 +11,7 @@ use std::{
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 use denormd::{
+    change::Namespace,
     checkpoint::store::Store,
     config::{Format, Loaded, load_str},
     dead_letter::{Chosen, DeadLetters},
@@ -26,6 +27,7 @@ use denormd::{
 };
 use denormd_fixture::TestDb;
 use futures_util::TryStreamExt;
+use mongodb::Client;
 
 /// A daemon, and the configuration it was started with.
 pub struct Daemon {
@@ -66,11 +68,50 @@ pub fn config(db: &TestDb, rules: &str) -> String {
     // A flow sequence must be indented under its key.
     let indent = if rules.starts_with('[') { "  " } else { "" };
     format!(
-        "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlimits: {{ destroy_grace_seconds: 1 }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:\n{indent}{rules}\n",
-        db.uri,
-        db.name,
-        format!("{}_state", db.name)
+        "{}limits: {{ destroy_grace_seconds: 1 }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:\n{indent}{rules}\n",
+        databases(db)
     )
+}
+
+/// The collections of the state database.
+const STATE: [&str; 14] = [
+    "adoptions",
+    "canaries",
+    "dead_letters",
+    "events",
+    "fan_outs",
+    "formats",
+    "instances",
+    "leases",
+    "plans",
+    "positions",
+    "reports",
+    "requests",
+    "rules",
+    "terms",
+];
+
+/// Creates the collections of a state database, on Windows builds of the server alone: under Wine such a server ends when
+/// two clients create one collection at the same moment.
+pub async fn make_state(client: &Client, database: &str) {
+    let info = client.database("admin").run_command(doc! {"buildInfo": 1}).await.unwrap();
+    let is_windows = |built: &Document| built.get_str("target_os").is_ok_and(|name| name == "windows");
+    if !info.get_document("buildEnvironment").is_ok_and(is_windows) {
+        return;
+    }
+    for name in STATE {
+        // It may be there already.
+        client.database(database).create_collection(name).await.ok();
+    }
+}
+
+/// The sections of a config about the cluster and its databases.
+#[must_use]
+pub fn databases(db: &TestDb) -> String {
+    // Only the URI of a replica set names one.
+    let sharded = if db.uri.contains("replicaSet=") { "" } else { ", allow_sharded: experimental" };
+    let (uri, name, state) = (&db.uri, &db.name, format!("{}_state", db.name));
+    format!("mongodb: {{ uri: {uri:?}, database: {name:?}{sharded} }}\nstate: {{ database: {state:?} }}\n")
 }
 
 /// The oracle's rules as config text.
@@ -109,6 +150,7 @@ impl Daemon {
     /// Performs the steps of `plan --apply`, on collections that the application would have created.
     async fn prepare(loaded: &Loaded) {
         let context = context_of(loaded).await;
+        make_state(context.server.client(), &loaded.config.state.database).await;
         // Meanwhile, an application may drop collections, or disable their pre-images.
         for attempt in 0.. {
             for namespace in context.plan.namespaces() {
@@ -118,6 +160,7 @@ impl Daemon {
                     let created = server.database(&namespace.database).create_collection(collection).await;
                     assert!(created.is_ok() || attempt < 19, "{created:?}");
                 }
+                shard(server, &namespace).await;
             }
             let findings = preflight::check(&context.server, &context.plan).await.unwrap();
             if findings.is_empty() {
@@ -290,6 +333,28 @@ impl Daemon {
     /// Stops as a crash would: nothing is drained, nothing is saved.
     pub fn kill(self) {
         self.handles.into_iter().for_each(Handle::abort);
+    }
+}
+
+/// Behind routers, divides a collection between two shards by the hash of `_id`, unless it is divided already.
+pub async fn shard(server: &Server, namespace: &Namespace) {
+    if !server.is_router().await.unwrap() {
+        return;
+    }
+    let admin = server.database("admin");
+    let hashed = doc! {"key": {"_id": "hashed"}, "name": "_id_hashed"};
+    let index = doc! {"createIndexes": &namespace.collection, "indexes": [hashed]};
+    server.database(&namespace.database).run_command(index).await.unwrap();
+    let name = namespace.to_string();
+    admin.run_command(doc! {"shardCollection": &name, "key": {"_id": "hashed"}}).await.unwrap();
+    let shards = admin.run_command(doc! {"listShards": 1}).await.unwrap();
+    let shards =
+        shards.get_array("shards").unwrap().iter().map(|shard| shard.as_document().unwrap().get_str("_id").unwrap());
+    let halves = [(Bson::MinKey, Bson::Int64(0)), (Bson::Int64(0), Bson::MaxKey)];
+    for (shard, (min, max)) in shards.zip(halves) {
+        let moved = doc! {"moveRange": &name, "toShard": shard, "min": {"_id": min}, "max": {"_id": max}};
+        // An empty collection was divided when it was sharded, into other ranges.
+        admin.run_command(moved).await.ok();
     }
 }
 

@@ -1,8 +1,9 @@
-//! Kinds of collections: clustered ones, ones whose documents expire, capped sources, encrypted values. Views, time-series
+//! Kinds of collections: clustered ones, ones whose documents expire, capped sources, encrypted values and fields. Views, time-series
 //! collections and capped targets are refused (`tests/copy_rules.rs`); collations and validators have tests of their own
 //! (`tests/exact_meaning.rs`, `tests/grouped.rs`).
 
 use bson::{Binary, Document, doc, spec::BinarySubtype};
+use denormd::dead_letter;
 use denormd_fixture::{ReplicaSet, TestDb};
 
 use crate::daemon::{Daemon, all, until};
@@ -92,5 +93,26 @@ async fn an_encrypted_value_is_copied_byte_for_byte() {
     let daemon = Daemon::start(&test, RULE).await;
     daemon.settled().await;
     assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "ip": secret}]);
+    daemon.stop().await;
+}
+
+/// Queryable Encryption: the server refuses a plain value in an encrypted field, whose form only a client can make. What
+/// is beside it is copied.
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_go_beside_the_encrypted_fields_of_a_target() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let key = Binary { subtype: BinarySubtype::Uuid, bytes: (0..16).collect() };
+    let fields = doc! {"fields": [{"path": "secret", "keyId": key, "bsonType": "string"}]};
+    db.run_command(doc! {"create": "log", "encryptedFields": fields}).await.unwrap();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "a"}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    let secret = RULE.replace("name: ip", "name: secret").replace("ip: $ip", "secret: $ip");
+    let daemon = Daemon::start(&test, &format!("{RULE}\n{secret}")).await;
+    daemon.settled().await;
+    targets_have(&test, &doc! {"ip": "a", "secret": {"$exists": false}}, 1).await;
+    let dead_letters = all(&test.beside("state"), dead_letter::COLLECTION).await;
+    let rules: Vec<&str> = dead_letters.iter().map(|letter| letter.get_str("rule").unwrap()).collect();
+    assert_eq!(rules, ["secret"], "{dead_letters:?}");
     daemon.stop().await;
 }

@@ -13,12 +13,13 @@ use std::{
 };
 
 use bson::{Bson, Document, doc};
+use denormd::{change::Namespace, mongo::Server};
 use denormd_fixture::TestDb;
 use futures_util::TryStreamExt;
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-use crate::daemon::PATIENCE;
+use crate::daemon::{PATIENCE, databases, make_state, shard};
 
 const HOSTS: i32 = 12;
 const LOGS: i32 = 120;
@@ -63,10 +64,16 @@ impl World {
         world.db.collection("logs").insert_many(logs).await.unwrap();
         world.db.collection("persons").insert_many((0..PERSONS).map(|n| doc! {"_id": n})).await.unwrap();
         world.write_config("denormd.yaml", "");
+        make_state(&world.test.client, &format!("{}_state", world.test.name)).await;
         // No index is created on a collection that does not exist.
         world.db.create_collection("tasks").await.unwrap();
         let applied = world.command(&["plan", "--apply"], "denormd.yaml").stdout(Stdio::null()).status().unwrap();
         assert!(applied.success());
+        let server = Server::new(world.test.client.clone());
+        for collection in ["hosts", "logs", "persons", "tasks"] {
+            let (database, collection) = (world.test.name.clone(), collection.to_owned());
+            shard(&server, &Namespace { database, collection }).await;
+        }
         world
     }
 
@@ -86,10 +93,8 @@ impl World {
     /// Writes a config file for a deployment with this number of partitions.
     pub fn write_divided_config(&self, file: &str, more_rules: &str, partitions: u32) {
         let config = format!(
-            "mongodb: {{ uri: {:?}, database: {:?} }}\nstate: {{ database: {:?} }}\nlease: {{ ttl_seconds: {}, partitions: {partitions} }}\nlimits: {{ destroy_per_hour: 1000000 }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}{more_rules}",
-            self.test.uri,
-            self.test.name,
-            format!("{}_state", self.test.name),
+            "{}lease: {{ ttl_seconds: {}, partitions: {partitions} }}\nlimits: {{ destroy_per_hour: 1000000 }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:{RULES}{more_rules}",
+            databases(&self.test),
             TTL.as_secs()
         );
         std::fs::write(self.folder.path().join(file), config).unwrap();

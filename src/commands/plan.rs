@@ -39,6 +39,8 @@ pub struct Options {
 /// Results that depend on the cluster.
 #[derive(Default)]
 struct Live {
+    /// The cluster is a sharded one.
+    sharded: bool,
     applied: Vec<String>,
     findings: Vec<Finding>,
     inspections: Vec<Inspection>,
@@ -74,7 +76,8 @@ fn unasked(loaded: &Loaded, plan: &Plan) -> Live {
 async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) -> Result<Live, Failure> {
     let context = context(loaded, plan.clone(), Metrics::new()?).await?;
     let findings = preflight::privileges(&context.server, plan, &loaded.config.state.database).await?;
-    let mut live = Live { findings, ..Live::default() };
+    let sharded = context.server.is_router().await?;
+    let mut live = Live { sharded, findings, ..Live::default() };
     if !live.findings.is_empty() {
         // Without these privileges, all further checks would fail.
         return Ok(live);
@@ -151,6 +154,9 @@ async fn clocks(server: &Server) -> Option<Finding> {
 
 fn text(plan: &Plan, live: &Live, options: Options) -> String {
     let mut out = String::new();
+    if live.sharded {
+        out.push_str("EXPERIMENTAL: this is a sharded cluster, on which denormd has never run\n\n");
+    }
     for rule in &plan.rules {
         let owned: Vec<String> = rule.owned().into_iter().map(ToString::to_string).collect();
         let pairs: Vec<String> =
@@ -299,7 +305,7 @@ fn inspected(out: &mut String, inspection: &Inspection) {
             ShardKey::Paths(paths) => format!("sharded by {}", paths.join(", ")),
             ShardKey::Unknown => "perhaps sharded: this user may not read config.collections".to_owned(),
         };
-        writeln!(out, "  sharding    {collection} is {by} (denormd is untested on sharded clusters)").ok();
+        writeln!(out, "  sharding    {collection} is {by}").ok();
     }
     let Some(sample) = &inspection.sample else { return };
     for references in &sample.references {
@@ -419,6 +425,7 @@ fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
         })
     });
     serde_json::json!({
+        "experimental": live.sharded,
         "rules": rules.collect::<Vec<_>>(),
         "applied": live.applied,
         "findings": findings.collect::<Vec<_>>(),

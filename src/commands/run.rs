@@ -20,7 +20,7 @@ use crate::{
     lease::{Held, Lease},
     logging,
     metrics::Metrics,
-    mongo::{Connection, Server, connect},
+    mongo::{Connection, Server, connect, primary::is_router},
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
@@ -151,6 +151,9 @@ fn files_of(loaded: &Loaded) -> Vec<PathBuf> {
 /// Logs the cluster's name and members, as the primary reports them. The connection string is never logged.
 async fn say_cluster(server: &Server) {
     match server.hello().await {
+        Ok(hello) if is_router(&hello) => {
+            tracing::warn!("EXPERIMENTAL: this is a sharded cluster, on which denormd has never run");
+        }
         Ok(hello) => {
             let text = |name: &str| hello.get_str(name).unwrap_or_default().to_owned();
             let hosts = hello.get_array("hosts").map(Vec::as_slice).unwrap_or_default();

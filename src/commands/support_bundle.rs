@@ -22,7 +22,7 @@ use crate::{
     events::Journal,
     instances, lease,
     metrics::{Metrics, wall_millis},
-    mongo::Server,
+    mongo::{Server, primary::no_oplog},
     plan::Plan,
     preflight::{self, Finding},
     server::client,
@@ -198,6 +198,9 @@ async fn about_server(server: &Server) -> Json {
 
 /// The times of the first and the last entry of the oplog.
 async fn oplog(server: &Server) -> Result<Json> {
+    if server.is_router().await? {
+        return Err(no_oplog());
+    }
     let oplog = server.collection("local", "oplog.rs");
     let mut ends = Vec::new();
     for way in [1, -1] {

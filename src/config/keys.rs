@@ -108,6 +108,15 @@ pub const MONGODB: &[Key] = &[
         "",
         "The database of collections that are named without one. By default, the connection string's.",
     ),
+    key(
+        "allow_sharded",
+        Form::Choice(&[
+            ("never", "a sharded cluster is refused"),
+            ("experimental", "the routers of a sharded cluster are used, although denormd has never run on one"),
+        ]),
+        "never",
+        "Whether the cluster may be a sharded one.",
+    ),
 ];
 
 /// The keys of `http`.

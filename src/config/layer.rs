@@ -25,11 +25,12 @@ pub(super) enum Kind {
 }
 
 /// The settings. Each can be given by a variable.
-pub(super) const SETTINGS: [(&str, Kind); 42] = [
+pub(super) const SETTINGS: [(&str, Kind); 43] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),
     ("mongodb.database", Kind::Text),
+    ("mongodb.allow_sharded", Kind::Text),
     ("http.listen", Kind::Text),
     ("http.token", Kind::Text),
     ("http.token_file", Kind::Text),

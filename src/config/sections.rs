@@ -39,6 +39,8 @@ pub struct Mongodb {
     pub uri_file: Option<PathBuf>,
     /// The database of collections named without one. Falls back to the connection string's default database.
     pub database: Option<String>,
+    /// True if the cluster may be a sharded one (`allow_sharded: experimental`).
+    pub allow_sharded: bool,
 }
 
 /// `http`: the daemon's HTTP server.

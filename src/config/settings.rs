@@ -93,7 +93,10 @@ impl Reader {
             }
         };
         let uri_file = section.get("uri_file").and_then(|file| self.file(&file, sources));
-        Some(Mongodb { uri: uri?, uri_file, database })
+        let allowed = section
+            .get("allow_sharded")
+            .and_then(|field| self.choice(&field, &[("never", false), ("experimental", true)]));
+        Some(Mongodb { uri: uri?, uri_file, database, allow_sharded: allowed.unwrap_or_default() })
     }
 
     /// Only what would make a host of a part of a password is looked at: the driver parses the rest.

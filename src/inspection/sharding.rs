@@ -1,5 +1,5 @@
-//! The sharded collections of a rule, and their shard keys. Untested on a sharded cluster: the decision is tested on
-//! replies as MongoDB documents them
+//! The sharded collections of a rule, and their shard keys. It has never run on a sharded cluster: the decision is tested
+//! on replies as MongoDB documents them
 //! (<https://www.mongodb.com/docs/manual/reference/config-database/#config.collections>).
 
 use bson::{Document, doc};
@@ -46,8 +46,7 @@ impl Sharded {
 
 /// The sharded collections among those of a rule. A replica set has none.
 pub(super) async fn of_rule(server: &Server, rule: &Rule) -> Result<Vec<Sharded>> {
-    let hello = server.database("admin").run_command(doc! {"hello": 1}).await?;
-    if !is_router(&hello) {
+    if !server.is_router().await? {
         return Ok(Vec::new());
     }
     let mut out: Vec<Sharded> = Vec::new();
@@ -70,11 +69,6 @@ pub(super) async fn of_rule(server: &Server, rule: &Rule) -> Result<Vec<Sharded>
     Ok(out)
 }
 
-/// True if a mongos answered `hello`.
-fn is_router(hello: &Document) -> bool {
-    hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid")
-}
-
 /// The shard key in an entry of `config.collections`.
 fn shard_key(entry: Option<&Document>) -> Option<ShardKey> {
     let entry = entry?;
@@ -95,9 +89,7 @@ mod tests {
     };
 
     #[test]
-    fn a_router_and_a_sharded_collection_are_told_by_their_replies() {
-        assert!(is_router(&doc! {"isWritablePrimary": true, "msg": "isdbgrid", "ok": 1.0}));
-        assert!(!is_router(&doc! {"isWritablePrimary": true, "setName": "rs0", "ok": 1.0}));
+    fn a_sharded_collection_is_known_by_its_entry() {
         let entry = doc! {
             "_id": "shop.products", "lastmodEpoch": bson::oid::ObjectId::from_bytes([1; 12]), "uuid": "…",
             "key": {"region": 1, "address.zip": "hashed"}, "unique": false, "noBalance": false,

@@ -176,7 +176,9 @@ impl Cause {
             Self::OplogShort => {
                 "remove what holds the lag up, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})"
             }
-            Self::OplogUnreadable => "grant `find` on local.oplog.rs, or watch the oplog window by other means",
+            Self::OplogUnreadable => {
+                "grant `find` on local.oplog.rs, or watch the oplog window by other means; a router has no oplog, so watch each shard's"
+            }
             Self::Stalled => "restart the daemon, and report its log",
             Self::Unavailable => {
                 "`denormd plan` says what is missing, see also the errors below; the rule comes back by itself, by a backfill"

@@ -4,23 +4,39 @@ use mongodb::error::{ErrorKind, WriteFailure};
 
 use crate::error::{Error, Kind};
 
+/// `ShardRemovedError`, and the code of versions before it: history was lost together with a shard. The remaining shards
+/// still have the time of the position, but the removed one's changes after it are lost.
+pub const SHARD_REMOVED: [i32; 2] = [464, 50811];
+
 /// The kind of a server's error code. Codes: `src/mongo/base/error_codes.yml` of the server.
 #[must_use]
 pub fn kind_of_code(code: i32) -> Kind {
     match code {
-        // HostUnreachable, HostNotFound, NetworkTimeout, SocketException, ExceededTimeLimit, and a cursor lost with its
-        // server (CursorNotFound, CursorKilled).
-        6 | 7 | 89 | 9001 | 262 | 43 | 237 => Kind::Connection,
+        // HostUnreachable, HostNotFound, NetworkTimeout, SocketException, ExceededTimeLimit, a cursor lost with its
+        // server (CursorNotFound, CursorKilled), and a router's own errors on its way to a shard (CallbackCanceled,
+        // NetworkInterfaceExceededTimeLimit, ConnectionError).
+        6 | 7 | 89 | 9001 | 262 | 43 | 237 | 90 | 202 | 384 => Kind::Connection,
         // Every "not the primary any more", "shutting down" and "interrupted" code, WriteConflict, LockTimeout,
         // SnapshotUnavailable, NoSuchTransaction, ReadConcernMajorityNotAvailableYet, NotYetInitialized, TemporarilyUnavailable.
         91 | 189 | 11600 | 11602 | 10107 | 13435 | 13436 | 10058 | 112 | 24 | 246 | 251 | 134 | 94 | 365 | 11601
-        | 133 | 384 | 136 | 222 => Kind::Unavailable,
+        | 133 | 136 | 222 => Kind::Unavailable,
+        // A router whose view of the shards is out of date, or that cannot tell: StaleShardVersion, StaleConfig,
+        // StaleEpoch, StaleDbVersion, StaleChunkHistory, ShardNotFound, RetryChangeStream, MigrationConflict,
+        // MovePrimaryInProgress, MigrationBlockingOperationCoordinatorCleaningUp,
+        // PooledConnectionAcquisitionExceededTimeLimit, InterruptedDueToReshardingCriticalSection,
+        // RetriableRemoteCommandFailure.
+        63 | 13388 | 150 | 249 | 250 | 70 | 234 | 272 | 319 | 406 | 407 | 453 | 91331 => Kind::Unavailable,
+        // An operator blocks writes (UserWritesBlocked), or the server is overloaded: ResourceExhausted,
+        // AdmissionQueueOverflow, RateLimitExceeded, IngressRequestRateLimitExceeded,
+        // PooledConnectionAcquisitionRejected.
+        371 | 402 | 433 | 449 | 462 | 450 => Kind::Unavailable,
         // MaxTimeMSExpired
         50 => Kind::TimedOut,
         // WriteConcernFailed, UnsatisfiableWriteConcern
         64 | 100 => Kind::NotReplicated,
         // ChangeStreamHistoryLost, ChangeStreamFatalError, InvalidResumeToken, OplogOperationUnsupported
         286 | 280 | 260 | 62 => Kind::HistoryLost,
+        code if SHARD_REMOVED.contains(&code) => Kind::HistoryLost,
         // Unauthorized, AuthenticationFailed, UserNotFound
         13 | 18 | 11 => Kind::Privilege,
         _ => Kind::Refused,
@@ -98,4 +114,31 @@ pub fn named(code: i32, name: &str) -> String {
 fn other_name(kind: &ErrorKind) -> String {
     // Only the variant's name: its content may quote a document.
     format!("{kind:?}").split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A refused write becomes a dead letter: what a router reports of its way to a shard is tried again instead.
+    #[test]
+    fn codes_of_a_sharded_cluster_are_told_apart() {
+        for code in SHARD_REMOVED {
+            assert_eq!(kind_of_code(code), Kind::HistoryLost, "{code}");
+        }
+        for code in [6, 90, 202, 384] {
+            assert_eq!(kind_of_code(code), Kind::Connection, "{code}");
+        }
+        for code in [63, 70, 133, 150, 234, 249, 250, 272, 319, 406, 407, 453, 13388, 91331] {
+            assert_eq!(kind_of_code(code), Kind::Unavailable, "{code}");
+        }
+        // Of a server that is overloaded, or blocked by an operator.
+        for code in [371, 402, 433, 449, 450, 462] {
+            assert_eq!(kind_of_code(code), Kind::Unavailable, "{code}");
+        }
+        // ShardKeyNotFound and ImmutableField are of the document.
+        for code in [61, 66] {
+            assert_eq!(kind_of_code(code), Kind::Refused, "{code}");
+        }
+    }
 }

@@ -13,14 +13,14 @@ use bson::{
 };
 use futures_util::StreamExt;
 use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_cursor::RawBatch};
-use tokio::sync::RwLock;
+use tokio::sync::{OnceCell, RwLock};
 
 use crate::{
     error::{Error, Kind, Result},
     mongo::{
         classify::{kind_of_code, named},
         fence::{Fence, Window},
-        primary::Primary,
+        primary::{self, Primary},
         text,
     },
     position::ClusterTime,
@@ -49,6 +49,8 @@ pub struct Server {
     checked: RwLock<Option<Checked>>,
     /// The operation time of the newest write that a majority has acknowledged to us.
     acknowledged: Mutex<ClusterTime>,
+    /// True behind a router of a sharded cluster; unset until it was asked for.
+    router: Arc<OnceCell<bool>>,
 }
 
 /// The place where the server checks the deadline of a bulk write.
@@ -173,19 +175,20 @@ impl Server {
             fence: None,
             checked: RwLock::new(None),
             acknowledged: Mutex::default(),
+            router: Arc::default(),
         }
     }
 
     /// The same cluster for a leader, whose writes end with its lease.
     #[must_use]
     pub fn under(&self, fence: Arc<Fence>) -> Self {
-        Self { fence: Some(fence), ..Self::new(self.client.clone()) }
+        Self { fence: Some(fence), ..self.unfenced() }
     }
 
     /// The same cluster without a lease.
     #[must_use]
     pub fn unfenced(&self) -> Self {
-        Self::new(self.client.clone())
+        Self { router: self.router.clone(), ..Self::new(self.client.clone()) }
     }
 
     /// The term of the lease that writes are bound to; 0 without one.
@@ -260,6 +263,12 @@ impl Server {
     /// The primary's reply to `hello`.
     pub async fn hello(&self) -> Result<Document> {
         Primary::of(&self.client).hello(HELLO).await
+    }
+
+    /// True if a router of a sharded cluster answers, and not the primary of a replica set.
+    pub async fn is_router(&self) -> Result<bool> {
+        let ask = || async { Ok::<_, Error>(primary::is_router(&self.hello().await?)) };
+        self.router.get_or_try_init(ask).await.copied()
     }
 
     /// The cluster's present operation time.
@@ -362,6 +371,11 @@ impl Server {
             let reply = self.fenced(database, verb.command(collection, chunk, window, checked)?, window).await?;
             let refused = written.refused.len();
             take_reply(&reply, start, usize::from(checked == Checked::First), &mut written)?;
+            // A router that has lost a shard's answer says so of each statement that it sent there: that shard may
+            // still run them.
+            if written.refused[refused..].iter().any(|(_, error)| error.kind == Kind::Connection) {
+                tokio::time::sleep_until(window.over.into()).await;
+            }
             start = match written.refused.get(refused) {
                 // The command ended at this statement. After one refusal more are likely: the rest is sent unordered.
                 Some((index, _)) if checked == Checked::First => {
@@ -375,14 +389,17 @@ impl Server {
     }
 
     /// Finds out where the server checks a deadline, by a command that is too late: only a check that refuses it can be
-    /// relied on. A mongos sends a command's statements to different shards, and only some of them get the first one.
+    /// relied on. A router sends a command's statements to different shards, and only some of them get the first one.
+    ///
+    /// Behind a router, the deadline is checked by the router alone, when it takes the command: it computes `let` and
+    /// `$$NOW` once, and sends the shards the results. A shard that runs its part late does not notice
+    /// (docs/compatibility.md, "Sharded clusters").
     async fn checked(&self, database: &str, verb: &Verb, collection: &str, timeout: Duration) -> Result<Checked> {
         if let Some(known) = *self.checked.read().await {
             return Ok(known);
         }
-        let hello = Primary::of(&self.client).hello(HELLO).await?;
         let mut checked = Checked::Each;
-        if hello.get_str("msg").ok() != Some("isdbgrid") {
+        if !self.is_router().await? {
             let window = Window { deadline: 0, ..self.window(timeout).await? };
             let late = self.fenced(database, verb.command(collection, &[], window, Checked::First)?, window).await?;
             match take_reply(&late, 0, 1, &mut Written::default()) {

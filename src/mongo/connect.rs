@@ -7,12 +7,13 @@ use mongodb::{
     Client,
     error::ErrorKind,
     options::{
-        ClientOptions, ConnectionString, Credential, HostInfo, ReadPreference, SelectionCriteria, ServerAddress,
+        ClientOptions, ConnectionString, Credential, HostInfo, ReadConcern, ReadPreference, SelectionCriteria,
+        ServerAddress,
     },
 };
 use secrecy::{ExposeSecret, SecretString};
 
-use super::{product::Foreign, reach};
+use super::{Server, primary::is_router, product::Foreign, reach};
 use crate::{
     config::{file, is_known_option},
     error::{Error, Kind, Result},
@@ -24,7 +25,8 @@ const SERVER_SELECTION: Duration = Duration::from_secs(10);
 /// Time limit for finding one member of the set.
 const MEMBER_SELECTION: Duration = Duration::from_secs(3);
 
-/// Connects, and checks that the cluster can be used: a replica set (or mongos) of MongoDB 6.0 or later.
+/// Connects, and checks that the cluster can be used: a replica set, or the routers of a sharded cluster, of MongoDB 6.0
+/// or later.
 pub async fn connect(uri: &SecretString) -> Result<Client> {
     let mut options = options(uri).await?;
     options.app_name.get_or_insert_with(|| "denormd".to_owned());
@@ -161,8 +163,8 @@ async fn check_topology(client: &Client, hosts: &[String]) -> Result<()> {
     if let Some(foreign) = Foreign::recognise(hosts, &hello, &build_info) {
         return Err(foreign.into());
     }
-    let mongos = hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid");
-    if !mongos && !hello.contains_key("setName") {
+    let is_router = is_router(&hello);
+    if !is_router && !hello.contains_key("setName") {
         return Err(Error::new(Kind::Topology, "the server is a standalone, and change streams need a replica set")
             .hint(
                 "start mongod with --replSet rs0 and run rs.initiate() once; a replica set of one member is enough",
@@ -173,7 +175,36 @@ async fn check_topology(client: &Client, hosts: &[String]) -> Result<()> {
         return Err(Error::new(Kind::Topology, format!("MongoDB {}.{} is too old", version.0, version.1))
             .hint("denormd needs MongoDB 6.0 or later"));
     }
+    // A config server may be a shard too.
+    if hello.contains_key("configsvr") {
+        return Err(part_of_a_cluster("a config server"));
+    }
+    if !is_router && is_shard(client).await {
+        return Err(part_of_a_cluster("one shard"));
+    }
     Ok(())
+}
+
+/// True for a shard of a sharded cluster. Without the privilege to read this, a shard is taken for a replica set.
+async fn is_shard(client: &Client) -> bool {
+    let version = client.database("admin").collection::<Document>("system.version");
+    let identity = version.find_one(doc! {"_id": "shardIdentity"}).read_concern(ReadConcern::majority());
+    identity.await.is_ok_and(|identity| identity.is_some())
+}
+
+fn part_of_a_cluster(part: &str) -> Error {
+    Error::new(Kind::Topology, format!("this is {part} of a sharded cluster, which has only a part of the changes"))
+        .hint("connect to the routers of the cluster (mongos)")
+}
+
+/// Refuses a router unless the config accepts what has never run on a sharded cluster.
+pub async fn check_sharding(server: &Server, allowed: bool) -> Result<()> {
+    if allowed || !server.is_router().await? {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Topology, "this is a sharded cluster, on which denormd has never run").hint(
+        "`allow_sharded: experimental` under `mongodb` in the config tries it; docs/compatibility.md says what is known",
+    ))
 }
 
 fn server_version(build_info: &Document) -> Result<(i32, i32)> {

@@ -1,5 +1,6 @@
 //! Tracks the server that a command went to, and whether it is still the primary: a frozen server neither answers nor
-//! closes the connection.
+//! closes the connection. Behind routers there is no primary to lose: a command stays with its router until that one
+//! no longer answers.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -19,6 +20,9 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Interval between checks when the answer is known to be lost.
 const IMPATIENCE: Duration = Duration::from_millis(200);
 
+/// Time without an answer after which a router counts as frozen. No other server is elected in its place.
+const ROUTER: Duration = Duration::from_secs(5);
+
 /// Time limit for an operation on the daemon's own state.
 const STATE: Duration = Duration::from_secs(10);
 
@@ -34,6 +38,18 @@ pub fn bounded<T>(operation: impl IntoFuture<Output = mongodb::error::Result<T>>
             Err(_) => Err(Error::new(Kind::Connection, "no answer in time")),
         }
     }
+}
+
+/// True if a router of a sharded cluster (mongos) sent this reply to `hello`.
+#[must_use]
+pub fn is_router(hello: &Document) -> bool {
+    hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid")
+}
+
+/// The error of a read of the oplog behind a router.
+#[must_use]
+pub fn no_oplog() -> Error {
+    Error::new(Kind::Topology, "a router of a sharded cluster has no oplog; each shard has its own")
 }
 
 /// Destination of one command.
@@ -91,16 +107,14 @@ impl Primary {
         self.chosen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Returns the command's answer, or an error once another server is the primary.
+    /// Returns the command's answer, or an error once another server is the primary, or the router no longer answers.
     pub fn attend<T>(&self, answer: impl IntoFuture<Output = T>) -> impl Future<Output = Result<T>> {
-        // The driver's futures are large. A read may also be abandoned for another router; a write is waited out
-        // anyway.
-        let gone = self.gone(PATIENCE, |old, now| old.address != now.address);
-        let (answer, gone) = (Box::pin(answer.into_future()), Box::pin(gone));
+        // The driver's futures are large.
+        let (answer, gone) = (Box::pin(answer.into_future()), Box::pin(self.gone()));
         async {
             tokio::select! {
                 answer = answer => Ok(answer),
-                () = gone => Err(Error::new(Kind::Connection, "the primary has changed")),
+                why = gone => Err(Error::new(Kind::Connection, why)),
             }
         }
     }
@@ -109,24 +123,46 @@ impl Primary {
     /// is the primary. In the second case the effects of the command are in the new primary's log, or are lost. Behind
     /// a router, only the clock counts.
     pub async fn wait_out(&self, over: Instant) {
-        let over_there = self.gone(IMPATIENCE, Chosen::ends_with);
-        tokio::time::timeout_at(over.into(), over_there).await.ok();
+        let moved = async {
+            loop {
+                tokio::time::sleep(IMPATIENCE).await;
+                if self.has_moved().await {
+                    return;
+                }
+            }
+        };
+        tokio::time::timeout_at(over.into(), moved).await.ok();
     }
 
-    async fn gone(&self, pause: Duration, is_gone: fn(&Chosen, &Chosen) -> bool) {
+    /// Waits until the command's answer is no longer to be expected. Returns the reason.
+    async fn gone(&self) -> &'static str {
         loop {
-            tokio::time::sleep(pause).await;
-            if self.has_moved(is_gone).await {
-                return;
+            tokio::time::sleep(PATIENCE).await;
+            match self.chosen() {
+                // The driver chooses one of several routers for each command: that it is another one means nothing.
+                Some(Chosen { address, is_router: true }) if !self.answers(&address).await => {
+                    return "the router no longer answers";
+                }
+                Some(Chosen { is_router: false, .. }) if self.has_moved().await => return "the primary has changed",
+                _ => {}
             }
         }
     }
 
-    async fn has_moved(&self, is_gone: fn(&Chosen, &Chosen) -> bool) -> bool {
+    async fn has_moved(&self) -> bool {
         let Some(old) = self.chosen() else { return false };
         let now = Self::of(&self.client);
         let Ok(hello) = now.hello(PATIENCE).await else { return false };
-        hello.get_bool("isWritablePrimary").unwrap_or_default() && now.chosen().is_some_and(|now| is_gone(&old, &now))
+        hello.get_bool("isWritablePrimary").unwrap_or_default() && now.chosen().is_some_and(|now| old.ends_with(&now))
+    }
+
+    /// True if this server answers `hello`.
+    async fn answers(&self, address: &ServerAddress) -> bool {
+        let address = address.clone();
+        let this_one = SelectionCriteria::Predicate(Arc::new(move |server| *server.address() == address));
+        let admin = self.client.database("admin");
+        let hello = admin.run_command(doc! {"hello": 1}).selection_criteria(this_one);
+        tokio::time::timeout(ROUTER, hello).await.is_ok_and(|answer| answer.is_ok())
     }
 
     /// The primary's reply to `hello`. An answer that takes longer than `limit` counts as none.
@@ -143,6 +179,12 @@ impl Primary {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_router_is_known_by_its_hello() {
+        assert!(is_router(&doc! {"isWritablePrimary": true, "msg": "isdbgrid", "ok": 1.0}));
+        assert!(!is_router(&doc! {"isWritablePrimary": true, "setName": "rs0", "ok": 1.0}));
+    }
 
     fn chosen(host: &str, is_router: bool) -> Chosen {
         Chosen { address: ServerAddress::Tcp { host: host.to_owned(), port: None }, is_router }

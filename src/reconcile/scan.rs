@@ -36,7 +36,9 @@ pub struct Page {
 /// Reads up to `limit` targets that follow `after`, with the fields of `projection`.
 ///
 /// `min` with a hint compares across BSON types, where `$gt` stays within one; it includes its bound, and leaves out a
-/// target whose `_id` is MaxKey, which is read by itself at the end.
+/// target whose `_id` is MaxKey, which is read by itself at the end. The index gives the order, but each shard's answers
+/// are in an order of their own: a router is told to sort. A replica set is not, because under another collation than the
+/// index's it would sort the whole rest of the collection for each page.
 pub async fn page(
     context: &Context,
     rule: &Rule,
@@ -73,12 +75,12 @@ pub async fn page_of(
         return Ok(Page::default());
     }
     let limit = i64::try_from(wanted.limit).unwrap_or(i64::MAX - 1);
-    let timeout = context.limits.read_timeout;
+    let (timeout, sorted) = (context.limits.read_timeout, context.server.is_router().await?);
     let mut window = context.memory.window(rule.id);
     loop {
         // A single document gets the whole timeout.
         let time_limit = if window == Some(1) { timeout } else { timeout / PART };
-        let scan = Scan { context, rule, wanted, after, time, time_limit };
+        let scan = Scan { context, rule, wanted, after, time, time_limit, sorted };
         let begun = Instant::now();
         match scan.covering(window, limit).await {
             Err(error) if error.kind == Kind::ReadTimedOut && window != Some(1) => {
@@ -114,6 +116,8 @@ struct Scan<'a> {
     time: ClusterTime,
     /// Time limit of a read.
     time_limit: Duration,
+    /// Sort explicitly.
+    sorted: bool,
 }
 
 impl Scan<'_> {
@@ -221,11 +225,8 @@ impl Scan<'_> {
         Ok(Page { targets, last })
     }
 
-    /// In the order of `_id`, from `after` on.
-    fn ordered(&self, mut command: Document) -> Document {
-        command.insert("hint", doc! {"_id": 1});
-        command.extend(self.after.map(|after| ("min".to_owned(), doc! {"_id": after.clone()}.into())));
-        command
+    fn ordered(&self, command: Document) -> Document {
+        by_id(command, self.after, self.sorted)
     }
 
     /// Adds the target whose `_id` is MaxKey to the last page.
@@ -248,6 +249,16 @@ impl Scan<'_> {
         let rows = self.context.server.read(database, command, Reads { after: self.time }).await?;
         rows.iter().map(|row| Ok(Document::try_from(row.as_ref())?)).collect()
     }
+}
+
+/// The same read in the order of `_id`, from `after` on.
+fn by_id(mut command: Document, after: Option<&Bson>, sorted: bool) -> Document {
+    command.insert("hint", doc! {"_id": 1});
+    command.extend(after.map(|after| ("min".to_owned(), doc! {"_id": after.clone()}.into())));
+    if sorted {
+        command.insert("sort", doc! {"_id": 1});
+    }
+    command
 }
 
 /// True for a bound that the `_id` index of a collection with its own collation cannot find under the simple collation.
@@ -277,6 +288,15 @@ pub async fn count(context: &Context, rule: &Rule) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Without a sort, a router passes on a shard's documents as they come: a page ended at a large `_id` of one shard,
+    /// and the smaller ones of the others were never read.
+    #[test]
+    fn a_router_is_told_to_sort() {
+        let page = |sorted| by_id(doc! {"find": "log"}, Some(&Bson::Int32(7)), sorted);
+        assert_eq!(page(false), doc! {"find": "log", "hint": {"_id": 1}, "min": {"_id": 7}});
+        assert_eq!(page(true), doc! {"find": "log", "hint": {"_id": 1}, "min": {"_id": 7}, "sort": {"_id": 1}});
+    }
 
     #[test]
     fn a_page_covers_more_while_it_is_quick_and_finds_few() {

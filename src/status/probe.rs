@@ -14,7 +14,7 @@ use crate::{
     error::{Error, Kind, Result},
     lease,
     metrics::{Observation, wall_millis},
-    mongo::{Server, silent, skew::skew},
+    mongo::{Server, primary::no_oplog, silent, skew::skew},
     position::ClusterTime,
     prune::retired,
     reconcile::Context,
@@ -256,6 +256,9 @@ async fn dead_letters(context: &Context) -> Result<Vec<(String, String, u64)>> {
 
 /// The oplog window, as seen from the saved position.
 async fn oplog(server: &Server, saved: Option<ClusterTime>) -> Result<Oplog> {
+    if server.is_router().await? {
+        return Err(no_oplog());
+    }
     let local = server.database("local");
     let oplog = local.collection::<Document>("oplog.rs");
     let edge = async |order: i32| {
