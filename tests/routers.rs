@@ -149,7 +149,10 @@ impl Routers {
                 ("find", Ok("config")) => {
                     let id = command.get_document("filter").unwrap().get_str("_id").unwrap();
                     let entry = doc! {"_id": id, "uuid": "…", "key": key.clone(), "unique": false, "noBalance": false};
-                    recorded(cursor("config.collections", if id.ends_with(".log") { vec![entry] } else { Vec::new() }))
+                    recorded(cursor(
+                        "config.collections",
+                        if id.split('.').next_back() == Some("log") { vec![entry] } else { Vec::new() },
+                    ))
                 }
                 (_, Ok("local")) => {
                     let why = "a router has no database `local`";

@@ -19,17 +19,17 @@ pub fn kind_of_code(code: i32) -> Kind {
         // Every "not the primary any more", "shutting down" and "interrupted" code, WriteConflict, LockTimeout,
         // SnapshotUnavailable, NoSuchTransaction, ReadConcernMajorityNotAvailableYet, NotYetInitialized, TemporarilyUnavailable.
         91 | 189 | 11600 | 11602 | 10107 | 13435 | 13436 | 10058 | 112 | 24 | 246 | 251 | 134 | 94 | 365 | 11601
-        | 133 | 136 | 222 => Kind::Unavailable,
+        | 133 | 136 | 222
         // A router whose view of the shards is out of date, or that cannot tell: StaleShardVersion, StaleConfig,
         // StaleEpoch, StaleDbVersion, StaleChunkHistory, ShardNotFound, RetryChangeStream, MigrationConflict,
         // MovePrimaryInProgress, MigrationBlockingOperationCoordinatorCleaningUp,
         // PooledConnectionAcquisitionExceededTimeLimit, InterruptedDueToReshardingCriticalSection,
         // RetriableRemoteCommandFailure.
-        63 | 13388 | 150 | 249 | 250 | 70 | 234 | 272 | 319 | 406 | 407 | 453 | 91331 => Kind::Unavailable,
+        | 63 | 13388 | 150 | 249 | 250 | 70 | 234 | 272 | 319 | 406 | 407 | 453 | 91331
         // An operator blocks writes (UserWritesBlocked), or the server is overloaded: ResourceExhausted,
         // AdmissionQueueOverflow, RateLimitExceeded, IngressRequestRateLimitExceeded,
         // PooledConnectionAcquisitionRejected.
-        371 | 402 | 433 | 449 | 462 | 450 => Kind::Unavailable,
+        | 371 | 402 | 433 | 449 | 462 | 450 => Kind::Unavailable,
         // MaxTimeMSExpired
         50 => Kind::TimedOut,
         // WriteConcernFailed, UnsatisfiableWriteConcern
