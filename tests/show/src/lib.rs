@@ -1,6 +1,6 @@
 //! Shows denormd at work: `make demo` on a small shop, `make flights` on a year of real flights.
 //!
-//! Both start a throw-away replica set and drive the release binary `denormd` like any user: a config file, `plan
+//! Both start a throw-away replica set and drive the binary `denormd` like any user: a config file, `plan
 //! --apply`, `run`, and SIGKILL. They observe it like an operator, through the data and the state database.
 
 pub mod daemon;

@@ -68,12 +68,12 @@ async fn main() {
     println!("  make flights             336,776 real flights, every one compared with an independent computation");
     println!("  make flights KILLS=5     the same, with kill -9 at five random moments");
     println!();
-    println!("  Your own data: copy config/shop.yaml, name your collections and fields in it, then");
-    println!("  cargo build --release                                          the binary is target/release/denormd");
-    println!("  target/release/denormd plan --offline --config mine.yaml       checks the config alone");
-    println!("  target/release/denormd plan --config mine.yaml                 asks the cluster, changes nothing");
-    println!("  target/release/denormd plan --config mine.yaml --apply         creates the indexes it names");
-    println!("  target/release/denormd run --config mine.yaml                  keeps the copies in sync");
+    println!("  Your own data: copy config/shop.yaml to mine.yaml, name your collections and fields in it, then");
+    println!("  target/try/denormd plan --offline --config mine.yaml   checks the config alone");
+    println!("  target/try/denormd plan --config mine.yaml             asks the cluster, changes nothing");
+    println!("  target/try/denormd plan --config mine.yaml --apply     creates the indexes it names");
+    println!("  target/try/denormd run --config mine.yaml              keeps the copies in sync");
+    println!("  cargo build --release                                  the fast binary, target/release/denormd; takes longer to build");
 }
 
 fn size(number: i32) -> usize {
