@@ -18,7 +18,7 @@ TARGET = $$($(CARGO) metadata --format-version 1 --no-deps | python3 -c 'import 
 define BUILD_TO_TRY
 echo "building denormd, $(1) and what they need: two to four minutes on two cores the first time, seconds afterwards" >&2
 python3 tests/mongod.py >/dev/null & mongod=$$!
-$(CARGO) build --profile try --no-default-features --package denormd --package denormd-show --bin denormd --bin $(1)
+$(CARGO) build --profile try --no-default-features --package denormd --package denormd-show --package denormd-fixture --bin denormd --bin $(1)
 wait $$mongod || python3 tests/mongod.py >/dev/null
 export MONGOD="$$(python3 tests/mongod.py)"
 endef
@@ -61,6 +61,16 @@ check-deploy: ## Check the files of deploy/ with the tools that read them: kusto
 .PHONY: image
 image: ## Build the sidecar's image from a static release binary, and print its size
 	@deploy/build-image.sh
+
+.PHONY: packages
+packages: ## Build the .deb and the .rpm from a static release binary, into dist/
+	@deploy/build-packages.sh dist
+
+.PHONY: try-packages
+try-packages: ## Install, upgrade and remove the .deb (and the .rpm where rpm is) on a copy of this machine, and see a field copied; needs root or sudo
+	@$(call BUILD_TO_TRY,denormd-fixture)
+	python="$$(python3 tests/pymongo_python.py)"
+	"$(TARGET)/try/denormd-fixture" run --nodes 1 -- "$$python" deploy/try_packages.py "$(TARGET)/try/denormd"
 
 .PHONY: stack
 stack: ## Build the image and start it beside a replica set, Prometheus and Grafana, as far as they can be had

@@ -240,7 +240,7 @@ def systemd():
     with tempfile.TemporaryDirectory() as folder:
         # verify looks for the program and the user: stand-ins for what an installation has.
         unit = (HERE / "systemd/denormd.service").read_text(encoding="utf-8")
-        unit = unit.replace("/usr/local/bin/denormd", shutil.which("true") or "/bin/true")
+        unit = unit.replace("/usr/bin/denormd", shutil.which("true") or "/bin/true")
         path = Path(folder, "denormd.service")
         path.write_text(unit, encoding="utf-8")
         code, out, error = run("systemd-analyze", "verify", "--man=no", str(path))

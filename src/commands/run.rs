@@ -1,12 +1,16 @@
 //! `denormd run`: stands by, leads and follows changes, and starts over when the lease is lost or the config changes.
 
 mod partitions;
+#[cfg_attr(not(unix), path = "run/no_service.rs")]
 mod service;
 mod signals;
 
-use std::{os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
-use sd_notify::NotifyState;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -69,7 +73,7 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Fa
     let (board, guard) = serve(&loaded)?;
     tokio::spawn(service::watchdog(board.clone()));
     // Startup is complete: the address is bound and the config is valid. The cluster may become available later.
-    service::say(&[NotifyState::Ready]);
+    service::ready();
     let context = tokio::select! {
         context = patiently(&loaded, &board, wait) => context?,
         () = signals.stop() => return Ok(()),
@@ -177,13 +181,24 @@ fn warn_of_insecure(loaded: &Loaded) {
     let secrets = [&config.mongodb.uri_file, &config.http.token_file].into_iter().flatten();
     for file in secrets.chain(&config.http.certificate_files) {
         // Anybody who can write the file controls the server that denormd trusts, the token, or the key.
-        if std::fs::metadata(file).is_ok_and(|metadata| metadata.permissions().mode() & 0o002 != 0) {
+        if is_writable_by_all(file) {
             tracing::warn!(file = %file.display(), "INSECURE: every user of this machine can change this file: chmod o-w");
         }
     }
     if !loaded.config.http.listen.ip().is_loopback() {
         tracing::info!(listen = %loaded.config.http.listen, "the HTTP server can be reached from other machines");
     }
+}
+
+#[cfg(unix)]
+fn is_writable_by_all(file: &Path) -> bool {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::metadata(file).is_ok_and(|metadata| metadata.permissions().mode() & 0o002 != 0)
+}
+
+#[cfg(not(unix))]
+fn is_writable_by_all(_file: &Path) -> bool {
+    false
 }
 
 /// Binds the address before anything else, and serves until the process ends.
@@ -265,7 +280,7 @@ impl Rules {
     async fn reload(&mut self, paths: &[PathBuf], signals: &mut Signals) -> bool {
         service::reloading();
         let taken = self.take(paths, signals).await;
-        service::say(&[NotifyState::Ready]);
+        service::ready();
         taken
     }
 
@@ -377,7 +392,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
             }
         };
         if wake == Wake::Stop {
-            service::say(&[NotifyState::Stopping]);
+            service::stopping();
         }
         tracing::info!("stopping: what is in flight is finished, then the position is saved");
         let mut wake = wake;

@@ -9,7 +9,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use sd_notify::NotifyState;
 use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
@@ -98,7 +97,7 @@ pub(super) async fn share(paths: &[PathBuf], rules: &mut Rules, signals: &mut Si
             },
         }
     };
-    service::say(&[NotifyState::Stopping]);
+    service::stopping();
     tracing::info!("stopping: what is in flight is finished, then the positions are saved");
     share.hand_over_all();
     while !share.tasks.is_empty() {

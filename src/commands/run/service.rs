@@ -6,14 +6,23 @@ use sd_notify::NotifyState;
 
 use crate::status::Board;
 
-/// Sends a notification.
-pub fn say(state: &[NotifyState<'_>]) {
+/// Reports that the daemon is ready, or has taken in a new config.
+pub fn ready() {
+    say(&[NotifyState::Ready]);
+}
+
+/// Reports that the daemon is stopping.
+pub fn stopping() {
+    say(&[NotifyState::Stopping]);
+}
+
+fn say(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::debug!(%error, "the service manager cannot be told");
     }
 }
 
-/// Reports that a reload has started; [`NotifyState::Ready`] ends it.
+/// Reports that a reload has started; [`ready`] ends it.
 pub fn reloading() {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => say(&[NotifyState::Reloading, now]),

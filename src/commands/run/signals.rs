@@ -1,10 +1,12 @@
 //! Requests to a running daemon: signals, and changes of its files.
 
 use std::{
+    io,
     path::PathBuf,
     time::{Duration, Instant},
 };
 
+#[cfg(unix)]
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::{
@@ -28,11 +30,63 @@ pub enum Wake {
     Yield,
 }
 
-/// Receives signals and watches files.
-pub struct Signals {
+/// The signals of the system: SIGTERM and SIGINT stop, SIGHUP reloads.
+#[cfg(unix)]
+struct System {
     terminate: Signal,
     interrupt: Signal,
     hangup: Signal,
+}
+
+#[cfg(unix)]
+impl System {
+    fn listen() -> io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    async fn stop(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+
+    async fn next(&mut self) -> Wake {
+        tokio::select! {
+            _ = self.terminate.recv() => Wake::Stop,
+            _ = self.interrupt.recv() => Wake::Stop,
+            _ = self.hangup.recv() => Wake::Reload,
+        }
+    }
+}
+
+/// On Windows Ctrl-C stops. No signal reloads; a change of the files does.
+#[cfg(windows)]
+struct System(tokio::signal::windows::CtrlC);
+
+#[cfg(windows)]
+impl System {
+    fn listen() -> io::Result<Self> {
+        tokio::signal::windows::ctrl_c().map(Self)
+    }
+
+    async fn stop(&mut self) {
+        self.0.recv().await;
+    }
+
+    async fn next(&mut self) -> Wake {
+        self.stop().await;
+        Wake::Stop
+    }
+}
+
+/// Receives signals and watches files.
+pub struct Signals {
+    system: System,
     paths: Vec<PathBuf>,
     /// Files with secrets that the config names.
     named: Vec<PathBuf>,
@@ -44,12 +98,9 @@ pub struct Signals {
 impl Signals {
     /// Starts to receive signals and to watch the files.
     pub fn listen(paths: &[PathBuf]) -> Result<Self, Error> {
-        let listen =
-            |kind| signal(kind).map_err(|error| Error::internal(format!("signals cannot be handled: {error}")));
+        let unheard = |error| Error::internal(format!("signals cannot be handled: {error}"));
         let mut signals = Self {
-            terminate: listen(SignalKind::terminate())?,
-            interrupt: listen(SignalKind::interrupt())?,
-            hangup: listen(SignalKind::hangup())?,
+            system: System::listen().map_err(unheard)?,
             paths: paths.to_vec(),
             named: Vec::new(),
             seen: None,
@@ -86,9 +137,10 @@ impl Signals {
         let mut tick = tokio::time::interval(LOOK);
         loop {
             tokio::select! {
-                _ = self.terminate.recv() => return Wake::Stop,
-                _ = self.interrupt.recv() => return Wake::Stop,
-                _ = self.hangup.recv() => break,
+                wake = self.system.next() => match wake {
+                    Wake::Reload => break,
+                    wake => return wake,
+                },
                 _ = tick.tick() => {
                     let now = self.look();
                     let changed = now.is_some() && now != self.seen;
@@ -105,9 +157,6 @@ impl Signals {
 
     /// Waits for a signal to stop.
     pub async fn stop(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-        }
+        self.system.stop().await;
     }
 }
