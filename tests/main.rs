@@ -48,6 +48,7 @@ mod observe;
 mod offline;
 mod operator;
 mod outages;
+mod packages;
 mod page;
 mod partitions;
 mod patterns;
