@@ -130,3 +130,16 @@ fn archives_have_one_name_wherever_they_are_named() {
     }
     assert_eq!(workflow.matches("name=denormd-${GITHUB_REF_NAME#v}-$TARGET").count(), 2);
 }
+
+#[test]
+fn the_version_is_the_same_everywhere() {
+    let package = package();
+    let version = package["version"].as_str().unwrap();
+    let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap();
+    let newest = read("CHANGELOG.md").lines().find_map(|line| line.strip_prefix("## ").map(str::to_owned)).unwrap();
+    assert_eq!(newest.split(' ').next(), Some(version), "the changelog's newest section");
+    for example in ["example", "example/shop", "example-sidecar"] {
+        let kustomization = read(&format!("deploy/kubernetes/{example}/kustomization.yaml"));
+        assert!(kustomization.contains(&format!("newTag: {version}\n")), "{example}");
+    }
+}
