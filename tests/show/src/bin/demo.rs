@@ -73,7 +73,7 @@ async fn main() {
     println!("  target/try/denormd plan --config mine.yaml             asks the cluster, changes nothing");
     println!("  target/try/denormd plan --config mine.yaml --apply     creates the indexes it names");
     println!("  target/try/denormd run --config mine.yaml              keeps the copies in sync");
-    println!("  cargo build --release                                  target/release/denormd: faster, and slower to build");
+    println!("  cargo build --release                                  faster, and slower to build: target/release");
 }
 
 fn size(number: i32) -> usize {
