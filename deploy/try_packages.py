@@ -135,7 +135,8 @@ class Service:
 
     def metric(self, name):
         """The sum of a metric of the running daemon."""
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{self.address}/metrics", timeout=5) as answer:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with contextlib.suppress(OSError), direct.open(f"http://{self.address}/metrics", timeout=5) as answer:
             lines = answer.read().decode().splitlines()
             return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[ {{]", line))
         return 0
@@ -225,7 +226,8 @@ def files(layer, *shared):
 def build(binary, folder):
     """The .deb, the same with a later version and another config, and the .rpm where it can be tried."""
     formats = ["deb", "rpm"] if shutil.which("rpm") else ["deb"]
-    run(HERE / "build-packages.sh", folder, binary, *formats)
+    say(f"build {' and '.join(formats)}; cargo installs the tools for it the first time")
+    subprocess.run([HERE / "build-packages.sh", folder, binary, *formats], check=True)
     first, second, tree = next(folder.glob("*.deb")), folder / "later.deb", folder / "later"
     run("dpkg-deb", "--raw-extract", first, tree)
     control, config = tree / "DEBIAN/control", tree / "etc/denormd/denormd.yaml"
