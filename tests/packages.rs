@@ -1,11 +1,7 @@
 //! The metadata of the packages in Cargo.toml: it names files that exist, and both formats bring the same. `make try-packages`
 //! installs them.
 
-use std::{
-    collections::BTreeSet,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::{collections::BTreeSet, path::Path, process::Command};
 
 use toml::{Table, Value};
 
@@ -113,7 +109,7 @@ fn archives_have_one_name_wherever_they_are_named() {
         ["aarch64-apple-darwin", "x86_64-apple-darwin", "aarch64-unknown-linux-musl", "x86_64-unknown-linux-musl"];
     let archive = |target: &str| format!("denormd-{version}-{target}.tar.gz");
     for target in targets {
-        std::fs::write(PathBuf::from(folder.path()).join(archive(target)), target).unwrap();
+        std::fs::write(folder.path().join(archive(target)), target).unwrap();
     }
     let output = Command::new(root().join("deploy/homebrew-formula.sh")).arg(folder.path()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
