@@ -850,6 +850,29 @@ fn variables_of_let_are_checked() {
     }
 }
 
+/// An element of the wrong shape in a source that only looks as if it had the key: its array has the id in a DBRef to
+/// another collection. The server moved the condition on the element to the front, and the target became a dead letter.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_without_the_key_fails_for_nobody() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.run_command(doc! {"create": "s", "changeStreamPreAndPostImages": {"enabled": true}}).await.unwrap();
+    db.collection("s")
+        .insert_many([
+            doc! {"_id": 1, "name": "fine", "refs": [{"$ref": "t", "$id": 1}]},
+            doc! {"_id": 2, "name": [null], "refs": [{"$ref": "elsewhere", "$id": 1}, {"$ref": "t", "$id": 99}]},
+        ])
+        .await
+        .unwrap();
+    db.collection("t").insert_one(doc! {"_id": 1}).await.unwrap();
+    let rules = "  - { name: r, allow_scan: true, collect: { source: s, target: t, match: { _id: 'refs.$[].$id' }, into: names, element: { $concat: [$name, '!'] } } }";
+    let daemon = Daemon::start(&test, rules).await;
+    daemon.settled().await;
+    assert_eq!(daemon::all(&db, "t").await, [doc! {"_id": 1, "names": ["fine!"]}]);
+    assert!(crate::cases::dead_letters(&test).await.is_empty());
+    daemon.stop().await;
+}
+
 /// Waits until this number of dead letters is left.
 async fn dead_letters_left(test: &denormd_fixture::TestDb, count: usize) -> Vec<Document> {
     let limit = Instant::now() + PATIENCE;

@@ -255,6 +255,9 @@ fn unwind(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
         row_key.push(field);
     }
     stages.push(doc! {"$match": {"$and": wanted}});
+    // Otherwise the server would move a condition on the source to the front, where it may fail for a source that has
+    // no key at all.
+    stages.push(doc! {"$limit": i64::MAX});
     if let Some(condition) = &rule.row_filter {
         stages.push(doc! {"$match": {"$expr": bind(condition.clone(), Some(each))}});
     }
