@@ -29,19 +29,23 @@ pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
     // A definition that was blocked before its first write has written nothing: the values belong to the application.
     let wrote = !matches!(state.state, RuleState::Blocked(BlockReason::Adoption(_)));
     let current = (!active && wrote).then_some(&state.definition);
-    let mut found = BTreeSet::new();
-    for definition in state.retired.iter().chain(current) {
-        let Ok(collection) = definition.get_document("target").and_then(|target| target.get_str("collection")) else {
-            continue;
-        };
-        for path in owned(definition) {
-            let retired = Retired { collection: collection.to_owned(), path };
-            if !is_owned(plan, &retired) {
-                found.insert(retired);
-            }
-        }
-    }
+    let definitions = state.retired.iter().chain(current);
+    let found: BTreeSet<Retired> = definitions.flat_map(|definition| left_by(plan, definition)).collect();
     found.into_iter().collect()
+}
+
+/// The fields that a rule with this definition leaves behind: no rule of the plan owns them.
+#[must_use]
+pub fn left_by(plan: &Plan, definition: &Document) -> Vec<Retired> {
+    // A rule in shadow writes nothing: the values belong to the application.
+    if definition.get_bool("shadow").unwrap_or_default() {
+        return Vec::new();
+    }
+    let Ok(collection) = definition.get_document("target").and_then(|target| target.get_str("collection")) else {
+        return Vec::new();
+    };
+    let paths = owned(definition).into_iter().map(|path| Retired { collection: collection.to_owned(), path });
+    paths.filter(|retired| !is_owned(plan, retired)).collect()
 }
 
 /// True if a rule of the plan owns the path, or a part of it.

@@ -471,6 +471,24 @@ async fn a_blocked_rule_leaves_nothing_to_prune() {
     assert_eq!(all(&db, "orders").await, before);
 }
 
+/// A rule in shadow has written nothing either. Its paths were retired with it, and `prune` removed the application's
+/// values.
+#[tokio::test]
+async fn a_rule_in_shadow_leaves_nothing_to_prune() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let before = all(&db, "orders").await;
+    let daemon = Daemon::start(&test, &RIGHT.replace("copy:", "shadow: true, copy:")).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let other = "  - { name: other, copy: { source: customers, target: orders, match: { customer: _id }, set: { mail: $email } } }";
+    let program = Program::new(&config(&test, other));
+    let told = program.run(&["prune", "customer"]).await.exits(0).out;
+    assert!(told.contains("nothing to prune"), "{told}");
+    assert_eq!(all(&db, "orders").await, before);
+}
+
 /// `explain` once reported nothing about a value that a `once` rule keeps.
 #[tokio::test]
 async fn explain_says_what_a_once_rule_keeps() {

@@ -33,7 +33,7 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) -
     if retired.is_empty() {
         match output {
             Output::Text => {
-                print(&format!("every field of `{rule}` is owned by a rule of the config: nothing to prune\n"));
+                print(&format!("`{rule}` has left no field that no rule owns: nothing to prune\n"));
             }
             Output::Json => print(&format!("{:#}\n", told(rule, dry_run, &[]))),
         }
