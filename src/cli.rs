@@ -68,6 +68,7 @@ const GROUPS: [(&str, &[(&str, &str)]); 6] = [
             ("plan", "Check the rules, and what the cluster must have for them"),
             ("role", "Print the least role that the rules need"),
             ("test", "Run the rules on documents in files"),
+            ("diff", "Show what a change of the config means"),
         ],
     ),
     (
@@ -214,6 +215,30 @@ Exit status: 0 every case passed, 1 one failed, 2 a mistake in a file or in the 
         /// A server to run the cases on, in databases of their own.
         #[arg(long, value_name = "URI")]
         uri: Option<String>,
+    },
+    /// Shows what a change of the config means: rules, owned paths, backfills, indexes, privileges, settings. Needs no
+    /// server.
+    #[command(after_help = "Examples:
+  git show main:shop.yaml | denormd diff - shop.yaml      what a branch changes
+  denormd diff old/ rules/                                two folders of config files
+  denormd diff old.yaml new.yaml --markdown               for a comment on a pull request
+  denormd diff old.yaml new.yaml --output json | jq '.backfills[].rule'
+
+A new rule is backfilled, and so is one whose definition has changed: anything that affects the values that it writes. The
+values of a path that no rule owns any more stay until `denormd prune`. The daemon knows a rule by its name, so a renamed
+rule is a new one; it is recognised here by its source, its target and the paths it owns.
+The environment's settings count for both configs, and --config for neither. An empty standard input stands for no config.
+
+Exit status: 0 compared, whatever differs, 1 failed, 2 usage, or an error in one of the configs.")]
+    Diff {
+        /// The config before the change: a file, a directory, several of them separated by commas, or `-` for standard
+        /// input, in the format of NEW.
+        old: Layers,
+        /// The config after the change.
+        new: Layers,
+        /// Print Markdown instead of text.
+        #[arg(long, conflicts_with = "output")]
+        markdown: bool,
     },
     /// Collects diagnostics for support in one file: config, plan, status, metrics, state. Contains nothing from
     /// documents.
@@ -505,6 +530,24 @@ Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
         #[arg(long)]
         live: bool,
     },
+}
+
+/// A config in files and directories, layered in order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layers(pub Vec<PathBuf>);
+
+impl Layers {
+    /// True for `-`, standard input.
+    #[must_use]
+    pub fn is_input(&self) -> bool {
+        self.0 == [PathBuf::from("-")]
+    }
+}
+
+impl From<&str> for Layers {
+    fn from(text: &str) -> Self {
+        Self(text.split(',').map(PathBuf::from).collect())
+    }
 }
 
 /// The daemon that a command asks.

@@ -5,6 +5,7 @@ pub mod advise;
 pub mod backfill;
 pub mod check;
 pub mod dead_letters;
+pub mod diff;
 pub mod events;
 pub mod explain;
 pub mod health;
@@ -101,6 +102,9 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             return Ok(());
         }
         Command::Man { out } => return about::man(out.as_deref()),
+        Command::Diff { old, new, markdown } => {
+            return diff::diff(cli.output, old, new, *markdown, &environment).await;
+        }
         Command::Advise(inspection) => return advise::advise(&cli.config, cli.output, inspection).await,
         Command::Init { to, inspection } => return init::init(&cli.config, to.as_deref(), inspection).await,
         Command::Health { asked, live } => {
@@ -131,6 +135,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
     match &cli.command {
         // They need no config file, see above.
         Command::Advise(_)
+        | Command::Diff { .. }
         | Command::Init { .. }
         | Command::Health { .. }
         | Command::Status { .. }

@@ -28,7 +28,9 @@ pub use certificate::Certificate;
 pub use diagnose::{ConfigPath, Mistake, Step};
 pub use excerpt::Place;
 pub use format::Format;
-pub use load::{ConfigError, Effective, Loaded, load, load_if_any, load_str, load_text, process_environment, snapshot};
+pub use load::{
+    ChangedSetting, ConfigError, Effective, Loaded, load, load_if_any, load_str, load_text, process_environment, snapshot,
+};
 pub use reader::span;
 pub use sections::{
     Advise, Aggregate, BackfillMode, Collect, Config, Copy, GroupForm, Guard, Http, KeyType, Lease, Limits, Log,

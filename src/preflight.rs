@@ -85,11 +85,7 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
                 continue;
             }
             let collection = (namespace, has_collation(info.as_ref()), indexes.as_slice());
-            findings.extend(missing_index(rule, &paths, &beyond(rule, role), collection, &mut seen));
-            // Without pre-images, the ids stored in the parent identify the parent that a child has left.
-            if let Some(child) = rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()) {
-                findings.extend(missing_index(rule, &[child.query()], &Document::new(), collection, &mut seen));
-            }
+            findings.extend(missing_indexes(rule, role, collection, &mut seen));
         }
         findings.extend(try_read(server, rule).await?);
     }
@@ -97,6 +93,30 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
     // Creating an index creates its collection, and an existing collection cannot be created: collections first.
     findings.sort_by_key(|finding| !finding.fix.as_ref().is_some_and(|fix| fix.command.contains_key("create")));
     Ok(findings)
+}
+
+/// The indexes and pre-images that `after` needs and `before` does not, with the commands that create them. Asks no
+/// server, so they may exist.
+#[must_use]
+pub fn additional(before: &Plan, after: &Plan) -> Vec<Finding> {
+    let mut seen = BTreeSet::new();
+    let mut needs = |plan: &Plan| {
+        let mut findings = Vec::new();
+        for rule in &plan.rules {
+            for (role, side) in [(Role::Source, &rule.source), (Role::Target, &rule.target)] {
+                let namespace = &side.namespace;
+                if role == Role::Source && rule.needs_pre_images() && seen.insert(namespace.clone()) {
+                    findings.push(pre_images(rule, namespace, true));
+                }
+                findings.extend(missing_indexes(rule, role, (namespace, false, &[]), &mut seen));
+            }
+        }
+        findings
+    };
+    let (known, mut new) = (needs(before), needs(after));
+    let kept = without_prefixes(known.into_iter().chain(new.iter().cloned()).collect());
+    new.retain(|finding| kept.contains(finding));
+    new
 }
 
 /// The findings for one rule, regardless of the other rules.
@@ -354,6 +374,23 @@ fn absent(rule: &Rule, namespace: &Namespace, paths: &[String], seen: &mut BTree
         hint: Some("check the name first: this creates the collection".to_owned()),
         ..Finding::new(rule, format!("`{namespace}` does not exist, and needs an index on {}", paths.join(", ")))
     })
+}
+
+/// Requires the indexes of a rule's look-ups in one of its collections.
+fn missing_indexes(
+    rule: &Rule,
+    role: Role,
+    collection: (&Namespace, bool, &[Document]),
+    seen: &mut BTreeSet<Namespace>,
+) -> Vec<Finding> {
+    let paths: Vec<String> = rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect();
+    let mut findings = Vec::new();
+    findings.extend(missing_index(rule, &paths, &beyond(rule, role), collection, seen));
+    // Without pre-images, the ids stored in the parent identify the parent that a child has left.
+    if let Some(child) = rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()) {
+        findings.extend(missing_index(rule, &[child.query()], &Document::new(), collection, seen));
+    }
+    findings
 }
 
 /// Requires an index that begins with one of the look-up's paths.

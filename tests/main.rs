@@ -8,6 +8,7 @@
 )]
 
 mod acknowledged;
+mod action;
 mod adoption;
 mod advise;
 mod attacks;
@@ -22,6 +23,7 @@ mod copy_rules;
 mod crashes;
 mod daemon;
 mod deployment;
+mod diff;
 mod errors;
 mod evaluate;
 mod exact_meaning;

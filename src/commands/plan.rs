@@ -268,7 +268,7 @@ fn blocked(
 ) -> Option<(String, String)> {
     let rule = plan.rules.iter().find(|rule| rule.name == inspection.rule)?;
     let before = earlier.get(&rule.name);
-    if rule.adopt || rule.shadow || before == Some(&rule.definition) {
+    if rule.adopt || rule.shadow || before.is_some_and(|before| rule.has_definition(before)) {
         return None;
     }
     let standing = if owned_before(rule, before).is_empty() { Standing::New } else { Standing::Changed };
@@ -374,7 +374,9 @@ pub fn refusal(findings: &[Finding]) -> String {
     )
 }
 
-fn counted(number: u64, noun: &str) -> String {
+/// `1 rule`, `2 rules`.
+#[must_use]
+pub fn counted(number: u64, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 

@@ -263,6 +263,13 @@ async fn patiently(loaded: &Loaded, board: &Board, wait: bool) -> Result<Arc<Con
     }
 }
 
+/// True if a running daemon refuses the new config until it is restarted.
+#[must_use]
+pub fn demands_restart(old: &Config, new: &Config) -> bool {
+    let lease = |config: &Config| (config.lease.ttl, config.lease.partitions);
+    old.name != new.name || old.state.database != new.state.database || lease(old) != lease(new)
+}
+
 impl Rules {
     /// Divides the deployment into the config's number of partitions. Returns false while leaders for another number
     /// are running.
@@ -287,9 +294,7 @@ impl Rules {
     async fn take(&mut self, paths: &[PathBuf], signals: &mut Signals) -> bool {
         let result = async {
             let loaded = config::load(paths, &config::process_environment())?;
-            let (old, new) = (&self.loaded.config, &loaded.config);
-            let lease = |config: &Config| (config.lease.ttl, config.lease.partitions);
-            if old.name != new.name || old.state.database != new.state.database || lease(old) != lease(new) {
+            if demands_restart(&self.loaded.config, &loaded.config) {
                 let message = "`name`, `state` and `lease` cannot change while the daemon runs";
                 return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
             }

@@ -6,6 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use serde::Serialize;
+
 use super::{
     diagnose::{ConfigPath, Mistake},
     file,
@@ -40,6 +42,17 @@ impl Loaded {
     }
 }
 
+/// A setting that differs between two configs. None stands for no value.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ChangedSetting {
+    /// `http.listen`.
+    pub setting: String,
+    /// The old value, without any password.
+    pub old: Option<String>,
+    /// The new value, without any password.
+    pub new: Option<String>,
+}
+
 /// A setting in force.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Effective {
@@ -59,13 +72,9 @@ impl Loaded {
         let Ok(root) = layer::settings(&self.sources) else { return Vec::new() };
         let mut out = Vec::new();
         for (section, key) in settings_keys() {
-            let at = section.iter().fold(ConfigPath::default(), |at, name| at.key(name)).key(key.name);
-            let found = section.iter().chain([&key.name]).try_fold(&root, |node, name| node.get(name));
-            let given = found.and_then(|node| node.value.as_text());
-            let (value, from) = match given {
-                Some(_) if key.name == "token" => ("***".to_owned(), self.sources.origin(&at)),
-                Some(value) if key.name == "uri" => (super::uri::shown(&value), self.sources.origin(&at)),
-                Some(value) => (super::excerpt::redact(&value), self.sources.origin(&at)),
+            let at = setting_path(&section, key);
+            let (value, from) = match given(&root, &section, key) {
+                Some(value) => (without_secrets(key, &value), self.sources.origin(&at)),
                 None if key.default.is_empty() => continue,
                 None => (key.default.to_owned(), "default".to_owned()),
             };
@@ -77,6 +86,46 @@ impl Loaded {
             out.push(Effective { setting: at.to_string(), value: rule.name.clone(), from });
         }
         out
+    }
+}
+
+impl Loaded {
+    /// The settings with other values in `new`. The rules are not compared.
+    #[must_use]
+    pub fn changed_settings(&self, new: &Self) -> Vec<ChangedSetting> {
+        let (Ok(old), Ok(new)) = (layer::settings(&self.sources), layer::settings(&new.sources)) else {
+            return Vec::new();
+        };
+        let mut changed = Vec::new();
+        for (section, key) in settings_keys() {
+            let default = Some(key.default.to_owned()).filter(|default| !default.is_empty());
+            let value = |root: &Node| given(root, &section, key).or_else(|| default.clone());
+            let (old, new) = (value(&old), value(&new));
+            if old != new {
+                let shown = |value: Option<String>| value.map(|value| without_secrets(key, &value));
+                let setting = setting_path(&section, key).to_string();
+                changed.push(ChangedSetting { setting, old: shown(old), new: shown(new) });
+            }
+        }
+        changed
+    }
+}
+
+fn setting_path(section: &[&str], key: &Key) -> ConfigPath {
+    section.iter().fold(ConfigPath::default(), |at, name| at.key(name)).key(key.name)
+}
+
+/// The text of a setting that a file or the environment gives.
+fn given(root: &Node, section: &[&str], key: &Key) -> Option<String> {
+    let found = section.iter().chain([&key.name]).try_fold(root, |node, name| node.get(name));
+    found.and_then(|node| node.value.as_text())
+}
+
+fn without_secrets(key: &Key, value: &str) -> String {
+    match key.name {
+        "token" => "***".to_owned(),
+        "uri" => super::uri::shown(value),
+        _ => super::excerpt::redact(value),
     }
 }
 

@@ -4,6 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use bson::{Bson, Document};
 use secrecy::SecretString;
+use serde::Serialize;
 
 use super::certificate::Certificate;
 
@@ -458,7 +459,8 @@ impl KeyType {
 }
 
 /// `backfill`: the trigger of the backfill for a new or changed rule.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum BackfillMode {
     /// A new or changed rule is backfilled automatically.
     #[default]
@@ -468,7 +470,8 @@ pub enum BackfillMode {
 }
 
 /// `guard`: the way to detect other writers' changes to owned fields.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Guard {
     /// Through the change stream, at once; costs an event for each of denormd's own writes.
     Watch,
@@ -480,7 +483,8 @@ pub enum Guard {
 }
 
 /// `on_drift`: the reaction to another writer's change of an owned field.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum OnDrift {
     /// Write the correct value.
     #[default]

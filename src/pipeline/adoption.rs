@@ -60,13 +60,13 @@ async fn decision(
     rule: &Rule,
     before: Option<&RuleRecord>,
 ) -> Result<Option<Decision>> {
-    let same = before.is_some_and(|record| record.definition == rule.definition && record.state != RuleState::Removed);
+    let same = before.is_some_and(|record| rule.has_definition(&record.definition) && record.state != RuleState::Removed);
     if same && !(rule.adopt && before.is_some_and(is_blocked)) {
         return Ok(None);
     }
     let decisions = decisions_of(context);
     let last = decisions.of(&rule.name).await?;
-    if let Some(decision) = last.clone().filter(|last| last.definition == rule.definition && !rule.adopt) {
+    if let Some(decision) = last.clone().filter(|last| rule.has_definition(&last.definition) && !rule.adopt) {
         return Ok(Some(decision));
     }
     let earlier = match before {

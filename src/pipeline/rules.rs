@@ -104,12 +104,12 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
                 tell_stopped(&rule.name, &state);
                 let change = match before {
                     None => "new",
-                    Some(record) if record.definition == rule.definition => "back in the config",
+                    Some(record) if rule.has_definition(&record.definition) => "back in the config",
                     Some(_) => "changed",
                 };
                 tracing::info!(rule = %rule.name, change, state = state.name(), "rule");
                 // A definition that was blocked has written nothing, so there is nothing to prune.
-                let changed = |record: &&RuleRecord| record.definition != rule.definition && !is_blocked(record);
+                let changed = |record: &&RuleRecord| !rule.has_definition(&record.definition) && !is_blocked(record);
                 if let Some(record) = before.filter(changed) {
                     store.retire(&context.server, &rule.name, &record.definition).await?;
                 }

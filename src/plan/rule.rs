@@ -237,6 +237,12 @@ pub struct Rule {
 }
 
 impl Rule {
+    /// True if a rule with this recorded definition writes the same. Otherwise the daemon backfills the rule again.
+    #[must_use]
+    pub fn has_definition(&self, definition: &Document) -> bool {
+        self.definition == *definition
+    }
+
     /// The target's paths that the rule writes.
     #[must_use]
     pub fn owned(&self) -> Vec<&FieldPath> {
