@@ -8,6 +8,6 @@ pub mod privileges;
 pub mod reference;
 pub mod rule;
 
-pub use compile::compile;
+pub use compile::{compile, owned_paths};
 pub use reference::{Pair, Reference};
 pub use rule::{Assignment, Groups, Keyed, Plan, Rule, RuleId, Side, Values};

@@ -9,9 +9,8 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     checkpoint::{requests::Retired, rule_record::RuleRecord},
     error::{Kind, Result},
-    field_path::FieldPath,
     mongo::{Pages, Reads},
-    plan::Plan,
+    plan::{Plan, owned_paths},
     reconcile::{
         Context, read,
         statement::{self, Statement},
@@ -44,7 +43,7 @@ pub fn left_by(plan: &Plan, definition: &Document) -> Vec<Retired> {
     let Ok(collection) = definition.get_document("target").and_then(|target| target.get_str("collection")) else {
         return Vec::new();
     };
-    let paths = owned(definition).into_iter().map(|path| Retired { collection: collection.to_owned(), path });
+    let paths = owned_paths(definition).into_iter().map(|path| Retired { collection: collection.to_owned(), path });
     paths.filter(|retired| !is_owned(plan, retired)).collect()
 }
 
@@ -54,15 +53,6 @@ fn is_owned(plan: &Plan, retired: &Retired) -> bool {
         rule.target.namespace.to_string() == retired.collection
             && rule.owned().into_iter().any(|owned| owned.overlaps_loosely(&retired.path))
     })
-}
-
-/// The owned paths of a stored definition (see `plan::compile`).
-fn owned(definition: &Document) -> Vec<FieldPath> {
-    let Ok(values) = definition.get_document("values") else { return Vec::new() };
-    let single = ["into", "collect"].into_iter().filter_map(|name| values.get_str(name).ok());
-    let several = ["set", "aggregate"].into_iter().filter_map(|name| values.get_array(name).ok()).flatten();
-    let several = several.filter_map(|entry| entry.as_document()?.get_str("path").ok());
-    single.chain(several).filter_map(|path| FieldPath::parse(path).ok()).collect()
 }
 
 /// Number of documents with the retired field.

@@ -17,7 +17,7 @@ use crate::{
     field_path::FieldPath,
     key::Key,
     mongo::Reads,
-    plan::{Rule, reference::Role},
+    plan::{Rule, owned_paths, reference::Role},
     position::ClusterTime,
     reconcile::{
         Context,
@@ -163,11 +163,7 @@ pub fn owned_before(rule: &Rule, earlier: Option<&Document>) -> BTreeSet<String>
     if earlier.get("target") != rule.definition.get("target") || earlier.get_bool("shadow").unwrap_or_default() {
         return BTreeSet::new();
     }
-    let Ok(values) = earlier.get_document("values") else { return BTreeSet::new() };
-    let array = |name: &str| values.get_str(name).ok().map(ToOwned::to_owned);
-    let assigned = ["set", "aggregate"].into_iter().filter_map(|name| values.get_array(name).ok()).flatten();
-    let assigned = assigned.filter_map(|one| Some(one.as_document()?.get_str("path").ok()?.to_owned()));
-    assigned.chain(array("into")).chain(array("collect")).collect()
+    owned_paths(earlier).iter().map(ToString::to_string).collect()
 }
 
 impl Figures {

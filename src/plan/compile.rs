@@ -676,6 +676,19 @@ fn definition(rule: &Rule) -> Document {
     definition
 }
 
+/// The owned paths of a definition, which may have been recorded by another version.
+#[must_use]
+pub fn owned_paths(definition: &Document) -> Vec<FieldPath> {
+    let Ok(values) = definition.get_document("values") else { return Vec::new() };
+    let single: Vec<&str> =
+        ["into", "collect", "groups"].into_iter().filter_map(|name| values.get_str(name).ok()).collect();
+    // Beside `groups`, `set` names fields of a group.
+    let lists = if single.is_empty() { ["set", "aggregate"].as_slice() } else { &[] };
+    let several = lists.iter().filter_map(|name| values.get_array(name).ok()).flatten();
+    let several = several.filter_map(|entry| entry.as_document()?.get_str("path").ok());
+    single.into_iter().chain(several).filter_map(|path| FieldPath::parse(path).ok()).collect()
+}
+
 /// A mapping as a list of pairs: its keys hold dots and `$`, and its order is part of the definition.
 fn literal(set: Document) -> Vec<Document> {
     set.into_iter().map(|(path, expression)| doc! {"path": path, "expression": expression}).collect()
