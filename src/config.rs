@@ -29,7 +29,8 @@ pub use diagnose::{ConfigPath, Mistake, Step};
 pub use excerpt::Place;
 pub use format::Format;
 pub use load::{
-    ChangedSetting, ConfigError, Effective, Loaded, load, load_if_any, load_str, load_text, process_environment, snapshot,
+    ChangedSetting, ConfigError, Effective, Loaded, load, load_if_any, load_str, load_text, process_environment,
+    snapshot,
 };
 pub use reader::span;
 pub use sections::{

@@ -59,7 +59,7 @@ rules
     `on_missing`: `unset` becomes `null`
     `set."parts.$[].name"`: `$name` becomes `{"$ifNull":["$title","$name"]}`
     `set."parts.$[].price"`: no longer `$price`
-    no longer owns `parts.$[].price` of `shop.products`: `prices` takes its values over
+    no longer owns `parts.$[].price` of `shop.products`: `prices` owns it, so `denormd prune` leaves it alone
   added `prices`: `shop.prices` to `shop.products`
     owns `parts.$[].price`, which `part-names` owned
   added `newest`: `shop.reviews` to `shop.products`
@@ -85,7 +85,7 @@ no longer needed by these rules; denormd removes no index, and others may use it
   db.getSiblingDB("shop").runCommand({ collMod: "reviews", changeStreamPreAndPostImages: { enabled: true } })
 
 further privileges: `denormd role` prints the whole role
-  { resource: { db: "shop", collection: "prices" }, actions: ["find", "listIndexes"] }
+  { resource: { db: "shop", collection: "prices" }, actions: ["listIndexes"] }
 
 settings
   `mongodb.uri`: another value, which is hidden
@@ -105,7 +105,9 @@ struct Files(tempfile::TempDir);
 impl Files {
     fn new(files: &[(&str, &str)]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        files.iter().for_each(|(name, text)| std::fs::write(folder.path().join(name), text).unwrap());
+        for (name, text) in files {
+            std::fs::write(folder.path().join(name), text).unwrap();
+        }
         Self(folder)
     }
 
@@ -158,7 +160,7 @@ fn markdown_is_for_a_comment_and_has_nothing_of_the_configs_own() {
         "### denormd: 2 rules added, ",
         "\n**rules**\n\n- renamed `host` to `host-address`: `shop.hosts` to `shop.logs`\n  - `guard`: `audit` becomes `watch`\n",
         "`denormd plan --apply` runs these commands**\n\n```js\ndb.getSiblingDB(\"shop\").runCommand(",
-        "\"_id\": 1 })\n```\n",
+        "\"newest.id\": 1 })\n```\n",
     ] {
         assert!(told.contains(part), "{part}: {told}");
     }
@@ -221,6 +223,11 @@ fn paths_that_a_rule_leaves_have_a_fate() {
     let taken = serde_json::json!({"collection": "shop.t", "path": "v", "values": "taken_over", "by": "q"});
     let told = Files::rules(RULE, below);
     assert_eq!(told["rules"][1]["leaves"][0], taken, "{told:#}");
+    // Not the fields of the groups, which the application may have beside them.
+    let groups = "  - { name: g, aggregate: { source: s, target: t, match: { _id: r }, by: { emoji: $emoji }, into: reactions, set: { count: { $sum: 1 } } } }";
+    let told = Files::rules(&format!("{RULE}\n{groups}"), RULE);
+    let stay = serde_json::json!([{"collection": "shop.t", "path": "reactions", "values": "stay"}]);
+    assert_eq!(told["rules"][0]["leaves"], stay, "{told:#}");
     let shadow = RULE.replace("copy:", "shadow: true, copy:");
     let told = fate(&shadow, &RULE.replace("{ v: $v }", "{ w: $v }"));
     assert_eq!(told["values"], "not_written");
@@ -384,4 +391,29 @@ fn the_page_has_what_is_printed() {
     let told = files.diff_with(&old, &["-", "shop.yaml"]).exits(0).out;
     let page = std::fs::read_to_string(root.join("docs/commands.md")).unwrap();
     assert!(page.contains(&format!("$ git show main:shop.yaml | denormd diff - shop.yaml\n{told}```\n")), "{told}");
+}
+
+/// `prune` and the check of existing data have only the definition that was recorded.
+#[test]
+fn a_definition_names_the_paths_that_its_rule_owns() {
+    let groups = "aggregate: { source: s, target: t, match: { _id: r }, by: { emoji: $emoji }, into: reactions, set: { count: { $sum: 1 } } }";
+    for (rule, paths) in [
+        (
+            "copy: { source: s, target: t, match: { 'a.$[].r': _id }, set: { 'a.$[].v': $v, 'a.$[].w': $w } }",
+            "a.$[].v a.$[].w",
+        ),
+        ("copy: { source: s, target: t, match: { 'a.$[]': _id }, into: b, element: $v }", "b"),
+        ("collect: { source: s, target: t, match: { _id: r }, into: c, element: $v }", "c"),
+        ("aggregate: { source: s, target: t, match: { _id: r }, set: { n: { $sum: 1 } } }", "n"),
+        (groups, "reactions"),
+        (&*groups.replace("into:", "as: object, into:"), "reactions"),
+    ] {
+        let text = format!("mongodb: {{ uri: mongodb://db, database: d }}\nrules:\n  - {{ name: r, {rule} }}\n");
+        let config = denormd::config::load_str(&text, denormd::config::Format::Yaml).unwrap().config;
+        let plan = denormd::plan::compile(&config, None).unwrap();
+        let of = |paths: Vec<String>| paths.join(" ");
+        assert_eq!(of(plan.rules[0].owned().into_iter().map(ToString::to_string).collect()), paths);
+        let named = denormd::plan::owned_paths(&plan.rules[0].definition);
+        assert_eq!(of(named.iter().map(ToString::to_string).collect()), paths, "{rule}");
+    }
 }

@@ -108,7 +108,7 @@ struct Loss {
 enum Fate {
     /// They stay until `denormd prune`.
     Stay,
-    /// Another rule owns the path, or a part of it.
+    /// Another rule owns the path, or a part of it: they stay until that rule writes them.
     TakenOver { by: String },
     /// The rule was in shadow: they belong to the application.
     NotWritten,
@@ -250,11 +250,9 @@ fn compare(old: &Side, new: &Side) -> Difference {
 /// The old form of a rule: the rule of its name, or one of another name that is gone and did the same work.
 fn before<'a>(old: &'a Plan, new: &Plan, rule: &Rule) -> Option<&'a Rule> {
     let is_gone = |known: &Rule| !new.rules.iter().any(|rule| rule.name == known.name);
-    let same_work = |known: &Rule| {
-        known.source.namespace == rule.source.namespace
-            && known.target.namespace == rule.target.namespace
-            && known.owned() == rule.owned()
-    };
+    // Rules that own one path have filters of the target that exclude each other, so there is at most one.
+    let same_work =
+        |known: &Rule| known.source == rule.source && known.target == rule.target && known.owned() == rule.owned();
     let named = old.rules.iter().find(|known| known.name == rule.name);
     named.or_else(|| old.rules.iter().find(|known| is_gone(known) && same_work(known))).map(AsRef::as_ref)
 }
@@ -262,7 +260,7 @@ fn before<'a>(old: &'a Plan, new: &Plan, rule: &Rule) -> Option<&'a Rule> {
 /// The change of a rule of the new config; None if it is the same.
 fn of_rule(before: Option<&Rule>, rule: &Rule, old: &Plan, new: &Plan) -> Option<RuleChange> {
     let Some(before) = before else {
-        return Some(RuleChange { owns: gains(None, rule, old), ..RuleChange::new(rule, Change::Added) });
+        return Some(RuleChange { owns: gains(None, rule, old, new), ..RuleChange::new(rule, Change::Added) });
     };
     let of = |rule: &Rule| [defined(&rule.definition), settings(rule)].concat();
     let mut keys = changed_keys(&of(before), &of(rule));
@@ -276,7 +274,7 @@ fn of_rule(before: Option<&Rule>, rule: &Rule, old: &Plan, new: &Plan) -> Option
     Some(RuleChange {
         was: renamed.then(|| before.name.clone()),
         keys,
-        owns: gains(Some(before), rule, old),
+        owns: gains(Some(before), rule, old, new),
         leaves: losses(before, Some(rule), new),
         ..RuleChange::new(rule, if renamed { Change::Renamed } else { Change::Changed })
     })
@@ -304,11 +302,16 @@ fn owns(rule: &Rule, other: &Rule, path: &FieldPath) -> bool {
 }
 
 /// The paths that a rule begins to own.
-fn gains(before: Option<&Rule>, rule: &Rule, old: &Plan) -> Vec<Gain> {
-    let new = rule.owned().into_iter().filter(|path| !before.is_some_and(|before| owns(before, rule, path)));
-    let from =
-        |path: &FieldPath| old.rules.iter().find(|known| owns(known, rule, path)).map(|known| known.name.clone());
-    new.map(|path| Gain { path: path.to_string(), from: from(path) }).collect()
+fn gains(before: Option<&Rule>, rule: &Rule, old: &Plan, new: &Plan) -> Vec<Gain> {
+    let gained = rule.owned().into_iter().filter(|path| !before.is_some_and(|before| owns(before, rule, path)));
+    // Two rules may own one path on different targets.
+    let still =
+        |known: &Rule, path: &FieldPath| new.rules.iter().any(|new| new.name == known.name && owns(new, rule, path));
+    let from = |path: &FieldPath| {
+        let known = old.rules.iter().find(|known| owns(known, rule, path) && !still(known, path));
+        known.map(|known| known.name.clone())
+    };
+    gained.map(|path| Gain { path: path.to_string(), from: from(path) }).collect()
 }
 
 /// The paths that a rule no longer owns, and the fate of their values.

@@ -60,7 +60,8 @@ async fn decision(
     rule: &Rule,
     before: Option<&RuleRecord>,
 ) -> Result<Option<Decision>> {
-    let same = before.is_some_and(|record| rule.has_definition(&record.definition) && record.state != RuleState::Removed);
+    let same =
+        before.is_some_and(|record| rule.has_definition(&record.definition) && record.state != RuleState::Removed);
     if same && !(rule.adopt && before.is_some_and(is_blocked)) {
         return Ok(None);
     }

@@ -48,11 +48,12 @@ pub(super) fn defined(definition: &Document) -> Vec<(String, String)> {
     for (name, value) in definition {
         match value {
             Bson::Document(section) if name == "values" => {
-                let kind = ["collect", "aggregate"].into_iter().find(|kind| section.contains_key(kind));
-                found.push(("kind".to_owned(), kind.unwrap_or("copy").to_owned()));
+                let kinds = [("collect", "collect"), ("aggregate", "aggregate"), ("groups", "aggregate")];
+                let kind = kinds.into_iter().find(|(values, _)| section.contains_key(values));
+                found.push(("kind".to_owned(), kind.map_or("copy", |(_, kind)| kind).to_owned()));
                 for (key, value) in section {
                     let key = match key.as_str() {
-                        "collect" => "into",
+                        "collect" | "groups" => "into",
                         "aggregate" => "set",
                         key => key,
                     };
@@ -69,7 +70,7 @@ pub(super) fn defined(definition: &Document) -> Vec<(String, String)> {
 }
 
 fn entries(key: &str, value: &Bson, found: &mut Vec<(String, String)>) {
-    let list = value.as_array().filter(|_| matches!(key, "match" | "sort" | "set"));
+    let list = value.as_array().filter(|_| matches!(key, "match" | "sort" | "set" | "by"));
     let pairs = list.and_then(|items| items.iter().map(pair).collect::<Option<Vec<_>>>());
     match (value, pairs) {
         (Bson::Null, _) => {}

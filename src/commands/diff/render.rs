@@ -27,10 +27,9 @@ pub(super) fn text(difference: &Difference, markdown: bool) -> String {
 fn in_text(line: &Line) -> String {
     match line {
         Line::Headline(text) => format!("{text}\n"),
-        Line::Heading(text) => format!("\n{text}\n"),
+        Line::Heading(text) | Line::Note(text) => format!("\n{text}\n"),
         Line::Entry(depth, text) => format!("{}{text}\n", "  ".repeat(depth + 1)),
-        Line::Commands(commands) => commands.iter().map(|command| format!("  {command}\n")).collect(),
-        Line::Note(text) => format!("\n{text}\n"),
+        Line::Commands(commands) => format!("  {}\n", commands.join("\n  ")),
     }
 }
 
@@ -150,7 +149,7 @@ fn leaves(Loss { collection, path, values }: &Loss, rule: &str) -> String {
     let path = format!("no longer owns {} of {}", code(path), code(collection));
     match values {
         Fate::Stay => format!("{path}: its values stay until {}", code(&format!("denormd prune {rule}"))),
-        Fate::TakenOver { by } => format!("{path}: {} takes its values over", code(by)),
+        Fate::TakenOver { by } => format!("{path}: {} owns it, so {} leaves it alone", code(by), code("denormd prune")),
         Fate::NotWritten => format!("{path}: it wrote nothing there"),
     }
 }
