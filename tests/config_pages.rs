@@ -96,6 +96,9 @@ fn config_with(way: &[&str], value: &str) -> String {
         "copy" if way.last() == Some(&"set") => format!("copy: {{ {copy}, {more} }}"),
         "copy" => format!("copy: {{ {copy}, set: {{ v: $v }}, {more} }}"),
         "collect" => format!("collect: {{ {copy}, into: a, element: $_id, {more} }}"),
+        _ if ["as", "slice"].contains(way.last().unwrap_or(&"")) => {
+            format!("aggregate: {{ {copy}, by: {{ v: $v }}, into: a, set: {{ n: {{ $sum: 1 }} }}, {more} }}")
+        }
         _ => format!("aggregate: {{ {copy}, set: {{ n: {{ $sum: 1 }} }}, {more} }}"),
     };
     let uri = "uri: mongodb://localhost";
