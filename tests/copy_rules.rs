@@ -708,7 +708,7 @@ fn relations() -> Vec<Case> {
                 insert("posts", doc! {"_id": 3, "title": "C", "tags": ["x"], "at": 1}),
             ])
             .expect("tags", [
-                doc! {"_id": "x", "posts": ["C", "A"], "n": 2, "latest": 5},
+                doc! {"_id": "x", "posts": ["C", "A", "A"], "n": 3, "latest": 5},
                 doc! {"_id": "y", "posts": ["B"], "n": 1, "latest": 3},
                 doc! {"_id": "z", "posts": ["B"], "n": 1, "latest": 3},
             ]),

@@ -133,6 +133,19 @@ async fn until(what: &str, running: &Running, prometheus: &Prometheus, condition
     }
 }
 
+/// Waits until the timeline has an event.
+async fn recorded(running: &Running, what: &str) {
+    let limit = Instant::now() + Duration::from_secs(60);
+    loop {
+        let (_, events, _) = running.command(&["events"]);
+        if events.lines().any(|line| line.split_whitespace().nth(2) == Some(what)) {
+            return;
+        }
+        assert!(Instant::now() < limit, "{what}: {events}");
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+}
+
 /// Writes unrelated data until the oplog is `share` full, or has begun to drop its oldest entries.
 async fn fill_oplog(set: &ReplicaSet, share: f64) {
     let client = set.client().await;
@@ -177,6 +190,8 @@ async fn page_metrics_status_and_alerts_tell_the_same_story() {
     rename(&test, "poison").await;
     let poisoned =
         until("a dead letter", &running, &prometheus, |told| told.says("dead_letters", "DenormdDeadLetters")).await;
+    // What holds for less than five seconds has no line in the timeline.
+    recorded(&running, "dead_letters").await;
     assert!(poisoned.output.contains("set aside") && poisoned.output.contains("121"), "{}", poisoned.output);
     assert_eq!(running.metric("denormd_cause{reason=\"dead_letters\",rule=\"ip\"}").await, Some(1.0));
     assert!(running.metric("denormd_dead_letters{rule=\"ip\"}").await.is_some_and(|count| count >= 1.0));
@@ -228,8 +243,7 @@ async fn page_metrics_status_and_alerts_tell_the_same_story() {
     until("all is well again", &running, &prometheus, well).await;
 
     // The timeline contains all of it.
-    let (_, events, _) = running.command(&["events"]);
     for what in ["leader", "dead_letters", "dead_letters_ended", "retrying", "oplog_short", "stopped"] {
-        assert!(events.lines().any(|line| line.split_whitespace().nth(2) == Some(what)), "{what}: {events}");
+        recorded(&running, what).await;
     }
 }
