@@ -27,7 +27,6 @@ use denormd::{
 };
 use denormd_fixture::TestDb;
 use futures_util::TryStreamExt;
-use mongodb::Client;
 
 /// A daemon, and the configuration it was started with.
 pub struct Daemon {
@@ -71,38 +70,6 @@ pub fn config(db: &TestDb, rules: &str) -> String {
         "{}limits: {{ destroy_grace_seconds: 1 }}\nhttp: {{ listen: \"127.0.0.1:0\" }}\nrules:\n{indent}{rules}\n",
         databases(db)
     )
-}
-
-/// The collections of the state database.
-const STATE: [&str; 14] = [
-    "adoptions",
-    "canaries",
-    "dead_letters",
-    "events",
-    "fan_outs",
-    "formats",
-    "instances",
-    "leases",
-    "plans",
-    "positions",
-    "reports",
-    "requests",
-    "rules",
-    "terms",
-];
-
-/// Creates the collections of a state database, on Windows builds of the server alone: under Wine such a server ends when
-/// two clients create one collection at the same moment.
-pub async fn make_state(client: &Client, database: &str) {
-    let info = client.database("admin").run_command(doc! {"buildInfo": 1}).await.unwrap();
-    let is_windows = |built: &Document| built.get_str("target_os").is_ok_and(|name| name == "windows");
-    if !info.get_document("buildEnvironment").is_ok_and(is_windows) {
-        return;
-    }
-    for name in STATE {
-        // It may be there already.
-        client.database(database).create_collection(name).await.ok();
-    }
 }
 
 /// The sections of a config about the cluster and its databases.
@@ -150,7 +117,6 @@ impl Daemon {
     /// Performs the steps of `plan --apply`, on collections that the application would have created.
     async fn prepare(loaded: &Loaded) {
         let context = context_of(loaded).await;
-        make_state(context.server.client(), &loaded.config.state.database).await;
         // Meanwhile, an application may drop collections, or disable their pre-images.
         for attempt in 0.. {
             for namespace in context.plan.namespaces() {

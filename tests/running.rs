@@ -10,13 +10,11 @@ use std::{
 use denormd::{server::client, status::Status};
 use denormd_fixture::TestDb;
 
-use crate::daemon::{PATIENCE, config, make_state};
+use crate::daemon::{PATIENCE, config};
 
 /// A config file, and the daemon started from it; killed when the test ends.
 pub struct Running {
     folder: tempfile::TempDir,
-    client: mongodb::Client,
-    state: String,
     pub address: SocketAddr,
     child: Option<Child>,
 }
@@ -27,8 +25,6 @@ impl Running {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let running = Self {
             folder: tempfile::tempdir().unwrap(),
-            client: test.client.clone(),
-            state: format!("{}_state", test.name),
             address: SocketAddr::from(([127, 0, 0, 1], port)),
             child: None,
         };
@@ -48,7 +44,6 @@ impl Running {
 
     /// Starts it, and waits until it is ready.
     pub async fn run(&mut self) {
-        make_state(&self.client, &self.state).await;
         let log = std::fs::OpenOptions::new().create(true).append(true).open(self.log_file()).unwrap();
         self.child = Some(denormd(&self.file()).arg("run").stdout(Stdio::null()).stderr(log).spawn().unwrap());
         let limit = Instant::now() + PATIENCE;

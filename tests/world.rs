@@ -19,7 +19,7 @@ use futures_util::TryStreamExt;
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-use crate::daemon::{PATIENCE, databases, make_state, shard};
+use crate::daemon::{PATIENCE, databases, shard};
 
 const HOSTS: i32 = 12;
 const LOGS: i32 = 120;
@@ -64,7 +64,6 @@ impl World {
         world.db.collection("logs").insert_many(logs).await.unwrap();
         world.db.collection("persons").insert_many((0..PERSONS).map(|n| doc! {"_id": n})).await.unwrap();
         world.write_config("denormd.yaml", "");
-        make_state(&world.test.client, &format!("{}_state", world.test.name)).await;
         // No index is created on a collection that does not exist.
         world.db.create_collection("tasks").await.unwrap();
         let applied = world.command(&["plan", "--apply"], "denormd.yaml").stdout(Stdio::null()).status().unwrap();
