@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bson::{Bson, doc};
+use bson::Bson;
 use tokio::{
     sync::{mpsc, oneshot, watch},
     task::JoinSet,
@@ -27,7 +27,6 @@ use crate::{
     },
     error::Result,
     failpoint, fan_out,
-    mongo::Reads,
     plan::{Rule, RuleId},
     position::{ClusterTime, Position},
     reconcile::{
@@ -62,7 +61,7 @@ mod observe;
 mod rules;
 pub mod schedule;
 
-use feeders::{Changed, requests, retry, sources, states};
+use feeders::{Changed, Returned, requests, retry, returns, sources, states};
 use rules::{Rules, read_sources, recorded_sources, register_rules, releases, rules_of};
 use schedule::{Next, Schedule};
 
@@ -330,6 +329,8 @@ impl Pipeline {
         feeders.spawn(states(self.context.clone(), self.store.clone(), ask, stop.clone()));
         let (see, mut seen) = mpsc::channel(1);
         feeders.spawn(sources(self.context.clone(), see, stop.clone()));
+        let (give, mut returned) = mpsc::unbounded_channel();
+        feeders.spawn(returns(self.context.clone(), self.progress.subscribe(), give, stop.clone()));
         feeders.spawn(audit::run(self.context.clone(), self.applied_of_rules(), page, stop.clone()));
         let mut tick = tokio::time::interval(Duration::from_millis(100));
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -351,6 +352,7 @@ impl Pipeline {
                     reported.send(()).ok();
                 }
                 Some(sources) = seen.recv() => self.take_sources(sources).await,
+                Some(back) = returned.recv() => self.source_is_back(back).await,
                 Some(request) = finished.recv() => self.backfilled(&request),
                 Some(done) = fan_out_done.recv() => self.fan_out_done(&done),
                 Some((rule, reason)) = lacking.recv() => self.lacks(rule, reason).await,
@@ -432,14 +434,10 @@ impl Pipeline {
         let batch = self.schedule.begin(delivery.stream);
         for event in &delivery.events {
             let origin = self.schedule.arrive(delivery.stream, batch, event, &mut routed);
-            // A new source collection in place of the dropped one.
+            // Another collection took the name of the source (`$out`, a rename).
             for rule in std::mem::take(&mut routed.renewed) {
-                // The collection is another one now; its UUID is determined when the sources are read.
-                self.context.memory.saw(&self.context.plan.rule(rule).source.namespace, None);
-                self.sources.remove(&rule);
-                match self.rules.state(rule) {
-                    RuleState::Blocked(BlockReason::SourceGone) => self.source_is_back(rule).await,
-                    _ => routed.sweeps.push(rule),
+                if !self.rules.state(rule).is_stopped() {
+                    self.block(rule, BlockReason::SourceGone).await;
                 }
             }
             // In the order of the events: work after a drop is not done any more.
@@ -479,14 +477,6 @@ impl Pipeline {
         }
     }
 
-    /// A collection exists again under the name of a rule's source: unblocks the rule and backfills it from there.
-    async fn source_is_back(&mut self, rule: RuleId) {
-        let mut attempts = 0;
-        while let Err(error) = self.backfill_anew(rule, Agreement::Ended).await {
-            self.not_recorded(&error, &mut attempts).await;
-        }
-    }
-
     /// True if a source that was reported as gone is there behind a router: `movePrimary` copies unsharded collections
     /// and drops the originals, with events. Another UUID is noticed by the reads, and when the sources are listed.
     async fn is_misleading(&self, rule: RuleId) -> bool {
@@ -522,7 +512,8 @@ impl Pipeline {
             }
         };
         failpoint::here("held");
-        tracing::error!(rule = %named.name, %reason, "the rule is blocked: its fields stay as they are until `denormd unblock {}`", named.name);
+        let end = reason.end(&named.name);
+        tracing::error!(rule = %named.name, %reason, "the rule is blocked: its fields stay as they are until {end}");
         self.set(rule, RuleState::Blocked(reason), generation);
     }
 
@@ -614,63 +605,58 @@ impl Pipeline {
         }
     }
 
-    /// Processes the list of existing source collections. A rule whose source is gone is blocked. A rule whose source
-    /// exists again, or is another collection now, is backfilled, subject to the removal limit.
+    /// Processes the list of existing source collections. A rule whose source is gone, or is another collection now, is
+    /// blocked.
     async fn take_sources(&mut self, sources: Vec<(Namespace, Option<Bson>)>) {
         let context = self.context.clone();
-        for (source, mut now) in sources {
+        for (source, now) in sources {
             let known = context.memory.source(&source);
-            let is_other = |before: Option<&Bson>| before.is_some_and(|before| Some(before) != now.as_ref());
-            let replaced = now.is_some()
-                && (is_other(known.as_ref())
-                    || context.plan.rules.iter().filter(|rule| rule.source.namespace == source).any(|rule| {
-                        *self.rules.state(rule.id) == RuleState::Blocked(BlockReason::SourceGone)
-                            || is_other(self.sources.get(&rule.id).and_then(Option::as_ref))
-                    }));
-            // Applications create their collections at startup: an empty one does not replace the lost source.
-            if replaced && self.is_empty(&source).await {
-                now = None;
-            }
-            if now.is_some() {
+            if known.is_none() {
                 context.memory.saw(&source, now.clone());
             }
             for rule in context.plan.rules.iter().filter(|rule| rule.source.namespace == source) {
                 let recorded = self.sources.get(&rule.id).cloned();
+                let seen = [known.as_ref(), recorded.as_ref().and_then(Option::as_ref)];
+                let was_there = known.is_some() || recorded.is_some();
                 match &now {
-                    None if known.is_some() || recorded.is_some() => self.block(rule.id, BlockReason::SourceGone).await,
-                    None => {}
-                    Some(now) => self.take_source(rule, now, known.as_ref(), recorded.as_ref()).await,
+                    // Once it runs again, the comparison is repeated.
+                    Some(_) if self.rules.state(rule.id).is_stopped() => {}
+                    Some(now) if seen.iter().flatten().all(|seen| *seen == now) => {
+                        if seen[1].is_none() {
+                            self.record_source(rule, now).await;
+                        }
+                    }
+                    None if !was_there => {}
+                    Some(_) | None => self.block(rule.id, BlockReason::SourceGone).await,
                 }
             }
         }
     }
 
-    /// True if the collection is empty, or cannot be read for now.
-    async fn is_empty(&self, source: &Namespace) -> bool {
-        let command = doc! {"find": &source.collection, "limit": 1, "projection": {"_id": 1}};
-        let found = self.context.server.read(&source.database, command, Reads::default()).await;
-        !found.is_ok_and(|found| !found.is_empty())
-    }
-
-    async fn take_source(&mut self, rule: &Rule, now: &Bson, known: Option<&Bson>, recorded: Option<&Option<Bson>>) {
-        let mut attempts = 0;
-        let was_another = |before: &Bson| before != now;
-        if *self.rules.state(rule.id) == RuleState::Blocked(BlockReason::SourceGone) {
-            tracing::info!(rule = %rule.name, "the source collection is there: the rule is backfilled from it");
-            self.source_is_back(rule.id).await;
-        } else if known.is_some_and(was_another) || recorded.and_then(Option::as_ref).is_some_and(was_another) {
-            tracing::warn!(rule = %rule.name, "the source is another collection of the same name: the rule is backfilled from it");
-            while let Err(error) = self.sweep(rule.id, Agreement::Ended).await {
-                self.not_recorded(&error, &mut attempts).await;
-            }
-        }
-        if recorded.and_then(Option::as_ref) == Some(now) {
+    /// Unblocks a rule whose source is there again, and backfills the rule from it.
+    async fn source_is_back(&mut self, Returned { rule, uuid }: Returned) {
+        if *self.rules.state(rule) != RuleState::Blocked(BlockReason::SourceGone) {
             return;
         }
+        let context = self.context.clone();
+        let named = context.plan.rule(rule);
+        tracing::info!(rule = %named.name, "the source collection is there again: the rule is backfilled from it");
+        context.memory.saw(&named.source.namespace, Some(uuid.clone()));
+        let mut attempts = 0;
+        while let Err(error) = self.backfill_anew(rule, Agreement::Ended).await {
+            self.not_recorded(&error, &mut attempts).await;
+        }
+        self.record_source(named, &uuid).await;
+    }
+
+    /// Records the UUID of a rule's source. If this fails, the next list of the sources repeats it.
+    async fn record_source(&mut self, rule: &Rule, uuid: &Bson) {
         let generation = self.rules.generation(rule.id);
-        match self.store.source_seen(&self.context.server, &rule.name, generation, now).await {
-            Ok(()) => drop(self.sources.insert(rule.id, Some(now.clone()))),
+        match self.store.source_seen(&self.context.server, &rule.name, generation, uuid).await {
+            Ok(()) => drop(self.sources.insert(rule.id, Some(uuid.clone()))),
             Err(error) => {
+                // An earlier collection of that name would block the rule.
+                self.sources.remove(&rule.id);
                 tracing::warn!(error = %error.message, "the source of a rule cannot be recorded; trying again");
             }
         }

@@ -27,7 +27,8 @@ pub enum RuleState {
     /// Live changes are applied, and existing targets are up to date. The leader sets it at the end of a backfill.
     Live,
     /// Continuing could lose data, which a person has to agree to. The leader sets it; `denormd unblock` ends it with a
-    /// backfill. A rule whose source is gone is also unblocked when the collection exists again.
+    /// backfill. The leader also ends the block of a rule whose source is there again, if a backfill would remove at most a tenth of
+    /// the rule's values.
     Blocked(BlockReason),
     /// An operator has stopped it. `denormd pause` sets it; `denormd resume`, or the end of the given time, ends it
     /// with a backfill.
@@ -152,6 +153,19 @@ impl RuleState {
             Self::Blocked(BlockReason::RemovalLimit) => 6,
             Self::Blocked(BlockReason::SourceGone) => 7,
             Self::Blocked(BlockReason::Adoption(_)) => 8,
+        }
+    }
+}
+
+impl BlockReason {
+    /// The event that ends the block of a rule.
+    #[must_use]
+    pub fn end(&self, rule: &str) -> String {
+        match self {
+            Self::SourceGone => {
+                format!("the collection is there again with its documents, or `denormd unblock {rule}`")
+            }
+            Self::RemovalLimit | Self::Adoption(_) => format!("`denormd unblock {rule}`"),
         }
     }
 }

@@ -15,6 +15,7 @@ use denormd::{
     checkpoint::store::Store,
     config::{Format, Loaded, load_str},
     dead_letter::{Chosen, DeadLetters},
+    inspection::adoption::objections_to_return,
     metrics::Metrics,
     mongo::{Server, connect},
     partition::Partition,
@@ -215,12 +216,13 @@ impl Daemon {
         assert!(store.ask(&self.context().server, rule).await.unwrap());
     }
 
-    /// Waits until no rule is blocked for a source that exists and has documents. Returns true if there was such a
-    /// rule.
+    /// Waits until no rule is blocked for a source that exists and has documents, and agrees where too much would be lost.
+    /// Returns true if there was such a rule.
     pub async fn sources_are_back(&self) -> bool {
         let found = AtomicBool::new(false);
         for handle in &self.handles {
             let Context { server, plan, .. } = &*handle.context;
+            let whole = handle.context.whole();
             until("the rules whose sources are there again are not blocked", || async {
                 let states = handle.progress.borrow().states.clone();
                 for (rule, state) in plan.rules.iter().zip(states.iter()) {
@@ -232,6 +234,9 @@ impl Daemon {
                     // A read fails if the collection is dropped at that time.
                     if source.find_one(doc! {}).await.ok()?.is_some() {
                         found.store(true, Ordering::Relaxed);
+                        if !objections_to_return(&whole, rule).await.ok()?.is_empty() {
+                            self.ask(&rule.name).await;
+                        }
                         return None;
                     }
                 }

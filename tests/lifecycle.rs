@@ -17,6 +17,7 @@ use mongodb::Database;
 use crate::{
     daemon::{Daemon, PATIENCE, all, until},
     fan_outs::{fail, slow_writes},
+    running::Running,
 };
 
 const HOST: &str =
@@ -415,29 +416,70 @@ async fn a_source_that_was_created_after_the_start_is_missed_when_it_goes() {
     daemon.stop().await;
 }
 
-/// `mongorestore --drop` with an older backup: documents missing in it are removed through the limit, and its documents
-/// are copied.
+/// An application that writes one document creates the collection again: nearly all copies were once removed, because
+/// the removal limit does not protect a small collection.
 #[tokio::test]
-async fn a_source_that_is_replaced_is_backfilled_through_the_removal_limit() {
+async fn a_source_that_returns_with_few_documents_costs_no_value() {
     let test = denormd_fixture::database().await;
     let db = thirty(&test).await;
-    let text = crate::daemon::config(&test, HOST).replace("limits: {", "limits: { destroy_per_hour: 10,");
-    let daemon = Daemon::start_config(&text).await;
+    let running = Running::start(&test, HOST, "").await;
+    running.until("it is copied", |status| status.rules[0].state == "live").await;
+    assert_eq!(with_values(&db).await, 30);
+    let hosts = db.collection("hosts");
+    hosts.drop().await.unwrap();
+    hosts.insert_one(doc! {"_id": 0, "ip": "10.0.0.2"}).await.unwrap();
+    let stays = "the source collection is there again, but the rule stays blocked";
+    until("the new collection has been counted", async || running.log().contains(stays).then_some(())).await;
+    let log = running.log();
+    assert!(
+        log.contains("29 of 30 targets would lose their value") && log.contains("`denormd unblock address`"),
+        "{log}"
+    );
+    assert_eq!(with_values(&db).await, 30);
+    // `mongorestore` goes on: the rest of the documents, but for two.
+    hosts.insert_many((1..28).map(|n| doc! {"_id": n, "ip": "10.0.0.2"})).await.unwrap();
+    until("it goes on by itself", async || {
+        let new = db.collection::<Document>("log").count_documents(doc! {"ip": "10.0.0.2"}).await.unwrap();
+        (new == 28 && with_values(&db).await == 28).then_some(())
+    })
+    .await;
+    hosts.drop().await.unwrap();
+    running.until("it is blocked", |status| status.rules[0].state == "blocked").await;
+    let (code, told, error) = running.command(&["unblock", "address"]);
+    assert_eq!(code, Some(0), "{error}");
+    assert!(told.contains("  - 28 of 28 targets would lose their value\n"), "{told}");
+    assert_eq!(with_values(&db).await, 0);
+}
+
+/// An older backup restored while the daemon was down, and `$out` while it runs.
+#[tokio::test]
+async fn a_source_that_is_replaced_costs_no_value_without_an_agreement() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
     daemon.settled().await;
     daemon.stop().await;
     let hosts = db.collection("hosts");
-    hosts.update_many(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
     hosts.drop().await.unwrap();
     hosts.insert_many((0..5).map(|n| doc! {"_id": n, "ip": "10.0.0.3"})).await.unwrap();
-    let daemon = Daemon::start_config(&text).await;
-    is_blocked_by_the_removal_limit(&daemon).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    held(&daemon, true).await;
     daemon.settled().await;
-    assert!(with_values(&db).await >= 20, "no more than ten go in an hour");
+    assert_eq!(with_values(&db).await, 30);
     daemon.ask("address").await;
     held(&daemon, false).await;
     daemon.settled().await;
     let log = db.collection::<Document>("log");
     assert_eq!(log.count_documents(doc! {"ip": "10.0.0.3"}).await.unwrap(), 5);
+    assert_eq!(with_values(&db).await, 5);
+    // Rebuilt as a whole: no value is lost, so nobody is asked.
+    let rebuilt = vec![doc! {"$set": {"ip": "10.0.0.4"}}, doc! {"$out": "hosts"}];
+    hosts.aggregate(rebuilt).await.unwrap();
+    until("it is copied", async || (log.count_documents(doc! {"ip": "10.0.0.4"}).await.unwrap() == 5).then_some(()))
+        .await;
+    hosts.aggregate(vec![doc! {"$match": {"_id": 1}}, doc! {"$out": "hosts"}]).await.unwrap();
+    held(&daemon, true).await;
+    daemon.settled().await;
     assert_eq!(with_values(&db).await, 5);
     daemon.stop().await;
 }

@@ -8,9 +8,11 @@ use crate::{
     commands::{Failure, chosen, compile, context, leader::with_a_leader, print, progress::Progress},
     config::Loaded,
     error::{Error, Kind, Result},
+    inspection::adoption::objections_to_return,
     lease,
     metrics::Metrics,
     mongo::Server,
+    reconcile::Context,
     rule_state::{BlockReason, RuleState},
 };
 
@@ -119,7 +121,8 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         return Ok(());
     };
     if output == Output::Text {
-        print(&blocked(rule, reason));
+        let objections = objections(&context, rule, reason).await;
+        print(&blocked(rule, reason, &objections));
     }
     if let BlockReason::Adoption(_) = reason {
         // Partitions that have not recorded the rule yet use this decision.
@@ -148,12 +151,28 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
     Ok(())
 }
 
-/// The reason why a rule is blocked, with the figures of the adoption check.
-fn blocked(rule: &str, reason: &BlockReason) -> String {
-    let BlockReason::Adoption(adoption) = reason else { return format!("{rule} is blocked: {reason}\n") };
-    let mut text =
-        format!("{rule} is blocked: its first backfill would change existing data\n  {}\n", adoption.figures());
-    for cause in &adoption.causes {
+/// The effect of a backfill on the values of a rule that is blocked, each in a few words.
+async fn objections(context: &Context, rule: &str, reason: &BlockReason) -> Vec<String> {
+    let rule = context.plan.rules.iter().find(|known| known.name == rule);
+    match (reason, rule) {
+        (BlockReason::Adoption(adoption), _) => adoption.causes.clone(),
+        (BlockReason::SourceGone, Some(rule)) => match Box::pin(objections_to_return(context, rule)).await {
+            Ok(objections) => objections,
+            Err(error) => vec![format!("what it would remove could not be counted: {}", error.message)],
+        },
+        _ => Vec::new(),
+    }
+}
+
+/// The reason why a rule is blocked, with the effect of its backfill.
+fn blocked(rule: &str, reason: &BlockReason, objections: &[String]) -> String {
+    let mut text = match reason {
+        BlockReason::Adoption(adoption) => {
+            format!("{rule} is blocked: its first backfill would change existing data\n  {}\n", adoption.figures())
+        }
+        reason => format!("{rule} is blocked: {reason}\n"),
+    };
+    for cause in objections {
         text += &format!("  - {cause}\n");
     }
     text

@@ -285,6 +285,24 @@ pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, 
     Ok(counting.out)
 }
 
+/// The reasons against a backfill of a rule whose source was dropped or replaced, each in a few words; none if it would
+/// remove at most a tenth of the rule's values.
+pub async fn objections_to_return(context: &Context, rule: &Rule) -> Result<Vec<String>> {
+    if rule.shadow {
+        return Ok(Vec::new());
+    }
+    let own = owned_before(rule, Some(&rule.definition));
+    let figures = Box::pin(figures(context, rule, &own, false)).await?.figures;
+    let mut reasons = Vec::new();
+    if figures.compared == 0 && figures.basis == Basis::Some {
+        reasons.push("the values that it would remove could not be counted in time".to_owned());
+    }
+    if figures.losing * 10 > figures.holding {
+        reasons.push(format!("{} would lose their value", some(figures.losing, figures.holding, "target")));
+    }
+    Ok(reasons)
+}
+
 /// Number of leading rows, one at least, that together have at most this number of bytes.
 fn within(rows: &[RawDocumentBuf], bytes: usize) -> usize {
     let mut sum = 0;

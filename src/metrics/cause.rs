@@ -120,7 +120,7 @@ impl Cause {
             Self::StreamInterrupted => "a change stream does not answer, though the primary does",
             Self::Degraded => "changes were lost with the oplog; copies may be wrong until the backfill ends",
             Self::SourceGone => {
-                "a source collection was dropped or renamed; the fields copied from it stay as they are"
+                "a source collection was dropped, renamed or replaced; the fields copied from it stay as they are"
             }
             Self::RemovalLimit => {
                 "more targets would have lost their values than the removal limit allows: the rule is blocked"
@@ -159,7 +159,9 @@ impl Cause {
             Self::NoMajority => "look at rs.status(): a majority of data-bearing members must be up and not far behind",
             Self::StreamInterrupted => "see the errors below; it is opened again by itself",
             Self::Degraded => "nothing: the backfill runs. Enlarge the oplog so that it does not happen again",
-            Self::SourceGone => "restore the collection; then, or to apply the loss, `denormd unblock RULE`",
+            Self::SourceGone => {
+                "restore the collection: the rule goes on by itself if it would remove at most a tenth of its values; `denormd unblock RULE` agrees to the loss"
+            }
             Self::RemovalLimit => "find out what deleted so many sources; `denormd unblock RULE` agrees to the loss",
             Self::Adoption => {
                 "`denormd plan` says what it would change; `denormd unblock RULE` agrees, or correct the rule in the config"

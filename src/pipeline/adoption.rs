@@ -39,13 +39,7 @@ pub(super) fn is_blocked(record: &RuleRecord) -> bool {
 /// A decision for each new or changed rule of the plan; none for the others.
 pub(super) async fn decide(context: &Context, known: &[(String, RuleRecord)]) -> Result<Vec<Option<Decision>>> {
     // The decision covers the whole rule, not only this partition's keys.
-    let whole = &Context::new(
-        context.server.unfenced(),
-        context.plan.clone(),
-        context.limits.clone(),
-        context.dead_letters.clone(),
-        context.metrics.clone(),
-    );
+    let whole = &context.whole();
     let one = |rule: &Arc<Rule>| {
         let rule = rule.clone();
         let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record.clone());

@@ -7,10 +7,10 @@ use std::{
 };
 
 use bson::{Bson, RawDocumentBuf, oid::ObjectId};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::rules::read_sources;
+use super::{Progress, rules::read_sources};
 use crate::{
     change::Namespace,
     checkpoint::{
@@ -19,14 +19,15 @@ use crate::{
     },
     dead_letter::{self, DeadLetter},
     error::{Error, Result},
+    inspection::adoption::objections_to_return,
     key::Key,
-    plan::RuleId,
+    plan::{Rule, RuleId},
     position::ClusterTime,
     prune::{self, Carried},
     reconcile::Context,
     request::Page,
     route::target_request,
-    rule_state::RuleState,
+    rule_state::{BlockReason, RuleState},
 };
 
 /// Interval between reads of the recorded rule states and the requests of commands.
@@ -230,4 +231,82 @@ pub(super) async fn sources(
             Err(error) => tracing::debug!(error = %error.message, "source collections cannot be listed; trying again"),
         }
     }
+}
+
+/// A rule whose source is there again, and the UUID of the collection.
+#[derive(Debug)]
+pub(super) struct Returned {
+    pub rule: RuleId,
+    pub uuid: Bson,
+}
+
+/// Counts what the rules without a source would lose if they ran again, and reports those that may. An application that
+/// writes one document creates the collection, and `mongorestore` fills it bit by bit: neither is the source's return.
+pub(super) async fn returns(
+    context: Arc<Context>,
+    progress: watch::Receiver<Progress>,
+    out: mpsc::UnboundedSender<Returned>,
+    stop: CancellationToken,
+) {
+    // The count covers the whole rule, not only this partition's keys.
+    let whole = context.whole();
+    let mut waiting: BTreeMap<RuleId, Waiting> = BTreeMap::new();
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(READ_SOURCES) => {}
+            () = stop.cancelled() => return,
+        }
+        let states = progress.borrow().states.clone();
+        let lacks = |rule: RuleId| states.get(rule.0) == Some(&RuleState::Blocked(BlockReason::SourceGone));
+        waiting.retain(|rule, _| lacks(*rule));
+        for rule in context.plan.rules.iter().filter(|rule| lacks(rule.id)) {
+            let waits = waiting.entry(rule.id).or_default();
+            if waits.next.is_some_and(|next| Instant::now() < next) {
+                continue;
+            }
+            let begun = Instant::now();
+            let looked = tokio::select! {
+                looked = Box::pin(look(&whole, rule, waits)) => looked,
+                () = stop.cancelled() => return,
+            };
+            waits.next = Some(Instant::now() + begun.elapsed() * RARELY);
+            match looked {
+                // The pipeline may have ended.
+                Ok(Some(uuid)) => drop(out.send(Returned { rule: rule.id, uuid })),
+                Ok(None) => {}
+                Err(error) => {
+                    tracing::debug!(rule = %rule.name, error = %error.message, "the source cannot be compared; trying again");
+                }
+            }
+        }
+    }
+}
+
+/// A rule that waits for its source.
+#[derive(Debug, Default)]
+struct Waiting {
+    /// Time of the next count: counts take no more than a twentieth of the time.
+    next: Option<Instant>,
+    /// The objections that were logged last.
+    logged: String,
+}
+
+/// The UUID of a rule's source, if it is there again and the rule may run.
+async fn look(whole: &Context, rule: &Rule, waits: &mut Waiting) -> Result<Option<Bson>> {
+    let Namespace { database, collection } = &rule.source.namespace;
+    let Some(uuid) = whole.server.collection_uuids(database, &[collection]).await?.remove(collection) else {
+        return Ok(None);
+    };
+    let objections = objections_to_return(whole, rule).await?.join("; ");
+    if objections.is_empty() {
+        return Ok(Some(uuid));
+    }
+    if objections != waits.logged {
+        tracing::warn!(
+            rule = %rule.name, objections,
+            "the source collection is there again, but the rule stays blocked; `denormd unblock {}` agrees to the loss", rule.name
+        );
+        waits.logged = objections;
+    }
+    Ok(None)
 }

@@ -147,8 +147,8 @@ fn first_state(rule: &Rule, before: Option<&RuleRecord>) -> RuleState {
 fn tell_stopped(rule: &str, state: &RuleState) {
     let reason = state.reason().unwrap_or_default();
     match state {
-        RuleState::Blocked(_) => {
-            tracing::error!(rule, reason, "this rule is blocked until `denormd unblock {rule}`");
+        RuleState::Blocked(block) => {
+            tracing::error!(rule, reason, "this rule is blocked until {}", block.end(rule));
         }
         RuleState::Unavailable { .. } => {
             tracing::error!(rule, reason, "this rule is unavailable until the cluster has what it needs");

@@ -98,6 +98,13 @@ impl Context {
         self
     }
 
+    /// A context that reads the data of whole rules, not only of this partition's keys.
+    #[must_use]
+    pub fn whole(&self) -> Self {
+        let Self { server, plan, limits, dead_letters, metrics, .. } = self;
+        Self::new(server.unfenced(), plan.clone(), limits.clone(), dead_letters.clone(), metrics.clone())
+    }
+
     /// True if writes for this key of the rule run here.
     #[must_use]
     pub fn owns(&self, rule: &Rule, key: &Key) -> bool {
