@@ -35,6 +35,32 @@ async fn until_kept(running: &Running, what: &str) -> Vec<Event> {
     }
 }
 
+/// A config that the cluster refused was once not tried again: after `plan --apply`, the daemon went on with the old rules
+/// until a signal or another change of the file.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_config_that_the_cluster_refused_is_taken_once_it_has_what_it_lacked() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test).await;
+    test.database().create_collection("rooms").await.unwrap();
+    let running = Running::start(&test, RULES, "").await;
+    let more =
+        "  - { name: room, copy: { source: rooms, target: log, match: { room: _id }, set: { title: $title } } }\n";
+    let text = std::fs::read_to_string(running.file()).unwrap();
+    std::fs::write(running.file(), text.replace("rules:\n", &format!("rules:\n{more}"))).unwrap();
+    let status = running.until("refused", |status| causes(status).contains(&"config_refused")).await;
+    assert!(
+        status.summary.contains("The changed config is refused; the old rules stay in force."),
+        "{}",
+        status.summary
+    );
+    let (code, _, error) = running.command(&["plan", "--apply"]);
+    assert_eq!(code, Some(0), "{error}");
+    let status = running.until("it is taken", |status| status.rules.iter().any(|rule| rule.name == "room")).await;
+    assert!(!causes(&status).contains(&"config_refused"), "{status:#?}");
+    let told = running.text("/v1/events").await;
+    assert_eq!(told.matches("config_refused").count(), 1, "{told}");
+}
+
 /// A config that was invalid after an edit was once reported in the log alone: the daemon continued with the old rules,
 /// and nobody knew that the new ones were not in force.
 #[tokio::test(flavor = "multi_thread")]

@@ -87,7 +87,7 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Fa
     board.keep(Journal::new(connection.clone(), &database, &config.name));
     board.reached(context.clone(), ttl);
     board.divided(of);
-    let mut rules = Rules { loaded, context, board, guard, member, connection };
+    let mut rules = Rules { loaded, context, board, guard, member, connection, refused: None };
     let result = if of > 1 {
         partitions::share(paths, &mut rules, &mut signals).await
     } else {
@@ -140,6 +140,8 @@ struct Rules {
     member: Member,
     /// The connection for components that outlive a config.
     connection: Connection,
+    /// The reason why the config that was read last is refused.
+    refused: Option<String>,
 }
 
 /// The files whose changes count as changes of the config: those with the connection string, the token and the
@@ -305,7 +307,7 @@ impl Rules {
             Ok((loaded, context)) => {
                 self.member.has_plan(&context.plan);
                 self.board.reached(context.clone(), loaded.config.lease.ttl);
-                (self.loaded, self.context) = (loaded, context);
+                (self.loaded, self.context, self.refused) = (loaded, context, None);
                 self.connection.replace(self.context.server.unfenced());
                 self.guard.obey(&self.loaded.config.http);
                 self.board.insecure(connect::insecure(&self.loaded.config.mongodb.uri));
@@ -318,17 +320,19 @@ impl Rules {
                 true
             }
             Err(failure) => {
-                // The cluster may accept later what it refuses now: a new password is often in the file before it is
-                // set.
-                if matches!(failure, Failure::Failed(_)) {
-                    signals.try_again();
+                // The cluster may accept later what it refuses now: after `plan --apply`, or when a new password is set.
+                signals.try_again();
+                let text = failure.to_string();
+                if signals.is_repeated() && self.refused.as_ref() == Some(&text) {
+                    return false;
                 }
                 self.board.metrics.reloaded(false);
                 // The first line contains the place and the mistake; the others quote the file.
-                let reason = failure.to_string().lines().next().unwrap_or_default().to_owned();
+                let reason = text.lines().next().unwrap_or_default().to_owned();
                 self.board.metrics.record_error(None, "read the config again", &Error::new(Kind::Config, &reason));
                 self.board.happened("config_refused", &format!("the new config is refused: {reason}"));
-                tracing::error!(reason = %failure, "the new config is refused; the old rules stay in force");
+                tracing::error!(reason = %text, "the new config is refused; the old rules stay in force, and it is tried again");
+                self.refused = Some(text);
                 false
             }
         }
@@ -399,7 +403,12 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
         if wake == Wake::Stop {
             service::stopping();
         }
-        tracing::info!("stopping: what is in flight is finished, then the position is saved");
+        match wake {
+            Wake::Reload => tracing::info!("replacing the rules: what is in flight is finished first"),
+            Wake::Stop | Wake::Yield => {
+                tracing::info!("stopping: what is in flight is finished, then the position is saved")
+            }
+        }
         let mut wake = wake;
         let mut stopping = std::pin::pin!(handle.stop());
         loop {

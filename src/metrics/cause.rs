@@ -189,7 +189,7 @@ impl Cause {
             Self::CanaryLate => {
                 "see the errors below and rs.status(); if neither gives the reason, restart the daemon and report its log"
             }
-            Self::ConfigRefused => "`denormd plan` says what is wrong with it; it is read again when the file changes",
+            Self::ConfigRefused => "`denormd plan` says what is wrong with it; it is tried again by itself",
         }
     }
 

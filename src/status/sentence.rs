@@ -29,6 +29,9 @@ pub fn summary(status: &Status) -> String {
         }
         _ => {}
     }
+    if cause(status, Cause::ConfigRefused).is_some() {
+        sentences.push("The changed config is refused; the old rules stay in force.".to_owned());
+    }
     sentences.extend(standing_still(status));
     sentences.extend(lag(status));
     if sentences.is_empty() {

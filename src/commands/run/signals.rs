@@ -16,8 +16,8 @@ use crate::{
 
 /// Interval between reads of the files. A ConfigMap is replaced through a symlink, which file notifications miss.
 const LOOK: Duration = Duration::from_secs(1);
-/// Delay before a config that the cluster refused is tried again.
-const AGAIN: Duration = Duration::from_secs(5);
+/// Delay before a refused config is tried again: `plan --apply` may have given the cluster what it lacked.
+const AGAIN: Duration = Duration::from_secs(10);
 
 /// The requests to a running daemon.
 #[derive(Debug, PartialEq)]
@@ -93,6 +93,8 @@ pub struct Signals {
     /// The content of all files when they were last loaded or refused.
     seen: Option<Vec<String>>,
     again: Option<Instant>,
+    /// True if the last reload was requested by time alone.
+    repeated: bool,
 }
 
 impl Signals {
@@ -105,6 +107,7 @@ impl Signals {
             named: Vec::new(),
             seen: None,
             again: None,
+            repeated: false,
         };
         signals.seen = signals.look();
         Ok(signals)
@@ -123,6 +126,11 @@ impl Signals {
         self.again = Some(Instant::now() + AGAIN);
     }
 
+    /// True if the current reload repeats the last one: neither a signal nor a change of the files has requested it.
+    pub fn is_repeated(&self) -> bool {
+        self.repeated
+    }
+
     /// The content of the files; None while one of them cannot be read, such as in the middle of a replacement.
     fn look(&self) -> Option<Vec<String>> {
         let mut texts = config::snapshot(&self.paths)?;
@@ -135,21 +143,23 @@ impl Signals {
     /// Waits for the next request.
     pub async fn next(&mut self) -> Wake {
         let mut tick = tokio::time::interval(LOOK);
-        loop {
+        self.repeated = loop {
             tokio::select! {
                 wake = self.system.next() => match wake {
-                    Wake::Reload => break,
+                    Wake::Reload => break false,
                     wake => return wake,
                 },
                 _ = tick.tick() => {
                     let now = self.look();
-                    let changed = now.is_some() && now != self.seen;
-                    if changed || self.again.is_some_and(|at| at <= Instant::now()) {
-                        break;
+                    if now.is_some() && now != self.seen {
+                        break false;
+                    }
+                    if self.again.is_some_and(|at| at <= Instant::now()) {
+                        break true;
                     }
                 }
             }
-        }
+        };
         self.again = None;
         self.seen = self.look();
         Wake::Reload
