@@ -1,6 +1,6 @@
 //! Dead letters: keys and documents that could not be written, with the reason. They are counted and retried.
 
-use std::time::Duration;
+use std::{collections::BTreeSet, time::Duration};
 
 use bson::{Bson, DateTime, Document, RawDocument, RawDocumentBuf, doc};
 use futures_util::TryStreamExt;
@@ -177,6 +177,19 @@ impl DeadLetters {
         Ok(now)
     }
 
+    /// Has the dead letters of these keys, and of these targets, retried in the next round: a change has been written
+    /// there since, so that the offending document may have been corrected.
+    pub async fn hasten(&self, server: &Server, rule: &str, written: &Written) -> Result<()> {
+        let of = |keys: &BTreeSet<Key>| keys.iter().map(|key| Bson::Array(key.values().to_vec())).collect::<Vec<_>>();
+        let filter = doc! {"$and": [
+            self.filter(&Chosen { rule: Some(rule.to_owned()), key: None }),
+            {"$or": [{"_id.key": {"$in": of(&written.keys)}}, {"_id.target": {"$in": of(&written.targets)}}]},
+        ]};
+        let dead_letters = server.collection(&self.database, COLLECTION);
+        bounded(dead_letters.update_many(filter, doc! {"$set": {"asked": DateTime::now()}})).await?;
+        Ok(())
+    }
+
     /// Number of chosen dead letters that were requested at `asked` and have not been retried since.
     pub async fn untried(&self, server: &Server, chosen: &Chosen, asked: DateTime) -> Result<u64> {
         let filter = doc! {"$and": [self.filter(chosen), {"asked": asked}]};
@@ -213,6 +226,40 @@ pub struct Chosen {
     pub rule: Option<String>,
     /// Restricts the selection to this value, in the key or as the target.
     pub key: Option<Bson>,
+}
+
+/// Keys and targets of a rule that were written.
+#[derive(Debug, Default)]
+pub struct Written {
+    keys: BTreeSet<Key>,
+    targets: BTreeSet<Key>,
+}
+
+impl Written {
+    /// Adds the targets that `scope` means for `key`. Beyond a page of them, dead letters wait for their own retry.
+    pub fn add(&mut self, key: &Key, scope: &Scope) {
+        match scope {
+            Scope::All => self.keys.extend(self.room(std::iter::once(key.clone()))),
+            Scope::Named(ids) => self.targets.extend(self.room(ids.iter().cloned())),
+        }
+    }
+
+    /// Adds those of another one.
+    pub fn join(&mut self, other: Self) {
+        self.keys.extend(self.room(other.keys.into_iter()));
+        self.targets.extend(self.room(other.targets.into_iter()));
+    }
+
+    /// As many of these keys as there is room for.
+    fn room(&self, keys: impl Iterator<Item = Key>) -> Vec<Key> {
+        keys.take((PAGE.unsigned_abs() as usize).saturating_sub(self.keys.len() + self.targets.len())).collect()
+    }
+
+    /// True without any.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty() && self.targets.is_empty()
+    }
 }
 
 /// Interval between searches for dead letters that are due.

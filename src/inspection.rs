@@ -111,45 +111,63 @@ fn paths(reads: &Reads) -> Vec<String> {
     }
 }
 
+/// A problem that the inspection of a rule found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// The problem.
+    pub message: String,
+    /// Advice.
+    pub hint: &'static str,
+    /// True if the rule as a whole is wrong for its collections. Otherwise some documents become dead letters, and the rule
+    /// runs for the others.
+    pub is_general: bool,
+}
+
 impl Inspection {
-    /// Findings that must be resolved before the rule runs, each with advice.
+    /// Problems that the inspection found.
     #[must_use]
-    pub fn problems(&self, rule: &Rule) -> Vec<(String, String)> {
+    pub fn problems(&self, rule: &Rule) -> Vec<Problem> {
         let mut out = Vec::new();
         for sharded in self.sharded.iter().filter(|sharded| sharded.collection == rule.target.namespace.to_string()) {
             if let Some((path, part)) = sharded.owned(rule) {
-                out.push((
-                    format!("`{}` is sharded by `{part}`, and the rule writes `{path}`", sharded.collection),
-                    "copy to another path: a write to the shard key would move the document".to_owned(),
-                ));
+                out.push(Problem {
+                    message: format!("`{}` is sharded by `{part}`, and the rule writes `{path}`", sharded.collection),
+                    hint: "copy to another path: a write to the shard key would move the document",
+                    is_general: true,
+                });
             }
         }
         let Some(sample) = &self.sample else { return out };
+        let is_general = |some: u64| some * 2 > sample.targets;
         if sample.refused > 0 {
-            out.push((
-                format!(
+            out.push(Problem {
+                message: format!(
                     "the validator of `{}` would refuse {} of {} sampled targets",
                     rule.target.namespace, sample.refused, sample.targets
                 ),
-                "let the validator accept the copied fields, or change the rule; refused targets become dead letters"
-                    .to_owned(),
-            ));
+                hint: "let the validator accept the copied fields, or change the rule; refused targets become dead letters",
+                is_general: is_general(sample.refused),
+            });
         }
         if sample.sizes.largest_then > sample::LARGEST {
-            out.push((
-                format!(
+            out.push(Problem {
+                message: format!(
                     "a target of `{}` would have {} bytes, and 16 MB is the most",
                     rule.target.namespace, sample.sizes.largest_then
                 ),
-                "copy less: `slice`, `max_elements`, or fewer fields".to_owned(),
-            ));
+                hint: "copy less: `slice`, `max_elements`, or fewer fields",
+                is_general: true,
+            });
         }
         if sample.failing > 0 {
-            out.push((
-                format!("the rule's expressions fail on {} of {} sampled targets", sample.failing, sample.targets),
-                "the server refuses to compute them (a division by zero, a wrong type): guard the expression with $cond or $ifNull"
-                    .to_owned(),
-            ));
+            out.push(Problem {
+                message: format!(
+                    "the rule's expressions fail on {} of {} sampled targets",
+                    sample.failing, sample.targets
+                ),
+                hint: "the server refuses to compute them (a division by zero, a wrong type), and they become dead letters: guard the expression with $cond or $ifNull",
+                is_general: is_general(sample.failing),
+            });
         }
         out
     }

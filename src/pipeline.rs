@@ -25,6 +25,7 @@ use crate::{
         rule_record::Agreement,
         store::Store,
     },
+    dead_letter::Written,
     error::Result,
     failpoint, fan_out,
     plan::{Rule, RuleId},
@@ -244,6 +245,9 @@ struct Pipeline {
     fan_out: mpsc::UnboundedSender<FanOut>,
     fan_outs_asked: Option<mpsc::UnboundedReceiver<FanOut>>,
     fan_outs: HashMap<Subject, FanOut>,
+    /// Writes of rules that have dead letters.
+    written: mpsc::Sender<(RuleId, Written)>,
+    written_asked: Option<mpsc::Receiver<(RuleId, Written)>>,
     /// Time up to which an operator has accepted the loss of a rule's source: an earlier drop that is read later does
     /// not block the rule again.
     released: BTreeMap<RuleId, ClusterTime>,
@@ -260,6 +264,7 @@ impl Pipeline {
     fn new(context: Arc<Context>, store: Store) -> Self {
         let (backfills, asked) = mpsc::unbounded_channel();
         let (fan_out, fan_outs_asked) = mpsc::unbounded_channel();
+        let (written, written_asked) = mpsc::channel(DELIVERIES);
         Self {
             schedule: Schedule::new(context.plan.clone(), context.limits.pending).within(context.partition),
             observer: observe::Observer::new(&context.plan),
@@ -277,6 +282,8 @@ impl Pipeline {
             fan_out,
             fan_outs_asked: Some(fan_outs_asked),
             fan_outs: HashMap::new(),
+            written,
+            written_asked: Some(written_asked),
             released: BTreeMap::new(),
             pages: Vec::new(),
             saver: None,
@@ -323,7 +330,9 @@ impl Pipeline {
             ));
         }
         feeders.spawn(unavailable::watch(self.context.clone(), self.store.clone(), stop.clone()));
-        feeders.spawn(retry(self.context.clone(), page.clone(), stop.clone()));
+        if let Some(written) = self.written_asked.take() {
+            feeders.spawn(retry(self.context.clone(), written, page.clone(), stop.clone()));
+        }
         feeders.spawn(requests(self.context.clone(), self.store.clone(), page.clone(), stop.clone()));
         let (ask, mut asked) = mpsc::channel(1);
         feeders.spawn(states(self.context.clone(), self.store.clone(), ask, stop.clone()));
@@ -728,6 +737,7 @@ impl Pipeline {
         }
         self.whole.remove(&(outcome.lane, outcome.number));
         self.count_outcome(&outcome);
+        self.report_written(&outcome);
         let pause = self.pause(&outcome);
         let mut failed: BTreeMap<String, (usize, u32)> = BTreeMap::new();
         let mut keys = Vec::with_capacity(outcome.keys.len());
@@ -761,6 +771,22 @@ impl Pipeline {
         failpoint::here("acknowledged");
         self.schedule.finish(outcome.lane, outcome.number, &outcome.follow_ups, keys, Instant::now());
         self.acknowledge_pages();
+    }
+
+    /// Reports what a batch has written, if its rule has dead letters: they are retried without their pause.
+    fn report_written(&self, outcome: &Outcome) {
+        let rule = outcome.lane.0;
+        if self.context.metrics.dead_letters.with_label_values(&[&self.context.plan.rule(rule).name]).get() == 0 {
+            return;
+        }
+        let mut written = Written::default();
+        for ended in outcome.keys.iter().filter(|ended| matches!(ended.end, End::Done)) {
+            written.add(&ended.key, &ended.work.scope);
+        }
+        if !written.is_empty() {
+            // While the other side is busy, the dead letters wait for their own retry.
+            self.written.try_send((rule, written)).ok();
+        }
     }
 
     /// Pause before the keys of a batch may run again: the recomputation of a parent with a million children is spaced

@@ -61,7 +61,9 @@ pub async fn sort(context: &Context, all: Vec<Finding>) -> Result<Lacking> {
             None => {}
         }
     }
-    if lacking.unavailable.len() == context.plan.rules.len() {
+    // Rules share requirements: `all` has each of them once.
+    let (refused, unavailable) = (lacking.refused.len(), lacking.unavailable.len());
+    if unavailable == context.plan.rules.len() || (unavailable == 0 && refused > 0) {
         return Ok(Lacking { refused: all, unavailable: BTreeMap::new() });
     }
     Ok(lacking)

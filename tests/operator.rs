@@ -7,9 +7,9 @@ use mongodb::Database;
 use serde_json::json;
 
 use crate::{
-    daemon::PATIENCE,
-    daemon::{Daemon, config},
+    daemon::{Daemon, PATIENCE, config, until},
     process::Program,
+    running::Running,
 };
 
 const NAMES: &str = r#"  - { name: names, copy: { source: parts, target: products, match: { "parts.$[].id": _id }, set: { "parts.$[].name": $name } } }"#;
@@ -89,7 +89,11 @@ async fn dead_letters_are_listed_retried_and_dropped() {
     );
     assert_eq!(dead_letter["reason"], json!("server error 121 (DocumentValidationFailure)"));
     let listed = program.run(&["dead-letters", "list", "--key", "3"]).await.exits(0);
-    assert!(listed.out.starts_with("names value 7, target 3: server error 121"), "{}", listed.out);
+    assert!(
+        listed.out.starts_with(&format!("names value 7, target {}.products 3: server error 121", test.name)),
+        "{}",
+        listed.out
+    );
     assert!(listed.out.ends_with("\n1 dead letter\n"), "{}", listed.out);
     // A check reports them.
     let checked = program.run(&["check"]).await.exits(3);
@@ -109,6 +113,44 @@ async fn dead_letters_are_listed_retried_and_dropped() {
     };
     assert_eq!((name(3).await, name(1).await), (Some("Spoke".into()), None), "what was dropped stays as it is");
     daemon.stop().await;
+}
+
+const SHARE: &str = "  - { name: share, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { share: { $divide: [$a, $b] } } } }";
+
+/// A target that cannot be computed once made `check` exit with 0, and `explain` print the server's error alone. Its dead
+/// letter was still listed, for up to an hour, after a change had corrected the source.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_target_that_cannot_be_computed_is_neither_right_nor_forgotten() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let hosts = db.collection::<Document>("hosts");
+    hosts.insert_many([doc! {"_id": 1, "a": 1, "b": 0}, doc! {"_id": 2, "a": 1, "b": 2}]).await.unwrap();
+    db.collection("logs").insert_many([doc! {"_id": 7, "host": 1}, doc! {"_id": 8, "host": 2}]).await.unwrap();
+    let running = Running::start(&test, SHARE, "").await;
+    running.until("it is set aside", |status| status.rules[0].dead_letters == 1).await;
+    let (code, told, error) = running.command(&["check"]);
+    assert_eq!(code, Some(1), "{told}{error}");
+    assert!(error.contains("one target could not be compared") && error.contains("denormd explain RULE ID"), "{error}");
+    let (code, told, error) = running.command(&["explain", "share", "7"]);
+    assert_eq!(code, Some(1), "{told}{error}");
+    for part in
+        ["  ! its values cannot be computed, and stay as they are: server error", "  host: 1, found in ", "hosts 1\n"]
+    {
+        assert!(told.contains(part), "{told}");
+    }
+    // The next retry is due in many minutes.
+    let dead_letters = test.beside("state").collection::<Document>("dead_letters");
+    let waits = doc! {"$set": {"attempts": 10, "last": bson::DateTime::now()}};
+    until("no retry is in progress", async || {
+        dead_letters.update_one(doc! {}, waits.clone()).await.unwrap();
+        let (code, told, _) = running.command(&["dead-letters", "list"]);
+        (code == Some(0) && told.contains("tried 10 times")).then_some(())
+    })
+    .await;
+    hosts.update_one(doc! {"_id": 1}, doc! {"$set": {"b": 4}}).await.unwrap();
+    running.until("it is no longer listed", |status| status.rules[0].dead_letters == 0).await;
+    let (code, told, error) = running.command(&["check"]);
+    assert_eq!(code, Some(0), "{told}{error}");
 }
 
 const HOST: &str = "  - { name: host, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";

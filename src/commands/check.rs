@@ -13,6 +13,7 @@ use crate::{
         terminal::fitted,
     },
     config::Loaded,
+    error::{Error, Kind},
     metrics::Metrics,
     plan::Rule,
     reconcile::{Context, scan},
@@ -26,15 +27,20 @@ pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> s
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let states: BTreeMap<String, RuleRecord> = store.rules(&context.server).await?.into_iter().collect();
-    let mut left = 0;
+    let (mut left, mut unknown) = (0, 0);
     for rule in chosen(&context.plan, &options.rule)? {
         let one = One { loaded, context: &context, store: &store, rule, output, options };
         if let Some(note) = state_note(states.get(&rule.name)) {
             notice(&format!("{}: {note}", rule.name));
         }
-        left += one.run().await?;
+        let (differing, refused) = one.run().await?;
+        left += differing;
+        unknown += refused;
     }
     match left {
+        0 if unknown > 0 => Err(Error::new(Kind::Refused, format!("{} could not be compared", counted(unknown)))
+            .hint("`denormd dead-letters list` names them, and `denormd explain RULE ID` says why")
+            .into()),
         0 => Ok(()),
         1 => Err(Failure::Differs("one target differs from its definition".to_owned())),
         n => Err(Failure::Differs(format!("{n} targets differ from their definition"))),
@@ -59,8 +65,8 @@ struct Counts {
 }
 
 impl One<'_> {
-    /// Checks the rule. Returns the number of targets that still differ.
-    async fn run(&self) -> std::result::Result<u64, Failure> {
+    /// Checks the rule. Returns the number of targets that still differ, and of those whose values cannot be computed.
+    async fn run(&self) -> std::result::Result<(u64, u64), Failure> {
         let scope =
             Scope { sample: self.options.sample, resume: self.options.resume, values: self.options.show_values };
         let mut check = Check::new(self.context, self.store, self.rule, scope).await?;
@@ -87,7 +93,7 @@ impl One<'_> {
         }
         bar.end();
         self.sum_up(&check.tally, &counts);
-        Ok(check.tally.differing - counts.repaired)
+        Ok((check.tally.differing - counts.repaired, check.tally.refused))
     }
 
     /// Has the leader reconcile these targets. Returns those that still differ.
@@ -173,6 +179,10 @@ impl One<'_> {
         }
         print(&fitted(&format!("{line}\n")));
     }
+}
+
+fn counted(targets: u64) -> String {
+    if targets == 1 { "one target".to_owned() } else { format!("{targets} targets") }
 }
 
 fn show((expected, stored): &(Option<Bson>, Option<Bson>)) -> String {

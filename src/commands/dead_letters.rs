@@ -55,7 +55,7 @@ async fn list(context: &Context, output: Output, chosen: &Chosen, limit: u32) ->
         }
         Output::Text => {
             for dead_letter in &dead_letters {
-                print(&fitted(&text(dead_letter)));
+                print(&fitted(&text(context, dead_letter)));
             }
             let unlisted = count.saturating_sub(dead_letters.len() as u64);
             let more = if unlisted > 0 { format!(", {unlisted} of them not listed (--limit)") } else { String::new() };
@@ -93,7 +93,7 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
         }
         Output::Text => {
             for dead_letter in &left {
-                print(&fitted(&text(dead_letter)));
+                print(&fitted(&text(context, dead_letter)));
             }
             print(&format!("{} tried, {} left\n", counted(before), left.len()));
         }
@@ -119,16 +119,28 @@ fn counted(count: u64) -> String {
     if count == 1 { "1 dead letter".to_owned() } else { format!("{count} dead letters") }
 }
 
-fn text(dead_letter: &DeadLetter) -> String {
+/// The collection of the document that `side` means, `source` or `target`, with a space; nothing for a removed rule.
+fn collection(context: &Context, dead_letter: &DeadLetter, side: &str) -> String {
+    let rule = context.plan.rules.iter().find(|rule| rule.name == dead_letter.rule);
+    rule.map_or_else(String::new, |rule| match side {
+        "source" => format!("{} ", rule.source.namespace),
+        "target" => format!("{} ", rule.target.namespace),
+        _ => String::new(),
+    })
+}
+
+fn text(context: &Context, dead_letter: &DeadLetter) -> String {
     let key: Vec<String> = dead_letter.key.values().iter().map(shown).collect();
     let target = dead_letter.target.as_ref().and_then(|target| target.values().first());
-    let target = target.map(|target| format!(", target {}", shown(target))).unwrap_or_default();
+    let within = |side: &str| collection(context, dead_letter, side);
+    let target = target.map(|target| format!(", target {}{}", within("target"), shown(target))).unwrap_or_default();
     let path = dead_letter.path.as_ref().map(|path| format!(" at {path}")).unwrap_or_default();
     let next = if dead_letter.due == 0 { "now".to_owned() } else { time(DateTime::from_millis(dead_letter.due)) };
     format!(
-        "{} {} {}{target}: {}{path}\n  tried {} since {}, last {}, next {next}\n",
+        "{} {} {}{}{target}: {}{path}\n  tried {} since {}, last {}, next {next}\n",
         dead_letter.rule,
         dead_letter.about(),
+        within(dead_letter.about()),
         if key.is_empty() { "nothing".to_owned() } else { key.join(", ") },
         dead_letter.reason,
         if dead_letter.attempts == 1 { "once".to_owned() } else { format!("{} times", dead_letter.attempts) },

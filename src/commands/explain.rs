@@ -38,6 +38,8 @@ struct Explained<'a> {
     kept: Vec<Difference>,
     references: Vec<Answered>,
     notes: Vec<String>,
+    /// The reason why its values cannot be computed.
+    failure: Option<Error>,
 }
 
 /// One reference of the target, and the sources that answer it.
@@ -61,7 +63,7 @@ pub async fn explain(loaded: &Loaded, output: Output, rule: &str, id: &str) -> s
         Output::Text => print(&fitted(&text(&explained))),
         Output::Json => print(&format!("{:#}\n", json(&explained))),
     }
-    Ok(())
+    explained.failure.map_or(Ok(()), |failure| Err(failure.into()))
 }
 
 async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<RuleRecord>) -> Result<Explained<'a>> {
@@ -73,12 +75,24 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
         takes_part = true;
         Ok(())
     };
-    compare_ids(context, rule, std::slice::from_ref(&id), time, &mut take).await?;
-    let compared = compare(context, rule, std::slice::from_ref(&target), time).await?.pop();
-    let compared = compared.ok_or_else(|| Error::internal("a target that is not compared"))?;
-    let kept = kept(context, rule, &target, time).await?;
-    let references = references(context, rule, &compared, time).await?;
     let mut notes = Vec::new();
+    let compared = async {
+        compare_ids(context, rule, std::slice::from_ref(&id), time, &mut take).await?;
+        let compared = compare(context, rule, std::slice::from_ref(&target), time).await?.pop();
+        let compared = compared.ok_or_else(|| Error::internal("a target that is not compared"))?;
+        Ok::<_, Error>((compared, kept(context, rule, &target, time).await?))
+    };
+    let (compared, kept, failure) = match compared.await {
+        Ok((compared, kept)) => (compared, kept, None),
+        Err(error) if error.kind == Kind::Refused => {
+            takes_part = true;
+            notes.push(format!("its values cannot be computed, and stay as they are: {}", error.message));
+            let references = rule.reference.keys(Role::Target, &target);
+            (Compared { target: id.clone(), fields: Vec::new(), references }, Vec::new(), Some(error))
+        }
+        Err(error) => return Err(error),
+    };
+    let references = references(context, rule, &compared, time).await?;
     if !takes_part {
         notes.push("it does not take part: `target.where` leaves it out, and it keeps what it has".to_owned());
     }
@@ -89,7 +103,7 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
     for dead_letter in dead_letters.iter().filter(|dead_letter| dead_letter.concerns(&key, &compared.references)) {
         notes.push(format!("set aside as a dead letter, tried {} times: {}", dead_letter.attempts, dead_letter.reason));
     }
-    Ok(Explained { rule, target: id, takes_part, compared, kept, references, notes })
+    Ok(Explained { rule, target: id, takes_part, compared, kept, references, notes, failure })
 }
 
 /// The values of a `once` rule that are there, each with what the rule would write if it were new.
@@ -182,7 +196,7 @@ fn text(explained: &Explained<'_>) -> String {
     for field in compared.fields.iter().filter(|field| field.element.is_none()) {
         path(&mut out, field);
     }
-    if compared.fields.is_empty() && kept.is_empty() {
+    if compared.fields.is_empty() && kept.is_empty() && explained.failure.is_none() {
         writeln!(out, "  {}", nothing(rule)).ok();
     }
     out
@@ -272,7 +286,7 @@ fn plain(value: Option<&bson::RawBson>) -> Option<Bson> {
 }
 
 fn json(explained: &Explained<'_>) -> serde_json::Value {
-    let Explained { rule, target, takes_part, compared, kept, references, notes } = explained;
+    let Explained { rule, target, takes_part, compared, kept, references, notes, failure } = explained;
     let value = |value: &Bson| value.clone().into_relaxed_extjson();
     let references = references.iter().map(|reference| {
         serde_json::json!({
@@ -307,7 +321,7 @@ fn json(explained: &Explained<'_>) -> serde_json::Value {
         "references": references.collect::<Vec<_>>(),
         "paths": paths.collect::<Vec<_>>(),
         "kept": kept.collect::<Vec<_>>(),
-        "notes": notes,
+        "notes": notes, "failure": failure.as_ref().map(|failure| &failure.message),
         "differs": compared.differences().next().is_some(),
     })
 }

@@ -11,7 +11,7 @@ use crate::{
     config::{ConfigPath, Loaded, LocatedMistake, Mistake, Place},
     error::Kind,
     inspection::{
-        Distribution, Inspection, PreImages, References, ShardKey, Sharded, Sizes,
+        Distribution, Inspection, PreImages, Problem, References, ShardKey, Sharded, Sizes,
         adoption::{Change, ChangeKind, Figures, Standing, owned_before},
         inspection,
         suspicion::{place_of, suspicions, without_a_server},
@@ -63,7 +63,9 @@ pub async fn plan(loaded: &Loaded, output: Output, options: Options) -> Result<(
         (0, blocked) => {
             Err(Failure::Refused(format!("{} would be blocked until you agree", counted(blocked as u64, "rule"))))
         }
-        (findings, _) => Err(Failure::Refused(format!("{} to do before the rules can run", things(findings)))),
+        (findings, blocked) => {
+            Err(Failure::Refused(format!("{} needed before the rules can run", steps(findings + blocked))))
+        }
     }
 }
 
@@ -113,20 +115,20 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
         suspected.retain(|mistake| mistake.at != at || mistake.message != finding.message);
         place(loaded, at, finding);
     }
-    live.suspicions = loaded.located(&suspected);
     live.blocked =
         live.inspections.iter().filter_map(|inspection| blocked(plan, inspection, &earlier, &suspected)).collect();
     for inspection in &live.inspections {
         let Some(rule) = plan.rules.iter().find(|rule| rule.name == inspection.rule) else { continue };
-        let problems = inspection.problems(rule).into_iter();
-        live.findings.extend(problems.map(|(message, hint)| Finding {
-            rule: rule.name.clone(),
-            message,
-            fix: None,
-            hint: Some(hint),
-            names: None,
-        }));
+        for Problem { message, hint, is_general } in inspection.problems(rule) {
+            if is_general {
+                let (rule, hint) = (rule.name.clone(), Some(hint.to_owned()));
+                live.findings.push(Finding { rule, message, fix: None, hint, names: None });
+            } else {
+                suspected.push(Mistake::new(ConfigPath::rule(rule.id.0), message).hint(hint));
+            }
+        }
     }
+    live.suspicions = loaded.located(&suspected);
     Ok(live)
 }
 
@@ -368,8 +370,8 @@ pub fn refusal(findings: &[Finding]) -> String {
         ""
     };
     format!(
-        "{} to do before the rules can run; nothing was written\n{}{fixable}",
-        things(findings.len()),
+        "{} needed before the rules can run; nothing was written\n{}{fixable}",
+        steps(findings.len()),
         todo(findings).trim_end()
     )
 }
@@ -380,8 +382,8 @@ pub fn counted(number: u64, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 
-fn things(count: usize) -> String {
-    if count == 1 { "one thing is".to_owned() } else { format!("{count} things are") }
+fn steps(count: usize) -> String {
+    if count == 1 { "1 step is".to_owned() } else { format!("{count} steps are") }
 }
 
 /// The examples for `--show-values`: a few of the changes to existing data, as Extended JSON.

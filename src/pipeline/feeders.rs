@@ -17,7 +17,7 @@ use crate::{
         requests::{Retired, Work},
         store::Store,
     },
-    dead_letter::{self, DeadLetter},
+    dead_letter::{self, DeadLetter, Written},
     error::{Error, Result},
     inspection::adoption::objections_to_return,
     key::Key,
@@ -46,17 +46,33 @@ const LATE: usize = 3;
 /// Dead letters that are being retried, and the notification of their end.
 type Tried = (Vec<DeadLetter>, oneshot::Receiver<()>);
 
-/// Retries dead letters, a page at a time, each when its own pause is over.
-pub(super) async fn retry(context: Arc<Context>, out: mpsc::Sender<Page>, stop: CancellationToken) {
+/// Retries dead letters, a page at a time, each when its own pause is over, or after a change that was written at its key.
+pub(super) async fn retry(
+    context: Arc<Context>,
+    mut written: mpsc::Receiver<(RuleId, Written)>,
+    out: mpsc::Sender<Page>,
+    stop: CancellationToken,
+) {
     let mut pause = dead_letter::ROUND;
     let mut late: Vec<Tried> = Vec::new();
     loop {
-        tokio::select! {
-            () = tokio::time::sleep(pause) => {}
-            () = stop.cancelled() => return,
+        let mut changed: BTreeMap<RuleId, Written> = BTreeMap::new();
+        let mut over = std::pin::pin!(tokio::time::sleep(pause));
+        loop {
+            tokio::select! {
+                () = &mut over => break,
+                Some((rule, written)) = written.recv() => changed.entry(rule).or_default().join(written),
+                () = stop.cancelled() => return,
+            }
         }
+        let round = async {
+            for (rule, written) in &changed {
+                context.dead_letters.hasten(&context.server, &context.plan.rule(*rule).name, written).await?;
+            }
+            retry_due(&context, &out, &mut late).await
+        };
         let result = tokio::select! {
-            result = retry_due(&context, &out, &mut late) => result,
+            result = round => result,
             () = stop.cancelled() => return,
         };
         match result {
