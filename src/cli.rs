@@ -83,6 +83,7 @@ const GROUPS: [(&str, &[(&str, &str)]); 6] = [
         "Watch",
         &[
             ("status", "Show lag, states of rules, causes and what to do"),
+            ("top", "Show the same live, in the terminal"),
             ("events", "Show the timeline"),
             ("runbook", "Show what to do about an alert"),
             ("support-bundle", "Write one file for a person who helps"),
@@ -389,10 +390,25 @@ for this definition of the rule."
     #[command(after_help = "Examples:
   denormd status --config shop.yaml
   denormd status --config shop.yaml --output json | jq .lag_seconds
-  watch -n 2 denormd status --address 127.0.0.1:9464
+  denormd status --address 127.0.0.1:9464      no config is needed
 
 Exit status: 0 if a daemon answers, whatever its state (see `health`), 1 if none does.")]
     Status {
+        /// The daemon to ask.
+        #[command(flatten)]
+        asked: Asked,
+    },
+    /// Shows the running daemon's status live in the terminal: lag, rates, backfills, causes, and a row for each rule.
+    #[command(after_help = "Examples:
+  denormd top --config shop.yaml
+  denormd top --address 10.0.0.7:9464             no config is needed; any instance answers, a standby too
+
+Keys: q, Esc or Ctrl-C quit; the arrows or j and k select a rule, PageUp and PageDown go further; Enter or d shows the details
+of the rule, s changes the order, ? shows the keys. It asks once a second, and is not used by programs: they use `status --output json`.
+While the daemon does not answer, the last state stays on the screen, marked as unknown since the last answer.
+
+Exit status: 0 quit, 1 failed, 2 usage, or not a terminal (use `status`).")]
+    Top {
         /// The daemon to ask.
         #[command(flatten)]
         asked: Asked,

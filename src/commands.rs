@@ -22,6 +22,8 @@ pub mod status;
 pub mod support_bundle;
 pub mod terminal;
 pub mod test;
+#[cfg(feature = "top")]
+pub mod top;
 pub mod wait;
 
 use std::{io::Write, sync::Arc};
@@ -113,6 +115,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Status { asked } => {
             return status::status(cli.output, daemon(cli, &environment, asked)?).await;
         }
+        Command::Top { asked } => return top(cli.output, daemon(cli, &environment, asked)?).await,
         Command::Wait { asked, operation_time, timeout } => {
             let daemon = daemon(cli, &environment, asked)?;
             return wait::wait(cli.output, daemon, operation_time.as_deref(), *timeout).await;
@@ -139,6 +142,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         | Command::Init { .. }
         | Command::Health { .. }
         | Command::Status { .. }
+        | Command::Top { .. }
         | Command::Wait { .. }
         | Command::Runbook { .. }
         | Command::SupportBundle { .. }
@@ -169,6 +173,17 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Test { files, uri } => test::test(&loaded, cli.output, files, uri.as_deref()).await,
         Command::DeadLetters(action) => dead_letters::dead_letters(&loaded, cli.output, action).await,
     }
+}
+
+#[cfg(feature = "top")]
+use top::top;
+
+/// Refuses `top` in a build without it.
+#[cfg(not(feature = "top"))]
+fn top(_: crate::cli::Output, _: Daemon) -> std::future::Ready<Result<(), Failure>> {
+    let error = Error::new(Kind::Config, "this program was built without `top`")
+        .hint("`watch -n 2 denormd status` repeats the same figures; `cargo build --features top` adds it");
+    std::future::ready(Err(error.into()))
 }
 
 /// The daemon to ask: the one at the address that is given, or where the config says that it listens. A config that has been broken

@@ -43,8 +43,8 @@ use lag::{Lags, Probes};
 pub use leadership::Leadership;
 use leadership::{Facts, Reading};
 pub use report::{
-    Backfill, CauseReport, Current, InstanceReport, Level, Oplog, Partitions, Percentiles, RetiredField, Rule, Status,
-    duration,
+    Backfill, CauseReport, Current, InstanceReport, Level, Oplog, Partitions, Percentiles, Problem, RetiredField, Rule,
+    Status, duration,
 };
 use shared::Shared;
 use timeline::Timeline;

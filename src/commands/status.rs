@@ -141,7 +141,7 @@ fn audits(status: &Status) -> Vec<Vec<String>> {
 
 /// Formats the time up to which data is current: `Current as of 2026-11-22 20:31:05 UTC (1795379465.3), but for these
 /// rules: a, b`.
-fn as_of(current: &Current) -> String {
+pub(super) fn as_of(current: &Current) -> String {
     let seconds = current.as_of.split('.').next().and_then(|seconds| seconds.parse::<i64>().ok()).unwrap_or_default();
     let at = bson::DateTime::from_millis(seconds * 1000).try_to_rfc3339_string().unwrap_or_default();
     let at = format!("{} {}", at.get(..10).unwrap_or_default(), at.get(11..19).unwrap_or_default());
@@ -153,14 +153,14 @@ fn as_of(current: &Current) -> String {
 }
 
 /// A note if nothing can be said about the whole deployment, because each instance knows only its own partitions.
-fn unknown(status: &Status) -> Option<&'static str> {
+pub(super) fn unknown(status: &Status) -> Option<&'static str> {
     let Partitions { of, led } = status.partitions.as_ref()?;
     let shared = u32::try_from(led.len()) != Ok(*of);
     shared.then_some("Current as of: not known while several instances share the partitions")
 }
 
 /// The role of the instance: `standby of a:1`.
-fn role(leadership: &Leadership) -> String {
+pub(super) fn role(leadership: &Leadership) -> String {
     match leadership {
         Leadership::Standby { leaders } if !leaders.is_empty() => {
             let names: Vec<&str> = leaders.iter().map(|leader| leader.instance.as_str()).collect();
@@ -172,7 +172,7 @@ fn role(leadership: &Leadership) -> String {
 }
 
 /// The partitions that the process leads: ` of partitions 0, 2 of 4`.
-fn led(Partitions { of, led }: &Partitions) -> String {
+pub(super) fn led(Partitions { of, led }: &Partitions) -> String {
     let places: Vec<String> = led.iter().map(ToString::to_string).collect();
     match led.len() {
         0 => format!(" of none of {of} partitions"),
@@ -206,7 +206,7 @@ fn rules(status: &Status) -> Vec<Vec<String>> {
 }
 
 /// Describes the stale targets of a rule: their number, and their age.
-fn stale(status: &Status, rule: &Rule) -> String {
+pub(super) fn stale(status: &Status, rule: &Rule) -> String {
     let (name, target, from) = (&rule.name, &rule.target, rule.behind_since.unwrap_or(status.now));
     let what = match (rule.late_keys, rule.keyed_by_target) {
         (0, _) => format!("changes that are not read yet may concern {target}"),
@@ -223,7 +223,7 @@ fn stale(status: &Status, rule: &Rule) -> String {
 }
 
 /// The progress of a backfill in one word.
-fn share(backfill: &Backfill) -> String {
+pub(super) fn share(backfill: &Backfill) -> String {
     match backfill {
         Backfill::None => "-".to_owned(),
         Backfill::Waiting => "waiting".to_owned(),
@@ -235,7 +235,7 @@ fn share(backfill: &Backfill) -> String {
 }
 
 /// The rate of a backfill, the remaining time, and the reason for any delay; None unless it is running.
-fn pace(backfill: &Backfill) -> Option<String> {
+pub(super) fn pace(backfill: &Backfill) -> Option<String> {
     match backfill {
         Backfill::None | Backfill::Waiting => None,
         Backfill::Running { per_second, eta_seconds, held_back, .. } => {
@@ -250,11 +250,11 @@ fn pace(backfill: &Backfill) -> Option<String> {
     }
 }
 
-fn short(seconds: f64) -> String {
+pub(super) fn short(seconds: f64) -> String {
     if seconds < 1.0 { format!("{:.1} ms", seconds * 1000.0) } else { duration(seconds) }
 }
 
-fn since(status: &Status, at: i64) -> String {
+pub(super) fn since(status: &Status, at: i64) -> String {
     let millis = u32::try_from((status.now - at).max(0)).unwrap_or(u32::MAX);
     duration(f64::from(millis) / 1000.0)
 }

@@ -28,7 +28,7 @@ pub fn fitted(text: &str) -> String {
 }
 
 /// Wraps long lines, aligned with the start of their text. Commands and excerpts stay whole, because users copy them.
-fn wrapped(text: &str, width: usize) -> String {
+pub(super) fn wrapped(text: &str, width: usize) -> String {
     let mut out = String::new();
     for line in text.split_inclusive('\n') {
         let (line, end) = line.strip_suffix('\n').map_or((line, ""), |line| (line, "\n"));

@@ -1,0 +1,189 @@
+//! The order of rules, and the details of one. Pure.
+
+use std::cmp::Reverse;
+
+use super::{model::Model, text::lines};
+use crate::{
+    commands::status::{pace, share, short, since, stale},
+    status::{BEHIND, Backfill, CauseReport, Problem, Rule, Status, duration},
+};
+
+/// What about a rule needs attention, the most urgent first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Concern {
+    /// It is blocked, unavailable or paused, or its copies may be wrong.
+    Stopped,
+    /// It is behind.
+    Late,
+    /// It has dead letters.
+    DeadLetters,
+    /// It is backfilled, or waits for that.
+    Backfill,
+    /// Nothing.
+    None,
+}
+
+impl Concern {
+    pub fn of(rule: &Rule) -> Self {
+        match rule.state.as_str() {
+            "blocked" | "unavailable" | "paused" | "degraded" => Self::Stopped,
+            _ if rule.degraded => Self::Stopped,
+            _ if rule.lag_seconds.is_some_and(|lag| lag >= BEHIND) => Self::Late,
+            _ if rule.dead_letters > 0 => Self::DeadLetters,
+            "backfilling" | "awaiting_backfill" => Self::Backfill,
+            _ => Self::None,
+        }
+    }
+}
+
+/// The order of the rules.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sort {
+    /// Rules that need attention first.
+    Attention,
+    /// The largest lag first.
+    Lag,
+    /// By name.
+    Name,
+    /// As in the config.
+    Config,
+}
+
+impl Sort {
+    /// The next order.
+    #[must_use]
+    pub fn next(self) -> Self {
+        match self {
+            Self::Attention => Self::Lag,
+            Self::Lag => Self::Name,
+            Self::Name => Self::Config,
+            Self::Config => Self::Attention,
+        }
+    }
+
+    /// Its name in the footer.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Attention => "problems first",
+            Self::Lag => "largest lag first",
+            Self::Name => "by name",
+            Self::Config => "as in the config",
+        }
+    }
+
+    /// The rules in this order; equal ones stay in the config's.
+    pub(super) fn apply(self, rules: &[Rule]) -> Vec<&Rule> {
+        let mut sorted: Vec<&Rule> = rules.iter().collect();
+        match self {
+            Self::Attention => sorted.sort_by_key(|rule| Concern::of(rule)),
+            Self::Lag => sorted.sort_by_key(|rule| Reverse(micros(rule.lag_seconds))),
+            Self::Name => sorted.sort_by(|a, b| a.name.cmp(&b.name)),
+            Self::Config => {}
+        }
+        sorted
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "positive, and no age of the universe")]
+fn micros(seconds: Option<f64>) -> Option<i64> {
+    seconds.map(|seconds| (seconds * 1e6) as i64)
+}
+
+/// The causes as lines, each with the reason and the advice. Causes that concern one rule name it in the advice.
+pub(super) fn cause(status: &Status, cause: &CauseReport, rule: Option<&str>, columns: usize) -> Vec<String> {
+    let rules =
+        if cause.rules.is_empty() || rule.is_some() { String::new() } else { format!(" ({})", cause.rules.join(", ")) };
+    let mark = if cause.severe { "!!" } else { " *" };
+    let mut text = format!("{mark} {}, for {}: {}{rules}\n", cause.cause, since(status, cause.since), cause.meaning);
+    if let Some(reason) = &cause.reason {
+        text.push_str(&format!("   reason: {reason}\n"));
+    }
+    let only = rule.or(cause.rules.first().map(String::as_str).filter(|_| cause.rules.len() == 1));
+    let advice = only.map_or_else(|| cause.advice.clone(), |rule| cause.advice.replace("RULE", rule));
+    text.push_str(&format!("   what to do: {advice}\n"));
+    lines(&text, columns)
+}
+
+/// A recent error in one line.
+pub(super) fn problem(status: &Status, problem: &Problem) -> String {
+    let times = if problem.count > 1 { format!(", {} times", problem.count) } else { String::new() };
+    let place = problem.rule.as_ref().map_or_else(String::new, |rule| format!("{rule}, "));
+    format!("   {} ago{times}: {place}{}: {}", since(status, problem.last), problem.doing, problem.message)
+}
+
+/// The details of a rule as lines.
+pub(super) fn details(model: &Model, status: &Status, rule: &Rule, columns: usize) -> Vec<String> {
+    let mut text = format!("   {:<12}{} -> {}\n", "copies", rule.source, rule.target);
+    for (label, value) in figures(model, status, rule) {
+        text.push_str(&format!("   {label:<12}{value}\n"));
+    }
+    let mut out = lines(&text, columns);
+    if rule.behind_since.is_some() {
+        out.extend(lines(&format!("   {}\n", stale(status, rule)), columns));
+    }
+    let concerned = |cause: &&CauseReport| cause.rules.is_empty() || cause.rules.contains(&rule.name);
+    for found in status.causes.iter().filter(concerned) {
+        out.push(String::new());
+        out.extend(cause(status, found, Some(&rule.name), columns));
+    }
+    if !rule.dead_letter_reasons.is_empty() {
+        out.extend([String::new(), "   dead letters by reason".to_owned()]);
+        let reasons = rule.dead_letter_reasons.iter().map(|(why, count)| format!("   {count:>6}  {why}"));
+        out.extend(reasons.flat_map(|reason| lines(&reason, columns)));
+    }
+    let errors = status.errors.iter().filter(|error| error.rule.as_ref().is_none_or(|of| *of == rule.name));
+    let errors: Vec<String> = errors.take(5).flat_map(|error| lines(&problem(status, error), columns)).collect();
+    if !errors.is_empty() {
+        out.extend([String::new(), "   recent errors".to_owned()]);
+        out.extend(errors);
+    }
+    out
+}
+
+/// The figures of a rule with their labels.
+fn figures(model: &Model, status: &Status, rule: &Rule) -> Vec<(&'static str, String)> {
+    let time = |seconds: f64| if seconds > 0.0 { short(seconds) } else { "0".to_owned() };
+    let lag = rule.lag_seconds.map_or_else(|| "-: it does not run".to_owned(), time);
+    let chain = if rule.chain_lag_seconds > rule.lag_seconds.unwrap_or_default() {
+        format!("; with the rules that feed it {}", time(rule.chain_lag_seconds))
+    } else {
+        String::new()
+    };
+    let mut out = vec![
+        ("state", format!("{}{}", if model.unknown().is_some() { "was " } else { "" }, rule.state.replace('_', " "))),
+        ("lag", format!("{lag} (objective {}){chain}", duration(rule.max_lag_seconds))),
+        ("written", written(model, rule)),
+    ];
+    if let (Some(p50), Some(p99)) = (rule.propagation.p50, rule.propagation.p99) {
+        let value = format!("{} at the median, p99 {}, of {}", short(p50), short(p99), rule.propagation.count);
+        out.push(("propagation", format!("{value} in the last five minutes")));
+    }
+    match &rule.backfill {
+        Backfill::None => {}
+        Backfill::Waiting => out.push(("backfill", "waits for the backfills of other rules".to_owned())),
+        running @ Backfill::Running { scanned, total, .. } => {
+            let of = total.map_or_else(String::new, |total| format!(" of about {total}"));
+            let pace = pace(running).map_or_else(String::new, |pace| format!(", {pace}"));
+            out.push(("backfill", format!("{}, {scanned}{of} targets{pace}", share(running))));
+        }
+    }
+    if let Some(audit) = &rule.audit {
+        let of = audit.total.map_or_else(String::new, |total| format!(" of about {total}"));
+        let ended = match audit.last_ended {
+            Some(at) => format!("the last round ended {} ago", since(status, at)),
+            None => "no round has ended yet".to_owned(),
+        };
+        out.push(("audit", format!("{}{of} targets compared, {ended}", audit.compared)));
+    }
+    if rule.drift_found > 0 {
+        out.push(("drift", format!("{} found, {} repaired", rule.drift_found, rule.drift_repaired)));
+    }
+    out.push(("dead letters", rule.dead_letters.to_string()));
+    out
+}
+
+fn written(model: &Model, rule: &Rule) -> String {
+    let rate = model.rate(&rule.name).map_or_else(String::new, |rate| format!("{rate:.1} targets/s, "));
+    format!("{rate}{} targets since the start", rule.targets_changed)
+}

@@ -1,0 +1,264 @@
+//! The frame: the model in, the cells of the terminal out. Pure.
+
+use ratatui::{
+    Frame,
+    layout::Rect,
+    style::Style,
+    text::{Line, Span},
+    widgets::Paragraph,
+};
+
+use super::{
+    model::{Model, Page, Unknown, is_old},
+    rule::{cause, details, problem},
+    table::table,
+    text::{cell, cut, lines, width},
+};
+use crate::{
+    commands::status::{as_of, led, role, short, since, unknown},
+    status::{BEHIND, InstanceReport, Status, duration},
+};
+
+/// Width of a figure with its label.
+const FIGURE: usize = 26;
+/// Lines that causes leave for the table.
+const TABLE: usize = 6;
+
+/// The keys, for the help.
+const KEYS: [(&str, &str); 8] = [
+    ("q, Esc, Ctrl-C", "quit; Esc leaves the details and this page first"),
+    ("up, down, k, j", "select a rule"),
+    ("PageUp, PageDown", "select a rule further away; scroll the details"),
+    ("Home, End, g, G", "select the first or the last rule"),
+    ("Enter, d", "show or leave the details of the rule: causes, what to do, errors"),
+    ("s", "change the order: problems first, largest lag first, by name, as in the config"),
+    ("?", "show or leave this page"),
+    ("", "a rule in STATE `was …`, or `?`: not known now, because the daemon does not answer"),
+];
+
+/// Draws the model.
+pub fn draw(frame: &mut Frame<'_>, model: &Model) {
+    let area = frame.area();
+    let (columns, height) = (usize::from(area.width), usize::from(area.height));
+    let mut out = head(model, columns);
+    let room = height.saturating_sub(out.len() + 1);
+    out.extend(match (model.page, model.status()) {
+        (Page::Help, _) => help(model, columns),
+        (_, None) => Vec::new(),
+        (Page::Rules, Some(status)) => rules(model, status, columns, room),
+        (Page::Details(from), Some(status)) => selected(model, status, columns, (from, room)),
+    });
+    out.truncate(height.saturating_sub(1));
+    frame.render_widget(Paragraph::new(out), area);
+    let last = Rect { y: area.bottom().saturating_sub(1), height: area.height.min(1), ..area };
+    frame.render_widget(Paragraph::new(footer(model, columns)), last);
+}
+
+fn styled(text: Vec<String>, style: Style) -> impl Iterator<Item = Line<'static>> {
+    text.into_iter().map(move |line| Line::styled(line, style))
+}
+
+/// Title, headline and figures.
+fn head(model: &Model, columns: usize) -> Vec<Line<'static>> {
+    let mut out = vec![title(model, columns)];
+    let gone = model.unknown();
+    if let Some(Unknown { since, reason }) = &gone {
+        let lasts = duration(seconds(model.now - since));
+        let text = format!("Unknown since {}, for {lasts}: {reason}. Trying again.", clock(*since));
+        out.extend(
+            lines(&text, columns)
+                .into_iter()
+                .map(|line| Line::styled(cell(&line, columns, false), model.theme.unknown())),
+        );
+    }
+    let Some(status) = model.status() else { return out };
+    let soft = model.theme.soft();
+    let summary = match gone {
+        None => (status.summary.clone(), model.theme.headline(status.level)),
+        Some(_) => (format!("Last known: {}", status.summary), soft),
+    };
+    out.extend(styled(lines(&summary.0, columns), summary.1));
+    let mut said = Vec::new();
+    if !status.rules.is_empty() {
+        let risk = if gone.is_some() { "Not known now. Last known: " } else { "" };
+        said.push(format!("Will data be lost? {risk}{}", status.risk));
+    }
+    said.extend(match &status.current {
+        Some(current) => Some(as_of(current)),
+        None => unknown(status).map(str::to_owned),
+    });
+    said.extend(status.insecure.iter().map(|option| {
+        format!("!! INSECURE: {option} is set: the server's certificate is not verified; give tlsCAFile instead")
+    }));
+    let style = if gone.is_some() { soft } else { Style::new() };
+    out.extend(styled(said.iter().flat_map(|text| lines(text, columns)).collect(), style));
+    out.push(Line::default());
+    out.extend(grid(model, &figures(model, status), columns));
+    out.push(Line::raw(cut(&instances(status), columns)));
+    out
+}
+
+/// `denormd shop, leader, up 3 h 4 min`, and the time.
+fn title(model: &Model, columns: usize) -> Line<'static> {
+    let name = match model.status() {
+        None => format!("denormd at {}", model.address),
+        Some(status) => {
+            let was = if model.unknown().is_some() { "was " } else { "" };
+            let led = status.partitions.as_ref().map(led).unwrap_or_default();
+            let up = since(status, status.started);
+            format!("denormd {}: {was}{}{led}, {}, up {up}", status.name, role(&status.leadership), status.version)
+        }
+    };
+    let time = clock(model.now);
+    let name = cell(&name, columns.saturating_sub(width(&time) + 2), false);
+    Line::styled(cut(&format!("{name}  {time}"), columns), model.theme.heading())
+}
+
+/// The figures of the deployment with their labels.
+fn figures(model: &Model, status: &Status) -> Vec<(&'static str, String)> {
+    let old = is_old(status);
+    let rate = |rate: f64| if old { "not known".to_owned() } else { format!("{rate:.1}") };
+    let lag = match status.lag_seconds {
+        None => "not known".to_owned(),
+        Some(lag) if lag > 0.0 => short(lag),
+        Some(_) => "0".to_owned(),
+    };
+    let oplog = &status.oplog;
+    let window = match (oplog.readable, oplog.lost_in_seconds, oplog.headroom_seconds) {
+        (Some(false), ..) => "unreadable".to_owned(),
+        (_, Some(left), _) if status.lag_seconds.is_some_and(|lag| lag >= BEHIND) => {
+            format!("lost in {}", duration(left))
+        }
+        (_, _, Some(left)) => duration(left),
+        _ => "not known".to_owned(),
+    };
+    let propagation = status.propagation.p50.zip(status.propagation.p99);
+    let figures = vec![
+        ("Lag", lag),
+        ("Events/s", rate(status.events_per_second)),
+        ("Writes/s", rate(status.targets_per_second)),
+        ("Queue", format!("{} of {}", status.queue_depth, status.queue_capacity)),
+        ("Dead letters", status.dead_letters.to_string()),
+        ("Oplog window", window),
+        ("Replays", duration(status.checkpoint_age_seconds)),
+        (
+            "P50, P99",
+            propagation.map_or_else(|| "-".to_owned(), |(p50, p99)| format!("{}, {}", short(p50), short(p99))),
+        ),
+    ];
+    let was = |(label, value)| (label, format!("was {value}"));
+    if model.unknown().is_some() { figures.into_iter().map(was).collect() } else { figures }
+}
+
+/// Figures beside and below each other.
+fn grid(model: &Model, figures: &[(&'static str, String)], columns: usize) -> Vec<Line<'static>> {
+    let beside = (columns / FIGURE).clamp(1, figures.len().max(1));
+    let style = if model.unknown().is_some() { model.theme.soft() } else { model.theme.heading() };
+    let row = |figures: &[(&'static str, String)]| {
+        let spans = figures.iter().flat_map(|(label, value)| {
+            let value = cell(value, FIGURE - 1 - label.len().min(FIGURE - 1), false);
+            [Span::styled(format!("{label} "), model.theme.soft()), Span::styled(value, style)]
+        });
+        Line::from(spans.collect::<Vec<_>>())
+    };
+    figures.chunks(beside).map(row).collect()
+}
+
+fn instances(status: &Status) -> String {
+    let instance = |instance: &InstanceReport| {
+        let this = if instance.this { " (this one)" } else { "" };
+        let other = if instance.other_rules { " with other rules" } else { "" };
+        format!("{} {}{other}{this}", instance.name, instance.role)
+    };
+    match status.instances.as_slice() {
+        [] => "Instances: none are known yet".to_owned(),
+        all => format!("Instances: {}", all.iter().map(instance).collect::<Vec<_>>().join(", ")),
+    }
+}
+
+/// The causes, the table, and recent errors where there is room.
+fn rules(model: &Model, status: &Status, columns: usize, room: usize) -> Vec<Line<'static>> {
+    let mut out = vec![Line::default()];
+    let budget = room.saturating_sub(TABLE.min(status.rules.len() + 2));
+    let mut left = status.causes.len();
+    for found in &status.causes {
+        let text = cause(status, found, None, columns);
+        // A line stays for the number of those that do not fit.
+        if out.len() + text.len() + 1 > budget {
+            break;
+        }
+        out.extend(cause_lines(model, text, found.severe));
+        left -= 1;
+    }
+    if left > 0 {
+        let names: Vec<&str> = status.causes.iter().rev().take(left).rev().map(|cause| cause.cause.as_str()).collect();
+        let severe = status.causes.iter().rev().take(left).any(|cause| cause.severe);
+        let mark = if severe { "!!" } else { " *" };
+        let text = cut(&format!("{mark} and {} (`denormd status`, or Enter on a rule)", names.join(", ")), columns);
+        out.push(Line::styled(text, model.theme.cause(severe)));
+    }
+    if out.len() > 1 {
+        out.push(Line::default());
+    }
+    out.extend(table(model, status, columns, room.saturating_sub(out.len())));
+    let free = room.saturating_sub(out.len());
+    if free > 2 && !status.errors.is_empty() {
+        out.extend([Line::default(), Line::styled("recent errors", model.theme.heading())]);
+        let errors = status.errors.iter().take(free - 2).map(|error| cut(&problem(status, error), columns));
+        out.extend(styled(errors.collect(), Style::new()));
+    }
+    out
+}
+
+/// A cause: its first line has the colour.
+fn cause_lines(model: &Model, text: Vec<String>, is_severe: bool) -> Vec<Line<'static>> {
+    let mut out: Vec<Line<'static>> = text.into_iter().map(Line::raw).collect();
+    if let Some(first) = out.first_mut() {
+        *first = std::mem::take(first).style(model.theme.cause(is_severe));
+    }
+    out
+}
+
+/// The details of the selected rule, from a line on.
+fn selected(model: &Model, status: &Status, columns: usize, (from, room): (usize, usize)) -> Vec<Line<'static>> {
+    let rules = model.rules();
+    let Some(rule) = rules.get(model.selected()) else { return Vec::new() };
+    let known = if model.unknown().is_some() { " (last known)" } else { "" };
+    let heading = format!("rule {}{known}, {} of {}", rule.name, model.selected() + 1, rules.len());
+    let mut out = vec![Line::default(), Line::styled(cut(&heading, columns), model.theme.heading())];
+    let text = details(model, status, rule, columns);
+    let room = room.saturating_sub(out.len());
+    let from = from.min(text.len().saturating_sub(room));
+    let below = text.len().saturating_sub(from + room);
+    out.extend(text.into_iter().skip(from).take(room).map(Line::raw));
+    if let Some(last) = out.last_mut().filter(|_| below > 0) {
+        *last = Line::styled(format!("   … {} more lines (PageDown)", below + 1), model.theme.soft());
+    }
+    out
+}
+
+fn help(model: &Model, columns: usize) -> Vec<Line<'static>> {
+    let mut out = vec![Line::default(), Line::styled("keys", model.theme.heading())];
+    let rows = KEYS.iter().flat_map(|(keys, does)| lines(&format!("   {keys:<16}  {does}"), columns));
+    out.extend(rows.map(Line::raw));
+    out
+}
+
+fn footer(model: &Model, columns: usize) -> Line<'static> {
+    let text = match model.page {
+        Page::Rules => format!("q quit  arrows select  Enter details  s order: {}  ? keys", model.sort.name()),
+        Page::Details(_) => "Esc back  arrows next rule  PageDown scroll  q quit  ? keys".to_owned(),
+        Page::Help => "Esc back  q quit".to_owned(),
+    };
+    Line::styled(cell(&text, columns, false), model.theme.selected())
+}
+
+/// A time of day: `12:04:31 UTC`.
+fn clock(millis: i64) -> String {
+    let text = bson::DateTime::from_millis(millis).try_to_rfc3339_string().unwrap_or_default();
+    format!("{} UTC", text.get(11..19).unwrap_or("an unknown time"))
+}
+
+fn seconds(millis: i64) -> f64 {
+    f64::from(u32::try_from(millis.max(0)).unwrap_or(u32::MAX)) / 1000.0
+}
