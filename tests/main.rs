@@ -73,6 +73,8 @@ mod story;
 mod support;
 mod throttle;
 mod timeline;
+#[cfg(feature = "top")]
+mod top;
 mod traces;
 mod unavailable;
 mod unreadable;

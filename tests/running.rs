@@ -53,6 +53,11 @@ impl Running {
         }
     }
 
+    /// Its process.
+    pub fn id(&self) -> u32 {
+        self.child.as_ref().unwrap().id()
+    }
+
     /// Ends it by SIGTERM.
     pub fn stop(&mut self) {
         let mut child = self.child.take().unwrap();
