@@ -112,8 +112,12 @@ fn many() -> Status {
     )
 }
 
+/// A view after two answers: each rule has written 100 targets in the four seconds between them.
 fn model(answer: Status) -> Model {
-    let mut model = Model::new("127.0.0.1:9464".to_owned(), Theme::PLAIN, NOW - 1000);
+    let mut model = Model::new("127.0.0.1:9464".to_owned(), Theme::PLAIN, NOW - 5000);
+    let mut before = Status { now: NOW - 4000, ..answer.clone() };
+    before.rules.iter_mut().for_each(|rule| rule.targets_changed -= 100);
+    model.take(Ok(before), NOW - 4000);
     model.take(Ok(answer), NOW);
     model
 }
@@ -179,7 +183,7 @@ fn without_an_answer_the_last_state_stays_and_is_said_to_be_unknown() {
     screen("unknown-wide", &model, (140, 40));
     let shown = text(&frame(&model, 80, 24));
     assert!(!shown.lines().any(|line| line.starts_with("Not behind")), "no all-clear: {shown}");
-    assert!(shown.contains("part-names    was live  ?"), "{shown}");
+    assert!(shown.contains("> part-names    was live "), "{shown}");
     press(&mut model, "d");
     screen("unknown-details", &model, (80, 24));
     // The daemon is back.
@@ -252,7 +256,8 @@ fn keys_select_sort_help_and_quit() {
 
 #[test]
 fn writes_per_second_are_counted_between_answers() {
-    let mut model = model(healthy());
+    let mut model = Model::new("127.0.0.1:9464".to_owned(), Theme::PLAIN, NOW);
+    model.take(Ok(healthy()), NOW);
     assert_eq!(model.rate("part-names"), None, "one answer is not enough");
     let later = |changed: u64, seconds: i64, more: &Value| {
         let mut all = json!({"now": NOW + seconds * 1000});
@@ -339,7 +344,7 @@ async fn on_a_terminal_it_follows_a_daemon_and_leaves_the_terminal_as_it_was() {
             ["> customer-name  live", {"keys": "d"}],
             ["rule customer-name, 1 of 1", {"keys": "\u{1b}"}],
             ["> customer-name  live", {"stop": daemon}],
-            ["> customer-name  was live  ?", {"go": daemon}],
+            ["> customer-name  was live", {"go": daemon}],
             ["> customer-name  live", {"keys": "q"}],
         ]),
     );

@@ -71,6 +71,8 @@ pub struct Unknown {
     pub since: i64,
     /// The reason.
     pub reason: String,
+    /// The suggested remedy, if there is one.
+    pub hint: Option<String>,
 }
 
 impl Model {
@@ -114,12 +116,12 @@ impl Model {
     #[must_use]
     pub fn unknown(&self) -> Option<Unknown> {
         let since = self.answer.as_ref().map_or(self.started, |(_, at)| *at);
-        let reason = match &self.failure {
-            Some(error) => error.message.clone(),
-            None if self.now - since >= SILENCE => format!("no answer from denormd at {} yet", self.address),
+        let (reason, hint) = match &self.failure {
+            Some(error) => (error.message.clone(), error.hint.clone()),
+            None if self.now - since >= SILENCE => (format!("no answer from denormd at {} yet", self.address), None),
             None => return None,
         };
-        Some(Unknown { since, reason })
+        Some(Unknown { since, reason, hint })
     }
 
     /// Targets changed per second of a rule. None while that is not known.

@@ -114,9 +114,9 @@ pub(super) fn problem(status: &Status, problem: &Problem) -> String {
 
 /// The details of a rule as lines.
 pub(super) fn details(model: &Model, status: &Status, rule: &Rule, columns: usize) -> Vec<String> {
-    let mut text = format!("   {:<12}{} -> {}\n", "copies", rule.source, rule.target);
+    let mut text = format!("   {:<14}{} -> {}\n", "copies", rule.source, rule.target);
     for (label, value) in figures(model, status, rule) {
-        text.push_str(&format!("   {label:<12}{value}\n"));
+        text.push_str(&format!("   {label:<14}{value}\n"));
     }
     let mut out = lines(&text, columns);
     if rule.behind_since.is_some() {
@@ -144,7 +144,7 @@ pub(super) fn details(model: &Model, status: &Status, rule: &Rule, columns: usiz
 /// The figures of a rule with their labels.
 fn figures(model: &Model, status: &Status, rule: &Rule) -> Vec<(&'static str, String)> {
     let time = |seconds: f64| if seconds > 0.0 { short(seconds) } else { "0".to_owned() };
-    let lag = rule.lag_seconds.map_or_else(|| "-: it does not run".to_owned(), time);
+    let lag = rule.lag_seconds.map_or_else(|| "none: the rule does not run".to_owned(), time);
     let chain = if rule.chain_lag_seconds > rule.lag_seconds.unwrap_or_default() {
         format!("; with the rules that feed it {}", time(rule.chain_lag_seconds))
     } else {

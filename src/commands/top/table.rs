@@ -1,6 +1,6 @@
 //! The table of rules: the columns that fit the terminal, and the rows that fit below each other. Pure.
 
-use ratatui::text::{Line, Span};
+use ratatui::text::Line;
 
 use super::{
     model::Model,
@@ -8,40 +8,50 @@ use super::{
     text::{cell, width},
 };
 use crate::{
-    commands::status::{pace, share, short, since},
-    status::{Rule, Status},
+    commands::status::{share, short, since},
+    status::{Backfill, Rule, Status, duration},
 };
 
 /// Columns between two cells.
 const GAP: usize = 2;
-/// Smallest width of a rule's name.
-const NAME: usize = 10;
+/// Width of the mark of the selected rule.
+const MARK: usize = 2;
+/// The width that columns leave for the names of rules.
+const NAME: usize = 16;
 
 /// A column after the rule's name.
 struct Column {
     head: &'static str,
     to_the_right: bool,
-    /// The width of the terminal from which it is shown.
-    from: usize,
+    /// Columns are shown in the order of their ranks, as long as they fit.
+    rank: u8,
+    /// The width that is kept for it, so that the table does not jump with each value.
+    least: usize,
     text: fn(&Model, &Status, &Rule) -> String,
 }
 
+impl Column {
+    const fn new(head: &'static str, rank: u8, least: usize, text: fn(&Model, &Status, &Rule) -> String) -> Self {
+        Self { head, to_the_right: false, rank, least, text }
+    }
+
+    /// Numbers.
+    const fn number(head: &'static str, rank: u8, least: usize, text: fn(&Model, &Status, &Rule) -> String) -> Self {
+        Self { to_the_right: true, ..Self::new(head, rank, least, text) }
+    }
+}
+
 const COLUMNS: [Column; 10] = [
-    Column { head: "STATE", to_the_right: false, from: 0, text: state },
-    Column { head: "LAG", to_the_right: true, from: 0, text: lag },
-    Column { head: "BEHIND SINCE", to_the_right: true, from: 110, text: behind },
-    Column { head: "WRITES/S", to_the_right: true, from: 72, text: rate },
-    Column { head: "P50", to_the_right: true, from: 120, text: |_, _, rule| percentile(rule.propagation.p50) },
-    Column { head: "P99", to_the_right: true, from: 90, text: |_, _, rule| percentile(rule.propagation.p99) },
-    Column { head: "BACKFILL", to_the_right: false, from: 0, text: |_, _, rule| share(&rule.backfill) },
-    Column { head: "", to_the_right: false, from: 100, text: |_, _, rule| pace(&rule.backfill).unwrap_or_default() },
-    Column { head: "DEAD", to_the_right: true, from: 0, text: |_, _, rule| rule.dead_letters.to_string() },
-    Column {
-        head: "COPIES",
-        to_the_right: false,
-        from: 130,
-        text: |_, _, rule| format!("{} -> {}", rule.source, rule.target),
-    },
+    Column::new("STATE", 0, 11, state),
+    Column::number("LAG", 1, 10, lag),
+    Column::number("BEHIND SINCE", 7, 12, behind),
+    Column::number("WRITES/S", 4, 8, rate),
+    Column::number("P50", 8, 8, |_, _, rule| percentile(rule.propagation.p50)),
+    Column::number("P99", 6, 8, |_, _, rule| percentile(rule.propagation.p99)),
+    Column::new("BACKFILL", 2, 8, |_, _, rule| share(&rule.backfill)),
+    Column::new("", 5, 0, |_, _, rule| pace(&rule.backfill)),
+    Column::number("DEAD", 3, 4, |_, _, rule| rule.dead_letters.to_string()),
+    Column::new("COPIES", 9, 6, |_, _, rule| format!("{} -> {}", rule.source, rule.target)),
 ];
 
 fn state(model: &Model, _: &Status, rule: &Rule) -> String {
@@ -70,8 +80,60 @@ fn rate(model: &Model, _: &Status, rule: &Rule) -> String {
     }
 }
 
+/// The rate of a backfill and the remaining time; the details have the reason for any delay.
+fn pace(backfill: &Backfill) -> String {
+    match backfill {
+        Backfill::None | Backfill::Waiting => String::new(),
+        Backfill::Running { per_second, eta_seconds, .. } => {
+            let eta = eta_seconds.map(|eta| format!(", {} to go", duration(eta))).unwrap_or_default();
+            format!("{per_second:.0}/s{eta}")
+        }
+    }
+}
+
 fn percentile(seconds: Option<f64>) -> String {
     seconds.map_or_else(|| "-".to_owned(), short)
+}
+
+/// The columns that fit, with their texts and widths.
+struct Layout {
+    /// Places in [`COLUMNS`], and widths.
+    shown: Vec<(usize, usize)>,
+    /// The texts of each rule, in all columns.
+    texts: Vec<Vec<String>>,
+    /// Width of the rules' names.
+    name: usize,
+}
+
+impl Layout {
+    fn new(model: &Model, status: &Status, rules: &[&Rule], columns: usize) -> Self {
+        let cells = |rule: &&Rule| COLUMNS.iter().map(|column| (column.text)(model, status, rule)).collect();
+        let texts: Vec<Vec<String>> = rules.iter().map(cells).collect();
+        // The widths are those of all rules, so that they stay while the user scrolls.
+        let widest = |at: usize| texts.iter().filter_map(|row| row.get(at)).map(|text| width(text)).max();
+        let longest = rules.iter().map(|rule| width(&rule.name)).max().unwrap_or_default().max(4);
+        let mut ranked: Vec<(usize, &Column)> = COLUMNS.iter().enumerate().collect();
+        ranked.sort_by_key(|(_, column)| column.rank);
+        let (mut shown, mut free) = (Vec::new(), columns.saturating_sub(MARK + longest.min(NAME)));
+        for (at, column) in ranked {
+            let broad = widest(at).unwrap_or_default().max(width(column.head)).max(column.least);
+            if broad > 0 && broad + GAP <= free {
+                shown.push((at, broad));
+                free -= broad + GAP;
+            }
+        }
+        shown.sort_unstable();
+        Self { shown, texts, name: longest.min(longest.min(NAME) + free) }
+    }
+
+    fn line(&self, mark: &str, first: &str, texts: impl Fn(usize) -> String, columns: usize) -> String {
+        let mut line = format!("{mark}{}", cell(first, self.name, false));
+        for (at, width) in &self.shown {
+            line.push_str(&" ".repeat(GAP));
+            line.push_str(&cell(&texts(*at), *width, COLUMNS[*at].to_the_right));
+        }
+        cell(&line, columns, false)
+    }
 }
 
 /// The table in at most `height` lines: its head, and the rows around the selected rule.
@@ -80,39 +142,22 @@ pub(super) fn table(model: &Model, status: &Status, columns: usize, height: usiz
     if rules.is_empty() || height < 2 {
         return Vec::new();
     }
-    let shown: Vec<&Column> = COLUMNS.iter().filter(|column| columns >= column.from).collect();
-    let cells = |rule: &Rule| shown.iter().map(|column| (column.text)(model, status, rule)).collect::<Vec<_>>();
-    let texts: Vec<Vec<String>> = rules.iter().map(|rule| cells(rule)).collect();
-    // The widths are those of all rules, so that they stay while the user scrolls.
-    let widest =
-        |at: usize| texts.iter().filter_map(|row| row.get(at)).map(|text| width(text)).max().unwrap_or_default();
-    let widths: Vec<usize> = shown.iter().enumerate().map(|(at, column)| widest(at).max(width(column.head))).collect();
-    let others: usize = widths.iter().filter(|width| **width > 0).map(|width| width + GAP).sum();
-    let longest = rules.iter().map(|rule| width(&rule.name)).max().unwrap_or_default().max(4);
-    let name = longest.min(columns.saturating_sub(others + 2)).max(NAME.min(longest));
-    let row = |mark: &str, first: &str, texts: &[String]| {
-        let mut line = format!("{mark}{}", cell(first, name, false));
-        for ((text, column), width) in texts.iter().zip(&shown).zip(&widths).filter(|(_, width)| **width > 0) {
-            line.push_str(&" ".repeat(GAP));
-            line.push_str(&cell(text, *width, column.to_the_right));
-        }
-        cell(&line, columns, false)
-    };
-    let heads: Vec<String> = shown.iter().map(|column| column.head.to_owned()).collect();
-    let mut out = vec![Line::styled(row("  ", "RULE", &heads), model.theme.heading())];
+    let layout = Layout::new(model, status, &rules, columns);
+    let head = layout.line("  ", "RULE", |at| COLUMNS[at].head.to_owned(), columns);
+    let mut out = vec![Line::styled(head, model.theme.heading())];
     let (selected, room) = (model.selected(), height - 1);
     let first = selected.saturating_sub(room / 2).min(rules.len().saturating_sub(room));
     for (at, rule) in rules.iter().enumerate().skip(first).take(room) {
         let mark = if at == selected { "> " } else { "  " };
         let style = if model.unknown().is_some() { model.theme.soft() } else { model.theme.row(Concern::of(rule)) };
         let style = if at == selected { style.patch(model.theme.selected()) } else { style };
-        out.push(Line::from(Span::styled(row(mark, &rule.name, &texts[at]), style)));
+        let row = layout.line(mark, &rule.name, |column| layout.texts[at][column].clone(), columns);
+        out.push(Line::styled(row, style));
     }
-    if let Some(last) = out.last_mut().filter(|_| room > 2 && first + room < rules.len()) {
-        *last = Line::styled(
-            format!("  … and {} more of {} rules (arrows, PageDown)", rules.len() - (first + room - 1), rules.len()),
-            model.theme.soft(),
-        );
+    let below = rules.len().saturating_sub(first + room);
+    if let Some(last) = out.last_mut().filter(|_| room > 2 && below > 0) {
+        let text = format!("  … and {} more of {} rules (arrows, PageDown)", below + 1, rules.len());
+        *last = Line::styled(text, model.theme.soft());
     }
     out
 }

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     commands::status::{as_of, led, role, short, since, unknown},
-    status::{BEHIND, InstanceReport, Status, duration},
+    status::{InstanceReport, Status, duration},
 };
 
 /// Width of a figure with its label.
@@ -33,7 +33,7 @@ const KEYS: [(&str, &str); 8] = [
     ("Enter, d", "show or leave the details of the rule: causes, what to do, errors"),
     ("s", "change the order: problems first, largest lag first, by name, as in the config"),
     ("?", "show or leave this page"),
-    ("", "a rule in STATE `was …`, or `?`: not known now, because the daemon does not answer"),
+    ("was …, ?", "last known, and not known: the daemon does not answer now"),
 ];
 
 /// Draws the model.
@@ -62,7 +62,7 @@ fn styled(text: Vec<String>, style: Style) -> impl Iterator<Item = Line<'static>
 fn head(model: &Model, columns: usize) -> Vec<Line<'static>> {
     let mut out = vec![title(model, columns)];
     let gone = model.unknown();
-    if let Some(Unknown { since, reason }) = &gone {
+    if let Some(Unknown { since, reason, .. }) = &gone {
         let lasts = duration(seconds(model.now - since));
         let text = format!("Unknown since {}, for {lasts}: {reason}. Trying again.", clock(*since));
         out.extend(
@@ -71,7 +71,11 @@ fn head(model: &Model, columns: usize) -> Vec<Line<'static>> {
                 .map(|line| Line::styled(cell(&line, columns, false), model.theme.unknown())),
         );
     }
-    let Some(status) = model.status() else { return out };
+    let Some(status) = model.status() else {
+        let hint = gone.and_then(|gone| gone.hint).map(|hint| lines(&hint, columns)).unwrap_or_default();
+        out.extend(styled(hint, Style::new()));
+        return out;
+    };
     let soft = model.theme.soft();
     let summary = match gone {
         None => (status.summary.clone(), model.theme.headline(status.level)),
@@ -94,7 +98,7 @@ fn head(model: &Model, columns: usize) -> Vec<Line<'static>> {
     out.extend(styled(said.iter().flat_map(|text| lines(text, columns)).collect(), style));
     out.push(Line::default());
     out.extend(grid(model, &figures(model, status), columns));
-    out.push(Line::raw(cut(&instances(status), columns)));
+    out.push(Line::raw(cut(&instances(model, status), columns)));
     out
 }
 
@@ -124,15 +128,12 @@ fn figures(model: &Model, status: &Status) -> Vec<(&'static str, String)> {
         Some(_) => "0".to_owned(),
     };
     let oplog = &status.oplog;
-    let window = match (oplog.readable, oplog.lost_in_seconds, oplog.headroom_seconds) {
-        (Some(false), ..) => "unreadable".to_owned(),
-        (_, Some(left), _) if status.lag_seconds.is_some_and(|lag| lag >= BEHIND) => {
-            format!("lost in {}", duration(left))
-        }
-        (_, _, Some(left)) => duration(left),
+    let window = match (oplog.readable, oplog.headroom_seconds) {
+        (Some(false), _) => "unreadable".to_owned(),
+        (_, Some(left)) => duration(left),
         _ => "not known".to_owned(),
     };
-    let propagation = status.propagation.p50.zip(status.propagation.p99);
+    let percentile = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), short);
     let figures = vec![
         ("Lag", lag),
         ("Events/s", rate(status.events_per_second)),
@@ -140,11 +141,9 @@ fn figures(model: &Model, status: &Status) -> Vec<(&'static str, String)> {
         ("Queue", format!("{} of {}", status.queue_depth, status.queue_capacity)),
         ("Dead letters", status.dead_letters.to_string()),
         ("Oplog window", window),
-        ("Replays", duration(status.checkpoint_age_seconds)),
-        (
-            "P50, P99",
-            propagation.map_or_else(|| "-".to_owned(), |(p50, p99)| format!("{}, {}", short(p50), short(p99))),
-        ),
+        ("Restart replays", duration(status.checkpoint_age_seconds)),
+        ("P50", percentile(status.propagation.p50)),
+        ("P99", percentile(status.propagation.p99)),
     ];
     let was = |(label, value)| (label, format!("was {value}"));
     if model.unknown().is_some() { figures.into_iter().map(was).collect() } else { figures }
@@ -153,10 +152,11 @@ fn figures(model: &Model, status: &Status) -> Vec<(&'static str, String)> {
 /// Figures beside and below each other.
 fn grid(model: &Model, figures: &[(&'static str, String)], columns: usize) -> Vec<Line<'static>> {
     let beside = (columns / FIGURE).clamp(1, figures.len().max(1));
+    let broad = (columns / beside).max(FIGURE);
     let style = if model.unknown().is_some() { model.theme.soft() } else { model.theme.heading() };
     let row = |figures: &[(&'static str, String)]| {
         let spans = figures.iter().flat_map(|(label, value)| {
-            let value = cell(value, FIGURE - 1 - label.len().min(FIGURE - 1), false);
+            let value = format!("{}  ", cell(value, broad.saturating_sub(label.len() + 3), false));
             [Span::styled(format!("{label} "), model.theme.soft()), Span::styled(value, style)]
         });
         Line::from(spans.collect::<Vec<_>>())
@@ -164,7 +164,8 @@ fn grid(model: &Model, figures: &[(&'static str, String)], columns: usize) -> Ve
     figures.chunks(beside).map(row).collect()
 }
 
-fn instances(status: &Status) -> String {
+fn instances(model: &Model, status: &Status) -> String {
+    let were = if model.unknown().is_some() { " were" } else { "" };
     let instance = |instance: &InstanceReport| {
         let this = if instance.this { " (this one)" } else { "" };
         let other = if instance.other_rules { " with other rules" } else { "" };
@@ -172,7 +173,7 @@ fn instances(status: &Status) -> String {
     };
     match status.instances.as_slice() {
         [] => "Instances: none are known yet".to_owned(),
-        all => format!("Instances: {}", all.iter().map(instance).collect::<Vec<_>>().join(", ")),
+        all => format!("Instances{were}: {}", all.iter().map(instance).collect::<Vec<_>>().join(", ")),
     }
 }
 
@@ -246,9 +247,9 @@ fn help(model: &Model, columns: usize) -> Vec<Line<'static>> {
 
 fn footer(model: &Model, columns: usize) -> Line<'static> {
     let text = match model.page {
-        Page::Rules => format!("q quit  arrows select  Enter details  s order: {}  ? keys", model.sort.name()),
-        Page::Details(_) => "Esc back  arrows next rule  PageDown scroll  q quit  ? keys".to_owned(),
-        Page::Help => "Esc back  q quit".to_owned(),
+        Page::Rules => format!("q quit  ? keys  arrows select  Enter details  s order: {}", model.sort.name()),
+        Page::Details(_) => "q quit  ? keys  Esc back  arrows next rule  PageDown scroll".to_owned(),
+        Page::Help => "q quit  Esc back".to_owned(),
     };
     Line::styled(cell(&text, columns, false), model.theme.selected())
 }
