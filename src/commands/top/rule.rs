@@ -150,9 +150,10 @@ fn figures(model: &Model, status: &Status, rule: &Rule) -> Vec<(&'static str, St
     } else {
         String::new()
     };
+    let was = if model.unknown().is_some() { "was " } else { "" };
     let mut out = vec![
-        ("state", format!("{}{}", if model.unknown().is_some() { "was " } else { "" }, rule.state.replace('_', " "))),
-        ("lag", format!("{lag} (objective {}){chain}", duration(rule.max_lag_seconds))),
+        ("state", format!("{was}{}", rule.state.replace('_', " "))),
+        ("lag", format!("{was}{lag} (objective {}){chain}", duration(rule.max_lag_seconds))),
         ("written", written(model, rule)),
     ];
     if let (Some(p50), Some(p99)) = (rule.propagation.p50, rule.propagation.p99) {

@@ -21,6 +21,8 @@ use crate::{
 
 /// Width of a figure with its label.
 const FIGURE: usize = 26;
+/// The same for figures that were, while nothing is known.
+const PAST_FIGURE: usize = 30;
 /// Lines that causes leave for the table.
 const TABLE: usize = 6;
 
@@ -82,6 +84,9 @@ fn head(model: &Model, columns: usize) -> Vec<Line<'static>> {
         Some(_) => (format!("Last known: {}", status.summary), soft),
     };
     out.extend(styled(lines(&summary.0, columns), summary.1));
+    if matches!(model.page, Page::Details(_)) {
+        return out;
+    }
     let mut said = Vec::new();
     if !status.rules.is_empty() {
         let risk = if gone.is_some() { "Not known now. Last known: " } else { "" };
@@ -151,8 +156,9 @@ fn figures(model: &Model, status: &Status) -> Vec<(&'static str, String)> {
 
 /// Figures beside and below each other.
 fn grid(model: &Model, figures: &[(&'static str, String)], columns: usize) -> Vec<Line<'static>> {
-    let beside = (columns / FIGURE).clamp(1, figures.len().max(1));
-    let broad = (columns / beside).max(FIGURE);
+    let least = if model.unknown().is_some() { PAST_FIGURE } else { FIGURE };
+    let beside = (columns / least).clamp(1, figures.len().max(1));
+    let broad = (columns / beside).max(least);
     let style = if model.unknown().is_some() { model.theme.soft() } else { model.theme.heading() };
     let row = |figures: &[(&'static str, String)]| {
         let spans = figures.iter().flat_map(|(label, value)| {
@@ -181,22 +187,24 @@ fn instances(model: &Model, status: &Status) -> String {
 fn rules(model: &Model, status: &Status, columns: usize, room: usize) -> Vec<Line<'static>> {
     let mut out = vec![Line::default()];
     let budget = room.saturating_sub(TABLE.min(status.rules.len() + 2));
-    let mut left = status.causes.len();
-    for found in &status.causes {
+    for (nth, found) in status.causes.iter().enumerate() {
+        let rest = &status.causes[nth..];
         let text = cause(status, found, None, columns);
-        // A line stays for the number of those that do not fit.
-        if out.len() + text.len() + 1 > budget {
+        // Where they do not fit, each has one line, and the last line has the names of all that are left.
+        let text = if out.len() + text.len() + rest.len() <= budget {
+            text
+        } else if out.len() + rest.len() <= budget || rest.len() == 1 {
+            text.into_iter().take(1).collect()
+        } else {
+            let names: Vec<&str> = rest.iter().map(|cause| cause.cause.as_str()).collect();
+            let mark = if found.severe { "!!" } else { " *" };
+            out.push(Line::styled(
+                cut(&format!("{mark} {}", names.join(", ")), columns),
+                model.theme.cause(found.severe),
+            ));
             break;
-        }
+        };
         out.extend(cause_lines(model, text, found.severe));
-        left -= 1;
-    }
-    if left > 0 {
-        let names: Vec<&str> = status.causes.iter().rev().take(left).rev().map(|cause| cause.cause.as_str()).collect();
-        let severe = status.causes.iter().rev().take(left).any(|cause| cause.severe);
-        let mark = if severe { "!!" } else { " *" };
-        let text = cut(&format!("{mark} and {} (`denormd status`, or Enter on a rule)", names.join(", ")), columns);
-        out.push(Line::styled(text, model.theme.cause(severe)));
     }
     if out.len() > 1 {
         out.push(Line::default());
