@@ -21,6 +21,7 @@ use crate::{
     error::Result,
 };
 use limit::Limit;
+pub use limit::TIMELINE;
 
 /// Target of the spans of batches and their stages: for a collector, not for the log.
 pub const STAGES: &str = "denormd::stages";

@@ -29,6 +29,7 @@ use crate::{
     error::{Error, Kind, Result},
     events::{Event, Journal, instance},
     lease::Holder,
+    logging::TIMELINE,
     metrics::{Cause, Metrics},
     partition::Partition,
     pipeline::Progress,
@@ -304,7 +305,7 @@ impl Board {
     fn tell(&self, state: &mut State, events: Vec<Event>) {
         for event in events {
             self.metrics.happened(&event.what, event.time);
-            tracing::info!(event = %event.what, rules = event.rules.len(), "{}", event.text);
+            tracing::info!(target: TIMELINE, event = %event.what, rules = event.rules.len(), "{}", event.text);
             state.unwritten.push_back(Event { instance: self.instance.clone(), ..event });
         }
         while state.unwritten.len() > EVENTS {

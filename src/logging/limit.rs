@@ -20,6 +20,8 @@ const ROUND: Duration = Duration::from_secs(5);
 const KEPT: usize = 4096;
 /// Target of the lines that report suppressed lines. They are not limited themselves.
 const TARGET: &str = "denormd::repeated";
+/// Target of the lines of the timeline, which are never limited: one call site writes all kinds of them.
+pub const TIMELINE: &str = "denormd::timeline";
 
 /// A filter that lets the first lines of each kind through.
 #[derive(Debug, Default, Clone)]
@@ -31,6 +33,7 @@ pub(super) struct Limit {
 struct Kind {
     began: Instant,
     lines: u64,
+    /// The message of the first suppressed line.
     message: String,
 }
 
@@ -49,8 +52,11 @@ impl Limit {
         if kinds.len() >= KEPT && !kinds.contains_key(&key) {
             key.1.clear();
         }
-        let kind = kinds.entry(key).or_insert_with(|| Kind { began: now, lines: 0, message: message.to_owned() });
+        let kind = kinds.entry(key).or_insert_with(|| Kind { began: now, lines: 0, message: String::new() });
         kind.lines += 1;
+        if kind.lines == BURST + 1 {
+            message.clone_into(&mut kind.message);
+        }
         kind.lines <= BURST
     }
 
@@ -72,7 +78,7 @@ impl Limit {
 
 /// Debug and trace lines are never limited.
 fn is_limited(metadata: &Metadata<'_>) -> bool {
-    *metadata.level() <= Level::INFO && metadata.target() != TARGET
+    *metadata.level() <= Level::INFO && ![TARGET, TIMELINE].contains(&metadata.target())
 }
 
 impl<S: Subscriber> Filter<S> for Limit {
@@ -161,6 +167,11 @@ mod tests {
             assert_eq!(told, [("a", "set aside", 499_990), ("b", "set aside", 499_990)]);
             tracing::warn!(rule = "a", nth = 0, "set aside");
             assert_eq!(counter.0.swap(0, Ordering::SeqCst), 1, "a new window");
+            (0..2 * BURST).for_each(|nth| tracing::info!(target: TIMELINE, "event {nth}"));
+            assert_eq!(counter.0.swap(0, Ordering::SeqCst), 20, "the timeline is complete");
+            (0..2 * BURST).for_each(|nth| tracing::info!("line {nth}"));
+            assert_eq!(counter.0.swap(0, Ordering::SeqCst), 10);
+            assert_eq!(limit.round(Instant::now() + WINDOW)[0].message, "line 10", "the first that was left out");
         });
     }
 

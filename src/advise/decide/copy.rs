@@ -170,14 +170,22 @@ fn stale(facts: &Relationship) -> Option<Advice> {
         })
         .collect();
     let collection = &facts.holder.namespace.collection;
-    let says =
+    let mut says =
         format!("copies in `{collection}` that differ from their source, of those compared: {}", stale.join(", "));
+    let records: Vec<String> =
+        facts.fields.iter().filter(|field| is_record(field)).map(|field| format!("`{}`", field.place)).collect();
+    if !records.is_empty() {
+        says += &format!(
+            ". No rule is drafted for {}: does it record the value of its time, as the price in an order does? Then leave it, or fill it with `once: true`",
+            records.join(", ")
+        );
+    }
     (!stale.is_empty()).then(|| Advice::new(Kind::StaleCopies, 5, says))
 }
 
 /// A rule that copies these fields, except those whose place holds another value.
 fn draft_of(facts: &Relationship, fields: &[&Candidate], default: Option<&str>) -> Option<Draft> {
-    let free = fields.iter().filter(|field| field.held != Place::Taken);
+    let free = fields.iter().filter(|field| field.held != Place::Taken && !is_record(field));
     let mut chosen: Vec<&&Candidate> = free.collect();
     chosen.sort_by_key(|field| (matches!(field.held, Place::Free), !telling(&field.path)));
     chosen.truncate(FEW);
@@ -209,6 +217,13 @@ fn draft_of(facts: &Relationship, fields: &[&Candidate], default: Option<&str>) 
         draft.comment.push_str("takes over copies that are there already");
     }
     Some(draft)
+}
+
+/// True if an existing copy may be meant to differ from its source: a price in an order stays as it was.
+fn is_record(field: &Candidate) -> bool {
+    let name = field.path.to_string().to_lowercase();
+    let words = ["price", "cost", "amount", "fee", "tax", "rate", "discount", "total", "salary", "charge"];
+    matches!(field.held, Place::Copy { stale, .. } if stale > 0) && words.iter().any(|word| name.contains(word))
 }
 
 /// True if the field's name suggests that people identify the document by it.
@@ -259,5 +274,21 @@ mod tests {
         assert!(
             matches!(verdict(Some(rate(600)), updates, 1.0, &Advise::default()), Verdict::Copy(found) if (found - 600.0).abs() < 1e-9)
         );
+    }
+
+    /// `advise` once drafted a rule that replaced the prices in old orders.
+    #[test]
+    fn a_price_that_differs_is_a_record_and_a_name_is_stale() {
+        let candidate = |path: &str, stale: u64| Candidate {
+            path: FieldPath::parse(path).unwrap(),
+            updates: None,
+            place: FieldPath::parse("lines.$[].x").unwrap(),
+            held: Place::Copy { compared: 100, stale },
+        };
+        for (path, stale, expected) in
+            [("price", 20, true), ("unitPrice.amount", 1, true), ("price", 0, false), ("name", 20, false)]
+        {
+            assert_eq!(is_record(&candidate(path, stale)), expected, "{path} {stale}");
+        }
     }
 }
