@@ -120,11 +120,12 @@ async fn every_command_tells_by_its_exit_status_what_is_to_blame() {
     db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1"}).await.unwrap();
     db.collection("a").insert_one(doc! {"_id": 1, "host": 1, "ip": "the application's"}).await.unwrap();
     running.run().await;
-    assert_eq!(running.command(&["pause", "paused"]).0, Some(0));
     let blocked = |status: &serde_json::Value| {
         status["rules"].as_array().is_some_and(|rules| rules.iter().any(|rule| rule["state"] == "blocked"))
     };
+    // Before that, its leader has not recorded the rules.
     running.until_json("the rule is blocked", blocked).await;
+    assert_eq!(running.command(&["pause", "paused"]).0, Some(0));
 
     // The same deployment by a config with a rule that the daemon does not have.
     let folder = tempfile::tempdir().unwrap();
