@@ -9,7 +9,7 @@ use crate::{
     config::{self, Config, ConfigPath, GroupForm, KeyType, Mistake, OnEmpty, OnMissing, Pattern},
     field_path::FieldPath,
     plan::{
-        expression::{self, Reads, Refusal},
+        expression::{self, Found, OfTarget, Reads, Refusal, Variables},
         graph,
         reference::{self, Pair, Reference, Role},
         rule::{Assignment, Groups, Keyed, Plan, Rule, RuleId, Side, Values},
@@ -26,7 +26,8 @@ pub fn compile(config: &Config, default_database: Option<&str>) -> Result<Plan, 
     let mut rules = Vec::new();
     for (index, rule) in config.rules.iter().enumerate() {
         let at = ConfigPath::rule(index);
-        let mut compiler = Compiler { at: at.clone(), database, state: &config.state.database, mistakes: Vec::new() };
+        let (state, of_target) = (config.state.database.as_str(), OfTarget::default());
+        let mut compiler = Compiler { at: at.clone(), database, state, mistakes: Vec::new(), of_target };
         match compiler.rule(RuleId(index), rule) {
             Some(rule) if compiler.mistakes.is_empty() => rules.push(Arc::new(rule)),
             _ => mistakes.append(&mut compiler.mistakes),
@@ -44,6 +45,8 @@ struct Compiler<'a> {
     database: Option<&'a str>,
     state: &'a str,
     mistakes: Vec<Mistake>,
+    /// The paths of the target that the rule's expressions read.
+    of_target: OfTarget,
 }
 
 /// Properties that the three kinds of rule share.
@@ -89,18 +92,19 @@ impl Compiler<'_> {
         let source = self.side(&at.key("source"), common.source);
         let target = self.side(&at.key("target"), common.target);
         let reference = self.reference(&at, &common, source.as_ref(), target.as_ref());
-        let each = reference.as_ref().and_then(|reference| reference.source_each.as_ref());
+        let variables = reference.as_ref().map(Reference::variables).unwrap_or_default();
         let mut source = source;
-        let row_filter = source.as_mut().and_then(|side| row_filter(side.filter.as_mut()?));
         let (mut source_reads, mut target_reads) = (Reads::default(), Reads::default());
-        if let Some(filter) = &row_filter {
-            self.take(&at.key("source").key("where"), expression::expression(filter, each), &mut source_reads);
-        }
+        let here = at.key("source").key("where");
+        let filter = source.as_mut().and_then(|side| side.filter.as_mut());
+        let [row_filter, pair_filter] =
+            filter.map(|filter| self.conditions(&here, filter, variables, &mut source_reads)).unwrap_or_default();
         for (side, at, reads) in
             [(&source, at.key("source"), &mut source_reads), (&target, at.key("target"), &mut target_reads)]
         {
             if let Some(filter) = side.as_ref().and_then(|side| side.filter.as_ref()) {
-                self.take(&at.key("where"), expression::filter(filter), reads);
+                let read = expression::filter(filter).map(|source| Found { source, ..Found::default() });
+                self.take(&at.key("where"), read, reads);
             }
         }
         for (path, _) in common.sort {
@@ -110,7 +114,13 @@ impl Compiler<'_> {
         }
         let reference = reference?;
         let values = self.values(&at, &rule.pattern, &reference, &mut source_reads)?;
-        let keyed = self.keyed(&at, &reference, &values)?;
+        let mut keyed = self.keyed(&at, &reference, &values)?;
+        let of_target = Some(std::mem::take(&mut self.of_target)).filter(|of_target| !of_target.is_empty());
+        if let Some(of_target) = &of_target {
+            keyed = Keyed::Target;
+            of_target.all().for_each(|path| target_reads.add(path.clone()));
+            self.of_target(&at, &reference, &values, of_target);
+        }
         for pair in &reference.pairs {
             source_reads.add(pair.source.clone());
             target_reads.add(pair.target.clone());
@@ -135,6 +145,8 @@ impl Compiler<'_> {
             values,
             sort: common.sort.to_vec(),
             row_filter,
+            pair_filter,
+            of_target,
             on_missing,
             source_reads,
             target_reads,
@@ -215,9 +227,12 @@ impl Compiler<'_> {
         }
     }
 
-    fn take(&mut self, at: &ConfigPath, result: Result<Reads, Refusal>, reads: &mut Reads) {
+    fn take(&mut self, at: &ConfigPath, result: Result<Found, Refusal>, reads: &mut Reads) {
         match result {
-            Ok(found) => reads.extend(found),
+            Ok(found) => {
+                reads.extend(found.source);
+                self.of_target.extend(found.target);
+            }
             Err(refusal) => self.mistake(at.clone(), refusal.message, refusal.hint.unwrap_or_default()),
         }
     }
@@ -283,7 +298,7 @@ impl Compiler<'_> {
         reference: &Reference,
         reads: &mut Reads,
     ) -> Option<Values> {
-        let each = reference.source_each.as_ref();
+        let each = reference.variables();
         match pattern {
             Pattern::Copy(copy) => match (&copy.into, &copy.element) {
                 (Some(into), Some(element)) => {
@@ -293,7 +308,7 @@ impl Compiler<'_> {
                 _ => Some(Values::Set {
                     assignments: self.assignments(at, &copy.set, |value| expression::expression(value, each), reads)?,
                     once: copy.once,
-                    otherwise: self.otherwise(at, copy)?,
+                    otherwise: self.otherwise(at, copy, each)?,
                 }),
             },
             Pattern::Collect(collect) => {
@@ -324,7 +339,12 @@ impl Compiler<'_> {
 
     /// The expressions of `otherwise` in the order of `set`.
     #[expect(clippy::option_option, reason = "outer: is it right; inner: is there one")]
-    fn otherwise(&mut self, at: &ConfigPath, copy: &config::Copy) -> Option<Option<Vec<Option<Bson>>>> {
+    fn otherwise(
+        &mut self,
+        at: &ConfigPath,
+        copy: &config::Copy,
+        variables: Variables<'_>,
+    ) -> Option<Option<Vec<Option<Bson>>>> {
         let mistakes = self.mistakes.len();
         for (path, value) in &copy.otherwise {
             let here = at.key("otherwise").key(path);
@@ -332,13 +352,17 @@ impl Compiler<'_> {
                 let message = format!("`{path}` is not a path of `set`");
                 self.mistake(here.clone(), message, "`otherwise` has other values for the paths of `set`");
             }
-            if let Err(refusal) = expression::over_variables(value, &[]) {
-                let message = if refusal.message.starts_with("an expression over") {
-                    "`otherwise` has no source to read from".to_owned()
-                } else {
-                    refusal.message
-                };
-                self.mistake(here, message, "write a constant: otherwise: { name: unknown }");
+            match expression::over_variables(value, &[], variables) {
+                Ok(found) => self.of_target.extend(found.target),
+                Err(refusal) => {
+                    let message = if refusal.message.starts_with("an expression over") {
+                        "`otherwise` has no source to read from".to_owned()
+                    } else {
+                        refusal.message
+                    };
+                    let hint = "write a constant, otherwise: { name: unknown }, or read the target: $$target.name";
+                    self.mistake(here, message, hint);
+                }
             }
         }
         if self.mistakes.len() > mistakes {
@@ -354,7 +378,7 @@ impl Compiler<'_> {
         &mut self,
         at: &ConfigPath,
         aggregate: &config::Aggregate,
-        each: Option<&FieldPath>,
+        each: Variables<'_>,
         reads: &mut Reads,
     ) -> Option<Groups> {
         let fields = self.accumulated(at, aggregate, each, reads)?;
@@ -404,7 +428,7 @@ impl Compiler<'_> {
         &mut self,
         at: &ConfigPath,
         aggregate: &config::Aggregate,
-        each: Option<&FieldPath>,
+        each: Variables<'_>,
         reads: &mut Reads,
     ) -> Option<Vec<Assignment>> {
         let variables = &aggregate.variables;
@@ -424,7 +448,7 @@ impl Compiler<'_> {
         let is_expression = |value: &Bson| names.iter().any(|name| expression::mentions(value, name));
         let read = |value: &Bson| {
             if is_expression(value) {
-                return expression::over_variables(value, &names).map(|()| Reads::default());
+                return expression::over_variables(value, &names, each);
             }
             expression::accumulator(value, each)
         };
@@ -455,7 +479,7 @@ impl Compiler<'_> {
         &mut self,
         at: &ConfigPath,
         set: &[(String, Bson)],
-        read: impl Fn(&Bson) -> Result<Reads, Refusal>,
+        read: impl Fn(&Bson) -> Result<Found, Refusal>,
         reads: &mut Reads,
     ) -> Option<Vec<Assignment>> {
         let mut out = Vec::new();
@@ -544,6 +568,64 @@ impl Compiler<'_> {
         }
     }
 
+    /// Takes the conditions on `$$element` and on `$$target` out of the source's `where`: the first applies to
+    /// elements, the second to a source and a target, and neither to a source alone.
+    fn conditions(
+        &mut self,
+        at: &ConfigPath,
+        filter: &mut Document,
+        variables: Variables<'_>,
+        reads: &mut Reads,
+    ) -> [Option<Bson>; 2] {
+        let Some(condition) = filter.get("$expr").cloned() else { return [None, None] };
+        let of_element = expression::mentions(&condition, "element");
+        let read = expression::expression(&condition, variables);
+        // A mistake in another condition is found with the rest of the filter.
+        let of_target = match &read {
+            Ok(found) => !found.target.is_empty(),
+            Err(_) => ["target", "targetElement"].iter().any(|name| expression::mentions(&condition, name)),
+        };
+        if !of_element && !of_target {
+            return [None, None];
+        }
+        filter.remove("$expr");
+        self.take(at, read, reads);
+        if of_element { [Some(condition), None] } else { [None, Some(condition)] }
+    }
+
+    /// Refuses combinations of `$$target` without a meaning.
+    fn of_target(&mut self, at: &ConfigPath, reference: &Reference, values: &Values, of_target: &OfTarget) {
+        if matches!(values, Values::Set { once: true, .. }) {
+            let hint = "leave `once` out: the value follows the paths of the target that it reads";
+            self.mistake(
+                at.key("once"),
+                "`once` fills a value and keeps it, and `$$target` asks for another one",
+                hint,
+            );
+        }
+        let Some(each) = &reference.target_each else { return };
+        let owned: Vec<&FieldPath> = match values {
+            Values::Set { assignments, .. } | Values::Aggregate { assignments, .. } => {
+                assignments.iter().map(|one| &one.path).collect()
+            }
+            Values::Into { path, .. } | Values::Collect { path, .. } | Values::Groups(Groups { path, .. }) => {
+                vec![path]
+            }
+        };
+        let inside = owned.iter().any(|path| path.has_each());
+        if !of_target.elements.is_empty() && !inside && !matches!(values, Values::Into { .. }) {
+            let message = format!(
+                "`$$targetElement` is one element of `{each}`, and a path beside the array has a value for all of them"
+            );
+            self.mistake(at.key("set"), message, "set a path of the element, or read the array: $$target.lines");
+        }
+        if (inside || !of_target.elements.is_empty()) && each.to_string().matches("$[]").count() > 1 {
+            let message =
+                format!("`{each}` is an array inside another array, whose elements cannot have values of their own");
+            self.mistake(at.clone(), message, "leave `$$target` and `$$targetElement` out");
+        }
+    }
+
     /// Refuses paths that no rule may own.
     fn owned(&mut self, at: &ConfigPath, rule: &Rule) {
         let owned: Vec<FieldPath> = rule.owned().into_iter().cloned().collect();
@@ -554,7 +636,11 @@ impl Compiler<'_> {
             if owned[..nth].iter().any(|other| other.overlaps_loosely(path)) {
                 self.mistake(at.clone(), format!("`{path}` is owned twice"), "one path cannot be, or hold, another");
             }
-            if rule.target_reads.overlap(path) {
+            let computed_from = rule.of_target.iter().flat_map(OfTarget::all).any(|read| read.overlaps_loosely(path));
+            if computed_from {
+                let message = format!("the rule writes `{path}` and reads it with `$$target`");
+                self.mistake(at.clone(), message, "a rule reads any path of its target but those that it writes");
+            } else if rule.target_reads.overlap(path) {
                 self.mistake(
                     at.clone(),
                     format!("the rule writes `{path}` and reads it to find its source"),
@@ -574,6 +660,12 @@ impl Compiler<'_> {
             OnMissing::Delete if rule.keyed != Keyed::Value || rule.reference.target_each.is_some() => "delete",
             _ => return,
         };
+        if rule.of_target.is_some() {
+            let message =
+                format!("`{policy}` goes by the reference alone, and this rule's values depend on `$$target`");
+            self.mistake(at.key("on_missing"), message, "use unset, null or keep, or values in `otherwise`");
+            return;
+        }
         let hint = if policy == "remove" {
             "it pulls the array element that holds the reference"
         } else {
@@ -581,12 +673,6 @@ impl Compiler<'_> {
         };
         self.mistake(at.key("on_missing"), format!("`{policy}` has no meaning for this form of reference"), hint);
     }
-}
-
-/// Takes the condition on `$$element` out of the source's `where`: it applies to elements, not to documents.
-fn row_filter(filter: &mut Document) -> Option<Bson> {
-    filter.get("$expr").filter(|condition| expression::mentions(condition, "element"))?;
-    filter.remove("$expr")
 }
 
 /// True if an expression can bind a variable of this name, and the daemon binds none of that name itself
@@ -668,6 +754,9 @@ fn definition(rule: &Rule) -> Document {
     }
     if let Some(filter) = &rule.row_filter {
         definition.insert("row_filter", filter.clone());
+    }
+    if let Some(filter) = &rule.pair_filter {
+        definition.insert("pair_filter", filter.clone());
     }
     // A rule that leaves shadow mode has a new definition, so it is backfilled.
     if rule.shadow {

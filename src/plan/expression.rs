@@ -86,16 +86,68 @@ impl Refusal {
     }
 }
 
-/// Reads an expression: returns the paths that it depends on. `element` is the path behind `$$element`, if there is
-/// one.
-pub fn expression(value: &Bson, element: Option<&FieldPath>) -> Result<Reads, Refusal> {
-    let mut walk = Walk { element, scope: Vec::new(), reads: Reads::default() };
-    walk.expression(value)?;
-    Ok(walk.reads)
+/// The meaning of the variables that the daemon binds.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Variables<'a> {
+    /// `$$element` is an element of this array of the source.
+    pub element: Option<&'a FieldPath>,
+    /// `$$targetElement` is an element of this array of the target.
+    pub target_element: Option<&'a FieldPath>,
+    /// `$$target` is the target.
+    pub target: bool,
 }
 
-/// Reads a `$group` accumulator such as `{ $sum: 1 }`. `element` is the path behind `$$element`, if there is one.
-pub fn accumulator(value: &Bson, element: Option<&FieldPath>) -> Result<Reads, Refusal> {
+/// The paths that an expression depends on, by the document that has them.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Found {
+    /// Paths of the source.
+    pub source: Reads,
+    /// Paths of the target.
+    pub target: OfTarget,
+}
+
+/// The paths of a target that values are computed from.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct OfTarget {
+    /// Paths of `$$target`.
+    pub paths: Vec<FieldPath>,
+    /// Paths of `$$targetElement`, each from the document's root: `lines.$[].qty`.
+    pub elements: Vec<FieldPath>,
+}
+
+impl OfTarget {
+    /// True if no path is read.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.paths.is_empty() && self.elements.is_empty()
+    }
+
+    /// All paths.
+    pub fn all(&self) -> impl Iterator<Item = &FieldPath> {
+        self.paths.iter().chain(&self.elements)
+    }
+
+    /// Adds the paths of `other`.
+    pub fn extend(&mut self, other: Self) {
+        for (mine, theirs) in [(&mut self.paths, other.paths), (&mut self.elements, other.elements)] {
+            for path in theirs {
+                if !mine.contains(&path) {
+                    mine.push(path);
+                }
+            }
+        }
+    }
+}
+
+/// Reads an expression: returns the paths that it depends on.
+pub fn expression(value: &Bson, variables: Variables<'_>) -> Result<Found, Refusal> {
+    let mut walk = Walk::new(variables);
+    walk.expression(value)?;
+    Ok(walk.found())
+}
+
+/// Reads a `$group` accumulator such as `{ $sum: 1 }`.
+pub fn accumulator(value: &Bson, variables: Variables<'_>) -> Result<Found, Refusal> {
     let form = "an accumulator is written { $sum: 1 } or { $avg: $rating }";
     let Some((name, argument)) = value.as_document().filter(|doc| doc.len() == 1).and_then(|doc| doc.iter().next())
     else {
@@ -107,21 +159,22 @@ pub fn accumulator(value: &Bson, element: Option<&FieldPath>) -> Result<Reads, R
     if !ACCUMULATORS.contains(&name.as_str()) {
         return Err(unknown(name, "accumulator", ACCUMULATORS, form));
     }
-    let mut walk = Walk { element, scope: Vec::new(), reads: Reads::default() };
+    let mut walk = Walk::new(variables);
     walk.arguments(name, argument)?;
-    Ok(walk.reads)
+    Ok(walk.found())
 }
 
 /// Reads an expression over the variables of `let`, which cannot read a source document.
-pub fn over_variables(value: &Bson, names: &[&str]) -> Result<(), Refusal> {
-    let scope = names.iter().map(|name| (*name).to_owned()).collect();
-    let mut walk = Walk { element: None, scope, reads: Reads::default() };
+pub fn over_variables(value: &Bson, names: &[&str], variables: Variables<'_>) -> Result<Found, Refusal> {
+    let mut walk = Walk::new(Variables { element: None, ..variables });
+    walk.scope = names.iter().map(|name| (*name).to_owned()).collect();
     walk.expression(value)?;
-    if walk.reads != Reads::Nothing {
+    let found = walk.found();
+    if found.source != Reads::Nothing {
         let message = "an expression over the variables of `let` cannot read fields of the sources, which are many";
         return Err(Refusal::new(message, "accumulate the field under a name in `let`"));
     }
-    Ok(())
+    Ok(found)
 }
 
 /// True if an expression contains `$$name`.
@@ -153,7 +206,7 @@ fn read_filter(query: &Document, reads: &mut Reads) -> Result<(), Refusal> {
                     read_filter(clause, reads)?;
                 }
             }
-            "$expr" => reads.extend(expression(value, None)?),
+            "$expr" => reads.extend(expression(value, Variables::default())?.source),
             "$comment" => {}
             "$where" => return Err(code("$where")),
             "$jsonSchema" => *reads = Reads::Everything,
@@ -200,13 +253,38 @@ fn unknown(name: &str, what: &str, known: &[&str], fallback: &str) -> Refusal {
     Refusal::new(format!("unknown {what} `{name}`"), &hint)
 }
 
-struct Walk<'a> {
-    element: Option<&'a FieldPath>,
-    scope: Vec<String>,
-    reads: Reads,
+/// The path of a variable up to the first array index; None if nothing is left.
+fn plain(text: &str) -> Result<Option<FieldPath>, Refusal> {
+    if text.contains("$[]") {
+        return Err(Refusal::new(
+            format!("`{text}`: `$[]` has no meaning in an expression"),
+            "an expression looks into arrays by itself; $$targetElement is the target's matched element",
+        ));
+    }
+    let plain: Vec<&str> = text.split('.').take_while(|part| !part.bytes().all(|b| b.is_ascii_digit())).collect();
+    if plain.is_empty() {
+        return Ok(None);
+    }
+    let path = FieldPath::parse(&plain.join("."));
+    path.map(Some).map_err(|error| Refusal::new(format!("`{text}` is not a path: {error}"), ""))
 }
 
-impl Walk<'_> {
+struct Walk<'a> {
+    variables: Variables<'a>,
+    scope: Vec<String>,
+    reads: Reads,
+    target: OfTarget,
+}
+
+impl<'a> Walk<'a> {
+    fn new(variables: Variables<'a>) -> Self {
+        Self { variables, scope: Vec::new(), reads: Reads::default(), target: OfTarget::default() }
+    }
+
+    fn found(self) -> Found {
+        Found { source: self.reads, target: self.target }
+    }
+
     fn expression(&mut self, value: &Bson) -> Result<(), Refusal> {
         match value {
             Bson::String(text) => self.text(text),
@@ -249,7 +327,10 @@ impl Walk<'_> {
                     "store the time in the source document when it is written",
                 ));
             }
-            "element" => match self.element {
+            _ if self.scope.iter().any(|bound| bound == name) => {}
+            "target" => self.of_target(path)?,
+            "targetElement" => self.of_target_element(path)?,
+            "element" => match self.variables.element {
                 Some(each) => self.reads.add(each.clone()),
                 None => {
                     return Err(Refusal::new(
@@ -258,7 +339,6 @@ impl Walk<'_> {
                     ));
                 }
             },
-            _ if self.scope.iter().any(|bound| bound == name) => {}
             _ => {
                 return Err(Refusal::new(
                     format!("unknown variable `$${name}`"),
@@ -266,6 +346,36 @@ impl Walk<'_> {
                 ));
             }
         }
+        Ok(())
+    }
+
+    fn of_target(&mut self, path: &str) -> Result<(), Refusal> {
+        if !self.variables.target {
+            return Err(Refusal::new(
+                "`$$target` is not known here",
+                "it is known in `set`, `element`, `by`, `let`, `otherwise`, and in the `$expr` at the top of the source's `where`",
+            ));
+        }
+        let Some(path) = plain(path)? else {
+            return Err(Refusal::new(
+                "`$$target` alone reads the whole target, and with it what the rule writes",
+                "name the path: $$target.last_seen",
+            ));
+        };
+        self.target.extend(OfTarget { paths: vec![path], elements: Vec::new() });
+        Ok(())
+    }
+
+    fn of_target_element(&mut self, path: &str) -> Result<(), Refusal> {
+        let Some(each) = self.variables.target_element.filter(|_| self.variables.target) else {
+            return Err(Refusal::new(
+                "`$$targetElement` is the target's matched element, and `match` binds no array of the target",
+                "it needs a match such as { \"lines.$[].item\": _id }; $$target.path reads a path of the target",
+            ));
+        };
+        let below = plain(path)?.map(|path| FieldPath::parse(&format!("{each}.{path}")));
+        let path = below.and_then(Result::ok).unwrap_or_else(|| each.clone());
+        self.target.extend(OfTarget { paths: Vec::new(), elements: vec![path] });
         Ok(())
     }
 
@@ -564,7 +674,8 @@ mod tests {
     use super::*;
 
     fn reads(value: &Bson) -> Vec<String> {
-        match expression(value, Some(&FieldPath::parse("cast.$[]").unwrap())).unwrap() {
+        let each = FieldPath::parse("cast.$[]").unwrap();
+        match expression(value, Variables { element: Some(&each), ..Variables::default() }).unwrap().source {
             Reads::Everything => vec!["*".to_owned()],
             Reads::Paths(paths) => paths.iter().map(ToString::to_string).collect(),
             Reads::Nothing => vec![],
@@ -612,7 +723,7 @@ mod tests {
             (bson!({"$add": [1], "x": 2}), "stands beside other keys", ""),
             (bson!({"a.b": 1}), "cannot have a dot", "nest it"),
         ] {
-            let refusal = expression(&value, None).unwrap_err();
+            let refusal = expression(&value, Variables::default()).unwrap_err();
             assert!(refusal.message.contains(message), "{value}: {}", refusal.message);
             assert!(refusal.hint.unwrap_or_default().contains(hint), "{value}");
         }
@@ -629,9 +740,34 @@ mod tests {
 
     #[test]
     fn accumulators_are_those_of_group() {
-        assert_eq!(accumulator(&bson!({"$sum": 1}), None).unwrap(), Reads::Nothing);
-        assert!(accumulator(&bson!({"$summ": 1}), None).unwrap_err().hint.unwrap().contains("$sum"));
-        assert!(accumulator(&bson!(5), None).is_err());
-        assert!(accumulator(&bson!({"$accumulator": {}}), None).is_err());
+        let accumulator = |value: &Bson| accumulator(value, Variables::default());
+        assert_eq!(accumulator(&bson!({"$sum": 1})).unwrap().source, Reads::Nothing);
+        assert!(accumulator(&bson!({"$summ": 1})).unwrap_err().hint.unwrap().contains("$sum"));
+        assert!(accumulator(&bson!(5)).is_err());
+        assert!(accumulator(&bson!({"$accumulator": {}})).is_err());
+    }
+
+    #[test]
+    fn paths_of_the_target_are_told_apart_from_those_of_the_source() {
+        let each = FieldPath::parse("lines.$[]").unwrap();
+        let variables = Variables { target_element: Some(&each), target: true, ..Variables::default() };
+        let read = |value: Bson| expression(&value, variables).map(|found| found.target);
+        let path = |text: &str| FieldPath::parse(text).unwrap();
+        let found =
+            read(bson!({"$add": ["$price", "$$target.a.b", "$$target.list.0.x", "$$targetElement.qty"]})).unwrap();
+        assert_eq!(found.paths, [path("a.b"), path("list")]);
+        assert_eq!(found.elements, [path("lines.$[].qty")]);
+        assert_eq!(read(bson!("$$targetElement")).unwrap().elements, [path("lines.$[]")]);
+        // A variable of the expression's own.
+        let bound = bson!({"$map": {"input": "$list", "as": "target", "in": "$$target"}});
+        assert!(read(bound).unwrap().is_empty());
+        for whole in [
+            bson!("$$target"),
+            bson!({"$getField": {"field": {"$concat": ["a", "$b"]}, "input": "$$target"}}),
+            bson!({"$let": {"vars": {"t": "$$target"}, "in": "$$t.a"}}),
+        ] {
+            assert!(read(whole.clone()).unwrap_err().message.contains("reads the whole target"), "{whole}");
+        }
+        assert!(expression(&bson!("$$target.a"), Variables::default()).is_err());
     }
 }

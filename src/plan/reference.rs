@@ -6,6 +6,7 @@ use crate::{
     config::KeyType,
     field_path::{FieldPath, Segment, touches},
     key::{Key, whole_number},
+    plan::expression::Variables,
 };
 
 /// One entry of `match`.
@@ -54,6 +55,12 @@ impl Reference {
     #[must_use]
     pub fn keyed_by_target_id(&self) -> bool {
         matches!(self.pairs.as_slice(), [pair] if pair.target.to_string() == "_id")
+    }
+
+    /// The meaning of the variables in the rule's expressions.
+    #[must_use]
+    pub fn variables(&self) -> Variables<'_> {
+        Variables { element: self.source_each.as_ref(), target_element: self.target_each.as_ref(), target: true }
     }
 
     /// The paths on one side, in the order of the pairs.

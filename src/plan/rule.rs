@@ -8,7 +8,10 @@ use crate::{
     change::Namespace,
     config::{BackfillMode, GroupForm, Guard, OnDrift, OnEmpty, OnMissing},
     field_path::FieldPath,
-    plan::{expression::Reads, reference::Reference},
+    plan::{
+        expression::{OfTarget, Reads},
+        reference::Reference,
+    },
 };
 
 /// Index of a rule in its plan.
@@ -210,6 +213,11 @@ pub struct Rule {
     pub sort: Vec<(String, i32)>,
     /// A condition on `$$element`, which an element of the source's array must fulfil to count.
     pub row_filter: Option<Bson>,
+    /// A condition on a source and its target (`$$target`), which a source must fulfil to count for that target.
+    pub pair_filter: Option<Bson>,
+    /// The target's paths that values are computed from. None if values do not depend on the target; otherwise each
+    /// target has values of its own.
+    pub of_target: Option<OfTarget>,
     /// Reaction to a reference without a source.
     pub on_missing: OnMissing,
     /// Source paths that affect the written values.
@@ -263,6 +271,19 @@ impl Rule {
             Values::Collect { .. } | Values::Aggregate { .. } | Values::Groups(_) => true,
             Values::Set { .. } | Values::Into { .. } => false,
         }
+    }
+
+    /// True if a target has a value for each of its references, computed from the target as well.
+    #[must_use]
+    pub fn by_reference(&self) -> bool {
+        let inside = || self.owned().iter().any(|path| path.has_each());
+        self.of_target.is_some() && (matches!(self.values, Values::Into { .. }) || inside())
+    }
+
+    /// True if the rule writes into elements that have values of their own, computed from the target as well.
+    #[must_use]
+    pub fn by_element(&self) -> bool {
+        self.by_reference() && !matches!(self.values, Values::Into { .. })
     }
 
     /// Path in the target of the `_id`s of its sources, which identifies the parent that a child has left.

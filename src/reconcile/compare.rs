@@ -14,9 +14,10 @@ use crate::{
     field_path::{FieldPath, Segment},
     key::Key,
     mongo::Reads,
-    plan::{Keyed, Rule, Values, reference::Role},
+    plan::{Keyed, Rule, Values, expression::OfTarget, reference::Role},
     position::ClusterTime,
     reconcile::{
+        by_target::Referrer,
         context::{Context, Load, ReadsSources},
         read,
         value::{Desired, Field, Rows},
@@ -103,7 +104,8 @@ impl Compared {
 #[must_use]
 pub fn projection(rule: &Rule) -> Document {
     let mut roots = Document::new();
-    for path in rule.reference.paths(Role::Target).chain(rule.owned()) {
+    let read = rule.of_target.iter().flat_map(OfTarget::all);
+    for path in rule.reference.paths(Role::Target).chain(rule.owned()).chain(read) {
         roots.insert(path.root(), 1);
     }
     roots
@@ -178,9 +180,15 @@ pub async fn compare_at_once(
     wanted.dedup();
     let mut rows = Rows::within(0);
     let bytes = AtomicUsize::default();
-    if !wanted.is_empty() || read::no_input(rule).is_some() {
+    if !wanted.is_empty() || read::values_without_source(rule).is_some() {
         let load = Load { task: Task::Guard, items: targets.len(), limit, bytes: &bytes, sources };
-        let read = context.rows(rule, &wanted, after, load).await;
+        let read = if rule.of_target.is_some() {
+            let asked: Vec<Referrer> =
+                mine.iter().map(|(target, references)| Referrer { target, references }).collect();
+            context.rows_of_targets(rule, &asked, after, load).await
+        } else {
+            context.rows(rule, &wanted, after, load).await
+        };
         let part = if read.is_ok() { targets.len() } else { targets.len().div_ceil(2) };
         context.memory.cost(rule.id, Task::Guard, part, bytes.into_inner());
         rows = read?;
@@ -253,6 +261,19 @@ pub fn one(
     let id = target.get("_id").cloned().unwrap_or(Bson::Null);
     let mut fields = Vec::new();
     match (rule.keyed, &rule.reference.target_each) {
+        (_, Some(each)) if rule.by_element() => {
+            for (nth, element) in rule.reference.elements(Role::Target, target).into_iter().enumerate() {
+                let Bson::Document(element) = element else { continue };
+                let refers = references.get(nth).is_some_and(Option::is_some);
+                let desired = rows.desired_of_pair(rule, &id, nth, refers)?;
+                let stored = |path: &FieldPath| value_at(Some(element), path.below(each).unwrap_or_default());
+                push(rule, (&id, Some(nth)), &desired, &stored, &mut fields)?;
+            }
+        }
+        (Keyed::Target, _) if rule.of_target.is_some() => {
+            let desired = rows.desired_of_referrer(rule, &id, &references, rule.reference.has_array(target))?;
+            push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
+        }
         (Keyed::Target, _) => {
             let desired = rows.desired_of_target(rule, &references, rule.reference.has_array(target))?;
             push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;

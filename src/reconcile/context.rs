@@ -163,7 +163,13 @@ impl Context {
         Ok(Some(values))
     }
 
-    async fn rows_of_keys(&self, rule: &Rule, keys: &[&Key], after: ClusterTime, load: Load<'_>) -> Result<Rows> {
+    pub(super) async fn rows_of_keys(
+        &self,
+        rule: &Rule,
+        keys: &[&Key],
+        after: ClusterTime,
+        load: Load<'_>,
+    ) -> Result<Rows> {
         let budget = self.limits.batch_bytes;
         let mut rows = Rows::within(budget);
         if load.items <= 1 && self.memory.keys_at_once(rule.id, load.task, budget) <= 1 {

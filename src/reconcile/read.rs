@@ -9,6 +9,7 @@ use crate::{
     key::Key,
     plan::{
         Assignment, Groups, Keyed, Rule, Values,
+        expression::OfTarget,
         reference::{Role, dbref_parent},
     },
     request::Task,
@@ -60,10 +61,51 @@ enum Order {
 
 fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
     let mut stages = vec![doc! {"$match": source_match(rule, keys)}];
-    let element = rule.reference.source_each.as_ref();
-    if let Some(each) = element {
-        stages.extend(unwind(rule, each, keys));
+    if let Some(each) = &rule.reference.source_each {
+        stages.extend(unwind(rule, each, in_elements(rule, each, keys)));
     }
+    // Grouped by a mere field, MongoDB 6.0.5 makes the key MaxKey the document `{"": MaxKey}`.
+    let edges = keys.iter().flat_map(|key| key.values()).any(|v| matches!(v, Bson::MinKey | Bson::MaxKey));
+    stages.extend(rows(rule, gathered, edges));
+    stages
+}
+
+/// The stages that find the sources of one target in a `$lookup` whose variables are `keys`, `target` and
+/// `targetElement`: the documents, or their unwound elements.
+pub(super) fn sources_of_pair(rule: &Rule) -> Vec<Document> {
+    let each = rule.reference.source_each.as_ref();
+    let key: Vec<Bson> = rule.reference.paths(Role::Source).map(|path| row_path(path, each)).collect();
+    let has_key = doc! {"$expr": {"$in": [key, "$$keys"]}};
+    let mut clauses: Vec<Document> = rule.source.filter.clone().into_iter().collect();
+    let mut stages = Vec::new();
+    if let Some(each) = each {
+        stages.extend(Some(doc! {"$match": {"$and": clauses.clone()}}).filter(|_| !clauses.is_empty()));
+        stages.extend(unwind(rule, each, vec![has_key]));
+    } else {
+        let parents = rule.reference.paths(Role::Source).filter_map(dbref_parent);
+        clauses.extend(parents.map(|parent| names_target(rule, &parent)));
+        clauses.push(has_key);
+        stages.push(doc! {"$match": {"$and": clauses}});
+    }
+    if let Some(condition) = &rule.pair_filter {
+        stages.push(doc! {"$match": {"$expr": condition.clone()}});
+    }
+    stages
+}
+
+/// The stages that follow: one row `{ k, v }` at most, with the values of the target.
+pub(super) fn row_of_pair(rule: &Rule) -> Vec<Document> {
+    let mut stages = rows(rule, Order::OfTheRule, true);
+    if matches!(rule.values, Values::Set { .. } | Values::Into { .. }) {
+        stages.push(doc! {"$limit": 1});
+    }
+    stages
+}
+
+/// The stages from the sources of keys to rows.
+fn rows(rule: &Rule, gathered: Order, edges: bool) -> Vec<Document> {
+    let mut stages = Vec::new();
+    let element = rule.reference.source_each.as_ref();
     // Operands and filters of rows may use the element.
     let bound =
         |assignments: &[Assignment]| assignments.iter().map(|one| with_element(one, element)).collect::<Vec<_>>();
@@ -88,8 +130,6 @@ fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
             stages.extend(collect(rule, row_key, bind(doc! {"e": value.clone()}.into(), element), *slice));
         }
         Values::Aggregate { assignments, .. } => {
-            // Grouped by a mere field, MongoDB 6.0.5 makes the key MaxKey the document `{"": MaxKey}`.
-            let edges = keys.iter().flat_map(|key| key.values()).any(|v| matches!(v, Bson::MinKey | Bson::MaxKey));
             stages.extend(aggregate(rule, row_key, &bound(assignments), gathered, edges));
         }
         Values::Groups(values) => {
@@ -101,7 +141,7 @@ fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
     stages
 }
 
-fn command(collection: &str, stages: Vec<Document>) -> Document {
+pub(super) fn command(collection: &str, stages: Vec<Document>) -> Document {
     doc! {"aggregate": collection, "pipeline": stages, "cursor": {"batchSize": 10_000}, "collation": simple_collation(), "allowDiskUse": true}
 }
 
@@ -224,8 +264,21 @@ fn row_path(path: &FieldPath, element: Option<&FieldPath>) -> Bson {
     }
 }
 
-/// One row for each element of the source's array; nested arrays one after the other.
-fn unwind(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
+/// Conditions on an unwound element that contains one of the keys.
+fn in_elements(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
+    let mut wanted = Vec::new();
+    for (nth, path) in rule.reference.paths(Role::Source).enumerate() {
+        let Bson::String(field) = row_path(path, Some(each)) else { continue };
+        let at = field.trim_start_matches('$');
+        if at.starts_with(ELEMENT) {
+            wanted.push(one_of(at, keys.iter().filter_map(|key| key.values().get(nth))));
+        }
+    }
+    wanted
+}
+
+/// One row for each element of the source's array that fulfils all of `wanted`; nested arrays one after the other.
+fn unwind(rule: &Rule, each: &FieldPath, mut wanted: Vec<Document>) -> Vec<Document> {
     let text = each.to_string();
     let mut stages = Vec::new();
     let mut from = String::new();
@@ -241,16 +294,12 @@ fn unwind(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
         });
         part.clone_into(&mut from);
     }
-    let mut wanted = Vec::new();
     let mut row_key = Vec::new();
-    for (nth, path) in rule.reference.paths(Role::Source).enumerate() {
+    for path in rule.reference.paths(Role::Source) {
         let Bson::String(field) = row_path(path, Some(each)) else { continue };
         let at = field.trim_start_matches('$');
-        if at.starts_with(ELEMENT) {
-            wanted.push(one_of(at, keys.iter().filter_map(|key| key.values().get(nth))));
-            if dbref_parent(path).is_some() {
-                wanted.push(names_target(rule, at.trim_end_matches("$id")));
-            }
+        if at.starts_with(ELEMENT) && dbref_parent(path).is_some() {
+            wanted.push(names_target(rule, at.trim_end_matches("$id")));
         }
         row_key.push(field);
     }
@@ -558,6 +607,16 @@ fn accumulated(group: &mut Document, name: String, accumulator: &Bson) -> Bson {
 /// Computes the values of a key without sources: one row `{ k: [], v }`. None for rules whose values for it are known.
 #[must_use]
 pub fn no_input(rule: &Rule) -> Option<Document> {
+    let values = values_without_source(rule).filter(|_| rule.of_target.is_none())?;
+    let stages = vec![doc! {"$documents": [{}]}, doc! {"$replaceWith": {"k": [], "v": values}}];
+    let mut command = command("", stages);
+    command.insert("aggregate", 1);
+    Some(command)
+}
+
+/// The expressions for the values of a key without sources, if only a server can compute them.
+#[must_use]
+pub fn values_without_source(rule: &Rule) -> Option<Document> {
     let values = match &rule.values {
         Values::Set { otherwise: Some(values), .. } => values.clone(),
         Values::Aggregate { assignments, on_empty: OnEmpty::Value } => {
@@ -567,11 +626,7 @@ pub fn no_input(rule: &Rule) -> Option<Document> {
         _ => return None,
     };
     let named = values.into_iter().enumerate().filter_map(|(n, value)| Some((format!("v{n}"), value?)));
-    let values: Document = named.collect();
-    let stages = vec![doc! {"$documents": [{}]}, doc! {"$replaceWith": {"k": [], "v": values}}];
-    let mut command = command("", stages);
-    command.insert("aggregate", 1);
-    Some(command)
+    Some(named.collect())
 }
 
 /// The expression of an accumulated value over no sources.
@@ -694,13 +749,20 @@ pub fn targets(rule: &Rule, ids: &[&Key]) -> Document {
     let stages = vec![
         doc! {"$match": filter},
         doc! {"$set": {GUARD: guard_expression(rule)}},
-        doc! {"$project": with(rule.reference.projection(Role::Target), GUARD)},
+        doc! {"$project": fields_of_target(rule)},
     ];
     command(&rule.target.namespace.collection, stages)
 }
 
-fn with(mut projection: Document, field: &str) -> Document {
-    projection.insert(field, 1);
+/// A projection of the guard, the references, and what values are computed from. No path contains another.
+fn fields_of_target(rule: &Rule) -> Document {
+    let references = rule.reference.projection(Role::Target);
+    let read = rule.of_target.iter().flat_map(OfTarget::all).map(FieldPath::query);
+    let paths: Vec<String> = references.keys().cloned().chain(read).collect();
+    let inside = |path: &&String| paths.iter().any(|outer| path.starts_with(&format!("{outer}.")));
+    let outermost = paths.iter().filter(|path| !inside(path));
+    let mut projection: Document = outermost.map(|path| (path.clone(), Bson::Int32(1))).collect();
+    projection.insert(GUARD, 1);
     projection
 }
 
@@ -711,15 +773,47 @@ pub const GUARD: &str = "__denormd_guard";
 /// correct.
 #[must_use]
 pub fn guard_expression(rule: &Rule) -> Document {
-    let mut guard = Document::new();
+    let each = rule.reference.target_each.as_ref().filter(|_| rule.by_reference());
+    let (mut guard, mut element) = (Document::new(), doc! {"t": {"$type": "$$e"}});
     for (nth, path) in rule.reference.paths(Role::Target).enumerate() {
-        guard.insert(format!("p{nth}"), format!("${}", path.query()));
-        if let Some(parent) = dbref_parent(path) {
-            guard.insert(format!("r{nth}"), format!("${parent}$ref"));
-            guard.insert(format!("d{nth}"), format!("${parent}$db"));
+        let (part, at) = place_of(path, each, (&mut guard, &mut element));
+        part.insert(format!("p{nth}"), at.clone());
+        if let Some(parent) = at.strip_suffix("$id") {
+            part.insert(format!("r{nth}"), format!("{parent}$ref"));
+            part.insert(format!("d{nth}"), format!("{parent}$db"));
         }
     }
+    for (nth, path) in rule.of_target.iter().flat_map(OfTarget::all).enumerate() {
+        let (part, at) = place_of(path, each, (&mut guard, &mut element));
+        part.insert(format!("v{nth}"), at);
+    }
+    if let Some(each) = each {
+        // The elements are told apart by their indexes, so an element without a reference counts too.
+        let array = format!("${}", each.query());
+        let around: Vec<Bson> =
+            array.match_indices('.').map(|(end, _)| Bson::from(doc! {"$type": &array[..end]})).collect();
+        let elements = doc! {"$map": {"input": &array, "as": "e", "in": element}};
+        guard.insert("e", doc! {"$cond": [{"$isArray": &array}, elements, null]});
+        guard.insert("a", around);
+    }
     guard
+}
+
+/// The part of the guard that a path belongs to, that of the target or that of each element, and the path in it.
+fn place_of<'a>(
+    path: &FieldPath,
+    each: Option<&FieldPath>,
+    (guard, element): (&'a mut Document, &'a mut Document),
+) -> (&'a mut Document, String) {
+    match each {
+        Some(each) if path == each => (element, "$$e".to_owned()),
+        Some(each) if path.below(each).is_some() => {
+            let query = path.query();
+            let below = query.strip_prefix(&format!("{}.", each.query())).unwrap_or(&query);
+            (element, format!("$$e.{below}"))
+        }
+        _ => (guard, format!("${}", path.query())),
+    }
 }
 
 /// Reads the reference fields of the targets whose array holds one of these sources' `_id`s.

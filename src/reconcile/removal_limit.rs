@@ -114,7 +114,7 @@ impl Run<'_> {
     }
 
     /// True if the targets that this filter finds may lose their values. Counts them if so.
-    async fn may_lose(&self, filter: Document, after: ClusterTime) -> Result<bool> {
+    pub(super) async fn may_lose(&self, filter: Document, after: ClusterTime) -> Result<bool> {
         let Some(limit) = self.limit().await? else { return Ok(true) };
         let more = i64::try_from(limit).unwrap_or(i64::MAX).saturating_add(1);
         let command = doc! {

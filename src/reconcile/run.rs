@@ -231,13 +231,19 @@ impl Run<'_> {
         if !keys.is_empty() || read::no_input(self.rule).is_some() {
             let load = Load { task: self.task, items, limit: self.limit, bytes: &self.bytes, sources: None };
             rows = self.context.rows(self.rule, &keys, after, load).instrument(self.reading(Role::Source)).await?;
-            let unknown = !rows.is_empty() && self.context.memory.source(&self.rule.source.namespace).is_none();
             let missing = keys.iter().any(|key| !rows.answer(key));
-            if !self.detached && (missing || unknown) && self.is_source_gone(!rows.is_empty()).await? {
+            if self.is_source_gone_now(missing, !rows.is_empty()).await? {
                 return Ok(None);
             }
         }
         Ok(Some(rows))
+    }
+
+    /// True if the source collection is gone, and that explains why sources are `missing`. Checked when sources are
+    /// missing, and when some were `found` for the first time.
+    pub(super) async fn is_source_gone_now(&self, missing: bool, found: bool) -> Result<bool> {
+        let unknown = found && self.context.memory.source(&self.rule.source.namespace).is_none();
+        Ok(!self.detached && (missing || unknown) && self.is_source_gone(found).await?)
     }
 
     /// True if a source collection that is known to have existed is gone, or another one has its name. Checked after
@@ -375,6 +381,9 @@ impl Run<'_> {
     pub(super) async fn targets(&self, items: &mut [Item]) -> Result<()> {
         if self.rule.shadow {
             return self.shadow(items).await;
+        }
+        if self.rule.of_target.is_some() {
+            return self.values_of_targets(items).await;
         }
         let after = newest(items);
         let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();

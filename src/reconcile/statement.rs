@@ -193,10 +193,31 @@ fn is_like_no_other(value: &RawBson) -> bool {
 /// The statement that makes the target with this `_id` hold `desired`, while its references equal `guard`.
 pub fn of_target(rule: &Rule, id: &Key, guard: &RawDocumentBuf, desired: &Desired) -> Result<Vec<Statement>> {
     let Desired::Fields(fields) = desired else { return Ok(Vec::new()) };
+    let conditions = unchanged(rule, id, guard)?;
+    Ok(vec![update(rule, conditions, operators(rule, "", fields)?, &[])?])
+}
+
+/// The same for values of elements, by the index of each: the guard contains all elements in their order.
+pub fn of_elements(
+    rule: &Rule,
+    id: &Key,
+    guard: &RawDocumentBuf,
+    elements: &[(usize, Vec<Field>)],
+) -> Result<Option<Statement>> {
+    let Some(each) = rule.reference.target_each.as_ref().filter(|_| !elements.is_empty()) else { return Ok(None) };
+    let array = each.query();
+    let mut operators = Operators::default();
+    for (nth, fields) in elements {
+        operators.add(rule, &format!("{array}.{nth}"), fields)?;
+    }
+    Ok(Some(update(rule, unchanged(rule, id, guard)?, operators.document(), &[])?))
+}
+
+/// Conditions that the target with this `_id` fulfils while its guard is unchanged.
+fn unchanged(rule: &Rule, id: &Key, guard: &RawDocumentBuf) -> Result<Vec<Document>> {
     let id = id.values().first().cloned().unwrap_or(Bson::Null);
     let guard = Document::try_from(guard.as_ref())?;
-    let unchanged = doc! {"$expr": {"$eq": [guard_expression(rule), {"$literal": guard}]}};
-    Ok(vec![update(rule, vec![doc! {"_id": id}, unchanged], operators(rule, "", fields)?, &[])?])
+    Ok(vec![doc! {"_id": id}, doc! {"$expr": {"$eq": [guard_expression(rule), {"$literal": guard}]}}])
 }
 
 /// The statement that removes `path` from the targets with these `_id`s.
@@ -393,22 +414,41 @@ pub(super) fn query(rule: &Rule, mut conditions: Vec<Document>) -> Document {
 /// Builds `$set` and `$unset`. In an update document, unlike in a pipeline, a value is data: a string such as "$name"
 /// stays one.
 fn operators(rule: &Rule, elements: &str, fields: &[Field]) -> Result<RawDocumentBuf> {
-    let (mut set, mut unset) = (RawDocumentBuf::new(), RawDocumentBuf::new());
-    for (path, field) in rule.owned().into_iter().zip(fields) {
-        let name = bson::raw::CString::try_from(update_path(rule, path, elements))?;
-        match field {
-            Some(value) => set.append(name, value.clone()),
-            None => unset.append(name, ""),
+    let mut operators = Operators::default();
+    operators.add(rule, elements, fields)?;
+    Ok(operators.document())
+}
+
+/// The operators of one statement.
+#[derive(Default)]
+struct Operators {
+    set: RawDocumentBuf,
+    unset: RawDocumentBuf,
+}
+
+impl Operators {
+    /// Adds the owned paths, for the elements of this name.
+    fn add(&mut self, rule: &Rule, elements: &str, fields: &[Field]) -> Result<()> {
+        for (path, field) in rule.owned().into_iter().zip(fields) {
+            let name = bson::raw::CString::try_from(update_path(rule, path, elements))?;
+            match field {
+                Some(value) => self.set.append(name, value.clone()),
+                None => self.unset.append(name, ""),
+            }
         }
+        Ok(())
     }
-    let mut out = RawDocumentBuf::new();
-    if !set.is_empty() {
-        out.append(cstr!("$set"), set);
+
+    fn document(self) -> RawDocumentBuf {
+        let mut out = RawDocumentBuf::new();
+        if !self.set.is_empty() {
+            out.append(cstr!("$set"), self.set);
+        }
+        if !self.unset.is_empty() {
+            out.append(cstr!("$unset"), self.unset);
+        }
+        out
     }
-    if !unset.is_empty() {
-        out.append(cstr!("$unset"), unset);
-    }
-    Ok(out)
 }
 
 fn update_path(rule: &Rule, path: &FieldPath, elements: &str) -> String {

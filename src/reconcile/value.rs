@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Kind, Result},
     key::Key,
     plan::{Assignment, Groups, Keyed, Rule, Values},
-    reconcile::read,
+    reconcile::{by_target, read},
 };
 
 /// The desired value of an owned path; None to remove it.
@@ -96,7 +96,8 @@ impl Rows {
     /// Rows of one key, or of one target with these keys, of any size. A batch that holds the turn never waits for
     /// another.
     pub(super) fn alone(rule: &Rule, keys: &[&Key], turn: OwnedSemaphorePermit) -> Self {
-        let first = rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. });
+        let several = rule.keyed == Keyed::Target && rule.of_target.is_none();
+        let first = several && matches!(rule.values, Values::Set { .. });
         let wanted = keys.iter().map(|key| (*key).clone()).collect();
         Self { by_key: HashMap::new(), bytes: 0, share: Share::Alone { _turn: turn, wanted, first }, no_input: None }
     }
@@ -166,48 +167,60 @@ impl Rows {
 
     /// The desired content of the targets of `key`.
     pub fn desired(&self, rule: &Rule, key: &Key) -> Result<Desired> {
-        if key.values().is_empty() {
-            let nothing = || Desired::Fields(vec![None; rule.owned().len()]);
-            return Ok(self.otherwise(rule)?.unwrap_or_else(nothing));
-        }
-        let row = self.by_key.get(key).map(|(_, values)| values);
-        match (&rule.values, row) {
-            (Values::Set { assignments, .. } | Values::Aggregate { assignments, .. }, Some(row)) => {
-                Ok(Desired::Fields(fields(assignments, row)?))
-            }
-            (Values::Set { assignments, once, .. }, None) => {
-                Ok(self.otherwise(rule)?.unwrap_or_else(|| missing(rule, assignments.len(), *once)))
-            }
-            (Values::Collect { on_empty, max_elements, max_bytes, .. }, row) => {
-                collected(row.map(RawDocumentBuf::as_ref), *on_empty, *max_elements, *max_bytes)
-            }
-            (Values::Aggregate { assignments, on_empty }, None) => Ok(Desired::Fields(match &self.no_input {
-                Some(Ok(row)) => fields(assignments, row)?,
-                Some(Err(reason)) => return Err(Error::new(Kind::Refused, reason.clone())),
-                None if *on_empty == OnEmpty::Unset => vec![None; assignments.len()],
-                None => {
-                    let values = assignments.iter().map(|a| RawBson::try_from(read::no_input_of(&a.expression)));
-                    values.map(|value| value.map(Some)).collect::<std::result::Result<_, _>>()?
-                }
-            })),
-            (Values::Groups(groups), row) => {
-                let value = match row {
-                    None if groups.on_empty == OnEmpty::Unset => None,
-                    row => Some(grouped(groups, row.map(RawDocumentBuf::as_ref))?),
-                };
-                Ok(Desired::Fields(vec![value]))
-            }
-            (Values::Into { .. }, _) => Err(Error::internal("an array of references has no value of one key")),
-        }
+        computed(rule, !key.values().is_empty(), self.row(key), self.without_source())
     }
 
-    /// The values of `otherwise`, for rules that have it.
-    fn otherwise(&self, rule: &Rule) -> Result<Option<Desired>> {
-        let Values::Set { assignments, otherwise: Some(_), .. } = &rule.values else { return Ok(None) };
-        match &self.no_input {
-            Some(Ok(row)) => Ok(Some(Desired::Fields(fields(assignments, row)?))),
-            Some(Err(reason)) => Err(Error::new(Kind::Refused, reason.clone())),
-            None => Err(Error::internal("the values of `otherwise` were not read")),
+    /// The desired content of one target, or of its `nth` element, for rules whose values depend on the target.
+    /// `refers` tells that it has a reference.
+    pub fn desired_of_pair(&self, rule: &Rule, id: &Bson, nth: usize, refers: bool) -> Result<Desired> {
+        let without = self.row(&by_target::key_without_source(id, nth)).map(Ok);
+        computed(rule, refers, self.row(&by_target::key(id, nth)), without)
+    }
+
+    fn row(&self, key: &Key) -> Option<&RawDocument> {
+        self.by_key.get(key).map(|(_, values)| values.as_ref())
+    }
+
+    fn without_source(&self) -> Option<WithoutSource<'_>> {
+        self.no_input.as_ref().map(|values| values.as_deref().map_err(String::as_str))
+    }
+
+    /// The array of a target with these references. `row` finds the values of one.
+    fn array<'a>(
+        rule: &Rule,
+        references: &[Option<Key>],
+        row: impl Fn(usize, &Key) -> Option<&'a RawDocument>,
+    ) -> Result<Desired> {
+        let mut array = RawArrayBuf::new();
+        let mut dangles = false;
+        for (nth, key) in references.iter().enumerate() {
+            let Some(key) = key else { continue };
+            match row(nth, key) {
+                Some(row) => row.get("e")?.into_iter().for_each(|element| array.push(RawBson::from(element))),
+                None => {
+                    dangles = true;
+                    if rule.on_missing == OnMissing::Null {
+                        array.push(RawBson::Null);
+                    }
+                }
+            }
+        }
+        let kept = rule.on_missing == OnMissing::Keep && dangles;
+        Ok(if kept { Desired::Keep } else { Desired::Fields(vec![Some(RawBson::Array(array))]) })
+    }
+
+    /// The desired content of one target as a whole, for rules whose values depend on the target.
+    pub fn desired_of_referrer(
+        &self,
+        rule: &Rule,
+        id: &Bson,
+        references: &[Option<Key>],
+        has_array: bool,
+    ) -> Result<Desired> {
+        match &rule.values {
+            Values::Into { .. } if !has_array => Ok(Desired::Fields(vec![None])),
+            Values::Into { .. } => Self::array(rule, references, |nth, _| self.row(&by_target::key(id, nth))),
+            _ => self.desired_of_pair(rule, id, 0, references.iter().any(Option::is_some)),
         }
     }
 
@@ -215,29 +228,14 @@ impl Rows {
     pub fn desired_of_target(&self, rule: &Rule, references: &[Option<Key>], has_array: bool) -> Result<Desired> {
         match &rule.values {
             Values::Into { .. } if !has_array => Ok(Desired::Fields(vec![None])),
-            Values::Into { .. } => {
-                let mut array = RawArrayBuf::new();
-                for key in references.iter().flatten() {
-                    match self.by_key.get(key) {
-                        Some((_, row)) => {
-                            row.get("e")?.into_iter().for_each(|element| array.push(RawBson::from(element)));
-                        }
-                        None if rule.on_missing == OnMissing::Null => array.push(RawBson::Null),
-                        None => {}
-                    }
-                }
-                let kept = rule.on_missing == OnMissing::Keep
-                    && references.iter().flatten().any(|key| !self.by_key.contains_key(key));
-                Ok(if kept { Desired::Keep } else { Desired::Fields(vec![Some(RawBson::Array(array))]) })
-            }
+            Values::Into { .. } => Self::array(rule, references, |_, key| self.row(key)),
             Values::Set { assignments, otherwise, .. } => {
                 let first =
                     references.iter().flatten().filter_map(|key| self.by_key.get(key)).min_by_key(|(rank, _)| *rank);
                 match first {
                     Some((_, row)) => Ok(Desired::Fields(fields(assignments, row)?)),
-                    None if otherwise.is_some() => {
-                        self.otherwise(rule)?.ok_or_else(|| Error::internal("no values of `otherwise`"))
-                    }
+                    None if otherwise.is_some() => self::otherwise(rule, self.without_source())?
+                        .ok_or_else(|| Error::internal("no values of `otherwise`")),
                     None if references.iter().any(Option::is_some) => Ok(missing(rule, assignments.len(), false)),
                     None => Ok(Desired::Fields(vec![None; assignments.len()])),
                 }
@@ -246,6 +244,60 @@ impl Rows {
                 Err(Error::internal("this rule is keyed by a value"))
             }
         }
+    }
+}
+
+/// The values of a target or an element without sources, or the server's reason to refuse them.
+type WithoutSource<'a> = std::result::Result<&'a RawDocument, &'a str>;
+
+/// The content that follows from the row of the sources, if there are any.
+fn computed(
+    rule: &Rule,
+    refers: bool,
+    row: Option<&RawDocument>,
+    without: Option<WithoutSource<'_>>,
+) -> Result<Desired> {
+    if !refers {
+        let nothing = || Desired::Fields(vec![None; rule.owned().len()]);
+        return Ok(otherwise(rule, without)?.unwrap_or_else(nothing));
+    }
+    match (&rule.values, row) {
+        (Values::Set { assignments, .. } | Values::Aggregate { assignments, .. }, Some(row)) => {
+            Ok(Desired::Fields(fields(assignments, row)?))
+        }
+        (Values::Set { assignments, once, .. }, None) => {
+            Ok(otherwise(rule, without)?.unwrap_or_else(|| missing(rule, assignments.len(), *once)))
+        }
+        (Values::Collect { on_empty, max_elements, max_bytes, .. }, row) => {
+            collected(row, *on_empty, *max_elements, *max_bytes)
+        }
+        (Values::Aggregate { assignments, on_empty }, None) => Ok(Desired::Fields(match without {
+            Some(Ok(row)) => fields(assignments, row)?,
+            Some(Err(reason)) => return Err(Error::new(Kind::Refused, reason)),
+            None if *on_empty == OnEmpty::Unset => vec![None; assignments.len()],
+            None => {
+                let values = assignments.iter().map(|a| RawBson::try_from(read::no_input_of(&a.expression)));
+                values.map(|value| value.map(Some)).collect::<std::result::Result<_, _>>()?
+            }
+        })),
+        (Values::Groups(groups), row) => {
+            let value = match row {
+                None if groups.on_empty == OnEmpty::Unset => None,
+                row => Some(grouped(groups, row)?),
+            };
+            Ok(Desired::Fields(vec![value]))
+        }
+        (Values::Into { .. }, _) => Err(Error::internal("an array of references has no value of one key")),
+    }
+}
+
+/// The values of `otherwise`, for rules that have it.
+fn otherwise(rule: &Rule, without: Option<WithoutSource<'_>>) -> Result<Option<Desired>> {
+    let Values::Set { assignments, otherwise: Some(_), .. } = &rule.values else { return Ok(None) };
+    match without {
+        Some(Ok(row)) => Ok(Some(Desired::Fields(fields(assignments, row)?))),
+        Some(Err(reason)) => Err(Error::new(Kind::Refused, reason)),
+        None => Err(Error::internal("the values of `otherwise` were not read")),
     }
 }
 

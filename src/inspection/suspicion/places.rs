@@ -92,11 +92,12 @@ impl<'a> Places<'a> {
             out.push((Mistake::new(self.pair(pair), "").on_key(), Reads::Paths(vec![pair.target.clone()]), false));
             out.push((Mistake::new(self.pair(pair), ""), Reads::Paths(vec![pair.source.clone()]), true));
         }
-        let each = rule.reference.source_each.as_ref();
+        let each = rule.reference.variables();
         for (place, value, accumulator) in self.values() {
             let reads =
                 if accumulator { expression::accumulator(value, each) } else { expression::expression(value, each) };
-            out.push((Mistake::new(place, ""), reads.unwrap_or_default(), true));
+            let reads = reads.unwrap_or_default();
+            out.push((Mistake::new(place, ""), reads.source, true));
         }
         for (path, _) in &rule.sort {
             let mut reads = Reads::default();
