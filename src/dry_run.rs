@@ -16,6 +16,7 @@ use crate::{
     plan::{Assignment, Plan, Rule, reference::Role},
     reconcile::{
         applied::applied,
+        by_target::{self, Referrer},
         compare, read, shape,
         value::{NoInput, Rows},
     },
@@ -92,8 +93,11 @@ fn apply(rule: &Rule, collections: &Collections, target: Document) -> Result<Opt
     wanted.sort_unstable();
     wanted.dedup();
     let mut rows = Rows::within(usize::MAX);
-    if !wanted.is_empty() {
-        let command = read::sources(rule, &wanted);
+    let command = match &rule.of_target {
+        Some(_) => Some(by_target::sources(rule, &[Referrer { target: &target, references: &references }])),
+        None => Some(read::sources(rule, &wanted)).filter(|_| !wanted.is_empty()),
+    };
+    if let Some(command) = command {
         let found = evaluate::aggregate(collections, &rule.source.namespace.database, &command)?;
         for row in &found {
             rows.take(&RawDocumentBuf::try_from(row).map_err(Error::from)?)?;
@@ -128,11 +132,13 @@ pub fn beyond(plan: &Plan) -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     for rule in &plan.rules {
         let filters = [&rule.source.filter, &rule.target.filter];
-        let rows = rule.row_filter.as_ref().and_then(evaluate::beyond_expression);
+        let conditions = [&rule.row_filter, &rule.pair_filter];
+        let rows = conditions.into_iter().flatten().find_map(evaluate::beyond_expression);
         let filter = filters.into_iter().flatten().find_map(evaluate::beyond_filter).or(rows);
         let value = match &rule.values {
-            crate::plan::Values::Set { assignments, .. } => {
-                assignments.iter().find_map(|one| evaluate::beyond_expression(&one.expression))
+            crate::plan::Values::Set { assignments, otherwise, .. } => {
+                let value = assignments.iter().find_map(|one| evaluate::beyond_expression(&one.expression));
+                value.or_else(|| otherwise.iter().flatten().flatten().find_map(evaluate::beyond_expression))
             }
             crate::plan::Values::Aggregate { assignments, .. } => assignments.iter().find_map(beyond_accumulated),
             crate::plan::Values::Groups(groups) => {

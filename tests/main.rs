@@ -47,6 +47,7 @@ mod lifecycle;
 mod memory;
 mod mutants;
 mod observe;
+mod of_target;
 mod offline;
 mod operator;
 mod outages;

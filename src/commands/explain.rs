@@ -1,6 +1,6 @@
 //! `denormd explain`
 
-use std::fmt::Write as _;
+use std::{collections::HashMap, fmt::Write as _};
 
 use bson::{Bson, Document, doc, oid::ObjectId};
 
@@ -17,6 +17,7 @@ use crate::{
     position::ClusterTime,
     reconcile::{
         Context,
+        by_target::{self, Referrer},
         compare::{Compared, Difference, compare, compare_ids, projection},
         read,
     },
@@ -37,6 +38,8 @@ struct Explained<'a> {
     /// Values that a `once` rule has written and keeps, beside what their source says now.
     kept: Vec<Difference>,
     references: Vec<Answered>,
+    /// The paths of the target that values are computed from, with their values.
+    read: Vec<(String, Option<Bson>)>,
     notes: Vec<String>,
     /// The reason why its values cannot be computed.
     failure: Option<Error>,
@@ -92,7 +95,9 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
         }
         Err(error) => return Err(error),
     };
-    let references = references(context, rule, &compared, time).await?;
+    let references = references(context, rule, (&target, &compared), time).await?;
+    let of_target = rule.of_target.iter().flat_map(|of_target| &of_target.paths);
+    let read = of_target.map(|path| (path.query(), value_at(&target, &path.query()))).collect();
     if !takes_part {
         notes.push("it does not take part: `target.where` leaves it out, and it keeps what it has".to_owned());
     }
@@ -103,7 +108,7 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
     for dead_letter in dead_letters.iter().filter(|dead_letter| dead_letter.concerns(&key, &compared.references)) {
         notes.push(format!("set aside as a dead letter, tried {} times: {}", dead_letter.attempts, dead_letter.reason));
     }
-    Ok(Explained { rule, target: id, takes_part, compared, kept, references, notes, failure })
+    Ok(Explained { rule, target: id, takes_part, compared, kept, references, read, notes, failure })
 }
 
 /// The values of a `once` rule that are there, each with what the rule would write if it were new.
@@ -139,7 +144,50 @@ async fn target(context: &Context, rule: &Rule, id: &str, after: ClusterTime) ->
     }
 }
 
-async fn references(context: &Context, rule: &Rule, compared: &Compared, after: ClusterTime) -> Result<Vec<Answered>> {
+/// The value at a path. Does not look into arrays.
+fn value_at(target: &Document, path: &str) -> Option<Bson> {
+    let mut names = path.split('.');
+    let first = target.get(names.next()?);
+    names.fold(first, |at, name| at?.as_document()?.get(name)).cloned()
+}
+
+/// The sources of each reference that count for this target.
+async fn answers_of_target(
+    context: &Context,
+    rule: &Rule,
+    (target, compared): (&Document, &Compared),
+    after: ClusterTime,
+) -> Result<Vec<Answered>> {
+    let limit = i64::try_from(NAMED).unwrap_or(i64::MAX) + 1;
+    let referrer = Referrer { target, references: &compared.references };
+    let command = by_target::source_ids(rule, referrer, limit);
+    let mut found: HashMap<usize, Vec<Bson>> = HashMap::new();
+    for row in context.server.read(&rule.source.namespace.database, command, Reads { after }).await? {
+        let row = Document::try_from(row.as_ref())?;
+        let nth = row.get_i64("n").ok().and_then(|nth| usize::try_from(nth).ok()).unwrap_or_default();
+        found.insert(nth, row.get_array("ids").cloned().unwrap_or_default());
+    }
+    let each = rule.reference.target_each.is_some();
+    let answered = compared.references.iter().enumerate().map(|(nth, key)| {
+        let mut sources = found.get(if rule.by_reference() { &nth } else { &0 }).cloned().unwrap_or_default();
+        let more = sources.len() > NAMED;
+        sources.truncate(NAMED);
+        let key = key.clone();
+        let sources = if key.is_some() { sources } else { Vec::new() };
+        Answered { element: each.then_some(nth), key, sources, more }
+    });
+    Ok(answered.collect())
+}
+
+async fn references(
+    context: &Context,
+    rule: &Rule,
+    (target, compared): (&Document, &Compared),
+    after: ClusterTime,
+) -> Result<Vec<Answered>> {
+    if rule.of_target.is_some() {
+        return answers_of_target(context, rule, (target, compared), after).await;
+    }
     let mut keys: Vec<&Key> =
         compared.references.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
     keys.sort_unstable();
@@ -170,10 +218,14 @@ const LONG: usize = 300;
 const SHOWN: usize = 5;
 
 fn text(explained: &Explained<'_>) -> String {
-    let Explained { rule, target, compared, kept, references, notes, .. } = explained;
+    let Explained { rule, target, compared, kept, references, read, notes, .. } = explained;
     let mut out = format!("{}: {} {}\n", rule.name, rule.target.namespace, shown(target));
     for note in notes {
         writeln!(out, "  ! {note}").ok();
+    }
+    for (path, value) in read {
+        let value = value.as_ref().map_or_else(|| "missing".to_owned(), shown);
+        writeln!(out, "  reads $$target.{path}: {value}").ok();
     }
     if rule.reference.target_each.is_some() && references.is_empty() {
         out.push_str("  it has no references\n");
@@ -286,7 +338,7 @@ fn plain(value: Option<&bson::RawBson>) -> Option<Bson> {
 }
 
 fn json(explained: &Explained<'_>) -> serde_json::Value {
-    let Explained { rule, target, takes_part, compared, kept, references, notes, failure } = explained;
+    let Explained { rule, target, takes_part, compared, kept, references, read, notes, failure } = explained;
     let value = |value: &Bson| value.clone().into_relaxed_extjson();
     let references = references.iter().map(|reference| {
         serde_json::json!({
@@ -321,6 +373,7 @@ fn json(explained: &Explained<'_>) -> serde_json::Value {
         "references": references.collect::<Vec<_>>(),
         "paths": paths.collect::<Vec<_>>(),
         "kept": kept.collect::<Vec<_>>(),
+        "reads": read.iter().map(|(path, read)| serde_json::json!({"path": path, "value": read.as_ref().map(value)})).collect::<Vec<_>>(),
         "notes": notes, "failure": failure.as_ref().map(|failure| &failure.message),
         "differs": compared.differences().next().is_some(),
     })

@@ -19,7 +19,7 @@ use crate::{
     lease,
     metrics::Metrics,
     mongo::{Server, skew},
-    plan::{Keyed, Plan},
+    plan::{Keyed, Plan, Rule},
     preflight::{self, Finding},
 };
 
@@ -169,7 +169,7 @@ fn text(plan: &Plan, live: &Live, options: Options) -> String {
         writeln!(out, "  match       {}{keyed}", pairs.join(", ")).ok();
         writeln!(out, "  owns        {}", owned.join(", ")).ok();
         match live.inspections.iter().find(|inspection| inspection.rule == rule.name) {
-            Some(inspection) => inspected(&mut out, inspection),
+            Some(inspection) => inspected(&mut out, rule, inspection),
             None if rule.needs_pre_images() => {
                 let command = preflight::enable_pre_images(&rule.source.namespace, true).shell;
                 writeln!(out, "  pre-images  {} must keep them: {command}", rule.source.namespace).ok();
@@ -288,10 +288,13 @@ fn blocked(
     Some((rule.name.clone(), why.join("; ")))
 }
 
-fn inspected(out: &mut String, inspection: &Inspection) {
+fn inspected(out: &mut String, rule: &Rule, inspection: &Inspection) {
     let reads = |paths: &[String]| if paths.is_empty() { "nothing".to_owned() } else { paths.join(", ") };
     writeln!(out, "  reads       source: {}", reads(&inspection.source_reads)).ok();
     writeln!(out, "              target: {}", reads(&inspection.target_reads)).ok();
+    if rule.of_target.is_some() {
+        writeln!(out, "  values      of each target on its own: they are computed from it").ok();
+    }
     for lookup in &inspection.lookups {
         let index = lookup.index.as_ref().map_or_else(|| "NO INDEX".to_owned(), |index| format!("index {index}"));
         writeln!(out, "  lookup      {}: {index} of {}", lookup.what, lookup.collection).ok();
@@ -321,7 +324,9 @@ fn inspected(out: &mut String, inspection: &Inspection) {
         let drawn = sample.sources;
         writeln!(out, "  fan-out     targets of a source: median {median}, p99 {p99}, worst {worst}, of {drawn} drawn")
             .ok();
-        writeln!(out, "              so each change of a source writes {mean:.1} targets on average").ok();
+        let work = if rule.of_target.is_some() { "looks up the sources of" } else { "writes" };
+        let alone = if rule.of_target.is_some() { ", each on its own" } else { "" };
+        writeln!(out, "              so each change of a source {work} {mean:.1} targets on average{alone}").ok();
     }
     if let Some(Distribution { median, p99, worst, .. }) = sample.fan_in {
         writeln!(out, "  fan-in      sources of a target: median {median}, p99 {p99}, worst {worst}").ok();

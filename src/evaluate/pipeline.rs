@@ -112,14 +112,85 @@ fn unwind(name: &str, index: Option<&str>, rows: Vec<Document>) -> Vec<Document>
 fn lookup(stage: &Document, mut row: Document, collections: &Collections, database: &str) -> Result<Document> {
     let text = |name: &str| stage.get_str(name).unwrap_or_default();
     let local = below_document(&row, &steps(text("localField"))).unwrap_or(Bson::Null);
-    if matches!(local, Bson::Array(_) | Bson::RegularExpression(_)) {
-        return needs_server("`$lookup` of an array");
+    let any = match local {
+        Bson::Array(values)
+            if values.iter().any(|value| matches!(value, Bson::Array(_) | Bson::RegularExpression(_))) =>
+        {
+            return needs_server("`$lookup` of an array");
+        }
+        Bson::Array(values) => doc! {"$in": values},
+        Bson::RegularExpression(_) => return needs_server("`$lookup` of a regular expression"),
+        local => doc! {"$eq": local},
+    };
+    let mut stages = vec![Bson::from(doc! {"$match": {text("foreignField"): any}})];
+    let mut variables = Document::new();
+    for (name, expression) in stage.get_document("let").into_iter().flatten() {
+        variables.extend(Scope::new(&row).evaluate(expression)?.map(|value| (name.clone(), value)));
     }
-    let mut stages = vec![Bson::from(doc! {"$match": {text("foreignField"): {"$eq": local}}})];
-    stages.extend(stage.get_array("pipeline").cloned().unwrap_or_default());
+    let names: Vec<&str> = stage.get_document("let").into_iter().flat_map(Document::keys).map(String::as_str).collect();
+    let inner = stage.get_array("pipeline").into_iter().flatten();
+    stages.extend(inner.map(|stage| bound(stage, &names, &variables)));
     let found = aggregate(collections, database, &doc! {"aggregate": text("from"), "pipeline": stages})?;
     row.insert(text("as"), found);
     Ok(row)
+}
+
+/// A stage of a `$lookup` with the values of its variables in place of their names. Queries are not expressions, except
+/// in `$expr`.
+fn bound(stage: &Bson, names: &[&str], variables: &Document) -> Bson {
+    match stage {
+        Bson::Document(doc) => {
+            let inner = doc.iter().map(|(name, value)| match name.as_str() {
+                "$match" => (name.clone(), bound_query(value, names, variables)),
+                _ => (name.clone(), bound_expression(value, names, variables)),
+            });
+            inner.collect::<Document>().into()
+        }
+        other => other.clone(),
+    }
+}
+
+fn bound_query(query: &Bson, names: &[&str], variables: &Document) -> Bson {
+    match query {
+        Bson::Array(items) => Bson::Array(items.iter().map(|item| bound_query(item, names, variables)).collect()),
+        Bson::Document(doc) => {
+            let inner = doc.iter().map(|(name, value)| match name.as_str() {
+                "$expr" => (name.clone(), bound_expression(value, names, variables)),
+                "$and" | "$or" | "$nor" => (name.clone(), bound_query(value, names, variables)),
+                _ => (name.clone(), value.clone()),
+            });
+            inner.collect::<Document>().into()
+        }
+        other => other.clone(),
+    }
+}
+
+fn bound_expression(expression: &Bson, names: &[&str], variables: &Document) -> Bson {
+    match expression {
+        Bson::String(text) => {
+            let name = text.strip_prefix("$$").and_then(|text| text.split('.').next());
+            let Some(name) = name.filter(|name| names.contains(name)) else { return expression.clone() };
+            let value =
+                variables.get(name).map_or_else(|| Bson::from("$$REMOVE"), |value| doc! {"$literal": value}.into());
+            doc! {"$let": {"vars": {name: value}, "in": text}}.into()
+        }
+        Bson::Array(items) => Bson::Array(items.iter().map(|item| bound_expression(item, names, variables)).collect()),
+        Bson::Document(doc) if doc.contains_key("$literal") => expression.clone(),
+        Bson::Document(doc) => {
+            // An expression may have a variable of its own with such a name.
+            let own = |name: &&str| {
+                let binds = |inner: &Document| {
+                    inner.get_str("as").is_ok_and(|bound| bound == *name)
+                        || inner.get_document("vars").is_ok_and(|vars| vars.contains_key(*name))
+                };
+                doc.values().filter_map(Bson::as_document).any(binds)
+            };
+            let names: Vec<&str> = names.iter().filter(|name| !own(name)).copied().collect();
+            let inner = doc.iter().map(|(name, value)| (name.clone(), bound_expression(value, &names, variables)));
+            inner.collect::<Document>().into()
+        }
+        other => other.clone(),
+    }
 }
 
 fn sort(rows: Vec<Document>, by: &Document) -> Result<Vec<Document>> {

@@ -87,6 +87,7 @@ fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
         found.extend(arrays(rule, source, target, &at));
         found.extend(fields(rule, source, target, &at));
         found.extend(types(rule, source, target, &at));
+        found.extend(lacking(rule, target, &at));
     } else {
         found.extend(reversed);
     }
@@ -312,6 +313,31 @@ fn fields(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mis
             };
             found.push(Mistake { message, ..place.clone() }.hint(hint));
         }
+    }
+    found
+}
+
+/// Paths of `$$target` and `$$targetElement` that some sampled targets or elements lack: an expression takes a missing
+/// value for less than any other.
+fn lacking(rule: &Rule, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+    let (Some(of_target), Some(shape)) = (&rule.of_target, &target.shape) else { return Vec::new() };
+    let each = rule.reference.target_each.as_ref();
+    let elements = each.and_then(|each| shape.field(each)).map_or(0, |field| field.met);
+    let known = |path: &&FieldPath| !target.written.iter().any(|written| written.overlaps_loosely(path));
+    let all = of_target.paths.iter().map(|path| (path, "$$target", shape.documents, "targets"));
+    let inside = of_target.elements.iter().map(|path| (path, "$$targetElement", elements, "elements"));
+    let mut found = Vec::new();
+    for (path, variable, of, what) in all.chain(inside).filter(|(path, ..)| known(path)) {
+        let met: u64 =
+            shape.fields.iter().filter(|field| field.path.query() == path.query()).map(|field| field.met).sum();
+        if met >= of || target.cut {
+            continue;
+        }
+        let text = path.to_string();
+        let name = each.and_then(|each| text.strip_prefix(&format!("{each}."))).unwrap_or(&text);
+        let message = format!("{} of {of} sampled {what} lack `{path}`, which `{variable}.{name}` reads", of - met);
+        let hint = "a missing value compares as less than any other, and most operators give null for it: { $ifNull: [..., 0] }";
+        found.push(Mistake::new(at.target(), message).hint(hint));
     }
     found
 }

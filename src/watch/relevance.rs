@@ -109,9 +109,10 @@ fn kind(plan: &Plan, namespace: &Namespace, nested: &BTreeSet<Namespace>) -> Kin
             return Kind::Any;
         }
         audited &= is_audited(rule);
-        // A filter may read a value inside a field, whatever the field is.
-        scalar &=
-            rule.target.filter.is_none() && rule.reference.paths(Role::Target).all(|path| path.segments().len() == 1);
+        // A filter may read a value inside a field, whatever the field is; so may an expression with `$$target`.
+        scalar &= rule.target.filter.is_none()
+            && rule.of_target.is_none()
+            && rule.reference.paths(Role::Target).all(|path| path.segments().len() == 1);
         reads.extend(rule.target_reads.clone());
         owned.extend(rule.owned().iter().filter(|path| path.segments().len() == 1).map(|path| path.root().to_owned()));
     }
@@ -172,6 +173,9 @@ mod tests {
         assert_eq!(kind_of_target(into), Kind::Any);
         let nested = "copy: { source: s, target: t, match: { address.city_id: _id }, set: { city_name: $name } }";
         assert_eq!(kind_of_target(nested), Kind::Any);
+        let computed =
+            "copy: { source: s, target: t, match: { part: _id }, set: { name: { $concat: [$name, $$target.unit] } } }";
+        assert_eq!(kind_of_target(computed), Kind::Any);
         let filtered = "copy: { source: s, target: { collection: t, where: { kind.of: 1 } }, match: { part: _id }, set: { name: $name } }";
         assert_eq!(kind_of_target(filtered), Kind::Any);
     }

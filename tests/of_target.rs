@@ -1,0 +1,373 @@
+//! Values that depend on the target: `$$target` and `$$targetElement`.
+#![allow(clippy::too_many_lines, reason = "tables are long")]
+
+use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc, oid::ObjectId};
+use denormd::{
+    plan::Rule,
+    reconcile::{
+        read,
+        statement::{self, Statement},
+        value::{Desired, Field},
+    },
+};
+use denormd_fixture::TestDb;
+use futures_util::TryStreamExt;
+
+use crate::{
+    cases::{Case, Write, delete, every_way, insert, replace, update},
+    daemon::{self, Daemon, all, until},
+};
+
+/// The messages of a room that a member has not read yet.
+const UNREAD: &str = "aggregate: { source: { collection: '@messages', where: { $expr: { $gt: [$ts, $$target.ls] } } }, \
+    target: '@subscriptions', match: { rid: rid }, set: { unread: { $sum: 1 } } }";
+/// The total of an order's line.
+const TOTAL: &str = "copy: { source: '@items', target: '@orders', match: { 'lines.$[].item': _id }, \
+    set: { 'lines.$[].total': { $multiply: [$price, $$targetElement.qty] } } }";
+
+fn at(seconds: i64) -> Bson {
+    DateTime::from_millis(seconds * 1000).into()
+}
+
+fn message(id: i32, rid: i32, seconds: i64) -> Document {
+    doc! {"_id": id, "rid": rid, "ts": at(seconds)}
+}
+
+fn item(id: i32, price: i32) -> Document {
+    doc! {"_id": id, "price": price}
+}
+
+fn set(fields: Document) -> Document {
+    doc! {"$set": fields}
+}
+
+fn counters() -> Vec<Case> {
+    let member = |id: &str, rid: i32| doc! {"_id": id, "rid": rid};
+    let with = |mut document: Document, fields: Document| {
+        document.extend(fields);
+        document
+    };
+    let ann = || with(member("ann", 1), doc! {"ls": at(2)});
+    let bob = || with(member("bob", 1), doc! {"ls": at(9)});
+    vec![
+        Case::new("messages that came after a member last looked", UNREAD)
+            .has("messages", (1..=4).map(|n| message(n, 1, n.into())))
+            .has("messages", [message(5, 2, 5)])
+            .has("subscriptions", [ann(), bob(), member("new", 1), with(member("other", 2), doc! {"ls": at(1)})])
+            .expect(
+                "subscriptions",
+                [
+                    with(ann(), doc! {"unread": 2}),
+                    with(bob(), doc! {"unread": 0}),
+                    // A missing time is before all others.
+                    with(member("new", 1), doc! {"unread": 4}),
+                    with(member("other", 2), doc! {"ls": at(1), "unread": 1}),
+                ],
+            ),
+        Case::new("both sides change", UNREAD)
+            .has("messages", (1..=4).map(|n| message(n, 1, n.into())))
+            .has("subscriptions", [ann(), bob()])
+            .writes([
+                insert("messages", message(6, 1, 6)),
+                update("subscriptions", "ann", set(doc! {"ls": at(3)})),
+                insert("subscriptions", with(member("cid", 1), doc! {"ls": at(5)})),
+                delete("messages", 4),
+                update("messages", 1, set(doc! {"ts": at(11)})),
+                update("subscriptions", "bob", doc! {"$unset": {"ls": 1}}),
+                update("messages", 2, set(doc! {"rid": 2})),
+                replace("subscriptions", with(member("cid", 1), doc! {"ls": at(11)})),
+            ])
+            .expect(
+                "subscriptions",
+                [
+                    with(member("ann", 1), doc! {"ls": at(3), "unread": 2}),
+                    with(member("bob", 1), doc! {"unread": 3}),
+                    with(member("cid", 1), doc! {"ls": at(11), "unread": 0}),
+                ],
+            ),
+        Case::new("a member that moves, and one that has no room", UNREAD)
+            .has("messages", [message(1, 1, 1), message(2, 2, 2), message(3, 2, 3)])
+            .has("subscriptions", [member("ann", 1), member("bob", 1), member("cid", 1)])
+            .writes([
+                update("subscriptions", "ann", set(doc! {"rid": 2, "ls": at(2)})),
+                update("subscriptions", "bob", set(doc! {"rid": null})),
+                update("subscriptions", "cid", set(doc! {"rid": 7})),
+            ])
+            .expect(
+                "subscriptions",
+                [
+                    with(member("ann", 2), doc! {"ls": at(2), "unread": 1}),
+                    doc! {"_id": "bob", "rid": null},
+                    with(member("cid", 7), doc! {"unread": 0}),
+                ],
+            ),
+        Case::new("a burst of both", UNREAD)
+            .has("subscriptions", [member("ann", 1)])
+            .writes([Write::Burst(
+                (1..60)
+                    .flat_map(|n| {
+                        [
+                            insert("messages", message(n, 1, n.into())),
+                            update("subscriptions", "ann", set(doc! {"ls": at((n / 2).into())})),
+                        ]
+                    })
+                    .collect(),
+            )])
+            .expect("subscriptions", [with(member("ann", 1), doc! {"ls": at(29), "unread": 30})]),
+        // An application that marks a room as read often resets the counter itself.
+        Case::new("the application writes the counter together with the time", UNREAD)
+            .has("messages", (1..=4).map(|n| message(n, 1, n.into())))
+            .has("subscriptions", [ann()])
+            .writes([update("subscriptions", "ann", set(doc! {"ls": at(3), "unread": 0}))])
+            .expect("subscriptions", [with(member("ann", 1), doc! {"ls": at(3), "unread": 1})]),
+        Case::new(
+            "a path of a subdocument, in another database, with a filter",
+            "aggregate: { source: { collection: '@other.m', where: { kind: a, $expr: { $lt: [$n, $$target.max.n] } } }, \
+             target: { collection: '@t', where: { open: true } }, match: { _id: t }, set: { n: { $sum: $n }, all: { $push: $n } }, sort: { n: -1 } }",
+        )
+        .has("other.m", (1..=6).map(|n| doc! {"_id": n, "t": 1, "n": n, "kind": if n == 2 { "b" } else { "a" }}))
+        .has("t", [doc! {"_id": 1, "open": true, "max": {"n": 3, "x": 1}}, doc! {"_id": 2, "open": false}])
+        .writes([
+            update("t", 1, set(doc! {"max.n": 5})),
+            update("t", 2, set(doc! {"open": true})),
+            update("t", 1, set(doc! {"max.x": 2})),
+        ])
+        .expect(
+            "t",
+            [
+                doc! {"_id": 1, "open": true, "max": {"n": 5, "x": 2}, "n": 8, "all": [4, 3, 1]},
+                doc! {"_id": 2, "open": true, "n": 0, "all": []},
+            ],
+        ),
+        Case::new(
+            "an accumulator, a variable of `let`, and no source",
+            "aggregate: { source: '@s', target: '@t', match: { _id: t }, let: { sum: { $sum: { $multiply: [$n, $$target.factor] } } }, \
+             set: { share: { $divide: [$$sum, $$target.factor] }, sum: $$sum } }",
+        )
+        .has("s", [doc! {"_id": 1, "t": 1, "n": 3}, doc! {"_id": 2, "t": 1, "n": 4}])
+        .has("t", [doc! {"_id": 1, "factor": 2}, doc! {"_id": 2, "factor": 4}])
+        .writes([update("t", 1, set(doc! {"factor": 10})), update("s", 2, set(doc! {"n": 5}))])
+        .expect("t", [doc! {"_id": 1, "factor": 10, "sum": 80, "share": 8.0}, doc! {"_id": 2, "factor": 4, "sum": 0, "share": 0.0}]),
+        Case::new(
+            "groups",
+            "aggregate: { source: '@s', target: '@t', match: { _id: t }, by: { mine: { $eq: [$user, $$target.owner] } }, \
+             into: likes, set: { n: { $sum: 1 } }, sort: { mine: -1 } }",
+        )
+        .has("s", [doc! {"_id": 1, "t": 1, "user": "a"}, doc! {"_id": 2, "t": 1, "user": "b"}, doc! {"_id": 3, "t": 1, "user": "b"}])
+        .has("t", [doc! {"_id": 1, "owner": "a"}, doc! {"_id": 2}])
+        .writes([update("t", 1, set(doc! {"owner": "b"}))])
+        .expect(
+            "t",
+            [doc! {"_id": 1, "owner": "b", "likes": [{"mine": true, "n": 2}, {"mine": false, "n": 1}]}, doc! {"_id": 2, "likes": []}],
+        ),
+        Case::new(
+            "the elements of a collect, with a slice",
+            "collect: { source: { collection: '@s', where: { $expr: { $ne: [$user, $$target.owner] } } }, target: '@t', match: { _id: t }, \
+             into: last, element: { id: $_id, late: { $gt: [$at, $$target.due] } }, sort: { at: -1 }, slice: 2 }",
+        )
+        .has("s", (1..=5).map(|n| doc! {"_id": n, "t": 1, "user": if n == 4 { "a" } else { "b" }, "at": n}))
+        .has("t", [doc! {"_id": 1, "owner": "a", "due": 3}])
+        .writes([insert("s", doc! {"_id": 6, "t": 1, "user": "a", "at": 6}), update("t", 1, set(doc! {"due": 4})), delete("s", 1)])
+        .expect("t", [doc! {"_id": 1, "owner": "a", "due": 4, "last": [{"id": 5, "late": true}, {"id": 3, "late": false}]}]),
+        Case::new(
+            "references that sources hold in arrays",
+            "aggregate: { source: { collection: '@s', where: { $expr: { $gte: [$$element.n, $$target.least] } } }, target: '@t', \
+             match: { _id: 'lines.$[].t' }, set: { n: { $sum: { $multiply: [$$element.n, $$target.factor] } } } }",
+        )
+        .has("s", [doc! {"_id": 1, "lines": [{"t": 1, "n": 1}, {"t": 1, "n": 5}, {"t": 2, "n": 7}, 3]}, doc! {"_id": 2, "lines": [{"t": 1, "n": 4}]}])
+        .has("t", [doc! {"_id": 1, "least": 5, "factor": 10}, doc! {"_id": 2, "factor": 1}, doc! {"_id": 3}])
+        .writes([update("t", 1, set(doc! {"least": 4})), update("s", 2, set(doc! {"lines.0.n": 6}))])
+        .expect("t", [doc! {"_id": 1, "least": 4, "factor": 10, "n": 110}, doc! {"_id": 2, "factor": 1, "n": 7}, doc! {"_id": 3, "n": 0}]),
+    ]
+}
+
+fn copies() -> Vec<Case> {
+    let line = |item: i32, qty: i32| doc! {"item": item, "qty": qty};
+    let total = |item: i32, qty: i32, total: i32| doc! {"item": item, "qty": qty, "total": total};
+    vec![
+        Case::new("two lines of one item with their own quantities", TOTAL)
+            .has("items", [item(1, 10), item(2, 3)])
+            .has("orders", [doc! {"_id": 1, "lines": [line(1, 2), line(1, 5), line(2, 1)]}])
+            .writes([
+                update("items", 1, set(doc! {"price": 11})),
+                update("orders", 1, set(doc! {"lines.1.qty": 4})),
+                update("orders", 1, doc! {"$push": {"lines": line(2, 9)}}),
+            ])
+            .expect("orders", [doc! {"_id": 1, "lines": [total(1, 2, 22), total(1, 4, 44), total(2, 1, 3), total(2, 9, 27)]}]),
+        Case::new("elements that move, go and are no lines", TOTAL)
+            .has("items", [item(1, 10), item(2, 3)])
+            .has("orders", [doc! {"_id": 1, "lines": [line(1, 2), 7, {"item": 1}, {"qty": 3, "total": 5}, [line(1, 1)], line(9, 1)]}])
+            .writes([
+                update("orders", 1, doc! {"$push": {"lines": {"$each": [line(2, 6)], "$position": 0}}}),
+                update("orders", 1, doc! {"$pull": {"lines": {"item": 9}}}),
+            ])
+            .expect(
+                "orders",
+                [doc! {"_id": 1, "lines": [total(2, 6, 18), total(1, 2, 20), 7, {"item": 1, "total": null}, {"qty": 3}, [line(1, 1)]]}],
+            ),
+        Case::new("an array below a document, and none", &TOTAL.replace("lines.$[]", "of.lines.$[]"))
+            .has("items", [item(1, 10)])
+            .has("orders", [
+                doc! {"_id": 1, "of": {"lines": [line(1, 2)]}},
+                doc! {"_id": 2, "of": [{"lines": [line(1, 2)]}]},
+                doc! {"_id": 3, "of": {"lines": line(1, 2)}},
+                doc! {"_id": 4},
+            ])
+            .writes([update("items", 1, set(doc! {"price": 3}))])
+            .expect("orders", [
+                doc! {"_id": 1, "of": {"lines": [total(1, 2, 6)]}},
+                doc! {"_id": 2, "of": [{"lines": [line(1, 2)]}]},
+                doc! {"_id": 3, "of": {"lines": line(1, 2)}},
+                doc! {"_id": 4},
+            ]),
+        Case::new(
+            "a line whose item is gone",
+            "copy: { source: '@items', target: '@orders', match: { 'lines.$[].item': _id }, on_missing: keep, \
+             set: { 'lines.$[].total': { $multiply: [$price, $$targetElement.qty] } } }",
+        )
+        .has("items", [item(1, 10), item(2, 3)])
+        .has("orders", [doc! {"_id": 1, "lines": [total(1, 2, 20), total(2, 1, 3)]}])
+        .writes([delete("items", 1), update("orders", 1, set(doc! {"lines.1.qty": 2}))])
+        .expect("orders", [doc! {"_id": 1, "lines": [total(1, 2, 20), total(2, 2, 6)]}]),
+        Case::new(
+            "values in `otherwise` of a target, of an element",
+            "copy: { source: '@s', target: '@t', match: { 'l.$[].s': _id }, set: { 'l.$[].name': { $concat: [$name, $$target.suffix] } }, \
+             otherwise: { 'l.$[].name': { $concat: [$$targetElement.own, $$target.suffix] } } }",
+        )
+        .and(
+            "copy: { source: '@s', target: '@t', match: { s: _id }, set: { a: $name, b: $$target.suffix }, otherwise: { a: $$target.suffix } }",
+        )
+        .has("s", [doc! {"_id": 1, "name": "x"}])
+        .has("t", [
+            doc! {"_id": 1, "suffix": "!", "s": 1, "l": [{"s": 1, "own": "o"}, {"s": 2, "own": "p"}, {"s": null, "own": "q"}, {"own": "r"}, 5]},
+            doc! {"_id": 2, "suffix": "?", "s": 2},
+            doc! {"_id": 3, "suffix": "."},
+        ])
+        .writes([update("t", 1, set(doc! {"suffix": "#"}))])
+        .expect("t", [
+            doc! {"_id": 1, "suffix": "#", "s": 1, "a": "x", "b": "#", "l": [
+                {"s": 1, "own": "o", "name": "x#"}, {"s": 2, "own": "p", "name": "p#"},
+                {"s": null, "own": "q", "name": "q#"}, {"own": "r", "name": "r#"}, 5,
+            ]},
+            doc! {"_id": 2, "suffix": "?", "s": 2, "a": "?"},
+            doc! {"_id": 3, "suffix": ".", "a": "."},
+        ]),
+        Case::new(
+            "the best of several sources, chosen by a path of the target",
+            "copy: { source: { collection: '@rates', where: { $expr: { $lte: [$from, $$target.at] } } }, target: '@t', match: { currency: code }, \
+             sort: { from: -1 }, set: { rate: $rate, value: { $multiply: [$rate, $$target.amount] } } }",
+        )
+        .has("rates", [doc! {"_id": 1, "code": "EUR", "from": 1, "rate": 2}, doc! {"_id": 2, "code": "EUR", "from": 5, "rate": 3}])
+        .has("t", [
+            doc! {"_id": 1, "currency": "EUR", "at": 4, "amount": 10},
+            doc! {"_id": 2, "currency": "EUR", "at": 5, "amount": 10},
+            doc! {"_id": 3, "currency": "EUR", "at": 0, "amount": 10, "rate": 9},
+        ])
+        .writes([
+            insert("rates", doc! {"_id": 3, "code": "EUR", "from": 3, "rate": 7}),
+            update("t", 2, set(doc! {"amount": Bson::Int64(4)})),
+        ])
+        .expect("t", [
+            doc! {"_id": 1, "currency": "EUR", "at": 4, "amount": 10, "rate": 7, "value": 70},
+            doc! {"_id": 2, "currency": "EUR", "at": 5, "amount": Bson::Int64(4), "rate": 3, "value": Bson::Int64(12)},
+            doc! {"_id": 3, "currency": "EUR", "at": 0, "amount": 10},
+        ]),
+        Case::new(
+            "an array of the references, each with its own element",
+            "copy: { source: '@items', target: '@orders', match: { 'lines.$[].item': _id }, into: priced, \
+             element: { id: $_id, sum: { $multiply: [$price, $$targetElement.qty, $$target.factor] }, line: $$targetElement } }",
+        )
+        .has("items", [item(1, 10), item(2, 3)])
+        .has("orders", [doc! {"_id": 1, "factor": 1, "lines": [line(1, 2), line(9, 1), line(1, 5)]}, doc! {"_id": 2, "factor": 1}])
+        .writes([update("orders", 1, set(doc! {"factor": 2})), update("orders", 1, doc! {"$push": {"lines": line(2, 1)}})])
+        .expect("orders", [
+            doc! {"_id": 1, "factor": 2, "lines": [line(1, 2), line(9, 1), line(1, 5), line(2, 1)], "priced": [
+                {"id": 1, "sum": 40, "line": line(1, 2)}, {"id": 1, "sum": 100, "line": line(1, 5)}, {"id": 2, "sum": 6, "line": line(2, 1)},
+            ]},
+            doc! {"_id": 2, "factor": 1},
+        ]),
+        Case::new(
+            "paths beside an array of references: the first source",
+            "copy: { source: '@s', target: '@t', match: { 'ids.$[]': _id }, sort: { rank: 1 }, set: { first: { $concat: [$name, $$target.suffix] } } }",
+        )
+        .has("s", [doc! {"_id": 1, "name": "a", "rank": 2}, doc! {"_id": 2, "name": "b", "rank": 1}])
+        .has("t", [doc! {"_id": 1, "ids": [1, 2, 7], "suffix": "!"}, doc! {"_id": 2, "ids": [], "suffix": "!"}])
+        .writes([update("t", 1, set(doc! {"suffix": "?"})), update("s", 2, set(doc! {"rank": 3}))])
+        .expect("t", [doc! {"_id": 1, "ids": [1, 2, 7], "suffix": "?", "first": "a?"}, doc! {"_id": 2, "ids": [], "suffix": "!"}]),
+        Case::new(
+            "counts in each element",
+            "aggregate: { source: { collection: '@s', where: { $expr: { $gt: [$at, $$targetElement.seen] } } }, target: '@t', \
+             match: { 'rooms.$[].id': room }, set: { 'rooms.$[].n': { $sum: 1 } } }",
+        )
+        .has("s", (1..=4).map(|n| doc! {"_id": n, "room": 1, "at": n}))
+        .has("t", [doc! {"_id": 1, "rooms": [{"id": 1, "seen": 3}, {"id": 1, "seen": 1}, {"id": 2}, {"seen": 1}]}])
+        .writes([update("t", 1, set(doc! {"rooms.0.seen": 0})), insert("s", doc! {"_id": 5, "room": 2, "at": 1})])
+        .expect("t", [doc! {"_id": 1, "rooms": [{"id": 1, "seen": 0, "n": 4}, {"id": 1, "seen": 1, "n": 3}, {"id": 2, "n": 1}, {"seen": 1}]}]),
+    ]
+}
+
+fn keys() -> Vec<Case> {
+    let hex = "0123456789abcdef01234567";
+    let with = "set: { n: { $add: [$n, $$target.more] } }";
+    let odd = [
+        bson!({"x": 1}),
+        bson!(1.5),
+        Bson::Int64(3),
+        bson!("a"),
+        bson!(true),
+        Bson::MinKey,
+        Bson::MaxKey,
+        Bson::RegularExpression(bson::Regex { pattern: "a".try_into().unwrap(), options: "".try_into().unwrap() }),
+        bson!({"$x": 1}),
+    ];
+    let source = |(id, code): (usize, &Bson)| doc! {"_id": id as i32, "code": code.clone(), "n": id as i32};
+    let target = |(id, code): (usize, &Bson)| doc! {"_id": id as i32, "code": code.clone(), "more": 100};
+    let done =
+        |(id, code): (usize, &Bson)| doc! {"_id": id as i32, "code": code.clone(), "more": 100, "n": 100 + id as i32};
+    vec![
+        Case::new("keys of every kind", &format!("copy: {{ source: '@s', target: '@t', match: {{ code: code }}, {with} }}"))
+            .has("s", odd.iter().enumerate().map(source))
+            .has("s", [doc! {"_id": 100, "code": ["a", 1.5], "n": "not reached"}, doc! {"_id": 101, "n": "nor this"}, doc! {"_id": 102, "code": null, "n": "x"}])
+            .has("t", odd.iter().enumerate().map(target))
+            .has("t", [doc! {"_id": 100, "code": ["a"], "more": 1}, doc! {"_id": 101, "more": 1}])
+            .expect("t", odd.iter().enumerate().map(done).chain([doc! {"_id": 100, "code": ["a"], "more": 1}, doc! {"_id": 101, "more": 1}])),
+        Case::new("several paths", &format!("copy: {{ source: '@s', target: '@t', match: {{ tenant: tenant, ref: code }}, {with} }}"))
+            .has("s", [doc! {"_id": 1, "tenant": "a", "code": 1, "n": 1}, doc! {"_id": 2, "tenant": "b", "code": 1, "n": 2}])
+            .has("t", [doc! {"_id": 1, "tenant": "b", "ref": 1.0, "more": 10}, doc! {"_id": 2, "tenant": "c", "ref": 1, "more": 1}])
+            .writes([update("t", 2, set(doc! {"tenant": "a"}))])
+            .expect("t", [doc! {"_id": 1, "tenant": "b", "ref": 1.0, "more": 10, "n": 12}, doc! {"_id": 2, "tenant": "a", "ref": 1, "more": 1, "n": 2}]),
+        Case::new("converted references", &format!("copy: {{ source: '@s', target: '@t', match: {{ ref: _id }}, key_type: objectId, {with} }}"))
+            .has("s", [doc! {"_id": ObjectId::parse_str(hex).unwrap(), "n": 1}])
+            .has("t", [doc! {"_id": 1, "ref": hex, "more": 1}, doc! {"_id": 2, "ref": "text", "more": 1}])
+            .writes([update("s", ObjectId::parse_str(hex).unwrap(), set(doc! {"n": 5}))])
+            .expect("t", [doc! {"_id": 1, "ref": hex, "more": 1, "n": 6}, doc! {"_id": 2, "ref": "text", "more": 1}]),
+        Case::new("a DBRef in the target", &format!("copy: {{ source: '@s', target: '@t', match: {{ 'ref.$id': _id }}, {with} }}"))
+            .has("s", [doc! {"_id": 1, "n": 1}])
+            .has("t", [doc! {"_id": 1, "ref": {"$ref": "@s", "$id": 1}, "more": 1}, doc! {"_id": 2, "ref": {"$ref": "others", "$id": 1}, "more": 1}])
+            .writes([update("t", 1, set(doc! {"more": 4}))])
+            .expect("t", [doc! {"_id": 1, "ref": {"$ref": "@s", "$id": 1}, "more": 4, "n": 5}, doc! {"_id": 2, "ref": {"$ref": "others", "$id": 1}, "more": 1}]),
+        Case::new(
+            "a DBRef in the source",
+            "aggregate: { source: '@s', target: '@t', match: { _id: 'of.$id' }, set: { n: { $sum: { $multiply: [$n, $$target.f] } } } }",
+        )
+        .has("s", [doc! {"_id": 1, "n": 1, "of": {"$ref": "@t", "$id": 1}}, doc! {"_id": 2, "n": 5, "of": {"$ref": "others", "$id": 1}}])
+        .has("t", [doc! {"_id": 1, "f": 2}])
+        .writes([update("t", 1, set(doc! {"f": 3}))])
+        .expect("t", [doc! {"_id": 1, "f": 3, "n": 3}]),
+    ]
+}
+
+#[tokio::test]
+async fn counters_follow_both_sides() {
+    every_way(&counters()).await;
+}
+
+#[tokio::test]
+async fn copies_follow_both_sides() {
+    every_way(&copies()).await;
+}
+
+#[tokio::test]
+async fn the_source_is_found_by_keys_of_every_kind() {
+    every_way(&keys()).await;
+}
