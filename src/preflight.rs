@@ -14,7 +14,10 @@ use crate::{
         privileges::{self, Privilege, Resource},
         reference::Role,
     },
-    reconcile::read,
+    reconcile::{
+        by_target::{self, Referrer},
+        read,
+    },
 };
 
 /// A requirement that the cluster does not meet.
@@ -464,7 +467,11 @@ fn over_no_documents(mut command: Document) -> Document {
 /// Lets the server parse the rule's expressions and filters, over no documents.
 async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
     let any = crate::key::Key::new(vec![Bson::MinKey; rule.reference.pairs.len()]);
-    let sources = (&rule.source.namespace.database, over_no_documents(read::sources(rule, &[&any])));
+    let sources = match rule.of_target {
+        Some(_) => by_target::sources(rule, &[Referrer { target: &doc! {"_id": 0}, references: &[] }]),
+        None => read::sources(rule, &[&any]),
+    };
+    let sources = (&rule.source.namespace.database, over_no_documents(sources));
     let filter = rule.target.filter.clone().unwrap_or_default();
     let never = doc! {"$expr": false};
     let targets = (

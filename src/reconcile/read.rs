@@ -758,7 +758,9 @@ pub fn targets(rule: &Rule, ids: &[&Key]) -> Document {
 fn fields_of_target(rule: &Rule) -> Document {
     let references = rule.reference.projection(Role::Target);
     let read = rule.of_target.iter().flat_map(OfTarget::all).map(FieldPath::query);
-    let paths: Vec<String> = references.keys().cloned().chain(read).collect();
+    // A projection inside an array leaves out elements that are no documents, and moves those after them.
+    let whole = rule.reference.target_each.iter().filter(|_| rule.by_reference()).map(FieldPath::query);
+    let paths: Vec<String> = references.keys().cloned().chain(read).chain(whole).collect();
     let inside = |path: &&String| paths.iter().any(|outer| path.starts_with(&format!("{outer}.")));
     let outermost = paths.iter().filter(|path| !inside(path));
     let mut projection: Document = outermost.map(|path| (path.clone(), Bson::Int32(1))).collect();
