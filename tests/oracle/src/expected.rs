@@ -9,7 +9,7 @@ use bson::{Bson, Document, RawDocumentBuf, oid::ObjectId};
 
 use crate::{
     World, accumulate,
-    expression::{Scope, evaluate},
+    expression::{Scope, View, evaluate},
     path::{Part, Path, Place, Step, at, get, places, pull, set, unset},
     query::matches,
     rule::{Accumulated, Accumulator, Groups, KeyType, Kind, OnMissing, Rule, Side, in_dependency_order},
@@ -35,6 +35,7 @@ pub struct Expectation {
 }
 
 /// One source document (or one element of its reference array) that a reference may find.
+#[derive(Clone)]
 struct Candidate<'a> {
     document: &'a Bson,
     element: Option<&'a Bson>,
@@ -235,15 +236,30 @@ fn candidates<'a>(rule: &Rule, sources: &'a [Bson]) -> Result<Vec<Candidate<'a>>
     for document in sources {
         for place in places(document, &rule.source_prefix) {
             let element = at(document, &place);
-            if let Some(condition) = &rule.source.rows
-                && evaluate(condition, Scope { root: document, element })? != Some(Bson::Boolean(true))
-            {
-                continue;
-            }
             let keys = rule.on.iter().map(|(_, path)| key(document, element, path, &rule.target)).collect();
             let element = element.filter(|_| !rule.source_prefix.is_empty());
             found.push(Candidate { document, element, keys });
         }
+    }
+    Ok(found)
+}
+
+/// The candidates that one of these references finds, and that fulfil the condition on element and target.
+fn counting<'a>(
+    rule: &Rule,
+    references: &[Reference],
+    candidates: &[Candidate<'a>],
+    view: View,
+) -> Result<Vec<Candidate<'a>>, String> {
+    let mut found = Vec::new();
+    for candidate in candidates.iter().filter(|candidate| references.iter().any(|reference| reference.finds(candidate)))
+    {
+        if let Some(condition) = &rule.source.rows
+            && evaluate(condition, scope(candidate, view))? != Some(Bson::Boolean(true))
+        {
+            continue;
+        }
+        found.push(candidate.clone());
     }
     Ok(found)
 }
@@ -346,7 +362,11 @@ fn has_array(rule: &Rule, target: &Bson, owner: &Place, bound: usize) -> bool {
 fn desired(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<Desired, String> {
     let mut desired = Desired::default();
     let all = references(rule, target, &Place::new(), 0);
-    let dangling: Vec<&Reference> = all.iter().filter(|reference| reference.dangles(candidates)).collect();
+    let whole = View { target: Some(target), element: None };
+    // Rules that remove have no condition on the target.
+    let removes = matches!(rule.on_missing, OnMissing::Delete | OnMissing::Remove);
+    let counted = if removes { counting(rule, &all, candidates, whole)? } else { Vec::new() };
+    let dangling: Vec<&Reference> = all.iter().filter(|reference| reference.dangles(&counted)).collect();
     match rule.on_missing {
         OnMissing::Delete if !dangling.is_empty() => {
             desired.delete = true;
@@ -359,6 +379,13 @@ fn desired(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<Desir
         let bound = path.prefix_len();
         for owner in places(target, &path.0[..bound]) {
             let references = references(rule, target, &owner, bound);
+            let view = View { element: at(target, &owner).filter(|_| bound > 0), ..whole };
+            let counted = match &rule.kind {
+                // Each reference sees its own element.
+                Kind::Into(..) => candidates.to_vec(),
+                _ => counting(rule, &references, candidates, view)?,
+            };
+            let candidates = counted.as_slice();
             let place: Place = owner
                 .iter()
                 .cloned()
@@ -368,19 +395,21 @@ fn desired(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<Desir
                 }))
                 .collect();
             let mut want = match &rule.kind {
-                Kind::Set(set) => match want_set(&set[index].1, &references, candidates)? {
+                Kind::Set(set) => match want_set(&set[index].1, &references, candidates, view)? {
                     Some(want) => want,
                     // An element that is no document has no room for a value.
                     None if bound > 0 && at(target, &owner).and_then(Bson::as_document).is_none() => Want::Unset,
-                    None => want_otherwise(rule, &set[index].0, &references)?,
+                    None => want_otherwise(rule, &set[index].0, &references, view)?,
                 },
                 Kind::Into(_, element) if has_array(rule, target, &owner, bound) => {
-                    want_into(rule, element, &references, candidates)?
+                    want_into(rule, element, &references, (target, candidates))?
                 }
                 Kind::Into(..) => Want::Unset,
-                Kind::Collect(_, element, slice) => want_collect(rule, element, *slice, &references, candidates)?,
-                Kind::Aggregate(set) => want_aggregate(rule, &set[index].1, &references, candidates)?,
-                Kind::Groups(groups) => want_groups(rule, groups, &references, candidates)?,
+                Kind::Collect(_, element, slice) => {
+                    want_collect(rule, element, *slice, (&references, view), candidates)?
+                }
+                Kind::Aggregate(set) => want_aggregate(rule, &set[index].1, &references, candidates, view)?,
+                Kind::Groups(groups) => want_groups(rule, groups, &references, candidates, view)?,
             };
             // An existing value stays; only a reference that a source matches fills.
             if rule.once && (at(target, &place).is_some() || dangling_only(&references, candidates)) {
@@ -396,26 +425,31 @@ fn dangling_only(references: &[Reference], candidates: &[Candidate]) -> bool {
     !candidates.iter().any(|candidate| references.iter().any(|reference| reference.finds(candidate)))
 }
 
-fn scope<'a>(candidate: &Candidate<'a>) -> Scope<'a> {
-    Scope { root: candidate.document, element: candidate.element }
+fn scope<'a>(candidate: &Candidate<'a>, view: View<'a>) -> Scope<'a> {
+    Scope { root: candidate.document, element: candidate.element, view }
 }
 
 /// The first source, in the candidates' order, that any of the references finds.
-fn want_set(value: &Bson, references: &[Reference], candidates: &[Candidate]) -> Result<Option<Want>, String> {
+fn want_set(
+    value: &Bson,
+    references: &[Reference],
+    candidates: &[Candidate],
+    view: View,
+) -> Result<Option<Want>, String> {
     let mut values = Vec::new();
     for found in candidates.iter().filter(|candidate| references.iter().any(|reference| reference.finds(candidate))) {
         // A value that fails makes the target a dead letter, even if another source wins.
-        values.push(evaluate(value, scope(found))?);
+        values.push(evaluate(value, scope(found, view))?);
     }
     Ok(values.into_iter().next().map(|first| first.map_or(Want::Unset, Want::Set)))
 }
 
 /// The value without a source.
-fn want_otherwise(rule: &Rule, path: &Path, references: &[Reference]) -> Result<Want, String> {
+fn want_otherwise(rule: &Rule, path: &Path, references: &[Reference], view: View) -> Result<Want, String> {
     if let Some(otherwise) = &rule.otherwise {
         let Some(value) = otherwise.get(path.to_string()) else { return Ok(Want::Unset) };
         let nothing = Bson::Document(Document::new());
-        return Ok(evaluate(value, Scope { root: &nothing, element: None })?.map_or(Want::Unset, Want::Set));
+        return Ok(evaluate(value, Scope { root: &nothing, element: None, view })?.map_or(Want::Unset, Want::Set));
     }
     let dangles = references.iter().any(|reference| !reference.refers_to_nothing());
     Ok(match rule.on_missing {
@@ -426,12 +460,18 @@ fn want_otherwise(rule: &Rule, path: &Path, references: &[Reference]) -> Result<
 }
 
 /// One element for each reference, in the references' order and with their duplicates.
-fn want_into(rule: &Rule, element: &Bson, references: &[Reference], candidates: &[Candidate]) -> Result<Want, String> {
+fn want_into(
+    rule: &Rule,
+    element: &Bson,
+    references: &[Reference],
+    (target, candidates): (&Bson, &[Candidate]),
+) -> Result<Want, String> {
     let mut elements = Vec::new();
     for reference in references.iter().filter(|reference| !reference.refers_to_nothing()) {
         let mut values = Vec::new();
-        for found in candidates.iter().filter(|candidate| reference.finds(candidate)) {
-            values.push(evaluate(element, scope(found))?);
+        let view = View { target: Some(target), element: at(target, &reference.place) };
+        for found in &counting(rule, std::slice::from_ref(reference), candidates, view)? {
+            values.push(evaluate(element, scope(found, view))?);
         }
         match values.into_iter().next() {
             Some(first) => elements.extend(first),
@@ -453,7 +493,7 @@ fn want_collect(
     rule: &Rule,
     element: &Bson,
     slice: Option<i64>,
-    references: &[Reference],
+    (references, view): (&[Reference], View),
     candidates: &[Candidate],
 ) -> Result<Want, String> {
     if references.iter().all(Reference::refers_to_nothing) {
@@ -461,7 +501,7 @@ fn want_collect(
     }
     let mut elements = Vec::new();
     for candidate in input(references, candidates) {
-        elements.extend(evaluate(element, scope(candidate))?);
+        elements.extend(evaluate(element, scope(candidate, view))?);
     }
     if elements.is_empty() && rule.unset_on_empty {
         return Ok(Want::Unset);
@@ -482,6 +522,7 @@ fn want_aggregate(
     value: &Accumulated,
     references: &[Reference],
     candidates: &[Candidate],
+    view: View,
 ) -> Result<Want, String> {
     if references.iter().all(Reference::refers_to_nothing) {
         return Ok(Want::Unset);
@@ -490,20 +531,23 @@ fn want_aggregate(
     if found.is_empty() && rule.unset_on_empty {
         return Ok(Want::Unset);
     }
-    Ok(value_of(value, &found)?.map_or(Want::Unset, Want::Set))
+    Ok(value_of(value, &found, view)?.map_or(Want::Unset, Want::Set))
 }
 
-fn value_of(value: &Accumulated, found: &[&Candidate]) -> Result<Option<Bson>, String> {
+fn value_of(value: &Accumulated, found: &[&Candidate], view: View) -> Result<Option<Bson>, String> {
     match value {
-        Accumulated::Plain(accumulator) => accumulated(accumulator, found).map(Some),
+        Accumulated::Plain(accumulator) => accumulated(accumulator, found, view).map(Some),
         Accumulated::Over(variables, expression) => {
             let mut results = Document::new();
             for (name, accumulator) in variables {
-                results.insert(name, accumulated(accumulator, found)?);
+                results.insert(name, accumulated(accumulator, found, view)?);
             }
-            // Over the results as a document, `$$name` is `$name`.
+            // Over the results as a document, `$$name` is `$name`, and `$$target.path` is `$target.path`.
+            for (name, seen) in [("target", view.target), ("targetElement", view.element)] {
+                results.extend(seen.map(|seen| (name.to_owned(), seen.clone())));
+            }
             let results = Bson::Document(results);
-            evaluate(&as_fields(expression), Scope { root: &results, element: None })
+            evaluate(&as_fields(expression), Scope { root: &results, element: None, view })
         }
     }
 }
@@ -514,6 +558,7 @@ fn want_groups(
     groups: &Groups,
     references: &[Reference],
     candidates: &[Candidate],
+    view: View,
 ) -> Result<Want, String> {
     if references.iter().all(Reference::refers_to_nothing) {
         return Ok(Want::Unset);
@@ -524,7 +569,7 @@ fn want_groups(
     }
     let mut parts: Vec<(Vec<Bson>, Vec<&Candidate>)> = Vec::new();
     for candidate in found {
-        let by = groups.by.iter().map(|(_, value)| Ok(evaluate(value, scope(candidate))?.unwrap_or(Bson::Null)));
+        let by = groups.by.iter().map(|(_, value)| Ok(evaluate(value, scope(candidate, view))?.unwrap_or(Bson::Null)));
         let by: Vec<Bson> = by.collect::<Result<_, String>>()?;
         let same = |known: &[Bson]| known.iter().zip(&by).all(|(a, b)| equal(a, b));
         match parts.iter_mut().find(|(known, _)| same(known)) {
@@ -536,7 +581,7 @@ fn want_groups(
     for (by, members) in parts {
         let mut fields = Document::new();
         for (name, value) in &groups.fields {
-            if let Some(value) = value_of(value, &members)? {
+            if let Some(value) = value_of(value, &members, view)? {
                 fields.insert(name, value);
             }
         }
@@ -580,7 +625,7 @@ fn want_groups(
     Ok(Want::Set(object.into()))
 }
 
-fn accumulated(accumulator: &Accumulator, found: &[&Candidate]) -> Result<Bson, String> {
+fn accumulated(accumulator: &Accumulator, found: &[&Candidate], view: View) -> Result<Bson, String> {
     let Accumulator { operator, operand } = accumulator;
     if found.is_empty() {
         return Ok(accumulate::of_nothing(operator));
@@ -588,7 +633,7 @@ fn accumulated(accumulator: &Accumulator, found: &[&Candidate]) -> Result<Bson, 
     let values: Vec<Option<Bson>> = if operator == "$count" {
         vec![None; found.len()]
     } else {
-        found.iter().map(|candidate| evaluate(operand, scope(candidate))).collect::<Result<_, _>>()?
+        found.iter().map(|candidate| evaluate(operand, scope(candidate, view))).collect::<Result<_, _>>()?
     };
     accumulate::accumulate(operator, &values)
 }

@@ -2,7 +2,7 @@
 
 use bson::{Bson, Document};
 
-use crate::value::{equal, float, is_nothing, is_number};
+use crate::value::{compare, equal, float, is_nothing, is_number};
 
 /// The variables of an expression.
 #[derive(Debug, Clone, Copy)]
@@ -10,6 +10,17 @@ pub struct Scope<'a> {
     /// The source document.
     pub root: &'a Bson,
     /// `$$element`: the source's matched element.
+    pub element: Option<&'a Bson>,
+    /// `$$target` and `$$targetElement`.
+    pub view: View<'a>,
+}
+
+/// What an expression sees of the target.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct View<'a> {
+    /// The target.
+    pub target: Option<&'a Bson>,
+    /// Its matched element.
     pub element: Option<&'a Bson>,
 }
 
@@ -43,6 +54,22 @@ pub fn evaluate(expression: &Bson, scope: Scope) -> Result<Option<Bson>, String>
     }
 }
 
+/// The paths that an expression reads of a variable: of `$$target`, for instance.
+pub fn reads_of(name: &str, expression: &Bson, paths: &mut Vec<String>) {
+    match expression {
+        Bson::String(text) => {
+            let rest = text.strip_prefix("$$").and_then(|text| text.strip_prefix(name));
+            paths.extend(rest.filter(|rest| rest.is_empty()).map(ToOwned::to_owned));
+            paths.extend(rest.and_then(|rest| rest.strip_prefix('.')).map(ToOwned::to_owned));
+        }
+        Bson::Array(elements) => elements.iter().for_each(|element| reads_of(name, element, paths)),
+        Bson::Document(document) if !document.contains_key("$literal") => {
+            document.values().for_each(|value| reads_of(name, value, paths));
+        }
+        _ => {}
+    }
+}
+
 /// The source paths that an expression reads, `""` for the whole document.
 pub fn reads(expression: &Bson, paths: &mut Vec<String>) {
     match expression {
@@ -73,6 +100,11 @@ fn field_path(path: &str, scope: Scope) -> Result<Option<Bson>, String> {
             match name {
                 "ROOT" | "CURRENT" => (scope.root, rest),
                 "element" => (scope.element.ok_or("$$element outside a source-held reference")?, rest),
+                "target" => (scope.view.target.ok_or("$$target without a target")?, rest),
+                "targetElement" => match scope.view.element {
+                    Some(element) => (element, rest),
+                    None => return Ok(None),
+                },
                 "REMOVE" => return Ok(None),
                 other => return Err(format!("variable $${other}")),
             }
@@ -140,6 +172,22 @@ fn operate(operator: &str, operand: &Bson, scope: Scope) -> Result<Option<Bson>,
             [Some(a), Some(b)] => Ok(Some(Bson::Boolean(equal(a, b)))),
             [a, b] => Ok(Some(Bson::Boolean(a.is_none() && b.is_none()))),
             _ => Err("$eq of two".to_owned()),
+        },
+        "$gt" | "$gte" | "$lt" | "$lte" => match &operands()?[..] {
+            [a, b] => {
+                // Missing is less than everything that the generated rules compare.
+                let order = match (a, b) {
+                    (Some(a), Some(b)) => compare(a, b),
+                    (a, b) => a.is_some().cmp(&b.is_some()),
+                };
+                Ok(Some(Bson::Boolean(match operator {
+                    "$gt" => order.is_gt(),
+                    "$gte" => order.is_ge(),
+                    "$lt" => order.is_lt(),
+                    _ => order.is_le(),
+                })))
+            }
+            _ => Err(format!("{operator} of two")),
         },
         "$cond" => match operand.as_array().map(Vec::as_slice) {
             Some([condition, then, otherwise]) => {
@@ -211,7 +259,7 @@ mod tests {
         let root =
             bson!({"_id": 1, "name": "$n", "gone": null, "a": {"b": 2}, "l": [{"x": 1}, 3, [{"x": 9}], {"x": 2}, {}]});
         let element = bson!({"role": "lead"});
-        evaluate(&expression, Scope { root: &root, element: Some(&element) }).unwrap()
+        evaluate(&expression, Scope { root: &root, element: Some(&element), view: View::default() }).unwrap()
     }
 
     #[test]

@@ -3,6 +3,7 @@
 mod draw;
 mod odd;
 mod shape;
+mod target;
 
 use std::collections::BTreeSet;
 
@@ -105,6 +106,8 @@ pub struct Generator {
     rng: StdRng,
     /// Draws `let`, apart from everything else: other draws of a seed stay as they were.
     variables: StdRng,
+    /// Draws `$$target`, in the same way.
+    targets: StdRng,
     options: Options,
     collections: Vec<String>,
     scenarios: Vec<Scenario>,
@@ -175,6 +178,7 @@ impl Generator {
         let mut generator = Self {
             rng: StdRng::seed_from_u64(seed),
             variables: StdRng::seed_from_u64(seed ^ 0x6c65_7420),
+            targets: StdRng::seed_from_u64(seed ^ 0x7461_7267),
             collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
             options,
             scenarios: Vec::new(),
@@ -356,6 +360,7 @@ impl Generator {
         if matches!(kind, Kind::Collect | Kind::Aggregate) && self.rng.random_bool(0.25) {
             body.insert("on_empty", "unset");
         }
+        self.draw_target(&scenario, &mut body);
         self.scenarios[index].outputs = outputs;
         let word = match kind {
             Kind::Set | Kind::Into => "copy",

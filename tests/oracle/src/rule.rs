@@ -51,7 +51,7 @@ pub struct Side {
     pub database: String,
     /// `where`
     pub filter: Document,
-    /// The condition of `where` on `$$element`.
+    /// The condition of `where` on `$$element`, on `$$target` or on both.
     pub rows: Option<Bson>,
 }
 
@@ -323,6 +323,28 @@ impl Rule {
             .collect()
     }
 
+    /// Every expression of the rule.
+    fn expressions(&self) -> Vec<&Bson> {
+        fn of<'a>(value: &'a Accumulated, all: &mut Vec<&'a Bson>) {
+            all.extend(value.operands());
+            if let Accumulated::Over(_, expression) = value {
+                all.push(expression);
+            }
+        }
+        let mut all: Vec<&Bson> = self.source.rows.iter().collect();
+        match &self.kind {
+            Kind::Set(set) => all.extend(set.iter().map(|(_, value)| value)),
+            Kind::Into(_, element) | Kind::Collect(_, element, _) => all.push(element),
+            Kind::Aggregate(set) => set.iter().for_each(|(_, value)| of(value, &mut all)),
+            Kind::Groups(groups) => {
+                all.extend(groups.by.iter().map(|(_, value)| value));
+                groups.fields.iter().for_each(|(_, value)| of(value, &mut all));
+            }
+        }
+        all.extend(self.otherwise.iter().flat_map(Document::values));
+        all
+    }
+
     /// The (collection, path) pairs that determine the rule's writes.
     pub(crate) fn reads(&self) -> Vec<(&str, String)> {
         let mut source = Vec::new();
@@ -346,7 +368,11 @@ impl Rule {
             let names = Path(self.source_prefix.clone());
             source.push(names.names().join("."));
         }
+        if let Some(condition) = &self.source.rows {
+            expression::reads(condition, &mut source);
+        }
         let mut target: Vec<String> = self.target.filter.keys().cloned().collect();
+        self.expressions().into_iter().for_each(|value| expression::reads_of("target", value, &mut target));
         target.extend(self.on.iter().map(|(path, _)| path.names().join(".")));
         source
             .into_iter()
@@ -376,7 +402,10 @@ impl Side {
             other => return Err(format!("source or target: {other:?}")),
         };
         let mut filter = filter;
-        let on_rows = filter.get("$expr").is_some_and(|condition| condition.to_string().contains("$$element"));
+        let on_rows = filter.get("$expr").is_some_and(|condition| {
+            let text = condition.to_string();
+            text.contains("$$element") || text.contains("$$target")
+        });
         let rows = filter.remove("$expr").filter(|_| on_rows);
         let (database, bare) = collection.split_once('.').unwrap_or((database, &collection));
         Ok(Self { database: database.to_owned(), bare: bare.to_owned(), filter, rows, collection })

@@ -83,6 +83,8 @@ fn every_form_is_drawn() {
         ".b.$[].c",
         ".ids.$[]",
         "$$element",
+        "$$target.",
+        "$$targetElement.role",
         "$$ROOT",
         "remove",
         "delete",
