@@ -3,19 +3,19 @@
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc, oid::ObjectId};
 use denormd::{
-    plan::Rule,
+    key::Key,
+    plan,
     reconcile::{
         read,
         statement::{self, Statement},
-        value::{Desired, Field},
+        value::Desired,
     },
 };
-use denormd_fixture::TestDb;
-use futures_util::TryStreamExt;
+use mongodb::Database;
 
 use crate::{
     cases::{Case, Write, delete, every_way, insert, replace, update},
-    daemon::{self, Daemon, all, until},
+    daemon::{self, load},
 };
 
 /// The messages of a room that a member has not read yet.
@@ -370,4 +370,146 @@ async fn copies_follow_both_sides() {
 #[tokio::test]
 async fn the_source_is_found_by_keys_of_every_kind() {
     every_way(&keys()).await;
+}
+
+/// Writes a value that was computed for the target before it changed. Returns true if it was written.
+async fn writes_after(db: &Database, rule: &str, target: &Document, change: &Document) -> bool {
+    let rule = daemon::rule(&rule.replace('@', ""));
+    let targets = db.collection::<Document>(&rule.target.namespace.collection);
+    targets.delete_many(doc! {}).await.unwrap();
+    targets.insert_one(target).await.unwrap();
+    let id = Key::one(target.get("_id").unwrap().clone());
+    let mut read = read::targets(&rule, &[&id]);
+    read.insert("cursor", doc! {});
+    let reply = db.run_command(read).await.unwrap();
+    let row = reply.get_document("cursor").unwrap().get_array("firstBatch").unwrap()[0].as_document().unwrap().clone();
+    let guard = RawDocumentBuf::try_from(row.get_document(read::GUARD).unwrap()).unwrap();
+    let done = targets.update_one(doc! {}, change.clone()).await.unwrap();
+    assert_eq!(done.modified_count, 1, "{change} changes nothing");
+    let fields = vec![Some("written".into())];
+    let statement = if rule.by_element() {
+        statement::of_elements(&rule, &id, &guard, &[(0, fields)]).unwrap().unwrap()
+    } else {
+        statement::of_target(&rule, &id, &guard, &Desired::Fields(fields)).unwrap().remove(0)
+    };
+    let Statement::Update(statement) = statement else { panic!("not an update") };
+    let statement = Document::try_from(statement.as_ref()).unwrap();
+    let update = doc! {"update": &rule.target.namespace.collection, "updates": [statement]};
+    let reply = db.run_command(update).await.unwrap();
+    assert!(!reply.contains_key("writeErrors"), "{change}: {reply}");
+    reply.get_i32("nModified").unwrap() == 1
+}
+
+/// "The write is guarded by the references and by every `$$target` path it read."
+#[tokio::test]
+async fn a_value_is_written_while_what_it_was_computed_from_is_unchanged() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let below = UNREAD.replace("$$target.ls", "$$target.seen.at");
+    let into = "copy: { source: '@items', target: '@orders', match: { 'lines.$[].item': _id }, into: all, element: $$targetElement.qty }";
+    let member = || doc! {"_id": 1, "rid": 1, "ls": 5, "seen": {"at": 5, "by": 1}};
+    let order = || doc! {"_id": 1, "lines": [{"item": 1, "qty": 2}, {"item": 1, "qty": 3}, 7], "other": 1};
+    let cases: Vec<(&str, Document, Document, bool)> = vec![
+        (UNREAD, member(), set(doc! {"other": 1}), true),
+        (UNREAD, member(), set(doc! {"ls": 6}), false),
+        (UNREAD, member(), doc! {"$unset": {"ls": 1}}, false),
+        (UNREAD, member(), set(doc! {"ls": null}), false),
+        (UNREAD, member(), set(doc! {"rid": 2}), false),
+        (&below, member(), set(doc! {"seen.at": 6}), false),
+        (&below, member(), set(doc! {"seen": [{"at": 5}]}), false),
+        (&below, member(), set(doc! {"seen.by": 6}), true),
+        (TOTAL, order(), set(doc! {"other": 2}), true),
+        (TOTAL, order(), set(doc! {"lines.1.other": 2}), true),
+        (TOTAL, order(), set(doc! {"lines.0.qty": 9}), false),
+        (TOTAL, order(), set(doc! {"lines.1.item": 9}), false),
+        (TOTAL, order(), set(doc! {"lines": [{"item": 1, "qty": 3}, {"item": 1, "qty": 2}, 7]}), false),
+        (TOTAL, order(), doc! {"$push": {"lines": {"$each": [{}], "$position": 0}}}, false),
+        (TOTAL, order(), doc! {"$push": {"lines": {}}}, false),
+        (TOTAL, order(), set(doc! {"lines.0": 5}), false),
+        (TOTAL, order(), set(doc! {"lines": {"0": {"item": 1, "qty": 2}}}), false),
+        (into, order(), set(doc! {"lines.1.qty": 9}), false),
+        (into, order(), set(doc! {"lines.1.other": 9}), true),
+    ];
+    for (rule, target, change, written) in cases {
+        assert_eq!(writes_after(&db, rule, &target, &change).await, written, "{rule}: {change} of {target}");
+    }
+    // An array that looks the same from outside.
+    let dotted = TOTAL.replace("lines.$[]", "of.lines.$[]");
+    let target = doc! {"_id": 1, "of": {"lines": [{"item": 1, "qty": 2}]}};
+    let change = set(doc! {"of": [{"lines": {"item": 1, "qty": 2}}]});
+    assert!(!writes_after(&db, &dotted, &target, &change).await);
+}
+
+/// The report on a rule that is refused.
+fn refusal(rule: &str) -> String {
+    let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {{ name: r, {rule} }}\n");
+    let loaded = load(&text);
+    let mistakes = plan::compile(&loaded.config, None).err().unwrap_or_else(|| panic!("{rule} is taken"));
+    loaded.report(&mistakes).to_string()
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_with_a_reason() {
+    let copy = |rest: &str| format!("copy: {{ source: s, target: t, match: {{ ref: _id }}, {rest} }}");
+    let each = |rest: &str| format!("copy: {{ source: s, target: t, match: {{ 'l.$[].s': _id }}, {rest} }}");
+    for (rule, message) in [
+        (copy("set: { n: $$target }"), "`$$target` alone reads the whole target"),
+        (copy("set: { n: { $mergeObjects: [$x, $$target] } }"), "`$$target` alone reads the whole target"),
+        (
+            copy("set: { n: { $getField: { field: { $concat: [a, $b] }, input: $$target } } }"),
+            "`$$target` alone reads the whole target",
+        ),
+        (copy("set: { n: $$target.n }"), "the rule writes `n` and reads it with `$$target`"),
+        (copy("set: { n.a: $$target.n }"), "the rule writes `n.a` and reads it with `$$target`"),
+        (copy("set: { n: $$target.n.a }"), "the rule writes `n` and reads it with `$$target`"),
+        (each("set: { 'l.$[].n': $$target.l }"), "the rule writes `l.$[].n` and reads it with `$$target`"),
+        (each("set: { 'l.$[].n': $$targetElement }"), "the rule writes `l.$[].n` and reads it with `$$target`"),
+        (each("set: { 'l.$[].n': $$targetElement.n }"), "the rule writes `l.$[].n` and reads it with `$$target`"),
+        (each("set: { n: $$targetElement.q }"), "a path beside the array has a value for all of them"),
+        (copy("set: { n: $$targetElement.q }"), "`match` binds no array of the target"),
+        (copy("set: { n: '$$target.l.$[].q' }"), "`$[]` has no meaning in an expression"),
+        (copy("once: true, set: { n: $$target.q }"), "`once` fills a value and keeps it"),
+        (copy("on_missing: delete, set: { n: $$target.q }"), "`delete` goes by the reference alone"),
+        (each("on_missing: remove, set: { 'l.$[].n': $$target.q }"), "`remove` goes by the reference alone"),
+        (
+            "copy: { source: s, target: t, match: { 'a.$[].b.$[].s': _id }, set: { 'a.$[].b.$[].n': $$target.q } }".to_owned(),
+            "an array inside another array",
+        ),
+        (
+            "copy: { source: { collection: s, where: { $or: [{ $expr: { $gt: [$a, $$target.b] } }] } }, target: t, match: { ref: _id }, set: { n: $n } }".to_owned(),
+            "`$$target` is not known here",
+        ),
+        (
+            "copy: { source: s, target: { collection: t, where: { $expr: { $gt: [$a, $$target.b] } } }, match: { ref: _id }, set: { n: $n } }".to_owned(),
+            "`$$target` is not known here",
+        ),
+        (
+            "copy: { source: { collection: s, where: { $expr: { $gt: [$a, $$target.n] } } }, target: t, match: { ref: _id }, set: { n: $n } }".to_owned(),
+            "the rule writes `n` and reads it with `$$target`",
+        ),
+    ] {
+        let report = refusal(&rule);
+        assert!(report.contains(message), "{rule}\n{report}");
+        assert!(report.contains(":3:"), "no line: {report}");
+    }
+}
+
+/// Another rule's path is read like the application's; a circle of such reads is refused.
+#[test]
+fn rules_that_read_their_targets_are_ordered() {
+    let rules = |first: &str, second: &str| {
+        let copy = |name: &str, rest: &str| {
+            format!(
+                "  - {{ name: {name}, copy: {{ source: s, target: t, match: {{ ref: _id }}, set: {{ {rest} }} }} }}\n"
+            )
+        };
+        let (first, second) = (copy("first", first), copy("second", second));
+        let loaded = load(&format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n{first}{second}"));
+        plan::compile(&loaded.config, None).map_err(|mistakes| loaded.report(&mistakes).to_string())
+    };
+    let plan = rules("a: { $concat: [$x, $$target.b] }", "b: $y").unwrap();
+    let order: Vec<&str> = plan.order.iter().map(|id| plan.rule(*id).name.as_str()).collect();
+    assert_eq!(order, ["second", "first"]);
+    let circle = rules("a: { $concat: [$x, $$target.b] }", "b: { $concat: [$y, $$target.a] }").unwrap_err();
+    assert!(circle.contains("feed each other in a circle"), "{circle}");
 }

@@ -423,7 +423,7 @@ pub const COPY: &[Key] = &[
         "otherwise",
         Form::Set,
         "",
-        "Instead of `on_missing`: target path: expression, for a target, or an element, whose reference is null, dangles or is an array. Paths of `set` that it leaves out are removed.",
+        "Instead of `on_missing`: target path: expression over `$$target` and `$$targetElement` alone, for a target, or an element, whose reference is null, dangles or is an array. Paths of `set` that it leaves out are removed.",
     ),
     KEY_TYPE,
     key(
@@ -509,7 +509,12 @@ pub const AGGREGATE: &[Key] = &[
 /// The keys of `source` and `target` in their long form.
 pub const SIDE: &[Key] = &[
     must("collection", Form::Text, "The collection's name; `other.parts` names another database."),
-    key("where", Form::Filter, "", "A query document that a document must match to take part."),
+    key(
+        "where",
+        Form::Filter,
+        "",
+        "A query document that a document must match to take part. In a source's, an `$expr` at the top may use `$$target.path` and `$$targetElement.path`, and `$$element` in a source's array.",
+    ),
 ];
 
 /// The names of these keys, in their order.
