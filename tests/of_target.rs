@@ -320,17 +320,16 @@ fn keys() -> Vec<Case> {
         Bson::RegularExpression(bson::Regex { pattern: "a".try_into().unwrap(), options: "".try_into().unwrap() }),
         bson!({"$x": 1}),
     ];
-    let source = |(id, code): (usize, &Bson)| doc! {"_id": id as i32, "code": code.clone(), "n": id as i32};
-    let target = |(id, code): (usize, &Bson)| doc! {"_id": id as i32, "code": code.clone(), "more": 100};
-    let done =
-        |(id, code): (usize, &Bson)| doc! {"_id": id as i32, "code": code.clone(), "more": 100, "n": 100 + id as i32};
+    let source = |(id, code): (i32, &Bson)| doc! {"_id": id, "code": code.clone(), "n": id};
+    let target = |(id, code): (i32, &Bson)| doc! {"_id": id, "code": code.clone(), "more": 100};
+    let done = |(id, code): (i32, &Bson)| doc! {"_id": id, "code": code.clone(), "more": 100, "n": 100 + id};
     vec![
         Case::new("keys of every kind", &format!("copy: {{ source: '@s', target: '@t', match: {{ code: code }}, {with} }}"))
-            .has("s", odd.iter().enumerate().map(source))
+            .has("s", (0..).zip(&odd).map(source))
             .has("s", [doc! {"_id": 100, "code": ["a", 1.5], "n": "not reached"}, doc! {"_id": 101, "n": "nor this"}, doc! {"_id": 102, "code": null, "n": "x"}])
-            .has("t", odd.iter().enumerate().map(target))
+            .has("t", (0..).zip(&odd).map(target))
             .has("t", [doc! {"_id": 100, "code": ["a"], "more": 1}, doc! {"_id": 101, "more": 1}])
-            .expect("t", odd.iter().enumerate().map(done).chain([doc! {"_id": 100, "code": ["a"], "more": 1}, doc! {"_id": 101, "more": 1}])),
+            .expect("t", (0..).zip(&odd).map(done).chain([doc! {"_id": 100, "code": ["a"], "more": 1}, doc! {"_id": 101, "more": 1}])),
         Case::new("several paths", &format!("copy: {{ source: '@s', target: '@t', match: {{ tenant: tenant, ref: code }}, {with} }}"))
             .has("s", [doc! {"_id": 1, "tenant": "a", "code": 1, "n": 1}, doc! {"_id": 2, "tenant": "b", "code": 1, "n": 2}])
             .has("t", [doc! {"_id": 1, "tenant": "b", "ref": 1.0, "more": 10}, doc! {"_id": 2, "tenant": "c", "ref": 1, "more": 1}])

@@ -244,7 +244,9 @@ impl Run<'_> {
             targets.iter().map(|(id, target)| (id, self.dangling(target, &rows))).collect();
         let missing = dangling.values().any(|missing| !missing.is_empty());
         if self.is_source_gone_now(missing, !rows.is_empty()).await? {
-            items.iter_mut().for_each(|item| item.end = Some(End::SourceGone));
+            for item in items {
+                item.end = Some(End::SourceGone);
+            }
             return Ok(());
         }
         let mut wanted = Vec::new();
