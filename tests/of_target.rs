@@ -6,6 +6,7 @@ use denormd::{
     key::Key,
     plan,
     reconcile::{
+        by_target::{self, Referrer},
         read,
         statement::{self, Statement},
         value::Desired,
@@ -16,6 +17,7 @@ use mongodb::Database;
 use crate::{
     cases::{Case, Write, delete, every_way, insert, replace, update},
     daemon::{self, load},
+    process::Program,
 };
 
 /// The messages of a room that a member has not read yet.
@@ -437,6 +439,67 @@ async fn a_value_is_written_while_what_it_was_computed_from_is_unchanged() {
     let target = doc! {"_id": 1, "of": {"lines": [{"item": 1, "qty": 2}]}};
     let change = set(doc! {"of": [{"lines": {"item": 1, "qty": 2}}]});
     assert!(!writes_after(&db, &dotted, &target, &change).await);
+}
+
+/// The documents that the server looks at to compute a target are its own.
+#[tokio::test]
+async fn a_target_is_computed_by_an_index() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let messages = (0..2000).map(|n| doc! {"_id": n, "rid": n % 20, "code": n % 100, "ts": at(n.into())});
+    db.collection("messages").insert_many(messages).await.unwrap();
+    let indexes = [doc! {"rid": 1, "ts": 1}, doc! {"code": 1, "rid": 1}];
+    for (nth, key) in indexes.into_iter().enumerate() {
+        let index = doc! {"key": key, "name": format!("i{nth}")};
+        db.run_command(doc! {"createIndexes": "messages", "indexes": [index]}).await.unwrap();
+    }
+    let several = "copy: { source: messages, target: subscriptions, match: { rid: rid, ref: code }, set: { at: { $max: [$ts, $$target.ls] } } }";
+    let target = doc! {"_id": 1, "rid": 3, "ref": 23, "ls": at(1900)};
+    for (rule, most) in [(UNREAD.replace('@', ""), 10), (several.to_owned(), 40)] {
+        let rule = daemon::rule(&rule);
+        let references = rule.reference.keys(plan::reference::Role::Target, &target);
+        let command = by_target::sources(&rule, &[Referrer { target: &target, references: &references }]);
+        let plan = db.run_command(doc! {"explain": command, "verbosity": "executionStats"}).await.unwrap();
+        let stages = plan.get_array("stages").unwrap().iter().filter_map(Bson::as_document);
+        let lookup = stages.into_iter().find(|stage| stage.contains_key("$lookup")).unwrap();
+        assert_eq!(lookup.get_i64("collectionScans").ok(), Some(0), "{lookup}");
+        assert!(lookup.get_i64("totalDocsExamined").unwrap() <= most, "{lookup}");
+    }
+}
+
+/// `plan` says what is read, what a change costs, and what targets lack; `explain` which sources count.
+#[tokio::test]
+async fn plan_and_explain_tell_what_is_read_of_a_target() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("messages").insert_many((1..=4).map(|n| message(n, 1, n.into()))).await.unwrap();
+    let member = |n: i32| {
+        if n < 8 {
+            doc! {"_id": n, "rid": 1, "ls": at(2)}
+        } else {
+            doc! {"_id": n, "rid": 1}
+        }
+    };
+    db.collection("subscriptions").insert_many((0..10).map(member)).await.unwrap();
+    let rules = format!("  - {{ name: unread, {} }}", UNREAD.replace('@', ""));
+    let program = Program::new(&daemon::config(&test, &rules));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let told = program.run(&["plan"]).await.exits(0).out;
+    for part in [
+        "target: rid, ls",
+        "of each target on its own",
+        "so each change of a source looks up the sources of 10.0 targets on average, each on its own",
+        "2 of 10 sampled targets lack `ls`, which `$$target.ls` reads",
+        "adds 10, overwrites 0",
+    ] {
+        assert!(told.contains(part), "{part}\n{told}");
+    }
+    let told = program.run(&["explain", "unread", "1"]).await.exits(0).out;
+    for part in ["reads $$target.ls: ", "messages 3, 4\n", "expected 2"] {
+        assert!(told.contains(part), "{part}\n{told}");
+    }
+    let told = program.run(&["explain", "unread", "9"]).await.exits(0).out;
+    assert!(told.contains("reads $$target.ls: missing") && told.contains("messages 1, 2, 3, 4\n"), "{told}");
 }
 
 /// The report on a rule that is refused.

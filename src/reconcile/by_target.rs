@@ -137,9 +137,14 @@ fn lookups(rule: &Rule, targets: &[Referrer<'_>], inner: &[Document]) -> Vec<Doc
     let path = rule.reference.paths(Role::Source).next().map(FieldPath::query).unwrap_or_default();
     let mut stages = vec![doc! {"$documents": wanted}, doc! {"$replaceWith": "$d"}, doc! {"$unwind": "$r"}];
     // The look-up by the first path finds the index; `keys` decides.
+    let mut variables = doc! {"keys": "$r.k", "target": "$t", "targetElement": "$r.e"};
+    for nth in 1..rule.reference.pairs.len() {
+        let value = doc! {"$arrayElemAt": [{"$arrayElemAt": ["$r.k", 0]}, i32::try_from(nth).unwrap_or(i32::MAX)]};
+        variables.insert(read::variable_of_path(nth), value);
+    }
     stages.push(doc! {"$lookup": {
         "from": &rule.source.namespace.collection, "localField": "r.f", "foreignField": path,
-        "let": {"keys": "$r.k", "target": "$t", "targetElement": "$r.e"}, "pipeline": inner.to_vec(), "as": "s",
+        "let": variables, "pipeline": inner.to_vec(), "as": "s",
     }});
     if read::values_without_source(rule).is_none() {
         stages.push(doc! {"$match": {"s": {"$ne": []}}});

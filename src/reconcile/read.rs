@@ -85,12 +85,23 @@ pub(super) fn sources_of_pair(rule: &Rule) -> Vec<Document> {
         let parents = rule.reference.paths(Role::Source).filter_map(dbref_parent);
         clauses.extend(parents.map(|parent| names_target(rule, &parent)));
         clauses.push(has_key);
+        // An index of several paths is found by an equality on each, where a target has one key.
+        let one_key = rule.by_reference() || rule.reference.target_each.is_none();
+        for (nth, path) in rule.reference.paths(Role::Source).enumerate().skip(1).filter(|_| one_key) {
+            let variable = format!("$${}", variable_of_path(nth));
+            clauses.push(doc! {"$expr": {"$eq": [format!("${}", path.query()), variable]}});
+        }
         stages.push(doc! {"$match": {"$and": clauses}});
     }
     if let Some(condition) = &rule.pair_filter {
         stages.push(doc! {"$match": {"$expr": condition.clone()}});
     }
     stages
+}
+
+/// The variable in such a `$lookup` that has the key's value for the `nth` path of `match`.
+pub(super) fn variable_of_path(nth: usize) -> String {
+    format!("key{nth}")
 }
 
 /// The stages that follow: one row `{ k, v }` at most, with the values of the target.
