@@ -186,6 +186,7 @@ const RULES: &str = "
   - { name: host, guard: watch, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip }, on_missing: delete } }
   - { name: latest, collect: { source: logs, target: hosts, match: { _id: host }, into: latest, element: { id: $_id }, sort: { _id: -1 }, slice: 2 } }
   - { name: count, aggregate: { source: logs, target: hosts, match: { _id: host }, set: { count: { $sum: 1 } } } }
+  - { name: full, copy: { source: hosts, target: logs, match: { host: _id }, set: { full: { $concat: [$ip, $$target.text] } } } }
 ";
 
 /// Its databases are dropped before its server.
