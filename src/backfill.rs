@@ -271,6 +271,9 @@ impl One<'_> {
         let Some(Pending { last, acknowledged, .. }) = pending.pop_front() else { return Ok(true) };
         acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
         failpoint::here("page-done");
+        if self.context.memory.passes(request.rule, &last) {
+            self.store.passed(&self.context.server, &self.rule.name, &last).await?;
+        }
         request.after = Some(last);
         // The generation determines whether the removals are agreed to.
         let state = RuleState::Backfilling { after: request.after.clone(), agreed: false };

@@ -4,6 +4,7 @@ pub mod adoption;
 pub mod earlier;
 pub mod fan_out;
 pub mod format;
+pub mod kept;
 pub mod progress;
 pub mod requests;
 pub mod rule_record;

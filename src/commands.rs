@@ -274,5 +274,7 @@ pub async fn context(loaded: &Loaded, plan: Plan, metrics: Arc<Metrics>) -> Resu
         deployment: config.name.clone(),
         partition: Partition::WHOLE,
     };
-    Ok(Arc::new(Context::new(server, plan, config.limits.clone(), dead_letters, metrics)))
+    let context =
+        Context::new(server, plan, config.limits.clone(), dead_letters, metrics).with_undo(config.undo.clone());
+    Ok(Arc::new(context))
 }

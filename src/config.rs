@@ -35,7 +35,7 @@ pub use load::{
 pub use reader::span;
 pub use sections::{
     Advise, Aggregate, BackfillMode, Collect, Config, Copy, GroupForm, Guard, Http, KeyType, Lease, Limits, Log,
-    LogFormat, Mongodb, OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State,
+    LogFormat, Mongodb, OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State, Undo,
 };
 pub use sources::{LocatedMistake, Related};
 pub use test_file::{Documents, TestCase, TestFile};

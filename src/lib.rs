@@ -61,5 +61,6 @@ pub mod rule_state;
 pub mod server;
 pub mod status;
 pub mod unavailable;
+pub mod undo;
 pub mod watch;
 pub mod workqueue;

@@ -58,6 +58,7 @@ const REFUSALS: u32 = 5;
 
 mod adoption;
 mod feeders;
+mod keep;
 mod observe;
 mod rules;
 pub mod schedule;
@@ -333,6 +334,7 @@ impl Pipeline {
         if let Some(written) = self.written_asked.take() {
             feeders.spawn(retry(self.context.clone(), written, page.clone(), stop.clone()));
         }
+        feeders.spawn(keep::expire(self.context.clone(), stop.clone()));
         feeders.spawn(requests(self.context.clone(), self.store.clone(), page.clone(), stop.clone()));
         let (ask, mut asked) = mpsc::channel(1);
         feeders.spawn(states(self.context.clone(), self.store.clone(), ask, stop.clone()));

@@ -7,7 +7,10 @@ use bson::{Bson, Document, doc};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::{requests::Retired, rule_record::RuleRecord},
+    checkpoint::{
+        requests::{Carried, Retired},
+        rule_record::RuleRecord,
+    },
     error::{Kind, Result},
     mongo::{Pages, Reads},
     plan::{Plan, owned_paths},
@@ -29,7 +32,13 @@ pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
     let wrote = !matches!(state.state, RuleState::Blocked(BlockReason::Adoption(_)));
     let current = (!active && wrote).then_some(&state.definition);
     let definitions = state.retired.iter().chain(current);
-    let found: BTreeSet<Retired> = definitions.flat_map(|definition| left_by(plan, definition)).collect();
+    let mut found: BTreeSet<Retired> = definitions.flat_map(|definition| left_by(plan, definition)).collect();
+    // `undo` has put back the application's values.
+    let is_undone = |retired: &Retired| {
+        let is_same = |undone: &&Retired| undone.collection == retired.collection;
+        state.undone.iter().filter(is_same).any(|undone| undone.path.overlaps_loosely(&retired.path))
+    };
+    found.retain(|retired| !is_undone(retired));
     found.into_iter().collect()
 }
 
@@ -63,17 +72,6 @@ pub async fn count(context: &Context, retired: &Retired) -> Result<u64> {
         documents += page.len() as u64;
     }
     Ok(documents)
-}
-
-/// Outcome of a `denormd prune` request.
-#[derive(Debug)]
-pub enum Carried {
-    /// All retired fields are removed.
-    Out,
-    /// Refused, with the reason.
-    Refused(String),
-    /// Stopped before all fields were removed.
-    Stopped,
 }
 
 /// Removes retired fields for `denormd prune`, a page of documents at a time, by writes that end with the lease. Checks

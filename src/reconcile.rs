@@ -8,6 +8,7 @@ pub mod find;
 pub mod group;
 pub mod guard;
 mod isolate;
+mod keep;
 pub mod memory;
 pub mod read;
 mod removal_limit;

@@ -20,7 +20,7 @@ const FLOORS: &[&[&str]] = &[
     &["reconcile", "repartitioning"],
     &["preflight"],
     &["unavailable"],
-    &["backfill", "fan_out", "audit", "check", "prune"],
+    &["backfill", "fan_out", "audit", "check", "prune", "undo"],
     &["inspection", "dry_run"],
     &["pipeline"],
     &["status"],

@@ -10,7 +10,7 @@ use crate::{
     checkpoint::store::Store,
     error::{Error, Kind, Result},
     field_path::FieldPath,
-    mongo::Server,
+    mongo::{Server, bounded},
 };
 
 /// The collection of requests.
@@ -38,6 +38,8 @@ pub enum Work {
     Look(Vec<Bson>),
     /// Remove the fields at paths that no rule owns any more.
     Prune(Vec<Retired>),
+    /// Put back the values that the first backfill of the rule has overwritten or removed.
+    Undo,
 }
 
 /// A path of a collection that a rule used to own.
@@ -56,7 +58,11 @@ impl Retired {
         self.collection.split_once('.').unwrap_or_default()
     }
 
-    fn read(value: &Bson) -> Option<Self> {
+    pub(super) fn written(&self) -> Bson {
+        Bson::Document(doc! {"collection": &self.collection, "path": self.path.to_string()})
+    }
+
+    pub(super) fn read(value: &Bson) -> Option<Self> {
         let doc = value.as_document()?;
         let path = FieldPath::parse(doc.get_str("path").ok()?).ok()?;
         Some(Self { collection: doc.get_str("collection").ok()?.to_owned(), path })
@@ -68,11 +74,9 @@ impl Work {
         match self {
             Self::Look(targets) => doc! {"targets": targets.clone()},
             Self::Prune(paths) => {
-                let paths = paths.iter().map(|Retired { collection, path }| {
-                    Bson::Document(doc! {"collection": collection, "path": path.to_string()})
-                });
-                doc! {"prune": paths.collect::<Vec<_>>()}
+                doc! {"prune": paths.iter().map(Retired::written).collect::<Vec<_>>()}
             }
+            Self::Undo => doc! {"undo": true},
         }
     }
 
@@ -80,8 +84,22 @@ impl Work {
         if let Ok(targets) = doc.get_array("targets") {
             return Some(Self::Look(targets.clone()));
         }
+        if doc.get_bool("undo").unwrap_or_default() {
+            return Some(Self::Undo);
+        }
         doc.get_array("prune").ok()?.iter().map(Retired::read).collect::<Option<_>>().map(Self::Prune)
     }
+}
+
+/// Outcome of a request that the leader carries out by itself.
+#[derive(Debug)]
+pub enum Carried {
+    /// Done.
+    Out,
+    /// Refused, with the reason.
+    Refused(String),
+    /// Stopped before the end, or not begun yet.
+    Stopped,
 }
 
 /// The state of a request.
@@ -120,6 +138,14 @@ impl Store {
             Some(Asked { id, rule: doc.get_str("rule").ok()?.to_owned(), work: Work::read(&doc)? })
         };
         Ok(found.into_iter().filter_map(read).collect())
+    }
+
+    /// True if no other partition has still to answer this request.
+    pub async fn is_last(&self, server: &Server, id: ObjectId) -> Result<bool> {
+        let requests = server.collection(self.database(), REQUESTS);
+        let Some(mine) = bounded(requests.find_one(doc! {"_id": id})).await? else { return Ok(false) };
+        let others = doc! {"together": mine.get("together").cloned(), "_id": {"$ne": id}};
+        Ok(bounded(requests.find_one(others)).await?.is_none())
     }
 
     /// Deletes a request that is done.

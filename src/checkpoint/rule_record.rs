@@ -13,6 +13,8 @@ use crate::{
     rule_state::{BlockReason, RuleState},
 };
 
+use super::{kept::Keeping, requests::Retired};
+
 /// The record of a rule from earlier runs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RuleRecord {
@@ -40,6 +42,10 @@ pub struct RuleRecord {
     /// True if somebody has agreed to the removals of its open or next backfill. The rule is being backfilled, waits
     /// for `denormd backfill`, is paused or is unavailable.
     pub removals_agreed: bool,
+    /// The values that its first backfill keeps; none after that backfill.
+    pub keeping: Option<Keeping>,
+    /// The fields to which `denormd undo` has put back values since the last backfill: they are the application's.
+    pub undone: Vec<Retired>,
 }
 
 /// The effect of a state change on an agreement to the values that a backfill removes.
@@ -75,6 +81,12 @@ impl RuleRecord {
         for definition in other.retired {
             if !self.retired.contains(&definition) {
                 self.retired.push(definition);
+            }
+        }
+        self.keeping = self.keeping.take().or(other.keeping);
+        for undone in other.undone {
+            if !self.undone.contains(&undone) {
+                self.undone.push(undone);
             }
         }
         // Each partition scans all targets, so the slowest one determines the progress.
@@ -170,6 +182,10 @@ struct Beside {
     noticed: i64,
     #[serde(rename = "generation", default)]
     generation: i64,
+    #[serde(rename = "keeping", default)]
+    keeping: Option<Keeping>,
+    #[serde(rename = "undone", default)]
+    undone: Vec<Bson>,
 }
 
 impl Stored {
@@ -276,6 +292,8 @@ pub(super) fn read(document: &Document) -> Result<(String, RuleRecord)> {
         noticed: beside.noticed,
         generation: beside.generation,
         removals_agreed: removals_agreed && may_be_agreed,
+        keeping: beside.keeping,
+        undone: beside.undone.iter().filter_map(Retired::read).collect(),
     };
     Ok((beside.id.rule, record))
 }

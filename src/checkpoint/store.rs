@@ -23,6 +23,8 @@ use crate::{
 
 use super::{
     fan_out,
+    kept::Keeping,
+    requests::Retired,
     rule_record::{self, Agreement, RuleRecord, progress_field, state_fields},
 };
 
@@ -240,7 +242,31 @@ impl Store {
         state: &RuleState,
         agreement: Agreement,
     ) -> Result<(RuleState, i64)> {
+        self.reset(server, rule, (state, agreement), Document::new()).await
+    }
+
+    /// The same for a rule that is new, changed, or returns to the config, with the values that its first backfill
+    /// keeps.
+    pub async fn register_rule(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        (state, agreement): (&RuleState, Agreement),
+        keeping: Option<&Keeping>,
+    ) -> Result<(RuleState, i64)> {
+        let keeping = keeping.map(bson::serialize_to_document).transpose()?;
+        self.reset(server, rule, (state, agreement), doc! {"keeping": keeping, "undone": []}).await
+    }
+
+    async fn reset(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        (state, agreement): (&RuleState, Agreement),
+        more: Document,
+    ) -> Result<(RuleState, i64)> {
         let mut fields = state_fields(state)?;
+        fields.extend(more);
         fields.insert("definition", rule.definition.clone());
         fields.insert("term", server.term());
         let rules = server.collection(&self.database, RULES);
@@ -465,6 +491,34 @@ impl Store {
         Ok(())
     }
 
+    /// Records that the first backfill of a rule has passed this target: the values up to there are denormd's own.
+    pub async fn passed(&self, server: &Server, rule: &str, target: &Bson) -> Result<()> {
+        let mut filter = mine(server, self.id("rule", rule));
+        filter.insert("keeping", doc! {"$type": "object"});
+        let update = doc! {"$set": {"keeping.passed": [target.clone()]}};
+        bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
+        Ok(())
+    }
+
+    /// Records that the first backfill of a rule is over, unless its state has changed since.
+    pub async fn end_keeping(&self, server: &Server, rule: &str, generation: i64) -> Result<bool> {
+        let mut filter = mine(server, self.id("rule", rule));
+        filter.insert("generation", same_generation(generation));
+        let update = doc! {"$unset": {"keeping": "", "undone": ""}};
+        Ok(bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?.matched_count > 0)
+    }
+
+    /// Records that values are put back: these fields are the application's, and the next backfill of the rule keeps
+    /// their values again.
+    pub async fn undoing(&self, server: &Server, rule: &str, keeping: &Keeping, undone: &[Retired]) -> Result<()> {
+        let undone: Vec<Bson> = undone.iter().map(Retired::written).collect();
+        let keeping = bson::serialize_to_document(keeping)?;
+        let update = doc! {"$set": {"keeping": keeping}, "$addToSet": {"undone": {"$each": undone}}};
+        let rules = server.collection(&self.database, RULES);
+        bounded(rules.update_one(mine(server, self.id("rule", rule)), update)).await?;
+        Ok(())
+    }
+
     /// Saves the progress of this generation's backfill: its position, and the targets `(done, to do)`. Returns false
     /// if a newer backfill has been requested.
     pub async fn save_backfill(
@@ -481,7 +535,8 @@ impl Store {
         let mut state = state_fields(state)?;
         state.insert("progress", progress_field(progress));
         // A delayed write moves the progress back.
-        let done = bounded(rules.update_one(filter, doc! {"$set": state})).await?;
+        let update = doc! {"$set": state, "$unset": {"undone": ""}};
+        let done = bounded(rules.update_one(filter, update)).await?;
         Ok(done.matched_count > 0)
     }
 }

@@ -207,7 +207,7 @@ enum Trust {
 
 impl Trust {
     fn below(self, key: &str) -> Self {
-        let open = ["name", "rules", "cases", "state", "log", "limits", "lease", "advise", "$schema"];
+        let open = ["name", "rules", "cases", "state", "log", "limits", "lease", "undo", "advise", "$schema"];
         let harmless = [
             "database",
             "uri_file",

@@ -85,6 +85,7 @@ pub const ROOT: &[Key] = &[
     key("log", Form::Keys(LOG), "", "The daemon's log."),
     key("limits", Form::Keys(LIMITS), "", "Bounds on what the daemon does at once."),
     key("lease", Form::Keys(LEASE), "", "The lease by which instances of one deployment elect their leader."),
+    key("undo", Form::Keys(UNDO), "", "Keeps the values that first backfills overwrite or remove, for `denormd undo`."),
     key("advise", Form::Keys(ADVISE), "", "The thresholds and bounds of `denormd advise`."),
 ];
 
@@ -264,6 +265,26 @@ pub const LEASE: &[Key] = &[
         Form::Count,
         "1",
         "Partitions of the keys, at most 64. Each has a leader of its own, and the instances share them. The same for all instances.",
+    ),
+];
+
+/// The keys of `undo`.
+pub const UNDO: &[Key] = &[
+    key(
+        "mode",
+        Form::Choice(&[
+            ("keep", "the values that a rule's first backfill overwrites or removes are kept"),
+            ("off", "nothing is kept, and `denormd undo` has nothing to put back"),
+        ]),
+        "keep",
+        "Whether values are kept.",
+    ),
+    key("keep", Form::Span, "7d", "The time for which a value is kept."),
+    key(
+        "max_bytes",
+        Form::Count,
+        "268435456",
+        "The most bytes of kept values, all rules together. Beyond it, a backfill goes on without keeping the rest, and says so.",
     ),
 ];
 

@@ -25,7 +25,7 @@ pub(super) enum Kind {
 }
 
 /// The settings. Each can be given by a variable.
-pub(super) const SETTINGS: [(&str, Kind); 43] = [
+pub(super) const SETTINGS: [(&str, Kind); 46] = [
     ("name", Kind::Text),
     ("mongodb.uri", Kind::Text),
     ("mongodb.uri_file", Kind::Text),
@@ -54,6 +54,9 @@ pub(super) const SETTINGS: [(&str, Kind); 43] = [
     ("limits.backfill_per_second", Kind::Number),
     ("lease.ttl_seconds", Kind::Number),
     ("lease.partitions", Kind::Number),
+    ("undo.mode", Kind::Text),
+    ("undo.keep", Kind::Text),
+    ("undo.max_bytes", Kind::Number),
     ("advise.sample", Kind::Number),
     ("advise.scan_documents", Kind::Number),
     ("advise.history_events", Kind::Number),
@@ -72,7 +75,7 @@ pub(super) const SETTINGS: [(&str, Kind); 43] = [
 ];
 
 /// The keys of the root that contain settings.
-pub(super) const SECTIONS: [&str; 8] = ["name", "mongodb", "http", "state", "log", "limits", "lease", "advise"];
+pub(super) const SECTIONS: [&str; 9] = ["name", "mongodb", "http", "state", "log", "limits", "lease", "undo", "advise"];
 
 fn path(setting: &str) -> ConfigPath {
     setting.split('.').fold(ConfigPath::default(), |path, key| path.key(key))

@@ -343,8 +343,11 @@ fn check(
     let rules = rules(&mut reader, &sources);
     match settings {
         Some(settings) if reader.mistakes.is_empty() && faults.is_empty() => {
-            let super::settings::Settings { name, mongodb, http, state, log, limits, lease, advise } = settings;
-            Ok(Loaded { config: Config { name, mongodb, rules, http, state, log, limits, lease, advise }, sources })
+            let super::settings::Settings { name, mongodb, http, state, log, limits, lease, undo, advise } = settings;
+            Ok(Loaded {
+                config: Config { name, mongodb, rules, http, state, log, limits, lease, undo, advise },
+                sources,
+            })
         }
         _ => Err(located(&sources, &reader.mistakes, faults)),
     }

@@ -27,6 +27,8 @@ pub struct Config {
     pub limits: Limits,
     /// The election of a leader among the instances of a deployment.
     pub lease: Lease,
+    /// The values that first backfills overwrite or remove.
+    pub undo: Undo,
     /// The thresholds and limits of `denormd advise`.
     pub advise: Advise,
 }
@@ -189,6 +191,23 @@ impl Lease {
 impl Default for Lease {
     fn default() -> Self {
         Self { ttl: Self::DEFAULT_TTL, partitions: 1 }
+    }
+}
+
+/// `undo`: the values that first backfills overwrite or remove, kept for `denormd undo`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Undo {
+    /// False if nothing is kept (`mode: off`).
+    pub enabled: bool,
+    /// Time for which a value is kept.
+    pub keep: Duration,
+    /// Maximum number of bytes of kept values, all rules together (`max_bytes`).
+    pub max_bytes: u64,
+}
+
+impl Default for Undo {
+    fn default() -> Self {
+        Self { enabled: true, keep: Duration::from_secs(7 * 86_400), max_bytes: 256 << 20 }
     }
 }
 

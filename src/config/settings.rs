@@ -15,7 +15,7 @@ use super::{
     diagnose::{ConfigPath, Mistake},
     file, keys,
     reader::{Field, Fields, Reader},
-    sections::{Advise, Http, Lease, Limits, Log, LogFormat, Mongodb, State},
+    sections::{Advise, Http, Lease, Limits, Log, LogFormat, Mongodb, State, Undo},
     sources::Sources,
     tree::Node,
     uri,
@@ -38,6 +38,7 @@ pub(super) struct Settings {
     pub log: Log,
     pub limits: Limits,
     pub lease: Lease,
+    pub undo: Undo,
     pub advise: Advise,
 }
 
@@ -51,6 +52,7 @@ impl Reader {
         let log = self.log(&root);
         let limits = self.limits(&root);
         let lease = self.lease(&root);
+        let undo = self.undo(&root);
         let advise = self.advise(&root);
         Some(Settings {
             name: name.unwrap_or_else(|| DEFAULT_NAME.to_owned()),
@@ -60,6 +62,7 @@ impl Reader {
             log,
             limits,
             lease,
+            undo,
             advise,
         })
     }
@@ -285,6 +288,19 @@ impl Reader {
                 .hint("a few for each instance are enough: every partition reads the change streams"),
         );
         None
+    }
+
+    fn undo(&mut self, root: &Fields<'_>) -> Undo {
+        let default = Undo::default();
+        let Some(section) = self.section(root, "undo", &keys::names(keys::UNDO)) else { return default };
+        Undo {
+            enabled: section
+                .get("mode")
+                .and_then(|field| self.choice(&field, &[("keep", true), ("off", false)]))
+                .unwrap_or(default.enabled),
+            keep: section.get("keep").and_then(|field| self.span(&field)).unwrap_or(default.keep),
+            max_bytes: section.get("max_bytes").and_then(|field| self.count(&field)).unwrap_or(default.max_bytes),
+        }
     }
 
     fn advise(&mut self, root: &Fields<'_>) -> Advise {

@@ -252,6 +252,15 @@ impl Server {
         Ok(batch.map(|batch| batch.iter().filter_map(uuid).collect()).unwrap_or_default())
     }
 
+    /// True if the collection has a collation of its own: its `_id`s are in that order.
+    pub async fn has_own_collation(&self, database: &str, collection: &str) -> Result<bool> {
+        let filter = doc! {"name": collection, "options.collation": {"$exists": true}};
+        let command = doc! {"listCollections": 1, "filter": filter};
+        let reply = self.database(database).run_command(command).await?;
+        let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
+        Ok(batch.is_ok_and(|batch| !batch.is_empty()))
+    }
+
     /// True if the collection exists.
     pub async fn has_collection(&self, database: &str, collection: &str) -> Result<bool> {
         let command = doc! {"listCollections": 1, "filter": {"name": collection}, "nameOnly": true};

@@ -6,15 +6,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bson::{Bson, RawDocumentBuf, oid::ObjectId};
+use bson::{Bson, RawDocumentBuf};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::{Progress, rules::read_sources};
+use super::{Progress, keep, rules::read_sources};
 use crate::{
     change::Namespace,
     checkpoint::{
-        requests::{Retired, Work},
+        requests::{Asked, Carried, Work},
         store::Store,
     },
     dead_letter::{self, DeadLetter, Written},
@@ -23,11 +23,12 @@ use crate::{
     key::Key,
     plan::{Rule, RuleId},
     position::ClusterTime,
-    prune::{self, Carried},
+    prune,
     reconcile::Context,
     request::Page,
     route::target_request,
     rule_state::{BlockReason, RuleState},
+    undo,
 };
 
 /// Interval between reads of the recorded rule states and the requests of commands.
@@ -126,7 +127,7 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
         for asked in store.requests(&context.server).await? {
             let targets = match asked.work {
                 Work::Look(targets) => targets,
-                Work::Prune(paths) => return Ok(Some((asked.id, paths))),
+                work @ (Work::Prune(_) | Work::Undo) => return Ok(Some(Asked { work, ..asked })),
             };
             let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == asked.rule) else {
                 store.refuse_request(&context.server, asked.id, "the leader has no rule of that name").await?;
@@ -142,11 +143,17 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
         }
         Ok::<_, Error>(None)
     };
-    let prune = async |(id, paths): (ObjectId, Vec<Retired>)| {
-        match prune::carry_out(&context, &paths, &stop).await? {
-            Carried::Out => store.request_done(&context.server, id).await,
-            Carried::Refused(why) => store.refuse_request(&context.server, id, &why).await,
-            // The next leader starts over.
+    // The futures are large, and commands are rare.
+    let carry_out = async |asked: Asked| {
+        let carried = match &asked.work {
+            Work::Prune(paths) => Box::pin(prune::carry_out(&context, paths, &stop)).await?,
+            Work::Undo => Box::pin(undo::carry_out(&context, &store, &asked, &stop)).await?,
+            Work::Look(_) => Carried::Out,
+        };
+        match carried {
+            Carried::Out => store.request_done(&context.server, asked.id).await,
+            Carried::Refused(why) => store.refuse_request(&context.server, asked.id, &why).await,
+            // This leader tries again, or the next one starts over.
             Carried::Stopped => Ok(()),
         }
     };
@@ -161,7 +168,7 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
         };
         let result = match result {
             // A stop does not interrupt a write: the lease is given back only when all writes are answered.
-            Ok(Some(asked)) => prune(asked).await,
+            Ok(Some(asked)) => carry_out(asked).await,
             Ok(None) => Ok(()),
             Err(error) => Err(error),
         };
@@ -200,6 +207,9 @@ pub(super) async fn states(
         let pauses = known.iter().any(|(_, record)| matches!(record.state, RuleState::Paused { .. }));
         for (name, record) in known {
             let generation = record.generation;
+            if record.state == RuleState::Live && record.keeping.is_some() {
+                keep::end(&context, &store, &name, generation).await;
+            }
             let newer = seen.insert(name.clone(), generation) != Some(generation);
             let Some(rule) = context.plan.rules.iter().find(|rule| newer && rule.name == name) else { continue };
             if record.state.is_backfilling() || record.state.is_stopped() {

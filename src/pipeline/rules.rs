@@ -22,7 +22,10 @@ use crate::{
     rule_state::{BlockReason, RuleState},
 };
 
-use super::adoption::{self, decisions_of, is_blocked};
+use super::{
+    adoption::{self, decisions_of, is_blocked},
+    keep,
+};
 
 pub(super) fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
     let touched = |rule: &&Arc<crate::plan::Rule>| {
@@ -93,9 +96,11 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
         match (before, decision) {
             (Some(record), None) => {
                 tell_stopped(&rule.name, &record.state);
+                keep::resume(context, rule, record.keeping.clone()).await?;
                 rules.set(rule.id, record.state.clone(), record.generation);
             }
             (before, decision) => {
+                let keeping = keep::of(context, rule, before, decision.as_ref());
                 let blocked = decision.and_then(|decision| decision.block);
                 let state = match blocked {
                     Some(adoption) => RuleState::Blocked(BlockReason::Adoption(adoption)),
@@ -115,8 +120,10 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
                 }
                 // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
                 let agreement = if rule.adopt && !state.is_blocked() { Agreement::Given } else { Agreement::Ended };
-                let (state, generation) = store.reset_rule(&context.server, rule, &state, agreement).await?;
+                let registered = store.register_rule(&context.server, rule, (&state, agreement), keeping.as_ref());
+                let (state, generation) = registered.await?;
                 failpoint::here("rule-reset");
+                keep::begin(context, rule, keeping).await?;
                 context.fan_outs.forget(&context.server, &rule.name).await?;
                 rules.set(rule.id, state, generation);
             }

@@ -208,7 +208,7 @@ fn owns_some(context: &Context, rule: &Rule, target: &Document, references: &[Op
 }
 
 /// The key under which a reference is reconciled.
-fn key_of(reference: Option<&Option<Key>>) -> Key {
+pub(super) fn key_of(reference: Option<&Option<Key>>) -> Key {
     reference.cloned().flatten().unwrap_or_else(|| Key::new(Vec::new()))
 }
 
@@ -325,7 +325,7 @@ fn push(
 }
 
 /// The value at a path. Does not look into arrays.
-fn value_at(doc: Option<&Document>, path: &[Segment]) -> Option<Bson> {
+pub(super) fn value_at(doc: Option<&Document>, path: &[Segment]) -> Option<Bson> {
     let (last, parents) = path.split_last()?;
     let mut at = doc?;
     for segment in parents {

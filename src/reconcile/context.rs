@@ -14,8 +14,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::fan_out::FanOuts,
-    config::Limits,
+    checkpoint::{fan_out::FanOuts, kept::Kept},
+    config::{Limits, Undo},
     dead_letter::DeadLetters,
     error::{Error, Kind, Result},
     key::Key,
@@ -44,6 +44,8 @@ pub struct Context {
     pub plan: Plan,
     /// Configured limits.
     pub limits: Limits,
+    /// The config of kept values.
+    pub undo: Undo,
     /// Storage of refused work.
     pub dead_letters: DeadLetters,
     /// Storage of fan-out jobs.
@@ -73,6 +75,7 @@ impl Context {
             server,
             plan,
             limits,
+            undo: Undo::default(),
             dead_letters,
             fan_outs: FanOuts { database, deployment },
             memory: Memory::default(),
@@ -83,6 +86,19 @@ impl Context {
             partition: Partition::WHOLE,
             stopping: CancellationToken::new(),
         }
+    }
+
+    /// The same context with another config of kept values.
+    #[must_use]
+    pub fn with_undo(self, undo: Undo) -> Self {
+        Self { undo, ..self }
+    }
+
+    /// The storage of kept values.
+    #[must_use]
+    pub fn kept(&self) -> Kept<'_> {
+        let DeadLetters { database, deployment, .. } = &self.dead_letters;
+        Kept { server: &self.server, database, deployment }
     }
 
     /// The same context for one partition: it reconciles the keys that it owns, and keeps its own state. Limits for all
@@ -118,6 +134,7 @@ impl Context {
             server: self.server.under(fence),
             plan: self.plan.clone(),
             limits: self.limits.clone(),
+            undo: self.undo.clone(),
             dead_letters: self.dead_letters.clone(),
             fan_outs: self.fan_outs.clone(),
             memory: Memory::default(),

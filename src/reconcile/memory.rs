@@ -4,7 +4,7 @@
 use std::{
     collections::{HashMap, HashSet},
     hash::{BuildHasher, RandomState},
-    sync::Mutex,
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -12,7 +12,7 @@ use bson::Bson;
 
 use crate::{
     change::Namespace,
-    checkpoint::fan_out::Subject,
+    checkpoint::{fan_out::Subject, kept::Keeping},
     key::Key,
     plan::RuleId,
     reconcile::{group::Shape, value::NoInput},
@@ -63,6 +63,26 @@ pub struct Memory {
     no_input: Mutex<HashMap<RuleId, NoInput>>,
     /// Rules whose keys were written to the same few targets.
     crowded: Mutex<HashSet<RuleId>>,
+    /// The rules in their first backfill, which keep the values that they overwrite.
+    keeping: Mutex<HashMap<RuleId, Kept>>,
+    /// Bytes of kept values, if they were counted.
+    kept_bytes: Mutex<Option<u64>>,
+    /// Number of running batches of each rule.
+    batches: Mutex<HashMap<RuleId, usize>>,
+}
+
+/// What a rule in its first backfill keeps.
+#[derive(Debug, Clone)]
+pub(super) struct Kept {
+    /// The paths, and the targets that the backfill has passed.
+    pub keeping: Arc<Keeping>,
+    /// True if a target behind the backfill may hold a value that is not denormd's: some became dead letters.
+    pub aside: bool,
+    /// True once a value was not kept because of `undo.max_bytes`: from then on, no further value is kept. A later one
+    /// in the same place could be denormd's own.
+    pub is_full: bool,
+    /// True if the `_id`s of the targets are in the order of the simple collation; none until it was asked for.
+    pub simple: Option<bool>,
 }
 
 impl Memory {
@@ -233,6 +253,75 @@ impl Memory {
         }
     }
 
+    /// What a rule keeps before it overwrites it; none after its first backfill.
+    pub(super) fn kept(&self, rule: RuleId) -> Option<Kept> {
+        self.keeping.lock().ok()?.get(&rule).cloned()
+    }
+
+    /// True if a rule keeps the values that it overwrites.
+    #[must_use]
+    pub fn is_keeping(&self, rule: RuleId) -> bool {
+        self.keeping.lock().is_ok_and(|keeping| keeping.contains_key(&rule))
+    }
+
+    /// Sets what a rule keeps. With `aside`, some of its targets are dead letters.
+    pub fn keeps(&self, rule: RuleId, keeping: Option<Keeping>, aside: bool, is_full: bool) {
+        let Ok(mut rules) = self.keeping.lock() else { return };
+        match keeping {
+            Some(keeping) => {
+                drop(rules.insert(rule, Kept { keeping: Arc::new(keeping), aside, is_full, simple: None }));
+            }
+            None => drop(rules.remove(&rule)),
+        }
+    }
+
+    /// Changes what is known of the values that a rule keeps.
+    pub(super) fn learn_kept(&self, rule: RuleId, change: impl FnOnce(&mut Kept)) {
+        if let Ok(mut rules) = self.keeping.lock()
+            && let Some(kept) = rules.get_mut(&rule)
+        {
+            change(kept);
+        }
+    }
+
+    /// Records that the first backfill of a rule has come to this target. Returns false if it had passed it before, or
+    /// keeps nothing.
+    pub fn passes(&self, rule: RuleId, target: &Bson) -> bool {
+        let mut is_new = false;
+        self.learn_kept(rule, |kept| {
+            is_new = !kept.keeping.passed.first().is_some_and(|passed| is_behind(target, passed));
+            if is_new {
+                Arc::make_mut(&mut kept.keeping).passed = vec![target.clone()];
+            }
+        });
+        is_new
+    }
+
+    /// The known number of bytes of kept values.
+    pub(super) fn kept_bytes(&self) -> Option<u64> {
+        *self.kept_bytes.lock().ok()?
+    }
+
+    pub(super) fn learn_kept_bytes(&self, bytes: Option<u64>) {
+        if let Ok(mut known) = self.kept_bytes.lock() {
+            *known = bytes;
+        }
+    }
+
+    /// Counts a batch of a rule until the returned value is dropped.
+    pub(super) fn busy(&self, rule: RuleId) -> Busy<'_> {
+        if let Ok(mut batches) = self.batches.lock() {
+            *batches.entry(rule).or_default() += 1;
+        }
+        Busy { memory: self, rule }
+    }
+
+    /// True while a batch of the rule runs.
+    #[must_use]
+    pub fn is_busy(&self, rule: RuleId) -> bool {
+        self.batches.lock().is_ok_and(|batches| batches.get(&rule).is_some_and(|batches| *batches > 0))
+    }
+
     /// True if the keys of a rule were last written to the same few targets: parallel batches would conflict.
     #[must_use]
     pub fn is_crowded(&self, rule: RuleId) -> bool {
@@ -246,5 +335,33 @@ impl Memory {
         } else {
             crowded.remove(&rule);
         }
+    }
+}
+
+/// A running batch.
+pub(super) struct Busy<'a> {
+    memory: &'a Memory,
+    rule: RuleId,
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        if let Ok(mut batches) = self.memory.batches.lock()
+            && let Some(batches) = batches.get_mut(&self.rule)
+        {
+            *batches = batches.saturating_sub(1);
+        }
+    }
+}
+
+/// True if a document with this `_id` comes before or at `passed` in the order of the simple collation. False where
+/// that is not certain: for `_id`s of different types, or of other types.
+pub(super) fn is_behind(id: &Bson, passed: &Bson) -> bool {
+    match (id, passed) {
+        (Bson::ObjectId(id), Bson::ObjectId(passed)) => id <= passed,
+        (Bson::String(id), Bson::String(passed)) => id.is_ascii() && passed.is_ascii() && id <= passed,
+        (Bson::Int32(id), Bson::Int32(passed)) => id <= passed,
+        (Bson::Int64(id), Bson::Int64(passed)) => id <= passed,
+        _ => false,
     }
 }

@@ -101,6 +101,7 @@ pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome
     let run = Run { context: &context, rule: &rule, task, detached, limit, started, bytes: AtomicUsize::default() };
     let items: Vec<Item> = batch.items.into_iter().map(|(key, work)| Item { key, work, end: None }).collect();
     let mut follow_ups = Vec::new();
+    let _busy = context.memory.busy(rule.id);
     let late = batch_age(&items, context.metrics.now());
     let span = tracing::info_span!(target: STAGES, "batch", rule = %rule.name, ?task, keys = items.len(), oldest_change_ms = late);
     let keys = run.items(items, &mut follow_ups).instrument(span).await;
@@ -297,6 +298,7 @@ impl Run<'_> {
         let Some(rows) = self.rows(&keys, newest(items), items.len()).await? else { return source_gone(items) };
         let shape = self.shape(items.len()).await;
         self.limit_losses(items, &rows).await?;
+        self.keep(items, &rows).await?;
         let (mut statements, mut beside) = (Vec::new(), Vec::new());
         let mut shares = Shares::new(self, items);
         let mut destroys = false;
@@ -423,6 +425,7 @@ impl Run<'_> {
         for nth in over_limit {
             items[nth].end = Some(End::RemovalLimit);
         }
+        self.keep(items, &rows).await?;
         self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await
     }
 }
