@@ -96,6 +96,7 @@ const GROUPS: [(&str, &[(&str, &str)]); 6] = [
             ("explain", "Explain one target's values"),
             ("backfill", "Bring existing targets up to date"),
             ("dead-letters", "List, retry or discard dead letters"),
+            ("undo", "Put back the values that a rule's first backfill replaced"),
             ("prune", "Remove the fields of a rule that is no longer in the config"),
         ],
     ),
@@ -336,6 +337,24 @@ A file that exists is not overwritten. Read what it wrote, then: denormd plan --
         /// The data to examine.
         #[command(flatten)]
         inspection: Inspection,
+    },
+    /// Puts back the values that a rule's first backfill has overwritten or removed, where nobody else has written since.
+    #[command(after_help = "Examples:
+  denormd undo part-names --config shop.yaml --dry-run
+  denormd pause part-names && denormd undo part-names
+
+The values are kept for seven days (`undo.keep`), unless they need more than `undo.max_bytes`. A value goes back only where its
+place still holds what the first backfill wrote. Values that the rule added where there was none stay, and documents or
+elements that it deleted are not kept. The leader does the work, in pages; without a leader, this command takes the lease
+meanwhile. A rule that runs again is backfilled again, and what that replaces is kept again.
+
+Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule is running, or has not run.")]
+    Undo {
+        /// The rule's name.
+        rule: String,
+        /// Report how many values would be put back, without writing anything.
+        #[arg(long)]
+        dry_run: bool,
     },
     /// Removes the fields of a rule that is no longer in the config, or that a changed rule no longer owns.
     #[command(after_help = "Examples:

@@ -24,6 +24,7 @@ pub mod terminal;
 pub mod test;
 #[cfg(feature = "top")]
 pub mod top;
+pub mod undo;
 pub mod wait;
 
 use std::{io::Write, sync::Arc};
@@ -165,6 +166,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, cli.output, rule, *no_wait).await,
         Command::Unblock { rule } => backfill::unblock(&loaded, cli.output, rule).await,
         Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
+        Command::Undo { rule, dry_run } => undo::undo(&loaded, cli.output, rule, *dry_run).await,
         Command::Events { since } => events::events(&loaded, cli.output, *since).await,
         Command::Check(options) => check::check(&loaded, cli.output, options).await,
         Command::Pause { rule, time, .. } => pause::pause(&loaded, cli.output, rule.as_deref(), *time).await,

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::{
     checkpoint::{adoption::Decisions, rule_record::RuleRecord, store::Store},
     cli::Output,
-    commands::{Failure, chosen, compile, context, leader::with_a_leader, print, progress::Progress},
+    commands::{Failure, chosen, compile, context, leader::with_a_leader, print, progress::Progress, undo::span},
     config::Loaded,
     error::{Error, Kind, Result},
     inspection::adoption::objections_to_return,
@@ -136,6 +136,11 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
     }
     if output == Output::Text {
         print(&format!("{rule} is unblocked, and backfilled\n"));
+        let undo = &loaded.config.undo;
+        if matches!(reason, BlockReason::Adoption(_)) && undo.enabled {
+            let keep = span(undo.keep);
+            print(&format!("values that it replaces are kept for {keep}: `denormd undo {rule}` puts them back\n"));
+        }
     }
     let done = with_a_leader(loaded, &context, wait(&store, &context.server, &[rule.to_owned()])).await?;
     match output {

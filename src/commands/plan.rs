@@ -7,12 +7,16 @@ use bson::{Bson, Document};
 use crate::{
     checkpoint::earlier,
     cli::Output,
-    commands::{Failure, compile, context, print, shown, terminal::fitted},
-    config::{ConfigPath, Loaded, LocatedMistake, Mistake, Place},
+    commands::{
+        Failure, compile, context, print, shown,
+        terminal::fitted,
+        undo::{span, values},
+    },
+    config::{ConfigPath, Loaded, LocatedMistake, Mistake, Place, Undo},
     error::Kind,
     inspection::{
         Distribution, Inspection, PreImages, Problem, References, ShardKey, Sharded, Sizes,
-        adoption::{Change, ChangeKind, Figures, Standing, owned_before},
+        adoption::{Basis, Change, ChangeKind, Figures, Standing, owned_before},
         inspection,
         suspicion::{place_of, suspicions, without_a_server},
     },
@@ -48,6 +52,8 @@ struct Live {
     suspicions: Vec<LocatedMistake>,
     /// Rules that would be blocked until somebody agrees, with the reasons.
     blocked: Vec<(String, String)>,
+    /// The config of kept values.
+    undo: Option<Undo>,
 }
 
 /// Describes the rules and their needs; with `apply`, creates what is missing.
@@ -79,7 +85,8 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
     let context = context(loaded, plan.clone(), Metrics::new()?).await?;
     let findings = preflight::privileges(&context.server, plan, &loaded.config.state.database).await?;
     let sharded = context.server.is_router().await?;
-    let mut live = Live { sharded, findings, ..Live::default() };
+    let undo = Some(loaded.config.undo.clone());
+    let mut live = Live { sharded, findings, undo, ..Live::default() };
     if !live.findings.is_empty() {
         // Without these privileges, all further checks would fail.
         return Ok(live);
@@ -229,6 +236,10 @@ fn existing(out: &mut String, plan: &Plan, live: &Live, options: Options) {
         for change in count.examples.iter().filter(|_| options.show_values) {
             writeln!(out, "    {}", example(change)).ok();
         }
+        if let Some(kept) = live.undo.as_ref().filter(|_| !in_shadow).and_then(|undo| kept(rule, &count.figures, undo))
+        {
+            writeln!(out, "    {kept}").ok();
+        }
     }
     let mut total = Figures::default();
     for (_, count) in &counts {
@@ -239,6 +250,26 @@ fn existing(out: &mut String, plan: &Plan, live: &Live, options: Options) {
         total.deletes += deletes;
     }
     writeln!(out, "  in total: {}\n", changes(&total)).ok();
+}
+
+/// Describes what is kept of the values that a rule's first backfill would replace; none where it replaces none.
+fn kept(rule: &str, figures: &Figures, undo: &Undo) -> Option<String> {
+    let (number, bytes) = figures.kept();
+    let is_one = number == 1;
+    let (they, are) = if is_one { ("it", "is") } else { ("they", "are") };
+    let about = if figures.basis == Basis::Some { "about " } else { "" };
+    let then = match (undo.enabled, undo.max_bytes) {
+        (false, _) => format!("{they} {are} not kept (undo.mode is off)"),
+        (true, most) if bytes > most => format!(
+            "only {} MB of about {} MB are kept (undo.max_bytes), for {} (`denormd undo {rule}`)",
+            most >> 20,
+            bytes >> 20,
+            span(undo.keep)
+        ),
+        (true, _) => format!("{they} {are} kept for {} (`denormd undo {rule}`)", span(undo.keep)),
+    };
+    let deletes = if figures.deletes > 0 { "; what it deletes is not kept" } else { "" };
+    (number > 0).then(|| format!("{about}{} would be overwritten or removed: {then}{deletes}", values(number)))
 }
 
 fn changes(figures: &Figures) -> String {

@@ -23,6 +23,7 @@ use crate::{
         Context,
         compare::{Compared, Difference, compare_at_once, projection},
         read,
+        value::size_of,
     },
 };
 
@@ -46,6 +47,8 @@ const READ: i64 = 5000;
 const REFERENCES: i64 = 500;
 /// Fewer references than this are not conclusive.
 const ENOUGH: u64 = 200;
+/// Approximate size of a kept value in addition to the value itself, in bytes.
+const KEPT: u64 = 400;
 /// Examples of each kind of change.
 const EXAMPLES: usize = 3;
 
@@ -91,6 +94,10 @@ pub struct Foreign {
     pub overwrites: u64,
     /// Values, documents and elements that would be removed.
     pub removes: u64,
+    /// Values that would be kept for `denormd undo`: those replaced or removed, but nothing of what is deleted.
+    pub kept: u64,
+    /// Approximate size of these values in the state database, in bytes.
+    pub kept_bytes: u64,
 }
 
 /// The part of the targets that was compared.
@@ -174,7 +181,7 @@ impl Figures {
         if self.compared == 0 && self.basis == Basis::Some {
             reasons.push("what it would do to existing values could not be counted in time".to_owned());
         }
-        let Foreign { values, overwrites, removes } = self.foreign;
+        let Foreign { values, overwrites, removes, .. } = self.foreign;
         if removes > 0 {
             reasons.push(format!("it would remove {}", some(removes, values, "existing value")));
         }
@@ -207,6 +214,17 @@ impl Figures {
         let overwritten = some(self.overwrites, self.values, "existing value");
         let hint = mistake.hint.as_deref().unwrap_or_default();
         format!("it would overwrite {overwritten}, and it looks like a mistake: {} ({hint})", mistake.message)
+    }
+
+    /// The values that would be kept for `denormd undo`, and their size in bytes, of all targets.
+    #[must_use]
+    pub fn kept(&self) -> (u64, u64) {
+        let Foreign { kept, kept_bytes, .. } = self.foreign;
+        if self.basis != Basis::Some {
+            return (kept, kept_bytes);
+        }
+        let whole = |part: u64| part.saturating_mul(self.targets.max(self.compared)) / self.compared.max(1);
+        (whole(kept), whole(kept_bytes))
     }
 
     /// A description of the compared targets.
@@ -424,6 +442,10 @@ impl Counting<'_> {
             figures.foreign.values += u64::from(value && !own);
             let Some(kind) = kind(field) else { continue };
             loses |= value && loses_value(field);
+            if let (Some(stored), ChangeKind::Overwrite | ChangeKind::Remove, false) = (&field.stored, kind, own) {
+                figures.foreign.kept += 1;
+                figures.foreign.kept_bytes += KEPT + size_of(&[Some(stored.clone())]) as u64;
+            }
             match kind {
                 ChangeKind::Add => figures.adds += 1,
                 ChangeKind::Overwrite => {
