@@ -380,6 +380,8 @@ fn expected(name: &str, definition: Document, state: RuleState) -> (String, Rule
         noticed: 0,
         generation: 1,
         removals_agreed,
+        keeping: None,
+        undone: Vec::new(),
     };
     (name.to_owned(), record)
 }

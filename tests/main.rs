@@ -78,6 +78,7 @@ mod timeline;
 mod top;
 mod traces;
 mod unavailable;
+mod undo;
 mod unreadable;
 mod upgrade;
 mod verification;

@@ -94,6 +94,23 @@ impl Program {
         Daemon { child, log }
     }
 
+    /// Runs a daemon until it dies when it comes to `place` for the `nth` time.
+    pub async fn dies_at(&self, place: &str, nth: u32) {
+        let mut command = self.command(&["run"]);
+        command.env("DENORMD_CRASH", format!("{place}:{nth}"));
+        let text = format!("run, to die at {place}");
+        let done = tokio::task::spawn_blocking(move || finish(&mut command, &text, PATIENCE)).await.unwrap();
+        assert_ne!(done.code, 0, "{}", done.err);
+    }
+
+    /// Runs a command that dies when it comes to `place`.
+    pub async fn run_and_die(&self, arguments: &[&str], place: &str) -> Printed {
+        let mut command = self.command(arguments);
+        command.env("DENORMD_CRASH", format!("{place}:1"));
+        let text = arguments.join(" ");
+        tokio::task::spawn_blocking(move || finish(&mut command, &text, PATIENCE)).await.unwrap()
+    }
+
     /// The log of its daemons.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("daemon.log")).unwrap_or_default()
