@@ -330,3 +330,31 @@ async fn what_denormd_wrote_itself_is_not_kept() {
     assert!(kept(&test).await.is_empty());
     daemon.stop().await;
 }
+
+/// Values that are computed from the target are kept like others, those of elements too.
+#[tokio::test(flavor = "multi_thread")]
+async fn values_computed_from_the_target_come_back() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("items").insert_many([doc! {"_id": 1, "price": 5}, doc! {"_id": 2, "price": 7}]).await.unwrap();
+    let line = |item: i32, qty: i32, total: i32| doc! {"item": item, "qty": qty, "total": total};
+    let before = doc! {"_id": 1, "lines": [line(1, 2, 99), line(1, 3, 15), line(2, 1, 98)], "note": 1, "first": "old"};
+    db.collection("orders").insert_one(before.clone()).await.unwrap();
+    let rules = "  - { name: totals, adopt: true, copy: { source: items, target: orders, match: { 'lines.$[].item': _id }, set: { 'lines.$[].total': { $multiply: [$price, $$targetElement.qty] } } } }
+  - { name: first, adopt: true, copy: { source: items, target: orders, match: { note: _id }, set: { first: { $add: [$price, $$target.note] } } } }";
+    let program = Program::new(&config(&test, rules));
+    program.run(&["plan", "--apply"]).await;
+    let daemon = program.daemon();
+    program.backfilled(&test, 2).await;
+    ended(&test).await;
+    let orders = db.collection::<Document>("orders");
+    let after = doc! {"_id": 1, "lines": [line(1, 2, 10), line(1, 3, 15), line(2, 1, 7)], "note": 1, "first": 6};
+    assert_eq!(one(&orders, 1).await, after);
+    program.run(&["pause", "--all"]).await.exits(0);
+    for (rule, values) in [("totals", "2 values"), ("first", "1 value")] {
+        let told = program.run(&["undo", rule]).await.exits(0).out;
+        assert!(told.starts_with(&format!("{rule}: {values} put back\n")), "{told}");
+    }
+    assert_eq!(one(&orders, 1).await, before);
+    daemon.stop().await;
+}

@@ -284,6 +284,7 @@ impl Run<'_> {
         for nth in over_limit {
             items[nth].end = Some(End::RemovalLimit);
         }
+        self.keep(items, &rows).await?;
         self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await
     }
 
