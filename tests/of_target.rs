@@ -2,6 +2,7 @@
 #![allow(clippy::too_many_lines, reason = "tables are long")]
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc, oid::ObjectId};
+use denormd::rule_state::{BlockReason, RuleState};
 use denormd::{
     key::Key,
     plan,
@@ -15,8 +16,8 @@ use denormd::{
 use mongodb::Database;
 
 use crate::{
-    cases::{Case, Write, delete, every_way, insert, replace, update},
-    daemon::{self, load},
+    cases::{Case, Write, dead_letters, delete, every_way, insert, replace, update},
+    daemon::{self, Daemon, all, load, until},
     process::Program,
 };
 
@@ -150,6 +151,17 @@ fn counters() -> Vec<Case> {
         .has("t", [doc! {"_id": 1, "factor": 2}, doc! {"_id": 2, "factor": 4}])
         .writes([update("t", 1, set(doc! {"factor": 10})), update("s", 2, set(doc! {"n": 5}))])
         .expect("t", [doc! {"_id": 1, "factor": 10, "sum": 80, "share": 8.0}, doc! {"_id": 2, "factor": 4, "sum": 0, "share": 0.0}]),
+        Case::new(
+            "the target's own `_id`, and a path that another rule writes there",
+            "aggregate: { source: { collection: '@s', where: { $expr: { $ne: [$by, $$target._id] } } }, target: '@t', match: { _id: t }, \
+             set: { others: { $sum: { $cond: [{ $eq: [$kind, $$target.kind_name] }, 1, 0] } } } }",
+        )
+        .and("copy: { source: '@kinds', target: '@t', match: { kind: _id }, set: { kind_name: $name } }")
+        .has("kinds", [doc! {"_id": 1, "name": "x"}, doc! {"_id": 2, "name": "y"}])
+        .has("s", [doc! {"_id": 1, "t": 1, "by": 1, "kind": "x"}, doc! {"_id": 2, "t": 1, "by": 2, "kind": "x"}, doc! {"_id": 3, "t": 1, "by": 3, "kind": "y"}])
+        .has("t", [doc! {"_id": 1, "kind": 1}])
+        .writes([update("s", 3, set(doc! {"by": 1})), insert("s", doc! {"_id": 4, "t": 1, "by": 4, "kind": "z"}), update("kinds", 1, set(doc! {"name": "z"}))])
+        .expect("t", [doc! {"_id": 1, "kind": 1, "kind_name": "z", "others": 1}]),
         Case::new(
             "groups",
             "aggregate: { source: '@s', target: '@t', match: { _id: t }, by: { mine: { $eq: [$user, $$target.owner] } }, \
@@ -486,7 +498,7 @@ async fn plan_and_explain_tell_what_is_read_of_a_target() {
     program.run(&["plan", "--apply"]).await.exits(0);
     let told = program.run(&["plan"]).await.exits(0).out;
     for part in [
-        "target: rid, ls",
+        "target: ls, rid",
         "of each target on its own",
         "so each change of a source looks up the sources of 10.0 targets on average, each on its own",
         "2 of 10 sampled targets lack `ls`, which `$$target.ls` reads",
@@ -500,6 +512,86 @@ async fn plan_and_explain_tell_what_is_read_of_a_target() {
     }
     let told = program.run(&["explain", "unread", "9"]).await.exits(0).out;
     assert!(told.contains("reads $$target.ls: missing") && told.contains("messages 1, 2, 3, 4\n"), "{told}");
+}
+
+/// A target whose value cannot be computed is set aside; the others of the batch are written.
+#[tokio::test]
+async fn a_target_whose_value_fails_is_a_dead_letter_of_its_own() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("items").insert_one(item(1, 12)).await.unwrap();
+    let order = |id: i32, parts: i32| doc! {"_id": id, "item": 1, "parts": parts};
+    db.collection("orders").insert_many((0..10).map(|n| order(n, n % 5))).await.unwrap();
+    let each = "copy: { source: items, target: orders, match: { item: _id }, set: { part: { $divide: [$price, $$target.parts] } } }";
+    let daemon = Daemon::start(&test, &format!("  - {{ name: parts, {each} }}")).await;
+    daemon.settled().await;
+    let parts = async || {
+        let orders = all(&db, "orders").await;
+        orders.iter().map(|order| order.get_f64("part").ok()).collect::<Vec<_>>()
+    };
+    let five = [None, Some(12.0), Some(6.0), Some(4.0), Some(3.0)];
+    assert_eq!(parts().await, [five, five].concat());
+    assert_eq!(dead_letters(&test).await.len(), 2);
+    db.collection::<Document>("orders").update_many(doc! {"parts": 0}, set(doc! {"parts": 8})).await.unwrap();
+    daemon.settled().await;
+    let five = [Some(1.5), Some(12.0), Some(6.0), Some(4.0), Some(3.0)];
+    assert_eq!(parts().await, [five, five].concat());
+    daemon.retry_dead_letters("parts").await;
+    assert!(dead_letters(&test).await.is_empty());
+    daemon.stop().await;
+}
+
+/// "The removal limit covers every way of losing a value because a reference dangles or is filtered out", by a path of
+/// the target too. A source collection that is gone takes nothing away.
+#[tokio::test]
+async fn lost_values_count_towards_the_removal_limit() {
+    let rate = "copy: { source: { collection: items, where: { $expr: { $lte: [$from, $$target.at] } } }, target: orders, \
+        match: { item: _id }, set: { total: $price } }";
+    let total = TOTAL.replace('@', "");
+    let filtered = (rate, doc! {"at": 0});
+    for (rule, change, survives) in [
+        (filtered.0, Some(filtered.1), false),
+        (total.as_str(), None, false),
+        (filtered.0, None, true),
+        (total.as_str(), None, true),
+    ] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        let items = db.collection::<Document>("items");
+        items.insert_one(doc! {"_id": 1, "price": 2, "from": 1}).await.unwrap();
+        let order = |n: i32| doc! {"_id": n, "item": 1, "at": 5, "lines": [{"item": 1, "qty": n}]};
+        db.collection("orders").insert_many((0..30).map(order)).await.unwrap();
+        let text = daemon::config(&test, &format!("  - {{ name: r, {rule} }}"));
+        let daemon = Daemon::start_config(&text.replace("limits: {", "limits: { destroy_per_hour: 10,")).await;
+        daemon.settled().await;
+        let totals = async || {
+            let orders = all(&db, "orders").await;
+            orders.iter().filter(|order| order.to_string().contains("total")).count()
+        };
+        assert_eq!(totals().await, 30);
+        let blocked = match (survives, change) {
+            (true, _) => {
+                items.drop().await.unwrap();
+                BlockReason::SourceGone
+            }
+            (false, Some(change)) => {
+                db.collection::<Document>("orders").update_many(doc! {}, set(change)).await.unwrap();
+                BlockReason::RemovalLimit
+            }
+            (false, None) => {
+                items.delete_one(doc! {"_id": 1}).await.unwrap();
+                BlockReason::RemovalLimit
+            }
+        };
+        until("the rule is blocked", async || {
+            let states = daemon.progress().borrow().states.clone();
+            (*states.first().unwrap() == RuleState::Blocked(blocked.clone())).then_some(())
+        })
+        .await;
+        let left = totals().await;
+        assert!(if survives { left == 30 } else { left >= 20 }, "{rule}: {left}");
+        daemon.stop().await;
+    }
 }
 
 /// The report on a rule that is refused.

@@ -328,6 +328,11 @@ fn lacking(rule: &Rule, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
     let inside = of_target.elements.iter().map(|path| (path, "$$targetElement", elements, "elements"));
     let mut found = Vec::new();
     for (path, variable, of, what) in all.chain(inside).filter(|(path, ..)| known(path)) {
+        let here = |field: &&Field| field.path.query() == path.query();
+        // Of a path that leads into an array, a document may have many values or none.
+        if shape.fields.iter().filter(here).any(|field| field.path.has_each() && !path.has_each()) {
+            continue;
+        }
         let met: u64 =
             shape.fields.iter().filter(|field| field.path.query() == path.query()).map(|field| field.met).sum();
         if met >= of || target.cut {
