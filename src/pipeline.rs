@@ -161,7 +161,8 @@ impl Handle {
 
 /// Starts following the streams of a plan. New and changed rules are recorded and backfilled.
 pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
-    let rules = register_rules(&context, &store).await?;
+    // The future is large.
+    let rules = Box::pin(register_rules(&context, &store)).await?;
     let now = context.server.operation_time().await?;
     let mut starts = Vec::new();
     let mut forgotten = BTreeSet::new();

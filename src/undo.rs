@@ -149,7 +149,7 @@ async fn write(context: &Context, page: &[KeptValue]) -> Result<()> {
     let mut statements: BTreeMap<&str, Vec<RawDocumentBuf>> = BTreeMap::new();
     for (value, verdict) in judged(context, page).await? {
         if let Verdict::Back { at, stored } = verdict {
-            statements.entry(&value.place.collection).or_default().push(statement(value, &at, stored)?);
+            statements.entry(&value.place.collection).or_default().push(statement(value, &at, stored.as_ref())?);
         }
     }
     for (name, statements) in statements {
@@ -269,10 +269,10 @@ fn value_at<'a>(value: &'a Bson, path: &str) -> Option<&'a Bson> {
 }
 
 /// The statement that puts a value back while its place holds the one that was read.
-fn statement(value: &KeptValue, at: &str, stored: Option<Bson>) -> Result<RawDocumentBuf> {
+fn statement(value: &KeptValue, at: &str, stored: Option<&Bson>) -> Result<RawDocumentBuf> {
     let old = value.old.clone().ok_or_else(|| Error::internal("a value that was not kept"))?;
     let mut conditions = vec![doc! {"_id": {"$eq": value.place.target.clone()}}];
-    conditions.push(match &stored {
+    conditions.push(match stored {
         None => doc! {at: {"$exists": false}},
         // An array's elements would be compared as well.
         Some(stored @ Bson::Array(_)) => doc! {at: {"$eq": stored.clone()}},

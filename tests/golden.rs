@@ -7,11 +7,12 @@
 
 use std::{collections::BTreeSet, fs, path::PathBuf, time::Duration};
 
-use bson::{Bson, DateTime, Document, Timestamp, doc, oid::ObjectId};
+use bson::{Bson, DateTime, Document, RawBson, Timestamp, doc, oid::ObjectId, spec::BinarySubtype};
 use denormd::{
     checkpoint::{
         fan_out::{FanOuts, Subject},
         format,
+        kept::{Element, Fingerprint, Keeping, Kept, Place, fingerprint},
         progress::{CheckProgress, Tally},
         requests::{Answer, Retired, Work},
         rule_record::{Agreement, RuleRecord},
@@ -42,7 +43,7 @@ const WRITTEN: &str = "2";
 const READ: [&str; 2] = ["1", WRITTEN];
 /// Every collection of the state database except `events`, which is capped, `canaries`, which is not read, and
 /// `reports`, with a daemon's whole status: see [`a_leaders_report_is_read_and_written_as_it_was`].
-const COLLECTIONS: [&str; 11] = [
+const COLLECTIONS: [&str; 12] = [
     "positions",
     "rules",
     "terms",
@@ -54,6 +55,7 @@ const COLLECTIONS: [&str; 11] = [
     "leases",
     "instances",
     "plans",
+    "kept",
 ];
 const DEPLOYMENT: &str = "golden";
 const TTL: Duration = Duration::from_secs(2);
@@ -151,7 +153,9 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
         );
         generation
     };
-    store.reset_rule(server, rule(plan, "pending"), &RuleState::BACKFILL, Agreement::Ended).await.unwrap();
+    let change = (&RuleState::BACKFILL, Agreement::Ended);
+    store.register_rule(server, rule(plan, "pending"), change, Some(&keeping())).await.unwrap();
+    store.undoing(server, "pending", &keeping(), &[undone()]).await.unwrap();
     let generation = reset("begun", RuleState::BACKFILL).await;
     store.notice(server, "begun", generation).await.unwrap();
     let after = RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), agreed: false };
@@ -181,6 +185,14 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
     let gone = Rule { name: "absent".to_owned(), ..rule(plan, "pending").clone() };
     store.reset_rule(server, &gone, &RuleState::Live, Agreement::Ended).await.unwrap();
     store.remove(server, "absent").await.unwrap();
+}
+
+fn keeping() -> Keeping {
+    Keeping { paths: vec!["name".to_owned(), "deep.name".to_owned()], passed: vec![Bson::String("t-17".to_owned())] }
+}
+
+fn undone() -> Retired {
+    Retired { collection: "app.t01".to_owned(), path: FieldPath::parse("deep.name").unwrap() }
 }
 
 fn dead_letters_of(state: &str) -> DeadLetters {
@@ -230,12 +242,72 @@ async fn write_work(server: &Server, state: &str, store: &Store, plan: &Plan) {
     let one = requests.find_one(doc! {"together": refused}).await.unwrap().unwrap();
     store.refuse_request(server, one.get_object_id("_id").unwrap(), "a rule owns it").await.unwrap();
     store.request(server, "done", &prune).await.unwrap();
+    store.request(server, "done", &Work::Undo).await.unwrap();
     let tally = Tally { compared: 500, differing: 4, undecided: 3, refused: 2, resumed: false };
     for (name, after, done) in [("done", Some(Bson::Int32(7)), false), ("begun", None, true)] {
         let progress = CheckProgress { after, done, tally: tally.clone() };
         store.save_check(server, rule(plan, name), &progress).await.unwrap();
     }
     store.nudge(server).await.unwrap();
+    write_kept(server, state).await;
+}
+
+fn kept_of<'a>(server: &'a Server, state: &'a str) -> Kept<'a> {
+    Kept { server, database: state, deployment: DEPLOYMENT }
+}
+
+/// A value of a field, one of an element, and one that was too large.
+fn kept_values() -> [(Place, Option<RawBson>, [Fingerprint; 2]); 3] {
+    let place = |target: i32, path: &str, element| Place {
+        collection: "app.t04".to_owned(),
+        target: Bson::Int32(target),
+        path: path.to_owned(),
+        element,
+    };
+    let print = |text: &str| fingerprint(Some(&RawBson::String(text.to_owned())));
+    let element = Element {
+        at: "lines.3".to_owned(),
+        by: vec![("item".to_owned(), Some(Bson::Int32(7))), ("zone".to_owned(), None)],
+        rest: print("rest"),
+        own: vec!["name".to_owned()],
+    };
+    [
+        (place(1, "name", None), Some(RawBson::Null), [fingerprint(Some(&RawBson::Null)), print("new")]),
+        (place(1, "lines.$[].name", Some(element)), Some(RawBson::Int64(5)), [print("5"), None]),
+        (place(2, "name", None), None, [print("large"), print("new")]),
+    ]
+}
+
+async fn write_kept(server: &Server, state: &str) {
+    let kept = kept_of(server, state);
+    let values = kept_values();
+    let statements: Vec<_> = values
+        .iter()
+        .flat_map(|(place, old, [was, new])| kept.statements("done", place, old.as_ref(), (was, new)).unwrap())
+        .collect();
+    let written = server.update(state, "kept", &statements, TTL).await.unwrap();
+    assert!(written.refused.is_empty());
+    kept.leave("done").await.unwrap();
+    kept.not_kept("done", 17).await.unwrap();
+    let (place, old, [was, new]) = &values[0];
+    let again = kept.statements("done", place, old.as_ref(), (was, new)).unwrap();
+    server.update(state, "kept", &again, TTL).await.unwrap();
+}
+
+#[tokio::test]
+async fn kept_values_are_read() {
+    let test = denormd_fixture::database().await;
+    let server = restore(&test, WRITTEN).await;
+    let kept = kept_of(&server, &test.name);
+    let mut found = kept.page("done", None).await.unwrap();
+    found.sort_by_key(|value| (value.place.target.as_i32(), value.place.element.is_some()));
+    for (found, (place, old, [was, new])) in found.into_iter().zip(kept_values()) {
+        assert_eq!((found.place, found.old, found.was, found.new), (place, old, was, new));
+    }
+    assert_eq!(kept.count_not_kept("done").await.unwrap(), 17);
+    assert!(kept.page("pending", None).await.unwrap().is_empty());
+    let fields = ["lines.$[].name", "name"].map(|path| ("app.t04".to_owned(), path.to_owned()));
+    assert_eq!(kept.paths("done").await.unwrap(), fields);
 }
 
 /// Replaces times, ids and values of one machine by constants, so that two runs write the same.
@@ -250,6 +322,7 @@ fn constant(value: &Bson, ids: &mut Vec<ObjectId>) -> Bson {
             Ok(id) => nth(id, ids).to_hex().into(),
             Err(_) => text.clone().into(),
         },
+        Bson::Binary(binary) if binary.subtype == BinarySubtype::Generic => value.clone(),
         Bson::Binary(_) => Bson::String("the UUID of `positions`".to_owned()),
         Bson::Array(values) => values.iter().map(|value| constant(value, ids)).collect::<Vec<_>>().into(),
         Bson::Document(fields) => fields
@@ -314,7 +387,9 @@ async fn restore(test: &TestDb, version: &str) -> Server {
         test.database().run_command(doc! {"listCollections": 1, "filter": {"name": "positions"}}).await.unwrap();
     let found = positions.get_document("cursor").unwrap().get_array("firstBatch").unwrap()[0].as_document().unwrap();
     let uuid = found.get_document("info").unwrap().get("uuid").unwrap();
-    for collection in COLLECTIONS {
+    // The first version kept no values.
+    let is_known = |collection: &&str| **collection != *"kept" || version != "1";
+    for collection in COLLECTIONS.into_iter().filter(is_known) {
         let mut documents = golden(version, collection);
         for document in &mut documents {
             if document.contains_key("cluster") {
@@ -429,7 +504,13 @@ async fn rule_states(version: &str) {
                 state.generation = 2;
                 state.agreed = Some(state.definition.clone());
             }
-            "absent" | "adopting" | "pending" => state.source_seen = false,
+            "absent" | "adopting" => state.source_seen = false,
+            "pending" => {
+                state.source_seen = false;
+                if version != "1" {
+                    (state.keeping, state.undone) = (Some(keeping()), vec![undone()]);
+                }
+            }
             "begun" => (state.noticed, state.progress) = (1, Some((17, None))),
             "done" => state.progress = Some((20, Some(20))),
             "bereft" | "paused" | "paused-for-a-while" => state.generation = 2,
@@ -488,10 +569,12 @@ async fn positions_and_work(version: &str) {
     );
 
     let mut asked = store.requests(&server).await.unwrap();
-    assert_eq!(asked.len(), 2, "one is refused");
+    // The first version knew no `undo`.
+    assert_eq!(asked.len(), if version == "1" { 2 } else { 3 }, "one is refused");
     let path = FieldPath::parse("lines.$[].name").unwrap();
     assert_eq!(asked.remove(0).work, Work::Look(vec![Bson::Int32(1), Bson::String("b".to_owned())]));
     assert_eq!(asked.remove(0).work, Work::Prune(vec![Retired { collection: "app.t04".to_owned(), path }]));
+    assert!(asked.iter().all(|asked| asked.work == Work::Undo));
     let refused = golden(version, "requests").iter().find(|request| request.contains_key("refused")).cloned().unwrap();
     let answer = store.answer(&server, refused.get_object_id("together").unwrap()).await.unwrap();
     assert_eq!(answer, Answer::Refused("a rule owns it".to_owned()));
