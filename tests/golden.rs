@@ -12,7 +12,7 @@ use denormd::{
     checkpoint::{
         fan_out::{FanOuts, Subject},
         format,
-        kept::{Element, Fingerprint, Keeping, Kept, Place, fingerprint},
+        kept::{self, Element, Fingerprint, Keeping, Kept, Place},
         progress::{CheckProgress, Tally},
         requests::{Answer, Retired, Work},
         rule_record::{Agreement, RuleRecord},
@@ -264,7 +264,7 @@ fn kept_values() -> [(Place, Option<RawBson>, [Fingerprint; 2]); 3] {
         path: path.to_owned(),
         element,
     };
-    let print = |text: &str| fingerprint(Some(&RawBson::String(text.to_owned())));
+    let print = |text: &str| kept::fingerprint(Some(&RawBson::String(text.to_owned())));
     let element = Element {
         at: "lines.3".to_owned(),
         by: vec![("item".to_owned(), Some(Bson::Int32(7))), ("zone".to_owned(), None)],
@@ -272,7 +272,7 @@ fn kept_values() -> [(Place, Option<RawBson>, [Fingerprint; 2]); 3] {
         own: vec!["name".to_owned()],
     };
     [
-        (place(1, "name", None), Some(RawBson::Null), [fingerprint(Some(&RawBson::Null)), print("new")]),
+        (place(1, "name", None), Some(RawBson::Null), [kept::fingerprint(Some(&RawBson::Null)), print("new")]),
         (place(1, "lines.$[].name", Some(element)), Some(RawBson::Int64(5)), [print("5"), None]),
         (place(2, "name", None), None, [print("large"), print("new")]),
     ]
