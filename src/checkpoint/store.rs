@@ -503,7 +503,7 @@ impl Store {
     /// Records that the first backfill of a rule is over, unless its state has changed since.
     pub async fn end_keeping(&self, server: &Server, rule: &str, generation: i64) -> Result<bool> {
         let mut filter = mine(server, self.id("rule", rule));
-        filter.insert("generation", same_generation(generation));
+        filter.extend(doc! {"generation": same_generation(generation)});
         let update = doc! {"$unset": {"keeping": "", "undone": ""}};
         Ok(bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?.matched_count > 0)
     }
