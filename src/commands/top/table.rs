@@ -6,6 +6,7 @@ use super::{
     model::Model,
     rule::Concern,
     text::{cell, width},
+    theme::Theme,
 };
 use crate::{
     commands::status::{share, short, since},
@@ -144,20 +145,20 @@ pub(super) fn table(model: &Model, status: &Status, columns: usize, height: usiz
     }
     let layout = Layout::new(model, status, &rules, columns);
     let head = layout.line("  ", "RULE", |at| COLUMNS[at].head.to_owned(), columns);
-    let mut out = vec![Line::styled(head, model.theme.heading())];
+    let mut out = vec![Line::styled(head, Theme::heading())];
     let (selected, room) = (model.selected(), height - 1);
     let first = selected.saturating_sub(room / 2).min(rules.len().saturating_sub(room));
     for (at, rule) in rules.iter().enumerate().skip(first).take(room) {
         let mark = if at == selected { "> " } else { "  " };
-        let style = if model.unknown().is_some() { model.theme.soft() } else { model.theme.row(Concern::of(rule)) };
-        let style = if at == selected { style.patch(model.theme.selected()) } else { style };
+        let style = if model.unknown().is_some() { Theme::soft() } else { model.theme.row(Concern::of(rule)) };
+        let style = if at == selected { style.patch(Theme::selected()) } else { style };
         let row = layout.line(mark, &rule.name, |column| layout.texts[at][column].clone(), columns);
         out.push(Line::styled(row, style));
     }
     let below = rules.len().saturating_sub(first + room);
     if let Some(last) = out.last_mut().filter(|_| room > 2 && below > 0) {
         let text = format!("  … and {} more of {} rules (arrows, PageDown)", below + 1, rules.len());
-        *last = Line::styled(text, model.theme.soft());
+        *last = Line::styled(text, Theme::soft());
     }
     out
 }

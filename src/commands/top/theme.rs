@@ -61,17 +61,17 @@ impl Theme {
     }
 
     /// The selected row. Reversed, so that it is seen without colours.
-    pub(super) fn selected(self) -> Style {
+    pub(super) fn selected() -> Style {
         Style::new().add_modifier(Modifier::REVERSED)
     }
 
     /// Headings.
-    pub(super) fn heading(self) -> Style {
+    pub(super) fn heading() -> Style {
         Style::new().add_modifier(Modifier::BOLD)
     }
 
     /// Labels, and figures that are old.
-    pub(super) fn soft(self) -> Style {
+    pub(super) fn soft() -> Style {
         Style::new().add_modifier(Modifier::DIM)
     }
 }

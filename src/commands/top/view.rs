@@ -13,6 +13,7 @@ use super::{
     rule::{cause, details, problem},
     table::table,
     text::{cell, cut, lines, width},
+    theme::Theme,
 };
 use crate::{
     commands::status::{as_of, led, role, short, since, unknown},
@@ -78,7 +79,7 @@ fn head(model: &Model, columns: usize) -> Vec<Line<'static>> {
         out.extend(styled(hint, Style::new()));
         return out;
     };
-    let soft = model.theme.soft();
+    let soft = Theme::soft();
     let summary = match gone {
         None => (status.summary.clone(), model.theme.headline(status.level)),
         Some(_) => (format!("Last known: {}", status.summary), soft),
@@ -120,7 +121,7 @@ fn title(model: &Model, columns: usize) -> Line<'static> {
     };
     let time = clock(model.now);
     let name = cell(&name, columns.saturating_sub(width(&time) + 2), false);
-    Line::styled(cut(&format!("{name}  {time}"), columns), model.theme.heading())
+    Line::styled(cut(&format!("{name}  {time}"), columns), Theme::heading())
 }
 
 /// The figures of the deployment with their labels.
@@ -159,11 +160,11 @@ fn grid(model: &Model, figures: &[(&'static str, String)], columns: usize) -> Ve
     let least = if model.unknown().is_some() { PAST_FIGURE } else { FIGURE };
     let beside = (columns / least).clamp(1, figures.len().max(1));
     let broad = (columns / beside).max(least);
-    let style = if model.unknown().is_some() { model.theme.soft() } else { model.theme.heading() };
+    let style = if model.unknown().is_some() { Theme::soft() } else { Theme::heading() };
     let row = |figures: &[(&'static str, String)]| {
         let spans = figures.iter().flat_map(|(label, value)| {
             let value = format!("{}  ", cell(value, broad.saturating_sub(label.len() + 3), false));
-            [Span::styled(format!("{label} "), model.theme.soft()), Span::styled(value, style)]
+            [Span::styled(format!("{label} "), Theme::soft()), Span::styled(value, style)]
         });
         Line::from(spans.collect::<Vec<_>>())
     };
@@ -212,7 +213,7 @@ fn rules(model: &Model, status: &Status, columns: usize, room: usize) -> Vec<Lin
     out.extend(table(model, status, columns, room.saturating_sub(out.len())));
     let free = room.saturating_sub(out.len());
     if free > 2 && !status.errors.is_empty() {
-        out.extend([Line::default(), Line::styled("recent errors", model.theme.heading())]);
+        out.extend([Line::default(), Line::styled("recent errors", Theme::heading())]);
         let errors = status.errors.iter().take(free - 2).map(|error| cut(&problem(status, error), columns));
         out.extend(styled(errors.collect(), Style::new()));
     }
@@ -234,20 +235,20 @@ fn selected(model: &Model, status: &Status, columns: usize, (from, room): (usize
     let Some(rule) = rules.get(model.selected()) else { return Vec::new() };
     let known = if model.unknown().is_some() { " (last known)" } else { "" };
     let heading = format!("rule {}{known}, {} of {}", rule.name, model.selected() + 1, rules.len());
-    let mut out = vec![Line::default(), Line::styled(cut(&heading, columns), model.theme.heading())];
+    let mut out = vec![Line::default(), Line::styled(cut(&heading, columns), Theme::heading())];
     let text = details(model, status, rule, columns);
     let room = room.saturating_sub(out.len());
     let from = from.min(text.len().saturating_sub(room));
     let below = text.len().saturating_sub(from + room);
     out.extend(text.into_iter().skip(from).take(room).map(Line::raw));
     if let Some(last) = out.last_mut().filter(|_| below > 0) {
-        *last = Line::styled(format!("   … {} more lines (PageDown)", below + 1), model.theme.soft());
+        *last = Line::styled(format!("   … {} more lines (PageDown)", below + 1), Theme::soft());
     }
     out
 }
 
 fn help(model: &Model, columns: usize) -> Vec<Line<'static>> {
-    let mut out = vec![Line::default(), Line::styled("keys", model.theme.heading())];
+    let mut out = vec![Line::default(), Line::styled("keys", Theme::heading())];
     let rows = KEYS.iter().flat_map(|(keys, does)| lines(&format!("   {keys:<16}  {does}"), columns));
     out.extend(rows.map(Line::raw));
     out
@@ -259,7 +260,7 @@ fn footer(model: &Model, columns: usize) -> Line<'static> {
         Page::Details(_) => "q quit  ? keys  Esc back  arrows next rule  PageDown scroll".to_owned(),
         Page::Help => "q quit  Esc back".to_owned(),
     };
-    Line::styled(cell(&text, columns, false), model.theme.selected())
+    Line::styled(cell(&text, columns, false), Theme::selected())
 }
 
 /// A time of day: `12:04:31 UTC`.
