@@ -46,7 +46,7 @@ pub fn draw(frame: &mut Frame<'_>, model: &Model) {
     let mut out = head(model, columns);
     let room = height.saturating_sub(out.len() + 1);
     out.extend(match (model.page, model.status()) {
-        (Page::Help, _) => help(model, columns),
+        (Page::Help, _) => help(columns),
         (_, None) => Vec::new(),
         (Page::Rules, Some(status)) => rules(model, status, columns, room),
         (Page::Details(from), Some(status)) => selected(model, status, columns, (from, room)),
@@ -247,7 +247,7 @@ fn selected(model: &Model, status: &Status, columns: usize, (from, room): (usize
     out
 }
 
-fn help(model: &Model, columns: usize) -> Vec<Line<'static>> {
+fn help(columns: usize) -> Vec<Line<'static>> {
     let mut out = vec![Line::default(), Line::styled("keys", Theme::heading())];
     let rows = KEYS.iter().flat_map(|(keys, does)| lines(&format!("   {keys:<16}  {does}"), columns));
     out.extend(rows.map(Line::raw));
