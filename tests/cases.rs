@@ -249,11 +249,12 @@ fn sorted(value: &Bson) -> Bson {
 
 /// Runs a table in every way concurrently: most of the time is waiting.
 pub async fn every_way(cases: &[Case]) {
+    // The futures are large.
     tokio::join!(
-        run(cases, Way::Backfill),
-        run(cases, Way::StepByStep),
-        run(cases, Way::Flood),
-        run(cases, Way::Restart),
+        Box::pin(run(cases, Way::Backfill)),
+        Box::pin(run(cases, Way::StepByStep)),
+        Box::pin(run(cases, Way::Flood)),
+        Box::pin(run(cases, Way::Restart)),
     );
 }
 

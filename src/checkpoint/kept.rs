@@ -259,7 +259,7 @@ impl Kept<'_> {
 fn read(row: &RawDocumentBuf) -> Result<KeptValue> {
     let unreadable = || Error::internal("a kept value cannot be read: was it written by another version, or by hand?");
     let mut head = Document::new();
-    for field in row.iter() {
+    for field in row {
         let (name, value) = field?;
         if name.as_str() != "old" {
             head.insert(name.as_str(), Bson::try_from(value)?);
