@@ -88,7 +88,7 @@ pub(super) async fn end(context: &Context, store: &Store, name: &str, generation
         }
         Ok(false) => {}
         Err(error) => {
-            tracing::warn!(rule = name, error = %error.message, "the end of a rule's first backfill cannot be recorded; trying again")
+            tracing::warn!(rule = name, error = %error.message, "the end of a rule's first backfill cannot be recorded; trying again");
         }
     }
 }
@@ -107,7 +107,7 @@ pub(super) async fn expire(context: Arc<Context>, stop: CancellationToken) {
         match context.kept().expire(before).await {
             Ok(0) => {}
             Ok(values) => {
-                tracing::info!(values, "kept values have expired: `denormd undo` cannot put them back any more")
+                tracing::info!(values, "kept values have expired: `denormd undo` cannot put them back any more");
             }
             Err(error) => {
                 tracing::warn!(error = %error.message, "expired values cannot be deleted; trying again");
