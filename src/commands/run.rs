@@ -406,7 +406,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Si
         match wake {
             Wake::Reload => tracing::info!("replacing the rules: what is in flight is finished first"),
             Wake::Stop | Wake::Yield => {
-                tracing::info!("stopping: what is in flight is finished, then the position is saved")
+                tracing::info!("stopping: what is in flight is finished, then the position is saved");
             }
         }
         let mut wake = wake;
