@@ -456,7 +456,9 @@ fn written_commands(text: &str) -> Vec<String> {
     let spans = text.split('`').skip(1).step_by(2);
     let blocks = blocks(text).into_iter().flat_map(|block| block.text.lines().map(str::to_owned).collect::<Vec<_>>());
     let lines = blocks.map(|line| line.trim_start_matches("$ ").to_owned());
-    lines.chain(spans.map(str::to_owned)).filter(|text| text.starts_with("denormd ")).collect()
+    // The title of a screen of `top` begins like a command.
+    let is_command = |text: &String| text.starts_with("denormd ") && !text.starts_with("denormd default: ");
+    lines.chain(spans.map(str::to_owned)).filter(is_command).collect()
 }
 
 #[tokio::test]
