@@ -451,6 +451,41 @@ async fn in_node_writes_are_read() {
     succeeds(Command::new("node").args(["-e", &script]).env("NODE_PATH", packages));
 }
 
+/// The outputs of "Every command" and "Operations" that need no server are those of the program, with one of the two configs of these pages.
+#[test]
+fn what_needs_no_server_prints_what_the_pages_show() {
+    let run = |command: &str, config: &str| {
+        let programs = Path::new(env!("CARGO_BIN_EXE_denormd")).parent().unwrap().display();
+        let mut shell = Command::new("sh");
+        shell
+            .args(["-c", &format!("exec 2>&1\n{command}")])
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .stdin(Stdio::null());
+        shell.env("PATH", format!("{programs}:{}", std::env::var("PATH").unwrap())).env("DENORMD_CONFIG", config);
+        let output = shell.env("DENORMD__MONGODB__URI", "mongodb://localhost:27917/?replicaSet=rs0").output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let mut tried = 0;
+    for name in ["commands.md", "operations.md"] {
+        let text = fs::read_to_string(page(name)).unwrap();
+        let shown = blocks(&text).into_iter().filter(|block| block.text.starts_with("$ "));
+        for (command, expected) in shown.flat_map(|block| commands(&block.text)) {
+            let needs_none = ["denormd role", "denormd plan --offline"].contains(&command.as_str())
+                || command.starts_with("denormd test --config config/");
+            if needs_none {
+                let printed = ["config/shop.yaml", "config/flights.yaml"].map(|config| run(&command, config));
+                assert!(
+                    printed.iter().any(|out| matches(&expected, out)),
+                    "{name}: $ {command}\n{}",
+                    printed.join("\n")
+                );
+                tried += 1;
+            }
+        }
+    }
+    assert!(tried >= 4, "{tried}");
+}
+
 /// The commands in a text: `denormd …` between backquotes, and in blocks.
 fn written_commands(text: &str) -> Vec<String> {
     let spans = text.split('`').skip(1).step_by(2);
