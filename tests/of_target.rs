@@ -13,10 +13,11 @@ use denormd::{
         value::Desired,
     },
 };
+use denormd_fixture::ReplicaSet;
 use mongodb::Database;
 
 use crate::{
-    cases::{Case, Write, dead_letters, delete, every_way, insert, replace, update},
+    cases::{Case, Write, dead_letters, delete, every_way, insert, now, oplog, replace, update},
     daemon::{self, Daemon, all, load, until},
     process::Program,
 };
@@ -592,6 +593,41 @@ async fn lost_values_count_towards_the_removal_limit() {
         assert!(if survives { left == 30 } else { left >= 20 }, "{rule}: {left}");
         daemon.stop().await;
     }
+}
+
+/// A write that waits on the server while the path changes that its value was computed from matches nothing.
+#[tokio::test]
+async fn a_value_that_was_overtaken_is_never_stored() {
+    let set_of_one = ReplicaSet::start(1).await;
+    let test = set_of_one.database().await;
+    let (db, admin) = (test.database(), test.client.database("admin"));
+    db.collection("messages").insert_many((1..=2).map(|n| message(n, 1, n.into()))).await.unwrap();
+    let subscriptions = db.collection::<Document>("subscriptions");
+    subscriptions.insert_one(doc! {"_id": 1, "rid": 1, "ls": at(0)}).await.unwrap();
+    let daemon = Daemon::start(&test, &format!("  - {{ name: unread, {} }}", UNREAD.replace('@', ""))).await;
+    daemon.settled().await;
+    let begun = now(&db).await;
+    let namespace = format!("{}.subscriptions", test.name);
+    let data = doc! {"failCommands": ["update"], "namespace": namespace, "appName": "denormd", "blockConnection": true, "blockTimeMS": 3000};
+    let point = doc! {"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": data};
+    let entered = match admin.run_command(point).await.unwrap().get("count") {
+        Some(Bson::Int32(count)) => i64::from(*count),
+        Some(Bson::Int64(count)) => *count,
+        other => panic!("no count: {other:?}"),
+    };
+    // Its value is 3 until the member looks.
+    db.collection("messages").insert_one(message(3, 1, 3)).await.unwrap();
+    let wait = doc! {"waitForFailPoint": "failCommand", "timesEntered": entered + 1, "maxTimeMS": 120_000};
+    admin.run_command(wait).await.unwrap();
+    subscriptions.update_one(doc! {"_id": 1}, set(doc! {"ls": at(2)})).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(all(&db, "subscriptions").await, [doc! {"_id": 1, "rid": 1, "ls": at(2), "unread": 1}]);
+    let written = oplog(&test, begun).await;
+    let looked = written.iter().position(|entry| entry.to_string().contains("\"ls\"")).unwrap();
+    let late = written[looked..].iter().filter(|entry| entry.to_string().contains("\"unread\": 3"));
+    assert_eq!(late.count(), 0, "{written:#?}");
+    assert!(written[looked..].iter().any(|entry| entry.to_string().contains("\"unread\": 1")), "{written:#?}");
+    daemon.stop().await;
 }
 
 /// The report on a rule that is refused.
