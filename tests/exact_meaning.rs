@@ -644,9 +644,9 @@ fn order() -> Vec<Case> {
         Case::new("rows that a filter chooses", "aggregate: { source: { collection: '@s', where: { day: 1, $expr: { $gt: [$$element.qty, 1] } } }, target: '@t', match: { _id: 'lines.$[].item' }, by: { open: $$element.open }, into: by, set: { units: { $sum: $$element.qty }, whole: { $push: $$ROOT } } }")
             .has("s", lines())
             .has("t", [doc! {"_id": 7}, doc! {"_id": 8}])
-            .writes([update("s", 1, doc! {"$unset": {"lines": 1}}), insert("s", doc! {"_id": 4, "day": 1, "lines": [{"item": 7, "qty": 2, "open": true}]})])
+            .writes([update("s", 1, doc! {"$unset": {"lines": 1}}), insert("s", doc! {"_id": 4, "day": 1, "lines": [{"item": 7, "qty": 2, "open": true}, {"item": 7, "qty": 1}]})])
             .expect("t", [
-                doc! {"_id": 7, "by": [{"open": true, "units": 2, "whole": [{"_id": 4, "day": 1, "lines": [{"item": 7, "qty": 2, "open": true}]}]}]},
+                doc! {"_id": 7, "by": [{"open": true, "units": 2, "whole": [{"_id": 4, "day": 1, "lines": [{"item": 7, "qty": 2, "open": true}, {"item": 7, "qty": 1}]}]}]},
                 doc! {"_id": 8, "by": []},
             ]),
         Case::new("an element for each row", "collect: { source: '@s', target: '@t', match: { _id: 'lines.$[].item' }, into: all, element: { order: $_id, qty: $$element.qty }, slice: -3 }")
