@@ -15,7 +15,7 @@ use denormd::{
     checkpoint::store::Store,
     config::{Format, Loaded, load_str},
     dead_letter::{Chosen, DeadLetters},
-    inspection::adoption::objections_to_return,
+    inspection::adoption::losses,
     metrics::Metrics,
     mongo::{Server, connect},
     partition::Partition,
@@ -234,7 +234,7 @@ impl Daemon {
                     // A read fails if the collection is dropped at that time.
                     if source.find_one(doc! {}).await.ok()?.is_some() {
                         found.store(true, Ordering::Relaxed);
-                        if !objections_to_return(&whole, rule).await.ok()?.is_empty() {
+                        if !losses(&whole, rule).await.ok()?.are_small() {
                             self.ask(&rule.name).await;
                         }
                         return None;

@@ -8,7 +8,7 @@ use crate::{
     commands::{Failure, chosen, compile, context, leader::with_a_leader, print, progress::Progress, undo::span},
     config::Loaded,
     error::{Error, Kind, Result},
-    inspection::adoption::objections_to_return,
+    inspection::adoption::losses,
     lease,
     metrics::Metrics,
     mongo::Server,
@@ -161,10 +161,12 @@ async fn objections(context: &Context, rule: &str, reason: &BlockReason) -> Vec<
     let rule = context.plan.rules.iter().find(|known| known.name == rule);
     match (reason, rule) {
         (BlockReason::Adoption(adoption), _) => adoption.causes.clone(),
-        (BlockReason::SourceGone, Some(rule)) => match Box::pin(objections_to_return(context, rule)).await {
-            Ok(objections) => objections,
-            Err(error) => vec![format!("what it would remove could not be counted: {}", error.message)],
-        },
+        (BlockReason::SourceGone | BlockReason::RemovalLimit, Some(rule)) => {
+            match Box::pin(losses(context, rule)).await {
+                Ok(losses) => vec![losses.to_string()],
+                Err(error) => vec![format!("what it would remove could not be counted: {}", error.message)],
+            }
+        }
         _ => Vec::new(),
     }
 }

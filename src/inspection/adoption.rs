@@ -5,6 +5,7 @@
 
 use std::{
     collections::BTreeSet,
+    fmt,
     time::{Duration, Instant},
 };
 
@@ -303,22 +304,43 @@ pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, 
     Ok(counting.out)
 }
 
-/// The reasons against a backfill of a rule whose source was dropped or replaced, each in a few words; none if it would
-/// remove at most a tenth of the rule's values.
-pub async fn objections_to_return(context: &Context, rule: &Rule) -> Result<Vec<String>> {
+/// The values that a backfill of a rule would remove.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Losses {
+    /// Compared targets that hold a value.
+    pub holding: u64,
+    /// Those that would lose it.
+    pub losing: u64,
+    /// False if no target could be compared in time.
+    pub counted: bool,
+}
+
+impl Losses {
+    /// True if a rule whose source was dropped or replaced may go on by itself: at most a tenth of its values would go.
+    #[must_use]
+    pub fn are_small(&self) -> bool {
+        self.counted && self.losing * 10 <= self.holding
+    }
+}
+
+impl fmt::Display for Losses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.counted {
+            write!(f, "{} would lose their value", some(self.losing, self.holding, "target"))
+        } else {
+            f.write_str("the values that it would remove could not be counted in time")
+        }
+    }
+}
+
+/// Counts the values that a backfill of a rule would remove.
+pub async fn losses(context: &Context, rule: &Rule) -> Result<Losses> {
     if rule.shadow {
-        return Ok(Vec::new());
+        return Ok(Losses { holding: 0, losing: 0, counted: true });
     }
     let own = owned_before(rule, Some(&rule.definition));
-    let figures = Box::pin(figures(context, rule, &own, false)).await?.figures;
-    let mut reasons = Vec::new();
-    if figures.compared == 0 && figures.basis == Basis::Some {
-        reasons.push("the values that it would remove could not be counted in time".to_owned());
-    }
-    if figures.losing * 10 > figures.holding {
-        reasons.push(format!("{} would lose their value", some(figures.losing, figures.holding, "target")));
-    }
-    Ok(reasons)
+    let Figures { holding, losing, compared, basis, .. } = Box::pin(figures(context, rule, &own, false)).await?.figures;
+    Ok(Losses { holding, losing, counted: compared > 0 || basis != Basis::Some })
 }
 
 /// Number of leading rows, one at least, that together have at most this number of bytes.

@@ -19,7 +19,7 @@ use crate::{
     },
     dead_letter::{self, DeadLetter, Written},
     error::{Error, Result},
-    inspection::adoption::objections_to_return,
+    inspection::adoption::{Losses, losses},
     key::Key,
     plan::{Rule, RuleId},
     position::ClusterTime,
@@ -313,8 +313,8 @@ pub(super) async fn returns(
 struct Waiting {
     /// Time of the next count: counts take no more than a twentieth of the time.
     next: Option<Instant>,
-    /// The objections that were logged last.
-    logged: String,
+    /// The losses that were logged last.
+    logged: Option<Losses>,
 }
 
 /// The UUID of a rule's source, if it is there again and the rule may run.
@@ -323,16 +323,16 @@ async fn look(whole: &Context, rule: &Rule, waits: &mut Waiting) -> Result<Optio
     let Some(uuid) = whole.server.collection_uuids(database, &[collection]).await?.remove(collection) else {
         return Ok(None);
     };
-    let objections = objections_to_return(whole, rule).await?.join("; ");
-    if objections.is_empty() {
+    let losses = losses(whole, rule).await?;
+    if losses.are_small() {
         return Ok(Some(uuid));
     }
-    if objections != waits.logged {
+    if waits.logged != Some(losses) {
         tracing::warn!(
-            rule = %rule.name, objections,
+            rule = %rule.name, %losses,
             "the source collection is there again, but the rule stays blocked; `denormd unblock {}` agrees to the loss", rule.name
         );
-        waits.logged = objections;
+        waits.logged = Some(losses);
     }
     Ok(None)
 }

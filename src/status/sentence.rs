@@ -35,7 +35,9 @@ pub fn summary(status: &Status) -> String {
     sentences.extend(standing_still(status));
     sentences.extend(lag(status));
     if sentences.is_empty() {
-        return "Leading: the lag is not known yet.".to_owned();
+        let is_idle = status.rules.is_empty();
+        return if is_idle { "Leading: the config has no rules." } else { "Leading: the lag is not known yet." }
+            .to_owned();
     }
     sentences.join(" ")
 }
@@ -47,7 +49,7 @@ fn cause(status: &Status, cause: Cause) -> Option<&CauseReport> {
 /// The rules that do not run, or only in part.
 fn standing_still(status: &Status) -> Vec<String> {
     let states = [
-        (Cause::SourceGone, "without a source collection"),
+        (Cause::SourceGone, "without its source"),
         (Cause::RemovalLimit, "blocked"),
         (Cause::Adoption, "blocked"),
         (Cause::Unavailable, "unavailable"),
