@@ -1002,10 +1002,15 @@ async fn a_source_collection_that_goes_leaves_the_fields() {
     db.collection("new").insert_one(doc! {"_id": 1, "name": "new"}).await.unwrap();
     admin.run_command(rename("new", "renamed")).await.unwrap();
     daemon.settled().await;
+    // What the rule would remove is counted first.
+    daemon.sources_are_back().await;
+    daemon.settled().await;
     assert_eq!(all(&db, "t").await[0].get_str("r").unwrap(), "new");
     db.collection::<Document>("other").insert_one(doc! {"_id": 1, "name": "out"}).await.unwrap();
     let out = doc! {"aggregate": "other", "pipeline": [{"$out": "renamed"}], "cursor": {}};
     db.run_command(out).await.unwrap();
+    daemon.settled().await;
+    daemon.sources_are_back().await;
     daemon.settled().await;
     assert_eq!(all(&db, "t").await[0].get_str("r").unwrap(), "out");
     daemon.stop().await;
