@@ -459,9 +459,6 @@ impl Pipeline {
                 if self.released.get(&rule).is_some_and(|released| event.cluster_time <= *released) {
                     continue;
                 }
-                if self.is_misleading(rule).await {
-                    continue;
-                }
                 self.block(rule, BlockReason::SourceGone).await;
             }
             let (rules, plan) = (&self.rules, &self.context.plan);
@@ -487,18 +484,6 @@ impl Pipeline {
                 self.not_recorded(&error, &mut attempts).await;
             }
         }
-    }
-
-    /// True if a source that was reported as gone is there behind a router: `movePrimary` copies unsharded collections
-    /// and drops the originals, with events. Another UUID is noticed by the reads, and when the sources are listed.
-    async fn is_misleading(&self, rule: RuleId) -> bool {
-        let (server, source) = (&self.context.server, &self.context.plan.rule(rule).source.namespace);
-        let is_there = async || {
-            Ok::<_, crate::error::Error>(
-                server.is_router().await? && server.has_collection(&source.database, &source.collection).await?,
-            )
-        };
-        is_there().await.unwrap_or_default()
     }
 
     async fn not_recorded(&self, error: &crate::error::Error, attempts: &mut u64) {

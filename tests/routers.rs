@@ -268,9 +268,9 @@ async fn a_source_that_was_moved_to_another_shard_is_not_taken_for_a_dropped_one
     hosts.drop().await.unwrap();
     hosts.insert_many([doc! {"_id": 1, "ip": "b"}, doc! {"_id": 2, "ip": "b"}]).await.unwrap();
     running.run().await;
+    // What a backfill from the other collection would remove is counted; it is nothing.
+    running.until_json("the rule goes on by itself", |status| status["rules"][0]["state"] == "live").await;
     rename(&routers, &test, "c").await;
-    let log = running.log();
-    assert!(!log.contains("the rule is blocked"), "{log}");
 }
 
 /// A rule whose source really is gone is blocked behind a router as well.
