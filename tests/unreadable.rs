@@ -6,7 +6,10 @@ use denormd::check::{Check, Scope};
 use denormd::checkpoint::store::Store;
 use denormd_fixture::TestDb;
 
-use crate::daemon::{Daemon, all};
+use crate::{
+    daemon::{Daemon, all, config},
+    process::Program,
+};
 
 /// The command with each `¿` replaced by two bytes that are not UTF-8.
 fn raw(command: &Document) -> RawDocumentBuf {
@@ -135,6 +138,28 @@ async fn strings_that_are_not_utf8_are_copied_byte_for_byte_and_stop_nothing() {
     bare.extend(doc! {"tags": [], "tag_names": []});
     expect_fields(&daemon, &test, "products", bare).await;
     assert_eq!((dead_letters(&test).await, differing(&daemon).await), (0, 0));
+    daemon.stop().await;
+}
+
+/// The server's answer to what was kept once contained the target's `_id`, which the driver could not read: each write of
+/// a first backfill became a dead letter.
+#[tokio::test(flavor = "multi_thread")]
+async fn values_of_a_target_that_is_not_utf8_are_kept_and_put_back() {
+    let test = denormd_fixture::database().await;
+    insert(&test, "parts", doc! {"_id": "p¿", "name": "n¿"}).await;
+    insert(&test, "products", doc! {"_id": "t¿", "part": "p¿", "name": "old¿"}).await;
+    let rules = "  - { name: names, adopt: true, copy: { source: parts, target: products, match: { part: _id }, set: { name: $name } } }";
+    let program = Program::new(&config(&test, rules));
+    program.run(&["plan", "--apply"]).await;
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    let named =
+        async |name: &str| run(&test, doc! {"count": "products", "query": {"name": name}}).await.get_i32("n").unwrap();
+    assert_eq!((named("n¿").await, dead_letters(&test).await), (1, 0));
+    program.run(&["pause", "names"]).await.exits(0);
+    let told = program.run(&["undo", "names"]).await.exits(0).out;
+    assert!(told.starts_with("names: 1 value put back\n"), "{told}");
+    assert_eq!(named("old¿").await, 1);
     daemon.stop().await;
 }
 

@@ -114,11 +114,12 @@ impl Kept<'_> {
         doc! {"_id": {"$gt": after.cloned().unwrap_or_else(|| self.of_rule(rule)), "$lt": end}}
     }
 
+    /// The `_id` of a kept value. The target's `_id` is in it as a fingerprint: the server's answer to an insertion repeats
+    /// the `_id`, and the driver cannot read one with a string that is not UTF-8.
     fn id(&self, rule: &str, place: &Place) -> Document {
         let mut id = self.of_rule(rule);
-        id.extend(
-            doc! {"collection": &place.collection, "target": [place.target.clone()], "path": place.path.as_str()},
-        );
+        let target = binary(&fingerprint(RawBson::try_from(place.target.clone()).ok().as_ref()));
+        id.extend(doc! {"collection": &place.collection, "target": target, "path": place.path.as_str()});
         if let Some(element) = &place.element {
             let by: Vec<Bson> =
                 element.by.iter().map(|(_, value)| Bson::from(value.clone().into_iter().collect::<Vec<_>>())).collect();
@@ -139,7 +140,8 @@ impl Kept<'_> {
     ) -> Result<[RawDocumentBuf; 3]> {
         let raw = |doc: &Document| RawDocumentBuf::try_from(doc).map_err(Error::from);
         let id = self.id(rule, place);
-        let mut fields = raw(&doc! {"was": binary(was), "new": binary(new), "at": DateTime::now()})?;
+        let target = [place.target.clone()];
+        let mut fields = raw(&doc! {"target": target, "was": binary(was), "new": binary(new), "at": DateTime::now()})?;
         if let Some(Element { by, rest, own, .. }) = &place.element {
             let mut pairs = RawArrayBuf::new();
             for (path, value) in by {
@@ -284,7 +286,7 @@ fn read(row: &RawDocumentBuf) -> Result<KeptValue> {
         }
         Err(_) => None,
     };
-    let target = id.get_array("target").ok().and_then(|target| target.first()).cloned().ok_or_else(unreadable)?;
+    let target = head.get_array("target").ok().and_then(|target| target.first()).cloned().ok_or_else(unreadable)?;
     let place = Place { collection: text("collection")?, target, path: text("path")?, element };
     let old = row.get("old")?.map(RawBson::from);
     Ok(KeptValue { id, place, old, was: fingerprint("was"), new: fingerprint("new") })
