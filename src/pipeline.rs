@@ -599,10 +599,12 @@ impl Pipeline {
         self.rules.backfilled(request.rule, request.generation);
         if !self.rules.state(request.rule).is_backfilling() {
             self.context.memory.agrees(request.rule, false);
-            // A fan-out job writes targets that the backfill has left to it. From here on, all others hold denormd's values.
-            if !self.fan_outs.keys().any(|subject| subject.rule == request.rule) {
-                self.context.memory.keeps(request.rule, None, false, false);
-            }
+        }
+        // A fan-out job writes targets that the backfill has left to it. From here on, all others hold denormd's values. A
+        // rule that was stopped meanwhile is backfilled once more, and keeps values until then.
+        let is_open = self.fan_outs.keys().any(|subject| subject.rule == request.rule);
+        if *self.rules.state(request.rule) == RuleState::Live && !is_open {
+            self.context.memory.keeps(request.rule, None, false, false);
         }
     }
 

@@ -44,7 +44,7 @@ pub struct Tally {
     pub lost: u64,
 }
 
-/// What to do with a kept value.
+/// Decision on a kept value.
 enum Verdict {
     /// Its place holds what denormd wrote.
     Back { at: String, stored: Option<Bson> },
@@ -215,7 +215,7 @@ fn judge(value: &KeptValue, target: &Document) -> Result<Verdict> {
     let Some(at) = place(value, target)? else { return Ok(Verdict::Changed) };
     let parent = at.rsplit_once('.').map(|(parent, _)| parent);
     let target = Bson::Document(target.clone());
-    // What was around the value may be gone, or be something else now.
+    // The subdocument around the value may be gone, or be another value now.
     if parent.is_some_and(|parent| value_at(&target, parent).and_then(Bson::as_document).is_none()) {
         return Ok(Verdict::Changed);
     }

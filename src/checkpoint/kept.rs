@@ -186,7 +186,7 @@ impl Kept<'_> {
         })
     }
 
-    /// How many of these places of a rule have a kept value.
+    /// Number of these places of a rule that have a kept value.
     pub async fn count(&self, rule: &str, places: &[&Place]) -> Result<usize> {
         let ids: Vec<Document> = places.iter().map(|place| self.id(rule, place)).collect();
         let command = doc! {"find": COLLECTION, "filter": {"_id": {"$in": ids}}, "projection": {"at": 1}};

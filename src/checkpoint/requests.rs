@@ -98,7 +98,7 @@ pub enum Carried {
     Out,
     /// Refused, with the reason.
     Refused(String),
-    /// Stopped before the end, or not begun yet.
+    /// Stopped before the end, or not started yet.
     Stopped,
 }
 

@@ -152,7 +152,7 @@ fn lookups(rule: &Rule, targets: &[Referrer<'_>], inner: &[Document]) -> Vec<Doc
     stages
 }
 
-/// What the values of a target depend on.
+/// The references, and the paths that are read, of one target.
 fn asked(rule: &Rule, target: Referrer<'_>) -> Document {
     let elements = rule.reference.elements(Role::Target, target.target);
     let rows = slots(rule, target.references).into_iter().map(|slot| {

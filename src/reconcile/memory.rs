@@ -71,7 +71,7 @@ pub struct Memory {
     batches: Mutex<HashMap<RuleId, usize>>,
 }
 
-/// What a rule in its first backfill keeps.
+/// The values that a rule in its first backfill keeps.
 #[derive(Debug, Clone)]
 pub(super) struct Kept {
     /// The paths, and the targets that the backfill has passed.
@@ -253,7 +253,7 @@ impl Memory {
         }
     }
 
-    /// What a rule keeps before it overwrites it; none after its first backfill.
+    /// The values that a rule keeps before it overwrites them; none after its first backfill.
     pub(super) fn kept(&self, rule: RuleId) -> Option<Kept> {
         self.keeping.lock().ok()?.get(&rule).cloned()
     }

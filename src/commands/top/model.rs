@@ -1,4 +1,4 @@
-//! What is on the screen: the last answer of the daemon, and what the user has chosen. Pure: times are given.
+//! The content of the screen: the last answer of the daemon, and the choices of the user. Pure: times are given.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -21,7 +21,7 @@ const PAGE: usize = 10;
 /// The width by which the end of the details is estimated.
 const WIDTH: usize = 80;
 
-/// What comes after an event of the terminal.
+/// The reaction to an event of the terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
     /// Another frame.
@@ -30,7 +30,7 @@ pub enum Next {
     Quit,
 }
 
-/// What is below the headline.
+/// The part of the screen below the headline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Page {
     /// The causes and the table of rules.
@@ -58,7 +58,7 @@ pub struct Model {
     selected: Option<String>,
     /// The order of the rules.
     pub sort: Sort,
-    /// What is shown.
+    /// The page that is shown.
     pub page: Page,
     /// The styles.
     pub theme: Theme,

@@ -8,7 +8,7 @@ use crate::{
     status::{BEHIND, Backfill, CauseReport, Problem, Rule, Status, duration},
 };
 
-/// What about a rule needs attention, the most urgent first.
+/// Reasons why a rule needs attention, the most urgent first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Concern {
     /// It is blocked, unavailable or paused, or its copies may be wrong.
