@@ -38,9 +38,10 @@ lint: ## Check the format, and clippy without a warning
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets $(FEATURES) -- -D warnings
 
-# One set for all the tests that share one: nextest gives each test a process of its own.
+# One set for all the tests that share one: nextest gives each test a process of its own. ONLY=patterns:: runs the tests whose name
+# contains it, in the main binary alone.
 .PHONY: test
-test: ## Run every test against a throw-away MongoDB, fetched when there is none
+test: ## Run every test against a throw-away MongoDB, fetched when there is none; ONLY=patterns:: for some of them
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	echo "mongod: $$MONGOD"
 	if $(CARGO) nextest --version >/dev/null 2>&1; then
@@ -48,9 +49,12 @@ test: ## Run every test against a throw-away MongoDB, fetched when there is none
 	else
 		tests=(test); doctests=
 	fi
+	if [ "$(ONLY)" ]; then
+		$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --test main --no-run
+		exec "$(TARGET)/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES) --test main "$(ONLY)"
+	fi
 	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
-	target="$(TARGET)"
-	"$$target/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES)
+	"$(TARGET)/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES)
 	if [ "$$doctests" ]; then $(CARGO) test --workspace $(FEATURES) --doc; fi
 	$(MAKE) --no-print-directory test-secure test-images
 
