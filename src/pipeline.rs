@@ -268,7 +268,9 @@ impl Pipeline {
         let (fan_out, fan_outs_asked) = mpsc::unbounded_channel();
         let (written, written_asked) = mpsc::channel(DELIVERIES);
         Self {
-            schedule: Schedule::new(context.plan.clone(), context.limits.pending).within(context.partition),
+            schedule: Schedule::new(context.plan.clone(), context.limits.pending)
+                .within(context.partition)
+                .sharing(&context.plan, context.memory.pending.clone()),
             observer: observe::Observer::new(&context.plan),
             rules: Rules::new(&context.plan),
             begun: BTreeMap::new(),

@@ -6,6 +6,7 @@
 
 use std::{
     collections::HashSet,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -19,7 +20,7 @@ use crate::{
     reconcile::group::SHARED_BELOW,
     request::{Origin, Request, Scope, Task},
     route::{Routed, Router},
-    workqueue::{Batch, Finish, Lane, Most, Verdict, Work, WorkQueue, origins},
+    workqueue::{Batch, Finish, Lane, Most, Pending, Verdict, Work, WorkQueue, origins},
 };
 
 /// Time limit for a rule that is never idle; after that the guard reports the difference as drift.
@@ -95,6 +96,14 @@ impl Schedule {
     #[must_use]
     pub fn within(self, partition: Partition) -> Self {
         Self { partition, ..self }
+    }
+
+    /// Records the pending documents of trees in `pending`, where batches look for them.
+    #[must_use]
+    pub fn sharing(mut self, plan: &Plan, pending: Arc<Pending>) -> Self {
+        let trees = plan.rules.iter().filter(|rule| rule.tree.is_some()).map(|rule| rule.id).collect();
+        self.queue.record(trees, pending);
+        self
     }
 
     /// Adds a stream that is followed from `position` on. Streams are numbered in this order.

@@ -241,7 +241,10 @@ impl Run<'_> {
     /// Writes targets whose values depend on them.
     pub(super) async fn values_of_targets(&self, items: &mut [Item]) -> Result<()> {
         let after = newest(items);
-        let targets = self.read_targets(items, after).await?;
+        let mut targets = self.read_targets(items, after).await?;
+        if let Some(tree) = self.rule.tree {
+            Box::pin(self.hold_back(tree, items, &mut targets, after)).await?;
+        }
         let asked: Vec<Referrer> = targets.values().map(Read::referrer).collect();
         let load = Load { task: self.task, items: items.len(), limit: self.limit, bytes: &self.bytes, sources: None };
         let rows = self.context.rows_of_targets(self.rule, &asked, after, load).await?;
