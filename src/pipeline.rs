@@ -149,10 +149,16 @@ impl Handle {
     /// Waits until everything committed by now is applied, through whole chains of rules, and no backfill is open.
     pub async fn settled(&self) -> Result<()> {
         let mut progress = self.progress.clone();
-        for _ in 0..=self.context.plan.rules.len().min(self.context.plan.longest_chain()) {
+        let (plan, modified) = (&self.context.plan, &self.context.counts.modified);
+        for _ in 0..=plan.longest_chain() {
+            let before = modified.load(Ordering::Relaxed);
             let now = self.context.server.operation_time().await?;
             if progress.wait_for(|progress| progress.has_applied(now)).await.is_err() {
                 return Err(crate::error::Error::internal("the pipeline has stopped"));
+            }
+            // A level of a tree that writes nothing is the last one.
+            if plan.has_trees() && modified.load(Ordering::Relaxed) == before {
+                break;
             }
         }
         Ok(())
