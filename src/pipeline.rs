@@ -473,6 +473,7 @@ impl Pipeline {
             for request in routed.requests.drain(..).filter(|request| rules.may_run(plan, request.rule)) {
                 self.schedule.ask(request, origin);
             }
+            self.schedule.asked(event);
         }
         if delivery.lost {
             let database = &self.streams[delivery.stream].spec.database;

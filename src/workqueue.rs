@@ -331,6 +331,17 @@ impl WorkQueue {
         (self.trees, self.pending) = (trees, pending);
     }
 
+    /// Records that the requests of an event on this document are in the queue.
+    pub fn routed(&self, rules: impl Iterator<Item = RuleId>, document: &Key) {
+        rules.filter(|rule| self.trees.contains(rule)).for_each(|rule| self.pending.routed(rule, document));
+    }
+
+    /// True if a rule is recursive.
+    #[must_use]
+    pub fn has_trees(&self) -> bool {
+        !self.trees.is_empty()
+    }
+
     /// True if the key is a document of a tree that may be about to be written.
     fn is_recorded(&self, (rule, task): Lane) -> bool {
         task != Task::Guard && self.trees.contains(&rule)

@@ -227,7 +227,8 @@ async fn write_work(server: &Server, state: &str, store: &Store, plan: &Plan) {
         let offending = Offending { key: &key, target: None, path: None, tree: None, since: None };
         dead_letters_of(state).record(server, done, task, &offending, &error).await.unwrap();
     }
-    let offending = Offending { key: &key, target: Some(&target), path: Some("lines.0".to_owned()), tree: None, since: None };
+    let offending =
+        Offending { key: &key, target: Some(&target), path: Some("lines.0".to_owned()), tree: None, since: None };
     let refused = Error { code: Some(121), ..error };
     for _ in 0..2 {
         dead_letters_of(state).record(server, done, Task::Value, &offending, &refused).await.unwrap();

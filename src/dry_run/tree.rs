@@ -24,12 +24,7 @@ fn id(document: &Document) -> Bson {
 
 /// Applies a recursive rule to the documents of its collection, each after those that it reads. Adds the documents that
 /// cannot be computed; of a circle, one.
-pub(super) fn run(
-    rule: &Rule,
-    tree: Tree,
-    collections: &mut Collections,
-    obstacles: &mut Vec<Obstacle>,
-) -> Result<()> {
+pub(super) fn run(rule: &Rule, tree: Tree, collections: &mut Collections, obstacles: &mut Vec<Obstacle>) -> Result<()> {
     let name = rule.target.namespace.to_string();
     let documents = collections.get(&name).cloned().unwrap_or_default();
     let mut object = |document: &Document, error: EvalError| {

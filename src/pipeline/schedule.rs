@@ -133,6 +133,13 @@ impl Schedule {
         self.queue.push(request, origin, &mut self.watermark);
     }
 
+    /// Records that all requests of an event have been added.
+    pub fn asked(&self, event: &ChangeEvent) {
+        if self.queue.has_trees() {
+            self.queue.routed(self.router.writers(&event.namespace), &Key::one(event.id.clone()));
+        }
+    }
+
     /// True if this partition runs the request. Writes belong to the owner of their key. A look-up leads to keys of any
     /// owner, so every partition runs it and keeps the results that it owns.
     fn is_mine(&self, request: &Request) -> bool {

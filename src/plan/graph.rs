@@ -59,9 +59,8 @@ fn feeding(rules: &[Arc<Rule>], mut counts: impl FnMut(usize, usize) -> bool) ->
     let all = 0..rules.len();
     let fed = all.clone().map(|from| {
         // A recursive rule goes from level to level of its tree.
-        let reads = |to: &usize| {
-            (from != *to || rules[from].tree.is_none()) && fed_path(&rules[from], &rules[*to]).is_some()
-        };
+        let reads =
+            |to: &usize| (from != *to || rules[from].tree.is_none()) && fed_path(&rules[from], &rules[*to]).is_some();
         all.clone().filter(reads).filter(|to| counts(from, *to)).collect()
     });
     fed.collect()
@@ -193,8 +192,9 @@ fn cycle_mistake(rules: &[Arc<Rule>], cycle: &[usize]) -> Mistake {
         && matches!(rules[*alone].values, Values::Set { .. } | Values::Aggregate { .. })
         && rules[*alone].source.namespace == rules[*alone].target.namespace
     {
-        return Mistake::new(at, format!("this rule feeds itself: {text}{first}"))
-            .hint("in a tree of documents, say `recursive: true`; otherwise read a field that the rule does not write");
+        return Mistake::new(at, format!("this rule feeds itself: {text}{first}")).hint(
+            "in a tree of documents, say `recursive: true`; otherwise read a field that the rule does not write",
+        );
     }
     Mistake::new(at, format!("these rules feed each other in a circle: {text}{first}"))
         .hint("break the circle: one of them must read a field that no rule writes, or filters must tell the documents apart: { kind: template }, { kind: instance }")

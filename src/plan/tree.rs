@@ -102,7 +102,11 @@ pub(super) fn objections(rule: &Rule, tree: Tree) -> Vec<Objection> {
         }
         Values::Set { .. } | Values::Aggregate { .. } => {}
         Values::Into { .. } | Values::Collect { .. } | Values::Groups(_) => {
-            object("into", "a tree has values of single documents, and no array of groups or of references", "use `set`");
+            object(
+                "into",
+                "a tree has values of single documents, and no array of groups or of references",
+                "use `set`",
+            );
         }
     }
     if rule.on_missing != OnMissing::Unset {

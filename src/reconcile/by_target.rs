@@ -15,6 +15,7 @@ use crate::{
     plan::{Rule, Values, reference::Role},
     position::ClusterTime,
     reconcile::{
+        compare::differs,
         context::{Context, Load},
         read::{self, id_of},
         run::{End, Item, Run, newest},
@@ -267,6 +268,9 @@ impl Run<'_> {
             }
             wanted.push((nth, target, self.content(target, &rows, dangling)?));
         }
+        if self.rule.tree.is_some() {
+            self.record_changes(items, &wanted)?;
+        }
         let within_limit = self.may_lose_by_targets(&wanted, &dangling, items, after).await?;
         let mut statements: Vec<(Vec<usize>, Statement)> = Vec::new();
         let mut over_limit = Vec::new();
@@ -289,6 +293,21 @@ impl Run<'_> {
         }
         self.keep(items, &rows).await?;
         self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await
+    }
+
+    /// Records the documents of a tree that are about to change. Statements go to the others as well: only the server
+    /// knows what they hold when it writes.
+    fn record_changes(&self, items: &[Item], wanted: &[(usize, &Read, Content)]) -> Result<()> {
+        let mut changed = Vec::new();
+        for (nth, target, content) in wanted {
+            if let Content::Whole(desired) = content
+                && differs(self.rule, &target.target, desired)?
+            {
+                changed.push(&items[*nth].key);
+            }
+        }
+        self.context.memory.pending.writes(self.rule.id, changed.into_iter());
+        Ok(())
     }
 
     async fn read_targets(&self, items: &[Item], after: ClusterTime) -> Result<HashMap<Key, Read>> {

@@ -347,6 +347,18 @@ fn push(
     Ok(())
 }
 
+/// True if a document differs from what it should hold.
+pub(super) fn differs(rule: &Rule, document: &Document, desired: &Desired) -> Result<bool> {
+    let Desired::Fields(fields) = desired else { return Ok(true) };
+    for (path, expected) in rule.owned().into_iter().zip(fields) {
+        let stored = value_at(Some(document), path.segments()).map(RawBson::try_from).transpose()?;
+        if !identical(expected.as_ref(), stored.as_ref()) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 /// The value at a path. Does not look into arrays.
 pub(super) fn value_at(doc: Option<&Document>, path: &[Segment]) -> Option<Bson> {
     let (last, parents) = path.split_last()?;

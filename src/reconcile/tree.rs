@@ -17,11 +17,12 @@
 //!   depend on, and a request of one of these that succeeds retries them. The chain is not read at one point in time.
 //!   So a chain may be seen that never existed, but then one of its documents has changed since, and its event retries
 //!   the dead letter.
-//! - **Order.** A document waits while one that it reads, directly or through others, is pending in the queue: while an
-//!   ancestor is for a `copy`, while a descendant is for an `aggregate`. So no value is written that is computed from a
-//!   half of a change. This is about intermediate values alone, so the wait has a limit: where an ancestor changes all
-//!   the time, the documents below it are still written. Other partitions have queues of their own, and what is pending
-//!   there is not waited for.
+//! - **Order.** A document waits while one that it reads, directly or through others, is pending: while an ancestor is
+//!   for a `copy`, while a descendant is for an `aggregate`. Pending is a document with a request in the queue, and one
+//!   that was written until the event of that write is routed. So no value is written that is computed from a half of a
+//!   change. This is about intermediate values alone, so the wait has a limit: where an ancestor changes all the time,
+//!   the documents below it are still written. Other partitions have queues of their own, and what is pending there is
+//!   not waited for.
 //!
 //! A backfill goes from level to level for the same reason ([`crate::backfill`]).
 

@@ -115,7 +115,8 @@ impl Whole {
         let mut first = None;
         let mut next = from;
         let alone = usize::try_from(self.partitions).is_ok_and(|partitions| partitions == self.attached.len());
-        let written = || self.attached.iter().map(|one| one.context.counts.modified.load(Ordering::Relaxed)).sum::<u64>();
+        let written =
+            || self.attached.iter().map(|one| one.context.counts.modified.load(Ordering::Relaxed)).sum::<u64>();
         for _ in 0..self.context.plan.longest_chain().max(1) {
             let (before, is_now) = (written(), next.is_none());
             let time = match next.take() {

@@ -44,8 +44,7 @@ impl Currency {
                 }
             }
             if self.due[length].is_none() {
-                self.due[length] =
-                    self.claims[length - 1].map(|claim| Due { claim, needed: operation, written });
+                self.due[length] = self.claims[length - 1].map(|claim| Due { claim, needed: operation, written });
             }
         }
     }

@@ -65,9 +65,8 @@ pub(crate) fn apply(rule: &Rule, most: usize, world: &mut World, notes: &mut Vec
         order.reverse();
     }
     for now in order {
-        let is_due = |document: &Document| {
-            levels.iter().any(|(of, level)| *level == Some(now) && equal(of, &id(document)))
-        };
+        let is_due =
+            |document: &Document| levels.iter().any(|(of, level)| *level == Some(now) && equal(of, &id(document)));
         let after = targets(rule, world, &is_due, notes)?;
         world.insert(name.clone(), after);
     }

@@ -23,17 +23,21 @@ impl Generator {
         };
         let field = ["parent", "in.parent"].choose(&mut self.trees).copied().unwrap_or("parent");
         let which = self.trees.random_range(0..3);
-        let base = |pair: Document| doc! {"source": side.clone(), "target": side.clone(), "match": pair, "recursive": true};
+        let base =
+            |pair: Document| doc! {"source": side.clone(), "target": side.clone(), "match": pair, "recursive": true};
         if which != 1 {
             let mut body = base(doc! {field: "_id"});
             let label = doc! {"$ifNull": ["$$target.label", "-"]};
-            body.insert("set", doc! {
-                "path": {"$concat": [{"$ifNull": ["$path", "?"]}, "/", label.clone()]},
-                "depth": {"$add": [{"$ifNull": ["$depth", 0]}, 1]},
-                "top.id": {"$ifNull": ["$top.id", "$_id"]},
-                // The same for most moves.
-                "kin": {"$ifNull": ["$kin", "$$target.kind"]},
-            });
+            body.insert(
+                "set",
+                doc! {
+                    "path": {"$concat": [{"$ifNull": ["$path", "?"]}, "/", label.clone()]},
+                    "depth": {"$add": [{"$ifNull": ["$depth", 0]}, 1]},
+                    "top.id": {"$ifNull": ["$top.id", "$_id"]},
+                    // The same for most moves.
+                    "kin": {"$ifNull": ["$kin", "$$target.kind"]},
+                },
+            );
             if self.trees.random_bool(0.7) {
                 body.insert("otherwise", doc! {"path": label, "depth": 0, "kin": "$$target.kind"});
             }
@@ -42,11 +46,14 @@ impl Generator {
         }
         if which != 0 {
             let mut body = base(doc! {"_id": field});
-            body.insert("set", doc! {
-                "below": {"$sum": {"$add": [1, {"$ifNull": ["$below", 0]}]}},
-                "total": {"$sum": {"$add": [{"$ifNull": ["$n", 0]}, {"$ifNull": ["$total", 0]}]}},
-                "height": {"$max": {"$add": [1, {"$ifNull": ["$height", 0]}]}},
-            });
+            body.insert(
+                "set",
+                doc! {
+                    "below": {"$sum": {"$add": [1, {"$ifNull": ["$below", 0]}]}},
+                    "total": {"$sum": {"$add": [{"$ifNull": ["$n", 0]}, {"$ifNull": ["$total", 0]}]}},
+                    "height": {"$max": {"$add": [1, {"$ifNull": ["$height", 0]}]}},
+                },
+            );
             self.draw_max_depth(&mut body);
             self.rules.push(doc! {"name": format!("{}up", self.options.prefix), "aggregate": body});
         }
@@ -116,7 +123,11 @@ impl Generator {
     }
 
     fn draw_node(&mut self, with_id: bool) -> Document {
-        let mut doc = if with_id { doc! {"_id": self.trees.random_range(0..IDS)} } else { Document::new() };
+        let mut doc = if with_id {
+            doc! {"_id": self.trees.random_range(0..IDS)}
+        } else {
+            Document::new()
+        };
         if self.trees.random_bool(0.8) {
             let parent = self.draw_parent();
             match self.tree.as_ref().map(|(_, field)| field.as_str()) {
