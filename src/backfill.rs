@@ -24,6 +24,7 @@ use crate::{
     unavailable::UNAUTHORIZED,
 };
 
+mod levels;
 mod pace;
 
 use pace::Pace;
@@ -172,6 +173,11 @@ impl One<'_> {
         metrics.backfill_started(&self.rule.name, self.context.partition.place(), expected);
         let mut done = 0_u64;
         let mut pace = Pace::new(self.context, &self.rule.name);
+        if let Some(tree) = self.rule.tree.filter(|_| after.is_none())
+            && !Box::pin(self.levels(tree, time, &mut pace)).await?
+        {
+            return Ok(false);
+        }
         loop {
             let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);
             let fields = self.rule.reference.projection(Role::Target);
@@ -268,8 +274,8 @@ impl One<'_> {
         pending: &mut VecDeque<Pending>,
         progress: (u64, Option<u64>),
     ) -> Result<bool> {
-        let Some(Pending { last, acknowledged, .. }) = pending.pop_front() else { return Ok(true) };
-        acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+        let Some(page) = pending.pop_front() else { return Ok(true) };
+        let last = acknowledged(page).await?;
         failpoint::here("page-done");
         if self.context.memory.passes(request.rule, &last) {
             self.store.passed(&self.context.server, &self.rule.name, &last).await?;
@@ -279,6 +285,12 @@ impl One<'_> {
         let state = RuleState::Backfilling { after: request.after.clone(), agreed: false };
         self.store.save_backfill(&self.context.server, self.rule, request.generation, &state, progress).await
     }
+}
+
+/// Waits for a page; returns the last `_id` in it.
+async fn acknowledged(page: Pending) -> Result<Bson> {
+    page.acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+    Ok(page.last)
 }
 
 #[cfg(test)]

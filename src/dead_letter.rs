@@ -26,6 +26,49 @@ pub struct Offending<'a> {
     pub target: Option<&'a Key>,
     /// Path of the field whose shape prevents the write.
     pub path: Option<String>,
+    /// The documents of a tree that prevent the write.
+    pub tree: Option<Nodes<'a>>,
+    /// The time at which these were read.
+    pub since: Option<DateTime>,
+}
+
+/// Documents of a tree because of which a document keeps its values. Once one of them has another place, the dead letter
+/// is retried.
+#[derive(Debug, Clone, Copy)]
+pub enum Nodes<'a> {
+    /// The members of a circle, which share one dead letter.
+    Circle(&'a [Key]),
+    /// The nearest ancestors of a document that has too many.
+    Ancestors(&'a [Key]),
+}
+
+impl<'a> Nodes<'a> {
+    fn keys(self) -> &'a [Key] {
+        match self {
+            Self::Circle(keys) | Self::Ancestors(keys) => keys,
+        }
+    }
+
+    /// The field that holds them.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Circle(_) => "circle",
+            Self::Ancestors(_) => "ancestors",
+        }
+    }
+
+    /// The field that would hold the other kind.
+    fn other(self) -> &'static str {
+        match self {
+            Self::Circle(_) => "ancestors",
+            Self::Ancestors(_) => "circle",
+        }
+    }
+}
+
+/// A key as dead letters contain it.
+fn stored(key: &Key) -> Bson {
+    Bson::Array(key.values().to_vec())
 }
 
 /// The dead letters of one deployment.
@@ -52,15 +95,28 @@ impl DeadLetters {
     ) -> Result<()> {
         let id = self.id(rule, task, offending.key, offending.target);
         let now = DateTime::now();
+        let mut set = doc! {"code": error.code, "reason": &error.message, "path": &offending.path, "last": now};
+        let mut unset = Document::new();
+        if let Some(nodes) = offending.tree {
+            set.insert(nodes.name(), nodes.keys().iter().map(stored).collect::<Vec<_>>());
+            unset.insert(nodes.other(), "");
+        } else {
+            unset.insert("asked", "");
+        }
         let update = doc! {
-            "$set": {"code": error.code, "reason": &error.message, "path": &offending.path, "last": now},
-            "$unset": {"asked": ""},
+            "$set": set,
+            "$unset": unset,
             "$setOnInsert": {"deployment": &self.deployment, "rule": &rule.name, "first": now},
             "$inc": {"attempts": 1},
         };
         let dead_letters = server.collection(&self.database, COLLECTION);
         // A record that arrives late is retried and then deleted.
-        bounded(dead_letters.update_one(doc! {"_id": id}, update).upsert(true)).await?;
+        bounded(dead_letters.update_one(doc! {"_id": id.clone()}, update).upsert(true)).await?;
+        if let Some(since) = offending.since {
+            // Another document of the tree may have asked for a retry after this one was read.
+            let earlier = doc! {"_id": id, "asked": {"$lt": since}};
+            bounded(dead_letters.update_one(earlier, doc! {"$unset": {"asked": ""}})).await?;
+        }
         Ok(())
     }
 
@@ -128,13 +184,12 @@ impl DeadLetters {
         rule: &Rule,
         targets: &[(Key, &[Option<Key>])],
     ) -> Result<Vec<DeadLetter>> {
-        let of = |key: &Key| Bson::Array(key.values().to_vec());
-        let ids: Vec<Bson> = targets.iter().map(|(target, _)| of(target)).collect();
-        let references = targets.iter().flat_map(|(_, references)| references.iter().flatten()).map(of);
+        let ids: Vec<Bson> = targets.iter().map(|(target, _)| stored(target)).collect();
+        let references = targets.iter().flat_map(|(_, references)| references.iter().flatten()).map(stored);
         let keys: Vec<Bson> = ids.iter().cloned().chain(references).collect();
         let filter = doc! {"$and": [
             self.filter(&Chosen { rule: Some(rule.name.clone()), key: None }),
-            {"$or": [{"_id.key": {"$in": keys}}, {"_id.target": {"$in": ids}}]},
+            {"$or": [{"_id.key": {"$in": keys}}, {"_id.target": {"$in": ids.clone()}}, {"circle": {"$in": ids}}]},
         ]};
         let mut cursor = server.collection(&self.database, COLLECTION).find(filter).await?;
         let mut out = Vec::new();
@@ -180,10 +235,14 @@ impl DeadLetters {
     /// Has the dead letters of these keys, and of these targets, retried in the next round: a change has been written
     /// there since, so that the offending document may have been corrected.
     pub async fn hasten(&self, server: &Server, rule: &str, written: &Written) -> Result<()> {
-        let of = |keys: &BTreeSet<Key>| keys.iter().map(|key| Bson::Array(key.values().to_vec())).collect::<Vec<_>>();
+        let of = |keys: &BTreeSet<Key>| keys.iter().map(stored).collect::<Vec<_>>();
+        let keys = of(&written.keys);
         let filter = doc! {"$and": [
             self.filter(&Chosen { rule: Some(rule.to_owned()), key: None }),
-            {"$or": [{"_id.key": {"$in": of(&written.keys)}}, {"_id.target": {"$in": of(&written.targets)}}]},
+            {"$or": [
+                {"_id.key": {"$in": keys.clone()}}, {"_id.target": {"$in": of(&written.targets)}},
+                {"circle": {"$in": keys.clone()}}, {"ancestors": {"$in": keys}},
+            ]},
         ]};
         let dead_letters = server.collection(&self.database, COLLECTION);
         bounded(dead_letters.update_many(filter, doc! {"$set": {"asked": DateTime::now()}})).await?;
@@ -213,7 +272,8 @@ impl DeadLetters {
         }
         if let Some(key) = &chosen.key {
             let is = doc! {"$elemMatch": {"$eq": key.clone()}};
-            filter.insert("$or", vec![doc! {"_id.key": is.clone()}, doc! {"_id.target": is}]);
+            let member = doc! {"circle": {"$elemMatch": is.clone()}};
+            filter.insert("$or", vec![doc! {"_id.key": is.clone()}, doc! {"_id.target": is}, member]);
         }
         filter
     }
@@ -286,6 +346,8 @@ pub struct DeadLetter {
     pub key: Key,
     /// The offending target, if a single one was identified.
     pub target: Option<Key>,
+    /// The members of a circle in a tree, one of which is the key.
+    pub circle: Vec<Key>,
     /// The rule's name.
     pub rule: String,
     /// The error, without values of documents.
@@ -313,6 +375,12 @@ impl DeadLetter {
             task,
             key: Key::new(id.get_array("key").ok()?.clone()),
             target: id.get_array("target").ok()?.first().cloned().map(Key::one),
+            circle: dead_letter
+                .get_array("circle")
+                .into_iter()
+                .flatten()
+                .filter_map(|member| Some(Key::new(member.as_array()?.clone())))
+                .collect(),
             rule: dead_letter.get_str("rule").unwrap_or_default().to_owned(),
             reason: dead_letter.get_str("reason").unwrap_or_default().to_owned(),
             first: dead_letter.get_datetime("first").copied().unwrap_or(last),
@@ -344,16 +412,23 @@ impl DeadLetter {
     #[must_use]
     pub fn concerns(&self, target: &Key, references: &[Option<Key>]) -> bool {
         match (&self.target, self.task) {
+            _ if self.circle.contains(target) => true,
             (Some(offending), _) => offending == target,
             (None, Task::Value | Task::Holders) => references.iter().flatten().any(|key| *key == self.key),
             (None, _) => self.key == *target,
         }
     }
 
-    /// The reconcile request that retries it.
-    #[must_use]
-    pub fn request(&self, rule: &Rule) -> Request {
+    /// The reconcile requests that retry it: of a circle, one for each member, because each of them may have changed
+    /// since.
+    pub fn requests(&self, rule: &Rule) -> impl Iterator<Item = Request> {
         let scope = self.target.clone().map_or(Scope::All, Scope::one);
-        Request { rule: rule.id, task: self.task, key: self.key.clone(), scope }
+        let others = self.circle.iter().filter(|member| **member != self.key);
+        std::iter::once(&self.key).chain(others).map(move |key| Request {
+            rule: rule.id,
+            task: self.task,
+            key: key.clone(),
+            scope: scope.clone(),
+        })
     }
 }

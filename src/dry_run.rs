@@ -4,6 +4,7 @@
 //! answered by [`crate::evaluate`]; from their rows on, the daemon's own code computes the content of a target.
 
 mod difference;
+mod tree;
 
 use std::collections::BTreeMap;
 
@@ -40,6 +41,10 @@ pub fn run(plan: &Plan, collections: &mut Collections) -> Result<Vec<Obstacle>> 
     let mut obstacles = Vec::new();
     for id in &plan.order {
         let rule = plan.rule(*id);
+        if let Some(tree) = rule.tree {
+            tree::run(rule, tree, collections, &mut obstacles)?;
+            continue;
+        }
         let name = rule.target.namespace.to_string();
         let mut kept = Vec::new();
         for target in collections.get(&name).cloned().unwrap_or_default() {

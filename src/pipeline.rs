@@ -149,10 +149,16 @@ impl Handle {
     /// Waits until everything committed by now is applied, through whole chains of rules, and no backfill is open.
     pub async fn settled(&self) -> Result<()> {
         let mut progress = self.progress.clone();
-        for _ in 0..=self.context.plan.rules.len().min(self.context.plan.longest_chain()) {
+        let (plan, modified) = (&self.context.plan, &self.context.counts.modified);
+        for _ in 0..=plan.longest_chain() {
+            let before = modified.load(Ordering::Relaxed);
             let now = self.context.server.operation_time().await?;
             if progress.wait_for(|progress| progress.has_applied(now)).await.is_err() {
                 return Err(crate::error::Error::internal("the pipeline has stopped"));
+            }
+            // A level of a tree that writes nothing is the last one.
+            if plan.has_trees() && modified.load(Ordering::Relaxed) == before {
+                break;
             }
         }
         Ok(())
@@ -268,7 +274,9 @@ impl Pipeline {
         let (fan_out, fan_outs_asked) = mpsc::unbounded_channel();
         let (written, written_asked) = mpsc::channel(DELIVERIES);
         Self {
-            schedule: Schedule::new(context.plan.clone(), context.limits.pending).within(context.partition),
+            schedule: Schedule::new(context.plan.clone(), context.limits.pending)
+                .within(context.partition)
+                .sharing(&context.plan, context.memory.pending.clone()),
             observer: observe::Observer::new(&context.plan),
             rules: Rules::new(&context.plan),
             begun: BTreeMap::new(),
@@ -465,6 +473,7 @@ impl Pipeline {
             for request in routed.requests.drain(..).filter(|request| rules.may_run(plan, request.rule)) {
                 self.schedule.ask(request, origin);
             }
+            self.schedule.asked(event);
         }
         if delivery.lost {
             let database = &self.streams[delivery.stream].spec.database;

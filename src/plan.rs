@@ -7,6 +7,7 @@ pub mod graph;
 pub mod privileges;
 pub mod reference;
 pub mod rule;
+pub mod tree;
 
 pub use compile::{compile, owned_paths};
 pub use reference::{Pair, Reference};

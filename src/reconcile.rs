@@ -18,6 +18,7 @@ pub mod shape;
 mod share;
 mod slow;
 pub mod statement;
+pub mod tree;
 pub mod value;
 mod write;
 

@@ -51,6 +51,11 @@ impl Router {
         self.plan.rule(id)
     }
 
+    /// The rules that write to a collection.
+    pub fn writers(&self, at: &Namespace) -> impl Iterator<Item = RuleId> {
+        self.rules(&self.by_target, at).map(|rule| rule.id)
+    }
+
     /// Adds the work for `event` to `out`.
     pub fn route(&self, event: &ChangeEvent, out: &mut Routed) {
         match &event.change {

@@ -17,7 +17,8 @@ mod timeline;
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
     time::{Duration, Instant},
 };
 
@@ -133,6 +134,16 @@ pub struct Attached {
 }
 
 impl State {
+    /// Changes with each write of a target, and with each pipeline that starts or ends.
+    fn written(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        for (place, attached) in &self.attached {
+            let pipeline = Arc::as_ptr(&attached.context) as usize;
+            (place, pipeline, attached.context.counts.modified.load(Ordering::Relaxed)).hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
     fn runs(&self) -> bool {
         self.attached.values().all(|attached| attached.progress.has_changed().is_ok())
     }

@@ -21,6 +21,8 @@
 //! - *The source collection is gone*: the batch itself detects that and the rule is blocked, whether or not the event
 //!   of the drop has been read.
 //! - *A pause* (a grace period, a costly recompute): it ends by the clock.
+//! - *A document of a tree, behind one that it reads*: the other one is in the queue as well, and the wait has a time
+//!   limit ([`crate::reconcile::tree`]).
 //! - *Look-ups behind writes* ([`Task::Parents`]): they wait for batches that already run.
 //! - *Work that shrinks by waiting for more events*: it waits only while the queue has room
 //!   ([`crate::pipeline::schedule`]).
@@ -32,9 +34,12 @@
 //! Work that ends may request more (a look-up requests the targets that it found). It does so once, and each of these
 //! is of the kinds above.
 
+mod pending;
+
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -45,6 +50,8 @@ use crate::{
     position::ClusterTime,
     request::{Origin, Request, Scope, Task},
 };
+
+pub use pending::Pending;
 
 /// Least keys of a batch, if there are as many: a batch costs the same reads and writes for one of them.
 const SMALL: usize = 50;
@@ -83,6 +90,8 @@ pub struct Work {
     pub unconfirmed_since: Option<Instant>,
     /// The unconfirmed mismatch that the guard found then.
     pub unconfirmed_mismatch: UnconfirmedMismatch,
+    /// Time since which it waits for other documents of its tree.
+    pub waits_since: Option<Instant>,
     /// The batches that its requests come from.
     held: Held,
 }
@@ -196,6 +205,9 @@ pub struct WorkQueue {
     /// Number of the guard's keys, of all rules.
     guarded: usize,
     oldest: Oldest,
+    /// The recursive rules, whose keys are recorded in `pending`.
+    trees: BTreeSet<RuleId>,
+    pending: Arc<Pending>,
 }
 
 /// Keys whose reads took too long. One of them runs at a time, so that the other batches serve other keys.
@@ -308,7 +320,31 @@ impl WorkQueue {
             reconciling: BTreeMap::new(),
             guarded: 0,
             oldest: Oldest::default(),
+            trees: BTreeSet::new(),
+            pending: Arc::default(),
         }
+    }
+
+    /// Records the keys of these recursive rules in `pending`, from now on.
+    pub fn record(&mut self, trees: BTreeSet<RuleId>, pending: Arc<Pending>) {
+        pending.clear();
+        (self.trees, self.pending) = (trees, pending);
+    }
+
+    /// Records that the requests of an event on this document are in the queue.
+    pub fn routed(&self, rules: impl Iterator<Item = RuleId>, document: &Key) {
+        rules.filter(|rule| self.trees.contains(rule)).for_each(|rule| self.pending.routed(rule, document));
+    }
+
+    /// True if a rule is recursive.
+    #[must_use]
+    pub fn has_trees(&self) -> bool {
+        !self.trees.is_empty()
+    }
+
+    /// True if the key is a document of a tree that may be about to be written.
+    fn is_recorded(&self, (rule, task): Lane) -> bool {
+        task != Task::Guard && self.trees.contains(&rule)
     }
 
     /// True if a target of `rule` that differs may be about to be written.
@@ -340,6 +376,9 @@ impl WorkQueue {
         if self.entries.remove(slot).is_some() {
             let keys = self.count(slot.lane);
             *keys = keys.saturating_sub(1);
+            if self.is_recorded(slot.lane) {
+                self.pending.left(slot.lane.0, &slot.key);
+            }
         }
     }
 
@@ -415,11 +454,15 @@ impl WorkQueue {
             restarted: None,
             unconfirmed_since: None,
             unconfirmed_mismatch: UnconfirmedMismatch::default(),
+            waits_since: None,
             held: Held::default(),
         };
         let slot = Slot { lane: (request.rule, request.task), key: request.key };
         if !self.entries.contains_key(&slot) {
             *self.count(slot.lane) += 1;
+            if self.is_recorded(slot.lane) {
+                self.pending.entered(slot.lane.0, &slot.key);
+            }
         }
         let entry = self.entries.entry(slot.clone()).or_default();
         let before = entry.pending.as_ref().map_or(0, |work| weight(&slot.key, &work.scope));
@@ -699,6 +742,7 @@ impl Work {
         self.batch_keys = self.batch_keys.or(newer.batch_keys);
         self.restarted = self.restarted.or(newer.restarted);
         self.unconfirmed_since = None;
+        self.waits_since = self.waits_since.or(newer.waits_since);
         self
     }
 

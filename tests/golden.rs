@@ -224,10 +224,11 @@ async fn write_work(server: &Server, state: &str, store: &Store, plan: &Plan) {
     let key = Key::new(vec![Bson::Int32(1), Bson::Null]);
     let target = Key::one(Bson::ObjectId(ObjectId::from_bytes([1; 12])));
     for (task, _) in TASKS {
-        let offending = Offending { key: &key, target: None, path: None };
+        let offending = Offending { key: &key, target: None, path: None, tree: None, since: None };
         dead_letters_of(state).record(server, done, task, &offending, &error).await.unwrap();
     }
-    let offending = Offending { key: &key, target: Some(&target), path: Some("lines.0".to_owned()) };
+    let offending =
+        Offending { key: &key, target: Some(&target), path: Some("lines.0".to_owned()), tree: None, since: None };
     let refused = Error { code: Some(121), ..error };
     for _ in 0..2 {
         dead_letters_of(state).record(server, done, Task::Value, &offending, &refused).await.unwrap();

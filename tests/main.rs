@@ -77,6 +77,7 @@ mod timeline;
 #[cfg(feature = "top")]
 mod top;
 mod traces;
+mod trees;
 mod unavailable;
 mod undo;
 mod unreadable;

@@ -63,6 +63,8 @@ const REVIEWS: i32 = 100_000;
 const LOGGING: i32 = 100;
 const LOGGED: i32 = 20_000;
 const CHILDREN: i32 = 20_000;
+const NODES: i32 = 10_000;
+const BRANCHES: i32 = 10;
 
 fn size(number: i32) -> usize {
     usize::try_from(number).unwrap_or_default()
@@ -70,7 +72,7 @@ fn size(number: i32) -> usize {
 
 /// All of them.
 pub fn all() -> Vec<Workload> {
-    vec![rename(), arrays(), insert(), million(), latest(), log(), hot(), counts()]
+    vec![rename(), arrays(), insert(), million(), latest(), log(), hot(), counts(), tree()]
 }
 
 fn name(version: i32) -> String {
@@ -340,6 +342,41 @@ fn counts() -> Workload {
         },
         stale: |version| {
             ("products", doc! {"$nor": [{"review_count": REVIEWS / PRODUCTS, "rating.avg": f64::from(version)}]})
+        },
+    }
+}
+
+/// The path of a document in a subtree whose root is `n0`, below the root of this round.
+fn path(version: i32, node: i32) -> String {
+    let above = if node == 0 { format!("r{}", version % 2) } else { path(version, (node - 1) / BRANCHES) };
+    format!("{above}/n{node}")
+}
+
+fn tree() -> Workload {
+    Workload {
+        name: "tree",
+        what: "a subtree of 10,000 documents on five levels moves, each with its path",
+        rules: "  - name: paths\n    copy: { source: categories, target: categories, match: { parent: _id }, recursive: true, set: { path: { $concat: [$path, /, $$target.name] } }, otherwise: { path: $$target.name } }\n",
+        changes: size(NODES),
+        load: || {
+            let root = |nth: i32| doc! {"_id": -nth - 1, "name": format!("r{nth}")};
+            let node = |nth: i32| {
+                let parent = if nth == 0 { -1 } else { (nth - 1) / BRANCHES };
+                doc! {"_id": nth, "parent": parent, "name": format!("n{nth}")}
+            };
+            vec![("categories", (0..2).map(root).chain((0..NODES).map(node)).collect())]
+        },
+        change: |version| {
+            let moved = doc! {"q": {"_id": 0}, "u": {"$set": {"parent": -(version % 2) - 1}}};
+            Change::Update("categories", vec![moved])
+        },
+        floors: |version| {
+            let known = |node| doc! {"q": {"_id": node}, "u": {"$set": {"path": path(version, node)}}};
+            Floor::new("known", "categories", (0..NODES).map(known).collect())
+        },
+        stale: |version| {
+            let right = format!("^r{}/", version % 2);
+            ("categories", doc! {"_id": {"$gte": 0}, "path": {"$not": {"$regex": right}}})
         },
     }
 }

@@ -10,6 +10,7 @@ use crate::{
     config::Loaded,
     dead_letter::{Chosen, DeadLetter},
     error::{Error, Kind},
+    key::Key,
     metrics::Metrics,
     reconcile::Context,
 };
@@ -142,11 +143,18 @@ fn text(context: &Context, dead_letter: &DeadLetter) -> String {
         dead_letter.about(),
         within(dead_letter.about()),
         if key.is_empty() { "nothing".to_owned() } else { key.join(", ") },
-        dead_letter.reason,
+        reason(dead_letter),
         if dead_letter.attempts == 1 { "once".to_owned() } else { format!("{} times", dead_letter.attempts) },
         time(dead_letter.first),
         time(dead_letter.last),
     )
+}
+
+/// The reason, with the members of a circle.
+fn reason(dead_letter: &DeadLetter) -> String {
+    let members = dead_letter.circle.iter().flat_map(Key::values).map(shown).collect::<Vec<_>>();
+    let members = if members.is_empty() { String::new() } else { format!(": {}", members.join(", ")) };
+    format!("{}{members}", dead_letter.reason)
 }
 
 fn time(at: DateTime) -> String {
@@ -155,7 +163,7 @@ fn time(at: DateTime) -> String {
 
 fn json(dead_letter: &DeadLetter) -> serde_json::Value {
     let value = |value: &Bson| value.clone().into_relaxed_extjson();
-    serde_json::json!({
+    let mut out = serde_json::json!({
         "rule": dead_letter.rule,
         "about": dead_letter.about(),
         "key": dead_letter.key.values().iter().map(value).collect::<Vec<_>>(),
@@ -166,5 +174,9 @@ fn json(dead_letter: &DeadLetter) -> serde_json::Value {
         "first": time(dead_letter.first),
         "last": time(dead_letter.last),
         "next": (dead_letter.due > 0).then(|| time(DateTime::from_millis(dead_letter.due))),
-    })
+    });
+    if !dead_letter.circle.is_empty() {
+        out["circle"] = dead_letter.circle.iter().flat_map(Key::values).map(value).collect();
+    }
+    out
 }

@@ -324,6 +324,9 @@ fn elements(out: &mut String, right: &[Bson], found: &[Bson]) {
 /// Why no path of a target is told.
 fn nothing(rule: &Rule) -> &'static str {
     match rule.values {
+        _ if rule.tree.is_some() => {
+            "nothing is to be written: the document is part of a circle or too deep in its tree, and keeps its values"
+        }
         Values::Set { once: true, .. } => "nothing is stored, and no source has a value to give yet",
         _ => "nothing is to be written: there is no element to write in, or `on_missing: keep` keeps what is there",
     }

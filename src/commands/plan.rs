@@ -23,7 +23,7 @@ use crate::{
     lease,
     metrics::Metrics,
     mongo::{Server, skew},
-    plan::{Keyed, Plan, Rule},
+    plan::{Keyed, Plan, Rule, reference::Role},
     preflight::{self, Finding},
 };
 
@@ -323,7 +323,14 @@ fn inspected(out: &mut String, rule: &Rule, inspection: &Inspection) {
     let reads = |paths: &[String]| if paths.is_empty() { "nothing".to_owned() } else { paths.join(", ") };
     writeln!(out, "  reads       source: {}", reads(&inspection.source_reads)).ok();
     writeln!(out, "              target: {}", reads(&inspection.target_reads)).ok();
-    if rule.of_target.is_some() {
+    if let Some(tree) = rule.tree {
+        let (from, levels) = match tree.parent {
+            Role::Target => ("its parent", "from the roots down"),
+            Role::Source => ("its children", "from the leaves up"),
+        };
+        let most = counted(tree.max_depth as u64, "ancestor");
+        writeln!(out, "  tree        each document follows {from}, level by level {levels}; at most {most}").ok();
+    } else if rule.of_target.is_some() {
         writeln!(out, "  values      of each target on its own: they are computed from it").ok();
     }
     for lookup in &inspection.lookups {

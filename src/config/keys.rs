@@ -402,6 +402,18 @@ const KEY_TYPE: Key = key(
     "",
     "The type that the target's value is converted to before matching.",
 );
+const RECURSIVE: Key = key(
+    "recursive",
+    Form::Flag,
+    "false",
+    "The documents of one collection form a tree, and the rule reads the paths that it writes: a `copy` from the parent (`match: { parent: _id }`), an `aggregate` over the children (`match: { _id: parent }`).",
+);
+const MAX_DEPTH: Key = key(
+    "max_depth",
+    Form::Count,
+    "64",
+    "With `recursive`: the most ancestors of a document, at most 256. A document with more becomes a dead letter and keeps its values.",
+);
 const ON_EMPTY: Key = key(
     "on_empty",
     Form::Choice(&[("value", "[], 0 or null, by the kind of result"), ("unset", "the fields are removed")]),
@@ -453,6 +465,8 @@ pub const COPY: &[Key] = &[
         "false",
         "Fills a target that has no value yet, and never changes it again: the price at the time of the order.",
     ),
+    RECURSIVE,
+    MAX_DEPTH,
 ];
 
 /// The keys of `collect`.
@@ -525,6 +539,8 @@ pub const AGGREGATE: &[Key] = &[
     key("slice", Form::Slice, "", "With `by`, as in `$push`: the first N groups, or the last N when negative."),
     ON_EMPTY,
     KEY_TYPE,
+    RECURSIVE,
+    MAX_DEPTH,
 ];
 
 /// The keys of `source` and `target` in their long form.

@@ -116,6 +116,7 @@ impl Reader {
         }
         let key_type = self.key_type(&fields);
         let once = fields.get("once").and_then(|field| self.flag(&field));
+        let tree = self.tree(&fields);
         Some(Copy {
             source: source?,
             target: target?,
@@ -128,6 +129,7 @@ impl Reader {
             otherwise: otherwise.unwrap_or_default(),
             key_type,
             once: once.unwrap_or_default(),
+            tree,
         })
     }
 
@@ -206,6 +208,7 @@ impl Reader {
         let slice = fields.get("slice").and_then(|field| self.slice(&field));
         let on_empty = self.on_empty(&fields);
         let key_type = self.key_type(&fields);
+        let tree = self.tree(&fields);
         Some(Aggregate {
             source: source?,
             target: target?,
@@ -219,7 +222,28 @@ impl Reader {
             slice,
             on_empty,
             key_type,
+            tree,
         })
+    }
+
+    /// Reads `recursive` and `max_depth`: the greatest number of ancestors, if the rule is recursive.
+    fn tree(&mut self, fields: &Fields<'_>) -> Option<usize> {
+        let recursive = fields.get("recursive").and_then(|field| self.flag(&field)).unwrap_or_default();
+        let depth = fields.get("max_depth");
+        if let Some(field) = depth.as_ref().filter(|_| !recursive) {
+            let hint = "`max_depth` bounds the trees of a rule that reads its own output: recursive: true";
+            self.mistake(Mistake::new(field.at.clone(), "`max_depth` needs `recursive: true`").on_key().hint(hint));
+        }
+        let given = depth.and_then(|field| Some((self.count(&field)?, field)));
+        if let Some((depth, field)) = &given
+            && *depth > Rule::DEEPEST as u64
+        {
+            let message = format!("expected at most {}, found {depth}", Rule::DEEPEST);
+            let hint = "each change reads the ancestors of a document one after the other";
+            self.mistake(Mistake::new(field.at.clone(), message).hint(hint));
+        }
+        let depth = given.and_then(|(depth, _)| usize::try_from(depth).ok()).unwrap_or(Rule::DEFAULT_MAX_DEPTH);
+        recursive.then_some(depth)
     }
 
     /// Checks that an aggregate has `by` and `into` together, and no other key of groups without them.

@@ -300,6 +300,10 @@ pub struct Rule {
 impl Rule {
     /// Default of `max_lag`.
     pub const DEFAULT_MAX_LAG: Duration = Duration::from_secs(60);
+    /// Default of `max_depth`.
+    pub const DEFAULT_MAX_DEPTH: usize = 64;
+    /// Largest `max_depth`.
+    pub const DEEPEST: usize = 256;
 }
 
 /// The three kinds of rule.
@@ -347,6 +351,8 @@ pub struct Copy {
     pub key_type: Option<KeyType>,
     /// True to fill only targets without a value, and never change it again.
     pub once: bool,
+    /// The greatest number of ancestors in a tree, if the rule reads its own output (`recursive`, `max_depth`).
+    pub tree: Option<usize>,
 }
 
 /// `collect`: a rule that collects source documents into an array.
@@ -405,6 +411,8 @@ pub struct Aggregate {
     pub on_empty: OnEmpty,
     /// The type that the target's value is converted to before matching.
     pub key_type: Option<KeyType>,
+    /// The greatest number of ancestors in a tree, if the rule reads its own output (`recursive`, `max_depth`).
+    pub tree: Option<usize>,
 }
 
 /// `as`: the form of the groups of an `aggregate` in its target.

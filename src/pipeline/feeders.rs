@@ -105,7 +105,9 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<T
         if due.is_empty() {
             continue;
         }
-        let requests = due.iter().filter_map(|dead_letter| Some(dead_letter.request(rule(dead_letter)?))).collect();
+        let of =
+            |dead_letter: &DeadLetter| rule(dead_letter).map(|rule| dead_letter.requests(rule).collect::<Vec<_>>());
+        let requests = due.iter().filter_map(of).flatten().collect();
         let after = server.operation_time().await?;
         let (done, mut acknowledged) = oneshot::channel();
         if out.send(Page { requests, after, done }).await.is_err() {

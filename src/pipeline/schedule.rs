@@ -6,6 +6,7 @@
 
 use std::{
     collections::HashSet,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -19,7 +20,7 @@ use crate::{
     reconcile::group::SHARED_BELOW,
     request::{Origin, Request, Scope, Task},
     route::{Routed, Router},
-    workqueue::{Batch, Finish, Lane, Most, Verdict, Work, WorkQueue, origins},
+    workqueue::{Batch, Finish, Lane, Most, Pending, Verdict, Work, WorkQueue, origins},
 };
 
 /// Time limit for a rule that is never idle; after that the guard reports the difference as drift.
@@ -97,6 +98,14 @@ impl Schedule {
         Self { partition, ..self }
     }
 
+    /// Records the pending documents of trees in `pending`, where batches look for them.
+    #[must_use]
+    pub fn sharing(mut self, plan: &Plan, pending: Arc<Pending>) -> Self {
+        let trees = plan.rules.iter().filter(|rule| rule.tree.is_some()).map(|rule| rule.id).collect();
+        self.queue.record(trees, pending);
+        self
+    }
+
     /// Adds a stream that is followed from `position` on. Streams are numbered in this order.
     pub fn follow(&mut self, position: Position) {
         self.streams.push(Followed { batches: 0, reached: position, more: false });
@@ -122,6 +131,13 @@ impl Schedule {
             return;
         }
         self.queue.push(request, origin, &mut self.watermark);
+    }
+
+    /// Records that all requests of an event have been added.
+    pub fn asked(&self, event: &ChangeEvent) {
+        if self.queue.has_trees() {
+            self.queue.routed(self.router.writers(&event.namespace), &Key::one(event.id.clone()));
+        }
     }
 
     /// True if this partition runs the request. Writes belong to the owner of their key. A look-up leads to keys of any

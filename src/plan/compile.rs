@@ -13,6 +13,7 @@ use crate::{
         graph,
         reference::{self, Pair, Reference, Role},
         rule::{Assignment, Groups, Keyed, Plan, Rule, RuleId, Side, Values},
+        tree::{self, Tree},
     },
 };
 
@@ -57,6 +58,7 @@ struct Common<'a> {
     on: &'a [(String, String)],
     sort: &'a [(String, i32)],
     key_type: Option<config::KeyType>,
+    tree: Option<Tree>,
 }
 
 impl Compiler<'_> {
@@ -69,6 +71,7 @@ impl Compiler<'_> {
                 on: &c.on,
                 sort: &c.sort,
                 key_type: c.key_type,
+                tree: c.tree.map(|max_depth| Tree { parent: Role::Target, max_depth }),
             },
             Pattern::Collect(c) => Common {
                 kind: "collect",
@@ -77,6 +80,7 @@ impl Compiler<'_> {
                 on: &c.on,
                 sort: &c.sort,
                 key_type: c.key_type,
+                tree: None,
             },
             Pattern::Aggregate(c) => Common {
                 kind: "aggregate",
@@ -86,6 +90,7 @@ impl Compiler<'_> {
                 // With `by`, `sort` orders the groups, and accumulators read in the order of `_id`.
                 sort: if c.by.is_empty() { &c.sort } else { &[] },
                 key_type: c.key_type,
+                tree: c.tree.map(|max_depth| Tree { parent: Role::Source, max_depth }),
             },
         };
         let at = self.at.key(common.kind);
@@ -115,7 +120,9 @@ impl Compiler<'_> {
         let reference = reference?;
         let values = self.values(&at, &rule.pattern, &reference, &mut source_reads)?;
         let mut keyed = self.keyed(&at, &reference, &values)?;
-        let of_target = Some(std::mem::take(&mut self.of_target)).filter(|of_target| !of_target.is_empty());
+        let of_target = std::mem::take(&mut self.of_target);
+        // The documents of a tree are reconciled one by one.
+        let of_target = Some(of_target).filter(|of_target| !of_target.is_empty() || common.tree.is_some());
         if let Some(of_target) = &of_target {
             keyed = Keyed::Target;
             of_target.all().for_each(|path| target_reads.add(path.clone()));
@@ -129,6 +136,10 @@ impl Compiler<'_> {
                     reads.add_text(&format!("{parent}$ref"));
                     reads.add_text(&format!("{parent}$db"));
                 }
+            }
+            // A document of a tree whose parent changes has other ancestors.
+            if common.tree.is_some_and(|tree| tree.parent == Role::Source) {
+                target_reads.add(pair.source.clone());
             }
         }
         let on_missing = match &rule.pattern {
@@ -147,6 +158,7 @@ impl Compiler<'_> {
             row_filter,
             pair_filter,
             of_target,
+            tree: common.tree,
             on_missing,
             source_reads,
             target_reads,
@@ -161,6 +173,9 @@ impl Compiler<'_> {
         };
         compiled.definition = definition(&compiled);
         self.owned(&at, &compiled);
+        for objection in compiled.tree.map(|tree| tree::objections(&compiled, tree)).unwrap_or_default() {
+            self.mistake(at.key(objection.key), objection.message, objection.hint);
+        }
         Some(compiled)
     }
 
@@ -696,12 +711,21 @@ fn child(into: &FieldPath, element: &Bson) -> Option<FieldPath> {
 impl Rule {
     /// Demands of one side that a path, and each path above it, is no array.
     pub(super) fn demand_no_array(&mut self, role: Role, path: &str) {
+        // The documents of a tree are its sources and its targets alike.
+        if self.tree.is_some() && role == Role::Source {
+            self.demand_no_array(Role::Target, path);
+            self.source.filter.clone_from(&self.target.filter);
+            return;
+        }
         let side = if role == Role::Source { &mut self.source } else { &mut self.target };
         let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
         let mut clauses: Vec<Document> = side.filter.take().into_iter().collect();
         let condition = ends.map(|end| doc! {&path[..end]: {"$not": {"$type": "array"}}});
         clauses.extend(condition.collect::<Vec<_>>());
         side.filter = Some(doc! {"$and": clauses});
+        if self.tree.is_some() {
+            self.source.filter.clone_from(&self.target.filter);
+        }
         self.definition = definition(self);
     }
 }
@@ -757,6 +781,9 @@ fn definition(rule: &Rule) -> Document {
     }
     if let Some(filter) = &rule.pair_filter {
         definition.insert("pair_filter", filter.clone());
+    }
+    if let Some(tree) = rule.tree {
+        definition.insert("max_depth", i64::try_from(tree.max_depth).unwrap_or(i64::MAX));
     }
     // A rule that leaves shadow mode has a new definition, so it is backfilled.
     if rule.shadow {

@@ -10,7 +10,7 @@ use crate::{
     key::Key,
     plan::{
         reference::Role,
-        rule::{Rule, RuleId, Side},
+        rule::{Rule, RuleId, Side, Values},
     },
 };
 
@@ -58,7 +58,9 @@ pub fn order(rules: &mut [Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
 fn feeding(rules: &[Arc<Rule>], mut counts: impl FnMut(usize, usize) -> bool) -> Vec<Vec<usize>> {
     let all = 0..rules.len();
     let fed = all.clone().map(|from| {
-        let reads = |to: &usize| fed_path(&rules[from], &rules[*to]).is_some();
+        // A recursive rule goes from level to level of its tree.
+        let reads =
+            |to: &usize| (from != *to || rules[from].tree.is_none()) && fed_path(&rules[from], &rules[*to]).is_some();
         all.clone().filter(reads).filter(|to| counts(from, *to)).collect()
     });
     fed.collect()
@@ -186,6 +188,14 @@ fn cycle_mistake(rules: &[Arc<Rule>], cycle: &[usize]) -> Mistake {
     }
     let first = cycle.first().map(|index| rules[*index].name.as_str()).unwrap_or_default();
     let at = ConfigPath::rule(cycle.iter().copied().max().unwrap_or_default());
+    if let [alone] = cycle
+        && matches!(rules[*alone].values, Values::Set { .. } | Values::Aggregate { .. })
+        && rules[*alone].source.namespace == rules[*alone].target.namespace
+    {
+        return Mistake::new(at, format!("this rule feeds itself: {text}{first}")).hint(
+            "in a tree of documents, say `recursive: true`; otherwise read a field that the rule does not write",
+        );
+    }
     Mistake::new(at, format!("these rules feed each other in a circle: {text}{first}"))
         .hint("break the circle: one of them must read a field that no rule writes, or filters must tell the documents apart: { kind: template }, { kind: instance }")
 }

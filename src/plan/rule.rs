@@ -11,6 +11,7 @@ use crate::{
     plan::{
         expression::{OfTarget, Reads},
         reference::Reference,
+        tree::Tree,
     },
 };
 
@@ -44,13 +45,21 @@ impl Plan {
         Self { name: self.name.clone(), rules: vec![self.rule(id).clone()], order: Vec::new(), feeds: Vec::new() }
     }
 
-    /// Number of rules in the longest chain: a change needs that many steps to reach the end.
+    /// True if a rule is recursive.
+    #[must_use]
+    pub fn has_trees(&self) -> bool {
+        self.rules.iter().any(|rule| rule.tree.is_some())
+    }
+
+    /// Number of steps in the longest chain of rules: a change needs that many to reach the end. A recursive rule takes
+    /// a step for each level of its tree.
     #[must_use]
     pub fn longest_chain(&self) -> usize {
         let mut length = vec![1; self.rules.len()];
         for rule in self.order.iter().rev() {
             let beyond = self.feeds[rule.0].iter().map(|fed| length[fed.0]).max();
-            length[rule.0] = 1 + beyond.unwrap_or_default();
+            let levels = self.rules.get(rule.0).and_then(|rule| rule.tree).map_or(0, |tree| tree.max_depth);
+            length[rule.0] = 1 + levels + beyond.unwrap_or_default();
         }
         length.into_iter().max().unwrap_or_default()
     }
@@ -218,6 +227,8 @@ pub struct Rule {
     /// The target's paths that values are computed from. None if values do not depend on the target; otherwise each
     /// target has values of its own.
     pub of_target: Option<OfTarget>,
+    /// The tree of a recursive rule, which reads its own output.
+    pub tree: Option<Tree>,
     /// Reaction to a reference without a source.
     pub on_missing: OnMissing,
     /// Source paths that affect the written values.

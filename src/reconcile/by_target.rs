@@ -15,6 +15,7 @@ use crate::{
     plan::{Rule, Values, reference::Role},
     position::ClusterTime,
     reconcile::{
+        compare::differs,
         context::{Context, Load},
         read::{self, id_of},
         run::{End, Item, Run, newest},
@@ -241,7 +242,10 @@ impl Run<'_> {
     /// Writes targets whose values depend on them.
     pub(super) async fn values_of_targets(&self, items: &mut [Item]) -> Result<()> {
         let after = newest(items);
-        let targets = self.read_targets(items, after).await?;
+        let mut targets = self.read_targets(items, after).await?;
+        if let Some(tree) = self.rule.tree {
+            Box::pin(self.hold_back(tree, items, &mut targets, after)).await?;
+        }
         let asked: Vec<Referrer> = targets.values().map(Read::referrer).collect();
         let load = Load { task: self.task, items: items.len(), limit: self.limit, bytes: &self.bytes, sources: None };
         let rows = self.context.rows_of_targets(self.rule, &asked, after, load).await?;
@@ -263,6 +267,9 @@ impl Run<'_> {
                 continue;
             }
             wanted.push((nth, target, self.content(target, &rows, dangling)?));
+        }
+        if self.rule.tree.is_some() {
+            self.record_changes(items, &wanted)?;
         }
         let within_limit = self.may_lose_by_targets(&wanted, &dangling, items, after).await?;
         let mut statements: Vec<(Vec<usize>, Statement)> = Vec::new();
@@ -286,6 +293,21 @@ impl Run<'_> {
         }
         self.keep(items, &rows).await?;
         self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await
+    }
+
+    /// Records the documents of a tree that are about to change. Statements go to the others as well: only the server
+    /// knows what they hold when it writes.
+    fn record_changes(&self, items: &[Item], wanted: &[(usize, &Read, Content)]) -> Result<()> {
+        let mut changed = Vec::new();
+        for (nth, target, content) in wanted {
+            if let Content::Whole(desired) = content
+                && differs(self.rule, &target.target, desired)?
+            {
+                changed.push(&items[*nth].key);
+            }
+        }
+        self.context.memory.pending.writes(self.rule.id, changed.into_iter());
+        Ok(())
     }
 
     async fn read_targets(&self, items: &[Item], after: ClusterTime) -> Result<HashMap<Key, Read>> {

@@ -173,6 +173,7 @@ pub async fn compare_at_once(
             mine.push((target, references));
         }
     }
+    keep_in_tree(context, rule, &mut mine, after, limit, take).await?;
     let owned = |key: &&Key| rule.keyed == Keyed::Target || context.owns(rule, key);
     let references = mine.iter().flat_map(|(_, references)| references.iter().flatten());
     let mut wanted: Vec<&Key> = references.filter(|key| rule.reference.can_resolve(key)).filter(owned).collect();
@@ -195,6 +196,28 @@ pub async fn compare_at_once(
     }
     let owns = |key: &Key| context.owns(rule, key);
     mine.into_iter().try_for_each(|(target, references)| take(one(rule, &rows, target, references, &owns)))
+}
+
+/// Removes the documents of a tree that keep their values, whatever these are: nothing is expected of them.
+async fn keep_in_tree(
+    context: &Context,
+    rule: &Rule,
+    mine: &mut Vec<(&Document, Vec<Option<Key>>)>,
+    after: ClusterTime,
+    limit: Duration,
+    take: Take<'_>,
+) -> Result<()> {
+    let Some(tree) = rule.tree else { return Ok(()) };
+    let id = |target: &Document| target.get("_id").cloned().unwrap_or(Bson::Null);
+    let ids: Vec<Key> = mine.iter().map(|(target, _)| Key::one(id(target))).collect();
+    let places = Box::pin(context.places(rule, tree, ids.iter(), after, limit)).await?;
+    let keeps = |target: &Document| {
+        places.get(&Key::one(id(target))).is_some_and(|place| super::tree::reason(tree, place).is_some())
+    };
+    for (target, references) in mine.extract_if(.., |(target, _)| keeps(target)) {
+        take(Ok(Compared { target: id(target), fields: Vec::new(), references }))?;
+    }
+    Ok(())
 }
 
 /// True if this partition writes a part of the target. The other partitions compare their own parts.
@@ -322,6 +345,18 @@ fn push(
         out.push(Difference { target: id.clone(), path: path.to_string(), element, expected, stored });
     }
     Ok(())
+}
+
+/// True if a document differs from what it should hold.
+pub(super) fn differs(rule: &Rule, document: &Document, desired: &Desired) -> Result<bool> {
+    let Desired::Fields(fields) = desired else { return Ok(true) };
+    for (path, expected) in rule.owned().into_iter().zip(fields) {
+        let stored = value_at(Some(document), path.segments()).map(RawBson::try_from).transpose()?;
+        if !identical(expected.as_ref(), stored.as_ref()) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// The value at a path. Does not look into arrays.

@@ -67,13 +67,17 @@ impl Run<'_> {
     }
 
     pub(super) async fn set_aside(&self, key: &Key, target: Option<&Key>, error: &Error) -> End {
-        let Context { server, dead_letters, counts, .. } = self.context;
         let path = match target.or((self.task == Task::Target).then_some(key)) {
             Some(target) => self.in_the_way(target).await,
             None => None,
         };
-        let offending = Offending { key, target, path };
-        match dead_letters.record(server, self.rule, self.task, &offending, error).await {
+        self.record(&Offending { key, target, path, tree: None, since: None }, error).await
+    }
+
+    /// Records a dead letter.
+    pub(super) async fn record(&self, offending: &Offending<'_>, error: &Error) -> End {
+        let Context { server, dead_letters, counts, .. } = self.context;
+        match dead_letters.record(server, self.rule, self.task, offending, error).await {
             Ok(()) => {
                 failpoint::here("set-aside");
                 self.context.memory.learn_kept(self.rule.id, |kept| kept.aside = true);
@@ -152,6 +156,6 @@ impl Run<'_> {
     }
 }
 
-fn copy(error: &Error) -> Error {
+pub(super) fn copy(error: &Error) -> Error {
     Error { kind: error.kind, message: error.message.clone(), hint: error.hint.clone(), code: error.code }
 }

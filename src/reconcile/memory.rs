@@ -17,6 +17,7 @@ use crate::{
     plan::RuleId,
     reconcile::{group::Shape, value::NoInput},
     request::Task,
+    workqueue::Pending,
 };
 
 /// The span of `limits.destroy_per_hour`.
@@ -67,6 +68,8 @@ pub struct Memory {
     keeping: Mutex<HashMap<RuleId, Kept>>,
     /// Bytes of kept values, if they were counted.
     kept_bytes: Mutex<Option<u64>>,
+    /// The documents of trees that wait, or run.
+    pub pending: Arc<Pending>,
     /// Number of running batches of each rule.
     batches: Mutex<HashMap<RuleId, usize>>,
 }

@@ -771,7 +771,9 @@ fn fields_of_target(rule: &Rule) -> Document {
     let read = rule.of_target.iter().flat_map(OfTarget::all).map(FieldPath::query);
     // A projection inside an array leaves out elements that are no documents, and moves those after them.
     let whole = rule.reference.target_each.iter().filter(|_| rule.by_reference()).map(FieldPath::query);
-    let paths: Vec<String> = references.keys().cloned().chain(read).chain(whole).collect();
+    // In a tree, others wait for the documents that change.
+    let owned = rule.owned().into_iter().filter(|_| rule.tree.is_some()).map(FieldPath::query);
+    let paths: Vec<String> = references.keys().cloned().chain(read).chain(whole).chain(owned).collect();
     let inside = |path: &&String| paths.iter().any(|outer| path.starts_with(&format!("{outer}.")));
     let outermost = paths.iter().filter(|path| !inside(path));
     let mut projection: Document = outermost.map(|path| (path.clone(), Bson::Int32(1))).collect();

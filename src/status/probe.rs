@@ -124,6 +124,7 @@ impl Board {
     /// before anything counts as applied.
     async fn look(&self, context: &Context) {
         let seen = self.metrics.observation();
+        let written = self.state().written();
         let Ok(Ok(dead_letters)) = tokio::time::timeout(PATIENCE, dead_letters(context)).await else { return };
         let operation = tokio::time::timeout(PATIENCE, context.server.operation_time()).await;
         let mut state = self.state();
@@ -142,7 +143,7 @@ impl Board {
         let whole = state.attached.len() == usize::try_from(state.partitions).unwrap_or(usize::MAX);
         let applied = seen.streams.iter().map(|stream| stream.applied).min().filter(|_| whole);
         if let Some(applied) = applied.filter(|_| seen.fan_outs.iter().all(|open| *open == 0)) {
-            state.currency.applied(applied, operation, context.plan.longest_chain());
+            state.currency.applied(applied, operation, context.plan.longest_chain(), written);
             state.except = except(context, &seen, &state.dead_letters);
         }
     }

@@ -145,6 +145,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
         otherwise: Vec::new(),
         key_type: None,
         once: false,
+        tree: None,
     };
     let collect = crate::config::Collect {
         source: Side {

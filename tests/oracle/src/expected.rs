@@ -13,6 +13,7 @@ use crate::{
     path::{Part, Path, Place, Step, at, get, places, pull, set, unset},
     query::matches,
     rule::{Accumulated, Accumulator, Groups, KeyType, Kind, OnMissing, Rule, Side, in_dependency_order},
+    tree,
     value::{compare, equal, is_nothing},
 };
 
@@ -114,7 +115,11 @@ impl Oracle {
         let mut notes = Vec::new();
         for rule in in_dependency_order(&self.rules)? {
             owned.entry(rule.target.collection.clone()).or_default().extend(rule.owned());
-            apply(rule, &mut world, &mut notes).map_err(|why| format!("rule {}: {why}", rule.name))?;
+            let applied = match rule.tree {
+                Some(most) => tree::apply(rule, most, &mut world, &mut notes),
+                None => apply(rule, &mut world, &mut notes),
+            };
+            applied.map_err(|why| format!("rule {}: {why}", rule.name))?;
         }
         Ok(Expectation { world, owned, notes })
     }
@@ -130,6 +135,20 @@ fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), 
         notes.push(format!("rule {}: its source does not exist, so the values stay", rule.name));
         return Ok(());
     }
+    let targets = targets(rule, world, &|_| true, notes)?;
+    if world.contains_key(&rule.target.collection) {
+        world.insert(rule.target.collection.clone(), targets);
+    }
+    Ok(())
+}
+
+/// The documents of the target collection after the rule is applied to those that are due.
+pub(crate) fn targets(
+    rule: &Rule,
+    world: &World,
+    is_due: &dyn Fn(&Document) -> bool,
+    notes: &mut Vec<String>,
+) -> Result<Vec<Document>, String> {
     let documents = |side: &Side| world.get(&side.collection).cloned().unwrap_or_default();
     let mut sources = Vec::new();
     for document in documents(&rule.source) {
@@ -142,7 +161,7 @@ fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), 
 
     let mut targets = Vec::new();
     for document in documents(&rule.target) {
-        if !matches(&document, &rule.target.filter)? {
+        if !is_due(&document) || !matches(&document, &rule.target.filter)? {
             targets.push(document);
             continue;
         }
@@ -160,10 +179,7 @@ fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), 
             }
         }
     }
-    if world.contains_key(&rule.target.collection) {
-        world.insert(rule.target.collection.clone(), targets);
-    }
-    Ok(())
+    Ok(targets)
 }
 
 /// Largest document that the server stores, less a margin for the rest of an answer.

@@ -4,6 +4,7 @@ mod draw;
 mod odd;
 mod shape;
 mod target;
+mod tree;
 
 use std::collections::BTreeSet;
 
@@ -44,6 +45,8 @@ pub struct Options {
     pub wrong_shapes: bool,
     /// Expressions that fail on some values: dead letters.
     pub failing: bool,
+    /// Recursive rules, over a collection of their own.
+    pub trees: bool,
     /// Users write owned paths; the rules get `guard: watch` or `audit`.
     pub write_owned: bool,
     /// Additional kinds of a world.
@@ -68,6 +71,7 @@ impl Options {
             mixed_composite: false,
             wrong_shapes: true,
             failing: false,
+            trees: false,
             write_owned: false,
             odd: Vec::new(),
         }
@@ -76,7 +80,7 @@ impl Options {
     /// Every kind of rule, chained.
     #[must_use]
     pub fn everything(prefix: impl Into<String>) -> Self {
-        Self { collect: true, aggregate: true, chains: true, ..Self::new(prefix) }
+        Self { collect: true, aggregate: true, chains: true, trees: true, ..Self::new(prefix) }
     }
 }
 
@@ -108,6 +112,10 @@ pub struct Generator {
     variables: StdRng,
     /// Draws `$$target`, in the same way.
     targets: StdRng,
+    /// Draws trees, in the same way.
+    trees: StdRng,
+    /// The collection of the tree, and the field that holds a document's parent.
+    tree: Option<(String, String)>,
     options: Options,
     collections: Vec<String>,
     scenarios: Vec<Scenario>,
@@ -179,6 +187,8 @@ impl Generator {
             rng: StdRng::seed_from_u64(seed),
             variables: StdRng::seed_from_u64(seed ^ 0x6c65_7420),
             targets: StdRng::seed_from_u64(seed ^ 0x7461_7267),
+            trees: StdRng::seed_from_u64(seed ^ 0x7472_6565),
+            tree: None,
             collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
             options,
             scenarios: Vec::new(),
@@ -195,6 +205,7 @@ impl Generator {
         generator.draw_collations();
         generator.draw_scenarios();
         generator.rules = (0..generator.scenarios.len()).map(|index| generator.draw_rule(index)).collect();
+        generator.draw_tree();
         generator
     }
 
@@ -212,6 +223,12 @@ impl Generator {
     /// The collections named in the rules.
     #[must_use]
     pub fn collections(&self) -> Vec<String> {
+        let tree = self.tree.iter().map(|(coll, _)| coll.clone());
+        self.flat_collections().into_iter().chain(tree).collect()
+    }
+
+    /// The same without the tree.
+    fn flat_collections(&self) -> Vec<String> {
         let used: BTreeSet<usize> =
             self.scenarios.iter().flat_map(|scenario| [scenario.source, scenario.target]).collect();
         used.into_iter().map(|index| self.collections[index].clone()).collect()
@@ -641,12 +658,13 @@ impl Generator {
     /// The first documents of every collection.
     pub fn initial(&mut self) -> Vec<Op> {
         let mut ops = Vec::new();
-        for coll in self.collections() {
+        for coll in self.flat_collections() {
             for _ in 0..self.options.documents {
                 let doc = self.draw_document(&coll, None);
                 ops.push(Op::Insert { coll: coll.clone(), doc });
             }
         }
+        ops.extend(self.tree_initial());
         for op in &ops {
             self.record(op);
         }
@@ -656,7 +674,11 @@ impl Generator {
 
     /// The next operation of the history.
     pub fn op(&mut self) -> Op {
-        let collections = self.collections();
+        if let Some(op) = self.draw_tree_op() {
+            self.record(&op);
+            return op;
+        }
+        let collections = self.flat_collections();
         let coll = collections.choose(&mut self.rng).cloned().unwrap_or_default();
         let filter = doc! {"_id": self.draw_known_id(&coll)};
         if let Some(op) = self.draw_odd(&coll) {

@@ -28,7 +28,7 @@
 //! ```
 //!
 //! If the current value depends on the past (`keep`, `once`, a target outside `target.where`, a write that the server
-//! refuses), the oracle expects the stored value: it cannot tell a value that was kept correctly from one that was not.
+//! refuses, a circle in a tree), the oracle expects the stored value: it cannot tell a value that was kept correctly from one that was not.
 //! It checks `remove` and `delete` by documents that should be gone, not by documents that should still exist.
 
 mod accumulate;
@@ -40,6 +40,7 @@ mod op;
 mod path;
 mod query;
 mod rule;
+mod tree;
 mod value;
 
 use std::collections::BTreeMap;

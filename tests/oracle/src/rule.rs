@@ -38,6 +38,8 @@ pub struct Rule {
     pub once: bool,
     /// `on_empty: unset`
     pub unset_on_empty: bool,
+    /// `recursive`, with `max_depth`
+    pub tree: Option<usize>,
 }
 
 /// One side of a rule.
@@ -250,6 +252,10 @@ impl Rule {
             otherwise: body.get_document("otherwise").ok().cloned(),
             once: body.get_bool("once").unwrap_or(false),
             unset_on_empty: body.get_str("on_empty").is_ok_and(|value| value == "unset"),
+            tree: body.get_bool("recursive").unwrap_or(false).then(|| {
+                let most = body.get("max_depth").and_then(whole).and_then(|most| usize::try_from(most).ok());
+                most.unwrap_or(64)
+            }),
             name,
         };
         rule.check().map_err(|why| format!("rule {}: {why}", rule.name))?;
@@ -430,6 +436,8 @@ pub(crate) fn in_dependency_order(rules: &[Rule]) -> Result<Vec<&Rule>, String> 
             later.reads().iter().any(|(read_in, read)| {
                 // A deleted document in a rule's own target collection is not an input.
                 (read_in == collection)
+                    // A recursive rule reads what it writes.
+                    && !(later.tree.is_some() && later.name == earlier.name)
                     && !(path.is_empty() && *collection == later.target.collection)
                     && overlap(path, read)
             })
