@@ -293,6 +293,16 @@ check-million: ## Find 50 planted differences among TARGETS (1,000,000) under li
 	fi
 	$(CARGO) test --package denormd --test main $(FEATURES) -- --nocapture every_planted_difference
 
+# MESSAGES=10000 for less data, CHANGES=1000 for fewer, APP=rocketchat,wekan for some. DENORMD names a binary that is built already.
+.PHONY: apps
+apps: ## Run the rules of config/apps on a year of each application's data (MESSAGES of the chat: 100,000) with three kills; print what changes cost
+	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_MESSAGES="$(MESSAGES)" DENORMD_CHANGES="$(CHANGES)" DENORMD_APP="$(APP)"
+	if [ -z "$${DENORMD:-}" ]; then
+		$(CARGO) build --release --package denormd --bin denormd
+		export DENORMD="$(TARGET)/release/denormd"
+	fi
+	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture each_application_for_a_year
+
 .PHONY: attacks
 attacks: ## Attack the HTTP server for SECONDS_EACH (60) in each of four ways, and see that nobody is harmed; prints memory and times
 	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_ATTACK_SECONDS="$(or $(SECONDS_EACH),60)"

@@ -65,7 +65,7 @@ fn pages_in(folder: &str) -> Vec<PathBuf> {
 
 /// Pages whose rules are followed by the documents before and after.
 fn pages_of_rules() -> Vec<PathBuf> {
-    [pages_in("guides"), vec![page("cookbook.md"), page("../README.md")]].concat()
+    [pages_in("guides"), vec![page("concepts.md"), page("cookbook.md"), page("../README.md")]].concat()
 }
 
 #[tokio::test]

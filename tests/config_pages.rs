@@ -19,14 +19,15 @@ fn root() -> PathBuf {
 
 /// Every example under `config/`, as parsed by the program.
 fn examples() -> Vec<(String, Value)> {
-    let files = fs::read_dir(root().join("config")).unwrap().map(|entry| entry.unwrap().path());
+    let folders = [root().join("config"), root().join("config/apps")];
+    let files = folders.iter().flat_map(|folder| fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()));
     let mut files: Vec<PathBuf> = files.filter(|path| path.extension().is_some_and(|e| e == "yaml")).collect();
     files.sort();
-    assert!(files.len() > 10);
+    assert!(files.len() > 17);
     let one = |path: PathBuf| {
         let text = fs::read_to_string(&path).unwrap();
         load_str(&text, Format::Yaml).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        (path.file_name().unwrap().to_string_lossy().into_owned(), yaml(&text))
+        (path.strip_prefix(root().join("config")).unwrap().to_string_lossy().into_owned(), yaml(&text))
     };
     files.into_iter().map(one).collect()
 }
@@ -58,10 +59,11 @@ fn every_example_fits_the_schema() {
 
 #[test]
 fn every_example_names_its_schema_for_editors() {
-    let modeline = "# yaml-language-server: $schema=denormd.schema.json";
     for (name, _) in examples() {
+        let up = "../".repeat(name.matches('/').count());
+        let modeline = format!("# yaml-language-server: $schema={up}denormd.schema.json");
         let text = fs::read_to_string(root().join("config").join(&name)).unwrap();
-        assert_eq!(text.lines().next(), Some(modeline), "{name}");
+        assert_eq!(text.lines().next(), Some(modeline.as_str()), "{name}");
     }
 }
 

@@ -731,6 +731,25 @@ fn order() -> Vec<Case> {
                 doc! {"_id": 4, "kind": "instance", "of": 3},
                 doc! {"_id": 5, "kind": "instance", "of": 1, "name": "b"},
             ]),
+        // `$ne` rules out what an equality demands. A task that gets an owner, or loses it, changes sides.
+        Case::new("tasks of members", "copy: { source: { collection: '@t', where: { owner: null } }, target: { collection: '@t', where: { owner: { $ne: null } } }, match: { of: _id }, set: { name: $name } }")
+            .has("t", [
+                doc! {"_id": 1, "name": "a"},
+                doc! {"_id": 2, "owner": 7, "of": 1},
+                doc! {"_id": 3, "owner": null, "of": 1, "name": "own"},
+                doc! {"_id": 4, "owner": [null], "of": 1, "name": "neither"},
+                doc! {"_id": 5, "owner": 8, "of": 3},
+                doc! {"_id": 6, "owner": 8, "of": 4, "name": "x"},
+            ])
+            .writes([update("t", 1, doc! {"$set": {"name": "b"}}), update("t", 3, doc! {"$set": {"owner": 9}})])
+            .expect("t", [
+                doc! {"_id": 1, "name": "b"},
+                doc! {"_id": 2, "owner": 7, "of": 1, "name": "b"},
+                doc! {"_id": 3, "owner": 9, "of": 1, "name": "b"},
+                doc! {"_id": 4, "owner": [null], "of": 1, "name": "neither"},
+                doc! {"_id": 5, "owner": 8, "of": 3},
+                doc! {"_id": 6, "owner": 8, "of": 4},
+            ]),
         // "By the same test two rules may own one path on targets that exclude each other"
         Case::new("a polymorphic reference", "copy: { source: '@s', target: { collection: '@t', where: { on: post } }, match: { ref: _id }, set: { title: $kind } }")
             .and("copy: { source: '@u', target: { collection: '@t', where: { on: page } }, match: { ref: _id }, set: { title: $name } }")
@@ -1044,10 +1063,14 @@ fn filters_that_exclude_each_other_break_a_circle() {
     };
     accepted(&own("{ kind: a }", "{ kind: b }"));
     accepted(&own("{ kind: { $in: [a, c] } }", "{ x: 1, $and: [{ kind: { $eq: b } }] }"));
+    accepted(&own("{ owner: null }", "{ owner: { $ne: null } }"));
+    accepted(&own("{ kind: { $nin: [a, b, c] } }", "{ kind: { $in: [a, b] } }"));
     for (source, target) in [
         ("{ kind: a }", "{ kind: { $in: [a, b] } }"),
         ("{ kind: 1 }", "{ kind: 1.0 }"),
-        ("{ kind: a }", "{ kind: { $ne: a } }"),
+        ("{ kind: { $in: [a, b] } }", "{ kind: { $ne: a } }"),
+        ("{ owner: null }", "{ owner: { $exists: true } }"),
+        ("{ owner: { $ne: null } }", "{ owner: { $ne: null } }"),
         ("{ kind: a }", "{ kind: [b] }"),
         ("{ kind: a }", "{ other: b }"),
         ("{ name: a }", "{ name: b }"),

@@ -11,6 +11,7 @@ mod acknowledged;
 mod action;
 mod adoption;
 mod advise;
+mod apps;
 mod attacks;
 mod backlogs;
 mod book;

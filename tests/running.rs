@@ -65,6 +65,13 @@ impl Running {
         assert!(child.wait().unwrap().success(), "{}", self.log());
     }
 
+    /// Ends it by SIGKILL.
+    pub fn kill(&mut self) {
+        let mut child = self.child.take().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
     pub fn file(&self) -> PathBuf {
         self.folder.path().join("denormd.yaml")
     }
@@ -161,9 +168,19 @@ impl Drop for Started {
     }
 }
 
-/// The program, with a config.
+/// The CPU seconds that a process has used, on Linux.
+pub fn cpu(process: u32) -> f64 {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap();
+    // The second field is a name in parentheses, which may contain anything; utime and stime are the 14th and the 15th.
+    let (_, rest) = stat.rsplit_once(')').unwrap();
+    let spent = rest.split_whitespace().skip(11).take(2);
+    spent.map(|ticks| ticks.parse::<f64>().unwrap()).sum::<f64>() / 100.0
+}
+
+/// The program, with a config. DENORMD names another binary: a release build for large measurements.
 pub fn denormd(config: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
+    let binary = std::env::var_os("DENORMD").filter(|path| !path.is_empty());
+    let mut command = Command::new(binary.unwrap_or_else(|| env!("CARGO_BIN_EXE_denormd").into()));
     command.arg("--config").arg(config).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }

@@ -111,40 +111,71 @@ fn exclusions(rules: &[Arc<Rule>], from: usize, to: usize) -> Option<Vec<Exclusi
 
 /// A path on which the filters of two sides demand different values, and which no rule writes.
 fn exclusive_path(rules: &[Arc<Rule>], one: &Side, other: &Side) -> Option<String> {
-    let (one_values, other_values) = (demanded(one.filter.as_ref()?), demanded(other.filter.as_ref()?));
-    let differ = |path: &&String| {
-        let none = Vec::new();
-        let (one, other) = (&one_values[*path], other_values.get(*path).unwrap_or(&none));
-        !other.is_empty() && !one.iter().any(|value| other.contains(value))
-    };
+    let (one_demands, other_demands) = (Demands::of(one.filter.as_ref()?), Demands::of(other.filter.as_ref()?));
+    let differ =
+        |path: &&String| one_demands.exclude(&other_demands, path) || other_demands.exclude(&one_demands, path);
     let is_owned = |path: &FieldPath| {
         let here = rules.iter().filter(|rule| rule.target.namespace == one.namespace);
         here.flat_map(|rule| rule.owned()).any(|owned| owned.overlaps_loosely(path))
     };
-    one_values.keys().filter(differ).find(|path| FieldPath::parse(path).is_ok_and(|path| !is_owned(&path))).cloned()
+    let mut paths = one_demands.one_of.keys().chain(other_demands.one_of.keys()).filter(differ);
+    paths.find(|path| FieldPath::parse(path).is_ok_and(|path| !is_owned(&path))).cloned()
 }
 
-/// The values that a filter demands of paths: equalities, and `$in` lists.
-fn demanded(filter: &Document) -> BTreeMap<String, Vec<Key>> {
-    let mut out = BTreeMap::new();
-    for (path, condition) in filter {
-        if let ("$and", Bson::Array(clauses)) = (path.as_str(), condition) {
-            clauses.iter().filter_map(Bson::as_document).for_each(|clause| out.extend(demanded(clause)));
-        }
-        let values = match condition {
-            Bson::Document(condition) if condition.keys().any(|name| name.starts_with('$')) => {
-                let one_of = condition.get_array("$in").ok().cloned();
-                one_of.or_else(|| condition.get("$eq").map(|value| vec![value.clone()])).unwrap_or_default()
+/// The values that a filter demands and rules out, by path.
+#[derive(Default)]
+struct Demands {
+    /// From equalities, and `$in` lists.
+    one_of: BTreeMap<String, Vec<Key>>,
+    /// From `$ne`, and `$nin` lists.
+    none_of: BTreeMap<String, Vec<Key>>,
+}
+
+impl Demands {
+    fn of(filter: &Document) -> Self {
+        let mut out = Self::default();
+        for (path, condition) in filter {
+            if let ("$and", Bson::Array(clauses)) = (path.as_str(), condition) {
+                for clause in clauses.iter().filter_map(Bson::as_document).map(Self::of) {
+                    out.one_of.extend(clause.one_of);
+                    out.none_of.extend(clause.none_of);
+                }
             }
-            value => vec![value.clone()],
-        };
-        // A regular expression is a pattern, and an array is equal to one that holds it.
-        let is_plain = |value: &Bson| !matches!(value, Bson::RegularExpression(_) | Bson::Array(_));
-        if !path.starts_with('$') && !values.is_empty() && values.iter().all(is_plain) {
-            out.insert(path.clone(), values.into_iter().map(Key::one).collect());
+            if path.starts_with('$') {
+                continue;
+            }
+            match condition {
+                Bson::Document(condition) if condition.keys().any(|name| name.starts_with('$')) => {
+                    add(&mut out.one_of, path, listed(condition, "$in", "$eq"));
+                    add(&mut out.none_of, path, listed(condition, "$nin", "$ne"));
+                }
+                value => add(&mut out.one_of, path, vec![value.clone()]),
+            }
         }
+        out
     }
-    out
+
+    /// True if no value that this filter demands of the path is one that the other filter lets pass.
+    fn exclude(&self, other: &Self, path: &str) -> bool {
+        let Some(values) = self.one_of.get(path) else { return false };
+        let differ = |theirs: &Vec<Key>| !values.iter().any(|value| theirs.contains(value));
+        let ruled_out = |theirs: &Vec<Key>| values.iter().all(|value| theirs.contains(value));
+        other.one_of.get(path).is_some_and(differ) || other.none_of.get(path).is_some_and(ruled_out)
+    }
+}
+
+/// The values of the operator with a list, or else the value of the one without.
+fn listed(condition: &Document, several: &str, single: &str) -> Vec<Bson> {
+    let list = condition.get_array(several).ok().cloned();
+    list.or_else(|| condition.get(single).map(|value| vec![value.clone()])).unwrap_or_default()
+}
+
+/// Adds values that can be compared. A regular expression is a pattern, and an array is equal to one that holds it.
+fn add(to: &mut BTreeMap<String, Vec<Key>>, path: &str, values: Vec<Bson>) {
+    let is_plain = |value: &Bson| !matches!(value, Bson::RegularExpression(_) | Bson::Array(_));
+    if !values.is_empty() && values.iter().all(is_plain) {
+        to.insert(path.to_owned(), values.into_iter().map(Key::one).collect());
+    }
 }
 
 /// Paths with two owners. Rules whose targets exclude each other may own one path.
