@@ -16,7 +16,7 @@ use super::{
 
 const KINDS: [&str; 3] = ["copy", "collect", "aggregate"];
 
-const MATCH_HINT: &str = "`match` says which key of the target equals which key of the source: match: { part_id: _id }";
+pub(super) const MATCH_HINT: &str = "`match` says which key of the target equals which key of the source: match: { part_id: _id }";
 
 /// A hint with the correct place of a misplaced key of a rule.
 fn belongs(key: &str) -> Option<String> {
@@ -191,7 +191,7 @@ impl Reader {
         let fields = self.fields(field, &keys::names(keys::AGGREGATE), belongs)?;
         let source = self.side(&fields, "source");
         let target = self.side(&fields, "target");
-        let on = self.matches(&fields);
+        let keyed = self.matches_with_buckets(&fields);
         let variables = fields.get("let").and_then(|field| self.variables(&field)).unwrap_or_default();
         let by = fields.get("by").and_then(|field| self.filled(&field, "write by: { emoji: $emoji }"));
         let by = by.unwrap_or_default().into_iter().map(|(name, entry)| (name, self.value(&entry))).collect();
@@ -206,10 +206,12 @@ impl Reader {
         let slice = fields.get("slice").and_then(|field| self.slice(&field));
         let on_empty = self.on_empty(&fields);
         let key_type = self.key_type(&fields);
+        let (on, buckets) = keyed?;
         Some(Aggregate {
             source: source?,
             target: target?,
-            on: on?,
+            on,
+            buckets,
             variables,
             by,
             into,
@@ -242,7 +244,7 @@ impl Reader {
     fn side(&mut self, fields: &Fields<'_>, key: &str) -> Option<Side> {
         let field = self.required(fields, key, "write the collection's name, or { collection, where }")?;
         if let Value::String(_) = field.node.value {
-            return Some(Side { collection: self.text(&field)?, filter: None });
+            return Some(Side { collection: self.text(&field)?, filter: None, create: false });
         }
         let Value::Mapping(_) = field.node.value else {
             let message =
@@ -254,7 +256,8 @@ impl Reader {
         let collection =
             self.required(&fields, "collection", "write { collection: …, where: … }").and_then(|f| self.text(&f));
         let filter = fields.get("where").and_then(|field| self.filter(&field));
-        Some(Side { collection: collection?, filter })
+        let create = fields.get("create").and_then(|field| self.flag(&field));
+        Some(Side { collection: collection?, filter, create: create.unwrap_or_default() })
     }
 
     fn filter(&mut self, field: &Field<'_>) -> Option<Document> {
@@ -270,7 +273,7 @@ impl Reader {
         Some(entries.into_iter().filter_map(|(key, entry)| Some((key, self.source_path(&entry)?))).collect())
     }
 
-    fn source_path(&mut self, field: &Field<'_>) -> Option<String> {
+    pub(super) fn source_path(&mut self, field: &Field<'_>) -> Option<String> {
         if let Value::String(_) = field.node.value {
             return self.text(field);
         }
@@ -311,7 +314,7 @@ impl Reader {
     }
 
     /// Reads the entries of a mapping that must not be empty.
-    fn filled<'a>(&mut self, field: &Field<'a>, hint: &str) -> Option<Vec<(String, Field<'a>)>> {
+    pub(super) fn filled<'a>(&mut self, field: &Field<'a>, hint: &str) -> Option<Vec<(String, Field<'a>)>> {
         let entries = self.entries(field)?;
         if entries.is_empty() {
             self.mistake(Mistake::new(field.at.clone(), "the mapping is empty").hint(hint));
@@ -366,10 +369,8 @@ impl Reader {
     }
 
     fn on_empty(&mut self, fields: &Fields<'_>) -> OnEmpty {
-        let field = fields.get("on_empty");
-        field
-            .and_then(|field| self.choice(&field, &[("value", OnEmpty::Value), ("unset", OnEmpty::Unset)]))
-            .unwrap_or_default()
+        let words = [("value", OnEmpty::Value), ("unset", OnEmpty::Unset), ("keep", OnEmpty::Keep)];
+        fields.get("on_empty").and_then(|field| self.choice(&field, &words)).unwrap_or_default()
     }
 
     fn key_type(&mut self, fields: &Fields<'_>) -> Option<KeyType> {
