@@ -218,9 +218,15 @@ impl Context {
         let projection = rule.reference.projection(Role::Source);
         let wanted = scan::Wanted { filter: &filter, projection: &projection, limit };
         let page = scan::page_of_side(self, rule, Role::Source, wanted, after, time).await?;
-        let mut out = Sources { read: page.targets.len() as u64, last: page.last, ..Sources::default() };
+        let sources = self.documents_of(rule, &page.targets, time).await?;
+        Ok(Sources { last: page.last, ..sources })
+    }
+
+    /// Finds out which documents of these sources are absent.
+    pub async fn documents_of(&self, rule: &Rule, sources: &[Document], time: ClusterTime) -> Result<Sources> {
+        let mut out = Sources { read: sources.len() as u64, ..Sources::default() };
         let mut keys: Vec<Key> = Vec::new();
-        for source in &page.targets {
+        for source in sources {
             if rule.reference.has_unusable_value(source) {
                 out.unusable.push(Key::one(source.get("_id").cloned().unwrap_or(Bson::Null)));
             }

@@ -165,7 +165,7 @@ fn rows(rule: &Rule, gathered: Order, edges: bool) -> Vec<Document> {
     stages
 }
 
-pub(super) fn command(collection: &str, stages: Vec<Document>) -> Document {
+pub(crate) fn command(collection: &str, stages: Vec<Document>) -> Document {
     doc! {"aggregate": collection, "pipeline": stages, "cursor": {"batchSize": 10_000}, "collation": simple_collation(), "allowDiskUse": true}
 }
 

@@ -8,7 +8,7 @@ use crate::{
     change::Namespace,
     error::{Kind, Result},
     mongo::{Reads, command::limited},
-    plan::{Rule, reference::Role},
+    plan::{Rule, Side, reference::Role},
     position::ClusterTime,
     reconcile::{context::Context, read::simple_collation},
 };
@@ -292,13 +292,20 @@ fn size(document: &Document) -> usize {
     RawDocumentBuf::try_from(document).map_or(0, |raw| raw.as_bytes().len())
 }
 
-/// Approximate number of targets, for progress only; None when counting takes too long.
+/// Approximate number of targets, and of the sources of a rule that creates its targets. For progress only; None when
+/// counting takes too long.
 pub async fn count(context: &Context, rule: &Rule) -> Option<u64> {
+    let targets = count_side(context, &rule.target).await?;
+    let sources = if rule.creates.is_some() { count_side(context, &rule.source).await? } else { 0 };
+    Some(targets + sources)
+}
+
+async fn count_side(context: &Context, side: &Side) -> Option<u64> {
     let command = doc! {
-        "count": &rule.target.namespace.collection, "query": rule.target.filter.clone().unwrap_or_default(),
+        "count": &side.namespace.collection, "query": side.filter.clone().unwrap_or_default(),
         "collation": simple_collation(), "maxTimeMS": COUNTING,
     };
-    let reply = context.server.database(&rule.target.namespace.database).run_command(command).await.ok()?;
+    let reply = context.server.database(&side.namespace.database).run_command(command).await.ok()?;
     match reply.get("n")? {
         Bson::Int32(n) => u64::try_from(*n).ok(),
         Bson::Int64(n) => u64::try_from(*n).ok(),
