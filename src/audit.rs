@@ -101,7 +101,15 @@ impl Audit<'_> {
     async fn round(&self) -> Result<()> {
         let total = scan::count(self.context, self.rule).await;
         self.pace.expects(self.rule.id, total);
-        let mut round = Round { begun: Instant::now(), after: None, compared: 0, total, unknown: 0, in_sources: false, ended: false };
+        let mut round = Round {
+            begun: Instant::now(),
+            after: None,
+            compared: 0,
+            total,
+            unknown: 0,
+            in_sources: false,
+            ended: false,
+        };
         self.publish(&round);
         while !round.ended {
             if (self.applied)(self.rule.id).is_none() {

@@ -314,7 +314,8 @@ impl One<'_> {
         }
         request.after = Some(last);
         // The generation determines whether the removals are agreed to.
-        let state = RuleState::Backfilling { after: request.after.clone(), in_sources: request.in_sources, agreed: false };
+        let state =
+            RuleState::Backfilling { after: request.after.clone(), in_sources: request.in_sources, agreed: false };
         self.store.save_backfill(&self.context.server, self.rule, request.generation, &state, progress).await
     }
 }

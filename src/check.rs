@@ -180,8 +180,7 @@ impl<'a> Check<'a> {
         let time = self.context.server.operation_time().await?;
         let page = match &mut self.reading {
             Reading::All { after, in_sources: true, done } => {
-                let page =
-                    self.context.sources_of_documents(self.rule, after.as_ref(), SOURCES, time).await?;
+                let page = self.context.sources_of_documents(self.rule, after.as_ref(), SOURCES, time).await?;
                 *done = page.last.is_none();
                 *after = page.last;
                 page.absent
@@ -318,7 +317,8 @@ async fn absent_in_sample(context: &Context, rule: &Rule, size: u64, time: Clust
         return Ok(Vec::new());
     }
     let size = i64::try_from(size).unwrap_or(i64::MAX);
-    let mut stages: Vec<Document> = rule.source.filter.clone().map(|filter| doc! {"$match": filter}).into_iter().collect();
+    let mut stages: Vec<Document> =
+        rule.source.filter.clone().map(|filter| doc! {"$match": filter}).into_iter().collect();
     stages.extend([doc! {"$sample": {"size": size}}, doc! {"$project": rule.reference.projection(Role::Source)}]);
     let command = read::command(&rule.source.namespace.collection, stages);
     let mut pages = context.server.pages(&rule.source.namespace.database, command, Reads::default()).await?;

@@ -190,7 +190,8 @@ fn document_request(rule: &Rule, id: &bson::Bson) -> Option<Request> {
 #[must_use]
 pub fn target_request(rule: &Rule, id: Key) -> Request {
     // The document may not exist yet.
-    if let Some(request) = id.values().first().filter(|_| rule.creates.is_some()).and_then(|id| document_request(rule, id))
+    if let Some(request) =
+        id.values().first().filter(|_| rule.creates.is_some()).and_then(|id| document_request(rule, id))
     {
         return request;
     }

@@ -158,7 +158,8 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
     store.undoing(server, "pending", &keeping(), &[undone()]).await.unwrap();
     let generation = reset("begun", RuleState::BACKFILL).await;
     store.notice(server, "begun", generation).await.unwrap();
-    let after = RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), in_sources: false, agreed: false };
+    let after =
+        RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), in_sources: false, agreed: false };
     assert!(store.save_backfill(server, rule(plan, "begun"), generation, &after, (17, None)).await.unwrap());
     reset("manual", RuleState::AwaitingBackfill).await;
     done("done").await;
@@ -478,7 +479,10 @@ async fn rule_states(version: &str) {
     let of = |name: &str, state: RuleState| expected(name, rule(&plan, name).definition.clone(), state);
     let mut states = vec![
         expected("absent", rule(&plan, "pending").definition.clone(), RuleState::Removed),
-        of("begun", RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), in_sources: false, agreed: false }),
+        of(
+            "begun",
+            RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), in_sources: false, agreed: false },
+        ),
         of("bereft", RuleState::Blocked(BlockReason::SourceGone)),
         of("braked", RuleState::Blocked(BlockReason::RemovalLimit)),
         of("changed", RuleState::Live),
@@ -494,7 +498,10 @@ async fn rule_states(version: &str) {
     let agreed = version != "1";
     if agreed {
         let definition = rule(&plan, "pending").definition.clone();
-        states.insert(1, expected("adopted", definition.clone(), RuleState::Backfilling { after: None, in_sources: false, agreed }));
+        states.insert(
+            1,
+            expected("adopted", definition.clone(), RuleState::Backfilling { after: None, in_sources: false, agreed }),
+        );
         states.insert(2, expected("adopting", definition, RuleState::Blocked(adoption())));
     }
     for (name, state) in &mut states {

@@ -16,7 +16,8 @@ use super::{
 
 const KINDS: [&str; 3] = ["copy", "collect", "aggregate"];
 
-pub(super) const MATCH_HINT: &str = "`match` says which key of the target equals which key of the source: match: { part_id: _id }";
+pub(super) const MATCH_HINT: &str =
+    "`match` says which key of the target equals which key of the source: match: { part_id: _id }";
 
 /// A hint with the correct place of a misplaced key of a rule.
 fn belongs(key: &str) -> Option<String> {

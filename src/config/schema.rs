@@ -123,7 +123,9 @@ pub fn reference() -> String {
     }
     out.push_str("\n## `source` and `target`\n\nA collection's name, or a mapping:\n\n");
     table(&mut out, SIDE);
-    out.push_str("\n## `$dateTrunc` in `match`\n\nWith `create: true`, an entry of `match` may be an interval of time:\n\n");
+    out.push_str(
+        "\n## `$dateTrunc` in `match`\n\nWith `create: true`, an entry of `match` may be an interval of time:\n\n",
+    );
     table(&mut out, DATE_TRUNC);
     out
 }

@@ -587,7 +587,8 @@ fn take_reply(reply: &Document, offset: usize, before: usize, written: &mut Writ
                 return Err(too_late());
             }
             // Two insertions of one document met: the next attempt finds it.
-            let met = code == DUPLICATE_KEY && error.get_document("keyPattern").is_ok_and(|keys| keys.contains_key("_id"));
+            let met =
+                code == DUPLICATE_KEY && error.get_document("keyPattern").is_ok_and(|keys| keys.contains_key("_id"));
             let kind = if met { Kind::Unavailable } else { kind_of_code(code) };
             let name = error.get_str("codeName").unwrap_or_default();
             let error = Error { code: Some(code), ..Error::new(kind, named(code, name)) };

@@ -29,11 +29,14 @@ pub struct Creates {
     pub others: Vec<RuleId>,
 }
 
-/// The name of a field of the `_id`; None for the `_id` itself.
-fn name(pair: &Pair) -> Option<&str> {
-    match pair.target.segments() {
-        [_, Segment::Name(name)] => Some(name),
-        _ => None,
+impl Pair {
+    /// The name of the target's field in its `_id`; None for the `_id` itself.
+    #[must_use]
+    pub fn name_in_id(&self) -> Option<&str> {
+        match self.target.segments() {
+            [_, Segment::Name(name)] => Some(name),
+            _ => None,
+        }
     }
 }
 
@@ -43,7 +46,7 @@ impl Reference {
     pub fn id_of(&self, key: &Key) -> Bson {
         let values = self.pairs.iter().zip(key.values());
         let fields: Document =
-            values.filter_map(|(pair, value)| Some((name(pair)?.to_owned(), value.clone()))).collect();
+            values.filter_map(|(pair, value)| Some((pair.name_in_id()?.to_owned(), value.clone()))).collect();
         if fields.is_empty() { key.values().first().cloned().unwrap_or(Bson::Null) } else { Bson::Document(fields) }
     }
 
@@ -51,8 +54,10 @@ impl Reference {
     #[must_use]
     pub fn key_of_id(&self, id: &Bson) -> Option<Key> {
         let values: Vec<&Bson> = match (self.pairs.as_slice(), id) {
-            ([pair], id) if name(pair).is_none() => vec![id],
-            (pairs, Bson::Document(id)) if id.keys().map(String::as_str).eq(pairs.iter().filter_map(name)) => {
+            ([pair], id) if pair.name_in_id().is_none() => vec![id],
+            (pairs, Bson::Document(id))
+                if id.keys().map(String::as_str).eq(pairs.iter().filter_map(Pair::name_in_id)) =>
+            {
                 id.values().collect()
             }
             _ => return None,
@@ -80,13 +85,18 @@ pub(super) fn mistake_in_match(pairs: &[Pair]) -> Option<(String, String, &'stat
                 _ => false,
             };
         if !is_id {
-            let message = format!("with `create`, `match` is the whole `_id` of a document, and `{target}` is no part of it");
-            return Some((target, message, "write one entry `_id: item`, or the fields of it: _id.item: item, _id.day: …"));
+            let message =
+                format!("with `create`, `match` is the whole `_id` of a document, and `{target}` is no part of it");
+            return Some((
+                target,
+                message,
+                "write one entry `_id: item`, or the fields of it: _id.item: item, _id.day: …",
+            ));
         }
-        if names.contains(&name(pair)) {
+        if names.contains(&pair.name_in_id()) {
             return Some((target.clone(), format!("`{target}` is there twice"), "keep one of them"));
         }
-        names.push(name(pair));
+        names.push(pair.name_in_id());
         if pair.source.to_string().ends_with("$id") {
             let message = "with `create`, a DBRef cannot be a part of the `_id`".to_owned();
             return Some((target, message, "store the id itself in a field of the source"));
@@ -157,9 +167,10 @@ impl Creates {
     #[must_use]
     pub fn may_free(&self, changed: &[String]) -> bool {
         let is_owned = |changed: &String| {
-            self.owned.iter().map(FieldPath::query).any(|path| {
-                changed.strip_prefix(&path).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-            })
+            self.owned
+                .iter()
+                .map(FieldPath::query)
+                .any(|path| changed.strip_prefix(&path).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
         };
         !self.keeps && !changed.iter().all(is_owned)
     }
@@ -188,7 +199,11 @@ impl Creates {
 /// True if a document has only these paths, and the fields `others`.
 fn has_only(document: &Document, paths: &[Vec<&str>], others: &[&str]) -> bool {
     document.iter().all(|(name, value)| {
-        if others.contains(&name.as_str()) || paths.iter().any(|path| path.as_slice() == [name.as_str()]) {
+        // What a read has added is none of the document's.
+        if name.starts_with("__denormd_")
+            || others.contains(&name.as_str())
+            || paths.iter().any(|path| path.as_slice() == [name.as_str()])
+        {
             return true;
         }
         let below = below(paths, name);

@@ -197,7 +197,9 @@ impl Reference {
                 Some(each) if pair.source.below(each).is_some() => {
                     let below = pair.source.below(each).unwrap_or_default();
                     let elements = self.elements(Role::Source, source).into_iter().filter_map(Bson::as_document);
-                    elements.filter_map(|element| self.value_at(Role::Source, element, below)).any(|v| unusable(pair, v))
+                    elements
+                        .filter_map(|element| self.value_at(Role::Source, element, below))
+                        .any(|v| unusable(pair, v))
                 }
                 _ => self.value_at(Role::Source, source, pair.source.segments()).is_some_and(|v| unusable(pair, v)),
             })

@@ -19,8 +19,7 @@ use crate::{
     reconcile::{
         by_target::Referrer,
         context::{Context, Load, ReadsSources},
-        create,
-        read,
+        create, read,
         value::{Desired, Field, Rows},
     },
     request::Task,

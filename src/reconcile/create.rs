@@ -118,8 +118,7 @@ impl Run<'_> {
         let Some(creates) = self.rule.creates.as_ref().filter(|_| !self.detached) else { return Ok(()) };
         let is_deleted =
             |item: &&Item| matches!(rows.desired(self.rule, &item.key), Ok(Desired::Emptied { deletes: true, .. }));
-        let ids: Vec<Bson> =
-            items.iter().filter(is_deleted).map(|item| self.rule.reference.id_of(&item.key)).collect();
+        let ids: Vec<Bson> = items.iter().filter(is_deleted).map(|item| self.rule.reference.id_of(&item.key)).collect();
         if ids.is_empty() {
             return Ok(());
         }
@@ -152,8 +151,16 @@ impl Run<'_> {
     }
 }
 
+/// The expression of the `_id` of a document from its key in the field `k`.
+pub(crate) fn id_expression(reference: &Reference) -> Bson {
+    let value = |nth: usize| Bson::from(doc! {"$arrayElemAt": ["$k", i32::try_from(nth).unwrap_or(i32::MAX)]});
+    let names = reference.pairs.iter().enumerate().filter_map(|(nth, pair)| Some((pair.name_in_id()?, value(nth))));
+    let fields: Document = names.map(|(name, value)| (name.to_owned(), value)).collect();
+    if fields.is_empty() { value(0) } else { fields.into() }
+}
+
 /// The error of a source with a value that no key can have.
-pub(super) fn unusable(reference: &Reference) -> Error {
+pub(crate) fn unusable(reference: &Reference) -> Error {
     let paths: Vec<String> = reference.pairs.iter().map(|pair| format!("`{}`", pair.source)).collect();
     let what = if reference.has_buckets() { "is an array, or no date where the rule needs one" } else { "is an array" };
     Error::new(Kind::Refused, format!("a value of {} {what}: it makes no `_id`", paths.join(", ")))
@@ -307,7 +314,7 @@ pub(super) fn compare(
 }
 
 /// Stand-ins for those of these `_id`s that no document has.
-pub(super) fn stand_ins(documents: &[Document], ids: &[Bson]) -> Vec<Document> {
+pub(crate) fn stand_ins(documents: &[Document], ids: &[Bson]) -> Vec<Document> {
     let id_of = |document: &Document| document.get("_id").cloned().map(Key::one);
     let mut known: HashSet<Key> = documents.iter().filter_map(id_of).collect();
     ids.iter().filter(|id| known.insert(Key::one((*id).clone()))).map(stand_in).collect()

@@ -70,9 +70,20 @@ fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
     stages
 }
 
+/// The stages that find the keys of all sources: rows `{ k: [match values] }`.
+pub(crate) fn all_keys(rule: &Rule) -> Vec<Document> {
+    let mut stages: Vec<Document> = rule.source.filter.iter().map(|filter| doc! {"$match": filter.clone()}).collect();
+    if let Some(each) = &rule.reference.source_each {
+        stages.extend(unwind(rule, each, vec![doc! {}]));
+    }
+    stages.push(doc! {"$group": {"_id": row_keys(rule)}});
+    stages.push(doc! {"$replaceWith": {"k": "$_id"}});
+    stages
+}
+
 /// Finds out which of these keys have sources: rows `{ k: [match values] }`.
 #[must_use]
-pub(super) fn keys_with_sources(rule: &Rule, keys: &[&Key]) -> Document {
+pub(crate) fn keys_with_sources(rule: &Rule, keys: &[&Key]) -> Document {
     let element = rule.reference.source_each.as_ref();
     let mut stages = vec![doc! {"$match": source_match(rule, keys)}];
     if let Some(each) = element {
