@@ -58,8 +58,12 @@ impl Router {
                 self.rules(&self.by_source, &event.namespace).for_each(|rule| source_changed(rule, event, out));
                 self.rules(&self.by_target, &event.namespace).for_each(|rule| target_changed(rule, event, out));
             }
-            Change::Drop => out.sources_gone.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id)),
+            Change::Drop => {
+                out.sources_gone.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id));
+                self.documents_gone(&event.namespace, out);
+            }
             Change::Rename(to) => {
+                self.documents_gone(&event.namespace, out);
                 out.sources_gone.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id));
                 out.renewed.extend(self.rules(&self.by_source, to).map(|rule| rule.id));
                 out.sweeps.extend(self.rules(&self.by_target, to).map(|rule| rule.id));
@@ -67,9 +71,20 @@ impl Router {
             Change::DropDatabase => {
                 let gone = |rule: &&std::sync::Arc<Rule>| rule.source.namespace.database == event.namespace.database;
                 out.sources_gone.extend(self.plan.rules.iter().filter(gone).map(|rule| rule.id));
+                for rule in
+                    self.plan.rules.iter().filter(|rule| rule.target.namespace.database == event.namespace.database)
+                {
+                    out.sweeps.extend(rule.creates.as_ref().map(|_| rule.id));
+                }
             }
             Change::Other => {}
         }
+    }
+
+    /// The rules that create the documents of a collection that is gone create them again.
+    fn documents_gone(&self, target: &Namespace, out: &mut Routed) {
+        let creates = self.rules(&self.by_target, target).filter(|rule| rule.creates.is_some());
+        out.sweeps.extend(creates.map(|rule| rule.id));
     }
 
     fn rules<'a>(

@@ -24,6 +24,7 @@ use std::{collections::HashSet, time::Duration};
 use bson::{Bson, Document, RawBson, RawDocumentBuf, cstr, doc, rawdoc};
 
 use crate::{
+    change::Namespace,
     error::{Error, Kind, Result},
     key::Key,
     mongo::{Reads, command::limited},
@@ -264,6 +265,13 @@ impl Context {
         Ok(stand_ins(&known, ids))
     }
 
+    /// True if a source collection does not exist, or is another one than that which is known.
+    async fn is_lost(&self, source: &Namespace) -> Result<bool> {
+        let names = [source.collection.as_str()];
+        let now = self.server.collection_uuids(&source.database, &names).await?.remove(&source.collection);
+        Ok(now.is_none() || self.memory.source(source).is_some_and(|known| Some(known) != now))
+    }
+
     /// Of these keys without sources, those for which another rule has sources and keeps the document.
     pub(super) async fn held_by_others(
         &self,
@@ -282,7 +290,9 @@ impl Context {
             let command = limited(read::keys_with_sources(other, &left), limit);
             let rows = self.server.read(&other.source.namespace.database, command, Reads { after }).await?;
             let found: HashSet<Key> = rows.iter().map(key_of_row).collect::<Result<_>>()?;
-            held.extend(left.into_iter().filter(|key| found.contains(*key)).cloned());
+            // What was made of a source that is gone stays, until it is back or somebody has agreed.
+            let all = self.is_lost(&other.source.namespace).await?;
+            held.extend(left.into_iter().filter(|key| all || found.contains(*key)).cloned());
         }
         Ok(held)
     }

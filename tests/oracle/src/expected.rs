@@ -1,5 +1,7 @@
 //! The expected value of every owned path, recomputed by definition from whole collections.
 
+mod created;
+
 use std::{
     cmp::Ordering,
     collections::{BTreeMap, BTreeSet},
@@ -114,7 +116,12 @@ impl Oracle {
         let mut notes = Vec::new();
         for rule in in_dependency_order(&self.rules)? {
             owned.entry(rule.target.collection.clone()).or_default().extend(rule.owned());
-            apply(rule, &mut world, &mut notes).map_err(|why| format!("rule {}: {why}", rule.name))?;
+            let done = if rule.creates {
+                created::apply(rule, &self.rules, &mut world, &mut notes)
+            } else {
+                apply(rule, &mut world, &mut notes)
+            };
+            done.map_err(|why| format!("rule {}: {why}", rule.name))?;
         }
         Ok(Expectation { world, owned, notes })
     }
@@ -131,13 +138,7 @@ fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), 
         return Ok(());
     }
     let documents = |side: &Side| world.get(&side.collection).cloned().unwrap_or_default();
-    let mut sources = Vec::new();
-    for document in documents(&rule.source) {
-        if matches(&document, &rule.source.filter)? {
-            sources.push(Bson::Document(document));
-        }
-    }
-    sources.sort_by(|a, b| by_sort(rule, a, b));
+    let sources = sources_of(rule, world)?;
     let candidates = candidates(rule, &sources)?;
 
     let mut targets = Vec::new();
@@ -164,6 +165,18 @@ fn apply(rule: &Rule, world: &mut World, notes: &mut Vec<String>) -> Result<(), 
         world.insert(rule.target.collection.clone(), targets);
     }
     Ok(())
+}
+
+/// The documents that take part as sources, in the rule's order.
+fn sources_of(rule: &Rule, world: &World) -> Result<Vec<Bson>, String> {
+    let mut sources = Vec::new();
+    for document in world.get(&rule.source.collection).into_iter().flatten() {
+        if matches(document, &rule.source.filter)? {
+            sources.push(Bson::Document(document.clone()));
+        }
+    }
+    sources.sort_by(|a, b| by_sort(rule, a, b));
+    Ok(sources)
 }
 
 /// Largest document that the server stores, less a margin for the rest of an answer.

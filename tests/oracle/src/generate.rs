@@ -1,5 +1,6 @@
 //! Random rules over their own collections, and random histories of these collections.
 
+mod created;
 mod draw;
 mod odd;
 mod shape;
@@ -108,6 +109,12 @@ pub struct Generator {
     variables: StdRng,
     /// Draws `$$target`, in the same way.
     targets: StdRng,
+    /// Draws rules that create documents, in the same way.
+    created: StdRng,
+    /// The `match` of these rules.
+    created_key: Option<Document>,
+    /// The paths that they own.
+    created_paths: Vec<String>,
     options: Options,
     collections: Vec<String>,
     scenarios: Vec<Scenario>,
@@ -179,6 +186,9 @@ impl Generator {
             rng: StdRng::seed_from_u64(seed),
             variables: StdRng::seed_from_u64(seed ^ 0x6c65_7420),
             targets: StdRng::seed_from_u64(seed ^ 0x7461_7267),
+            created: StdRng::seed_from_u64(seed ^ 0x6372_6561),
+            created_key: None,
+            created_paths: Vec::new(),
             collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
             options,
             scenarios: Vec::new(),
@@ -195,6 +205,7 @@ impl Generator {
         generator.draw_collations();
         generator.draw_scenarios();
         generator.rules = (0..generator.scenarios.len()).map(|index| generator.draw_rule(index)).collect();
+        generator.draw_created();
         generator
     }
 
@@ -212,6 +223,11 @@ impl Generator {
     /// The collections named in the rules.
     #[must_use]
     pub fn collections(&self) -> Vec<String> {
+        self.used().into_iter().chain(self.created_collection()).collect()
+    }
+
+    /// Those that people write to.
+    fn used(&self) -> Vec<String> {
         let used: BTreeSet<usize> =
             self.scenarios.iter().flat_map(|scenario| [scenario.source, scenario.target]).collect();
         used.into_iter().map(|index| self.collections[index].clone()).collect()
@@ -641,7 +657,7 @@ impl Generator {
     /// The first documents of every collection.
     pub fn initial(&mut self) -> Vec<Op> {
         let mut ops = Vec::new();
-        for coll in self.collections() {
+        for coll in self.used() {
             for _ in 0..self.options.documents {
                 let doc = self.draw_document(&coll, None);
                 ops.push(Op::Insert { coll: coll.clone(), doc });
@@ -656,7 +672,11 @@ impl Generator {
 
     /// The next operation of the history.
     pub fn op(&mut self) -> Op {
-        let collections = self.collections();
+        if let Some(op) = self.draw_meddling() {
+            self.record(&op);
+            return op;
+        }
+        let collections = self.used();
         let coll = collections.choose(&mut self.rng).cloned().unwrap_or_default();
         let filter = doc! {"_id": self.draw_known_id(&coll)};
         if let Some(op) = self.draw_odd(&coll) {
@@ -684,6 +704,10 @@ impl Generator {
 
     /// Applies it to the users' model of the world; an operation that the server would refuse changes nothing.
     fn record(&mut self, op: &Op) {
+        // What becomes of created documents is not known here.
+        if self.created_collection().is_some_and(|created| op.coll() == created) {
+            return;
+        }
         if op.apply(&mut self.model).is_ok()
             && let Op::Delete { coll, filter } = op
         {
