@@ -411,6 +411,23 @@ async fn a_creator_that_dies_half_way() {
     daemon.stop().await;
 }
 
+/// Nobody deletes the documents of a collection one by one that is dropped.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_collection_that_is_dropped_is_filled_again() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("sales").insert_many(some_sales()).await.unwrap();
+    let daemon = Daemon::start(&test, &rules("")).await;
+    daemon.settled().await;
+    assert_eq!(documents(&test).await, 3);
+    db.collection::<Document>("daily").drop().await.unwrap();
+    until("the documents are there again", || async { (documents(&test).await == 3).then_some(()) }).await;
+    db.collection::<Document>("sales").delete_one(doc! {"_id": 4}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(documents(&test).await, 2);
+    daemon.stop().await;
+}
+
 /// A document that is absent is a difference, and the audit and `check` find it by its sources.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_document_that_is_absent_is_found() {
@@ -431,4 +448,92 @@ async fn a_document_that_is_absent_is_found() {
     // A document without sources that holds nothing else is one, too.
     db.collection::<Document>("daily").insert_one(daily(1, "2023-01-01", 5, 1)).await.unwrap();
     program.run(&["check"]).await.exits(3);
+}
+
+/// The mistakes of a rule's text.
+fn mistakes(rules: &str) -> Vec<String> {
+    let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n{rules}\n");
+    match denormd::config::load_str(&text, denormd::config::Format::Yaml) {
+        Err(error) => vec![error.to_string()],
+        Ok(loaded) => match denormd::plan::compile(&loaded.config, None) {
+            Ok(_) => Vec::new(),
+            Err(mistakes) => mistakes.iter().map(|one| format!("{} ({:?})", one.message, one.hint)).collect(),
+        },
+    }
+}
+
+#[test]
+fn what_has_no_meaning_is_refused() {
+    let with = |rule: &str| mistakes(&format!("  - {{ name: r, {rule} }}"));
+    let rule = |target: &str, entries: &str, more: &str| {
+        with(&format!(
+            "aggregate: {{ source: s, target: {target}, match: {entries}, set: {{ n: {{ $sum: 1 }} }}{more} }}"
+        ))
+    };
+    let t = "{ collection: t, create: true }";
+    assert_eq!(rule(t, "{ _id: item }", ""), [""; 0]);
+    for (found, expected) in [
+        (
+            rule("t", "{ _id.d: { $dateTrunc: { date: $at, unit: day } } }", ""),
+            "an interval of time needs `create: true`",
+        ),
+        (rule("t", "{ _id: item }", ", on_empty: keep"), "`on_empty: keep` needs `create: true`"),
+        (rule(t, "{ item: item }", ""), "`item` is no part of it"),
+        (rule(t, "{ _id: item, _id.day: day }", ""), "is the whole `_id`"),
+        (rule(t, "{ _id.a.b: item }", ""), "is the whole `_id`"),
+        (rule(t, "{ _id: ref.$id }", ""), "a DBRef cannot be a part of the `_id`"),
+        (rule(t, "{ _id.d: { $dateTrunc: { date: '$a.$[].at', unit: day } } }", ""), "lies in an array"),
+        (rule(t, "{ _id.d: { $dateTrunc: { date: at, unit: day } } }", ""), "`at` is not a path of the source"),
+        (rule(t, "{ _id.d: { $dateTrunc: { date: $at } } }", ""), "the key `unit` is missing"),
+        (rule(t, "{ _id.d: { $dateTrunc: { date: $at, unit: days } } }", ""), "did you mean `day`?"),
+        (
+            rule(t, "{ _id.d: { $dateTrunc: { date: $at, unit: day, timezone: $zone } } }", ""),
+            "is read from the document",
+        ),
+        (rule(t, "{ _id: item }", ", key_type: string"), "`key_type` converts the target's values"),
+        (rule("{ collection: t, create: true, where: { a: 1 } }", "{ _id: item }", ""), "`where` cannot choose"),
+        (rule("{ collection: s, create: true }", "{ _id: item }", ""), "in its own source collection"),
+        (
+            with(&format!("copy: {{ source: s, target: {t}, match: {{ _id: item }}, set: {{ n: $n }} }}")),
+            "`create` belongs to `aggregate`",
+        ),
+        (
+            with(
+                "aggregate: { source: { collection: s, create: true }, target: t, match: { _id: item }, set: { n: { $sum: 1 } } }",
+            ),
+            "never its sources",
+        ),
+        (
+            with(&format!(
+                "aggregate: {{ source: s, target: {t}, match: {{ _id: item }}, set: {{ n: {{ $sum: $$target.x }} }} }}"
+            )),
+            "their values cannot be computed from them",
+        ),
+    ] {
+        assert!(found.iter().any(|one| one.contains(expected)), "{expected}: {found:?}");
+    }
+    let two = |entries: &str, more: &str| {
+        let rule = |name: &str, entries: &str, path: &str, more: &str| {
+            format!(
+                "  - {{ name: {name}, aggregate: {{ source: s, target: {t}, match: {entries}, set: {{ {path}: {{ $sum: 1 }} }}{more} }} }}\n"
+            )
+        };
+        mistakes(&format!("{}{}", rule("a", "{ _id.a: a, _id.b: b }", "x", ""), rule("b", entries, "y", more)))
+    };
+    assert_eq!(two("{ _id.a: c, _id.b: d }", ""), [""; 0]);
+    for (found, expected) in [
+        (two("{ _id.b: b, _id.a: a }", ""), "creates documents with another `_id`"),
+        (
+            two("{ _id.a: a, _id.b: { $dateTrunc: { date: $at, unit: day } } }", ""),
+            "creates documents with another `_id`",
+        ),
+        (two("{ _id.a: a, _id.b: b }", ", on_empty: keep"), "creates documents in `d.t` as well"),
+    ] {
+        assert!(found.iter().any(|one| one.contains(expected)), "{expected}: {found:?}");
+    }
+    // A rule that reads the documents, and one that feeds it.
+    let circle = mistakes(
+        "  - { name: a, aggregate: { source: s, target: { collection: t, create: true }, match: { _id: x }, set: { n: { $sum: $m } } } }\n  - { name: b, aggregate: { source: t, target: s, match: { y: _id }, set: { m: { $sum: 1 } } } }",
+    );
+    assert!(circle.iter().any(|one| one.contains("in a circle")), "{circle:?}");
 }

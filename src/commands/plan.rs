@@ -468,7 +468,7 @@ fn examples(live: &Live, options: Options) -> serde_json::Value {
 fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
     let blocked = live.blocked.iter().map(|(rule, why)| serde_json::json!({"rule": rule, "reason": why}));
     let rules = plan.rules.iter().map(|rule| {
-        let matches = rule.reference.pairs.iter().map(|pair| (pair.target.to_string(), pair.source.to_string().into()));
+        let matches = rule.reference.pairs.iter().map(|pair| (pair.target.to_string(), matched(pair).into()));
         serde_json::json!({
             "name": rule.name,
             "source": rule.source.namespace.to_string(),

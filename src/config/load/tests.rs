@@ -153,6 +153,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
                 "name": { "$regex": "^a", "$options": "i" },
                 "at": { "$gte": DateTime::from_millis(0) },
             }),
+            create: false,
         },
         target: side("products"),
         on: strings(&[("_id", "product_id")]),
