@@ -4,7 +4,7 @@ mod pace;
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
-use bson::Bson;
+use bson::{Bson, Document};
 use futures_util::{StreamExt, stream};
 use tokio::{
     sync::{mpsc, oneshot},
@@ -25,7 +25,7 @@ use crate::{
         guard::drifted,
         scan,
     },
-    request::Page,
+    request::Page as Requested,
     route::reference_requests,
 };
 use pace::{Pace, expected_seconds};
@@ -43,7 +43,7 @@ pub type Applied = dyn Fn(RuleId) -> Option<ClusterTime> + Send + Sync;
 
 /// Compares all targets of each rule, round after round, until `stop`. The rules take turns, so that a small rule does
 /// not wait for the round of a large one.
-pub async fn run(context: Arc<Context>, applied: Box<Applied>, out: mpsc::Sender<Page>, stop: CancellationToken) {
+pub async fn run(context: Arc<Context>, applied: Box<Applied>, out: mpsc::Sender<Requested>, stop: CancellationToken) {
     let pace = Pace::new(context.limits.audit_per_second);
     let audited = context.plan.rules.iter().filter(|rule| rule.guard == Guard::Audit && !rule.shadow);
     let rounds = stream::iter(audited).for_each_concurrent(None, |rule| {
@@ -64,7 +64,7 @@ pub async fn run(context: Arc<Context>, applied: Box<Applied>, out: mpsc::Sender
 }
 
 /// Compares every target of a rule once. Ends early if a backfill of the rule starts.
-pub async fn round(context: &Context, rule: &Rule, applied: &Applied, out: &mpsc::Sender<Page>) -> Result<()> {
+pub async fn round(context: &Context, rule: &Rule, applied: &Applied, out: &mpsc::Sender<Requested>) -> Result<()> {
     let pace = Pace::new(context.limits.audit_per_second);
     Audit { context, rule, applied, out, pace: &pace }.round().await
 }
@@ -73,7 +73,7 @@ struct Audit<'a> {
     context: &'a Context,
     rule: &'a Rule,
     applied: &'a Applied,
-    out: &'a mpsc::Sender<Page>,
+    out: &'a mpsc::Sender<Requested>,
     pace: &'a Pace,
 }
 
@@ -84,14 +84,32 @@ struct Round {
     compared: u64,
     total: Option<u64>,
     unknown: u64,
+    /// True while the sources of a rule that creates its targets are read: documents may be absent.
+    in_sources: bool,
     ended: bool,
+}
+
+/// A page of targets to compare.
+struct Page {
+    targets: Vec<Document>,
+    /// Number of documents read.
+    read: u64,
+    last: Option<Bson>,
 }
 
 impl Audit<'_> {
     async fn round(&self) -> Result<()> {
         let total = scan::count(self.context, self.rule).await;
         self.pace.expects(self.rule.id, total);
-        let mut round = Round { begun: Instant::now(), after: None, compared: 0, total, unknown: 0, ended: false };
+        let mut round = Round {
+            begun: Instant::now(),
+            after: None,
+            compared: 0,
+            total,
+            unknown: 0,
+            in_sources: false,
+            ended: false,
+        };
         self.publish(&round);
         while !round.ended {
             if (self.applied)(self.rule.id).is_none() {
@@ -112,15 +130,14 @@ impl Audit<'_> {
         for _ in 0..turn.pages {
             let started = Instant::now();
             let time = self.context.server.operation_time().await?;
-            let fields = projection(self.rule);
-            let page =
-                scan::page(self.context, self.rule, &fields, round.after.as_ref(), self.pace.page(), time).await?;
+            let page = self.page(round, time).await?;
             let mut take = |compared: Compared| suspects.extend(compared.mismatch());
             let failing = compare_each(self.context, self.rule, &page.targets, time, &mut take).await?;
-            let read = page.targets.len() as u64;
+            let read = page.read;
             round.compared += read;
             round.unknown += failing;
-            round.ended = page.last.is_none();
+            round.ended = page.last.is_none() && (round.in_sources || self.rule.creates.is_none());
+            round.in_sources |= page.last.is_none();
             round.after = page.last;
             self.publish(round);
             tokio::time::sleep_until(started + self.pace.lasts(read)).await;
@@ -129,6 +146,17 @@ impl Audit<'_> {
             }
         }
         Ok(suspects)
+    }
+
+    /// Reads a page of targets; or of sources, with stand-ins for the documents that should exist.
+    async fn page(&self, round: &Round, time: ClusterTime) -> Result<Page> {
+        let (after, most) = (round.after.as_ref(), self.pace.page());
+        if round.in_sources {
+            let page = self.context.sources_of_documents(self.rule, after, most, time).await?;
+            return Ok(Page { targets: page.absent, read: page.read, last: page.last });
+        }
+        let page = scan::page(self.context, self.rule, &projection(self.rule), after, most, time).await?;
+        Ok(Page { read: page.targets.len() as u64, targets: page.targets, last: page.last })
     }
 
     /// Publishes the progress of the round as metrics.
@@ -190,7 +218,7 @@ impl Audit<'_> {
         }
         let requests = drift.into_iter().flat_map(|m| reference_requests(self.rule, &Key::one(m.target), m.references));
         let (done, acknowledged) = oneshot::channel();
-        let page = Page { requests: requests.collect(), after: time, done };
+        let page = Requested { requests: requests.collect(), after: time, done };
         self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
         acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))
     }

@@ -3,6 +3,9 @@
 //! A page requests the same reconciles as inserts of its targets. The queue runs one reconcile per key at a time, so
 //! backfill and live writes commute. Progress is saved when a page is acknowledged, so a killed backfill resumes from
 //! there.
+//!
+//! A rule that creates its targets is backfilled in two passes. The first is that over its targets. The second reads the
+//! sources, and requests each key whose document is absent.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
@@ -18,8 +21,8 @@ use crate::{
     plan::{Rule, RuleId, reference::Role},
     position::ClusterTime,
     reconcile::{Context, read, scan},
-    request::Page,
-    route::target_requests,
+    request::{Page, Request, Scope, Task},
+    route::{target_request, target_requests},
     rule_state::RuleState,
     unavailable::UNAUTHORIZED,
 };
@@ -47,6 +50,8 @@ pub struct BackfillRequest {
     pub generation: i64,
     /// The `_id` of the target to resume after; None at the start.
     pub after: Option<Bson>,
+    /// True if all targets are done, and `after` is the `_id` of a source.
+    pub in_sources: bool,
 }
 
 /// The channels that receive the results of backfills.
@@ -153,6 +158,17 @@ struct Pending {
     acknowledged: oneshot::Receiver<()>,
 }
 
+/// A page that was read.
+struct Read {
+    /// Number of documents.
+    read: u64,
+    requests: Vec<Request>,
+    /// The `_id` that everything up to is requested; None without documents.
+    reached: Option<Bson>,
+    /// The `_id` that the next page follows; None after the last page.
+    last: Option<Bson>,
+}
+
 impl One<'_> {
     /// Backfills the rule from the request's position on, and advances that position. Returns false if the backfill of
     /// the rule has been requested again.
@@ -169,7 +185,8 @@ impl One<'_> {
         let time = server.operation_time().await?;
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
         let metrics = &self.context.metrics;
-        let expected = self.expected(after.as_ref()).await;
+        // The number of documents to come is unknown where sources are read as well.
+        let expected = if self.rule.creates.is_some() { None } else { self.expected(after.as_ref()).await };
         metrics.backfill_started(&self.rule.name, self.context.partition.place(), expected);
         let mut done = 0_u64;
         let mut pace = Pace::new(self.context, &self.rule.name);
@@ -180,13 +197,10 @@ impl One<'_> {
         }
         loop {
             let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);
-            let fields = self.rule.reference.projection(Role::Target);
-            let page = scan::page(self.context, self.rule, &fields, after.as_ref(), most, time).await?;
-            scanned += page.targets.len() as u64;
-            let reached =
-                page.last.as_ref().or_else(|| page.targets.last().and_then(|target| target.get("_id"))).cloned();
-            if let Some(reached) = &reached {
-                self.submit(&page.targets, reached, time, &mut pending).await?;
+            let page = self.page(request.in_sources, after.as_ref(), most, time).await?;
+            scanned += page.read;
+            if let Some(reached) = &page.reached {
+                self.submit(page.requests, (page.read, reached), time, &mut pending).await?;
             }
             let last = page.last;
             let keep = if last.is_some() { IN_FLIGHT } else { 0 };
@@ -197,11 +211,16 @@ impl One<'_> {
                 }
                 metrics.backfilled(&self.rule.name, self.context.partition.place(), done);
             }
-            if last.is_none() {
+            // Only a rule that creates its targets has to look at its sources.
+            if last.is_none() && (request.in_sources || self.rule.creates.is_none()) {
                 break;
             }
+            if last.is_none() {
+                (request.in_sources, request.after) = (true, None);
+                failpoint::here("backfill-of-sources");
+            }
             after = last;
-            pace.keep(page.targets.len()).await?;
+            pace.keep(usize::try_from(page.read).unwrap_or_default()).await?;
         }
         let progress = (done, expected);
         failpoint::here("backfill-ending");
@@ -247,20 +266,35 @@ impl One<'_> {
         }
     }
 
+    /// Reads a page of targets, or of sources, and the requests that it leads to.
+    async fn page(&self, in_sources: bool, after: Option<&Bson>, most: usize, time: ClusterTime) -> Result<Read> {
+        let rule = self.rule;
+        if in_sources {
+            let page = self.context.sources_of_documents(rule, after, most, time).await?;
+            let absent = page.absent.iter().filter_map(|absent| absent.get("_id"));
+            let absent = absent.map(|id| target_request(rule, Key::one(id.clone())));
+            let locate = |key: Key| Request { rule: rule.id, task: Task::LocateSource, key, scope: Scope::All };
+            let requests = absent.chain(page.unusable.into_iter().map(locate)).collect();
+            // The last page ends the backfill, so its position need not be exact.
+            let reached = page.last.clone().or_else(|| after.cloned()).or(Some(Bson::Null));
+            return Ok(Read { read: page.read, requests, reached, last: page.last });
+        }
+        let fields = rule.reference.projection(Role::Target);
+        let page = scan::page(self.context, rule, &fields, after, most, time).await?;
+        let requests = requests_of(rule, &page.targets);
+        let reached = page.last.as_ref().or_else(|| page.targets.last().and_then(|target| target.get("_id"))).cloned();
+        Ok(Read { read: page.targets.len() as u64, requests, reached, last: page.last })
+    }
+
     async fn submit(
         &self,
-        page: &[Document],
-        last: &Bson,
+        requests: Vec<Request>,
+        (targets, last): (u64, &Bson),
         after: ClusterTime,
         pending: &mut VecDeque<Pending>,
     ) -> Result<()> {
-        let requests = page.iter().flat_map(|doc| {
-            let id = Key::one(doc.get("_id").cloned().unwrap_or(Bson::Null));
-            target_requests(self.rule, &id, doc)
-        });
-        let targets = page.len() as u64;
         let (done, acknowledged) = oneshot::channel();
-        let page = Page { requests: requests.collect(), after, done };
+        let page = Page { requests, after, done };
         self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
         pending.push_back(Pending { last: last.clone(), targets, acknowledged });
         Ok(())
@@ -277,14 +311,24 @@ impl One<'_> {
         let Some(page) = pending.pop_front() else { return Ok(true) };
         let last = acknowledged(page).await?;
         failpoint::here("page-done");
-        if self.context.memory.passes(request.rule, &last) {
+        if !request.in_sources && self.context.memory.passes(request.rule, &last) {
             self.store.passed(&self.context.server, &self.rule.name, &last).await?;
         }
         request.after = Some(last);
         // The generation determines whether the removals are agreed to.
-        let state = RuleState::Backfilling { after: request.after.clone(), agreed: false };
+        let state =
+            RuleState::Backfilling { after: request.after.clone(), in_sources: request.in_sources, agreed: false };
         self.store.save_backfill(&self.context.server, self.rule, request.generation, &state, progress).await
     }
+}
+
+/// The requests of these targets.
+fn requests_of(rule: &Rule, targets: &[Document]) -> Vec<Request> {
+    let requests = targets.iter().flat_map(|target| {
+        let id = Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
+        target_requests(rule, &id, target)
+    });
+    requests.collect()
 }
 
 /// Waits for a page; returns the last `_id` in it.
@@ -298,7 +342,7 @@ mod tests {
     use super::*;
 
     fn request(rule: usize, generation: i64) -> BackfillRequest {
-        BackfillRequest { rule: RuleId(rule), generation, after: None }
+        BackfillRequest { rule: RuleId(rule), generation, after: None, in_sources: false }
     }
 
     /// A failed backfill was chosen again before those behind it, which never started.

@@ -4,6 +4,8 @@
 //! leader has applied everything committed at the previous comparison. It counts as different if the same paths hold
 //! the same wrong values in successive comparisons. A target whose sources keep changing is left undecided.
 //!
+//! Of a rule that creates its targets, the sources are read as well: each key must have its document.
+//!
 //! The position is saved whenever there are no suspects, so that an interrupted check can resume from there.
 
 pub mod difference;
@@ -25,7 +27,8 @@ use crate::{
     key::Key,
     lease,
     mongo::{Pages, Reads},
-    plan::Rule,
+    plan::{Rule, reference::Role},
+    position::ClusterTime,
     reconcile::{
         Context,
         compare::{Compared, compare_each, compare_ids_each, projection},
@@ -37,6 +40,8 @@ use suspects::{Suspects, Verdict};
 
 /// Number of targets to compare at once.
 const PAGE: usize = 200;
+/// Number of sources whose documents are looked up at once.
+const SOURCES: usize = 2000;
 /// Number of suspects at which reading stops until they are judged.
 const MOST_SUSPECTS: usize = 1000;
 /// Maximum time to read before the suspects are judged.
@@ -91,8 +96,8 @@ pub struct Check<'a> {
 
 /// The origin of the targets.
 enum Reading {
-    All { after: Option<Bson>, done: bool },
-    Sample(Box<Pages>, bool),
+    All { after: Option<Bson>, in_sources: bool, done: bool },
+    Sample { pages: Box<Pages>, sources: u64, done: bool },
 }
 
 impl<'a> Check<'a> {
@@ -100,7 +105,11 @@ impl<'a> Check<'a> {
     pub async fn new(context: &'a Context, store: &'a Store, rule: &'a Rule, scope: Scope) -> Result<Self> {
         let mut tally = Tally::default();
         let reading = match scope.sample {
-            Some(size) => Reading::Sample(Box::new(sample(context, rule, size).await?), false),
+            Some(size) => {
+                let pages = Box::new(sample(context, rule, size).await?);
+                let sources = if rule.creates.is_some() { size } else { 0 };
+                Reading::Sample { pages, sources, done: false }
+            }
             None => {
                 let before = if scope.resume { store.check(&context.server, rule).await? } else { None };
                 // A finished check starts again.
@@ -109,7 +118,7 @@ impl<'a> Check<'a> {
                     tally = before.tally;
                     before.after
                 });
-                Reading::All { after, done: false }
+                Reading::All { after, in_sources: false, done: false }
             }
         };
         tally.resumed = tally.compared > 0;
@@ -163,30 +172,37 @@ impl<'a> Check<'a> {
 
     fn is_read(&self) -> bool {
         match &self.reading {
-            Reading::All { done, .. } | Reading::Sample(_, done) => *done,
+            Reading::All { done, .. } | Reading::Sample { done, .. } => *done,
         }
     }
 
     async fn read(&mut self) -> Result<()> {
         let time = self.context.server.operation_time().await?;
         let page = match &mut self.reading {
-            Reading::All { after, done } => {
+            Reading::All { after, in_sources: true, done } => {
+                let page = self.context.sources_of_documents(self.rule, after.as_ref(), SOURCES, time).await?;
+                *done = page.last.is_none();
+                *after = page.last;
+                page.absent
+            }
+            Reading::All { after, in_sources, done } => {
                 let page =
                     scan::page(self.context, self.rule, &projection(self.rule), after.as_ref(), PAGE, time).await?;
-                *done = page.last.is_none();
-                if page.last.is_some() {
+                *done = page.last.is_none() && self.rule.creates.is_none();
+                *in_sources = page.last.is_none() && !*done;
+                if page.last.is_some() || *in_sources {
                     *after = page.last;
                 }
                 page.targets
             }
-            Reading::Sample(pages, done) => match pages.next().await? {
+            Reading::Sample { pages, sources, done } => match pages.next().await? {
                 Some(rows) => rows
                     .iter()
                     .map(|row| Document::try_from(row.as_ref()).map_err(Error::from))
                     .collect::<Result<_>>()?,
                 None => {
                     *done = true;
-                    Vec::new()
+                    absent_in_sample(self.context, self.rule, *sources, time).await?
                 }
             },
         };
@@ -270,7 +286,10 @@ impl<'a> Check<'a> {
     }
 
     async fn save(&mut self) -> Result<()> {
-        if let Reading::All { after, done } = &self.reading {
+        // Sources are read from the start after an interruption: of most, only the key is looked up.
+        if let Reading::All { after, done, in_sources } = &self.reading
+            && (*done || !in_sources)
+        {
             let progress = CheckProgress { after: after.clone(), done: *done, tally: self.tally.clone() };
             self.store.save_check(&self.context.server, self.rule, &progress).await?;
         }
@@ -290,6 +309,25 @@ async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {
         "collation": read::simple_collation(),
     };
     context.server.pages(&rule.target.namespace.database, command, Reads::default()).await
+}
+
+/// Stand-ins for the documents that some sources should have and do not have.
+async fn absent_in_sample(context: &Context, rule: &Rule, size: u64, time: ClusterTime) -> Result<Vec<Document>> {
+    if size == 0 {
+        return Ok(Vec::new());
+    }
+    let size = i64::try_from(size).unwrap_or(i64::MAX);
+    let mut stages: Vec<Document> =
+        rule.source.filter.clone().map(|filter| doc! {"$match": filter}).into_iter().collect();
+    stages.extend([doc! {"$sample": {"size": size}}, doc! {"$project": rule.reference.projection(Role::Source)}]);
+    let command = read::command(&rule.source.namespace.collection, stages);
+    let mut pages = context.server.pages(&rule.source.namespace.database, command, Reads::default()).await?;
+    let mut absent = Vec::new();
+    while let Some(page) = pages.next().await? {
+        let sources = page.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
+        absent.extend(context.documents_of(rule, &sources.collect::<Result<Vec<_>>>()?, time).await?.absent);
+    }
+    Ok(absent)
 }
 
 /// The report on a target that differs, and the target's references.

@@ -5,6 +5,7 @@
 //! `settings` and `rule` read the trees into [`sections`] and collect mistakes. `sources` and `excerpt` show the places
 //! of the mistakes.
 
+mod bucket;
 pub mod certificate;
 pub mod diagnose;
 mod excerpt;

@@ -396,7 +396,7 @@ impl DeadLetter {
     #[must_use]
     pub fn about(&self) -> &'static str {
         match self.task {
-            Task::Value | Task::Holders => "value",
+            Task::Value | Task::Holders | Task::Bucket => "value",
             Task::LocateSource | Task::Parents => "source",
             Task::Target | Task::LocateTarget | Task::Guard => "target",
         }

@@ -3,6 +3,7 @@
 //! The meaning of a rule is not implemented a second time here. The commands are those that the daemon would send,
 //! answered by [`crate::evaluate`]; from their rows on, the daemon's own code computes the content of a target.
 
+mod create;
 mod difference;
 mod tree;
 
@@ -18,7 +19,9 @@ use crate::{
     reconcile::{
         applied::applied,
         by_target::{self, Referrer},
-        compare, read, shape,
+        compare,
+        create::ABSENT,
+        read, shape,
         value::{NoInput, Rows},
     },
 };
@@ -42,18 +45,21 @@ pub fn run(plan: &Plan, collections: &mut Collections) -> Result<Vec<Obstacle>> 
     for id in &plan.order {
         let rule = plan.rule(*id);
         if let Some(tree) = rule.tree {
-            tree::run(rule, tree, collections, &mut obstacles)?;
+            tree::run((plan, rule), tree, collections, &mut obstacles)?;
             continue;
         }
         let name = rule.target.namespace.to_string();
         let mut kept = Vec::new();
-        for target in collections.get(&name).cloned().unwrap_or_default() {
-            match apply(rule, collections, target.clone()) {
+        let mut targets = collections.get(&name).cloned().unwrap_or_default();
+        targets.extend(create::absent(rule, collections, &targets, &mut obstacles)?);
+        for target in targets {
+            match apply(plan, rule, collections, target.clone()) {
                 Ok(written) => kept.extend(written),
                 Err(Stop::EvalError(error)) => {
                     let id = target.get("_id").cloned().unwrap_or(Bson::Null);
                     obstacles.push(Obstacle { rule: rule.name.clone(), target: id, error });
-                    kept.push(target);
+                    // A document that would have been inserted is not.
+                    kept.extend(Some(target).filter(|target| !target.contains_key(ABSENT)));
                 }
                 Err(Stop::Error(error)) => return Err(error),
             }
@@ -87,7 +93,7 @@ impl From<Error> for Stop {
 }
 
 /// One target after the rule is applied; None if the rule deletes it.
-fn apply(rule: &Rule, collections: &Collections, target: Document) -> Result<Option<Document>, Stop> {
+fn apply(plan: &Plan, rule: &Rule, collections: &Collections, target: Document) -> Result<Option<Document>, Stop> {
     if let Some(filter) = &rule.target.filter
         && !evaluate::matches(filter, &target)?
     {
@@ -109,6 +115,8 @@ fn apply(rule: &Rule, collections: &Collections, target: Document) -> Result<Opt
         }
     }
     rows.set_no_input(no_input(rule, collections)?);
+    rows.set_held(create::held_by_others(plan, rule, collections, &wanted)?);
+    let target = if target.contains_key(ABSENT) { create::inserted(&target) } else { target };
     let compared = compare::one(rule, &rows, &target, references, &|_| true)?;
     if compared.differences().any(|difference| difference.expected.is_some())
         && let Some(place) = shape::in_the_way(&rule.owned(), &target)
@@ -138,6 +146,7 @@ pub fn beyond(plan: &Plan) -> BTreeMap<String, String> {
     for rule in &plan.rules {
         let filters = [&rule.source.filter, &rule.target.filter];
         let conditions = [&rule.row_filter, &rule.pair_filter];
+        let zone = rule.reference.pairs.iter().filter_map(|pair| pair.bucket.as_ref()).find_map(create::beyond);
         let rows = conditions.into_iter().flatten().find_map(evaluate::beyond_expression);
         let filter = filters.into_iter().flatten().find_map(evaluate::beyond_filter).or(rows);
         let value = match &rule.values {
@@ -154,7 +163,7 @@ pub fn beyond(plan: &Plan) -> BTreeMap<String, String> {
                 evaluate::beyond_expression(element)
             }
         };
-        out.extend(filter.or(value).map(|what| (rule.name.clone(), what)));
+        out.extend(filter.or(value).or(zone).map(|what| (rule.name.clone(), what)));
     }
     out
 }

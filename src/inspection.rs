@@ -2,6 +2,7 @@
 //! samples. Reads only.
 
 pub mod adoption;
+pub mod created;
 mod lookups;
 mod sample;
 mod sharding;

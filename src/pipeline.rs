@@ -204,9 +204,10 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
         }
     }
     for rule in &context.plan.order {
-        if let RuleState::Backfilling { after, agreed } = pipeline.rules.state(*rule).clone() {
+        if let RuleState::Backfilling { after, in_sources, agreed } = pipeline.rules.state(*rule).clone() {
             context.memory.agrees(*rule, agreed);
-            pipeline.ask_backfill(BackfillRequest { rule: *rule, generation: pipeline.rules.generation(*rule), after });
+            let generation = pipeline.rules.generation(*rule);
+            pipeline.ask_backfill(BackfillRequest { rule: *rule, generation, after, in_sources });
         }
     }
     for fan_out in context.fan_outs.all(&context.server, &context.plan).await? {
@@ -576,8 +577,8 @@ impl Pipeline {
             _ => {}
         }
         self.set(rule, state.clone(), generation);
-        if let RuleState::Backfilling { after, .. } = state {
-            self.ask_backfill(BackfillRequest { rule, generation, after });
+        if let RuleState::Backfilling { after, in_sources, .. } = state {
+            self.ask_backfill(BackfillRequest { rule, generation, after, in_sources });
         }
     }
 
@@ -595,7 +596,7 @@ impl Pipeline {
         let reset = store.reset_rule(&context.server, context.plan.rule(rule), &RuleState::BACKFILL, agreement);
         let (state, generation) = reset.await?;
         self.set(rule, state, generation);
-        self.ask_backfill(BackfillRequest { rule, generation, after: None });
+        self.ask_backfill(BackfillRequest { rule, generation, after: None, in_sources: false });
         Ok(())
     }
 

@@ -1,7 +1,9 @@
 //! The meaning of the rules: compiled rules, the paths that each depends on, and the rules that feed each other. No
 //! I/O: a plan is made without a server.
 
+pub mod bucket;
 pub mod compile;
+pub mod create;
 pub mod expression;
 pub mod graph;
 pub mod privileges;
@@ -9,6 +11,8 @@ pub mod reference;
 pub mod rule;
 pub mod tree;
 
+pub use bucket::Bucket;
 pub use compile::{compile, owned_paths};
+pub use create::Creates;
 pub use reference::{Pair, Reference};
 pub use rule::{Assignment, Groups, Keyed, Plan, Rule, RuleId, Side, Values};

@@ -74,6 +74,9 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
                 continue;
             }
             findings.extend(kind_of_collection(rule, namespace, info.as_ref()));
+            if rule.creates.is_some() && role == Role::Target && has_collation(info.as_ref()) {
+                findings.push(own_collation(rule, namespace));
+            }
             if role == Role::Source
                 && rule.needs_pre_images()
                 && !keeps_pre_images(info.as_ref())
@@ -81,7 +84,7 @@ pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
             {
                 findings.push(unless_misspelt(pre_images(rule, namespace, info.is_some()), near));
             }
-            let paths: Vec<String> = rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect();
+            let paths = looked_up(rule, role);
             if info.is_none() {
                 let absent = absent(rule, namespace, &paths, &mut seen);
                 findings.extend(absent.map(|finding| unless_misspelt(finding, near)));
@@ -235,6 +238,15 @@ fn has_collation(info: Option<&Document>) -> bool {
     info.and_then(collation) == Some(true)
 }
 
+/// A rule that creates documents needs `_id`s that are compared byte by byte, as keys are.
+fn own_collation(rule: &Rule, namespace: &Namespace) -> Finding {
+    let message = format!("`{namespace}` has a collation, so that two keys of the rule may be one `_id`");
+    Finding {
+        hint: Some("create the documents in a collection without a collation".to_owned()),
+        ..Finding::new(rule, message)
+    }
+}
+
 fn keeps_pre_images(info: Option<&Document>) -> bool {
     let enabled = |info: &Document| {
         info.get_document("options").ok()?.get_document("changeStreamPreAndPostImages").ok()?.get_bool("enabled").ok()
@@ -360,6 +372,14 @@ fn unless_misspelt(finding: Finding, near: Option<&str>) -> Finding {
     }
 }
 
+/// The paths of a rule's look-ups in one of its collections.
+fn looked_up(rule: &Rule, role: Role) -> Vec<String> {
+    if rule.creates.is_some() && role == Role::Target {
+        return vec!["_id".to_owned()];
+    }
+    rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect()
+}
+
 /// A look-up in a collection that does not exist: it needs an index as soon as it does.
 fn absent(rule: &Rule, namespace: &Namespace, paths: &[String], seen: &mut BTreeSet<Namespace>) -> Option<Finding> {
     let answered = rule.allow_scan || paths.iter().any(|path| path == "_id");
@@ -386,7 +406,7 @@ fn missing_indexes(
     collection: (&Namespace, bool, &[Document]),
     seen: &mut BTreeSet<Namespace>,
 ) -> Vec<Finding> {
-    let paths: Vec<String> = rule.reference.paths(role).map(crate::field_path::FieldPath::query).collect();
+    let paths = looked_up(rule, role);
     let mut findings = Vec::new();
     findings.extend(missing_index(rule, &paths, &beyond(rule, role), collection, seen));
     // Without pre-images, the ids stored in the parent identify the parent that a child has left.

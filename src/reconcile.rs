@@ -4,6 +4,7 @@ pub mod applied;
 pub mod by_target;
 pub mod compare;
 pub mod context;
+pub mod create;
 pub mod find;
 pub mod group;
 pub mod guard;

@@ -54,17 +54,28 @@ pub enum Task {
     Parents,
     /// The key is a value: find the targets that refer to it, and request each.
     Holders,
+    /// The key has dates of a source, of a rule that creates a document for each interval of time: find the intervals
+    /// that contain them, and request those.
+    Bucket,
 }
 
 impl Task {
-    const ALL: [Self; 7] =
-        [Self::Value, Self::Target, Self::LocateSource, Self::LocateTarget, Self::Guard, Self::Parents, Self::Holders];
+    const ALL: [Self; 8] = [
+        Self::Value,
+        Self::Target,
+        Self::LocateSource,
+        Self::LocateTarget,
+        Self::Guard,
+        Self::Parents,
+        Self::Holders,
+        Self::Bucket,
+    ];
 
     /// True if it finds keys and writes nothing.
     #[must_use]
     pub fn looks_up(self) -> bool {
         match self {
-            Self::LocateSource | Self::LocateTarget | Self::Parents | Self::Holders => true,
+            Self::LocateSource | Self::LocateTarget | Self::Parents | Self::Holders | Self::Bucket => true,
             Self::Value | Self::Target | Self::Guard => false,
         }
     }
@@ -80,6 +91,7 @@ impl Task {
             Self::Guard => "Guard",
             Self::Parents => "Parents",
             Self::Holders => "Holders",
+            Self::Bucket => "Bucket",
         }
     }
 

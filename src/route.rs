@@ -63,8 +63,12 @@ impl Router {
                 self.rules(&self.by_source, &event.namespace).for_each(|rule| source_changed(rule, event, out));
                 self.rules(&self.by_target, &event.namespace).for_each(|rule| target_changed(rule, event, out));
             }
-            Change::Drop => out.sources_gone.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id)),
+            Change::Drop => {
+                out.sources_gone.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id));
+                self.documents_gone(&event.namespace, out);
+            }
             Change::Rename(to) => {
+                self.documents_gone(&event.namespace, out);
                 out.sources_gone.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id));
                 out.renewed.extend(self.rules(&self.by_source, to).map(|rule| rule.id));
                 out.sweeps.extend(self.rules(&self.by_target, to).map(|rule| rule.id));
@@ -72,9 +76,20 @@ impl Router {
             Change::DropDatabase => {
                 let gone = |rule: &&std::sync::Arc<Rule>| rule.source.namespace.database == event.namespace.database;
                 out.sources_gone.extend(self.plan.rules.iter().filter(gone).map(|rule| rule.id));
+                for rule in
+                    self.plan.rules.iter().filter(|rule| rule.target.namespace.database == event.namespace.database)
+                {
+                    out.sweeps.extend(rule.creates.as_ref().map(|_| rule.id));
+                }
             }
             Change::Other => {}
         }
+    }
+
+    /// The rules that create the documents of a collection that is gone create them again.
+    fn documents_gone(&self, target: &Namespace, out: &mut Routed) {
+        let creates = self.rules(&self.by_target, target).filter(|rule| rule.creates.is_some());
+        out.sweeps.extend(creates.map(|rule| rule.id));
     }
 
     fn rules<'a>(
@@ -99,12 +114,21 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
         }
         return;
     }
-    let mut keys = |doc: &Document| {
-        let found = rule.reference.keys(Role::Source, doc).into_iter().flatten();
-        out.requests.extend(found.map(|key| value_request(rule, key)));
-    };
     let look = |task| Request { rule: rule.id, task, key: Key::one(event.id.clone()), scope: Scope::All };
     let locate = || look(Task::LocateSource);
+    // A value that no key can have becomes a dead letter of the source, and one that is gone ends it.
+    let is_unusable = |doc: &Document| rule.reference.has_unusable_value(doc);
+    let now = match &event.change {
+        Change::Insert(now) | Change::Replace(now) => Some(now),
+        _ => None,
+    };
+    if now.into_iter().chain(&event.before).any(is_unusable) {
+        out.requests.push(locate());
+    }
+    let mut keys = |doc: &Document| {
+        let found = rule.reference.keys(Role::Source, doc).into_iter().flatten();
+        out.requests.extend(found.map(|key| source_request(rule, key)));
+    };
     match (&event.change, &event.before) {
         (Change::Insert(now), _) => keys(now),
         (Change::Replace(now), Some(before)) => {
@@ -134,6 +158,15 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
     }
 }
 
+/// The request for every target of the values of a source: those of its key, or of the interval that contains its date.
+#[must_use]
+pub fn source_request(rule: &Rule, key: Key) -> Request {
+    if rule.reference.has_buckets() {
+        return Request { rule: rule.id, task: Task::Bucket, key, scope: Scope::All };
+    }
+    value_request(rule, key)
+}
+
 /// The request for every target of a source's value.
 #[must_use]
 pub fn value_request(rule: &Rule, key: Key) -> Request {
@@ -149,6 +182,10 @@ fn target_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
     let owned =
         |changed: &[String]| changed.iter().any(|changed| rule.owned().iter().any(|path| path.touched_by(changed)));
     match &event.change {
+        // A document that the rule creates is written again after a delete as after an insert.
+        Change::Insert(_) | Change::Replace(_) | Change::Delete if rule.creates.is_some() => {
+            out.requests.extend(document_request(rule, &event.id));
+        }
         Change::Insert(now) | Change::Replace(now) => out.requests.extend(target_requests(rule, &id(), now)),
         Change::Update(changed) if rule.target_reads.touched_by(changed) => {
             out.requests.push(target_request(rule, id()));
@@ -156,13 +193,28 @@ fn target_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
         Change::Update(changed) if rule.guard == Guard::Watch && !rule.shadow && owned(changed) => {
             out.requests.push(Request { rule: rule.id, task: Task::Guard, key: id(), scope: Scope::All });
         }
+        // Fields of others decide if a document without sources stays.
+        Change::Update(changed) if rule.creates.as_ref().is_some_and(|creates| creates.may_free(changed)) => {
+            out.requests.extend(document_request(rule, &event.id));
+        }
         _ => {}
     }
+}
+
+/// The request for a document that the rule creates; None if the `_id` has another form.
+fn document_request(rule: &Rule, id: &bson::Bson) -> Option<Request> {
+    Some(value_request(rule, rule.reference.key_of_id(id)?))
 }
 
 /// The request that brings one target up to date, whatever it refers to.
 #[must_use]
 pub fn target_request(rule: &Rule, id: Key) -> Request {
+    // The document may not exist yet.
+    if let Some(request) =
+        id.values().first().filter(|_| rule.creates.is_some()).and_then(|id| document_request(rule, id))
+    {
+        return request;
+    }
     let task = match rule.keyed {
         Keyed::Value => Task::LocateTarget,
         Keyed::Target => Task::Target,
@@ -181,6 +233,9 @@ pub fn target_requests(rule: &Rule, id: &Key, doc: &Document) -> Vec<Request> {
 pub fn reference_requests(rule: &Rule, id: &Key, references: Vec<Option<Key>>) -> Vec<Request> {
     match rule.keyed {
         Keyed::Target => vec![Request { rule: rule.id, task: Task::Target, key: id.clone(), scope: Scope::All }],
+        Keyed::Value if rule.creates.is_some() => {
+            references.into_iter().flatten().map(|key| value_request(rule, key)).collect()
+        }
         Keyed::Value => references
             .into_iter()
             .map(|key| key.unwrap_or_else(|| Key::new(Vec::new())))

@@ -17,6 +17,8 @@ pub enum RuleState {
     Backfilling {
         /// The `_id` of the target to resume after; None at the beginning.
         after: Option<Bson>,
+        /// True if all targets are done, and `after` is the `_id` of a source: for a rule that creates its targets.
+        in_sources: bool,
         /// Somebody has agreed to the values that it removes (`denormd unblock`, or `adopt: true` before the first backfill of a
         /// definition): the removal limit does not stop it.
         agreed: bool,
@@ -86,7 +88,7 @@ pub struct Adoption {
 
 impl RuleState {
     /// A backfill of all targets, without an agreement to its removals.
-    pub const BACKFILL: Self = Self::Backfilling { after: None, agreed: false };
+    pub const BACKFILL: Self = Self::Backfilling { after: None, in_sources: false, agreed: false };
 
     /// The same state; a backfill gets this agreement to its removals.
     #[must_use]

@@ -721,7 +721,7 @@ impl Entry {
 fn writes(task: Task) -> bool {
     match task {
         Task::Value | Task::Target => true,
-        Task::LocateSource | Task::LocateTarget | Task::Parents | Task::Holders | Task::Guard => false,
+        Task::LocateSource | Task::LocateTarget | Task::Parents | Task::Holders | Task::Bucket | Task::Guard => false,
     }
 }
 

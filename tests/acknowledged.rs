@@ -154,14 +154,14 @@ async fn an_older_backfill_does_not_end_a_newer_wish() {
                 server,
                 rule,
                 older,
-                &RuleState::Backfilling { after: Some(5.into()), agreed: false },
+                &RuleState::Backfilling { after: Some(5.into()), in_sources: false, agreed: false },
                 (1, None)
             )
             .await
             .unwrap()
     );
     assert!(store.ask(server, "r").await.unwrap());
-    for state in [RuleState::Backfilling { after: Some(9.into()), agreed: false }, RuleState::Live] {
+    for state in [RuleState::Backfilling { after: Some(9.into()), in_sources: false, agreed: false }, RuleState::Live] {
         assert!(!store.save_backfill(server, rule, older, &state, (2, None)).await.unwrap(), "{state:?}");
     }
     let states = store.rules(server).await.unwrap();
@@ -178,7 +178,7 @@ async fn an_agreement_to_removals_lasts_until_the_backfill_is_done() {
     let (server, rule) = (&context.server, &context.plan.rules[0]);
     let store = Store::open(server, &context.dead_letters.database, "default").await.unwrap();
     let stored = async || store.rules(server).await.unwrap().remove(0).1;
-    let agreed = RuleState::Backfilling { after: None, agreed: true };
+    let agreed = RuleState::Backfilling { after: None, in_sources: false, agreed: true };
     let reset = async |state: &RuleState, agreement| store.reset_rule(server, rule, state, agreement).await.unwrap().0;
 
     // `backfill: manual` with `adopt: true`, then `denormd backfill` twice.

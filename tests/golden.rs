@@ -158,7 +158,8 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
     store.undoing(server, "pending", &keeping(), &[undone()]).await.unwrap();
     let generation = reset("begun", RuleState::BACKFILL).await;
     store.notice(server, "begun", generation).await.unwrap();
-    let after = RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), agreed: false };
+    let after =
+        RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), in_sources: false, agreed: false };
     assert!(store.save_backfill(server, rule(plan, "begun"), generation, &after, (17, None)).await.unwrap());
     reset("manual", RuleState::AwaitingBackfill).await;
     done("done").await;
@@ -479,7 +480,10 @@ async fn rule_states(version: &str) {
     let of = |name: &str, state: RuleState| expected(name, rule(&plan, name).definition.clone(), state);
     let mut states = vec![
         expected("absent", rule(&plan, "pending").definition.clone(), RuleState::Removed),
-        of("begun", RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), agreed: false }),
+        of(
+            "begun",
+            RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), in_sources: false, agreed: false },
+        ),
         of("bereft", RuleState::Blocked(BlockReason::SourceGone)),
         of("braked", RuleState::Blocked(BlockReason::RemovalLimit)),
         of("changed", RuleState::Live),
@@ -488,14 +492,17 @@ async fn rule_states(version: &str) {
         of("paused", RuleState::Paused { until: None }),
         of("paused-for-a-while", RuleState::Paused { until: Some(DateTime::from_millis(1_790_000_000_000)) }),
         of("pending", RuleState::BACKFILL),
-        of("released", RuleState::Backfilling { after: None, agreed: version != "1" }),
+        of("released", RuleState::Backfilling { after: None, in_sources: false, agreed: version != "1" }),
         of("suspended", unavailable()),
     ];
     // The first version had no agreements.
     let agreed = version != "1";
     if agreed {
         let definition = rule(&plan, "pending").definition.clone();
-        states.insert(1, expected("adopted", definition.clone(), RuleState::Backfilling { after: None, agreed }));
+        states.insert(
+            1,
+            expected("adopted", definition.clone(), RuleState::Backfilling { after: None, in_sources: false, agreed }),
+        );
         states.insert(2, expected("adopting", definition, RuleState::Blocked(adoption())));
     }
     for (name, state) in &mut states {

@@ -138,6 +138,10 @@ impl History {
             // A copy of a whole document shows that it was touched.
             return Vec::new();
         }
+        // The daemon creates these documents again.
+        if self.generator.created_collection().is_some_and(|created| created == name) {
+            return Vec::new();
+        }
         let Some(docs) = before.remove(name) else { return Vec::new() };
         perform(db, Op::Drop { coll: name.to_owned() }, |name| self.form(name)).await;
         // The remaining documents are checked again.

@@ -22,6 +22,7 @@ mod config_pages;
 mod containers;
 mod copy_rules;
 mod crashes;
+mod created;
 mod daemon;
 mod deployment;
 mod diff;

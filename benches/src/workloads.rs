@@ -1,6 +1,6 @@
 //! What is measured: documents, rules, changes, and the writes that they come to. Pure.
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, DateTime, Document, doc};
 
 /// Changes, and the target writes that they lead to.
 pub struct Workload {
@@ -65,6 +65,9 @@ const LOGGED: i32 = 20_000;
 const CHILDREN: i32 = 20_000;
 const NODES: i32 = 10_000;
 const BRANCHES: i32 = 10;
+const ITEMS: i32 = 100;
+const DAYS: i32 = 50;
+const DAY: i64 = 86_400_000;
 
 fn size(number: i32) -> usize {
     usize::try_from(number).unwrap_or_default()
@@ -72,7 +75,7 @@ fn size(number: i32) -> usize {
 
 /// All of them.
 pub fn all() -> Vec<Workload> {
-    vec![rename(), arrays(), insert(), million(), latest(), log(), hot(), counts(), tree()]
+    vec![rename(), arrays(), insert(), million(), latest(), log(), hot(), counts(), tree(), buckets()]
 }
 
 fn name(version: i32) -> String {
@@ -377,6 +380,50 @@ fn tree() -> Workload {
         stale: |version| {
             let right = format!("^r{}/", version % 2);
             ("categories", doc! {"_id": {"$gte": 0}, "path": {"$not": {"$regex": right}}})
+        },
+    }
+}
+
+/// The `_id` of the document of an item and a day.
+fn bucket(nth: i32) -> Document {
+    let day = DateTime::from_millis(DAY * i64::from(nth / ITEMS % DAYS));
+    doc! {"item": nth % ITEMS, "day": day}
+}
+
+fn buckets() -> Workload {
+    Workload {
+        name: "buckets",
+        what: "totals of 100,000 sales in 5,000 documents that denormd creates, one for each item and day",
+        rules: "  - name: daily\n    aggregate: { source: sales, target: { collection: daily, create: true }, match: { _id.item: item, _id.day: { $dateTrunc: { date: $at, unit: day } } }, set: { n: { $sum: 1 }, amount: { $sum: $amount } } }\n",
+        changes: size(REVIEWS),
+        load: || {
+            let sale = |nth: i32| {
+                let at = DateTime::from_millis(DAY * i64::from(nth / ITEMS % DAYS) + i64::from(nth) * 100);
+                doc! {"_id": nth, "item": nth % ITEMS, "at": at, "amount": 0}
+            };
+            vec![("sales", (0..REVIEWS).map(sale).collect())]
+        },
+        change: |version| {
+            let price = |nth: i32| doc! {"q": {"_id": nth}, "u": {"$set": {"amount": version}}};
+            Change::Update("sales", (0..REVIEWS).map(price).collect())
+        },
+        floors: |version| {
+            let (sales, all) = (REVIEWS / (ITEMS * DAYS), ITEMS * DAYS);
+            let known = |nth: i32| {
+                let set = doc! {"n": sales, "amount": sales * version};
+                doc! {"q": {"_id": bucket(nth)}, "u": {"$set": set}, "upsert": true}
+            };
+            let inc =
+                |nth: i32| doc! {"q": {"_id": bucket(nth)}, "u": {"$inc": {"sum": 1, "changes": 1}}, "upsert": true};
+            Floor::and(
+                "blind $inc",
+                (0..REVIEWS).map(inc).collect(),
+                Floor::new("known", "daily", (0..all).map(known).collect()),
+            )
+        },
+        stale: |version| {
+            let sales = REVIEWS / (ITEMS * DAYS);
+            ("daily", doc! {"$nor": [{"n": sales, "amount": sales * version}]})
         },
     }
 }

@@ -24,7 +24,7 @@ use crate::{
     reconcile::scan,
 };
 
-use super::{IN_FLIGHT, One, PAGE, Pending, acknowledged, pace::Pace};
+use super::{IN_FLIGHT, One, PAGE, Pending, acknowledged, pace::Pace, requests_of};
 
 impl One<'_> {
     /// Requests the documents of a tree, level by level. Returns false if the rule no longer needs a backfill.
@@ -69,7 +69,8 @@ impl One<'_> {
                 }
             }
             if !wanted.is_empty() {
-                self.submit(&wanted, &Bson::Null, time, &mut pending).await?;
+                let requests = requests_of(self.rule, &wanted);
+                self.submit(requests, (wanted.len() as u64, &Bson::Null), time, &mut pending).await?;
             }
             let keep = if page.last.is_some() { IN_FLIGHT } else { 0 };
             while pending.len() > keep {

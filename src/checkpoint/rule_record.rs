@@ -137,6 +137,9 @@ struct Stored {
     /// The `_id` of the target to resume after, in an array because any BSON value may be one.
     #[serde(rename = "after", default)]
     after: Vec<Bson>,
+    /// True if that is a source. Unknown to the first version, whose rules have no such backfill.
+    #[serde(rename = "in_sources", default, skip_serializing_if = "Option::is_none")]
+    in_sources: Option<bool>,
     #[serde(rename = "reason", default)]
     reason: Option<String>,
     #[serde(rename = "detached", default)]
@@ -194,6 +197,7 @@ impl Stored {
         match self.backfill {
             Backfill::Pending => RuleState::Backfilling {
                 after: self.after.into_iter().next(),
+                in_sources: is(self.in_sources),
                 agreed: self.removals_agreed == Some(generation),
             },
             Backfill::Manual => RuleState::AwaitingBackfill,
@@ -215,6 +219,7 @@ impl Stored {
         let mut stored = Self {
             backfill: Backfill::Held,
             after: Vec::new(),
+            in_sources: None,
             reason: state.reason(),
             detached: None,
             paused: None,
@@ -225,8 +230,9 @@ impl Stored {
             removals_agreed: None,
         };
         match state {
-            RuleState::Backfilling { after, .. } => {
+            RuleState::Backfilling { after, in_sources, .. } => {
                 (stored.backfill, stored.after) = (Backfill::Pending, after.iter().cloned().collect());
+                stored.in_sources = Some(*in_sources);
             }
             RuleState::AwaitingBackfill => stored.backfill = Backfill::Manual,
             RuleState::Live => stored.backfill = Backfill::Done,

@@ -19,6 +19,7 @@ use crate::{
         Context,
         by_target::{self, Referrer},
         compare::{Compared, Difference, compare, compare_ids, projection},
+        create::stand_ins,
         read,
     },
 };
@@ -131,12 +132,16 @@ async fn target(context: &Context, rule: &Rule, id: &str, after: ClusterTime) ->
     meant.extend(ObjectId::parse_str(id).ok().map(Bson::ObjectId));
     let namespace = &rule.target.namespace;
     let command = doc! {
-        "find": &namespace.collection, "filter": {"_id": {"$in": meant}}, "projection": projection(rule),
+        "find": &namespace.collection, "filter": {"_id": {"$in": &meant}}, "projection": projection(rule),
         "collation": read::simple_collation(),
     };
     let rows = context.server.read(&namespace.database, command, Reads { after }).await?;
     match rows.as_slice() {
         [row] => Ok(Document::try_from(row.as_ref())?),
+        // The document may be one that should exist.
+        [] if meant.first().is_some_and(|id| rule.creates.is_some() && rule.reference.key_of_id(id).is_some()) => {
+            Ok(stand_ins(&[], &meant[..1]).remove(0))
+        }
         [] => Err(Error::new(Kind::Refused, format!("`{namespace}` has no document with this _id"))
             .hint("write it as Extended JSON: 17, '\"text\"', '{\"$oid\": \"…\"}'")),
         _ => Err(Error::new(Kind::Refused, format!("`{namespace}` has several documents that this may mean"))
@@ -200,6 +205,11 @@ async fn references(
             let keys = rule.reference.keys(Role::Source, &source).into_iter().flatten().collect();
             sources.push((keys, source.get("_id").cloned().unwrap_or(Bson::Null)));
         }
+    }
+    let dates: Vec<&Key> = sources.iter().flat_map(|(keys, _)| keys).collect();
+    let mut intervals = context.bucket_keys(rule, &dates).await?.into_iter();
+    for (keys, _) in &mut sources {
+        *keys = intervals.by_ref().take(keys.len()).collect();
     }
     let cut = i64::try_from(sources.len()).is_ok_and(|found| found == LOOKED);
     let each = rule.reference.target_each.is_some();

@@ -17,13 +17,15 @@ use crate::{
     inspection::{
         Distribution, Inspection, PreImages, Problem, References, ShardKey, Sharded, Sizes,
         adoption::{Basis, Change, ChangeKind, Figures, Standing, owned_before},
+        created::expiring,
         inspection,
         suspicion::{place_of, suspicions, without_a_server},
     },
+    key::whole_number,
     lease,
     metrics::Metrics,
     mongo::{Server, skew},
-    plan::{Keyed, Plan, Rule, reference::Role},
+    plan::{Keyed, Pair, Plan, Rule, reference::Role},
     preflight::{self, Finding},
 };
 
@@ -115,6 +117,10 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
     for rule in &plan.rules {
         suspected.extend(Box::pin(suspicions(&context.server, plan, rule)).await?);
     }
+    let mut warnings = Vec::new();
+    for rule in &plan.rules {
+        warnings.extend(expiring(&context.server, rule).await?);
+    }
     for finding in &mut live.findings {
         let rule = plan.rules.iter().find(|rule| rule.name == finding.rule);
         let Some(at) = rule.zip(finding.names).map(|(rule, role)| place_of(rule, role)) else { continue };
@@ -135,6 +141,7 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
             }
         }
     }
+    suspected.append(&mut warnings);
     live.suspicions = loaded.located(&suspected);
     Ok(live)
 }
@@ -169,12 +176,16 @@ fn text(plan: &Plan, live: &Live, options: Options) -> String {
     for rule in &plan.rules {
         let owned: Vec<String> = rule.owned().into_iter().map(ToString::to_string).collect();
         let pairs: Vec<String> =
-            rule.reference.pairs.iter().map(|pair| format!("{} = {}", pair.target, pair.source)).collect();
+            rule.reference.pairs.iter().map(|pair| format!("{} = {}", pair.target, matched(pair))).collect();
         let keyed = if rule.keyed == Keyed::Value { "" } else { ", target by target" };
         let shadow = if rule.shadow { " (in shadow: writes nothing)" } else { "" };
         writeln!(out, "{}: {} -> {}{shadow}", rule.name, rule.source.namespace, rule.target.namespace).ok();
         writeln!(out, "  match       {}{keyed}", pairs.join(", ")).ok();
         writeln!(out, "  owns        {}", owned.join(", ")).ok();
+        if let Some(creates) = &rule.creates {
+            let deletes = if creates.keeps { "never deletes it" } else { "deletes it with the last of them" };
+            writeln!(out, "  creates     a document for each key that has sources, and {deletes}").ok();
+        }
         match live.inspections.iter().find(|inspection| inspection.rule == rule.name) {
             Some(inspection) => inspected(&mut out, rule, inspection),
             None if rule.needs_pre_images() => {
@@ -207,6 +218,16 @@ fn text(plan: &Plan, live: &Live, options: Options) -> String {
         }
     }
     out
+}
+
+/// The source's side of an entry of `match`: a path, or an interval of it.
+fn matched(pair: &Pair) -> String {
+    let Some(bucket) = &pair.bucket else { return pair.source.to_string() };
+    let text = |name: &str| bucket.arguments.get_str(name).unwrap_or_default();
+    let size = bucket.arguments.get("binSize").and_then(whole_number).filter(|size| *size > 1);
+    let length = size.map_or_else(|| text("unit").to_owned(), |size| format!("{size} {}s", text("unit")));
+    let zone = if text("timezone").is_empty() { String::new() } else { format!(", {}", text("timezone")) };
+    format!("{} by {length}{zone}", pair.source)
 }
 
 fn would_block(out: &mut String, nth: usize, (rule, why): &(String, String)) {
@@ -248,6 +269,7 @@ fn existing(out: &mut String, plan: &Plan, live: &Live, options: Options) {
         total.overwrites += overwrites;
         total.removes += removes;
         total.deletes += deletes;
+        total.inserts = total.inserts.into_iter().chain(count.figures.inserts).reduce(|one, other| one + other);
     }
     writeln!(out, "  in total: {}\n", changes(&total)).ok();
 }
@@ -274,8 +296,9 @@ fn kept(rule: &str, figures: &Figures, undo: &Undo) -> Option<String> {
 
 fn changes(figures: &Figures) -> String {
     let Figures { adds, overwrites, removes, deletes, .. } = figures;
+    let inserts = figures.inserts.map(|documents| format!(", inserts {documents}")).unwrap_or_default();
     let deletes = if *deletes == 0 { String::new() } else { format!(", deletes {deletes}") };
-    format!("adds {adds}, overwrites {overwrites}, removes {removes}{deletes}")
+    format!("adds {adds}, overwrites {overwrites}, removes {removes}{deletes}{inserts}")
 }
 
 fn example(change: &Change) -> String {
@@ -452,7 +475,7 @@ fn examples(live: &Live, options: Options) -> serde_json::Value {
 fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
     let blocked = live.blocked.iter().map(|(rule, why)| serde_json::json!({"rule": rule, "reason": why}));
     let rules = plan.rules.iter().map(|rule| {
-        let matches = rule.reference.pairs.iter().map(|pair| (pair.target.to_string(), pair.source.to_string().into()));
+        let matches = rule.reference.pairs.iter().map(|pair| (pair.target.to_string(), matched(pair).into()));
         serde_json::json!({
             "name": rule.name,
             "source": rule.source.namespace.to_string(),

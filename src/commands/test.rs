@@ -88,7 +88,10 @@ fn in_memory(plan: &Plan, given: &Collections) -> Result<(Collections, Vec<Probl
     let mut after = given.clone();
     let concerned = |rule: &String| {
         let rule = plan.rules.iter().find(|known| known.name == *rule);
-        rule.is_some_and(|rule| given.get(&rule.target.namespace.to_string()).is_some_and(|docs| !docs.is_empty()))
+        let holds = |namespace: &Namespace| given.get(&namespace.to_string()).is_some_and(|docs| !docs.is_empty());
+        rule.is_some_and(|rule| {
+            holds(&rule.target.namespace) || (rule.creates.is_some() && holds(&rule.source.namespace))
+        })
     };
     let beyond = dry_run::beyond(plan).into_iter().filter(|(rule, _)| concerned(rule));
     let beyond: Vec<Problem> = beyond.map(|(rule, what)| needs_server(rule, None, &what)).collect();

@@ -40,6 +40,8 @@ pub enum Form {
     Side,
     /// Target path: source path.
     Match,
+    /// Target path: source path, or `{ $dateTrunc: … }` of one.
+    MatchWithBuckets,
     /// Target path: aggregation expression.
     Set,
     /// Target path: `{ $accumulator: expression }`, or an expression over variables.
@@ -387,6 +389,12 @@ const MATCH: Key = must(
     Form::Match,
     "Target path: source path. `target.x` equals `source.y`; `$[]` stands for the elements of an array.",
 );
+const MATCH_WITH_BUCKETS: Key = must(
+    "match",
+    Form::MatchWithBuckets,
+    "Target path: source path. `target.x` equals `source.y`; `$[]` stands for the elements of an array. With `create`, the fields of the target's `_id`, in their order; \
+     `{ $dateTrunc: { date: $at, unit: day } }` is the interval that a date of the source falls into.",
+);
 const SORT: Key = key(
     "sort",
     Form::Sort,
@@ -419,6 +427,17 @@ const ON_EMPTY: Key = key(
     Form::Choice(&[("value", "[], 0 or null, by the kind of result"), ("unset", "the fields are removed")]),
     "value",
     "The value of a target without a source, or in `collect` without an element.",
+);
+
+const ON_EMPTY_OF_AGGREGATE: Key = key(
+    "on_empty",
+    Form::Choice(&[
+        ("value", "[], 0 or null, by the kind of result"),
+        ("unset", "the fields are removed"),
+        ("keep", "with `create`: as `value`, and the document is never deleted"),
+    ]),
+    "value",
+    "The value of a target without a source. With `create`, such a document is deleted, and these are its values where it holds fields of others.",
 );
 
 /// The keys of `copy`.
@@ -497,7 +516,7 @@ pub const COLLECT: &[Key] = &[
 pub const AGGREGATE: &[Key] = &[
     SOURCE,
     TARGET,
-    MATCH,
+    MATCH_WITH_BUCKETS,
     key(
         "let",
         Form::Variables,
@@ -537,7 +556,7 @@ pub const AGGREGATE: &[Key] = &[
         "The order in which accumulators read the sources, ties by _id ascending. With `by`, the order of the groups by their own fields, ties by the fields of `by`.",
     ),
     key("slice", Form::Slice, "", "With `by`, as in `$push`: the first N groups, or the last N when negative."),
-    ON_EMPTY,
+    ON_EMPTY_OF_AGGREGATE,
     KEY_TYPE,
     RECURSIVE,
     MAX_DEPTH,
@@ -551,6 +570,47 @@ pub const SIDE: &[Key] = &[
         Form::Filter,
         "",
         "A query document that a document must match to take part. In a source's, an `$expr` at the top may use `$$target.path` and `$$targetElement.path`, and `$$element` in a source's array.",
+    ),
+    key(
+        "create",
+        Form::Flag,
+        "false",
+        "In the target of an `aggregate`: a key that has sources gets a document, whose `_id` comes from `match`, and loses it with its last source.",
+    ),
+];
+
+/// The keys of `$dateTrunc` in `match`.
+pub const DATE_TRUNC: &[Key] = &[
+    must("date", Form::Expression, "The path of a date in the source, with its `$`: $at."),
+    must(
+        "unit",
+        Form::Choice(&[
+            ("second", "a second"),
+            ("minute", "a minute"),
+            ("hour", "an hour"),
+            ("day", "a day"),
+            ("week", "a week"),
+            ("month", "a month"),
+            ("quarter", "a quarter of a year"),
+            ("year", "a year"),
+        ]),
+        "The length of an interval.",
+    ),
+    key("binSize", Form::Count, "1", "The number of units in an interval."),
+    key("timezone", Form::Text, "UTC", "The time zone of days and longer units: Europe/Paris, or +02:00."),
+    key(
+        "startOfWeek",
+        Form::Choice(&[
+            ("monday", "Monday"),
+            ("tuesday", "Tuesday"),
+            ("wednesday", "Wednesday"),
+            ("thursday", "Thursday"),
+            ("friday", "Friday"),
+            ("saturday", "Saturday"),
+            ("sunday", "Sunday"),
+        ]),
+        "sunday",
+        "The first day of a week.",
     ),
 ];
 

@@ -16,7 +16,8 @@ use super::{
 
 const KINDS: [&str; 3] = ["copy", "collect", "aggregate"];
 
-const MATCH_HINT: &str = "`match` says which key of the target equals which key of the source: match: { part_id: _id }";
+pub(super) const MATCH_HINT: &str =
+    "`match` says which key of the target equals which key of the source: match: { part_id: _id }";
 
 /// A hint with the correct place of a misplaced key of a rule.
 fn belongs(key: &str) -> Option<String> {
@@ -193,7 +194,7 @@ impl Reader {
         let fields = self.fields(field, &keys::names(keys::AGGREGATE), belongs)?;
         let source = self.side(&fields, "source");
         let target = self.side(&fields, "target");
-        let on = self.matches(&fields);
+        let keyed = self.matches_with_buckets(&fields);
         let variables = fields.get("let").and_then(|field| self.variables(&field)).unwrap_or_default();
         let by = fields.get("by").and_then(|field| self.filled(&field, "write by: { emoji: $emoji }"));
         let by = by.unwrap_or_default().into_iter().map(|(name, entry)| (name, self.value(&entry))).collect();
@@ -209,10 +210,12 @@ impl Reader {
         let on_empty = self.on_empty(&fields);
         let key_type = self.key_type(&fields);
         let tree = self.tree(&fields);
+        let (on, buckets) = keyed?;
         Some(Aggregate {
             source: source?,
             target: target?,
-            on: on?,
+            on,
+            buckets,
             variables,
             by,
             into,
@@ -266,7 +269,7 @@ impl Reader {
     fn side(&mut self, fields: &Fields<'_>, key: &str) -> Option<Side> {
         let field = self.required(fields, key, "write the collection's name, or { collection, where }")?;
         if let Value::String(_) = field.node.value {
-            return Some(Side { collection: self.text(&field)?, filter: None });
+            return Some(Side { collection: self.text(&field)?, filter: None, create: false });
         }
         let Value::Mapping(_) = field.node.value else {
             let message =
@@ -278,7 +281,8 @@ impl Reader {
         let collection =
             self.required(&fields, "collection", "write { collection: …, where: … }").and_then(|f| self.text(&f));
         let filter = fields.get("where").and_then(|field| self.filter(&field));
-        Some(Side { collection: collection?, filter })
+        let create = fields.get("create").and_then(|field| self.flag(&field));
+        Some(Side { collection: collection?, filter, create: create.unwrap_or_default() })
     }
 
     fn filter(&mut self, field: &Field<'_>) -> Option<Document> {
@@ -294,7 +298,7 @@ impl Reader {
         Some(entries.into_iter().filter_map(|(key, entry)| Some((key, self.source_path(&entry)?))).collect())
     }
 
-    fn source_path(&mut self, field: &Field<'_>) -> Option<String> {
+    pub(super) fn source_path(&mut self, field: &Field<'_>) -> Option<String> {
         if let Value::String(_) = field.node.value {
             return self.text(field);
         }
@@ -335,7 +339,7 @@ impl Reader {
     }
 
     /// Reads the entries of a mapping that must not be empty.
-    fn filled<'a>(&mut self, field: &Field<'a>, hint: &str) -> Option<Vec<(String, Field<'a>)>> {
+    pub(super) fn filled<'a>(&mut self, field: &Field<'a>, hint: &str) -> Option<Vec<(String, Field<'a>)>> {
         let entries = self.entries(field)?;
         if entries.is_empty() {
             self.mistake(Mistake::new(field.at.clone(), "the mapping is empty").hint(hint));
@@ -390,10 +394,8 @@ impl Reader {
     }
 
     fn on_empty(&mut self, fields: &Fields<'_>) -> OnEmpty {
-        let field = fields.get("on_empty");
-        field
-            .and_then(|field| self.choice(&field, &[("value", OnEmpty::Value), ("unset", OnEmpty::Unset)]))
-            .unwrap_or_default()
+        let words = [("value", OnEmpty::Value), ("unset", OnEmpty::Unset), ("keep", OnEmpty::Keep)];
+        fields.get("on_empty").and_then(|field| self.choice(&field, &words)).unwrap_or_default()
     }
 
     fn key_type(&mut self, fields: &Fields<'_>) -> Option<KeyType> {

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::keys::{Form, Key, ROOT, SIDE};
+use super::keys::{DATE_TRUNC, Form, Key, ROOT, SIDE};
 
 /// The URI of the schema's draft.
 const DRAFT: &str = "http://json-schema.org/draft-07/schema#";
@@ -84,6 +84,14 @@ fn form(form: &Form) -> Value {
         }
         Form::Side => json!({"anyOf": [{"type": "string", "minLength": 1}, mapping(SIDE, &[])]}),
         Form::Match => paths(json!({"type": "string", "minLength": 1})),
+        Form::MatchWithBuckets => {
+            let path = json!({"type": "string", "minLength": 1});
+            let bucket = json!({
+                "type": "object", "properties": {"$dateTrunc": mapping(DATE_TRUNC, &[])}, "required": ["$dateTrunc"],
+                "additionalProperties": false,
+            });
+            paths(json!({"anyOf": [path, bucket]}))
+        }
         Form::Set => paths(json!({})),
         Form::Accumulators => paths(
             json!({"anyOf": [{"type": "object", "minProperties": 1}, {"type": "string", "pattern": "^\\$\\$[a-z]"}]}),
@@ -115,6 +123,10 @@ pub fn reference() -> String {
     }
     out.push_str("\n## `source` and `target`\n\nA collection's name, or a mapping:\n\n");
     table(&mut out, SIDE);
+    out.push_str(
+        "\n## `$dateTrunc` in `match`\n\nWith `create: true`, an entry of `match` may be an interval of time:\n\n",
+    );
+    table(&mut out, DATE_TRUNC);
     out
 }
 
@@ -162,6 +174,7 @@ fn value(form: &Form) -> &'static str {
         Form::Choice(_) => "one of",
         Form::Side => "collection, or a mapping",
         Form::Match => "target path: source path",
+        Form::MatchWithBuckets => "target path: source path, or an interval",
         Form::Set => "target path: expression",
         Form::Accumulators => "target path: accumulator",
         Form::Variables => "name: accumulator",

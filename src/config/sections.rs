@@ -324,6 +324,8 @@ pub struct Side {
     pub collection: String,
     /// A query that selects the documents of this side (`where`).
     pub filter: Option<Document>,
+    /// True for a target whose documents the rule inserts and deletes (`create`).
+    pub create: bool,
 }
 
 /// `copy`: a rule that copies the values of one source document.
@@ -391,6 +393,9 @@ pub struct Aggregate {
     pub target: Side,
     /// `(target path, source path)` pairs, in order (`match`).
     pub on: Vec<(String, String)>,
+    /// `(target path, arguments of $dateTrunc without date)` pairs: entries of `match` by the interval that a date of the
+    /// source falls into.
+    pub buckets: Vec<(String, Document)>,
     /// `(name, { $accumulator: expression })` pairs, in order: variables for the expressions of `set` (`let`).
     pub variables: Vec<(String, Bson)>,
     /// `(name, expression)` pairs, in order: source documents with equal values form a group of their own (`by`).
@@ -463,6 +468,8 @@ pub enum OnEmpty {
     Value,
     /// Owned paths are unset.
     Unset,
+    /// With `create`: as `value`, and the document is never deleted.
+    Keep,
 }
 
 /// `key_type`: the type that the target's value is converted to before matching.

@@ -9,7 +9,7 @@ use crate::{
     evaluate::{self, Collections, EvalError},
     key::Key,
     plan::{
-        Rule,
+        Plan, Rule,
         reference::Role,
         tree::{Place, Tree},
     },
@@ -24,7 +24,12 @@ fn id(document: &Document) -> Bson {
 
 /// Applies a recursive rule to the documents of its collection, each after those that it reads. Adds the documents that
 /// cannot be computed; of a circle, one.
-pub(super) fn run(rule: &Rule, tree: Tree, collections: &mut Collections, obstacles: &mut Vec<Obstacle>) -> Result<()> {
+pub(super) fn run(
+    (plan, rule): (&Plan, &Rule),
+    tree: Tree,
+    collections: &mut Collections,
+    obstacles: &mut Vec<Obstacle>,
+) -> Result<()> {
     let name = rule.target.namespace.to_string();
     let documents = collections.get(&name).cloned().unwrap_or_default();
     let mut object = |document: &Document, error: EvalError| {
@@ -67,7 +72,7 @@ pub(super) fn run(rule: &Rule, tree: Tree, collections: &mut Collections, obstac
     }
     for (_, nth) in levels {
         let Some(document) = collections.get(&name).and_then(|documents| documents.get(nth)).cloned() else { continue };
-        match apply(rule, collections, document.clone()) {
+        match apply(plan, rule, collections, document.clone()) {
             Ok(Some(written)) => {
                 if let Some(place) = collections.get_mut(&name).and_then(|documents| documents.get_mut(nth)) {
                     *place = written;

@@ -129,3 +129,131 @@ pub(super) fn to_string(args: &Args<'_>) -> Result<Value> {
         value => Ok(Some(Bson::String(format(moment(args, value.as_ref())?, &pattern)?))),
     }
 }
+
+/// The days since 1970 of a month's first day; months are counted from January of the year 0.
+fn days_of_month(months: i64) -> i64 {
+    let (year, month) = (months.div_euclid(12), months.rem_euclid(12) + 1);
+    // As in `parts`, years begin in March.
+    let year = if month <= 2 { year - 1 } else { year };
+    let (era, year_of_era) = (year.div_euclid(400), year.rem_euclid(400));
+    let day_of_year = (153 * ((month + 9) % 12) + 2) / 5;
+    era * 146_097 + year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + day_of_year - 719_468
+}
+
+/// A unit of time: so many milliseconds, or so many months.
+enum Unit {
+    Millis(i64),
+    Months(i64),
+}
+
+/// The unit of an operator's arguments; its time zone is UTC, or the server's matter.
+fn unit(args: &Args<'_>, doc: &bson::Document) -> Result<Option<Unit>> {
+    match args.of(doc, "timezone")? {
+        None => {}
+        Some(Bson::String(zone)) if ["UTC", "GMT"].contains(&zone.as_str()) => {}
+        Some(_) => return needs_server(format!("`{}` in a time zone", args.name)),
+    }
+    let unit = match args.of(doc, "unit")? {
+        value if is_nullish(value.as_ref()) => return Ok(None),
+        Some(Bson::String(unit)) => unit,
+        value => return args.wrong("a string as `unit`", value.as_ref()),
+    };
+    Ok(Some(match unit.as_str() {
+        "millisecond" => Unit::Millis(1),
+        "second" => Unit::Millis(1000),
+        "minute" => Unit::Millis(60_000),
+        "hour" => Unit::Millis(3_600_000),
+        "day" => Unit::Millis(DAY),
+        "week" => Unit::Millis(7 * DAY),
+        "month" => Unit::Months(1),
+        "quarter" => Unit::Months(3),
+        "year" => Unit::Months(12),
+        _ => return refused(format!("`{}` does not know this unit", args.name)),
+    }))
+}
+
+/// A whole number among an operator's arguments.
+fn whole(args: &Args<'_>, value: Option<&Bson>, name: &str) -> Result<i64> {
+    let number = value.filter(|value| !matches!(value, Bson::Boolean(_))).and_then(crate::key::whole_number);
+    match number.and_then(|number| i64::try_from(number).ok()) {
+        Some(number) => Ok(number),
+        None => args.wrong(&format!("an integer as `{name}`"), value),
+    }
+}
+
+pub(super) fn truncate(args: &Args<'_>) -> Result<Value> {
+    const DAYS: [&str; 7] = ["thu", "fri", "sat", "sun", "mon", "tue", "wed"];
+    let doc = args.named(&["date", "unit", "binSize", "timezone", "startOfWeek"])?;
+    args.required(doc, "date")?;
+    args.required(doc, "unit")?;
+    let (date, size) = (args.of(doc, "date")?, args.of(doc, "binSize")?);
+    let unit = unit(args, doc)?;
+    let missing_size = doc.contains_key("binSize") && is_nullish(size.as_ref());
+    let Some(unit) = unit.filter(|_| !is_nullish(date.as_ref()) && !missing_size) else {
+        return Ok(Some(Bson::Null));
+    };
+    let size = if size.is_none() { 1 } else { whole(args, size.as_ref(), "binSize")? };
+    if size < 1 {
+        return refused("`$dateTrunc` needs a `binSize` of at least 1");
+    }
+    let millis = moment(args, date.as_ref())?;
+    // Intervals are counted from the year 2000.
+    let (epoch, months) = (days_of_month(24_000) * DAY, 24_000);
+    let start = match unit {
+        Unit::Millis(length) if length == 7 * DAY => {
+            let first = match args.of(doc, "startOfWeek")? {
+                None => "sun".to_owned(),
+                Some(Bson::String(day)) => day.to_lowercase().chars().take(3).collect(),
+                value => return args.wrong("a string as `startOfWeek`", value.as_ref()),
+            };
+            if size > 1 {
+                return needs_server("`$dateTrunc` of several weeks");
+            }
+            let Some(first) = DAYS.iter().position(|day| **day == *first) else {
+                return refused("`$dateTrunc` does not know this day");
+            };
+            let first = i64::try_from(first).unwrap_or_default() * DAY;
+            millis - (millis - first).rem_euclid(7 * DAY)
+        }
+        Unit::Millis(length) => match length.checked_mul(size) {
+            Some(length) => millis - (millis - epoch).rem_euclid(length),
+            None => return needs_server("`$dateTrunc` with a large `binSize`"),
+        },
+        Unit::Months(length) => {
+            let Parts { year, month, .. } = parts(millis);
+            let Some(length) = length.checked_mul(size) else {
+                return needs_server("`$dateTrunc` with a large `binSize`");
+            };
+            let month = year * 12 + month - 1;
+            days_of_month(month - (month - months).rem_euclid(length)) * DAY
+        }
+    };
+    Ok(Some(Bson::DateTime(bson::DateTime::from_millis(start))))
+}
+
+pub(super) fn add(args: &Args<'_>) -> Result<Value> {
+    let doc = args.named(&["startDate", "unit", "amount", "timezone"])?;
+    for name in ["startDate", "unit", "amount"] {
+        args.required(doc, name)?;
+    }
+    let (date, amount) = (args.of(doc, "startDate")?, args.of(doc, "amount")?);
+    let unit = unit(args, doc)?;
+    let Some(unit) = unit.filter(|_| !is_nullish(date.as_ref()) && !is_nullish(amount.as_ref())) else {
+        return Ok(Some(Bson::Null));
+    };
+    let (millis, amount) = (moment(args, date.as_ref())?, whole(args, amount.as_ref(), "amount")?);
+    let sum = match unit {
+        Unit::Millis(length) => amount.checked_mul(length).and_then(|length| millis.checked_add(length)),
+        Unit::Months(length) => amount.checked_mul(length).filter(|months| months.abs() < 1_000_000).map(|months| {
+            let Parts { year, month, day, millis, .. } = parts(millis);
+            let month = year * 12 + month - 1 + months;
+            let (first, next) = (days_of_month(month), days_of_month(month + 1));
+            // The last day of a shorter month.
+            (first + day - 1).min(next - 1) * DAY + millis
+        }),
+    };
+    match sum {
+        Some(sum) => Ok(Some(Bson::DateTime(bson::DateTime::from_millis(sum)))),
+        None => refused("`$dateAdd` exceeds the range of dates"),
+    }
+}

@@ -70,6 +70,9 @@ pub struct Figures {
     pub removes: u64,
     /// Documents that would be deleted, and elements that would be pulled.
     pub deletes: u64,
+    /// Documents that would be inserted; None for a rule that inserts none, and where they cannot be counted in time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub inserts: Option<u64>,
     /// Values that exist now.
     pub values: u64,
     /// Values on paths that the rule did not own before, and the effect on them.
@@ -301,6 +304,7 @@ pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, 
         }
     }
     counting.references().await?;
+    counting.out.figures.inserts = super::created::inserts(context, rule).await?;
     Ok(counting.out)
 }
 
@@ -501,7 +505,8 @@ impl Counting<'_> {
     async fn references(&mut self) -> Result<()> {
         let (role, other) =
             if source_holds(self.rule) { (Role::Source, Role::Target) } else { (Role::Target, Role::Source) };
-        if self.at_once || self.begun.elapsed() > BUDGET {
+        // A reference that does not resolve gets its document.
+        if self.rule.creates.is_some() || self.at_once || self.begun.elapsed() > BUDGET {
             return Ok(());
         }
         let fields = vec![doc! {"$project": self.rule.reference.projection(role)}];

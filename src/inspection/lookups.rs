@@ -1,12 +1,12 @@
 //! The lookups that a rule makes all the time, and the index that the server would use for each.
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, DateTime, Document, doc};
 use serde::Serialize;
 
 use crate::{
     error::{Kind, Result},
     key::Key,
-    plan::Rule,
+    plan::{Pair, Rule},
     reconcile::{Context, read},
 };
 
@@ -28,7 +28,11 @@ pub struct Lookup {
 
 /// The lookups of a rule, explained with a key that occurs, or else with an invented one.
 pub(super) async fn lookups(context: &Context, rule: &Rule, key: Option<Key>) -> Result<Vec<Lookup>> {
-    let key = key.unwrap_or_else(|| Key::new(vec![Bson::String("x".to_owned()); rule.reference.pairs.len()]));
+    let invented = |pair: &Pair| match pair.bucket {
+        Some(_) => Bson::DateTime(DateTime::from_millis(0)),
+        None => Bson::String("x".to_owned()),
+    };
+    let key = key.unwrap_or_else(|| Key::new(rule.reference.pairs.iter().map(invented).collect()));
     let keys = [&key];
     let mut sources = read::source_ids(rule, &keys, 1);
     sources.remove("sort");

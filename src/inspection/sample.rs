@@ -133,7 +133,9 @@ impl Drawn {
     /// Draws this number of targets, and some sources.
     pub(super) async fn draw(context: &Context, rule: &Rule, size: u32) -> Result<Self> {
         let mut fields = projection(rule);
-        fields.insert(SIZE, 1);
+        if rule.creates.is_none() {
+            fields.insert(SIZE, 1);
+        }
         let set = doc! {"$set": {SIZE: {"$bsonSize": "$$ROOT"}}};
         let targets = sampled(context, rule, Role::Target, size.into(), vec![set, doc! {"$project": fields}]).await?;
         let sources = vec![doc! {"$project": rule.reference.projection(Role::Source)}];
@@ -141,7 +143,12 @@ impl Drawn {
         let keys = |role: Role, documents: &[Document]| {
             documents.iter().map(|document| keys(rule, role, document).collect()).collect()
         };
-        Ok(Self { by_target: keys(Role::Target, &targets), by_source: keys(Role::Source, &sources), targets })
+        let mut by_source: Vec<Vec<Key>> = keys(Role::Source, &sources);
+        if rule.reference.has_buckets() {
+            let dates: Vec<&Key> = by_source.iter().flatten().collect();
+            by_source = context.bucket_keys(rule, &dates).await?.into_iter().map(|key| vec![key]).collect();
+        }
+        Ok(Self { by_target: keys(Role::Target, &targets), by_source, targets })
     }
 
     /// The keys that refer to the other side, and the role of that side.
@@ -173,6 +180,11 @@ impl Drawn {
         match &compared {
             Some(compared) => changes(&mut sample, &self.targets, compared)?,
             None => sample.not_estimated.push("changes"),
+        }
+        // Each source has its document, and a document any number of sources.
+        if rule.creates.is_some() {
+            sample.refused = refused(context, rule, compared.as_deref().unwrap_or_default()).await?;
+            return Ok(sample);
         }
         let some_targets = &self.by_target[..self.by_target.len().min(100)];
         let (held, other) = self.held(rule);

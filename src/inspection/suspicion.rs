@@ -81,7 +81,9 @@ fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
     let at = Places::of(rule);
     let mut found = quotes(rule, &at);
     found.extend(existence(&rule.source.namespace, source, at.source()));
-    found.extend(existence(&rule.target.namespace, target, at.target()));
+    if rule.creates.is_none() {
+        found.extend(existence(&rule.target.namespace, target, at.target()));
+    }
     let reversed = reversed(rule, source, target, &at);
     if reversed.is_empty() {
         found.extend(arrays(rule, source, target, &at));

@@ -34,6 +34,8 @@ const CLOCK_AGE: Duration = Duration::from_secs(5);
 const HELLO: Duration = Duration::from_secs(15);
 /// Error code of `$range` for a step of zero, which [`in_time`] produces after the deadline.
 const TOO_LATE: i32 = 34449;
+/// Error code of a value that a unique index has already.
+const DUPLICATE_KEY: i32 = 11000;
 /// A command document may be slightly larger than 16 MiB; statements are split well below that.
 const COMMAND_BYTES: usize = 8 << 20;
 /// Room for the fields that the driver adds to a command.
@@ -576,7 +578,7 @@ fn take_reply(reply: &Document, offset: usize, before: usize, written: &mut Writ
         _ => 0,
     };
     written.matched += count("n");
-    written.modified += count("nModified");
+    written.modified += count("nModified") + reply.get_array("upserted").map_or(0, |inserted| inserted.len() as u64);
     if let Ok(errors) = reply.get_array("writeErrors") {
         for error in errors.iter().filter_map(Bson::as_document) {
             let index = error.get_i32("index").ok().and_then(|i| usize::try_from(i).ok()).unwrap_or_default();
@@ -584,7 +586,10 @@ fn take_reply(reply: &Document, offset: usize, before: usize, written: &mut Writ
             if code == TOO_LATE {
                 return Err(too_late());
             }
-            let kind = kind_of_code(code);
+            // Two insertions of one document met: the next attempt finds it.
+            let met =
+                code == DUPLICATE_KEY && error.get_document("keyPattern").is_ok_and(|keys| keys.contains_key("_id"));
+            let kind = if met { Kind::Unavailable } else { kind_of_code(code) };
             let name = error.get_str("codeName").unwrap_or_default();
             let error = Error { code: Some(code), ..Error::new(kind, named(code, name)) };
             // An error of the first statement, which changes nothing, applies to the whole command.

@@ -150,7 +150,7 @@ impl Schedule {
             }
             // The guard compares the parts of a target that the partition owns.
             (Task::Guard, Keyed::Value)
-            | (Task::LocateSource | Task::LocateTarget | Task::Parents | Task::Holders, _) => true,
+            | (Task::LocateSource | Task::LocateTarget | Task::Parents | Task::Holders | Task::Bucket, _) => true,
         }
     }
 

@@ -9,6 +9,8 @@ use crate::{
     config::{self, Config, ConfigPath, GroupForm, KeyType, Mistake, OnEmpty, OnMissing, Pattern},
     field_path::FieldPath,
     plan::{
+        bucket::Bucket,
+        create::{self, Creates},
         expression::{self, Found, OfTarget, Reads, Refusal, Variables},
         graph,
         reference::{self, Pair, Reference, Role},
@@ -37,6 +39,10 @@ pub fn compile(config: &Config, default_database: Option<&str>) -> Result<Plan, 
     if !mistakes.is_empty() {
         return Err(mistakes);
     }
+    let mistakes = create::complete(&mut rules);
+    if !mistakes.is_empty() {
+        return Err(mistakes);
+    }
     let (order, feeds) = graph::order(&mut rules)?;
     Ok(Plan { name: config.name.clone(), rules, order, feeds })
 }
@@ -59,6 +65,10 @@ struct Common<'a> {
     sort: &'a [(String, i32)],
     key_type: Option<config::KeyType>,
     tree: Option<Tree>,
+    /// Entries of `on` that are intervals of time.
+    buckets: &'a [(String, Document)],
+    /// True for `on_empty: keep`.
+    keeps: bool,
 }
 
 impl Compiler<'_> {
@@ -72,6 +82,8 @@ impl Compiler<'_> {
                 sort: &c.sort,
                 key_type: c.key_type,
                 tree: c.tree.map(|max_depth| Tree { parent: Role::Target, max_depth }),
+                buckets: &[],
+                keeps: false,
             },
             Pattern::Collect(c) => Common {
                 kind: "collect",
@@ -81,6 +93,8 @@ impl Compiler<'_> {
                 sort: &c.sort,
                 key_type: c.key_type,
                 tree: None,
+                buckets: &[],
+                keeps: c.on_empty == OnEmpty::Keep,
             },
             Pattern::Aggregate(c) => Common {
                 kind: "aggregate",
@@ -91,9 +105,12 @@ impl Compiler<'_> {
                 sort: if c.by.is_empty() { &c.sort } else { &[] },
                 key_type: c.key_type,
                 tree: c.tree.map(|max_depth| Tree { parent: Role::Source, max_depth }),
+                buckets: &c.buckets,
+                keeps: c.on_empty == OnEmpty::Keep,
             },
         };
         let at = self.at.key(common.kind);
+        self.created(&at, &common);
         let source = self.side(&at.key("source"), common.source);
         let target = self.side(&at.key("target"), common.target);
         let reference = self.reference(&at, &common, source.as_ref(), target.as_ref());
@@ -123,6 +140,11 @@ impl Compiler<'_> {
         let of_target = std::mem::take(&mut self.of_target);
         // The documents of a tree are reconciled one by one.
         let of_target = Some(of_target).filter(|of_target| !of_target.is_empty() || common.tree.is_some());
+        if common.target.create && of_target.is_some() {
+            let message = "the rule creates its targets, and their values cannot be computed from them";
+            self.mistake(at.clone(), message, "leave `$$target` out, or leave `create` out");
+            return None;
+        }
         if let Some(of_target) = &of_target {
             keyed = Keyed::Target;
             of_target.all().for_each(|path| target_reads.add(path.clone()));
@@ -146,6 +168,7 @@ impl Compiler<'_> {
             Pattern::Copy(copy) => copy.on_missing,
             _ => OnMissing::Unset,
         };
+        let creates = Creates { keeps: values.keeps_when_empty(), ..Creates::default() };
         let mut compiled = Rule {
             id,
             name: rule.name.clone(),
@@ -160,6 +183,7 @@ impl Compiler<'_> {
             of_target,
             tree: common.tree,
             on_missing,
+            creates: common.target.create.then_some(creates),
             source_reads,
             target_reads,
             backfill: rule.backfill,
@@ -183,6 +207,45 @@ impl Compiler<'_> {
         let hint: String = hint.into();
         let mistake = Mistake::new(at, message);
         self.mistakes.push(if hint.is_empty() { mistake } else { mistake.hint(hint) });
+    }
+
+    /// Refuses combinations of `create` and of intervals without a meaning.
+    fn created(&mut self, at: &ConfigPath, common: &Common<'_>) {
+        let here = at.key("target").key("create");
+        if common.source.create {
+            let message = "a rule creates its targets, never its sources";
+            self.mistake(at.key("source").key("create"), message, "write `create: true` in `target`");
+        }
+        let on_empty = at.key("on_empty");
+        if !common.target.create {
+            if let Some((path, _)) = common.buckets.first() {
+                let hint = "write target: { collection: …, create: true }";
+                let message = "an interval of time needs `create: true`: it is a part of the `_id` of a document";
+                self.mistake(at.key("match").key(path), message, hint);
+            }
+            if common.keeps {
+                let message = "`on_empty: keep` needs `create: true`: no other rule deletes a target";
+                self.mistake(on_empty, message, "use value or unset");
+            }
+            return;
+        }
+        if common.kind != "aggregate" {
+            let hint = "an aggregate has one document for each key: aggregate: { …, set: { n: { $sum: 1 } } }";
+            self.mistake(here, format!("`create` belongs to `aggregate`, not to `{}`", common.kind), hint);
+            return;
+        }
+        if common.target.filter.is_some() {
+            let message = "`where` cannot choose among documents that the rule creates";
+            self.mistake(at.key("target").key("where"), message, "filter the sources: source: { collection, where }");
+        }
+        if common.key_type.is_some() {
+            let message = "`key_type` converts the target's values, and here they come from the source";
+            self.mistake(at.key("key_type"), message, "leave it out: the `_id` has the type of the source's value");
+        }
+        if common.source.collection == common.target.collection {
+            let message = "the rule would create documents in its own source collection";
+            self.mistake(here, message, "create them in another collection");
+        }
     }
 
     fn side(&mut self, at: &ConfigPath, side: &config::Side) -> Option<Side> {
@@ -266,10 +329,19 @@ impl Compiler<'_> {
             let target = self.path(&here, target, "match");
             let source = self.path(&here, source, "match");
             if let (Some(target), Some(source)) = (target, source) {
-                pairs.push(Pair { target, source });
+                let text = target.to_string();
+                let arguments = common.buckets.iter().find(|(path, _)| *path == text).map(|(_, arguments)| arguments);
+                let bucket = arguments.map(|arguments| Bucket { arguments: arguments.clone() });
+                pairs.push(Pair { target, source, bucket });
             }
         }
         if pairs.len() < common.on.len() || pairs.is_empty() {
+            return None;
+        }
+        if common.target.create
+            && let Some((entry, message, hint)) = create::mistake_in_match(&pairs)
+        {
+            self.mistake(at.key(&entry), message, hint);
             return None;
         }
         let target_each = self.each(&at, pairs.iter().map(|p| &p.target))?;
@@ -286,6 +358,7 @@ impl Compiler<'_> {
             key_type: common.key_type,
             source_name: name(source?),
             target_name: name(target?),
+            creates: common.target.create,
         })
     }
 
@@ -736,10 +809,19 @@ fn definition(rule: &Rule) -> Document {
     let set = |assignments: &[Assignment]| {
         assignments.iter().map(|a| (a.path.to_string(), a.expression.clone())).collect::<Document>()
     };
+    let entry = |pair: &Pair| {
+        let mut entry = doc! {"target": pair.target.to_string(), "source": pair.source.to_string()};
+        entry.extend(pair.bucket.iter().map(|bucket| ("bucket".to_owned(), bucket.arguments.clone().into())));
+        entry
+    };
     let sorted = |sort: &[(String, i32)]| {
         sort.iter().map(|(path, direction)| doc! {"path": path, "direction": *direction}).collect::<Vec<_>>()
     };
-    let empty = |on_empty: OnEmpty| if on_empty == OnEmpty::Unset { "unset" } else { "value" };
+    let empty = |on_empty: OnEmpty| match on_empty {
+        OnEmpty::Value => "value",
+        OnEmpty::Unset => "unset",
+        OnEmpty::Keep => "keep",
+    };
     let values = match &rule.values {
         Values::Set { assignments, once, otherwise } => {
             let mut values = doc! {"set": literal(set(assignments)), "once": *once};
@@ -766,12 +848,15 @@ fn definition(rule: &Rule) -> Document {
     let mut definition = doc! {
         "source": side(&rule.source),
         "target": side(&rule.target),
-        "match": rule.reference.pairs.iter().map(|p| doc! {"target": p.target.to_string(), "source": p.source.to_string()}).collect::<Vec<_>>(),
+        "match": rule.reference.pairs.iter().map(entry).collect::<Vec<_>>(),
         "key_type": rule.reference.key_type.map(KeyType::stored),
         "sort": sorted(&rule.sort),
         "on_missing": rule.on_missing.stored(),
         "values": values,
     };
+    if rule.creates.is_some() {
+        definition.insert("create", true);
+    }
     // Rules of 0.1 counted a source once that lists one key several times.
     if rule.gathers() && rule.reference.source_each.is_some() {
         definition.insert("rows", "elements");

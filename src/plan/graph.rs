@@ -68,9 +68,18 @@ fn feeding(rules: &[Arc<Rule>], mut counts: impl FnMut(usize, usize) -> bool) ->
 
 /// The path through which `from` feeds `to`: owned by the first and read by the second.
 fn fed_path<'a>(from: &'a Rule, to: &Rule) -> Option<&'a FieldPath> {
-    from.owned()
+    written(from, to)
         .into_iter()
         .find(|owned| [Role::Source, Role::Target].into_iter().any(|role| feeds(from, to, role, owned)))
+}
+
+/// The paths that a rule writes; that of a document's `_id` if it creates documents for a rule that does not.
+fn written<'a>(from: &'a Rule, to: &Rule) -> Vec<&'a FieldPath> {
+    let mut paths = from.owned();
+    if from.creates.is_some() && to.creates.as_ref().is_none_or(|_| to.target.namespace != from.target.namespace) {
+        paths.extend(from.reference.paths(Role::Target));
+    }
+    paths
 }
 
 /// True if `to` reads the path on this side, in the collection that `from` writes.
@@ -94,7 +103,7 @@ fn exclusions(rules: &[Arc<Rule>], from: usize, to: usize) -> Option<Vec<Exclusi
     let (writer, reader) = (&rules[from], &rules[to]);
     let mut out = Vec::new();
     for role in [Role::Source, Role::Target] {
-        if !writer.owned().into_iter().any(|owned| feeds(writer, reader, role, owned)) {
+        if !written(writer, reader).into_iter().any(|owned| feeds(writer, reader, role, owned)) {
             continue;
         }
         // A rule reads and writes the same targets.

@@ -47,8 +47,11 @@ pub fn needed(plan: &Plan, state: &str) -> Vec<Privilege> {
         need(database, collection, &["find", "listIndexes"], purpose());
         if !rule.shadow {
             need(database, collection, &["update"], purpose());
-            if rule.on_missing == OnMissing::Delete {
+            if rule.on_missing == OnMissing::Delete || rule.creates.as_ref().is_some_and(|creates| !creates.keeps) {
                 need(database, collection, &["remove"], purpose());
+            }
+            if rule.creates.is_some() {
+                need(database, collection, &["insert"], purpose());
             }
         }
     }

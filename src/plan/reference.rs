@@ -6,7 +6,7 @@ use crate::{
     config::KeyType,
     field_path::{FieldPath, Segment, touches},
     key::{Key, whole_number},
-    plan::expression::Variables,
+    plan::{bucket::Bucket, expression::Variables},
 };
 
 /// One entry of `match`.
@@ -16,6 +16,8 @@ pub struct Pair {
     pub target: FieldPath,
     /// The path in the source.
     pub source: FieldPath,
+    /// The interval of time that stands for a date of the source, for rules that create their targets.
+    pub bucket: Option<Bucket>,
 }
 
 /// The `match` of a rule.
@@ -33,6 +35,8 @@ pub struct Reference {
     pub source_name: (String, String),
     /// Collection and database that a DBRef in the source must name: those of the target.
     pub target_name: (String, String),
+    /// True if the rule creates its targets: the entries are the whole `_id` of a target, in their order.
+    pub creates: bool,
 }
 
 /// Role of a document in a rule.
@@ -48,13 +52,13 @@ impl Reference {
     /// True if the only source path is `_id`: every event then contains the key.
     #[must_use]
     pub fn keyed_by_source_id(&self) -> bool {
-        matches!(self.pairs.as_slice(), [pair] if pair.source.to_string() == "_id")
+        matches!(self.pairs.as_slice(), [pair] if pair.source.to_string() == "_id" && pair.bucket.is_none())
     }
 
-    /// True if the only target path is `_id`.
+    /// True if a key stands for one `_id` of the target.
     #[must_use]
     pub fn keyed_by_target_id(&self) -> bool {
-        matches!(self.pairs.as_slice(), [pair] if pair.target.to_string() == "_id")
+        self.creates || matches!(self.pairs.as_slice(), [pair] if pair.target.to_string() == "_id")
     }
 
     /// The meaning of the variables in the rule's expressions.
@@ -85,6 +89,11 @@ impl Reference {
     #[must_use]
     pub fn projection(&self, role: Role) -> Document {
         let mut out = Document::new();
+        // The form of the whole `_id` counts.
+        if self.creates && role == Role::Target {
+            out.insert("_id", 1);
+            return out;
+        }
         let mut paths: Vec<String> = Vec::new();
         for path in self.paths(role) {
             paths.push(path.query());
@@ -102,6 +111,9 @@ impl Reference {
     /// null, missing, an array in place of a value, or a DBRef to another collection.
     #[must_use]
     pub fn keys(&self, role: Role, doc: &Document) -> Vec<Option<Key>> {
+        if self.creates && role == Role::Target {
+            return vec![doc.get("_id").and_then(|id| self.key_of_id(id))];
+        }
         let Some(each) = self.each(role) else {
             return vec![self.key_at(role, doc, None)];
         };
@@ -148,7 +160,7 @@ impl Reference {
 
     fn key_at(&self, role: Role, doc: &Document, element: Option<(&FieldPath, &Bson)>) -> Option<Key> {
         let mut values = Vec::with_capacity(self.pairs.len());
-        for path in self.paths(role) {
+        for (pair, path) in self.pairs.iter().zip(self.paths(role)) {
             let value = match element {
                 Some((each, element)) if path == each => Some(element),
                 Some((each, element)) if path.below(each).is_some() => match element {
@@ -159,12 +171,38 @@ impl Reference {
             };
             match value? {
                 Bson::Null | Bson::Undefined | Bson::Array(_) => return None,
+                value if role == Role::Source && pair.bucket.is_some() && value.as_datetime().is_none() => return None,
                 value if role == Role::Target => values.push(self.convert(value)),
                 value => values.push(value.clone()),
             }
         }
         // With a `key_type`, every target's value has that type, so a source's value of another type matches no target.
         Some(Key::new(values)).filter(|key| role == Role::Target || self.can_resolve(key))
+    }
+
+    /// True if a source has a value that no key can have, for rules that create their targets: an array, or something
+    /// other than a date where an interval needs one. Null and missing values refer to nothing.
+    #[must_use]
+    pub fn has_unusable_value(&self, source: &Document) -> bool {
+        let unusable = |pair: &Pair, value: &Bson| match value {
+            Bson::Null | Bson::Undefined => false,
+            Bson::Array(_) => true,
+            value => pair.bucket.is_some() && value.as_datetime().is_none(),
+        };
+        self.creates
+            && self.pairs.iter().any(|pair| match &self.source_each {
+                Some(each) if pair.source == *each => {
+                    self.elements(Role::Source, source).into_iter().any(|element| unusable(pair, element))
+                }
+                Some(each) if pair.source.below(each).is_some() => {
+                    let below = pair.source.below(each).unwrap_or_default();
+                    let elements = self.elements(Role::Source, source).into_iter().filter_map(Bson::as_document);
+                    elements
+                        .filter_map(|element| self.value_at(Role::Source, element, below))
+                        .any(|v| unusable(pair, v))
+                }
+                _ => self.value_at(Role::Source, source, pair.source.segments()).is_some_and(|v| unusable(pair, v)),
+            })
     }
 
     /// The value at `path`. Does not look into arrays.
@@ -288,7 +326,11 @@ mod tests {
     fn reference(pairs: &[(&str, &str)]) -> Reference {
         let pairs: Vec<Pair> = pairs
             .iter()
-            .map(|(t, s)| Pair { target: FieldPath::parse(t).unwrap(), source: FieldPath::parse(s).unwrap() })
+            .map(|(t, s)| Pair {
+                target: FieldPath::parse(t).unwrap(),
+                source: FieldPath::parse(s).unwrap(),
+                bucket: None,
+            })
             .collect();
         Reference {
             target_each: pairs.iter().find_map(|p| p.target.array_prefix()),
@@ -297,6 +339,7 @@ mod tests {
             key_type: None,
             source_name: ("parts".to_owned(), "shop".to_owned()),
             target_name: ("products".to_owned(), "shop".to_owned()),
+            creates: false,
         }
     }
 

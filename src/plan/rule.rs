@@ -9,6 +9,7 @@ use crate::{
     config::{BackfillMode, GroupForm, Guard, OnDrift, OnEmpty, OnMissing},
     field_path::FieldPath,
     plan::{
+        create::Creates,
         expression::{OfTarget, Reads},
         reference::Reference,
         tree::Tree,
@@ -231,6 +232,8 @@ pub struct Rule {
     pub tree: Option<Tree>,
     /// Reaction to a reference without a source.
     pub on_missing: OnMissing,
+    /// For a rule that inserts and deletes its targets.
+    pub creates: Option<Creates>,
     /// Source paths that affect the written values.
     pub source_reads: Reads,
     /// Target paths that affect the written values.

@@ -19,7 +19,7 @@ use crate::{
     reconcile::{
         by_target::Referrer,
         context::{Context, Load, ReadsSources},
-        read,
+        create, read,
         value::{Desired, Field, Rows},
     },
     request::Task,
@@ -104,6 +104,11 @@ impl Compared {
 #[must_use]
 pub fn projection(rule: &Rule) -> Document {
     let mut roots = Document::new();
+    // A document that the rule creates is compared as a whole: fields of others decide if it stays.
+    if rule.creates.is_some() {
+        roots.insert(create::ABSENT, 0);
+        return roots;
+    }
     let read = rule.of_target.iter().flat_map(OfTarget::all);
     for path in rule.reference.paths(Role::Target).chain(rule.owned()).chain(read) {
         roots.insert(path.root(), 1);
@@ -301,6 +306,9 @@ pub fn one(
             let desired = rows.desired_of_target(rule, &references, rule.reference.has_array(target))?;
             push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
         }
+        (Keyed::Value, None) if rule.creates.is_some() => {
+            create::compare(rule, rows, target, references.first().and_then(Option::as_ref), &mut fields)?;
+        }
         (Keyed::Value, None) => {
             let desired = rows.desired(rule, &key_of(references.first()))?;
             push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
@@ -323,7 +331,7 @@ pub fn one(
 }
 
 /// Adds the owned paths of one target, or of one element.
-fn push(
+pub(super) fn push(
     rule: &Rule,
     (id, element): (&Bson, Option<usize>),
     desired: &Desired,
@@ -331,10 +339,12 @@ fn push(
     out: &mut Vec<Difference>,
 ) -> Result<()> {
     let fields = match desired {
-        Desired::Fields(fields) => fields.clone(),
+        Desired::Fields(fields) | Desired::Emptied { fields, deletes: false } => fields.clone(),
         Desired::Keep => return Ok(()),
         // The element, or the target, should not exist: reported for each owned path.
-        Desired::Remove | Desired::Delete => vec![Some(RawBson::Undefined); rule.owned().len()],
+        Desired::Remove | Desired::Delete | Desired::Emptied { deletes: true, .. } => {
+            vec![Some(RawBson::Undefined); rule.owned().len()]
+        }
     };
     let once = matches!(rule.values, Values::Set { once: true, .. });
     for (path, expected) in rule.owned().into_iter().zip(fields) {
@@ -460,5 +470,9 @@ async fn by_ids<'a>(
         return Ok(None);
     }
     let targets = rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
-    targets.collect::<Result<_>>().map(Some)
+    let mut targets = targets.collect::<Result<Vec<_>>>()?;
+    if rule.creates.is_some() {
+        targets.extend(create::stand_ins(&targets, ids));
+    }
+    Ok(Some(targets))
 }

@@ -155,6 +155,9 @@ impl Context {
         let mut rows =
             if keys.is_empty() { Rows::within(0) } else { self.rows_of_keys(rule, keys, after, load).await? };
         rows.set_no_input(self.no_input(rule, load.limit).await?);
+        let emptied = keys.iter().copied().filter(|key| rule.creates.is_some() && !rows.answer(key));
+        let held = self.held_by_others(rule, &emptied.collect::<Vec<_>>(), after, load.limit).await?;
+        rows.set_held(held);
         Ok(rows)
     }
 

@@ -13,25 +13,39 @@ use crate::{
     plan::{Rule, reference::Role},
     reconcile::{
         context::Context,
+        create,
         read::{self, id_of},
         run::{End, Item, MANY, Run, newest},
     },
     request::{Request, Scope, Task},
-    route::{target_requests, value_request},
+    route::{source_request, target_requests},
 };
 
 impl Run<'_> {
-    pub(super) async fn locate(&self, role: Role, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+    pub(super) async fn locate(&self, role: Role, items: &mut [Item], follow_ups: &mut Vec<Request>) -> Result<()> {
         let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
-        for row in self.read_within(role, read::by_id(self.rule, role, &ids), newest(items), items.len()).await? {
+        let after = newest(items);
+        let mut unusable = Vec::new();
+        for row in self.read_within(role, read::by_id(self.rule, role, &ids), after, items.len()).await? {
             let doc = Document::try_from(row.as_ref())?;
             match role {
                 Role::Source => {
                     let keys = self.rule.reference.keys(role, &doc).into_iter().flatten();
-                    follow_ups.extend(keys.map(|key| value_request(self.rule, key)));
+                    follow_ups.extend(keys.map(|key| source_request(self.rule, key)));
+                    if self.rule.reference.has_unusable_value(&doc) {
+                        unusable.extend(doc.get("_id").cloned());
+                    }
                 }
                 Role::Target => follow_ups.extend(target_requests(self.rule, &id_of(&row)?, &doc)),
             }
+        }
+        if unusable.is_empty() {
+            return Ok(());
+        }
+        let unusable = self.unusable(&unusable, after).await?;
+        let error = create::unusable(&self.rule.reference);
+        for item in items.iter_mut().filter(|item| unusable.contains(&item.key)) {
+            item.end = Some(self.set_aside(&item.key, None, &error).await);
         }
         Ok(())
     }

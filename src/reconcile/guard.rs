@@ -83,6 +83,7 @@ impl Run<'_> {
         for item in items {
             match (&item.work.scope, self.task) {
                 (Scope::Named(ids), _) => named.extend(ids.iter().filter_map(|id| id.values().first().cloned())),
+                (Scope::All, _) if self.rule.creates.is_some() => named.push(self.rule.reference.id_of(&item.key)),
                 (Scope::All, Task::Target) => named.extend(item.key.values().first().cloned()),
                 (Scope::All, _) => {
                     let command = read::holders(self.rule, &[&item.key]);

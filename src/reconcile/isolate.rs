@@ -107,6 +107,11 @@ impl Run<'_> {
         if self.task == Task::Target {
             return Ok(self.set_aside(&item.key, None, &cause).await);
         }
+        // The key has one document.
+        if self.rule.creates.is_some() {
+            let is_patient = cause.kind != Kind::TimedOut || item.work.attempts >= PATIENT;
+            return if is_patient { Ok(self.set_aside(&item.key, None, &cause).await) } else { Err(cause) };
+        }
         let Scope::Named(ids) = &item.work.scope else { return Ok(self.fan_out(item).await) };
         let desired = rows.desired(self.rule, &item.key)?;
         let mut end = End::Done;

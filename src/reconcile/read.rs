@@ -10,7 +10,7 @@ use crate::{
     plan::{
         Assignment, Groups, Keyed, Rule, Values,
         expression::OfTarget,
-        reference::{Role, dbref_parent},
+        reference::{Pair, Role, dbref_parent},
     },
     request::Task,
 };
@@ -70,6 +70,30 @@ fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
     stages
 }
 
+/// The stages that find the keys of all sources: rows `{ k: [match values] }`.
+pub(crate) fn all_keys(rule: &Rule) -> Vec<Document> {
+    let mut stages: Vec<Document> = rule.source.filter.iter().map(|filter| doc! {"$match": filter.clone()}).collect();
+    if let Some(each) = &rule.reference.source_each {
+        stages.extend(unwind(rule, each, vec![doc! {}]));
+    }
+    stages.push(doc! {"$group": {"_id": row_keys(rule)}});
+    stages.push(doc! {"$replaceWith": {"k": "$_id"}});
+    stages
+}
+
+/// Finds out which of these keys have sources: rows `{ k: [match values] }`.
+#[must_use]
+pub(crate) fn keys_with_sources(rule: &Rule, keys: &[&Key]) -> Document {
+    let element = rule.reference.source_each.as_ref();
+    let mut stages = vec![doc! {"$match": source_match(rule, keys)}];
+    if let Some(each) = element {
+        stages.extend(unwind(rule, each, in_elements(rule, each, keys)));
+    }
+    stages.push(doc! {"$group": {"_id": row_keys(rule)}});
+    stages.push(doc! {"$replaceWith": {"k": "$_id"}});
+    command(&rule.source.namespace.collection, stages)
+}
+
 /// The stages that find the sources of one target in a `$lookup` whose variables are `keys`, `target` and
 /// `targetElement`: the documents, or their unwound elements.
 pub(super) fn sources_of_pair(rule: &Rule) -> Vec<Document> {
@@ -120,7 +144,7 @@ fn rows(rule: &Rule, gathered: Order, edges: bool) -> Vec<Document> {
     // Operands and filters of rows may use the element.
     let bound =
         |assignments: &[Assignment]| assignments.iter().map(|one| with_element(one, element)).collect::<Vec<_>>();
-    let row_key: Vec<Bson> = rule.reference.paths(Role::Source).map(|path| row_path(path, element)).collect();
+    let row_key = row_keys(rule);
     if may_fail(&rule.values) {
         let paths = row_key.iter().filter_map(Bson::as_str).map(|path| path.trim_start_matches('$'));
         let clauses: Vec<Document> = paths.flat_map(no_arrays).collect();
@@ -152,7 +176,7 @@ fn rows(rule: &Rule, gathered: Order, edges: bool) -> Vec<Document> {
     stages
 }
 
-pub(super) fn command(collection: &str, stages: Vec<Document>) -> Document {
+pub(crate) fn command(collection: &str, stages: Vec<Document>) -> Document {
     doc! {"aggregate": collection, "pipeline": stages, "cursor": {"batchSize": 10_000}, "collation": simple_collation(), "allowDiskUse": true}
 }
 
@@ -259,6 +283,16 @@ fn indexes(each: &FieldPath) -> impl Iterator<Item = String> + use<> {
     (0..each.to_string().matches("$[]").count()).map(|nth| format!("__denormd_index{nth}"))
 }
 
+/// Expressions of the match values in an unwound document.
+fn row_keys(rule: &Rule) -> Vec<Bson> {
+    let element = rule.reference.source_each.as_ref();
+    let value = |pair: &Pair| match (row_path(&pair.source, element), &pair.bucket) {
+        (Bson::String(field), Some(bucket)) => bucket.key_of(&field).into(),
+        (field, _) => field,
+    };
+    rule.reference.pairs.iter().map(value).collect()
+}
+
 /// Path of a match value in an unwound document.
 fn row_path(path: &FieldPath, element: Option<&FieldPath>) -> Bson {
     match element {
@@ -334,7 +368,18 @@ fn unwind(rule: &Rule, each: &FieldPath, mut wanted: Vec<Document>) -> Vec<Docum
 fn source_match(rule: &Rule, keys: &[&Key]) -> Document {
     let paths: Vec<String> = rule.reference.paths(Role::Source).map(FieldPath::query).collect();
     let clause = match paths.as_slice() {
-        [path] => one_of(path, keys.iter().filter_map(|key| key.values().first())),
+        [path] if !rule.reference.has_buckets() => one_of(path, keys.iter().filter_map(|key| key.values().first())),
+        _ if rule.reference.has_buckets() => {
+            let condition = |(pair, value): (&Pair, &Bson)| match &pair.bucket {
+                Some(bucket) => bucket.range(&pair.source.query(), value),
+                None => vec![doc! {pair.source.query(): {"$eq": value.clone()}}],
+            };
+            let all = keys.iter().map(|key| {
+                let conditions = rule.reference.pairs.iter().zip(key.values()).flat_map(condition);
+                doc! {"$and": conditions.collect::<Vec<_>>()}
+            });
+            doc! {"$or": all.collect::<Vec<_>>()}
+        }
         _ => {
             let all = keys.iter().map(|key| {
                 paths
@@ -630,7 +675,7 @@ pub fn no_input(rule: &Rule) -> Option<Document> {
 pub fn values_without_source(rule: &Rule) -> Option<Document> {
     let values = match &rule.values {
         Values::Set { otherwise: Some(values), .. } => values.clone(),
-        Values::Aggregate { assignments, on_empty: OnEmpty::Value } => {
+        Values::Aggregate { assignments, on_empty: OnEmpty::Value | OnEmpty::Keep } => {
             assignments.iter().find_map(Assignment::variables)?;
             assignments.iter().map(|one| Some(without_input(one))).collect()
         }
@@ -898,6 +943,10 @@ pub fn has_values(rule: &Rule, keys: &[&Key]) -> Document {
 }
 
 pub(super) fn holders_filter(rule: &Rule, keys: &[&Key]) -> Document {
+    if rule.creates.is_some() {
+        let ids: Vec<Bson> = keys.iter().map(|key| rule.reference.id_of(key)).collect();
+        return one_of("_id", ids.iter());
+    }
     let clauses = keys.iter().map(|key| {
         let paths = rule.reference.paths(Role::Target).zip(key.values());
         let parts = paths.map(|(path, value)| {

@@ -169,8 +169,9 @@ impl Run<'_> {
         let result = match self.task {
             Task::Value => self.values(&mut items).await,
             Task::Target => self.targets(&mut items).await,
-            Task::LocateSource => self.locate(Role::Source, &items, follow_ups).await,
-            Task::LocateTarget => self.locate(Role::Target, &items, follow_ups).await,
+            Task::LocateSource => self.locate(Role::Source, &mut items, follow_ups).await,
+            Task::LocateTarget => self.locate(Role::Target, &mut items, follow_ups).await,
+            Task::Bucket => self.buckets(&items, follow_ups).await,
             Task::Guard => self.guard(&mut items, follow_ups).await,
             Task::Parents | Task::Holders => self.found(&mut items, follow_ups).await,
         };
@@ -298,6 +299,7 @@ impl Run<'_> {
         let Some(rows) = self.rows(&keys, newest(items), items.len()).await? else { return source_gone(items) };
         let shape = self.shape(items.len()).await;
         self.limit_losses(items, &rows).await?;
+        self.limit_deletions(items, &rows).await?;
         self.keep(items, &rows).await?;
         let (mut statements, mut beside) = (Vec::new(), Vec::new());
         let mut shares = Shares::new(self, items);

@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::{
+    change::Namespace,
     error::{Kind, Result},
     mongo::{Reads, command::limited},
-    plan::Rule,
+    plan::{Rule, Side, reference::Role},
     position::ClusterTime,
     reconcile::{context::Context, read::simple_collation},
 };
@@ -62,11 +63,23 @@ pub struct Wanted<'a> {
     pub limit: usize,
 }
 
-/// The same for documents of the target collection that match another filter. A page takes a fraction of the read
-/// timeout, however few documents match: it covers as many documents as can be scanned in that time.
+/// The same for documents of the target collection that match another filter.
 pub async fn page_of(
     context: &Context,
     rule: &Rule,
+    wanted: Wanted<'_>,
+    after: Option<&Bson>,
+    time: ClusterTime,
+) -> Result<Page> {
+    page_of_side(context, rule, Role::Target, wanted, after, time).await
+}
+
+/// The same for documents of either collection. A page takes a fraction of the read
+/// timeout, however few documents match: it covers as many documents as can be scanned in that time.
+pub async fn page_of_side(
+    context: &Context,
+    rule: &Rule,
+    role: Role,
     wanted: Wanted<'_>,
     after: Option<&Bson>,
     time: ClusterTime,
@@ -76,22 +89,30 @@ pub async fn page_of(
     }
     let limit = i64::try_from(wanted.limit).unwrap_or(i64::MAX - 1);
     let (timeout, sorted) = (context.limits.read_timeout, context.server.is_router().await?);
-    let mut window = context.memory.window(rule.id);
+    let namespace = if role == Role::Target { &rule.target.namespace } else { &rule.source.namespace };
+    // What is known of the density of targets says nothing of the sources.
+    let learns = role == Role::Target;
+    let mut window = context.memory.window(rule.id).filter(|_| learns);
     loop {
         // A single document gets the whole timeout.
         let time_limit = if window == Some(1) { timeout } else { timeout / PART };
-        let scan = Scan { context, rule, wanted, after, time, time_limit, sorted };
+        let scan = Scan { context, namespace, wanted, after, time, time_limit, sorted };
         let begun = Instant::now();
         match scan.covering(window, limit).await {
             Err(error) if error.kind == Kind::ReadTimedOut && window != Some(1) => {
                 window = Some(window.map_or(WINDOW, |window| window / 8).max(1));
-                context.memory.learn_window(rule.id, window);
+                if learns {
+                    context.memory.learn_window(rule.id, window);
+                }
             }
             page => {
                 let page = page?;
                 let is_full = page.targets.len() >= wanted.limit;
                 let quick = begun.elapsed() < time_limit / 4;
-                context.memory.learn_window(rule.id, window.map(|window| next_window(window, quick, is_full)));
+                if learns {
+                    let next = window.map(|window| next_window(window, quick, is_full));
+                    context.memory.learn_window(rule.id, next);
+                }
                 return Ok(page);
             }
         }
@@ -110,7 +131,7 @@ fn next_window(window: i64, quick: bool, is_full: bool) -> i64 {
 #[derive(Clone, Copy)]
 struct Scan<'a> {
     context: &'a Context,
-    rule: &'a Rule,
+    namespace: &'a Namespace,
     wanted: Wanted<'a>,
     after: Option<&'a Bson>,
     time: ClusterTime,
@@ -146,7 +167,7 @@ impl Scan<'_> {
     /// The next targets up to `bound`, under the simple collation.
     async fn matching(&self, bound: Option<&Bson>, limit: i64) -> Result<Page> {
         let mut command = doc! {
-            "find": &self.rule.target.namespace.collection, "filter": self.filter(), "projection": self.wanted.projection.clone(),
+            "find": &self.namespace.collection, "filter": self.filter(), "projection": self.wanted.projection.clone(),
             "collation": simple_collation(),
         };
         command.extend(bound.map(|bound| ("max".to_owned(), doc! {"_id": bound.clone()}.into())));
@@ -156,7 +177,7 @@ impl Scan<'_> {
     /// The `_id` of the document after this number of others; None if there are fewer.
     async fn document_after(&self, window: i64) -> Result<Option<Bson>> {
         let mut command = self.ordered(doc! {
-            "find": &self.rule.target.namespace.collection, "projection": {"_id": 1}, "skip": window, "limit": 1,
+            "find": &self.namespace.collection, "projection": {"_id": 1}, "skip": window, "limit": 1,
         });
         command.insert("singleBatch", true);
         Ok(self.read(command).await?.first().and_then(|last| last.get("_id")).cloned())
@@ -167,7 +188,7 @@ impl Scan<'_> {
     async fn with_bound(&self, mut page: Page, bound: Option<Bson>) -> Result<Page> {
         if let (None, Some(bound)) = (&page.last, bound) {
             let command = doc! {
-                "find": &self.rule.target.namespace.collection, "filter": {"$and": [{"_id": {"$eq": &bound}}, self.filter()]},
+                "find": &self.namespace.collection, "filter": {"$and": [{"_id": {"$eq": &bound}}, self.filter()]},
                 "projection": self.wanted.projection.clone(), "collation": simple_collation(), "limit": 1,
             };
             page.targets.extend(self.read(command).await?);
@@ -179,7 +200,7 @@ impl Scan<'_> {
     /// The next targets in the order of a collection's own collation. `min` requires that collation, the rule's filter
     /// the simple one: the documents are sent back to the server, which filters them in a separate command.
     async fn in_its_own_order(&self, limit: i64) -> Result<Page> {
-        let read = self.some(doc! {"find": &self.rule.target.namespace.collection}, limit).await?;
+        let read = self.some(doc! {"find": &self.namespace.collection}, limit).await?;
         let mut page = Page { targets: Vec::new(), last: read.last };
         // A command document may hardly be larger than the largest document.
         let bytes: usize = read.targets.iter().map(size).sum();
@@ -204,7 +225,7 @@ impl Scan<'_> {
         let limit = limit.saturating_add(i64::from(self.after.is_some()));
         let mut command = limited(self.ordered(command), self.time_limit);
         command.extend(doc! {"limit": limit, "batchSize": limit});
-        let database = &self.rule.target.namespace.database;
+        let database = &self.namespace.database;
         let mut pages = self.context.server.pages(database, command, Reads { after: self.time }).await?;
         let (mut targets, mut bytes, mut end) = (Vec::new(), 0, true);
         while let Some(batch) = pages.next().await? {
@@ -235,7 +256,7 @@ impl Scan<'_> {
             return Ok(());
         }
         let command = doc! {
-            "find": &self.rule.target.namespace.collection,
+            "find": &self.namespace.collection,
             "filter": {"$and": [{"_id": {"$eq": Bson::MaxKey}}, self.filter()]},
             "projection": self.wanted.projection.clone(), "collation": simple_collation(), "limit": 1,
         };
@@ -244,7 +265,7 @@ impl Scan<'_> {
     }
 
     async fn read(&self, command: Document) -> Result<Vec<Document>> {
-        let database = &self.rule.target.namespace.database;
+        let database = &self.namespace.database;
         let command = limited(command, self.time_limit);
         let rows = self.context.server.read(database, command, Reads { after: self.time }).await?;
         rows.iter().map(|row| Ok(Document::try_from(row.as_ref())?)).collect()
@@ -271,13 +292,20 @@ fn size(document: &Document) -> usize {
     RawDocumentBuf::try_from(document).map_or(0, |raw| raw.as_bytes().len())
 }
 
-/// Approximate number of targets, for progress only; None when counting takes too long.
+/// Approximate number of targets, and of the sources of a rule that creates its targets. For progress only; None when
+/// counting takes too long.
 pub async fn count(context: &Context, rule: &Rule) -> Option<u64> {
+    let targets = count_side(context, &rule.target).await?;
+    let sources = if rule.creates.is_some() { count_side(context, &rule.source).await? } else { 0 };
+    Some(targets + sources)
+}
+
+async fn count_side(context: &Context, side: &Side) -> Option<u64> {
     let command = doc! {
-        "count": &rule.target.namespace.collection, "query": rule.target.filter.clone().unwrap_or_default(),
+        "count": &side.namespace.collection, "query": side.filter.clone().unwrap_or_default(),
         "collation": simple_collation(), "maxTimeMS": COUNTING,
     };
-    let reply = context.server.database(&rule.target.namespace.database).run_command(command).await.ok()?;
+    let reply = context.server.database(&side.namespace.database).run_command(command).await.ok()?;
     match reply.get("n")? {
         Bson::Int32(n) => u64::try_from(*n).ok(),
         Bson::Int64(n) => u64::try_from(*n).ok(),

@@ -17,6 +17,7 @@ use crate::{
         reference::{Role, dbref_parent},
     },
     reconcile::{
+        create,
         read::{guard_expression, simple_collation},
         value::{Desired, Field},
     },
@@ -66,7 +67,7 @@ pub fn of_rest(rule: &Rule, key: &Key, desired: &Desired, part: &Part) -> Result
 pub fn unfinished(rule: &Rule, desired: &Desired) -> Option<Document> {
     match desired {
         Desired::Fields(fields) => holds(rule, fields).map(|done| doc! {"$nor": [done]}),
-        Desired::Keep | Desired::Remove | Desired::Delete => None,
+        Desired::Keep | Desired::Remove | Desired::Delete | Desired::Emptied { .. } => None,
     }
 }
 
@@ -122,6 +123,9 @@ fn those_of_value(
     desired: &Desired,
     and: Vec<Document>,
 ) -> Result<Vec<Statement>> {
+    if rule.creates.is_some() {
+        return create::statements(rule, key, desired);
+    }
     let named = named(scope);
     if key.values().is_empty() {
         return nothing(rule, named, desired);
@@ -141,6 +145,7 @@ fn those_of_value(
             rawdoc! {"q": raw(&query(rule, matcher.conditions))?, "limit": 0, "collation": raw(&simple_collation())?},
         )]),
         Desired::Remove => Ok(vec![pull(rule, key, matcher)?]),
+        Desired::Emptied { .. } => Err(Error::internal("only a document that a rule creates is emptied")),
         Desired::Fields(fields) => match &rule.values {
             Values::Set { once: true, .. } => fill_once(rule, &matcher, fields),
             _ => Ok(vec![update(
@@ -413,7 +418,7 @@ pub(super) fn query(rule: &Rule, mut conditions: Vec<Document>) -> Document {
 
 /// Builds `$set` and `$unset`. In an update document, unlike in a pipeline, a value is data: a string such as "$name"
 /// stays one.
-fn operators(rule: &Rule, elements: &str, fields: &[Field]) -> Result<RawDocumentBuf> {
+pub(super) fn operators(rule: &Rule, elements: &str, fields: &[Field]) -> Result<RawDocumentBuf> {
     let mut operators = Operators::default();
     operators.add(rule, elements, fields)?;
     Ok(operators.document())

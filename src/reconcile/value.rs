@@ -27,6 +27,14 @@ pub enum Desired {
     Remove,
     /// No source matches: the target is deleted.
     Delete,
+    /// No source is left of a document that the rule creates: it is deleted if `deletes`, and if it has no fields of
+    /// others. Otherwise it gets these values.
+    Emptied {
+        /// One entry for each owned path, in the rule's order.
+        fields: Vec<Field>,
+        /// False if the document stays in any case.
+        deletes: bool,
+    },
 }
 
 impl Desired {
@@ -67,6 +75,8 @@ pub struct Rows {
     bytes: usize,
     share: Share,
     no_input: Option<NoInput>,
+    /// Keys without sources whose documents another rule keeps.
+    held: HashSet<Key>,
 }
 
 /// The values of a key without sources, as the server computes them, or its reason to refuse that.
@@ -90,7 +100,7 @@ impl Rows {
     /// Rows of at most this number of bytes.
     #[must_use]
     pub fn within(bytes: usize) -> Self {
-        Self { by_key: HashMap::new(), bytes: 0, share: Share::Bytes(bytes), no_input: None }
+        Self { by_key: HashMap::new(), bytes: 0, share: Share::Bytes(bytes), no_input: None, held: HashSet::new() }
     }
 
     /// Rows of one key, or of one target with these keys, of any size. A batch that holds the turn never waits for
@@ -99,7 +109,8 @@ impl Rows {
         let several = rule.keyed == Keyed::Target && rule.of_target.is_none();
         let first = several && matches!(rule.values, Values::Set { .. });
         let wanted = keys.iter().map(|key| (*key).clone()).collect();
-        Self { by_key: HashMap::new(), bytes: 0, share: Share::Alone { _turn: turn, wanted, first }, no_input: None }
+        let share = Share::Alone { _turn: turn, wanted, first };
+        Self { by_key: HashMap::new(), bytes: 0, share, no_input: None, held: HashSet::new() }
     }
 
     pub(super) fn is_alone(&self) -> bool {
@@ -121,6 +132,11 @@ impl Rows {
     /// Takes the row of [`super::read::no_input`].
     pub fn set_no_input(&mut self, no_input: Option<NoInput>) {
         self.no_input = no_input;
+    }
+
+    /// Takes the keys whose documents another rule keeps.
+    pub fn set_held(&mut self, held: HashSet<Key>) {
+        self.held = held;
     }
 
     /// Takes the next row of the read.
@@ -167,7 +183,13 @@ impl Rows {
 
     /// The desired content of the targets of `key`.
     pub fn desired(&self, rule: &Rule, key: &Key) -> Result<Desired> {
-        computed(rule, !key.values().is_empty(), self.row(key), self.without_source())
+        let desired = computed(rule, !key.values().is_empty(), self.row(key), self.without_source())?;
+        Ok(match (desired, &rule.creates) {
+            (Desired::Fields(fields), Some(creates)) if !self.answer(key) => {
+                Desired::Emptied { fields, deletes: !creates.keeps && !self.held.contains(key) }
+            }
+            (desired, _) => desired,
+        })
     }
 
     /// The desired content of one target, or of its `nth` element, for rules whose values depend on the target.

@@ -104,6 +104,7 @@ impl Run<'_> {
     /// True if a statement that took too long is restarted. Its removals have been counted already.
     pub(super) fn may_go_on(&self, item: &Item, rows: &Rows) -> bool {
         self.task == Task::Value
+            && self.rule.creates.is_none()
             && item.work.scope == Scope::All
             && item.work.restarted.is_none_or(|since| since.elapsed() < self.context.limits.write_timeout * ANEW)
             && matches!(rows.desired(self.rule, &item.key), Ok(Desired::Fields(_)))
@@ -128,7 +129,8 @@ impl Run<'_> {
             side.0.push(owners);
             side.1.push(raw);
         }
-        for (deletes, (mut owners, raw)) in [(false, updates), (true, deletes)] {
+        // A document that a rule created is deleted, or else given other values: in this order.
+        for (deletes, (mut owners, raw)) in [(true, deletes), (false, updates)] {
             match self.send(deletes, &raw, timeout).await {
                 Ok(written) => {
                     matched += written.matched;

@@ -104,15 +104,17 @@ fn kind(plan: &Plan, namespace: &Namespace, nested: &BTreeSet<Namespace>) -> Kin
     let mut reads = Reads::default();
     let mut owned = BTreeSet::new();
     let (mut audited, mut scalar) = (true, !nested.contains(namespace));
+    let mut creates = false;
     for rule in plan.rules.iter().filter(|rule| rule.target.namespace == *namespace) {
         if rule.guard == Guard::Watch {
             return Kind::Any;
         }
         audited &= is_audited(rule);
+        creates |= rule.creates.is_some();
         // A filter may read a value inside a field, whatever the field is; so may an expression with `$$target`.
         scalar &= rule.target.filter.is_none()
             && rule.of_target.is_none()
-            && rule.reference.paths(Role::Target).all(|path| path.segments().len() == 1);
+            && rule.reference.paths(Role::Target).all(|path| path.segments().len() == 1 || path.root() == "_id");
         reads.extend(rule.target_reads.clone());
         owned.extend(rule.owned().iter().filter(|path| path.segments().len() == 1).map(|path| path.root().to_owned()));
     }
@@ -124,7 +126,7 @@ fn kind(plan: &Plan, namespace: &Namespace, nested: &BTreeSet<Namespace>) -> Kin
     owned.retain(|name| !read.contains(name));
     match () {
         // An `_id` never changes.
-        () if read.is_empty() => Kind::None,
+        () if read.is_empty() && !creates => Kind::None,
         () if owned.is_empty() || !audited || !scalar => Kind::Any,
         () => Kind::Told { read, owned },
     }

@@ -121,7 +121,7 @@ fn pairs<T: Clone>(pairs: &[(&str, T)]) -> Vec<(String, T)> {
 }
 
 fn side(collection: &str) -> Side {
-    Side { collection: collection.to_owned(), filter: None }
+    Side { collection: collection.to_owned(), filter: None, create: false }
 }
 
 fn expected_rules(a: Bson) -> Vec<Rule> {
@@ -154,6 +154,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
                 "name": { "$regex": "^a", "$options": "i" },
                 "at": { "$gte": DateTime::from_millis(0) },
             }),
+            create: false,
         },
         target: side("products"),
         on: strings(&[("_id", "product_id")]),

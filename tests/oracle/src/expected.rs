@@ -1,5 +1,7 @@
 //! The expected value of every owned path, recomputed by definition from whole collections.
 
+mod created;
+
 use std::{
     cmp::Ordering,
     collections::{BTreeMap, BTreeSet},
@@ -117,6 +119,7 @@ impl Oracle {
             owned.entry(rule.target.collection.clone()).or_default().extend(rule.owned());
             let applied = match rule.tree {
                 Some(most) => tree::apply(rule, most, &mut world, &mut notes),
+                None if rule.creates => created::apply(rule, &self.rules, &mut world, &mut notes),
                 None => apply(rule, &mut world, &mut notes),
             };
             applied.map_err(|why| format!("rule {}: {why}", rule.name))?;
@@ -150,13 +153,7 @@ pub(crate) fn targets(
     notes: &mut Vec<String>,
 ) -> Result<Vec<Document>, String> {
     let documents = |side: &Side| world.get(&side.collection).cloned().unwrap_or_default();
-    let mut sources = Vec::new();
-    for document in documents(&rule.source) {
-        if matches(&document, &rule.source.filter)? {
-            sources.push(Bson::Document(document));
-        }
-    }
-    sources.sort_by(|a, b| by_sort(rule, a, b));
+    let sources = sources_of(rule, world)?;
     let candidates = candidates(rule, &sources)?;
 
     let mut targets = Vec::new();
@@ -180,6 +177,18 @@ pub(crate) fn targets(
         }
     }
     Ok(targets)
+}
+
+/// The documents that take part as sources, in the rule's order.
+fn sources_of(rule: &Rule, world: &World) -> Result<Vec<Bson>, String> {
+    let mut sources = Vec::new();
+    for document in world.get(&rule.source.collection).into_iter().flatten() {
+        if matches(document, &rule.source.filter)? {
+            sources.push(Bson::Document(document.clone()));
+        }
+    }
+    sources.sort_by(|a, b| by_sort(rule, a, b));
+    Ok(sources)
 }
 
 /// Largest document that the server stores, less a margin for the rest of an answer.

@@ -1,5 +1,6 @@
 //! Random rules over their own collections, and random histories of these collections.
 
+mod created;
 mod draw;
 mod odd;
 mod shape;
@@ -116,6 +117,12 @@ pub struct Generator {
     trees: StdRng,
     /// The collection of the tree, and the field that holds a document's parent.
     tree: Option<(String, String)>,
+    /// Draws rules that create documents, in the same way.
+    created: StdRng,
+    /// The `match` of these rules.
+    created_key: Option<Document>,
+    /// The paths that they own.
+    created_paths: Vec<String>,
     options: Options,
     collections: Vec<String>,
     scenarios: Vec<Scenario>,
@@ -189,6 +196,9 @@ impl Generator {
             targets: StdRng::seed_from_u64(seed ^ 0x7461_7267),
             trees: StdRng::seed_from_u64(seed ^ 0x7472_6565),
             tree: None,
+            created: StdRng::seed_from_u64(seed ^ 0x6372_6561),
+            created_key: None,
+            created_paths: Vec::new(),
             collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
             options,
             scenarios: Vec::new(),
@@ -206,6 +216,7 @@ impl Generator {
         generator.draw_scenarios();
         generator.rules = (0..generator.scenarios.len()).map(|index| generator.draw_rule(index)).collect();
         generator.draw_tree();
+        generator.draw_created();
         generator
     }
 
@@ -224,11 +235,11 @@ impl Generator {
     #[must_use]
     pub fn collections(&self) -> Vec<String> {
         let tree = self.tree.iter().map(|(coll, _)| coll.clone());
-        self.flat_collections().into_iter().chain(tree).collect()
+        self.used().into_iter().chain(tree).chain(self.created_collection()).collect()
     }
 
-    /// The same without the tree.
-    fn flat_collections(&self) -> Vec<String> {
+    /// Those that people write to.
+    fn used(&self) -> Vec<String> {
         let used: BTreeSet<usize> =
             self.scenarios.iter().flat_map(|scenario| [scenario.source, scenario.target]).collect();
         used.into_iter().map(|index| self.collections[index].clone()).collect()
@@ -658,7 +669,7 @@ impl Generator {
     /// The first documents of every collection.
     pub fn initial(&mut self) -> Vec<Op> {
         let mut ops = Vec::new();
-        for coll in self.flat_collections() {
+        for coll in self.used() {
             for _ in 0..self.options.documents {
                 let doc = self.draw_document(&coll, None);
                 ops.push(Op::Insert { coll: coll.clone(), doc });
@@ -678,7 +689,11 @@ impl Generator {
             self.record(&op);
             return op;
         }
-        let collections = self.flat_collections();
+        if let Some(op) = self.draw_meddling() {
+            self.record(&op);
+            return op;
+        }
+        let collections = self.used();
         let coll = collections.choose(&mut self.rng).cloned().unwrap_or_default();
         let filter = doc! {"_id": self.draw_known_id(&coll)};
         if let Some(op) = self.draw_odd(&coll) {
@@ -706,6 +721,10 @@ impl Generator {
 
     /// Applies it to the users' model of the world; an operation that the server would refuse changes nothing.
     fn record(&mut self, op: &Op) {
+        // What becomes of created documents is not known here.
+        if self.created_collection().is_some_and(|created| op.coll() == created) {
+            return;
+        }
         if op.apply(&mut self.model).is_ok()
             && let Op::Delete { coll, filter } = op
         {

@@ -40,6 +40,12 @@ pub struct Rule {
     pub unset_on_empty: bool,
     /// `recursive`, with `max_depth`
     pub tree: Option<usize>,
+    /// `create: true` in the target
+    pub creates: bool,
+    /// `on_empty: keep`
+    pub keeps: bool,
+    /// For each entry of `match` the unit of its interval, if it is one.
+    pub units: Vec<Option<String>>,
 }
 
 /// One side of a rule.
@@ -168,10 +174,12 @@ impl Rule {
             .map_err(|error| fail(&error.to_string()))?
             .iter()
             .map(|(target, source)| {
-                let source = source.as_str().ok_or_else(|| fail("a source path is a string"))?;
-                Ok((Path::parse(target), Path::parse(source)))
+                let (source, _) = interval(source).ok_or_else(|| fail("a source path is a string"))?;
+                Ok((Path::parse(target), Path::parse(&source)))
             })
             .collect::<Result<_, String>>()?;
+        let entries = body.get_document("match").into_iter().flat_map(Document::values);
+        let units = entries.map(|entry| interval(entry).and_then(|(_, unit)| unit)).collect();
         let target_prefix = prefix(on.iter().map(|(target, _)| target)).map_err(|why| fail(&why))?;
         let source_prefix = prefix(on.iter().map(|(_, source)| source)).map_err(|why| fail(&why))?;
         let set = || -> Result<Vec<(Path, Bson)>, String> {
@@ -256,6 +264,9 @@ impl Rule {
                 let most = body.get("max_depth").and_then(whole).and_then(|most| usize::try_from(most).ok());
                 most.unwrap_or(64)
             }),
+            creates: body.get_document("target").is_ok_and(|target| target.get_bool("create").unwrap_or(false)),
+            keeps: body.get_str("on_empty").is_ok_and(|value| value == "keep"),
+            units,
             name,
         };
         rule.check().map_err(|why| format!("rule {}: {why}", rule.name))?;
@@ -322,7 +333,12 @@ impl Rule {
             }
             source.entry("_id").or_insert(Bson::Int32(1));
         }
-        let target = keys(self.on.iter().map(|(target, _)| target).collect());
+        // A document that the rule creates is found by its whole `_id`.
+        let target = if self.creates {
+            doc! {"_id": 1}
+        } else {
+            keys(self.on.iter().map(|(target, _)| target).collect())
+        };
         [(self.source.collection.clone(), source), (self.target.collection.clone(), target)]
             .into_iter()
             .filter(|(_, keys)| keys.keys().next().is_some_and(|first| first != "_id"))
@@ -379,7 +395,9 @@ impl Rule {
         }
         let mut target: Vec<String> = self.target.filter.keys().cloned().collect();
         self.expressions().into_iter().for_each(|value| expression::reads_of("target", value, &mut target));
-        target.extend(self.on.iter().map(|(path, _)| path.names().join(".")));
+        if !self.creates {
+            target.extend(self.on.iter().map(|(path, _)| path.names().join(".")));
+        }
         source
             .into_iter()
             .map(|path| (self.source.collection.as_str(), path))
@@ -393,8 +411,22 @@ impl Rule {
         if self.on_missing == OnMissing::Delete {
             paths.push(String::new());
         }
+        if self.creates {
+            paths.push("_id".to_owned());
+        }
         paths.into_iter().map(|path| (self.target.collection.as_str(), path)).collect()
     }
+}
+
+/// The source path of an entry of `match`, and the unit of its interval: `{ $dateTrunc: { date: $at, unit: day } }`.
+fn interval(entry: &Bson) -> Option<(String, Option<String>)> {
+    if let Bson::String(path) = entry {
+        return Some((path.clone(), None));
+    }
+    let arguments = entry.as_document()?.get_document("$dateTrunc").ok()?;
+    let known = arguments.keys().all(|name| name == "date" || name == "unit");
+    let path = arguments.get_str("date").ok()?.strip_prefix('$')?;
+    known.then(|| Some((path.to_owned(), Some(arguments.get_str("unit").ok()?.to_owned()))))?
 }
 
 impl Side {

@@ -18,6 +18,7 @@ impl Generator {
                 document.insert(field, self.draw_value(field));
             }
         }
+        document.extend(self.draw_date().map(|date| ("at".to_owned(), date)));
         for scenario in self.holders(coll) {
             if self.rng.random_bool(0.9) {
                 document.insert(scenario.field(), self.draw_references(&scenario));
@@ -125,6 +126,9 @@ impl Generator {
     }
 
     pub(super) fn draw_update(&mut self, coll: &str, filter: &Document) -> Document {
+        if let Some(update) = self.draw_other_date() {
+            return update;
+        }
         let (holders, owners) = (self.holders(coll), self.owners(coll));
         if self.options.write_owned && self.rng.random_bool(0.15) {
             let outputs: Vec<String> = owners.into_iter().flat_map(|scenario| scenario.outputs).collect();
