@@ -531,6 +531,10 @@ fn what_has_no_meaning_is_refused() {
     ] {
         assert!(found.iter().any(|one| one.contains(expected)), "{expected}: {found:?}");
     }
+    let deleted = mistakes(
+        "  - { name: a, aggregate: { source: s, target: { collection: t, create: true }, match: { _id: x }, set: { n: { $sum: 1 } } } }\n  - { name: b, copy: { source: u, target: t, match: { _id: _id }, set: { m: $m }, on_missing: delete } }",
+    );
+    assert!(deleted.iter().any(|one| one.contains("creates the documents that this rule deletes")), "{deleted:?}");
     // A rule that reads the documents, and one that feeds it.
     let circle = mistakes(
         "  - { name: a, aggregate: { source: s, target: { collection: t, create: true }, match: { _id: x }, set: { n: { $sum: $m } } } }\n  - { name: b, aggregate: { source: t, target: s, match: { y: _id }, set: { m: { $sum: 1 } } } }",

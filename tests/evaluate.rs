@@ -187,7 +187,7 @@ impl Draw {
                         "$replaceAll",
                         "$dateToString",
                     ],
-                    Sort::Date => &["$add", "$subtract"],
+                    Sort::Date => &["$add", "$subtract", "$dateAdd", "$dateTrunc"],
                     Sort::Numbers => {
                         &["$map", "$filter", "$slice", "$concatArrays", "$reverseArray", "$sortArray", "$range"]
                     }
@@ -269,6 +269,19 @@ impl Draw {
                     0 => bson!({"date": date}),
                     1 => bson!({"date": date, "format": "%Y/%m/%d %j %H:%M:%S.%L %%"}),
                     _ => bson!({"date": date, "format": "%Y-%m", "onNull": "none"}),
+                }
+            }
+            "$dateAdd" | "$dateTrunc" => {
+                let unit = self.pick(&["second", "minute", "hour", "day", "week", "month", "quarter", "year"]);
+                let date = self.expression(Date, depth);
+                match self.below(4) {
+                    _ if name == "$dateAdd" => {
+                        bson!({"startDate": date, "unit": unit, "amount": self.0.random_range(-40..40)})
+                    }
+                    0 => bson!({"date": date, "unit": unit, "binSize": self.0.random_range(1..8)}),
+                    1 => bson!({"date": date, "unit": "week", "startOfWeek": self.pick(&["monday", "thu", "Sat"])}),
+                    2 => bson!({"date": date, "unit": unit, "timezone": self.pick(&["UTC", "+02:00"])}),
+                    _ => bson!({"date": date, "unit": unit}),
                 }
             }
             "$arrayElemAt" => {

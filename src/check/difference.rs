@@ -72,9 +72,7 @@ impl Differing {
 
 fn describe(expected: Option<&RawBson>, stored: Option<&RawBson>) -> Result<(Kind, String)> {
     Ok(match (expected, stored) {
-        (Some(RawBson::Undefined), _) => {
-            (Kind::Dangling, "no source answers, and `on_missing` takes it away".to_owned())
-        }
+        (Some(RawBson::Undefined), _) => (Kind::Dangling, "no source answers, and the rule removes it".to_owned()),
         (Some(expected), None) => (Kind::Missing, format!("nothing is stored, {} is expected", type_of(expected))),
         (None, Some(stored)) => (Kind::Surplus, format!("{} is stored, nothing is expected", type_of(stored))),
         (None, None) => (Kind::Value, "equal".to_owned()),
@@ -176,12 +174,7 @@ mod tests {
             (Some(bson!([1, 2])), Some(bson!([1])), Kind::Length, "1 elements are stored, 2 are expected"),
             (Some(bson!([1, 2, 3])), Some(bson!([1, 3, 2])), Kind::Order, "the right 3 elements, in another order"),
             (Some(bson!([1, 2, 3])), Some(bson!([1, 2, 4])), Kind::Value, "1 of 3 elements differ"),
-            (
-                Some(Bson::Undefined),
-                Some(bson!(1)),
-                Kind::Dangling,
-                "no source answers, and `on_missing` takes it away",
-            ),
+            (Some(Bson::Undefined), Some(bson!(1)), Kind::Dangling, "no source answers, and the rule removes it"),
         ] {
             assert_eq!(
                 described(expected.clone(), stored.clone()),

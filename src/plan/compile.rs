@@ -71,9 +71,9 @@ struct Common<'a> {
     keeps: bool,
 }
 
-impl Compiler<'_> {
-    fn rule(&mut self, id: RuleId, rule: &config::Rule) -> Option<Rule> {
-        let common = match &rule.pattern {
+impl<'a> Common<'a> {
+    fn of(pattern: &'a Pattern) -> Self {
+        match pattern {
             Pattern::Copy(c) => Common {
                 kind: "copy",
                 source: &c.source,
@@ -108,7 +108,13 @@ impl Compiler<'_> {
                 buckets: &c.buckets,
                 keeps: c.on_empty == OnEmpty::Keep,
             },
-        };
+        }
+    }
+}
+
+impl Compiler<'_> {
+    fn rule(&mut self, id: RuleId, rule: &config::Rule) -> Option<Rule> {
+        let common = Common::of(&rule.pattern);
         let at = self.at.key(common.kind);
         self.created(&at, &common);
         let source = self.side(&at.key("source"), common.source);
@@ -140,11 +146,6 @@ impl Compiler<'_> {
         let of_target = std::mem::take(&mut self.of_target);
         // The documents of a tree are reconciled one by one.
         let of_target = Some(of_target).filter(|of_target| !of_target.is_empty() || common.tree.is_some());
-        if common.target.create && of_target.is_some() {
-            let message = "the rule creates its targets, and their values cannot be computed from them";
-            self.mistake(at.clone(), message, "leave `$$target` out, or leave `create` out");
-            return None;
-        }
         if let Some(of_target) = &of_target {
             keyed = Keyed::Target;
             of_target.all().for_each(|path| target_reads.add(path.clone()));
@@ -683,6 +684,10 @@ impl Compiler<'_> {
 
     /// Refuses combinations of `$$target` without a meaning.
     fn of_target(&mut self, at: &ConfigPath, reference: &Reference, values: &Values, of_target: &OfTarget) {
+        if reference.creates {
+            let message = "the rule creates its targets, and their values cannot be computed from them";
+            self.mistake(at.clone(), message, "leave `$$target` out, or leave `create` out");
+        }
         if matches!(values, Values::Set { once: true, .. }) {
             let hint = "leave `once` out: the value follows the paths of the target that it reads";
             self.mistake(

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use bson::{Bson, Document};
 
 use crate::{
-    config::{ConfigPath, Mistake, OnEmpty},
+    config::{ConfigPath, Mistake, OnEmpty, OnMissing},
     field_path::{FieldPath, Segment},
     key::Key,
     plan::{
@@ -120,6 +120,11 @@ pub(super) fn complete(rules: &mut [Arc<Rule>]) -> Vec<Mistake> {
         let sharing = || here.iter().filter(|other| other.creates.is_some() && other.id != rule.id);
         for other in sharing().filter(|other| other.id < rule.id) {
             mistakes.extend(conflict(&rule, other));
+        }
+        for other in here.iter().filter(|other| other.on_missing == OnMissing::Delete) {
+            let message = format!("rule `{}` creates the documents that this rule deletes", rule.name);
+            let at = ConfigPath::rule(other.id.0).key("copy").key("on_missing");
+            mistakes.push(Mistake::new(at, message).hint("use unset, null or keep"));
         }
         creates.others = sharing().map(|other| other.id).collect();
         creates.owned = here.iter().flat_map(|other| other.owned()).chain(rule.owned()).cloned().collect();
