@@ -132,7 +132,7 @@ impl<'a> Run<'a> {
         let mut random = StdRng::seed_from_u64(7);
         for (collection, documents) in (app.data)(size, &mut random) {
             for documents in documents.chunks(AT_ONCE) {
-                test.database().collection(collection).insert_many(documents).await.unwrap();
+                test.database().collection::<Document>(collection).insert_many(documents).await.unwrap();
             }
         }
         Self { app, size, test, random, next: 0 }

@@ -35,7 +35,7 @@ pub const CHANGES: &[(&str, Change)] = &[
 pub fn data(size: Size, random: &mut StdRng) -> Data {
     let users = (0..size.users()).map(|n| {
         let (one, other, challenge) = (guild(size, random), guild(size, random), challenge(size, random));
-        let tag = doc! {"id": &challenge, "name": "old", "challenge": true};
+        let tag = doc! {"id": &challenge, "challenge": true};
         doc! {"_id": format!("u{n}"), "guilds": [one, other], "party": {"_id": format!("p{}", n / 4)}, "challenges": [challenge],
         "tags": [tag, {"id": format!("own{n}"), "name": "Garden"}]}
     });
@@ -47,10 +47,12 @@ pub fn data(size: Size, random: &mut StdRng) -> Data {
     let mut tasks: Vec<Document> = (0..size.rooms()).map(original).collect();
     tasks.extend((0..size.messages() / 4).map(|n| {
         let original = skewed(size.rooms(), random);
-        let mut task = doc! {"_id": format!("o{n}"), "type": kind(original), "text": "old", "userId": format!("u{}", n % size.users())};
-        if n % 4 == 0 {
-            task.insert("challenge", doc! {"id": format!("c{original}"), "taskId": format!("t{original}")});
-        }
+        let mut task =
+            doc! {"_id": format!("o{n}"), "type": kind(original), "userId": format!("u{}", n % size.users())};
+        match n % 4 {
+            0 => task.insert("challenge", doc! {"id": format!("c{original}"), "taskId": format!("t{original}")}),
+            _ => task.insert("text", "Garden"),
+        };
         task
     }));
     vec![
