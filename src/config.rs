@@ -15,6 +15,7 @@ pub mod keys;
 mod layer;
 mod literal;
 pub mod load;
+pub mod matrix;
 mod reader;
 mod rule;
 pub mod schema;

@@ -9,6 +9,7 @@ pub mod graph;
 pub mod privileges;
 pub mod reference;
 pub mod rule;
+pub mod touch;
 pub mod tree;
 
 pub use bucket::Bucket;

@@ -1,6 +1,7 @@
 //! One batch of keys: read the sources, compute what the targets should hold, write it.
 
 pub mod applied;
+pub mod by_difference;
 pub mod by_target;
 pub mod compare;
 pub mod context;

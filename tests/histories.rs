@@ -6,6 +6,7 @@
 //! worlds: `all`, `none`, or names separated by commas.
 
 mod perform;
+mod touch;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -293,6 +294,7 @@ impl Run {
             fail(&test, &limits, round, failures).await;
         }
         daemon.stop().await;
+        touch::assert_with_a_value(&test).await;
     }
 
     /// The differences once everything is applied.

@@ -14,9 +14,11 @@ mod advise;
 mod apps;
 mod attacks;
 mod backlogs;
+mod beside;
 mod book;
 mod cases;
 mod check;
+mod combinations;
 mod config_pages;
 #[cfg(feature = "testcontainers")]
 mod containers;
@@ -78,6 +80,7 @@ mod throttle;
 mod timeline;
 #[cfg(feature = "top")]
 mod top;
+mod touches;
 mod traces;
 mod trees;
 mod unavailable;

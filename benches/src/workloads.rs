@@ -1,5 +1,7 @@
 //! What is measured: documents, rules, changes, and the writes that they come to. Pure.
 
+mod unread;
+
 use bson::{Bson, DateTime, Document, doc};
 
 /// Changes, and the target writes that they lead to.
@@ -75,7 +77,7 @@ fn size(number: i32) -> usize {
 
 /// All of them.
 pub fn all() -> Vec<Workload> {
-    vec![rename(), arrays(), insert(), million(), latest(), log(), hot(), counts(), tree(), buckets()]
+    vec![rename(), arrays(), insert(), million(), latest(), log(), hot(), counts(), unread::unread(), tree(), buckets()]
 }
 
 fn name(version: i32) -> String {

@@ -190,7 +190,7 @@ async fn references(
     (target, compared): (&Document, &Compared),
     after: ClusterTime,
 ) -> Result<Vec<Answered>> {
-    if rule.of_target.is_some() {
+    if rule.of_target.as_ref().is_some_and(|of_target| !of_target.is_empty()) {
         return answers_of_target(context, rule, (target, compared), after).await;
     }
     let mut keys: Vec<&Key> =
@@ -236,6 +236,9 @@ fn text(explained: &Explained<'_>) -> String {
     for (path, value) in read {
         let value = value.as_ref().map_or_else(|| "missing".to_owned(), shown);
         writeln!(out, "  reads $$target.{path}: {value}").ok();
+    }
+    if let Some(path) = &rule.touch {
+        writeln!(out, "  sets {path} to the server's time with each change, and does not compare it").ok();
     }
     if rule.reference.target_each.is_some() && references.is_empty() {
         out.push_str("  it has no references\n");

@@ -186,6 +186,10 @@ fn text(plan: &Plan, live: &Live, options: Options) -> String {
             let deletes = if creates.keeps { "never deletes it" } else { "deletes it with the last of them" };
             writeln!(out, "  creates     a document for each key that has sources, and {deletes}").ok();
         }
+        if let Some(path) = &rule.touch {
+            writeln!(out, "  touch       {path} gets the server's time with each change of a target by this rule").ok();
+            writeln!(out, "              the first backfill makes all clients that sync by it sync again").ok();
+        }
         match live.inspections.iter().find(|inspection| inspection.rule == rule.name) {
             Some(inspection) => inspected(&mut out, rule, inspection),
             None if rule.needs_pre_images() => {
@@ -353,8 +357,13 @@ fn inspected(out: &mut String, rule: &Rule, inspection: &Inspection) {
         };
         let most = counted(tree.max_depth as u64, "ancestor");
         writeln!(out, "  tree        each document follows {from}, level by level {levels}; at most {most}").ok();
-    } else if rule.of_target.is_some() {
-        writeln!(out, "  values      of each target on its own: they are computed from it").ok();
+    } else if let Some(of_target) = &rule.of_target {
+        let why = if of_target.is_empty() {
+            "the sources of all its keys are looked up together"
+        } else {
+            "they are computed from it"
+        };
+        writeln!(out, "  values      of each target on its own: {why}").ok();
     }
     for lookup in &inspection.lookups {
         let index = lookup.index.as_ref().map_or_else(|| "NO INDEX".to_owned(), |index| format!("index {index}"));
@@ -482,6 +491,7 @@ fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
             "target": rule.target.namespace.to_string(),
             "match": matches.collect::<serde_json::Map<String, serde_json::Value>>(),
             "owns": rule.owned().into_iter().map(ToString::to_string).collect::<Vec<_>>(),
+            "touch": rule.touch.as_ref().map(ToString::to_string),
             "shadow": rule.shadow,
             "live": live.inspections.iter().find(|inspection| inspection.rule == rule.name),
         })

@@ -440,6 +440,13 @@ const ON_EMPTY_OF_AGGREGATE: Key = key(
     "The value of a target without a source. With `create`, such a document is deleted, and these are its values where it holds fields of others.",
 );
 
+const TOUCH: Key = key(
+    "touch",
+    Form::Path,
+    "",
+    "A path of the target that gets the server's time, never an earlier one than it has, with each change of the target by this rule. Rules may share it. It is not compared or repaired, and no rule may read it.",
+);
+
 /// The keys of `copy`.
 pub const COPY: &[Key] = &[
     SOURCE,
@@ -486,6 +493,7 @@ pub const COPY: &[Key] = &[
     ),
     RECURSIVE,
     MAX_DEPTH,
+    TOUCH,
 ];
 
 /// The keys of `collect`.
@@ -510,6 +518,7 @@ pub const COLLECT: &[Key] = &[
     ),
     key("max_bytes", Form::Count, "", "The most bytes of BSON of the array."),
     KEY_TYPE,
+    TOUCH,
 ];
 
 /// The keys of `aggregate`.
@@ -560,6 +569,7 @@ pub const AGGREGATE: &[Key] = &[
     KEY_TYPE,
     RECURSIVE,
     MAX_DEPTH,
+    TOUCH,
 ];
 
 /// The keys of `source` and `target` in their long form.

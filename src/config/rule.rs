@@ -118,6 +118,12 @@ impl Reader {
         let key_type = self.key_type(&fields);
         let once = fields.get("once").and_then(|field| self.flag(&field));
         let tree = self.tree(&fields);
+        if fields.get("into").is_some() && once == Some(true) {
+            let hint = "leave `once` out: the array of `into` follows the references";
+            let message = "`once` fills the paths of `set`, and this copy has `into`";
+            self.mistake(Mistake::new(fields.at.key("once"), message).on_key().hint(hint));
+        }
+        let touch = fields.get("touch").and_then(|field| self.text(&field));
         Some(Copy {
             source: source?,
             target: target?,
@@ -131,6 +137,7 @@ impl Reader {
             key_type,
             once: once.unwrap_or_default(),
             tree,
+            touch,
         })
     }
 
@@ -175,6 +182,7 @@ impl Reader {
         let max_elements = fields.get("max_elements").and_then(|field| self.count(&field));
         let max_bytes = fields.get("max_bytes").and_then(|field| self.count(&field));
         let key_type = self.key_type(&fields);
+        let touch = fields.get("touch").and_then(|field| self.text(&field));
         Some(Collect {
             source: source?,
             target: target?,
@@ -187,6 +195,7 @@ impl Reader {
             max_elements,
             max_bytes,
             key_type,
+            touch,
         })
     }
 
@@ -211,6 +220,7 @@ impl Reader {
         let key_type = self.key_type(&fields);
         let tree = self.tree(&fields);
         let (on, buckets) = keyed?;
+        let touch = fields.get("touch").and_then(|field| self.text(&field));
         Some(Aggregate {
             source: source?,
             target: target?,
@@ -226,6 +236,7 @@ impl Reader {
             on_empty,
             key_type,
             tree,
+            touch,
         })
     }
 

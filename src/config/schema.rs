@@ -2,7 +2,10 @@
 
 use serde_json::{Map, Value, json};
 
-use super::keys::{DATE_TRUNC, Form, Key, ROOT, SIDE};
+use super::{
+    keys::{DATE_TRUNC, Form, Key, ROOT, SIDE},
+    matrix,
+};
 
 /// The URI of the schema's draft.
 const DRAFT: &str = "http://json-schema.org/draft-07/schema#";
@@ -127,6 +130,13 @@ pub fn reference() -> String {
         "\n## `$dateTrunc` in `match`\n\nWith `create: true`, an entry of `match` may be an interval of time:\n\n",
     );
     table(&mut out, DATE_TRUNC);
+    out.push_str(
+        "\n## What combines\n\n\
+         Constructs of one rule, by its kind and by each other. Keys that are not in the table go with all of them; \
+         backfill, live changes, guard, audit, `check`, `explain`, `plan`, `test`, `prune`, partitions, fan-out jobs and dead letters do too. \
+         *Paths in the target's elements* are those with the `$[]` of `match`; with *arrays on both sides*, the paths lie beside the target's array.\n\n",
+    );
+    out.push_str(&matrix::table());
     out
 }
 

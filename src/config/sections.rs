@@ -355,6 +355,8 @@ pub struct Copy {
     pub once: bool,
     /// The greatest number of ancestors in a tree, if the rule reads its own output (`recursive`, `max_depth`).
     pub tree: Option<usize>,
+    /// The target's path that gets the server's time with each change of the target (`touch`).
+    pub touch: Option<String>,
 }
 
 /// `collect`: a rule that collects source documents into an array.
@@ -382,6 +384,8 @@ pub struct Collect {
     pub max_bytes: Option<u64>,
     /// The type that the target's value is converted to before matching.
     pub key_type: Option<KeyType>,
+    /// The target's path that gets the server's time with each change of the target (`touch`).
+    pub touch: Option<String>,
 }
 
 /// `aggregate`: a rule that accumulates the values of source documents.
@@ -418,6 +422,8 @@ pub struct Aggregate {
     pub key_type: Option<KeyType>,
     /// The greatest number of ancestors in a tree, if the rule reads its own output (`recursive`, `max_depth`).
     pub tree: Option<usize>,
+    /// The target's path that gets the server's time with each change of the target (`touch`).
+    pub touch: Option<String>,
 }
 
 /// `as`: the form of the groups of an `aggregate` in its target.

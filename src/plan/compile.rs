@@ -15,6 +15,7 @@ use crate::{
         graph,
         reference::{self, Pair, Reference, Role},
         rule::{Assignment, Groups, Keyed, Plan, Rule, RuleId, Side, Values},
+        touch,
         tree::{self, Tree},
     },
 };
@@ -69,6 +70,7 @@ struct Common<'a> {
     buckets: &'a [(String, Document)],
     /// True for `on_empty: keep`.
     keeps: bool,
+    touch: Option<&'a String>,
 }
 
 impl<'a> Common<'a> {
@@ -84,6 +86,7 @@ impl<'a> Common<'a> {
                 tree: c.tree.map(|max_depth| Tree { parent: Role::Target, max_depth }),
                 buckets: &[],
                 keeps: false,
+                touch: c.touch.as_ref(),
             },
             Pattern::Collect(c) => Common {
                 kind: "collect",
@@ -95,6 +98,7 @@ impl<'a> Common<'a> {
                 tree: None,
                 buckets: &[],
                 keeps: c.on_empty == OnEmpty::Keep,
+                touch: c.touch.as_ref(),
             },
             Pattern::Aggregate(c) => Common {
                 kind: "aggregate",
@@ -107,6 +111,7 @@ impl<'a> Common<'a> {
                 tree: c.tree.map(|max_depth| Tree { parent: Role::Source, max_depth }),
                 buckets: &c.buckets,
                 keeps: c.on_empty == OnEmpty::Keep,
+                touch: c.touch.as_ref(),
             },
         }
     }
@@ -144,8 +149,14 @@ impl Compiler<'_> {
         let values = self.values(&at, &rule.pattern, &reference, &mut source_reads)?;
         let mut keyed = self.keyed(&at, &reference, &values)?;
         let of_target = std::mem::take(&mut self.of_target);
-        // The documents of a tree are reconciled one by one.
-        let of_target = Some(of_target).filter(|of_target| !of_target.is_empty() || common.tree.is_some());
+        // The documents of a tree are reconciled one by one, and several keys of one target are looked up together.
+        let together = common.tree.is_some() || (keyed == Keyed::Target && values.gathers());
+        let of_target = Some(of_target).filter(|of_target| !of_target.is_empty() || together);
+        let touch = common.touch.and_then(|path| self.path(&at.key("touch"), path, "touch"));
+        let by_key = keyed == Keyed::Value && of_target.is_none();
+        if touch.is_some() {
+            keyed = Keyed::Target;
+        }
         if let Some(of_target) = &of_target {
             keyed = Keyed::Target;
             of_target.all().for_each(|path| target_reads.add(path.clone()));
@@ -177,6 +188,7 @@ impl Compiler<'_> {
             target: target?,
             reference,
             keyed,
+            by_key,
             values,
             sort: common.sort.to_vec(),
             row_filter,
@@ -185,6 +197,7 @@ impl Compiler<'_> {
             tree: common.tree,
             on_missing,
             creates: common.target.create.then_some(creates),
+            touch,
             source_reads,
             target_reads,
             backfill: rule.backfill,
@@ -200,6 +213,9 @@ impl Compiler<'_> {
         self.owned(&at, &compiled);
         for objection in compiled.tree.map(|tree| tree::objections(&compiled, tree)).unwrap_or_default() {
             self.mistake(at.key(objection.key), objection.message, objection.hint);
+        }
+        for (key, message, hint) in touch::refusals(&compiled) {
+            self.mistake(at.key(key), message, hint);
         }
         Some(compiled)
     }
@@ -347,10 +363,6 @@ impl Compiler<'_> {
         }
         let target_each = self.each(&at, pairs.iter().map(|p| &p.target))?;
         let source_each = self.each(&at, pairs.iter().map(|p| &p.source))?;
-        if target_each.is_some() && source_each.is_some() {
-            self.mistake(at, "both sides of `match` run through an array", "let one side hold the references");
-            return None;
-        }
         let name = |side: &Side| (side.namespace.collection.clone(), side.namespace.database.clone());
         Some(Reference {
             pairs,
@@ -620,29 +632,35 @@ impl Compiler<'_> {
             self.mistake(at.clone(), format!("`{path}` does not lie in `{each}`, the array that `match` binds"), "");
             return None;
         }
+        if inside > 0 && reference.pairs.iter().any(|pair| pair.target == *each) {
+            let hint = "the elements are the ids themselves: use `into` and `element`, or make them subdocuments";
+            self.mistake(at.key("match"), format!("the elements of `{each}` have no fields to set"), hint);
+            return None;
+        }
         if inside == paths.len() {
-            if reference.pairs.iter().any(|pair| pair.target == *each) {
-                let hint = "the elements are the ids themselves: use `into` and `element`, or make them subdocuments";
-                self.mistake(at.key("match"), format!("the elements of `{each}` have no fields to set"), hint);
-                return None;
-            }
             return Some(Keyed::Value);
         }
-        if inside > 0 {
+        if inside > 0 && matches!(values, Values::Aggregate { .. }) {
             self.mistake(
                 at.key("set"),
-                "some paths lie in the matched element and some beside the array",
+                "some paths lie in the matched element, and those beside the array would belong to all its elements",
                 "make two rules",
             );
             return None;
         }
         match values {
             Values::Set { once: false, .. } => Some(Keyed::Target),
+            // The target's array is a set of keys, and the rows are the elements of the source's.
+            Values::Collect { .. } | Values::Aggregate { .. } | Values::Groups(_)
+                if reference.source_each.is_some() =>
+            {
+                Some(Keyed::Target)
+            }
             Values::Set { .. } => {
                 self.mistake(
                     at.key("once"),
                     "`once` needs paths in the matched element, or a reference that is no array",
-                    "",
+                    "leave `once` out, or set paths of the element",
                 );
                 None
             }
@@ -706,6 +724,12 @@ impl Compiler<'_> {
             }
         };
         let inside = owned.iter().any(|path| path.has_each());
+        if inside && !owned.iter().all(|path| path.has_each()) {
+            let message = format!(
+                "`$$target` gives each element of `{each}` a value of its own, and some paths lie beside the array"
+            );
+            self.mistake(at.key("set"), message, "make two rules, one for the elements and one for the other paths");
+        }
         if !of_target.elements.is_empty() && !inside && !matches!(values, Values::Into { .. }) {
             let message = format!(
                 "`$$targetElement` is one element of `{each}`, and a path beside the array has a value for all of them"
@@ -749,8 +773,8 @@ impl Compiler<'_> {
             self.mistake(at.key("on_missing"), message, "use unset, null or keep");
         }
         let policy = match rule.on_missing {
-            OnMissing::Remove if rule.keyed != Keyed::Value || rule.reference.target_each.is_none() => "remove",
-            OnMissing::Delete if rule.keyed != Keyed::Value || rule.reference.target_each.is_some() => "delete",
+            OnMissing::Remove if !rule.by_key || rule.reference.target_each.is_none() => "remove",
+            OnMissing::Delete if !rule.by_key || rule.reference.target_each.is_some() => "delete",
             _ => return,
         };
         if rule.of_target.is_some() {
@@ -874,6 +898,10 @@ fn definition(rule: &Rule) -> Document {
     }
     if let Some(tree) = rule.tree {
         definition.insert("max_depth", i64::try_from(tree.max_depth).unwrap_or(i64::MAX));
+    }
+    // The daemon writes such a rule's targets one by one, so unfinished work of another definition is no use.
+    if let Some(path) = &rule.touch {
+        definition.insert("touch", path.to_string());
     }
     // A rule that leaves shadow mode has a new definition, so it is backfilled.
     if rule.shadow {

@@ -11,6 +11,7 @@ use crate::{
     plan::{
         reference::Role,
         rule::{Rule, RuleId, Side, Values},
+        touch,
     },
 };
 
@@ -25,6 +26,7 @@ pub type Order = (Vec<RuleId>, Vec<Vec<RuleId>>);
 pub fn order(rules: &mut [Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
     let mut exclusive = Vec::new();
     let mut mistakes = collisions(rules, &mut exclusive);
+    mistakes.extend(touch::conflicts(rules));
     let mut feeds = feeding(rules, |_, _| true);
     let mut walk = Walk::through(&feeds);
     if walk.cycle.is_some() {

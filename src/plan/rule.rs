@@ -183,6 +183,17 @@ pub enum Values {
     Groups(Groups),
 }
 
+impl Values {
+    /// True if a value is computed from all the sources of a key.
+    #[must_use]
+    pub fn gathers(&self) -> bool {
+        match self {
+            Self::Collect { .. } | Self::Aggregate { .. } | Self::Groups(_) => true,
+            Self::Set { .. } | Self::Into { .. } => false,
+        }
+    }
+}
+
 /// The groups of an `aggregate` with `by`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Groups {
@@ -217,6 +228,8 @@ pub struct Rule {
     pub reference: Reference,
     /// Kind of key of a reconcile.
     pub keyed: Keyed,
+    /// True if each value follows from the sources of one key alone: that of the target, or of the element that has it.
+    pub by_key: bool,
     /// Values to compute.
     pub values: Values,
     /// Source paths with sort directions; `_id` ascending breaks ties.
@@ -234,6 +247,8 @@ pub struct Rule {
     pub on_missing: OnMissing,
     /// For a rule that inserts and deletes its targets.
     pub creates: Option<Creates>,
+    /// Path of the target that gets the server's time with each change by this rule. It is not owned.
+    pub touch: Option<FieldPath>,
     /// Source paths that affect the written values.
     pub source_reads: Reads,
     /// Target paths that affect the written values.
@@ -281,10 +296,7 @@ impl Rule {
     /// True if a value is computed from all the sources of a key.
     #[must_use]
     pub fn gathers(&self) -> bool {
-        match self.values {
-            Values::Collect { .. } | Values::Aggregate { .. } | Values::Groups(_) => true,
-            Values::Set { .. } | Values::Into { .. } => false,
-        }
+        self.values.gathers()
     }
 
     /// True if a target has a value for each of its references, computed from the target as well.
@@ -298,6 +310,26 @@ impl Rule {
     #[must_use]
     pub fn by_element(&self) -> bool {
         self.by_reference() && !matches!(self.values, Values::Into { .. })
+    }
+
+    /// True if the rule writes into the matched element and beside its array.
+    #[must_use]
+    pub fn is_inside_and_beside(&self) -> bool {
+        let inside = |path: &&FieldPath| path.has_each();
+        self.owned().iter().any(inside) && !self.owned().iter().all(inside)
+    }
+
+    /// True if a target is compared before it is written, and only what differs is written.
+    #[must_use]
+    pub fn compares_first(&self) -> bool {
+        self.touch.is_some() || self.is_inside_and_beside()
+    }
+
+    /// True if a write names elements by their indexes, and demands that each element still has its reference.
+    #[must_use]
+    pub fn writes_by_index(&self) -> bool {
+        let inside = || self.owned().iter().any(|path| path.has_each());
+        self.by_reference() || (self.compares_first() && inside())
     }
 
     /// Path in the target of the `_id`s of its sources, which identifies the parent that a child has left.

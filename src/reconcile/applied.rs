@@ -72,7 +72,7 @@ fn elements(path: &[Segment], at: &mut Bson, nth: &mut usize, keep: &mut dyn FnM
 }
 
 /// Sets a field, and what is missing above it; or takes it away.
-fn put(path: &[Segment], at: &mut Bson, value: Option<Bson>) {
+pub fn put(path: &[Segment], at: &mut Bson, value: Option<Bson>) {
     let (Some((Segment::Name(name), rest)), Bson::Document(doc)) = (path.split_first(), at) else { return };
     match (rest.is_empty(), value) {
         (true, Some(value)) => drop(doc.insert(name.clone(), value)),

@@ -226,10 +226,10 @@ impl Context {
 }
 
 /// A target that was read to be written.
-struct Read {
-    target: Document,
-    references: Vec<Option<Key>>,
-    guard: RawDocumentBuf,
+pub(super) struct Read {
+    pub(super) target: Document,
+    pub(super) references: Vec<Option<Key>>,
+    pub(super) guard: RawDocumentBuf,
 }
 
 /// The content of a target: of the whole, or of its elements.
@@ -242,7 +242,8 @@ impl Run<'_> {
     /// Writes targets whose values depend on them.
     pub(super) async fn values_of_targets(&self, items: &mut [Item]) -> Result<()> {
         let after = newest(items);
-        let mut targets = self.read_targets(items, after).await?;
+        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        let mut targets = self.read_targets(read::targets(self.rule, &ids), after, items.len()).await?;
         if let Some(tree) = self.rule.tree {
             Box::pin(self.hold_back(tree, items, &mut targets, after)).await?;
         }
@@ -310,10 +311,15 @@ impl Run<'_> {
         Ok(())
     }
 
-    async fn read_targets(&self, items: &[Item], after: ClusterTime) -> Result<HashMap<Key, Read>> {
-        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+    /// Reads targets for this number of items, by a command whose rows have a guard.
+    pub(super) async fn read_targets(
+        &self,
+        command: Document,
+        after: ClusterTime,
+        items: usize,
+    ) -> Result<HashMap<Key, Read>> {
         let mut targets = HashMap::new();
-        for row in self.read_within(Role::Target, read::targets(self.rule, &ids), after, items.len()).await? {
+        for row in self.read_within(Role::Target, command, after, items).await? {
             let mut target = Document::try_from(row.as_ref())?;
             let guard = row.get_document(read::GUARD).map_err(|_| Error::internal("a target without its guard"))?;
             target.remove(read::GUARD);
@@ -324,7 +330,7 @@ impl Run<'_> {
     }
 
     /// The indexes of the references that no source matches; 0 for a target that has its sources together.
-    fn dangling(&self, target: &Read, rows: &Rows) -> Vec<usize> {
+    pub(super) fn dangling(&self, target: &Read, rows: &Rows) -> Vec<usize> {
         let id = target.referrer().id();
         let answered = |nth| rows.answer(&key(&id, nth));
         if !self.rule.by_reference() {
@@ -396,7 +402,7 @@ impl Run<'_> {
 }
 
 impl Read {
-    fn referrer(&self) -> Referrer<'_> {
+    pub(super) fn referrer(&self) -> Referrer<'_> {
         Referrer { target: &self.target, references: &self.references }
     }
 }

@@ -288,49 +288,38 @@ pub fn one(
 ) -> Result<Compared> {
     let id = target.get("_id").cloned().unwrap_or(Bson::Null);
     let mut fields = Vec::new();
-    match (rule.keyed, &rule.reference.target_each) {
-        (_, Some(each)) if rule.by_element() => {
-            for (nth, element) in rule.reference.elements(Role::Target, target).into_iter().enumerate() {
-                let Bson::Document(element) = element else { continue };
-                let refers = references.get(nth).is_some_and(Option::is_some);
-                let desired = rows.desired_of_pair(rule, &id, nth, refers)?;
-                let stored = |path: &FieldPath| value_at(Some(element), path.below(each).unwrap_or_default());
-                push(rule, (&id, Some(nth)), &desired, &stored, &mut fields)?;
+    let inside = |path: &&FieldPath| path.has_each();
+    if let Some(each) = rule.reference.target_each.as_ref().filter(|_| rule.owned().iter().any(inside)) {
+        for (nth, element) in rule.reference.elements(Role::Target, target).into_iter().enumerate() {
+            // A value that is not a subdocument has no fields for copies.
+            let Bson::Document(element) = element else { continue };
+            let key = key_of(references.get(nth));
+            if rule.keyed == Keyed::Value && !owns(&key) {
+                continue;
             }
+            let desired = match rule.of_target {
+                Some(_) => rows.desired_of_pair(rule, &id, nth, !key.values().is_empty())?,
+                None => rows.desired(rule, &key)?,
+            };
+            let stored = |path: &FieldPath| value_at(Some(element), path.below(each).unwrap_or_default());
+            push(rule, (&id, Some(nth)), &desired, &stored, &mut fields)?;
         }
-        (Keyed::Target, _) if rule.of_target.is_some() => {
-            let desired = rows.desired_of_referrer(rule, &id, &references, rule.reference.has_array(target))?;
-            push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
-        }
-        (Keyed::Target, _) => {
-            let desired = rows.desired_of_target(rule, &references, rule.reference.has_array(target))?;
-            push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
-        }
-        (Keyed::Value, None) if rule.creates.is_some() => {
-            create::compare(rule, rows, target, references.first().and_then(Option::as_ref), &mut fields)?;
-        }
-        (Keyed::Value, None) => {
-            let desired = rows.desired(rule, &key_of(references.first()))?;
-            push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
-        }
-        (Keyed::Value, Some(each)) => {
-            for (nth, element) in rule.reference.elements(Role::Target, target).into_iter().enumerate() {
-                // A value that is not a subdocument has no fields for copies.
-                let Bson::Document(element) = element else { continue };
-                let key = key_of(references.get(nth));
-                if !owns(&key) {
-                    continue;
-                }
-                let desired = rows.desired(rule, &key)?;
-                let stored = |path: &FieldPath| value_at(Some(element), path.below(each).unwrap_or_default());
-                push(rule, (&id, Some(nth)), &desired, &stored, &mut fields)?;
-            }
-        }
+    }
+    if rule.creates.is_some() {
+        create::compare(rule, rows, target, references.first().and_then(Option::as_ref), &mut fields)?;
+    } else if !rule.owned().iter().all(inside) {
+        let has_array = rule.reference.has_array(target);
+        let desired = match rule.of_target {
+            Some(_) => rows.desired_of_referrer(rule, &id, &references, has_array)?,
+            None if rule.by_key => rows.desired(rule, &key_of(references.first()))?,
+            None => rows.desired_of_target(rule, &references, has_array)?,
+        };
+        push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
     }
     Ok(Compared { target: id, fields, references })
 }
 
-/// Adds the owned paths of one target, or of one element.
+/// Adds the owned paths of one target that lie beside its array, or those of one element.
 pub(super) fn push(
     rule: &Rule,
     (id, element): (&Bson, Option<usize>),
@@ -347,7 +336,8 @@ pub(super) fn push(
         }
     };
     let once = matches!(rule.values, Values::Set { once: true, .. });
-    for (path, expected) in rule.owned().into_iter().zip(fields) {
+    let here = rule.owned().into_iter().zip(fields).filter(|(path, _)| path.has_each() == element.is_some());
+    for (path, expected) in here {
         let stored = stored(path).map(RawBson::try_from).transpose()?;
         if once && (stored.is_some() || expected.is_none()) {
             continue;
@@ -370,7 +360,8 @@ pub(super) fn differs(rule: &Rule, document: &Document, desired: &Desired) -> Re
 }
 
 /// The value at a path. Does not look into arrays.
-pub(super) fn value_at(doc: Option<&Document>, path: &[Segment]) -> Option<Bson> {
+#[must_use]
+pub fn value_at(doc: Option<&Document>, path: &[Segment]) -> Option<Bson> {
     let (last, parents) = path.split_last()?;
     let mut at = doc?;
     for segment in parents {

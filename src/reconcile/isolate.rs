@@ -9,6 +9,7 @@ use crate::{
     dead_letter::Offending,
     error::{Error, Kind, Result},
     failpoint,
+    field_path::FieldPath,
     key::Key,
     plan::reference::Role,
     position::ClusterTime,
@@ -92,7 +93,7 @@ impl Run<'_> {
 
     /// The path of the target whose shape prevents the write. Only for display, so none if the target cannot be read.
     pub(super) async fn in_the_way(&self, target: &Key) -> Option<String> {
-        let paths = self.rule.owned();
+        let paths: Vec<&FieldPath> = self.rule.owned().into_iter().chain(self.rule.touch.as_ref()).collect();
         let fields: Document = paths.iter().map(|path| (path.root().to_owned(), Bson::Int32(1))).collect();
         let id = target.values().first()?.clone();
         let command =

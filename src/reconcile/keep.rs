@@ -266,7 +266,7 @@ fn below_text(each: &FieldPath, path: &FieldPath) -> String {
 
 /// The elements at a path that ends in `$[]`, in the order of [`crate::plan::reference::Reference::elements`], each with
 /// its place: `lines.3`.
-fn places_of(each: &FieldPath, doc: &Document) -> Vec<(String, Bson)> {
+pub(super) fn places_of(each: &FieldPath, doc: &Document) -> Vec<(String, Bson)> {
     fn walk(path: &[Segment], value: &Bson, at: &str, out: &mut Vec<(String, Bson)>) {
         match (path.split_first(), value) {
             (None, value) => out.push((at.to_owned(), value.clone())),

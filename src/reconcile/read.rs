@@ -8,7 +8,7 @@ use crate::{
     field_path::FieldPath,
     key::Key,
     plan::{
-        Assignment, Groups, Keyed, Rule, Values,
+        Assignment, Groups, Rule, Values,
         expression::OfTarget,
         reference::{Pair, Role, dbref_parent},
     },
@@ -66,7 +66,7 @@ fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
     }
     // Grouped by a mere field, MongoDB 6.0.5 makes the key MaxKey the document `{"": MaxKey}`.
     let edges = keys.iter().flat_map(|key| key.values()).any(|v| matches!(v, Bson::MinKey | Bson::MaxKey));
-    stages.extend(rows(rule, gathered, edges));
+    stages.extend(rows(rule, gathered, edges, RowOf::OneKey));
     stages
 }
 
@@ -130,15 +130,24 @@ pub(super) fn variable_of_path(nth: usize) -> String {
 
 /// The stages that follow: one row `{ k, v }` at most, with the values of the target.
 pub(super) fn row_of_pair(rule: &Rule) -> Vec<Document> {
-    let mut stages = rows(rule, Order::OfTheRule, true);
+    let mut stages = rows(rule, Order::OfTheRule, true, RowOf::AllKeys);
     if matches!(rule.values, Values::Set { .. } | Values::Into { .. }) {
         stages.push(doc! {"$limit": 1});
     }
     stages
 }
 
+/// The sources that one row is gathered from.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum RowOf {
+    /// Those of one key.
+    OneKey,
+    /// All that were found: those of a target's set of keys.
+    AllKeys,
+}
+
 /// The stages from the sources of keys to rows.
-fn rows(rule: &Rule, gathered: Order, edges: bool) -> Vec<Document> {
+fn rows(rule: &Rule, gathered: Order, edges: bool, of: RowOf) -> Vec<Document> {
     let mut stages = Vec::new();
     let element = rule.reference.source_each.as_ref();
     // Operands and filters of rows may use the element.
@@ -152,6 +161,7 @@ fn rows(rule: &Rule, gathered: Order, edges: bool) -> Vec<Document> {
             stages.push(doc! {"$match": {"$and": clauses}});
         }
     }
+    let row_key = if of == RowOf::AllKeys && rule.gathers() { Vec::new() } else { row_key };
     match &rule.values {
         Values::Set { assignments, .. } => {
             stages.extend(winners_first(rule));
@@ -458,7 +468,7 @@ fn row_order(rule: &Rule) -> Document {
 
 /// True if the order of sources matters across keys: when a target has several references, the first source wins.
 fn across_keys(rule: &Rule) -> bool {
-    rule.keyed == Keyed::Target && matches!(rule.values, Values::Set { .. })
+    !rule.by_key && matches!(rule.values, Values::Set { .. })
 }
 
 /// Sorts by the rule's order. That order is only needed within a key, so the sort begins with a match path: then only
@@ -833,7 +843,7 @@ pub const GUARD: &str = "__denormd_guard";
 /// correct.
 #[must_use]
 pub fn guard_expression(rule: &Rule) -> Document {
-    let each = rule.reference.target_each.as_ref().filter(|_| rule.by_reference());
+    let each = rule.reference.target_each.as_ref().filter(|_| rule.writes_by_index());
     let (mut guard, mut element) = (Document::new(), doc! {"t": {"$type": "$$e"}});
     for (nth, path) in rule.reference.paths(Role::Target).enumerate() {
         let (part, at) = place_of(path, each, (&mut guard, &mut element));

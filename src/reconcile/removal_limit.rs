@@ -40,7 +40,7 @@ impl Run<'_> {
             return Ok(Some(End::Later(limits.destroy_grace)));
         }
         let may = match &item.work.scope {
-            Scope::Named(ids) => self.limit().await?.is_none_or(|limit| self.count(ids.iter(), limit)),
+            Scope::Named(ids) => self.may_lose_named(ids.iter()).await?,
             Scope::All => self.may_lose(read::holders_filter(self.rule, &[&item.key]), item.work.after).await?,
         };
         Ok((!may).then_some(End::RemovalLimit))
@@ -111,6 +111,11 @@ impl Run<'_> {
         };
         let clauses: Vec<Document> = losing.iter().filter_map(clause).collect();
         if clauses.is_empty() { Ok(true) } else { self.may_lose(doc! {"$or": clauses}, after).await }
+    }
+
+    /// True if these targets may lose their values. Counts them if so.
+    pub(super) async fn may_lose_named(&self, ids: impl Iterator<Item = &Key>) -> Result<bool> {
+        Ok(self.limit().await?.is_none_or(|limit| self.count(ids, limit)))
     }
 
     /// True if the targets that this filter finds may lose their values. Counts them if so.

@@ -20,7 +20,7 @@ use crate::{
     key::Key,
     logging::STAGES,
     mongo::{Reads, command::limited},
-    plan::{Rule, reference::Role},
+    plan::{Keyed, Rule, reference::Role},
     position::ClusterTime,
     reconcile::{
         context::{Context, Load},
@@ -167,6 +167,8 @@ impl Run<'_> {
     async fn at_once(&self, mut items: Vec<Item>, follow_ups: &mut Vec<Request>) -> Vec<Ended> {
         self.bytes.store(0, Ordering::Relaxed);
         let result = match self.task {
+            // A dead letter of an earlier definition: its targets are written one by one now.
+            Task::Value if self.rule.keyed == Keyed::Target => self.found(&mut items, follow_ups).await,
             Task::Value => self.values(&mut items).await,
             Task::Target => self.targets(&mut items).await,
             Task::LocateSource => self.locate(Role::Source, &mut items, follow_ups).await,
@@ -386,6 +388,9 @@ impl Run<'_> {
         if self.rule.shadow {
             return self.shadow(items).await;
         }
+        if self.rule.compares_first() {
+            return self.differences_of_targets(items).await;
+        }
         if self.rule.of_target.is_some() {
             return self.values_of_targets(items).await;
         }
@@ -457,7 +462,7 @@ fn halves<'a>(scope: &'a Scope, desired: &Desired) -> (Cow<'a, Scope>, Option<Co
 }
 
 #[expect(clippy::unnecessary_wraps, reason = "the result of a batch")]
-fn source_gone(items: &mut [Item]) -> Result<()> {
+pub(super) fn source_gone(items: &mut [Item]) -> Result<()> {
     for item in items {
         item.end = Some(End::SourceGone);
     }

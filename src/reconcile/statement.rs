@@ -219,7 +219,7 @@ pub fn of_elements(
 }
 
 /// Conditions that the target with this `_id` fulfils while its guard is unchanged.
-fn unchanged(rule: &Rule, id: &Key, guard: &RawDocumentBuf) -> Result<Vec<Document>> {
+pub(super) fn unchanged(rule: &Rule, id: &Key, guard: &RawDocumentBuf) -> Result<Vec<Document>> {
     let id = id.values().first().cloned().unwrap_or(Bson::Null);
     let guard = Document::try_from(guard.as_ref())?;
     Ok(vec![doc! {"_id": id}, doc! {"$expr": {"$eq": [guard_expression(rule), {"$literal": guard}]}}])
@@ -426,7 +426,7 @@ pub(super) fn operators(rule: &Rule, elements: &str, fields: &[Field]) -> Result
 
 /// The operators of one statement.
 #[derive(Default)]
-struct Operators {
+pub(super) struct Operators {
     set: RawDocumentBuf,
     unset: RawDocumentBuf,
 }
@@ -435,16 +435,22 @@ impl Operators {
     /// Adds the owned paths, for the elements of this name.
     fn add(&mut self, rule: &Rule, elements: &str, fields: &[Field]) -> Result<()> {
         for (path, field) in rule.owned().into_iter().zip(fields) {
-            let name = bson::raw::CString::try_from(update_path(rule, path, elements))?;
-            match field {
-                Some(value) => self.set.append(name, value.clone()),
-                None => self.unset.append(name, ""),
-            }
+            self.put(update_path(rule, path, elements), field)?;
         }
         Ok(())
     }
 
-    fn document(self) -> RawDocumentBuf {
+    /// Adds one path.
+    pub(super) fn put(&mut self, path: String, field: &Field) -> Result<()> {
+        let name = bson::raw::CString::try_from(path)?;
+        match field {
+            Some(value) => self.set.append(name, value.clone()),
+            None => self.unset.append(name, ""),
+        }
+        Ok(())
+    }
+
+    pub(super) fn document(self) -> RawDocumentBuf {
         let mut out = RawDocumentBuf::new();
         if !self.set.is_empty() {
             out.append(cstr!("$set"), self.set);
@@ -533,7 +539,7 @@ fn filter_out(rule: &Rule, key: &Key, array: &str, matcher: Matcher) -> Result<S
     Ok(Statement::Update(raw(&statement)?))
 }
 
-fn update(
+pub(super) fn update(
     rule: &Rule,
     conditions: Vec<Document>,
     operators: RawDocumentBuf,

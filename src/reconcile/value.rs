@@ -107,7 +107,8 @@ impl Rows {
     /// another.
     pub(super) fn alone(rule: &Rule, keys: &[&Key], turn: OwnedSemaphorePermit) -> Self {
         let several = rule.keyed == Keyed::Target && rule.of_target.is_none();
-        let first = several && matches!(rule.values, Values::Set { .. });
+        let one = several && !rule.by_key && !rule.is_inside_and_beside();
+        let first = one && matches!(rule.values, Values::Set { .. });
         let wanted = keys.iter().map(|key| (*key).clone()).collect();
         let share = Share::Alone { _turn: turn, wanted, first };
         Self { by_key: HashMap::new(), bytes: 0, share, no_input: None, held: HashSet::new() }
@@ -242,7 +243,11 @@ impl Rows {
         match &rule.values {
             Values::Into { .. } if !has_array => Ok(Desired::Fields(vec![None])),
             Values::Into { .. } => Self::array(rule, references, |nth, _| self.row(&by_target::key(id, nth))),
-            _ => self.desired_of_pair(rule, id, 0, references.iter().any(Option::is_some)),
+            _ => {
+                // An array without a key is an empty set of keys, which has a value.
+                let refers = references.iter().any(Option::is_some) || (rule.gathers() && has_array);
+                self.desired_of_pair(rule, id, 0, refers)
+            }
         }
     }
 

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use bson::{Document, doc};
+use bson::{Bson, Document, doc};
 use secrecy::SecretString;
 
 use super::{Problem, databases};
@@ -22,7 +22,7 @@ use crate::{
     partition::Partition,
     pipeline,
     plan::Plan,
-    reconcile::Context,
+    reconcile::{Context, applied::put, compare::value_at},
 };
 
 /// Time limit of a case.
@@ -116,6 +116,7 @@ impl Scratch {
                 after.insert(format!("{database}.{collection}"), rows.collect::<Result<_>>()?);
             }
         }
+        untouch(plan, given, &mut after);
         let dead_letters = context.dead_letters.find(&self.server, &Chosen::default(), 1000).await?;
         let problems = dead_letters.into_iter().map(|dead_letter| Problem::Obstacle {
             target: dead_letter.target.as_ref().and_then(|key| key.values().first()).cloned(),
@@ -146,4 +147,27 @@ fn moved(plan: &Plan, names: &BTreeMap<String, String>) -> Plan {
         rule.adopt = true;
     }
     moved
+}
+
+/// Gives the paths of `touch` the values that the case has given: a time is not a function of the documents, and without
+/// a server none is set.
+fn untouch(plan: &Plan, given: &Collections, after: &mut Collections) {
+    for rule in &plan.rules {
+        let Some(path) = &rule.touch else { continue };
+        let name = rule.target.namespace.to_string();
+        let before = given.get(&name).map(Vec::as_slice).unwrap_or_default();
+        for target in after.get_mut(&name).into_iter().flatten() {
+            let given = before.iter().find(|document| document.get("_id") == target.get("_id"));
+            let value = value_at(given, path.segments());
+            let mut whole = Bson::Document(std::mem::take(target));
+            put(path.segments(), &mut whole, value);
+            if let Bson::Document(whole) = whole {
+                *target = whole;
+            }
+            let is_new = given.is_none_or(|given| !given.contains_key(path.root()));
+            if is_new && target.get_document(path.root()).is_ok_and(Document::is_empty) {
+                target.remove(path.root());
+            }
+        }
+    }
 }

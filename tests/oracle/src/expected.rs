@@ -384,6 +384,12 @@ fn has_array(rule: &Rule, target: &Bson, owner: &Place, bound: usize) -> bool {
     })
 }
 
+/// True if the target refers to something. An array of keys does, even if it is empty: it is a set.
+fn refers(rule: &Rule, target: &Bson, (owner, bound): (&Place, usize), references: &[Reference]) -> bool {
+    let is_set = rule.target_prefix[bound..].contains(&Part::All) && has_array(rule, target, owner, bound);
+    is_set || !references.iter().all(Reference::refers_to_nothing)
+}
+
 fn desired(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<Desired, String> {
     let mut desired = Desired::default();
     let all = references(rule, target, &Place::new(), 0);
@@ -419,7 +425,9 @@ fn desired(rule: &Rule, target: &Bson, candidates: &[Candidate]) -> Result<Desir
                     Part::All => Step::Index(0),
                 }))
                 .collect();
+            let refers = refers(rule, target, (&owner, bound), &references);
             let mut want = match &rule.kind {
+                Kind::Collect(..) | Kind::Aggregate(_) | Kind::Groups(_) if !refers => Want::Unset,
                 Kind::Set(set) => match want_set(&set[index].1, &references, candidates, view)? {
                     Some(want) => want,
                     // An element that is no document has no room for a value.
@@ -521,9 +529,6 @@ fn want_collect(
     (references, view): (&[Reference], View),
     candidates: &[Candidate],
 ) -> Result<Want, String> {
-    if references.iter().all(Reference::refers_to_nothing) {
-        return Ok(Want::Unset);
-    }
     let mut elements = Vec::new();
     for candidate in input(references, candidates) {
         elements.extend(evaluate(element, scope(candidate, view))?);
@@ -549,9 +554,6 @@ fn want_aggregate(
     candidates: &[Candidate],
     view: View,
 ) -> Result<Want, String> {
-    if references.iter().all(Reference::refers_to_nothing) {
-        return Ok(Want::Unset);
-    }
     let found = input(references, candidates);
     if found.is_empty() && rule.unset_on_empty {
         return Ok(Want::Unset);
@@ -585,9 +587,6 @@ fn want_groups(
     candidates: &[Candidate],
     view: View,
 ) -> Result<Want, String> {
-    if references.iter().all(Reference::refers_to_nothing) {
-        return Ok(Want::Unset);
-    }
     let found = input(references, candidates);
     if found.is_empty() && rule.unset_on_empty {
         return Ok(Want::Unset);

@@ -1,5 +1,6 @@
 //! Random rules over their own collections, and random histories of these collections.
 
+mod beside;
 mod created;
 mod draw;
 mod odd;
@@ -13,6 +14,7 @@ use bson::{Bson, Document, doc};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
 use crate::{Op, Oracle, World};
+pub use beside::TOUCHED;
 pub use odd::{NOT_UTF8, Odd};
 use shape::Shape;
 
@@ -123,6 +125,8 @@ pub struct Generator {
     created_key: Option<Document>,
     /// The paths that they own.
     created_paths: Vec<String>,
+    /// Draws `touch`, paths in elements and beside the array, and arrays on both sides, in the same way.
+    beside: StdRng,
     options: Options,
     collections: Vec<String>,
     scenarios: Vec<Scenario>,
@@ -199,6 +203,7 @@ impl Generator {
             created: StdRng::seed_from_u64(seed ^ 0x6372_6561),
             created_key: None,
             created_paths: Vec::new(),
+            beside: StdRng::seed_from_u64(seed ^ 0x6265_7369),
             collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
             options,
             scenarios: Vec::new(),
@@ -389,6 +394,9 @@ impl Generator {
             body.insert("on_empty", "unset");
         }
         self.draw_target(&scenario, &mut body);
+        self.draw_both_sides(&scenario, &mut body, &mut outputs);
+        self.draw_inside_and_beside(&scenario, &mut body, &mut outputs);
+        self.draw_touch(&mut body);
         self.scenarios[index].outputs = outputs;
         let word = match kind {
             Kind::Set | Kind::Into => "copy",

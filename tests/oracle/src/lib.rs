@@ -49,7 +49,7 @@ use bson::Document;
 
 pub use differences::differences;
 pub use expected::{Expectation, Oracle, expected};
-pub use generate::{Generator, NOT_UTF8, Odd, Options};
+pub use generate::{Generator, NOT_UTF8, Odd, Options, TOUCHED};
 pub use op::Op;
 pub use rule::Rule;
 pub use value::{compare, equal, identical};
