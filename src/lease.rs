@@ -130,23 +130,11 @@ impl<R: Registry> Lease<R> {
 
     /// Waits until this instance leads. Retries after every error.
     pub async fn stand_by(&self) -> Held<R> {
-        self.stand_by_while(async || Ok(false)).await
-    }
-
-    /// Like [`Lease::stand_by`], but makes no attempt while `held_back` returns true.
-    pub async fn stand_by_while(&self, held_back: impl AsyncFn() -> Result<bool>) -> Held<R> {
-        let mut failures = 0_u32;
         loop {
-            let attempt = async { if held_back().await? { Ok(None) } else { self.try_lead().await } };
-            match attempt.await {
+            match self.try_lead().await {
                 Ok(Some(held)) => return held,
-                Ok(None) => failures = 0,
-                Err(error) => {
-                    if failures.is_power_of_two() || failures == 0 {
-                        tracing::warn!(error = %error.message, "the lease cannot be read; trying again");
-                    }
-                    failures += 1;
-                }
+                Ok(None) => {}
+                Err(error) => tracing::warn!(error = %error.message, "the lease cannot be read; trying again"),
             }
             tokio::time::sleep(POLL).await;
         }
@@ -351,7 +339,8 @@ pub async fn is_held(server: &Server, database: &str, ids: &[String]) -> Result<
 pub async fn held(server: &Server, database: &str, ids: &[String]) -> Result<Vec<String>> {
     let filter = doc! {"_id": {"$in": ids.to_vec()}};
     let leases = server.collection(database, COLLECTION);
-    let found: Vec<Document> = leases.find(filter).projection(doc! {"free": is_free()}).await?.try_collect().await?;
+    let found = leases.find(filter).projection(doc! {"free": is_free()});
+    let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
     let held = found.iter().filter(|lease| !lease.get_bool("free").unwrap_or_default());
     Ok(held.filter_map(|lease| Some(lease.get_str("_id").ok()?.to_owned())).collect())
 }

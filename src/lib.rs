@@ -43,6 +43,7 @@ pub mod field_path;
 pub mod inspection;
 pub mod instances;
 pub mod key;
+pub mod leadership;
 pub mod lease;
 pub mod logging;
 pub mod metrics;

@@ -128,14 +128,16 @@ pub fn additional(before: &Plan, after: &Plan) -> Vec<Finding> {
 /// The findings for one rule, regardless of the other rules.
 pub async fn of_rule(server: &Server, plan: &Plan, state: &str, rule: RuleId) -> Result<Vec<Finding>> {
     let plan = plan.only(rule);
-    let findings = async {
-        let findings = privileges(server, &plan, state).await?;
-        if findings.is_empty() { check(server, &plan).await } else { Ok(findings) }
-    };
-    match findings.await {
+    match all(server, &plan, state).await {
         Err(error) if error.kind == Kind::Privilege => Ok(vec![Finding::new(plan.rules[0].as_ref(), error.message)]),
         findings => findings,
     }
+}
+
+/// All checks. Without the privileges, the others would fail.
+pub async fn all(server: &Server, plan: &Plan, state: &str) -> Result<Vec<Finding>> {
+    let findings = privileges(server, plan, state).await?;
+    if findings.is_empty() { check(server, plan).await } else { Ok(findings) }
 }
 
 /// Checks the privileges of the connected user. No findings if the server does not require authentication.

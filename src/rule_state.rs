@@ -142,21 +142,28 @@ impl RuleState {
         }
     }
 
-    /// Rank among the states of one rule in several partitions: the highest is reported for the rule.
+    /// True if this state is reported for a rule that has the other state in another partition.
     #[must_use]
-    pub fn urgency(&self) -> u8 {
-        match self {
-            Self::Live => 0,
-            Self::AwaitingBackfill => 1,
-            Self::Removed => 2,
-            Self::Backfilling { .. } => 3,
-            Self::Paused { .. } => 4,
-            Self::Unavailable { .. } => 5,
-            Self::Blocked(BlockReason::RemovalLimit) => 6,
-            Self::Blocked(BlockReason::SourceGone) => 7,
-            Self::Blocked(BlockReason::Adoption(_)) => 8,
-        }
+    pub fn outranks(&self, other: &Self) -> bool {
+        self.rank() > other.rank()
     }
+
+    fn rank(&self) -> (Option<usize>, u8) {
+        let of_reason = match self {
+            Self::Blocked(BlockReason::Adoption(_)) => 2,
+            Self::Blocked(BlockReason::SourceGone) => 1,
+            _ => 0,
+        };
+        (rank(self.name()), of_reason)
+    }
+}
+
+/// Rank of a state by its name. Of the states of a rule in several partitions, the highest is reported.
+#[must_use]
+pub fn rank(name: &str) -> Option<usize> {
+    // `degraded` is a backfill after a loss of changes.
+    let names = ["live", "awaiting_backfill", "removed", "backfilling", "degraded", "paused", "unavailable", "blocked"];
+    names.iter().position(|known| *known == name)
 }
 
 impl BlockReason {

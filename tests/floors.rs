@@ -23,6 +23,7 @@ const FLOORS: &[&[&str]] = &[
     &["backfill", "fan_out", "audit", "check", "prune", "undo"],
     &["inspection", "dry_run"],
     &["pipeline"],
+    &["leadership"],
     &["status"],
     &["server"],
     &["cli"],

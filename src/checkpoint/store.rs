@@ -346,7 +346,7 @@ impl Store {
             let (_, seen) = rule_record::read(&seen)?;
             let unchanged = doc! {"_id": id.clone(), "generation": same_generation(seen.generation)};
             // Another partition may be blocked for a reason that the more urgent one has hidden.
-            if reason.is_some_and(|reason| seen.state.urgency() > RuleState::Blocked(reason.clone()).urgency()) {
+            if reason.is_some_and(|reason| seen.state.outranks(&RuleState::Blocked(reason.clone()))) {
                 return Ok(false);
             }
             let mut state = state.clone();
