@@ -29,7 +29,7 @@ use crate::{
     error::{Error, Result},
     events::{host, instance_name},
     failpoint,
-    mongo::{Connection, End, Fence, Server, bounded},
+    mongo::{Connection, End, Fence, Server, bounded, code, unless},
     partition::SEPARATOR,
 };
 
@@ -51,8 +51,6 @@ const AGAIN: Duration = Duration::from_millis(200);
 const RELEASE: Duration = Duration::from_secs(2);
 /// Time limit for giving back a lease whose grant was lost with the answer.
 const WITHDRAW: Duration = Duration::from_secs(60);
-/// DuplicateKey: another instance has created the document at the same moment.
-const DUPLICATE_KEY: i32 = 11000;
 
 /// One instance's claim to lead a deployment.
 #[derive(Debug, Clone)]
@@ -255,15 +253,10 @@ impl Registry for LeaseDocument {
         };
         let update = vec![doc! {"$replaceWith": {"$cond": [is_free(), mine, "$$ROOT"]}}];
         let options = FindOneAndUpdateOptions::builder().upsert(true).return_document(ReturnDocument::After).build();
-        let doc =
-            match self.collection().find_one_and_update(id, update).with_options(options).await.map_err(Error::from) {
-                Ok(doc) => doc.unwrap_or_default(),
-                Err(error) if error.code == Some(DUPLICATE_KEY) => return Ok(None),
-                Err(error) => return Err(error),
-            };
-        if doc.get_str("owner").ok() != Some(owner) {
-            return Ok(None);
-        }
+        let taken = self.collection().find_one_and_update(id, update).with_options(options).await;
+        // Another instance may have created the document at the same moment.
+        let taken = unless(code::DUPLICATE_KEY, taken)?.flatten();
+        let Some(doc) = taken.filter(|doc| doc.get_str("owner").ok() == Some(owner)) else { return Ok(None) };
         let term = term_of(&doc)?;
         // Recorded a second time, in a place that is not deleted along with the lease. The lease may have been deleted
         // since it was read, and taken by another instance in the same term: then both leases are left to expire.

@@ -28,6 +28,7 @@ use crate::{
     dead_letter::Written,
     error::Result,
     failpoint, fan_out,
+    mongo::code,
     plan::{Rule, RuleId},
     position::{ClusterTime, Position},
     reconcile::{
@@ -37,7 +38,7 @@ use crate::{
     request::{Page, Scope, Task},
     route::Routed,
     rule_state::{BlockReason, RuleState},
-    unavailable::{self, UNAUTHORIZED},
+    unavailable,
     watch::{Delivery, StreamSpec, follow, nested, streams},
     workqueue::{Batch, Lane, Most, Work},
 };
@@ -731,7 +732,7 @@ impl Pipeline {
             self.block(outcome.lane.0, BlockReason::SourceGone).await;
         }
         let refused = |ended: &Ended| match &ended.end {
-            End::Failed(error) if error.code == Some(UNAUTHORIZED) && ended.work.attempts >= REFUSALS => {
+            End::Failed(error) if error.code == Some(code::UNAUTHORIZED) && ended.work.attempts >= REFUSALS => {
                 Some(error.message.clone())
             }
             _ => None,

@@ -20,7 +20,7 @@ use crate::{
     change::{Change, ChangeEvent, Namespace},
     error::{Error, Kind, Result},
     metrics::Metrics,
-    mongo::{Batches, Reads, Server, classify::SHARD_REMOVED, text},
+    mongo::{Batches, Reads, Server, code, text},
     plan::{Plan, reference::Role},
     position::{ClusterTime, Position, token_time},
 };
@@ -43,8 +43,6 @@ const LOOK_FOR_NESTED: i64 = 5000;
 const LOOK: Duration = Duration::from_millis(5);
 /// Most events in one batch.
 const BATCH: u32 = 5000;
-/// BSONObjectTooLarge, and the server's code for an even larger event: the event does not fit into a reply.
-const TOO_LARGE: [i32; 2] = [10334, 13548];
 /// If an event with its resume token does not fit into a message, the server closes the connection without an error.
 /// This number of times in a row, while the server answers everything else, means that.
 const HANG_UPS: u32 = 5;
@@ -347,7 +345,7 @@ impl Follower<'_> {
         } else {
             self.state.hang_ups = 0;
         }
-        error.code.is_some_and(|code| TOO_LARGE.contains(&code)) || self.state.hang_ups >= HANG_UPS
+        error.code.is_some_and(|code| code::TOO_LARGE.contains(&code)) || self.state.hang_ups >= HANG_UPS
     }
 
     /// Reads less at a time from the same position. False if that is not possible.
@@ -438,7 +436,7 @@ impl Follower<'_> {
 }
 
 fn is_of_a_removed_shard(error: &Error) -> bool {
-    error.code.is_some_and(|code| SHARD_REMOVED.contains(&code))
+    error.code.is_some_and(|code| code::SHARD_REMOVED.contains(&code))
 }
 
 /// Reads until the stream ends.
