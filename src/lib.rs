@@ -48,6 +48,7 @@ pub mod lease;
 pub mod logging;
 pub mod metrics;
 pub mod mongo;
+pub mod pace;
 pub mod partition;
 pub mod pipeline;
 pub mod plan;

@@ -10,7 +10,7 @@ use std::{
 const FLOORS: &[&[&str]] = &[
     &["error", "failpoint"],
     &["key", "field_path", "position", "rule_state"],
-    &["metrics", "evaluate", "partition"],
+    &["metrics", "evaluate", "pace", "partition"],
     &["config", "change"],
     &["logging", "mongo"],
     &["plan"],
