@@ -173,3 +173,24 @@ impl From<bson::error::Error> for Error {
 fn short(text: &str) -> &str {
     text.split([' ', '(', '{']).next().unwrap_or_default()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A refused document must not be retried for ever, nor a document be set aside because of the cluster.
+    #[test]
+    fn only_what_a_document_causes_is_isolated() {
+        for kind in [Kind::Connection, Kind::Unavailable, Kind::NotReplicated] {
+            assert_eq!(Error::new(kind, "").reaction(), Reaction::Retry, "{kind:?}");
+            assert!(Error::new(kind, "").is_transient());
+        }
+        for kind in [Kind::Refused, Kind::TooLarge, Kind::Internal] {
+            assert_eq!(Error::new(kind, "").reaction(), Reaction::Isolate, "{kind:?}");
+            assert!(!Error::new(kind, "").is_transient());
+        }
+        for (kind, status) in [(Kind::Config, 2), (Kind::Topology, 4), (Kind::Privilege, 4), (Kind::Refused, 1)] {
+            assert_eq!(kind.policy().status, status, "{kind:?}");
+        }
+    }
+}

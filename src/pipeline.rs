@@ -269,6 +269,8 @@ struct Pipeline {
 
 impl Pipeline {
     fn new(context: Arc<Context>, store: Store) -> Self {
+        // Unbounded, like those of the answers: the loop must not wait for a job that waits for the loop. They hold at
+        // most one message for each rule, or for each recorded job.
         let (backfills, asked) = mpsc::unbounded_channel();
         let (fan_out, fan_outs_asked) = mpsc::unbounded_channel();
         let (written, written_asked) = mpsc::channel(DELIVERIES);

@@ -203,3 +203,29 @@ impl Adoption {
         format!("of {sample}{total} targets it adds {adds}, overwrites {overwrites}, removes {removes}")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_the_states_of_a_rule_in_several_partitions_the_most_urgent_is_reported() {
+        let states = [
+            RuleState::Live,
+            RuleState::AwaitingBackfill,
+            RuleState::Removed,
+            RuleState::BACKFILL,
+            RuleState::Paused { until: None },
+            RuleState::Unavailable { reason: String::new() },
+            RuleState::Blocked(BlockReason::RemovalLimit),
+            RuleState::Blocked(BlockReason::SourceGone),
+            RuleState::Blocked(BlockReason::Adoption(Adoption::default())),
+        ];
+        for (nth, state) in states.iter().enumerate() {
+            assert!(rank(state.name()).is_some(), "{}", state.name());
+            for (other, lower) in states.iter().enumerate() {
+                assert_eq!(state.outranks(lower), nth > other, "{} and {}", state.name(), lower.name());
+            }
+        }
+    }
+}
