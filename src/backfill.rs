@@ -18,13 +18,13 @@ use crate::{
     error::{Error, Result},
     failpoint,
     key::Key,
+    mongo::code,
     plan::{Rule, RuleId, reference::Role},
     position::ClusterTime,
     reconcile::{Context, read, scan},
     request::{Page, Request, Scope, Task},
     route::{target_request, target_requests},
     rule_state::RuleState,
-    unavailable::UNAUTHORIZED,
 };
 
 mod levels;
@@ -102,7 +102,7 @@ pub async fn run(
         };
         tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
         context.metrics.record_error(Some(&one.rule.name), "backfill", &error);
-        if error.code == Some(UNAUTHORIZED) {
+        if error.code == Some(code::UNAUTHORIZED) {
             if told.lacking.send((request.rule, error.message)).is_err() {
                 return;
             }

@@ -73,20 +73,7 @@ impl Failure {
             Self::Differs(_) => 3,
             Self::Refused(_) => 4,
             Self::TestsFailed(_) => 1,
-            Self::Failed(error) => match error.kind {
-                Kind::Config => 2,
-                Kind::Topology | Kind::Privilege | Kind::State => 4,
-                Kind::Connection
-                | Kind::Unavailable
-                | Kind::TimedOut
-                | Kind::ReadTimedOut
-                | Kind::NotReplicated
-                | Kind::HistoryLost
-                | Kind::Refused
-                | Kind::TooLarge
-                | Kind::Machine
-                | Kind::Internal => 1,
-            },
+            Self::Failed(error) => error.kind.policy().status,
         }
     }
 }

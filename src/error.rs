@@ -2,8 +2,7 @@
 
 use std::fmt;
 
-/// Meaning of an error for the work that it interrupted. Every reaction (retry, dead letter, degrade, stop) follows
-/// from it.
+/// Meaning of an error for the work that it interrupted. The reaction to it follows from [`Kind::policy`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// The server cannot be reached for the moment. The outcome of the command is unknown.
@@ -34,6 +33,60 @@ pub enum Kind {
     Machine,
     /// An unexpected answer of the server, or a bug in denormd.
     Internal,
+}
+
+/// The reaction to an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reaction {
+    /// Retry after a pause: nothing is wrong with the work.
+    Retry,
+    /// Retry with fewer keys or targets, until one that takes too long is alone.
+    Divide,
+    /// Retry with fewer keys. One that takes too long takes turns with others, each time with a longer limit.
+    TakeTurns,
+    /// Retry with fewer keys or targets, until the offending one is alone. It becomes a dead letter.
+    Isolate,
+    /// Follow changes from now on, and backfill every rule whose changes may be lost.
+    Backfill,
+    /// Go on without the rule: it is unavailable until the privilege is granted.
+    GoWithout,
+    /// Stop: somebody has to change the config, the cluster or the machine.
+    Stop,
+}
+
+/// The consequences of an error.
+#[derive(Debug, Clone, Copy)]
+pub struct Policy {
+    /// Name of the kind in labels and in the status.
+    pub name: &'static str,
+    /// The reaction of a running pipeline.
+    pub reaction: Reaction,
+    /// The exit status of a command that fails with it.
+    pub status: i32,
+}
+
+impl Kind {
+    /// The one error policy: every retry, dead letter, unavailable rule and exit status follows from it.
+    #[must_use]
+    pub const fn policy(self) -> Policy {
+        let (name, reaction, status) = match self {
+            Self::Connection => ("connection", Reaction::Retry, 1),
+            Self::Unavailable => ("unavailable", Reaction::Retry, 1),
+            Self::TimedOut => ("timed_out", Reaction::Divide, 1),
+            Self::ReadTimedOut => ("read_timed_out", Reaction::TakeTurns, 1),
+            Self::NotReplicated => ("not_replicated", Reaction::Retry, 1),
+            Self::HistoryLost => ("history_lost", Reaction::Backfill, 1),
+            Self::Privilege => ("privilege", Reaction::GoWithout, 4),
+            Self::Refused => ("refused", Reaction::Isolate, 1),
+            Self::TooLarge => ("too_large", Reaction::Isolate, 1),
+            Self::Config => ("config", Reaction::Stop, 2),
+            Self::Topology => ("topology", Reaction::Stop, 4),
+            Self::State => ("state", Reaction::Stop, 4),
+            Self::Machine => ("machine", Reaction::Stop, 1),
+            Self::Internal => ("internal", Reaction::Isolate, 1),
+        };
+        Policy { name, reaction, status }
+    }
 }
 
 /// An error with its kind, the action that failed, and a hint for the reader.
@@ -79,21 +132,22 @@ impl Error {
         self
     }
 
+    /// The reaction to this error.
+    #[must_use]
+    pub fn reaction(&self) -> Reaction {
+        self.kind.policy().reaction
+    }
+
     /// True if a retry may succeed without anybody's intervention.
     #[must_use]
     pub fn is_transient(&self) -> bool {
-        match self.kind {
-            Kind::Connection | Kind::Unavailable | Kind::TimedOut | Kind::ReadTimedOut | Kind::NotReplicated => true,
-            Kind::HistoryLost
-            | Kind::Privilege
-            | Kind::Refused
-            | Kind::TooLarge
-            | Kind::Config
-            | Kind::Topology
-            | Kind::State
-            | Kind::Machine
-            | Kind::Internal => false,
-        }
+        matches!(self.reaction(), Reaction::Retry | Reaction::Divide | Reaction::TakeTurns)
+    }
+
+    /// True if the server has given no answer that would be another one now: it refuses, or a time limit has passed.
+    #[must_use]
+    pub fn leaves_unknown(&self) -> bool {
+        matches!(self.kind, Kind::Refused | Kind::TimedOut | Kind::ReadTimedOut)
     }
 }
 
@@ -118,4 +172,25 @@ impl From<bson::error::Error> for Error {
 
 fn short(text: &str) -> &str {
     text.split([' ', '(', '{']).next().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A refused document must not be retried for ever, nor a document be set aside because of the cluster.
+    #[test]
+    fn only_what_a_document_causes_is_isolated() {
+        for kind in [Kind::Connection, Kind::Unavailable, Kind::NotReplicated] {
+            assert_eq!(Error::new(kind, "").reaction(), Reaction::Retry, "{kind:?}");
+            assert!(Error::new(kind, "").is_transient());
+        }
+        for kind in [Kind::Refused, Kind::TooLarge, Kind::Internal] {
+            assert_eq!(Error::new(kind, "").reaction(), Reaction::Isolate, "{kind:?}");
+            assert!(!Error::new(kind, "").is_transient());
+        }
+        for (kind, status) in [(Kind::Config, 2), (Kind::Topology, 4), (Kind::Privilege, 4), (Kind::Refused, 1)] {
+            assert_eq!(kind.policy().status, status, "{kind:?}");
+        }
+    }
 }

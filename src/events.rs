@@ -6,17 +6,14 @@ use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    error::{Error, Result},
-    mongo::{Connection, bounded},
+    error::Result,
+    mongo::{Connection, bounded, code, unless},
 };
 
 /// The collection of events in the state database, shared by its deployments.
 pub const COLLECTION: &str = "events";
 /// Size of the capped collection: about ten thousand events.
 const BYTES: i64 = 4 << 20;
-const NAMESPACE_EXISTS: i32 = 48;
-/// DuplicateKey: the event was written before, but the answer was lost.
-const DUPLICATE_KEY: i32 = 11000;
 
 /// A timeline entry. It names rules and reasons, never a document's id or value.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -100,10 +97,8 @@ impl Journal {
     /// Creates the collection if it does not exist.
     pub async fn open(&self) -> Result<()> {
         let command = doc! {"create": COLLECTION, "capped": true, "size": BYTES};
-        match self.connection.now().database(&self.database).run_command(command).await.map_err(Error::from) {
-            Err(error) if error.code != Some(NAMESPACE_EXISTS) => Err(error),
-            Ok(_) | Err(_) => Ok(()),
-        }
+        let created = self.connection.now().database(&self.database).run_command(command).await;
+        unless(code::NAMESPACE_EXISTS, created).map(drop)
     }
 
     /// Appends events. An event that exists already is left unchanged, so this may be repeated.
@@ -111,10 +106,7 @@ impl Journal {
         let collection = self.connection.now().collection(&self.database, COLLECTION);
         for event in events {
             // A late event may be inserted out of order: readers sort by time.
-            match bounded(collection.insert_one(event.document(&self.deployment))).await {
-                Err(error) if error.code != Some(DUPLICATE_KEY) => return Err(error),
-                Ok(_) | Err(_) => {}
-            }
+            unless(code::DUPLICATE_KEY, bounded(collection.insert_one(event.document(&self.deployment))).await)?;
         }
         Ok(())
     }

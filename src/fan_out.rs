@@ -29,7 +29,7 @@ use crate::{
     error::{Error, Kind, Result},
     failpoint,
     key::Key,
-    mongo::{Reads, command::limited},
+    mongo::{Reads, code, command::limited},
     plan::{Rule, RuleId},
     position::ClusterTime,
     reconcile::{
@@ -39,7 +39,6 @@ use crate::{
         scan::{self, Wanted},
     },
     request::{Page, Request, Scope, Task},
-    unavailable::UNAUTHORIZED,
 };
 
 /// Targets in one page.
@@ -227,7 +226,7 @@ async fn patiently(
         };
         tracing::warn!(rule = %rule.name, error = %error.message, "the fan-out was interrupted and goes on");
         context.metrics.record_error(Some(&rule.name), "fan-out", &error);
-        if error.code == Some(UNAUTHORIZED) {
+        if error.code == Some(code::UNAUTHORIZED) {
             // If the pipeline has ended, nobody needs the report.
             lacking.send((rule.id, error.message)).ok();
             // The job ended with its rule, which is unavailable now.

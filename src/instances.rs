@@ -168,8 +168,9 @@ impl Member {
     }
 
     /// Announces the number of partitions that it leads; none if it cannot take any, so that no other instance hands
-    /// one over to it.
+    /// one over to it. In a deployment that is not divided, nothing is announced.
     pub fn leads(&self, partitions: Option<usize>) {
+        let partitions = partitions.filter(|_| self.partitions > 1);
         let changed = |said: &mut Said| std::mem::replace(&mut said.leads, partitions) != partitions;
         self.said.send_if_modified(changed);
     }
@@ -177,6 +178,9 @@ impl Member {
     /// Numbers of partitions that the other instances lead: those that are alive, have the same plan, and take
     /// partitions.
     pub async fn others(&self) -> Result<Vec<usize>> {
+        if self.partitions <= 1 {
+            return Ok(Vec::new());
+        }
         let plan = self.said.borrow().plan.clone();
         self.place.others(&plan).await
     }

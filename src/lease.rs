@@ -29,7 +29,7 @@ use crate::{
     error::{Error, Result},
     events::{host, instance_name},
     failpoint,
-    mongo::{Connection, End, Fence, Server, bounded},
+    mongo::{Connection, End, Fence, Server, bounded, code, unless},
     partition::SEPARATOR,
 };
 
@@ -51,8 +51,6 @@ const AGAIN: Duration = Duration::from_millis(200);
 const RELEASE: Duration = Duration::from_secs(2);
 /// Time limit for giving back a lease whose grant was lost with the answer.
 const WITHDRAW: Duration = Duration::from_secs(60);
-/// DuplicateKey: another instance has created the document at the same moment.
-const DUPLICATE_KEY: i32 = 11000;
 
 /// One instance's claim to lead a deployment.
 #[derive(Debug, Clone)]
@@ -130,23 +128,11 @@ impl<R: Registry> Lease<R> {
 
     /// Waits until this instance leads. Retries after every error.
     pub async fn stand_by(&self) -> Held<R> {
-        self.stand_by_while(async || Ok(false)).await
-    }
-
-    /// Like [`Lease::stand_by`], but makes no attempt while `held_back` returns true.
-    pub async fn stand_by_while(&self, held_back: impl AsyncFn() -> Result<bool>) -> Held<R> {
-        let mut failures = 0_u32;
         loop {
-            let attempt = async { if held_back().await? { Ok(None) } else { self.try_lead().await } };
-            match attempt.await {
+            match self.try_lead().await {
                 Ok(Some(held)) => return held,
-                Ok(None) => failures = 0,
-                Err(error) => {
-                    if failures.is_power_of_two() || failures == 0 {
-                        tracing::warn!(error = %error.message, "the lease cannot be read; trying again");
-                    }
-                    failures += 1;
-                }
+                Ok(None) => {}
+                Err(error) => tracing::warn!(error = %error.message, "the lease cannot be read; trying again"),
             }
             tokio::time::sleep(POLL).await;
         }
@@ -267,15 +253,10 @@ impl Registry for LeaseDocument {
         };
         let update = vec![doc! {"$replaceWith": {"$cond": [is_free(), mine, "$$ROOT"]}}];
         let options = FindOneAndUpdateOptions::builder().upsert(true).return_document(ReturnDocument::After).build();
-        let doc =
-            match self.collection().find_one_and_update(id, update).with_options(options).await.map_err(Error::from) {
-                Ok(doc) => doc.unwrap_or_default(),
-                Err(error) if error.code == Some(DUPLICATE_KEY) => return Ok(None),
-                Err(error) => return Err(error),
-            };
-        if doc.get_str("owner").ok() != Some(owner) {
-            return Ok(None);
-        }
+        let taken = self.collection().find_one_and_update(id, update).with_options(options).await;
+        // Another instance may have created the document at the same moment.
+        let taken = unless(code::DUPLICATE_KEY, taken)?.flatten();
+        let Some(doc) = taken.filter(|doc| doc.get_str("owner").ok() == Some(owner)) else { return Ok(None) };
         let term = term_of(&doc)?;
         // Recorded a second time, in a place that is not deleted along with the lease. The lease may have been deleted
         // since it was read, and taken by another instance in the same term: then both leases are left to expire.
@@ -351,7 +332,8 @@ pub async fn is_held(server: &Server, database: &str, ids: &[String]) -> Result<
 pub async fn held(server: &Server, database: &str, ids: &[String]) -> Result<Vec<String>> {
     let filter = doc! {"_id": {"$in": ids.to_vec()}};
     let leases = server.collection(database, COLLECTION);
-    let found: Vec<Document> = leases.find(filter).projection(doc! {"free": is_free()}).await?.try_collect().await?;
+    let found = leases.find(filter).projection(doc! {"free": is_free()});
+    let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
     let held = found.iter().filter(|lease| !lease.get_bool("free").unwrap_or_default());
     Ok(held.filter_map(|lease| Some(lease.get_str("_id").ok()?.to_owned())).collect())
 }

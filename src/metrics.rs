@@ -302,7 +302,7 @@ impl Metrics {
             }
             self.propagation.with_label_values(&[rule]);
             for passing in [Kind::Connection, Kind::Unavailable, Kind::TimedOut, Kind::NotReplicated] {
-                self.retries.with_label_values(&[rule, kind(passing)]);
+                self.retries.with_label_values(&[rule, passing.policy().name]);
             }
         }
         let retired: Vec<String> = self
@@ -350,13 +350,14 @@ impl Metrics {
 
     /// Counts a key that failed and will be retried.
     pub fn retried(&self, rule: &str, error: &Error) {
-        self.retries.with_label_values(&[rule, kind(error.kind)]).inc();
+        self.retries.with_label_values(&[rule, error.kind.policy().name]).inc();
         self.record_error(Some(rule), "reconcile", error);
     }
 
     /// Counts a key or a target that became a dead letter.
     pub fn set_aside(&self, rule: &str, error: &Error) {
-        let reason = error.code.map_or_else(|| kind(error.kind).to_owned(), |code| format!("server_error_{code}"));
+        let reason =
+            error.code.map_or_else(|| error.kind.policy().name.to_owned(), |code| format!("server_error_{code}"));
         self.set_aside.with_label_values(&[rule, &reason]).inc();
         self.record_error(Some(rule), "set aside", error);
     }
@@ -395,7 +396,7 @@ impl Metrics {
 
     /// Adds an error to the recent errors. The error's text contains no values, see [`Error`].
     pub fn record_error(&self, rule: Option<&str>, doing: &'static str, error: &Error) {
-        self.live().recent_errors.add(rule, doing, kind(error.kind), &error.message);
+        self.live().recent_errors.add(rule, doing, error.kind.policy().name, &error.message);
     }
 
     /// The recent errors, newest first.
@@ -407,7 +408,7 @@ impl Metrics {
     /// True if an error of one of these kinds occurred within `window`.
     #[must_use]
     pub fn met(&self, kinds: &[Kind], window: Duration) -> bool {
-        let names: Vec<&str> = kinds.iter().map(|k| kind(*k)).collect();
+        let names: Vec<&str> = kinds.iter().map(|kind| kind.policy().name).collect();
         self.live().recent_errors.met(&names, window)
     }
 
@@ -639,27 +640,6 @@ impl Drop for Writing<'_> {
         self.metrics.writes_in_flight.dec();
         let seconds = self.started.elapsed().as_secs_f64();
         self.metrics.write_seconds.with_label_values(&[self.rule, self.operation]).observe(seconds);
-    }
-}
-
-/// Name of an error kind in labels and in the status.
-#[must_use]
-pub fn kind(kind: Kind) -> &'static str {
-    match kind {
-        Kind::Connection => "connection",
-        Kind::Unavailable => "unavailable",
-        Kind::TimedOut => "timed_out",
-        Kind::ReadTimedOut => "read_timed_out",
-        Kind::NotReplicated => "not_replicated",
-        Kind::HistoryLost => "history_lost",
-        Kind::Privilege => "privilege",
-        Kind::Refused => "refused",
-        Kind::TooLarge => "too_large",
-        Kind::Config => "config",
-        Kind::Topology => "topology",
-        Kind::State => "state",
-        Kind::Machine => "machine",
-        Kind::Internal => "internal",
     }
 }
 

@@ -11,6 +11,7 @@ mod reach;
 pub mod skew;
 pub mod text;
 
+pub use classify::{code, unless};
 pub use command::{Batches, Pages, Reads, Server, Written};
 pub use connection::Connection;
 pub use fence::{End, Fence};

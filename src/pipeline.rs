@@ -28,6 +28,8 @@ use crate::{
     dead_letter::Written,
     error::Result,
     failpoint, fan_out,
+    mongo::code,
+    pace::spacing,
     plan::{Rule, RuleId},
     position::{ClusterTime, Position},
     reconcile::{
@@ -37,7 +39,7 @@ use crate::{
     request::{Page, Scope, Task},
     route::Routed,
     rule_state::{BlockReason, RuleState},
-    unavailable::{self, UNAUTHORIZED},
+    unavailable,
     watch::{Delivery, StreamSpec, follow, nested, streams},
     workqueue::{Batch, Lane, Most, Work},
 };
@@ -46,10 +48,6 @@ use crate::{
 const SAVE_EVERY: Duration = Duration::from_secs(1);
 /// Capacity of the channel between a stream and the pipeline, in deliveries.
 const DELIVERIES: usize = 2;
-/// Recomputing one key is only spaced out if it takes longer than this.
-const CHEAP: Duration = Duration::from_millis(20);
-/// The longest pause between two recomputes of one key.
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// Time after which a write to all targets of a key counts as long.
 const LONG: Duration = Duration::from_millis(250);
 /// Privilege errors of a key before its rule becomes unavailable: an operator who edits a user's roles may remove them
@@ -271,6 +269,8 @@ struct Pipeline {
 
 impl Pipeline {
     fn new(context: Arc<Context>, store: Store) -> Self {
+        // Unbounded, like those of the answers: the loop must not wait for a job that waits for the loop. They hold at
+        // most one message for each rule, or for each recorded job.
         let (backfills, asked) = mpsc::unbounded_channel();
         let (fan_out, fan_outs_asked) = mpsc::unbounded_channel();
         let (written, written_asked) = mpsc::channel(DELIVERIES);
@@ -731,7 +731,7 @@ impl Pipeline {
             self.block(outcome.lane.0, BlockReason::SourceGone).await;
         }
         let refused = |ended: &Ended| match &ended.end {
-            End::Failed(error) if error.code == Some(UNAUTHORIZED) && ended.work.attempts >= REFUSALS => {
+            End::Failed(error) if error.code == Some(code::UNAUTHORIZED) && ended.work.attempts >= REFUSALS => {
                 Some(error.message.clone())
             }
             _ => None,
@@ -742,7 +742,8 @@ impl Pipeline {
         self.whole.remove(&(outcome.lane, outcome.number));
         self.count_outcome(&outcome);
         self.report_written(&outcome);
-        let pause = self.pause(&outcome);
+        let recomputes = outcome.lane.1 == Task::Value && self.context.plan.rule(outcome.lane.0).gathers();
+        let pause = if recomputes { spacing(outcome.took, outcome.keys.len()) } else { Duration::ZERO };
         let mut failed: BTreeMap<String, (usize, u32)> = BTreeMap::new();
         let mut keys = Vec::with_capacity(outcome.keys.len());
         for ended in outcome.keys {
@@ -791,14 +792,6 @@ impl Pipeline {
             // While the other side is busy, the dead letters wait for their own retry.
             self.written.try_send((rule, written)).ok();
         }
-    }
-
-    /// Pause before the keys of a batch may run again: the recomputation of a parent with a million children is spaced
-    /// out by its own cost instead of repeated for each event.
-    fn pause(&self, outcome: &Outcome) -> Duration {
-        let recomputes = outcome.lane.1 == Task::Value && self.context.plan.rule(outcome.lane.0).gathers();
-        let cost = outcome.took / u32::try_from(outcome.keys.len().max(1)).unwrap_or(u32::MAX);
-        if recomputes && cost > CHEAP { cost.min(LONGEST_PAUSE) } else { Duration::ZERO }
     }
 
     /// Publishes the progress, and saves the checkpoints at intervals.

@@ -27,6 +27,8 @@ pub struct Finding {
     pub rule: String,
     /// Description of the problem.
     pub message: String,
+    /// A missing privilege, or another demand on the cluster.
+    pub kind: Kind,
     /// Command that fixes it, if there is one.
     pub fix: Option<Fix>,
     /// Further advice.
@@ -48,7 +50,14 @@ pub struct Fix {
 
 impl Finding {
     fn new(rule: &Rule, message: impl Into<String>) -> Self {
-        Self { rule: rule.name.clone(), message: message.into(), fix: None, hint: None, names: None }
+        Self {
+            rule: rule.name.clone(),
+            message: message.into(),
+            kind: Kind::Config,
+            fix: None,
+            hint: None,
+            names: None,
+        }
     }
 }
 
@@ -128,14 +137,18 @@ pub fn additional(before: &Plan, after: &Plan) -> Vec<Finding> {
 /// The findings for one rule, regardless of the other rules.
 pub async fn of_rule(server: &Server, plan: &Plan, state: &str, rule: RuleId) -> Result<Vec<Finding>> {
     let plan = plan.only(rule);
-    let findings = async {
-        let findings = privileges(server, &plan, state).await?;
-        if findings.is_empty() { check(server, &plan).await } else { Ok(findings) }
-    };
-    match findings.await {
-        Err(error) if error.kind == Kind::Privilege => Ok(vec![Finding::new(plan.rules[0].as_ref(), error.message)]),
+    match all(server, &plan, state).await {
+        Err(Error { kind: kind @ Kind::Privilege, message, .. }) => {
+            Ok(vec![Finding { kind, ..Finding::new(plan.rules[0].as_ref(), message) }])
+        }
         findings => findings,
     }
+}
+
+/// All checks. Without the privileges, the others would fail.
+pub async fn all(server: &Server, plan: &Plan, state: &str) -> Result<Vec<Finding>> {
+    let findings = privileges(server, plan, state).await?;
+    if findings.is_empty() { check(server, plan).await } else { Ok(findings) }
 }
 
 /// Checks the privileges of the connected user. No findings if the server does not require authentication.
@@ -164,6 +177,7 @@ pub async fn privileges(server: &Server, plan: &Plan, state: &str) -> Result<Vec
             names: None,
             rule: String::new(),
             message: format!("the user lacks {} on {place}", actions.join(", ")),
+            kind: Kind::Privilege,
             fix: None,
             hint: Some(format!(
                 "db.getSiblingDB(\"admin\").grantPrivilegesToRole(ROLE, [{}]); `denormd role` prints the whole role",
@@ -528,7 +542,14 @@ mod tests {
     fn index(collection: &str, keys: Document) -> Finding {
         let command = doc! {"createIndexes": collection, "indexes": [{"key": keys}]};
         let fix = Fix { database: "d".to_owned(), command, shell: String::new() };
-        Finding { rule: "r".to_owned(), message: String::new(), fix: Some(fix), hint: None, names: None }
+        Finding {
+            rule: "r".to_owned(),
+            message: String::new(),
+            kind: Kind::Config,
+            fix: Some(fix),
+            hint: None,
+            names: None,
+        }
     }
 
     /// Both `{ tailnum: 1 }` for one rule, and `{ tailnum: 1, time_hour: -1, _id: 1 }` for another, were created.

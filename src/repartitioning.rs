@@ -28,7 +28,7 @@ use crate::{
     error::{Error, Result},
     key::Key,
     lease,
-    mongo::Server,
+    mongo::{Server, code, unless},
     partition::Partition,
     request::Task,
 };
@@ -37,8 +37,6 @@ use crate::{
 const DEAD_LETTERS: usize = 10_000;
 /// Time limit for the transaction.
 const PATIENCE: Duration = Duration::from_secs(30);
-const NAMESPACE_EXISTS: i32 = 48;
-const DUPLICATE_KEY: i32 = 11000;
 
 /// Divides a deployment into `of` partitions. Returns false while the old partitions have leaders. A leader whose lease
 /// was deleted counts as alive for the duration of a lease (`ttl`).
@@ -64,10 +62,7 @@ pub async fn divide(server: &Server, database: &str, deployment: &str, of: u32, 
         REQUESTS,
         format::COLLECTION,
     ] {
-        match server.database(database).create_collection(name).await.map_err(Error::from) {
-            Err(error) if error.code != Some(NAMESPACE_EXISTS) => return Err(error),
-            Ok(()) | Err(_) => {}
-        }
+        unless(code::NAMESPACE_EXISTS, server.database(database).create_collection(name).await)?;
     }
     repartitioning.suspect_leaders(ttl).await?;
     let mut session = server.client().start_session().await?;
@@ -126,10 +121,7 @@ impl Repartitioning<'_> {
             let missing = doc! {"_id": id, "term": {"$exists": false}};
             let leases = self.server.collection(self.database, lease::COLLECTION);
             let marked = leases.update_one(missing, vec![doc! {"$set": state}]).upsert(true).await;
-            match marked.map_err(Error::from) {
-                Err(error) if error.code != Some(DUPLICATE_KEY) => return Err(error),
-                Ok(_) | Err(_) => {}
-            }
+            unless(code::DUPLICATE_KEY, marked)?;
         }
         Ok(())
     }

@@ -142,21 +142,28 @@ impl RuleState {
         }
     }
 
-    /// Rank among the states of one rule in several partitions: the highest is reported for the rule.
+    /// True if this state is reported for a rule that has the other state in another partition.
     #[must_use]
-    pub fn urgency(&self) -> u8 {
-        match self {
-            Self::Live => 0,
-            Self::AwaitingBackfill => 1,
-            Self::Removed => 2,
-            Self::Backfilling { .. } => 3,
-            Self::Paused { .. } => 4,
-            Self::Unavailable { .. } => 5,
-            Self::Blocked(BlockReason::RemovalLimit) => 6,
-            Self::Blocked(BlockReason::SourceGone) => 7,
-            Self::Blocked(BlockReason::Adoption(_)) => 8,
-        }
+    pub fn outranks(&self, other: &Self) -> bool {
+        self.rank() > other.rank()
     }
+
+    fn rank(&self) -> (Option<usize>, u8) {
+        let of_reason = match self {
+            Self::Blocked(BlockReason::Adoption(_)) => 2,
+            Self::Blocked(BlockReason::SourceGone) => 1,
+            _ => 0,
+        };
+        (rank(self.name()), of_reason)
+    }
+}
+
+/// Rank of a state by its name. Of the states of a rule in several partitions, the highest is reported.
+#[must_use]
+pub fn rank(name: &str) -> Option<usize> {
+    // `degraded` is a backfill after a loss of changes.
+    let names = ["live", "awaiting_backfill", "removed", "backfilling", "degraded", "paused", "unavailable", "blocked"];
+    names.iter().position(|known| *known == name)
 }
 
 impl BlockReason {
@@ -194,5 +201,31 @@ impl Adoption {
         let Self { adds, overwrites, removes, total, sampled, .. } = self;
         let sample = if *sampled { "a sample of " } else { "" };
         format!("of {sample}{total} targets it adds {adds}, overwrites {overwrites}, removes {removes}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_the_states_of_a_rule_in_several_partitions_the_most_urgent_is_reported() {
+        let states = [
+            RuleState::Live,
+            RuleState::AwaitingBackfill,
+            RuleState::Removed,
+            RuleState::BACKFILL,
+            RuleState::Paused { until: None },
+            RuleState::Unavailable { reason: String::new() },
+            RuleState::Blocked(BlockReason::RemovalLimit),
+            RuleState::Blocked(BlockReason::SourceGone),
+            RuleState::Blocked(BlockReason::Adoption(Adoption::default())),
+        ];
+        for (nth, state) in states.iter().enumerate() {
+            assert!(rank(state.name()).is_some(), "{}", state.name());
+            for (other, lower) in states.iter().enumerate() {
+                assert_eq!(state.outranks(lower), nth > other, "{} and {}", state.name(), lower.name());
+            }
+        }
     }
 }

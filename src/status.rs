@@ -231,17 +231,9 @@ impl Board {
 
     /// Records that the pipeline of a partition has stopped. Its figures stay until a lease names another instance: in
     /// the meantime there may be no leader.
-    pub fn detach_partition(&self, partition: Partition) {
+    pub fn detach(&self, partition: Partition) {
         self.state().attached.remove(&partition.place());
         self.metrics.stopped(partition.place());
-    }
-
-    /// Records that no pipeline runs any more.
-    pub fn detach(&self) {
-        let attached = std::mem::take(&mut self.state().attached);
-        for place in attached.into_keys() {
-            self.metrics.stopped(place);
-        }
     }
 
     /// Records the leases that were read.

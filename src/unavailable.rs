@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::store::Store,
-    error::{Error, Kind, Result},
+    error::{Error, Result},
     plan::RuleId,
     preflight::{self, Finding},
     reconcile::Context,
@@ -30,8 +30,6 @@ const FIRST: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(20);
 /// Time without a check after which the pauses begin again with the first one.
 const WELL: Duration = Duration::from_secs(600);
-/// The code Unauthorized: the user lacks a privilege, while the connection is good.
-pub const UNAUTHORIZED: i32 = 13;
 
 /// Rules that lack something: those that become unavailable, and those that refuse the start.
 #[derive(Debug, Default)]
@@ -116,13 +114,10 @@ async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Ins
                 tracing::info!(rule = %rule.name, "what the rule lacked is there: it comes back, and is backfilled");
                 store.come_back(&context.server, &rule.name, state.generation).await?;
             }
-            Some(finding) => tell(context, &rule.name, &finding),
+            Some(Finding { kind, message, .. }) => {
+                context.metrics.record_error(Some(&rule.name), "suspended", &Error::new(kind, message));
+            }
         }
     }
     Ok(())
-}
-
-fn tell(context: &Context, rule: &str, finding: &Finding) {
-    let kind = if finding.message.starts_with("the user lacks") { Kind::Privilege } else { Kind::Config };
-    context.metrics.record_error(Some(rule), "suspended", &Error::new(kind, finding.message.clone()));
 }

@@ -20,7 +20,8 @@ use crate::{
     change::{Change, ChangeEvent, Namespace},
     error::{Error, Kind, Result},
     metrics::Metrics,
-    mongo::{Batches, Reads, Server, classify::SHARD_REMOVED, text},
+    mongo::{Batches, Reads, Server, code, text},
+    pace::Polling,
     plan::{Plan, reference::Role},
     position::{ClusterTime, Position, token_time},
 };
@@ -29,22 +30,11 @@ use relevance::Scalars;
 /// Time that the server waits for an event before it answers with an empty batch. An empty batch carries a token as
 /// well: it tells how far the stream is when only our own writes, which are not sent, have moved the oplog.
 const AWAIT: Duration = Duration::from_millis(100);
-/// Backlog, in changed keys and targets of fan-out jobs, above which the server is not asked for more at once. A
-/// request that waits for an event is woken by every oplog entry, our own writes included: 7 µs an entry, half of it in
-/// the thread that makes entries visible (MongoDB 6.0.5; docs/lab-notebook.md). A later request passes them all at once.
-const BACKLOG: usize = 500;
-/// The delay of that request when a backlog begins, which is usually gone afterwards, and the delay while the backlog
-/// lasts: changes of other rules, and of the rules that this one feeds, wait as long.
-const REST: (Duration, Duration) = (Duration::from_secs(1), Duration::from_millis(250));
 /// Time limit of the search for a reference that is a document, in milliseconds. An index on the reference finds it at
 /// once.
 const LOOK_FOR_NESTED: i64 = 5000;
-/// Interval between checks of the backlog.
-const LOOK: Duration = Duration::from_millis(5);
 /// Most events in one batch.
 const BATCH: u32 = 5000;
-/// BSONObjectTooLarge, and the server's code for an even larger event: the event does not fit into a reply.
-const TOO_LARGE: [i32; 2] = [10334, 13548];
 /// If an event with its resume token does not fit into a message, the server closes the connection without an error.
 /// This number of times in a row, while the server answers everything else, means that.
 const HANG_UPS: u32 = 5;
@@ -347,7 +337,7 @@ impl Follower<'_> {
         } else {
             self.state.hang_ups = 0;
         }
-        error.code.is_some_and(|code| TOO_LARGE.contains(&code)) || self.state.hang_ups >= HANG_UPS
+        error.code.is_some_and(|code| code::TOO_LARGE.contains(&code)) || self.state.hang_ups >= HANG_UPS
     }
 
     /// Reads less at a time from the same position. False if that is not possible.
@@ -438,12 +428,12 @@ impl Follower<'_> {
 }
 
 fn is_of_a_removed_shard(error: &Error) -> bool {
-    error.code.is_some_and(|code| SHARD_REMOVED.contains(&code))
+    error.code.is_some_and(|code| code::SHARD_REMOVED.contains(&code))
 }
 
 /// Reads until the stream ends.
 async fn read_ahead(mut batches: Batches, waiting: Arc<AtomicUsize>, out: mpsc::Sender<Result<RawBatch>>) {
-    let mut lasts = false;
+    let mut polling = Polling::default();
     loop {
         let batch = match batches.next().await {
             Ok(Some(batch)) => Ok(batch),
@@ -454,12 +444,7 @@ async fn read_ahead(mut batches: Batches, waiting: Arc<AtomicUsize>, out: mpsc::
         if out.send(batch).await.is_err() || failed {
             return;
         }
-        let until = tokio::time::Instant::now() + if lasts { REST.1 } else { REST.0 };
-        let much = || !more && waiting.load(Ordering::Relaxed) > BACKLOG;
-        while much() && tokio::time::Instant::now() < until {
-            tokio::time::sleep(LOOK).await;
-        }
-        lasts = much();
+        polling.pause(|| if more { 0 } else { waiting.load(Ordering::Relaxed) }).await;
     }
 }
 

@@ -10,7 +10,7 @@ use std::{
 const FLOORS: &[&[&str]] = &[
     &["error", "failpoint"],
     &["key", "field_path", "position", "rule_state"],
-    &["metrics", "evaluate", "partition"],
+    &["metrics", "evaluate", "pace", "partition"],
     &["config", "change"],
     &["logging", "mongo"],
     &["plan"],
@@ -23,6 +23,7 @@ const FLOORS: &[&[&str]] = &[
     &["backfill", "fan_out", "audit", "check", "prune", "undo"],
     &["inspection", "dry_run"],
     &["pipeline"],
+    &["leadership"],
     &["status"],
     &["server"],
     &["cli"],

@@ -7,13 +7,12 @@ use bson::{Bson, DateTime, Document, doc};
 
 use crate::{
     error::{Error, Result},
-    mongo::{Server, bounded},
+    mongo::{Server, bounded, code, unless},
     rule_state::Adoption,
 };
 
 /// The collection of decisions: one document per deployment and rule.
 pub const COLLECTION: &str = "adoptions";
-const DUPLICATE_KEY: i32 = 11000;
 
 /// A decision about one definition of a rule.
 #[derive(Debug, Clone, PartialEq)]
@@ -65,14 +64,12 @@ impl Decisions<'_> {
         };
         let other = doc! {"_id": self.id(rule), "definition": {"$ne": decision.definition.clone()}};
         let collection = self.collection();
-        match bounded(collection.update_one(other, doc! {"$set": state}).upsert(true)).await {
-            Ok(_) => Ok(decision),
-            Err(error) if error.code == Some(DUPLICATE_KEY) => {
-                let first = self.of(rule).await?.filter(|first| first.definition == decision.definition);
-                first.ok_or_else(|| Error::internal("the decision about a rule changes while it is made"))
-            }
-            Err(error) => Err(error),
+        let decided = bounded(collection.update_one(other, doc! {"$set": state}).upsert(true)).await;
+        if unless(code::DUPLICATE_KEY, decided)?.is_some() {
+            return Ok(decision);
         }
+        let first = self.of(rule).await?.filter(|first| first.definition == decision.definition);
+        first.ok_or_else(|| Error::internal("the decision about a rule changes while it is made"))
     }
 
     /// Records that somebody has agreed to this definition.

@@ -5,7 +5,7 @@ use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
 
 use crate::{
-    error::Result,
+    error::{Error, Result},
     key::Key,
     mongo::{Reads, Server, bounded},
     plan::{Plan, Rule, RuleId},
@@ -103,7 +103,7 @@ impl FanOuts {
         let command = doc! {"find": COLLECTION, "filter": filter, "limit": 1};
         let found = server.read(&self.database, command, Reads { after }).await?;
         let found = found.first().map(|found| Document::try_from(found.as_ref())).transpose()?;
-        Ok(found.as_ref().and_then(|found| progress(found, subject.clone())))
+        found.map(|found| progress(&found, subject.clone()).ok_or_else(|| unreadable(&found))).transpose()
     }
 
     /// Deletes all jobs of a rule, because a backfill of the rule covers them.
@@ -121,7 +121,11 @@ impl FanOuts {
         let mut cursor = bounded(server.collection(&self.database, COLLECTION).find(filter)).await?;
         let mut out = Vec::new();
         while let Some(doc) = bounded(cursor.try_next()).await? {
-            out.extend(read(&doc, plan));
+            let id = doc.get_document("_id").ok();
+            let name = id.and_then(|id| id.get_str("rule").ok());
+            if let Some(rule) = plan.rules.iter().find(|rule| Some(rule.name.as_str()) == name) {
+                out.push(read(&doc, rule.id).ok_or_else(|| unreadable(&doc))?);
+            }
         }
         Ok(out)
     }
@@ -137,15 +141,25 @@ impl FanOuts {
     }
 }
 
-fn read(doc: &Document, plan: &Plan) -> Option<FanOut> {
+fn read(doc: &Document, rule: RuleId) -> Option<FanOut> {
     let id = doc.get_document("_id").ok()?;
-    let rule = plan.rules.iter().find(|rule| Some(rule.name.as_str()) == id.get_str("rule").ok())?;
     let subject = Subject {
-        rule: rule.id,
+        rule,
         task: Task::named(id.get_str("task").ok()?)?,
         key: Key::new(id.get_array("key").ok()?.clone()),
     };
     progress(doc, subject)
+}
+
+/// A job that is not read would count as done. Its `_id` contains a value of a document, so only a part of it is named.
+fn unreadable(doc: &Document) -> Error {
+    let part = |name| doc.get_document("_id").and_then(|id| id.get_str(name)).unwrap_or("unknown");
+    let (deployment, rule, task) = (part("deployment"), part("rule"), part("task"));
+    Error::internal(format!("the record of a fan-out job cannot be read: {deployment}, rule {rule}, task {task}")).hint(
+        format!(
+            "was it written by another version, or by hand? Delete it, and `denormd backfill {rule}` does its work"
+        ),
+    )
 }
 
 fn progress(doc: &Document, subject: Subject) -> Option<FanOut> {
@@ -156,4 +170,20 @@ fn progress(doc: &Document, subject: Subject) -> Option<FanOut> {
         in_parts: doc.get_bool("in_parts").unwrap_or_default(),
         committed: doc.get_datetime("committed").ok().map(|at| at.timestamp_millis()),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_that_cannot_be_read_is_an_error_without_its_key() {
+        let id = doc! {"deployment": "shop", "rule": "names", "task": "value", "key": ["secret"]};
+        let job = doc! {"_id": id.clone(), "wish": ObjectId::new(), "after": []};
+        assert!(read(&job, RuleId(0)).is_some());
+        let damaged = doc! {"_id": id, "after": []};
+        assert!(read(&damaged, RuleId(0)).is_none());
+        let error = unreadable(&damaged).to_string();
+        assert!(error.contains("shop, rule names, task value") && !error.contains("secret"), "{error}");
+    }
 }

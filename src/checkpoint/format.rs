@@ -4,7 +4,7 @@ use bson::{Bson, DateTime, doc};
 
 use crate::{
     error::{Error, Kind, Result},
-    mongo::{Server, bounded},
+    mongo::{Server, bounded, code, unless},
 };
 
 /// The collection of formats: one document per deployment.
@@ -19,8 +19,6 @@ pub const COLLECTION: &str = "formats";
 pub const VERSION: i32 = 2;
 /// The version of an unpartitioned deployment's state.
 pub const UNDIVIDED: i32 = 1;
-/// DuplicateKey: another instance has written the document at the same time.
-const DUPLICATE_KEY: i32 = 11000;
 
 /// Refuses the state of a newer program before writing to it, and marks the state of an older one with a version.
 /// Returns the number of partitions of the deployment.
@@ -37,12 +35,8 @@ pub async fn check(server: &Server, database: &str, deployment: &str) -> Result<
             // a duplicate key.
             let older = doc! {"_id": deployment, "version": {"$not": {"$gt": UNDIVIDED}}};
             let marked = bounded(formats.update_one(older, doc! {"$set": state}).upsert(true)).await;
-            match marked {
-                Err(error) if error.code == Some(DUPLICATE_KEY) => {
-                    Err(Error::new(Kind::Unavailable, "another instance has just changed the state's format"))
-                }
-                marked => marked.map(|_| 1),
-            }
+            let marked = unless(code::DUPLICATE_KEY, marked)?.map(|_| 1);
+            marked.ok_or_else(|| Error::new(Kind::Unavailable, "another instance has just changed the state's format"))
         }
     }
 }

@@ -68,7 +68,7 @@ impl RuleRecord {
 
     /// Merges the records of two partitions: the more urgent state, and only the progress that both have made.
     pub(super) fn join(&mut self, other: Self) {
-        let other_is_worse = other.state.urgency() > self.state.urgency();
+        let other_is_worse = other.state.outranks(&self.state);
         // The sum reaches the generation only when every partition has acted on its own changes.
         self.noticed += other.noticed;
         self.generation += other.generation;

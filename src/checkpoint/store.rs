@@ -14,7 +14,7 @@ use futures_util::TryStreamExt;
 
 use crate::{
     error::{Error, Kind, Result},
-    mongo::{Server, bounded},
+    mongo::{Server, bounded, code, unless},
     partition::{Partition, SEPARATOR},
     plan::{Plan, Rule, RuleId},
     position::{ClusterTime, Position},
@@ -30,8 +30,6 @@ use super::{
 
 /// The collection of positions: one document per deployment and stream.
 pub const POSITIONS: &str = "positions";
-const NAMESPACE_EXISTS: i32 = 48;
-const DUPLICATE_KEY: i32 = 11000;
 /// The collection of rule states: one document per deployment and rule.
 pub const RULES: &str = "rules";
 
@@ -71,11 +69,8 @@ pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> 
 pub async fn claim_term(server: &Server, database: &str, deployment: &str, term: i64) -> Result<bool> {
     let unclaimed = doc! {"_id": {"deployment": deployment}, "term": {"$not": {"$gte": term}}};
     let claim = doc! {"$set": {"term": term, "since": DateTime::now()}};
-    match bounded(server.collection(database, TERMS).update_one(unclaimed, claim).upsert(true)).await {
-        Ok(_) => Ok(true),
-        Err(error) if error.code == Some(DUPLICATE_KEY) => Ok(false),
-        Err(error) => Err(error),
-    }
+    let claimed = bounded(server.collection(database, TERMS).update_one(unclaimed, claim).upsert(true)).await;
+    Ok(unless(code::DUPLICATE_KEY, claimed)?.is_some())
 }
 
 impl Store {
@@ -106,10 +101,7 @@ impl Store {
     async fn open_all(server: &Server, database: &str, deployment: &str, ids: Arc<[String]>) -> Result<Self> {
         let mine = doc! {"$in": ids.to_vec()};
         for name in [POSITIONS, RULES, fan_out::COLLECTION] {
-            match server.database(database).create_collection(name).await.map_err(Error::from) {
-                Err(error) if error.code != Some(NAMESPACE_EXISTS) => return Err(error),
-                Ok(()) | Err(_) => {}
-            }
+            unless(code::NAMESPACE_EXISTS, server.database(database).create_collection(name).await)?;
             let term = server.term();
             let others = server
                 .collection(database, name)
@@ -289,12 +281,9 @@ impl Store {
             let mut unchanged = mine(server, id);
             unchanged.insert("generation", same_generation(generation));
             let reset = rules.update_one(unchanged, doc! {"$set": fields.clone()}).upsert(before.is_none());
-            match bounded(reset).await {
-                Ok(done) if done.matched_count > 0 || done.upserted_id.is_some() => {
-                    return Ok((state.clone().with_removals(agreed), generation + 1));
-                }
-                Err(error) if error.code != Some(DUPLICATE_KEY) => return Err(error),
-                Ok(_) | Err(_) => {}
+            let done = unless(code::DUPLICATE_KEY, bounded(reset).await)?;
+            if done.is_some_and(|done| done.matched_count > 0 || done.upserted_id.is_some()) {
+                return Ok((state.clone().with_removals(agreed), generation + 1));
             }
         }
     }
@@ -346,7 +335,7 @@ impl Store {
             let (_, seen) = rule_record::read(&seen)?;
             let unchanged = doc! {"_id": id.clone(), "generation": same_generation(seen.generation)};
             // Another partition may be blocked for a reason that the more urgent one has hidden.
-            if reason.is_some_and(|reason| seen.state.urgency() > RuleState::Blocked(reason.clone()).urgency()) {
+            if reason.is_some_and(|reason| seen.state.outranks(&RuleState::Blocked(reason.clone()))) {
                 return Ok(false);
             }
             let mut state = state.clone();
@@ -548,7 +537,7 @@ pub(super) fn mine(server: &Server, id: Document) -> Document {
 }
 
 pub(super) fn refused_upsert(error: Error) -> Error {
-    if error.code == Some(DUPLICATE_KEY) { former() } else { error }
+    if error.code == Some(code::DUPLICATE_KEY) { former() } else { error }
 }
 
 fn former() -> Error {

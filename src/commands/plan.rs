@@ -135,7 +135,7 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
         for Problem { message, hint, is_general } in inspection.problems(rule) {
             if is_general {
                 let (rule, hint) = (rule.name.clone(), Some(hint.to_owned()));
-                live.findings.push(Finding { rule, message, fix: None, hint, names: None });
+                live.findings.push(Finding { rule, message, kind: Kind::Config, fix: None, hint, names: None });
             } else {
                 suspected.push(Mistake::new(ConfigPath::rule(rule.id.0), message).hint(hint));
             }
@@ -159,6 +159,7 @@ async fn clocks(server: &Server) -> Option<Finding> {
     found.map(|seconds| Finding {
         names: None,
         rule: String::new(),
+        kind: Kind::Config,
         message: format!("the clocks of the replica set's members differ by {seconds:.0} s"),
         fix: None,
         hint: Some(format!(

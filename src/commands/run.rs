@@ -1,6 +1,5 @@
 //! `denormd run`: stands by, leads and follows changes, and starts over when the lease is lost or the config changes.
 
-mod partitions;
 #[cfg_attr(not(unix), path = "run/no_service.rs")]
 mod service;
 mod signals;
@@ -14,21 +13,19 @@ use std::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::store::Store,
     commands::{Failure, compile, context},
     config::{self, Config, Loaded},
-    dead_letter::DeadLetters,
     error::{Error, Kind},
     events::Journal,
     instances::Member,
-    lease::{Held, Lease},
+    leadership::{Deployment, Ended, Event, Share},
     logging,
     metrics::Metrics,
     mongo::{Connection, Server, connect, primary::is_router},
-    pipeline::{self, Handle},
+    partition::Partition,
+    pipeline::Handle,
     preflight,
     reconcile::Context,
-    repartitioning::divide,
     server::{self, Guard},
     status::Board,
     unavailable,
@@ -81,54 +78,78 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Fa
     say_cluster(&context.server).await;
     let config = &loaded.config;
     let connection = Connection::from(context.server.unfenced());
-    let (database, ttl) = (config.state.database.clone(), config.lease.ttl);
-    let (lease, of) = (Lease::new(connection.clone(), &database, &config.name, ttl), config.lease.partitions);
-    let member = Member::join(connection.clone(), &database, &config.name, ttl, &context.plan, of);
-    board.keep(Journal::new(connection.clone(), &database, &config.name));
+    let (name, database) = (config.name.clone(), config.state.database.clone());
+    let (ttl, partitions) = (config.lease.ttl, config.lease.partitions);
+    let member = Member::join(connection.clone(), &database, &name, ttl, &context.plan, partitions);
+    board.keep(Journal::new(connection.clone(), &database, &name));
     board.reached(context.clone(), ttl);
-    board.divided(of);
-    let mut rules = Rules { loaded, context, board, guard, member, connection, refused: None };
-    let result = if of > 1 {
-        partitions::share(paths, &mut rules, &mut signals).await
-    } else {
-        take_turns(paths, &mut rules, &lease, &mut signals).await
-    };
+    board.divided(partitions);
+    let deployment =
+        Deployment { connection: connection.clone(), database, name, ttl, partitions, member: Some(member) };
+    let shown = board.clone();
+    let mut share = Share::new(deployment, context.clone(), move |handle, first| follows(&shown, handle, first));
+    let mut rules = Rules { loaded, context, board, guard, connection, refused: None };
+    let result = lead(paths, &mut rules, &mut share, &mut signals).await;
     rules.board.close().await;
     log.end().await;
-    rules.member.leave().await;
+    share.leave().await;
     tracing::info!("stopped");
-    result
+    Ok(result?)
 }
 
-/// Stands by and leads in turns, until it receives a stop signal.
-async fn take_turns(paths: &[PathBuf], rules: &mut Rules, lease: &Lease, signals: &mut Signals) -> Result<(), Failure> {
+/// Leads its share of the partitions until it receives a stop signal, then hands them over.
+async fn lead(paths: &[PathBuf], rules: &mut Rules, share: &mut Share, signals: &mut Signals) -> Result<(), Error> {
+    tracing::info!(deployment = %rules.loaded.config.name, "standing by");
+    let result = follow(paths, rules, share, signals).await;
+    service::stopping();
+    tracing::info!("stopping: what is in flight is finished, then the positions are saved");
+    share.hand_over();
     loop {
-        tracing::info!(deployment = %rules.loaded.config.name, "standing by");
-        let held = tokio::select! {
-            held = lease.stand_by_while(async || Ok(rules.member.is_outdated().await? || !rules.divide().await?)) => held,
-            wake = signals.next() => match wake {
-                Wake::Stop => return Ok(()),
-                Wake::Reload | Wake::Yield => {
-                    rules.reload(paths, signals).await;
-                    continue;
-                }
+        tokio::select! {
+            ended = share.ended() => match ended.transpose()? {
+                Some((partition, ended)) => rules.over(partition, &ended, result.is_ok()),
+                None => return result,
             },
-        };
-        let ended = lead(paths, rules, held, signals).await;
-        rules.board.detach();
-        let (what, why) = match &ended {
-            Ok(Ended::Stopped) => ("stopped", "this instance was stopped"),
-            Ok(Ended::Lost) => {
-                ("lease_lost", "this instance leads no more: its lease could not be renewed in time, or was taken")
-            }
-            Ok(Ended::GivenBack(why)) => ("standby", *why),
-            Err(_) => ("stopped", "this instance leads no more: it failed"),
-        };
-        rules.board.happened(what, why);
-        if ended? == Ended::Stopped {
-            return Ok(());
+            () = signals.stop() => return Err(Error::internal("stopped at once by a second signal")),
         }
     }
+}
+
+async fn follow(paths: &[PathBuf], rules: &mut Rules, share: &mut Share, signals: &mut Signals) -> Result<(), Error> {
+    loop {
+        tokio::select! {
+            event = share.next() => match event? {
+                Event::Free(free) => share.act(free),
+                Event::Ended(partition, ended) => {
+                    rules.over(partition, &ended, false);
+                    ended?;
+                }
+            },
+            wake = signals.next() => match wake {
+                Wake::Stop => return Ok(()),
+                Wake::Reload => if rules.reload(paths, signals).await {
+                    share.replace(rules.context.clone());
+                },
+            },
+        }
+    }
+}
+
+/// Reports a pipeline that has started.
+fn follows(board: &Board, handle: &Handle, first: bool) {
+    let Context { partition, server, plan, .. } = &*handle.context;
+    let (place, term) = (part_of(*partition), server.term());
+    board.attach(handle.context.clone(), handle.progress.clone());
+    if first {
+        board.happened("leader", &format!("this instance leads{place}, term {term}"));
+    }
+    let partition = (partition.of() > 1).then(|| partition.place());
+    tracing::info!(term, rules = plan.rules.len(), partition, "following changes");
+}
+
+/// ` partition 2 of 4`; nothing if the deployment is not divided.
+fn part_of(partition: Partition) -> String {
+    if partition.of() > 1 { format!(" partition {} of {}", partition.place(), partition.of()) } else { String::new() }
 }
 
 /// A valid config and its context, on a cluster that has everything it needs.
@@ -137,7 +158,6 @@ struct Rules {
     context: Arc<Context>,
     board: Arc<Board>,
     guard: Arc<Guard>,
-    member: Member,
     /// The connection for components that outlive a config.
     connection: Connection,
     /// The reason why the config that was read last is refused.
@@ -218,10 +238,7 @@ fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
 /// Runs all checks that can refuse the config, before anything is started.
 async fn ready(loaded: &Loaded, board: &Board) -> Result<Arc<Context>, Failure> {
     let mut context = context(loaded, compile(loaded).await?, board.metrics.clone()).await?;
-    let mut findings = preflight::privileges(&context.server, &context.plan, &loaded.config.state.database).await?;
-    if findings.is_empty() {
-        findings = preflight::check(&context.server, &context.plan).await?;
-    }
+    let findings = preflight::all(&context.server, &context.plan, &loaded.config.state.database).await?;
     if findings.is_empty() {
         return Ok(context);
     }
@@ -273,15 +290,27 @@ pub fn demands_restart(old: &Config, new: &Config) -> bool {
 }
 
 impl Rules {
-    /// Divides the deployment into the config's number of partitions. Returns false while leaders for another number
-    /// are running.
-    async fn divide(&self) -> Result<bool, Error> {
-        let Config { name, state, lease, .. } = &self.loaded.config;
-        match divide(&self.connection.now(), &state.database, name, lease.partitions, lease.ttl).await {
-            // Once this instance leads, it meets the same error and exits.
-            Err(error) if error.kind == Kind::Topology => Ok(true),
-            divided => divided,
+    /// Reports the end of a leadership.
+    fn over(&self, partition: Partition, ended: &Result<Ended, Error>, stops: bool) {
+        self.board.detach(partition);
+        match ended {
+            Ok(Ended::HandedOver | Ended::Lost) => {}
+            Ok(Ended::Unfit(error)) => {
+                tracing::warn!(error = %error.message, "following changes cannot begin; standing by again");
+            }
+            Err(error) => tracing::error!(error = %error.message, "this instance failed to lead"),
         }
+        let (what, why) = match ended {
+            _ if partition.of() > 1 => ("standby", &*format!("this instance leads{} no more", part_of(partition))),
+            Ok(Ended::HandedOver) if stops => ("stopped", "this instance was stopped"),
+            Ok(Ended::HandedOver) => ("standby", "handed over to an instance with newer rules"),
+            Ok(Ended::Lost) => {
+                ("lease_lost", "this instance leads no more: its lease could not be renewed in time, or was taken")
+            }
+            Ok(Ended::Unfit(_)) => ("standby", "this instance cannot lead: it lacks a privilege"),
+            Err(_) => ("stopped", "this instance leads no more: it failed"),
+        };
+        self.board.happened(what, why);
     }
 
     /// Applies the new config if it is valid and the cluster has everything it needs. Otherwise the old one stays in
@@ -305,7 +334,6 @@ impl Rules {
         };
         match result.await {
             Ok((loaded, context)) => {
-                self.member.has_plan(&context.plan);
                 self.board.reached(context.clone(), loaded.config.lease.ttl);
                 (self.loaded, self.context, self.refused) = (loaded, context, None);
                 self.connection.replace(self.context.server.unfenced());
@@ -336,134 +364,5 @@ impl Rules {
                 false
             }
         }
-    }
-}
-
-/// The ways in which a leadership ends.
-#[derive(Debug, PartialEq)]
-enum Ended {
-    /// By a signal: everything is saved and the lease is released.
-    Stopped,
-    /// The lease was lost: another instance may lead now.
-    Lost,
-    /// The lease was released, for this reason.
-    GivenBack(&'static str),
-}
-
-/// Follows changes while it has the lease.
-async fn lead(paths: &[PathBuf], rules: &mut Rules, held: Held, signals: &mut Signals) -> Result<Ended, Failure> {
-    let mut new = true;
-    loop {
-        let context = Arc::new(rules.context.under(held.fence()));
-        let started = tokio::select! {
-            started = start(&context) => started,
-            () = held.lost() => return Ok(Ended::Lost),
-            () = signals.stop() => {
-                held.release().await;
-                return Ok(Ended::Stopped);
-            }
-        };
-        let handle = match started {
-            Ok(handle) => handle,
-            // The privilege existed at startup, so the password is probably being changed and its file will follow.
-            Err(error) if error.kind == Kind::Privilege => {
-                tracing::warn!(error = %error.message, "following changes cannot begin; standing by again");
-                held.release().await;
-                tokio::time::sleep(LOOK).await;
-                return Ok(Ended::GivenBack("this instance cannot lead: it lacks a privilege"));
-            }
-            Err(error) => {
-                held.release().await;
-                return Err(error.into());
-            }
-        };
-        rules.board.attach(handle.context.clone(), handle.progress.clone());
-        if std::mem::take(&mut new) {
-            rules.board.happened("leader", &format!("this instance leads, term {}", held.term()));
-        }
-        tracing::info!(term = held.term(), rules = rules.loaded.config.rules.len(), "following changes");
-        let wake = loop {
-            tokio::select! {
-                () = held.lost() => {
-                    handle.abort();
-                    return Ok(Ended::Lost);
-                }
-                () = outdated(&rules.member) => {
-                    tracing::info!("an instance with newer rules is there: handing over to it");
-                    break Wake::Yield;
-                }
-                // The lease is left to expire, because writes in progress may still be applied until then.
-                () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself").into()),
-                wake = signals.next() => match wake {
-                    Wake::Reload if !rules.reload(paths, signals).await => {}
-                    wake => break wake,
-                },
-            }
-        };
-        if wake == Wake::Stop {
-            service::stopping();
-        }
-        match wake {
-            Wake::Reload => tracing::info!("replacing the rules: what is in flight is finished first"),
-            Wake::Stop | Wake::Yield => {
-                tracing::info!("stopping: what is in flight is finished, then the position is saved");
-            }
-        }
-        let mut wake = wake;
-        let mut stopping = std::pin::pin!(handle.stop());
-        loop {
-            tokio::select! {
-                () = &mut stopping => break,
-                // Deadlines end the work in progress.
-                () = held.lost() => return Ok(if wake == Wake::Stop { Ended::Stopped } else { Ended::Lost }),
-                () = signals.stop() => match wake {
-                    Wake::Stop => return Err(Error::internal("stopped at once by a second signal").into()),
-                    // This is the first stop signal. It arrived while the rules were being replaced.
-                    Wake::Reload | Wake::Yield => wake = Wake::Stop,
-                },
-            }
-        }
-        let ended = match wake {
-            Wake::Stop => Ended::Stopped,
-            Wake::Yield => Ended::GivenBack("handed over to an instance with newer rules"),
-            Wake::Reload => continue,
-        };
-        held.release().await;
-        return Ok(ended);
-    }
-}
-
-/// Opens the state and starts the pipeline, retrying after temporary failures.
-pub(super) async fn start(context: &Arc<Context>) -> Result<Handle, Error> {
-    let DeadLetters { database, deployment, .. } = &context.dead_letters;
-    loop {
-        let attempt = async {
-            let store = Store::open_partition(&context.server, database, deployment, context.partition).await?;
-            pipeline::start(context.clone(), store).await
-        };
-        match attempt.await {
-            Err(error) if error.is_transient() => {
-                tracing::warn!(error = %error.message, "following changes cannot begin yet; trying again");
-                tokio::time::sleep(LOOK / 2).await;
-            }
-            result => return result,
-        }
-    }
-}
-
-/// Waits until an instance with newer rules appears.
-async fn outdated(member: &Member) {
-    loop {
-        tokio::time::sleep(LOOK).await;
-        // If the check fails, no such instance is assumed.
-        if member.is_outdated().await.unwrap_or_default() {
-            return;
-        }
-    }
-}
-
-pub(super) async fn finished(handle: &Handle) {
-    while !handle.is_finished() {
-        tokio::time::sleep(LOOK).await;
     }
 }

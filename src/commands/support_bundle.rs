@@ -128,10 +128,7 @@ async fn gather(loaded: &Loaded, plan: Plan, bundle: &mut Json) -> Result<(), Fa
     let context = context(loaded, plan, Metrics::new()?).await?;
     let (server, plan) = (&context.server, &context.plan);
     bundle["server"] = about_server(server).await;
-    let mut findings = preflight::privileges(server, plan, &config.state.database).await;
-    if findings.as_ref().is_ok_and(Vec::is_empty) {
-        findings = preflight::check(server, plan).await;
-    }
+    let findings = preflight::all(server, plan, &config.state.database).await;
     bundle["plan"] = or_reason(findings.map(|all| all.iter().map(finding).collect()));
     let mut collections = Vec::new();
     for namespace in plan.namespaces() {

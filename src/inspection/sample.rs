@@ -307,7 +307,7 @@ pub(super) fn keys(rule: &Rule, role: Role, document: &Document) -> impl Iterato
 fn too_long<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
-        Err(error) if matches!(error.kind, Kind::TimedOut | Kind::ReadTimedOut | Kind::Refused) => Ok(None),
+        Err(error) if error.leaves_unknown() => Ok(None),
         Err(error) => Err(error),
     }
 }

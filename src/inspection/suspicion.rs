@@ -12,7 +12,7 @@ use crate::{
     advise::shape::{Field, Shape},
     change::Namespace,
     config::{ConfigPath, Mistake},
-    error::{Error, Kind, Result},
+    error::{Error, Result},
     field_path::{FieldPath, Segment},
     mongo::{Reads, Server},
     plan::{
@@ -137,7 +137,7 @@ async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>)
             let documents = rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
             Ok(Some(documents.collect::<Result<_>>()?))
         }
-        Err(error) if matches!(error.kind, Kind::ReadTimedOut | Kind::Refused) => Ok(None),
+        Err(error) if error.leaves_unknown() => Ok(None),
         Err(error) => Err(error),
     }
 }

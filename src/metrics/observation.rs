@@ -64,7 +64,7 @@ impl Observation {
         }
         let earliest = |(a, b): (&Option<i64>, &Option<i64>)| a.iter().chain(b).min().copied();
         let sum = |(a, b): (&usize, &usize)| a + b;
-        let worse = |(a, b)| if RuleState::urgency(b) > RuleState::urgency(a) { b } else { a };
+        let worse = |(a, b)| if RuleState::outranks(b, a) { b } else { a };
         let both = |a: &BTreeSet<usize>, b: &BTreeSet<usize>| a.union(b).copied().collect();
         Self {
             at: self.at.min(other.at),

@@ -4,9 +4,30 @@ use mongodb::error::{ErrorKind, WriteFailure};
 
 use crate::error::{Error, Kind};
 
-/// `ShardRemovedError`, and the code of versions before it: history was lost together with a shard. The remaining shards
-/// still have the time of the position, but the removed one's changes after it are lost.
-pub const SHARD_REMOVED: [i32; 2] = [464, 50811];
+/// Codes with a meaning of their own, besides the one of their kind.
+pub mod code {
+    /// Unauthorized: the user lacks a privilege, while the connection is good.
+    pub const UNAUTHORIZED: i32 = 13;
+    /// NamespaceExists: the collection is there already.
+    pub const NAMESPACE_EXISTS: i32 = 48;
+    /// DuplicateKey: another instance has written the document at the same moment, or an upsert has not matched it.
+    pub const DUPLICATE_KEY: i32 = 11000;
+    /// `$range` with a step of zero, which [`crate::mongo`] computes after a deadline.
+    pub const TOO_LATE: i32 = 34449;
+    /// BSONObjectTooLarge, and the code for an even larger change event: it does not fit into a reply.
+    pub const TOO_LARGE: [i32; 2] = [10334, 13548];
+    /// ShardRemovedError, and the code of versions before it: history was lost together with a shard. The remaining
+    /// shards still have the time of the position, but the removed one's changes after it are lost.
+    pub const SHARD_REMOVED: [i32; 2] = [464, 50811];
+}
+
+/// The value, or None if the operation failed with this code.
+pub fn unless<T, E: Into<Error>>(code: i32, result: Result<T, E>) -> Result<Option<T>, Error> {
+    match result.map_err(Into::into) {
+        Err(error) if error.code == Some(code) => Ok(None),
+        result => result.map(Some),
+    }
+}
 
 /// The kind of a server's error code. Codes: `src/mongo/base/error_codes.yml` of the server.
 #[must_use]
@@ -36,7 +57,7 @@ pub fn kind_of_code(code: i32) -> Kind {
         64 | 100 => Kind::NotReplicated,
         // ChangeStreamHistoryLost, ChangeStreamFatalError, InvalidResumeToken, OplogOperationUnsupported
         286 | 280 | 260 | 62 => Kind::HistoryLost,
-        code if SHARD_REMOVED.contains(&code) => Kind::HistoryLost,
+        code if code::SHARD_REMOVED.contains(&code) => Kind::HistoryLost,
         // Unauthorized, AuthenticationFailed, UserNotFound
         13 | 18 | 11 => Kind::Privilege,
         _ => Kind::Refused,
@@ -123,7 +144,7 @@ mod tests {
     /// A refused write becomes a dead letter: what a router reports of its way to a shard is tried again instead.
     #[test]
     fn codes_of_a_sharded_cluster_are_told_apart() {
-        for code in SHARD_REMOVED {
+        for code in code::SHARD_REMOVED {
             assert_eq!(kind_of_code(code), Kind::HistoryLost, "{code}");
         }
         for code in [6, 90, 202, 384] {

@@ -18,7 +18,7 @@ use tokio::sync::{OnceCell, RwLock};
 use crate::{
     error::{Error, Kind, Result},
     mongo::{
-        classify::{kind_of_code, named},
+        classify::{code, kind_of_code, named},
         fence::{Fence, Window},
         primary::{self, Primary},
         text,
@@ -32,10 +32,6 @@ const READ_TIMEOUT: Duration = Duration::from_secs(60);
 const CLOCK_AGE: Duration = Duration::from_secs(5);
 /// Time limit for the primary's answer to `hello`.
 const HELLO: Duration = Duration::from_secs(15);
-/// Error code of `$range` for a step of zero, which [`in_time`] produces after the deadline.
-const TOO_LATE: i32 = 34449;
-/// Error code of a value that a unique index has already.
-const DUPLICATE_KEY: i32 = 11000;
 /// A command document may be slightly larger than 16 MiB; statements are split well below that.
 const COMMAND_BYTES: usize = 8 << 20;
 /// Room for the fields that the driver adds to a command.
@@ -452,7 +448,7 @@ impl Server {
             let mut acknowledged = self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner);
             *acknowledged = (*acknowledged).max(time.into());
         }
-        result.map_err(|error| if error.code == Some(TOO_LATE) { too_late() } else { error })
+        result.map_err(|error| if error.code == Some(code::TOO_LATE) { too_late() } else { error })
     }
 
     /// The primary's clock, in milliseconds since 1970, never ahead of its true value.
@@ -583,12 +579,12 @@ fn take_reply(reply: &Document, offset: usize, before: usize, written: &mut Writ
         for error in errors.iter().filter_map(Bson::as_document) {
             let index = error.get_i32("index").ok().and_then(|i| usize::try_from(i).ok()).unwrap_or_default();
             let code = error.get_i32("code").unwrap_or_default();
-            if code == TOO_LATE {
+            if code == code::TOO_LATE {
                 return Err(too_late());
             }
             // Two insertions of one document met: the next attempt finds it.
-            let met =
-                code == DUPLICATE_KEY && error.get_document("keyPattern").is_ok_and(|keys| keys.contains_key("_id"));
+            let met = code == code::DUPLICATE_KEY
+                && error.get_document("keyPattern").is_ok_and(|keys| keys.contains_key("_id"));
             let kind = if met { Kind::Unavailable } else { kind_of_code(code) };
             let name = error.get_str("codeName").unwrap_or_default();
             let error = Error { code: Some(code), ..Error::new(kind, named(code, name)) };

@@ -14,6 +14,7 @@ use crate::{
     change::ChangeEvent,
     checkpoint::watermark::Watermark,
     key::Key,
+    pace::Deferral,
     partition::Partition,
     plan::{Keyed, Plan, RuleId},
     position::{ClusterTime, Position},
@@ -25,9 +26,6 @@ use crate::{
 
 /// Time limit for a rule that is never idle; after that the guard reports the difference as drift.
 const LONGEST_UNCONFIRMED: Duration = Duration::from_secs(60);
-/// Delay of work that shrinks by waiting, while a stream is known to hold more. After the delay, one batch of it runs
-/// at a time, so that the server's remaining capacity is free for the stream.
-const PATIENCE: Duration = Duration::from_secs(1);
 /// Origin number of the first page: each page is a stream of one batch, numbered downwards.
 const PAGES: usize = usize::MAX;
 
@@ -43,8 +41,7 @@ pub struct Schedule {
     /// Pages taken so far.
     pages: usize,
     partition: Partition,
-    /// Start of the delay of work that waits because a stream holds more.
-    patient: Option<Instant>,
+    deferral: Deferral,
     /// Running batches of work that shrinks by waiting.
     waited: HashSet<(Lane, u64)>,
 }
@@ -87,7 +84,7 @@ impl Schedule {
             newest: ClusterTime::default(),
             pages: 0,
             partition: Partition::WHOLE,
-            patient: None,
+            deferral: Deferral::default(),
             waited: HashSet::new(),
         }
     }
@@ -184,13 +181,15 @@ impl Schedule {
     /// If a rule is `crowded`, only one of its batches writes at a time: several would write the same targets, and the
     /// server would repeat the conflicting writes.
     pub fn take(&mut self, most: Most, now: Instant, crowded: impl Fn(RuleId) -> bool) -> Option<Batch> {
-        let patient = self.is_patient(now);
+        let more = self.queue.has_room() && self.streams.iter().any(|stream| stream.more);
+        let waits = || self.queue.waits(|lane, scope| gets_less(&self.router, lane, scope));
+        let defers = self.deferral.defers(now, more, !self.waited.is_empty(), waits);
         // Results of look-ups are accepted even if there is no room, so the next look-up waits for room. Writes never
         // wait for a look-up.
         let full = self.queue.is_full_of_writes();
         let writing: Vec<RuleId> = self.queue.writing().filter(|rule| crowded(*rule)).collect();
         let mut batch = self.queue.take(most, now, |lane, scope| {
-            let waits = patient && gets_less(&self.router, lane, scope);
+            let waits = defers && gets_less(&self.router, lane, scope);
             let conflicts = matches!(lane.1, Task::Value | Task::Target) && writing.contains(&lane.0);
             !(waits || conflicts || full && lane.1.looks_up())
         })?;
@@ -204,23 +203,6 @@ impl Schedule {
             work.after = work.after.max(self.newest);
         }
         Some(batch)
-    }
-
-    /// True while work that shrinks by waiting should wait. While a backlog is read, such work would be repeated with
-    /// every batch of it. So it waits, runs once, and waits again.
-    fn is_patient(&mut self, now: Instant) -> bool {
-        if !self.queue.has_room() || !self.streams.iter().any(|stream| stream.more) {
-            self.patient = None;
-            return false;
-        }
-        let since = *self.patient.get_or_insert(now);
-        if now.saturating_duration_since(since) < PATIENCE || !self.waited.is_empty() {
-            return true;
-        }
-        if !self.queue.waits(|lane, scope| gets_less(&self.router, lane, scope)) {
-            self.patient = Some(now);
-        }
-        false
     }
 
     /// Decides about targets that the guard found to differ. A write may be on its way, so a verdict is postponed until

@@ -7,7 +7,7 @@ use bson::{Bson, Document, doc};
 
 use crate::{
     dead_letter::Offending,
-    error::{Error, Kind, Result},
+    error::{Error, Kind, Reaction, Result},
     failpoint,
     field_path::FieldPath,
     key::Key,
@@ -36,32 +36,21 @@ impl Run<'_> {
         error: Error,
         follow_ups: &mut Vec<Request>,
     ) -> Vec<Ended> {
-        if error.kind == Kind::ReadTimedOut {
+        let reaction = error.reaction();
+        if reaction == Reaction::TakeTurns {
             return self.too_slow(items, error).await;
         }
-        let divide = match error.kind {
-            Kind::Refused | Kind::TimedOut | Kind::TooLarge | Kind::Internal => true,
-            Kind::Connection
-            | Kind::Unavailable
-            | Kind::ReadTimedOut
-            | Kind::NotReplicated
-            | Kind::HistoryLost
-            | Kind::Privilege
-            | Kind::Config
-            | Kind::Topology
-            | Kind::State
-            | Kind::Machine => false,
-        };
-        if divide && items.len() > 1 {
+        if matches!(reaction, Reaction::Divide | Reaction::Isolate) && items.len() > 1 {
             let back = items.split_off(items.len() / 2);
             let mut out = Box::pin(self.items(items, follow_ups)).await;
             out.append(&mut Box::pin(self.items(back, follow_ups)).await);
             return out;
         }
         for item in &mut items {
-            item.end = Some(match error.kind {
-                Kind::Refused | Kind::TooLarge | Kind::Internal => self.set_aside(&item.key, None, &error).await,
-                _ => End::Failed(copy(&error)),
+            item.end = Some(if reaction == Reaction::Isolate {
+                self.set_aside(&item.key, None, &error).await
+            } else {
+                End::Failed(copy(&error))
             });
         }
         items.into_iter().map(Item::ended).collect()

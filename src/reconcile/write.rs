@@ -11,7 +11,7 @@ use futures_util::{StreamExt, stream};
 use tracing::{Instrument, field::Empty};
 
 use crate::{
-    error::{Error, Kind, Result},
+    error::{Error, Kind, Reaction, Result},
     failpoint,
     key::Key,
     logging::STAGES,
@@ -89,14 +89,12 @@ impl Run<'_> {
 
     /// The result of a key with a refused statement. `long` tells that the refusal took most of the timeout.
     pub(super) async fn refused(&self, item: &mut Item, rows: &Rows, error: Error, long: bool) -> End {
-        match error.kind {
-            Kind::TimedOut if long && self.may_go_on(item, rows) => {
+        match error.reaction() {
+            Reaction::Divide if long && self.may_go_on(item, rows) => {
                 item.work.restarted.get_or_insert_with(Instant::now);
                 End::Later(Duration::ZERO)
             }
-            Kind::Refused | Kind::TimedOut | Kind::Internal => {
-                self.in_steps(item, rows, error).await.unwrap_or_else(End::Failed)
-            }
+            Reaction::Divide | Reaction::Isolate => self.in_steps(item, rows, error).await.unwrap_or_else(End::Failed),
             _ => End::Failed(error),
         }
     }

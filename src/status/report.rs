@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     instances::Instance,
     metrics::{AuditProgress, Cause, HeldBack, Metrics, Observation, RecentError},
-    rule_state::RuleState,
+    rule_state::{RuleState, rank},
 };
 
 use super::{
@@ -429,7 +429,9 @@ impl Status {
         let mut rules = self.rules;
         for rule in &mut rules {
             if let Some(same) = other.rules.iter().find(|same| same.name == rule.name) {
+                let worse = if rank(&same.state) > rank(&rule.state) { same } else { &*rule };
                 *rule = Rule {
+                    state: worse.state.clone(),
                     lag_seconds: later(rule.lag_seconds, same.lag_seconds),
                     chain_lag_seconds: rule.chain_lag_seconds.max(same.chain_lag_seconds),
                     behind_since: rule.behind_since.into_iter().chain(same.behind_since).min(),

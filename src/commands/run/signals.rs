@@ -26,8 +26,6 @@ pub enum Wake {
     Stop,
     /// Read the config again.
     Reload,
-    /// Hand over to an instance with newer rules. No signal causes this.
-    Yield,
 }
 
 /// The signals of the system: SIGTERM and SIGINT stop, SIGHUP reloads.
@@ -147,7 +145,7 @@ impl Signals {
             tokio::select! {
                 wake = self.system.next() => match wake {
                     Wake::Reload => break false,
-                    wake => return wake,
+                    Wake::Stop => return Wake::Stop,
                 },
                 _ = tick.tick() => {
                     let now = self.look();
