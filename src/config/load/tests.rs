@@ -146,6 +146,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
         key_type: None,
         once: false,
         tree: None,
+        touch: None,
     };
     let collect = crate::config::Collect {
         source: Side {
@@ -166,6 +167,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
         max_elements: Some(5),
         max_bytes: Some(6),
         key_type: Some(crate::config::KeyType::ObjectId),
+        touch: None,
     };
     vec![
         Rule {
