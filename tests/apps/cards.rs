@@ -26,13 +26,19 @@ pub const CHANGES: &[(&str, Change)] = &[
         let checklist = format!("h{}", random.random_range(0..size.messages() / 50));
         insert("checklistItems", doc! {"_id": format!("n{nth}"), "checklistId": checklist, "isFinished": false})
     }),
+    ("a subtask moves, with those below it", |size, nth, random| {
+        // To a card with a lower number, so that no circle arises.
+        let card = 1 + nth % (size.messages() / 20 - 1);
+        update("cards", format!("k{card}"), doc! {"$set": {"parentId": format!("k{}", random.random_range(0..card))}})
+    }),
     ("a card is deleted", |size, nth, _| delete("cards", format!("k{}", nth % (size.messages() / 20)))),
 ];
 
 pub fn data(size: Size, random: &mut StdRng) -> Data {
     let cards = (0..size.messages() / 20).map(|n| {
         let board = n % size.rooms();
-        doc! {"_id": format!("k{n}"), "boardId": format!("b{board}"), "listId": format!("l{board}"), "swimlaneId": format!("s{board}")}
+        let parent = if n % 5 == 4 { format!("k{}", random.random_range(0..n)) } else { String::new() };
+        doc! {"_id": format!("k{n}"), "boardId": format!("b{board}"), "listId": format!("l{board}"), "swimlaneId": format!("s{board}"), "parentId": parent}
     });
     let cards = cards.collect();
     let comments =

@@ -24,6 +24,12 @@ pub const CHANGES: &[(&str, Change)] = &[
         let id = format!("c{}", random.random_range(0..size.messages() / 2));
         update("contents", id, doc! {"$set": {"updated_at": later(nth)}, "$addToSet": {"abuse_flaggers": "7"}})
     }),
+    ("a comment moves, with the replies to it", |size, nth, random| {
+        // To a comment with a lower number, so that no circle arises.
+        let comment = 1 + nth % (size.messages() / 2 - 1);
+        let parent = format!("c{}", random.random_range(0..comment));
+        update("contents", format!("c{comment}"), doc! {"$set": {"parent_id": parent}})
+    }),
     ("a user is renamed", |size, nth, random| {
         update("users", author(size, random), doc! {"$set": {"username": format!("new{nth}")}})
     }),

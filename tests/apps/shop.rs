@@ -19,6 +19,11 @@ pub const CHANGES: &[(&str, Change)] = &[
         update("SimpleInventory", id, doc! {"$set": {"inventoryInStock": nth % 9}})
     }),
     ("stock is no longer tracked", |size, nth, _| delete("SimpleInventory", format!("i{}", nth % size.users()))),
+    ("a tag moves, with those below it", |size, nth, random| {
+        let tag = 1 + nth % (size.rooms() - 1);
+        let above = format!("t{}", random.random_range(0..tag));
+        update("Tags", above, doc! {"$addToSet": {"relatedTagIds": format!("t{tag}")}})
+    }),
     ("a product is published again", |size, nth, random| {
         let id = format!("p{}", random.random_range(0..size.users() / 3));
         update("Catalog", id, doc! {"$set": {"product.title": format!("title {nth}")}})
@@ -48,9 +53,15 @@ pub fn data(size: Size, random: &mut StdRng) -> Data {
     let orders = orders.collect();
     vec![
         ("SimpleInventory", stock.collect()),
+        ("Tags", (0..size.rooms()).map(tag).collect()),
         ("Catalog", (0..size.users() / 3).map(product).collect()),
         ("Orders", orders),
     ]
+}
+
+/// A tag with the two below it: a binary tree.
+fn tag(n: i64) -> Document {
+    doc! {"_id": format!("t{n}"), "slug": format!("tag-{n}"), "relatedTagIds": [format!("t{}", n * 2 + 1), format!("t{}", n * 2 + 2)]}
 }
 
 fn order(id: String, size: Size, random: &mut StdRng, status: &str, payment: &str) -> Document {
