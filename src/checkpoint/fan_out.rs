@@ -178,12 +178,12 @@ mod tests {
 
     #[test]
     fn a_job_that_cannot_be_read_is_an_error_without_its_key() {
-        let id = doc! {"deployment": "shop", "rule": "names", "task": "value", "key": ["secret"]};
+        let id = doc! {"deployment": "shop", "rule": "names", "task": "Value", "key": ["secret"]};
         let job = doc! {"_id": id.clone(), "wish": ObjectId::new(), "after": []};
         assert!(read(&job, RuleId(0)).is_some());
         let damaged = doc! {"_id": id, "after": []};
         assert!(read(&damaged, RuleId(0)).is_none());
         let error = unreadable(&damaged).to_string();
-        assert!(error.contains("shop, rule names, task value") && !error.contains("secret"), "{error}");
+        assert!(error.contains("shop, rule names, task Value") && !error.contains("secret"), "{error}");
     }
 }
