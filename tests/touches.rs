@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc};
-use denormd::{
+use denormd_engine::reconcile::{by_difference, compare::Difference, read, statement::Statement};
+use denormd_model::key::Key;
+use denormd_rules::{
     config::{Format, load_str},
-    key::Key,
     plan::compile,
-    reconcile::{by_difference, compare::Difference, read, statement::Statement},
 };
 use mongodb::Database;
 
