@@ -168,6 +168,7 @@ pub struct Most {
 
 /// The result of one key's run.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "it is taken apart at once")]
 pub enum Finish {
     /// Nothing is left to do. Requests for the key during the pause wait for its end: a costly recompute is not
     /// repeated for each event.

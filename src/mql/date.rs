@@ -175,7 +175,7 @@ fn unit(args: &Args<'_>, doc: &bson::Document) -> Result<Option<Unit>> {
 /// A whole number among an operator's arguments.
 fn whole(args: &Args<'_>, value: Option<&Bson>, name: &str) -> Result<i64> {
     let number = value.filter(|value| !matches!(value, Bson::Boolean(_))).and_then(denormd_model::key::whole_number);
-    match number.and_then(|number| i64::try_from(number).ok()) {
+    match number {
         Some(number) => Ok(number),
         None => args.wrong(&format!("an integer as `{name}`"), value),
     }

@@ -160,7 +160,7 @@ struct Pending {
 /// A page that was read.
 struct Read {
     /// Number of documents.
-    read: u64,
+    documents: u64,
     requests: Vec<Request>,
     /// The `_id` that everything up to is requested; None without documents.
     reached: Option<Bson>,
@@ -197,9 +197,9 @@ impl One<'_> {
         loop {
             let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);
             let page = self.page(request.in_sources, after.as_ref(), most, time).await?;
-            scanned += page.read;
+            scanned += page.documents;
             if let Some(reached) = &page.reached {
-                self.submit(page.requests, (page.read, reached), time, &mut pending).await?;
+                self.submit(page.requests, (page.documents, reached), time, &mut pending).await?;
             }
             let last = page.last;
             let keep = if last.is_some() { IN_FLIGHT } else { 0 };
@@ -219,7 +219,7 @@ impl One<'_> {
                 failpoint::here("backfill-of-sources");
             }
             after = last;
-            pace.keep(usize::try_from(page.read).unwrap_or_default()).await?;
+            pace.keep(usize::try_from(page.documents).unwrap_or_default()).await?;
         }
         let progress = (done, expected);
         failpoint::here("backfill-ending");
@@ -276,13 +276,13 @@ impl One<'_> {
             let requests = absent.chain(page.unusable.into_iter().map(locate)).collect();
             // The last page ends the backfill, so its position need not be exact.
             let reached = page.last.clone().or_else(|| after.cloned()).or(Some(Bson::Null));
-            return Ok(Read { read: page.read, requests, reached, last: page.last });
+            return Ok(Read { documents: page.read, requests, reached, last: page.last });
         }
         let fields = rule.reference.projection(Role::Target);
         let page = scan::page(self.context, rule, &fields, after, most, time).await?;
         let requests = requests_of(rule, &page.targets);
         let reached = page.last.as_ref().or_else(|| page.targets.last().and_then(|target| target.get("_id"))).cloned();
-        Ok(Read { read: page.targets.len() as u64, requests, reached, last: page.last })
+        Ok(Read { documents: page.targets.len() as u64, requests, reached, last: page.last })
     }
 
     async fn submit(

@@ -154,6 +154,7 @@ impl Run<'_> {
 }
 
 /// The expression of the `_id` of a document from its key in the field `k`.
+#[must_use]
 pub fn id_expression(reference: &Reference) -> Bson {
     let value = |nth: usize| Bson::from(doc! {"$arrayElemAt": ["$k", i32::try_from(nth).unwrap_or(i32::MAX)]});
     let names = reference.pairs.iter().enumerate().filter_map(|(nth, pair)| Some((pair.name_in_id()?, value(nth))));
@@ -162,6 +163,7 @@ pub fn id_expression(reference: &Reference) -> Bson {
 }
 
 /// The error of a source with a value that no key can have.
+#[must_use]
 pub fn unusable(reference: &Reference) -> Error {
     let paths: Vec<String> = reference.pairs.iter().map(|pair| format!("`{}`", pair.source)).collect();
     let what = if reference.has_buckets() { "is an array, or no date where the rule needs one" } else { "is an array" };

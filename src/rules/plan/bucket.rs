@@ -49,7 +49,7 @@ impl Bucket {
             "amount": self.arguments.get("binSize").cloned().unwrap_or(Bson::Int32(1)),
         };
         end.extend(self.arguments.get("timezone").map(|zone| ("timezone".to_owned(), zone.clone())));
-        let (mut from, mut end) = (Bson::from(start.clone()), Bson::from(doc! {"$dateAdd": end}));
+        let (mut from, mut end) = (start.clone(), Bson::from(doc! {"$dateAdd": end}));
         if margin > 0 {
             // The moment before the start belongs to the same interval only where the clock is set back.
             let is_ahead = doc! {"$eq": [self.start_of(before(1)), start.clone()]};

@@ -214,6 +214,7 @@ pub struct Groups {
 
 /// A rule as the daemon runs it.
 #[derive(Debug, Clone, PartialEq)]
+#[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 pub struct Rule {
     /// Index in the plan.
     pub id: RuleId,

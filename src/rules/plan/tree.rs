@@ -88,7 +88,7 @@ pub(super) fn objections(rule: &Rule, tree: Tree) -> Vec<Objection> {
     let is_plain = |path: &&FieldPath| {
         !path.has_each() && dbref_parent(path).is_none() && path.root() != "_id" && rule.reference.key_type.is_none()
     };
-    if shape.filter(is_plain).is_none() {
+    if shape.as_ref().is_none_or(|x| !is_plain(x)) {
         let hint = match tree.parent {
             Role::Target => "match: { parent: _id }",
             Role::Source => "match: { _id: parent }",
