@@ -189,7 +189,7 @@ impl Creates {
     }
 
     /// The owned paths that are not inside an array: an array belongs to others.
-    #[must_use] 
+    #[must_use]
     pub fn plain(&self) -> Vec<Vec<&str>> {
         self.owned
             .iter()
@@ -223,7 +223,7 @@ fn has_only(document: &Document, paths: &[Vec<&str>], others: &[&str]) -> bool {
 }
 
 /// The rest of the paths that begin with this name.
-#[must_use] 
+#[must_use]
 pub fn below<'a>(paths: &[Vec<&'a str>], name: &str) -> Vec<Vec<&'a str>> {
     let inside = paths.iter().filter(|path| path.len() > 1 && path[0] == name);
     inside.map(|path| path[1..].to_vec()).collect()

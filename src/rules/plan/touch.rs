@@ -9,7 +9,7 @@ use crate::{
 use denormd_model::field_path::FieldPath;
 
 /// The mistakes of one rule: the key that each belongs to, a message and a hint.
-#[must_use] 
+#[must_use]
 pub fn refusals(rule: &Rule) -> Vec<(&'static str, String, &'static str)> {
     let mut out = Vec::new();
     if let Some(each) = nested(rule).filter(|_| rule.compares_first()) {
@@ -49,7 +49,7 @@ pub fn refusals(rule: &Rule) -> Vec<(&'static str, String, &'static str)> {
 }
 
 /// The array inside another array whose elements a rule writes, if it compares them first.
-#[must_use] 
+#[must_use]
 pub fn nested(rule: &Rule) -> Option<&FieldPath> {
     let inside = rule.owned().iter().any(|path| path.has_each());
     let each = rule.reference.target_each.as_ref().filter(|_| inside)?;
@@ -58,7 +58,7 @@ pub fn nested(rule: &Rule) -> Option<&FieldPath> {
 
 /// The mistakes of rules together: a time that is set with each change would never agree with an owner, and a rule that
 /// reads it would have a reason for a change in each change.
-#[must_use] 
+#[must_use]
 pub fn conflicts(rules: &[Arc<Rule>]) -> Vec<Mistake> {
     let mut out = Vec::new();
     for rule in rules {
