@@ -165,7 +165,7 @@ fn totals() -> Vec<Case> {
 }
 
 fn with_others() -> Vec<Case> {
-    let tags = "aggregate: { source: '@talks', target: { collection: '@tags', create: true }, match: { _id: tags.$[] }, set: { n: { $sum: 1 } } }";
+    let tags = "aggregate: { source: '@talks', target: { collection: '@tags', create: true }, match: { _id: 'tags.$[]' }, set: { n: { $sum: 1 } } }";
     let talk = |id: i32, tags: &[&str]| doc! {"_id": id, "tags": tags.to_vec()};
     let returns = DAILY
         .replace("@sales", "@returns")
