@@ -227,7 +227,7 @@ fn with_others() -> Vec<Case> {
 
 fn by_history() -> Vec<Case> {
     let id = || doc! {"item": 7, "day": day("2024-03-09")};
-    let watched = DAILY.replacen("aggregate:", "guard: watch\n    aggregate:", 1);
+    let watched = DAILY.replacen("aggregate:", "guard: watch\naggregate:", 1);
     vec![
         Case::new(
             "with on_empty: keep the document stays",
@@ -403,7 +403,6 @@ async fn a_creator_that_dies_half_way() {
     }
     let daemon = program.daemon();
     program.backfilled(&test, 1).await;
-    program.run(&["wait", "--timeout", "170"]).await.exits(0);
     program.run(&["check"]).await.exits(0);
     let found = documents(&test).await;
     let keys = sales.distinct("item", doc! {}).await.unwrap().len() as u64;

@@ -242,6 +242,10 @@ pub(super) fn add(args: &Args<'_>) -> Result<Value> {
         return Ok(Some(Bson::Null));
     };
     let (millis, amount) = (moment(args, date.as_ref())?, whole(args, amount.as_ref(), "amount")?);
+    // MongoDB 6.0.5 loses a second: 1895-10-21T14:05:46.196Z and 33 hours are 1895-10-22T23:05:45.196Z.
+    if millis < 0 && millis % 1000 != 0 {
+        return needs_server("`$dateAdd` to a fraction of a second before 1970");
+    }
     let sum = match unit {
         Unit::Millis(length) => amount.checked_mul(length).and_then(|length| millis.checked_add(length)),
         Unit::Months(length) => amount.checked_mul(length).filter(|months| months.abs() < 1_000_000).map(|months| {
