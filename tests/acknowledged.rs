@@ -3,13 +3,13 @@
 use std::time::{Duration, Instant};
 
 use bson::{Document, doc};
-use denormd::{
-    checkpoint::{rule_record::Agreement, store::Store},
-    mongo::{Reads, Server},
+use denormd_engine::checkpoint::{rule_record::Agreement, store::Store};
+use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_model::{
     position::ClusterTime,
     rule_state::{BlockReason, RuleState},
 };
-use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_mongo::{Reads, Server};
 use mongodb::options::WriteConcern;
 
 use crate::daemon::PATIENCE;

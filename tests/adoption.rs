@@ -3,11 +3,8 @@
 mod table;
 
 use bson::{Document, doc};
-use denormd::{
-    checkpoint::store::Store,
-    inspection::suspicion::suspicions,
-    rule_state::{BlockReason, RuleState},
-};
+use denormd_engine::{checkpoint::store::Store, inspection::suspicion::suspicions};
+use denormd_model::rule_state::{BlockReason, RuleState};
 use serde_json::json;
 
 use crate::{
@@ -230,7 +227,7 @@ async fn reported(row: &str, text: &str, mistake: &Mistake) {
     let found = suspicions(&context.server, &context.plan, &context.plan.rules[0]).await.unwrap();
     let found = load(text).located(&found);
     let lines: Vec<&str> = text.lines().collect();
-    let told = |found: &denormd::config::LocatedMistake| {
+    let told = |found: &denormd_rules::config::LocatedMistake| {
         let line = found.place.line.and_then(|line| lines.get(line - 1)).copied().unwrap_or_default();
         line.contains(mistake.line) && found.hint.as_deref().unwrap_or_default().contains(mistake.suggestion)
     };

@@ -535,7 +535,7 @@ async fn what_may_not_be_read_is_not_known_and_nothing_is_written() {
 #[test]
 fn the_page_has_the_defaults_of_every_threshold() {
     let page = include_str!("../docs/advise.md");
-    let advise = denormd::config::Advise::default();
+    let advise = denormd_rules::config::Advise::default();
     for (key, default) in [
         ("embed_elements", advise.embed_elements),
         ("references_warn", advise.references_warn),

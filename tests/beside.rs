@@ -1,7 +1,7 @@
 //! Paths in the matched element and beside its array, and arrays on both sides of `match`.
 
 use bson::{Document, doc};
-use denormd::{
+use denormd_rules::{
     config::{Format, load_str},
     plan::compile,
 };
@@ -196,7 +196,7 @@ async fn elements_and_the_path_beside_them_count_once_for_the_removal_limit() {
     db.collection::<Document>("parts").delete_many(doc! {"_id": {"$lt": 5}}).await.unwrap();
     until("the rule is blocked", async || {
         let states = daemon.progress().borrow().states.clone();
-        states.iter().any(|state| matches!(state, denormd::rule_state::RuleState::Blocked(_))).then_some(())
+        states.iter().any(|state| matches!(state, denormd_model::rule_state::RuleState::Blocked(_))).then_some(())
     })
     .await;
     assert_eq!((has_name(3).await, has_name(4).await), (2, 2));

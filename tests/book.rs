@@ -11,7 +11,7 @@ use std::{
 };
 
 use bson::{Bson, Document, doc};
-use denormd::metrics::Cause;
+use denormd_engine::metrics::Cause;
 use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::Database;
 use serde_json::Value;

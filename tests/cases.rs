@@ -342,7 +342,7 @@ async fn each<'a, F: Future<Output = ()>>(placed: &'a [Placed<'a>], work: impl F
 /// The daemon's dead letters.
 pub async fn dead_letters(test: &TestDb) -> Vec<Document> {
     let state = test.beside("state");
-    state.collection(denormd::dead_letter::COLLECTION).find(doc! {}).await.unwrap().try_collect().await.unwrap()
+    state.collection(denormd_engine::dead_letter::COLLECTION).find(doc! {}).await.unwrap().try_collect().await.unwrap()
 }
 
 /// Starts a daemon without its state, and requires that the oplog receives nothing but that state.

@@ -314,12 +314,12 @@ async fn without_a_daemon_the_command_repairs_by_itself() {
 /// An interrupted check resumes where everything was decided, with its counts.
 #[tokio::test]
 async fn a_check_goes_on_where_it_was() {
-    use denormd::{
-        check::{Check, Scope},
+    use denormd_engine::{
         checkpoint::{
             progress::{CheckProgress, Tally},
             store::Store,
         },
+        jobs::check::{Check, Scope},
     };
     let test: TestDb = denormd_fixture::database().await;
     let db = test.database();

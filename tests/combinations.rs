@@ -1,7 +1,7 @@
 //! The table of constructs that combine, compared with the rules that the program accepts.
 
 use bson::{Bson, Document, doc};
-use denormd::{
+use denormd_rules::{
     config::{
         Format, load_str,
         matrix::{CONSTRUCTS, KINDS, REFUSED, refused},
@@ -184,7 +184,7 @@ fn the_table_says_which_constructs_are_refused_together() {
 fn each_refusal_is_of_two_constructs_that_one_kind_may_use() {
     for (one, other, why) in REFUSED {
         let find = |name: &str| CONSTRUCTS.iter().find(|known| known.name == name).unwrap_or_else(|| panic!("{name}"));
-        assert!(denormd::config::matrix::share_a_kind(find(one), find(other)), "{one} and {other}");
+        assert!(denormd_rules::config::matrix::share_a_kind(find(one), find(other)), "{one} and {other}");
         assert!(!why.is_empty());
     }
 }

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use denormd::config::{
+use denormd_rules::config::{
     Format,
     keys::{Form, Key, ROOT},
     load_str,

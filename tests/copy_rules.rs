@@ -5,7 +5,8 @@
 use bson::{
     Binary, Bson, DateTime, Decimal128, Document, JavaScriptCodeWithScope, Regex, Timestamp, bson, doc, oid::ObjectId,
 };
-use denormd::{error::Kind, mongo::connect, preflight};
+use denormd_engine::preflight;
+use denormd_mongo::{connect, error::Kind};
 use futures_util::TryStreamExt;
 
 use crate::{

@@ -2,7 +2,7 @@
 #![allow(clippy::too_many_lines, reason = "tables are long")]
 
 use bson::{Bson, DateTime, Document, doc};
-use denormd::rule_state::{BlockReason, RuleState};
+use denormd_model::rule_state::{BlockReason, RuleState};
 
 use crate::{
     cases::{Case, Write, dead_letters, delete, every_way, insert, replace, update},
@@ -165,7 +165,7 @@ fn totals() -> Vec<Case> {
 }
 
 fn with_others() -> Vec<Case> {
-    let tags = "aggregate: { source: '@talks', target: { collection: '@tags', create: true }, match: { _id: tags.$[] }, set: { n: { $sum: 1 } } }";
+    let tags = "aggregate: { source: '@talks', target: { collection: '@tags', create: true }, match: { _id: 'tags.$[]' }, set: { n: { $sum: 1 } } }";
     let talk = |id: i32, tags: &[&str]| doc! {"_id": id, "tags": tags.to_vec()};
     let returns = DAILY
         .replace("@sales", "@returns")
@@ -453,9 +453,9 @@ async fn a_document_that_is_absent_is_found() {
 /// The mistakes of a rule's text.
 fn mistakes(rules: &str) -> Vec<String> {
     let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n{rules}\n");
-    match denormd::config::load_str(&text, denormd::config::Format::Yaml) {
+    match denormd_rules::config::load_str(&text, denormd_rules::config::Format::Yaml) {
         Err(error) => vec![error.to_string()],
-        Ok(loaded) => match denormd::plan::compile(&loaded.config, None) {
+        Ok(loaded) => match denormd_rules::plan::compile(&loaded.config, None) {
             Ok(_) => Vec::new(),
             Err(mistakes) => mistakes.iter().map(|one| format!("{} ({:?})", one.message, one.hint)).collect(),
         },

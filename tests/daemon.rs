@@ -10,23 +10,27 @@ use std::{
 };
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
-use denormd::{
-    change::Namespace,
+use denormd_engine::{
     checkpoint::store::Store,
-    config::{Format, Loaded, load_str},
     dead_letter::{Chosen, DeadLetters},
+    deployment::repartitioning::divide,
     inspection::adoption::losses,
     metrics::Metrics,
-    mongo::{Server, connect},
-    partition::Partition,
     pipeline::{self, Handle},
-    plan::{self, Rule},
     preflight,
     reconcile::Context,
-    repartitioning::divide,
-    rule_state::{BlockReason, RuleState},
 };
 use denormd_fixture::TestDb;
+use denormd_model::{
+    namespace::Namespace,
+    partition::Partition,
+    rule_state::{BlockReason, RuleState},
+};
+use denormd_mongo::{Server, connect};
+use denormd_rules::{
+    config::{Format, Loaded, load_str},
+    plan::{self, Rule},
+};
 use futures_util::TryStreamExt;
 
 /// A daemon, and the configuration it was started with.

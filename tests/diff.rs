@@ -409,11 +409,11 @@ fn a_definition_names_the_paths_that_its_rule_owns() {
         (&*groups.replace("into:", "as: object, into:"), "reactions"),
     ] {
         let text = format!("mongodb: {{ uri: mongodb://db, database: d }}\nrules:\n  - {{ name: r, {rule} }}\n");
-        let config = denormd::config::load_str(&text, denormd::config::Format::Yaml).unwrap().config;
-        let plan = denormd::plan::compile(&config, None).unwrap();
+        let config = denormd_rules::config::load_str(&text, denormd_rules::config::Format::Yaml).unwrap().config;
+        let plan = denormd_rules::plan::compile(&config, None).unwrap();
         let of = |paths: Vec<String>| paths.join(" ");
         assert_eq!(of(plan.rules[0].owned().into_iter().map(ToString::to_string).collect()), paths);
-        let named = denormd::plan::owned_paths(&plan.rules[0].definition);
+        let named = denormd_rules::plan::owned_paths(&plan.rules[0].definition);
         assert_eq!(of(named.iter().map(ToString::to_string).collect()), paths, "{rule}");
     }
 }

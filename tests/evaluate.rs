@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc, oid::ObjectId};
-use denormd::evaluate::{self, Collections, EvalError};
+use denormd_mql::{Collections, EvalError};
 use futures_util::TryStreamExt;
 use mongodb::Collection;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
@@ -148,7 +148,7 @@ impl Draw {
         if depth == 0 {
             return self.leaf(sort);
         }
-        let (operators, _) = evaluate::operators();
+        let (operators, _) = denormd_mql::operators();
         match self.below(10) {
             0..=2 => self.leaf(sort),
             3 => {
@@ -387,7 +387,7 @@ impl Draw {
     }
 
     fn condition(&mut self, depth: usize) -> Bson {
-        let (_, conditions) = evaluate::operators();
+        let (_, conditions) = denormd_mql::operators();
         let name = self.pick(conditions);
         let argument: Bson = match name {
             "$in" | "$nin" | "$all" => {
@@ -519,7 +519,7 @@ impl Bench {
 
     async fn expression(&mut self, expression: &Bson) {
         for document in self.documents.clone() {
-            let ours = evaluate::expression(expression, &document);
+            let ours = denormd_mql::expression(expression, &document);
             if let Err(EvalError::NeedsServer(_)) = ours {
                 self.left += 1;
                 continue;
@@ -554,7 +554,7 @@ impl Bench {
     async fn filter(&mut self, filter: &Document) {
         let mut ours = Vec::new();
         for document in &self.documents {
-            match evaluate::matches(filter, document) {
+            match denormd_mql::matches(filter, document) {
                 Ok(true) => ours.push(document.get("_id").unwrap().clone()),
                 Ok(false) => {}
                 Err(EvalError::NeedsServer(_)) => {
@@ -589,7 +589,7 @@ impl Bench {
     async fn stages(&mut self, stages: Vec<Document>) {
         let name = self.collection.name().to_owned();
         let collections = Collections::from([(format!("t.{name}"), self.documents.clone())]);
-        let ours = evaluate::aggregate(&collections, "t", &doc! {"aggregate": &name, "pipeline": stages.clone()});
+        let ours = denormd_mql::aggregate(&collections, "t", &doc! {"aggregate": &name, "pipeline": stages.clone()});
         if let Err(EvalError::NeedsServer(_)) = ours {
             self.left += 1;
             return;
@@ -668,7 +668,7 @@ async fn rare_cases_are_evaluated_as_a_server_does() {
 async fn what_is_evaluated_without_a_server_is_what_a_server_says() {
     let test = denormd_fixture::database().await;
     let mut bench = Bench::new(&test);
-    let (operators, conditions) = evaluate::operators();
+    let (operators, conditions) = denormd_mql::operators();
     for seed in seeds("DENORMD_HISTORIES", 12) {
         println!("DENORMD_SEED={seed}");
         let mut draw = Draw(StdRng::seed_from_u64(seed));
@@ -680,7 +680,7 @@ async fn what_is_evaluated_without_a_server_is_what_a_server_says() {
         for _ in 0..80 {
             bench.filter(&draw.filter(2)).await;
         }
-        for name in evaluate::ACCUMULATORS {
+        for name in denormd_mql::ACCUMULATORS {
             let accumulator = draw.accumulator(name);
             let value =
                 if *name == "$addToSet" { bson!({"$sortArray": {"input": "$v", "sortBy": 1}}) } else { bson!("$v") };
@@ -708,7 +708,7 @@ async fn what_is_evaluated_without_a_server_is_what_a_server_says() {
     }
     println!("{} left to a server; compared: {:?}", bench.left, bench.compared);
     if std::env::var_os("DENORMD_SEED").is_none() {
-        let never = operators.iter().chain(conditions).chain(evaluate::ACCUMULATORS);
+        let never = operators.iter().chain(conditions).chain(denormd_mql::ACCUMULATORS);
         let never: Vec<_> = never.filter(|name| bench.compared.get(**name).copied().unwrap_or_default() < 3).collect();
         assert!(never.is_empty(), "hardly compared: {never:?}");
     }

@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use bson::{Bson, Document, Regex, bson, doc};
-use denormd::{config::Loaded, plan};
+use denormd_rules::{config::Loaded, plan};
 use mongodb::options::Collation;
 
 use crate::{
@@ -1145,7 +1145,7 @@ async fn without_its_pre_image_a_change_sweeps_the_rule() {
     s.delete_many(doc! {}).await.unwrap();
     check(0, None).await;
     let context = daemon::context(&daemon::config(&test, rules)).await;
-    let found = denormd::preflight::check(&context.server, &context.plan).await.unwrap();
+    let found = denormd_engine::preflight::check(&context.server, &context.plan).await.unwrap();
     assert!(found.iter().all(|finding| finding.message.contains("pre-images")) && !found.is_empty(), "{found:?}");
     daemon.stop().await;
 }

@@ -2,11 +2,10 @@
 //! written back unchanged. Drawn by proptest, which shrinks failures; `DENORMD_FUZZ=100000` draws that many of each.
 
 use bson::{Bson, Document, RawDocument, RawDocumentBuf, doc, oid::ObjectId};
-use denormd::{
-    change::ChangeEvent,
+use denormd_engine::change::ChangeEvent;
+use denormd_model::{field_path::FieldPath, key::Key};
+use denormd_rules::{
     config::{Format, load_str},
-    field_path::FieldPath,
-    key::Key,
     plan,
 };
 use proptest::{collection::vec, prelude::*, sample::Index};

@@ -8,7 +8,8 @@
 use std::{collections::BTreeSet, fs, path::PathBuf, time::Duration};
 
 use bson::{Bson, DateTime, Document, RawBson, Timestamp, doc, oid::ObjectId, spec::BinarySubtype};
-use denormd::{
+use denormd::status::Status;
+use denormd_engine::{
     checkpoint::{
         fan_out::{FanOuts, Subject},
         format,
@@ -19,21 +20,26 @@ use denormd::{
         store::{Store, claim_term, highest_term},
     },
     dead_letter::{Chosen, DeadLetters, Offending},
-    error::{Error, Kind},
+    deployment::{
+        instances::{Member, fingerprint},
+        lease::{self, Lease},
+    },
     events::{Event, Journal},
-    field_path::FieldPath,
-    instances::{Member, fingerprint},
-    key::Key,
-    lease::{self, Lease},
-    mongo::Server,
-    partition::Partition,
-    plan::{self, Plan, Rule},
-    position::{ClusterTime, Position},
     request::Task,
-    rule_state::{Adoption, BlockReason, RuleState},
-    status::Status,
 };
 use denormd_fixture::TestDb;
+use denormd_model::{
+    field_path::FieldPath,
+    key::Key,
+    partition::Partition,
+    position::{ClusterTime, Position},
+    rule_state::{Adoption, BlockReason, RuleState},
+};
+use denormd_mongo::{
+    Server,
+    error::{Error, Kind},
+};
+use denormd_rules::plan::{self, Plan, Rule};
 
 use crate::daemon::{all, load, until};
 

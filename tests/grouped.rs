@@ -3,9 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 
 use bson::{Bson, Document, RawBson, RawDocumentBuf, bson, doc};
-use denormd::{
-    key::Key,
-    plan::Rule,
+use denormd_engine::{
     reconcile::{
         group::{self, Member, Shape, Size},
         statement::{self, Part, Statement},
@@ -13,6 +11,8 @@ use denormd::{
     },
     request::Scope,
 };
+use denormd_model::key::Key;
+use denormd_rules::plan::Rule;
 use futures_util::StreamExt;
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};

@@ -4,11 +4,11 @@ use std::{net::SocketAddr, sync::Arc};
 
 use bson::{Document, doc};
 use denormd::{
-    config::Http,
     server::{self, Guard, client},
     status::Board,
 };
 use denormd_fixture::TestDb;
+use denormd_rules::config::Http;
 use secrecy::SecretString;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},

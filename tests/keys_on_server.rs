@@ -1,7 +1,7 @@
 //! Keys are equal exactly when the server calls them equal.
 
 use bson::{Bson, Document, bson, doc};
-use denormd::key::Key;
+use denormd_model::key::Key;
 
 fn values() -> Vec<Bson> {
     let decimal = |text: &str| Bson::Decimal128(text.parse().unwrap());

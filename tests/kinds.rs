@@ -3,7 +3,7 @@
 //! (`tests/exact_meaning.rs`, `tests/grouped.rs`).
 
 use bson::{Binary, Document, doc, spec::BinarySubtype};
-use denormd::dead_letter;
+use denormd_engine::dead_letter;
 use denormd_fixture::{ReplicaSet, TestDb};
 
 use crate::daemon::{Daemon, all, until};

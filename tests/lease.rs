@@ -9,18 +9,19 @@ use std::{
 };
 
 use bson::{Bson, DateTime, Timestamp, doc, rawdoc};
-use denormd::{
+use denormd_engine::{
     checkpoint::{
         rule_record::Agreement,
         store::{Store, claim_term},
     },
-    error::Kind,
-    lease::{COLLECTION, Held, Lease},
-    mongo::{Fence, Server},
+    deployment::lease::{COLLECTION, Held, Lease},
+};
+use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_model::{
     position::Position,
     rule_state::{BlockReason, RuleState},
 };
-use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_mongo::{Fence, Server, error::Kind};
 use tokio::time::timeout;
 
 use crate::daemon::PATIENCE;

@@ -3,14 +3,13 @@
 use std::{sync::atomic::Ordering, time::Duration};
 
 use bson::{Document, doc};
-use denormd::{
-    checkpoint::store::Store,
-    mongo::Server,
-    pipeline::Progress,
+use denormd_engine::{checkpoint::store::Store, pipeline::Progress};
+use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_model::{
     position::ClusterTime,
     rule_state::{BlockReason, RuleState},
 };
-use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_mongo::Server;
 use futures_util::TryStreamExt;
 use mongodb::Database;
 
@@ -189,7 +188,7 @@ async fn what_is_under_way_is_nobodys_drift() {
         set(collection, ip).await;
     };
     let round = async |progress: Progress| {
-        denormd::audit::round(&context, rule, &move |rule| progress.applied_of(rule), &out).await.unwrap();
+        denormd_engine::jobs::audit::round(&context, rule, &move |rule| progress.applied_of(rule), &out).await.unwrap();
         context.counts.drift.load(Ordering::Relaxed)
     };
     let audit = async |applied: ClusterTime| round(Progress { applied, ..Progress::default() }).await;

@@ -108,7 +108,7 @@ def tried(mutant, copy, env, logs):
     """The names of the tests that failed, in what is there now."""
     name, test = mutant["name"], mutant["test"].split()
     with open(logs / f"{name}.log", "wb") as log:
-        if finish([CARGO, "test", *test[:2 if test[0] == "--test" else 1], "--no-run"], copy, env, log) != 0:
+        if finish([CARGO, "test", *test[:2 if test[0] == "--test" else 3], "--no-run"], copy, env, log) != 0:
             raise Untried(f"it does not build: see {log.name}")
         command = [CARGO, "test", *test]
         if test[0] == "--test":

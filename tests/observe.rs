@@ -417,7 +417,7 @@ async fn what_dashboard_rules_and_alerts_ask_for_is_measured() {
         assert!(tested.matches(&format!("alertname: {alert}\n")).count() > 0, "{alert} is not tested to be quiet");
         assert!(tested.contains(&format!("alertname=\"{alert}\"")), "{alert} is not tested to fire");
     }
-    let names = denormd::metrics::Cause::ALL.map(denormd::metrics::Cause::name);
+    let names = denormd_engine::metrics::Cause::ALL.map(denormd_engine::metrics::Cause::name);
     for reason in alerts.split("reason=").skip(1).filter_map(|rest| rest.split('"').nth(1)) {
         for name in reason.split('|') {
             assert!(names.contains(&name), "no cause is called {name}");

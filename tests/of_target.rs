@@ -2,18 +2,16 @@
 #![allow(clippy::too_many_lines, reason = "tables are long")]
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc, oid::ObjectId};
-use denormd::rule_state::{BlockReason, RuleState};
-use denormd::{
-    key::Key,
-    plan,
-    reconcile::{
-        by_target::{self, Referrer},
-        read,
-        statement::{self, Statement},
-        value::Desired,
-    },
+use denormd_engine::reconcile::{
+    by_target::{self, Referrer},
+    read,
+    statement::{self, Statement},
+    value::Desired,
 };
 use denormd_fixture::ReplicaSet;
+use denormd_model::key::Key;
+use denormd_model::rule_state::{BlockReason, RuleState};
+use denormd_rules::plan;
 use mongodb::Database;
 
 use crate::{

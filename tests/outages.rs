@@ -9,7 +9,8 @@ use std::{
 };
 
 use bson::{Document, doc};
-use denormd::{events::Event, server::client};
+use denormd::server::client;
+use denormd_engine::events::Event;
 use denormd_fixture::{Builder, Proxy, ReplicaSet, TestDb, Weather};
 use serde_json::Value;
 

@@ -17,8 +17,14 @@ fn root() -> &'static Path {
 }
 
 fn package() -> Table {
-    let text = std::fs::read_to_string(root().join("Cargo.toml")).unwrap();
-    text.parse::<Table>().unwrap()["package"].as_table().unwrap().clone()
+    let mut package = manifest()["package"].as_table().unwrap().clone();
+    // All crates share the rest, such as the version.
+    package.extend(manifest()["workspace"]["package"].as_table().unwrap().clone());
+    package
+}
+
+fn manifest() -> Table {
+    std::fs::read_to_string(root().join("Cargo.toml")).unwrap().parse().unwrap()
 }
 
 /// Source and destination of each file of the .deb.
@@ -137,5 +143,16 @@ fn the_version_is_the_same_everywhere() {
     for example in ["example", "example/shop", "example-sidecar"] {
         let kustomization = read(&format!("deploy/kubernetes/{example}/kustomization.yaml"));
         assert!(kustomization.contains(&format!("newTag: {version}\n")), "{example}");
+    }
+}
+
+/// Cargo refuses a workspace of which a member is missing, and the image's build context has nothing but what is listed.
+#[test]
+fn the_image_is_built_from_all_members_of_the_workspace() {
+    let ignored = std::fs::read_to_string(root().join(".dockerignore")).unwrap();
+    let manifest = manifest();
+    for member in manifest["workspace"]["members"].as_array().unwrap() {
+        let folder = member.as_str().unwrap().split('/').next().unwrap();
+        assert!(folder == "." || ignored.lines().any(|line| line == format!("!{folder}")), "{folder}");
     }
 }

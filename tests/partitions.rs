@@ -3,10 +3,13 @@
 use std::time::Duration;
 
 use bson::{Document, doc};
-use denormd::{
-    checkpoint::store::Store, error::Kind, lease::Lease, mongo::Server, partition::Partition, repartitioning::divide,
+use denormd_engine::{
+    checkpoint::store::Store,
+    deployment::{lease::Lease, repartitioning::divide},
 };
 use denormd_fixture::ReplicaSet;
+use denormd_model::partition::Partition;
+use denormd_mongo::{Server, error::Kind};
 use futures_util::TryStreamExt;
 
 use crate::{daemon::until, world::World};

@@ -4,8 +4,8 @@
 use std::{collections::BTreeSet, path::PathBuf, process::Command};
 
 use bson::{Bson, DateTime, Document, bson, doc};
-use denormd::config;
 use denormd_fixture::TestDb;
+use denormd_rules::config;
 use mongodb::{Collection, Database};
 
 use crate::daemon::{Daemon, all};

@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 
 use bson::{Bson, Document, doc};
-use denormd::{key::Key, reconcile::read};
+use denormd_engine::reconcile::read;
+use denormd_model::key::Key;
 use mongodb::{Database, IndexModel};
 use rand::{
     Rng, SeedableRng,

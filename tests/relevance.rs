@@ -6,12 +6,14 @@ use std::{
 };
 
 use bson::{Document, doc};
-use denormd::{
+use denormd_engine::{
     change::{Change, ChangeEvent},
-    config::{Format, load_str},
-    mongo::Server,
-    plan::compile,
     watch::{nested, streams},
+};
+use denormd_mongo::Server;
+use denormd_rules::{
+    config::{Format, load_str},
+    plan::compile,
 };
 
 use crate::daemon::PATIENCE;

@@ -12,11 +12,11 @@ use std::{
 };
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, Timestamp, doc, oid::ObjectId, rawdoc};
-use denormd::{
-    error::{Kind, Result},
-    mongo::{Reads, Server, Written, connect},
-};
 use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_mongo::{
+    Reads, Server, Written, connect,
+    error::{Kind, Result},
+};
 use mongodb::Client;
 
 use crate::{

@@ -1,10 +1,8 @@
 //! A password never appears anywhere, however the connection string is malformed.
 
 use bson::Document;
-use denormd::{
-    config::{Format, load_str},
-    mongo::connect,
-};
+use denormd_mongo::connect;
+use denormd_rules::config::{Format, load_str};
 use futures_util::TryStreamExt;
 use mongodb::options::ConnectionString;
 use proptest::prelude::*;

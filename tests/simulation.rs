@@ -16,19 +16,25 @@ use std::{
 };
 
 use bson::{Bson, Document, doc};
-use denormd::{
-    change::{Change, ChangeEvent, Namespace},
-    error::{Error, Kind, Result},
-    key::Key,
-    lease::{GRACE, Grant, Held, Lease, Registry},
-    mongo::{End, Fence, fence::Window},
+use denormd_engine::{
+    change::{Change, ChangeEvent},
+    deployment::lease::{GRACE, Grant, Held, Lease, Registry},
     pipeline::schedule::{Next, Schedule},
-    plan::{Plan, Rule, reference::Role},
-    position::{ClusterTime, Position},
     request::{Request, Scope, Task},
     route::{Routed, target_requests, value_request},
     workqueue::{Batch, Lane, Most, Work},
 };
+use denormd_model::{
+    key::Key,
+    namespace::Namespace,
+    position::{ClusterTime, Position},
+};
+use denormd_mongo::{
+    End, Fence,
+    error::{Error, Kind, Result},
+    fence::Window,
+};
+use denormd_rules::plan::{Plan, Rule, reference::Role};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use tokio::{
     sync::watch,
@@ -171,8 +177,8 @@ struct Sim {
 
 impl Sim {
     fn new(seed: u64, bug: Bug) -> Self {
-        let loaded = denormd::config::load_str(RULES, denormd::config::Format::Yaml).unwrap();
-        let plan = denormd::plan::compile(&loaded.config, None).unwrap();
+        let loaded = denormd_rules::config::load_str(RULES, denormd_rules::config::Format::Yaml).unwrap();
+        let plan = denormd_rules::plan::compile(&loaded.config, None).unwrap();
         let server = Server {
             history: vec![Data::default()],
             oplog: Vec::new(),

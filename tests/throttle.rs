@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use bson::{Document, doc};
-use denormd::metrics::HeldBack;
+use denormd_engine::metrics::HeldBack;
 use denormd_fixture::ReplicaSet;
 use mongodb::options::WriteConcern;
 

@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use bson::{Document, doc};
-use denormd::{events::Event, server::client};
+use denormd::server::client;
+use denormd_engine::events::Event;
 use denormd_fixture::ReplicaSet;
 
 use crate::daemon::PATIENCE;

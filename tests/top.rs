@@ -11,9 +11,9 @@ use denormd::{
         theme::Theme,
         view,
     },
-    error::{Error, Kind},
     status::Status,
 };
+use denormd_mongo::error::{Error, Kind};
 use ratatui::{Terminal, backend::TestBackend, buffer::Buffer, style::Color};
 use serde_json::{Value, json};
 

@@ -1,13 +1,14 @@
 //! `touch`: a path that gets the server's time with each change by a rule.
+#![allow(clippy::too_many_lines, reason = "tables are long")]
 
 use std::collections::BTreeSet;
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc};
-use denormd::{
+use denormd_engine::reconcile::{by_difference, compare::Difference, read, statement::Statement};
+use denormd_model::key::Key;
+use denormd_rules::{
     config::{Format, load_str},
-    key::Key,
     plan::compile,
-    reconcile::{by_difference, compare::Difference, read, statement::Statement},
 };
 use mongodb::Database;
 
@@ -243,8 +244,9 @@ async fn a_value_is_written_while_the_references_are_unchanged() {
 
 /// The messages of a config with these rules.
 fn mistakes(rules: &[&str]) -> Vec<String> {
-    let rules: String =
+    let rules: Vec<String> =
         rules.iter().enumerate().map(|(nth, rule)| format!("  - {{ name: r{nth}, {rule} }}\n")).collect();
+    let rules = rules.concat();
     let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n{rules}");
     let mistakes = compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap_err();
     mistakes.into_iter().map(|mistake| format!("{}: {}", mistake.at, mistake.message)).collect()

@@ -4,8 +4,8 @@
 use std::sync::atomic::Ordering;
 
 use bson::{Bson, Document, doc};
-use denormd::plan;
 use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_rules::plan;
 use mongodb::Database;
 
 use crate::{

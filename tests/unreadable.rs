@@ -2,8 +2,8 @@
 //! stop nothing.
 
 use bson::{Document, RawDocumentBuf, doc};
-use denormd::check::{Check, Scope};
-use denormd::checkpoint::store::Store;
+use denormd_engine::checkpoint::store::Store;
+use denormd_engine::jobs::check::{Check, Scope};
 use denormd_fixture::TestDb;
 
 use crate::{

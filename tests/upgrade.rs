@@ -1,14 +1,12 @@
 //! A newer daemon takes over an older one's state, and an older one does not touch a newer one's.
 
 use bson::{Document, doc};
-use denormd::{
-    checkpoint::{
-        format::{COLLECTION, UNDIVIDED, VERSION},
-        store::{POSITIONS, RULES, Store},
-    },
-    error::Kind,
+use denormd_engine::checkpoint::{
+    format::{COLLECTION, UNDIVIDED, VERSION},
+    store::{POSITIONS, RULES, Store},
 };
 use denormd_fixture::TestDb;
+use denormd_mongo::error::Kind;
 
 use crate::daemon::{Daemon, all, config, context};
 

@@ -4,13 +4,13 @@
 use std::sync::atomic::Ordering;
 
 use bson::{Bson, Document, doc};
-use denormd::{
-    check::{Check, Scope},
+use denormd_engine::{
     checkpoint::store::Store,
-    position::ClusterTime,
+    jobs::check::{Check, Scope},
     reconcile::{Context, scan},
 };
 use denormd_fixture::TestDb;
+use denormd_model::position::ClusterTime;
 use mongodb::Database;
 
 use crate::{
@@ -24,7 +24,7 @@ const LATEST: ClusterTime = ClusterTime { seconds: u32::MAX, increment: 0 };
 async fn audited(context: &Context) -> u64 {
     let before = context.counts.drift.load(Ordering::Relaxed);
     let (out, _pages) = tokio::sync::mpsc::channel(1);
-    denormd::audit::round(context, &context.plan.rules[0], &|_| Some(LATEST), &out).await.unwrap();
+    denormd_engine::jobs::audit::round(context, &context.plan.rules[0], &|_| Some(LATEST), &out).await.unwrap();
     context.counts.drift.load(Ordering::Relaxed) - before
 }
 

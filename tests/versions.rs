@@ -7,7 +7,7 @@ use std::{
 };
 
 use bson::{Document, doc};
-use denormd::dead_letter;
+use denormd_engine::dead_letter;
 use denormd_fixture::{ReplicaSet, TestDb};
 use futures_util::StreamExt;
 

@@ -13,8 +13,9 @@ use std::{
 };
 
 use bson::{Bson, Document, doc};
-use denormd::{change::Namespace, mongo::Server};
 use denormd_fixture::TestDb;
+use denormd_model::namespace::Namespace;
+use denormd_mongo::Server;
 use futures_util::TryStreamExt;
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};

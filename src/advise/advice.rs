@@ -2,10 +2,8 @@
 
 use serde_json::{Value, json};
 
-use super::{
-    distribution::{Distribution, How, ratio, whole},
-    draft::Draft,
-};
+use super::draft::Draft;
+use denormd_model::distribution::{Distribution, How, ratio, whole};
 
 /// The kind of a piece of advice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

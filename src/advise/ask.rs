@@ -7,12 +7,10 @@ use bson::{Bson, Document, doc};
 use futures_util::TryStreamExt;
 use mongodb::Client;
 
-use crate::{
-    change::Namespace,
-    error::{Error, Kind, Result},
-};
+use denormd_model::namespace::Namespace;
+use denormd_mongo::error::{Error, Kind, Result};
 
-use super::distribution::{Known, Unknown};
+use denormd_model::distribution::{Known, Unknown};
 
 /// Server-side time limit of one query.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -5,11 +5,11 @@ use std::collections::{BTreeSet, HashMap};
 
 use bson::{Bson, Document, doc};
 
-use crate::{
-    error::Result,
+use denormd_model::{
     field_path::{FieldPath, Segment},
     key::Key,
 };
+use denormd_mongo::error::Result;
 
 use super::{
     ask::Ask,

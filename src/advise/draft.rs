@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::{change::Namespace, field_path::FieldPath};
+use denormd_model::{field_path::FieldPath, namespace::Namespace};
 
 use super::names::looks_personal;
 

@@ -1,12 +1,9 @@
 //! The input of the advice: one relationship with all its figures. Plain data.
 
-use crate::{change::Namespace, field_path::FieldPath};
+use denormd_model::{field_path::FieldPath, namespace::Namespace};
 
-use super::{
-    distribution::{Distribution, How, Known, ratio},
-    fan_out::FanOut,
-    relationships::Link,
-};
+use super::{fan_out::FanOut, relationships::Link};
+use denormd_model::distribution::{Distribution, How, Known, ratio};
 
 /// A number of events and the period in which they happened.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -4,18 +4,20 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use bson::{Bson, Document, doc};
 
-use crate::{
-    config::Advise,
-    error::Result,
+use denormd_model::{
     field_path::{FieldPath, Segment},
     key::Key,
 };
+use denormd_mongo::error::Result;
+use denormd_rules::config::Advise;
 
 use super::{
     ask::Ask,
-    distribution::{Distribution, How, Known, Unknown, ratio},
     inventory::{Collection, number},
     relationships::{Link, as_class},
+};
+use denormd_model::{
+    distribution::{Distribution, How, Known, Unknown, ratio},
     shape::{Class, type_name},
 };
 
@@ -68,7 +70,7 @@ impl FanOut {
 
 /// Measures the references of one relationship.
 pub async fn count(ask: &Ask, link: &Link, holder: &Collection, held: &Collection, bounds: &Advise) -> Result<FanOut> {
-    let class = held.shape.field(&link.held.path).and_then(super::shape::Field::class);
+    let class = held.shape.field(&link.held.path).and_then(denormd_model::shape::Field::class);
     let Some(rows) = rows(ask, link, holder, bounds).await? else {
         return sampled(ask, link, holder, held, class).await;
     };
@@ -132,7 +134,7 @@ async fn rows(ask: &Ask, link: &Link, holder: &Collection, bounds: &Advise) -> R
     let Ok(found) = ask.hinted(&holder.namespace, each, hint.clone(), &needs).await? else { return Ok(None) };
     if found.len() <= ROWS {
         let row = |row: &Document| Some((row.get("_id")?.clone(), number(row.get("n")?)));
-        let is_key = |(value, _): &(Bson, u64)| super::shape::class(value).is_some();
+        let is_key = |(value, _): &(Bson, u64)| denormd_model::shape::class(value).is_some();
         return Ok(Some(Rows::All(found.iter().filter_map(row).filter(is_key).collect())));
     }
     pipeline.push(doc! {"$match": {"_id": {"$ne": null}}});
@@ -185,7 +187,8 @@ async fn sampled(
     let present = resolve(ask, &rows, held, &link.held.path, class).await?;
     let (types, _) = by_type(&rows, &present, class);
     let drawn: u64 = rows.iter().map(|(_, times)| times).sum();
-    let references = super::distribution::whole(ratio(drawn, holder.shape.documents.max(1)) * ratio(holder.count, 1));
+    let references =
+        denormd_model::distribution::whole(ratio(drawn, holder.shape.documents.max(1)) * ratio(holder.count, 1));
     Ok(FanOut {
         references,
         distribution: sampled_distribution(ask, link, holder, held).await?,

@@ -4,10 +4,12 @@ use std::collections::BTreeSet;
 
 use bson::{Bson, Document, doc};
 
-use crate::{change::Namespace, config::Advise, error::Result};
+use denormd_model::namespace::Namespace;
+use denormd_mongo::error::Result;
+use denormd_rules::config::Advise;
 
-use super::{
-    ask::Ask,
+use super::ask::Ask;
+use denormd_model::{
     distribution::{Distribution, How, Known, Unknown},
     shape::Shape,
 };
@@ -258,7 +260,7 @@ pub fn number(value: &Bson) -> u64 {
     match value {
         Bson::Int32(n) => u64::try_from(*n).unwrap_or_default(),
         Bson::Int64(n) => u64::try_from(*n).unwrap_or_default(),
-        Bson::Double(n) => super::distribution::whole(*n),
+        Bson::Double(n) => denormd_model::distribution::whole(*n),
         _ => 0,
     }
 }

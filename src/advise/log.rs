@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::change::Namespace;
+use denormd_model::namespace::Namespace;
 
 /// One query from the slow query log.
 #[derive(Debug, Clone, PartialEq, Eq)]

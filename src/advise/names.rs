@@ -1,6 +1,6 @@
 //! Compares the names of fields and collections: `product_id` suggests `products`, `hostId` suggests `hosts`. Pure.
 
-use crate::field_path::{FieldPath, Segment};
+use denormd_model::field_path::{FieldPath, Segment};
 
 /// Words at the end of a field's name that mark it as a reference without naming the referenced collection.
 const REFERRING: [&str; 9] = ["id", "key", "ref", "oid", "uuid", "code", "no", "number", "fk"];

@@ -9,14 +9,15 @@ use std::{
 use bson::{Bson, Document, doc};
 use secrecy::SecretString;
 
-use crate::{change::Namespace, error::Result, mongo::connect};
+use denormd_model::namespace::Namespace;
+use denormd_mongo::{connect, error::Result};
 
 use super::{
     ask::Ask,
-    distribution::{Unknown, whole},
     inventory::number,
     log::{Query, slow_query},
 };
+use denormd_model::distribution::{Unknown, whole};
 
 /// Counter differences between two readings, or totals since the members started.
 #[derive(Debug, Clone, Default)]
@@ -251,7 +252,7 @@ impl Counters {
         let command = doc! {"serverStatus": 1, "repl": 0, "locks": 0, "tcmalloc": 0, "transactions": 0};
         match ask.command("admin", command, "serverStatus on the cluster").await? {
             Ok(status) => {
-                self.uptime = super::distribution::ratio(status.get("uptimeMillis").map_or(0, number), 1000);
+                self.uptime = denormd_model::distribution::ratio(status.get("uptimeMillis").map_or(0, number), 1000);
                 self.status = Some(status);
             }
             Err(Unknown(why)) => {

@@ -5,11 +5,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use bson::{Bson, oid::ObjectId};
 
-use crate::{change::Namespace, field_path::FieldPath, key::Key};
+use denormd_model::{field_path::FieldPath, key::Key, namespace::Namespace};
 
-use super::{
+use super::names;
+use denormd_model::{
     distribution::ratio,
-    names,
     shape::{Class, Field, Shape},
 };
 
@@ -148,13 +148,15 @@ pub fn keys(collections: &[Sampled<'_>]) -> Vec<HeldKey> {
 /// Converts a value to another class of key, as `key_type` does; None if that is impossible.
 #[must_use]
 pub fn as_class(value: &Bson, wanted: Class) -> Option<Bson> {
-    match (super::shape::class(value)?, wanted) {
+    match (denormd_model::shape::class(value)?, wanted) {
         (class, wanted) if class == wanted => Some(value.clone()),
         (Class::Text, Class::ObjectId) => {
             value.as_str().and_then(|text| ObjectId::parse_str(text).ok()).map(Bson::ObjectId)
         }
         (Class::ObjectId, Class::Text) => value.as_object_id().map(|id| Bson::String(id.to_hex())),
-        (Class::Number, Class::Text) => crate::key::whole_number(value).map(|number| Bson::String(number.to_string())),
+        (Class::Number, Class::Text) => {
+            denormd_model::key::whole_number(value).map(|number| Bson::String(number.to_string()))
+        }
         (Class::Text, Class::Number) => value.as_str().and_then(|text| text.parse().ok()).map(Bson::Int64),
         _ => None,
     }

@@ -6,11 +6,11 @@ use serde_json::{Value, json};
 
 use super::{
     advice::{Advice, RULES_OF_THUMB, bytes, count, counted, distribution, figure},
-    distribution::{How, Unknown},
     facts::{Form, Relationship},
     report::Report,
     updates::{self, moment},
 };
+use denormd_model::distribution::{How, Unknown};
 
 /// Columns of text.
 const WIDTH: usize = 118;
@@ -87,7 +87,7 @@ fn head(out: &mut String, report: &Report) {
     let busy: u64 = report.reads.collections.values().map(|used| used.micros).sum();
     for collection in &inspection.collections {
         let used = report.reads.of(&collection.namespace);
-        let share = used.map(|used| super::distribution::ratio(used.micros * 100, busy)).filter(|_| busy > 0);
+        let share = used.map(|used| denormd_model::distribution::ratio(used.micros * 100, busy)).filter(|_| busy > 0);
         let share =
             share.map(|share| format!(", {}% of the time spent in all", figure(share.round()))).unwrap_or_default();
         let used = used
@@ -97,9 +97,10 @@ fn head(out: &mut String, report: &Report) {
             "{}: {}, {}, {}{used}{share}",
             name(&collection.namespace, report.default.as_deref()),
             counted(collection.count, "document"),
-            collection
-                .size
-                .map_or_else(String::new, |size| format!("{} each", bytes(super::distribution::whole(size.mean())))),
+            collection.size.map_or_else(String::new, |size| format!(
+                "{} each",
+                bytes(denormd_model::distribution::whole(size.mean()))
+            )),
             if collection.indexes.len() == 1 {
                 "1 index".to_owned()
             } else {
@@ -201,7 +202,7 @@ fn tail(out: &mut String, report: &Report) {
     out.push_str("`denormd init` writes the rules above into a file of their own.\n");
 }
 
-fn name(namespace: &crate::change::Namespace, default: Option<&str>) -> String {
+fn name(namespace: &denormd_model::namespace::Namespace, default: Option<&str>) -> String {
     super::draft::collection(namespace, default)
 }
 
@@ -251,7 +252,7 @@ pub fn json(report: &Report) -> Value {
             "found": facts.link.found.words(),
             "references": facts.fan_out.references,
             "mean": facts.fan_out.mean,
-            "fan_out": facts.fan_out.distribution.as_ref().ok().map(super::distribution::Distribution::json),
+            "fan_out": facts.fan_out.distribution.as_ref().ok().map(denormd_model::distribution::Distribution::json),
             "lengths": facts.lengths.map(|lengths| lengths.json()),
             "types": types.collect::<Vec<_>>(),
             "duplicate_keys": facts.duplicates.as_ref().ok(),
@@ -270,7 +271,7 @@ pub fn json(report: &Report) -> Value {
             "capped": collection.capped,
             "reads": used.map(|used| used.reads),
             "writes": used.map(|used| used.writes),
-            "busy_seconds": used.map(|used| super::distribution::ratio(used.micros, 1_000_000)),
+            "busy_seconds": used.map(|used| denormd_model::distribution::ratio(used.micros, 1_000_000)),
             "advice": said.map(|(_, said)| advice(said)),
         })
     });

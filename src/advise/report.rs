@@ -8,13 +8,17 @@ use std::{
 use bson::Bson;
 use secrecy::SecretString;
 
-use crate::{
-    change::Namespace,
-    config::Advise,
-    error::{self, Error, Result},
+use denormd_model::{
     field_path::{FieldPath, Segment},
     key::Key,
-    mongo::Server,
+    namespace::Namespace,
+};
+use denormd_mongo::{
+    Server,
+    error::{self, Error, Result},
+};
+use denormd_rules::{
+    config::Advise,
     plan::{Plan, Rule, Values},
 };
 
@@ -22,8 +26,10 @@ use super::{
     advice::{Advice, Kind},
     ask::Ask,
     copies,
-    decide::{self, collection::Array, collection::Usage},
-    distribution::{Distribution, Known},
+    decide::{
+        self,
+        collection::{Array, Usage},
+    },
     facts::{Candidate, Form, Place, Rate, Relationship, Shown, Side},
     fan_out,
     inventory::{self, Collection, Inventory},
@@ -32,6 +38,7 @@ use super::{
     relationships::{self, End, Found, HeldKey, Link, Sampled},
     updates::{self, History},
 };
+use denormd_model::distribution::{Distribution, Known};
 
 /// Maximum number of relationships to measure.
 const MEASURED: usize = 200;
@@ -203,7 +210,7 @@ async fn wanted(
 ) -> Result<HashSet<Key>> {
     let Some(held) = inspection.collection(&key.end.namespace) else { return Ok(HashSet::new()) };
     let whole = held.shape.field(&key.end.path).is_some_and(|field| field.all_values)
-        && held.how == super::distribution::How::Exact;
+        && held.how == denormd_model::distribution::How::Exact;
     if !whole && !held.is_indexed(&key.end.path.query()) && held.count > bounds.scan_documents / 10 {
         return Ok(HashSet::new());
     }

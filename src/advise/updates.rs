@@ -9,20 +9,14 @@ use std::{
 use bson::{Document, RawDocument, Timestamp, doc};
 use mongodb::options::CursorType;
 
-use crate::{
-    change::Namespace,
-    config::Advise,
-    error::{Error, Kind, Result},
-    field_path::FieldPath,
-    position::token_time,
-};
+use denormd_model::{field_path::FieldPath, namespace::Namespace, position::token_time};
+use denormd_mongo::error::{Error, Kind, Result};
+use denormd_rules::config::Advise;
 
 use futures_util::StreamExt;
 
-use super::{
-    ask::Ask,
-    distribution::{Known, Unknown},
-};
+use super::ask::Ask;
+use denormd_model::distribution::{Known, Unknown};
 
 /// Maximum number of different fields to count per collection.
 const FIELDS: usize = 1000;

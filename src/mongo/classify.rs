@@ -12,7 +12,7 @@ pub mod code {
     pub const NAMESPACE_EXISTS: i32 = 48;
     /// DuplicateKey: another instance has written the document at the same moment, or an upsert has not matched it.
     pub const DUPLICATE_KEY: i32 = 11000;
-    /// `$range` with a step of zero, which [`crate::mongo`] computes after a deadline.
+    /// `$range` with a step of zero, which [`crate`] computes after a deadline.
     pub const TOO_LATE: i32 = 34449;
     /// BSONObjectTooLarge, and the code for an even larger change event: it does not fit into a reply.
     pub const TOO_LARGE: [i32; 2] = [10334, 13548];

@@ -16,15 +16,13 @@ use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_curso
 use tokio::sync::{OnceCell, RwLock};
 
 use crate::{
+    classify::{code, kind_of_code, named},
     error::{Error, Kind, Result},
-    mongo::{
-        classify::{code, kind_of_code, named},
-        fence::{Fence, Window},
-        primary::{self, Primary},
-        text,
-    },
-    position::ClusterTime,
+    fence::{Fence, Window},
+    primary::{self, Primary},
+    text,
 };
+use denormd_model::position::ClusterTime;
 
 /// Time limit for one read on the server.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);

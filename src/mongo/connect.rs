@@ -14,10 +14,8 @@ use mongodb::{
 use secrecy::{ExposeSecret, SecretString};
 
 use super::{Server, primary::is_router, product::Foreign, reach};
-use crate::{
-    config::{file, is_known_option},
-    error::{Error, Kind, Result},
-};
+use crate::error::{Error, Kind, Result};
+use denormd_rules::config::{file, is_known_option};
 
 /// Time limit for finding a server. Callers retry indefinitely.
 const SERVER_SELECTION: Duration = Duration::from_secs(10);

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::mongo::Server;
+use crate::Server;
 
 /// The connection of a process to the cluster. All clones are replaced at once: the password of an old connection may
 /// no longer be valid for a new one.

@@ -7,10 +7,10 @@ use futures_util::future::join_all;
 use mongodb::{Client, options::SelectionCriteria};
 
 use crate::{
+    Server,
     error::{Error, Result},
-    metrics::wall_millis,
-    mongo::Server,
 };
+use denormd_model::clock::wall_millis;
 
 /// Difference in seconds from which a warning is due.
 pub const LARGE: f64 = 10.0;

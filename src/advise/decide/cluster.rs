@@ -3,14 +3,12 @@
 use std::collections::BTreeMap;
 
 use crate::{
-    advise::{
-        advice::{Advice, Kind, bytes, count, counted, figure},
-        distribution::ratio,
-        inventory::Inventory,
-        reads::Reads,
-    },
-    config::Advise,
+    advice::{Advice, Kind, bytes, count, counted, figure},
+    inventory::Inventory,
+    reads::Reads,
 };
+use denormd_model::distribution::ratio;
+use denormd_rules::config::Advise;
 
 /// Minimum number of reads from which a share is computed.
 const FEW: u64 = 20;
@@ -104,7 +102,7 @@ fn cache(inspection: &Inventory, reads: &Reads) -> Option<Advice> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::advise::log::slow_query;
+    use crate::log::slow_query;
 
     fn kinds(inspection: &Inventory, reads: &Reads) -> Vec<Kind> {
         decide(inspection, reads, &Advise::default()).iter().map(|advice| advice.kind).collect()

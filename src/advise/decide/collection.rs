@@ -1,14 +1,14 @@
 //! Advice on a single collection: the size of its documents, its arrays, its indexes.
 
 use crate::{
-    advise::{
-        advice::{Advice, Kind, bytes, count, distribution, figure},
-        distribution::{Distribution, ratio, whole},
-        inventory::Collection,
-    },
-    config::Advise,
+    advice::{Advice, Kind, bytes, count, distribution, figure},
+    inventory::Collection,
+};
+use denormd_model::{
+    distribution::{Distribution, ratio, whole},
     field_path::FieldPath,
 };
+use denormd_rules::config::Advise;
 
 /// The server's maximum size of a document, in bytes.
 const LIMIT: u64 = 16 << 20;
@@ -84,7 +84,7 @@ fn size(collection: &Collection, arrays: &[Array], thresholds: &Advise) -> Optio
         bytes(size.median),
         bytes(size.p99),
         bytes(size.max),
-        crate::advise::advice::how(&size),
+        crate::advice::how(&size),
         until.unwrap_or_default()
     );
     Some(Advice::new(Kind::DocumentSize, 3, says))
@@ -159,7 +159,7 @@ fn indexes(collection: &Collection, usage: &[Usage], thresholds: &Advise) -> Vec
             "no member has used the index {:?} of `{}` in {}{short}",
             index.name,
             namespace.collection,
-            crate::advise::render::duration(whole(seconds))
+            crate::render::duration(whole(seconds))
         );
         let unused = Advice::new(Kind::IndexUnused, None, says);
         advice.push(if seconds < LONG {
@@ -193,7 +193,7 @@ pub fn arrays(collection: &Collection, refers: impl Fn(&FieldPath) -> bool) -> V
             has_id: below("_id").is_some_and(|id| {
                 collection.shape.field(&id).is_some_and(|id| id.values.values().all(|times| *times == 1))
             }),
-            element: element.map_or(0, crate::advise::shape::Field::average_bytes),
+            element: element.map_or(0, denormd_model::shape::Field::average_bytes),
             growth: field.growth.iter().copied().max_by(f64::total_cmp),
             shown: None,
         });
@@ -206,10 +206,7 @@ mod tests {
     use bson::{Document, doc};
 
     use super::*;
-    use crate::{
-        advise::{distribution::How, shape::Shape},
-        change::Namespace,
-    };
+    use denormd_model::{distribution::How, namespace::Namespace, shape::Shape};
 
     fn collection(documents: &[Document]) -> Collection {
         let shape = Shape::of(

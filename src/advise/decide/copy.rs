@@ -3,16 +3,16 @@
 use serde_json::{Map, Value, json};
 
 use crate::{
-    advise::{
-        advice::{Advice, Kind, count, counted, figure},
-        distribution::{ratio, whole},
-        draft::{self, Draft},
-        facts::{Candidate, Form, Place, Rate, Relationship},
-        render::duration,
-    },
-    config::Advise,
+    advice::{Advice, Kind, count, counted, figure},
+    draft::{self, Draft},
+    facts::{Candidate, Form, Place, Rate, Relationship},
+    render::duration,
+};
+use denormd_model::{
+    distribution::{ratio, whole},
     field_path::FieldPath,
 };
+use denormd_rules::config::Advise;
 
 /// Maximum number of fields that a draft copies. Names and titles come first.
 const FEW: usize = 5;

@@ -1,11 +1,11 @@
 //! Advice on dangling references, key types, duplicate keys and missing indexes.
 
-use crate::advise::{
+use crate::{
     advice::{Advice, Kind, bytes, count, counted},
-    distribution::{How, Unknown},
     facts::{Form, Relationship},
     fan_out::expression,
 };
+use denormd_model::distribution::{How, Unknown};
 
 /// Gives the advice on the references themselves.
 #[must_use]
@@ -152,7 +152,7 @@ fn projection(facts: &Relationship) -> Option<Advice> {
         count(whole),
         counted(joins, "join"),
         held.namespace.collection,
-        bytes(crate::advise::distribution::whole(size.mean()))
+        bytes(denormd_model::distribution::whole(size.mean()))
     );
     (whole > 0).then(|| Advice::new(Kind::Projection, 4, says))
 }

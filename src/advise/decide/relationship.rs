@@ -3,16 +3,14 @@
 use serde_json::{Map, Value, json};
 
 use crate::{
-    advise::{
-        advice::{Advice, Kind, bytes, count, counted, distribution, figure},
-        decide::{copy, integrity},
-        distribution::{Distribution, Unknown, ratio, whole},
-        draft::{self, Draft},
-        facts::{Form, Relationship},
-        names,
-    },
-    config::Advise,
+    advice::{Advice, Kind, bytes, count, counted, distribution, figure},
+    decide::{copy, integrity},
+    draft::{self, Draft},
+    facts::{Form, Relationship},
+    names,
 };
+use denormd_model::distribution::{Distribution, Unknown, ratio, whole};
+use denormd_rules::config::Advise;
 
 /// Maximum number of fields of an embedded document.
 const ALL: usize = 60;
@@ -326,15 +324,11 @@ fn turn_round(facts: &Relationship) -> String {
 mod tests {
     use super::*;
     use crate::{
-        advise::{
-            distribution::How,
-            facts::{Rate, Shown, Side},
-            fan_out::{ByType, FanOut},
-            relationships::{End, Found, Link},
-        },
-        change::Namespace,
-        field_path::FieldPath,
+        facts::{Rate, Shown, Side},
+        fan_out::{ByType, FanOut},
+        relationships::{End, Found, Link},
     };
+    use denormd_model::{distribution::How, field_path::FieldPath, namespace::Namespace};
 
     fn distribution_of(p99: u64, max: u64) -> Distribution {
         Distribution { count: 100, sum: p99 * 100, median: p99, p99, max, how: How::Exact }

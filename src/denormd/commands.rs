@@ -1,0 +1,272 @@
+//! The commands, one file each, and what they share: loading the config and connecting.
+
+pub mod about;
+pub mod advise;
+pub mod backfill;
+pub mod check;
+pub mod dead_letters;
+pub mod diff;
+pub mod events;
+pub mod explain;
+pub mod health;
+pub mod init;
+pub mod leader;
+pub mod pause;
+pub mod plan;
+pub mod progress;
+pub mod prune;
+pub mod role;
+pub mod run;
+pub mod runbook;
+pub mod status;
+pub mod support_bundle;
+pub mod terminal;
+pub mod test;
+#[cfg(feature = "top")]
+pub mod top;
+pub mod undo;
+pub mod wait;
+
+use std::{io::Write, sync::Arc};
+
+use crate::{
+    cli::{Asked, Cli, Command},
+    server::client::{Daemon, Trust},
+};
+use denormd_engine::{
+    checkpoint::rule_record::RuleRecord, dead_letter::DeadLetters, metrics::Metrics, reconcile::Context,
+};
+use denormd_model::{partition::Partition, rule_state::RuleState};
+use denormd_mongo::{
+    Server, connect,
+    error::{Error, Kind},
+};
+use denormd_rules::{
+    config::{self, ConfigError, Loaded},
+    plan::{Plan, Rule},
+};
+
+/// Why a command did not do its work.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// The config is wrong. Exit status 2.
+    #[error("{0}")]
+    Config(#[from] ConfigError),
+    /// The cluster lacks what the rules need, or a rule is blocked. Exit status 4.
+    #[error("{0}")]
+    Refused(String),
+    /// `check` has found differences. Exit status 3.
+    #[error("{0}")]
+    Differs(String),
+    /// Cases of `test` do not come out as they should. Exit status 1.
+    #[error("{}", if *.0 == 1 { "one case failed".to_owned() } else { format!("{} cases failed", .0) })]
+    TestsFailed(usize),
+    /// Something failed while it ran. The kind of error decides the exit status.
+    #[error("{0}")]
+    Failed(#[from] Error),
+}
+
+impl Failure {
+    /// The exit status of the command, decided here for all commands.
+    #[must_use]
+    pub fn status(&self) -> i32 {
+        match self {
+            Self::Config(_) => 2,
+            Self::Differs(_) => 3,
+            Self::Refused(_) => 4,
+            Self::TestsFailed(_) => 1,
+            Self::Failed(error) => error.kind.policy().status,
+        }
+    }
+}
+
+/// Does what the command line says.
+pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
+    let environment = config::process_environment();
+    match &cli.command {
+        // These need no config.
+        Command::Schema { reference } => {
+            about::schema(*reference);
+            return Ok(());
+        }
+        Command::Completions { shell } => {
+            about::completions(*shell);
+            return Ok(());
+        }
+        Command::Man { out } => return about::man(out.as_deref()),
+        Command::Diff { old, new, markdown } => {
+            return diff::diff(cli.output, old, new, *markdown, &environment).await;
+        }
+        Command::Advise(inspection) => return advise::advise(&cli.config, cli.output, inspection).await,
+        Command::Init { to, inspection } => return init::init(&cli.config, to.as_deref(), inspection).await,
+        Command::Health { asked, live } => {
+            return health::health(cli.output, daemon(cli, &environment, asked)?, *live).await;
+        }
+        Command::Status { asked } => {
+            return status::status(cli.output, daemon(cli, &environment, asked)?).await;
+        }
+        Command::Top { asked } => return top(cli.output, daemon(cli, &environment, asked)?).await,
+        Command::Wait { asked, operation_time, timeout } => {
+            let daemon = daemon(cli, &environment, asked)?;
+            return wait::wait(cli.output, daemon, operation_time.as_deref(), *timeout).await;
+        }
+        Command::Runbook { alert, asked } => {
+            return runbook::runbook(cli.output, alert.as_deref(), daemon(cli, &environment, asked)?).await;
+        }
+        Command::SupportBundle { to, asked } => {
+            let loaded = config::load(&cli.config, &environment);
+            let daemon = daemon(cli, &environment, asked)?;
+            return support_bundle::support_bundle(loaded, daemon, to.as_deref(), asked.address.is_some()).await;
+        }
+        Command::Run { wait_for_cluster: true } => {
+            let loaded = run::load_patiently(&cli.config, &environment).await;
+            return run::run(&cli.config, loaded, true).await;
+        }
+        _ => {}
+    }
+    let loaded = config::load(&cli.config, &environment)?;
+    match &cli.command {
+        // They need no config file, see above.
+        Command::Advise(_)
+        | Command::Diff { .. }
+        | Command::Init { .. }
+        | Command::Health { .. }
+        | Command::Status { .. }
+        | Command::Top { .. }
+        | Command::Wait { .. }
+        | Command::Runbook { .. }
+        | Command::SupportBundle { .. }
+        | Command::Schema { .. }
+        | Command::Completions { .. }
+        | Command::Man { .. } => Ok(()),
+        Command::Run { wait_for_cluster } => run::run(&cli.config, loaded, *wait_for_cluster).await,
+        Command::Plan { offline, apply, sample, show_values } => {
+            let options =
+                plan::Options { offline: *offline, apply: *apply, sample: *sample, show_values: *show_values };
+            plan::plan(&loaded, cli.output, options).await
+        }
+        Command::Config => {
+            about::config(&loaded, cli.output);
+            Ok(())
+        }
+        Command::Role { name, with_apply, without_oplog } => {
+            role::role(&loaded, cli.output, name, *with_apply, !without_oplog).await
+        }
+        Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, cli.output, rule, *no_wait).await,
+        Command::Unblock { rule } => backfill::unblock(&loaded, cli.output, rule).await,
+        Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
+        Command::Undo { rule, dry_run } => undo::undo(&loaded, cli.output, rule, *dry_run).await,
+        Command::Events { since } => events::events(&loaded, cli.output, *since).await,
+        Command::Check(options) => check::check(&loaded, cli.output, options).await,
+        Command::Pause { rule, time, .. } => pause::pause(&loaded, cli.output, rule.as_deref(), *time).await,
+        Command::Resume { rule, .. } => pause::resume(&loaded, cli.output, rule.as_deref()).await,
+        Command::Explain { rule, id } => explain::explain(&loaded, cli.output, rule, id).await,
+        Command::Test { files, uri } => test::test(&loaded, cli.output, files, uri.as_deref()).await,
+        Command::DeadLetters(action) => dead_letters::dead_letters(&loaded, cli.output, action).await,
+    }
+}
+
+#[cfg(feature = "top")]
+use top::top;
+
+/// Refuses `top` in a build without it.
+#[cfg(not(feature = "top"))]
+fn top(_: crate::cli::Output, _: Daemon) -> std::future::Ready<Result<(), Failure>> {
+    let error = Error::new(Kind::Config, "this program was built without `top`")
+        .hint("`watch -n 2 denormd status` repeats the same figures; `cargo build --features top` adds it");
+    std::future::ready(Err(error.into()))
+}
+
+/// The daemon to ask: the one at the address that is given, or where the config says that it listens. A config that has been broken
+/// since the daemon read it does not prevent that.
+fn daemon(cli: &Cli, environment: &[(String, String)], asked: &Asked) -> Result<Daemon, Failure> {
+    let loaded = config::load(&cli.config, environment);
+    let (token, certificate) = match &loaded {
+        Ok(loaded) => (loaded.config.http.token.clone(), loaded.config.http.certificate.clone()),
+        Err(_) => (health::token(environment), health::certificate(environment)),
+    };
+    let mut address = match &asked.address {
+        Some(address) => address.clone(),
+        None => {
+            let address = health::address(loaded.as_ref().ok(), environment)?.into();
+            if let Err(error) = &loaded
+                && cli.config.iter().any(|path| path.exists())
+            {
+                notice(&format!("{error}\nthe config cannot be used; the daemon is asked at {address}"));
+            }
+            address
+        }
+    };
+    address.https.get_or_insert(certificate.is_some());
+    let own = certificate.map(|certificate| certificate.own);
+    Ok(Daemon { address, token, trust: Trust { own, ca_file: asked.ca_file.clone(), probe: false } })
+}
+
+/// Writes to standard output.
+pub fn print(text: &str) {
+    // A reader that closed the pipe has read enough.
+    std::io::stdout().write_all(text.as_bytes()).ok();
+}
+
+/// Tells the user something beside the results: on standard error, so that standard output keeps what programs read.
+pub fn notice(text: &str) {
+    // Whoever closed standard error has seen enough.
+    writeln!(std::io::stderr(), "{text}").ok();
+}
+
+/// A value as one types it: relaxed Extended JSON on one line.
+#[must_use]
+pub fn shown(value: &bson::Bson) -> String {
+    value.clone().into_relaxed_extjson().to_string()
+}
+
+/// Why a rule's targets may not be up to date, by its state.
+#[must_use]
+pub fn state_note(record: Option<&RuleRecord>) -> Option<String> {
+    match record.map(|record| &record.state) {
+        None | Some(RuleState::Removed) => Some("it has never run".to_owned()),
+        Some(RuleState::Backfilling { .. }) => Some("its backfill is not done".to_owned()),
+        Some(RuleState::AwaitingBackfill) => Some("it waits for `denormd backfill`".to_owned()),
+        Some(RuleState::Paused { .. }) => Some("it is paused".to_owned()),
+        Some(RuleState::Unavailable { reason }) => Some(format!("it is unavailable: {reason}")),
+        Some(RuleState::Blocked(reason)) => Some(format!("it is blocked: {reason}")),
+        Some(RuleState::Live) => None,
+    }
+}
+
+/// Compiles the rules; mistakes come with their places.
+pub async fn compile(loaded: &Loaded) -> Result<Plan, Failure> {
+    let database = connect::default_database(&loaded.config.mongodb.uri).await;
+    denormd_rules::plan::compile(&loaded.config, database.as_deref())
+        .map_err(|mistakes| loaded.report(&mistakes).into())
+}
+
+/// The rules with these names, or all of them when none is named.
+pub fn chosen<'a>(plan: &'a Plan, names: &[String]) -> Result<Vec<&'a Arc<Rule>>, Error> {
+    if names.is_empty() {
+        return Ok(plan.rules.iter().collect());
+    }
+    let find = |name: &String| {
+        plan.rules.iter().find(|rule| rule.name == *name).ok_or_else(|| {
+            let known: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
+            Error::new(Kind::Config, format!("the config has no rule `{name}`"))
+                .hint(format!("its rules are: {}", known.join(", ")))
+        })
+    };
+    names.iter().map(find).collect()
+}
+
+/// Connects, and gathers what every stage needs.
+pub async fn context(loaded: &Loaded, plan: Plan, metrics: Arc<Metrics>) -> Result<Arc<Context>, Failure> {
+    let config = &loaded.config;
+    let server = Server::new(connect::connect(&config.mongodb.uri).await?);
+    connect::check_sharding(&server, config.mongodb.allow_sharded).await?;
+    let dead_letters = DeadLetters {
+        database: config.state.database.clone(),
+        deployment: config.name.clone(),
+        partition: Partition::WHOLE,
+    };
+    let context =
+        Context::new(server, plan, config.limits.clone(), dead_letters, metrics).with_undo(config.undo.clone());
+    Ok(Arc::new(context))
+}

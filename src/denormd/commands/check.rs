@@ -1,0 +1,216 @@
+//! `denormd check`: compares targets with their definition, and repairs them on request.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use bson::Bson;
+
+use crate::{
+    cli::{CheckOptions, Output},
+    commands::{
+        Failure, chosen, compile, context, leader::with_a_leader, notice, print, progress::Progress, shown, state_note,
+        terminal::fitted,
+    },
+};
+use denormd_engine::{
+    checkpoint::{progress::Tally, requests::Work, rule_record::RuleRecord, store::Store},
+    jobs::check::{Check, DifferenceKind, Differing, Found, Scope},
+    metrics::Metrics,
+    reconcile::{Context, scan},
+};
+use denormd_mongo::error::{Error, Kind};
+use denormd_rules::{config::Loaded, plan::Rule};
+
+/// Number of targets in one request to the leader.
+const REQUEST: usize = 1000;
+
+/// Compares the targets of the chosen rules with their definition.
+pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> std::result::Result<(), Failure> {
+    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
+    let states: BTreeMap<String, RuleRecord> = store.rules(&context.server).await?.into_iter().collect();
+    let (mut left, mut unknown) = (0, 0);
+    for rule in chosen(&context.plan, &options.rule)? {
+        let one = One { loaded, context: &context, store: &store, rule, output, options };
+        if let Some(note) = state_note(states.get(&rule.name)) {
+            notice(&format!("{}: {note}", rule.name));
+        }
+        let (differing, refused) = one.run().await?;
+        left += differing;
+        unknown += refused;
+    }
+    match left {
+        0 if unknown > 0 => Err(Error::new(Kind::Refused, format!("{} could not be compared", counted(unknown)))
+            .hint("`denormd dead-letters list` names them, and `denormd explain RULE ID` says why")
+            .into()),
+        0 => Ok(()),
+        1 => Err(Failure::Differs("one target differs from its definition".to_owned())),
+        n => Err(Failure::Differs(format!("{n} targets differ from their definition"))),
+    }
+}
+
+struct One<'a> {
+    loaded: &'a Loaded,
+    context: &'a Arc<Context>,
+    store: &'a Store,
+    rule: &'a Arc<Rule>,
+    output: Output,
+    options: &'a CheckOptions,
+}
+
+/// Counts in addition to the tally.
+#[derive(Default)]
+struct Counts {
+    listed: u64,
+    repaired: u64,
+    kinds: BTreeMap<DifferenceKind, u64>,
+}
+
+impl One<'_> {
+    /// Checks the rule. Returns the number of targets that still differ, and of those whose values cannot be computed.
+    async fn run(&self) -> std::result::Result<(u64, u64), Failure> {
+        let scope =
+            Scope { sample: self.options.sample, resume: self.options.resume, values: self.options.show_values };
+        let mut check = Check::new(self.context, self.store, self.rule, scope).await?;
+        let all = scan::count(self.context, self.rule).await;
+        let total = self.options.sample.map_or(all, |size| Some(all.map_or(size, |all| size.min(all))));
+        let mut bar = Progress::new(&self.rule.name);
+        bar.set(check.tally.compared, total);
+        let mut counts = Counts::default();
+        while let Some(found) = check.next().await? {
+            bar.set(check.tally.compared, total);
+            for found in &found {
+                found.differing.iter().for_each(|path| *counts.kinds.entry(path.kind).or_default() += 1);
+            }
+            let left = if self.options.repair && !found.is_empty() {
+                self.repair(&mut check, &found).await?
+            } else {
+                Vec::new()
+            };
+            for found in &found {
+                let repaired = self.options.repair.then(|| !left.iter().any(|left| left.target == found.target));
+                counts.repaired += u64::from(repaired == Some(true));
+                bar.beside(|| self.list(found, repaired, &mut counts));
+            }
+        }
+        bar.end();
+        self.sum_up(&check.tally, &counts);
+        Ok((check.tally.differing - counts.repaired, check.tally.refused))
+    }
+
+    /// Has the leader reconcile these targets. Returns those that still differ.
+    async fn repair(&self, check: &mut Check<'_>, found: &[Found]) -> std::result::Result<Vec<Found>, Failure> {
+        let ids: Vec<Bson> = found.iter().map(|found| found.target.clone()).collect();
+        let server = &self.context.server;
+        let work = async {
+            for ids in ids.chunks(REQUEST) {
+                let request = self.store.request(server, &self.rule.name, &Work::Look(ids.to_vec())).await?;
+                self.store.until_done(server, request).await?;
+            }
+            Ok(())
+        };
+        with_a_leader(self.loaded, self.context, work).await?;
+        Ok(check.again(&ids).await?)
+    }
+
+    fn list(&self, found: &Found, repaired: Option<bool>, counts: &mut Counts) {
+        counts.listed += 1;
+        if self.options.limit > 0 && counts.listed > self.options.limit {
+            return;
+        }
+        match self.output {
+            Output::Text => {
+                let known = if found.set_aside { " (set aside as a dead letter)" } else { "" };
+                let repaired = match repaired {
+                    Some(true) => ", repaired",
+                    Some(false) => ", NOT repaired",
+                    None => "",
+                };
+                for differing in &found.differing {
+                    let Differing { path, element, kind, words, values } = differing;
+                    let element = element.map(|nth| format!(" (element {nth})")).unwrap_or_default();
+                    let values = values.as_ref().map(show).unwrap_or_default();
+                    let target = shown(&found.target);
+                    let rule = &self.rule.name;
+                    print(&fitted(&format!(
+                        "{rule} {target} {path}{element}: {}: {words}{values}{known}{repaired}\n",
+                        kind.name()
+                    )));
+                }
+            }
+            Output::Json => print(&format!("{}\n", json(&self.rule.name, found, repaired))),
+        }
+    }
+
+    fn sum_up(&self, tally: &Tally, counts: &Counts) {
+        let rule = &self.rule.name;
+        if self.output == Output::Json {
+            let kinds: serde_json::Map<String, serde_json::Value> =
+                counts.kinds.iter().map(|(kind, count)| (kind.name().to_owned(), (*count).into())).collect();
+            let sum = serde_json::json!({
+                "rule": rule, "compared": tally.compared, "differing": tally.differing, "repaired": counts.repaired,
+                "undecided": tally.undecided, "refused": tally.refused, "resumed": tally.resumed, "kinds": kinds,
+            });
+            print(&format!("{sum}\n"));
+            return;
+        }
+        let unlisted =
+            counts.listed.saturating_sub(if self.options.limit == 0 { u64::MAX } else { self.options.limit });
+        if unlisted > 0 {
+            print(&format!("{rule}: {unlisted} more are not listed (--limit)\n"));
+        }
+        let kinds: Vec<String> = counts.kinds.iter().map(|(kind, n)| format!("{n} {}", kind.name())).collect();
+        let Tally { compared, differing, .. } = tally;
+        let (targets, differ) =
+            (if *compared == 1 { "target" } else { "targets" }, if *differing == 1 { "differs" } else { "differ" });
+        let mut line = format!("{rule}: {compared} {targets} compared, {differing} {differ}");
+        if !kinds.is_empty() {
+            line.push_str(&format!(" (paths: {})", kinds.join(", ")));
+        }
+        if self.options.repair {
+            line.push_str(&format!(", {} repaired", counts.repaired));
+        }
+        if tally.undecided > 0 {
+            line.push_str(&format!(", {} changed all the while and are undecided", tally.undecided));
+        }
+        if tally.refused > 0 {
+            line.push_str(&format!(", {} cannot be computed (see `denormd dead-letters list`)", tally.refused));
+        }
+        if tally.resumed {
+            line.push_str(", with what was counted before it was interrupted");
+        }
+        print(&fitted(&format!("{line}\n")));
+    }
+}
+
+fn counted(targets: u64) -> String {
+    if targets == 1 { "one target".to_owned() } else { format!("{targets} targets") }
+}
+
+fn show((expected, stored): &(Option<Bson>, Option<Bson>)) -> String {
+    let one = |value: &Option<Bson>| value.as_ref().map_or_else(|| "nothing".to_owned(), shown);
+    format!("; expected {}, stored {}", one(expected), one(stored))
+}
+
+fn json(rule: &str, found: &Found, repaired: Option<bool>) -> serde_json::Value {
+    let paths = found.differing.iter().map(|differing| {
+        let mut path = serde_json::json!({
+            "path": differing.path, "element": differing.element, "kind": differing.kind, "words": differing.words,
+        });
+        if let Some((expected, stored)) = &differing.values {
+            for (name, value) in [("expected", expected), ("stored", stored)] {
+                if let Some(value) = value {
+                    path[name] = value.clone().into_relaxed_extjson();
+                }
+            }
+        }
+        path
+    });
+    let mut line = serde_json::json!({
+        "rule": rule, "target": found.target.clone().into_relaxed_extjson(), "set_aside": found.set_aside,
+        "differences": paths.collect::<Vec<_>>(),
+    });
+    if let Some(repaired) = repaired {
+        line["repaired"] = repaired.into();
+    }
+    line
+}

@@ -1,0 +1,150 @@
+//! `denormd pause` and `denormd resume`
+
+use std::time::Duration;
+
+use crate::{
+    cli::Output,
+    commands::{
+        Failure,
+        backfill::{noticed, state, stopped, text, wait},
+        chosen, compile, context,
+        leader::with_a_leader,
+        notice, print,
+    },
+    status::duration,
+};
+use denormd_engine::{checkpoint::store::Store, deployment::lease, metrics::Metrics, reconcile::Context};
+use denormd_model::rule_state::RuleState;
+use denormd_mongo::error::Error;
+use denormd_rules::config::Loaded;
+
+/// Interval between checks that the leader has read the pause.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Pauses a rule, or all of them, for a while or until they are resumed. All pauses are recorded before waiting for
+/// any, because this is the emergency stop.
+pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Option<Duration>) -> Result<(), Failure> {
+    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
+    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
+    let (mut paused, mut blocked) = (Vec::new(), Vec::new());
+    for name in known(&store, &context, rule).await? {
+        match state(&store, &context.server, &name).await?.state {
+            state @ RuleState::Blocked(_) if rule.is_some() => return Err(stopped(&name, &state).into()),
+            RuleState::Blocked(_) => blocked.push(name),
+            _ => {
+                store.pause(&context.server, &name, time).await?;
+                paused.push(name);
+            }
+        }
+    }
+    for name in &paused {
+        take_effect(&context, &store, name, time).await?;
+    }
+    for name in &blocked {
+        notice(&format!("{name} is blocked: it stays so, whatever is resumed"));
+    }
+    print(&told(output, rule, &paused, time));
+    Ok(())
+}
+
+fn told(output: Output, rule: Option<&str>, paused: &[String], time: Option<Duration>) -> String {
+    let end = time.map_or_else(
+        || format!("until `denormd resume {}`", rule.unwrap_or("--all")),
+        |time| format!("for {}", duration(time.as_secs_f64())),
+    );
+    let seconds = time.map(|time| time.as_secs());
+    match (output, rule) {
+        (Output::Text, rule) => {
+            let (who, its) = match rule {
+                Some(rule) => (format!("{rule} is"), "its fields stay as they are"),
+                None => (format!("{} rules are", paused.len()), "their fields stay as they are"),
+            };
+            format!(
+                "{who} paused {end}: {its}\n\
+                 the saved position goes on, so the oplog is not held up; resumed, each is backfilled whole\n"
+            )
+        }
+        (Output::Json, Some(rule)) => {
+            format!("{:#}\n", serde_json::json!({"rule": rule, "paused": true, "seconds": seconds}))
+        }
+        (Output::Json, None) => {
+            format!("{:#}\n", serde_json::json!({"rules": paused, "paused": true, "seconds": seconds}))
+        }
+    }
+}
+
+/// The given rule, or all rules of the plan that have run.
+async fn known(store: &Store, context: &Context, rule: Option<&str>) -> Result<Vec<String>, Error> {
+    if let Some(rule) = rule {
+        return Ok(vec![rule.to_owned()]);
+    }
+    let known = store.rules(&context.server).await?;
+    let has_run = |name: &String| known.iter().any(|(known, _)| known == name);
+    Ok(context.plan.rules.iter().map(|rule| rule.name.clone()).filter(has_run).collect())
+}
+
+/// Returns when the leader reports the pause. Until then the leader may overwrite the state, and then the pause is
+/// recorded again.
+async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<Duration>) -> Result<(), Error> {
+    let server = &context.server;
+    loop {
+        loop {
+            let now = state(store, server, rule).await?;
+            match now.state {
+                RuleState::Paused { .. } if now.noticed == now.generation => return Ok(()),
+                RuleState::Paused { .. } => {}
+                state @ RuleState::Blocked(_) => return Err(stopped(rule, &state)),
+                _ => break,
+            }
+            if !lease::is_held(server, store.database(), store.ids()).await? {
+                return Ok(());
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+        store.pause(server, rule, time).await?;
+    }
+}
+
+/// Resumes a paused rule, or all paused rules, with a backfill.
+pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Result<(), Failure> {
+    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
+    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
+    let (mut resumed, mut unled) = (Vec::new(), Vec::new());
+    for name in known(&store, &context, rule).await? {
+        match state(&store, &context.server, &name).await?.state {
+            RuleState::Paused { .. } => {
+                let modified = store.resume(&context.server, Some(&name)).await?;
+                resumed.extend((modified > 0).then_some(name));
+            }
+            state if state.is_stopped() && rule.is_some() => return Err(stopped(&name, &state).into()),
+            _ => {}
+        }
+    }
+    for name in &resumed {
+        let led = noticed(&store, &context.server, name).await?;
+        if !led {
+            unled.push(name.clone());
+        }
+        if output == Output::Text {
+            print(&format!("{name} is resumed{}\n", if led { ", and backfilled by the leader" } else { "" }));
+        }
+    }
+    match (output, rule) {
+        (Output::Text, Some(rule)) if resumed.is_empty() => print(&format!("{rule} is not paused\n")),
+        (Output::Text, None) if resumed.is_empty() => print("no rule is paused\n"),
+        (Output::Text, _) => {}
+        (Output::Json, Some(rule)) => {
+            print(&format!("{:#}\n", serde_json::json!({"rule": rule, "resumed": !resumed.is_empty()})));
+        }
+        (Output::Json, None) => print(&format!("{:#}\n", serde_json::json!({"rules": resumed, "resumed": true}))),
+    }
+    if !unled.is_empty() {
+        let done = with_a_leader(loaded, &context, wait(&store, &context.server, &unled)).await?;
+        if output == Output::Text {
+            print(&text(&done));
+        }
+    }
+    Ok(())
+}

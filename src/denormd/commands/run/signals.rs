@@ -1,0 +1,168 @@
+//! Requests to a running daemon: signals, and changes of its files.
+
+use std::{
+    io,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+#[cfg(unix)]
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use denormd_mongo::error::Error;
+use denormd_rules::config::{self, file};
+
+/// Interval between reads of the files. A ConfigMap is replaced through a symlink, which file notifications miss.
+const LOOK: Duration = Duration::from_secs(1);
+/// Delay before a refused config is tried again: `plan --apply` may have given the cluster what it lacked.
+const AGAIN: Duration = Duration::from_secs(10);
+
+/// The requests to a running daemon.
+#[derive(Debug, PartialEq)]
+pub enum Wake {
+    /// Stop.
+    Stop,
+    /// Read the config again.
+    Reload,
+}
+
+/// The signals of the system: SIGTERM and SIGINT stop, SIGHUP reloads.
+#[cfg(unix)]
+struct System {
+    terminate: Signal,
+    interrupt: Signal,
+    hangup: Signal,
+}
+
+#[cfg(unix)]
+impl System {
+    fn listen() -> io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    async fn stop(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+
+    async fn next(&mut self) -> Wake {
+        tokio::select! {
+            _ = self.terminate.recv() => Wake::Stop,
+            _ = self.interrupt.recv() => Wake::Stop,
+            _ = self.hangup.recv() => Wake::Reload,
+        }
+    }
+}
+
+/// On Windows Ctrl-C stops. No signal reloads; a change of the files does.
+#[cfg(windows)]
+struct System(tokio::signal::windows::CtrlC);
+
+#[cfg(windows)]
+impl System {
+    fn listen() -> io::Result<Self> {
+        tokio::signal::windows::ctrl_c().map(Self)
+    }
+
+    async fn stop(&mut self) {
+        self.0.recv().await;
+    }
+
+    async fn next(&mut self) -> Wake {
+        self.stop().await;
+        Wake::Stop
+    }
+}
+
+/// Receives signals and watches files.
+pub struct Signals {
+    system: System,
+    paths: Vec<PathBuf>,
+    /// Files with secrets that the config names.
+    named: Vec<PathBuf>,
+    /// The content of all files when they were last loaded or refused.
+    seen: Option<Vec<String>>,
+    again: Option<Instant>,
+    /// True if the last reload was requested by time alone.
+    repeated: bool,
+}
+
+impl Signals {
+    /// Starts to receive signals and to watch the files.
+    pub fn listen(paths: &[PathBuf]) -> Result<Self, Error> {
+        let unheard = |error| Error::internal(format!("signals cannot be handled: {error}"));
+        let mut signals = Self {
+            system: System::listen().map_err(unheard)?,
+            paths: paths.to_vec(),
+            named: Vec::new(),
+            seen: None,
+            again: None,
+            repeated: false,
+        };
+        signals.seen = signals.look();
+        Ok(signals)
+    }
+
+    /// Also watches these files, which the config names.
+    pub fn watch(&mut self, named: Vec<PathBuf>) {
+        if named != self.named {
+            self.named = named;
+            self.seen = self.look();
+        }
+    }
+
+    /// Requests another reload after a while, even without a change.
+    pub fn try_again(&mut self) {
+        self.again = Some(Instant::now() + AGAIN);
+    }
+
+    /// True if the current reload repeats the last one: neither a signal nor a change of the files has requested it.
+    pub fn is_repeated(&self) -> bool {
+        self.repeated
+    }
+
+    /// The content of the files; None while one of them cannot be read, such as in the middle of a replacement.
+    fn look(&self) -> Option<Vec<String>> {
+        let mut texts = config::snapshot(&self.paths)?;
+        for path in &self.named {
+            texts.push(String::from_utf8_lossy(&file::bytes(path, file::SECRET).ok()?).into_owned());
+        }
+        Some(texts)
+    }
+
+    /// Waits for the next request.
+    pub async fn next(&mut self) -> Wake {
+        let mut tick = tokio::time::interval(LOOK);
+        self.repeated = loop {
+            tokio::select! {
+                wake = self.system.next() => match wake {
+                    Wake::Reload => break false,
+                    Wake::Stop => return Wake::Stop,
+                },
+                _ = tick.tick() => {
+                    let now = self.look();
+                    if now.is_some() && now != self.seen {
+                        break false;
+                    }
+                    if self.again.is_some_and(|at| at <= Instant::now()) {
+                        break true;
+                    }
+                }
+            }
+        };
+        self.again = None;
+        self.seen = self.look();
+        Wake::Reload
+    }
+
+    /// Waits for a signal to stop.
+    pub async fn stop(&mut self) {
+        self.system.stop().await;
+    }
+}

@@ -1,0 +1,233 @@
+//! `denormd runbook`: instructions for an alert, with the running daemon's current values filled in.
+
+use std::{fmt::Write as _, time::Duration};
+
+use crate::{
+    cli::Output,
+    commands::{Failure, print, status},
+    server::client,
+    status::{Status, duration},
+};
+use denormd_mongo::error::{Error, Kind};
+
+/// The only source of the runbook, published on the web and printed here.
+const RUNBOOK: &str = include_str!("../../../deploy/RUNBOOK.md");
+/// Time limit for the daemon's answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// The time that an oplog should cover, in seconds: a long weekend.
+const ENOUGH: f64 = 3.0 * 86_400.0;
+
+/// Prints the section of an alert, or the names of all alerts.
+pub async fn runbook(output: Output, alert: Option<&str>, daemon: client::Daemon) -> Result<(), Failure> {
+    let Some(alert) = alert else {
+        match output {
+            Output::Text => sections().for_each(|(name, body)| print(&format!("{name:<32}{}\n", first(body)))),
+            Output::Json => {
+                print(&format!("{:#}\n", serde_json::json!(sections().map(|(n, _)| n).collect::<Vec<_>>())));
+            }
+        }
+        return Ok(());
+    };
+    let (name, body) = find(alert)?;
+    let said = client::get(daemon, "/v1/status", PATIENCE).await.and_then(|answer| answer.json::<Status>());
+    let text = filled(body, said.as_ref().map_err(|error| error.message.as_str()));
+    match output {
+        Output::Text => print(&format!("{name}\n\n{text}\n")),
+        Output::Json => {
+            print(&format!("{:#}\n", serde_json::json!({"alert": name, "text": text, "live": said.is_ok()})));
+        }
+    }
+    Ok(())
+}
+
+/// The names and bodies of the sections.
+fn sections() -> impl Iterator<Item = (&'static str, &'static str)> {
+    RUNBOOK.split("\n## ").skip(1).filter_map(|section| section.split_once('\n')).map(|(n, body)| (n, body.trim()))
+}
+
+fn first(body: &str) -> &str {
+    body.lines().find(|line| !line.is_empty() && !line.starts_with("<!--")).unwrap_or_default()
+}
+
+/// Finds the section of an alert. Its name may omit `Denormd`, and its case does not matter.
+fn find(alert: &str) -> Result<(&'static str, &'static str), Error> {
+    let plain = |name: &str| name.to_lowercase().trim_start_matches("denormd").to_owned();
+    sections().find(|(name, _)| plain(name) == plain(alert)).ok_or_else(|| {
+        let close = |name: &str| strsim::jaro_winkler(&plain(name), &plain(alert));
+        let nearest = sections().max_by(|(a, _), (b, _)| close(a).total_cmp(&close(b)));
+        let hint = nearest.map(|(name, _)| format!("did you mean {name}? `denormd runbook` lists all"));
+        Error::new(Kind::Config, format!("no alert is called {alert}")).hint(hint.unwrap_or_default())
+    })
+}
+
+/// Fills in a section: `<!-- now: … -->` becomes the current values, `RULE` the affected rule, and `<MB>` an oplog size
+/// that covers three days.
+fn filled(body: &str, said: Result<&Status, &str>) -> String {
+    let mut out = String::new();
+    let mut rule = None;
+    for line in body.lines() {
+        let Some(wanted) = line.strip_prefix("<!-- now:").and_then(|rest| rest.strip_suffix("-->")) else {
+            out.push_str(line);
+            out.push('\n');
+            continue;
+        };
+        out.push_str("**Now.**");
+        match said {
+            Err(why) => writeln!(out, " Nothing is known: {why}").ok(),
+            Ok(status) => {
+                rule = wanted.split_whitespace().find_map(|word| concerned(word, status));
+                writeln!(out, " {}", wanted.split_whitespace().map(|word| now(word, status)).collect::<String>().trim())
+                    .ok()
+            }
+        };
+    }
+    if let Some(rule) = rule {
+        out = out.replace("RULE", &rule);
+    }
+    if let Some(size) = said.ok().and_then(enough) {
+        out = out.replace("<MB>", &size.to_string());
+    }
+    out.trim_end().to_owned()
+}
+
+/// The rule that is affected by `cause=…`.
+fn concerned(word: &str, status: &Status) -> Option<String> {
+    let cause = word.strip_prefix("cause=")?;
+    status.causes.iter().find(|found| found.cause == cause)?.rules.first().cloned()
+}
+
+/// The current value for one word of `<!-- now: … -->`.
+fn now(word: &str, status: &Status) -> String {
+    let list = |lines: Vec<String>, none: &str| match lines.len() {
+        0 => format!("{none}\n"),
+        _ => format!("\n- {}\n", lines.join("\n- ")),
+    };
+    match word.split_once('=').unwrap_or((word, "")) {
+        ("cause", name) => match status.causes.iter().find(|found| found.cause == name) {
+            None => format!("The cause `{name}` does not hold any more.\n"),
+            Some(found) => {
+                let rules = if found.rules.is_empty() { "every rule".to_owned() } else { found.rules.join(", ") };
+                let since = duration(age(status, found.since));
+                format!("`{name}` has held for {since}, for {rules}.\n")
+            }
+        },
+        ("summary", _) => format!("{} Will data be lost? {}\n", status.summary, status.risk),
+        ("causes", _) => list(
+            status
+                .causes
+                .iter()
+                .map(|found| format!("`{}`: {}. {}.", found.cause, found.meaning, found.advice))
+                .collect(),
+            "No cause holds.",
+        ),
+        ("rules", _) => format!("\n\n{}", status::rules_table(status)),
+        ("oplog", _) => format!("{}\n", oplog(status)),
+        ("canary", _) => match status.canary_age_seconds {
+            Some(age) => format!("The last write of denormd's own that came through was sent {} ago.\n", duration(age)),
+            None => "This instance does not lead and sends none.\n".to_owned(),
+        },
+        ("dead-letters", _) => {
+            let dead_letters = status.rules.iter().flat_map(|rule| {
+                rule.dead_letter_reasons.iter().map(|(why, count)| format!("{}: {count} times {why}", rule.name))
+            });
+            list(dead_letters.collect(), "There are none.")
+        }
+        ("errors", _) => {
+            let errors = status.errors.iter().take(5).map(|error| {
+                let rule = error.rule.as_ref().map(|rule| format!(" ({rule})")).unwrap_or_default();
+                let when = duration(age(status, error.last));
+                format!("{when} ago, {} times: {}{rule}: {}", error.count, error.doing, error.message)
+            });
+            list(errors.collect(), "No recent errors.")
+        }
+        _ => String::new(),
+    }
+}
+
+fn oplog(status: &Status) -> String {
+    let oplog = &status.oplog;
+    let size = oplog.size_megabytes.map(|size| format!(" It has {size:.0} MB.")).unwrap_or_default();
+    let lost = oplog.lost_in_seconds.map(|left| format!(" At this rate the position is lost in {}.", duration(left)));
+    match (oplog.headroom_seconds, &oplog.reason) {
+        (Some(headroom), _) => {
+            format!(
+                "The oplog reaches back {} behind the saved position.{size}{}",
+                duration(headroom),
+                lost.unwrap_or_default()
+            )
+        }
+        (None, Some(reason)) => format!("The oplog cannot be read: {reason}."),
+        (None, None) => "The oplog has not been looked at yet.".to_owned(),
+    }
+}
+
+/// An oplog size in megabytes that covers three days at the current write rate; None if the oplog already does.
+fn enough(status: &Status) -> Option<u64> {
+    let (size, bridged) = (status.oplog.size_megabytes?, status.oplog.bridged_seconds?);
+    let wanted = (size * ENOUGH / bridged.max(60.0) / 100.0).ceil() * 100.0;
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a size in megabytes")]
+    (bridged < ENOUGH).then_some(wanted as u64)
+}
+
+fn age(status: &Status, at: i64) -> f64 {
+    f64::from(u32::try_from((status.now - at).max(0)).unwrap_or(u32::MAX)) / 1000.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status() -> Status {
+        serde_json::from_value(serde_json::json!({
+            "name": "shop", "version": "1", "role": "leader", "term": 1, "started": 0, "now": 60_000, "level": "critical",
+            "summary": "Behind.", "risk": "No.", "lag_seconds": 1.0, "behind_since": null,
+            "causes": [{"cause": "braked", "since": 30_000, "rules": ["old-orders", "x"], "meaning": "m", "advice": "a", "severe": true}],
+            "rules": [], "streams": [], "queue_depth": 0, "queue_capacity": 1, "events_per_second": 0.0,
+            "oplog": {"readable": true, "headroom_seconds": 7200.0, "size_megabytes": 1000.0, "bridged_seconds": 21_600.0},
+            "propagation": {"count": 0}, "targets_per_second": 0.0, "checkpoint_age_seconds": 0.0, "dead_letters": 0, "errors": [],
+            "canary_age_seconds": 3.0, "insecure": [],
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn live_values_are_filled_in() {
+        let status = status();
+        let body = "It is held.\n<!-- now: cause=braked oplog -->\n1. `denormd release RULE`\n2. `size: <MB>`\n";
+        let text = filled(body, Ok(&status));
+        assert!(text.contains("**Now.** `braked` has held for 30 s, for old-orders, x."), "{text}");
+        assert!(text.contains("`denormd release old-orders`") && text.contains("reaches back 2 h 0 min"), "{text}");
+        assert!(text.contains("size: 12000"), "1000 MB bridge six hours: {text}");
+        let text = filled(body, Err("no denormd answers"));
+        assert!(text.contains("Nothing is known: no denormd answers") && text.contains("release RULE"), "{text}");
+    }
+
+    #[test]
+    fn every_section_asks_for_live_values_that_there_are() {
+        let status = status();
+        for (name, body) in sections() {
+            let asked = body.lines().find_map(|line| line.strip_prefix("<!-- now:")?.strip_suffix("-->"));
+            let asked = asked.unwrap_or_else(|| panic!("{name} says nothing of now"));
+            for word in asked.split_whitespace() {
+                assert!(!now(word, &status).is_empty(), "{name} asks for {word}");
+                let cause = word.strip_prefix("cause=");
+                assert!(
+                    cause.is_none_or(|cause| denormd_engine::metrics::Cause::ALL
+                        .iter()
+                        .any(|known| known.name() == cause)),
+                    "{word}"
+                );
+            }
+            assert!(!filled(body, Ok(&status)).contains("<!--"), "{name}");
+            assert!(!first(body).is_empty(), "{name}");
+        }
+    }
+
+    #[test]
+    fn an_alert_is_found_without_its_prefix_and_a_slip_is_named() {
+        assert_eq!(find("DenormdBehind").unwrap().0, "DenormdBehind");
+        assert_eq!(find("behind").unwrap().0, "DenormdBehind");
+        let error = find("DenormdBehnid").unwrap_err();
+        assert!(error.hint.is_some_and(|hint| hint.contains("DenormdBehind")));
+    }
+}

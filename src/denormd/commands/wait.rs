@@ -1,0 +1,52 @@
+//! `denormd wait`
+
+use std::time::Duration;
+
+use crate::{
+    cli::Output,
+    commands::{Failure, notice, print},
+    server::client,
+};
+use denormd_mongo::error::{Error, Kind};
+
+/// The daemon answers at the timeout; this much longer is waited for the answer.
+const MARGIN: Duration = Duration::from_secs(5);
+
+/// Returns once the daemon has applied everything up to an operation time, or up to now.
+pub async fn wait(
+    output: Output,
+    daemon: client::Daemon,
+    operation_time: Option<&str>,
+    timeout: u32,
+) -> Result<(), Failure> {
+    let legible = |text: &str| text.chars().all(|c| c.is_ascii_digit() || c == '.' || c == ':');
+    if operation_time.is_some_and(|text| !legible(text)) {
+        return Err(Error::new(Kind::Config, "--operation-time is seconds.increment, as in 1700000000.5").into());
+    }
+    let from = operation_time.map(|time| format!("&operationTime={time}")).unwrap_or_default();
+    let patience = Duration::from_secs(timeout.into()) + MARGIN;
+    let answer = client::get(daemon, &format!("/v1/wait?timeout={timeout}{from}"), patience).await?;
+    let body: serde_json::Value = answer.json()?;
+    if output == Output::Json {
+        print(&format!("{body:#}\n"));
+    }
+    if answer.ok {
+        let except = body.get("except").and_then(serde_json::Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        let except: Vec<&str> = except.iter().filter_map(serde_json::Value::as_str).collect();
+        if !except.is_empty() && output == Output::Text {
+            notice(&format!(
+                "may lack changes, as they are paused, blocked, unavailable, in shadow, or have dead letters: {}",
+                except.join(", ")
+            ));
+        }
+        return Ok(());
+    }
+    let text = |name: &str| body.get(name).and_then(serde_json::Value::as_str).unwrap_or_default().to_owned();
+    if answer.code == 400 {
+        return Err(Error::new(Kind::Config, text("error")).into());
+    }
+    let causes = body.get("causes").and_then(serde_json::Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    let causes: Vec<&str> = causes.iter().filter_map(serde_json::Value::as_str).collect();
+    let error = Error::new(Kind::TimedOut, text("error"));
+    Err(if causes.is_empty() { error } else { error.hint(format!("it says: {}", causes.join(", "))) }.into())
+}

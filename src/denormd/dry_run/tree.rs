@@ -1,0 +1,86 @@
+//! Dry runs of recursive rules: level by level, as a backfill goes.
+
+use std::{cmp::Reverse, collections::HashMap};
+
+use bson::{Bson, Document};
+
+use denormd_engine::reconcile::tree::reason;
+use denormd_model::key::Key;
+use denormd_mongo::error::Result;
+use denormd_mql::{Collections, EvalError};
+use denormd_rules::plan::{
+    Plan, Rule,
+    reference::Role,
+    tree::{Place, Tree},
+};
+
+use super::{Obstacle, Stop, apply};
+
+fn id(document: &Document) -> Bson {
+    document.get("_id").cloned().unwrap_or(Bson::Null)
+}
+
+/// Applies a recursive rule to the documents of its collection, each after those that it reads. Adds the documents that
+/// cannot be computed; of a circle, one.
+pub(super) fn run(
+    (plan, rule): (&Plan, &Rule),
+    tree: Tree,
+    collections: &mut Collections,
+    obstacles: &mut Vec<Obstacle>,
+) -> Result<()> {
+    let name = rule.target.namespace.to_string();
+    let documents = collections.get(&name).cloned().unwrap_or_default();
+    let mut object = |document: &Document, error: EvalError| {
+        obstacles.push(Obstacle { rule: rule.name.clone(), target: id(document), error });
+    };
+    let mut parents: HashMap<Key, Option<Key>> = HashMap::new();
+    for document in &documents {
+        let takes_part = match &rule.target.filter {
+            None => true,
+            Some(filter) => match denormd_mql::matches(filter, document) {
+                Ok(takes_part) => takes_part,
+                Err(error) => {
+                    object(document, error);
+                    false
+                }
+            },
+        };
+        if takes_part {
+            let parent = rule.reference.keys(tree.parent, document).pop().flatten();
+            parents.insert(Key::one(id(document)), parent);
+        }
+    }
+    let mut levels: Vec<(usize, usize)> = Vec::new();
+    for (nth, document) in documents.iter().enumerate() {
+        let key = Key::one(id(document));
+        if !parents.contains_key(&key) {
+            continue;
+        }
+        let place = tree.place(&key, &parents);
+        match (&place, reason(tree, &place)) {
+            (Place::Node(ancestors), _) => levels.push((ancestors.len(), nth)),
+            (Place::Circle(members), Some(_)) if members.first() != Some(&key) => {}
+            (_, Some(error)) => object(document, EvalError::Refused(error.message)),
+            (_, None) => {}
+        }
+    }
+    match tree.parent {
+        Role::Target => levels.sort_unstable(),
+        Role::Source => levels.sort_unstable_by_key(|(level, nth)| (Reverse(*level), *nth)),
+    }
+    for (_, nth) in levels {
+        let Some(document) = collections.get(&name).and_then(|documents| documents.get(nth)).cloned() else { continue };
+        match apply(plan, rule, collections, document.clone()) {
+            Ok(Some(written)) => {
+                if let Some(place) = collections.get_mut(&name).and_then(|documents| documents.get_mut(nth)) {
+                    *place = written;
+                }
+            }
+            // A recursive rule deletes nothing.
+            Ok(None) => {}
+            Err(Stop::EvalError(error)) => object(&document, error),
+            Err(Stop::Error(error)) => return Err(error),
+        }
+    }
+    Ok(())
+}

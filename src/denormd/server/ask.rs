@@ -1,0 +1,63 @@
+//! `POST /v1/rules/RULE/backfill` and `/unblock`: what the commands of these names request. Needs the token.
+
+use std::sync::Arc;
+
+use axum::{
+    Json,
+    extract::{Path, State},
+    http::StatusCode,
+    response::{IntoResponse, Response},
+};
+
+use crate::status::{Attached, Board};
+use denormd_engine::checkpoint::store::Store;
+use denormd_model::rule_state::RuleState;
+use denormd_mongo::error::Result;
+
+/// Requests a backfill. A rule that is stopped is to be unblocked or resumed instead.
+pub(super) async fn backfill(State(board): State<Arc<Board>>, Path(rule): Path<String>) -> Response {
+    answer(&board, &rule, |state| !state.is_stopped(), "the rule is blocked, paused or unavailable").await
+}
+
+/// Agrees to what the backfill of a blocked rule does, and lets it run again.
+pub(super) async fn unblock(State(board): State<Arc<Board>>, Path(rule): Path<String>) -> Response {
+    answer(&board, &rule, RuleState::is_blocked, "the rule is not blocked").await
+}
+
+async fn answer(board: &Board, rule: &str, fits: impl Fn(&RuleState) -> bool, otherwise: &str) -> Response {
+    let Some(attached) = board.attached() else {
+        return refusal(StatusCode::SERVICE_UNAVAILABLE, "this process does not lead: ask the one that does");
+    };
+    match ask(&attached, rule, fits).await {
+        Ok(Asked::For) => (StatusCode::ACCEPTED, Json(serde_json::json!({"asked": true}))).into_response(),
+        Ok(Asked::Unfit) => refusal(StatusCode::CONFLICT, otherwise),
+        Ok(Asked::Unknown) => refusal(StatusCode::NOT_FOUND, "no rule of this name has run yet"),
+        Err(error) => refusal(StatusCode::SERVICE_UNAVAILABLE, &error.message),
+    }
+}
+
+fn refusal(code: StatusCode, error: &str) -> Response {
+    (code, Json(serde_json::json!({"asked": false, "error": error}))).into_response()
+}
+
+enum Asked {
+    For,
+    Unfit,
+    Unknown,
+}
+
+async fn ask(attached: &Attached, rule: &str, fits: impl Fn(&RuleState) -> bool) -> Result<Asked> {
+    let (server, dead_letters) = (&attached.context.server, &attached.context.dead_letters);
+    let store = Store::open(&server.unfenced(), &dead_letters.database, &dead_letters.deployment).await?;
+    let known = store.rules(server).await?;
+    let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Asked::Unknown) };
+    if !fits(&record.state) {
+        return Ok(Asked::Unfit);
+    }
+    let asked = match &record.state {
+        RuleState::Blocked(reason) => store.unblock(server, rule, reason).await?,
+        _ => store.ask(server, rule).await?,
+    };
+    tracing::info!(rule, "a backfill was asked for over HTTP");
+    Ok(if asked { Asked::For } else { Asked::Unknown })
+}

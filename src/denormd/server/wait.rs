@@ -1,0 +1,197 @@
+//! `/v1/wait`: responds once everything that was committed is applied (read your writes).
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use axum::{
+    Json,
+    extract::{Query, State},
+    http::StatusCode,
+    response::{IntoResponse, Response},
+};
+use serde::Deserialize;
+
+use crate::status::{Attached, Board, Leadership};
+use denormd_engine::{checkpoint::store::Store, reconcile::Context};
+use denormd_model::{partition::Partition, position::ClusterTime, rule_state::RuleState};
+use denormd_mongo::error::{Error, Result};
+
+/// The default timeout, in seconds.
+const DEFAULT_TIMEOUT: f64 = 30.0;
+/// Pause between checks of the partitions that other instances lead.
+const LOOK: Duration = Duration::from_millis(100);
+/// The longest timeout, in seconds.
+const LONGEST: f64 = 3600.0;
+
+#[derive(Debug, Deserialize)]
+pub(super) struct BackfillRequest {
+    /// `seconds.increment` (or with a colon); the current operation time if omitted.
+    #[serde(rename = "operationTime")]
+    operation_time: Option<String>,
+    /// Seconds.
+    timeout: Option<f64>,
+}
+
+/// Responds with 200 once everything up to the operation time is applied, including chains of rules, and no backfill is
+/// open; the response names the rules that this does not cover. Responds with 504 and the reason if that takes longer
+/// than the timeout.
+pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<BackfillRequest>) -> Response {
+    let from = match request.operation_time.as_deref().map(operation_time).transpose() {
+        Ok(from) => from,
+        Err(message) => return refusal(StatusCode::BAD_REQUEST, &message),
+    };
+    let timeout = request.timeout.unwrap_or(DEFAULT_TIMEOUT);
+    if !(0.0..=LONGEST).contains(&timeout) {
+        return refusal(StatusCode::BAD_REQUEST, "timeout is a number of seconds from 0 to 3600");
+    }
+    let whole = match Whole::of(&board) {
+        Ok(whole) => whole,
+        Err(message) => return refusal(StatusCode::SERVICE_UNAVAILABLE, &message),
+    };
+    let settled = async {
+        let time = whole.settled(from).await?;
+        Ok::<_, Error>((time, whole.except().await?))
+    };
+    match tokio::time::timeout(Duration::from_secs_f64(timeout), settled).await {
+        Ok(Ok((time, except))) => {
+            let body = serde_json::json!({"applied": true, "operationTime": time.to_string(), "except": except});
+            Json(body).into_response()
+        }
+        Ok(Err(error)) => refusal(StatusCode::SERVICE_UNAVAILABLE, &error.message),
+        Err(_) => {
+            let status = board.status();
+            let causes: Vec<&String> = status.causes.iter().map(|cause| &cause.cause).collect();
+            let body = serde_json::json!({
+                "applied": false,
+                "error": "not applied within the timeout",
+                "lag_seconds": status.lag_seconds,
+                "causes": causes,
+            });
+            (StatusCode::GATEWAY_TIMEOUT, Json(body)).into_response()
+        }
+    }
+}
+
+fn refusal(code: StatusCode, error: &str) -> Response {
+    (code, Json(serde_json::json!({"applied": false, "error": error}))).into_response()
+}
+
+/// All partitions of the deployment. The progress of those that this instance leads comes from memory, the progress of
+/// the others from their leaders' checkpoints. So a standby answers as well, at most one checkpoint interval later.
+struct Whole {
+    context: Arc<Context>,
+    partitions: u32,
+    attached: Vec<Attached>,
+}
+
+impl Whole {
+    fn of(board: &Board) -> Result<Self, String> {
+        let attached = board.all_attached();
+        let leadership = board.leadership();
+        let stands_by = matches!(leadership, Leadership::Standby { .. });
+        if !stands_by && attached.is_empty() {
+            return Err(leadership.sentence().unwrap_or_default());
+        }
+        let of_cluster = board.context().map(|context| (context, board.partitions()));
+        let known = of_cluster.or_else(|| {
+            let context = attached.first()?.context.clone();
+            let partitions = context.partition.of();
+            Some((context, partitions))
+        });
+        let (context, partitions) = known.ok_or("the cluster has not been reached yet")?;
+        Ok(Self { context, partitions, attached })
+    }
+
+    /// Waits for `from` (or for now), then as often as the longest chain of rules needs for the writes that result.
+    async fn settled(&self, from: Option<ClusterTime>) -> Result<ClusterTime> {
+        let mut first = None;
+        let mut next = from;
+        let alone = usize::try_from(self.partitions).is_ok_and(|partitions| partitions == self.attached.len());
+        let written =
+            || self.attached.iter().map(|one| one.context.counts.modified.load(Ordering::Relaxed)).sum::<u64>();
+        for _ in 0..self.context.plan.longest_chain().max(1) {
+            let (before, is_now) = (written(), next.is_none());
+            let time = match next.take() {
+                Some(time) => time,
+                None => self.context.server.operation_time().await?,
+            };
+            first.get_or_insert(time);
+            for attached in &self.attached {
+                let mut progress = attached.progress.clone();
+                let applied = progress.wait_for(|progress| progress.has_applied(time)).await;
+                applied.map_err(|_| Error::internal("the pipeline has stopped"))?;
+            }
+            self.elsewhere(time).await?;
+            // A level of a tree that writes nothing is the last one. What other instances write is not known.
+            if alone && is_now && self.context.plan.has_trees() && written() == before {
+                break;
+            }
+        }
+        Ok(first.unwrap_or_default())
+    }
+
+    /// Waits for the partitions that other instances lead.
+    async fn elsewhere(&self, time: ClusterTime) -> Result<()> {
+        let led = |partition: &Partition| self.attached.iter().any(|attached| attached.context.partition == *partition);
+        let elsewhere: Vec<Partition> = Partition::all(self.partitions).filter(|partition| !led(partition)).collect();
+        if elsewhere.is_empty() {
+            return Ok(());
+        }
+        let (server, dead_letters) = (self.context.server.unfenced(), &self.context.dead_letters);
+        let store = Store::open(&server, &dead_letters.database, &dead_letters.deployment).await?;
+        let store = store.of(&elsewhere);
+        // While nothing is written, a stream's position moves once in ten seconds.
+        store.nudge(&server).await?;
+        while !store.has_applied(&server, &self.context.plan.databases(), time).await? {
+            tokio::time::sleep(LOOK).await;
+        }
+        Ok(())
+    }
+
+    /// The rules whose copies may lack a change however long the request waits: those that do not run, shadow rules,
+    /// and those with dead letters.
+    async fn except(&self) -> Result<BTreeSet<String>> {
+        let held = self.attached.iter().flat_map(|attached| {
+            let progress = attached.progress.borrow();
+            progress.not_live().map(|rule| attached.context.plan.rule(rule).name.clone()).collect::<Vec<_>>()
+        });
+        let mut except: BTreeSet<String> = held.collect();
+        let rules = &self.context.plan.rules;
+        except.extend(rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone()));
+        let (server, dead_letters) = (self.context.server.unfenced(), &self.context.dead_letters);
+        except.extend(dead_letters.rules(&server).await?);
+        if self.attached.len() < usize::try_from(self.partitions).unwrap_or(usize::MAX) {
+            let store = Store::open(&server, &dead_letters.database, &dead_letters.deployment).await?;
+            let known = store.standing(&server).await?.into_iter();
+            except.extend(known.filter(|(_, record)| record.state != RuleState::Live).map(|(rule, _)| rule));
+        }
+        except.retain(|name| rules.iter().any(|rule| rule.name == *name));
+        Ok(except)
+    }
+}
+
+/// `1700000000.5` or `1700000000:5`.
+fn operation_time(text: &str) -> Result<ClusterTime, String> {
+    let parts = text.split_once(['.', ':']).and_then(|(seconds, increment)| {
+        Some(ClusterTime { seconds: seconds.parse().ok()?, increment: increment.parse().ok()? })
+    });
+    parts.ok_or_else(|| "operationTime is `seconds.increment`, as in 1700000000.5".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_time_has_seconds_and_an_increment() {
+        let expected = ClusterTime { seconds: 1_700_000_000, increment: 5 };
+        assert_eq!(operation_time("1700000000.5"), Ok(expected));
+        assert_eq!(operation_time("1700000000:5"), Ok(expected));
+        for wrong in ["", "5", "5.", "-1.2", "1.2.3", "9999999999.1"] {
+            assert!(operation_time(wrong).is_err(), "{wrong}");
+        }
+    }
+}

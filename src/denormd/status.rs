@@ -1,0 +1,561 @@
+//! Status for people and programs: lag, causes, progress, history.
+//!
+//! The pipeline publishes its state; the board adds what it learns from the server (its clock, its last write, its
+//! oplog window), and turns both into figures on request.
+
+mod canary;
+mod causes;
+mod currency;
+mod history;
+mod lag;
+mod leadership;
+mod probe;
+mod report;
+mod sentence;
+mod shared;
+mod timeline;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use prometheus::GaugeVec;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::logging::TIMELINE;
+use canary::Canary;
+use causes::Found;
+use currency::Currency;
+use denormd_engine::{
+    deployment::lease::Holder,
+    events::{Event, Journal, instance},
+    metrics::{Cause, Metrics},
+    pipeline::Progress,
+    reconcile::Context,
+};
+use denormd_model::partition::Partition;
+use denormd_mongo::error::{Error, Kind, Result};
+use history::History;
+pub use lag::BEHIND;
+use lag::{Lags, Probes};
+pub use leadership::Leadership;
+use leadership::{Facts, Reading};
+pub use report::{
+    Backfill, CauseReport, Current, InstanceReport, Level, Oplog, Partitions, Percentiles, Problem, RetiredField, Rule,
+    Status, duration,
+};
+use shared::Shared;
+use timeline::Timeline;
+
+/// Interval between two checks of the board.
+const TICK: Duration = Duration::from_secs(1);
+/// Time limit for writing events, after which they are tried again.
+const WRITE_EVENTS: Duration = Duration::from_secs(10);
+/// Time that a process that ends spends on writing its last events.
+const CLOSE: Duration = Duration::from_secs(2);
+/// Time without a check after which the event loop counts as blocked.
+const LIVE: Duration = Duration::from_secs(30);
+
+/// Rounds between reads of the stored timeline, into which other instances write as well.
+const READ_EVENTS: u32 = 10;
+/// Events shown, and events buffered while they cannot be written.
+const EVENTS: usize = 200;
+
+/// Gathers the figures of one daemon.
+#[derive(Debug)]
+pub struct Board {
+    /// The measured values.
+    pub metrics: Arc<Metrics>,
+    name: String,
+    instance: String,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// The running pipelines, by the place of their partition.
+    attached: BTreeMap<u32, Attached>,
+    /// Number of partitions.
+    partitions: u32,
+    /// Creation time of this board.
+    began: Instant,
+    /// The context of this process, once it has reached the cluster, and the time after which a silent instance counts
+    /// as gone.
+    cluster: Option<(Arc<Context>, Duration)>,
+    /// The leases as they were last read.
+    read: Option<Reading>,
+    /// The leadership at the last check, against which changes are found.
+    told: Leadership,
+    /// Data that the instances share.
+    shared: Shared,
+    probes: Probes,
+    /// The error of the last request to the server; None if it was answered.
+    unanswered: Option<(Kind, String)>,
+    /// Retired fields, which earlier rules have left behind.
+    retired: Vec<RetiredField>,
+    oplog: Oplog,
+    /// The difference between the members' clocks, in seconds.
+    clock_skew: Option<f64>,
+    /// Dead letters by rule and reason.
+    dead_letters: BTreeMap<String, BTreeMap<String, u64>>,
+    history: History,
+    behind_since: BTreeMap<String, i64>,
+    since: BTreeMap<Cause, i64>,
+    /// The rules that each cause names in the metrics.
+    named: BTreeSet<(Cause, String)>,
+    /// The time up to which the copies are current, while this process leads, and the rules that this does not cover.
+    currency: Currency,
+    except: BTreeSet<String>,
+    /// Present while this process leads.
+    canary: Option<Canary>,
+    timeline: Timeline,
+    journal: Option<Arc<Journal>>,
+    /// Events that are not stored yet, oldest first.
+    unwritten: VecDeque<Event>,
+    /// The last stored events of all instances, oldest first.
+    written: Vec<Event>,
+    ticked: Instant,
+    /// The last time at which every pipeline ran.
+    ran: Instant,
+    insecure: Vec<&'static str>,
+}
+
+/// A running pipeline.
+#[derive(Debug, Clone)]
+pub struct Attached {
+    /// Its context.
+    pub context: Arc<Context>,
+    /// Its progress.
+    pub progress: watch::Receiver<Progress>,
+}
+
+impl State {
+    /// Changes with each write of a target, and with each pipeline that starts or ends.
+    fn written(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        for (place, attached) in &self.attached {
+            let pipeline = Arc::as_ptr(&attached.context) as usize;
+            (place, pipeline, attached.context.counts.modified.load(Ordering::Relaxed)).hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
+    fn runs(&self) -> bool {
+        self.attached.values().all(|attached| attached.progress.has_changed().is_ok())
+    }
+}
+
+/// The inputs of one status.
+struct View {
+    leadership: Leadership,
+    lags: Lags,
+    causes: Vec<Found>,
+}
+
+impl Board {
+    /// A board of a deployment, without a pipeline yet.
+    #[must_use]
+    pub fn new(name: &str, metrics: Arc<Metrics>) -> Arc<Self> {
+        metrics.build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
+        let state = State {
+            attached: BTreeMap::new(),
+            partitions: 1,
+            began: Instant::now(),
+            cluster: None,
+            read: None,
+            told: Leadership::Starting,
+            shared: Shared::default(),
+            probes: Probes::default(),
+            unanswered: None,
+            retired: Vec::new(),
+            oplog: Oplog::default(),
+            clock_skew: None,
+            dead_letters: BTreeMap::new(),
+            history: History::default(),
+            behind_since: BTreeMap::new(),
+            since: BTreeMap::new(),
+            named: BTreeSet::new(),
+            currency: Currency::default(),
+            except: BTreeSet::new(),
+            canary: None,
+            timeline: Timeline::default(),
+            journal: None,
+            unwritten: VecDeque::new(),
+            written: Vec::new(),
+            ticked: Instant::now(),
+            ran: Instant::now(),
+            insecure: Vec::new(),
+        };
+        Arc::new(Self { metrics, name: name.to_owned(), instance: instance(), state: Mutex::new(state) })
+    }
+
+    /// Records the options that disable the verification of certificates; normally none.
+    pub fn insecure(&self, options: Vec<&'static str>) {
+        self.metrics.tls_unverified.set(i64::from(!options.is_empty()));
+        self.state().insecure = options;
+    }
+
+    /// Records the number of partitions of the deployment.
+    pub fn divided(&self, partitions: u32) {
+        self.state().partitions = partitions;
+        self.metrics.divided(partitions);
+    }
+
+    /// Records that the cluster cannot be reached, so that nothing has started yet.
+    pub fn unreached(&self, error: &Error) {
+        self.metrics.record_error(None, "connect", error);
+        self.state().unanswered = Some((error.kind, error.message.clone()));
+    }
+
+    /// Records the context that this process uses outside of any pipeline: the cluster is reached, or the config was
+    /// read again.
+    pub fn reached(&self, context: Arc<Context>, ttl: Duration) {
+        self.state().cluster = Some((context, ttl));
+    }
+
+    /// Records that the pipeline of a partition runs: this process leads it.
+    pub fn attach(&self, context: Arc<Context>, progress: watch::Receiver<Progress>) {
+        let mut state = self.state();
+        self.metrics.turn(context.partition.place());
+        state.told = Leadership::Leader { term: context.server.term() };
+        state.currency = Currency::default();
+        state.attached.insert(context.partition.place(), Attached { context, progress });
+        // With several partitions, the first one sends the canary, which arrives when all partitions have applied it.
+        if state.attached.len() == 1 || state.canary.is_none() {
+            state.canary = Some(Canary::new(self.metrics.now()));
+        }
+    }
+
+    /// Records that the pipeline of a partition has stopped. Its figures stay until a lease names another instance: in
+    /// the meantime there may be no leader.
+    pub fn detach(&self, partition: Partition) {
+        self.state().attached.remove(&partition.place());
+        self.metrics.stopped(partition.place());
+    }
+
+    /// Records the leases that were read.
+    fn take_leases(&self, held: BTreeMap<String, Holder>) {
+        let mut state = self.state();
+        let by_others = |place: &u32| {
+            let mut all = Partition::all(state.partitions);
+            let lease = all.find(|partition| partition.place() == *place).and_then(|of| held.get(&of.id(&self.name)));
+            !state.attached.contains_key(place) && lease.is_some_and(|holder| holder.instance != self.instance)
+        };
+        for place in self.metrics.observed().iter().filter(|place| by_others(place)) {
+            self.metrics.forget_observation(*place);
+        }
+        if self.metrics.observation().is_none() {
+            state.canary = None;
+            state.timeline.forget();
+        }
+        state.read = Some(Reading { at: Instant::now(), held });
+    }
+
+    /// One of the running pipelines, if there is one.
+    #[must_use]
+    pub fn attached(&self) -> Option<Attached> {
+        self.state().attached.values().next().cloned()
+    }
+
+    /// The running pipelines, one for each partition that this process leads.
+    #[must_use]
+    pub fn all_attached(&self) -> Vec<Attached> {
+        self.state().attached.values().cloned().collect()
+    }
+
+    /// The context that this process uses outside of any pipeline, once it has reached the cluster.
+    #[must_use]
+    pub fn context(&self) -> Option<Arc<Context>> {
+        self.state().cluster.as_ref().map(|(context, _)| context.clone())
+    }
+
+    /// Number of partitions of the deployment.
+    #[must_use]
+    pub fn partitions(&self) -> u32 {
+        self.state().partitions
+    }
+
+    /// The current role of this instance in its deployment.
+    #[must_use]
+    pub fn leadership(&self) -> Leadership {
+        self.view(&self.state(), self.metrics.now()).leadership
+    }
+
+    /// Stores the timeline in this journal from now on.
+    pub fn keep(&self, journal: Journal) {
+        self.state().journal = Some(Arc::new(journal));
+    }
+
+    /// Adds an event to the timeline. It may name rules and reasons, never a document's id or value.
+    pub fn happened(&self, what: &str, text: &str) {
+        self.tell(&mut self.state(), vec![Event::new(self.metrics.now(), what, Vec::new(), text.to_owned())]);
+    }
+
+    /// The last events after `since` (milliseconds since 1970), oldest first.
+    #[must_use]
+    pub fn events(&self, since: i64) -> Vec<Event> {
+        let state = self.state();
+        let mut events: Vec<Event> = state.written.iter().filter(|event| event.time > since).cloned().collect();
+        let new = state.unwritten.iter().filter(|event| event.time > since && !events.iter().any(|e| e.id == event.id));
+        events.extend(new.cloned().collect::<Vec<_>>());
+        events.sort_by(|a, b| (a.time, &a.id).cmp(&(b.time, &b.id)));
+        events
+    }
+
+    fn tell(&self, state: &mut State, events: Vec<Event>) {
+        for event in events {
+            self.metrics.happened(&event.what, event.time);
+            tracing::info!(target: TIMELINE, event = %event.what, rules = event.rules.len(), "{}", event.text);
+            state.unwritten.push_back(Event { instance: self.instance.clone(), ..event });
+        }
+        while state.unwritten.len() > EVENTS {
+            state.unwritten.pop_front();
+        }
+    }
+
+    /// Writes the events that are not stored yet, and reads the stored ones. After a failure, the next round tries
+    /// again.
+    async fn write_events(&self, read: bool) -> Result<()> {
+        let (journal, events) = {
+            let state = self.state();
+            let events: Vec<Event> = state.unwritten.iter().cloned().collect();
+            (state.journal.clone(), events)
+        };
+        let Some(journal) = journal else { return Ok(()) };
+        if !events.is_empty() {
+            journal.open().await?;
+            journal.write(&events).await?;
+        }
+        if read || !events.is_empty() {
+            let written = journal.read(0, i64::try_from(EVENTS).unwrap_or(i64::MAX)).await?;
+            let mut state = self.state();
+            state.unwritten.retain(|event| !events.iter().any(|done| done.id == event.id));
+            state.written = written;
+        }
+        Ok(())
+    }
+
+    /// Writes the remaining events when the process ends.
+    pub async fn close(&self) {
+        match tokio::time::timeout(CLOSE, self.write_events(false)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(error = %error.message, "the last events could not be kept"),
+            Err(_) => tracing::warn!("the last events could not be kept in time"),
+        }
+    }
+
+    /// Checks the server and this process until `stop`.
+    pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
+        let asking = async {
+            loop {
+                self.ask().await;
+                tokio::time::sleep(TICK).await;
+            }
+        };
+        let sharing = async {
+            let mut round = 0_u64;
+            loop {
+                self.share(round).await;
+                round += 1;
+                tokio::time::sleep(TICK).await;
+            }
+        };
+        let probing = async {
+            let mut round = 0_u64;
+            loop {
+                self.probe(round).await;
+                round += 1;
+                tokio::time::sleep(TICK).await;
+            }
+        };
+        let journaling = async {
+            let mut round = 0_u32;
+            loop {
+                let read = round.is_multiple_of(READ_EVENTS);
+                let failed = match tokio::time::timeout(WRITE_EVENTS, self.write_events(read)).await {
+                    Ok(result) => result.is_err(),
+                    Err(_) => true,
+                };
+                // Events that could not be written are written when the server is back.
+                round = if failed { 0 } else { round + 1 };
+                tokio::time::sleep(TICK).await;
+            }
+        };
+        let ticking = async {
+            let mut tick = tokio::time::interval(TICK);
+            loop {
+                tick.tick().await;
+                self.tick();
+            }
+        };
+        tokio::select! {
+            () = asking => {}
+            () = sharing => {}
+            () = probing => {}
+            () = ticking => {}
+            () = journaling => {}
+            () = stop.cancelled() => {}
+        }
+    }
+
+    /// True if the event loop and the pipelines make progress. Does not depend on the server. A pipeline that ends, for
+    /// a new config or a new leader, has time to do so.
+    #[must_use]
+    pub fn is_live(&self) -> bool {
+        let state = self.state();
+        let lives = |since: Instant| since.elapsed() < LIVE;
+        lives(state.ticked) && lives(state.ran) && (state.attached.is_empty() || self.metrics.since_turn() < LIVE)
+    }
+
+    /// True if every pipeline of this process runs.
+    #[must_use]
+    pub fn runs(&self) -> bool {
+        self.state().runs()
+    }
+
+    /// Recomputes the gauges.
+    pub fn refresh(&self) {
+        let now = self.metrics.now();
+        let mut state = self.state();
+        let view = self.view(&state, now);
+        self.publish(&mut state, &view, now);
+    }
+
+    /// The Prometheus exposition text as of now.
+    pub fn expose(&self) -> Result<Vec<u8>> {
+        self.refresh();
+        self.metrics.expose()
+    }
+
+    /// The history since a time in milliseconds since 1970, as JSON.
+    #[must_use]
+    pub fn history(&self, since: i64) -> serde_json::Value {
+        self.state().history.json(since)
+    }
+
+    /// The status as of now.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        let now = self.metrics.now();
+        let mut state = self.state();
+        let view = self.view(&state, now);
+        self.publish(&mut state, &view, now);
+        report::status(self, &state, &view, now)
+    }
+
+    fn tick(&self) {
+        let now = self.metrics.now();
+        let mut state = self.state();
+        state.ticked = Instant::now();
+        if state.runs() {
+            state.ran = state.ticked;
+        }
+        let view = self.view(&state, now);
+        self.publish(&mut state, &view, now);
+        state.history.sample(&self.metrics, &view.lags, now);
+        let mut events: Vec<Event> = view.leadership.news(&state.told, now).into_iter().collect();
+        state.told = view.leadership;
+        events.extend(state.timeline.causes(now, &view.causes));
+        events.extend(state.timeline.backfills(now, &self.metrics.backfills()));
+        self.tell(&mut state, events);
+    }
+
+    fn view(&self, state: &State, now: i64) -> View {
+        let running = state.attached.values().map(|attached| &attached.context.server);
+        let facts = Facts {
+            instance: &self.instance,
+            running: running.map(|server| (server.term(), server.since_renewal())).collect(),
+            read: state.read.as_ref(),
+        };
+        let leadership = Leadership::of(&facts, now);
+        let lags = match self.metrics.observation() {
+            Some(seen) => Lags::of(&seen, &state.probes, now),
+            None => state.shared.lags(now),
+        };
+        let causes = causes::find(&self.metrics, state, &leadership, &lags, now);
+        View { leadership, lags, causes }
+    }
+
+    fn publish(&self, state: &mut State, view: &View, now: i64) {
+        self.publish_lags(state, view, now);
+        let metrics = &self.metrics;
+        metrics.leader.set(i64::from(view.leadership.leads()));
+        for name in Leadership::NAMES {
+            metrics.role.with_label_values(&[name]).set(i64::from(name == view.leadership.name()));
+        }
+        for place in 0..state.partitions {
+            let leads = view.leadership.leads() && state.attached.contains_key(&place);
+            metrics.partition_leader.with_label_values(&[&place.to_string()]).set(i64::from(leads));
+        }
+        if let (Some(canary), Some(seen)) = (&mut state.canary, metrics.observation()) {
+            if let Some(applied) = seen.streams.iter().map(|stream| stream.applied).min() {
+                canary.applied(applied);
+            }
+            metrics.canary_age.with_label_values::<&str>(&[]).set(lag::seconds(canary.age(now)));
+        } else {
+            metrics.canary_age.reset();
+        }
+        self.publish_causes(state, view, now);
+    }
+
+    fn publish_causes(&self, state: &mut State, view: &View, now: i64) {
+        let causes = &self.metrics.causes;
+        let mut named = BTreeSet::new();
+        for cause in Cause::ALL {
+            let found = view.causes.iter().find(|found| found.cause == cause);
+            let rules = found.map(|found| found.rules.as_slice()).unwrap_or_default();
+            causes.with_label_values(&[cause.name(), ""]).set(i64::from(found.is_some() && rules.is_empty()));
+            for rule in rules {
+                causes.with_label_values(&[cause.name(), rule]).set(1);
+                named.insert((cause, rule.clone()));
+            }
+            if let Some(found) = found {
+                state.since.entry(cause).or_insert(found.since.unwrap_or(now));
+            } else {
+                state.since.remove(&cause);
+            }
+        }
+        for (cause, rule) in state.named.difference(&named) {
+            // It exists, because it was set before.
+            causes.remove_label_values(&[cause.name(), rule]).ok();
+        }
+        state.named = named;
+    }
+
+    fn publish_lags(&self, state: &mut State, view: &View, now: i64) {
+        let metrics = &self.metrics;
+        // A standby only passes on the leader's own figures.
+        let own = !matches!(view.leadership, Leadership::Standby { .. });
+        let Some(overall) = view.lags.overall.filter(|_| own) else {
+            [&metrics.lag, &metrics.rule_lag, &metrics.rule_chain_lag].into_iter().for_each(GaugeVec::reset);
+            state.behind_since.clear();
+            return;
+        };
+        metrics.lag.with_label_values::<&str>(&[]).set(overall);
+        for rule in &view.lags.rules {
+            metrics.rule_chain_lag.with_label_values(&[&rule.name]).set(rule.chain);
+            if rule.runs {
+                metrics.rule_lag.with_label_values(&[&rule.name]).set(rule.own);
+            } else {
+                // It may not exist.
+                metrics.rule_lag.remove_label_values(&[&rule.name]).ok();
+            }
+            if rule.is_behind() {
+                state.behind_since.entry(rule.name.clone()).or_insert(now - lag::millis(rule.own));
+            } else {
+                state.behind_since.remove(&rule.name);
+            }
+        }
+        state.behind_since.retain(|name, _| view.lags.rules.iter().any(|rule| rule.name == *name));
+        metrics.checkpoint_age.set(view.lags.checkpoint);
+        metrics.stream_age.set(view.lags.stream_age);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,174 @@
+//! The causes why copies are late or may be wrong.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+use denormd_engine::metrics::{Cause, Metrics, Observation};
+use denormd_model::{
+    clock::wall_millis,
+    rule_state::{BlockReason, RuleState},
+};
+use denormd_mongo::error::Kind;
+
+use super::{
+    State,
+    lag::{BEHIND, Lags},
+    leadership::{Leadership, SILENCE as SILENT},
+};
+
+/// Silence after which a server, a stream or a loop counts as stopped.
+const SILENCE: Duration = Duration::from_secs(15);
+/// Time for which an error counts as current.
+const RECENT: Duration = Duration::from_secs(30);
+/// Time without an acknowledged write after which, while a rule is behind, the server counts as slow.
+const SLOW: Duration = Duration::from_secs(5);
+/// Headroom, in seconds, below which the oplog counts as short while a rule is behind.
+const SHORT: f64 = 3600.0;
+/// The same for the time until the position falls off the oplog, in seconds.
+const SOON: f64 = 4.0 * 3600.0;
+
+/// Age of a late canary, in milliseconds: one is sent every ten seconds, so five have not arrived.
+const LATE: i64 = 60_000;
+
+/// A cause, and the rules that it affects (all, if none is named).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Found {
+    /// The cause.
+    pub cause: Cause,
+    /// The names of the rules.
+    pub rules: Vec<String>,
+    /// Its beginning, in milliseconds since 1970, if that is known more exactly than from the time it was found.
+    pub since: Option<i64>,
+}
+
+/// The current causes, the most urgent first.
+pub(super) fn find(metrics: &Metrics, state: &State, leadership: &Leadership, lags: &Lags, now: i64) -> Vec<Found> {
+    let mut found = of_the_instance(metrics, state, leadership, now);
+    if let Some(seen) = metrics.observation() {
+        let no_primary = found.contains_key(&Cause::NoPrimary);
+        of_the_rules(metrics, state, (&seen, lags), no_primary, now, &mut found);
+    }
+    let place = |name: &String| metrics.observation()?.rules.iter().position(|rule| rule.name == *name);
+    for found in found.values_mut() {
+        // The config's order, as in every list of rules.
+        found.rules.sort_by_key(place);
+    }
+    Cause::ALL.into_iter().filter_map(|cause| found.remove(&cause)).collect()
+}
+
+/// Causes that any instance finds by itself, leading or not.
+fn of_the_instance(metrics: &Metrics, state: &State, leadership: &Leadership, now: i64) -> BTreeMap<Cause, Found> {
+    let mut found = BTreeMap::new();
+    let mut say = |cause: Cause, rules: Vec<String>, since: Option<i64>| {
+        found.insert(cause, Found { cause, rules, since });
+    };
+    let answered = state.probes.answered().unwrap_or(state.began).elapsed();
+    if answered >= SILENT && state.unanswered.as_ref().is_none_or(|(kind, _)| is_gone(*kind)) {
+        let age = i64::try_from(answered.as_millis()).unwrap_or(i64::MAX);
+        say(Cause::NoPrimary, Vec::new(), Some(now - age));
+    } else if let Leadership::Unknown { since } = leadership {
+        say(Cause::LeaseUnreadable, Vec::new(), Some(*since));
+    }
+    if metrics.met(&[Kind::Privilege], RECENT)
+        || state.unanswered.as_ref().is_some_and(|(kind, _)| *kind == Kind::Privilege)
+    {
+        say(Cause::Privilege, troubled(metrics, "privilege"), None);
+    }
+    if !metrics.config_is_in_force() {
+        say(Cause::ConfigRefused, Vec::new(), None);
+    }
+    found
+}
+
+/// Causes that follow from the state of the pipelines.
+fn of_the_rules(
+    metrics: &Metrics,
+    state: &State,
+    (seen, lags): (&Observation, &Lags),
+    no_primary: bool,
+    now: i64,
+    found: &mut BTreeMap<Cause, Found>,
+) {
+    let mut say = |cause: Cause, rules: Vec<String>| found.insert(cause, Found { cause, rules, since: None });
+    let behind: Vec<String> = lags.rules.iter().filter(|rule| rule.is_behind()).map(|rule| rule.name.clone()).collect();
+    let silent = |since: Option<Instant>| since.is_none_or(|since| since.elapsed() > SLOW);
+    let runs = !state.attached.is_empty();
+    let full = seen.full;
+    if runs && metrics.since_turn() > SILENCE && !no_primary {
+        say(Cause::Stalled, Vec::new());
+    }
+    let interrupted = seen.streams.iter().any(|stream| stream.delivered.elapsed() > SILENCE);
+    if runs && interrupted && !no_primary && !full {
+        say(Cause::StreamInterrupted, Vec::new());
+    }
+    if metrics.met(&[Kind::NotReplicated], RECENT) {
+        say(Cause::NoMajority, troubled(metrics, "not_replicated"));
+    }
+    for (cause, rules) in [
+        (Cause::Degraded, seen.degraded.clone()),
+        (Cause::SourceGone, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::SourceGone))),
+        (Cause::RemovalLimit, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::RemovalLimit))),
+        (Cause::Adoption, seen.in_state(|state| matches!(state, RuleState::Blocked(BlockReason::Adoption(_))))),
+        (Cause::Unavailable, seen.in_state(|state| matches!(state, RuleState::Unavailable { .. }))),
+        (Cause::Paused, seen.in_state(|state| matches!(state, RuleState::Paused { .. }))),
+        (Cause::Backfilling, seen.in_state(RuleState::is_backfilling)),
+    ] {
+        if !rules.is_empty() {
+            say(cause, names(seen, &rules));
+        }
+    }
+    let headroom = state.oplog.headroom_seconds.unwrap_or(f64::INFINITY);
+    let lost_in = state.oplog.lost_in_seconds.unwrap_or(f64::INFINITY);
+    if !behind.is_empty() && (headroom < SHORT || lost_in < SOON) {
+        say(Cause::OplogShort, Vec::new());
+    }
+    if state.oplog.readable == Some(false) {
+        say(Cause::OplogUnreadable, Vec::new());
+    }
+    if behind.is_empty() && !no_primary && state.canary.as_ref().is_some_and(|canary| canary.age(now) > LATE) {
+        say(Cause::CanaryLate, Vec::new());
+    }
+    let writes = silent(metrics.last_write()) && metrics.in_flight() > 0;
+    let slow = metrics.met(&[Kind::TimedOut, Kind::ReadTimedOut], RECENT) || state.history.write_seconds(metrics) > 1.0;
+    if !behind.is_empty() && !no_primary {
+        let failing: Vec<String> = failing(metrics).into_iter().filter(|rule| behind.contains(rule)).collect();
+        if !failing.is_empty() {
+            say(Cause::Retrying, failing);
+        } else if writes || slow {
+            say(Cause::ServerSlow, behind.clone());
+        } else if seen.keys <= 2 && metrics.in_flight() > 0 {
+            say(Cause::HotKey, behind.clone());
+        }
+        if lags.unread >= BEHIND && !interrupted {
+            say(Cause::CatchingUp, behind.clone());
+        }
+    }
+    if full {
+        say(Cause::Throttled, Vec::new());
+    }
+    if !state.dead_letters.is_empty() {
+        say(Cause::DeadLetters, state.dead_letters.keys().cloned().collect());
+    }
+}
+
+fn is_gone(kind: Kind) -> bool {
+    matches!(kind, Kind::Connection | Kind::Unavailable | Kind::TimedOut | Kind::ReadTimedOut)
+}
+
+fn names(seen: &Observation, rules: &BTreeSet<usize>) -> Vec<String> {
+    rules.iter().filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone()).collect()
+}
+
+/// Rules with a recent error that is being retried.
+fn failing(metrics: &Metrics) -> BTreeSet<String> {
+    let from = wall_millis() - i64::try_from(RECENT.as_millis()).unwrap_or(i64::MAX);
+    let lines = metrics.recent_errors().into_iter().filter(|line| line.last >= from && line.doing == "reconcile");
+    lines.filter_map(|line| line.rule).collect()
+}
+
+fn troubled(metrics: &Metrics, reason: &str) -> Vec<String> {
+    let rules = metrics.recent_errors().into_iter().filter(|line| line.reason == reason).filter_map(|line| line.rule);
+    rules.collect::<BTreeSet<_>>().into_iter().collect()
+}

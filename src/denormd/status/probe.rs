@@ -1,0 +1,301 @@
+//! The board's requests to the server.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use bson::{Bson, Document, doc};
+use futures_util::TryStreamExt;
+
+use denormd_engine::{
+    checkpoint::store::Store, dead_letter, deployment::lease, jobs::prune::retired, metrics::Observation,
+    reconcile::Context,
+};
+use denormd_model::{clock::wall_millis, position::ClusterTime, rule_state::RuleState};
+use denormd_mongo::{
+    Server,
+    error::{Error, Kind, Result},
+    primary::no_oplog,
+    silent,
+    skew::skew,
+};
+
+use super::{
+    Board,
+    lag::{BEHIND, Probe},
+    report::{Oplog, RetiredField},
+};
+
+/// Timeout of a request that is made every second.
+const IMPATIENCE: Duration = Duration::from_secs(3);
+/// Timeout of any other request.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Rounds, of about a second, between counts of the dead letters.
+const OFTEN: u64 = 2;
+/// Rounds between checks of the oplog.
+const SELDOM: u64 = 5;
+
+/// Rounds between comparisons of the clocks of all members.
+const CLOCKS: u64 = 30;
+/// Rounds between reads of the retired fields.
+const RETIRED: u64 = 15;
+/// Rounds between canaries.
+const CANARY: u64 = 10;
+/// The collection of canaries in the state database: one document per deployment.
+const CANARIES: &str = "canaries";
+
+impl Board {
+    /// Asks the primary for its clock and its last operation, and reads the leases.
+    pub(super) async fn ask(&self) {
+        let known = {
+            let state = self.state();
+            let attached = state.attached.values().next().map(|attached| attached.context.clone());
+            state.cluster.as_ref().map(|(context, _)| context.clone()).or(attached)
+        };
+        let Some(context) = known else { return };
+        let dead_letters = &context.dead_letters;
+        let asked = tokio::time::timeout(IMPATIENCE, hello(&context.server));
+        let read = tokio::time::timeout(
+            IMPATIENCE,
+            lease::holders(&context.server, &dead_letters.database, &dead_letters.deployment),
+        );
+        let (answer, leases) = tokio::join!(asked, read);
+        match answer.unwrap_or_else(|_| Err(silent())) {
+            Ok((probe, offset)) => {
+                self.metrics.set_clock(offset);
+                let mut state = self.state();
+                state.probes.add(probe);
+                state.unanswered = None;
+            }
+            Err(error) => self.state().unanswered = Some((error.kind, error.message)),
+        }
+        match leases.unwrap_or_else(|_| Err(silent())) {
+            Ok(held) => self.take_leases(held),
+            Err(error) => self.metrics.record_error(None, "read the lease", &error),
+        }
+    }
+
+    /// Makes the less frequent requests, while this process leads: the canary, the dead letters, the oplog window.
+    pub(super) async fn probe(&self, round: u64) {
+        let Some(attached) = self.attached() else { return };
+        let context = &attached.context;
+        if round.is_multiple_of(CANARY) {
+            let sent = self.metrics.now();
+            if let Ok(Ok(place)) = tokio::time::timeout(PATIENCE, canary(context)).await
+                && let Some(canary) = &mut self.state().canary
+            {
+                canary.sent(place, sent);
+            }
+        }
+        if round.is_multiple_of(OFTEN) {
+            self.look(context).await;
+        }
+        if round.is_multiple_of(CLOCKS) {
+            self.compare_clocks(&context.server).await;
+        }
+        if round.is_multiple_of(RETIRED) {
+            self.look_for_retired(context).await;
+        }
+        if !round.is_multiple_of(SELDOM) {
+            return;
+        }
+        let saved = self
+            .metrics
+            .observation()
+            .and_then(|seen| seen.streams.iter().filter_map(|stream| stream.saved.or(Some(stream.applied))).min());
+        match tokio::time::timeout(PATIENCE, oplog(&context.server, saved)).await.unwrap_or_else(|_| Err(silent())) {
+            Ok(oplog) => self.take_oplog(oplog),
+            Err(error) => {
+                let mut state = self.state();
+                if error.kind == Kind::Connection || error.kind == Kind::Unavailable {
+                    return;
+                }
+                state.oplog = Oplog { readable: Some(false), reason: Some(error.message), ..Oplog::default() };
+                self.metrics.oplog_readable.set(0);
+                // They may not exist.
+                self.metrics.oplog_headroom.remove_label_values::<&str>(&[]).ok();
+                self.metrics.oplog_loss.remove_label_values::<&str>(&[]).ok();
+            }
+        }
+    }
+
+    /// Counts the dead letters, and determines the time up to which the copies are current: dead letters are recorded
+    /// before anything counts as applied.
+    async fn look(&self, context: &Context) {
+        let seen = self.metrics.observation();
+        let written = self.state().written();
+        let Ok(Ok(dead_letters)) = tokio::time::timeout(PATIENCE, dead_letters(context)).await else { return };
+        let operation = tokio::time::timeout(PATIENCE, context.server.operation_time()).await;
+        let mut state = self.state();
+        state.dead_letters.clear();
+        for rule in &context.plan.rules {
+            let count =
+                dead_letters.iter().filter(|(name, ..)| *name == rule.name).map(|(.., count)| count).sum::<u64>();
+            let count = i64::try_from(count).unwrap_or(i64::MAX);
+            self.metrics.dead_letters.with_label_values(&[&rule.name]).set(count);
+        }
+        for (rule, reason, count) in dead_letters {
+            *state.dead_letters.entry(rule).or_default().entry(reason).or_default() += count;
+        }
+        let (Some(seen), Ok(Ok(operation))) = (seen, operation) else { return };
+        // A large fan-out is recorded as a job, and the position passes it before its last target is written.
+        let whole = state.attached.len() == usize::try_from(state.partitions).unwrap_or(usize::MAX);
+        let applied = seen.streams.iter().map(|stream| stream.applied).min().filter(|_| whole);
+        if let Some(applied) = applied.filter(|_| seen.fan_outs.iter().all(|open| *open == 0)) {
+            state.currency.applied(applied, operation, context.plan.longest_chain(), written);
+            state.except = except(context, &seen, &state.dead_letters);
+        }
+    }
+
+    /// Reads the fields that earlier rules, or earlier definitions of rules, have left behind.
+    async fn look_for_retired(&self, context: &Context) {
+        let dead_letters = &context.dead_letters;
+        let read = async {
+            let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await?;
+            store.rules(&context.server).await
+        };
+        let Ok(Ok(known)) = tokio::time::timeout(PATIENCE, read).await else { return };
+        let left = known.iter().flat_map(|(name, record)| {
+            let active = context.plan.rules.iter().any(|rule| rule.name == *name);
+            let fields = retired(&context.plan, record, active).into_iter();
+            fields.map(|left| RetiredField {
+                rule: name.clone(),
+                collection: left.collection,
+                path: left.path.to_string(),
+            })
+        });
+        self.state().retired = left.collect();
+    }
+
+    async fn compare_clocks(&self, server: &Server) {
+        let skew = tokio::time::timeout(PATIENCE, skew(server)).await.ok().flatten();
+        match skew {
+            Some(skew) => self.metrics.clock_skew.with_label_values::<&str>(&[]).set(skew),
+            None => drop(self.metrics.clock_skew.remove_label_values::<&str>(&[])),
+        }
+        self.state().clock_skew = skew;
+    }
+
+    fn take_oplog(&self, oplog: Oplog) {
+        let mut state = self.state();
+        let behind = self.view(&state, self.metrics.now()).lags.overall.is_some_and(|lag| lag >= BEHIND);
+        self.metrics.oplog_readable.set(1);
+        if let Some(headroom) = oplog.headroom_seconds {
+            self.metrics.oplog_headroom.with_label_values::<&str>(&[]).set(headroom);
+            state.history.headroom(self.metrics.now(), headroom);
+        }
+        let lost_in_seconds = state.history.lost_in().filter(|_| behind);
+        self.metrics.oplog_loss.with_label_values::<&str>(&[]).set(lost_in_seconds.unwrap_or(f64::INFINITY));
+        state.oplog = Oplog { lost_in_seconds, ..oplog };
+    }
+}
+
+/// The rules whose copies may lack a change, whatever is applied.
+fn except(
+    context: &Context,
+    seen: &Observation,
+    dead_letters: &BTreeMap<String, BTreeMap<String, u64>>,
+) -> BTreeSet<String> {
+    let stopped = seen.in_state(|state| *state != RuleState::Live);
+    let stopped = stopped.union(&seen.degraded).filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone());
+    let shadow = context.plan.rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone());
+    stopped.chain(shadow).chain(dead_letters.keys().cloned()).collect()
+}
+
+/// The server's last operation, and the time by which its clock is ahead of ours.
+async fn hello(server: &Server) -> Result<(Probe, i64)> {
+    let before = wall_millis();
+    let reply = server.client().database("admin").run_command(doc! {"hello": 1}).await?;
+    let after = wall_millis();
+    let millis = reply.get_datetime("localTime").map_err(|_| Error::internal("no local time"))?.timestamp_millis();
+    let operation =
+        reply.get_timestamp("operationTime").map_err(|_| Error::new(Kind::Topology, "no operation time"))?;
+    // A difference within the round trip counts as none.
+    let offset = if (before..=after).contains(&millis) { 0 } else { millis - i64::midpoint(before, after) };
+    Ok((Probe { operation: operation.into(), millis }, offset))
+}
+
+/// Writes a canary; returns a place of the oplog that is not before it.
+async fn canary(context: &Context) -> Result<ClusterTime> {
+    let dead_letters = &context.dead_letters;
+    let command = doc! {
+        "update": CANARIES,
+        "updates": [{"q": {"_id": &dead_letters.deployment}, "u": {"$currentDate": {"sent": true}}, "upsert": true}],
+        "writeConcern": {"w": "majority", "wtimeout": i64::try_from(PATIENCE.as_millis()).unwrap_or(i64::MAX)},
+    };
+    let reply = context.server.database(&dead_letters.database).run_command(command).await?;
+    if reply.contains_key("writeErrors") || reply.contains_key("writeConcernError") {
+        return Err(Error::new(Kind::NotReplicated, "a canary was not acknowledged"));
+    }
+    reply.get_timestamp("operationTime").map(Into::into).map_err(|_| Error::new(Kind::Topology, "no operation time"))
+}
+
+/// Rule, reason and number of the dead letters.
+async fn dead_letters(context: &Context) -> Result<Vec<(String, String, u64)>> {
+    let dead_letters = &context.dead_letters;
+    let pipeline = [
+        doc! {"$match": {"deployment": &dead_letters.deployment}},
+        doc! {"$group": {"_id": {"rule": "$rule", "reason": "$reason"}, "count": {"$sum": 1_i64}}},
+        doc! {"$sort": {"count": -1}},
+        doc! {"$limit": 1000},
+    ];
+    let found: Vec<Document> = context
+        .server
+        .collection(&dead_letters.database, dead_letter::COLLECTION)
+        .aggregate(pipeline)
+        .await?
+        .try_collect()
+        .await?;
+    let read = |doc: &Document| {
+        let id = doc.get_document("_id").ok()?;
+        let count = u64::try_from(doc.get_i64("count").ok()?).ok()?;
+        Some((id.get_str("rule").ok()?.to_owned(), id.get_str("reason").unwrap_or("unknown").to_owned(), count))
+    };
+    Ok(found.iter().filter_map(read).collect())
+}
+
+/// The oplog window, as seen from the saved position.
+async fn oplog(server: &Server, saved: Option<ClusterTime>) -> Result<Oplog> {
+    if server.is_router().await? {
+        return Err(no_oplog());
+    }
+    let local = server.database("local");
+    let oplog = local.collection::<Document>("oplog.rs");
+    let edge = async |order: i32| {
+        let found = oplog.find_one(doc! {}).sort(doc! {"$natural": order}).projection(doc! {"_id": 0, "ts": 1}).await?;
+        let ts = found.as_ref().and_then(|entry| entry.get_timestamp("ts").ok());
+        ts.map(ClusterTime::from).ok_or_else(|| Error::new(Kind::Topology, "the oplog is empty or not there"))
+    };
+    let (first, last) = (edge(1).await?, edge(-1).await?);
+    let window = f64::from(last.seconds.saturating_sub(first.seconds));
+    // Without the privilege to read its size, the oplog counts as full.
+    let stats = local.run_command(doc! {"collStats": "oplog.rs"}).await.unwrap_or_default();
+    let fill = fill(&stats).unwrap_or(1.0);
+    let unused = if fill > 0.0 { window / fill - window } else { 0.0 };
+    Ok(Oplog {
+        readable: Some(true),
+        reason: None,
+        window_seconds: Some(window),
+        headroom_seconds: saved.map(|saved| f64::from(saved.seconds) - f64::from(first.seconds) + unused),
+        size_megabytes: number(&stats, "maxSize").map(|bytes| bytes / f64::from(1 << 20)),
+        bridged_seconds: Some(window + unused).filter(|bridged| *bridged > 0.0),
+        lost_in_seconds: None,
+    })
+}
+
+/// The used part of the oplog's size, at most 1.
+fn fill(stats: &Document) -> Option<f64> {
+    let (size, most) = (number(stats, "size")?, number(stats, "maxSize")?);
+    (most > 0.0).then(|| (size / most).min(1.0))
+}
+
+fn number(stats: &Document, name: &str) -> Option<f64> {
+    match stats.get(name)? {
+        Bson::Int32(n) => Some(f64::from(*n)),
+        #[expect(clippy::cast_precision_loss, reason = "a size in bytes, for a share")]
+        Bson::Int64(n) => Some(*n as f64),
+        Bson::Double(n) => Some(*n),
+        _ => None,
+    }
+}

@@ -1,0 +1,193 @@
+//! Selects the changes that get a line in the timeline. Pure.
+//!
+//! A spell is a period in which a cause holds, with a line at its beginning and one at its end. A very short one leaves
+//! no line, and short interruptions do not end it: so a server that is slow for a second, once a minute, does not fill
+//! the timeline.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Instant,
+};
+
+use denormd_engine::{
+    events::Event,
+    metrics::{BackfillProgress, Cause},
+};
+
+use super::{causes::Found, lag::seconds, report::duration};
+
+/// Milliseconds that a cause must hold before it is reported; a severe one is reported at once.
+const SETTLED: i64 = 5_000;
+/// Milliseconds without the cause after which its spell is over.
+const GONE: i64 = 15_000;
+/// Rules named in a line.
+const NAMED: usize = 5;
+
+/// The current spells and backfills.
+#[derive(Debug, Default)]
+pub struct Timeline {
+    spells: BTreeMap<Cause, Spell>,
+    /// The last reported backfill of each rule: its start, and true if its end was reported.
+    backfills: BTreeMap<String, (Instant, bool)>,
+}
+
+#[derive(Debug)]
+struct Spell {
+    began: i64,
+    seen: i64,
+    told: bool,
+    rules: BTreeSet<String>,
+}
+
+impl Timeline {
+    /// Takes the causes that hold at `now` (milliseconds since 1970); returns the events to report.
+    pub fn causes(&mut self, now: i64, found: &[Found]) -> Vec<Event> {
+        let mut events = Vec::new();
+        for Found { cause, rules, since } in found.iter().filter(|found| is_spell(found.cause)) {
+            let spell = self.spells.entry(*cause).or_insert_with(|| Spell {
+                began: since.unwrap_or(now),
+                seen: now,
+                told: false,
+                rules: BTreeSet::new(),
+            });
+            spell.seen = now;
+            let joined: Vec<String> = rules.iter().filter(|rule| !spell.rules.contains(*rule)).cloned().collect();
+            spell.rules.extend(joined.iter().cloned());
+            if !spell.told && (cause.is_severe() || now - spell.began >= SETTLED) {
+                spell.told = true;
+                let rules: Vec<String> = spell.rules.iter().cloned().collect();
+                events.push(told(spell.began, cause.name(), rules, cause.meaning()));
+            } else if spell.told && !joined.is_empty() && is_by_rule(*cause) {
+                events.push(told(now, cause.name(), joined, cause.meaning()));
+            }
+        }
+        self.spells.retain(|cause, spell| {
+            let over = now - spell.seen >= GONE;
+            if over && spell.told {
+                let lasted = duration(seconds(spell.seen - spell.began));
+                let text = format!("over after {lasted}: {}", cause.meaning());
+                let rules = spell.rules.iter().cloned().collect();
+                events.push(told(spell.seen, &format!("{}_ended", cause.name()), rules, &text));
+            }
+            !over
+        });
+        events
+    }
+
+    /// Forgets the causes of a leader, because another instance leads now and reports its own.
+    pub fn forget(&mut self) {
+        self.spells.retain(|cause, _| cause.is_of_the_instance());
+    }
+
+    /// Takes the last backfill of each rule; returns the events to report at `now`.
+    pub fn backfills(&mut self, now: i64, all: &[(String, BackfillProgress)]) -> Vec<Event> {
+        let (mut started, mut done) = (Vec::new(), Vec::new());
+        for (rule, progress) in all {
+            let (known, over) = self.backfills.get(rule).copied().unzip();
+            if known != Some(progress.started) {
+                started.push(rule.clone());
+            }
+            if let Some(ended) = progress.ended.filter(|_| known != Some(progress.started) || over == Some(false)) {
+                let took = duration(ended.duration_since(progress.started).as_secs_f64());
+                let text = format!("existing data is up to date: {} targets in {took}", progress.scanned);
+                done.push(told(now, "backfill_done", vec![rule.clone()], &text));
+            }
+            self.backfills.insert(rule.clone(), (progress.started, progress.ended.is_some()));
+        }
+        let mut events = Vec::new();
+        if !started.is_empty() {
+            events.push(told(now, "backfill_started", started, "existing data is being brought up to date"));
+        }
+        events.append(&mut done);
+        events
+    }
+}
+
+fn told(at: i64, what: &str, rules: Vec<String>, text: &str) -> Event {
+    let named = rules.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
+    let text = match rules.len() {
+        0 => text.to_owned(),
+        n if n <= NAMED => format!("{text} ({named})"),
+        n => format!("{text} ({named} and {} more)", n - NAMED),
+    };
+    Event::new(at, what, rules, text)
+}
+
+/// Backfills and refused configs have lines of their own.
+fn is_spell(cause: Cause) -> bool {
+    !matches!(cause, Cause::Backfilling | Cause::ConfigRefused)
+}
+
+/// True if each rule that joins is reported: with other causes, rules come and go with the lag.
+fn is_by_rule(cause: Cause) -> bool {
+    matches!(cause, Cause::Degraded | Cause::SourceGone | Cause::RemovalLimit | Cause::Paused | Cause::DeadLetters)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn found(cause: Cause, rules: &[&str]) -> Found {
+        Found { cause, rules: rules.iter().map(|rule| (*rule).to_owned()).collect(), since: None }
+    }
+
+    fn names(events: &[Event]) -> Vec<(i64, &str)> {
+        events.iter().map(|event| (event.time, event.what.as_str())).collect()
+    }
+
+    #[test]
+    fn a_spell_has_a_beginning_and_an_end_and_a_moment_of_slowness_has_neither() {
+        let mut timeline = Timeline::default();
+        let slow = [found(Cause::ServerSlow, &["r"])];
+        assert_eq!(names(&timeline.causes(0, &slow)), []);
+        assert_eq!(names(&timeline.causes(16_000, &[])), [], "it was gone before it was told");
+        assert_eq!(names(&timeline.causes(20_000, &slow)), []);
+        let begun = timeline.causes(25_000, &slow);
+        assert_eq!(names(&begun), [(20_000, "server_slow")]);
+        assert!(begun[0].text.ends_with("(r)"), "{}", begun[0].text);
+        assert_eq!(names(&timeline.causes(30_000, &slow)), [], "once is enough");
+        assert_eq!(names(&timeline.causes(40_000, &[])), [], "it may come back");
+        assert_eq!(names(&timeline.causes(41_000, &slow)), [], "and is the same spell");
+        let over = timeline.causes(60_000, &[]);
+        assert_eq!(names(&over), [(41_000, "server_slow_ended")]);
+        assert!(over[0].text.starts_with("over after 21 s"), "{}", over[0].text);
+        assert_eq!(names(&timeline.causes(90_000, &[])), []);
+    }
+
+    #[test]
+    fn what_cannot_wait_is_told_at_once_and_each_rule_that_joins() {
+        let mut timeline = Timeline::default();
+        assert_eq!(names(&timeline.causes(0, &[found(Cause::RemovalLimit, &["a"])])), [(0, "braked")]);
+        let joined = timeline.causes(1000, &[found(Cause::RemovalLimit, &["a", "b"])]);
+        assert_eq!(joined[0].rules, ["b"]);
+        assert_eq!(names(&timeline.causes(2000, &[found(Cause::RemovalLimit, &["b"])])), []);
+    }
+
+    #[test]
+    fn backfills_are_told_by_rule_when_they_end_and_together_when_they_start() {
+        let (began, again) = (Instant::now(), Instant::now() + Duration::from_secs(60));
+        let run = |rule: &str, started: Instant, took: Option<u64>| {
+            let ended = took.map(|took| started + Duration::from_secs(took));
+            (rule.to_owned(), BackfillProgress { started, scanned: 50, total: None, ended, held_back: None })
+        };
+        let mut timeline = Timeline::default();
+        let started = timeline.backfills(0, &[run("a", began, None), run("b", began, None)]);
+        assert_eq!((names(&started), started[0].rules.len()), (vec![(0, "backfill_started")], 2));
+        let done = timeline.backfills(1000, &[run("a", began, Some(2)), run("b", began, None)]);
+        assert_eq!(names(&done), [(1000, "backfill_done")]);
+        assert!(done[0].text.contains("50 targets in 2.0 s"), "{}", done[0].text);
+        assert_eq!(names(&timeline.backfills(2000, &[run("a", began, Some(2)), run("b", began, None)])), []);
+        // A backfill that starts and ends between two ticks.
+        let quick = timeline.backfills(3000, &[run("a", again, Some(1))]);
+        assert_eq!(names(&quick), [(3000, "backfill_started"), (3000, "backfill_done")]);
+    }
+
+    #[test]
+    fn a_thousand_rules_make_one_short_line() {
+        let rules: Vec<String> = (0..1000).map(|n| format!("rule-{n}")).collect();
+        let event = told(0, "degraded", rules, "lost");
+        assert!(event.text.ends_with("and 995 more)") && event.text.len() < 200, "{}", event.text);
+    }
+}

@@ -1,0 +1,91 @@
+//! Decisions about the first writes of a rule: one per definition, shared by all partitions.
+//!
+//! A decision is recorded before the rule writes anything. The first decision recorded for a definition wins. So
+//! partitions that decide at the same time, or a former leader whose command arrives late, cannot decide differently.
+
+use bson::{Bson, DateTime, Document, doc};
+
+use denormd_model::rule_state::Adoption;
+use denormd_mongo::{
+    Server, bounded, code,
+    error::{Error, Result},
+    unless,
+};
+
+/// The collection of decisions: one document per deployment and rule.
+pub const COLLECTION: &str = "adoptions";
+
+/// A decision about one definition of a rule.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Decision {
+    /// The definition of the rule, as the plan records it.
+    pub definition: Document,
+    /// The definition that wrote before; None if the rule had written nothing.
+    pub earlier: Option<Document>,
+    /// The reason to block the rule until somebody agrees; None if the rule may write.
+    pub block: Option<Adoption>,
+}
+
+/// The decisions of a deployment.
+#[derive(Debug, Clone, Copy)]
+pub struct Decisions<'a> {
+    /// The cluster that holds the state database.
+    pub server: &'a Server,
+    /// The name of the state database.
+    pub database: &'a str,
+    /// The name of the deployment, without a partition.
+    pub deployment: &'a str,
+}
+
+impl Decisions<'_> {
+    fn id(&self, rule: &str) -> Document {
+        doc! {"deployment": self.deployment, "rule": rule}
+    }
+
+    fn collection(&self) -> mongodb::Collection<Document> {
+        self.server.collection(self.database, COLLECTION)
+    }
+
+    /// The latest decision about a rule.
+    pub async fn of(&self, rule: &str) -> Result<Option<Decision>> {
+        let found = bounded(self.collection().find_one(doc! {"_id": self.id(rule)})).await?;
+        let Some(found) = found else { return Ok(None) };
+        let document = |name: &str| found.get_document(name).ok().cloned();
+        let Some(definition) = document("definition") else { return Ok(None) };
+        let block = document("block").map(bson::deserialize_from_document).transpose()?;
+        Ok(Some(Decision { definition, earlier: document("earlier"), block }))
+    }
+
+    /// Records a decision, unless one exists for this definition. Returns the recorded one.
+    pub async fn decide(&self, rule: &str, decision: Decision) -> Result<Decision> {
+        let block = decision.block.as_ref().map(bson::serialize_to_document).transpose()?;
+        let state = doc! {
+            "definition": decision.definition.clone(), "earlier": decision.earlier.clone(), "block": block,
+            "at": DateTime::now(),
+        };
+        let other = doc! {"_id": self.id(rule), "definition": {"$ne": decision.definition.clone()}};
+        let collection = self.collection();
+        let decided = bounded(collection.update_one(other, doc! {"$set": state}).upsert(true)).await;
+        if unless(code::DUPLICATE_KEY, decided)?.is_some() {
+            return Ok(decision);
+        }
+        let first = self.of(rule).await?.filter(|first| first.definition == decision.definition);
+        first.ok_or_else(|| Error::internal("the decision about a rule changes while it is made"))
+    }
+
+    /// Records that somebody has agreed to this definition.
+    pub async fn agree(&self, rule: &str, definition: &Document) -> Result<()> {
+        let state = doc! {"definition": definition.clone(), "block": Bson::Null, "agreed": DateTime::now()};
+        let collection = self.collection();
+        bounded(collection.update_one(doc! {"_id": self.id(rule)}, doc! {"$set": state}).upsert(true)).await?;
+        Ok(())
+    }
+
+    /// Deletes the decision about a rule that was removed from the config, so that the rule is checked again if it
+    /// returns.
+    pub async fn forget(&self, rule: &str) -> Result<()> {
+        let collection = self.collection();
+        bounded(collection.delete_one(doc! {"_id": self.id(rule)})).await?;
+        Ok(())
+    }
+}

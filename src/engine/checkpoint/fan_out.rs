@@ -1,0 +1,189 @@
+//! Records of fan-out jobs, which are too large for one command. Once a job is recorded by a majority, the position may
+//! pass the event that started it, and after a restart the job resumes from its saved position.
+
+use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
+use futures_util::TryStreamExt;
+
+use crate::request::Task;
+use denormd_model::key::Key;
+use denormd_mongo::{
+    Reads, Server, bounded,
+    error::{Error, Result},
+};
+use denormd_rules::plan::{Plan, Rule, RuleId};
+
+use super::store::{mine, refused_upsert};
+
+/// The collection of fan-out jobs in the state database: one document per deployment, rule, task and key.
+pub const COLLECTION: &str = "fan_outs";
+
+/// The identity of a fan-out job. At most one job per subject exists at a time.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Subject {
+    /// The rule whose targets the job updates.
+    pub rule: RuleId,
+    /// The way to find the targets: [`Task::Value`], [`Task::Holders`] or [`Task::Parents`].
+    pub task: Task,
+    /// The source's match value; for parents, its `_id`.
+    pub key: Key,
+}
+
+/// One fan-out job with its progress.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FanOut {
+    /// The identity, shared by repeated requests for the same targets.
+    pub subject: Subject,
+    /// The id of the request: progress for an older request does not overwrite a newer one.
+    pub request: ObjectId,
+    /// The `_id` of the last target that is done.
+    pub after: Option<Bson>,
+    /// True if the job reads its targets in parts of the collection. They are in the order of the collection's own
+    /// collation, in which `after` has a different place than in the simple collation.
+    pub in_parts: bool,
+    /// The commit time of the oldest change that the job covers, in milliseconds since 1970.
+    pub committed: Option<i64>,
+}
+
+/// The fan-out jobs of one deployment or partition.
+#[derive(Debug, Clone)]
+pub struct FanOuts {
+    /// The name of the state database.
+    pub database: String,
+    /// The name of the deployment, or the id of one of its partitions.
+    pub deployment: String,
+}
+
+impl FanOuts {
+    /// Records that all targets of `subject` are to be updated, from the first one on. A pass in progress continues to
+    /// its end, and another one follows.
+    pub async fn open(&self, server: &Server, rule: &Rule, subject: Subject, committed: Option<i64>) -> Result<FanOut> {
+        let request = ObjectId::new();
+        let mut update = doc! {
+            "$set": {"wish": request, "after": [], "term": server.term()},
+            "$unset": {"in_parts": ""},
+            "$setOnInsert": {"started": DateTime::now()},
+        };
+        if let Some(committed) = committed {
+            update.insert("$min", doc! {"committed": DateTime::from_millis(committed)});
+        }
+        let filter = mine(server, self.id(&rule.name, subject.task, &subject.key));
+        let fan_outs = server.collection(&self.database, COLLECTION);
+        let open = fan_outs.find_one_and_update(filter, update).upsert(true);
+        // A delayed write costs one more pass.
+        let saved =
+            bounded(open.return_document(mongodb::options::ReturnDocument::After)).await.map_err(refused_upsert)?;
+        let committed = saved.and_then(|doc| Some(doc.get_datetime("committed").ok()?.timestamp_millis()));
+        Ok(FanOut { subject, request, after: None, in_parts: false, committed })
+    }
+
+    /// Saves the job's position. Returns false if the job has been requested again.
+    pub async fn advance(&self, server: &Server, rule: &Rule, job: &FanOut) -> Result<bool> {
+        let after: Vec<Bson> = job.after.iter().cloned().collect();
+        let mut update = doc! {"after": after, "saved": DateTime::now()};
+        if job.in_parts {
+            update.insert("in_parts", true);
+        }
+        let update = doc! {"$set": update};
+        let fan_outs = server.collection(&self.database, COLLECTION);
+        // A delayed write moves the position back, which only repeats work.
+        Ok(bounded(fan_outs.update_one(self.requested(server, rule, job), update)).await?.matched_count > 0)
+    }
+
+    /// Deletes a job whose targets are all done. Returns false if the job has been requested again.
+    pub async fn close(&self, server: &Server, rule: &Rule, job: &FanOut) -> Result<bool> {
+        let fan_outs = server.collection(&self.database, COLLECTION);
+        Ok(bounded(fan_outs.delete_one(self.requested(server, rule, job))).await?.deleted_count > 0)
+    }
+
+    /// Reads the current record of a subject. The read follows every earlier commit, so it sees the request that made
+    /// another write fail.
+    pub async fn recorded(&self, server: &Server, rule: &Rule, subject: &Subject) -> Result<Option<FanOut>> {
+        let after = server.operation_time().await?;
+        let filter = doc! {"_id": self.id(&rule.name, subject.task, &subject.key)};
+        let command = doc! {"find": COLLECTION, "filter": filter, "limit": 1};
+        let found = server.read(&self.database, command, Reads { after }).await?;
+        let found = found.first().map(|found| Document::try_from(found.as_ref())).transpose()?;
+        found.map(|found| progress(&found, subject.clone()).ok_or_else(|| unreadable(&found))).transpose()
+    }
+
+    /// Deletes all jobs of a rule, because a backfill of the rule covers them.
+    pub async fn forget(&self, server: &Server, rule: &str) -> Result<()> {
+        let filter = doc! {
+            "_id.deployment": &self.deployment, "_id.rule": rule, "term": {"$not": {"$gt": server.term()}},
+        };
+        bounded(server.collection(&self.database, COLLECTION).delete_many(filter)).await?;
+        Ok(())
+    }
+
+    /// Reads the jobs of all rules in the plan.
+    pub async fn all(&self, server: &Server, plan: &Plan) -> Result<Vec<FanOut>> {
+        let filter = doc! {"_id.deployment": &self.deployment};
+        let mut cursor = bounded(server.collection(&self.database, COLLECTION).find(filter)).await?;
+        let mut out = Vec::new();
+        while let Some(doc) = bounded(cursor.try_next()).await? {
+            let id = doc.get_document("_id").ok();
+            let name = id.and_then(|id| id.get_str("rule").ok());
+            if let Some(rule) = plan.rules.iter().find(|rule| Some(rule.name.as_str()) == name) {
+                out.push(read(&doc, rule.id).ok_or_else(|| unreadable(&doc))?);
+            }
+        }
+        Ok(out)
+    }
+
+    fn id(&self, rule: &str, task: Task, key: &Key) -> Document {
+        doc! {"deployment": &self.deployment, "rule": rule, "task": task.name(), "key": key.values().to_vec()}
+    }
+
+    fn requested(&self, server: &Server, rule: &Rule, job: &FanOut) -> Document {
+        let mut filter = mine(server, self.id(&rule.name, job.subject.task, &job.subject.key));
+        filter.insert("wish", job.request);
+        filter
+    }
+}
+
+fn read(doc: &Document, rule: RuleId) -> Option<FanOut> {
+    let id = doc.get_document("_id").ok()?;
+    let subject = Subject {
+        rule,
+        task: Task::named(id.get_str("task").ok()?)?,
+        key: Key::new(id.get_array("key").ok()?.clone()),
+    };
+    progress(doc, subject)
+}
+
+/// A job that is not read would count as done. Its `_id` contains a value of a document, so only a part of it is named.
+fn unreadable(doc: &Document) -> Error {
+    let part = |name| doc.get_document("_id").and_then(|id| id.get_str(name)).unwrap_or("unknown");
+    let (deployment, rule, task) = (part("deployment"), part("rule"), part("task"));
+    Error::internal(format!("the record of a fan-out job cannot be read: {deployment}, rule {rule}, task {task}")).hint(
+        format!(
+            "was it written by another version, or by hand? Delete it, and `denormd backfill {rule}` does its work"
+        ),
+    )
+}
+
+fn progress(doc: &Document, subject: Subject) -> Option<FanOut> {
+    Some(FanOut {
+        subject,
+        request: doc.get_object_id("wish").ok()?,
+        after: doc.get_array("after").ok()?.first().cloned(),
+        in_parts: doc.get_bool("in_parts").unwrap_or_default(),
+        committed: doc.get_datetime("committed").ok().map(|at| at.timestamp_millis()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_that_cannot_be_read_is_an_error_without_its_key() {
+        let id = doc! {"deployment": "shop", "rule": "names", "task": "Value", "key": ["secret"]};
+        let job = doc! {"_id": id.clone(), "wish": ObjectId::new(), "after": []};
+        assert!(read(&job, RuleId(0)).is_some());
+        let damaged = doc! {"_id": id, "after": []};
+        assert!(read(&damaged, RuleId(0)).is_none());
+        let error = unreadable(&damaged).to_string();
+        assert!(error.contains("shop, rule names, task Value") && !error.contains("secret"), "{error}");
+    }
+}

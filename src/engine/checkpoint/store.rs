@@ -1,0 +1,572 @@
+//! Positions and rule states in the state database, written with majority acknowledgement.
+//!
+//! Every document contains the term of the leader that wrote it last. A new leader first marks all of them with its own
+//! term. From then on, delayed writes of a former leader change nothing.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+    time::Duration,
+};
+
+use bson::{Bson, DateTime, Document, Timestamp, doc};
+use futures_util::TryStreamExt;
+
+use denormd_model::{
+    partition::{Partition, SEPARATOR},
+    position::{ClusterTime, Position},
+    rule_state::{BlockReason, RuleState},
+};
+use denormd_mongo::{
+    Server, bounded, code,
+    error::{Error, Kind, Result},
+    unless,
+};
+use denormd_rules::plan::{Plan, Rule, RuleId};
+
+use super::{
+    fan_out,
+    kept::Keeping,
+    requests::Retired,
+    rule_record::{self, Agreement, RuleRecord, progress_field, state_fields},
+};
+
+/// The collection of positions: one document per deployment and stream.
+pub const POSITIONS: &str = "positions";
+/// The collection of rule states: one document per deployment and rule.
+pub const RULES: &str = "rules";
+
+/// The collection of terms: one document per deployment, with the latest claimed term.
+const TERMS: &str = "terms";
+
+/// The state of one deployment, or of one of its partitions.
+#[derive(Debug, Clone)]
+pub struct Store {
+    database: String,
+    /// The deployment or partition in the `_id` of this state's documents.
+    deployment: String,
+    /// The partitions that this store covers: one for a leader, all of the deployment for commands.
+    ids: Arc<[String]>,
+    /// The UUID of the collection of positions. A copy of the data in another cluster has a different UUID, both after
+    /// a restore and after a synchronisation. Reading it needs no additional privilege.
+    cluster: Arc<Bson>,
+}
+
+/// The highest term that was claimed or written for the deployment; 0 if there is none.
+pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> Result<i64> {
+    let mut highest = 0;
+    for name in [TERMS, POSITIONS, RULES, fan_out::COLLECTION] {
+        let last = server
+            .collection(database, name)
+            .find_one(doc! {"_id.deployment": deployment})
+            .sort(doc! {"term": -1})
+            .await?;
+        // State without a term comes from a daemon without a lease.
+        highest = highest.max(last.map_or(0, |doc| doc.get_i64("term").unwrap_or(1).max(1)));
+    }
+    Ok(highest)
+}
+
+/// Claims a term for a new leader, before any other write in that term. Returns false if this term or a later one is
+/// already claimed: each term has one leader, regardless of the lease. A delayed claim only uses up a term.
+pub async fn claim_term(server: &Server, database: &str, deployment: &str, term: i64) -> Result<bool> {
+    let unclaimed = doc! {"_id": {"deployment": deployment}, "term": {"$not": {"$gte": term}}};
+    let claim = doc! {"$set": {"term": term, "since": DateTime::now()}};
+    let claimed = bounded(server.collection(database, TERMS).update_one(unclaimed, claim).upsert(true)).await;
+    Ok(unless(code::DUPLICATE_KEY, claimed)?.is_some())
+}
+
+impl Store {
+    /// Opens the state of a whole deployment, for commands and for the leader of an unpartitioned deployment, whose
+    /// term `server` has. From now on, unacknowledged writes of a former leader cannot change it.
+    pub async fn open(server: &Server, database: &str, deployment: &str) -> Result<Self> {
+        let partitions = super::format::check(server, database, deployment).await?;
+        let ids = Partition::all(partitions).map(|partition| partition.id(deployment)).collect();
+        Self::open_all(server, database, deployment, ids).await
+    }
+
+    /// Opens the state of one partition for its leader.
+    pub async fn open_partition(
+        server: &Server,
+        database: &str,
+        deployment: &str,
+        partition: Partition,
+    ) -> Result<Self> {
+        let partitions = super::format::check(server, database, deployment).await?;
+        if partitions != partition.of() {
+            let message = format!("the deployment is divided into {partitions} partitions now");
+            return Err(Error::new(Kind::Unavailable, message));
+        }
+        let id = partition.id(deployment);
+        Self::open_all(server, database, &id, Arc::from([id.clone()])).await
+    }
+
+    async fn open_all(server: &Server, database: &str, deployment: &str, ids: Arc<[String]>) -> Result<Self> {
+        let mine = doc! {"$in": ids.to_vec()};
+        for name in [POSITIONS, RULES, fan_out::COLLECTION] {
+            unless(code::NAMESPACE_EXISTS, server.database(database).create_collection(name).await)?;
+            let term = server.term();
+            let others = server
+                .collection(database, name)
+                .count_documents(doc! {"_id.deployment": mine.clone(), "term": {"$gt": term}})
+                .await?;
+            if others > 0 && term > 0 {
+                return Err(former());
+            }
+            server
+                .collection(database, name)
+                .update_many(
+                    doc! {"_id.deployment": mine.clone(), "term": {"$not": {"$gte": term}}},
+                    doc! {"$set": {"term": term}},
+                )
+                .await?;
+        }
+        let command = doc! {"listCollections": 1, "filter": {"name": POSITIONS}};
+        let reply = server.database(database).run_command(command).await?;
+        let uuid = reply
+            .get_document("cursor")
+            .and_then(|cursor| cursor.get_array("firstBatch"))
+            .ok()
+            .and_then(|batch| batch.first()?.as_document()?.get_document("info").ok()?.get("uuid").cloned());
+        let cluster = uuid.ok_or_else(|| Error::internal("the collection of positions has no UUID"))?;
+        Ok(Self { database: database.to_owned(), deployment: deployment.to_owned(), ids, cluster: Arc::new(cluster) })
+    }
+
+    /// The same state, limited to these partitions.
+    #[must_use]
+    pub fn of(self, partitions: &[Partition]) -> Self {
+        Self { ids: partitions.iter().map(|partition| partition.id(&self.deployment)).collect(), ..self }
+    }
+
+    /// The name of the state database.
+    #[must_use]
+    pub fn database(&self) -> &str {
+        &self.database
+    }
+
+    /// The partitions that this store covers, as ids in stored documents.
+    #[must_use]
+    pub fn ids(&self) -> &[String] {
+        &self.ids
+    }
+
+    /// The documents of a rule, one per partition.
+    fn of_rule(&self, rule: &str) -> Document {
+        doc! {"_id": {"$in": self.ids.iter().map(|id| doc! {"deployment": id, "rule": rule}).collect::<Vec<_>>()}}
+    }
+
+    pub(super) fn id(&self, name: &str, value: &str) -> Document {
+        doc! {"deployment": &self.deployment, name: value}
+    }
+
+    /// The position to resume the stream of `database` from, if there is one. The token is valid only for the pipeline
+    /// that produced it. With another pipeline, the stream is reopened by time.
+    pub async fn position(&self, server: &Server, database: &str, pipeline: &[Document]) -> Result<Option<Position>> {
+        let positions = server.collection(&self.database, POSITIONS);
+        let found = bounded(positions.find_one(doc! {"_id": self.id("stream", database)})).await?;
+        let now = server.operation_time().await?;
+        Ok(found.and_then(|doc| {
+            let time = ClusterTime::from(doc.get_timestamp("time").ok()?);
+            if doc.get("cluster") != Some(&*self.cluster) || time > now {
+                tracing::error!(database, "the saved position is of another cluster and is not used");
+                return None;
+            }
+            let same = doc.get_array("pipeline").ok()?.iter().filter_map(Bson::as_document).eq(pipeline.iter());
+            let token = doc.get_document("token").ok().filter(|_| same).cloned();
+            Some(Position { time, token })
+        }))
+    }
+
+    /// Saves the position of the stream of `database`, unless another leader has opened the state.
+    pub async fn save_position(
+        &self,
+        server: &Server,
+        database: &str,
+        pipeline: &[Document],
+        position: &Position,
+    ) -> Result<()> {
+        let state = doc! {
+            "time": Timestamp::from(position.time),
+            "token": position.token.clone(),
+            "pipeline": pipeline.to_vec(),
+            "cluster": (*self.cluster).clone(),
+            "term": server.term(),
+            "saved": DateTime::now(),
+        };
+        let positions = server.collection(&self.database, POSITIONS);
+        let save = positions.update_one(mine(server, self.id("stream", database)), doc! {"$set": state}).upsert(true);
+        // A delayed write moves the position back, which only repeats work.
+        bounded(save).await.map_err(refused_upsert)?;
+        Ok(())
+    }
+
+    /// The records of all current and former rules of this deployment, by name, merged over the partitions.
+    pub async fn rules(&self, server: &Server) -> Result<Vec<(String, RuleRecord)>> {
+        self.found(server, doc! {}).await
+    }
+
+    /// The same records without definitions, which are read every second for the states of the rules.
+    pub async fn standing(&self, server: &Server) -> Result<Vec<(String, RuleRecord)>> {
+        self.found(server, doc! {"definition": 0, "retired": 0, "agreed": 0}).await
+    }
+
+    async fn found(&self, server: &Server, projection: Document) -> Result<Vec<(String, RuleRecord)>> {
+        let mine = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
+        let mut cursor = server.collection(&self.database, RULES).find(mine).projection(projection).await?;
+        let mut out: Vec<(String, RuleRecord)> = Vec::new();
+        let mut places: HashMap<String, usize> = HashMap::new();
+        while let Some(document) = cursor.try_next().await? {
+            let (name, record) = rule_record::read(&document)?;
+            match places.get(&name) {
+                Some(place) => out[*place].1.join(record),
+                None => {
+                    places.insert(name.clone(), out.len());
+                    out.push((name, record));
+                }
+            }
+        }
+        Ok(out)
+    }
+
+    /// Records the definition and state of a rule, regardless of the previous state. Returns the stored state and the
+    /// generation of this change, which invalidates requests of earlier generations.
+    pub async fn reset_rule(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        state: &RuleState,
+        agreement: Agreement,
+    ) -> Result<(RuleState, i64)> {
+        self.reset(server, rule, (state, agreement), Document::new()).await
+    }
+
+    /// The same for a rule that is new, changed, or returns to the config, with the values that its first backfill
+    /// keeps.
+    pub async fn register_rule(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        (state, agreement): (&RuleState, Agreement),
+        keeping: Option<&Keeping>,
+    ) -> Result<(RuleState, i64)> {
+        let keeping = keeping.map(bson::serialize_to_document).transpose()?;
+        self.reset(server, rule, (state, agreement), doc! {"keeping": keeping, "undone": []}).await
+    }
+
+    async fn reset(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        (state, agreement): (&RuleState, Agreement),
+        more: Document,
+    ) -> Result<(RuleState, i64)> {
+        let mut fields = state_fields(state)?;
+        fields.extend(more);
+        fields.insert("definition", rule.definition.clone());
+        fields.insert("term", server.term());
+        let rules = server.collection(&self.database, RULES);
+        loop {
+            let id = self.id("rule", &rule.name);
+            let before = bounded(rules.find_one(doc! {"_id": id.clone()})).await?;
+            let seen = before.as_ref().map(rule_record::read).transpose()?.map(|(_, seen)| seen);
+            let generation = seen.as_ref().map_or(0, |seen| seen.generation);
+            if before.as_ref().is_some_and(|before| before.get_i64("term").is_ok_and(|term| term > server.term())) {
+                return Err(former());
+            }
+            fields.insert("generation", generation + 1);
+            let kept = || seen.is_some_and(|seen| seen.removals_agreed && seen.definition == rule.definition);
+            let agreed = agreement == Agreement::Given || agreement == Agreement::Kept && kept();
+            // Without an agreement, an existing number belongs to an earlier generation and has no effect.
+            if agreed {
+                fields.insert("removals_agreed", generation + 1);
+            }
+            // A delayed write finds another generation, and cannot undo later changes.
+            let mut unchanged = mine(server, id);
+            unchanged.insert("generation", same_generation(generation));
+            let reset = rules.update_one(unchanged, doc! {"$set": fields.clone()}).upsert(before.is_none());
+            let done = unless(code::DUPLICATE_KEY, bounded(reset).await)?;
+            if done.is_some_and(|done| done.matched_count > 0 || done.upserted_id.is_some()) {
+                return Ok((state.clone().with_removals(agreed), generation + 1));
+            }
+        }
+    }
+
+    /// Blocks a rule until somebody agrees to the effect of its backfill ([`Store::ask`]). Once agreed to, the same
+    /// definition of the rule is not blocked again for its effect on existing data ([`RuleRecord::has_agreed`]).
+    /// Returns the generation of the block.
+    pub async fn block(&self, server: &Server, rule: &Rule, reason: BlockReason) -> Result<i64> {
+        let (_, generation) = self.reset_rule(server, rule, &RuleState::Blocked(reason), Agreement::Ended).await?;
+        Ok(generation)
+    }
+
+    /// Requests a backfill of a rule from the start, from the current or next leader. This unblocks a blocked rule, and
+    /// records the agreement to its effect on existing data for this definition. Returns false for a rule that has
+    /// never run.
+    ///
+    /// The request applies only to the generation that it has read, as the caller need not be the leader. A delayed
+    /// write, after the rule was blocked again, would agree to an effect that nobody has seen.
+    pub async fn ask(&self, server: &Server, rule: &str) -> Result<bool> {
+        self.ask_all(server, rule, None).await
+    }
+
+    /// Like [`Store::ask`], for a rule that is still blocked for the reason that the user has seen. Returns false if it
+    /// is not.
+    pub async fn unblock(&self, server: &Server, rule: &str, reason: &BlockReason) -> Result<bool> {
+        self.ask_all(server, rule, Some(reason)).await
+    }
+
+    async fn ask_all(&self, server: &Server, rule: &str, reason: Option<&BlockReason>) -> Result<bool> {
+        let now = Timestamp::from(server.operation_time().await?);
+        let mut asked = false;
+        for id in self.ids.iter() {
+            asked |= self.ask_one(server, doc! {"deployment": id, "rule": rule}, now, reason).await?;
+        }
+        Ok(asked)
+    }
+
+    async fn ask_one(
+        &self,
+        server: &Server,
+        id: Document,
+        now: Timestamp,
+        reason: Option<&BlockReason>,
+    ) -> Result<bool> {
+        let state = backfill_from_the_start()?;
+        let rules = server.collection(&self.database, RULES);
+        loop {
+            let Some(seen) = bounded(rules.find_one(doc! {"_id": id.clone()})).await? else { return Ok(false) };
+            let (_, seen) = rule_record::read(&seen)?;
+            let unchanged = doc! {"_id": id.clone(), "generation": same_generation(seen.generation)};
+            // Another partition may be blocked for a reason that the more urgent one has hidden.
+            if reason.is_some_and(|reason| seen.state.outranks(&RuleState::Blocked(reason.clone()))) {
+                return Ok(false);
+            }
+            let mut state = state.clone();
+            if seen.removals_agreed || seen.state.is_blocked() {
+                state.insert("removals_agreed", seen.generation + 1);
+            }
+            if let RuleState::Blocked(reason) = seen.state {
+                match reason {
+                    // From now on, a missing source collection counts as empty.
+                    BlockReason::SourceGone => {
+                        state.extend(doc! {"released": now, "source_seen": false, "source_uuid": Bson::Null});
+                    }
+                    BlockReason::Adoption(_) => drop(state.insert("agreed", seen.definition)),
+                    BlockReason::RemovalLimit => {}
+                }
+            }
+            let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+            if bounded(rules.update_one(unchanged, update)).await?.matched_count > 0 {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Pauses a rule that is not stopped for another reason. The rule stops once the leader has read this. The state
+    /// records that a backfill must cover all changes missed meanwhile.
+    pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
+        let mut state = state_fields(&RuleState::Paused { until: None })?;
+        let until = time.map(|time| i64::try_from(time.as_millis()).unwrap_or(i64::MAX));
+        // The server's clock is used because the end is checked against it too.
+        let until = until.map_or(Bson::Null, |millis| doc! {"$add": ["$$NOW", millis]}.into());
+        state.insert("until", until);
+        let mut free = self.of_rule(rule);
+        // An unavailable rule may be paused because it would resume by itself; a blocked one stays blocked.
+        free.insert("$or", vec![doc! {"backfill": {"$ne": "held"}}, doc! {"paused": true}, doc! {"suspended": true}]);
+        let rules = server.collection(&self.database, RULES);
+        rules.update_many(free, changed(state)).await?;
+        Ok(())
+    }
+
+    /// Records that the leader has acted on a pause or a backfill request.
+    pub async fn notice(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+        let filter = doc! {"_id": self.id("rule", rule), "generation": generation};
+        let rules = server.collection(&self.database, RULES);
+        bounded(rules.update_one(filter, doc! {"$set": {"noticed": generation}})).await?;
+        Ok(())
+    }
+
+    /// Resumes a paused rule with a full backfill; without a name, all rules whose pause has ended. Returns the number
+    /// of resumed rules.
+    pub async fn resume(&self, server: &Server, rule: Option<&str>) -> Result<u64> {
+        let mine = doc! {"$in": self.ids.to_vec()};
+        let mut paused = doc! {"_id.deployment": mine, "backfill": "held", "paused": true};
+        match rule {
+            Some(rule) => {
+                paused.insert("_id.rule", rule);
+            }
+            None => {
+                let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
+                paused.insert("$expr", doc! {"$and": [is_date, {"$lte": ["$until", "$$NOW"]}]});
+            }
+        }
+        let update = changed(backfill_from_the_start()?);
+        Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
+    }
+
+    /// Resumes an unavailable rule with a full backfill, unless its state has changed since.
+    pub async fn come_back(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+        let mut unavailable = mine(server, self.id("rule", rule));
+        unavailable.extend(doc! {"backfill": "held", "suspended": true, "generation": generation});
+        let update = changed(backfill_from_the_start()?);
+        bounded(server.collection(&self.database, RULES).update_one(unavailable, update)).await?;
+        Ok(())
+    }
+
+    /// The rules of the plan that have already run with their current definition. Reads only.
+    pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &Plan) -> Result<BTreeSet<RuleId>> {
+        // The ids of the deployment and of its partitions, whose number is not needed: they sort between these two.
+        let (first, last) = (format!("{deployment}{SEPARATOR}"), format!("{deployment}{SEPARATOR}~"));
+        let mine = vec![doc! {"_id.deployment": deployment}, doc! {"_id.deployment": {"$gte": first, "$lt": last}}];
+        let filter = doc! {"$or": mine, "backfill": {"$ne": "absent"}};
+        let mut cursor = bounded(server.collection(database, RULES).find(filter)).await?;
+        let mut found = BTreeSet::new();
+        while let Some(doc) = bounded(cursor.try_next()).await? {
+            let (Ok(id), Ok(definition)) = (doc.get_document("_id"), doc.get_document("definition")) else { continue };
+            let same = |rule: &&Arc<Rule>| {
+                id.get_str("rule").ok() == Some(rule.name.as_str()) && rule.definition == *definition
+            };
+            found.extend(plan.rules.iter().find(same).map(|rule| rule.id));
+        }
+        Ok(found)
+    }
+
+    /// Records that the source collection of a rule exists, with its UUID. If the rule was unblocked meanwhile, so that
+    /// a missing source counts as empty, a delayed write finds another generation and changes nothing.
+    pub async fn source_seen(&self, server: &Server, rule: &str, generation: i64, uuid: &Bson) -> Result<()> {
+        let mut filter = mine(server, self.id("rule", rule));
+        filter.insert("generation", same_generation(generation));
+        let update = doc! {"$set": {"source_seen": true, "source_uuid": uuid.clone()}};
+        bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
+        Ok(())
+    }
+
+    /// Records that a rule is not in the config, so that it is backfilled if it returns.
+    pub async fn remove(&self, server: &Server, rule: &str) -> Result<()> {
+        let state = state_fields(&RuleState::Removed)?;
+        server
+            .collection(&self.database, RULES)
+            .update_one(mine(server, self.id("rule", rule)), doc! {"$set": state})
+            .await?;
+        Ok(())
+    }
+
+    /// Keeps an earlier definition of a rule, for `denormd prune`.
+    pub async fn retire(&self, server: &Server, rule: &str, definition: &Document) -> Result<()> {
+        let filter = mine(server, self.id("rule", rule));
+        let update = doc! {"$addToSet": {"retired": definition.clone()}};
+        server.collection(&self.database, RULES).update_one(filter, update).await?;
+        Ok(())
+    }
+
+    /// Deletes the retired definitions of a rule and, with `whole`, its record. Deletes only what is `known`: a rule
+    /// that has returned to the config or has changed meanwhile is kept, even if the request is delayed.
+    pub async fn forget(&self, server: &Server, rule: &str, known: &RuleRecord, whole: bool) -> Result<()> {
+        let mut filter = self.of_rule(rule);
+        filter.insert("definition", known.definition.clone());
+        let rules = server.collection(&self.database, RULES);
+        if !whole {
+            let update = doc! {"$pullAll": {"retired": known.retired.clone()}};
+            bounded(rules.update_many(filter, update)).await?;
+            return Ok(());
+        }
+        let seen: Vec<Document> = bounded(rules.find(filter)).await?.try_collect().await?;
+        let generations =
+            seen.iter().map(|doc| Ok(rule_record::read(doc)?.1.generation)).collect::<Result<Vec<i64>>>()?;
+        if generations.iter().sum::<i64>() != known.generation {
+            return Ok(());
+        }
+        for (doc, generation) in seen.iter().zip(generations) {
+            let unchanged = doc! {"_id": doc.get("_id").cloned(), "generation": same_generation(generation)};
+            bounded(rules.delete_one(unchanged)).await?;
+        }
+        Ok(())
+    }
+
+    /// Records that the first backfill of a rule has passed this target: the values up to there are denormd's own.
+    pub async fn passed(&self, server: &Server, rule: &str, target: &Bson) -> Result<()> {
+        let mut filter = mine(server, self.id("rule", rule));
+        filter.insert("keeping", doc! {"$type": "object"});
+        let update = doc! {"$set": {"keeping.passed": [target.clone()]}};
+        bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
+        Ok(())
+    }
+
+    /// Records that the first backfill of a rule is over, unless its state has changed since.
+    pub async fn end_keeping(&self, server: &Server, rule: &str, generation: i64) -> Result<bool> {
+        let mut filter = mine(server, self.id("rule", rule));
+        filter.extend(doc! {"generation": same_generation(generation)});
+        let update = doc! {"$unset": {"keeping": "", "undone": ""}};
+        Ok(bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?.matched_count > 0)
+    }
+
+    /// Records that values are put back: these fields are the application's, and the next backfill of the rule keeps
+    /// their values again.
+    pub async fn undoing(&self, server: &Server, rule: &str, keeping: &Keeping, undone: &[Retired]) -> Result<()> {
+        let undone: Vec<Bson> = undone.iter().map(Retired::written).collect();
+        let keeping = bson::serialize_to_document(keeping)?;
+        let update = doc! {"$set": {"keeping": keeping}, "$addToSet": {"undone": {"$each": undone}}};
+        let rules = server.collection(&self.database, RULES);
+        bounded(rules.update_one(mine(server, self.id("rule", rule)), update)).await?;
+        Ok(())
+    }
+
+    /// Saves the progress of this generation's backfill: its position, and the targets `(done, to do)`. Returns false
+    /// if a newer backfill has been requested.
+    pub async fn save_backfill(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        generation: i64,
+        state: &RuleState,
+        progress: (u64, Option<u64>),
+    ) -> Result<bool> {
+        let mut filter = mine(server, self.id("rule", &rule.name));
+        filter.insert("generation", generation);
+        let rules = server.collection(&self.database, RULES);
+        let mut state = state_fields(state)?;
+        state.insert("progress", progress_field(progress));
+        // A delayed write moves the progress back.
+        let update = doc! {"$set": state, "$unset": {"undone": ""}};
+        let done = bounded(rules.update_one(filter, update)).await?;
+        Ok(done.matched_count > 0)
+    }
+}
+
+/// A filter for the document with this `_id`, unless a later leader has marked it. An upsert then fails with a
+/// duplicate key.
+pub(super) fn mine(server: &Server, id: Document) -> Document {
+    doc! {"_id": id, "term": {"$not": {"$gt": server.term()}}}
+}
+
+pub(super) fn refused_upsert(error: Error) -> Error {
+    if error.code == Some(code::DUPLICATE_KEY) { former() } else { error }
+}
+
+fn former() -> Error {
+    Error::new(Kind::Unavailable, "another instance has become the leader")
+}
+
+/// State from before generations existed has no such field.
+fn same_generation(generation: i64) -> Bson {
+    if generation == 0 { doc! {"$in": [Bson::Null, 0_i64]}.into() } else { generation.into() }
+}
+
+/// The update that puts rules into a state, given by its fields as expressions, with the next generation. An agreement
+/// to the removals of an unfinished backfill remains valid ([`Agreement::Kept`]).
+fn changed(mut fields: Document) -> Vec<Document> {
+    let generation = doc! {"$ifNull": ["$generation", 0_i64]};
+    let next = doc! {"$add": [generation.clone(), 1_i64]};
+    let is_open = doc! {"$or": [
+        {"$in": ["$backfill", ["pending", "manual"]]},
+        {"$and": [{"$eq": ["$backfill", "held"]}, {"$or": [{"$eq": ["$paused", true]}, {"$eq": ["$suspended", true]}]}]},
+    ]};
+    let kept = doc! {"$and": [{"$eq": ["$removals_agreed", generation]}, is_open]};
+    fields.insert("removals_agreed", doc! {"$cond": [kept, next.clone(), "$removals_agreed"]});
+    fields.insert("generation", next);
+    vec![doc! {"$set": fields}]
+}
+
+fn backfill_from_the_start() -> Result<Document> {
+    state_fields(&RuleState::BACKFILL)
+}

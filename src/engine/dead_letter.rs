@@ -1,0 +1,433 @@
+//! Dead letters: keys and documents that could not be written, with the reason. They are counted and retried.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use bson::{Bson, DateTime, Document, RawDocument, RawDocumentBuf, doc};
+use futures_util::TryStreamExt;
+
+use crate::request::{Request, Scope, Task};
+use denormd_model::{key::Key, partition::Partition};
+use denormd_mongo::{
+    Reads, Server, bounded,
+    error::{Error, Result},
+};
+use denormd_rules::plan::Rule;
+
+/// The collection of dead letters in the state database.
+pub const COLLECTION: &str = "dead_letters";
+
+/// A key or a document that cannot be read or written.
+#[derive(Debug)]
+pub struct Offending<'a> {
+    /// The key of the rule that failed.
+    pub key: &'a Key,
+    /// The offending target of this key; none when the key as a whole failed.
+    pub target: Option<&'a Key>,
+    /// Path of the field whose shape prevents the write.
+    pub path: Option<String>,
+    /// The documents of a tree that prevent the write.
+    pub tree: Option<Nodes<'a>>,
+    /// The time at which these were read.
+    pub since: Option<DateTime>,
+}
+
+/// Documents of a tree because of which a document keeps its values. Once one of them has another place, the dead letter
+/// is retried.
+#[derive(Debug, Clone, Copy)]
+pub enum Nodes<'a> {
+    /// The members of a circle, which share one dead letter.
+    Circle(&'a [Key]),
+    /// The nearest ancestors of a document that has too many.
+    Ancestors(&'a [Key]),
+}
+
+impl<'a> Nodes<'a> {
+    fn keys(self) -> &'a [Key] {
+        match self {
+            Self::Circle(keys) | Self::Ancestors(keys) => keys,
+        }
+    }
+
+    /// The field that holds them.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Circle(_) => "circle",
+            Self::Ancestors(_) => "ancestors",
+        }
+    }
+
+    /// The field that would hold the other kind.
+    fn other(self) -> &'static str {
+        match self {
+            Self::Circle(_) => "ancestors",
+            Self::Ancestors(_) => "circle",
+        }
+    }
+}
+
+/// A key as dead letters contain it.
+fn stored(key: &Key) -> Bson {
+    Bson::Array(key.values().to_vec())
+}
+
+/// The dead letters of one deployment.
+#[derive(Debug, Clone)]
+pub struct DeadLetters {
+    /// The state database.
+    pub database: String,
+    /// The deployment's name.
+    pub deployment: String,
+    /// The partition whose dead letters are retried here. Unpartitioned deployments and commands cover all of them.
+    pub partition: Partition,
+}
+
+impl DeadLetters {
+    /// Records that `rule` could not read or write `offending`. The write is acknowledged by a majority, so the
+    /// checkpoint may pass the event afterwards.
+    pub async fn record(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        task: Task,
+        offending: &Offending<'_>,
+        error: &Error,
+    ) -> Result<()> {
+        let id = self.id(rule, task, offending.key, offending.target);
+        let now = DateTime::now();
+        let mut set = doc! {"code": error.code, "reason": &error.message, "path": &offending.path, "last": now};
+        let mut unset = Document::new();
+        if let Some(nodes) = offending.tree {
+            set.insert(nodes.name(), nodes.keys().iter().map(stored).collect::<Vec<_>>());
+            unset.insert(nodes.other(), "");
+        } else {
+            unset.insert("asked", "");
+        }
+        let update = doc! {
+            "$set": set,
+            "$unset": unset,
+            "$setOnInsert": {"deployment": &self.deployment, "rule": &rule.name, "first": now},
+            "$inc": {"attempts": 1},
+        };
+        let dead_letters = server.collection(&self.database, COLLECTION);
+        // A record that arrives late is retried and then deleted.
+        bounded(dead_letters.update_one(doc! {"_id": id.clone()}, update).upsert(true)).await?;
+        if let Some(since) = offending.since {
+            // Another document of the tree may have asked for a retry after this one was read.
+            let earlier = doc! {"_id": id, "asked": {"$lt": since}};
+            bounded(dead_letters.update_one(earlier, doc! {"$unset": {"asked": ""}})).await?;
+        }
+        Ok(())
+    }
+
+    /// Deletes dead letters that were resolved, unless they failed again in the meantime.
+    pub async fn clear(&self, server: &Server, dead_letters: &[DeadLetter]) -> Result<()> {
+        // Compares `last` too: a dead letter that was deleted and recorded again starts at one attempt.
+        let deletes = dead_letters.iter().map(|dead_letter| {
+            let done = doc! {"_id": dead_letter.id.clone(), "attempts": dead_letter.attempts, "last": dead_letter.last};
+            Ok(RawDocumentBuf::try_from(&doc! {"q": done, "limit": 1})?)
+        });
+        let deletes: Vec<RawDocumentBuf> = deletes.collect::<Result<_>>()?;
+        let mut done = server.delete(&self.database, COLLECTION, &deletes, CLEARING).await?;
+        done.refused.pop().map_or(Ok(()), |(_, error)| Err(error))
+    }
+
+    fn id(&self, rule: &Rule, task: Task, key: &Key, target: Option<&Key>) -> Document {
+        let target = target.and_then(|id| id.values().first().cloned());
+        doc! {
+            "deployment": self.partition.id(&self.deployment),
+            "rule": &rule.name,
+            "task": task.name(),
+            "key": key.values().to_vec(),
+            "target": target.map_or_else(Vec::new, |id| vec![id]),
+        }
+    }
+
+    /// A page of the dead letters that are due now, in the order of their `_id`s: those after `after`, up to about
+    /// `bytes` bytes, with the `_id` of the last one. None after the last page.
+    pub async fn due(
+        &self,
+        server: &Server,
+        after: Option<&RawDocument>,
+        bytes: usize,
+    ) -> Result<Option<(Vec<DeadLetter>, RawDocumentBuf)>> {
+        let now = DateTime::now().timestamp_millis();
+        let mut due = vec![doc! {"asked": {"$exists": true}}];
+        due.extend((1..=LONGEST).map(|attempts| {
+            let tried = if attempts == LONGEST {
+                doc! {"$gte": attempts}
+            } else {
+                doc! {"$eq": attempts}
+            };
+            doc! {"attempts": tried, "last": {"$lte": DateTime::from_millis(now - pause(attempts))}}
+        }));
+        let mut filter = doc! {"$and": [self.filter(&Chosen::default()), {"$or": due}]};
+        if let Some(after) = after {
+            filter.insert("_id", doc! {"$gt": Document::try_from(after)?});
+        }
+        let command = doc! {
+            "find": COLLECTION, "filter": filter, "sort": {"_id": 1}, "hint": {"_id": 1}, "limit": PAGE, "batchSize": PAGE,
+            // The reason is only for display.
+            "projection": {"reason": 0, "path": 0},
+        };
+        let (rows, _) = server.pages(&self.database, command, Reads::default()).await?.up_to(bytes).await?;
+        let dead_letters = rows.iter().map(|row| Ok(DeadLetter::read(&Document::try_from(row.as_ref())?)));
+        let dead_letters = dead_letters.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+        let last = rows.last().and_then(|row| row.get_document("_id").ok()).map(ToOwned::to_owned);
+        Ok(last.map(|last| (dead_letters, last)))
+    }
+
+    /// The dead letters of `rule` that concern one of these targets, or a value that the target references.
+    pub async fn concerning(
+        &self,
+        server: &Server,
+        rule: &Rule,
+        targets: &[(Key, &[Option<Key>])],
+    ) -> Result<Vec<DeadLetter>> {
+        let ids: Vec<Bson> = targets.iter().map(|(target, _)| stored(target)).collect();
+        let references = targets.iter().flat_map(|(_, references)| references.iter().flatten()).map(stored);
+        let keys: Vec<Bson> = ids.iter().cloned().chain(references).collect();
+        let filter = doc! {"$and": [
+            self.filter(&Chosen { rule: Some(rule.name.clone()), key: None }),
+            {"$or": [{"_id.key": {"$in": keys}}, {"_id.target": {"$in": ids.clone()}}, {"circle": {"$in": ids}}]},
+        ]};
+        let mut cursor = server.collection(&self.database, COLLECTION).find(filter).await?;
+        let mut out = Vec::new();
+        while let Some(dead_letter) = cursor.try_next().await? {
+            out.extend(DeadLetter::read(&dead_letter));
+        }
+        Ok(out)
+    }
+
+    /// The chosen dead letters, newest first; at most `limit`, where 0 means no limit.
+    pub async fn find(&self, server: &Server, chosen: &Chosen, limit: i64) -> Result<Vec<DeadLetter>> {
+        let dead_letters = server.collection(&self.database, COLLECTION);
+        let mut cursor = dead_letters.find(self.filter(chosen)).sort(doc! {"last": -1}).limit(limit).await?;
+        let mut out = Vec::new();
+        while let Some(dead_letter) = cursor.try_next().await? {
+            out.extend(DeadLetter::read(&dead_letter));
+        }
+        Ok(out)
+    }
+
+    /// Number of chosen dead letters.
+    pub async fn count(&self, server: &Server, chosen: &Chosen) -> Result<u64> {
+        Ok(server.collection(&self.database, COLLECTION).count_documents(self.filter(chosen)).await?)
+    }
+
+    /// The names of the rules that have dead letters.
+    pub async fn rules(&self, server: &Server) -> Result<Vec<String>> {
+        let mine = doc! {"deployment": &self.deployment};
+        let found = server.collection(&self.database, COLLECTION).distinct("rule", mine).await?;
+        Ok(found.iter().filter_map(|rule| rule.as_str().map(ToOwned::to_owned)).collect())
+    }
+
+    /// Asks the leader to retry the chosen dead letters now. Returns the time of the request by this machine's clock,
+    /// which dates all dead letters.
+    pub async fn ask(&self, server: &Server, chosen: &Chosen) -> Result<DateTime> {
+        let now = DateTime::now();
+        let dead_letters = server.collection(&self.database, COLLECTION);
+        // Leaves `last` as it is: a dead letter that fails again in the meantime counts as retried.
+        dead_letters.update_many(self.filter(chosen), doc! {"$set": {"asked": now}}).await?;
+        Ok(now)
+    }
+
+    /// Has the dead letters of these keys, and of these targets, retried in the next round: a change has been written
+    /// there since, so that the offending document may have been corrected.
+    pub async fn hasten(&self, server: &Server, rule: &str, written: &Written) -> Result<()> {
+        let of = |keys: &BTreeSet<Key>| keys.iter().map(stored).collect::<Vec<_>>();
+        let keys = of(&written.keys);
+        let filter = doc! {"$and": [
+            self.filter(&Chosen { rule: Some(rule.to_owned()), key: None }),
+            {"$or": [
+                {"_id.key": {"$in": keys.clone()}}, {"_id.target": {"$in": of(&written.targets)}},
+                {"circle": {"$in": keys.clone()}}, {"ancestors": {"$in": keys}},
+            ]},
+        ]};
+        let dead_letters = server.collection(&self.database, COLLECTION);
+        bounded(dead_letters.update_many(filter, doc! {"$set": {"asked": DateTime::now()}})).await?;
+        Ok(())
+    }
+
+    /// Number of chosen dead letters that were requested at `asked` and have not been retried since.
+    pub async fn untried(&self, server: &Server, chosen: &Chosen, asked: DateTime) -> Result<u64> {
+        let filter = doc! {"$and": [self.filter(chosen), {"asked": asked}]};
+        Ok(server.collection(&self.database, COLLECTION).count_documents(filter).await?)
+    }
+
+    /// Deletes the chosen dead letters; returns how many were deleted.
+    pub async fn drop(&self, server: &Server, chosen: &Chosen) -> Result<u64> {
+        Ok(server.collection(&self.database, COLLECTION).delete_many(self.filter(chosen)).await?.deleted_count)
+    }
+
+    fn filter(&self, chosen: &Chosen) -> Document {
+        let mut filter = doc! {"deployment": &self.deployment};
+        // Several partitions may have failed at the same look-up: each has its own dead letter and retries only that
+        // one.
+        if self.partition != Partition::WHOLE {
+            filter.insert("_id.deployment", self.partition.id(&self.deployment));
+        }
+        if let Some(rule) = &chosen.rule {
+            filter.insert("rule", rule);
+        }
+        if let Some(key) = &chosen.key {
+            let is = doc! {"$elemMatch": {"$eq": key.clone()}};
+            let member = doc! {"circle": {"$elemMatch": is.clone()}};
+            filter.insert("$or", vec![doc! {"_id.key": is.clone()}, doc! {"_id.target": is}, member]);
+        }
+        filter
+    }
+}
+
+/// Selection of dead letters. An empty selection means all of them.
+#[derive(Debug, Clone, Default)]
+pub struct Chosen {
+    /// Restricts the selection to this rule.
+    pub rule: Option<String>,
+    /// Restricts the selection to this value, in the key or as the target.
+    pub key: Option<Bson>,
+}
+
+/// Keys and targets of a rule that were written.
+#[derive(Debug, Default)]
+pub struct Written {
+    keys: BTreeSet<Key>,
+    targets: BTreeSet<Key>,
+}
+
+impl Written {
+    /// Adds the targets that `scope` means for `key`. Beyond a page of them, dead letters wait for their own retry.
+    pub fn add(&mut self, key: &Key, scope: &Scope) {
+        match scope {
+            Scope::All => self.keys.extend(self.room(std::iter::once(key.clone()))),
+            Scope::Named(ids) => self.targets.extend(self.room(ids.iter().cloned())),
+        }
+    }
+
+    /// Adds those of another one.
+    pub fn join(&mut self, other: Self) {
+        self.keys.extend(self.room(other.keys.into_iter()));
+        self.targets.extend(self.room(other.targets.into_iter()));
+    }
+
+    /// As many of these keys as there is room for.
+    fn room(&self, keys: impl Iterator<Item = Key>) -> Vec<Key> {
+        keys.take((PAGE.unsigned_abs() as usize).saturating_sub(self.keys.len() + self.targets.len())).collect()
+    }
+
+    /// True without any.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty() && self.targets.is_empty()
+    }
+}
+
+/// Interval between searches for dead letters that are due.
+pub const ROUND: Duration = Duration::from_secs(5);
+
+/// Dead letters that are retried together.
+const PAGE: i32 = 500;
+/// Time limit for deleting resolved dead letters.
+const CLEARING: Duration = Duration::from_secs(5);
+/// Number of attempts from which the pause no longer grows.
+const LONGEST: i32 = 11;
+
+/// Pause after this number of attempts, in milliseconds: 5 seconds, doubled each time up to an hour.
+fn pause(attempts: i32) -> i64 {
+    (5_000_i64 << (attempts.clamp(1, LONGEST) - 1)).min(3_600_000)
+}
+
+/// One dead letter, with the fields that a retry needs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DeadLetter {
+    id: Document,
+    task: Task,
+    /// The value or the document that failed.
+    pub key: Key,
+    /// The offending target, if a single one was identified.
+    pub target: Option<Key>,
+    /// The members of a circle in a tree, one of which is the key.
+    pub circle: Vec<Key>,
+    /// The rule's name.
+    pub rule: String,
+    /// The error, without values of documents.
+    pub reason: String,
+    /// Path of the field whose shape prevents the write.
+    pub path: Option<String>,
+    /// Failed attempts.
+    pub attempts: i32,
+    /// Time of the first failure.
+    pub first: DateTime,
+    /// Time of the last attempt.
+    pub last: DateTime,
+    /// Time of the next retry, in milliseconds since 1970: the pause doubles from 5 seconds to an hour. Immediately if
+    /// an operator has requested it.
+    pub due: i64,
+}
+
+impl DeadLetter {
+    fn read(dead_letter: &Document) -> Option<Self> {
+        let id = dead_letter.get_document("_id").ok()?;
+        let task = Task::named(id.get_str("task").ok()?)?;
+        let attempts = dead_letter.get_i32("attempts").unwrap_or(1);
+        let last = *dead_letter.get_datetime("last").ok()?;
+        Some(Self {
+            task,
+            key: Key::new(id.get_array("key").ok()?.clone()),
+            target: id.get_array("target").ok()?.first().cloned().map(Key::one),
+            circle: dead_letter
+                .get_array("circle")
+                .into_iter()
+                .flatten()
+                .filter_map(|member| Some(Key::new(member.as_array()?.clone())))
+                .collect(),
+            rule: dead_letter.get_str("rule").unwrap_or_default().to_owned(),
+            reason: dead_letter.get_str("reason").unwrap_or_default().to_owned(),
+            first: dead_letter.get_datetime("first").copied().unwrap_or(last),
+            path: dead_letter.get_str("path").ok().map(ToOwned::to_owned),
+            attempts,
+            last,
+            due: if dead_letter.contains_key("asked") { 0 } else { last.timestamp_millis() + pause(attempts) },
+            id: id.clone(),
+        })
+    }
+
+    /// The kind of key in one word: a value that sources and targets share, or a document.
+    #[must_use]
+    pub fn about(&self) -> &'static str {
+        match self.task {
+            Task::Value | Task::Holders | Task::Bucket => "value",
+            Task::LocateSource | Task::Parents => "source",
+            Task::Target | Task::LocateTarget | Task::Guard => "target",
+        }
+    }
+
+    /// True for the same dead letter, even if one of the two has been retried since.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.key == other.key && self.id == other.id
+    }
+
+    /// True if this concerns the target, or a value that the target references.
+    #[must_use]
+    pub fn concerns(&self, target: &Key, references: &[Option<Key>]) -> bool {
+        match (&self.target, self.task) {
+            _ if self.circle.contains(target) => true,
+            (Some(offending), _) => offending == target,
+            (None, Task::Value | Task::Holders) => references.iter().flatten().any(|key| *key == self.key),
+            (None, _) => self.key == *target,
+        }
+    }
+
+    /// The reconcile requests that retry it: of a circle, one for each member, because each of them may have changed
+    /// since.
+    pub fn requests(&self, rule: &Rule) -> impl Iterator<Item = Request> {
+        let scope = self.target.clone().map_or(Scope::All, Scope::one);
+        let others = self.circle.iter().filter(|member| **member != self.key);
+        std::iter::once(&self.key).chain(others).map(move |key| Request {
+            rule: rule.id,
+            task: self.task,
+            key: key.clone(),
+            scope: scope.clone(),
+        })
+    }
+}

@@ -1,0 +1,5 @@
+//! The instances of a deployment: which of them leads, which of them exist, and how they share the keys.
+
+pub mod instances;
+pub mod lease;
+pub mod repartitioning;

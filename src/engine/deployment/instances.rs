@@ -1,0 +1,359 @@
+//! The instances of a deployment, and which of their plans is the newest.
+//!
+//! During a rolling update, instances with the old and the new rules run at the same time. If either could lead, a
+//! changed rule would be backfilled back and forth. So an instance leads only while no live instance has a newer plan.
+//! The age of a plan is the time at which the deployment first saw it: an old instance that restarts during an update
+//! keeps its older plan, and after a roll-back the older plan leads as soon as the newer instances are gone.
+//!
+//! In a partitioned deployment, each instance also announces how many partitions it leads. From these numbers alone,
+//! [`next`] decides which instance takes a free partition and which one hands one over.
+
+use std::{cmp::Ordering, time::Duration};
+
+use bson::{DateTime, Document, doc, oid::ObjectId};
+use futures_util::TryStreamExt;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use tokio::sync::watch;
+
+use crate::events::{host, instance_name};
+use denormd_mongo::{Connection, Server, bounded, error::Result};
+use denormd_rules::plan::Plan;
+
+/// The collection of instances in the state database: one document each.
+pub const COLLECTION: &str = "instances";
+/// The collection of plans in the state database: one document for each deployment and plan, with the time it was first
+/// seen.
+pub const PLANS: &str = "plans";
+
+/// Next step of an instance towards an even distribution of the partitions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// Take a free partition.
+    Take,
+    /// Hand one partition over to another instance.
+    HandOver,
+    /// Change nothing.
+    Keep,
+}
+
+/// The next step of an instance that leads `mine` of `partitions`, while `others` are the numbers that the other
+/// instances lead. The least loaded instances take free partitions. Once all are led, a partition is handed over only
+/// if that makes the distribution more even, so the process terminates.
+#[must_use]
+pub fn next(mine: usize, others: &[usize], partitions: usize) -> Next {
+    let least = others.iter().copied().min().unwrap_or(usize::MAX);
+    let led = mine + others.iter().sum::<usize>();
+    match led.cmp(&partitions) {
+        Ordering::Less if mine <= least => Next::Take,
+        Ordering::Equal if least < mine && mine - least > 1 => Next::HandOver,
+        _ => Next::Keep,
+    }
+}
+
+/// Identity of a plan: the meaning of its rules, in any order, and the number of partitions.
+#[must_use]
+pub fn fingerprint(plan: &Plan, partitions: u32) -> String {
+    let mut rules: Vec<(&str, &Document)> =
+        plan.rules.iter().map(|rule| (rule.name.as_str(), &rule.definition)).collect();
+    rules.sort_by_key(|(name, _)| *name);
+    let mut hash = Sha256::new();
+    for (name, definition) in rules {
+        hash.update(name.as_bytes());
+        hash.update([0]);
+        // A definition comes from a config, so it is smaller than the largest document.
+        hash.update(bson::serialize_to_vec(definition).unwrap_or_default());
+    }
+    if partitions > 1 {
+        hash.update(partitions.to_be_bytes());
+    }
+    hash.finalize().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+}
+
+/// An instance as it announces itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Instance {
+    /// Host and process, as a lease names its holder.
+    pub name: String,
+    /// The program's version.
+    pub version: String,
+    /// Fingerprint of its plan.
+    pub plan: String,
+    /// Start of the process, in milliseconds since 1970 by the server's clock.
+    pub started: i64,
+}
+
+/// The live instances of a deployment: those seen within `ttl`, oldest first.
+pub async fn instances(server: &Server, database: &str, deployment: &str, ttl: Duration) -> Result<Vec<Instance>> {
+    let there = doc! {"_id.deployment": deployment, "$expr": alive(ttl)};
+    let instances = server.collection(database, COLLECTION);
+    let found = instances.find(there).sort(doc! {"started": 1, "_id": 1});
+    let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
+    let read = |doc: &Document| {
+        // An older version announces fewer fields.
+        let text = |name: &str| doc.get_str(name).unwrap_or("unknown");
+        Some(Instance {
+            name: instance_name(text("host"), doc.get_i64("process").ok()?),
+            version: text("program").to_owned(),
+            plan: doc.get_str("plan").ok()?.to_owned(),
+            started: doc.get_datetime("started").ok()?.timestamp_millis(),
+        })
+    };
+    Ok(found.iter().filter_map(read).collect())
+}
+
+fn alive(ttl: Duration) -> Document {
+    let millis = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
+    doc! {"$gt": ["$seen", {"$subtract": ["$$NOW", millis]}]}
+}
+
+/// One instance's entry in its deployment. It is announced until this is dropped or leaves.
+#[derive(Debug)]
+pub struct Member {
+    place: Place,
+    said: watch::Sender<Said>,
+    partitions: u32,
+    beat: tokio::task::JoinHandle<()>,
+}
+
+/// Announced properties of an instance.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Said {
+    plan: String,
+    /// Number of partitions that it leads; none if the deployment is not partitioned.
+    leads: Option<usize>,
+}
+
+#[derive(Debug, Clone)]
+struct Place {
+    connection: Connection,
+    database: String,
+    deployment: String,
+    instance: String,
+    /// An instance that was not seen for this long counts as gone.
+    ttl: Duration,
+}
+
+impl Member {
+    /// Announces an instance with this plan, several times in each `ttl`.
+    #[must_use]
+    pub fn join(
+        connection: impl Into<Connection>,
+        database: &str,
+        deployment: &str,
+        ttl: Duration,
+        plan: &Plan,
+        partitions: u32,
+    ) -> Self {
+        let place = Place {
+            connection: connection.into(),
+            database: database.to_owned(),
+            deployment: deployment.to_owned(),
+            instance: ObjectId::new().to_hex(),
+            ttl,
+        };
+        let said = Said { plan: fingerprint(plan, partitions), leads: (partitions > 1).then_some(0) };
+        let (sender, receiver) = watch::channel(said);
+        let beat = tokio::spawn(place.clone().keep(receiver));
+        Self { place, said: sender, partitions, beat }
+    }
+
+    /// Announces a new plan, after the rules were swapped.
+    pub fn has_plan(&self, plan: &Plan) {
+        let plan = fingerprint(plan, self.partitions);
+        self.said.send_modify(|said| said.plan = plan);
+    }
+
+    /// Announces the number of partitions that it leads; none if it cannot take any, so that no other instance hands
+    /// one over to it. In a deployment that is not divided, nothing is announced.
+    pub fn leads(&self, partitions: Option<usize>) {
+        let partitions = partitions.filter(|_| self.partitions > 1);
+        let changed = |said: &mut Said| std::mem::replace(&mut said.leads, partitions) != partitions;
+        self.said.send_if_modified(changed);
+    }
+
+    /// Numbers of partitions that the other instances lead: those that are alive, have the same plan, and take
+    /// partitions.
+    pub async fn others(&self) -> Result<Vec<usize>> {
+        if self.partitions <= 1 {
+            return Ok(Vec::new());
+        }
+        let plan = self.said.borrow().plan.clone();
+        self.place.others(&plan).await
+    }
+
+    /// True if another live instance has a newer plan. Until the deployment has seen this instance's plan, every other
+    /// plan is newer.
+    pub async fn is_outdated(&self) -> Result<bool> {
+        let plan = self.said.borrow().plan.clone();
+        Ok(self.place.newer_than(&plan).await? > 0)
+    }
+
+    /// Removes the announcement, so that the instance counts as gone at once.
+    pub async fn leave(&self) {
+        self.beat.abort();
+        let instances = self.place.collection(COLLECTION);
+        let gone = instances.delete_one(doc! {"_id": self.place.id()}).into_future();
+        // On failure, the document expires.
+        if let Ok(Err(error)) = tokio::time::timeout(self.place.ttl / 5, gone).await {
+            tracing::debug!(error = %denormd_mongo::error::Error::from(error).message, "could not say that this instance leaves");
+        }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.beat.abort();
+    }
+}
+
+impl Place {
+    fn collection(&self, name: &str) -> mongodb::Collection<Document> {
+        self.connection.now().collection(&self.database, name)
+    }
+
+    fn id(&self) -> Document {
+        doc! {"deployment": &self.deployment, "instance": &self.instance}
+    }
+
+    fn plan_id(&self, plan: &str) -> Document {
+        doc! {"deployment": &self.deployment, "plan": plan}
+    }
+
+    async fn keep(self, mut said: watch::Receiver<Said>) {
+        loop {
+            let now = said.borrow_and_update().clone();
+            let beat = async {
+                self.meet(&now.plan).await?;
+                self.beat(&now).await
+            };
+            if let Err(error) = beat.await {
+                tracing::debug!(error = %error.message, "could not say that this instance is there; trying again");
+            }
+            tokio::select! {
+                () = tokio::time::sleep(self.ttl / 3) => {}
+                changed = said.changed() => if changed.is_err() { return },
+            }
+        }
+    }
+
+    /// Records the time at which the deployment first saw this plan.
+    async fn meet(&self, plan: &str) -> Result<()> {
+        let first = vec![doc! {"$set": {"first": {"$ifNull": ["$first", "$$NOW"]}}}];
+        bounded(self.collection(PLANS).update_one(doc! {"_id": self.plan_id(plan)}, first).upsert(true)).await?;
+        Ok(())
+    }
+
+    async fn beat(&self, said: &Said) -> Result<()> {
+        let mut state = doc! {
+            "plan": &said.plan, "seen": "$$NOW", "started": {"$ifNull": ["$started", "$$NOW"]},
+            "process": i64::from(std::process::id()), "host": {"$literal": host()},
+            "program": env!("CARGO_PKG_VERSION"),
+        };
+        let update = match said.leads {
+            Some(leads) => {
+                state.insert("leads", i64::try_from(leads).unwrap_or(i64::MAX));
+                vec![doc! {"$set": state}]
+            }
+            None => vec![doc! {"$set": state}, doc! {"$unset": "leads"}],
+        };
+        let instances = self.collection(COLLECTION);
+        bounded(instances.update_one(doc! {"_id": self.id()}, update).upsert(true)).await?;
+        // An instance that was silent for a day will not come back.
+        let day = DateTime::from_millis(DateTime::now().timestamp_millis() - 24 * 3600 * 1000);
+        let old = doc! {"_id.deployment": &self.deployment, "seen": {"$lt": day}};
+        bounded(instances.delete_many(old)).await?;
+        Ok(())
+    }
+
+    /// Numbers of partitions that other live instances with this plan lead.
+    async fn others(&self, plan: &str) -> Result<Vec<usize>> {
+        let others = doc! {
+            "_id.deployment": &self.deployment, "_id.instance": {"$ne": &self.instance}, "plan": plan,
+            "leads": {"$exists": true}, "$expr": alive(self.ttl),
+        };
+        let instances = self.collection(COLLECTION);
+        let mut cursor = bounded(instances.find(others).projection(doc! {"leads": 1})).await?;
+        let mut leads = Vec::new();
+        while let Some(other) = bounded(cursor.try_next()).await? {
+            leads.push(other.get_i64("leads").ok().and_then(|leads| usize::try_from(leads).ok()).unwrap_or_default());
+        }
+        Ok(leads)
+    }
+
+    /// Number of live instances whose plan was first seen after this one.
+    async fn newer_than(&self, plan: &str) -> Result<usize> {
+        let pipeline = vec![
+            doc! {"$match": {"_id.deployment": &self.deployment, "plan": {"$ne": plan}, "$expr": alive(self.ttl)}},
+            doc! {"$set": {"known": {"deployment": "$_id.deployment", "plan": "$plan"}}},
+            doc! {"$lookup": {"from": PLANS, "localField": "known", "foreignField": "_id", "as": "known"}},
+            doc! {"$lookup": {
+                "from": PLANS, "pipeline": [{"$match": {"_id": self.plan_id(plan)}}], "as": "mine",
+            }},
+            doc! {"$match": {"$expr": {"$gt": [{"$first": "$known.first"}, {"$first": "$mine.first"}]}}},
+            doc! {"$count": "newer"},
+        ];
+        let mut cursor = bounded(self.collection(COLLECTION).aggregate(pipeline)).await?;
+        let newer = bounded(cursor.try_next()).await?.and_then(|found| found.get_i32("newer").ok());
+        Ok(newer.and_then(|count| usize::try_from(count).ok()).unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Lets all instances act in turn, each on the current numbers, until none of them does anything.
+    fn settled(mut led: Vec<usize>, partitions: usize) -> (Vec<usize>, usize) {
+        let mut handed_over = 0;
+        loop {
+            let mut changed = false;
+            for nth in 0..led.len() {
+                let others: Vec<usize> = led.iter().enumerate().filter(|(n, _)| *n != nth).map(|(_, l)| *l).collect();
+                match next(led[nth], &others, partitions) {
+                    Next::Take => led[nth] += 1,
+                    Next::HandOver => {
+                        led[nth] -= 1;
+                        handed_over += 1;
+                    }
+                    Next::Keep => continue,
+                }
+                changed = true;
+            }
+            if !changed {
+                led.sort_unstable();
+                return (led, handed_over);
+            }
+        }
+    }
+
+    #[test]
+    fn partitions_spread_evenly_and_come_to_rest() {
+        for (before, partitions, after, moves) in [
+            (vec![0], 4, vec![4], 0),
+            (vec![0, 0], 4, vec![2, 2], 0),
+            (vec![4, 0], 4, vec![2, 2], 2),
+            (vec![2, 2, 0], 4, vec![1, 1, 2], 1),
+            (vec![2, 1], 4, vec![2, 2], 0),
+            (vec![3, 3, 0, 0], 6, vec![1, 1, 2, 2], 3),
+            (vec![1, 1, 0], 2, vec![0, 1, 1], 0),
+        ] {
+            assert_eq!(settled(before.clone(), partitions), (after, moves), "{before:?}");
+        }
+        for instances in 1..8 {
+            for partitions in 1..20 {
+                let mut led = vec![0; instances];
+                led[0] = partitions;
+                let (led, _) = settled(led, partitions);
+                assert_eq!(led.iter().sum::<usize>(), partitions);
+                assert!(led[instances - 1] - led[0] <= 1, "{led:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_handed_over_while_a_partition_is_free() {
+        assert_eq!(next(3, &[0], 4), Next::Keep, "the other one is about to take it");
+        assert_eq!(next(0, &[3], 4), Next::Take);
+    }
+}

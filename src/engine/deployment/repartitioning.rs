@@ -1,0 +1,405 @@
+//! Repartitioning: the change of a deployment's number of partitions.
+//!
+//! It is one transaction in the state database. It ends all leases of the old partitions, and only commits while none
+//! of them is held: from then on no write of an old leader takes effect. The new partitions start at the earliest
+//! checkpoint of the old ones, and repeat what the others had done beyond it. A rule whose backfill was not complete in
+//! all of them is backfilled. Only the leases of the old partitions remain, so that their terms continue if the number
+//! is changed back.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use bson::{Bson, DateTime, Document, doc};
+use futures_util::TryStreamExt;
+use mongodb::{
+    ClientSession, Collection,
+    options::{ReadConcern, ReturnDocument, WriteConcern},
+};
+
+use crate::{
+    checkpoint::{
+        fan_out, format,
+        requests::REQUESTS,
+        store::{POSITIONS, RULES, highest_term},
+    },
+    dead_letter,
+    deployment::lease,
+    request::Task,
+};
+use denormd_model::{key::Key, partition::Partition};
+use denormd_mongo::{
+    Server, code,
+    error::{Error, Result},
+    unless,
+};
+
+/// Above this number, dead letters are not carried over: their rules are backfilled, which finds them again.
+const DEAD_LETTERS: usize = 10_000;
+/// Time limit for the transaction.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Divides a deployment into `of` partitions. Returns false while the old partitions have leaders. A leader whose lease
+/// was deleted counts as alive for the duration of a lease (`ttl`).
+pub async fn divide(server: &Server, database: &str, deployment: &str, of: u32, ttl: Duration) -> Result<bool> {
+    let from = format::check(server, database, deployment).await?;
+    if from == of {
+        return Ok(true);
+    }
+    let repartitioning = Repartitioning {
+        server,
+        database,
+        deployment,
+        from,
+        old: Partition::all(from).map(|partition| partition.id(deployment)).collect(),
+        new: Partition::all(of).collect(),
+    };
+    for name in [
+        POSITIONS,
+        RULES,
+        fan_out::COLLECTION,
+        dead_letter::COLLECTION,
+        lease::COLLECTION,
+        REQUESTS,
+        format::COLLECTION,
+    ] {
+        unless(code::NAMESPACE_EXISTS, server.database(database).create_collection(name).await)?;
+    }
+    repartitioning.suspect_leaders(ttl).await?;
+    let mut session = server.client().start_session().await?;
+    let transaction = async {
+        let options = session.start_transaction().read_concern(ReadConcern::snapshot());
+        options.write_concern(WriteConcern::majority()).await?;
+        let changed = repartitioning.change(&mut session).await?;
+        if changed {
+            session.commit_transaction().await?;
+        } else {
+            session.abort_transaction().await?;
+        }
+        Ok::<_, Error>(changed)
+    };
+    let changed = tokio::time::timeout(PATIENCE, Box::pin(transaction));
+    let changed = changed.await.map_err(|_| Error::internal("the partitions could not be changed in time"))??;
+    if changed {
+        tracing::info!(from, to = of, "the deployment is divided anew");
+    }
+    Ok(changed)
+}
+
+struct Repartitioning<'a> {
+    server: &'a Server,
+    database: &'a str,
+    deployment: &'a str,
+    /// The old number of partitions.
+    from: u32,
+    old: Vec<String>,
+    new: Vec<Partition>,
+}
+
+/// State of the old partitions that is carried over.
+#[derive(Debug, Default)]
+struct Kept {
+    rules: Vec<Document>,
+    positions: Vec<Document>,
+    fan_outs: Vec<Document>,
+    dead_letters: Vec<Document>,
+}
+
+impl Repartitioning<'_> {
+    fn collection(&self, name: &str) -> Collection<Document> {
+        // Operations of a transaction must not set read or write concerns of their own.
+        self.server.database(self.database).collection(name)
+    }
+
+    /// Marks the leases of partitions that have state but no lease: they may have a leader that has not noticed yet.
+    async fn suspect_leaders(&self, ttl: Duration) -> Result<()> {
+        let millis = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
+        for id in &self.old {
+            if highest_term(self.server, self.database, id).await? == 0 {
+                continue;
+            }
+            let state = doc! {"owner": "unknown", "until": {"$add": ["$$NOW", millis]}, "term": 0_i64};
+            let missing = doc! {"_id": id, "term": {"$exists": false}};
+            let leases = self.server.collection(self.database, lease::COLLECTION);
+            let marked = leases.update_one(missing, vec![doc! {"$set": state}]).upsert(true).await;
+            unless(code::DUPLICATE_KEY, marked)?;
+        }
+        Ok(())
+    }
+
+    async fn change(&self, session: &mut ClientSession) -> Result<bool> {
+        if !self.end_leases(session).await? || !self.change_number(session).await? {
+            return Ok(false);
+        }
+        let kept = self.read(session).await?;
+        let new: Vec<String> = self.new.iter().map(|partition| partition.id(self.deployment)).collect();
+        let gone = doc! {"_id.deployment": {"$in": self.old.iter().chain(&new).cloned().collect::<Vec<_>>()}};
+        for name in [POSITIONS, RULES, fan_out::COLLECTION, dead_letter::COLLECTION] {
+            self.collection(name).delete_many(gone.clone()).session(&mut *session).await?;
+        }
+        let refused = doc! {"$set": {"refused": "the number of partitions has changed meanwhile: ask again"}};
+        let asked = doc! {"deployment": {"$in": &self.old}};
+        self.collection(REQUESTS).update_many(asked, refused).session(&mut *session).await?;
+        let rules = self.rules(&kept);
+        let positions = positions(&kept.positions, self.old.len());
+        for partition in &self.new {
+            let id = partition.id(self.deployment);
+            let term = self.free_lease(session, &id).await?;
+            let of_rules = rules.iter().map(|rule| renamed(rule, &id, term)).collect();
+            self.insert(session, RULES, of_rules).await?;
+            let of_positions = positions.iter().map(|position| renamed(position, &id, term)).collect();
+            self.insert(session, POSITIONS, of_positions).await?;
+            if kept.dead_letters.len() <= DEAD_LETTERS {
+                let dead_letters = kept.dead_letters.iter().filter(|dead_letter| concerns(*partition, dead_letter));
+                // Dead letters have no term. Two old partitions may each have one of the same look-up.
+                let dead_letters: BTreeMap<Vec<u8>, Document> = dead_letters
+                    .map(|dead_letter| moved(dead_letter, &id))
+                    .map(|dead_letter| (identity(&dead_letter), dead_letter))
+                    .collect();
+                self.insert(session, dead_letter::COLLECTION, dead_letters.into_values().collect()).await?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Returns false if another instance has changed the number since it was read. The old partitions then have no
+    /// state left, and it must not replace that of the new ones.
+    async fn change_number(&self, session: &mut ClientSession) -> Result<bool> {
+        let old = format::of_number(self.deployment, number(self.from));
+        let update = format::divided(number(u32::try_from(self.new.len()).unwrap_or(u32::MAX)));
+        let changed = self.collection(format::COLLECTION).update_one(old, update).session(&mut *session).await?;
+        Ok(changed.matched_count > 0)
+    }
+
+    /// Ends the leases of the old partitions. False when one of them is held.
+    async fn end_leases(&self, session: &mut ClientSession) -> Result<bool> {
+        let leases = self.collection(lease::COLLECTION);
+        for id in &self.old {
+            let free = doc! {"_id": id, "$expr": lease::is_free()};
+            let ended = leases.update_one(free, vec![given_back()]).session(&mut *session).await?;
+            if ended.matched_count == 0 && leases.find_one(doc! {"_id": id}).session(&mut *session).await?.is_some() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Creates the lease of a new partition, or ends an existing one; returns its term.
+    async fn free_lease(&self, session: &mut ClientSession, id: &str) -> Result<i64> {
+        let leases = self.collection(lease::COLLECTION);
+        let lease = leases.find_one_and_update(doc! {"_id": id}, vec![given_back()]).upsert(true);
+        let lease = lease.return_document(ReturnDocument::After).session(&mut *session).await?;
+        Ok(lease.and_then(|lease| lease.get_i64("term").ok()).unwrap_or(1))
+    }
+
+    async fn read(&self, session: &mut ClientSession) -> Result<Kept> {
+        let mut kept = Kept::default();
+        for (name, into) in [
+            (RULES, &mut kept.rules),
+            (POSITIONS, &mut kept.positions),
+            (fan_out::COLLECTION, &mut kept.fan_outs),
+            (dead_letter::COLLECTION, &mut kept.dead_letters),
+        ] {
+            let limit =
+                if name == dead_letter::COLLECTION { i64::try_from(DEAD_LETTERS + 1).unwrap_or(i64::MAX) } else { 0 };
+            let old = doc! {"_id.deployment": {"$in": &self.old}};
+            let mut cursor = self.collection(name).find(old).limit(limit).session(&mut *session).await?;
+            *into = cursor.stream(&mut *session).try_collect().await?;
+        }
+        Ok(kept)
+    }
+
+    async fn insert(&self, session: &mut ClientSession, name: &str, documents: Vec<Document>) -> Result<()> {
+        if !documents.is_empty() {
+            self.collection(name).insert_many(documents).session(&mut *session).await?;
+        }
+        Ok(())
+    }
+
+    fn rules(&self, kept: &Kept) -> Vec<Document> {
+        let mut unfinished: BTreeSet<&str> = kept.fan_outs.iter().filter_map(|job| part(job, "rule")).collect();
+        if kept.dead_letters.len() > DEAD_LETTERS {
+            unfinished.extend(kept.rules.iter().filter_map(|rule| part(rule, "rule")));
+        }
+        joined(&kept.rules, self.old.len(), &unfinished)
+    }
+}
+
+fn number(partitions: u32) -> i32 {
+    i32::try_from(partitions).unwrap_or(i32::MAX)
+}
+
+/// A text field of the `_id`.
+fn part<'a>(doc: &'a Document, name: &str) -> Option<&'a str> {
+    doc.get_document("_id").ok()?.get_str(name).ok()
+}
+
+fn given_back() -> Document {
+    let term = doc! {"$add": [{"$ifNull": ["$term", 0_i64]}, 1_i64]};
+    doc! {"$set": {"owner": Bson::Null, "until": "$$NOW", "term": term}}
+}
+
+/// The rule states of `old` partitions merged into one for each rule. A rule that is not complete in all of them, or is
+/// in `unfinished`, restarts.
+fn joined(states: &[Document], old: usize, unfinished: &BTreeSet<&str>) -> Vec<Document> {
+    let mut by_rule: BTreeMap<&str, Vec<&Document>> = BTreeMap::new();
+    for state in states {
+        by_rule.entry(part(state, "rule").unwrap_or_default()).or_default().push(state);
+    }
+    by_rule.into_iter().map(|(rule, states)| one(&states, states.len() == old && !unfinished.contains(rule))).collect()
+}
+
+fn one(states: &[&Document], whole: bool) -> Document {
+    let is = |state: &Document, what: &str| state.get_str("backfill").is_ok_and(|backfill| backfill == what);
+    let rests = |state: &Document| ["paused", "suspended"].iter().any(|what| state.get_bool(what).unwrap_or_default());
+    let held = states.iter().find(|state| is(state, "held") && !rests(state));
+    let stopped = held.or_else(|| states.iter().find(|state| is(state, "held")));
+    let mut out = (*stopped.or(states.first()).unwrap_or(&&Document::new())).clone();
+    let same = states.iter().all(|state| state.get("definition") == out.get("definition"));
+    let number = |name| states.iter().filter_map(|state| state.get_i64(name).ok()).max().unwrap_or_default();
+    let seen = states.iter().any(|state| state.get_bool("source_seen").unwrap_or_default());
+    let mut retired: Vec<Bson> = Vec::new();
+    for definition in states.iter().filter_map(|state| state.get_array("retired").ok()).flatten() {
+        if !retired.contains(definition) {
+            retired.push(definition.clone());
+        }
+    }
+    if let Some(released) = states.iter().filter_map(|state| state.get_timestamp("released").ok()).max() {
+        out.insert("released", released);
+    }
+    out.insert("generation", number("generation"));
+    out.insert("source_seen", seen);
+    if !retired.is_empty() {
+        out.insert("retired", retired);
+    }
+    if stopped.is_none() {
+        let all =
+            |wanted: &[&str]| whole && same && states.iter().all(|state| wanted.iter().any(|what| is(state, what)));
+        let backfill = if all(&["done"]) {
+            "done"
+        } else if all(&["absent"]) {
+            "absent"
+        } else if all(&["done", "manual"]) {
+            "manual"
+        } else {
+            "pending"
+        };
+        out.extend(doc! {"backfill": backfill, "after": [], "progress": Bson::Null, "saved": DateTime::now()});
+    }
+    out
+}
+
+/// For each stream that all `old` partitions have followed in this cluster: the earliest checkpoint. Given as a time,
+/// because a resume token belongs to one stream.
+fn positions(positions: &[Document], old: usize) -> Vec<Document> {
+    let mut by_stream: BTreeMap<&str, Vec<&Document>> = BTreeMap::new();
+    for position in positions {
+        by_stream.entry(part(position, "stream").unwrap_or_default()).or_default().push(position);
+    }
+    let last = |positions: Vec<&Document>| {
+        let cluster = positions.first()?.get("cluster");
+        let whole = positions.len() == old && positions.iter().all(|position| position.get("cluster") == cluster);
+        let mut last = (*positions.iter().min_by_key(|position| position.get_timestamp("time").ok())?).clone();
+        last.extend(doc! {"token": Bson::Null, "pipeline": []});
+        whole.then_some(last)
+    };
+    by_stream.into_values().filter_map(last).collect()
+}
+
+/// The same document for another partition, under that partition's term.
+fn renamed(doc: &Document, id: &str, term: i64) -> Document {
+    let mut doc = moved(doc, id);
+    doc.insert("term", term);
+    doc
+}
+
+fn moved(doc: &Document, id: &str) -> Document {
+    let mut doc = doc.clone();
+    if let Ok(parts) = doc.get_document_mut("_id") {
+        parts.insert("deployment", id);
+    }
+    doc
+}
+
+fn identity(doc: &Document) -> Vec<u8> {
+    doc.get_document("_id").ok().and_then(|id| bson::serialize_to_vec(id).ok()).unwrap_or_default()
+}
+
+/// True if this partition retries the dead letter.
+fn concerns(partition: Partition, dead_letter: &Document) -> bool {
+    let Ok(id) = dead_letter.get_document("_id") else { return false };
+    let key = Key::new(id.get_array("key").cloned().unwrap_or_default());
+    match id.get_str("task").ok().and_then(Task::named) {
+        Some(Task::Value | Task::Target) => partition.owns(id.get_str("rule").unwrap_or_default(), &key),
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::Timestamp;
+
+    use super::*;
+
+    fn state(place: usize, backfill: &str) -> Document {
+        doc! {"_id": {"deployment": format!("d#{place}/2"), "rule": "r"}, "definition": {"a": 1}, "backfill": backfill, "generation": 3_i64, "after": [7]}
+    }
+
+    fn backfill(states: &[Document], old: usize, unfinished: &[&str]) -> String {
+        let rules = joined(states, old, &unfinished.iter().copied().collect());
+        rules[0].get_str("backfill").unwrap().to_owned()
+    }
+
+    #[test]
+    fn a_rule_is_done_where_all_partitions_have_done_it() {
+        let cases = [
+            (["done", "done"], "done"),
+            (["done", "pending"], "pending"),
+            (["done", "manual"], "manual"),
+            (["absent", "done"], "pending"),
+            (["held", "done"], "held"),
+        ];
+        for (states, expected) in cases {
+            let states: Vec<Document> = states.iter().enumerate().map(|(nth, what)| state(nth, what)).collect();
+            assert_eq!(backfill(&states, 2, &[]), expected);
+        }
+        let both = [state(0, "done"), state(1, "done")];
+        assert_eq!(backfill(&both, 3, &[]), "pending", "the third one has never run");
+        assert_eq!(backfill(&both, 2, &["r"]), "pending", "a fan-out was open");
+        let mut other = state(1, "done");
+        other.insert("definition", doc! {"a": 2});
+        assert_eq!(backfill(&[state(0, "done"), other], 2, &[]), "pending", "they have done different rules");
+    }
+
+    #[test]
+    fn a_backfill_starts_over() {
+        let rules = joined(&[state(0, "pending"), state(1, "done")], 2, &BTreeSet::new());
+        assert_eq!(rules[0].get_array("after").unwrap().len(), 0);
+        assert_eq!(rules[0].get_i64("generation").unwrap(), 3);
+    }
+
+    #[test]
+    fn what_was_held_for_a_loss_is_not_taken_for_paused() {
+        for rest in ["paused", "suspended"] {
+            let mut rests = state(0, "held");
+            rests.insert(rest, true);
+            let rules = joined(&[rests, state(1, "held")], 2, &BTreeSet::new());
+            assert!(!rules[0].get_bool(rest).unwrap_or_default());
+        }
+    }
+
+    #[test]
+    fn a_stream_goes_on_where_the_last_partition_was() {
+        let at = |place: usize, time: u32| {
+            doc! {
+                "_id": {"deployment": format!("d#{place}/2"), "stream": "app"}, "time": Timestamp { time, increment: 1 },
+                "token": {"_data": "x"}, "pipeline": [{}], "cluster": 1,
+            }
+        };
+        let both = positions(&[at(0, 9), at(1, 5)], 2);
+        assert_eq!(both[0].get_timestamp("time").unwrap().time, 5);
+        assert_eq!(both[0].get("token"), Some(&Bson::Null));
+        assert_eq!(positions(&[at(0, 9)], 2), Vec::<Document>::new(), "one of them has none");
+    }
+}

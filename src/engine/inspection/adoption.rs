@@ -1,0 +1,579 @@
+//! The effect of a rule on existing values: counted before its first write, and shown by `plan`.
+//!
+//! The count only reads. It is bounded in time and in documents, so that it can run while an application uses the
+//! cluster.
+
+use std::{
+    collections::BTreeSet,
+    fmt,
+    time::{Duration, Instant},
+};
+
+use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
+use serde::Serialize;
+
+use crate::reconcile::{
+    Context,
+    compare::{Compared, Difference, compare_at_once, projection},
+    read,
+    value::size_of,
+};
+use denormd_model::{field_path::FieldPath, key::Key, position::ClusterTime};
+use denormd_mongo::{
+    Reads,
+    error::{Error, Kind, Result},
+};
+use denormd_rules::{
+    config::{Mistake, OnMissing},
+    plan::{Rule, owned_paths, reference::Role},
+};
+
+use super::sample::{answered, count, keys, sampled, source_holds};
+
+/// Largest collection that is compared as a whole, in documents.
+const WHOLE: u64 = 10_000;
+/// Targets with a value that are compared in a larger collection.
+const HOLDING: i64 = 5000;
+/// Targets drawn at random that are compared in addition.
+const DRAWN: i64 = 1000;
+/// Targets in one comparison.
+const PAGE: i32 = 200;
+/// Targets in the one comparison that reads the sources without an index.
+const AT_ONCE: i32 = 1000;
+/// Time limit of all comparisons of one rule together.
+const BUDGET: Duration = Duration::from_secs(10);
+/// Time limit of one read on the server, in milliseconds.
+const READ: i64 = 5000;
+/// References to look up.
+const REFERENCES: i64 = 500;
+/// Fewer references than this are not conclusive.
+const ENOUGH: u64 = 200;
+/// Approximate size of a kept value in addition to the value itself, in bytes.
+const KEPT: u64 = 400;
+/// Examples of each kind of change.
+const EXAMPLES: usize = 3;
+
+/// The effect of a rule on existing data, counted over the compared targets.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Figures {
+    /// Targets in the collection, before its filter.
+    pub targets: u64,
+    /// Targets that were compared.
+    pub compared: u64,
+    /// The part of all targets that was compared.
+    pub basis: Basis,
+    /// Values that would be written where there is none.
+    pub adds: u64,
+    /// Values that would be replaced by another one.
+    pub overwrites: u64,
+    /// Values that would be removed.
+    pub removes: u64,
+    /// Documents that would be deleted, and elements that would be pulled.
+    pub deletes: u64,
+    /// Documents that would be inserted; None for a rule that inserts none, and where they cannot be counted in time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub inserts: Option<u64>,
+    /// Values that exist now.
+    pub values: u64,
+    /// Values on paths that the rule did not own before, and the effect on them.
+    pub foreign: Foreign,
+    /// Targets that hold a value.
+    pub holding: u64,
+    /// Of these, targets that would lose a value.
+    pub losing: u64,
+    /// True if the source collection exists.
+    pub source_exists: bool,
+    /// References that were looked up.
+    pub references: u64,
+    /// Of these, references that resolve.
+    pub resolved: u64,
+}
+
+/// The effect on values that may have been written by others.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Foreign {
+    /// Values that exist now.
+    pub values: u64,
+    /// Values that would be replaced.
+    pub overwrites: u64,
+    /// Values, documents and elements that would be removed.
+    pub removes: u64,
+    /// Values that would be kept for `denormd undo`: those replaced or removed, but nothing of what is deleted.
+    pub kept: u64,
+    /// Approximate size of these values in the state database, in bytes.
+    pub kept_bytes: u64,
+}
+
+/// The part of the targets that was compared.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Basis {
+    /// All targets.
+    All,
+    /// All targets that have a value, and some of the others.
+    AllWithValues,
+    /// Some targets.
+    #[default]
+    Some,
+}
+
+/// One change that the rule would make.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Change {
+    /// The kind of change.
+    pub kind: ChangeKind,
+    /// The target's `_id`.
+    pub target: Bson,
+    /// The path of the value.
+    pub path: String,
+    /// The existing value.
+    pub stored: Option<Bson>,
+    /// The value that the rule would write.
+    pub expected: Option<Bson>,
+}
+
+/// The kinds of change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChangeKind {
+    /// A value is written where there is none.
+    Add,
+    /// A value is replaced by another one.
+    Overwrite,
+    /// A value is removed.
+    Remove,
+    /// The target or its element is deleted.
+    Delete,
+}
+
+/// The count of one rule.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Count {
+    /// The figures.
+    #[serde(flatten)]
+    pub figures: Figures,
+    /// A few changes of each kind. They contain values, which are shown on request only.
+    #[serde(skip)]
+    pub examples: Vec<Change>,
+}
+
+/// The relation of a rule to earlier definitions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// It owned none of its paths before.
+    New,
+    /// Another definition of it has run.
+    Changed,
+}
+
+/// The paths that an earlier definition of the rule wrote in the same targets.
+#[must_use]
+pub fn owned_before(rule: &Rule, earlier: Option<&Document>) -> BTreeSet<String> {
+    let Some(earlier) = earlier else { return BTreeSet::new() };
+    // A shadow rule wrote nothing, and a rule with other targets wrote nothing that counts here.
+    if earlier.get("target") != rule.definition.get("target") || earlier.get_bool("shadow").unwrap_or_default() {
+        return BTreeSet::new();
+    }
+    owned_paths(earlier).iter().map(ToString::to_string).collect()
+}
+
+impl Figures {
+    /// The reasons why a person must agree before the rule writes, each in a few words; none where nothing is at stake.
+    #[must_use]
+    pub fn objections(&self, standing: Standing) -> Vec<String> {
+        let mut reasons = Vec::new();
+        if self.compared == 0 && self.basis == Basis::Some {
+            reasons.push("what it would do to existing values could not be counted in time".to_owned());
+        }
+        let Foreign { values, overwrites, removes, .. } = self.foreign;
+        if removes > 0 {
+            reasons.push(format!("it would remove {}", some(removes, values, "existing value")));
+        }
+        if overwrites * 100 > values {
+            reasons.push(format!("it would overwrite {}", some(overwrites, values, "existing value")));
+        }
+        if standing == Standing::Changed && self.losing * 100 > self.holding {
+            reasons.push(format!("{} would lose their value", some(self.losing, self.holding, "target")));
+        }
+        // Data without values needs no agreement.
+        if values > 0 {
+            if !self.source_exists {
+                reasons.push("its source collection does not exist".to_owned());
+            } else if self.references >= ENOUGH && self.resolved * 100 < self.references {
+                reasons.push(format!("only {} of {} sampled references resolve", self.resolved, self.references));
+            }
+        }
+        reasons
+    }
+
+    /// True if more than one percent of the existing values would be replaced.
+    #[must_use]
+    pub fn replaces_many(&self) -> bool {
+        self.overwrites * 100 > self.values
+    }
+
+    /// The reason why a person must agree to a rule that replaces its own values and looks like a mistake.
+    #[must_use]
+    pub fn suspected(&self, mistake: &Mistake) -> String {
+        let overwritten = some(self.overwrites, self.values, "existing value");
+        let hint = mistake.hint.as_deref().unwrap_or_default();
+        format!("it would overwrite {overwritten}, and it looks like a mistake: {} ({hint})", mistake.message)
+    }
+
+    /// The values that would be kept for `denormd undo`, and their size in bytes, of all targets.
+    #[must_use]
+    pub fn kept(&self) -> (u64, u64) {
+        let Foreign { kept, kept_bytes, .. } = self.foreign;
+        if self.basis != Basis::Some {
+            return (kept, kept_bytes);
+        }
+        let whole = |part: u64| part.saturating_mul(self.targets.max(self.compared)) / self.compared.max(1);
+        (whole(kept), whole(kept_bytes))
+    }
+
+    /// A description of the compared targets.
+    #[must_use]
+    pub fn stated_basis(&self) -> String {
+        match self.basis {
+            Basis::Some if self.compared == 0 => "not counted: that took too long".to_owned(),
+            Basis::All => format!("all {} compared", counted(self.compared, "target")),
+            Basis::AllWithValues => format!(
+                "{} of about {} compared, among them all that hold a value",
+                counted(self.compared, "target"),
+                self.targets
+            ),
+            Basis::Some => format!("sample: {} of about {} compared", counted(self.compared, "target"), self.targets),
+        }
+    }
+}
+
+fn some(part: u64, whole: u64, noun: &str) -> String {
+    format!("{part} of {}", counted(whole, noun))
+}
+
+fn counted(number: u64, noun: &str) -> String {
+    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
+}
+
+/// Counts the changes that `rule` would make. `before` has the paths that it already owned; `at_once` reads sources in
+/// one pass, for rules without an index yet.
+pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, at_once: bool) -> Result<Count> {
+    let target = &rule.target.namespace;
+    let source = &rule.source.namespace;
+    let after = context.server.operation_time().await?;
+    let begun = Instant::now();
+    let mut counting =
+        Counting { context, rule, before, at_once, after, begun, seen: BTreeSet::new(), out: Count::default() };
+    counting.out.figures.source_exists = context.server.has_collection(&source.database, &source.collection).await?;
+    let total = u64::try_from(count(context, rule, Role::Target).await?).unwrap_or_default();
+    counting.out.figures.targets = total;
+    let page = counting.page();
+    let find = |filter: Document, limit: i64| {
+        let mut command = doc! {
+            "find": &target.collection, "filter": filter, "projection": projection(rule), "batchSize": page,
+            "maxTimeMS": READ,
+        };
+        if limit > 0 {
+            command.insert("limit", limit);
+        }
+        command
+    };
+    let mine = rule.target.filter.clone().unwrap_or_default();
+    if total <= WHOLE {
+        if counting.take(find(mine, 0), u64::MAX).await? {
+            counting.out.figures.basis = Basis::All;
+        }
+    } else {
+        let holding = doc! {"$and": [mine, holds_a_value(rule)]};
+        let all = counting.take(find(holding, HOLDING), HOLDING.unsigned_abs()).await?;
+        let drawn = doc! {
+            "aggregate": &target.collection, "cursor": {"batchSize": page}, "maxTimeMS": READ, "allowDiskUse": true,
+            "pipeline": [
+                {"$sample": {"size": DRAWN}}, {"$match": rule.target.filter.clone().unwrap_or_default()},
+                {"$project": projection(rule)},
+            ],
+        };
+        let drawn = counting.take(drawn, u64::MAX).await?;
+        // A target without a value can be deleted as well: only a comparison of all targets would tell.
+        if all
+            && drawn
+            && counting.out.figures.deletes == 0
+            && !matches!(rule.on_missing, OnMissing::Remove | OnMissing::Delete)
+        {
+            counting.out.figures.basis = Basis::AllWithValues;
+        }
+    }
+    counting.references().await?;
+    counting.out.figures.inserts = super::created::inserts(context, rule).await?;
+    Ok(counting.out)
+}
+
+/// The values that a backfill of a rule would remove.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Losses {
+    /// Compared targets that hold a value.
+    pub holding: u64,
+    /// Those that would lose it.
+    pub losing: u64,
+    /// False if no target could be compared in time.
+    pub counted: bool,
+}
+
+impl Losses {
+    /// True if a rule whose source was dropped or replaced may go on by itself: at most a tenth of its values would go.
+    #[must_use]
+    pub fn are_small(&self) -> bool {
+        self.counted && self.losing * 10 <= self.holding
+    }
+}
+
+impl fmt::Display for Losses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.counted {
+            write!(f, "{} would lose their value", some(self.losing, self.holding, "target"))
+        } else {
+            f.write_str("the values that it would remove could not be counted in time")
+        }
+    }
+}
+
+/// Counts the values that a backfill of a rule would remove.
+pub async fn losses(context: &Context, rule: &Rule) -> Result<Losses> {
+    if rule.shadow {
+        return Ok(Losses { holding: 0, losing: 0, counted: true });
+    }
+    let own = owned_before(rule, Some(&rule.definition));
+    let Figures { holding, losing, compared, basis, .. } = Box::pin(figures(context, rule, &own, false)).await?.figures;
+    Ok(Losses { holding, losing, counted: compared > 0 || basis != Basis::Some })
+}
+
+/// Number of leading rows, one at least, that together have at most this number of bytes.
+fn within(rows: &[RawDocumentBuf], bytes: usize) -> usize {
+    let mut sum = 0;
+    let fit = rows.iter().take_while(|row| {
+        sum += row.as_bytes().len();
+        sum <= bytes
+    });
+    fit.count().max(1).min(rows.len())
+}
+
+/// Condition that a target has anything on an owned path.
+fn holds_a_value(rule: &Rule) -> Document {
+    let exists = |path: &&FieldPath| doc! {path.query(): {"$exists": true}};
+    doc! {"$or": rule.owned().iter().map(exists).collect::<Vec<_>>()}
+}
+
+struct Counting<'a> {
+    context: &'a Context,
+    rule: &'a Rule,
+    before: &'a BTreeSet<String>,
+    at_once: bool,
+    after: ClusterTime,
+    begun: Instant,
+    /// The targets that were compared.
+    seen: BTreeSet<Key>,
+    out: Count,
+}
+
+impl Counting<'_> {
+    fn page(&self) -> i32 {
+        if self.at_once { AT_ONCE } else { PAGE }
+    }
+
+    /// Compares the targets that a command finds, page by page. True if it found fewer than `most`, and all of them
+    /// were compared.
+    async fn take(&mut self, command: Document, most: u64) -> Result<bool> {
+        let database = &self.rule.target.namespace.database;
+        let mut found = 0;
+        let result: Result<bool> = async {
+            let mut pages = self.context.server.pages(database, command, Reads { after: self.after }).await?;
+            while let Some(page) = pages.next().await? {
+                found += page.len() as u64;
+                let mut rows = page.as_slice();
+                while !rows.is_empty() {
+                    if self.begun.elapsed() > BUDGET || (self.at_once && self.out.figures.compared > 0) {
+                        return Ok(false);
+                    }
+                    let (part, rest) = rows.split_at(within(rows, self.context.limits.batch_bytes));
+                    let targets = part.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
+                    if !self.compare(targets.collect::<Result<_>>()?).await? {
+                        return Ok(false);
+                    }
+                    rows = rest;
+                }
+            }
+            Ok(true)
+        }
+        .await;
+        match result {
+            Ok(whole) => Ok(whole && found < most),
+            Err(error) if error.kind == Kind::ReadTimedOut => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Compares one page of targets. False when it took too long.
+    async fn compare(&mut self, targets: Vec<Document>) -> Result<bool> {
+        let id = |target: &Document| Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
+        let fresh: Vec<Document> = targets.into_iter().filter(|target| self.seen.insert(id(target))).collect();
+        let (rule, at_once) = (self.rule, self.at_once);
+        let sources = |keys: &[&Key]| {
+            let mut command = if at_once { read::sources_at_once(rule, keys) } else { read::sources(rule, keys) };
+            command.insert("maxTimeMS", READ);
+            command
+        };
+        let (context, after) = (self.context, self.after);
+        let mut stack: Vec<&[Document]> = fresh.chunks(self.page().unsigned_abs() as usize).collect();
+        while let Some(part) = stack.pop() {
+            let mut take = |compared: Result<Compared>| {
+                match compared {
+                    Ok(compared) => self.add(&compared)?,
+                    // It becomes a dead letter, and keeps its values.
+                    Err(error) if error.kind == Kind::Refused => self.out.figures.compared += 1,
+                    Err(error) => return Err(error),
+                }
+                Ok(())
+            };
+            match compare_at_once(context, rule, part, after, (context.limits.read_timeout, Some(&sources)), &mut take)
+                .await
+            {
+                Ok(()) => {}
+                // The expressions fail on a document, or the sources are too large together.
+                Err(error)
+                    if matches!(error.kind, Kind::Refused | Kind::TooLarge)
+                        && part.len() > 1
+                        && self.begun.elapsed() <= BUDGET =>
+                {
+                    let (front, back) = part.split_at(part.len() / 2);
+                    stack.extend([back, front]);
+                }
+                Err(error) if error.kind == Kind::Refused => self.out.figures.compared += part.len() as u64,
+                Err(error) if matches!(error.kind, Kind::ReadTimedOut | Kind::TooLarge) => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+
+    fn add(&mut self, compared: &Compared) -> Result<()> {
+        let figures = &mut self.out.figures;
+        figures.compared += 1;
+        let (mut holds, mut loses) = (false, false);
+        let mut gone: BTreeSet<Option<usize>> = BTreeSet::new();
+        for field in &compared.fields {
+            let own = self.before.contains(&field.path);
+            let value = !says_nothing(field.stored.as_ref());
+            holds |= value;
+            figures.values += u64::from(value);
+            figures.foreign.values += u64::from(value && !own);
+            let Some(kind) = kind(field) else { continue };
+            loses |= value && loses_value(field);
+            if let (Some(stored), ChangeKind::Overwrite | ChangeKind::Remove, false) = (&field.stored, kind, own) {
+                figures.foreign.kept += 1;
+                figures.foreign.kept_bytes += KEPT + size_of(&[Some(stored.clone())]) as u64;
+            }
+            match kind {
+                ChangeKind::Add => figures.adds += 1,
+                ChangeKind::Overwrite => {
+                    figures.overwrites += 1;
+                    figures.foreign.overwrites += u64::from(!own);
+                }
+                ChangeKind::Remove => {
+                    figures.removes += 1;
+                    figures.foreign.removes += u64::from(!own);
+                }
+                ChangeKind::Delete => {
+                    // Every owned path of the element reports it.
+                    if !gone.insert(field.element) {
+                        continue;
+                    }
+                    figures.deletes += 1;
+                    figures.foreign.removes += u64::from(self.before.is_empty());
+                    (holds, loses) = (true, true);
+                }
+            }
+            if self.out.examples.iter().filter(|example| example.kind == kind).count() < EXAMPLES {
+                self.out.examples.push(example(kind, field)?);
+            }
+        }
+        figures.holding += u64::from(holds);
+        figures.losing += u64::from(loses);
+        Ok(())
+    }
+
+    /// Counts the references that resolve, in a sample of the side that holds them.
+    async fn references(&mut self) -> Result<()> {
+        let (role, other) =
+            if source_holds(self.rule) { (Role::Source, Role::Target) } else { (Role::Target, Role::Source) };
+        // A reference that does not resolve gets its document.
+        if self.rule.creates.is_some() || self.at_once || self.begun.elapsed() > BUDGET {
+            return Ok(());
+        }
+        let fields = vec![doc! {"$project": self.rule.reference.projection(role)}];
+        let held: Result<_> = async {
+            let documents = sampled(self.context, self.rule, role, REFERENCES, fields).await?;
+            let held: Vec<Vec<Key>> =
+                documents.iter().map(|document| keys(self.rule, role, document).collect()).collect();
+            let there = answered(self.context, self.rule, &held, other).await?;
+            Ok((held, there))
+        }
+        .await;
+        let (held, there) = match held {
+            Ok(found) => found,
+            Err(error) if error.leaves_unknown() => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        let resolves = |key: &&Key| there.binary_search(key).is_ok();
+        self.out.figures.references = held.iter().flatten().count() as u64;
+        self.out.figures.resolved = held.iter().flatten().filter(resolves).count() as u64;
+        Ok(())
+    }
+}
+
+/// The change at one path; None if it stays as it is.
+fn kind(field: &Difference) -> Option<ChangeKind> {
+    if !field.differs() {
+        return None;
+    }
+    let value = !says_nothing(field.stored.as_ref());
+    match &field.expected {
+        Some(RawBson::Undefined) => Some(ChangeKind::Delete),
+        expected if says_nothing(expected.as_ref()) => value.then_some(ChangeKind::Remove),
+        _ if value => Some(ChangeKind::Overwrite),
+        _ => Some(ChangeKind::Add),
+    }
+}
+
+/// True if there is nothing, or a value that stands for nothing: null, or an empty array.
+fn says_nothing(value: Option<&RawBson>) -> bool {
+    match value {
+        None | Some(RawBson::Null | RawBson::Undefined) => true,
+        Some(RawBson::Array(array)) => array.is_empty(),
+        Some(_) => false,
+    }
+}
+
+/// True if a value is lost. A sum over no sources is 0, which loses the value as well.
+fn loses_value(field: &Difference) -> bool {
+    let zero = |value: Option<&RawBson>| match value {
+        Some(RawBson::Int32(0) | RawBson::Int64(0)) => true,
+        Some(RawBson::Double(number)) => *number == 0.0,
+        _ => false,
+    };
+    let (expected, stored) = (field.expected.as_ref(), field.stored.as_ref());
+    says_nothing(expected) || (zero(expected) && !zero(stored))
+}
+
+fn example(kind: ChangeKind, field: &Difference) -> Result<Change> {
+    let value = |field: &Option<RawBson>| match field {
+        None | Some(RawBson::Undefined) => Ok(None),
+        Some(value) => Bson::try_from(value.as_raw_bson_ref()).map(Some),
+    };
+    Ok(Change {
+        kind,
+        target: field.target.clone(),
+        path: field.path.clone(),
+        stored: value(&field.stored)?,
+        expected: value(&field.expected)?,
+    })
+}

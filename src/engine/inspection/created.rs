@@ -1,0 +1,71 @@
+//! Documents that a rule would create, and sources that expire. Reads only.
+
+use bson::{Document, doc};
+use futures_util::TryStreamExt;
+
+use super::suspicion::place_of;
+use crate::reconcile::{Context, create::id_expression, read};
+use denormd_mongo::{
+    Reads, Server,
+    error::{Error, Kind, Result},
+};
+use denormd_rules::{
+    config::Mistake,
+    plan::{Rule, reference::Role},
+};
+
+/// Time limit of the count, in milliseconds.
+const READ: i64 = 5000;
+
+/// The number of documents that the rule would insert; None for other rules, where counting takes too long, and where
+/// the server cannot join the collections.
+pub(super) async fn inserts(context: &Context, rule: &Rule) -> Result<Option<u64>> {
+    let (source, target) = (&rule.source.namespace, &rule.target.namespace);
+    if rule.creates.is_none() || source.database != target.database {
+        return Ok(None);
+    }
+    let mut stages = read::all_keys(rule);
+    let unusable = doc! {"$anyElementTrue": {"$map": {
+        "input": "$k", "in": {"$in": [{"$type": "$$this"}, ["missing", "null", "undefined", "array"]]},
+    }}};
+    stages.extend([
+        doc! {"$match": {"$expr": {"$not": [unusable]}}},
+        doc! {"$replaceWith": {"id": id_expression(&rule.reference)}},
+        doc! {"$lookup": {"from": &target.collection, "localField": "id", "foreignField": "_id", "as": "d"}},
+        doc! {"$match": {"d": []}},
+        doc! {"$count": "n"},
+    ]);
+    let mut command = read::command(&source.collection, stages);
+    command.insert("maxTimeMS", READ);
+    match context.server.read(&source.database, command, Reads::default()).await {
+        Ok(rows) => {
+            let count = |row: &bson::RawDocumentBuf| row.get_i32("n").ok().and_then(|n| u64::try_from(n).ok());
+            Ok(Some(rows.first().and_then(count).unwrap_or_default()))
+        }
+        Err(error) if matches!(error.kind, Kind::ReadTimedOut | Kind::Refused) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// A warning about sources that the server deletes after a time: the documents that are made of them shrink.
+pub async fn expiring(server: &Server, rule: &Rule) -> Result<Option<Mistake>> {
+    if rule.creates.is_none() {
+        return Ok(None);
+    }
+    let source = &rule.source.namespace;
+    let command = doc! {"listIndexes": &source.collection};
+    let indexes = match server.database(&source.database).run_cursor_command(command).await {
+        Ok(cursor) => cursor.try_collect::<Vec<Document>>().await?,
+        // The collection does not exist.
+        Err(error) => match Error::from(error) {
+            error if error.kind == Kind::Refused => return Ok(None),
+            error => return Err(error),
+        },
+    };
+    let Some(index) = indexes.iter().find(|index| index.contains_key("expireAfterSeconds")) else { return Ok(None) };
+    let path = index.get_document("key").ok().and_then(|key| key.keys().next()).cloned().unwrap_or_default();
+    let message =
+        format!("documents of `{source}` expire (a TTL index on `{path}`), and their totals shrink with them");
+    let hint = "the values are those of the sources that are left; to keep totals, remove the index or keep the sources longer";
+    Ok(Some(Mistake::new(place_of(rule, Role::Source), message).hint(hint)))
+}

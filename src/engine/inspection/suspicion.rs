@@ -1,0 +1,403 @@
+//! Rules that look like a mistake: the names in a rule are compared with a sample of the existing documents.
+//!
+//! A suspicion is not proof, so it stops no rule by itself. It points to its place in the config, and says what was
+//! found and what was probably meant.
+
+mod constants;
+mod places;
+
+use bson::{Document, doc};
+
+use denormd_model::{
+    field_path::{FieldPath, Segment},
+    namespace::Namespace,
+    shape::{Field, Shape},
+};
+use denormd_mongo::{
+    Reads, Server,
+    error::{Error, Result},
+};
+use denormd_rules::{
+    config::{ConfigPath, Mistake},
+    plan::{
+        Plan, Rule, Side,
+        expression::{self, Reads as Paths},
+        reference::Role,
+    },
+};
+use places::Places;
+
+/// Documents that are sampled from each side.
+const DRAWN: i32 = 100;
+/// Size above which a document is skipped, in bytes: a hundred of them would be too much.
+const LARGEST: i32 = 256 << 10;
+/// Time limit of a sample on the server, in milliseconds.
+const PATIENCE: i64 = 5000;
+
+/// The collection, or its whole database, does not exist.
+#[derive(Debug)]
+struct Absent {
+    database: bool,
+    /// The name that was probably meant.
+    near: Option<String>,
+}
+
+/// The findings about one side of a rule.
+#[derive(Debug, Default)]
+struct Seen {
+    /// The collection or database that does not exist.
+    absent: Option<Absent>,
+    /// A sample of the matching documents; None if there are none, or if drawing them took too long.
+    shape: Option<Shape>,
+    /// No document matches the filter: the sample is of the whole collection.
+    none_match: bool,
+    /// The sample may lack fields that exist.
+    cut: bool,
+    /// Paths that other rules write: no document may have them yet.
+    written: Vec<FieldPath>,
+}
+
+/// The suspected mistakes in a rule. Reads only.
+pub async fn suspicions(server: &Server, plan: &Plan, rule: &Rule) -> Result<Vec<Mistake>> {
+    let mut source = look(server, &rule.source).await?;
+    let mut target = look(server, &rule.target).await?;
+    for (seen, side) in [(&mut source, &rule.source), (&mut target, &rule.target)] {
+        let others = plan.rules.iter().filter(|other| other.id != rule.id && other.target.namespace == side.namespace);
+        seen.written = others.flat_map(|other| other.owned()).cloned().collect();
+    }
+    Ok(suspicions_of(rule, &source, &target))
+}
+
+/// The suspected mistakes that the text of a rule alone shows.
+#[must_use]
+pub fn without_a_server(rule: &Rule) -> Vec<Mistake> {
+    quotes(rule, &Places::of(rule))
+}
+
+/// The place where a rule names one of its collections.
+#[must_use]
+pub fn place_of(rule: &Rule, role: Role) -> ConfigPath {
+    let at = Places::of(rule);
+    if role == Role::Source { at.source() } else { at.target() }
+}
+
+fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
+    let at = Places::of(rule);
+    let mut found = quotes(rule, &at);
+    found.extend(existence(&rule.source.namespace, source, at.source()));
+    if rule.creates.is_none() {
+        found.extend(existence(&rule.target.namespace, target, at.target()));
+    }
+    let reversed = reversed(rule, source, target, &at);
+    if reversed.is_empty() {
+        found.extend(arrays(rule, source, target, &at));
+        found.extend(fields(rule, source, target, &at));
+        found.extend(types(rule, source, target, &at));
+        found.extend(lacking(rule, target, &at));
+    } else {
+        found.extend(reversed);
+    }
+    if let Some(shape) = &source.shape {
+        found.extend(constants::suspicions(rule, shape, &at));
+    }
+    found
+}
+
+async fn look(server: &Server, side: &Side) -> Result<Seen> {
+    let Namespace { database, collection } = &side.namespace;
+    let names = collections(server, database).await?;
+    let mut seen = Seen::default();
+    if !names.contains(collection) {
+        let database_absent = names.is_empty();
+        let near =
+            if database_absent { nearest(database, &server.databases().await) } else { nearest(collection, &names) };
+        seen.absent = Some(Absent { database: database_absent, near });
+        return Ok(seen);
+    }
+    let mut documents = draw(server, &side.namespace, side.filter.as_ref()).await?;
+    if side.filter.is_some() && documents.as_ref().is_some_and(Vec::is_empty) {
+        seen.none_match = true;
+        documents = draw(server, &side.namespace, None).await?;
+    }
+    if let Some(documents) = documents.filter(|documents| !documents.is_empty()) {
+        let shape = Shape::of(documents.iter().map(|document| (document, 0)));
+        seen.cut = shape.is_cut();
+        seen.shape = Some(shape);
+    }
+    Ok(seen)
+}
+
+/// Draws a few documents. None if that takes too long, or if the server refuses the filter, which is reported
+/// separately.
+async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>) -> Result<Option<Vec<Document>>> {
+    let mut stages: Vec<Document> = filter.map(|filter| doc! {"$match": filter.clone()}).into_iter().collect();
+    stages.push(doc! {"$sample": {"size": DRAWN}});
+    stages.push(doc! {"$match": {"$expr": {"$lte": [{"$bsonSize": "$$ROOT"}, LARGEST]}}});
+    let command = doc! {
+        "aggregate": &namespace.collection, "pipeline": stages, "cursor": {}, "maxTimeMS": PATIENCE, "allowDiskUse": true,
+    };
+    match server.read(&namespace.database, command, Reads::default()).await {
+        Ok(rows) => {
+            let documents = rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
+            Ok(Some(documents.collect::<Result<_>>()?))
+        }
+        Err(error) if error.leaves_unknown() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+async fn collections(server: &Server, database: &str) -> Result<Vec<String>> {
+    let command = doc! {"listCollections": 1, "nameOnly": true};
+    let rows = server.database(database).run_cursor_command(command).await;
+    let rows: Vec<Document> = futures_util::TryStreamExt::try_collect(rows?).await?;
+    Ok(rows.iter().filter_map(|row| row.get_str("name").ok().map(ToOwned::to_owned)).collect())
+}
+
+/// The most similar known name, if it is similar enough.
+fn nearest(word: &str, known: &[String]) -> Option<String> {
+    let lower = word.to_lowercase();
+    let distance = |name: &&String| strsim::damerau_levenshtein(&lower, &name.to_lowercase());
+    let near = known.iter().filter(|name| *name != word).min_by_key(distance)?;
+    (distance(&near) <= (near.len() / 3).max(1)).then(|| near.clone())
+}
+
+fn meant(near: Option<&String>, otherwise: &str) -> String {
+    near.map_or_else(|| otherwise.to_owned(), |near| format!("did you mean `{near}`?"))
+}
+
+fn existence(namespace: &Namespace, seen: &Seen, at: ConfigPath) -> Option<Mistake> {
+    let Absent { database, near } = seen.absent.as_ref()?;
+    let (message, otherwise) = if *database {
+        (
+            format!("the database `{}` of `{namespace}` does not exist", namespace.database),
+            "name an existing database, or create the collection first",
+        )
+    } else {
+        (
+            format!("the collection `{namespace}` does not exist"),
+            "name an existing collection, or create it first: nothing was sampled",
+        )
+    };
+    Some(Mistake::new(at, message).hint(meant(near.as_ref(), otherwise)))
+}
+
+/// Typographic quotation marks, which every parser takes for a part of the name.
+fn quotes(rule: &Rule, at: &Places<'_>) -> Vec<Mistake> {
+    let smart = |text: &str| text.contains(['\u{201c}', '\u{201d}', '\u{2018}', '\u{2019}']);
+    let plain = |text: &str| text.replace(['\u{201c}', '\u{201d}', '\u{2018}', '\u{2019}'], "");
+    let mut found = Vec::new();
+    for (place, text, on_key) in at.names(rule) {
+        if smart(&text) {
+            let mistake =
+                Mistake::new(place, format!("`{text}` holds typographic quotation marks, which are part of the name"));
+            let mistake = if on_key { mistake.on_key() } else { mistake };
+            found.push(mistake.hint(format!("did you mean `{}`? use \" or '", plain(&text))));
+        }
+    }
+    found
+}
+
+/// True if any sampled document has a value at a path, also inside arrays; None if that is not known.
+fn has(seen: &Seen, path: &FieldPath) -> Option<bool> {
+    let shape = seen.shape.as_ref()?;
+    let query = path.query();
+    // In a map or a deep document, there may be more fields than were sampled.
+    let found = shape.fields.iter().any(|field| field.path.query() == query);
+    let may_come = seen.cut || query.contains('$') || seen.written.iter().any(|written| written.overlaps(path));
+    if found { Some(true) } else { (!may_come).then_some(false) }
+}
+
+/// Pairs in which each path belongs to the other side: `{ _id: customer_id }` for `{ customer_id: _id }`.
+fn reversed(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+    let there = |seen: &Seen, path: &FieldPath| has(seen, path) == Some(true);
+    let absent = |seen: &Seen, path: &FieldPath| has(seen, path) == Some(false);
+    let turned = rule.reference.pairs.iter().filter(|pair| {
+        (absent(source, &pair.source) || absent(target, &pair.target))
+            && there(target, &pair.source)
+            && there(source, &pair.target)
+    });
+    turned
+        .map(|pair| {
+            let written = |path: &FieldPath, seen: &Seen| as_met(seen, path).unwrap_or_else(|| path.to_string());
+            let (target_path, source_path) = (written(&pair.source, target), written(&pair.target, source));
+            let message = format!(
+                "`match` looks reversed: `{}` is a field of `{}`, and `{}` one of `{}`",
+                pair.source, rule.target.namespace.collection, pair.target, rule.source.namespace.collection
+            );
+            Mistake::new(at.pair(pair), message)
+                .on_key()
+                .hint(format!("`match` is target path: source path; did you mean `{target_path}: {source_path}`?"))
+        })
+        .collect()
+}
+
+/// The path as the documents have it, with `$[]` at their arrays, if it differs from the given one.
+fn as_met(seen: &Seen, path: &FieldPath) -> Option<String> {
+    let shape = seen.shape.as_ref()?;
+    let (mut met, mut text) = (String::new(), String::new());
+    for segment in path.segments() {
+        let Segment::Name(name) = segment else { continue };
+        for part in [&mut met, &mut text] {
+            if !part.is_empty() {
+                part.push('.');
+            }
+            part.push_str(name);
+        }
+        let field = |text: &str| FieldPath::parse(text).ok().and_then(|path| shape.field(&path));
+        if field(&met).is_some_and(is_array) {
+            met.push_str(".$[]");
+        }
+    }
+    (met != path.to_string()).then_some(met)
+}
+
+/// True if the field is mostly an array.
+fn is_array(field: &Field) -> bool {
+    let arrays = field.types.get("array").copied().unwrap_or_default();
+    let nulls = field.types.get("null").copied().unwrap_or_default();
+    arrays * 2 > field.met - nulls
+}
+
+/// Paths without `$[]` that lead into an array, where the rule would find or write nothing.
+fn arrays(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+    let mut found = Vec::new();
+    let mut say = |seen: &Seen, path: &FieldPath, side: &Side, place| {
+        let Some(met) = as_met(seen, path).filter(|met| met.contains("$[]") && !path.has_each()) else { return };
+        let array = met.split(".$[]").next().unwrap_or_default();
+        let message = format!("`{array}` is an array in `{}`, and `{path}` has no `$[]`", side.namespace.collection);
+        let mistake: Mistake = place;
+        found.push(Mistake { message, ..mistake }.hint(format!("did you mean `{met}`? `$[]` stands for each element")));
+    };
+    for pair in &rule.reference.pairs {
+        say(target, &pair.target, &rule.target, Mistake::new(at.pair(pair), "").on_key());
+        say(source, &pair.source, &rule.source, Mistake::new(at.pair(pair), ""));
+    }
+    for path in rule.owned() {
+        // The value at the end of the path is replaced, whatever it is.
+        let parent = path.segments().split_last().map(|(_, parents)| parents.to_vec()).unwrap_or_default();
+        let inside = parent.iter().scan(String::new(), |text, segment| {
+            let Segment::Name(name) = segment else { return Some(text.clone()) };
+            *text = if text.is_empty() { name.clone() } else { format!("{text}.{name}") };
+            Some(text.clone())
+        });
+        let through = inside
+            .filter_map(|text| FieldPath::parse(&text).ok())
+            .any(|path| target.shape.as_ref().and_then(|shape| shape.field(&path)).is_some_and(is_array));
+        if through && !path.has_each() {
+            say(target, path, &rule.target, at.owned(path));
+        }
+    }
+    found
+}
+
+/// Fields that no sampled document has.
+fn fields(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+    let mut found: Vec<Mistake> = Vec::new();
+    let mut reads = at.reads(rule);
+    // A filter may name a field that does not exist yet, unless it excludes every document.
+    for (seen, side, place, of_source) in
+        [(source, &rule.source, at.source(), true), (target, &rule.target, at.target(), false)]
+    {
+        if let Some(filter) = side.filter.as_ref().filter(|_| seen.none_match) {
+            let read = expression::filter(filter).unwrap_or_default();
+            reads.push((Mistake::new(place.key("where"), ""), read, of_source));
+        }
+    }
+    for (place, reads, of_source) in reads {
+        let Paths::Paths(paths) = reads else { continue };
+        let (seen, side) = if of_source { (source, &rule.source) } else { (target, &rule.target) };
+        for path in paths.iter().filter(|path| has(seen, path) == Some(false)) {
+            let shape = seen.shape.as_ref();
+            let documents = shape.map_or(0, |shape| shape.documents);
+            let known: Vec<String> = shape
+                .map(|shape| shape.fields.iter().map(|field| field.path.to_string()).collect())
+                .unwrap_or_default();
+            let message = format!("no document of {documents} sampled in `{}` has the field `{path}`", side.namespace);
+            let hint = match nearest(&path.to_string(), &known) {
+                Some(near) => format!("did you mean `{near}`?"),
+                None => "check the name; a field that is still to come is all right".to_owned(),
+            };
+            found.push(Mistake { message, ..place.clone() }.hint(hint));
+        }
+    }
+    found
+}
+
+/// Paths of `$$target` and `$$targetElement` that some sampled targets or elements lack: an expression takes a missing
+/// value for less than any other.
+fn lacking(rule: &Rule, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+    let (Some(of_target), Some(shape)) = (&rule.of_target, &target.shape) else { return Vec::new() };
+    let each = rule.reference.target_each.as_ref();
+    let elements = each.and_then(|each| shape.field(each)).map_or(0, |field| field.met);
+    let known = |path: &&FieldPath| !target.written.iter().any(|written| written.overlaps_loosely(path));
+    let all = of_target.paths.iter().map(|path| (path, "$$target", shape.documents, "targets"));
+    let inside = of_target.elements.iter().map(|path| (path, "$$targetElement", elements, "elements"));
+    let mut found = Vec::new();
+    for (path, variable, of, what) in all.chain(inside).filter(|(path, ..)| known(path)) {
+        let here = |field: &&Field| field.path.query() == path.query();
+        // Of a path that leads into an array, a document may have many values or none.
+        if shape.fields.iter().filter(here).any(|field| field.path.has_each() && !path.has_each()) {
+            continue;
+        }
+        let met: u64 =
+            shape.fields.iter().filter(|field| field.path.query() == path.query()).map(|field| field.met).sum();
+        if met >= of || target.cut {
+            continue;
+        }
+        let text = path.to_string();
+        let name = each.and_then(|each| text.strip_prefix(&format!("{each}."))).unwrap_or(&text);
+        let message = format!("{} of {of} sampled {what} lack `{path}`, which `{variable}.{name}` reads", of - met);
+        let hint = "a missing value compares as less than any other, and most operators give null for it: { $ifNull: [..., 0] }";
+        found.push(Mistake::new(at.target(), message).hint(hint));
+    }
+    found
+}
+
+/// References whose type no key of the other side has.
+fn types(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+    if rule.reference.key_type.is_some() {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    for pair in &rule.reference.pairs {
+        let field = |seen: &'_ Seen, path: &FieldPath| seen.shape.as_ref().and_then(|shape| shape.field(path).cloned());
+        let (Some(left), Some(right)) = (field(target, &pair.target), field(source, &pair.source)) else { continue };
+        let (mine, theirs) = (kinds(&left), kinds(&right));
+        if mine.is_empty() || theirs.is_empty() || mine.iter().any(|kind| theirs.contains(kind)) {
+            continue;
+        }
+        let message = format!(
+            "`{}` is {} in `{}`, and `{}` is {} in `{}`: values of different types never match",
+            pair.target,
+            mine.join(" or "),
+            rule.target.namespace.collection,
+            pair.source,
+            theirs.join(" or "),
+            rule.source.namespace.collection
+        );
+        let convertible = |one: &[&str], other: &[&str]| one == ["string"] && other == ["objectId"];
+        let hint = if convertible(&mine, &theirs) {
+            "did you mean `key_type: objectId`? it reads the strings of 24 hexadecimal digits as ObjectIds"
+        } else if convertible(&theirs, &mine) {
+            "did you mean `key_type: string`? it reads the ObjectIds as strings of 24 hexadecimal digits"
+        } else {
+            "store both with one type, or match on another field"
+        };
+        found.push(Mistake::new(at.pair(pair), message).on_key().hint(hint));
+    }
+    found
+}
+
+/// The types that occur, as keys distinguish them: all numbers are one type.
+fn kinds(field: &Field) -> Vec<&'static str> {
+    let mut kinds: Vec<&'static str> = field
+        .types
+        .keys()
+        .filter(|kind| !matches!(**kind, "null" | "undefined" | "array"))
+        .map(|kind| if matches!(*kind, "int" | "long" | "double" | "decimal") { "number" } else { kind })
+        .collect();
+    kinds.dedup();
+    kinds.sort_unstable();
+    kinds.dedup();
+    kinds
+}

@@ -1,0 +1,373 @@
+//! Brings existing targets up to date, a page at a time, through the same queue as live changes.
+//!
+//! A page requests the same reconciles as inserts of its targets. The queue runs one reconcile per key at a time, so
+//! backfill and live writes commute. Progress is saved when a page is acknowledged, so a killed backfill resumes from
+//! there.
+//!
+//! A rule that creates its targets is backfilled in two passes. The first is that over its targets. The second reads the
+//! sources, and requests each key whose document is absent.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use bson::{Bson, Document, doc};
+use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    checkpoint::store::Store,
+    reconcile::{Context, read, scan},
+    request::{Page, Request, Scope, Task},
+    route::{target_request, target_requests},
+};
+use denormd_model::{failpoint, key::Key, position::ClusterTime, rule_state::RuleState};
+use denormd_mongo::{
+    code,
+    error::{Error, Result},
+};
+use denormd_rules::plan::{Rule, RuleId, reference::Role};
+
+mod levels;
+mod pace;
+
+use pace::Pace;
+
+/// Number of targets in one page.
+const PAGE: i32 = 1000;
+/// Number of pages in the queue at once: one is written while the next one is read.
+const IN_FLIGHT: usize = 3;
+/// Time limit for counting the targets, in milliseconds.
+const COUNTING: i64 = 2000;
+/// Pause after a failed page.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// A backfill request.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BackfillRequest {
+    /// The rule to backfill.
+    pub rule: RuleId,
+    /// The generation of the rule's state that contains the request. A newer request has a higher one.
+    pub generation: i64,
+    /// The `_id` of the target to resume after; None at the start.
+    pub after: Option<Bson>,
+    /// True if all targets are done, and `after` is the `_id` of a source.
+    pub in_sources: bool,
+}
+
+/// The channels that receive the results of backfills.
+#[derive(Debug)]
+pub struct Told {
+    /// Receives each finished backfill.
+    pub finished: mpsc::UnboundedSender<BackfillRequest>,
+    /// Receives each rule for which a privilege is missing, with the server's message. Recording that ends the
+    /// backfill.
+    pub lacking: mpsc::UnboundedSender<(RuleId, String)>,
+}
+
+/// Runs the requested backfills in the order of the plan, until `stop`.
+pub async fn run(
+    context: Arc<Context>,
+    store: Store,
+    mut asked: mpsc::UnboundedReceiver<BackfillRequest>,
+    out: mpsc::Sender<Page>,
+    told: Told,
+    stop: CancellationToken,
+) {
+    let mut waiting = Waiting::default();
+    while !stop.is_cancelled() {
+        if waiting.0.is_empty() {
+            let next = tokio::select! {
+                next = asked.recv() => next,
+                () = stop.cancelled() => return,
+            };
+            let Some(next) = next else { return };
+            waiting.add(next, 0);
+        }
+        while let Ok(more) = asked.try_recv() {
+            waiting.add(more, 0);
+        }
+        let Some((mut request, failures)) = waiting.next(&context.plan.order) else { return };
+        let begun = request.after.clone();
+        let one = One { context: &context, store: &store, rule: context.plan.rule(request.rule), out: &out };
+        let result = tokio::select! {
+            result = one.run(&mut request) => result,
+            () = stop.cancelled() => return,
+        };
+        let error = match result {
+            Ok(true) if told.finished.send(request.clone()).is_err() => return,
+            // Finished, or superseded by a newer request. That one is recorded in the state and is picked up from
+            // there.
+            Ok(_) => continue,
+            Err(error) => error,
+        };
+        tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
+        context.metrics.record_error(Some(&one.rule.name), "backfill", &error);
+        if error.code == Some(code::UNAUTHORIZED) {
+            if told.lacking.send((request.rule, error.message)).is_err() {
+                return;
+            }
+            if one.is_asked_again(&request).await {
+                continue;
+            }
+        }
+        let failures = if request.after == begun { failures + 1 } else { 0 };
+        waiting.add(request, failures);
+        tokio::select! {
+            () = tokio::time::sleep(PAUSE) => {}
+            () = stop.cancelled() => return,
+        }
+    }
+}
+
+/// Backfills that wait for their turn, one per rule, each with its failures since it last made progress.
+#[derive(Debug, Default)]
+struct Waiting(Vec<(BackfillRequest, u32)>);
+
+impl Waiting {
+    /// Adds a backfill. A newer one replaces an older one of the same rule.
+    fn add(&mut self, request: BackfillRequest, failures: u32) {
+        match self.0.iter_mut().find(|(known, _)| known.rule == request.rule) {
+            Some((known, _)) if known.generation >= request.generation => {}
+            Some(known) => *known = (request, failures),
+            None => self.0.push((request, failures)),
+        }
+    }
+
+    /// Removes the next one, in the order of the plan. A backfill that fails goes behind those with fewer failures.
+    fn next(&mut self, order: &[RuleId]) -> Option<(BackfillRequest, u32)> {
+        let place = |rule: RuleId| order.iter().position(|other| *other == rule);
+        let places = self.0.iter().enumerate();
+        let next =
+            places.min_by_key(|(_, (request, failures))| (*failures, place(request.rule))).map(|(nth, _)| nth)?;
+        Some(self.0.swap_remove(next))
+    }
+}
+
+struct One<'a> {
+    context: &'a Context,
+    store: &'a Store,
+    rule: &'a Rule,
+    out: &'a mpsc::Sender<Page>,
+}
+
+/// A page in the queue.
+struct Pending {
+    /// The last `_id` in the page.
+    last: Bson,
+    targets: u64,
+    acknowledged: oneshot::Receiver<()>,
+}
+
+/// A page that was read.
+struct Read {
+    /// Number of documents.
+    documents: u64,
+    requests: Vec<Request>,
+    /// The `_id` that everything up to is requested; None without documents.
+    reached: Option<Bson>,
+    /// The `_id` that the next page follows; None after the last page.
+    last: Option<Bson>,
+}
+
+impl One<'_> {
+    /// Backfills the rule from the request's position on, and advances that position. Returns false if the backfill of
+    /// the rule has been requested again.
+    ///
+    /// A newer request is recorded as a backfill from the start, and begins when this pass ends. Requests may arrive
+    /// faster than a pass finishes (each delete of a source without its pre-image makes one), and would otherwise
+    /// restart it forever. Such a pass does not save its progress. If the rule no longer needs a backfill, the pass
+    /// ends at once.
+    async fn run(&self, request: &mut BackfillRequest) -> Result<bool> {
+        let server = &self.context.server;
+        let mut pending: VecDeque<Pending> = VecDeque::new();
+        let mut after = request.after.clone();
+        let mut scanned = 0_u64;
+        let time = server.operation_time().await?;
+        tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
+        let metrics = &self.context.metrics;
+        // The number of documents to come is unknown where sources are read as well.
+        let expected = if self.rule.creates.is_some() { None } else { self.expected(after.as_ref()).await };
+        metrics.backfill_started(&self.rule.name, self.context.partition.place(), expected);
+        let mut done = 0_u64;
+        let mut pace = Pace::new(self.context, &self.rule.name);
+        if let Some(tree) = self.rule.tree.filter(|_| after.is_none())
+            && !Box::pin(self.levels(tree, time, &mut pace)).await?
+        {
+            return Ok(false);
+        }
+        loop {
+            let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);
+            let page = self.page(request.in_sources, after.as_ref(), most, time).await?;
+            scanned += page.documents;
+            if let Some(reached) = &page.reached {
+                self.submit(page.requests, (page.documents, reached), time, &mut pending).await?;
+            }
+            let last = page.last;
+            let keep = if last.is_some() { IN_FLIGHT } else { 0 };
+            while pending.len() > keep {
+                done += pending.front().map_or(0, |page: &Pending| page.targets);
+                if !self.settle(request, &mut pending, (done, expected)).await? && !self.is_to_go_on().await? {
+                    return Ok(false);
+                }
+                metrics.backfilled(&self.rule.name, self.context.partition.place(), done);
+            }
+            // Only a rule that creates its targets has to look at its sources.
+            if last.is_none() && (request.in_sources || self.rule.creates.is_none()) {
+                break;
+            }
+            if last.is_none() {
+                (request.in_sources, request.after) = (true, None);
+                failpoint::here("backfill-of-sources");
+            }
+            after = last;
+            pace.keep(usize::try_from(page.documents).unwrap_or_default()).await?;
+        }
+        let progress = (done, expected);
+        failpoint::here("backfill-ending");
+        let done = self.store.save_backfill(server, self.rule, request.generation, &RuleState::Live, progress).await?;
+        if done {
+            metrics.backfill_ended(&self.rule.name, self.context.partition.place());
+            tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
+        } else {
+            tracing::info!(rule = %self.rule.name, targets = scanned, "backfill asked for again meanwhile: starting over");
+        }
+        Ok(done)
+    }
+
+    /// True if the state says that the rule needs a backfill.
+    async fn is_to_go_on(&self) -> Result<bool> {
+        let known = self.store.standing(&self.context.server).await?;
+        Ok(known.iter().any(|(name, record)| *name == self.rule.name && record.state.is_backfilling()))
+    }
+
+    /// True if the state has a newer generation, such as a backfill request or the unavailability of the rule.
+    async fn is_asked_again(&self, request: &BackfillRequest) -> bool {
+        let known = self.store.standing(&self.context.server).await.unwrap_or_default();
+        known.iter().any(|(name, state)| *name == self.rule.name && state.generation > request.generation)
+    }
+
+    /// The approximate number of targets to read, for progress reports only; None if counting takes too long. When a
+    /// backfill resumes, `$gt` counts only ids of the same BSON type.
+    async fn expected(&self, after: Option<&Bson>) -> Option<u64> {
+        let mut filter = self.rule.target.filter.clone().unwrap_or_default();
+        if let Some(after) = after {
+            filter = doc! {"$and": [{"_id": {"$gt": after.clone()}}, filter]};
+        }
+        let command = doc! {
+            "count": &self.rule.target.namespace.collection, "query": filter, "maxTimeMS": COUNTING,
+            "collation": read::simple_collation(),
+        };
+        let database = self.context.server.database(&self.rule.target.namespace.database);
+        let reply = database.run_command(command).await.ok()?;
+        match reply.get("n")? {
+            Bson::Int32(n) => u64::try_from(*n).ok(),
+            Bson::Int64(n) => u64::try_from(*n).ok(),
+            _ => None,
+        }
+    }
+
+    /// Reads a page of targets, or of sources, and the requests that it leads to.
+    async fn page(&self, in_sources: bool, after: Option<&Bson>, most: usize, time: ClusterTime) -> Result<Read> {
+        let rule = self.rule;
+        if in_sources {
+            let page = self.context.sources_of_documents(rule, after, most, time).await?;
+            let absent = page.absent.iter().filter_map(|absent| absent.get("_id"));
+            let absent = absent.map(|id| target_request(rule, Key::one(id.clone())));
+            let locate = |key: Key| Request { rule: rule.id, task: Task::LocateSource, key, scope: Scope::All };
+            let requests = absent.chain(page.unusable.into_iter().map(locate)).collect();
+            // The last page ends the backfill, so its position need not be exact.
+            let reached = page.last.clone().or_else(|| after.cloned()).or(Some(Bson::Null));
+            return Ok(Read { documents: page.read, requests, reached, last: page.last });
+        }
+        let fields = rule.reference.projection(Role::Target);
+        let page = scan::page(self.context, rule, &fields, after, most, time).await?;
+        let requests = requests_of(rule, &page.targets);
+        let reached = page.last.as_ref().or_else(|| page.targets.last().and_then(|target| target.get("_id"))).cloned();
+        Ok(Read { documents: page.targets.len() as u64, requests, reached, last: page.last })
+    }
+
+    async fn submit(
+        &self,
+        requests: Vec<Request>,
+        (targets, last): (u64, &Bson),
+        after: ClusterTime,
+        pending: &mut VecDeque<Pending>,
+    ) -> Result<()> {
+        let (done, acknowledged) = oneshot::channel();
+        let page = Page { requests, after, done };
+        self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
+        pending.push_back(Pending { last: last.clone(), targets, acknowledged });
+        Ok(())
+    }
+
+    /// Waits for the oldest page and saves the position after it. Returns false if a newer backfill of the rule has
+    /// been requested.
+    async fn settle(
+        &self,
+        request: &mut BackfillRequest,
+        pending: &mut VecDeque<Pending>,
+        progress: (u64, Option<u64>),
+    ) -> Result<bool> {
+        let Some(page) = pending.pop_front() else { return Ok(true) };
+        let last = acknowledged(page).await?;
+        failpoint::here("page-done");
+        if !request.in_sources && self.context.memory.passes(request.rule, &last) {
+            self.store.passed(&self.context.server, &self.rule.name, &last).await?;
+        }
+        request.after = Some(last);
+        // The generation determines whether the removals are agreed to.
+        let state =
+            RuleState::Backfilling { after: request.after.clone(), in_sources: request.in_sources, agreed: false };
+        self.store.save_backfill(&self.context.server, self.rule, request.generation, &state, progress).await
+    }
+}
+
+/// The requests of these targets.
+fn requests_of(rule: &Rule, targets: &[Document]) -> Vec<Request> {
+    let requests = targets.iter().flat_map(|target| {
+        let id = Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
+        target_requests(rule, &id, target)
+    });
+    requests.collect()
+}
+
+/// Waits for a page; returns the last `_id` in it.
+async fn acknowledged(page: Pending) -> Result<Bson> {
+    page.acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+    Ok(page.last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(rule: usize, generation: i64) -> BackfillRequest {
+        BackfillRequest { rule: RuleId(rule), generation, after: None, in_sources: false }
+    }
+
+    /// A failed backfill was chosen again before those behind it, which never started.
+    #[test]
+    fn a_backfill_that_fails_goes_behind_the_others() {
+        let order = [RuleId(1), RuleId(0), RuleId(2)];
+        let mut waiting = Waiting::default();
+        for rule in 0..3 {
+            waiting.add(request(rule, 1), 0);
+        }
+        let mut turns = Vec::new();
+        for _ in 0..6 {
+            let (request, failures) = waiting.next(&order).unwrap();
+            turns.push(request.rule.0);
+            waiting.add(request, failures + 1);
+        }
+        assert_eq!(turns, [1, 0, 2, 1, 0, 2]);
+    }
+
+    #[test]
+    fn the_newest_backfill_of_a_rule_stands_for_the_others() {
+        let mut waiting = Waiting::default();
+        for generation in [2, 5, 3] {
+            waiting.add(request(0, generation), 0);
+        }
+        assert_eq!(waiting.next(&[RuleId(0)]), Some((request(0, 5), 0)));
+        assert_eq!(waiting.next(&[RuleId(0)]), None);
+    }
+}

@@ -1,0 +1,85 @@
+//! The levels of a tree, before the backfill of a recursive rule.
+//!
+//! A backfill in the order of `_id` would compute documents before those that they read, and once more for each of
+//! these: the values on the way would be wrong, and the more the deeper the tree. So the tree is gone through level by
+//! level first: from the roots down where values come from the parent, from the deepest documents up where they come
+//! from the children. Each level is acknowledged before the next one begins.
+//!
+//! This is about the order alone. The ordinary pass follows, whatever happened here: it reaches the documents that moved
+//! to a level that was done already, records the dead letters, and saves its progress. A backfill that is killed while it
+//! goes through the levels goes through them again; documents with the right values are only read.
+
+use std::collections::VecDeque;
+
+use bson::{Bson, doc};
+
+use crate::reconcile::scan;
+use denormd_model::{key::Key, position::ClusterTime};
+use denormd_mongo::error::Result;
+use denormd_rules::plan::{
+    reference::Role,
+    tree::{Place, Tree},
+};
+
+use super::{IN_FLIGHT, One, PAGE, Pending, acknowledged, pace::Pace, requests_of};
+
+impl One<'_> {
+    /// Requests the documents of a tree, level by level. Returns false if the rule no longer needs a backfill.
+    pub(super) async fn levels(&self, tree: Tree, time: ClusterTime, pace: &mut Pace<'_>) -> Result<bool> {
+        let mut level = match tree.parent {
+            Role::Target => 0,
+            Role::Source => self.level(tree, None, time, pace).await?,
+        };
+        loop {
+            let deepest = self.level(tree, Some(level), time, pace).await?;
+            tracing::debug!(rule = %self.rule.name, level, deepest, "a level of the tree is done");
+            if !self.is_to_go_on().await? {
+                return Ok(false);
+            }
+            level = match tree.parent {
+                Role::Target if level < deepest => level + 1,
+                Role::Source if level > 0 => level - 1,
+                _ => return Ok(true),
+            };
+        }
+    }
+
+    /// Requests the documents with this number of ancestors, and waits until they are done. Returns the greatest number
+    /// of ancestors that a document has.
+    async fn level(&self, tree: Tree, level: Option<usize>, time: ClusterTime, pace: &mut Pace<'_>) -> Result<usize> {
+        let (mut deepest, mut after) = (0, None);
+        let mut pending: VecDeque<Pending> = VecDeque::new();
+        loop {
+            let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);
+            let page = scan::page(self.context, self.rule, &doc! {"_id": 1}, after.as_ref(), most, time).await?;
+            let ids = page.targets.iter().map(|target| Key::one(target.get("_id").cloned().unwrap_or(Bson::Null)));
+            let ids: Vec<Key> = ids.collect();
+            let limit = self.context.limits.read_timeout;
+            let places = self.context.places(self.rule, tree, ids.iter(), time, limit).await?;
+            let mut wanted = Vec::new();
+            for target in page.targets {
+                let id = Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
+                let Some(Place::Node(ancestors)) = places.get(&id) else { continue };
+                deepest = deepest.max(ancestors.len());
+                if Some(ancestors.len()) == level {
+                    wanted.push(target);
+                }
+            }
+            if !wanted.is_empty() {
+                let requests = requests_of(self.rule, &wanted);
+                self.submit(requests, (wanted.len() as u64, &Bson::Null), time, &mut pending).await?;
+            }
+            let keep = if page.last.is_some() { IN_FLIGHT } else { 0 };
+            while pending.len() > keep {
+                if let Some(page) = pending.pop_front() {
+                    acknowledged(page).await?;
+                }
+            }
+            if page.last.is_none() {
+                return Ok(deepest);
+            }
+            after = page.last;
+            pace.keep(wanted.len()).await?;
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! Compares every target of a rule with its definition, during live writes and in constant memory.
+//!
+//! A target that differs may be about to be written. So it is first a suspect, and is compared again each time the
+//! leader has applied everything committed at the previous comparison. It counts as different if the same paths hold
+//! the same wrong values in successive comparisons. A target whose sources keep changing is left undecided.
+//!
+//! Of a rule that creates its targets, the sources are read as well: each key must have its document.
+//!
+//! The position is saved whenever there are no suspects, so that an interrupted check can resume from there.
+
+pub mod difference;
+mod suspects;
+
+use std::{
+    collections::HashSet,
+    time::{Duration, Instant},
+};
+
+use bson::{Bson, Document, doc};
+
+use crate::{
+    checkpoint::{
+        progress::{CheckProgress, Tally},
+        store::Store,
+    },
+    deployment::lease,
+    reconcile::{
+        Context,
+        compare::{Compared, compare_each, compare_ids_each, projection},
+        read, scan,
+    },
+};
+use denormd_model::{key::Key, position::ClusterTime};
+use denormd_mongo::{
+    Pages, Reads,
+    error::{Error, Kind, Result},
+};
+use denormd_rules::plan::{Rule, reference::Role};
+pub use difference::{Differing, Kind as DifferenceKind};
+use suspects::{Suspects, Verdict};
+
+/// Number of targets to compare at once.
+const PAGE: usize = 200;
+/// Number of sources whose documents are looked up at once.
+const SOURCES: usize = 2000;
+/// Number of suspects at which reading stops until they are judged.
+const MOST_SUSPECTS: usize = 1000;
+/// Maximum time to read before the suspects are judged.
+const ROUND: Duration = Duration::from_secs(20);
+/// Maximum time to read without suspects before the position is saved.
+const SHORT_ROUND: Duration = Duration::from_secs(2);
+/// Number of comparisons that must agree while a leader is writing, including the first one.
+const LOOKS: u32 = 3;
+/// Number of comparisons that must agree without a leader.
+const LOOKS_ALONE: u32 = 2;
+/// Number of comparisons after which a target that keeps changing is left undecided.
+const MOST_LOOKS: u32 = 20;
+/// Time limit for the leader to apply everything that is committed.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// Pause between two reads of the leader's progress.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// The extent of a check.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Scope {
+    /// Number of targets to draw at random; None for all targets.
+    pub sample: Option<u64>,
+    /// Resume where the last check of the rule stopped.
+    pub resume: bool,
+    /// Keep the values that differ, to show them.
+    pub values: bool,
+}
+
+/// A target that differs from its definition.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Found {
+    /// The `_id` of the target.
+    pub target: Bson,
+    /// The paths that differ, and how.
+    pub differing: Vec<Differing>,
+    /// True if the difference is known: a dead letter explains why the target cannot be written.
+    pub set_aside: bool,
+}
+
+/// The check of one rule.
+pub struct Check<'a> {
+    context: &'a Context,
+    store: &'a Store,
+    rule: &'a Rule,
+    values: bool,
+    /// The counts so far, without targets that are still suspects.
+    pub tally: Tally,
+    suspects: Suspects,
+    reading: Reading,
+    saved: bool,
+}
+
+/// The origin of the targets.
+enum Reading {
+    All { after: Option<Bson>, in_sources: bool, done: bool },
+    Sample { pages: Box<Pages>, sources: u64, done: bool },
+}
+
+impl<'a> Check<'a> {
+    /// Prepares a check of `rule`, from the start or from the last saved position.
+    pub async fn new(context: &'a Context, store: &'a Store, rule: &'a Rule, scope: Scope) -> Result<Self> {
+        let mut tally = Tally::default();
+        let reading = match scope.sample {
+            Some(size) => {
+                let pages = Box::new(sample(context, rule, size).await?);
+                let sources = if rule.creates.is_some() { size } else { 0 };
+                Reading::Sample { pages, sources, done: false }
+            }
+            None => {
+                let before = if scope.resume { store.check(&context.server, rule).await? } else { None };
+                // A finished check starts again.
+                let before = before.filter(|before| !before.done);
+                let after = before.and_then(|before| {
+                    tally = before.tally;
+                    before.after
+                });
+                Reading::All { after, in_sources: false, done: false }
+            }
+        };
+        tally.resumed = tally.compared > 0;
+        Ok(Self {
+            context,
+            store,
+            rule,
+            values: scope.values,
+            tally,
+            suspects: Suspects::default(),
+            reading,
+            saved: true,
+        })
+    }
+
+    /// Returns the next confirmed differences; None after the last target. The call assumes that earlier results have
+    /// been handled, and saves the position after them.
+    pub async fn next(&mut self) -> Result<Option<Vec<Found>>> {
+        let started = Instant::now();
+        loop {
+            if self.suspects.is_empty() && !self.saved {
+                self.save().await?;
+            }
+            if self.is_read() && self.suspects.is_empty() {
+                return Ok(None);
+            }
+            while !self.is_read() && self.suspects.len() < MOST_SUSPECTS {
+                self.read().await?;
+                let round = if self.suspects.is_empty() { SHORT_ROUND } else { ROUND };
+                if started.elapsed() > round {
+                    break;
+                }
+            }
+            let found = self.judge().await?;
+            self.tally.differing += found.len() as u64;
+            if !found.is_empty() || !self.is_read() {
+                return Ok(Some(found));
+            }
+        }
+    }
+
+    /// Compares these targets again, after a repair, and returns those that still differ.
+    pub async fn again(&mut self, ids: &[Bson]) -> Result<Vec<Found>> {
+        let time = self.context.server.operation_time().await?;
+        for ids in ids.chunks(PAGE) {
+            let mut take = |compared: Compared| self.suspects.add(&compared);
+            compare_ids_each(self.context, self.rule, ids, time, &mut take).await?;
+        }
+        self.judge().await
+    }
+
+    fn is_read(&self) -> bool {
+        match &self.reading {
+            Reading::All { done, .. } | Reading::Sample { done, .. } => *done,
+        }
+    }
+
+    async fn read(&mut self) -> Result<()> {
+        let time = self.context.server.operation_time().await?;
+        let page = match &mut self.reading {
+            Reading::All { after, in_sources: true, done } => {
+                let page = self.context.sources_of_documents(self.rule, after.as_ref(), SOURCES, time).await?;
+                *done = page.last.is_none();
+                *after = page.last;
+                page.absent
+            }
+            Reading::All { after, in_sources, done } => {
+                let page =
+                    scan::page(self.context, self.rule, &projection(self.rule), after.as_ref(), PAGE, time).await?;
+                *done = page.last.is_none() && self.rule.creates.is_none();
+                *in_sources = page.last.is_none() && !*done;
+                if page.last.is_some() || *in_sources {
+                    *after = page.last;
+                }
+                page.targets
+            }
+            Reading::Sample { pages, sources, done } => match pages.next().await? {
+                Some(rows) => rows
+                    .iter()
+                    .map(|row| Document::try_from(row.as_ref()).map_err(Error::from))
+                    .collect::<Result<_>>()?,
+                None => {
+                    *done = true;
+                    absent_in_sample(self.context, self.rule, *sources, time).await?
+                }
+            },
+        };
+        self.tally.compared += page.len() as u64;
+        self.saved = false;
+        for chunk in page.chunks(PAGE) {
+            let mut take = |compared: Compared| self.suspects.add(&compared);
+            // Targets whose expressions fail have dead letters.
+            self.tally.refused += compare_each(self.context, self.rule, chunk, time, &mut take).await?;
+        }
+        Ok(())
+    }
+
+    /// Compares the suspects until each is cleared, confirmed or left undecided.
+    async fn judge(&mut self) -> Result<Vec<Found>> {
+        let mut found: Vec<Result<(Found, Vec<Option<Key>>)>> = Vec::new();
+        for look in 0.. {
+            if self.suspects.is_empty() || look == MOST_LOOKS {
+                break;
+            }
+            let needed = if self.applied_up_to_now().await? { LOOKS } else { LOOKS_ALONE };
+            let time = self.context.server.operation_time().await?;
+            for ids in self.suspects.ids(PAGE) {
+                let mut seen = HashSet::new();
+                let mut take = |compared: Compared| {
+                    seen.insert(Key::one(compared.target.clone()));
+                    if self.suspects.look(&compared, needed) == Verdict::Differs {
+                        found.push(found_of(&compared, self.values));
+                    }
+                };
+                self.tally.refused += compare_ids_each(self.context, self.rule, &ids, time, &mut take).await?;
+                self.suspects.forget_all_but(&ids, &seen);
+            }
+        }
+        self.tally.undecided += self.suspects.len() as u64;
+        self.suspects.clear();
+        let mut found = found.into_iter().collect::<Result<Vec<_>>>()?;
+        if !found.is_empty() {
+            let about = found.iter().map(|(found, references)| (Key::one(found.target.clone()), references.as_slice()));
+            let about: Vec<_> = about.collect();
+            let dead_letters = self.context.dead_letters.concerning(&self.context.server, self.rule, &about).await?;
+            for (found, references) in &mut found {
+                let id = Key::one(found.target.clone());
+                found.set_aside = dead_letters.iter().any(|dead_letter| dead_letter.concerns(&id, references));
+            }
+        }
+        Ok(found.into_iter().map(|(found, _)| found).collect())
+    }
+
+    /// Waits until the leader has applied everything that is committed now. Returns false if there is no leader: then
+    /// no writes are pending.
+    async fn applied_up_to_now(&self) -> Result<bool> {
+        let server = &self.context.server;
+        let started = Instant::now();
+        let now = server.operation_time().await?;
+        let mut nudged = false;
+        loop {
+            if !lease::is_held(server, self.store.database(), self.store.ids()).await? {
+                tokio::time::sleep(PAUSE).await;
+                return Ok(false);
+            }
+            let applied = self.store.applied(server, &self.context.plan.databases()).await?;
+            if applied.is_some_and(|applied| applied >= now)
+                && !self.store.is_fanning_out(server, Some(&self.rule.name)).await?
+            {
+                return Ok(true);
+            }
+            if started.elapsed() > PATIENCE {
+                let message =
+                    format!("the daemon has not applied what was committed {} minutes ago", PATIENCE.as_secs() / 60);
+                return Err(Error::new(Kind::TimedOut, message)
+                    .hint("`denormd status` says why; then `denormd check --resume` goes on from here"));
+            }
+            // Without writes, the position of a stream advances only every ten seconds.
+            if !nudged {
+                self.store.nudge(server).await?;
+                nudged = true;
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    async fn save(&mut self) -> Result<()> {
+        // Sources are read from the start after an interruption: of most, only the key is looked up.
+        if let Reading::All { after, done, in_sources } = &self.reading
+            && (*done || !in_sources)
+        {
+            let progress = CheckProgress { after: after.clone(), done: *done, tally: self.tally.clone() };
+            self.store.save_check(&self.context.server, self.rule, &progress).await?;
+        }
+        self.saved = true;
+        Ok(())
+    }
+}
+
+async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {
+    let size = i64::try_from(size.max(1)).unwrap_or(i64::MAX);
+    let mut stages = Vec::new();
+    stages.extend(rule.target.filter.clone().map(|filter| doc! {"$match": filter}));
+    stages.extend([doc! {"$sample": {"size": size}}, doc! {"$project": projection(rule)}]);
+    let command = doc! {
+        "aggregate": &rule.target.namespace.collection, "pipeline": stages,
+        "cursor": {"batchSize": i32::try_from(PAGE).unwrap_or(200)}, "allowDiskUse": true,
+        "collation": read::simple_collation(),
+    };
+    context.server.pages(&rule.target.namespace.database, command, Reads::default()).await
+}
+
+/// Stand-ins for the documents that some sources should have and do not have.
+async fn absent_in_sample(context: &Context, rule: &Rule, size: u64, time: ClusterTime) -> Result<Vec<Document>> {
+    if size == 0 {
+        return Ok(Vec::new());
+    }
+    let size = i64::try_from(size).unwrap_or(i64::MAX);
+    let mut stages: Vec<Document> =
+        rule.source.filter.clone().map(|filter| doc! {"$match": filter}).into_iter().collect();
+    stages.extend([doc! {"$sample": {"size": size}}, doc! {"$project": rule.reference.projection(Role::Source)}]);
+    let command = read::command(&rule.source.namespace.collection, stages);
+    let mut pages = context.server.pages(&rule.source.namespace.database, command, Reads::default()).await?;
+    let mut absent = Vec::new();
+    while let Some(page) = pages.next().await? {
+        let sources = page.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
+        absent.extend(context.documents_of(rule, &sources.collect::<Result<Vec<_>>>()?, time).await?.absent);
+    }
+    Ok(absent)
+}
+
+/// The report on a target that differs, and the target's references.
+fn found_of(compared: &Compared, values: bool) -> Result<(Found, Vec<Option<Key>>)> {
+    let differing = compared.differences().map(|difference| Differing::of(difference, values));
+    let differing = differing.collect::<Result<Vec<_>>>()?;
+    let found = Found { target: compared.target.clone(), differing, set_aside: false };
+    Ok((found, compared.references.clone()))
+}

@@ -1,0 +1,434 @@
+//! Leads an instance's share of the partitions of a deployment, each with a lease and a pipeline. A deployment that is
+//! not divided has one partition, so this is plain leader election.
+//!
+//! An instance takes over partitions without a leader, and hands over partitions when other instances lead fewer, or
+//! have newer rules.
+
+use std::{
+    collections::BTreeMap,
+    hash::{BuildHasher, RandomState},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use tokio::{
+    sync::watch,
+    task::{JoinError, JoinSet},
+    time::{Interval, MissedTickBehavior, interval},
+};
+
+use crate::{
+    checkpoint::store::Store,
+    dead_letter::DeadLetters,
+    deployment::{
+        instances::{Member, Next, next},
+        lease::{self, Held, Lease},
+        repartitioning::divide,
+    },
+    pipeline::{self, Handle},
+    reconcile::Context,
+};
+use denormd_model::partition::Partition;
+use denormd_mongo::{
+    Connection,
+    error::{Error, Kind, Result},
+};
+
+/// Interval between checks for free partitions, or for too many of its own.
+const POLL: Duration = Duration::from_millis(500);
+/// Interval between checks of a running pipeline.
+const LOOK: Duration = Duration::from_secs(1);
+/// Time for which an instance that failed to start leading takes no partitions, so that another instance takes them.
+const UNFIT: Duration = Duration::from_secs(30);
+/// The same for a deployment that is not divided: the others look for a free lease more often than that.
+const UNFIT_WHOLE: Duration = Duration::from_secs(1);
+/// Time for which the others must lead fewer partitions before one is handed over. This ignores short-lived changes.
+const SETTLED: Duration = Duration::from_secs(2);
+
+/// A deployment, and the place of its leases.
+pub struct Deployment {
+    /// The connection, which outlives a config.
+    pub connection: Connection,
+    /// The state database.
+    pub database: String,
+    /// The name of the deployment.
+    pub name: String,
+    /// The validity of a lease.
+    pub ttl: Duration,
+    /// The number of partitions.
+    pub partitions: u32,
+    /// This instance among the others. A command has none: it leads whatever no other process leads.
+    pub member: Option<Member>,
+}
+
+/// The partitions without a leader, for which this instance may be due.
+#[derive(Debug)]
+pub struct Free {
+    partitions: Vec<Partition>,
+    /// Numbers of partitions that the other instances lead.
+    others: Vec<usize>,
+}
+
+/// The ways in which the leadership of a partition ends.
+#[derive(Debug)]
+pub enum Ended {
+    /// It was ordered to hand over.
+    HandedOver,
+    /// The lease was lost: another instance may lead now.
+    Lost,
+    /// A privilege was missing at the start.
+    Unfit(Error),
+}
+
+/// An event of an instance's share.
+#[derive(Debug)]
+pub enum Event {
+    /// The leases were read: [`Share::act`] takes over and hands over what is due.
+    Free(Free),
+    /// The leadership of a partition has ended.
+    Ended(Partition, Result<Ended>),
+}
+
+/// The orders to the leader of a partition.
+#[derive(Debug, Clone)]
+enum Order {
+    /// Follow changes with these rules.
+    Follow(Arc<Context>),
+    /// Finish the work in progress, and release the lease.
+    HandOver,
+}
+
+/// Called with each pipeline that starts, and with true for the first one of a leadership.
+type Follows = dyn Fn(&Handle, bool) + Send + Sync;
+/// The partitions that this process leads or is about to lead.
+type Led = BTreeMap<Partition, watch::Sender<Order>>;
+/// The end of the task of a partition; None if another instance had the lease.
+type Over = (Partition, Result<Option<Ended>>);
+
+/// This process's share of the partitions.
+pub struct Share {
+    deployment: Deployment,
+    /// The rules for partitions that are taken from now on.
+    context: Arc<Context>,
+    follows: Arc<Follows>,
+    led: Led,
+    tasks: JoinSet<Over>,
+    tick: Interval,
+    /// Reads of the state that failed in a row.
+    failures: u32,
+    /// The time since when the others lead fewer.
+    uneven: Option<Instant>,
+    /// The time since when partitions for other instances have been free.
+    free: Option<Instant>,
+    /// The end of the time for which this instance takes no partitions.
+    unfit: Option<Instant>,
+}
+
+impl Free {
+    /// True if no partition is free.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.partitions.is_empty()
+    }
+}
+
+impl Deployment {
+    fn lease(&self, partition: Partition) -> Lease {
+        Lease::new(self.connection.clone(), &self.database, &partition.id(&self.name), self.ttl)
+    }
+
+    /// Reads the leases. None while this instance cannot take any. Hands over to an instance with newer rules.
+    async fn look(&self, led: &Led, unfit: bool) -> Result<Option<Free>> {
+        let Some(member) = &self.member else {
+            return Ok(Some(Free { partitions: self.free(led).await?, others: Vec::new() }));
+        };
+        if member.is_outdated().await? {
+            if hand_over_all(led) {
+                tracing::info!("an instance with newer rules is there: handing over to it");
+            }
+            return Ok(None);
+        }
+        if unfit || (led.is_empty() && !self.divide().await?) {
+            return Ok(None);
+        }
+        Ok(Some(Free { others: member.others().await?, partitions: self.free(led).await? }))
+    }
+
+    /// Divides the deployment into the config's number of partitions. Returns false while leaders for another number
+    /// are running.
+    async fn divide(&self) -> Result<bool> {
+        match divide(&self.connection.now(), &self.database, &self.name, self.partitions, self.ttl).await {
+            // Once this instance leads, it meets the same error and exits.
+            Err(error) if error.kind == Kind::Topology => Ok(true),
+            divided => divided,
+        }
+    }
+
+    /// The partitions without a leader. Each instance starts at a random place, so that several instances do not
+    /// compete for the same partition.
+    async fn free(&self, led: &Led) -> Result<Vec<Partition>> {
+        let mut free: Vec<Partition> =
+            Partition::all(self.partitions).filter(|partition| !led.contains_key(partition)).collect();
+        if free.is_empty() {
+            return Ok(free);
+        }
+        let ids: Vec<String> = free.iter().map(|partition| partition.id(&self.name)).collect();
+        let held = lease::held(&self.connection.now(), &self.database, &ids).await?;
+        free.retain(|partition| !held.contains(&partition.id(&self.name)));
+        let first = RandomState::new().hash_one(free.len()) % u64::try_from(free.len()).unwrap_or_default().max(1);
+        free.rotate_left(usize::try_from(first).unwrap_or_default());
+        Ok(free)
+    }
+}
+
+impl Share {
+    /// Leads nothing yet. Calls `follows` with each pipeline that starts.
+    pub fn new(
+        deployment: Deployment,
+        context: Arc<Context>,
+        follows: impl Fn(&Handle, bool) + Send + Sync + 'static,
+    ) -> Self {
+        let mut tick = interval(POLL);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        Self {
+            deployment,
+            context,
+            follows: Arc::new(follows),
+            led: BTreeMap::new(),
+            tasks: JoinSet::new(),
+            tick,
+            failures: 0,
+            uneven: None,
+            free: None,
+            unfit: None,
+        }
+    }
+
+    /// Waits for the next event. Cancellation loses none.
+    pub async fn next(&mut self) -> Result<Event> {
+        loop {
+            let unfit = self.unfit.is_some_and(|until| Instant::now() < until);
+            let look = async {
+                self.tick.tick().await;
+                self.deployment.look(&self.led, unfit).await
+            };
+            let looked = tokio::select! {
+                Some(over) = self.tasks.join_next() => match self.over(over) {
+                    Some(ended) => return ended.map(|(partition, ended)| Event::Ended(partition, ended)),
+                    None => continue,
+                },
+                looked = look => looked,
+            };
+            self.failures = if looked.is_err() { self.failures + 1 } else { 0 };
+            match looked {
+                Ok(Some(free)) => return Ok(Event::Free(free)),
+                Err(error) if self.failures.is_power_of_two() => {
+                    tracing::warn!(error = %error.message, "the leases cannot be read; trying again");
+                }
+                Ok(None) | Err(_) => {}
+            }
+        }
+    }
+
+    /// Takes over or hands over partitions if that is due.
+    pub fn act(&mut self, Free { partitions: free, others }: Free) {
+        self.free = if free.is_empty() { None } else { self.free.or_else(|| Some(Instant::now())) };
+        // The instances that should take it are unable to.
+        let abandoned = self.free.is_some_and(|since| since.elapsed() > self.deployment.ttl);
+        let of = usize::try_from(self.deployment.partitions).unwrap_or(usize::MAX);
+        for partition in free {
+            if next(self.led.len(), &others, of) != Next::Take && !abandoned {
+                break;
+            }
+            self.lead(partition);
+        }
+        self.announce();
+        let uneven = self.free.is_none() && next(self.led.len(), &others, of) == Next::HandOver;
+        self.uneven = if uneven { self.uneven.or_else(|| Some(Instant::now())) } else { None };
+        if self.uneven.is_some_and(|since| since.elapsed() >= SETTLED) {
+            self.uneven = None;
+            if let Some((partition, orders)) = self.led.last_key_value() {
+                tracing::info!(
+                    partition = partition.place(),
+                    "another instance leads less: handing this partition over"
+                );
+                hand_over(orders);
+            }
+        }
+    }
+
+    fn lead(&mut self, partition: Partition) {
+        let (orders, told) = watch::channel(Order::Follow(self.context.clone()));
+        self.led.insert(partition, orders);
+        let (lease, follows) = (self.deployment.lease(partition), self.follows.clone());
+        self.tasks.spawn(async move { (partition, take(&lease, partition, &*follows, told).await) });
+    }
+
+    /// Replaces the rules, also in the running pipelines.
+    pub fn replace(&mut self, context: Arc<Context>) {
+        if let Some(member) = &self.deployment.member {
+            member.has_plan(&context.plan);
+        }
+        for orders in self.led.values() {
+            let replaced = orders.send_if_modified(|order| match order {
+                Order::Follow(old) => {
+                    old.clone_from(&context);
+                    true
+                }
+                Order::HandOver => false,
+            });
+            if replaced {
+                tracing::info!("replacing the rules: what is in flight is finished first");
+            }
+        }
+        self.context = context;
+    }
+
+    /// Orders the leaders of all partitions to hand over.
+    pub fn hand_over(&self) {
+        hand_over_all(&self.led);
+    }
+
+    /// Waits until the leadership of a partition has ended. None if this process leads no partition.
+    pub async fn ended(&mut self) -> Option<Result<(Partition, Result<Ended>)>> {
+        while let Some(over) = self.tasks.join_next().await {
+            if let Some(ended) = self.over(over) {
+                return Some(ended);
+            }
+        }
+        None
+    }
+
+    /// Removes the announcement of this instance.
+    pub async fn leave(&self) {
+        if let Some(member) = &self.deployment.member {
+            member.leave().await;
+        }
+    }
+
+    fn over(&mut self, over: Result<Over, JoinError>) -> Option<Result<(Partition, Result<Ended>)>> {
+        let died = |error| Error::internal(format!("the leader of a partition has ended: {error}"));
+        let (partition, ended) = match over.map_err(died) {
+            Ok(over) => over,
+            Err(error) => return Some(Err(error)),
+        };
+        self.led.remove(&partition);
+        if matches!(ended, Ok(Some(Ended::Unfit(_)))) {
+            let pause = if self.deployment.partitions > 1 { UNFIT } else { UNFIT_WHOLE };
+            self.unfit = Some(Instant::now() + pause);
+        }
+        self.announce();
+        ended.transpose().map(|ended| Ok((partition, ended)))
+    }
+
+    fn announce(&self) {
+        let fit = self.unfit.is_none_or(|until| Instant::now() >= until);
+        if let Some(member) = &self.deployment.member {
+            member.leads(fit.then_some(self.led.len()));
+        }
+    }
+}
+
+/// Orders a leader to hand over. Returns false if it has had that order.
+fn hand_over(orders: &watch::Sender<Order>) -> bool {
+    orders.send_if_modified(|order| !matches!(std::mem::replace(order, Order::HandOver), Order::HandOver))
+}
+
+/// Orders the leaders of all partitions to hand over. Returns false if they have had that order.
+fn hand_over_all(led: &Led) -> bool {
+    led.values().filter(|orders| hand_over(orders)).count() > 0
+}
+
+/// Takes the lease of a partition if it is free, and leads while it has the lease.
+async fn take(
+    lease: &Lease,
+    partition: Partition,
+    follows: &Follows,
+    mut told: watch::Receiver<Order>,
+) -> Result<Option<Ended>> {
+    let held = tokio::select! {
+        held = lease.try_lead() => held,
+        () = handing_over(&mut told) => return Ok(None),
+    };
+    match held {
+        Ok(Some(held)) => lead(held, partition, follows, told).await.map(Some),
+        Ok(None) => Ok(None),
+        Err(error) => {
+            tracing::warn!(error = %error.message, "the lease cannot be read; trying again");
+            Ok(None)
+        }
+    }
+}
+
+/// Follows changes while it has the lease.
+async fn lead(held: Held, partition: Partition, follows: &Follows, mut told: watch::Receiver<Order>) -> Result<Ended> {
+    let mut first = true;
+    loop {
+        let Order::Follow(context) = told.borrow_and_update().clone() else {
+            held.release().await;
+            return Ok(Ended::HandedOver);
+        };
+        let context = Arc::new(context.under(held.fence()).within(partition));
+        let started = tokio::select! {
+            started = start(&context) => started,
+            () = held.lost() => return Ok(Ended::Lost),
+            () = handing_over(&mut told) => continue,
+        };
+        let handle = match started {
+            Ok(handle) => handle,
+            Err(error) => {
+                held.release().await;
+                // The privilege existed at startup, so the password is probably being changed and its file will follow.
+                return if error.kind == Kind::Privilege { Ok(Ended::Unfit(error)) } else { Err(error) };
+            }
+        };
+        follows(&handle, std::mem::take(&mut first));
+        tokio::select! {
+            () = held.lost() => {
+                handle.abort();
+                return Ok(Ended::Lost);
+            }
+            // The lease is left to expire, because writes in progress may still be applied until then.
+            () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself")),
+            // The sender exists until the task ends.
+            _ = told.changed() => {}
+        }
+        tokio::select! {
+            () = handle.stop() => {}
+            // Deadlines end the work in progress.
+            () = held.lost() => return Ok(Ended::Lost),
+        }
+    }
+}
+
+/// Opens the state and starts the pipeline, retrying after temporary failures.
+async fn start(context: &Arc<Context>) -> Result<Handle> {
+    let DeadLetters { database, deployment, .. } = &context.dead_letters;
+    loop {
+        let attempt = async {
+            let store = Store::open_partition(&context.server, database, deployment, context.partition).await?;
+            pipeline::start(context.clone(), store).await
+        };
+        match attempt.await {
+            Err(error) if error.is_transient() => {
+                tracing::warn!(error = %error.message, "following changes cannot begin yet; trying again");
+                tokio::time::sleep(POLL).await;
+            }
+            result => return result,
+        }
+    }
+}
+
+/// Waits until the pipeline has ended by itself.
+async fn finished(handle: &Handle) {
+    while !handle.is_finished() {
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+/// Waits for the order to hand over.
+async fn handing_over(told: &mut watch::Receiver<Order>) {
+    if told.wait_for(|order| matches!(order, Order::HandOver)).await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}

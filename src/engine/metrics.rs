@@ -1,0 +1,679 @@
+//! The daemon's metrics, in a registry of its own.
+//!
+//! Labels are names of rules and collections, operations or reasons, all of them bounded by the config and by this
+//! file: never a document's id or value.
+
+mod audit;
+mod cause;
+mod observation;
+mod process;
+mod recent_error;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicI64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use prometheus::{
+    Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder, core::Collector,
+};
+
+pub use audit::AuditProgress;
+pub use cause::Cause;
+use denormd_model::{clock::wall_millis, rule_state::RuleState};
+use denormd_mongo::error::{Error, Kind, Result};
+pub use observation::{BackfillProgress, HeldBack, Observation, RuleFacts, StreamFacts};
+pub use recent_error::RecentError;
+use recent_error::RecentErrors;
+
+/// From one millisecond to ten minutes: a change stream answers within one millisecond, a failover takes a minute.
+const PROPAGATION_BUCKETS: [f64; 17] =
+    [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0];
+
+/// All metrics. There is one instance for each daemon, shared by every component that measures.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    /// 1 with the version and the commit of the program, which sets it.
+    pub build: IntGaugeVec,
+    /// Seconds since the oldest change that is not applied to each rule's targets was committed.
+    pub rule_lag: GaugeVec,
+    /// The configured lag objective of each rule.
+    max_lag: GaugeVec,
+    /// Like `rule_lag`, including the rules that feed this one.
+    pub rule_chain_lag: GaugeVec,
+    /// Seconds since the oldest change that is not applied was committed. No series while it is not known, and on a
+    /// standby.
+    pub lag: GaugeVec,
+    propagation: HistogramVec,
+    events: IntCounterVec,
+    reconciles: IntCounterVec,
+    matched: IntCounterVec,
+    modified: IntCounterVec,
+    write_seconds: HistogramVec,
+    writes_in_flight: IntGauge,
+    retries: IntCounterVec,
+    set_aside: IntCounterVec,
+    /// Number of dead letters.
+    pub dead_letters: IntGaugeVec,
+    /// 1 while a rule's backfill is open.
+    pub backfill_running: IntGaugeVec,
+    fan_outs: IntGaugeVec,
+    /// Targets that the open backfill has read.
+    pub backfill_scanned: IntGaugeVec,
+    /// Targets that the open backfill has to read.
+    pub backfill_total: IntGaugeVec,
+    /// 1 for the reason that limits the speed of the open backfill.
+    backfill_held_back: IntGaugeVec,
+    /// Age of the checkpoint in seconds; 0 when it is the newest.
+    pub checkpoint_age: Gauge,
+    /// Age of the last answer of the slowest stream, in seconds.
+    pub stream_age: Gauge,
+    /// Seconds of oplog behind the checkpoint. No series if it cannot be read.
+    pub oplog_headroom: GaugeVec,
+    /// Seconds until the checkpoint falls off the oplog at the present rate; infinite while it does not fall behind.
+    pub oplog_loss: GaugeVec,
+    /// 1 if the oplog's first entry can be read.
+    pub oplog_readable: IntGauge,
+    /// Seconds since the newest canary write that has come through was sent. No series while another process leads.
+    pub canary_age: GaugeVec,
+    /// Least difference between the clocks of the replica set's members, in seconds.
+    pub clock_skew: GaugeVec,
+    config_ok: IntGauge,
+    config_reloads: IntCounterVec,
+    last_event: GaugeVec,
+    /// Requests that wait or run.
+    pub queue_depth: IntGauge,
+    /// 1 if the server's certificate is not verified.
+    pub tls_unverified: IntGauge,
+    /// 1 while this process holds the lease and may write.
+    pub leader: IntGauge,
+    /// 1 for each partition that this process leads.
+    pub partition_leader: IntGaugeVec,
+    /// 1 for the role of this process in its deployment.
+    pub role: IntGaugeVec,
+    /// Active causes: one series for each cause without a rule, and one for each rule that it names.
+    pub causes: IntGaugeVec,
+    drift_found: IntCounterVec,
+    drift_repaired: IntCounterVec,
+    shadow_compared: IntCounterVec,
+    shadow_differing: IntCounterVec,
+    process: process::Process,
+    live: Mutex<Live>,
+    turned: Mutex<BTreeMap<u32, Instant>>,
+    clock: AtomicI64,
+    started: Instant,
+    started_at: i64,
+}
+
+/// Current state, read by the status page and the metrics.
+#[derive(Debug, Default)]
+struct Live {
+    /// By the partition's place.
+    observations: BTreeMap<u32, Arc<Observation>>,
+    /// The observations of all partitions, merged.
+    observation: Option<Arc<Observation>>,
+    recent_errors: RecentErrors,
+    /// By rule and the partition's place.
+    backfills: Vec<(String, u32, BackfillProgress)>,
+    /// By rule and the partition's place.
+    audits: BTreeMap<(String, u32), AuditProgress>,
+    last_write: Option<Instant>,
+}
+
+impl Live {
+    fn join(&mut self) -> Option<Arc<Observation>> {
+        let mut observations = self.observations.values();
+        let first = observations.next().cloned();
+        self.observation = first.map(|first| observations.fold(first, |all, one| Arc::new(all.joined(one))));
+        self.observation.clone()
+    }
+
+    fn backfill(&mut self, rule: &str, partition: u32) -> Option<&mut BackfillProgress> {
+        let found = self.backfills.iter_mut().find(|(name, place, _)| name == rule && *place == partition);
+        found.map(|(.., progress)| progress)
+    }
+}
+
+/// Outcome of reconciling one key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reconciled {
+    /// Acknowledged by a majority.
+    Done,
+    /// Recorded as a dead letter.
+    SetAside,
+    /// To be retried.
+    Failed,
+    /// Postponed: a grace period, an unconfirmed mismatch, or the removal limit.
+    Waiting,
+}
+
+impl Reconciled {
+    const ALL: [Self; 4] = [Self::Done, Self::SetAside, Self::Failed, Self::Waiting];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Done => "done",
+            Self::SetAside => "dead_letter",
+            Self::Failed => "failed",
+            Self::Waiting => "waiting",
+        }
+    }
+}
+
+struct Families {
+    registry: Registry,
+}
+
+impl Families {
+    fn add<C: Collector + Clone + 'static>(&self, made: prometheus::Result<C>) -> Result<C> {
+        let add = || {
+            let family = made?;
+            self.registry.register(Box::new(family.clone()))?;
+            Ok(family)
+        };
+        add().map_err(|error: prometheus::Error| Error::internal(format!("a metric cannot be made: {error}")))
+    }
+
+    fn gauge(&self, name: &str, help: &str) -> Result<Gauge> {
+        self.add(Gauge::with_opts(Opts::new(name, help)))
+    }
+
+    fn whole(&self, name: &str, help: &str) -> Result<IntGauge> {
+        self.add(IntGauge::with_opts(Opts::new(name, help)))
+    }
+
+    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<GaugeVec> {
+        self.add(GaugeVec::new(Opts::new(name, help), labels))
+    }
+
+    fn wholes(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec> {
+        self.add(IntGaugeVec::new(Opts::new(name, help), labels))
+    }
+
+    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec> {
+        self.add(IntCounterVec::new(Opts::new(name, help), labels))
+    }
+
+    fn histograms(&self, name: &str, help: &str, labels: &[&str]) -> Result<HistogramVec> {
+        self.add(HistogramVec::new(HistogramOpts::new(name, help).buckets(PROPAGATION_BUCKETS.to_vec()), labels))
+    }
+}
+
+impl Metrics {
+    /// Registers all metric families, without series.
+    pub fn new() -> Result<Arc<Self>> {
+        let registry = Registry::new();
+        let f = Families { registry: registry.clone() };
+        let metrics = Self {
+            build: f.wholes("denormd_build_info", "The version and the commit it was built from, always 1.", &["version", "commit"])?,
+            rule_lag: f.gauges("denormd_rule_lag_seconds", "Seconds since the oldest change that is not applied to the rule's targets; 0 when all are.", &["rule"])?,
+            max_lag: f.gauges("denormd_rule_max_lag_seconds", "The rule's objective, `max_lag`: the lag that it should not have for long.", &["rule"])?,
+            rule_chain_lag: f.gauges("denormd_rule_chain_lag_seconds", "The largest lag of the rule and of those that feed it.", &["rule"])?,
+            lag: f.gauges("denormd_lag_seconds", "Seconds since the oldest change that is not applied to its targets; 0 when all are. Absent on a standby.", &[])?,
+            propagation: f.histograms("denormd_propagation_seconds", "From the commit of the source's change to the acknowledged write of its targets.", &["rule"])?,
+            events: f.counters("denormd_events_total", "Change events read.", &["collection", "operation"])?,
+            reconciles: f.counters("denormd_reconciles_total", "Keys reconciled, by how it ended.", &["rule", "reason"])?,
+            matched: f.counters("denormd_targets_matched_total", "Targets that write statements matched.", &["rule"])?,
+            modified: f.counters("denormd_targets_modified_total", "Targets that write statements changed.", &["rule"])?,
+            write_seconds: f.histograms("denormd_write_duration_seconds", "How long write commands took until a majority had them.", &["rule", "operation"])?,
+            writes_in_flight: f.whole("denormd_writes_in_flight", "Write commands that wait for their answer.")?,
+            retries: f.counters("denormd_retries_total", "Keys that failed for the moment and are tried again, by kind of error.", &["rule", "reason"])?,
+            set_aside: f.counters("denormd_dead_letters_recorded_total", "Times that a key or a target was set aside, by reason.", &["rule", "reason"])?,
+            dead_letters: f.wholes("denormd_dead_letters", "Dead letters that wait to be tried again.", &["rule"])?,
+            backfill_running: f.wholes("denormd_backfill_running", "1 while the rule's backfill is open.", &["rule"])?,
+            fan_outs: f.wholes("denormd_fan_outs", "Large fan-outs of the rule that are under way.", &["rule"])?,
+            backfill_scanned: f.wholes("denormd_backfill_scanned_targets", "Targets that the rule's last backfill has read.", &["rule"])?,
+            backfill_held_back: f.wholes("denormd_backfill_held_back", "1 while the rule's backfill waits between its pages, by the reason.", &["rule", "reason"])?,
+            backfill_total: f.wholes("denormd_backfill_expected_targets", "Targets that the rule's last backfill has to read, estimated.", &["rule"])?,
+            checkpoint_age: f.gauge("denormd_checkpoint_age_seconds", "How far back a restart would begin; 0 when the saved position is the newest.")?,
+            stream_age: f.gauge("denormd_stream_age_seconds", "Seconds since every change stream has answered, with or without events.")?,
+            oplog_headroom: f.gauges("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the saved position; absent when the oplog cannot be read.", &[])?,
+            oplog_loss: f.gauges("denormd_oplog_time_to_loss_seconds", "Seconds until changes are lost with the oplog, if it goes on as in the last minutes; +Inf while nothing falls behind.", &[])?,
+            oplog_readable: f.whole("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
+            canary_age: f.gauges("denormd_canary_age_seconds", "Seconds since the newest write of denormd's own was sent that every stream has passed and that is applied.", &[])?,
+            clock_skew: f.gauges("denormd_clock_skew_seconds", "By how much the clocks of the replica set's members differ at least; absent while none of them answers.", &[])?,
+            config_ok: f.whole("denormd_config_last_reload_successful", "0 while the config that was read last is refused and an older one is in force.")?,
+            config_reloads: f.counters("denormd_config_reloads_total", "Times that the config was read again, by what came of it.", &["reason"])?,
+            last_event: f.gauges("denormd_last_event_timestamp_seconds", "When this instance last wrote an event of this reason into the timeline, in seconds since 1970.", &["reason"])?,
+            queue_depth: f.whole("denormd_queue_depth", "Reconcile requests that wait or run, named targets counted.")?,
+            tls_unverified: f.whole("denormd_tls_unverified", "1 while the connection string switches the verification of the server's certificate off.")?,
+            leader: f.whole("denormd_leader", "1 while this process is the one that writes, and its lease is renewed.")?,
+            role: f.wholes("denormd_role", "1 for what this process is: starting, leader, standby, or unknown while the lease cannot be read or renewed.", &["role"])?,
+            partition_leader: f.wholes("denormd_partition_leader", "1 while this process is the one that writes for the partition; a deployment that is not divided has one.", &["partition"])?,
+            causes: f.wholes("denormd_cause", "1 while this keeps copies from being up to date. A cause that concerns rules has a series for each, and its series without a rule is 0.", &["reason", "rule"])?,
+            drift_found: f.counters("denormd_drift_found_total", "Targets that differed from their definition without a change that explains it.", &["rule"])?,
+            drift_repaired: f.counters("denormd_drift_repaired_total", "Of those, repaired.", &["rule"])?,
+            shadow_compared: f.counters("denormd_shadow_compared_total", "Targets that a rule in shadow has compared instead of writing.", &["rule"])?,
+            shadow_differing: f.counters("denormd_shadow_differing_total", "Of those, the ones that it would have changed.", &["rule"])?,
+            process: process::Process::new(&f)?,
+            live: Mutex::default(),
+            turned: Mutex::default(),
+            clock: AtomicI64::new(0),
+            started: Instant::now(),
+            started_at: wall_millis(),
+            registry,
+        };
+        for cause in Cause::ALL {
+            metrics.causes.with_label_values(&[cause.name(), ""]).set(0);
+        }
+        for reason in ["done", "refused"] {
+            metrics.config_reloads.with_label_values(&[reason]);
+        }
+        metrics.divided(1);
+        metrics.config_ok.set(1);
+        Ok(Arc::new(metrics))
+    }
+
+    fn lags_of_a_rule(&self) -> [&GaugeVec; 3] {
+        [&self.rule_lag, &self.rule_chain_lag, &self.max_lag]
+    }
+
+    fn counts_of_a_rule(&self) -> [&IntGaugeVec; 5] {
+        [&self.dead_letters, &self.backfill_running, &self.fan_outs, &self.backfill_scanned, &self.backfill_total]
+    }
+
+    /// Creates the series of these rules, at zero, so that none is missing before the first event, and removes the
+    /// gauges of rules that no longer exist.
+    pub fn rules<'a>(&self, names: impl IntoIterator<Item = &'a str>) {
+        let names: BTreeSet<&str> = names.into_iter().collect();
+        for rule in &names {
+            for family in self.lags_of_a_rule() {
+                family.with_label_values(&[rule]);
+            }
+            for family in self.counts_of_a_rule() {
+                family.with_label_values(&[rule]);
+            }
+            for family in [&self.matched, &self.modified, &self.drift_found, &self.drift_repaired] {
+                family.with_label_values(&[rule]);
+            }
+            for outcome in Reconciled::ALL {
+                self.reconciles.with_label_values(&[rule, outcome.name()]);
+            }
+            self.propagation.with_label_values(&[rule]);
+            for passing in [Kind::Connection, Kind::Unavailable, Kind::TimedOut, Kind::NotReplicated] {
+                self.retries.with_label_values(&[rule, passing.policy().name]);
+            }
+        }
+        let retired: Vec<String> = self
+            .observation()
+            .map(|old| {
+                old.rules.iter().map(|rule| rule.name.clone()).filter(|name| !names.contains(name.as_str())).collect()
+            })
+            .unwrap_or_default();
+        for rule in retired {
+            for reason in HeldBack::ALL {
+                self.backfill_held_back.remove_label_values(&[rule.as_str(), reason.name()]).ok();
+            }
+            for family in self.lags_of_a_rule() {
+                // The family may have no series for the rule.
+                family.remove_label_values(&[rule.as_str()]).ok();
+            }
+            for family in self.counts_of_a_rule() {
+                family.remove_label_values(&[rule.as_str()]).ok();
+            }
+        }
+    }
+
+    /// Counts change events that were read.
+    pub fn events(&self, collection: &str, operation: &str, count: u64) {
+        self.events.with_label_values(&[collection, operation]).inc_by(count);
+    }
+
+    /// Counts keys of a rule that were reconciled.
+    pub fn reconciled(&self, rule: &str, outcome: Reconciled, count: u64) {
+        self.reconciles.with_label_values(&[rule, outcome.name()]).inc_by(count);
+    }
+
+    /// Histogram of the time from commit to acknowledged write, in seconds.
+    #[must_use]
+    pub fn propagation(&self, rule: &str) -> Histogram {
+        self.propagation.with_label_values(&[rule])
+    }
+
+    /// Counts a write command that is sent now. The returned guard ends with it.
+    #[must_use]
+    pub fn write<'a>(&'a self, rule: &'a str, operation: &'static str) -> Writing<'a> {
+        self.writes_in_flight.inc();
+        Writing { metrics: self, rule, operation, started: Instant::now() }
+    }
+
+    /// Counts a key that failed and will be retried.
+    pub fn retried(&self, rule: &str, error: &Error) {
+        self.retries.with_label_values(&[rule, error.kind.policy().name]).inc();
+        self.record_error(Some(rule), "reconcile", error);
+    }
+
+    /// Counts a key or a target that became a dead letter.
+    pub fn set_aside(&self, rule: &str, error: &Error) {
+        let reason =
+            error.code.map_or_else(|| error.kind.policy().name.to_owned(), |code| format!("server_error_{code}"));
+        self.set_aside.with_label_values(&[rule, &reason]).inc();
+        self.record_error(Some(rule), "set aside", error);
+    }
+
+    /// Counts a target that differed although no change explains it; with `repaired`, it is being repaired.
+    pub fn drifted(&self, rule: &str, repaired: bool) {
+        self.drift_found.with_label_values(&[rule]).inc();
+        if repaired {
+            self.drift_repaired.with_label_values(&[rule]).inc();
+        }
+    }
+
+    /// Counts a reload of the config, which is in force or refused.
+    pub fn reloaded(&self, in_force: bool) {
+        self.config_ok.set(i64::from(in_force));
+        self.config_reloads.with_label_values(&[if in_force { "done" } else { "refused" }]).inc();
+    }
+
+    /// True if the config that was read last is in force.
+    #[must_use]
+    pub fn config_is_in_force(&self) -> bool {
+        self.config_ok.get() == 1
+    }
+
+    /// Records the time of a timeline event by its name: a cause, or one of a few others.
+    pub fn happened(&self, what: &str, at: i64) {
+        #[expect(clippy::cast_precision_loss, reason = "milliseconds since 1970 are far below 2^53")]
+        self.last_event.with_label_values(&[what]).set(at as f64 / 1000.0);
+    }
+
+    /// Counts targets that a rule in shadow mode has compared instead of writing them.
+    pub fn shadowed(&self, rule: &str, compared: u64, differing: u64) {
+        self.shadow_compared.with_label_values(&[rule]).inc_by(compared);
+        self.shadow_differing.with_label_values(&[rule]).inc_by(differing);
+    }
+
+    /// Adds an error to the recent errors. The error's text contains no values, see [`Error`].
+    pub fn record_error(&self, rule: Option<&str>, doing: &'static str, error: &Error) {
+        self.live().recent_errors.add(rule, doing, error.kind.policy().name, &error.message);
+    }
+
+    /// The recent errors, newest first.
+    #[must_use]
+    pub fn recent_errors(&self) -> Vec<RecentError> {
+        self.live().recent_errors.recent()
+    }
+
+    /// True if an error of one of these kinds occurred within `window`.
+    #[must_use]
+    pub fn met(&self, kinds: &[Kind], window: Duration) -> bool {
+        let names: Vec<&str> = kinds.iter().map(|kind| kind.policy().name).collect();
+        self.live().recent_errors.met(&names, window)
+    }
+
+    /// Records the start of a rule's backfill, or its continuation after a restart.
+    pub fn backfill_started(&self, rule: &str, partition: u32, total: Option<u64>) {
+        let progress = BackfillProgress { started: Instant::now(), scanned: 0, total, ended: None, held_back: None };
+        self.backfill_scanned.with_label_values(&[rule]).set(0);
+        self.backfill_total.with_label_values(&[rule]).set(whole(total.unwrap_or_default()));
+        let mut live = self.live();
+        live.backfills.retain(|(name, place, _)| name != rule || *place != partition);
+        live.backfills.push((rule.to_owned(), partition, progress));
+    }
+
+    /// Records how many targets a rule's backfill has read.
+    pub fn backfilled(&self, rule: &str, partition: u32, scanned: u64) {
+        if let Some(progress) = self.live().backfill(rule, partition) {
+            progress.scanned = scanned;
+        }
+        let scanned = self.backfill(rule).map_or(scanned, |progress| progress.scanned);
+        self.backfill_scanned.with_label_values(&[rule]).set(whole(scanned));
+    }
+
+    /// Records the reason that limits the speed of a rule's backfill; None if nothing does.
+    pub fn backfill_held_back(&self, rule: &str, partition: u32, why: Option<HeldBack>) {
+        for reason in HeldBack::ALL {
+            self.backfill_held_back.with_label_values(&[rule, reason.name()]).set(i64::from(why == Some(reason)));
+        }
+        if let Some(progress) = self.live().backfill(rule, partition) {
+            progress.held_back = why;
+        }
+    }
+
+    /// Records the end of a rule's backfill.
+    pub fn backfill_ended(&self, rule: &str, partition: u32) {
+        if let Some(progress) = self.live().backfill(rule, partition) {
+            progress.ended = Some(Instant::now());
+        }
+    }
+
+    /// Progress of the rule's last backfill in this process.
+    #[must_use]
+    pub fn backfill(&self, rule: &str) -> Option<BackfillProgress> {
+        self.backfills().into_iter().find(|(name, _)| name == rule).map(|(_, progress)| progress)
+    }
+
+    /// The last backfill of each rule in this process. With several partitions, each reads all targets, and the one
+    /// with the least progress counts.
+    #[must_use]
+    pub fn backfills(&self) -> Vec<(String, BackfillProgress)> {
+        let mut out: Vec<(String, BackfillProgress)> = Vec::new();
+        for (rule, _, progress) in &self.live().backfills {
+            match out.iter_mut().find(|(known, _)| known == rule) {
+                Some((_, slowest)) => *slowest = slowest.joined(progress),
+                None => out.push((rule.clone(), progress.clone())),
+            }
+        }
+        out
+    }
+
+    /// Publishes the state of a partition's pipeline.
+    pub fn observe(&self, partition: u32, observation: Observation) {
+        let observation = {
+            let mut live = self.live();
+            live.observations.insert(partition, Arc::new(observation));
+            live.join()
+        };
+        let Some(observation) = observation else { return };
+        self.queue_depth.set(i64::try_from(observation.depth).unwrap_or(i64::MAX));
+        for (nth, rule) in observation.rules.iter().enumerate() {
+            self.backfill_running
+                .with_label_values(&[&rule.name])
+                .set(i64::from(observation.states.get(nth).is_some_and(RuleState::is_backfilling)));
+            self.max_lag.with_label_values(&[&rule.name]).set(rule.max_lag.as_secs_f64());
+            let fan_outs = observation.fan_outs.get(nth).copied().unwrap_or_default();
+            self.fan_outs.with_label_values(&[&rule.name]).set(i64::try_from(fan_outs).unwrap_or(i64::MAX));
+        }
+    }
+
+    /// Records the number of partitions of the deployment; this process leads none of them yet.
+    pub fn divided(&self, partitions: u32) {
+        self.partition_leader.reset();
+        for place in 0..partitions {
+            self.partition_leader.with_label_values(&[&place.to_string()]).set(0);
+        }
+    }
+
+    /// The last published observation. None before the pipeline has started, or while another process leads.
+    #[must_use]
+    pub fn observation(&self) -> Option<Arc<Observation>> {
+        self.live().observation.clone()
+    }
+
+    /// Records that the pipeline has ended. Its last observation stays valid until another process leads.
+    pub fn stopped(&self, partition: u32) {
+        self.turned().remove(&partition);
+    }
+
+    /// Discards the observation of a partition that another process leads now.
+    pub fn forget_observation(&self, partition: u32) {
+        let mut live = self.live();
+        live.observations.remove(&partition);
+        live.backfills.retain(|(_, place, progress)| *place != partition || progress.ended.is_some());
+        live.audits.retain(|(_, place), _| *place != partition);
+        live.join();
+    }
+
+    /// The partitions with an observation that was not discarded.
+    #[must_use]
+    pub fn observed(&self) -> Vec<u32> {
+        self.live().observations.keys().copied().collect()
+    }
+
+    /// Sets the lead of the server's clock over this machine's, in milliseconds.
+    pub fn set_clock(&self, offset: i64) {
+        self.clock.store(offset, Ordering::Relaxed);
+    }
+
+    /// The server's clock, in milliseconds since 1970. Commit times refer to it.
+    #[must_use]
+    pub fn now(&self) -> i64 {
+        wall_millis() + self.clock.load(Ordering::Relaxed)
+    }
+
+    /// Records a turn of the pipeline's loop.
+    pub fn turn(&self, partition: u32) {
+        self.turned().insert(partition, Instant::now());
+    }
+
+    /// Time since the last turn of the slowest pipeline's loop.
+    #[must_use]
+    pub fn since_turn(&self) -> Duration {
+        self.turned().values().min().unwrap_or(&self.started).elapsed()
+    }
+
+    fn turned(&self) -> MutexGuard<'_, BTreeMap<u32, Instant>> {
+        self.turned.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Creation time of this value, in milliseconds since 1970.
+    #[must_use]
+    pub fn started_at(&self) -> i64 {
+        self.started_at
+    }
+
+    /// Time at which the last write was acknowledged.
+    #[must_use]
+    pub fn last_write(&self) -> Option<Instant> {
+        self.live().last_write
+    }
+
+    /// Number of write commands that wait for their answer.
+    #[must_use]
+    pub fn in_flight(&self) -> i64 {
+        self.writes_in_flight.get()
+    }
+
+    /// The number of write commands so far, and their total duration in seconds.
+    #[must_use]
+    pub fn writes(&self) -> (u64, f64) {
+        histograms(&self.write_seconds).fold((0, 0.0), |(count, sum), (_, h)| (count + h.count, sum + h.sum))
+    }
+
+    /// Each rule's propagation times so far: counts by bucket, not cumulative; the last bucket has no upper bound.
+    #[must_use]
+    pub fn propagations(&self) -> Vec<(String, Vec<u64>)> {
+        histograms(&self.propagation).map(|(rule, h)| (rule, h.buckets)).collect()
+    }
+
+    /// The upper bounds of the propagation buckets, in seconds.
+    #[must_use]
+    pub fn bounds() -> &'static [f64] {
+        &PROPAGATION_BUCKETS
+    }
+
+    /// Number of events read so far, and of each rule's changed targets.
+    #[must_use]
+    pub fn totals(&self) -> (u64, Vec<(String, u64)>) {
+        let sum = |family: &IntCounterVec| counters(family).collect::<Vec<_>>();
+        (sum(&self.events).iter().map(|(_, n)| n).sum(), sum(&self.modified))
+    }
+
+    /// Each rule's number of targets that differed although no change explains it, and the number of those repaired.
+    #[must_use]
+    pub fn drift(&self) -> BTreeMap<String, (u64, u64)> {
+        let mut drift: BTreeMap<String, (u64, u64)> =
+            counters(&self.drift_found).map(|(rule, n)| (rule, (n, 0))).collect();
+        for (rule, repaired) in counters(&self.drift_repaired) {
+            drift.entry(rule).or_default().1 = repaired;
+        }
+        drift
+    }
+
+    /// The metrics in Prometheus' text format.
+    pub fn expose(&self) -> Result<Vec<u8>> {
+        self.process.refresh();
+        let mut out = Vec::new();
+        TextEncoder::new()
+            .encode(&self.registry.gather(), &mut out)
+            .map_err(|error| Error::internal(format!("the metrics cannot be written: {error}")))?;
+        Ok(out)
+    }
+
+    fn live(&self) -> MutexGuard<'_, Live> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A write command that waits for its answer.
+#[derive(Debug)]
+pub struct Writing<'a> {
+    metrics: &'a Metrics,
+    rule: &'a str,
+    operation: &'static str,
+    started: Instant,
+}
+
+impl Writing<'_> {
+    /// Counts the answer: the matched and the modified documents.
+    pub fn done(self, matched: u64, modified: u64) {
+        let metrics = self.metrics;
+        metrics.matched.with_label_values(&[self.rule]).inc_by(matched);
+        metrics.modified.with_label_values(&[self.rule]).inc_by(modified);
+        metrics.live().last_write = Some(Instant::now());
+    }
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        self.metrics.writes_in_flight.dec();
+        let seconds = self.started.elapsed().as_secs_f64();
+        self.metrics.write_seconds.with_label_values(&[self.rule, self.operation]).observe(seconds);
+    }
+}
+
+struct Counted {
+    count: u64,
+    sum: f64,
+    buckets: Vec<u64>,
+}
+
+fn histograms(family: &HistogramVec) -> impl Iterator<Item = (String, Counted)> {
+    family.collect().into_iter().flat_map(|family| family.get_metric().to_vec()).map(|metric| {
+        let h = metric.get_histogram();
+        let mut below = 0;
+        let mut buckets: Vec<u64> = h
+            .get_bucket()
+            .iter()
+            .map(|bucket| {
+                let own = bucket.cumulative_count().saturating_sub(below);
+                below = bucket.cumulative_count();
+                own
+            })
+            .collect();
+        buckets.push(h.get_sample_count().saturating_sub(below));
+        (rule_of(metric.get_label()), Counted { count: h.get_sample_count(), sum: h.get_sample_sum(), buckets })
+    })
+}
+
+fn counters(family: &IntCounterVec) -> impl Iterator<Item = (String, u64)> {
+    family.collect().into_iter().flat_map(|family| family.get_metric().to_vec()).map(|metric| {
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a counter of whole numbers")]
+        let value = metric.get_counter().get_value() as u64;
+        (rule_of(metric.get_label()), value)
+    })
+}
+
+fn rule_of(labels: &[prometheus::proto::LabelPair]) -> String {
+    labels.iter().find(|label| label.name() == "rule").map(|label| label.value().to_owned()).unwrap_or_default()
+}
+
+fn whole(count: u64) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}

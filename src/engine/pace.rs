@@ -1,0 +1,127 @@
+//! Pauses that save the server work, at the cost of lag: how long a stream is not polled, how long work waits to be
+//! merged, and how far apart the recomputations of one key are. Measurements: docs/lab-notebook.md.
+
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+/// Backlog, in changed keys and targets of fan-out jobs, above which the server is not asked for more at once. A
+/// request that waits for an event is woken by every oplog entry, our own writes included: 7 µs an entry, half of it in
+/// the thread that makes entries visible (MongoDB 6.0.5; docs/lab-notebook.md). A later request passes them all at once.
+const BACKLOG: usize = 500;
+/// The delay of that request when a backlog begins, which is usually gone afterwards.
+const FIRST: Duration = Duration::from_secs(1);
+/// The delay while the backlog lasts: changes of other rules, and of the rules that this one feeds, wait as long.
+const LASTING: Duration = Duration::from_millis(250);
+/// Interval between checks of the backlog.
+const LOOK: Duration = Duration::from_millis(5);
+/// Delay of work that shrinks by waiting, while a stream is known to hold more. After the delay, one batch of it runs
+/// at a time, so that the server's remaining capacity is free for the stream.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// Recomputing one key is only spaced out if it takes longer than this.
+const CHEAP: Duration = Duration::from_millis(20);
+/// The longest pause between two recomputes of one key.
+const LONGEST: Duration = Duration::from_secs(30);
+
+/// The pauses of a stream while changes wait.
+#[derive(Debug, Default)]
+pub struct Polling {
+    /// True if the backlog outlasted the previous pause.
+    lasts: bool,
+}
+
+impl Polling {
+    /// Waits while the backlog is large, but not for long.
+    pub async fn pause(&mut self, backlog: impl Fn() -> usize) {
+        let until = Instant::now() + if self.lasts { LASTING } else { FIRST };
+        while backlog() > BACKLOG && Instant::now() < until {
+            sleep(LOOK).await;
+        }
+        self.lasts = backlog() > BACKLOG;
+    }
+}
+
+/// The deferral of work that shrinks by waiting. While a backlog is read, such work would be repeated with every batch
+/// of it. So it waits, runs once, and waits again.
+#[derive(Debug, Default)]
+pub struct Deferral {
+    since: Option<std::time::Instant>,
+}
+
+impl Deferral {
+    /// True if such work should wait now. `more` tells that a stream is known to hold more, `runs` that a batch of such
+    /// work runs, and `waits` that any is left.
+    pub fn defers(&mut self, now: std::time::Instant, more: bool, runs: bool, waits: impl FnOnce() -> bool) -> bool {
+        if !more {
+            self.since = None;
+            return false;
+        }
+        let since = *self.since.get_or_insert(now);
+        if now.saturating_duration_since(since) < PATIENCE || runs {
+            return true;
+        }
+        if !waits() {
+            self.since = Some(now);
+        }
+        false
+    }
+}
+
+/// Pause before the keys of a batch may be recomputed again: the recomputation of a parent with a million children is
+/// spaced out by its own cost instead of repeated for each event.
+#[must_use]
+pub fn spacing(took: Duration, keys: usize) -> Duration {
+    let cost = took / u32::try_from(keys.max(1)).unwrap_or(u32::MAX);
+    if cost > CHEAP { cost.min(LONGEST) } else { Duration::ZERO }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_pauses_at_most_a_second_and_then_a_quarter_while_a_backlog_lasts() {
+        let mut polling = Polling::default();
+        let begun = Instant::now();
+        let mut paused = async |backlog: &dyn Fn() -> usize| {
+            let before = begun.elapsed();
+            polling.pause(backlog).await;
+            begun.elapsed().saturating_sub(before)
+        };
+        assert_eq!(paused(&|| BACKLOG).await, Duration::ZERO);
+        assert_eq!(paused(&|| BACKLOG + 1).await, FIRST);
+        assert_eq!(paused(&|| BACKLOG + 1).await, LASTING);
+        let checks = Cell::new(0);
+        let shrinks = || {
+            checks.set(checks.get() + 1);
+            if checks.get() < 4 { usize::MAX } else { 0 }
+        };
+        assert_eq!(paused(&shrinks).await, LOOK * 3, "it ends with the backlog");
+        assert_eq!(paused(&|| BACKLOG + 1).await, FIRST, "and the next backlog is a new one");
+    }
+
+    #[test]
+    fn work_is_deferred_until_its_patience_ends_and_while_a_batch_of_it_runs() {
+        let (start, mut deferral) = (std::time::Instant::now(), Deferral::default());
+        let mut defers =
+            |millis, more, runs, waits| deferral.defers(start + Duration::from_millis(millis), more, runs, || waits);
+        assert!(!defers(0, false, false, true), "no stream holds more");
+        assert!(defers(0, true, false, true));
+        assert!(defers(999, true, false, true));
+        assert!(!defers(1000, true, false, true));
+        assert!(defers(1500, true, true, true), "one batch at a time");
+        assert!(!defers(1600, true, false, false), "nothing is left: the next wait begins");
+        assert!(defers(2599, true, false, true));
+        assert!(!defers(2600, true, false, true));
+    }
+
+    #[test]
+    fn recomputations_are_spaced_out_by_what_they_cost() {
+        assert_eq!(spacing(CHEAP, 1), Duration::ZERO);
+        assert_eq!(spacing(CHEAP * 3, 2), CHEAP * 3 / 2);
+        assert_eq!(spacing(LONGEST * 2, 1), LONGEST);
+        assert_eq!(spacing(Duration::ZERO, 0), Duration::ZERO);
+    }
+}

@@ -1,0 +1,119 @@
+//! Decides whether a new or changed rule may write at all. The effect on existing data is counted and recorded before
+//! the first write.
+
+use std::sync::Arc;
+
+use futures_util::{StreamExt, TryStreamExt, stream};
+
+use crate::{
+    checkpoint::{
+        adoption::{Decision, Decisions},
+        rule_record::RuleRecord,
+    },
+    inspection::{
+        adoption::{Basis, Figures, Standing, figures, owned_before},
+        suspicion::suspicions,
+    },
+    reconcile::Context,
+};
+use denormd_model::{
+    failpoint,
+    rule_state::{Adoption, BlockReason, RuleState},
+};
+use denormd_mongo::error::Result;
+use denormd_rules::plan::Rule;
+
+/// Rules whose existing data is counted at the same time: each holds a server answer of up to 16 MB, and the sources
+/// for a part of it.
+const AT_ONCE: usize = 2;
+
+/// Storage of this deployment's decisions.
+pub(super) fn decisions_of(context: &Context) -> Decisions<'_> {
+    let dead_letters = &context.dead_letters;
+    Decisions { server: &context.server, database: &dead_letters.database, deployment: &dead_letters.deployment }
+}
+
+/// True if a rule is blocked for its effect on existing data: its current definition has written nothing.
+pub(super) fn is_blocked(record: &RuleRecord) -> bool {
+    matches!(record.state, RuleState::Blocked(BlockReason::Adoption(_)))
+}
+
+/// A decision for each new or changed rule of the plan; none for the others.
+pub(super) async fn decide(context: &Context, known: &[(String, RuleRecord)]) -> Result<Vec<Option<Decision>>> {
+    // The decision covers the whole rule, not only this partition's keys.
+    let whole = &context.whole();
+    let one = |rule: &Arc<Rule>| {
+        let rule = rule.clone();
+        let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record.clone());
+        async move { decision(context, whole, &rule, before.as_ref()).await }
+    };
+    stream::iter(&context.plan.rules).map(one).buffered(AT_ONCE).try_collect().await
+}
+
+async fn decision(
+    context: &Context,
+    whole: &Context,
+    rule: &Rule,
+    before: Option<&RuleRecord>,
+) -> Result<Option<Decision>> {
+    let same =
+        before.is_some_and(|record| rule.has_definition(&record.definition) && record.state != RuleState::Removed);
+    if same && !(rule.adopt && before.is_some_and(is_blocked)) {
+        return Ok(None);
+    }
+    let decisions = decisions_of(context);
+    let last = decisions.of(&rule.name).await?;
+    if let Some(decision) = last.clone().filter(|last| rule.has_definition(&last.definition) && !rule.adopt) {
+        return Ok(Some(decision));
+    }
+    let earlier = match before {
+        Some(record) if is_blocked(record) => {
+            last.filter(|last| last.definition == record.definition).and_then(|last| last.earlier)
+        }
+        before => before.map(|record| record.definition.clone()),
+    };
+    let mut decision = Decision { definition: rule.definition.clone(), earlier, block: None };
+    if rule.adopt {
+        decisions.agree(&rule.name, &rule.definition).await?;
+        return Ok(Some(decision));
+    }
+    if !rule.shadow {
+        decision.block = count(whole, rule, decision.earlier.as_ref()).await?;
+    }
+    failpoint::here("adoption-counted");
+    let decision = decisions.decide(&rule.name, decision).await?;
+    failpoint::here("adoption-decided");
+    Ok(Some(decision))
+}
+
+/// Reasons against the first writes of a rule; none if there are no objections.
+async fn count(whole: &Context, rule: &Rule, earlier: Option<&bson::Document>) -> Result<Option<Adoption>> {
+    let own = owned_before(rule, earlier);
+    let standing = if own.is_empty() { Standing::New } else { Standing::Changed };
+    let figures = match Box::pin(figures(whole, rule, &own, false)).await {
+        Ok(counted) => counted.figures,
+        Err(error) if error.is_transient() => return Err(error),
+        Err(error) => {
+            let cause = format!("what it would do to existing values could not be counted: {}", error.message);
+            return Ok(Some(Adoption { causes: vec![cause], ..Adoption::default() }));
+        }
+    };
+    let mut causes = figures.objections(standing);
+    // The rule may replace its own values, but not by values that look like a mistake.
+    if causes.is_empty() && figures.replaces_many() {
+        let suspected = Box::pin(suspicions(&whole.server, &whole.plan, rule)).await?;
+        causes.extend(suspected.first().map(|first| figures.suspected(first)));
+    }
+    Ok((!causes.is_empty()).then(|| adoption(&figures, causes)))
+}
+
+fn adoption(figures: &Figures, causes: Vec<String>) -> Adoption {
+    Adoption {
+        adds: figures.adds,
+        overwrites: figures.overwrites,
+        removes: figures.removes + figures.deletes,
+        total: figures.compared,
+        sampled: figures.basis != Basis::All,
+        causes,
+    }
+}

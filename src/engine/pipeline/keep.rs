@@ -1,0 +1,120 @@
+//! Begins and ends the keeping of values that a rule's first backfill overwrites, and deletes the expired ones.
+
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+use bson::DateTime;
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    checkpoint::{adoption::Decision, kept::Keeping, rule_record::RuleRecord, store::Store},
+    dead_letter::Chosen,
+    inspection::adoption::owned_before,
+    reconcile::Context,
+};
+use denormd_model::rule_state::RuleState;
+use denormd_mongo::error::Result;
+use denormd_rules::{
+    config::OnMissing,
+    plan::{Rule, Values},
+};
+
+/// Interval between deletions of expired values.
+const EXPIRE_EVERY: Duration = Duration::from_secs(3600);
+/// Time from the start of the leadership to the first one.
+const FIRST: Duration = Duration::from_secs(10);
+
+/// The values that a rule's next backfill keeps if it is new, changed, or returns to the config: those on paths that it
+/// did not own before. What it wrote itself can be computed again.
+pub(super) fn of(
+    context: &Context,
+    rule: &Rule,
+    before: Option<&RuleRecord>,
+    decision: Option<&Decision>,
+) -> Option<Keeping> {
+    if !context.undo.enabled || rule.shadow || matches!(rule.values, Values::Set { once: true, .. }) {
+        return None;
+    }
+    // Values written while a rule was not in the config are the application's.
+    let returns = before.is_some_and(|record| record.state == RuleState::Removed);
+    let earlier = decision.and_then(|decision| decision.earlier.as_ref()).filter(|_| !returns);
+    let own = owned_before(rule, earlier);
+    // Its first backfill may be unfinished.
+    let open = before.and_then(|record| record.keeping.as_ref()).filter(|_| !returns);
+    let is_open = |path: &String| open.is_some_and(|open| open.paths.contains(path));
+    let owned = rule.owned().into_iter().map(ToString::to_string);
+    let paths: Vec<String> = owned.filter(|path| !own.contains(path) || is_open(path)).collect();
+    let set = |paths: &[String]| paths.iter().cloned().collect::<BTreeSet<_>>();
+    let same = open.filter(|open| set(&open.paths) == set(&paths));
+    let passed = same.map(|open| open.passed.clone()).unwrap_or_default();
+    (!paths.is_empty()).then_some(Keeping { paths, passed })
+}
+
+/// Begins to keep values for a rule that was registered.
+pub(super) async fn begin(context: &Context, rule: &Rule, keeping: Option<Keeping>) -> Result<()> {
+    if keeping.as_ref().is_some_and(|keeping| keeping.passed.is_empty()) {
+        context.kept().forget_not_kept(&rule.name).await?;
+    }
+    resume(context, rule, keeping).await
+}
+
+/// Goes on keeping values, after a restart or under another leader.
+pub(super) async fn resume(context: &Context, rule: &Rule, keeping: Option<Keeping>) -> Result<()> {
+    let Some(keeping) = keeping.filter(|_| context.undo.enabled) else {
+        context.memory.keeps(rule.id, None, false, false);
+        return Ok(());
+    };
+    let chosen = Chosen { rule: Some(rule.name.clone()), key: None };
+    let aside = context.dead_letters.count(&context.server, &chosen).await? > 0;
+    let is_full = context.kept().count_not_kept(&rule.name).await? > 0;
+    if matches!(rule.on_missing, OnMissing::Remove | OnMissing::Delete) {
+        tracing::info!(rule = %rule.name, "documents and elements that the rule deletes are not kept for `denormd undo`");
+    }
+    context.memory.keeps(rule.id, Some(keeping), aside, is_full);
+    Ok(())
+}
+
+/// Ends the keeping after a rule's backfill, once its fan-out jobs are done: they write targets that the backfill has
+/// left to them. A failure is tried again a second later.
+pub(super) async fn end(context: &Context, store: &Store, name: &str, generation: i64) {
+    let ended = async {
+        if store.is_fanning_out(&context.server, Some(name)).await? {
+            return Ok(false);
+        }
+        store.end_keeping(&context.server, name, generation).await
+    };
+    match ended.await {
+        Ok(true) => {
+            if let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == name) {
+                context.memory.keeps(rule.id, None, false, false);
+            }
+        }
+        Ok(false) => {}
+        Err(error) => {
+            tracing::warn!(rule = name, error = %error.message, "the end of a rule's first backfill cannot be recorded; trying again");
+        }
+    }
+}
+
+/// Deletes expired values, about hourly.
+pub(super) async fn expire(context: Arc<Context>, stop: CancellationToken) {
+    // One partition is enough for all.
+    if context.partition.place() != 0 {
+        return;
+    }
+    let mut pause = FIRST;
+    while stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_some() {
+        pause = EXPIRE_EVERY;
+        let age = i64::try_from(context.undo.keep.as_millis()).unwrap_or(i64::MAX);
+        let before = DateTime::from_millis(DateTime::now().timestamp_millis().saturating_sub(age));
+        match context.kept().expire(before).await {
+            Ok(0) => {}
+            Ok(values) => {
+                tracing::info!(values, "kept values have expired: `denormd undo` cannot put them back any more");
+            }
+            Err(error) => {
+                tracing::warn!(error = %error.message, "expired values cannot be deleted; trying again");
+                pause = FIRST;
+            }
+        }
+    }
+}

@@ -1,0 +1,575 @@
+//! Checks that a cluster meets the requirements of the rules, before anything is written, with advice for each problem.
+
+use std::collections::BTreeSet;
+
+use bson::{Bson, Document, doc};
+use futures_util::TryStreamExt;
+
+use crate::reconcile::{
+    by_target::{self, Referrer},
+    read,
+};
+use denormd_model::namespace::Namespace;
+use denormd_mongo::{
+    Server,
+    classify::server_text,
+    error::{Error, Kind, Result},
+};
+use denormd_rules::plan::{
+    Plan, Rule, RuleId, Values,
+    privileges::{self, Privilege, Resource},
+    reference::Role,
+};
+
+/// A requirement that the cluster does not meet.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Finding {
+    /// The rule with this requirement; empty if all rules have it.
+    pub rule: String,
+    /// Description of the problem.
+    pub message: String,
+    /// A missing privilege, or another demand on the cluster.
+    pub kind: Kind,
+    /// Command that fixes it, if there is one.
+    pub fix: Option<Fix>,
+    /// Further advice.
+    pub hint: Option<String>,
+    /// The side of the rule whose collection name is misspelt, if that is the problem.
+    pub names: Option<Role>,
+}
+
+/// A command that fixes a finding.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fix {
+    /// Database in which the command runs.
+    pub database: String,
+    /// The command.
+    pub command: Document,
+    /// The command in the syntax of mongosh.
+    pub shell: String,
+}
+
+impl Finding {
+    fn new(rule: &Rule, message: impl Into<String>) -> Self {
+        Self {
+            rule: rule.name.clone(),
+            message: message.into(),
+            kind: Kind::Config,
+            fix: None,
+            hint: None,
+            names: None,
+        }
+    }
+}
+
+/// Checks all requirements of the plan. Reads only.
+pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
+    let mut findings = Vec::new();
+    let mut collections = Vec::new();
+    for namespace in plan.namespaces() {
+        let info = collection_info(server, &namespace).await?;
+        let indexes = if info.is_some() { indexes(server, &namespace).await? } else { Vec::new() };
+        collections.push((namespace, info, indexes));
+    }
+    let find = |namespace: &Namespace| collections.iter().find(|(ns, ..)| ns == namespace);
+    let mut seen = BTreeSet::new();
+    for rule in &plan.rules {
+        for (role, side) in [(Role::Source, &rule.source), (Role::Target, &rule.target)] {
+            let Some((namespace, info, indexes)) = find(&side.namespace) else { continue };
+            let misspelt = if info.is_some() { None } else { misspelt(server, namespace).await? };
+            let near = misspelt.as_ref().map(|misspelt| misspelt.meant.as_str());
+            if let Some(Misspelt { database: true, meant }) = &misspelt {
+                // No collection is created in a database whose name may be a mistake.
+                findings.push(no_database(rule, role, namespace, meant));
+                continue;
+            }
+            findings.extend(kind_of_collection(rule, namespace, info.as_ref()));
+            if rule.creates.is_some() && role == Role::Target && has_collation(info.as_ref()) {
+                findings.push(own_collation(rule, namespace));
+            }
+            if role == Role::Source
+                && rule.needs_pre_images()
+                && !keeps_pre_images(info.as_ref())
+                && seen.insert(namespace.clone())
+            {
+                findings.push(unless_misspelt(pre_images(rule, namespace, info.is_some()), near));
+            }
+            let paths = looked_up(rule, role);
+            if info.is_none() {
+                let absent = absent(rule, namespace, &paths, &mut seen);
+                findings.extend(absent.map(|finding| unless_misspelt(finding, near)));
+                continue;
+            }
+            let collection = (namespace, has_collation(info.as_ref()), indexes.as_slice());
+            findings.extend(missing_indexes(rule, role, collection, &mut seen));
+        }
+        findings.extend(try_read(server, rule).await?);
+    }
+    let mut findings = without_prefixes(findings);
+    // Creating an index creates its collection, and an existing collection cannot be created: collections first.
+    findings.sort_by_key(|finding| !finding.fix.as_ref().is_some_and(|fix| fix.command.contains_key("create")));
+    Ok(findings)
+}
+
+/// The indexes and pre-images that `after` needs and `before` does not, with the commands that create them. Asks no
+/// server, so they may exist.
+#[must_use]
+pub fn additional(before: &Plan, after: &Plan) -> Vec<Finding> {
+    let mut seen = BTreeSet::new();
+    let mut needs = |plan: &Plan| {
+        let mut findings = Vec::new();
+        for rule in &plan.rules {
+            for (role, side) in [(Role::Source, &rule.source), (Role::Target, &rule.target)] {
+                let namespace = &side.namespace;
+                if role == Role::Source && rule.needs_pre_images() && seen.insert(namespace.clone()) {
+                    findings.push(pre_images(rule, namespace, true));
+                }
+                findings.extend(missing_indexes(rule, role, (namespace, false, &[]), &mut seen));
+            }
+        }
+        findings
+    };
+    let (known, mut new) = (needs(before), needs(after));
+    let kept = without_prefixes(known.into_iter().chain(new.iter().cloned()).collect());
+    new.retain(|finding| kept.contains(finding));
+    new
+}
+
+/// The findings for one rule, regardless of the other rules.
+pub async fn of_rule(server: &Server, plan: &Plan, state: &str, rule: RuleId) -> Result<Vec<Finding>> {
+    let plan = plan.only(rule);
+    match all(server, &plan, state).await {
+        Err(Error { kind: kind @ Kind::Privilege, message, .. }) => {
+            Ok(vec![Finding { kind, ..Finding::new(plan.rules[0].as_ref(), message) }])
+        }
+        findings => findings,
+    }
+}
+
+/// All checks. Without the privileges, the others would fail.
+pub async fn all(server: &Server, plan: &Plan, state: &str) -> Result<Vec<Finding>> {
+    let findings = privileges(server, plan, state).await?;
+    if findings.is_empty() { check(server, plan).await } else { Ok(findings) }
+}
+
+/// Checks the privileges of the connected user. No findings if the server does not require authentication.
+pub async fn privileges(server: &Server, plan: &Plan, state: &str) -> Result<Vec<Finding>> {
+    let status = server.database("admin").run_command(doc! {"connectionStatus": 1, "showPrivileges": true}).await?;
+    let list = |name: &str| {
+        let info = status.get_document("authInfo").ok();
+        info.and_then(|info| info.get_array(name).ok()).map(Vec::as_slice).unwrap_or_default()
+    };
+    if list("authenticatedUsers").is_empty() {
+        return Ok(Vec::new());
+    }
+    let has: Vec<Document> =
+        list("authenticatedUserPrivileges").iter().filter_map(Bson::as_document).cloned().collect();
+    let missing = privileges::missing(&privileges::needed(plan, state), &has);
+    let finding = |privilege: &Privilege| {
+        let actions: Vec<&str> = privilege.actions.iter().copied().collect();
+        let Resource { database, collection } = &privilege.resource;
+        let place = match (database.as_str(), collection.as_str()) {
+            (database, "") => format!("the database `{database}`"),
+            (database, collection) => format!("`{database}.{collection}`"),
+        };
+        // Without it, only the oplog window is unknown.
+        let optional = database == "local";
+        (!optional).then(|| Finding {
+            names: None,
+            rule: String::new(),
+            message: format!("the user lacks {} on {place}", actions.join(", ")),
+            kind: Kind::Privilege,
+            fix: None,
+            hint: Some(format!(
+                "db.getSiblingDB(\"admin\").grantPrivilegesToRole(ROLE, [{}]); `denormd role` prints the whole role",
+                privilege.shell()
+            )),
+        })
+    };
+    Ok(missing.iter().filter_map(finding).collect())
+}
+
+/// Carries out the fix of a finding.
+pub async fn apply(server: &Server, fix: &Fix) -> Result<()> {
+    server.database(&fix.database).run_command(fix.command.clone()).await?;
+    Ok(())
+}
+
+async fn collection_info(server: &Server, namespace: &Namespace) -> Result<Option<Document>> {
+    let command = doc! {"listCollections": 1, "filter": {"name": &namespace.collection}};
+    let reply = server.database(&namespace.database).run_command(command).await?;
+    let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
+    Ok(batch.ok().and_then(|batch| batch.first()).and_then(Bson::as_document).cloned())
+}
+
+async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>> {
+    let collection = server.collection(&namespace.database, &namespace.collection);
+    match collection.list_indexes().await {
+        Ok(cursor) => {
+            let models: Vec<_> = cursor.try_collect().await?;
+            Ok(models
+                .into_iter()
+                .filter(|m| {
+                    // Keys are compared under the simple collation, which an index with another collation does not
+                    // support.
+                    m.options.as_ref().is_none_or(|o| {
+                        o.partial_filter_expression.is_none()
+                            && o.hidden != Some(true)
+                            && o.collation.as_ref().is_none_or(|collation| collation.locale == "simple")
+                    })
+                })
+                .map(|m| m.keys)
+                .collect())
+        }
+        // A view has no indexes.
+        Err(error) => match Error::from(error) {
+            error if error.kind == Kind::Refused => Ok(Vec::new()),
+            error => Err(error),
+        },
+    }
+}
+
+fn kind_of_collection(rule: &Rule, namespace: &Namespace, info: Option<&Document>) -> Option<Finding> {
+    let info = info?;
+    let options = info.get_document("options").ok();
+    let has = |name: &str| options.is_some_and(|options| options.contains_key(name));
+    let what = match info.get_str("type").unwrap_or_default() {
+        "view" => "a view, which has no change stream",
+        "timeseries" => "a time-series collection, which has no change stream",
+        _ if has("capped") && namespace == &rule.target.namespace => "a capped collection, whose documents cannot grow",
+        _ => return None,
+    };
+    let mut finding = Finding::new(rule, format!("`{namespace}` is {what}"));
+    finding.hint = Some("name the collection that the documents are in".to_owned());
+    Some(finding)
+}
+
+/// True if the collection's default collation does not compare strings byte by byte.
+fn has_collation(info: Option<&Document>) -> bool {
+    let collation = |info: &Document| {
+        let options = info.get_document("options").ok()?;
+        options.get_document("collation").ok()?.get_str("locale").ok().map(|locale| locale != "simple")
+    };
+    info.and_then(collation) == Some(true)
+}
+
+/// A rule that creates documents needs `_id`s that are compared byte by byte, as keys are.
+fn own_collation(rule: &Rule, namespace: &Namespace) -> Finding {
+    let message = format!("`{namespace}` has a collation, so that two keys of the rule may be one `_id`");
+    Finding {
+        hint: Some("create the documents in a collection without a collation".to_owned()),
+        ..Finding::new(rule, message)
+    }
+}
+
+fn keeps_pre_images(info: Option<&Document>) -> bool {
+    let enabled = |info: &Document| {
+        info.get_document("options").ok()?.get_document("changeStreamPreAndPostImages").ok()?.get_bool("enabled").ok()
+    };
+    info.and_then(enabled) == Some(true)
+}
+
+/// True if the collection keeps pre-images; None if it does not exist.
+pub async fn has_pre_images(server: &Server, namespace: &Namespace) -> Result<Option<bool>> {
+    Ok(collection_info(server, namespace).await?.map(|info| keeps_pre_images(Some(&info))))
+}
+
+/// The command that enables pre-images for a collection, or creates the collection with them.
+#[must_use]
+pub fn enable_pre_images(namespace: &Namespace, exists: bool) -> Fix {
+    let Namespace { database, collection } = namespace;
+    let (verb, call) = if exists {
+        (
+            "collMod",
+            format!("runCommand({{ collMod: {collection:?}, changeStreamPreAndPostImages: {{ enabled: true }} }})"),
+        )
+    } else {
+        ("create", format!("createCollection({collection:?}, {{ changeStreamPreAndPostImages: {{ enabled: true }} }})"))
+    };
+    Fix {
+        database: database.clone(),
+        command: doc! {verb: collection, "changeStreamPreAndPostImages": {"enabled": true}},
+        shell: format!("db.getSiblingDB({database:?}).{call}"),
+    }
+}
+
+fn pre_images(rule: &Rule, namespace: &Namespace, exists: bool) -> Finding {
+    let why = "a change of its key, or a delete, would not say which targets it leaves";
+    Finding {
+        fix: Some(enable_pre_images(namespace, exists)),
+        ..Finding::new(rule, format!("`{namespace}` keeps no pre-images: {why}"))
+    }
+}
+
+/// Removes each index whose keys are a prefix of another one: that one serves both.
+fn without_prefixes(findings: Vec<Finding>) -> Vec<Finding> {
+    let wanted: Vec<Option<(String, Document)>> = findings.iter().map(index_of).collect();
+    let keys = |keys: &Document| keys.iter().map(|(path, way)| format!("{path} {way}")).collect::<Vec<_>>();
+    let covered = |nth: usize| {
+        let (collection, mine) = wanted.get(nth)?.as_ref()?;
+        let other = wanted.iter().enumerate().find(|(other, wanted)| {
+            *other != nth
+                && wanted.as_ref().is_some_and(|(theirs, other)| {
+                    theirs == collection && other.len() > mine.len() && keys(other).starts_with(&keys(mine))
+                })
+        });
+        other.map(|(other, _)| other)
+    };
+    let covered: Vec<bool> = (0..findings.len()).map(|nth| covered(nth).is_some()).collect();
+    findings.into_iter().zip(covered).filter(|(_, covered)| !covered).map(|(finding, _)| finding).collect()
+}
+
+/// The index that a finding requires: the collection with the index's collation, and the keys.
+fn index_of(finding: &Finding) -> Option<(String, Document)> {
+    let fix = finding.fix.as_ref()?;
+    let index = fix.command.get_array("indexes").ok()?.first()?.as_document()?;
+    let collection = fix.command.get_str("createIndexes").ok()?;
+    let place = format!("{}.{collection} {}", fix.database, index.contains_key("collation"));
+    Some((place, index.get_document("key").ok()?.clone()))
+}
+
+/// Index keys after the match paths: the sort order if only the first N of many are needed, so that only N are read.
+fn beyond(rule: &Rule, role: Role) -> Document {
+    match rule.values {
+        Values::Collect { slice: Some(_), .. } if role == Role::Source => read::order(rule),
+        _ => Document::new(),
+    }
+}
+
+/// A name that does not exist but resembles one that does.
+#[derive(Debug, PartialEq, Eq)]
+struct Misspelt {
+    /// True if the database is misspelt, false for the collection.
+    database: bool,
+    /// The name that is probably meant.
+    meant: String,
+}
+
+/// Checks if the name of a collection that does not exist, or of its database, is probably misspelt.
+async fn misspelt(server: &Server, namespace: &Namespace) -> Result<Option<Misspelt>> {
+    let command = doc! {"listCollections": 1, "nameOnly": true};
+    let rows: Vec<Document> =
+        server.database(&namespace.database).run_cursor_command(command).await?.try_collect().await?;
+    let names: Vec<String> = rows.iter().filter_map(|row| row.get_str("name").ok().map(ToOwned::to_owned)).collect();
+    let database = names.is_empty();
+    let meant = if database {
+        nearest(&namespace.database, &server.databases().await)
+    } else {
+        nearest(&namespace.collection, &names)
+    };
+    Ok(meant.map(|meant| Misspelt { database, meant }))
+}
+
+/// The known name that a word probably stands for. Names that differ only in their digits (`tenant_1`, `tenant_2`) are
+/// intended.
+fn nearest(word: &str, known: &[String]) -> Option<String> {
+    let without_digits = |name: &str| name.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
+    let others = known.iter().filter(|name| without_digits(name) != without_digits(word));
+    let distance = |name: &&String| strsim::damerau_levenshtein(name, word);
+    // Any two short names are similar.
+    others.min_by_key(distance).filter(|name| distance(name) * 3 <= name.len()).cloned()
+}
+
+fn no_database(rule: &Rule, role: Role, namespace: &Namespace, meant: &str) -> Finding {
+    let message = format!("the database `{}` of `{namespace}` does not exist", namespace.database);
+    Finding {
+        hint: Some(format!("did you mean `{meant}`? If the name is right, create the collection first")),
+        names: Some(role),
+        ..Finding::new(rule, message)
+    }
+}
+
+/// Offers to create the collection only if its name does not resemble that of another one.
+fn unless_misspelt(finding: Finding, near: Option<&str>) -> Finding {
+    match near {
+        Some(near) => Finding { fix: None, hint: Some(format!("did you mean `{near}`?")), ..finding },
+        None => finding,
+    }
+}
+
+/// The paths of a rule's look-ups in one of its collections.
+fn looked_up(rule: &Rule, role: Role) -> Vec<String> {
+    if rule.creates.is_some() && role == Role::Target {
+        return vec!["_id".to_owned()];
+    }
+    rule.reference.paths(role).map(denormd_model::field_path::FieldPath::query).collect()
+}
+
+/// A look-up in a collection that does not exist: it needs an index as soon as it does.
+fn absent(rule: &Rule, namespace: &Namespace, paths: &[String], seen: &mut BTreeSet<Namespace>) -> Option<Finding> {
+    let answered = rule.allow_scan || paths.iter().any(|path| path == "_id");
+    if answered || !seen.insert(namespace.clone()) {
+        return None;
+    }
+    let Namespace { database, collection } = namespace;
+    let fix = Fix {
+        database: database.clone(),
+        command: doc! {"create": collection},
+        shell: format!("db.getSiblingDB({database:?}).createCollection({collection:?})"),
+    };
+    Some(Finding {
+        fix: Some(fix),
+        hint: Some("check the name first: this creates the collection".to_owned()),
+        ..Finding::new(rule, format!("`{namespace}` does not exist, and needs an index on {}", paths.join(", ")))
+    })
+}
+
+/// Requires the indexes of a rule's look-ups in one of its collections.
+fn missing_indexes(
+    rule: &Rule,
+    role: Role,
+    collection: (&Namespace, bool, &[Document]),
+    seen: &mut BTreeSet<Namespace>,
+) -> Vec<Finding> {
+    let paths = looked_up(rule, role);
+    let mut findings = Vec::new();
+    findings.extend(missing_index(rule, &paths, &beyond(rule, role), collection, seen));
+    // Without pre-images, the ids stored in the parent identify the parent that a child has left.
+    if let Some(child) = rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()) {
+        findings.extend(missing_index(rule, &[child.query()], &Document::new(), collection, seen));
+    }
+    findings
+}
+
+/// Requires an index that begins with one of the look-up's paths.
+fn missing_index(
+    rule: &Rule,
+    paths: &[String],
+    beyond: &Document,
+    (namespace, collated, indexes): (&Namespace, bool, &[Document]),
+    seen: &mut BTreeSet<Namespace>,
+) -> Option<Finding> {
+    let answered = indexes.iter().any(|keys| {
+        keys.iter().next().is_some_and(|(first, kind)| paths.contains(first) && kind.as_str() != Some("text"))
+    });
+    // A collection that does not exist yet will have its index on `_id`.
+    let answered = answered || (paths.iter().any(|path| path == "_id") && !collated);
+    if rule.allow_scan || answered {
+        return None;
+    }
+    let mut keys: Document = paths.iter().map(|path| (path.clone(), Bson::Int32(1))).collect();
+    if paths == ["_id"] {
+        // The server accepts a second index on `_id` only if it is hashed.
+        keys = doc! {"_id": "hashed"};
+    }
+    keys.extend(beyond.iter().filter(|(path, _)| !paths.contains(path)).map(|(path, way)| (path.clone(), way.clone())));
+    let name = keys
+        .iter()
+        .map(|(path, way)| format!("{path}_{}", way.as_str().map_or_else(|| way.to_string(), ToOwned::to_owned)))
+        .collect::<Vec<_>>()
+        .join("_");
+    let Namespace { database, collection } = namespace;
+    // Each index is reported only once.
+    if !seen.insert(Namespace { database: format!("{database}.{collection}"), collection: name.clone() }) {
+        return None;
+    }
+    let fields: Vec<String> = keys.iter().map(|(path, way)| format!("{path:?}: {way}")).collect();
+    let options = if collated { ", { collation: { locale: \"simple\" } }" } else { "" };
+    let shell = format!(
+        "db.getSiblingDB({database:?}).getCollection({collection:?}).createIndex({{ {} }}{options})",
+        fields.join(", ")
+    );
+    let mut index = doc! {"key": keys, "name": name};
+    if collated {
+        index.insert("collation", read::simple_collation());
+    }
+    let command = doc! {"createIndexes": collection, "indexes": [index]};
+    let why = if collated { " under the simple collation, by which keys are compared" } else { "" };
+    Some(Finding {
+        fix: Some(Fix { database: database.clone(), command, shell }),
+        hint: Some("or set `allow_scan: true` on the rule, if the collection is small and stays so".to_owned()),
+        ..Finding::new(
+            rule,
+            format!(
+                "`{namespace}` has no index on {}{why}: each change would read the whole collection",
+                paths.join(", ")
+            ),
+        )
+    })
+}
+
+/// The same command with a pipeline that no document enters. A key that should not exist would not be safe: a document
+/// with that key would be computed.
+fn over_no_documents(mut command: Document) -> Document {
+    if let Ok(stages) = command.get_array_mut("pipeline") {
+        // `$documents` must come first.
+        let at = usize::from(stages.first().and_then(Bson::as_document).is_some_and(|s| s.contains_key("$documents")));
+        stages.insert(at, doc! {"$match": {"$expr": false}}.into());
+    }
+    command
+}
+
+/// Lets the server parse the rule's expressions and filters, over no documents.
+async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
+    let any = denormd_model::key::Key::new(vec![Bson::MinKey; rule.reference.pairs.len()]);
+    let sources = match rule.of_target {
+        Some(_) => by_target::sources(rule, &[Referrer { target: &doc! {"_id": 0}, references: &[] }]),
+        None => read::sources(rule, &[&any]),
+    };
+    let sources = (&rule.source.namespace.database, over_no_documents(sources));
+    let filter = rule.target.filter.clone().unwrap_or_default();
+    let never = doc! {"$expr": false};
+    let targets = (
+        &rule.target.namespace.database,
+        doc! {
+            "find": &rule.target.namespace.collection, "filter": {"$and": [never, filter]},
+            "collation": read::simple_collation(),
+        },
+    );
+    for (database, command) in [sources, targets] {
+        let Err(refused) = server.database(database).run_command(command).await else { continue };
+        // No document is read, so the text only quotes the rule.
+        let text = server_text(&refused).map(|text| format!(": {text}")).unwrap_or_default();
+        match Error::from(refused) {
+            error if error.kind == Kind::Refused => {
+                let mut finding = Finding::new(
+                    rule,
+                    format!("the server refuses the rule's expressions or filters: {}{text}", error.message),
+                );
+                finding.hint =
+                    Some("try the expressions in mongosh with db.collection.aggregate([{ $project: … }])".to_owned());
+                return Ok(Some(finding));
+            }
+            error => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn index(collection: &str, keys: Document) -> Finding {
+        let command = doc! {"createIndexes": collection, "indexes": [{"key": keys}]};
+        let fix = Fix { database: "d".to_owned(), command, shell: String::new() };
+        Finding {
+            rule: "r".to_owned(),
+            message: String::new(),
+            kind: Kind::Config,
+            fix: Some(fix),
+            hint: None,
+            names: None,
+        }
+    }
+
+    /// Both `{ tailnum: 1 }` for one rule, and `{ tailnum: 1, time_hour: -1, _id: 1 }` for another, were created.
+    #[test]
+    fn an_index_that_another_one_begins_with_is_not_asked_for() {
+        let long = || index("flights", doc! {"tailnum": 1, "time_hour": -1, "_id": 1});
+        let kept = without_prefixes(vec![
+            index("flights", doc! {"tailnum": 1}),
+            long(),
+            index("planes", doc! {"tailnum": 1}),
+            index("flights", doc! {"time_hour": -1}),
+            index("flights", doc! {"tailnum": -1}),
+        ]);
+        let expected = [
+            long(),
+            index("planes", doc! {"tailnum": 1}),
+            index("flights", doc! {"time_hour": -1}),
+            index("flights", doc! {"tailnum": -1}),
+        ];
+        assert_eq!(kept, expected);
+    }
+}

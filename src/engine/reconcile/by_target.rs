@@ -1,0 +1,408 @@
+//! Reads and writes of rules whose values depend on the target: `$$target` and `$$targetElement`.
+//!
+//! The key of such a rule is the target's. One command reads the sources of many targets: it begins with what the
+//! values depend on, as it was read from the targets, and looks up the sources of each. The write demands that all of
+//! that is unchanged; the event of a change requests the target again.
+
+use std::collections::HashMap;
+
+use bson::{Bson, Document, RawDocumentBuf, doc};
+
+use crate::reconcile::{
+    compare::differs,
+    context::{Context, Load},
+    read::{self, id_of},
+    run::{End, Item, Run, newest},
+    statement::{self, Statement},
+    value::{Desired, Field, Rows},
+};
+use denormd_model::{
+    field_path::{FieldPath, Segment},
+    key::Key,
+    position::ClusterTime,
+};
+use denormd_mongo::error::{Error, Kind, Result};
+use denormd_rules::plan::{Rule, Values, reference::Role};
+
+/// Size of what one command may contain of several targets, in bytes. The server takes 16 MB.
+const BYTES: usize = 4 << 20;
+/// Time limit of a read that only serves a figure, in milliseconds.
+const FIGURE: i64 = 5000;
+
+/// A target with its references.
+#[derive(Debug, Clone, Copy)]
+pub struct Referrer<'a> {
+    /// The target, with its references and with what values are computed from.
+    pub target: &'a Document,
+    /// Its references.
+    pub references: &'a [Option<Key>],
+}
+
+impl Referrer<'_> {
+    /// Its `_id`.
+    #[must_use]
+    pub fn id(&self) -> Bson {
+        self.target.get("_id").cloned().unwrap_or(Bson::Null)
+    }
+}
+
+/// The key in [`Rows`] of a target's values, or of those of its `nth` reference.
+#[must_use]
+pub fn key(id: &Bson, nth: usize) -> Key {
+    Key::new(vec![id.clone(), index(nth)])
+}
+
+/// The key of the values where no source matches.
+#[must_use]
+pub fn key_without_source(id: &Bson, nth: usize) -> Key {
+    Key::new(vec![id.clone(), index(nth), Bson::Null])
+}
+
+fn index(nth: usize) -> Bson {
+    Bson::Int64(i64::try_from(nth).unwrap_or(i64::MAX))
+}
+
+/// One lookup of a target: its sources together, or those of one reference.
+struct Slot<'a> {
+    nth: usize,
+    /// The different values that a source must have one of.
+    keys: Vec<&'a Key>,
+}
+
+fn slots<'a>(rule: &Rule, references: &'a [Option<Key>]) -> Vec<Slot<'a>> {
+    let slot = |nth, references: &'a [Option<Key>]| {
+        let mut keys: Vec<&Key> = references.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        Slot { nth, keys }
+    };
+    let mut slots: Vec<Slot> = if rule.by_reference() {
+        references.iter().enumerate().map(|(nth, reference)| slot(nth, std::slice::from_ref(reference))).collect()
+    } else {
+        vec![slot(0, references)]
+    };
+    if read::values_without_source(rule).is_none() {
+        slots.retain(|slot| !slot.keys.is_empty());
+    }
+    slots
+}
+
+/// The keys of the rows that may come for these targets.
+fn keys_of_rows(rule: &Rule, targets: &[Referrer<'_>]) -> Vec<Key> {
+    let mut keys = Vec::new();
+    for target in targets {
+        let id = target.id();
+        for slot in slots(rule, target.references) {
+            keys.extend([key(&id, slot.nth), key_without_source(&id, slot.nth)]);
+        }
+    }
+    keys
+}
+
+/// Reads the values of these targets: rows `{ k: [_id, index], v }`, and `{ k: [_id, index, null], v }` where no source
+/// matches and that has a value.
+#[must_use]
+pub fn sources(rule: &Rule, targets: &[Referrer<'_>]) -> Document {
+    let mut inner = read::sources_of_pair(rule);
+    inner.extend(read::row_of_pair(rule));
+    let mut stages = lookups(rule, targets, &inner);
+    let found = doc! {"k": ["$id", "$r.n"], "v": {"$arrayElemAt": ["$s.v", 0]}};
+    stages.push(match read::values_without_source(rule) {
+        None => doc! {"$replaceWith": found},
+        Some(values) => {
+            let values = doc! {"$let": {"vars": {"target": "$t", "targetElement": "$r.e"}, "in": values}};
+            let without = doc! {"k": ["$id", "$r.n", null], "v": values};
+            doc! {"$replaceWith": {"$cond": [{"$eq": ["$s", []]}, without, found]}}
+        }
+    });
+    let mut command = read::command("", stages);
+    command.insert("aggregate", 1);
+    command
+}
+
+/// Reads the `_id`s of the sources of one target: rows `{ n: index of the reference, ids }`, each with `limit` at most.
+#[must_use]
+pub fn source_ids(rule: &Rule, target: Referrer<'_>, limit: i64) -> Document {
+    let mut inner = read::sources_of_pair(rule);
+    inner.extend([doc! {"$sort": read::order(rule)}, doc! {"$limit": limit}, doc! {"$project": {"_id": 1}}]);
+    let mut stages = lookups(rule, &[target], &inner);
+    stages.push(doc! {"$replaceWith": {"n": "$r.n", "ids": "$s._id"}});
+    let mut command = read::command("", stages);
+    command.insert("aggregate", 1);
+    command
+}
+
+/// One row `{ id, t: target, r: { n, f, k, e: element }, s: results of the inner stages }` for each slot.
+fn lookups(rule: &Rule, targets: &[Referrer<'_>], inner: &[Document]) -> Vec<Document> {
+    let wanted: Vec<Document> = targets.iter().map(|target| doc! {"d": {"$literal": asked(rule, *target)}}).collect();
+    let path = rule.reference.paths(Role::Source).next().map(FieldPath::query).unwrap_or_default();
+    let mut stages = vec![doc! {"$documents": wanted}, doc! {"$replaceWith": "$d"}, doc! {"$unwind": "$r"}];
+    // The look-up by the first path finds the index; `keys` decides.
+    let mut variables = doc! {"keys": "$r.k", "target": "$t", "targetElement": "$r.e"};
+    for nth in 1..rule.reference.pairs.len() {
+        let value = doc! {"$arrayElemAt": [{"$arrayElemAt": ["$r.k", 0]}, i32::try_from(nth).unwrap_or(i32::MAX)]};
+        variables.insert(read::variable_of_path(nth), value);
+    }
+    stages.push(doc! {"$lookup": {
+        "from": &rule.source.namespace.collection, "localField": "r.f", "foreignField": path,
+        "let": variables, "pipeline": inner.to_vec(), "as": "s",
+    }});
+    if read::values_without_source(rule).is_none() {
+        stages.push(doc! {"$match": {"s": {"$ne": []}}});
+    }
+    stages
+}
+
+/// The references, and the paths that are read, of one target.
+fn asked(rule: &Rule, target: Referrer<'_>) -> Document {
+    let elements = rule.reference.elements(Role::Target, target.target);
+    let rows = slots(rule, target.references).into_iter().map(|slot| {
+        let first = |key: &&Key| key.values().first().cloned().unwrap_or(Bson::MinKey);
+        let mut values: Vec<Bson> = slot.keys.iter().map(first).collect();
+        // A slot without a key finds nothing, and should search nothing.
+        let any = if values.len() == 1 { values.remove(0) } else { Bson::Array(values) };
+        let any = if slot.keys.is_empty() { Bson::MinKey } else { any };
+        let keys: Vec<Bson> = slot.keys.iter().map(|key| Bson::Array(key.values().to_vec())).collect();
+        let mut row = doc! {"n": index(slot.nth), "f": any, "k": keys};
+        if rule.by_reference() {
+            row.extend(
+                elements.get(slot.nth).and_then(|element| read_element(rule, element)).map(|e| ("e".to_owned(), e)),
+            );
+        }
+        row
+    });
+    let rows: Vec<Document> = rows.collect();
+    let mut read = Document::new();
+    for path in rule.of_target.iter().flat_map(|of_target| &of_target.paths) {
+        let root = path.root();
+        read.extend(target.target.get(root).map(|value| (root.to_owned(), value.clone())));
+    }
+    doc! {"id": target.id(), "t": read, "r": rows}
+}
+
+/// The fields of an element that values are computed from.
+fn read_element(rule: &Rule, element: &Bson) -> Option<Bson> {
+    let (Some(of_target), Some(each)) = (&rule.of_target, &rule.reference.target_each) else { return None };
+    if of_target.elements.contains(each) {
+        return Some(element.clone());
+    }
+    let inside = element.as_document()?;
+    let names = of_target.elements.iter().filter_map(|path| match path.below(each)? {
+        [Segment::Name(name), ..] => Some(name),
+        _ => None,
+    });
+    let read: Document = names.filter_map(|name| Some((name.clone(), inside.get(name)?.clone()))).collect();
+    Some(read.into())
+}
+
+impl Context {
+    /// Reads the values of targets, like [`Context::rows`] those of keys.
+    pub(super) async fn rows_of_targets(
+        &self,
+        rule: &Rule,
+        targets: &[Referrer<'_>],
+        after: ClusterTime,
+        load: Load<'_>,
+    ) -> Result<Rows> {
+        let keys = keys_of_rows(rule, targets);
+        if keys.is_empty() {
+            return Ok(Rows::within(0));
+        }
+        let bytes = |target: &Referrer| RawDocumentBuf::try_from(target.target).map_or(0, |raw| raw.as_bytes().len());
+        if targets.len() > 1 && targets.iter().map(bytes).sum::<usize>() > BYTES {
+            return Err(Error::new(Kind::TooLarge, "these targets have more than a command may contain"));
+        }
+        let is_figure = load.sources.is_some();
+        let command = |_: &[&Key]| {
+            let mut command = sources(rule, targets);
+            if is_figure {
+                command.insert("maxTimeMS", FIGURE);
+            }
+            command
+        };
+        let keys: Vec<&Key> = keys.iter().collect();
+        self.rows_of_keys(rule, &keys, after, Load { sources: Some(&command), ..load }).await
+    }
+}
+
+/// A target that was read to be written.
+pub(super) struct Read {
+    pub(super) target: Document,
+    pub(super) references: Vec<Option<Key>>,
+    pub(super) guard: RawDocumentBuf,
+}
+
+/// The content of a target: of the whole, or of its elements.
+enum Content {
+    Whole(Desired),
+    Elements(Vec<(usize, Vec<Field>)>),
+}
+
+impl Run<'_> {
+    /// Writes targets whose values depend on them.
+    pub(super) async fn values_of_targets(&self, items: &mut [Item]) -> Result<()> {
+        let after = newest(items);
+        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        let mut targets = self.read_targets(read::targets(self.rule, &ids), after, items.len()).await?;
+        if let Some(tree) = self.rule.tree {
+            Box::pin(self.hold_back(tree, items, &mut targets, after)).await?;
+        }
+        let asked: Vec<Referrer> = targets.values().map(Read::referrer).collect();
+        let load = Load { task: self.task, items: items.len(), limit: self.limit, bytes: &self.bytes, sources: None };
+        let rows = self.context.rows_of_targets(self.rule, &asked, after, load).await?;
+        let dangling: HashMap<&Key, Vec<usize>> =
+            targets.iter().map(|(id, target)| (id, self.dangling(target, &rows))).collect();
+        let missing = dangling.values().any(|missing| !missing.is_empty());
+        if self.is_source_gone_now(missing, !rows.is_empty()).await? {
+            for item in items {
+                item.end = Some(End::SourceGone);
+            }
+            return Ok(());
+        }
+        let mut wanted = Vec::new();
+        for (nth, item) in items.iter().enumerate() {
+            let Some(target) = targets.get(&item.key) else { continue };
+            let dangling = &dangling[&item.key];
+            let whole = !self.rule.by_element();
+            if self.detached && whole && !dangling.is_empty() {
+                continue;
+            }
+            wanted.push((nth, target, self.content(target, &rows, dangling)?));
+        }
+        if self.rule.tree.is_some() {
+            self.record_changes(items, &wanted)?;
+        }
+        let within_limit = self.may_lose_by_targets(&wanted, &dangling, items, after).await?;
+        let mut statements: Vec<(Vec<usize>, Statement)> = Vec::new();
+        let mut over_limit = Vec::new();
+        for (nth, target, content) in &wanted {
+            let key = &items[*nth].key;
+            if !within_limit && !dangling[key].is_empty() {
+                over_limit.push(*nth);
+                continue;
+            }
+            let written = match content {
+                Content::Whole(desired) => statement::of_target(self.rule, key, &target.guard, desired)?,
+                Content::Elements(elements) => {
+                    statement::of_elements(self.rule, key, &target.guard, elements)?.into_iter().collect()
+                }
+            };
+            statements.extend(written.into_iter().map(|statement| (vec![*nth], statement)));
+        }
+        for nth in over_limit {
+            items[nth].end = Some(End::RemovalLimit);
+        }
+        self.keep(items, &rows).await?;
+        self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await
+    }
+
+    /// Records the documents of a tree that are about to change. Statements go to the others as well: only the server
+    /// knows what they hold when it writes.
+    fn record_changes(&self, items: &[Item], wanted: &[(usize, &Read, Content)]) -> Result<()> {
+        let mut changed = Vec::new();
+        for (nth, target, content) in wanted {
+            if let Content::Whole(desired) = content
+                && differs(self.rule, &target.target, desired)?
+            {
+                changed.push(&items[*nth].key);
+            }
+        }
+        self.context.memory.pending.writes(self.rule.id, changed.into_iter());
+        Ok(())
+    }
+
+    /// Reads targets for this number of items, by a command whose rows have a guard.
+    pub(super) async fn read_targets(
+        &self,
+        command: Document,
+        after: ClusterTime,
+        items: usize,
+    ) -> Result<HashMap<Key, Read>> {
+        let mut targets = HashMap::new();
+        for row in self.read_within(Role::Target, command, after, items).await? {
+            let mut target = Document::try_from(row.as_ref())?;
+            let guard = row.get_document(read::GUARD).map_err(|_| Error::internal("a target without its guard"))?;
+            target.remove(read::GUARD);
+            let references = self.rule.reference.keys(Role::Target, &target);
+            targets.insert(id_of(&row)?, Read { target, references, guard: guard.to_owned() });
+        }
+        Ok(targets)
+    }
+
+    /// The indexes of the references that no source matches; 0 for a target that has its sources together.
+    pub(super) fn dangling(&self, target: &Read, rows: &Rows) -> Vec<usize> {
+        let id = target.referrer().id();
+        let answered = |nth| rows.answer(&key(&id, nth));
+        if !self.rule.by_reference() {
+            return if target.references.iter().any(Option::is_some) && !answered(0) { vec![0] } else { Vec::new() };
+        }
+        let references = target.references.iter().enumerate().filter(|(_, reference)| reference.is_some());
+        references.map(|(nth, _)| nth).filter(|nth| !answered(*nth)).collect()
+    }
+
+    fn content(&self, target: &Read, rows: &Rows, dangling: &[usize]) -> Result<Content> {
+        let (rule, id) = (self.rule, target.referrer().id());
+        if !rule.by_element() {
+            let has_array = rule.reference.has_array(&target.target);
+            return Ok(Content::Whole(rows.desired_of_referrer(rule, &id, &target.references, has_array)?));
+        }
+        let mut elements = Vec::new();
+        for (nth, element) in rule.reference.elements(Role::Target, &target.target).into_iter().enumerate() {
+            // A value that is not a subdocument has no fields for copies.
+            let keeps = self.detached && dangling.contains(&nth);
+            if element.as_document().is_none() || keeps {
+                continue;
+            }
+            let refers = target.references.get(nth).is_some_and(Option::is_some);
+            if let Desired::Fields(fields) = rows.desired_of_pair(rule, &id, nth, refers)? {
+                elements.push((nth, fields));
+            }
+        }
+        Ok(Content::Elements(elements))
+    }
+
+    /// Counts the targets that lose values because no source matches; false if they are too many.
+    async fn may_lose_by_targets(
+        &self,
+        wanted: &[(usize, &Read, Content)],
+        dangling: &HashMap<&Key, Vec<usize>>,
+        items: &[Item],
+        after: ClusterTime,
+    ) -> Result<bool> {
+        if !matches!(self.rule.values, Values::Set { .. } | Values::Into { .. }) || self.detached {
+            return Ok(true);
+        }
+        let is_nothing = |field: &Field| matches!(field, None | Some(bson::RawBson::Null));
+        let mut whole: Vec<(&Key, &Desired)> = Vec::new();
+        let mut clauses = Vec::new();
+        for (nth, target, content) in wanted {
+            let id = &items[*nth].key;
+            let missing = &dangling[id];
+            if missing.is_empty() {
+                continue;
+            }
+            match content {
+                Content::Whole(desired) => whole.push((id, desired)),
+                Content::Elements(elements) => {
+                    let losing =
+                        elements.iter().filter(|(nth, fields)| missing.contains(nth) && fields.iter().all(is_nothing));
+                    let keys: Vec<&Key> = losing.filter_map(|(nth, _)| target.references.get(*nth)?.as_ref()).collect();
+                    if !keys.is_empty() {
+                        let id = id.values().first().cloned().unwrap_or(Bson::Null);
+                        clauses.push(doc! {"$and": [{"_id": {"$eq": id}}, read::has_values(self.rule, &keys)]});
+                    }
+                }
+            }
+        }
+        if !clauses.is_empty() {
+            return self.may_lose(doc! {"$or": clauses}, after).await;
+        }
+        self.may_lose_of_targets(&whole, after).await
+    }
+}
+
+impl Read {
+    pub(super) fn referrer(&self) -> Referrer<'_> {
+        Referrer { target: &self.target, references: &self.references }
+    }
+}

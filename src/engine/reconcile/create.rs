@@ -1,0 +1,339 @@
+//! Documents that a rule inserts and deletes (`create: true` in `target`).
+//!
+//! A key with sources has a document, whose `_id` is made of the key ([`denormd_rules::plan::create`]). Everything written
+//! follows from the sources as they are when they are read, whole, as for other rules:
+//!
+//! - With sources: one update statement by `_id` with `upsert`. It inserts the document, or sets its owned paths.
+//! - Without: a delete statement that demands that the document has no path but `_id` and those that rules own, then an
+//!   update statement without `upsert`, which gives the values of "no input" to a document that has other fields. In
+//!   this order: a document that fails the first is always met by the second.
+//!
+//! No document is left with an old value, and none comes back:
+//!
+//! - Each key is written by one run at a time, and a command whose answer was lost is waited out (see
+//!   [`denormd_mongo::fence`]). So an `upsert` cannot run after a later delete, nor under another leader.
+//! - Two rules may create one document at once. The index on `_id` refuses the second insert, which is tried again and
+//!   then finds the document.
+//! - A document that somebody inserts, replaces or deletes is an event of its key, and so is a change of a field that no
+//!   rule owns: without sources, the last of these fields keeps the document.
+//! - Rules that share a collection keep a document as long as one of them has sources for it. Of two rules that lose
+//!   their sources at once, the one that reads later sees neither.
+
+use std::{collections::HashSet, time::Duration};
+
+use bson::{Bson, Document, RawBson, RawDocumentBuf, cstr, doc, rawdoc};
+
+use crate::{
+    reconcile::{
+        compare::{Difference, push, value_at},
+        context::Context,
+        read::{self, one_of, simple_collation},
+        run::{End, Item, Run, newest},
+        scan,
+        statement::{Statement, operators, raw},
+        value::{Desired, Rows},
+    },
+    request::Request,
+    route::value_request,
+};
+use denormd_model::{key::Key, namespace::Namespace, position::ClusterTime};
+use denormd_mongo::{
+    Reads,
+    command::limited,
+    error::{Error, Kind, Result},
+};
+use denormd_rules::plan::{
+    Creates, Rule,
+    create::below,
+    reference::{Reference, Role},
+};
+
+/// Marks a stand-in for a document that does not exist. No document has a field of this name.
+pub const ABSENT: &str = "__denormd_absent";
+
+/// The statements for the document of a key.
+pub(super) fn statements(rule: &Rule, key: &Key, desired: &Desired) -> Result<Vec<Statement>> {
+    let id = rule.reference.id_of(key);
+    let (fields, upsert) = match desired {
+        Desired::Fields(fields) => (fields, true),
+        Desired::Emptied { fields, .. } => (fields, false),
+        Desired::Keep | Desired::Remove | Desired::Delete => {
+            return Err(Error::internal("a document that is created has no such policy"));
+        }
+    };
+    let mut statements = Vec::new();
+    if let (Desired::Emptied { deletes: true, .. }, Some(creates)) = (desired, &rule.creates) {
+        let query = doc! {"_id": {"$eq": id.clone()}, "$expr": nothing_else(creates)};
+        let delete = rawdoc! {"q": raw(&query)?, "limit": 1, "collation": raw(&simple_collation())?};
+        statements.push(Statement::Delete(delete));
+    }
+    let mut update = rawdoc! {
+        "q": raw(&doc! {"_id": {"$eq": id}})?, "u": operators(rule, "", fields)?, "collation": raw(&simple_collation())?,
+    };
+    if upsert {
+        update.append(cstr!("upsert"), true);
+    }
+    statements.push(Statement::Update(update));
+    Ok(statements)
+}
+
+/// An expression that is true for a document without a path other than `_id` and those that rules own.
+fn nothing_else(creates: &Creates) -> Bson {
+    only(&creates.plain(), "$$ROOT", "", &["_id"])
+}
+
+fn only(paths: &[Vec<&str>], document: &str, prefix: &str, others: &[&str]) -> Bson {
+    let mut names: Vec<&str> = others.to_vec();
+    for name in paths.iter().filter_map(|path| path.first()) {
+        if !names.contains(name) {
+            names.push(name);
+        }
+    }
+    let stored = doc! {"$map": {"input": {"$objectToArray": document}, "in": "$$this.k"}};
+    let mut all = vec![Bson::from(doc! {"$setIsSubset": [stored, {"$literal": names.clone()}]})];
+    for name in names {
+        let below = below(paths, name);
+        if below.is_empty() || paths.iter().any(|path| path.as_slice() == [name]) {
+            continue;
+        }
+        let field = format!("{prefix}{name}");
+        let path = format!("${field}");
+        let inside = only(&below, &path, &format!("{field}."), &[]);
+        all.push(
+            doc! {"$switch": {
+                "branches": [
+                    {"case": {"$eq": [{"$type": &path}, "missing"]}, "then": true},
+                    {"case": {"$eq": [{"$type": &path}, "object"]}, "then": inside},
+                ],
+                "default": false,
+            }}
+            .into(),
+        );
+    }
+    doc! {"$and": all}.into()
+}
+
+impl Run<'_> {
+    /// Counts the documents that are deleted because their keys have no sources. If they exceed the removal limit, these
+    /// keys end here.
+    pub(super) async fn limit_deletions(&self, items: &mut [Item], rows: &Rows) -> Result<()> {
+        let Some(creates) = self.rule.creates.as_ref().filter(|_| !self.detached) else { return Ok(()) };
+        let is_deleted =
+            |item: &&Item| matches!(rows.desired(self.rule, &item.key), Ok(Desired::Emptied { deletes: true, .. }));
+        let ids: Vec<Bson> = items.iter().filter(is_deleted).map(|item| self.rule.reference.id_of(&item.key)).collect();
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let losing = doc! {"$and": [one_of("_id", ids.iter()), {"$expr": nothing_else(creates)}]};
+        if !self.may_lose(losing, newest(items)).await? {
+            for item in items.iter_mut().filter(|item| is_deleted(&&**item)) {
+                item.end = Some(End::RemovalLimit);
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds the intervals that contain the dates of these keys.
+    pub(super) async fn buckets(&self, items: &[Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+        let keys: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        let found = self.context.bucket_keys(self.rule, &keys).await?;
+        follow_ups.extend(found.into_iter().map(|key| value_request(self.rule, key)));
+        Ok(())
+    }
+
+    /// Those of these sources that have a value which no key can have, and that take part in the rule.
+    pub(super) async fn unusable(&self, sources: &[Bson], after: ClusterTime) -> Result<HashSet<Key>> {
+        let clauses: Vec<Document> =
+            [Some(one_of("_id", sources.iter())), self.rule.source.filter.clone()].into_iter().flatten().collect();
+        let command = doc! {
+            "find": &self.rule.source.namespace.collection, "filter": {"$and": clauses}, "projection": {"_id": 1},
+            "batchSize": 10_000, "collation": simple_collation(),
+        };
+        self.read(Role::Source, command, after).await?.iter().map(read::id_of).collect()
+    }
+}
+
+/// The expression of the `_id` of a document from its key in the field `k`.
+#[must_use]
+pub fn id_expression(reference: &Reference) -> Bson {
+    let value = |nth: usize| Bson::from(doc! {"$arrayElemAt": ["$k", i32::try_from(nth).unwrap_or(i32::MAX)]});
+    let names = reference.pairs.iter().enumerate().filter_map(|(nth, pair)| Some((pair.name_in_id()?, value(nth))));
+    let fields: Document = names.map(|(name, value)| (name.to_owned(), value)).collect();
+    if fields.is_empty() { value(0) } else { fields.into() }
+}
+
+/// The error of a source with a value that no key can have.
+#[must_use]
+pub fn unusable(reference: &Reference) -> Error {
+    let paths: Vec<String> = reference.pairs.iter().map(|pair| format!("`{}`", pair.source)).collect();
+    let what = if reference.has_buckets() { "is an array, or no date where the rule needs one" } else { "is an array" };
+    Error::new(Kind::Refused, format!("a value of {} {what}: it makes no `_id`", paths.join(", ")))
+}
+
+/// The key of a row `{ k: [values] }` of a read.
+fn key_of_row(row: &RawDocumentBuf) -> Result<Key> {
+    let values = row.get_array("k").map_err(|_| Error::internal("a row without a key"))?;
+    let values: Result<Vec<Bson>> =
+        values.into_iter().map(|value| Bson::try_from(value.map_err(Error::from)?).map_err(Error::from)).collect();
+    Ok(Key::new(values?))
+}
+
+/// Finds the keys of dates: rows `{ k: [values] }` in the order of `keys`.
+#[must_use]
+pub fn buckets_of(rule: &Rule, keys: &[&Key]) -> Document {
+    let wanted = keys.iter().map(|key| doc! {"k": {"$literal": key.values().to_vec()}});
+    let values = rule.reference.pairs.iter().enumerate().map(|(nth, pair)| {
+        let value = doc! {"$arrayElemAt": ["$k", i32::try_from(nth).unwrap_or(i32::MAX)]};
+        pair.bucket.as_ref().map_or_else(|| value.clone(), |bucket| bucket.start_of(value.clone()))
+    });
+    let values: Vec<Document> = values.collect();
+    let stages = vec![doc! {"$documents": wanted.collect::<Vec<_>>()}, doc! {"$replaceWith": {"k": values}}];
+    let mut command = read::command("", stages);
+    command.insert("aggregate", 1);
+    command
+}
+
+/// A page of sources, in the order of `_id`.
+#[derive(Debug, Default)]
+pub struct Sources {
+    /// Number of sources read.
+    pub read: u64,
+    /// Stand-ins for the documents that their keys should have and do not have.
+    pub absent: Vec<Document>,
+    /// The `_id`s of sources with a value that no key can have.
+    pub unusable: Vec<Key>,
+    /// The `_id` that the next page follows; None after the last source.
+    pub last: Option<Bson>,
+}
+
+impl Context {
+    /// The keys of the intervals that contain the dates of these keys; the same keys for rules without intervals.
+    pub async fn bucket_keys(&self, rule: &Rule, keys: &[&Key]) -> Result<Vec<Key>> {
+        if !rule.reference.has_buckets() || keys.is_empty() {
+            return Ok(keys.iter().map(|key| (*key).clone()).collect());
+        }
+        let command = limited(buckets_of(rule, keys), self.limits.read_timeout);
+        let rows = self.server.read(&rule.source.namespace.database, command, Reads::default()).await?;
+        rows.iter().map(key_of_row).collect()
+    }
+
+    /// Reads up to `limit` sources that follow `after`, and finds out which documents are absent.
+    pub async fn sources_of_documents(
+        &self,
+        rule: &Rule,
+        after: Option<&Bson>,
+        limit: usize,
+        time: ClusterTime,
+    ) -> Result<Sources> {
+        let filter = rule.source.filter.clone().unwrap_or_default();
+        let projection = rule.reference.projection(Role::Source);
+        let wanted = scan::Wanted { filter: &filter, projection: &projection, limit };
+        let page = scan::page_of_side(self, rule, Role::Source, wanted, after, time).await?;
+        let sources = self.documents_of(rule, &page.targets, time).await?;
+        Ok(Sources { last: page.last, ..sources })
+    }
+
+    /// Finds out which documents of these sources are absent.
+    pub async fn documents_of(&self, rule: &Rule, sources: &[Document], time: ClusterTime) -> Result<Sources> {
+        let mut out = Sources { read: sources.len() as u64, ..Sources::default() };
+        let mut keys: Vec<Key> = Vec::new();
+        for source in sources {
+            if rule.reference.has_unusable_value(source) {
+                out.unusable.push(Key::one(source.get("_id").cloned().unwrap_or(Bson::Null)));
+            }
+            keys.extend(rule.reference.keys(Role::Source, source).into_iter().flatten());
+        }
+        keys.sort_unstable();
+        keys.dedup();
+        let mut keys = self.bucket_keys(rule, &keys.iter().collect::<Vec<_>>()).await?;
+        keys.retain(|key| self.owns(rule, key));
+        let ids: Vec<Bson> = keys.iter().map(|key| rule.reference.id_of(key)).collect();
+        out.absent = self.absent(rule, &ids, time).await?;
+        Ok(out)
+    }
+
+    /// Stand-ins for those of these `_id`s that no document has.
+    pub(super) async fn absent(&self, rule: &Rule, ids: &[Bson], time: ClusterTime) -> Result<Vec<Document>> {
+        if ids.is_empty() {
+            return Ok(Vec::new());
+        }
+        let command = doc! {
+            "find": &rule.target.namespace.collection, "filter": one_of("_id", ids.iter()), "projection": {"_id": 1},
+            "batchSize": 10_000, "collation": simple_collation(),
+        };
+        let command = limited(command, self.limits.read_timeout);
+        let rows = self.server.read(&rule.target.namespace.database, command, Reads { after: time }).await?;
+        let known: Vec<Document> =
+            rows.iter().map(|row| Document::try_from(row.as_ref())).collect::<std::result::Result<_, _>>()?;
+        Ok(stand_ins(&known, ids))
+    }
+
+    /// True if a source collection does not exist, or is another one than that which is known.
+    async fn is_lost(&self, source: &Namespace) -> Result<bool> {
+        let names = [source.collection.as_str()];
+        let now = self.server.collection_uuids(&source.database, &names).await?.remove(&source.collection);
+        Ok(now.is_none() || self.memory.source(source).is_some_and(|known| Some(known) != now))
+    }
+
+    /// Of these keys without sources, those for which another rule has sources and keeps the document.
+    pub(super) async fn held_by_others(
+        &self,
+        rule: &Rule,
+        keys: &[&Key],
+        after: ClusterTime,
+        limit: Duration,
+    ) -> Result<HashSet<Key>> {
+        let mut held = HashSet::new();
+        let others = rule.creates.iter().filter(|creates| !creates.keeps).flat_map(|creates| &creates.others);
+        for other in others.filter_map(|other| self.plan.rules.iter().find(|rule| rule.id == *other)) {
+            let left: Vec<&Key> = keys.iter().copied().filter(|key| !held.contains(*key)).collect();
+            if left.is_empty() {
+                break;
+            }
+            let command = limited(read::keys_with_sources(other, &left), limit);
+            let rows = self.server.read(&other.source.namespace.database, command, Reads { after }).await?;
+            let found: HashSet<Key> = rows.iter().map(key_of_row).collect::<Result<_>>()?;
+            // What was made of a source that is gone stays, until it is back or somebody has agreed.
+            let all = self.is_lost(&other.source.namespace).await?;
+            held.extend(left.into_iter().filter(|key| all || found.contains(*key)).cloned());
+        }
+        Ok(held)
+    }
+}
+
+/// Compares a document, or a stand-in for one, with what the rows of its key demand.
+pub(super) fn compare(
+    rule: &Rule,
+    rows: &Rows,
+    target: &Document,
+    key: Option<&Key>,
+    out: &mut Vec<Difference>,
+) -> Result<()> {
+    // A document of another form is none of the rule's.
+    let (Some(key), Some(creates)) = (key, &rule.creates) else { return Ok(()) };
+    let id = target.get("_id").cloned().unwrap_or(Bson::Null);
+    let mut desired = rows.desired(rule, key)?;
+    if target.contains_key(ABSENT) {
+        if matches!(desired, Desired::Fields(_)) {
+            let expected = Some(RawBson::try_from(id.clone())?);
+            out.push(Difference { target: id, path: "_id".to_owned(), element: None, expected, stored: None });
+        }
+        return Ok(());
+    }
+    if let Desired::Emptied { deletes, .. } = &mut desired {
+        *deletes &= creates.has_nothing_else(target);
+    }
+    push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), out)
+}
+
+/// Stand-ins for those of these `_id`s that no document has.
+pub fn stand_ins(documents: &[Document], ids: &[Bson]) -> Vec<Document> {
+    let id_of = |document: &Document| document.get("_id").cloned().map(Key::one);
+    let mut known: HashSet<Key> = documents.iter().filter_map(id_of).collect();
+    ids.iter().filter(|id| known.insert(Key::one((*id).clone()))).map(stand_in).collect()
+}
+
+/// A stand-in for the document with this `_id`.
+fn stand_in(id: &Bson) -> Document {
+    doc! {"_id": id.clone(), ABSENT: true}
+}

@@ -1,0 +1,132 @@
+//! Compares targets whose owned fields were written: detects drift, and counts the writes that a rule in shadow mode
+//! would make.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use bson::Bson;
+
+use crate::{
+    reconcile::{
+        compare::{self, Compared, Mismatch},
+        context::Context,
+        isolate::STEP,
+        read::{self, id_of},
+        run::{End, Item, Run, newest},
+    },
+    request::{Request, Scope, Task},
+    route::reference_requests,
+    workqueue::{UnconfirmedMismatch, Verdict},
+};
+use denormd_model::{key::Key, position::ClusterTime};
+use denormd_mongo::{Reads, command::limited, error::Result};
+use denormd_rules::{config::OnDrift, plan::Rule};
+/// Delay before the guard reports a difference as drift.
+const SECOND_LOOK: Duration = Duration::from_millis(200);
+
+impl Run<'_> {
+    /// Compares targets whose owned fields were written. Usually denormd wrote them itself, and nothing differs.
+    pub(super) async fn guard(&self, items: &mut [Item], follow_ups: &mut Vec<Request>) -> Result<()> {
+        let ids: Vec<Bson> = items.iter().filter_map(|item| item.key.values().first().cloned()).collect();
+        let differing = compare::mismatches_at_once(self.context, self.rule, &ids, newest(items), self.limit).await?;
+        let differing: HashMap<Key, Mismatch> =
+            differing.into_iter().map(|m| (Key::one(m.target.clone()), m)).collect();
+        if differing.is_empty() {
+            return Ok(());
+        }
+        let seen = self.context.server.operation_time().await?;
+        let (mut drift, mut unconfirmed) = (Vec::new(), 0);
+        for item in items {
+            let Some(mismatch) = differing.get(&item.key) else { continue };
+            // The source may have just changed, and the resulting write may be in progress: only a difference that
+            // remains afterwards is drift.
+            let (difference, unconfirmed_mismatch) = (mismatch.fingerprint, &mut item.work.unconfirmed_mismatch);
+            let is_new = item.work.unconfirmed_since.is_none() || unconfirmed_mismatch.difference != difference;
+            if is_new && unconfirmed_mismatch.verdict != Verdict::Unconfirmed {
+                item.work.unconfirmed_since = Some(Instant::now());
+                *unconfirmed_mismatch = UnconfirmedMismatch { difference, seen, verdict: Verdict::Postponed };
+            }
+            match unconfirmed_mismatch.verdict {
+                Verdict::Postponed => {
+                    item.end = Some(End::Later(SECOND_LOOK));
+                    continue;
+                }
+                Verdict::Drift => drift.push(mismatch.clone()),
+                Verdict::Unconfirmed => unconfirmed += 1,
+            }
+            // The current definition is right, whoever wrote the target.
+            if self.rule.on_drift == OnDrift::Repair {
+                follow_ups.extend(reference_requests(self.rule, &item.key, mismatch.references.clone()));
+            }
+        }
+        drifted(self.context, self.rule, &drift);
+        if unconfirmed > 0 {
+            let repaired = self.rule.on_drift == OnDrift::Repair;
+            tracing::warn!(
+                rule = %self.rule.name, targets = unconfirmed, repaired,
+                "targets differ, and the backlog is too long to tell who wrote them: they are not counted as drift"
+            );
+        }
+        Ok(())
+    }
+
+    /// Compares instead of writing, for a rule in shadow mode, and counts the differences.
+    pub(super) async fn shadow(&self, items: &[Item]) -> Result<()> {
+        let after = newest(items);
+        let mut named: Vec<Bson> = Vec::new();
+        for item in items {
+            match (&item.work.scope, self.task) {
+                (Scope::Named(ids), _) => named.extend(ids.iter().filter_map(|id| id.values().first().cloned())),
+                (Scope::All, _) if self.rule.creates.is_some() => named.push(self.rule.reference.id_of(&item.key)),
+                (Scope::All, Task::Target) => named.extend(item.key.values().first().cloned()),
+                (Scope::All, _) => {
+                    let command = read::holders(self.rule, &[&item.key]);
+                    let database = &self.rule.target.namespace.database;
+                    let mut pages =
+                        self.context.server.pages(database, limited(command, self.limit), Reads { after }).await?;
+                    while let Some(page) = pages.next().await? {
+                        let ids = page.iter().map(|row| Ok(id_of(row)?.values().first().cloned()));
+                        let ids: Vec<Bson> = ids.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+                        self.shadow_of(&ids, after).await?;
+                    }
+                }
+            }
+        }
+        self.shadow_of(&named, after).await
+    }
+
+    pub(super) async fn shadow_of(&self, ids: &[Bson], after: ClusterTime) -> Result<()> {
+        for ids in ids.chunks(STEP) {
+            let (mut all, mut differing) = (0, 0);
+            let mut take = |compared: Result<Compared>| {
+                all += 1;
+                differing += u64::from(compared?.differences().next().is_some());
+                Ok(())
+            };
+            compare::compare_ids(self.context, self.rule, ids, after, &mut take).await?;
+            self.context.metrics.shadowed(&self.rule.name, all, differing);
+        }
+        Ok(())
+    }
+}
+
+/// Counts owned fields that another writer has changed, and logs them once for all of these targets: otherwise a script
+/// that changed a whole collection would fill the log.
+pub fn drifted(context: &Context, rule: &Rule, targets: &[Mismatch]) {
+    if targets.is_empty() {
+        return;
+    }
+    let repaired = rule.on_drift == OnDrift::Repair;
+    let mut paths = BTreeSet::new();
+    for mismatch in targets {
+        context.counts.drift.fetch_add(1, Ordering::Relaxed);
+        context.metrics.drifted(&rule.name, repaired);
+        paths.extend(mismatch.paths.iter().map(String::as_str));
+    }
+    let paths: Vec<&str> = paths.into_iter().collect();
+    let (targets, paths) = (targets.len(), paths.join(", "));
+    tracing::warn!(rule = %rule.name, targets, paths, repaired, "somebody else has written owned fields");
+}

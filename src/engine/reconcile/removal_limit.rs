@@ -1,0 +1,171 @@
+//! The removal limit: the number of targets of a rule that may lose their values within an hour because no source
+//! matches their reference any more. Beyond it, the rule is blocked. `on_missing: remove` and `delete` also wait for a
+//! grace period.
+//!
+//! A target without a value loses none, and a value that leaves a group or a slice is not counted. A target counts
+//! once, however often its write is tried; one with values in array elements counts for each batch that removes some of
+//! them.
+
+use std::time::Instant;
+
+use bson::{Bson, Document, doc};
+
+use crate::{
+    reconcile::{
+        read,
+        run::{End, Item, Run, newest},
+        value::{Desired, Rows},
+    },
+    request::Scope,
+};
+use denormd_model::{key::Key, position::ClusterTime};
+use denormd_mongo::error::Result;
+use denormd_rules::{
+    config::OnMissing,
+    plan::{Values, reference::Role},
+};
+
+/// The limit of a rule with few targets, unless `limits.destroy_per_hour` says otherwise.
+const LEAST: usize = 1000;
+/// A tenth of a rule's targets is the limit, where that is more.
+const PART: usize = 10;
+/// Time limit for counting the targets, in milliseconds.
+const COUNTING: i64 = 2000;
+
+impl Run<'_> {
+    /// The reason why a dangling reference does not remove anything yet: the grace period, or the removal limit.
+    pub(super) async fn destroys(&self, item: &mut Item) -> Result<Option<End>> {
+        let limits = &self.context.limits;
+        let since = *item.work.unconfirmed_since.get_or_insert_with(Instant::now);
+        if since.elapsed() < limits.destroy_grace {
+            return Ok(Some(End::Later(limits.destroy_grace)));
+        }
+        let may = match &item.work.scope {
+            Scope::Named(ids) => self.may_lose_named(ids.iter()).await?,
+            Scope::All => self.may_lose(read::holders_filter(self.rule, &[&item.key]), item.work.after).await?,
+        };
+        Ok((!may).then_some(End::RemovalLimit))
+    }
+
+    /// Counts the targets that lose their values because no source matches one of these keys. If they exceed the limit,
+    /// these keys end here.
+    pub(super) async fn limit_losses(&self, items: &mut [Item], rows: &Rows) -> Result<()> {
+        let unsets = matches!(self.rule.values, Values::Set { once: false, .. })
+            && matches!(self.rule.on_missing, OnMissing::Unset | OnMissing::Null);
+        if self.detached || !unsets {
+            return Ok(());
+        }
+        let mut clauses = Vec::new();
+        // Targets of a statement that took too long were counted before it was sent.
+        let is_new = |item: &&Item| item.work.restarted.is_none();
+        let missing = |item: &&Item| is_new(item) && !item.key.values().is_empty() && !rows.answer(&item.key);
+        let (all, named): (Vec<&Item>, Vec<&Item>) =
+            items.iter().filter(missing).partition(|item| item.work.scope == Scope::All);
+        let holders = |items: &[&Item]| {
+            let keys: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+            read::holders_filter(self.rule, &keys)
+        };
+        if !all.is_empty() {
+            clauses.push(holders(&all));
+        }
+        if !named.is_empty() {
+            let ids = named.iter().filter_map(|item| match &item.work.scope {
+                Scope::Named(ids) => Some(ids),
+                Scope::All => None,
+            });
+            let ids: Vec<Bson> = ids.flatten().filter_map(|id| id.values().first().cloned()).collect();
+            clauses.push(doc! {"$and": [read::one_of("_id", ids.iter()), holders(&named)]});
+        }
+        if clauses.is_empty() {
+            return Ok(());
+        }
+        let keys: Vec<&Key> = all.iter().chain(&named).map(|item| &item.key).collect();
+        let losing = doc! {"$and": [{"$or": clauses}, read::has_values(self.rule, &keys)]};
+        if !self.may_lose(losing, newest(items)).await? {
+            for item in items.iter_mut().filter(|item| missing(&&**item)) {
+                item.end = Some(End::RemovalLimit);
+            }
+        }
+        Ok(())
+    }
+
+    /// The same for targets whose values are computed from several references.
+    pub(super) async fn may_lose_of_targets(&self, losing: &[(&Key, &Desired)], after: ClusterTime) -> Result<bool> {
+        let path = match &self.rule.values {
+            Values::Into { path, .. } => Some(path.query()),
+            _ => None,
+        };
+        let clause = |(id, desired): &(&Key, &Desired)| {
+            let id = id.values().first().cloned().unwrap_or(Bson::Null);
+            let Desired::Fields(fields) = desired else { return None };
+            let has_more = match (&path, fields.as_slice()) {
+                // An array that has an element after the last desired one is going to be shorter.
+                (Some(path), [Some(bson::RawBson::Array(array))]) => {
+                    doc! {format!("{path}.{}", array.into_iter().count()): {"$exists": true}}
+                }
+                (None, fields) if fields.iter().all(|field| matches!(field, None | Some(bson::RawBson::Null))) => {
+                    read::has_values(self.rule, &[])
+                }
+                _ => return None,
+            };
+            Some(doc! {"$and": [{"_id": {"$eq": id}}, has_more]})
+        };
+        let clauses: Vec<Document> = losing.iter().filter_map(clause).collect();
+        if clauses.is_empty() { Ok(true) } else { self.may_lose(doc! {"$or": clauses}, after).await }
+    }
+
+    /// True if these targets may lose their values. Counts them if so.
+    pub(super) async fn may_lose_named(&self, ids: impl Iterator<Item = &Key>) -> Result<bool> {
+        Ok(self.limit().await?.is_none_or(|limit| self.count(ids, limit)))
+    }
+
+    /// True if the targets that this filter finds may lose their values. Counts them if so.
+    pub(super) async fn may_lose(&self, filter: Document, after: ClusterTime) -> Result<bool> {
+        let Some(limit) = self.limit().await? else { return Ok(true) };
+        let more = i64::try_from(limit).unwrap_or(i64::MAX).saturating_add(1);
+        let command = doc! {
+            "find": &self.rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "limit": more,
+            "batchSize": 10_000, "collation": read::simple_collation(),
+        };
+        let targets =
+            self.read(Role::Target, command, after).await?.iter().map(read::id_of).collect::<Result<Vec<_>>>()?;
+        Ok(self.count(targets.iter(), limit))
+    }
+
+    fn count<'a>(&self, targets: impl Iterator<Item = &'a Key>, limit: usize) -> bool {
+        let once = self.rule.reference.target_each.is_none();
+        self.context.memory.lose(self.rule.id, limit, targets, once)
+    }
+
+    /// The number of targets that may lose their values within an hour; None if an operator has agreed to any number.
+    async fn limit(&self) -> Result<Option<usize>> {
+        let memory = &self.context.memory;
+        if memory.has_agreed(self.rule.id) {
+            return Ok(None);
+        }
+        Ok(Some(match (self.context.limits.destroy_per_hour, memory.removal_limit(self.rule.id)) {
+            (Some(limit), _) | (None, Some(limit)) => limit,
+            (None, None) => {
+                let limit = self.default_limit().await;
+                memory.learn_removal_limit(self.rule.id, limit);
+                limit
+            }
+        }))
+    }
+
+    /// This partition's share of a tenth of the rule's targets, at least of 1,000; of 1,000 if they cannot be counted.
+    async fn default_limit(&self) -> usize {
+        let target = &self.rule.target;
+        let command = doc! {
+            "count": &target.namespace.collection, "query": target.filter.clone().unwrap_or_default(),
+            "maxTimeMS": COUNTING, "collation": read::simple_collation(),
+        };
+        let reply = self.context.server.database(&target.namespace.database).run_command(command).await;
+        let targets = reply.ok().and_then(|reply| match reply.get("n")? {
+            Bson::Int32(n) => usize::try_from(*n).ok(),
+            Bson::Int64(n) => usize::try_from(*n).ok(),
+            _ => None,
+        });
+        self.context.partition.share((targets.unwrap_or_default() / PART).max(LEAST))
+    }
+}

@@ -1,0 +1,486 @@
+//! Runs a batch: reads, computes, writes, and finds the offending document where the server refuses.
+
+use std::{
+    borrow::Cow,
+    collections::{HashMap, HashSet},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use bson::{Document, RawDocumentBuf};
+use tracing::{Instrument, Span};
+
+use crate::{
+    checkpoint::fan_out::FanOut,
+    reconcile::{
+        STAGES,
+        context::{Context, Load},
+        group::{self, Member, Shape, Size},
+        read::{self, id_of},
+        share::Shares,
+        statement,
+        value::{Desired, Field, Rows},
+    },
+    request::{Request, Scope, Task},
+    workqueue::{Batch, Lane, Work},
+};
+use denormd_model::{key::Key, namespace::Namespace, position::ClusterTime};
+use denormd_mongo::{
+    Reads,
+    command::limited,
+    error::{Error, Kind, Result},
+};
+use denormd_rules::plan::{Keyed, Rule, reference::Role};
+
+/// Half of the number of targets of one key from which on two commands write them concurrently.
+const HALF: usize = 1000;
+/// Divisor of `limits.write_timeout` for the first statement: only if it times out are the targets known to be many.
+const FIRST: u32 = 10;
+/// Most targets, or requests, that a look-up may lead to. A key with more becomes a fan-out job of its own.
+pub(super) const MANY: usize = 10_000;
+
+/// The result of a batch.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Its rule and task.
+    pub lane: Lane,
+    /// Each key's end.
+    pub keys: Vec<Ended>,
+    /// Requests found by look-ups, from all keys of the batch together.
+    pub follow_ups: Vec<Request>,
+    /// The batch's number.
+    pub number: u64,
+    /// Duration of the run.
+    pub took: Duration,
+}
+
+/// The result of one key.
+#[derive(Debug)]
+pub struct Ended {
+    /// The key.
+    pub key: Key,
+    /// The work that was requested of it.
+    pub work: Work,
+    /// The kind of result.
+    pub end: End,
+}
+
+/// The kinds of result of one key.
+#[derive(Debug)]
+pub enum End {
+    /// Acknowledged by a majority.
+    Done,
+    /// Recorded as one or more dead letters, acknowledged by a majority.
+    SetAside,
+    /// Recorded as a fan-out job, acknowledged by a majority: its targets are written a page at a time.
+    FanOut(FanOut),
+    /// Failed for now.
+    Failed(Error),
+    /// More targets would lose their values than the removal limit allows: the rule is to be blocked.
+    RemovalLimit,
+    /// The rule's source collection is gone: the rule is to be blocked. The event that reports it may be unread, so
+    /// nothing waits for it.
+    SourceGone,
+    /// To be checked again after this time: a dangling reference under a policy that removes, or a target that differs
+    /// and may be about to be written.
+    Later(Duration),
+}
+
+/// Runs one batch to its end. Never fails as a whole: each key has its own result. With `detached`, the source is gone
+/// for now: targets keep the values of keys that no source matches.
+pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome {
+    let started = Instant::now();
+    let (rule, task) = batch.lane;
+    let rule = context.plan.rule(rule).clone();
+    let limit = match batch.items.as_slice() {
+        [(_, Work { read_limit: Some(limit), .. })] => *limit,
+        _ => context.limits.read_timeout,
+    };
+    let run = Run { context: &context, rule: &rule, task, detached, limit, started, bytes: AtomicUsize::default() };
+    let items: Vec<Item> = batch.items.into_iter().map(|(key, work)| Item { key, work, end: None }).collect();
+    let mut follow_ups = Vec::new();
+    let _busy = context.memory.busy(rule.id);
+    let late = batch_age(&items, context.metrics.now());
+    let span = tracing::info_span!(target: STAGES, "batch", rule = %rule.name, ?task, keys = items.len(), oldest_change_ms = late);
+    let keys = run.items(items, &mut follow_ups).instrument(span).await;
+    Outcome { lane: batch.lane, keys, follow_ups, number: batch.number, took: started.elapsed() }
+}
+
+/// Age of the oldest change that these items come from, in milliseconds.
+fn batch_age(items: &[Item], now: i64) -> Option<i64> {
+    items.iter().filter_map(|item| item.work.committed).min().map(|committed| (now - committed).max(0))
+}
+
+/// A batch that runs: one task of one rule.
+pub(super) struct Run<'a> {
+    pub(super) context: &'a Context,
+    pub(super) rule: &'a Rule,
+    pub(super) task: Task,
+    pub(super) detached: bool,
+    /// Time limit of a read.
+    pub(super) limit: Duration,
+    pub(super) started: Instant,
+    /// Bytes read for the current keys.
+    pub(super) bytes: AtomicUsize,
+}
+
+pub(super) struct Item {
+    pub(super) key: Key,
+    pub(super) work: Work,
+    pub(super) end: Option<End>,
+}
+
+impl Item {
+    pub(super) fn member<'a>(&'a self, fields: &'a [Field]) -> Member<'a> {
+        Member { key: &self.key, scope: &self.work.scope, fields }
+    }
+
+    pub(super) fn ended(self) -> Ended {
+        let end = self.end.unwrap_or(End::Done);
+        Ended { key: self.key, work: self.work, end }
+    }
+}
+
+impl Run<'_> {
+    /// Processes as many keys at once as their size allows. A batch that has found enough to do, or has taken as long
+    /// as a read may, leaves its other keys to another batch.
+    pub(super) async fn items(&self, mut items: Vec<Item>, follow_ups: &mut Vec<Request>) -> Vec<Ended> {
+        let mut out = Vec::with_capacity(items.len());
+        while !items.is_empty() {
+            let long = !out.is_empty() && self.started.elapsed() > self.limit;
+            if long || follow_ups.len() > MANY {
+                let later = || Some(End::Later(Duration::ZERO));
+                out.extend(items.into_iter().map(|item| Item { end: later(), ..item }.ended()));
+                break;
+            }
+            let Context { memory, limits, .. } = self.context;
+            let most = memory.keys_at_once(self.rule.id, self.task, limits.batch_bytes);
+            let rest = items.split_off(items.len().min(most));
+            out.append(&mut Box::pin(self.at_once(items, follow_ups)).await);
+            items = rest;
+        }
+        out
+    }
+
+    async fn at_once(&self, mut items: Vec<Item>, follow_ups: &mut Vec<Request>) -> Vec<Ended> {
+        self.bytes.store(0, Ordering::Relaxed);
+        let result = match self.task {
+            // A dead letter of an earlier definition: its targets are written one by one now.
+            Task::Value if self.rule.keyed == Keyed::Target => self.found(&mut items, follow_ups).await,
+            Task::Value => self.values(&mut items).await,
+            Task::Target => self.targets(&mut items).await,
+            Task::LocateSource => self.locate(Role::Source, &mut items, follow_ups).await,
+            Task::LocateTarget => self.locate(Role::Target, &mut items, follow_ups).await,
+            Task::Bucket => self.buckets(&items, follow_ups).await,
+            Task::Guard => self.guard(&mut items, follow_ups).await,
+            Task::Parents | Task::Holders => self.found(&mut items, follow_ups).await,
+        };
+        let bytes = self.bytes.load(Ordering::Relaxed);
+        if result.is_ok() && self.task != Task::Guard && !self.rule.shadow {
+            self.context.memory.cost(self.rule.id, self.task, items.len(), bytes);
+        }
+        if let Err(error) = result {
+            if error.kind == Kind::TooLarge {
+                // Only a part of them was read: half of the keys may fit.
+                self.context.memory.cost(self.rule.id, self.task, items.len().div_ceil(2), bytes);
+            }
+            return self.whole_failed(items, error, follow_ups).await;
+        }
+        self.context.counts.reconciled.fetch_add(items.len() as u64, Ordering::Relaxed);
+        self.judge_speed(&mut items);
+        items.into_iter().map(Item::ended).collect()
+    }
+
+    pub(super) async fn read(&self, role: Role, command: Document, after: ClusterTime) -> Result<Vec<RawDocumentBuf>> {
+        let (database, command) = (&self.namespace(role).database, limited(command, self.limit));
+        self.context.server.read(database, command, Reads { after }).instrument(self.reading(role)).await
+    }
+
+    /// The same for this number of items. Several of them read at most `limits.batch_bytes`.
+    pub(super) async fn read_within(
+        &self,
+        role: Role,
+        command: Document,
+        after: ClusterTime,
+        items: usize,
+    ) -> Result<Vec<RawDocumentBuf>> {
+        let most = if items > 1 { self.context.limits.batch_bytes } else { usize::MAX };
+        let read = async {
+            let (database, command) = (&self.namespace(role).database, limited(command, self.limit));
+            self.context.server.pages(database, command, Reads { after }).await?.up_to(most).await
+        };
+        let (rows, all) = read.instrument(self.reading(role)).await?;
+        self.bytes.fetch_add(rows.iter().map(|row| row.as_bytes().len()).sum(), Ordering::Relaxed);
+        if all { Ok(rows) } else { Err(too_large()) }
+    }
+
+    pub(super) fn namespace(&self, role: Role) -> &Namespace {
+        match role {
+            Role::Source => &self.rule.source.namespace,
+            Role::Target => &self.rule.target.namespace,
+        }
+    }
+
+    pub(super) fn reading(&self, role: Role) -> Span {
+        tracing::info_span!(target: STAGES, "read", collection = %self.namespace(role))
+    }
+
+    /// The sources of `keys`, for this number of items; None when their collection is gone, and the targets keep their
+    /// values.
+    pub(super) async fn rows(&self, keys: &[&Key], after: ClusterTime, items: usize) -> Result<Option<Rows>> {
+        let mut rows = Rows::within(0);
+        let keys: Vec<&Key> = keys.iter().copied().filter(|key| self.rule.reference.can_resolve(key)).collect();
+        if !keys.is_empty() || read::no_input(self.rule).is_some() {
+            let load = Load { task: self.task, items, limit: self.limit, bytes: &self.bytes, sources: None };
+            rows = self.context.rows(self.rule, &keys, after, load).instrument(self.reading(Role::Source)).await?;
+            let missing = keys.iter().any(|key| !rows.answer(key));
+            if self.is_source_gone_now(missing, !rows.is_empty()).await? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(rows))
+    }
+
+    /// True if the source collection is gone, and that explains why sources are `missing`. Checked when sources are
+    /// missing, and when some were `found` for the first time.
+    pub(super) async fn is_source_gone_now(&self, missing: bool, found: bool) -> Result<bool> {
+        let unknown = found && self.context.memory.source(&self.rule.source.namespace).is_none();
+        Ok(!self.detached && (missing || unknown) && self.is_source_gone(found).await?)
+    }
+
+    /// True if a source collection that is known to have existed is gone, or another one has its name. Checked after
+    /// the read: a UUID is never reused, so the rows came from the known collection. A collection in which sources were
+    /// `found` for the first time is remembered.
+    async fn is_source_gone(&self, found: bool) -> Result<bool> {
+        let (memory, source) = (&self.context.memory, &self.rule.source.namespace);
+        let known = memory.source(source);
+        if known.is_none() && !found {
+            return Ok(false);
+        }
+        let names = [source.collection.as_str()];
+        let now = self.context.server.collection_uuids(&source.database, &names).await?.remove(&source.collection);
+        if known.is_none() && now.is_some() {
+            memory.saw(source, now);
+            return Ok(false);
+        }
+        Ok(now.is_none() || now != known)
+    }
+
+    /// Writes the targets of the keys.
+    ///
+    /// A key with a fan-out job leaves all its targets to another pass of the job. Only the current page of the job,
+    /// with which this request was merged, is written now: otherwise a key that changes before each page is taken would
+    /// get none of them written.
+    pub(super) async fn values(&self, items: &mut [Item]) -> Result<()> {
+        if self.rule.shadow {
+            return self.shadow(items).await;
+        }
+        let mut fan_outs_running = Vec::new();
+        for (nth, item) in items.iter_mut().enumerate() {
+            let page = (item.work.scope == Scope::All).then(|| self.context.memory.page(&self.subject(item)));
+            if let Some(page) = page.flatten() {
+                (item.work.scope, item.work.restarted) = (Scope::Named(page), None);
+                fan_outs_running.push(nth);
+            }
+        }
+        let result = self.values_in_scope(items).await;
+        for nth in fan_outs_running {
+            let item = &mut items[nth];
+            item.work.scope = Scope::All;
+            if result.is_ok() && matches!(item.end, None | Some(End::Done | End::SetAside)) {
+                item.end = Some(self.fan_out(item).await);
+            }
+        }
+        result
+    }
+
+    async fn values_in_scope(&self, items: &mut [Item]) -> Result<()> {
+        let keys: Vec<&Key> = items.iter().map(|item| &item.key).filter(|key| !key.values().is_empty()).collect();
+        let Some(rows) = self.rows(&keys, newest(items), items.len()).await? else { return source_gone(items) };
+        let shape = self.shape(items.len()).await;
+        self.limit_losses(items, &rows).await?;
+        self.limit_deletions(items, &rows).await?;
+        self.keep(items, &rows).await?;
+        let (mut statements, mut beside) = (Vec::new(), Vec::new());
+        let mut shares = Shares::new(self, items);
+        let mut destroys = false;
+        for (nth, item) in items.iter_mut().enumerate() {
+            if item.end.is_some() {
+                continue;
+            }
+            if item.work.scope == Scope::All && self.context.memory.has_fan_out(&self.subject(item)) {
+                item.end = Some(self.fan_out(item).await);
+                continue;
+            }
+            if self.detached && !item.key.values().is_empty() && !rows.answer(&item.key) {
+                continue;
+            }
+            let desired = match rows.desired(self.rule, &item.key) {
+                Ok(desired) => desired,
+                Err(error) if error.kind == Kind::Refused => {
+                    item.end = Some(self.set_aside(&item.key, None, &error).await);
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            if matches!(desired, Desired::Remove | Desired::Delete) {
+                if let Some(end) = self.destroys(item).await? {
+                    item.end = Some(end);
+                    continue;
+                }
+                destroys = true;
+            }
+            let scope = match &desired {
+                // The restarted statement was for all targets, and they are still to be written.
+                Desired::Fields(_) if item.work.restarted.is_some() => {
+                    item.end = Some(self.rest(item, &rows, &desired).await);
+                    continue;
+                }
+                Desired::Fields(fields) => shares.take(self, shape, (nth, &*item), fields),
+                _ => Some(Cow::Borrowed(&item.work.scope)),
+            };
+            let Some(scope) = scope else { continue };
+            let (scope, other) = halves(&scope, &desired);
+            for (scope, out) in [(Some(scope), &mut statements), (other, &mut beside)] {
+                let Some(scope) = scope else { continue };
+                let alone = statement::of_value(self.rule, &item.key, &scope, &desired)?;
+                out.extend(alone.into_iter().map(|statement| (vec![nth], statement)));
+            }
+        }
+        let [shared, long] = shares.statements(self, items).await?;
+        statements.extend(shared);
+        let timeout = match items {
+            [item] if item.work.scope == Scope::All && !destroys && !self.rule.reference.keyed_by_target_id() => {
+                self.context.limits.write_timeout / FIRST
+            }
+            _ => self.context.limits.write_timeout,
+        };
+        self.write(items, [statements, beside], &rows, timeout).await?;
+        for statement in long {
+            self.write(items, [vec![statement], Vec::new()], &rows, timeout).await?;
+        }
+        Ok(())
+    }
+
+    /// The shape of the targets; None where their keys do not share statements.
+    pub(super) async fn shape(&self, keys: usize) -> Option<Shape> {
+        if keys < 2 || !group::is_possible(self.rule) {
+            return None;
+        }
+        let mut shape = self.context.memory.shape(self.rule.id);
+        if shape.size.is_none() {
+            // Without an answer, each key gets a statement of its own until the next attempt.
+            let rows = self.read(Role::Target, read::target_size(self.rule), ClusterTime::default()).await;
+            let rows = rows.unwrap_or_default();
+            let row = rows.first().map(|row| Document::try_from(row.as_ref())).transpose().ok()?.unwrap_or_default();
+            let others = row.get_i32("others").map_or(0.0, f64::from);
+            shape.size = Some(Size { bytes: row.get_f64("bytes").unwrap_or_default(), others });
+            self.context
+                .memory
+                .learn(self.rule.id, |known, since| (known.size, *since) = (shape.size, Some(Instant::now())));
+        }
+        Some(shape)
+    }
+
+    pub(super) async fn targets(&self, items: &mut [Item]) -> Result<()> {
+        if self.rule.shadow {
+            return self.shadow(items).await;
+        }
+        if self.rule.compares_first() {
+            return self.differences_of_targets(items).await;
+        }
+        if self.rule.of_target.is_some() {
+            return self.values_of_targets(items).await;
+        }
+        let after = newest(items);
+        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+        let (mut targets, mut wanted) = (HashMap::new(), HashSet::new());
+        for row in self.read_within(Role::Target, read::targets(self.rule, &ids), after, items.len()).await? {
+            let doc = Document::try_from(row.as_ref())?;
+            let guard =
+                row.get_document(read::GUARD).map_err(|_| Error::internal("a target without its guard"))?.to_owned();
+            let mut references = self.rule.reference.keys(Role::Target, &doc);
+            shared(&mut references, &mut wanted);
+            targets.insert(id_of(&row)?, (references, self.rule.reference.has_array(&doc), guard));
+        }
+        let rows = self.rows(&wanted.iter().collect::<Vec<_>>(), after, items.len()).await?;
+        let Some(rows) = rows else { return source_gone(items) };
+        let mut wanted = Vec::new();
+        for (nth, item) in items.iter().enumerate() {
+            let Some((references, has_array, guard)) = targets.get(&item.key) else { continue };
+            let dangles = references.iter().flatten().any(|key| !rows.answer(key));
+            if !(self.detached && dangles) {
+                wanted.push((nth, dangles, rows.desired_of_target(self.rule, references, *has_array)?, guard));
+            }
+        }
+        let losing = wanted.iter().filter(|(_, dangles, ..)| *dangles);
+        let losing: Vec<(&Key, &Desired)> = losing.map(|(nth, _, desired, _)| (&items[*nth].key, desired)).collect();
+        let within_limit = self.may_lose_of_targets(&losing, after).await?;
+        let (mut statements, mut over_limit) = (Vec::new(), Vec::new());
+        for (nth, dangles, desired, guard) in wanted {
+            if dangles && !within_limit {
+                over_limit.push(nth);
+                continue;
+            }
+            let item = &items[nth];
+            for statement in statement::of_target(self.rule, &item.key, guard, &desired)? {
+                statements.push((vec![nth], statement));
+            }
+        }
+        for nth in over_limit {
+            items[nth].end = Some(End::RemovalLimit);
+        }
+        self.keep(items, &rows).await?;
+        self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await
+    }
+}
+
+/// Makes equal references of a batch share their memory: each takes twenty times its size in the document.
+fn shared(references: &mut [Option<Key>], known: &mut HashSet<Key>) {
+    for reference in references.iter_mut().flatten() {
+        match known.get(reference) {
+            Some(same) => *reference = same.clone(),
+            None => drop(known.insert(reference.clone())),
+        }
+    }
+}
+
+/// Splits many named targets into two parts, which two connections write faster than one. Each part has a copy of the
+/// values, so large values are not split.
+fn halves<'a>(scope: &'a Scope, desired: &Desired) -> (Cow<'a, Scope>, Option<Cow<'a, Scope>>) {
+    match scope {
+        Scope::Named(ids) if ids.len() >= 2 * HALF && !desired.is_large() => {
+            let part = |ids: &mut dyn Iterator<Item = &Key>| Cow::Owned(Scope::Named(ids.cloned().collect()));
+            let (half, mut ids) = (ids.len() / 2, ids.iter());
+            let first = part(&mut ids.by_ref().take(half));
+            (first, Some(part(&mut ids)))
+        }
+        scope => (Cow::Borrowed(scope), None),
+    }
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "the result of a batch")]
+pub(super) fn source_gone(items: &mut [Item]) -> Result<()> {
+    for item in items {
+        item.end = Some(End::SourceGone);
+    }
+    Ok(())
+}
+
+fn too_large() -> Error {
+    Error::new(Kind::TooLarge, "these keys have more than a batch may hold")
+}
+
+pub(super) fn newest(items: &[Item]) -> ClusterTime {
+    items.iter().map(|item| item.work.after).max().unwrap_or_default()
+}
+
+/// Pause before the next attempt: doubles from 50 ms to 10 s. A write whose answer was lost is waited for before its
+/// error gets here.
+#[must_use]
+pub fn backoff(attempts: u32) -> Duration {
+    Duration::from_millis(50).saturating_mul(1 << attempts.min(8)).min(Duration::from_secs(10))
+}

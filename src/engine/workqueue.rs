@@ -1,0 +1,1163 @@
+//! Pending reconcile requests: coalesced, one run per key at a time, bounded.
+//!
+//! The queue decides nothing about documents. It guarantees: requests for a key that waits are merged; a request that
+//! arrives while its key runs is kept and runs afterwards; the checkpoint does not pass the origin of a request until
+//! it is done.
+//!
+//! # A full queue always empties
+//!
+//! The streams are not read while the queue is full. Architecture invariant: **nothing in the queue waits for an event
+//! that is not read yet**, or a full queue would wait for itself. A key can stay here in these ways, each of which
+//! ends:
+//!
+//! - *Ready*: lanes take turns, so it runs once the batches before it have ended.
+//! - *Running*: every read and every write of a batch has a time limit.
+//! - *Read for too long*: the keys of a large batch are divided into eighths, repeatedly, until a batch is small enough
+//!   to tell which of its keys are slow.
+//! - *Slow*: keys whose reads took too long take turns, one at a time. Each turn has a longer time limit, until the key
+//!   is done or a dead letter.
+//! - *Failed for now*: it is retried after a pause. It stays as long as the cluster refuses it, independently of
+//!   events.
+//! - *The source collection is gone*: the batch itself detects that and the rule is blocked, whether or not the event
+//!   of the drop has been read.
+//! - *A pause* (a grace period, a costly recompute): it ends by the clock.
+//! - *A document of a tree, behind one that it reads*: the other one is in the queue as well, and the wait has a time
+//!   limit ([`crate::reconcile::tree`]).
+//! - *Look-ups behind writes* ([`Task::Parents`]): they wait for batches that already run.
+//! - *Work that shrinks by waiting for more events*: it waits only while the queue has room
+//!   ([`crate::pipeline::schedule`]).
+//! - *A target that the guard found to differ*: this one does wait for events, to distinguish drift from a change in
+//!   progress. So such targets may fill only a part of the queue ([`WorkQueue::is_crowded_by_guard`]): beyond it they are
+//!   settled as unconfirmed mismatches. Otherwise at least half of a full queue is other work, which makes room as it
+//!   ends.
+//!
+//! Work that ends may request more (a look-up requests the targets that it found). It does so once, and each of these
+//! is of the kinds above.
+
+mod pending;
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    checkpoint::watermark::Watermark,
+    request::{Origin, Request, Scope, Task},
+};
+use denormd_model::{key::Key, position::ClusterTime};
+use denormd_rules::plan::RuleId;
+
+pub use pending::Pending;
+
+/// Least keys of a batch, if there are as many: a batch costs the same reads and writes for one of them.
+const SMALL: usize = 50;
+/// Slow keys that are remembered after they are done.
+const KNOWN_SLOW: usize = 10_000;
+
+/// Identifies a key of the queue.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Slot {
+    lane: Lane,
+    key: Key,
+}
+
+/// The rule and task of keys that can share a batch.
+pub type Lane = (RuleId, Task);
+
+/// All pending requests for one key.
+#[derive(Debug, Clone)]
+pub struct Work {
+    /// The targets that are meant.
+    pub scope: Scope,
+    /// The minimum cluster time of reads.
+    pub after: ClusterTime,
+    /// Wall time of the oldest event, in milliseconds since 1970.
+    pub committed: Option<i64>,
+    /// Failed attempts.
+    pub attempts: u32,
+    /// Time limit of its reads, if they have taken too long. Such a key is slow: it runs alone.
+    pub read_limit: Option<Duration>,
+    /// Most keys of a batch with this one, if a read for more of them took too long.
+    pub batch_keys: Option<usize>,
+    /// Time at which its write was first restarted, because a statement for all of its targets took too long.
+    pub restarted: Option<Instant>,
+    /// Time at which a reference was first found to dangle, for policies that remove, or a target to differ, for the
+    /// guard.
+    pub unconfirmed_since: Option<Instant>,
+    /// The unconfirmed mismatch that the guard found then.
+    pub unconfirmed_mismatch: UnconfirmedMismatch,
+    /// Time since which it waits for other documents of its tree.
+    pub waits_since: Option<Instant>,
+    /// The batches that its requests come from.
+    held: Held,
+}
+
+/// The oldest batch of each stream from which a work comes; usually of one stream.
+#[derive(Debug, Clone, Default)]
+struct Held(Vec<(usize, u64)>);
+
+impl Held {
+    fn of(&mut self, stream: usize) -> Option<&mut u64> {
+        self.0.iter_mut().find(|held| held.0 == stream).map(|held| &mut held.1)
+    }
+}
+
+/// An unconfirmed mismatch: a target that was found to differ.
+#[derive(Debug, Clone, Default)]
+pub struct UnconfirmedMismatch {
+    /// A number that distinguishes the difference from others.
+    pub difference: u64,
+    /// The time by which everything that it was computed from was committed.
+    pub seen: ClusterTime,
+    /// The current verdict on the difference.
+    pub verdict: Verdict,
+}
+
+/// The guard's verdict on a target that differs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum Verdict {
+    /// A change that explains the difference may still have to be applied: the target is compared again later.
+    #[default]
+    Postponed,
+    /// Every change up to the comparison is applied: the target was written by someone else.
+    Drift,
+    /// Undecided. The events that would decide are not read until the queue has room, and such targets fill the queue.
+    Unconfirmed,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    /// The next work on the key.
+    pending: Option<Work>,
+    /// The origins of the work that a batch currently does on the key.
+    running: Option<Held>,
+    /// True if the key is in its lane because of `pending`.
+    in_lane: bool,
+    /// `pending` waits until this time.
+    not_before: Option<Instant>,
+    /// The wait protects other keys: a new request does not end it.
+    cooling: bool,
+    /// Batches with a lower number must end first ([`Task::Parents`]).
+    barrier: u64,
+    /// Commit time of the oldest change that the key waits or runs for, as counted by [`Oldest`].
+    since: Option<i64>,
+}
+
+/// Keys to reconcile together.
+#[derive(Debug)]
+pub struct Batch {
+    /// Rule and task.
+    pub lane: Lane,
+    /// The keys, each with the requested work.
+    pub items: Vec<(Key, Work)>,
+    /// The number of the batch, counted from 1.
+    pub number: u64,
+}
+
+/// The limits of one batch.
+#[derive(Debug, Clone, Copy)]
+pub struct Most {
+    /// Most keys; about four times as many named targets are allowed.
+    pub keys: usize,
+    /// Number of batches that share the waiting keys: one that took all of them would leave none for the others.
+    pub batches: usize,
+}
+
+/// The result of one key's run.
+#[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "it is taken apart at once")]
+pub enum Finish {
+    /// Nothing is left to do. Requests for the key during the pause wait for its end: a costly recompute is not
+    /// repeated for each event.
+    Done {
+        /// The pause before the next run.
+        pause: Duration,
+    },
+    /// To be done again after a delay.
+    Again {
+        /// The delay.
+        delay: Duration,
+        /// The work to repeat.
+        work: Work,
+    },
+}
+
+/// The pending and running requests, by key.
+#[derive(Debug)]
+pub struct WorkQueue {
+    entries: HashMap<Slot, Entry>,
+    lanes: BTreeMap<Lane, VecDeque<Key>>,
+    slow: Slow,
+    /// The lane that was served last.
+    turn: Option<Lane>,
+    delayed: BinaryHeap<Reverse<Delayed>>,
+    weights: Weights,
+    capacity: usize,
+    /// Batches taken so far.
+    taken: u64,
+    /// The running batches that write, by rule.
+    writing: BTreeMap<RuleId, BTreeSet<u64>>,
+    /// For each rule, the number of keys that wait, run or pause for another task than the guard's.
+    reconciling: BTreeMap<RuleId, usize>,
+    /// Number of the guard's keys, of all rules.
+    guarded: usize,
+    oldest: Oldest,
+    /// The recursive rules, whose keys are recorded in `pending`.
+    trees: BTreeSet<RuleId>,
+    pending: Arc<Pending>,
+}
+
+/// Keys whose reads took too long. One of them runs at a time, so that the other batches serve other keys.
+#[derive(Debug, Default)]
+struct Slow {
+    /// Slow keys that are ready, of all lanes.
+    ready: VecDeque<Slot>,
+    /// The running batch of a slow key.
+    running: Option<u64>,
+    /// The last batch of a slow key.
+    last: u64,
+    /// Read limits of keys that were slow when they were last done, so that a key that changes often does not slow down
+    /// a batch of other keys each time.
+    known: HashMap<Slot, Duration>,
+}
+
+impl Slow {
+    fn remember(&mut self, slot: &Slot, limit: Option<Duration>) {
+        match limit {
+            Some(limit) if self.known.len() < KNOWN_SLOW && slot.key.weight() < 1024 => {
+                self.known.insert(slot.clone(), limit);
+            }
+            // A key that is not remembered is found to be slow again.
+            _ => drop(self.known.remove(slot)),
+        }
+    }
+}
+
+/// For each rule, the number of keys that wait or run, by the commit time of their oldest change.
+#[derive(Debug, Default)]
+struct Oldest {
+    rules: BTreeMap<RuleId, BTreeMap<i64, usize>>,
+    /// The sum of these counts for each rule.
+    keys: BTreeMap<RuleId, usize>,
+}
+
+impl Oldest {
+    fn moved(&mut self, rule: RuleId, from: Option<i64>, to: Option<i64>) -> Option<i64> {
+        if from != to {
+            let counts = self.rules.entry(rule).or_default();
+            if let Some(count) = from.and_then(|from| counts.get_mut(&from)) {
+                *count -= 1;
+            }
+            if let Some(from) = from.filter(|from| counts.get(from) == Some(&0)) {
+                counts.remove(&from);
+            }
+            if let Some(to) = to {
+                *counts.entry(to).or_default() += 1;
+            }
+            let keys = self.keys.entry(rule).or_default();
+            *keys = (*keys + usize::from(to.is_some())).saturating_sub(usize::from(from.is_some()));
+        }
+        to
+    }
+}
+
+/// Requests in the queue, counting named targets; a large key counts once for each KiB.
+#[derive(Debug, Default)]
+struct Weights {
+    all: usize,
+    /// The part that is work that writes.
+    writing: usize,
+}
+
+impl Weights {
+    fn moved(&mut self, lane: Lane, more: usize, less: usize) {
+        self.all = (self.all + more).saturating_sub(less);
+        if writes(lane.1) {
+            self.writing = (self.writing + more).saturating_sub(less);
+        }
+    }
+}
+
+fn weight(key: &Key, scope: &Scope) -> usize {
+    scope.weight() + key.weight() / 1024
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Delayed {
+    at: Instant,
+    slot: Slot,
+}
+
+impl PartialOrd for Delayed {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Delayed {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.at.cmp(&other.at)
+    }
+}
+
+impl WorkQueue {
+    /// An empty queue that is full with `capacity` requests.
+    #[must_use]
+    pub fn new(capacity: usize) -> Self {
+        Self {
+            entries: HashMap::new(),
+            lanes: BTreeMap::new(),
+            slow: Slow::default(),
+            turn: None,
+            delayed: BinaryHeap::new(),
+            weights: Weights::default(),
+            capacity,
+            taken: 0,
+            writing: BTreeMap::new(),
+            reconciling: BTreeMap::new(),
+            guarded: 0,
+            oldest: Oldest::default(),
+            trees: BTreeSet::new(),
+            pending: Arc::default(),
+        }
+    }
+
+    /// Records the keys of these recursive rules in `pending`, from now on.
+    pub fn record(&mut self, trees: BTreeSet<RuleId>, pending: Arc<Pending>) {
+        pending.clear();
+        (self.trees, self.pending) = (trees, pending);
+    }
+
+    /// Records that the requests of an event on this document are in the queue.
+    pub fn routed(&self, rules: impl Iterator<Item = RuleId>, document: &Key) {
+        rules.filter(|rule| self.trees.contains(rule)).for_each(|rule| self.pending.routed(rule, document));
+    }
+
+    /// True if a rule is recursive.
+    #[must_use]
+    pub fn has_trees(&self) -> bool {
+        !self.trees.is_empty()
+    }
+
+    /// True if the key is a document of a tree that may be about to be written.
+    fn is_recorded(&self, (rule, task): Lane) -> bool {
+        task != Task::Guard && self.trees.contains(&rule)
+    }
+
+    /// True if a target of `rule` that differs may be about to be written.
+    #[must_use]
+    pub fn is_reconciling(&self, rule: RuleId) -> bool {
+        self.reconciling.get(&rule).is_some_and(|keys| *keys > 0)
+    }
+
+    /// True if the queue is full and the guard has more than a quarter of it. A key of the guard weighs two at most (it
+    /// runs, and is requested again), so a full queue is either crowded, or half of it is other work, which makes room
+    /// as it is done.
+    #[must_use]
+    pub fn is_crowded_by_guard(&self) -> bool {
+        !self.has_room() && self.guarded > self.capacity / 4
+    }
+
+    /// The rules with a running batch that writes. The batch of a slow key does not count: it reads most of the time.
+    pub fn writing(&self) -> impl Iterator<Item = RuleId> {
+        let ordinary = |batch: &u64| Some(*batch) != self.slow.running;
+        self.writing.iter().filter(move |(_, batches)| batches.iter().any(ordinary)).map(|(rule, _)| *rule)
+    }
+
+    /// The number of keys in the queue for the guard, or for the other tasks of a rule.
+    fn count(&mut self, (rule, task): Lane) -> &mut usize {
+        if task == Task::Guard { &mut self.guarded } else { self.reconciling.entry(rule).or_default() }
+    }
+
+    fn remove(&mut self, slot: &Slot) {
+        if self.entries.remove(slot).is_some() {
+            let keys = self.count(slot.lane);
+            *keys = keys.saturating_sub(1);
+            if self.is_recorded(slot.lane) {
+                self.pending.left(slot.lane.0, &slot.key);
+            }
+        }
+    }
+
+    /// True if the streams may deliver more. Requests beyond the capacity are still taken: nothing is ever dropped.
+    #[must_use]
+    pub fn has_room(&self) -> bool {
+        self.weights.all < self.capacity
+    }
+
+    /// True if the work that writes alone fills the queue.
+    #[must_use]
+    pub fn is_full_of_writes(&self) -> bool {
+        self.weights.writing >= self.capacity
+    }
+
+    /// Requests in the queue: waiting and running keys, counting named targets.
+    #[must_use]
+    pub fn depth(&self) -> usize {
+        self.weights.all
+    }
+
+    /// Commit time of the oldest change that a key of `rule` waits or runs for, in milliseconds since 1970.
+    #[must_use]
+    pub fn oldest(&self, rule: RuleId) -> Option<i64> {
+        self.oldest.rules.get(&rule)?.first_key_value().map(|(committed, _)| *committed)
+    }
+
+    /// Number of keys of `rule` that wait or run because of a change.
+    #[must_use]
+    pub fn late(&self, rule: RuleId) -> usize {
+        self.oldest.keys.get(&rule).copied().unwrap_or_default()
+    }
+
+    /// Number of keys of all rules that wait or run because of a change.
+    #[must_use]
+    pub fn all_late(&self) -> usize {
+        self.oldest.keys.values().sum()
+    }
+
+    /// Number of keys that wait or run.
+    #[must_use]
+    pub fn keys(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// True if nothing waits and nothing runs.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// True if a key waits to be taken in a lane for which `such` returns true.
+    #[must_use]
+    pub fn waits(&self, such: impl Fn(Lane, &Scope) -> bool) -> bool {
+        self.lanes.keys().any(|lane| self.first(*lane).is_some_and(|scope| such(*lane, scope)))
+    }
+
+    /// The requested scope of the first key of a lane.
+    fn first(&self, lane: Lane) -> Option<&Scope> {
+        let key = self.lanes.get(&lane)?.front()?.clone();
+        Some(&self.entries.get(&Slot { lane, key })?.pending.as_ref()?.scope)
+    }
+
+    /// Takes a request; `watermark` does not pass its origin until it is done.
+    pub fn push(&mut self, request: Request, origin: Origin, watermark: &mut Watermark) {
+        let work = Work {
+            scope: request.scope,
+            after: origin.after,
+            committed: origin.committed,
+            attempts: 0,
+            read_limit: None,
+            batch_keys: None,
+            restarted: None,
+            unconfirmed_since: None,
+            unconfirmed_mismatch: UnconfirmedMismatch::default(),
+            waits_since: None,
+            held: Held::default(),
+        };
+        let slot = Slot { lane: (request.rule, request.task), key: request.key };
+        if !self.entries.contains_key(&slot) {
+            *self.count(slot.lane) += 1;
+            if self.is_recorded(slot.lane) {
+                self.pending.entered(slot.lane.0, &slot.key);
+            }
+        }
+        let entry = self.entries.entry(slot.clone()).or_default();
+        let before = entry.pending.as_ref().map_or(0, |work| weight(&slot.key, &work.scope));
+        let work = match entry.pending.take() {
+            Some(pending) => pending.joined(work),
+            None => Work { read_limit: self.slow.known.get(&slot).copied(), ..work },
+        };
+        let work = work.holding(origin, watermark);
+        self.weights.moved(slot.lane, weight(&slot.key, &work.scope), before);
+        entry.pending = Some(work);
+        entry.since = self.oldest.moved(request.rule, entry.since, earliest(entry.since, origin.committed));
+        entry.barrier = self.taken + 1;
+        if entry.cooling {
+            return;
+        }
+        entry.not_before = None;
+        self.enter(slot);
+    }
+
+    /// Puts a key with pending work into its lane, unless it runs or is there already.
+    fn enter(&mut self, slot: Slot) {
+        let Some(entry) = self.entries.get_mut(&slot) else { return };
+        let Some(work) = entry.pending.as_ref().filter(|_| entry.running.is_none() && !entry.in_lane) else { return };
+        entry.in_lane = true;
+        if work.read_limit.is_some() {
+            self.slow.ready.push_back(slot);
+        } else {
+            self.lanes.entry(slot.lane).or_default().push_back(slot.key);
+        }
+    }
+
+    /// The next keys to run together, from a lane for which `open` returns true; it receives the scope of the lane's
+    /// first key. None when nothing is ready.
+    ///
+    /// A slow key runs alone, and no other slow key runs at the same time. If there is only one batch at a time, slow
+    /// keys and others take turns.
+    pub fn take(&mut self, most: Most, now: Instant, open: impl Fn(Lane, &Scope) -> bool) -> Option<Batch> {
+        self.wake(now);
+        let (lane, items) = if self.slow.last == self.taken {
+            self.take_ordinary(most, &open).or_else(|| self.take_slow(&open))?
+        } else {
+            self.take_slow(&open).or_else(|| self.take_ordinary(most, &open))?
+        };
+        self.taken += 1;
+        if writes(lane.1) {
+            self.writing.entry(lane.0).or_default().insert(self.taken);
+        }
+        if items.iter().any(|(_, work)| work.read_limit.is_some()) {
+            (self.slow.running, self.slow.last) = (Some(self.taken), self.taken);
+        }
+        Some(Batch { lane, items, number: self.taken })
+    }
+
+    fn take_ordinary(&mut self, most: Most, open: &impl Fn(Lane, &Scope) -> bool) -> Option<(Lane, Vec<(Key, Work)>)> {
+        for _ in 0..self.lanes.len() {
+            let lane = self.next_lane()?;
+            self.turn = Some(lane);
+            if self.first(lane).is_some_and(|scope| !open(lane, scope)) {
+                continue;
+            }
+            let items = self.take_from(lane, most);
+            if !items.is_empty() {
+                return Some((lane, items));
+            }
+        }
+        None
+    }
+
+    /// The first slow key, if none is running. A key that has to wait goes to the end.
+    fn take_slow(&mut self, open: &impl Fn(Lane, &Scope) -> bool) -> Option<(Lane, Vec<(Key, Work)>)> {
+        if self.slow.running.is_some() {
+            return None;
+        }
+        let slot = self.slow.ready.pop_front()?;
+        let oldest_write = self.oldest_write(slot.lane.0);
+        let entry = self.entries.get_mut(&slot)?;
+        if entry.is_barred(slot.lane.1, oldest_write)
+            || entry.pending.as_ref().is_some_and(|work| !open(slot.lane, &work.scope))
+        {
+            self.slow.ready.push_back(slot);
+            return None;
+        }
+        let work = entry.begin()?;
+        Some((slot.lane, vec![(slot.key, work)]))
+    }
+
+    /// The oldest running batch of a rule that writes.
+    fn oldest_write(&self, rule: RuleId) -> u64 {
+        self.writing.get(&rule).and_then(BTreeSet::first).copied().unwrap_or(u64::MAX)
+    }
+
+    fn take_from(&mut self, lane: Lane, most: Most) -> Vec<(Key, Work)> {
+        let oldest_write = self.oldest_write(lane.0);
+        let mut items = Vec::new();
+        let mut weight = 0;
+        let Some(waiting) = self.lanes.get_mut(&lane) else { return items };
+        let mut keys = waiting.len().div_ceil(most.batches).max(SMALL).min(most.keys);
+        while let Some(key) = waiting.pop_front() {
+            let slot = Slot { lane, key };
+            let Some(entry) = self.entries.get_mut(&slot) else { continue };
+            if entry.is_barred(lane.1, oldest_write) {
+                waiting.push_front(slot.key);
+                break;
+            }
+            let company = entry.pending.as_ref().map_or(usize::MAX, Work::company);
+            if items.len() >= company {
+                waiting.push_front(slot.key);
+                break;
+            }
+            keys = keys.min(company);
+            let Some(work) = entry.begin() else { continue };
+            weight += work.scope.weight();
+            items.push((slot.key, work));
+            if items.len() >= keys || weight >= most.keys.saturating_mul(4) {
+                break;
+            }
+        }
+        if waiting.is_empty() {
+            self.lanes.remove(&lane);
+        }
+        items
+    }
+
+    /// Records that a batch has ended, before its keys are finished one by one.
+    pub fn ended(&mut self, lane: Lane, number: u64) {
+        if let Some(writing) = self.writing.get_mut(&lane.0) {
+            writing.remove(&number);
+        }
+        self.slow.running.take_if(|running| *running == number);
+    }
+
+    /// Records the time limit of a key's next read, before the run of the key is finished.
+    pub fn judged(&mut self, lane: Lane, key: &Key, read_limit: Option<Duration>) {
+        if read_limit.is_none() && self.slow.known.is_empty() {
+            return;
+        }
+        let slot = Slot { lane, key: key.clone() };
+        self.slow.remember(&slot, read_limit);
+        if let Some(pending) = self.entries.get_mut(&slot).and_then(|entry| entry.pending.as_mut()) {
+            pending.read_limit = read_limit;
+        }
+    }
+
+    /// The lane after the one that was served last.
+    fn next_lane(&self) -> Option<Lane> {
+        let after = self.turn.and_then(|turn| {
+            self.lanes
+                .range((std::ops::Bound::Excluded(turn), std::ops::Bound::Unbounded))
+                .next()
+                .map(|(lane, _)| *lane)
+        });
+        after.or_else(|| self.lanes.keys().next().copied())
+    }
+
+    /// Records the result of a key's run. `taken` is the weight of its scope when it was taken.
+    pub fn finish(
+        &mut self,
+        lane: Lane,
+        key: Key,
+        taken: usize,
+        finish: Finish,
+        now: Instant,
+        watermark: &mut Watermark,
+    ) {
+        let slot = Slot { lane, key };
+        let Some(entry) = self.entries.get_mut(&slot) else { return };
+        let held = entry.running.take().unwrap_or_default();
+        let waits = entry.pending.as_ref().and_then(|work| work.committed);
+        let goes_on = match &finish {
+            Finish::Done { .. } => waits,
+            Finish::Again { work, .. } => earliest(waits, work.committed),
+        };
+        entry.since = self.oldest.moved(lane.0, entry.since, goes_on);
+        self.weights.moved(lane, 0, taken + slot.key.weight() / 1024);
+        match finish {
+            Finish::Done { pause } => {
+                for (stream, batch) in held.0 {
+                    watermark.release(stream, batch);
+                }
+                if let Some(at) = now.checked_add(pause).filter(|_| !pause.is_zero()) {
+                    entry.not_before = Some(at);
+                    entry.cooling = true;
+                    self.delayed.push(Reverse(Delayed { at, slot }));
+                    return;
+                }
+            }
+            Finish::Again { delay, mut work } => {
+                work.held = held;
+                // A request that arrived in the meantime ends the wait: something has changed.
+                let at = if entry.pending.is_none() { now.checked_add(delay) } else { None };
+                let before = entry.pending.as_ref().map_or(0, |work| weight(&slot.key, &work.scope));
+                let work = match entry.pending.take() {
+                    Some(pending) => work.joined_held(pending, watermark),
+                    None => work,
+                };
+                self.weights.moved(lane, weight(&slot.key, &work.scope), before);
+                entry.pending = Some(work);
+                entry.not_before = at;
+                if let Some(at) = at {
+                    self.delayed.push(Reverse(Delayed { at, slot }));
+                    return;
+                }
+            }
+        }
+        if entry.pending.is_none() {
+            self.remove(&slot);
+        } else {
+            self.enter(slot);
+        }
+    }
+
+    /// Time at which the next delayed key is due.
+    #[must_use]
+    pub fn next_due(&self) -> Option<Instant> {
+        self.delayed.peek().map(|Reverse(delayed)| delayed.at)
+    }
+
+    fn wake(&mut self, now: Instant) {
+        while self.delayed.peek().is_some_and(|Reverse(delayed)| delayed.at <= now) {
+            let Some(Reverse(Delayed { slot, .. })) = self.delayed.pop() else { return };
+            let Some(entry) = self.entries.get_mut(&slot) else { continue };
+            if entry.not_before.is_none_or(|at| at > now) {
+                continue;
+            }
+            entry.not_before = None;
+            entry.cooling = false;
+            if entry.pending.is_none() && entry.running.is_none() {
+                self.remove(&slot);
+                continue;
+            }
+            self.enter(slot);
+        }
+    }
+}
+
+impl Entry {
+    /// True if a write that began earlier may still put the source into a target.
+    fn is_barred(&self, task: Task, oldest_write: u64) -> bool {
+        task == Task::Parents && oldest_write < self.barrier
+    }
+
+    /// Takes the key out of its lane and starts its work.
+    fn begin(&mut self) -> Option<Work> {
+        self.in_lane = false;
+        // A delay began after it entered the lane: the end of the delay puts it in again.
+        if self.not_before.is_some() || self.running.is_some() {
+            return None;
+        }
+        let work = self.pending.take()?;
+        self.running = Some(work.held.clone());
+        Some(work)
+    }
+}
+
+/// True if a task writes to targets; the others only read.
+fn writes(task: Task) -> bool {
+    match task {
+        Task::Value | Task::Target => true,
+        Task::LocateSource | Task::LocateTarget | Task::Parents | Task::Holders | Task::Bucket | Task::Guard => false,
+    }
+}
+
+impl Work {
+    /// Most keys of a batch with this one.
+    fn company(&self) -> usize {
+        // A restarted statement takes seconds, for which other keys of the batch would wait.
+        if self.restarted.is_some() { 1 } else { self.batch_keys.unwrap_or(usize::MAX) }
+    }
+
+    /// Merges two works on one key; the newer one has no origins yet.
+    fn joined(mut self, newer: Self) -> Self {
+        self.scope.merge(newer.scope);
+        self.after = self.after.max(newer.after);
+        self.committed = earliest(self.committed, newer.committed);
+        self.attempts = 0;
+        self.read_limit = self.read_limit.or(newer.read_limit);
+        self.batch_keys = self.batch_keys.or(newer.batch_keys);
+        self.restarted = self.restarted.or(newer.restarted);
+        self.unconfirmed_since = None;
+        self.waits_since = self.waits_since.or(newer.waits_since);
+        self
+    }
+
+    /// Merges two works on one key, and their origins.
+    fn joined_held(mut self, newer: Self, watermark: &mut Watermark) -> Self {
+        for (stream, batch) in &newer.held.0 {
+            match self.held.of(*stream) {
+                // Of two batches the older one is enough: the low watermark cannot pass it.
+                Some(mine) if *mine <= *batch => watermark.release(*stream, *batch),
+                Some(mine) => watermark.release(*stream, std::mem::replace(mine, *batch)),
+                None => self.held.0.push((*stream, *batch)),
+            }
+        }
+        self.joined(newer)
+    }
+
+    fn holding(mut self, origin: Origin, watermark: &mut Watermark) -> Self {
+        match self.held.of(origin.stream) {
+            // The result of a look-up comes from a batch that may be older than the key's current origin.
+            Some(held) if origin.batch < *held => {
+                watermark.hold(origin.stream, origin.batch);
+                watermark.release(origin.stream, std::mem::replace(held, origin.batch));
+            }
+            Some(_) => {}
+            None => {
+                watermark.hold(origin.stream, origin.batch);
+                self.held.0.push((origin.stream, origin.batch));
+            }
+        }
+        self
+    }
+}
+
+/// The origins of a batch's works taken together: the oldest batch of each stream. For the requests that the works lead
+/// to.
+#[must_use]
+pub fn origins<'a>(works: impl Iterator<Item = &'a Work>) -> Vec<Origin> {
+    let mut streams: BTreeMap<usize, Origin> = BTreeMap::new();
+    let (mut after, mut committed) = (ClusterTime::default(), None);
+    for work in works {
+        after = after.max(work.after);
+        committed = earliest(committed, work.committed);
+        for (stream, batch) in &work.held.0 {
+            let origin = Origin { stream: *stream, batch: *batch, after, committed };
+            streams.entry(*stream).and_modify(|known| known.batch = known.batch.min(*batch)).or_insert(origin);
+        }
+    }
+    streams.into_values().map(|origin| Origin { after, committed, ..origin }).collect()
+}
+
+fn earliest(a: Option<i64>, b: Option<i64>) -> Option<i64> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use bson::Bson;
+
+    use super::*;
+    use denormd_model::position::Position;
+
+    const LANE: Lane = (RuleId(0), Task::Value);
+
+    /// A queue with its watermark and its own clock.
+    struct Bench {
+        queue: WorkQueue,
+        watermark: Watermark,
+        now: Instant,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            Self { queue: WorkQueue::new(10), watermark: Watermark::default(), now: Instant::now() }
+        }
+
+        fn push(&mut self, task: Task, key: i32, scope: Scope, batch: u64) {
+            let request = Request { rule: RuleId(0), task, key: Key::one(Bson::Int32(key)), scope };
+            let after = ClusterTime { seconds: u32::try_from(batch).unwrap(), increment: 1 };
+            let origin = Origin { stream: 0, batch, after, committed: None };
+            self.queue.push(request, origin, &mut self.watermark);
+        }
+
+        fn routed(&mut self, batch: u64) {
+            let time = ClusterTime { seconds: u32::try_from(batch).unwrap(), increment: 1 };
+            self.watermark.routed(0, batch, Position { time, token: None });
+        }
+
+        fn take(&mut self) -> Option<Batch> {
+            self.queue.take(Most { keys: 100, batches: 1 }, self.now, |_, _| true)
+        }
+
+        fn keys(&mut self) -> Vec<i32> {
+            let items = self.take().map(|batch| batch.items).unwrap_or_default();
+            items.iter().filter_map(|(key, _)| key.values()[0].as_i32()).collect()
+        }
+
+        fn finish(&mut self, batch: Batch, finish: impl Fn(Work) -> Finish) {
+            self.queue.ended(batch.lane, batch.number);
+            for (key, work) in batch.items {
+                let weight = work.scope.weight();
+                let finish = finish(work);
+                let limit = if let Finish::Again { work, .. } = &finish { work.read_limit } else { None };
+                self.queue.judged(batch.lane, &key, limit);
+                self.queue.finish(batch.lane, key, weight, finish, self.now, &mut self.watermark);
+            }
+        }
+
+        fn done(&mut self, batch: Batch) {
+            self.finish(batch, |_| Finish::Done { pause: Duration::ZERO });
+        }
+
+        fn frontier(&self) -> Option<u32> {
+            self.watermark.frontier(0).map(|position| position.time.seconds)
+        }
+    }
+
+    fn named(ids: &[i32]) -> Scope {
+        Scope::Named(ids.iter().map(|id| Key::one(Bson::Int32(*id))).collect::<HashSet<_>>())
+    }
+
+    /// A restarted key takes seconds: it shares its batch with no other key, and is not lost behind the others.
+    #[test]
+    fn a_key_that_is_begun_anew_has_a_batch_of_its_own() {
+        let mut bench = Bench::new();
+        for key in [1, 2] {
+            bench.push(Task::Value, key, Scope::All, 1);
+        }
+        bench.routed(1);
+        let batch = bench.take().unwrap();
+        assert_eq!(batch.items.len(), 2);
+        let now = bench.now;
+        bench
+            .finish(batch, |work| Finish::Again { work: Work { restarted: Some(now), ..work }, delay: Duration::ZERO });
+        bench.push(Task::Value, 3, Scope::All, 2);
+        bench.push(Task::Value, 4, Scope::All, 2);
+        let mut batches = Vec::new();
+        while let Some(batch) = bench.take() {
+            batches.push(batch.items.len());
+            bench.done(batch);
+        }
+        batches.sort_unstable();
+        assert_eq!(batches, [1, 1, 2]);
+    }
+
+    /// All keys of a large batch once became slow keys when it took too long, and ran one at a time.
+    #[test]
+    fn keys_that_take_too_long_together_are_done_fewer_at_once() {
+        let mut bench = Bench::new();
+        for key in 0..30 {
+            bench.push(Task::Value, key, Scope::All, 1);
+        }
+        let batch = bench.take().unwrap();
+        bench
+            .finish(batch, |work| Finish::Again { work: Work { batch_keys: Some(12), ..work }, delay: Duration::ZERO });
+        for key in 30..70 {
+            bench.push(Task::Value, key, Scope::All, 2);
+        }
+        bench.push(Task::Value, 0, Scope::All, 2);
+        let mut batches = Vec::new();
+        while let Some(batch) = bench.take() {
+            let few = batch.items.iter().filter(|(_, work)| work.batch_keys.is_some()).count();
+            batches.push((few, batch.items.len()));
+        }
+        assert!(batches.iter().all(|(few, keys)| *few == 0 || *keys <= 12), "{batches:?}");
+        assert_eq!(batches.iter().map(|(few, _)| few).sum::<usize>(), 30);
+        assert_eq!(batches.iter().map(|(_, keys)| keys).sum::<usize>(), 70);
+        assert!(batches.contains(&(0, 40)), "others are not divided: {batches:?}");
+    }
+
+    /// Three keys whose reads took too long every time once occupied all batches.
+    #[test]
+    fn slow_keys_run_alone_and_one_at_a_time_beside_others() {
+        let mut bench = Bench::new();
+        for key in 1..=3 {
+            bench.push(Task::Value, key, Scope::All, 1);
+        }
+        let batch = bench.take().unwrap();
+        let slow = |work| Finish::Again {
+            work: Work { read_limit: Some(Duration::from_secs(1)), ..work },
+            delay: Duration::ZERO,
+        };
+        bench.finish(batch, slow);
+        for key in [4, 5] {
+            bench.push(Task::Value, key, Scope::All, 2);
+        }
+        let running = bench.take().unwrap();
+        assert_eq!(running.items.len(), 1, "a slow key alone");
+        assert_eq!(bench.keys(), [4, 5], "others beside it");
+        assert!(bench.take().is_none(), "and no other slow key");
+        bench.push(Task::Value, 6, Scope::All, 3);
+        let first = running.items[0].0.clone();
+        bench.finish(running, slow);
+        let next = bench.take().unwrap();
+        assert!(next.items.len() == 1 && next.items[0].0 != first, "each slow key has its turn");
+        bench.finish(next, slow);
+        bench.push(Task::Value, 7, Scope::All, 4);
+        assert_eq!(bench.keys(), [6, 7], "where there is one batch at a time, others are next");
+    }
+
+    #[test]
+    fn a_slow_key_is_remembered_until_it_is_done_in_a_short_time() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let batch = bench.take().unwrap();
+        bench.queue.ended(LANE, batch.number);
+        bench.push(Task::Value, 1, Scope::All, 2);
+        let limit = Some(Duration::from_secs(9));
+        let done = || Finish::Done { pause: Duration::ZERO };
+        let key = Key::one(Bson::Int32(1));
+        bench.queue.judged(LANE, &key, limit);
+        bench.queue.finish(LANE, key.clone(), 1, done(), bench.now, &mut bench.watermark);
+        let batch = bench.take().unwrap();
+        assert_eq!(batch.items[0].1.read_limit, limit, "what was asked for while it ran");
+        bench.queue.ended(LANE, batch.number);
+        bench.queue.judged(LANE, &key, limit);
+        bench.queue.finish(LANE, key, 1, done(), bench.now, &mut bench.watermark);
+        assert!(bench.queue.is_empty());
+        bench.push(Task::Value, 1, Scope::All, 3);
+        let batch = bench.take().unwrap();
+        assert_eq!(batch.items[0].1.read_limit, limit);
+        bench.done(batch);
+        bench.push(Task::Value, 1, Scope::All, 4);
+        assert_eq!(bench.take().unwrap().items[0].1.read_limit, None);
+    }
+
+    #[test]
+    fn a_rule_is_reconciling_until_the_last_key_that_is_not_the_guards() {
+        let mut bench = Bench::new();
+        let is = |bench: &Bench| bench.queue.is_reconciling(RuleId(0));
+        bench.push(Task::Guard, 1, Scope::All, 1);
+        assert!(!is(&bench), "what the guard looks at is not about to be written");
+        bench.push(Task::Value, 1, Scope::All, 1);
+        bench.push(Task::Value, 1, Scope::All, 2);
+        assert!(is(&bench));
+        while let Some(batch) = bench.take() {
+            if batch.lane.1 == Task::Value {
+                assert!(is(&bench), "it runs");
+            }
+            bench.finish(batch, |_| Finish::Done { pause: Duration::from_secs(1) });
+        }
+        assert!(is(&bench), "it rests, and what is asked of it waits");
+        bench.now += Duration::from_secs(2);
+        assert!(bench.take().is_none() && !is(&bench) && bench.queue.is_empty());
+    }
+
+    /// A target that the guard finds to differ waits for events, which are not read while the queue is full.
+    #[test]
+    fn a_queue_that_the_guard_fills_says_so() {
+        let mut bench = Bench::new();
+        for key in 0..3 {
+            bench.push(Task::Guard, key, Scope::All, 1);
+        }
+        assert!(!bench.queue.is_crowded_by_guard(), "there is room");
+        for key in 0..7 {
+            bench.push(Task::Value, key, Scope::All, 1);
+        }
+        assert!(bench.queue.is_crowded_by_guard());
+        let guarded = std::iter::from_fn(|| bench.take()).find(|batch| batch.lane.1 == Task::Guard).unwrap();
+        assert!(bench.queue.is_crowded_by_guard(), "running keys count");
+        bench.done(guarded);
+        for key in 7..20 {
+            bench.push(Task::Value, key, Scope::All, 1);
+        }
+        assert!(!bench.queue.has_room() && !bench.queue.is_crowded_by_guard(), "other work makes room as it is done");
+    }
+
+    #[test]
+    fn requests_for_a_key_that_waits_are_one() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, named(&[7]), 1);
+        bench.push(Task::Value, 1, named(&[8, 7]), 2);
+        let batch = bench.take().unwrap();
+        assert_eq!(batch.items.len(), 1);
+        assert_eq!(batch.items[0].1.scope, named(&[7, 8]));
+        assert_eq!(batch.items[0].1.after.seconds, 2);
+        bench.done(batch);
+        assert!(bench.queue.is_empty() && bench.queue.depth() == 0);
+    }
+
+    #[test]
+    fn a_key_never_runs_twice_at_once_and_what_arrives_meanwhile_runs_after() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let first = bench.take().unwrap();
+        bench.push(Task::Value, 1, Scope::All, 2);
+        assert!(bench.take().is_none());
+        bench.done(first);
+        assert_eq!(bench.keys(), [1]);
+    }
+
+    #[test]
+    fn the_position_waits_for_the_oldest_request_of_a_merged_key() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        bench.routed(1);
+        bench.push(Task::Value, 1, Scope::All, 2);
+        bench.routed(2);
+        assert_eq!(bench.frontier(), None);
+        let batch = bench.take().unwrap();
+        bench.push(Task::Value, 1, Scope::All, 3);
+        bench.routed(3);
+        bench.done(batch);
+        assert_eq!(bench.frontier(), Some(2));
+        let batch = bench.take().unwrap();
+        bench.done(batch);
+        assert_eq!(bench.frontier(), Some(3));
+    }
+
+    #[test]
+    fn what_a_look_up_leads_to_holds_the_batch_it_comes_from() {
+        let mut bench = Bench::new();
+        bench.push(Task::LocateSource, 1, Scope::All, 1);
+        bench.routed(1);
+        bench.push(Task::Value, 5, Scope::All, 2);
+        bench.routed(2);
+        let batch = std::iter::from_fn(|| bench.take()).find(|batch| batch.lane.1 == Task::LocateSource);
+        let look_up = batch.unwrap();
+        for origin in origins(look_up.items.iter().map(|(_, work)| work)) {
+            let request =
+                Request { rule: RuleId(0), task: Task::Value, key: Key::one(Bson::Int32(5)), scope: Scope::All };
+            bench.queue.push(request, origin, &mut bench.watermark);
+        }
+        bench.done(look_up);
+        assert_eq!(bench.frontier(), None, "key 5 is now asked for by batch 1 too");
+    }
+
+    #[test]
+    fn a_failed_key_waits_unless_something_new_is_asked_of_it() {
+        let mut bench = Bench::new();
+        let again = |work| Finish::Again { delay: Duration::from_secs(5), work };
+        bench.push(Task::Value, 1, Scope::All, 1);
+        bench.push(Task::Value, 2, Scope::All, 1);
+        let batch = bench.take().unwrap();
+        bench.finish(batch, again);
+        assert!(bench.take().is_none());
+        bench.push(Task::Value, 2, Scope::All, 2);
+        assert_eq!(bench.keys(), [2]);
+        bench.now += Duration::from_secs(5);
+        assert_eq!(bench.keys(), [1]);
+    }
+
+    #[test]
+    fn a_costly_key_rests_whatever_is_asked_of_it() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let batch = bench.take().unwrap();
+        bench.finish(batch, |_| Finish::Done { pause: Duration::from_secs(5) });
+        for batch in 2..100 {
+            bench.push(Task::Value, 1, Scope::All, batch);
+            assert!(bench.take().is_none());
+        }
+        bench.now += Duration::from_secs(5);
+        assert_eq!(bench.keys(), [1], "once for all");
+        bench.routed(99);
+        assert_eq!(bench.frontier(), None);
+    }
+
+    #[test]
+    fn a_key_that_rests_unasked_is_forgotten() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let batch = bench.take().unwrap();
+        bench.finish(batch, |_| Finish::Done { pause: Duration::from_secs(5) });
+        bench.now += Duration::from_secs(6);
+        assert!(bench.take().is_none());
+        assert!(bench.queue.is_empty());
+    }
+
+    #[test]
+    fn parents_are_looked_for_when_earlier_writes_of_the_rule_have_ended() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let writing = bench.take().unwrap();
+        bench.push(Task::Parents, 9, Scope::All, 2);
+        assert!(bench.take().is_none(), "a write in flight may put source 9 into a parent yet");
+        bench.push(Task::Value, 2, Scope::All, 3);
+        let later = bench.take().unwrap();
+        assert_eq!(later.lane, LANE, "writes that begin later see the move");
+        bench.done(writing);
+        assert_eq!(bench.keys(), [9]);
+        bench.done(later);
+    }
+
+    #[test]
+    fn lanes_take_turns() {
+        let mut bench = Bench::new();
+        for key in 0..3 {
+            bench.push(Task::Value, key, Scope::All, 1);
+            bench.push(Task::LocateTarget, key, Scope::All, 1);
+        }
+        let lanes: Vec<Task> =
+            std::iter::from_fn(|| bench.queue.take(Most { keys: 1, batches: 1 }, bench.now, |_, _| true))
+                .map(|batch| batch.lane.1)
+                .collect();
+        let (first, second) = (lanes[0], lanes[1]);
+        assert_ne!(first, second);
+        assert_eq!(lanes, [first, second, first, second, first, second]);
+    }
+
+    #[test]
+    fn a_full_queue_says_so_and_drops_nothing() {
+        let mut bench = Bench::new();
+        for key in 0..20 {
+            bench.push(Task::Value, key, named(&[1, 2]), 1);
+        }
+        assert!(!bench.queue.has_room());
+        assert_eq!(bench.queue.depth(), 40);
+        let batch = bench.take().unwrap();
+        assert_eq!(batch.items.len(), 20);
+        bench.done(batch);
+        assert!(bench.queue.has_room() && bench.queue.depth() == 0);
+    }
+}

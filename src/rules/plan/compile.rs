@@ -1,0 +1,929 @@
+//! Compiles the config into a plan.
+
+use std::sync::Arc;
+
+use bson::{Bson, Document, doc};
+
+use crate::{
+    config::{self, Config, ConfigPath, GroupForm, KeyType, Mistake, OnEmpty, OnMissing, Pattern},
+    plan::{
+        bucket::Bucket,
+        create::{self, Creates},
+        expression::{self, Found, OfTarget, Reads, Refusal, Variables},
+        graph,
+        reference::{self, Pair, Reference, Role},
+        rule::{Assignment, Groups, Keyed, Plan, Rule, RuleId, Side, Values},
+        touch,
+        tree::{self, Tree},
+    },
+};
+use denormd_model::{field_path::FieldPath, namespace::Namespace};
+
+/// Compiles every rule and checks them against each other.
+///
+/// `default_database` is the database of bare collection names if the config does not set one (`mongodb.database`): the
+/// database of the connection string.
+pub fn compile(config: &Config, default_database: Option<&str>) -> Result<Plan, Vec<Mistake>> {
+    let database = config.mongodb.database.as_deref().or(default_database);
+    let mut mistakes = Vec::new();
+    let mut rules = Vec::new();
+    for (index, rule) in config.rules.iter().enumerate() {
+        let at = ConfigPath::rule(index);
+        let (state, of_target) = (config.state.database.as_str(), OfTarget::default());
+        let mut compiler = Compiler { at: at.clone(), database, state, mistakes: Vec::new(), of_target };
+        match compiler.rule(RuleId(index), rule) {
+            Some(rule) if compiler.mistakes.is_empty() => rules.push(Arc::new(rule)),
+            _ => mistakes.append(&mut compiler.mistakes),
+        }
+    }
+    if !mistakes.is_empty() {
+        return Err(mistakes);
+    }
+    let mistakes = create::complete(&mut rules);
+    if !mistakes.is_empty() {
+        return Err(mistakes);
+    }
+    let (order, feeds) = graph::order(&mut rules)?;
+    Ok(Plan { name: config.name.clone(), rules, order, feeds })
+}
+
+struct Compiler<'a> {
+    at: ConfigPath,
+    database: Option<&'a str>,
+    state: &'a str,
+    mistakes: Vec<Mistake>,
+    /// The paths of the target that the rule's expressions read.
+    of_target: OfTarget,
+}
+
+/// Properties that the three kinds of rule share.
+struct Common<'a> {
+    kind: &'a str,
+    source: &'a config::Side,
+    target: &'a config::Side,
+    on: &'a [(String, String)],
+    sort: &'a [(String, i32)],
+    key_type: Option<config::KeyType>,
+    tree: Option<Tree>,
+    /// Entries of `on` that are intervals of time.
+    buckets: &'a [(String, Document)],
+    /// True for `on_empty: keep`.
+    keeps: bool,
+    touch: Option<&'a String>,
+}
+
+impl<'a> Common<'a> {
+    fn of(pattern: &'a Pattern) -> Self {
+        match pattern {
+            Pattern::Copy(c) => Common {
+                kind: "copy",
+                source: &c.source,
+                target: &c.target,
+                on: &c.on,
+                sort: &c.sort,
+                key_type: c.key_type,
+                tree: c.tree.map(|max_depth| Tree { parent: Role::Target, max_depth }),
+                buckets: &[],
+                keeps: false,
+                touch: c.touch.as_ref(),
+            },
+            Pattern::Collect(c) => Common {
+                kind: "collect",
+                source: &c.source,
+                target: &c.target,
+                on: &c.on,
+                sort: &c.sort,
+                key_type: c.key_type,
+                tree: None,
+                buckets: &[],
+                keeps: c.on_empty == OnEmpty::Keep,
+                touch: c.touch.as_ref(),
+            },
+            Pattern::Aggregate(c) => Common {
+                kind: "aggregate",
+                source: &c.source,
+                target: &c.target,
+                on: &c.on,
+                // With `by`, `sort` orders the groups, and accumulators read in the order of `_id`.
+                sort: if c.by.is_empty() { &c.sort } else { &[] },
+                key_type: c.key_type,
+                tree: c.tree.map(|max_depth| Tree { parent: Role::Source, max_depth }),
+                buckets: &c.buckets,
+                keeps: c.on_empty == OnEmpty::Keep,
+                touch: c.touch.as_ref(),
+            },
+        }
+    }
+}
+
+impl Compiler<'_> {
+    fn rule(&mut self, id: RuleId, rule: &config::Rule) -> Option<Rule> {
+        let common = Common::of(&rule.pattern);
+        let at = self.at.key(common.kind);
+        self.created(&at, &common);
+        let source = self.side(&at.key("source"), common.source);
+        let target = self.side(&at.key("target"), common.target);
+        let reference = self.reference(&at, &common, source.as_ref(), target.as_ref());
+        let variables = reference.as_ref().map(Reference::variables).unwrap_or_default();
+        let mut source = source;
+        let (mut source_reads, mut target_reads) = (Reads::default(), Reads::default());
+        let here = at.key("source").key("where");
+        let filter = source.as_mut().and_then(|side| side.filter.as_mut());
+        let [row_filter, pair_filter] =
+            filter.map(|filter| self.conditions(&here, filter, variables, &mut source_reads)).unwrap_or_default();
+        for (side, at, reads) in
+            [(&source, at.key("source"), &mut source_reads), (&target, at.key("target"), &mut target_reads)]
+        {
+            if let Some(filter) = side.as_ref().and_then(|side| side.filter.as_ref()) {
+                let read = expression::filter(filter).map(|source| Found { source, ..Found::default() });
+                self.take(&at.key("where"), read, reads);
+            }
+        }
+        for (path, _) in common.sort {
+            if self.path(&at.key("sort").key(path), path, "sort").is_some() {
+                source_reads.add_text(path);
+            }
+        }
+        let reference = reference?;
+        let values = self.values(&at, &rule.pattern, &reference, &mut source_reads)?;
+        let mut keyed = self.keyed(&at, &reference, &values)?;
+        let of_target = std::mem::take(&mut self.of_target);
+        // The documents of a tree are reconciled one by one, and several keys of one target are looked up together.
+        let together = common.tree.is_some() || (keyed == Keyed::Target && values.gathers());
+        let of_target = Some(of_target).filter(|of_target| !of_target.is_empty() || together);
+        let touch = common.touch.and_then(|path| self.path(&at.key("touch"), path, "touch"));
+        let by_key = keyed == Keyed::Value && of_target.is_none();
+        if touch.is_some() {
+            keyed = Keyed::Target;
+        }
+        if let Some(of_target) = &of_target {
+            keyed = Keyed::Target;
+            of_target.all().for_each(|path| target_reads.add(path.clone()));
+            self.of_target(&at, &reference, &values, of_target);
+        }
+        for pair in &reference.pairs {
+            source_reads.add(pair.source.clone());
+            target_reads.add(pair.target.clone());
+            for (path, reads) in [(&pair.source, &mut source_reads), (&pair.target, &mut target_reads)] {
+                if let Some(parent) = path.to_string().strip_suffix("$id") {
+                    reads.add_text(&format!("{parent}$ref"));
+                    reads.add_text(&format!("{parent}$db"));
+                }
+            }
+            // A document of a tree whose parent changes has other ancestors.
+            if common.tree.is_some_and(|tree| tree.parent == Role::Source) {
+                target_reads.add(pair.source.clone());
+            }
+        }
+        let on_missing = match &rule.pattern {
+            Pattern::Copy(copy) => copy.on_missing,
+            _ => OnMissing::Unset,
+        };
+        let creates = Creates { keeps: values.keeps_when_empty(), ..Creates::default() };
+        let mut compiled = Rule {
+            id,
+            name: rule.name.clone(),
+            source: source?,
+            target: target?,
+            reference,
+            keyed,
+            by_key,
+            values,
+            sort: common.sort.to_vec(),
+            row_filter,
+            pair_filter,
+            of_target,
+            tree: common.tree,
+            on_missing,
+            creates: common.target.create.then_some(creates),
+            touch,
+            source_reads,
+            target_reads,
+            backfill: rule.backfill,
+            guard: rule.guard,
+            on_drift: rule.on_drift,
+            allow_scan: rule.allow_scan,
+            max_lag: rule.max_lag,
+            shadow: rule.shadow,
+            adopt: rule.adopt,
+            definition: Document::new(),
+        };
+        compiled.definition = definition(&compiled);
+        self.owned(&at, &compiled);
+        for objection in compiled.tree.map(|tree| tree::objections(&compiled, tree)).unwrap_or_default() {
+            self.mistake(at.key(objection.key), objection.message, objection.hint);
+        }
+        for (key, message, hint) in touch::refusals(&compiled) {
+            self.mistake(at.key(key), message, hint);
+        }
+        Some(compiled)
+    }
+
+    fn mistake(&mut self, at: ConfigPath, message: impl Into<String>, hint: impl Into<String>) {
+        let hint: String = hint.into();
+        let mistake = Mistake::new(at, message);
+        self.mistakes.push(if hint.is_empty() { mistake } else { mistake.hint(hint) });
+    }
+
+    /// Refuses combinations of `create` and of intervals without a meaning.
+    fn created(&mut self, at: &ConfigPath, common: &Common<'_>) {
+        let here = at.key("target").key("create");
+        if common.source.create {
+            let message = "a rule creates its targets, never its sources";
+            self.mistake(at.key("source").key("create"), message, "write `create: true` in `target`");
+        }
+        let on_empty = at.key("on_empty");
+        if !common.target.create {
+            if let Some((path, _)) = common.buckets.first() {
+                let hint = "write target: { collection: …, create: true }";
+                let message = "an interval of time needs `create: true`: it is a part of the `_id` of a document";
+                self.mistake(at.key("match").key(path), message, hint);
+            }
+            if common.keeps {
+                let message = "`on_empty: keep` needs `create: true`: no other rule deletes a target";
+                self.mistake(on_empty, message, "use value or unset");
+            }
+            return;
+        }
+        if common.kind != "aggregate" {
+            let hint = "an aggregate has one document for each key: aggregate: { …, set: { n: { $sum: 1 } } }";
+            self.mistake(here, format!("`create` belongs to `aggregate`, not to `{}`", common.kind), hint);
+            return;
+        }
+        if common.target.filter.is_some() {
+            let message = "`where` cannot choose among documents that the rule creates";
+            self.mistake(at.key("target").key("where"), message, "filter the sources: source: { collection, where }");
+        }
+        if common.key_type.is_some() {
+            let message = "`key_type` converts the target's values, and here they come from the source";
+            self.mistake(at.key("key_type"), message, "leave it out: the `_id` has the type of the source's value");
+        }
+        if common.source.collection == common.target.collection {
+            let message = "the rule would create documents in its own source collection";
+            self.mistake(here, message, "create them in another collection");
+        }
+    }
+
+    fn side(&mut self, at: &ConfigPath, side: &config::Side) -> Option<Side> {
+        let (database, collection) = match side.collection.split_once('.') {
+            Some((database, collection)) => (database, collection),
+            None => match self.database {
+                Some(database) => (database, side.collection.as_str()),
+                None => {
+                    self.mistake(
+                        at.clone(),
+                        format!("no database is known for the collection `{}`", side.collection),
+                        "set mongodb.database, or write database.collection",
+                    );
+                    return None;
+                }
+            },
+        };
+        if matches!(database, "admin" | "local" | "config")
+            || database == self.state
+            || collection.starts_with("system.")
+        {
+            self.mistake(at.clone(), format!("`{database}.{collection}` is not a collection that rules can use"), "");
+            return None;
+        }
+        if database.is_empty() || collection.is_empty() || collection.contains('$') {
+            self.mistake(
+                at.clone(),
+                format!("`{}` is not a collection's name", side.collection),
+                "write parts, or shop.parts",
+            );
+            return None;
+        }
+        let namespace = Namespace { database: database.to_owned(), collection: collection.to_owned() };
+        Some(Side { namespace, filter: side.filter.clone() })
+    }
+
+    fn path(&mut self, at: &ConfigPath, text: &str, what: &str) -> Option<FieldPath> {
+        match FieldPath::parse(text) {
+            Ok(path) if what == "sort" && path.has_each() => {
+                self.mistake(
+                    at.clone(),
+                    format!("`{text}`: a sort path cannot run through `$[]`"),
+                    "sort by a field of the source document",
+                );
+                None
+            }
+            Ok(path) => Some(path),
+            Err(error) => {
+                let hint = if text.starts_with('$') {
+                    format!("a path has no leading `$`: {}", text.trim_start_matches('$'))
+                } else {
+                    String::new()
+                };
+                self.mistake(at.clone(), format!("`{text}` is not a path: {error}"), hint);
+                None
+            }
+        }
+    }
+
+    fn take(&mut self, at: &ConfigPath, result: Result<Found, Refusal>, reads: &mut Reads) {
+        match result {
+            Ok(found) => {
+                reads.extend(found.source);
+                self.of_target.extend(found.target);
+            }
+            Err(refusal) => self.mistake(at.clone(), refusal.message, refusal.hint.unwrap_or_default()),
+        }
+    }
+
+    fn reference(
+        &mut self,
+        at: &ConfigPath,
+        common: &Common<'_>,
+        source: Option<&Side>,
+        target: Option<&Side>,
+    ) -> Option<Reference> {
+        let at = at.key("match");
+        let mut pairs = Vec::new();
+        for (target, source) in common.on {
+            let here = at.key(target);
+            let target = self.path(&here, target, "match");
+            let source = self.path(&here, source, "match");
+            if let (Some(target), Some(source)) = (target, source) {
+                let text = target.to_string();
+                let arguments = common.buckets.iter().find(|(path, _)| *path == text).map(|(_, arguments)| arguments);
+                let bucket = arguments.map(|arguments| Bucket { arguments: arguments.clone() });
+                pairs.push(Pair { target, source, bucket });
+            }
+        }
+        if pairs.len() < common.on.len() || pairs.is_empty() {
+            return None;
+        }
+        if common.target.create
+            && let Some((entry, message, hint)) = create::mistake_in_match(&pairs)
+        {
+            self.mistake(at.key(&entry), message, hint);
+            return None;
+        }
+        let target_each = self.each(&at, pairs.iter().map(|p| &p.target))?;
+        let source_each = self.each(&at, pairs.iter().map(|p| &p.source))?;
+        let name = |side: &Side| (side.namespace.collection.clone(), side.namespace.database.clone());
+        Some(Reference {
+            pairs,
+            target_each,
+            source_each,
+            key_type: common.key_type,
+            source_name: name(source?),
+            target_name: name(target?),
+            creates: common.target.create,
+        })
+    }
+
+    /// The array that the paths of one side run through: one or none.
+    #[expect(clippy::option_option, reason = "outer: is it right; inner: is there one")]
+    fn each<'p>(&mut self, at: &ConfigPath, paths: impl Iterator<Item = &'p FieldPath>) -> Option<Option<FieldPath>> {
+        let mut found: Option<FieldPath> = None;
+        for prefix in paths.filter_map(FieldPath::array_prefix) {
+            match &found {
+                Some(other) if *other != prefix => {
+                    let message = format!("`{other}` and `{prefix}` are different arrays, and `match` can bind one");
+                    self.mistake(at.clone(), message, "make two rules");
+                    return None;
+                }
+                _ => found = Some(prefix),
+            }
+        }
+        Some(found)
+    }
+
+    fn values(
+        &mut self,
+        at: &ConfigPath,
+        pattern: &Pattern,
+        reference: &Reference,
+        reads: &mut Reads,
+    ) -> Option<Values> {
+        let each = reference.variables();
+        match pattern {
+            Pattern::Copy(copy) => match (&copy.into, &copy.element) {
+                (Some(into), Some(element)) => {
+                    self.take(&at.key("element"), expression::expression(element, each), reads);
+                    Some(Values::Into { path: self.plain(&at.key("into"), into)?, element: element.clone() })
+                }
+                _ => Some(Values::Set {
+                    assignments: self.assignments(at, &copy.set, |value| expression::expression(value, each), reads)?,
+                    once: copy.once,
+                    otherwise: self.otherwise(at, copy, each)?,
+                }),
+            },
+            Pattern::Collect(collect) => {
+                self.take(&at.key("element"), expression::expression(&collect.element, each), reads);
+                if collect.slice == Some(0) {
+                    self.mistake(at.key("slice"), "a slice of 0 keeps nothing", "first N: 10, last N: -10");
+                }
+                let path = self.path(&at.key("into"), &collect.into, "into")?;
+                Some(Values::Collect {
+                    child: child(&path, &collect.element),
+                    path,
+                    element: collect.element.clone(),
+                    slice: collect.slice,
+                    on_empty: collect.on_empty,
+                    max_elements: collect.max_elements,
+                    max_bytes: collect.max_bytes,
+                })
+            }
+            Pattern::Aggregate(aggregate) if !aggregate.by.is_empty() => {
+                self.groups(at, aggregate, each, reads).map(Values::Groups)
+            }
+            Pattern::Aggregate(aggregate) => Some(Values::Aggregate {
+                assignments: self.accumulated(at, aggregate, each, reads)?,
+                on_empty: aggregate.on_empty,
+            }),
+        }
+    }
+
+    /// The expressions of `otherwise` in the order of `set`.
+    #[expect(clippy::option_option, reason = "outer: is it right; inner: is there one")]
+    fn otherwise(
+        &mut self,
+        at: &ConfigPath,
+        copy: &config::Copy,
+        variables: Variables<'_>,
+    ) -> Option<Option<Vec<Option<Bson>>>> {
+        let mistakes = self.mistakes.len();
+        for (path, value) in &copy.otherwise {
+            let here = at.key("otherwise").key(path);
+            if !copy.set.iter().any(|(known, _)| known == path) {
+                let message = format!("`{path}` is not a path of `set`");
+                self.mistake(here.clone(), message, "`otherwise` has other values for the paths of `set`");
+            }
+            match expression::over_variables(value, &[], variables) {
+                Ok(found) => self.of_target.extend(found.target),
+                Err(refusal) => {
+                    let message = if refusal.message.starts_with("an expression over") {
+                        "`otherwise` has no source to read from".to_owned()
+                    } else {
+                        refusal.message
+                    };
+                    let hint = "write a constant, otherwise: { name: unknown }, or read the target: $$target.name";
+                    self.mistake(here, message, hint);
+                }
+            }
+        }
+        if self.mistakes.len() > mistakes {
+            return None;
+        }
+        let value =
+            |path: &String| copy.otherwise.iter().find(|(known, _)| known == path).map(|(_, value)| value.clone());
+        Some((!copy.otherwise.is_empty()).then(|| copy.set.iter().map(|(path, _)| value(path)).collect()))
+    }
+
+    /// Compiles the groups of an `aggregate` with `by`.
+    fn groups(
+        &mut self,
+        at: &ConfigPath,
+        aggregate: &config::Aggregate,
+        each: Variables<'_>,
+        reads: &mut Reads,
+    ) -> Option<Groups> {
+        let fields = self.accumulated(at, aggregate, each, reads)?;
+        for (name, value) in &aggregate.by {
+            self.take(&at.key("by").key(name), expression::expression(value, each), reads);
+        }
+        let names = |key: &'static str, entries: &[(String, Bson)]| {
+            entries.iter().map(|(name, _)| (at.key(key).key(name), name.clone())).collect::<Vec<_>>()
+        };
+        let mut known: Vec<String> = Vec::new();
+        for (here, name) in names("by", &aggregate.by).into_iter().chain(names("set", &aggregate.set)) {
+            if name.is_empty() || name.contains(['.', '$']) {
+                let hint = "a group's field has a plain name: count";
+                self.mistake(here, format!("`{name}` cannot be a group's field"), hint);
+            } else if known.contains(&name) {
+                self.mistake(here, format!("`{name}` is a field of `by` and of `set`"), "choose another name");
+            } else {
+                known.push(name);
+            }
+        }
+        for (path, _) in &aggregate.sort {
+            let root = path.split('.').next().unwrap_or_default();
+            if !known.iter().any(|name| name == root) {
+                let hint = format!("the groups have {}", known.join(", "));
+                self.mistake(at.key("sort").key(path), format!("the groups have no field `{path}` to sort by"), hint);
+            }
+        }
+        let object = aggregate.form == GroupForm::Object;
+        if object && aggregate.by.len() > 1 {
+            let hint = "keep one field of `by`, or leave `as` out";
+            self.mistake(at.key("as"), "an object of groups needs one name for each group", hint);
+        }
+        let path = self.path(&at.key("into"), aggregate.into.as_deref().unwrap_or_default(), "into")?;
+        Some(Groups {
+            path,
+            by: aggregate.by.clone(),
+            fields,
+            sort: aggregate.sort.clone(),
+            slice: aggregate.slice,
+            form: aggregate.form,
+            on_empty: aggregate.on_empty,
+        })
+    }
+
+    /// Binds the variables of `let` in each expression that uses them.
+    fn accumulated(
+        &mut self,
+        at: &ConfigPath,
+        aggregate: &config::Aggregate,
+        each: Variables<'_>,
+        reads: &mut Reads,
+    ) -> Option<Vec<Assignment>> {
+        let variables = &aggregate.variables;
+        let names: Vec<&str> = variables.iter().map(|(name, _)| name.as_str()).collect();
+        for (name, accumulator) in variables {
+            let here = at.key("let").key(name);
+            if !is_variable(name) {
+                let hint = "a lower-case letter, then letters, digits and `_`: voters, total_2; not element, target";
+                self.mistake(here.clone(), format!("`{name}` cannot be a variable's name"), hint);
+            }
+            self.take(&here, expression::accumulator(accumulator, each), reads);
+            if !aggregate.set.iter().any(|(_, value)| expression::mentions(value, name)) {
+                let hint = format!("use `$${name}` in an expression of `set`, or remove it");
+                self.mistake(here, format!("the variable `{name}` is not used"), hint);
+            }
+        }
+        let is_expression = |value: &Bson| names.iter().any(|name| expression::mentions(value, name));
+        let read = |value: &Bson| {
+            if is_expression(value) {
+                return expression::over_variables(value, &names, each);
+            }
+            expression::accumulator(value, each)
+        };
+        let mut assignments = self.assignments(at, &aggregate.set, read, reads)?;
+        for assignment in assignments.iter_mut().filter(|assignment| is_expression(&assignment.expression)) {
+            let value = assignment.expression.clone();
+            let used = variables.iter().filter(|(name, _)| expression::mentions(&value, name));
+            let bound: Document = used.cloned().collect();
+            assignment.expression = doc! {"$let": {"vars": bound, "in": value}}.into();
+        }
+        Some(assignments)
+    }
+
+    fn plain(&mut self, at: &ConfigPath, text: &str) -> Option<FieldPath> {
+        let path = self.path(at, text, "into")?;
+        if path.has_each() {
+            self.mistake(
+                at.clone(),
+                format!("`{text}`: the array that `into` fills cannot lie inside another array"),
+                "",
+            );
+            return None;
+        }
+        Some(path)
+    }
+
+    fn assignments(
+        &mut self,
+        at: &ConfigPath,
+        set: &[(String, Bson)],
+        read: impl Fn(&Bson) -> Result<Found, Refusal>,
+        reads: &mut Reads,
+    ) -> Option<Vec<Assignment>> {
+        let mut out = Vec::new();
+        for (path, value) in set {
+            let here = at.key("set").key(path);
+            self.take(&here, read(value), reads);
+            if let Some(path) = self.path(&here, path, "set") {
+                out.push(Assignment { path, expression: value.clone() });
+            }
+        }
+        (out.len() == set.len()).then_some(out)
+    }
+
+    /// The kind of key of a reconcile; refuses combinations without a meaning.
+    fn keyed(&mut self, at: &ConfigPath, reference: &Reference, values: &Values) -> Option<Keyed> {
+        let each = reference.target_each.as_ref();
+        let paths: Vec<&FieldPath> = match values {
+            Values::Set { assignments, .. } | Values::Aggregate { assignments, .. } => {
+                assignments.iter().map(|a| &a.path).collect()
+            }
+            Values::Collect { path, .. } | Values::Groups(Groups { path, .. }) => vec![path],
+            Values::Into { .. } if each.is_none() => {
+                let hint =
+                    "write match: { \"parts.$[]\": _id }; to gather documents that refer to the target, use collect";
+                self.mistake(
+                    at.key("into"),
+                    "`into` makes one element for each reference, and `match` names no array of the target",
+                    hint,
+                );
+                return None;
+            }
+            Values::Into { .. } => return Some(Keyed::Target),
+        };
+        let inside = paths.iter().filter(|path| path.has_each()).count();
+        let Some(each) = each else {
+            if let Some(path) = paths.iter().find(|path| path.has_each()) {
+                self.mistake(
+                    at.clone(),
+                    format!("`{path}` runs through an array that `match` does not bind"),
+                    "`$[]` in a set path needs the same prefix in `match`",
+                );
+                return None;
+            }
+            return Some(Keyed::Value);
+        };
+        if let Some(path) = paths.iter().find(|path| {
+            path.has_each()
+                && path.below(each).is_none_or(|rest| rest.contains(&denormd_model::field_path::Segment::Each))
+        }) {
+            self.mistake(at.clone(), format!("`{path}` does not lie in `{each}`, the array that `match` binds"), "");
+            return None;
+        }
+        if inside > 0 && reference.pairs.iter().any(|pair| pair.target == *each) {
+            let hint = "the elements are the ids themselves: use `into` and `element`, or make them subdocuments";
+            self.mistake(at.key("match"), format!("the elements of `{each}` have no fields to set"), hint);
+            return None;
+        }
+        if inside == paths.len() {
+            return Some(Keyed::Value);
+        }
+        if inside > 0 && matches!(values, Values::Aggregate { .. }) {
+            self.mistake(
+                at.key("set"),
+                "some paths lie in the matched element, and those beside the array would belong to all its elements",
+                "make two rules",
+            );
+            return None;
+        }
+        match values {
+            Values::Set { once: false, .. } => Some(Keyed::Target),
+            // The target's array is a set of keys, and the rows are the elements of the source's.
+            Values::Collect { .. } | Values::Aggregate { .. } | Values::Groups(_)
+                if reference.source_each.is_some() =>
+            {
+                Some(Keyed::Target)
+            }
+            Values::Set { .. } => {
+                self.mistake(
+                    at.key("once"),
+                    "`once` needs paths in the matched element, or a reference that is no array",
+                    "leave `once` out, or set paths of the element",
+                );
+                None
+            }
+            _ => {
+                self.mistake(
+                    at.key("match"),
+                    format!("`{each}` holds several references, and the result would belong to all of them"),
+                    "match on one field of the target",
+                );
+                None
+            }
+        }
+    }
+
+    /// Takes the conditions on `$$element` and on `$$target` out of the source's `where`: the first applies to
+    /// elements, the second to a source and a target, and neither to a source alone.
+    fn conditions(
+        &mut self,
+        at: &ConfigPath,
+        filter: &mut Document,
+        variables: Variables<'_>,
+        reads: &mut Reads,
+    ) -> [Option<Bson>; 2] {
+        let Some(condition) = filter.get("$expr").cloned() else { return [None, None] };
+        let of_element = expression::mentions(&condition, "element");
+        let read = expression::expression(&condition, variables);
+        // A mistake in another condition is found with the rest of the filter.
+        let of_target = match &read {
+            Ok(found) => !found.target.is_empty(),
+            Err(_) => ["target", "targetElement"].iter().any(|name| expression::mentions(&condition, name)),
+        };
+        if !of_element && !of_target {
+            return [None, None];
+        }
+        filter.remove("$expr");
+        self.take(at, read, reads);
+        if of_element { [Some(condition), None] } else { [None, Some(condition)] }
+    }
+
+    /// Refuses combinations of `$$target` without a meaning.
+    fn of_target(&mut self, at: &ConfigPath, reference: &Reference, values: &Values, of_target: &OfTarget) {
+        if reference.creates {
+            let message = "the rule creates its targets, and their values cannot be computed from them";
+            self.mistake(at.clone(), message, "leave `$$target` out, or leave `create` out");
+        }
+        if matches!(values, Values::Set { once: true, .. }) {
+            let hint = "leave `once` out: the value follows the paths of the target that it reads";
+            self.mistake(
+                at.key("once"),
+                "`once` fills a value and keeps it, and `$$target` asks for another one",
+                hint,
+            );
+        }
+        let Some(each) = &reference.target_each else { return };
+        let owned: Vec<&FieldPath> = match values {
+            Values::Set { assignments, .. } | Values::Aggregate { assignments, .. } => {
+                assignments.iter().map(|one| &one.path).collect()
+            }
+            Values::Into { path, .. } | Values::Collect { path, .. } | Values::Groups(Groups { path, .. }) => {
+                vec![path]
+            }
+        };
+        let inside = owned.iter().any(|path| path.has_each());
+        if inside && !owned.iter().all(|path| path.has_each()) {
+            let message = format!(
+                "`$$target` gives each element of `{each}` a value of its own, and some paths lie beside the array"
+            );
+            self.mistake(at.key("set"), message, "make two rules, one for the elements and one for the other paths");
+        }
+        if !of_target.elements.is_empty() && !inside && !matches!(values, Values::Into { .. }) {
+            let message = format!(
+                "`$$targetElement` is one element of `{each}`, and a path beside the array has a value for all of them"
+            );
+            self.mistake(at.key("set"), message, "set a path of the element, or read the array: $$target.lines");
+        }
+        if (inside || !of_target.elements.is_empty()) && each.to_string().matches("$[]").count() > 1 {
+            let message =
+                format!("`{each}` is an array inside another array, whose elements cannot have values of their own");
+            self.mistake(at.clone(), message, "leave `$$target` and `$$targetElement` out");
+        }
+    }
+
+    /// Refuses paths that no rule may own.
+    fn owned(&mut self, at: &ConfigPath, rule: &Rule) {
+        let owned: Vec<FieldPath> = rule.owned().into_iter().cloned().collect();
+        for (nth, path) in owned.iter().enumerate() {
+            if path.root() == "_id" {
+                self.mistake(at.clone(), "`_id` cannot be written", "choose another field");
+            }
+            if owned[..nth].iter().any(|other| other.overlaps_loosely(path)) {
+                self.mistake(at.clone(), format!("`{path}` is owned twice"), "one path cannot be, or hold, another");
+            }
+            let computed_from = rule.of_target.iter().flat_map(OfTarget::all).any(|read| read.overlaps_loosely(path));
+            if computed_from {
+                let message = format!("the rule writes `{path}` and reads it with `$$target`");
+                self.mistake(at.clone(), message, "a rule reads any path of its target but those that it writes");
+            } else if rule.target_reads.overlap(path) {
+                self.mistake(
+                    at.clone(),
+                    format!("the rule writes `{path}` and reads it to find its source"),
+                    "a rule's result cannot decide what it refers to",
+                );
+            }
+        }
+        let nested =
+            rule.reference.target_each.as_ref().is_some_and(|each| each.to_string().matches("$[]").count() > 1);
+        let dbref = rule.reference.pairs.iter().any(|pair| reference::dbref_parent(&pair.target).is_some());
+        if rule.on_missing == OnMissing::Remove && nested && dbref {
+            let message = "`remove` cannot take DBRefs out of an array inside another array";
+            self.mistake(at.key("on_missing"), message, "use unset, null or keep");
+        }
+        let policy = match rule.on_missing {
+            OnMissing::Remove if !rule.by_key || rule.reference.target_each.is_none() => "remove",
+            OnMissing::Delete if !rule.by_key || rule.reference.target_each.is_some() => "delete",
+            _ => return,
+        };
+        if rule.of_target.is_some() {
+            let message =
+                format!("`{policy}` goes by the reference alone, and this rule's values depend on `$$target`");
+            self.mistake(at.key("on_missing"), message, "use unset, null or keep, or values in `otherwise`");
+            return;
+        }
+        let hint = if policy == "remove" {
+            "it pulls the array element that holds the reference"
+        } else {
+            "it deletes a target whose one reference dangles"
+        };
+        self.mistake(at.key("on_missing"), format!("`{policy}` has no meaning for this form of reference"), hint);
+    }
+}
+
+/// True if an expression can bind a variable of this name, and the daemon binds none of that name itself
+/// (<https://www.mongodb.com/docs/v6.0/reference/aggregation-variables/#user-variables>).
+fn is_variable(name: &str) -> bool {
+    name.starts_with(|first: char| first.is_ascii_lowercase())
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+        && !["element", "target", "targetElement"].contains(&name)
+}
+
+/// Path of the source's `_id` in the target: the element itself, or one of its fields.
+fn child(into: &FieldPath, element: &Bson) -> Option<FieldPath> {
+    let id = Bson::from("$_id");
+    if *element == id {
+        return Some(into.clone());
+    }
+    let (name, _) = element.as_document()?.iter().find(|(name, value)| **value == id && !name.starts_with('$'))?;
+    FieldPath::parse(&format!("{into}.{name}")).ok()
+}
+
+impl Rule {
+    /// Demands of one side that a path, and each path above it, is no array.
+    pub(super) fn demand_no_array(&mut self, role: Role, path: &str) {
+        // The documents of a tree are its sources and its targets alike.
+        if self.tree.is_some() && role == Role::Source {
+            self.demand_no_array(Role::Target, path);
+            self.source.filter.clone_from(&self.target.filter);
+            return;
+        }
+        let side = if role == Role::Source { &mut self.source } else { &mut self.target };
+        let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
+        let mut clauses: Vec<Document> = side.filter.take().into_iter().collect();
+        let condition = ends.map(|end| doc! {&path[..end]: {"$not": {"$type": "array"}}});
+        clauses.extend(condition.collect::<Vec<_>>());
+        side.filter = Some(doc! {"$and": clauses});
+        if self.tree.is_some() {
+            self.source.filter.clone_from(&self.target.filter);
+        }
+        self.definition = definition(self);
+    }
+}
+
+/// All properties of a rule that affect the written values, as one document.
+fn definition(rule: &Rule) -> Document {
+    let side = |side: &Side| doc! {"collection": side.namespace.to_string(), "where": side.filter.clone()};
+    let set = |assignments: &[Assignment]| {
+        assignments.iter().map(|a| (a.path.to_string(), a.expression.clone())).collect::<Document>()
+    };
+    let entry = |pair: &Pair| {
+        let mut entry = doc! {"target": pair.target.to_string(), "source": pair.source.to_string()};
+        entry.extend(pair.bucket.iter().map(|bucket| ("bucket".to_owned(), bucket.arguments.clone().into())));
+        entry
+    };
+    let sorted = |sort: &[(String, i32)]| {
+        sort.iter().map(|(path, direction)| doc! {"path": path, "direction": *direction}).collect::<Vec<_>>()
+    };
+    let empty = |on_empty: OnEmpty| match on_empty {
+        OnEmpty::Value => "value",
+        OnEmpty::Unset => "unset",
+        OnEmpty::Keep => "keep",
+    };
+    let values = match &rule.values {
+        Values::Set { assignments, once, otherwise } => {
+            let mut values = doc! {"set": literal(set(assignments)), "once": *once};
+            values.extend(otherwise.as_ref().map(|values| ("otherwise".to_owned(), values.clone().into())));
+            values
+        }
+        Values::Into { path, element } => doc! {"into": path.to_string(), "element": element.clone()},
+        Values::Collect { path, element, slice, on_empty, .. } => doc! {
+            "collect": path.to_string(), "element": element.clone(), "slice": *slice, "on_empty": empty(*on_empty),
+        },
+        Values::Aggregate { assignments, on_empty } => {
+            doc! {"aggregate": literal(set(assignments)), "on_empty": empty(*on_empty)}
+        }
+        Values::Groups(groups) => doc! {
+            "groups": groups.path.to_string(),
+            "by": literal(groups.by.iter().cloned().collect()),
+            "set": literal(set(&groups.fields)),
+            "sort": sorted(&groups.sort),
+            "slice": groups.slice,
+            "as": if groups.form == GroupForm::Object { "object" } else { "array" },
+            "on_empty": empty(groups.on_empty),
+        },
+    };
+    let mut definition = doc! {
+        "source": side(&rule.source),
+        "target": side(&rule.target),
+        "match": rule.reference.pairs.iter().map(entry).collect::<Vec<_>>(),
+        "key_type": rule.reference.key_type.map(KeyType::stored),
+        "sort": sorted(&rule.sort),
+        "on_missing": rule.on_missing.stored(),
+        "values": values,
+    };
+    if rule.creates.is_some() {
+        definition.insert("create", true);
+    }
+    // Rules of 0.1 counted a source once that lists one key several times.
+    if rule.gathers() && rule.reference.source_each.is_some() {
+        definition.insert("rows", "elements");
+    }
+    if let Some(filter) = &rule.row_filter {
+        definition.insert("row_filter", filter.clone());
+    }
+    if let Some(filter) = &rule.pair_filter {
+        definition.insert("pair_filter", filter.clone());
+    }
+    if let Some(tree) = rule.tree {
+        definition.insert("max_depth", i64::try_from(tree.max_depth).unwrap_or(i64::MAX));
+    }
+    // The daemon writes such a rule's targets one by one, so unfinished work of another definition is no use.
+    if let Some(path) = &rule.touch {
+        definition.insert("touch", path.to_string());
+    }
+    // A rule that leaves shadow mode has a new definition, so it is backfilled.
+    if rule.shadow {
+        definition.insert("shadow", true);
+    }
+    definition
+}
+
+/// The owned paths of a definition, which may have been recorded by another version.
+#[must_use]
+pub fn owned_paths(definition: &Document) -> Vec<FieldPath> {
+    let Ok(values) = definition.get_document("values") else { return Vec::new() };
+    let single: Vec<&str> =
+        ["into", "collect", "groups"].into_iter().filter_map(|name| values.get_str(name).ok()).collect();
+    // Beside `groups`, `set` names fields of a group.
+    let lists = if single.is_empty() { ["set", "aggregate"].as_slice() } else { &[] };
+    let several = lists.iter().filter_map(|name| values.get_array(name).ok()).flatten();
+    let several = several.filter_map(|entry| entry.as_document()?.get_str("path").ok());
+    single.into_iter().chain(several).filter_map(|path| FieldPath::parse(path).ok()).collect()
+}
+
+/// A mapping as a list of pairs: its keys hold dots and `$`, and its order is part of the definition.
+fn literal(set: Document) -> Vec<Document> {
+    set.into_iter().map(|(path, expression)| doc! {"path": path, "expression": expression}).collect()
+}
