@@ -533,6 +533,7 @@ fn what_makes_no_sense_in_a_tree_is_refused_with_a_reason() {
             "the rule writes `parent`",
         ),
         (up, "set: {", "by: { k: $k }, into: groups, set: {", "no array of groups or of references"),
+        (up, "target: c", "target: { collection: c, create: true }", "the documents of a tree name their parents"),
         (down, "recursive: true, ", "", "this rule feeds itself"),
         (down, "recursive: true, ", "", "say `recursive: true`"),
     ] {

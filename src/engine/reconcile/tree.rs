@@ -132,6 +132,9 @@ impl Run<'_> {
         targets: &mut HashMap<Key, T>,
         after: ClusterTime,
     ) -> Result<()> {
+        if targets.is_empty() {
+            return Ok(());
+        }
         let began = DateTime::now();
         let others = match tree.parent {
             Role::Target => Vec::new(),

@@ -115,6 +115,14 @@ pub(super) fn objections(rule: &Rule, tree: Tree) -> Vec<Objection> {
         let hint = "write the same `where` in `source` and in `target`, without `$$target`";
         object("target", "the documents of a tree are its sources and its targets alike", hint);
     }
+    if rule.creates.is_some() {
+        let hint = "leave `create` out, and insert the documents with their parents";
+        object(
+            "target",
+            "`create` inserts documents for their sources, and the documents of a tree name their parents",
+            hint,
+        );
+    }
     if rule.shadow {
         let hint = "compare it with `denormd test`, or in a copy of the database";
         object("recursive", "a rule in shadow mode writes nothing that the next level could read", hint);
