@@ -220,10 +220,6 @@ async fn change_programs(world: &World, running: &mut Vec<(Program, Daemon)>, st
             running.push((*program, daemon));
         }
     }
-    // One of those that stay may lead before another one ends, or not.
-    if step % 2 == 1 {
-        world.caught_up().await;
-    }
     while let Some(nth) = running.iter().position(|(program, _)| !wanted.contains(program)) {
         let (_, daemon) = running.remove(nth);
         if step % 4 == 2 { daemon.kill9() } else { daemon.terminate().await }
@@ -251,6 +247,8 @@ async fn the_previous_release_and_this_one_in_turn_and_side_by_side() {
             }
         }
         change_programs(&world, &mut running, step, &previous).await;
+        // One of them leads.
+        world.caught_up().await;
         if step == 0 {
             for check in [Check::Paused, Check::SourceGone] {
                 check.initialise(&world, &previous).await;

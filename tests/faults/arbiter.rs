@@ -40,8 +40,7 @@ async fn a_primary_without_a_majority_makes_nothing_current() {
         let time = time.get_timestamp("operationTime").unwrap();
         let told = |status: &Status| {
             let names = causes(status);
-            status.lag_seconds.is_none_or(|lag| lag > 5.0)
-                && (names.contains(&"no_majority") || names.contains(&"stalled"))
+            status.lag_seconds.is_none_or(|lag| lag > 5.0) && names.contains(&"no_majority")
         };
         let status = running.until("no majority is told", told).await;
         println!("without a majority: {:?}, {}", causes(&status), status.summary);

@@ -42,8 +42,10 @@ async fn a_cluster_that_is_restored_to_an_earlier_time_is_read_from_there() {
     for runs in [false, true] {
         let folder = tempfile::tempdir().unwrap();
         let world = World::new(set.database().await).await;
-        // Its lease does not end during the restore: nothing else makes it read its position once more.
-        world.lease_for(2 * PATIENCE);
+        if runs {
+            // Its lease does not end during the restore: nothing else makes it read its position once more.
+            world.lease_for(2 * PATIENCE);
+        }
         let mut daemon = world.daemon();
         world.at_rest(QUIET).await;
         // Every write to targets is refused, so the change is not applied, and the position stays before it.
