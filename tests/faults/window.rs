@@ -94,14 +94,12 @@ async fn a_position_that_is_lost_during_it_is_told_until_it_ends() {
         log.update_one(doc! {"_id": 0}, doc! {"$set": {"ip": -round}}).await.unwrap();
         roll_over(&test).await;
         running.signal("CONT");
+        let losses = || running.log().matches("no longer reaches back").count();
+        let noticed = usize::try_from(round).unwrap();
+        until("the loss is noticed", async || (losses() == noticed).then_some(())).await;
         let lost =
             |status: &Status| causes(status).contains(&"degraded") && status.rules.iter().all(|rule| rule.degraded);
         let status = running.until("the loss is told", lost).await;
-        assert_eq!(
-            running.log().matches("no longer reaches back").count(),
-            usize::try_from(round).unwrap(),
-            "{status:#?}"
-        );
         let claims = status.current.as_ref().is_some_and(|current| !current.except.contains(&"ip".to_owned()));
         assert!(!claims && !status.summary.contains("every change is applied"), "{status:#?}");
         let waited = running.command(&["wait", "--timeout", "1"]);
