@@ -49,7 +49,18 @@ impl Stage {
     /// Removes the data of a secondary, which copies it from another member, and makes it the primary.
     pub(super) async fn resync_member(&mut self) {
         let secondary = (self.set.primary().await + 1) % 3;
-        self.set.node(secondary).restart_empty().await;
+        let node = self.set.node(secondary);
+        node.restart_empty().await;
+        let begun = Instant::now();
+        loop {
+            let hello = node.client().await.database("admin").run_command(doc! {"hello": 1}).await;
+            if hello.is_ok_and(|hello| hello.get_bool("secondary").unwrap_or_default()) {
+                break;
+            }
+            // It copies whole collections, on a machine that may be busy with other work.
+            assert!(begun.elapsed() < 5 * PATIENCE, "the initial sync does not end");
+            pause(200).await;
+        }
         self.set.wait_members().await;
         self.step_up(secondary).await;
         self.struck += 1;
