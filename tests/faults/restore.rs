@@ -65,6 +65,7 @@ async fn a_cluster_that_is_restored_to_an_earlier_time_is_read_from_there() {
         world.caught_up().await;
         if runs {
             restore(node, folder.path()).await;
+            daemon.says("restored to an earlier time").await;
         } else {
             daemon.terminate().await;
             restore(node, folder.path()).await;
