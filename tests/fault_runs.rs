@@ -219,69 +219,16 @@ impl Stage {
     async fn strike(&mut self, fault: Fault) {
         let wait = self.random.random_range(0..1500);
         match fault {
-            Fault::LeaderKilled => {
-                let Some(nth) = self.leader_to_end().await else { return };
-                self.daemons.remove(nth).kill9();
-                self.daemons.push(self.world.daemon());
-            }
-            Fault::LeaderStopped => {
-                let Some(nth) = self.leader_to_end().await else { return };
-                self.daemons.remove(nth).terminate().await;
-                self.daemons.push(self.world.daemon());
-            }
-            Fault::LeaderFrozen => {
-                let (nth, term) = (self.leader().await, self.term().await);
-                self.daemons[nth].signal("STOP");
-                self.world.term_after(term).await;
-                pause(wait).await;
-                self.daemons[nth].signal("CONT");
-            }
-            Fault::LeaderFrozenShortly => {
-                let nth = self.leader().await;
-                self.daemons[nth].signal("STOP");
-                pause(wait).await;
-                self.daemons[nth].signal("CONT");
-            }
-            Fault::LeaseDeleted => {
-                let leases = self.world.test.beside("state").collection::<Document>("leases");
-                leases.delete_one(doc! {}).await.ok();
-            }
-            Fault::PrimaryKilled => {
-                let old = self.set.primary().await;
-                self.set.node(old).kill9();
-                self.set.primary().await;
-                pause(wait).await;
-                self.set.node(old).restart().await;
-            }
-            Fault::PrimaryFrozen => {
-                let old = self.set.primary().await;
-                self.set.node(old).sigstop();
-                while self.set.primary().await == old {
-                    pause(50).await;
-                }
-                pause(wait).await;
-                self.set.node(old).sigcont();
-            }
-            Fault::PrimaryStepsDown => {
-                self.set.step_down().await;
-            }
-            Fault::SecondaryKilled => {
-                let secondary = (self.set.primary().await + 1) % 3;
-                self.set.node(secondary).kill9();
-                pause(wait).await;
-                self.set.node(secondary).restart().await;
-            }
-            Fault::NoMajority => {
-                let primary = self.set.primary().await;
-                let others = [(primary + 1) % 3, (primary + 2) % 3];
-                for node in others {
-                    self.set.node(node).sigstop();
-                }
-                pause(1000 + 2 * wait).await;
-                for node in others {
-                    self.set.node(node).sigcont();
-                }
-            }
+            Fault::LeaderKilled
+            | Fault::LeaderStopped
+            | Fault::LeaderFrozen
+            | Fault::LeaderFrozenShortly
+            | Fault::LeaseDeleted => self.strike_leader(fault, wait).await,
+            Fault::PrimaryKilled
+            | Fault::PrimaryFrozen
+            | Fault::PrimaryStepsDown
+            | Fault::SecondaryKilled
+            | Fault::NoMajority => self.strike_members(fault, wait).await,
             Fault::RolledBack => self.roll_back(1).await,
             Fault::LongRollback => self.roll_back(1500).await,
             Fault::ForeignFlood => {
@@ -320,6 +267,79 @@ impl Stage {
                 for update in [doc! {"$set": {"junk": &junk}}, doc! {"$set": {"ip": 1}}, doc! {"$unset": {"junk": ""}}]
                 {
                     hosts.update_one(filter.clone(), update).await.ok();
+                }
+            }
+        }
+    }
+
+    async fn strike_leader(&mut self, fault: Fault, wait: u64) {
+        match fault {
+            Fault::LeaderKilled => {
+                let Some(nth) = self.leader_to_end().await else { return };
+                self.daemons.remove(nth).kill9();
+                self.daemons.push(self.world.daemon());
+            }
+            Fault::LeaderStopped => {
+                let Some(nth) = self.leader_to_end().await else { return };
+                self.daemons.remove(nth).terminate().await;
+                self.daemons.push(self.world.daemon());
+            }
+            Fault::LeaderFrozen => {
+                let (nth, term) = (self.leader().await, self.term().await);
+                self.daemons[nth].signal("STOP");
+                self.world.term_after(term).await;
+                pause(wait).await;
+                self.daemons[nth].signal("CONT");
+            }
+            Fault::LeaderFrozenShortly => {
+                let nth = self.leader().await;
+                self.daemons[nth].signal("STOP");
+                pause(wait).await;
+                self.daemons[nth].signal("CONT");
+            }
+            _ => {
+                let leases = self.world.test.beside("state").collection::<Document>("leases");
+                leases.delete_one(doc! {}).await.ok();
+            }
+        }
+    }
+
+    async fn strike_members(&mut self, fault: Fault, wait: u64) {
+        match fault {
+            Fault::PrimaryKilled => {
+                let old = self.set.primary().await;
+                self.set.node(old).kill9();
+                self.set.primary().await;
+                pause(wait).await;
+                self.set.node(old).restart().await;
+            }
+            Fault::PrimaryFrozen => {
+                let old = self.set.primary().await;
+                self.set.node(old).sigstop();
+                while self.set.primary().await == old {
+                    pause(50).await;
+                }
+                pause(wait).await;
+                self.set.node(old).sigcont();
+            }
+            Fault::PrimaryStepsDown => {
+                self.set.step_down().await;
+            }
+            Fault::SecondaryKilled => {
+                let secondary = (self.set.primary().await + 1) % 3;
+                self.set.node(secondary).kill9();
+                pause(wait).await;
+                self.set.node(secondary).restart().await;
+            }
+            _ => {
+                let primary = self.set.primary().await;
+                let others = [(primary + 1) % 3, (primary + 2) % 3];
+                for node in others {
+                    self.set.node(node).sigstop();
+                }
+                pause(1000 + 2 * wait).await;
+                for node in others {
+                    self.set.node(node).sigcont();
                 }
             }
         }

@@ -48,7 +48,8 @@ impl Seen {
     }
 
     /// Compares the daemon's statements with the copy, which is read after them and may only be newer.
-    async fn look(&mut self, test: &TestDb, running: &Running) {
+    /// True if the last change is copied and the daemon says that nothing is late.
+    async fn look(&mut self, test: &TestDb, running: &Running) -> bool {
         let asked = Instant::now();
         let status: Value = serde_json::from_str(&running.text("/v1/status").await).unwrap();
         let copied = copied(test).await;
@@ -61,24 +62,23 @@ impl Seen {
             let least = self.written.iter().filter(|one| one.time <= as_of).map(|one| one.ip).max();
             assert!(Some(copied) >= least, "current as of {as_of:?} without {least:?}: {copied}\n{status:#}");
         }
-        let Some(lag) = status["rules"][0]["lag_seconds"].as_f64() else { return };
+        let Some(lag) = status["rules"][0]["lag_seconds"].as_f64() else { return false };
         self.worst_lag = self.worst_lag.max(lag);
         let told = Duration::from_secs_f64(lag) + UNTOLD;
         let due = |one: &&Written| asked.saturating_duration_since(one.sent) > told;
         // The commit comes after `sent`: a slow write may be younger than it looks.
         let least = self.written.iter().rev().filter(due).nth(1).map(|one| one.ip);
         assert!(Some(copied) >= least, "a lag of {lag} s, and the copy lacks {least:?}: {copied}\n{status:#}");
+        copied == self.written.last().unwrap().ip && status["lag_seconds"] == 0.0 && status["level"] != "critical"
     }
 
     /// Checks statements until the copy has the last change and nothing is late.
     async fn until_all_is_well(&mut self, test: &TestDb, running: &Running, entries: u64) {
         let limit = Instant::now() + PATIENCE + Duration::from_millis(entries);
-        while copied(test).await != self.written.last().unwrap().ip {
-            self.look(test, running).await;
-            assert!(Instant::now() < limit, "the last change is not copied: {}", running.log());
+        while !self.look(test, running).await {
+            assert!(Instant::now() < limit, "it is not well again: {}", running.log());
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        running.until_json("well again", |status| status["lag_seconds"] == 0.0 && status["level"] != "critical").await;
     }
 }
 
