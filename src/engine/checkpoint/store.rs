@@ -205,7 +205,7 @@ impl Store {
         let save = positions.update_one(stored, doc! {"$set": state}).upsert(true);
         // A delayed write moves the position back, which only repeats work.
         let Err(error) = bounded(save).await else { return Ok(()) };
-        if error.code == Some(DUPLICATE_KEY) && bounded(positions.find_one(mine(server, id))).await?.is_some() {
+        if error.code == Some(code::DUPLICATE_KEY) && bounded(positions.find_one(mine(server, id))).await?.is_some() {
             return Err(Error::new(Kind::HistoryLost, "the stored position is older than the last one that was saved"));
         }
         Err(refused_upsert(error))
