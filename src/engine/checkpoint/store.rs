@@ -200,13 +200,18 @@ impl Store {
         let id = self.id("stream", database);
         let mut stored = mine(server, id.clone());
         if let Some(known) = known {
-            stored.insert("time", doc! {"$gte": Timestamp::from(known)});
+            // A save that is executed late does not take a later one back.
+            stored.insert("time", doc! {"$gte": Timestamp::from(known), "$lte": Timestamp::from(position.time)});
         }
         let save = positions.update_one(stored, doc! {"$set": state}).upsert(true);
-        // A delayed write moves the position back, which only repeats work.
         let Err(error) = bounded(save).await else { return Ok(()) };
-        if error.code == Some(code::DUPLICATE_KEY) && bounded(positions.find_one(mine(server, id))).await?.is_some() {
-            return Err(Error::new(Kind::HistoryLost, "the stored position is older than the last one that was saved"));
+        if let Some(known) = known.filter(|_| error.code == Some(code::DUPLICATE_KEY)) {
+            let mut older = mine(server, id);
+            older.insert("time", doc! {"$lt": Timestamp::from(known)});
+            if bounded(positions.find_one(older)).await?.is_some() {
+                let message = "the stored position is older than the last one that was saved";
+                return Err(Error::new(Kind::HistoryLost, message));
+            }
         }
         Err(refused_upsert(error))
     }
