@@ -189,7 +189,9 @@ async fn strike(fault: Fault, set: &ReplicaSet, running: &mut [Running], random:
             tokio::time::sleep(pause).await;
             instance.signal("CONT");
         }
-        Fault::PrimaryStepsDown => drop(set.step_down().await),
+        Fault::PrimaryStepsDown => {
+            set.step_down().await;
+        }
         Fault::PrimaryKilled => {
             let primary = set.primary().await;
             set.node(primary).kill9();
@@ -231,7 +233,9 @@ async fn through_failovers(rounds: Option<usize>, length: Duration, seed: u64) {
     }
     acknowledged(&history, 20).await;
     stop.store(true, Ordering::Relaxed);
-    while clients.join_next().await.is_some_and(|ended| ended.map(|()| true).unwrap()) {}
+    while let Some(ended) = clients.join_next().await {
+        ended.unwrap();
+    }
     let history = history.0.lock().unwrap().clone();
     let count = |of: fn(&Entry) -> bool| history.iter().filter(|entry| of(entry)).count();
     let found = violations(&history);
