@@ -391,8 +391,8 @@ async fn a_ttl_index_deletes_and_collections_are_renamed_over_others() {
     daemon.terminate().await;
 }
 
-/// A server without room for it refuses to write state. One of the two instances once ended by that, when it could not open
-/// the state.
+/// A server without room for it refuses to write state. An instance that takes this for a final refusal ends when it cannot
+/// open its state.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_state_database_alone_has_no_room() {
     let set = ReplicaSet::start(1).await;
