@@ -191,12 +191,54 @@ expressions: ## Evaluate random expressions for ROUNDS (200), from a seed that n
 	export DENORMD_HISTORIES="$(or $(ROUNDS),200)" DENORMD_FIRST="$(or $(FIRST),random)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture evaluate::what_is_evaluated
 
-# MINUTES=60, SEED=7, FAULT=LeaderFrozen for one kind alone.
+# The program of the previous release, built once from its commit. PREVIOUS names another commit, DENORMD_PREVIOUS a program.
+PREVIOUS = 75ce69ac51d06e10f87d624f302ae63502bff27c
+define BUILD_PREVIOUS
+	if [ -z "$${DENORMD_PREVIOUS:-}" ]; then
+		at="$(TARGET)/previous/$(PREVIOUS)"
+		if [ ! -x "$$at/debug/denormd" ]; then
+			mkdir -p "$$at/source"
+			git archive "$(PREVIOUS)" | tar -x -C "$$at/source"
+			CARGO_TARGET_DIR="$$at" CARGO_PROFILE_DEV_DEBUG=0 \
+				$(CARGO) build --locked --manifest-path "$$at/source/Cargo.toml" --package denormd --bin denormd
+		fi
+		export DENORMD_PREVIOUS="$$at/debug/denormd"
+	fi
+endef
+
+# MINUTES=60, SEED=7, FAULT=LeaderFrozen for one kind alone. DENORMD_PREVIOUS names a program of the previous release, for Upgraded.
 .PHONY: faults
 faults: ## Strike servers and daemons for MINUTES (5), compare everything after each, and print a table
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	export DENORMD_FAULT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
-	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture for_as_long_as_it_is_told
+	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture fault_runs::for_as_long_as_it_is_told
+
+# HOURS=2, or MINUTES=20; SEED=7, FAULT=Upgraded for one kind alone.
+.PHONY: soak
+soak: ## Strike servers and daemons for HOURS (2), new configs and the previous release among it, and see that nothing grows
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	$(BUILD_PREVIOUS)
+	export DENORMD_SOAK_MINUTES="$(or $(MINUTES),$(shell echo $$(($(or $(HOURS),2) * 60))))" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
+	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture soak::nothing_grows
+
+.PHONY: upgrades
+upgrades: ## Run the previous release and this one in turn and side by side, on the state of both, while an application writes
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	$(BUILD_PREVIOUS)
+	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture upgrades::
+
+# MINUTES=60, SEED=7.
+.PHONY: waits
+waits: ## Write, wait and read through failovers for MINUTES (5), and see that no read lacks what an acknowledged wait covers
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	export DENORMD_WAIT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)"
+	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture waits::
+
+# Ten million take some 12 GB of disk.
+.PHONY: flood
+flood: ## Write ENTRIES (10,000,000) oplog entries that no rule watches, twice, and compare what the daemon says with its copies
+	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_FLOOD="$(ENTRIES)"
+	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture flood::
 
 # MINUTES=2 for each outage; one of eight minutes is watched by a real Prometheus.
 .PHONY: outages

@@ -3,17 +3,19 @@
 //!
 //! After each fault the writer stops, every copy is compared with its source, and the oplog must be silent. A marker
 //! measures the interruption: one more write, from the moment that an instance can lead and a primary can write.
+//!
+//! `make soak` does the same with a daemon that is never replaced, and limits what may grow (`soak`).
 
 use std::{
     collections::BTreeMap,
     panic::AssertUnwindSafe,
-    path::Path,
+    path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
 };
 
 use bson::{Document, doc};
-use denormd_fixture::{ReplicaSet, Weather};
+use denormd_fixture::{ReplicaSet, TestDb, Weather};
 use futures_util::FutureExt;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -22,6 +24,10 @@ use crate::{
     seeds::from_environment,
     world::{Daemon, World},
 };
+
+pub mod data;
+mod members;
+mod soak;
 
 /// Time for which the oplog must be silent.
 const QUIET: Duration = Duration::from_millis(700);
@@ -54,10 +60,20 @@ enum Fault {
     PrimaryCutOff,
     DiskFull,
     ClockStrobes,
+    ForeignFlood,
+    ExpiredByTtl,
+    SourceRenamedOver,
+    TargetRenamedOver,
+    StateDiskFull,
+    LongRollback,
+    MemberResynced,
+    MemberClockSkewed,
+    Reloaded,
+    Upgraded,
 }
 
 impl Fault {
-    const ALL: [Self; 24] = [
+    const ALL: [Self; 34] = [
         Self::LeaderKilled,
         Self::LeaderStopped,
         Self::LeaderFrozen,
@@ -82,6 +98,16 @@ impl Fault {
         Self::PrimaryCutOff,
         Self::DiskFull,
         Self::ClockStrobes,
+        Self::ForeignFlood,
+        Self::ExpiredByTtl,
+        Self::SourceRenamedOver,
+        Self::TargetRenamedOver,
+        Self::StateDiskFull,
+        Self::LongRollback,
+        Self::MemberResynced,
+        Self::MemberClockSkewed,
+        Self::Reloaded,
+        Self::Upgraded,
     ];
 
     /// True for faults of daemons, which can strike together with faults of servers.
@@ -118,6 +144,12 @@ async fn rollbacks(node: &mongodb::Client) -> i32 {
 }
 
 struct Stage {
+    /// The process that no fault ends, for `make soak`.
+    veteran: Option<i64>,
+    /// The program of the previous release, if there is one.
+    previous: Option<PathBuf>,
+    /// True while the config has one more rule.
+    extended: bool,
     /// Number of faults that certainly struck, among those that can be detected.
     struck: u64,
     // Dropped before the servers, on which its database is dropped.
@@ -133,13 +165,21 @@ fn pause(milliseconds: u64) -> impl Future<Output = ()> {
 
 impl Stage {
     async fn set_up(seed: u64) -> Self {
-        let set = ReplicaSet::builder().nodes(3).proxied().start().await;
+        let set = ReplicaSet::builder().nodes(3).proxied().param("ttlMonitorSleepSecs", "1").start().await;
         let world = World::new(set.database().await).await;
         world.db.collection("hosts").insert_one(doc! {"_id": MARKER, "ip": 0}).await.unwrap();
         world.db.collection("logs").insert_one(doc! {"_id": MARKER, "host": MARKER}).await.unwrap();
         let daemons = vec![world.daemon(), world.daemon()];
         world.at_rest(QUIET).await;
-        Self { struck: 0, set, world, daemons, random: StdRng::seed_from_u64(seed) }
+        let previous = std::env::var_os("DENORMD_PREVIOUS").filter(|path| !path.is_empty()).map(PathBuf::from);
+        let random = StdRng::seed_from_u64(seed);
+        Self { veteran: None, previous, extended: false, struck: 0, set, world, daemons, random }
+    }
+
+    /// The leader, if a fault may end its process.
+    async fn leader_to_end(&self) -> Option<usize> {
+        let nth = self.leader().await;
+        (Some(self.daemons[nth].pid()) != self.veteran).then_some(nth)
     }
 
     async fn leader(&self) -> usize {
@@ -179,70 +219,33 @@ impl Stage {
     async fn strike(&mut self, fault: Fault) {
         let wait = self.random.random_range(0..1500);
         match fault {
-            Fault::LeaderKilled => {
-                let nth = self.leader().await;
-                self.daemons.remove(nth).kill9();
-                self.daemons.push(self.world.daemon());
+            Fault::LeaderKilled
+            | Fault::LeaderStopped
+            | Fault::LeaderFrozen
+            | Fault::LeaderFrozenShortly
+            | Fault::LeaseDeleted => self.strike_leader(fault, wait).await,
+            Fault::PrimaryKilled
+            | Fault::PrimaryFrozen
+            | Fault::PrimaryStepsDown
+            | Fault::SecondaryKilled
+            | Fault::NoMajority => self.strike_members(fault, wait).await,
+            Fault::RolledBack => self.roll_back(1).await,
+            Fault::LongRollback => self.roll_back(1500).await,
+            Fault::ForeignFlood => {
+                let TestDb { client, name, .. } = &self.world.test;
+                data::flood(client, name, data::flood_size(20_000)).await;
             }
-            Fault::LeaderStopped => {
-                let nth = self.leader().await;
-                self.daemons.remove(nth).terminate().await;
-                self.daemons.push(self.world.daemon());
+            Fault::ExpiredByTtl => {
+                data::expire(&self.world).await;
+                self.struck += 1;
             }
-            Fault::LeaderFrozen => {
-                let (nth, term) = (self.leader().await, self.term().await);
-                self.daemons[nth].signal("STOP");
-                self.world.term_after(term).await;
-                pause(wait).await;
-                self.daemons[nth].signal("CONT");
-            }
-            Fault::LeaderFrozenShortly => {
-                let nth = self.leader().await;
-                self.daemons[nth].signal("STOP");
-                pause(wait).await;
-                self.daemons[nth].signal("CONT");
-            }
-            Fault::LeaseDeleted => {
-                let leases = self.world.test.beside("state").collection::<Document>("leases");
-                leases.delete_one(doc! {}).await.ok();
-            }
-            Fault::PrimaryKilled => {
-                let old = self.set.primary().await;
-                self.set.node(old).kill9();
-                self.set.primary().await;
-                pause(wait).await;
-                self.set.node(old).restart().await;
-            }
-            Fault::PrimaryFrozen => {
-                let old = self.set.primary().await;
-                self.set.node(old).sigstop();
-                while self.set.primary().await == old {
-                    pause(50).await;
-                }
-                pause(wait).await;
-                self.set.node(old).sigcont();
-            }
-            Fault::PrimaryStepsDown => {
-                self.set.step_down().await;
-            }
-            Fault::SecondaryKilled => {
-                let secondary = (self.set.primary().await + 1) % 3;
-                self.set.node(secondary).kill9();
-                pause(wait).await;
-                self.set.node(secondary).restart().await;
-            }
-            Fault::NoMajority => {
-                let primary = self.set.primary().await;
-                let others = [(primary + 1) % 3, (primary + 2) % 3];
-                for node in others {
-                    self.set.node(node).sigstop();
-                }
-                pause(1000 + 2 * wait).await;
-                for node in others {
-                    self.set.node(node).sigcont();
-                }
-            }
-            Fault::RolledBack => self.roll_back().await,
+            Fault::SourceRenamedOver => data::rename_over(&self.world, "hosts").await,
+            Fault::TargetRenamedOver => data::rename_over(&self.world, "logs").await,
+            Fault::StateDiskFull => self.state_disk_full(1000 + 2 * wait).await,
+            Fault::MemberResynced => self.resync_member().await,
+            Fault::MemberClockSkewed => self.skew_member(wait).await,
+            Fault::Reloaded => self.reload().await,
+            Fault::Upgraded => self.upgrade().await,
             Fault::CommandsRefused | Fault::AnswersLost | Fault::WritesHang | Fault::SlowServer => {
                 self.commands_fail(fault).await;
                 pause(wait).await;
@@ -269,6 +272,79 @@ impl Stage {
         }
     }
 
+    async fn strike_leader(&mut self, fault: Fault, wait: u64) {
+        match fault {
+            Fault::LeaderKilled => {
+                let Some(nth) = self.leader_to_end().await else { return };
+                self.daemons.remove(nth).kill9();
+                self.daemons.push(self.world.daemon());
+            }
+            Fault::LeaderStopped => {
+                let Some(nth) = self.leader_to_end().await else { return };
+                self.daemons.remove(nth).terminate().await;
+                self.daemons.push(self.world.daemon());
+            }
+            Fault::LeaderFrozen => {
+                let (nth, term) = (self.leader().await, self.term().await);
+                self.daemons[nth].signal("STOP");
+                self.world.term_after(term).await;
+                pause(wait).await;
+                self.daemons[nth].signal("CONT");
+            }
+            Fault::LeaderFrozenShortly => {
+                let nth = self.leader().await;
+                self.daemons[nth].signal("STOP");
+                pause(wait).await;
+                self.daemons[nth].signal("CONT");
+            }
+            _ => {
+                let leases = self.world.test.beside("state").collection::<Document>("leases");
+                leases.delete_one(doc! {}).await.ok();
+            }
+        }
+    }
+
+    async fn strike_members(&mut self, fault: Fault, wait: u64) {
+        match fault {
+            Fault::PrimaryKilled => {
+                let old = self.set.primary().await;
+                self.set.node(old).kill9();
+                self.set.primary().await;
+                pause(wait).await;
+                self.set.node(old).restart().await;
+            }
+            Fault::PrimaryFrozen => {
+                let old = self.set.primary().await;
+                self.set.node(old).sigstop();
+                while self.set.primary().await == old {
+                    pause(50).await;
+                }
+                pause(wait).await;
+                self.set.node(old).sigcont();
+            }
+            Fault::PrimaryStepsDown => {
+                self.set.step_down().await;
+            }
+            Fault::SecondaryKilled => {
+                let secondary = (self.set.primary().await + 1) % 3;
+                self.set.node(secondary).kill9();
+                pause(wait).await;
+                self.set.node(secondary).restart().await;
+            }
+            _ => {
+                let primary = self.set.primary().await;
+                let others = [(primary + 1) % 3, (primary + 2) % 3];
+                for node in others {
+                    self.set.node(node).sigstop();
+                }
+                pause(1000 + 2 * wait).await;
+                for node in others {
+                    self.set.node(node).sigcont();
+                }
+            }
+        }
+    }
+
     async fn commands_fail(&mut self, fault: Fault) {
         let commands = ["update", "find", "aggregate", "getMore", "findAndModify"].to_vec();
         let times = |times: i32| doc! {"times": times}.into();
@@ -287,21 +363,27 @@ impl Stage {
         self.fail(mode, data).await;
     }
 
-    /// A write that only its primary has, and that is lost when another one is elected.
-    async fn roll_back(&mut self) {
+    /// Writes that only their primary has, and that are lost when another one is elected.
+    async fn roll_back(&mut self, writes: i32) {
         let old = self.set.primary().await;
         let others = [(old + 1) % 3, (old + 2) % 3];
         for node in others {
             self.set.node(node).sigstop();
         }
-        let lost = doc! {
-            "update": "hosts", "updates": [{"q": {"_id": MARKER}, "u": {"$set": {"ip": -7}}}],
+        let lost = |collection: &str, field: &str, first: i32| {
+            let update = |n: i32| doc! {"q": {"_id": first + n % 12}, "u": {"$set": {field: -7 - n}}};
             // On its disk, so that it exists to be rolled back.
-            "writeConcern": {"w": 1, "j": true}, "maxTimeMS": 2000,
+            let updates: Vec<Document> = (0..writes).map(update).collect();
+            doc! {"update": collection, "updates": updates, "writeConcern": {"w": 1, "j": true}, "maxTimeMS": 2000}
         };
         let alone = self.set.node(old).client().await;
         let before = rollbacks(&alone).await;
-        let written = alone.database(&self.world.test.name).run_command(lost).await.is_ok();
+        let db = alone.database(&self.world.test.name);
+        let mut written = db.run_command(lost("hosts", "ip", MARKER)).await.is_ok();
+        if writes > 1 {
+            // Other references, too. Some of these writes may come after it has stepped down.
+            written |= db.run_command(lost("logs", "host", 0)).await.is_ok();
+        }
         pause(300).await;
         self.set.node(old).kill9();
         for node in others {
@@ -385,6 +467,9 @@ impl Stage {
         std::fs::write(&clock, "+0").unwrap();
         let term = self.term().await;
         // The other daemons stop: the leader has the strange clock.
+        let kept = self.daemons.iter().position(|daemon| Some(daemon.pid()) == self.veteran);
+        let kept = kept.map(|nth| self.daemons.remove(nth));
+        kept.iter().for_each(|daemon| daemon.signal("STOP"));
         for daemon in self.daemons.drain(..) {
             daemon.terminate().await;
         }
@@ -400,7 +485,11 @@ impl Stage {
         }
         self.struck += u64::from(strange.log_has_other_times());
         strange.terminate().await;
-        self.daemons = vec![self.world.daemon(), self.world.daemon()];
+        kept.iter().for_each(|daemon| daemon.signal("CONT"));
+        self.daemons.extend(kept);
+        while self.daemons.len() < 2 {
+            self.daemons.push(self.world.daemon());
+        }
     }
 
     /// Ten thousand writes that become visible at once, or not at all.
@@ -464,16 +553,14 @@ pub fn median(times: &mut [Duration]) -> Duration {
     times[times.len() / 2]
 }
 
-#[tokio::test(flavor = "multi_thread")]
-#[ignore = "runs for as long as it is told: make faults MINUTES=60"]
-async fn for_as_long_as_it_is_told() {
-    let minutes: f64 = from_environment("DENORMD_FAULT_MINUTES").unwrap_or(5.0);
-    let seed = from_environment("DENORMD_SEED").unwrap_or_else(rand::random::<u32>);
+/// For each combination of faults: the interruption and the time to be right of each round, or None if it differed.
+type Table = BTreeMap<String, Vec<Option<(Duration, Duration)>>>;
+
+/// Runs rounds until the time is over, or one of them fails. `after` examines the stage after each round.
+async fn rounds(stage: &mut Stage, minutes: f64, mut after: impl AsyncFnMut(&Stage, Duration)) -> Table {
     let only: Option<String> = std::env::var("DENORMD_FAULT").ok().filter(|name| !name.is_empty());
-    println!("seed {seed}, {minutes} minutes");
-    let mut stage = Stage::set_up(u64::from(seed)).await;
     let begun = Instant::now();
-    let mut table: BTreeMap<String, Vec<Option<(Duration, Duration)>>> = BTreeMap::new();
+    let mut table = Table::new();
     while begun.elapsed().as_secs_f64() < minutes * 60.0 {
         let faults = match &only {
             Some(name) => Fault::ALL.into_iter().filter(|fault| format!("{fault:?}") == *name).collect(),
@@ -491,13 +578,19 @@ async fn for_as_long_as_it_is_told() {
         };
         println!("{at:6.0} s  {name}: stood still for {still:?}, right {right:?} after the writes");
         table.entry(name).or_default().push(Some((still, right)));
+        after(&*stage, begun.elapsed()).await;
     }
+    table
+}
+
+/// Prints the table; returns the number of rounds and of those that differed.
+fn print(table: &Table) -> (usize, usize) {
     println!(
         "\n{:<34} {:>5} {:>7} {:>12} {:>12} {:>12} {:>12}",
         "fault", "runs", "differ", "still,median", "still,worst", "right,median", "right,worst"
     );
     let mut divergences = 0;
-    for (name, runs) in &table {
+    for (name, runs) in table {
         let differ = runs.iter().filter(|run| run.is_none()).count();
         divergences += differ;
         let mut columns = Vec::new();
@@ -514,7 +607,17 @@ async fn for_as_long_as_it_is_told() {
         let columns: Vec<String> = columns.iter().map(|column| format!("{column:>12}")).collect();
         println!("{name:<34} {:>5} {differ:>7} {}", runs.len(), columns.join(" "));
     }
-    let runs = table.values().map(Vec::len).sum::<usize>();
+    (table.values().map(Vec::len).sum(), divergences)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "runs for as long as it is told: make faults MINUTES=60"]
+async fn for_as_long_as_it_is_told() {
+    let minutes: f64 = from_environment("DENORMD_FAULT_MINUTES").unwrap_or(5.0);
+    let seed = from_environment("DENORMD_SEED").unwrap_or_else(rand::random::<u32>);
+    println!("seed {seed}, {minutes} minutes");
+    let mut stage = Stage::set_up(u64::from(seed)).await;
+    let (runs, divergences) = print(&rounds(&mut stage, minutes, async |_, _| {}).await);
     assert!(runs > 0, "no time for a run");
     println!("{runs} runs, {divergences} divergences; {} faults seen to strike", stage.struck);
     assert_eq!(divergences, 0, "seed {seed}");

@@ -9,7 +9,13 @@ use bson::{Document, doc};
 use denormd_fixture::{ReplicaSet, TestDb};
 
 use crate::daemon::PATIENCE;
+use crate::fault_runs::data;
 use crate::world::{Daemon, TTL, World};
+
+mod arbiter;
+mod flood;
+mod restore;
+mod window;
 
 /// Time for which the oplog must be silent.
 const QUIET: Duration = Duration::from_millis(700);
@@ -282,6 +288,25 @@ async fn commands_fail_before_and_after_they_are_applied() {
     daemon.terminate().await;
 }
 
+/// Writes until the oplog has lost everything that it has now.
+async fn roll_over(test: &TestDb) {
+    let oplog = test.client.database("local").collection::<Document>("oplog.rs");
+    let end_of_oplog = async |end: i32| loop {
+        // The first entry may be truncated during the read.
+        if let Ok(Some(entry)) = oplog.find_one(doc! {}).sort(doc! {"$natural": end}).await {
+            return entry.get_timestamp("ts").unwrap();
+        }
+    };
+    let last = end_of_oplog(-1).await;
+    let junk = test.beside("junk").collection::<Document>("junk");
+    let begun = Instant::now();
+    while end_of_oplog(1).await <= last {
+        assert!(begun.elapsed() < PATIENCE, "the oplog does not roll over");
+        junk.insert_many((0..4).map(|_| doc! {"x": "x".repeat(1 << 20)})).await.unwrap();
+    }
+    println!("rolled over after {:?}", begun.elapsed());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_oplog_that_no_longer_reaches_back_heals_by_itself() {
     let set = ReplicaSet::builder().oplog_mb(8).arg("--syncdelay").arg("1").start().await;
@@ -292,21 +317,7 @@ async fn an_oplog_that_no_longer_reaches_back_heals_by_itself() {
     let writer = world.writer(50);
     work(300).await;
     writer.stop().await;
-    let oplog = world.test.client.database("local").collection::<Document>("oplog.rs");
-    let end_of_oplog = async |end: i32| loop {
-        // The first entry may be truncated during the read.
-        if let Ok(Some(entry)) = oplog.find_one(doc! {}).sort(doc! {"$natural": end}).await {
-            return entry.get_timestamp("ts").unwrap();
-        }
-    };
-    let stopped = end_of_oplog(-1).await;
-    let junk = world.test.beside("junk").collection::<Document>("junk");
-    let begun = Instant::now();
-    while end_of_oplog(1).await <= stopped {
-        assert!(begun.elapsed() < PATIENCE, "the oplog does not roll over");
-        junk.insert_many((0..4).map(|_| doc! {"x": "x".repeat(1 << 20)})).await.unwrap();
-    }
-    println!("rolled over after {:?}", begun.elapsed());
+    roll_over(&world.test).await;
     assert!(!world.differences().await.unwrap().is_empty());
     let daemon = world.daemon();
     println!("rollover: right after {:?}", world.at_rest(QUIET).await);
@@ -348,6 +359,69 @@ async fn a_position_that_is_garbage_or_of_another_cluster_is_not_used() {
         assert!(daemon.log().contains(says), "{}", daemon.log());
         daemon.terminate().await;
     }
+}
+
+/// Mass deletes by a TTL index, and collections that get the name of a source or a target (`renameCollection` with
+/// `dropTarget`). A replaced source blocks its rule until most of its values are found again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ttl_index_deletes_and_collections_are_renamed_over_others() {
+    let set = ReplicaSet::builder().param("ttlMonitorSleepSecs", "1").start().await;
+    let world = World::new(set.database().await).await;
+    let daemon = world.daemon();
+    world.at_rest(QUIET).await;
+    for fault in ["expired", "hosts", "logs", "expired"] {
+        let writer = world.writer(80);
+        work(200).await;
+        if fault == "hosts" {
+            // A rule whose source is replaced goes on only if most of its values are found again.
+            writer.stop().await;
+            world.converged().await;
+            data::rename_over(&world, fault).await;
+        } else {
+            if fault == "expired" {
+                data::expire(&world).await
+            } else {
+                data::rename_over(&world, fault).await
+            }
+            work(200).await;
+            writer.stop().await;
+        }
+        println!("{fault}: right {:?} after the writes", world.at_rest(QUIET).await);
+    }
+    daemon.terminate().await;
+}
+
+/// A server without room for it refuses to write state. An instance that takes this for a final refusal ends when it cannot
+/// open its state.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_state_database_alone_has_no_room() {
+    let set = ReplicaSet::start(1).await;
+    let world = World::new(set.database().await).await;
+    let mut daemon = world.daemon();
+    world.at_rest(QUIET).await;
+    let refuse = async |collection: &str, mode: bson::Bson| {
+        let data = doc! {
+            "failCommands": ["update", "insert", "findAndModify", "delete"], "errorCode": 14031,
+            "namespace": format!("{}_state.{collection}", world.test.name), "appName": "denormd",
+        };
+        let command = doc! {"configureFailPoint": "failCommand", "mode": mode, "data": data};
+        world.test.client.database("admin").run_command(command).await.unwrap();
+    };
+    for (nth, collection) in (0..).zip(["positions", "rules", "terms", "leases", "instances", "events"]) {
+        refuse(collection, "alwaysOn".into()).await;
+        let writer = world.writer(90 + nth);
+        work(1000).await;
+        // Its successor meets the same.
+        daemon.kill9();
+        daemon = world.daemon();
+        work(TTL.as_millis().try_into().unwrap()).await;
+        work(2000).await;
+        assert!(!daemon.is_dead(), "{collection}: it ended\n{}", daemon.log());
+        refuse(collection, "off".into()).await;
+        writer.stop().await;
+        println!("{collection}: right {:?} after the writes", world.at_rest(QUIET).await);
+    }
+    daemon.terminate().await;
 }
 
 /// A command that requests a backfill may run twice if its first answer is lost. The second generation was once unknown

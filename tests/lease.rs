@@ -65,7 +65,7 @@ async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
     let server = Server::new(test.client.clone()).under(held.fence());
     let store = Store::open(&server, &test.name, "default").await.unwrap();
     let time = server.operation_time().await.unwrap();
-    store.save_position(&server, "d", &[], &Position { time, token: None }).await.unwrap();
+    store.save_position(&server, "d", &[], &Position { time, token: None }, None).await.unwrap();
 
     collection.delete_one(doc! {}).await.unwrap();
     let begun = Instant::now();
@@ -77,7 +77,7 @@ async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
     // A position sent by the former leader is refused, before and after the new leader has saved its own.
     let later = Server::new(test.client.clone()).under(next.fence());
     let reopened = Store::open(&later, &test.name, "default").await.unwrap();
-    let refused = store.save_position(&server, "d", &[], &Position { time, token: Some(doc! {"x": 1}) }).await;
+    let refused = store.save_position(&server, "d", &[], &Position { time, token: Some(doc! {"x": 1}) }, None).await;
     assert!(refused.is_err());
     assert_eq!(reopened.position(&later, "d", &[]).await.unwrap(), Some(Position { time, token: None }));
 

@@ -72,6 +72,12 @@ impl Running {
         child.wait().unwrap();
     }
 
+    /// Sends a signal: `STOP`, `CONT`, `HUP`.
+    pub fn signal(&self, name: &str) {
+        let sent = Command::new("kill").args([&format!("-{name}"), &self.id().to_string()]).status().unwrap();
+        assert!(sent.success());
+    }
+
     pub fn file(&self) -> PathBuf {
         self.folder.path().join("denormd.yaml")
     }

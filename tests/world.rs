@@ -45,6 +45,8 @@ pub struct World {
 pub struct Daemon {
     child: Child,
     log: PathBuf,
+    /// The program that it runs.
+    pub program: PathBuf,
 }
 
 /// The application's writer.
@@ -101,7 +103,11 @@ impl World {
     }
 
     fn command(&self, arguments: &[&str], config: &str) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
+        self.command_of(Path::new(env!("CARGO_BIN_EXE_denormd")), arguments, config)
+    }
+
+    fn command_of(&self, program: &Path, arguments: &[&str], config: &str) -> Command {
+        let mut command = Command::new(program);
         command.args(arguments).arg("--config").arg(self.folder.path().join(config));
         command
     }
@@ -116,12 +122,17 @@ impl World {
         self.spawn(self.command(&["run"], config))
     }
 
+    /// Starts a daemon of another release.
+    pub fn daemon_of(&self, program: &Path) -> Daemon {
+        self.spawn(self.command_of(program, &["run"], "denormd.yaml"))
+    }
+
     fn spawn(&self, mut command: Command) -> Daemon {
         let nth = self.daemons.fetch_add(1, Ordering::Relaxed);
         let log = self.folder.path().join(format!("daemon{nth}.log"));
         let file = File::create(&log).unwrap();
         let child = command.stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
-        Daemon { child, log }
+        Daemon { child, log, program: command.get_program().into() }
     }
 
     /// Starts a daemon that crashes when it reaches `place` for the `nth` time.
@@ -141,7 +152,13 @@ impl World {
 
     /// Runs a command to its end.
     pub async fn run(&self, arguments: &[&str]) -> std::process::ExitStatus {
-        let mut child = self.command(arguments, "denormd.yaml").stdout(Stdio::null()).spawn().unwrap();
+        self.run_of(Path::new(env!("CARGO_BIN_EXE_denormd")), arguments).await
+    }
+
+    /// Runs a command of another release to its end.
+    pub async fn run_of(&self, program: &Path, arguments: &[&str]) -> std::process::ExitStatus {
+        let mut command = self.command_of(program, arguments, "denormd.yaml");
+        let mut child = command.stdout(Stdio::null()).spawn().unwrap();
         tokio::task::spawn_blocking(move || child.wait().unwrap()).await.unwrap()
     }
 

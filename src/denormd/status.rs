@@ -95,6 +95,8 @@ struct State {
     probes: Probes,
     /// The error of the last request to the server; None if it was answered.
     unanswered: Option<(Kind, String)>,
+    /// The lag of the majority behind the primary's last write.
+    majority_lag: Duration,
     /// Retired fields, which earlier rules have left behind.
     retired: Vec<RetiredField>,
     oplog: Oplog,
@@ -171,6 +173,7 @@ impl Board {
             shared: Shared::default(),
             probes: Probes::default(),
             unanswered: None,
+            majority_lag: Duration::ZERO,
             retired: Vec::new(),
             oplog: Oplog::default(),
             clock_skew: None,

@@ -389,7 +389,9 @@ async fn lead(held: Held, partition: Partition, follows: &Follows, mut told: wat
                 return Ok(Ended::Lost);
             }
             // The lease is left to expire, because writes in progress may still be applied until then.
-            () = finished(&handle) => return Err(Error::internal("the pipeline has ended by itself")),
+            () = finished(&handle) => if !handle.is_rewound() {
+                return Err(Error::internal("the pipeline has ended by itself"));
+            },
             // The sender exists until the task ends.
             _ = told.changed() => {}
         }

@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -45,7 +45,10 @@ use denormd_model::{
     position::{ClusterTime, Position},
     rule_state::{BlockReason, RuleState},
 };
-use denormd_mongo::{code, error::Result};
+use denormd_mongo::{
+    code,
+    error::{Kind, Result},
+};
 use denormd_rules::plan::{Rule, RuleId};
 
 /// Interval between checkpoints while work continues.
@@ -80,6 +83,9 @@ pub struct Progress {
     pub states: Arc<Vec<RuleState>>,
     /// Fan-out jobs in progress.
     pub fan_outs: usize,
+    /// The state database has an older position than this pipeline has saved: the pipeline has ended, and the next one
+    /// starts from that position.
+    pub rewound: bool,
 }
 
 impl Progress {
@@ -146,6 +152,12 @@ impl Handle {
     #[must_use]
     pub fn is_finished(&self) -> bool {
         self.task.is_finished()
+    }
+
+    /// True if the pipeline has ended because the cluster was restored to an earlier time: another one starts from there.
+    #[must_use]
+    pub fn is_rewound(&self) -> bool {
+        self.progress.borrow().rewound
     }
 
     /// Waits until everything committed by now is applied, through whole chains of rules, and no backfill is open.
@@ -219,7 +231,7 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     // Saved only after the rules are recorded for a backfill: after a crash in between, they would count as complete.
     for (spec, position) in &starts {
         if position.token.is_none() {
-            store.save_position(&context.server, &spec.database, &spec.pipeline, position).await?;
+            store.save_position(&context.server, &spec.database, &spec.pipeline, position, None).await?;
         }
     }
     let stop = context.stopping.clone();
@@ -264,6 +276,8 @@ struct Pipeline {
     released: BTreeMap<RuleId, ClusterTime>,
     pages: Vec<(usize, oneshot::Sender<()>)>,
     saver: Option<tokio::task::JoinHandle<Vec<(usize, Position)>>>,
+    /// A position could not be saved because the stored one is older ([`Progress::rewound`]).
+    rewound: Arc<AtomicBool>,
     last_save: Instant,
     progress: watch::Sender<Progress>,
     observer: observe::Observer,
@@ -302,6 +316,7 @@ impl Pipeline {
             released: BTreeMap::new(),
             pages: Vec::new(),
             saver: None,
+            rewound: Arc::default(),
             last_save: Instant::now(),
             progress: watch::channel(Progress::default()).0,
             broken: CancellationToken::new(),
@@ -807,7 +822,11 @@ impl Pipeline {
             pending: self.schedule.depth(),
             states: self.rules.states().clone(),
             fan_outs: self.fan_outs.len(),
+            rewound: self.rewound.load(Ordering::Relaxed),
         };
+        if progress.rewound {
+            self.broken.cancel();
+        }
         self.progress.send_if_modified(|known| {
             let changed = *known != progress;
             *known = progress;
@@ -838,15 +857,22 @@ impl Pipeline {
         if due.is_empty() {
             return;
         }
-        let (context, store) = (self.context.clone(), self.store.clone());
+        let known: Vec<Option<ClusterTime>> =
+            self.streams.iter().map(|stream| stream.saved.as_ref().map(|saved| saved.time)).collect();
+        let (context, store, rewound) = (self.context.clone(), self.store.clone(), self.rewound.clone());
         self.saver = Some(tokio::spawn(async move {
             let mut saved = Vec::new();
             for (nth, spec, position) in due {
                 failpoint::here("position-saving");
-                match store.save_position(&context.server, &spec.database, &spec.pipeline, &position).await {
+                let (server, stages) = (&context.server, &spec.pipeline);
+                match store.save_position(server, &spec.database, stages, &position, known[nth]).await {
                     Ok(()) => {
                         failpoint::here("position-saved");
                         saved.push((nth, position));
+                    }
+                    Err(error) if error.kind == Kind::HistoryLost => {
+                        tracing::error!(error = %error.message, "the cluster was restored to an earlier time: starting over from its state");
+                        rewound.store(true, Ordering::Relaxed);
                     }
                     Err(error) => {
                         tracing::warn!(error = %error.message, "the position could not be saved; trying again");

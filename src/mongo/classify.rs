@@ -49,8 +49,8 @@ pub fn kind_of_code(code: i32) -> Kind {
         | 63 | 13388 | 150 | 249 | 250 | 70 | 234 | 272 | 319 | 406 | 407 | 453 | 91331
         // An operator blocks writes (UserWritesBlocked), or the server is overloaded: ResourceExhausted,
         // AdmissionQueueOverflow, RateLimitExceeded, IngressRequestRateLimitExceeded,
-        // PooledConnectionAcquisitionRejected.
-        | 371 | 402 | 433 | 449 | 462 | 450 => Kind::Unavailable,
+        // PooledConnectionAcquisitionRejected. Or its disk is full (OutOfDiskSpace).
+        | 371 | 402 | 433 | 449 | 462 | 450 | 14031 => Kind::Unavailable,
         // MaxTimeMSExpired
         50 => Kind::TimedOut,
         // WriteConcernFailed, UnsatisfiableWriteConcern
@@ -153,8 +153,8 @@ mod tests {
         for code in [63, 70, 133, 150, 234, 249, 250, 272, 319, 406, 407, 453, 13388, 91331] {
             assert_eq!(kind_of_code(code), Kind::Unavailable, "{code}");
         }
-        // Of a server that is overloaded, or blocked by an operator.
-        for code in [371, 402, 433, 449, 450, 462] {
+        // Of a server that is overloaded, blocked by an operator, or without room.
+        for code in [371, 402, 433, 449, 450, 462, 14031] {
             assert_eq!(kind_of_code(code), Kind::Unavailable, "{code}");
         }
         // ShardKeyNotFound and ImmutableField are of the document.

@@ -46,6 +46,15 @@ pub fn is_router(hello: &Document) -> bool {
     hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid")
 }
 
+/// The lag of the majority behind the last write, as the primary reports it. A mongos does not report it.
+#[must_use]
+pub fn majority_lag(hello: &Document) -> Duration {
+    let last = hello.get_document("lastWrite").ok();
+    let date = |name: &str| Some(last?.get_datetime(name).ok()?.timestamp_millis());
+    let millis = date("lastWriteDate").zip(date("majorityWriteDate")).map_or(0, |(last, majority)| last - majority);
+    Duration::from_millis(u64::try_from(millis).unwrap_or_default())
+}
+
 /// The error of a read of the oplog behind a router.
 #[must_use]
 pub fn no_oplog() -> Error {
@@ -199,5 +208,15 @@ mod tests {
         assert!(!ends(chosen("a", true), chosen("b", true)));
         assert!(!ends(chosen("a", true), chosen("b", false)));
         assert!(!ends(chosen("a", false), chosen("b", true)));
+    }
+
+    #[test]
+    fn how_far_the_majority_is_behind() {
+        let at = bson::DateTime::from_millis;
+        let hello = |last, majority| doc! {"lastWrite": {"lastWriteDate": at(last), "majorityWriteDate": at(majority)}};
+        assert_eq!(majority_lag(&hello(9000, 2000)), Duration::from_secs(7));
+        assert_eq!(majority_lag(&hello(2000, 2000)), Duration::ZERO);
+        assert_eq!(majority_lag(&hello(2000, 9000)), Duration::ZERO);
+        assert_eq!(majority_lag(&doc! {"ok": 1}), Duration::ZERO);
     }
 }

@@ -24,6 +24,8 @@ const SILENCE: Duration = Duration::from_secs(15);
 const RECENT: Duration = Duration::from_secs(30);
 /// Time without an acknowledged write after which, while a rule is behind, the server counts as slow.
 const SLOW: Duration = Duration::from_secs(5);
+/// Lag of the majority behind the primary from which it counts as absent. The server's flow control begins there.
+const NO_MAJORITY: Duration = Duration::from_secs(10);
 /// Headroom, in seconds, below which the oplog counts as short while a rule is behind.
 const SHORT: f64 = 3600.0;
 /// The same for the time until the position falls off the oplog, in seconds.
@@ -70,6 +72,10 @@ fn of_the_instance(metrics: &Metrics, state: &State, leadership: &Leadership, no
         say(Cause::NoPrimary, Vec::new(), Some(now - age));
     } else if let Leadership::Unknown { since } = leadership {
         say(Cause::LeaseUnreadable, Vec::new(), Some(*since));
+    }
+    // Renewing the lease needs a majority: without one, no instance leads, and none meets an error.
+    if state.majority_lag >= NO_MAJORITY {
+        say(Cause::NoMajority, Vec::new(), None);
     }
     if metrics.met(&[Kind::Privilege], RECENT)
         || state.unanswered.as_ref().is_some_and(|(kind, _)| *kind == Kind::Privilege)

@@ -16,7 +16,7 @@ use denormd_model::{clock::wall_millis, position::ClusterTime, rule_state::RuleS
 use denormd_mongo::{
     Server,
     error::{Error, Kind, Result},
-    primary::no_oplog,
+    primary::{majority_lag, no_oplog},
     silent,
     skew::skew,
 };
@@ -62,13 +62,18 @@ impl Board {
         );
         let (answer, leases) = tokio::join!(asked, read);
         match answer.unwrap_or_else(|_| Err(silent())) {
-            Ok((probe, offset)) => {
+            Ok((probe, offset, majority_lag)) => {
                 self.metrics.set_clock(offset);
                 let mut state = self.state();
                 state.probes.add(probe);
                 state.unanswered = None;
+                state.majority_lag = majority_lag;
             }
-            Err(error) => self.state().unanswered = Some((error.kind, error.message)),
+            Err(error) => {
+                let mut state = self.state();
+                state.unanswered = Some((error.kind, error.message));
+                state.majority_lag = Duration::ZERO;
+            }
         }
         match leases.unwrap_or_else(|_| Err(silent())) {
             Ok(held) => self.take_leases(held),
@@ -203,8 +208,8 @@ fn except(
     stopped.chain(shadow).chain(dead_letters.keys().cloned()).collect()
 }
 
-/// The server's last operation, and the time by which its clock is ahead of ours.
-async fn hello(server: &Server) -> Result<(Probe, i64)> {
+/// The server's last operation, the time by which its clock is ahead of ours, and the lag of the majority.
+async fn hello(server: &Server) -> Result<(Probe, i64, Duration)> {
     let before = wall_millis();
     let reply = server.client().database("admin").run_command(doc! {"hello": 1}).await?;
     let after = wall_millis();
@@ -213,7 +218,7 @@ async fn hello(server: &Server) -> Result<(Probe, i64)> {
         reply.get_timestamp("operationTime").map_err(|_| Error::new(Kind::Topology, "no operation time"))?;
     // A difference within the round trip counts as none.
     let offset = if (before..=after).contains(&millis) { 0 } else { millis - i64::midpoint(before, after) };
-    Ok((Probe { operation: operation.into(), millis }, offset))
+    Ok((Probe { operation: operation.into(), millis }, offset, majority_lag(&reply)))
 }
 
 /// Writes a canary; returns a place of the oplog that is not before it.

@@ -177,13 +177,16 @@ impl Store {
         }))
     }
 
-    /// Saves the position of the stream of `database`, unless another leader has opened the state.
+    /// Saves the position of the stream of `database`, unless another leader has opened the state. `known` is the time of
+    /// the last position that this leader has read or saved. If the stored one is older, the cluster was restored to an
+    /// earlier time ([`Kind::HistoryLost`]): the stored position stays, because changes after it may not be applied.
     pub async fn save_position(
         &self,
         server: &Server,
         database: &str,
         pipeline: &[Document],
         position: &Position,
+        known: Option<ClusterTime>,
     ) -> Result<()> {
         let state = doc! {
             "time": Timestamp::from(position.time),
@@ -194,10 +197,23 @@ impl Store {
             "saved": DateTime::now(),
         };
         let positions = server.collection(&self.database, POSITIONS);
-        let save = positions.update_one(mine(server, self.id("stream", database)), doc! {"$set": state}).upsert(true);
-        // A delayed write moves the position back, which only repeats work.
-        bounded(save).await.map_err(refused_upsert)?;
-        Ok(())
+        let id = self.id("stream", database);
+        let mut stored = mine(server, id.clone());
+        if let Some(known) = known {
+            // A save that is executed late does not take a later one back.
+            stored.insert("time", doc! {"$gte": Timestamp::from(known), "$lte": Timestamp::from(position.time)});
+        }
+        let save = positions.update_one(stored, doc! {"$set": state}).upsert(true);
+        let Err(error) = bounded(save).await else { return Ok(()) };
+        if let Some(known) = known.filter(|_| error.code == Some(code::DUPLICATE_KEY)) {
+            let mut older = mine(server, id);
+            older.insert("time", doc! {"$lt": Timestamp::from(known)});
+            if bounded(positions.find_one(older)).await?.is_some() {
+                let message = "the stored position is older than the last one that was saved";
+                return Err(Error::new(Kind::HistoryLost, message));
+            }
+        }
+        Err(refused_upsert(error))
     }
 
     /// The records of all current and former rules of this deployment, by name, merged over the partitions.

@@ -6,10 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use bson::Document;
-
 use crate::{metrics::HeldBack, reconcile::Context};
-use denormd_mongo::error::Result;
+use denormd_mongo::{error::Result, primary::majority_lag};
 
 /// Maximum lag of the majority behind the primary's last write. Flow control starts at ten seconds.
 const BEHIND: Duration = Duration::from_secs(2);
@@ -79,31 +77,6 @@ impl<'a> Pace<'a> {
             return Ok(false);
         }
         self.asked = Some(Instant::now());
-        Ok(behind(&self.context.server.hello().await?) > BEHIND)
-    }
-}
-
-/// The lag of the majority behind the last write, as the primary reports it. A mongos does not report it.
-fn behind(hello: &Document) -> Duration {
-    let last = hello.get_document("lastWrite").ok();
-    let date = |name: &str| Some(last?.get_datetime(name).ok()?.timestamp_millis());
-    let millis = date("lastWriteDate").zip(date("majorityWriteDate")).map_or(0, |(last, majority)| last - majority);
-    Duration::from_millis(u64::try_from(millis).unwrap_or_default())
-}
-
-#[cfg(test)]
-mod tests {
-    use bson::{DateTime, doc};
-
-    use super::*;
-
-    #[test]
-    fn how_far_the_majority_is_behind() {
-        let at = DateTime::from_millis;
-        let hello = |last, majority| doc! {"lastWrite": {"lastWriteDate": at(last), "majorityWriteDate": at(majority)}};
-        assert_eq!(behind(&hello(9000, 2000)), Duration::from_secs(7));
-        assert_eq!(behind(&hello(2000, 2000)), Duration::ZERO);
-        assert_eq!(behind(&hello(2000, 9000)), Duration::ZERO);
-        assert_eq!(behind(&doc! {"ok": 1}), Duration::ZERO);
+        Ok(majority_lag(&self.context.server.hello().await?) > BEHIND)
     }
 }
