@@ -97,7 +97,7 @@ test-images: ## Run the patterns on MongoDB from an image, where Docker answers
 	fi
 	export DENORMD_TEST_PROVIDER=docker MONGOD="$$(python3 tests/mongod.py)"
 	unset DENORMD_TEST_URI
-	if $(CARGO) nextest --version >/dev/null 2>&1; then tests=(nextest run); only=(-E 'test(/^patterns::/)'); else tests=(test); only=(patterns::); fi
+	if $(CARGO) nextest --version >/dev/null 2>&1; then tests=(nextest run); only=(-E 'test(/(^|::)patterns::/)'); else tests=(test); only=(patterns::); fi
 	$(CARGO) "$${tests[@]}" --workspace --features testcontainers --no-run
 	"$(TARGET)/debug/denormd-fixture" run -- $(CARGO) "$${tests[@]}" --workspace --features testcontainers "$${only[@]}"
 
@@ -105,7 +105,7 @@ test-images: ## Run the patterns on MongoDB from an image, where Docker answers
 test-secure: ## Run the patterns on MongoDB with TLS and authentication
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	unset DENORMD_TEST_URI DENORMD_TEST_PROVIDER
-	if $(CARGO) nextest --version >/dev/null 2>&1; then tests=(nextest run); only=(-E 'test(/^patterns::/)'); else tests=(test); only=(patterns::); fi
+	if $(CARGO) nextest --version >/dev/null 2>&1; then tests=(nextest run); only=(-E 'test(/(^|::)patterns::/)'); else tests=(test); only=(patterns::); fi
 	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
 	"$(TARGET)/debug/denormd-fixture" run --secure -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES) "$${only[@]}"
 
@@ -134,12 +134,12 @@ test-server: ## Run the suites that a server's version matters to on MONGOD, THR
 	failed=
 	for portion in $$(seq $(PORTIONS)); do
 		"$$fixture" run -- $(CARGO) nextest run --workspace $(FEATURES) --test main --test-threads $(THREADS) \
-			--partition "slice:$$portion/$(PORTIONS)" -E 'test(/^($(SUITES))::/)' || failed="$$failed $$portion"
+			--partition "slice:$$portion/$(PORTIONS)" -E 'test(/(^|::)($(SUITES))::/)' || failed="$$failed $$portion"
 	done
 	if [ "$$failed" ]; then echo "failed, of $(PORTIONS) portions:$$failed" >&2; exit 1; fi
 
 # MONGOD and MONGOS: paths, or images such as image:mongo:8.0. Without MONGOS, config servers and shards are started alone.
-SHARDED = test(/^(patterns|histories|exact_meaning)::/) + test(crashes::through_the_routers)
+SHARDED = test(/(^|::)(patterns|histories|exact_meaning)::/) + test(crashes::through_the_routers)
 .PHONY: test-sharded
 test-sharded: ## Run the patterns, HISTORIES histories and crashes through the routers of a sharded cluster
 	@export MONGOD="$$(python3 tests/mongod.py)"

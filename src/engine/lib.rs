@@ -8,7 +8,7 @@
 //! ```
 //!
 //! CONTRIBUTING.md lists the modules in their order and walks one event through them. A module imports only from those before
-//! it; `tests/floors.rs` fails on an upward import.
+//! it; `tests/repository/floors.rs` fails on an upward import.
 //!
 //! # Architecture invariants
 //!

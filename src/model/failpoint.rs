@@ -1,7 +1,7 @@
 //! Places where a test can make the process die, as a crash would. In a release build there are none.
 //!
 //! `DENORMD_CRASH=written:3` ends the process when it comes to the place `written` for the third time.
-//! `tests/crashes.rs` finds the places in the source, and dies at each.
+//! `tests/faults/crashes.rs` finds the places in the source, and dies at each.
 
 /// The process dies here when a test wants it to.
 #[inline]

@@ -2,7 +2,7 @@
 //! server compute every value that it writes.
 //!
 //! Covers what rules commonly use, as MongoDB 6.0 defines it. Anything else is refused by name, never guessed:
-//! `tests/evaluate.rs` generates expressions, filters, accumulators and documents, and compares every operator with a
+//! `tests/meaning/evaluate.rs` generates expressions, filters, accumulators and documents, and compares every operator with a
 //! server.
 
 mod array;

@@ -2,7 +2,7 @@
 //! without a clock of its own.
 //!
 //! Every place where a change could get lost is here: routing, coalescing, the origins of look-up results, the low
-//! watermark. `tests/simulation.rs` runs it through crashes, slow writes and former leaders in virtual time.
+//! watermark. `tests/engine/simulation.rs` runs it through crashes, slow writes and former leaders in virtual time.
 
 use std::{
     collections::HashSet,

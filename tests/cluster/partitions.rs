@@ -1,0 +1,174 @@
+//! Several daemons share the partitions of a deployment: when daemons start and stop, no change is lost.
+
+use std::time::Duration;
+
+use bson::{Document, doc};
+use denormd_engine::{
+    checkpoint::store::Store,
+    deployment::{lease::Lease, repartitioning::divide},
+};
+use denormd_fixture::ReplicaSet;
+use denormd_model::partition::Partition;
+use denormd_mongo::{Server, error::Kind};
+use futures_util::TryStreamExt;
+
+use crate::support::{daemon::until, world::World};
+
+const QUIET: Duration = Duration::from_secs(3);
+
+#[tokio::test(flavor = "multi_thread")]
+async fn instances_share_the_partitions_whoever_comes_and_goes() {
+    let world = World::new(denormd_fixture::database().await).await;
+    world.write_divided_config("four.yaml", "", 4);
+    let (first, second) = (world.daemon_with("four.yaml"), world.daemon_with("four.yaml"));
+    let third = world.daemon_with("four.yaml");
+    let writer = world.writer(41);
+    world.shared_by(&[&first, &second, &third], 4).await;
+
+    let third_pid = third.pid();
+    third.kill9();
+    let taken = world.shared_by(&[&first, &second], 4).await;
+    let fourth = world.daemon_with("four.yaml");
+    let evened = world.shared_by(&[&first, &second, &fourth], 4).await;
+    assert!(world.led(4).await.values().all(|pid| *pid != third_pid));
+
+    second.signal("STOP");
+    let woken = world.shared_by(&[&first, &fourth], 4).await;
+    second.signal("CONT");
+    world.shared_by(&[&first, &second, &fourth], 4).await;
+
+    first.terminate().await;
+    let handed = world.shared_by(&[&second, &fourth], 4).await;
+    println!("taken {taken:?}, evened {evened:?}, woken {woken:?}, handed {handed:?}");
+    assert!(writer.stop().await > 100);
+    world.at_rest(QUIET).await;
+    second.terminate().await;
+    fourth.terminate().await;
+}
+
+/// As with rules, the newest number wins: the old partitions are handed over and converted into the new ones, and
+/// finished work is not repeated.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_number_of_partitions_changes_while_changes_go_on() {
+    let world = World::new(denormd_fixture::database().await).await;
+    let one = world.daemon();
+    let writer = world.writer(42);
+    world.has_seen_tasks().await;
+    let mut before = vec![one];
+    for (file, partitions) in [("three.yaml", 3), ("two.yaml", 2)] {
+        world.write_divided_config(file, "", partitions);
+        let now = [world.daemon_with(file), world.daemon_with(file)];
+        world.shared_by(&[&now[0], &now[1]], partitions).await;
+        for old in before.drain(..) {
+            old.terminate().await;
+        }
+        before.extend(now);
+    }
+    let states = world.test.beside("state");
+    for name in ["rules", "positions"] {
+        let ids = states.collection::<Document>(name).distinct("_id.deployment", doc! {}).await.unwrap();
+        let ids: Vec<&str> = ids.iter().filter_map(bson::Bson::as_str).collect();
+        assert_eq!(ids, ["default#0/2", "default#1/2"], "{name}");
+    }
+    // A completed rule stays complete: only the first start has backfilled.
+    let rules: Vec<Document> = states.collection("rules").find(doc! {}).await.unwrap().try_collect().await.unwrap();
+    assert!(rules.iter().all(|rule| rule.get_i64("generation").unwrap() == 1), "{rules:#?}");
+    assert!(writer.stop().await > 100);
+    world.at_rest(QUIET).await;
+    // Back to one partition, as before.
+    let last = world.daemon();
+    for old in before {
+        old.terminate().await;
+    }
+    let writer = world.writer(43);
+    last.says("following changes").await;
+    writer.stop().await;
+    world.at_rest(QUIET).await;
+    let format: Document = states.collection("formats").find_one(doc! {"_id": "default"}).await.unwrap().unwrap();
+    assert_eq!((format.get_i32("version").unwrap(), format.get("partitions")), (1, None));
+    last.terminate().await;
+}
+
+/// A leader of the old number may still be writing.
+#[tokio::test]
+async fn the_number_does_not_change_under_a_leader() {
+    let test = denormd_fixture::database().await;
+    let (server, name) = (Server::new(test.client.clone()), &test.name);
+    let ttl = Duration::from_secs(3);
+    assert!(divide(&server, name, "d", 2, ttl).await.unwrap(), "there was nothing before");
+    let held = Lease::new(server.unfenced(), name, "d#1/2", ttl).try_lead().await.unwrap().unwrap();
+    for _ in 0..3 {
+        assert!(!divide(&server, name, "d", 4, ttl).await.unwrap());
+    }
+    Store::open_partition(&server, name, "d", Partition::all(2).next().unwrap()).await.unwrap();
+    held.release().await;
+    assert!(divide(&server, name, "d", 4, ttl).await.unwrap());
+    let old = Store::open_partition(&server, name, "d", Partition::all(2).next().unwrap()).await;
+    assert_eq!(old.unwrap_err().kind, Kind::Unavailable, "what is left of the old number does not begin");
+}
+
+/// Two instances have read the old number, and the second one repartitions after the first one has finished.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_divided_is_not_divided_again_by_who_comes_late() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let name = test.name.clone();
+    let ttl = Duration::from_secs(3);
+    let server = Server::new(test.client.clone());
+    assert!(divide(&server, &name, "d", 3, ttl).await.unwrap());
+    let slow = doc! {"failCommands": ["create"], "appName": "late", "blockConnection": true, "blockTimeMS": 3000};
+    let admin = test.client.database("admin");
+    admin.run_command(doc! {"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": slow}).await.unwrap();
+    let late = Server::new(denormd_fixture::client(&format!("{}&appName=late", set.uri())).await);
+    let late = tokio::spawn({
+        let name = name.clone();
+        async move { divide(&late, &name, "d", 2, ttl).await }
+    });
+    until("it has read the old number", async || {
+        let waits = doc! {"currentOp": true, "$all": true, "appName": "late", "command.create": {"$exists": true}};
+        let found = admin.run_command(waits).await.unwrap();
+        (!found.get_array("inprog").unwrap().is_empty()).then_some(())
+    })
+    .await;
+    assert!(divide(&server, &name, "d", 2, ttl).await.unwrap());
+    let rules = test.database().collection::<Document>("rules");
+    let rule = doc! {"_id": {"deployment": "d#0/2", "rule": "r"}, "paused": true};
+    rules.insert_one(&rule).await.unwrap();
+    let held = Lease::new(server.unfenced(), &name, "d#0/2", ttl).try_lead().await.unwrap().unwrap();
+    assert!(!late.await.unwrap().unwrap(), "it looks again");
+    assert_eq!(rules.find_one(doc! {}).await.unwrap().unwrap(), rule);
+    assert!(divide(&server, &name, "d", 2, ttl).await.unwrap(), "nothing is left to do");
+    held.release().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn commands_reach_every_partition() {
+    let world = World::new(denormd_fixture::database().await).await;
+    world.write_divided_config("denormd.yaml", "", 3);
+    let (first, second) = (world.daemon(), world.daemon());
+    world.shared_by(&[&first, &second], 3).await;
+    world.converged().await;
+    let states = world.test.beside("state").collection::<Document>("rules");
+
+    assert!(world.run(&["pause", "address"]).await.success());
+    let paused = doc! {"_id.rule": "address", "backfill": "held", "paused": true};
+    assert_eq!(states.count_documents(paused).await.unwrap(), 3);
+    world.db.collection::<Document>("hosts").update_many(doc! {}, doc! {"$inc": {"ip": 1000}}).await.unwrap();
+    assert!(world.run(&["resume", "address"]).await.success());
+    world.converged().await;
+
+    // Another writer changes a copy: the check finds it, and sends a request to the owner of the partition.
+    world.db.collection::<Document>("logs").update_many(doc! {}, doc! {"$set": {"ip": 5}}).await.unwrap();
+    assert_eq!(world.run(&["check"]).await.code(), Some(3));
+    world.run(&["check", "--repair"]).await;
+    world.converged().await;
+    assert!(world.run(&["backfill"]).await.success());
+    assert_eq!(states.count_documents(doc! {"backfill": "done"}).await.unwrap(), 6);
+    first.terminate().await;
+    second.terminate().await;
+
+    // Without a daemon the command leads all partitions.
+    world.db.collection::<Document>("logs").update_many(doc! {}, doc! {"$set": {"ip": 6}}).await.unwrap();
+    world.run(&["check", "--repair"]).await;
+    world.converged().await;
+}

@@ -1,0 +1,148 @@
+//! A standby answers for the leader, and a claim that copies are current is true.
+
+use std::time::{Duration, Instant};
+
+use bson::{Document, doc};
+use denormd::server::client;
+use denormd_fixture::TestDb;
+use serde_json::Value;
+
+use crate::support::running::Running;
+
+/// The second rule copies a field that the first one writes.
+const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
+  - { name: note, copy: { source: log, target: notes, match: { log: _id }, set: { ip: $ip } } }";
+/// The leader stays the leader however slow the machine is.
+const LEASE: &str = "lease: { ttl_seconds: 60 }\n";
+
+async fn hosts_and_log(test: &TestDb) {
+    let db = test.database();
+    db.create_collection("log").validator(doc! {"ip": {"$ne": -1}}).await.unwrap();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": 0}).await.unwrap();
+    db.collection("log").insert_many((0..3).map(|id| doc! {"_id": id, "host": 1})).await.unwrap();
+    db.collection("notes").insert_one(doc! {"_id": 1, "log": 0}).await.unwrap();
+}
+
+pub async fn leader_and_standby(test: &TestDb) -> (Running, Running) {
+    hosts_and_log(test).await;
+    let leader = Running::start(test, RULES, LEASE).await;
+    let standby = Running::start(test, RULES, LEASE).await;
+    standby
+        .until_json("it names the leader", |status| status["role"] == "standby" && !status["leaders"][0].is_null())
+        .await;
+    (leader, standby)
+}
+
+/// Changes the source, and returns the commit time as seconds and increment.
+async fn write(test: &TestDb, ip: i32) -> (u32, u32) {
+    let command =
+        doc! {"update": "hosts", "updates": [{"q": {}, "u": {"$set": {"ip": ip}}}], "writeConcern": {"w": "majority"}};
+    let reply = test.database().run_command(command).await.unwrap();
+    let time = reply.get_timestamp("operationTime").unwrap();
+    (time.time, time.increment)
+}
+
+async fn copied(test: &TestDb) -> i32 {
+    let notes = test.database().collection::<Document>("notes");
+    notes.find_one(doc! {}).await.unwrap().unwrap().get_i32("ip").unwrap_or_default()
+}
+
+async fn waited(running: &Running, (seconds, increment): (u32, u32)) -> Value {
+    let path = format!("/v1/wait?operationTime={seconds}.{increment}&timeout=180");
+    let answer = client::get(running.address, &path, Duration::from_secs(190)).await.unwrap();
+    assert_eq!(answer.code, 200, "{}", String::from_utf8_lossy(&answer.body));
+    answer.json().unwrap()
+}
+
+fn name_of(status: &Value) -> String {
+    let this = status["instances"].as_array().unwrap().iter().find(|instance| instance["this"] == true);
+    this.unwrap_or_else(|| panic!("{status:#}"))["name"].as_str().unwrap().to_owned()
+}
+
+/// `wait` on a standby was once refused ("this process does not lead: ask the one that does"), and its status was
+/// empty.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_standby_names_the_leader_and_serves_read_your_writes() {
+    let test = denormd_fixture::database().await;
+    let (leader, standby) = leader_and_standby(&test).await;
+    let live = |status: &Value| {
+        status["rules"]
+            .as_array()
+            .is_some_and(|rules| rules.len() == 2 && rules.iter().all(|rule| rule["state"] == "live"))
+    };
+    let told = standby.until_json("the rules, and that they are live", live).await;
+    let leads = leader
+        .until_json("two instances", |status| status["instances"].as_array().is_some_and(|all| all.len() == 2))
+        .await;
+    assert_eq!(told["leaders"][0]["instance"], name_of(&leads), "{told:#}");
+    let (code, text, error) = standby.command(&["status"]);
+    assert_eq!(code, Some(0), "{error}");
+    assert!(text.starts_with(&format!("Standing by: {} leads.", name_of(&leads))), "{text}");
+    assert!(text.contains("live") && text.contains("standby of"), "{text}");
+    for ip in 1..=5 {
+        let time = write(&test, ip).await;
+        let answer = waited(&standby, time).await;
+        assert_eq!(answer["except"], serde_json::json!([]), "{answer}");
+        assert_eq!(copied(&test).await, ip, "the end of the chain is there when it returns");
+    }
+    // Both instances name a rule that does not run, also in the summary; the command returns when they do.
+    let (code, _, error) = standby.command(&["pause", "note"]);
+    assert_eq!(code, Some(0), "{error}");
+    let status = leader.status().await;
+    assert!(status.summary.contains("Rule note is paused."), "{}", status.summary);
+    assert!(
+        status.rules.iter().any(|rule| rule.name == "note" && rule.state == "paused" && rule.lag_seconds.is_none())
+    );
+    assert_eq!(leader.metric("denormd_cause{reason=\"paused\",rule=\"note\"}").await, Some(1.0));
+    assert_eq!(leader.metric("denormd_rule_lag_seconds{rule=\"note\"}").await, None, "0 would say that it is current");
+    for running in [&leader, &standby] {
+        let answer = waited(running, write(&test, 6).await).await;
+        assert_eq!(answer["except"], serde_json::json!(["note"]), "{answer}");
+        running.until_json("told", |status| status["current"]["except"] == serde_json::json!(["note"])).await;
+    }
+    standby.until_json("told", |status| status["summary"].as_str().unwrap().contains("Rule note is paused.")).await;
+}
+
+/// Copies that are reported as current as of a time are current, on both instances, with a chain of rules and dead
+/// letters.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_said_to_be_current_lacks_no_change() {
+    let test = denormd_fixture::database().await;
+    let (leader, standby) = leader_and_standby(&test).await;
+    let mut committed: Vec<((u32, u32), i32)> = Vec::new();
+    let mut claims = [0, 0];
+    let limit = Instant::now() + Duration::from_secs(240);
+    let mut ip = 0;
+    while claims.iter().any(|claims| *claims < 3) {
+        ip += 1;
+        committed.push((write(&test, ip).await, ip));
+        for (running, claims) in [&leader, &standby].into_iter().zip(&mut claims) {
+            let status: Value = serde_json::from_str(&running.text("/v1/status").await).unwrap();
+            let Some(as_of) = status["current"]["as_of"].as_str() else { continue };
+            assert_eq!(status["current"]["except"], serde_json::json!([]), "{status:#}");
+            let (seconds, increment) = as_of.split_once('.').unwrap();
+            let as_of = (seconds.parse::<u32>().unwrap(), increment.parse::<u32>().unwrap());
+            let Some((_, least)) = committed.iter().rev().find(|(time, _)| *time <= as_of) else { continue };
+            // Read after the claim: the copies may only be newer.
+            assert!(copied(&test).await >= *least, "current as of {as_of:?}, and lacks {least}: {committed:?}");
+            *claims += 1;
+        }
+        assert!(Instant::now() < limit, "claims are made: {claims:?}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    // A failed write becomes a dead letter, and its rule is excepted from then on.
+    let time = write(&test, -1).await;
+    for running in [&leader, &standby] {
+        let answer = waited(running, time).await;
+        assert_eq!(answer["except"], serde_json::json!(["ip"]), "{answer}");
+    }
+    leader
+        .until_json("excepted", |status| {
+            let as_of = status["current"]["as_of"].as_str().unwrap_or_default();
+            let passed =
+                as_of.split('.').next().and_then(|seconds| seconds.parse::<u32>().ok()).is_some_and(|s| s > time.0);
+            assert!(!passed || status["current"]["except"] == serde_json::json!(["ip"]), "{status:#}");
+            passed
+        })
+        .await;
+}

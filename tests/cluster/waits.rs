@@ -1,0 +1,292 @@
+//! Read your writes, through failovers: clients write, wait for the commit time of their write at any instance, and read
+//! copies. After a wait that was acknowledged for a cluster time T, no read of a copy may lack a change that was committed by
+//! T, whoever made it.
+//!
+//! `make waits MINUTES=10` is the long form.
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use bson::doc;
+use denormd::server::client;
+use denormd_fixture::{ReplicaSet, TestDb};
+use mongodb::Database;
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use serde_json::Value;
+
+use crate::support::{daemon::PATIENCE, running::Running, seeds::from_environment};
+
+/// The second rule copies a field that the first one writes; the third one gathers.
+const RULES: &str = "  - { name: ip, guard: off, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
+  - { name: note, guard: off, copy: { source: log, target: notes, match: { log: _id }, set: { ip: $ip } } }
+  - { name: sum, guard: off, aggregate: { source: hosts, target: racks, match: { _id: rack }, set: { newest: { $max: $ip } } } }";
+const LEASE: &str = "lease: { ttl_seconds: 3 }\n";
+/// Each client writes one host, which one log, one note and one rack follow.
+const CLIENTS: i32 = 4;
+/// Time that a client gives a wait, in seconds. A failover may take longer: then it is not acknowledged.
+const WAIT: u64 = 20;
+
+type Time = (u32, u32);
+
+/// An entry of a history, in the order in which it became known.
+#[derive(Debug, Clone, PartialEq)]
+enum Entry {
+    /// A write of `value` to the source of `key` was acknowledged, committed by `time`.
+    Wrote { key: i32, value: i32, time: Time },
+    /// A wait was acknowledged: every change that was committed by `time` is in the copies.
+    Waited { time: Time },
+    /// A read that was sent after the `known` first entries has found `value` in a copy of `key`.
+    Read { copy: &'static str, key: i32, value: i32, known: usize },
+}
+
+/// The reads of a history that lack a change which an acknowledged wait covers.
+fn violations(history: &[Entry]) -> Vec<String> {
+    // The latest time for which a wait was acknowledged, after each number of entries.
+    let mut covered = vec![None];
+    for entry in history {
+        let before: Option<Time> = *covered.last().unwrap();
+        covered.push(if let Entry::Waited { time } = entry { before.max(Some(*time)) } else { before });
+    }
+    // A write counts wherever it is in the history: it is committed by its time, whenever its client heard of it.
+    let mut written: BTreeMap<i32, BTreeMap<Time, i32>> = BTreeMap::new();
+    for entry in history {
+        if let Entry::Wrote { key, value, time } = entry {
+            written.entry(*key).or_default().insert(*time, *value);
+        }
+    }
+    for values in written.values_mut() {
+        let mut newest = 0;
+        values.values_mut().for_each(|value| {
+            newest = newest.max(*value);
+            *value = newest;
+        });
+    }
+    let mut found = Vec::new();
+    for entry in history {
+        let Entry::Read { copy, key, value, known } = entry else { continue };
+        let due = covered[*known].and_then(|time| written.get(key)?.range(..=time).next_back());
+        if let Some((_, due)) = due.filter(|(_, due)| *due > value) {
+            found.push(format!("{copy} of {key} has {value} and lacks {due}, after a wait for {:?}", covered[*known]));
+        }
+    }
+    found
+}
+
+/// The history, to which all clients add.
+#[derive(Clone, Default)]
+struct History(Arc<Mutex<Vec<Entry>>>);
+
+impl History {
+    fn add(&self, entry: Entry) {
+        self.0.lock().unwrap().push(entry);
+    }
+
+    fn len(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+}
+
+/// One client of the application.
+struct Client {
+    db: Database,
+    key: i32,
+    instances: [SocketAddr; 2],
+    history: History,
+    random: StdRng,
+}
+
+impl Client {
+    /// Writes, waits and reads until `stop`.
+    async fn run(mut self, stop: Arc<AtomicBool>) {
+        for value in 1.. {
+            if stop.load(Ordering::Relaxed) {
+                return;
+            }
+            // A client whose write fails goes on with the next value.
+            if let Some(time) = self.write(value).await {
+                self.history.add(Entry::Wrote { key: self.key, value, time });
+                if self.wait(time).await {
+                    self.history.add(Entry::Waited { time });
+                }
+                self.read().await;
+            }
+            tokio::time::sleep(Duration::from_millis(self.random.random_range(0..30))).await;
+        }
+    }
+
+    async fn write(&self, value: i32) -> Option<Time> {
+        // With `$max`, a write that is executed late after all cannot take a newer value back.
+        let update = doc! {"q": {"_id": self.key}, "u": {"$max": {"ip": value}}};
+        let command =
+            doc! {"update": "hosts", "updates": [update], "writeConcern": {"w": "majority"}, "maxTimeMS": 5000};
+        let reply = self.db.run_command(command).await.ok()?;
+        if reply.contains_key("writeErrors") || reply.contains_key("writeConcernError") {
+            return None;
+        }
+        let time = reply.get_timestamp("operationTime").ok()?;
+        Some((time.time, time.increment))
+    }
+
+    /// True if one of the instances acknowledges the wait, for all rules.
+    async fn wait(&mut self, (seconds, increment): Time) -> bool {
+        let instance = self.instances[self.random.random_range(0..2)];
+        let path = format!("/v1/wait?operationTime={seconds}.{increment}&timeout={WAIT}");
+        let Ok(answer) = client::get(instance, &path, Duration::from_secs(2 * WAIT)).await else { return false };
+        answer.code == 200 && answer.json::<Value>().is_ok_and(|body| body["except"] == serde_json::json!([]))
+    }
+
+    /// Reads the copies of any client's host. A linearizable read is not answered by a former primary.
+    async fn read(&mut self) {
+        let key = self.random.random_range(0..CLIENTS);
+        for (copy, field) in [("log", "ip"), ("notes", "ip"), ("racks", "newest")] {
+            let known = self.history.len();
+            let command = doc! {
+                "find": copy, "filter": {"_id": key}, "limit": 1, "readConcern": {"level": "linearizable"}, "maxTimeMS": 5000,
+            };
+            let Ok(reply) = self.db.run_command(command).await else { continue };
+            let batch = reply.get_document("cursor").unwrap().get_array("firstBatch").unwrap();
+            let value = batch[0].as_document().unwrap().get_i32(field).unwrap_or_default();
+            self.history.add(Entry::Read { copy, key, value, known });
+        }
+    }
+}
+
+async fn documents(test: &TestDb) {
+    let db = test.database();
+    let keys = || 0..CLIENTS;
+    db.collection("hosts").insert_many(keys().map(|key| doc! {"_id": key, "rack": key, "ip": 0})).await.unwrap();
+    db.collection("log").insert_many(keys().map(|key| doc! {"_id": key, "host": key})).await.unwrap();
+    db.collection("notes").insert_many(keys().map(|key| doc! {"_id": key, "log": key})).await.unwrap();
+    db.collection("racks").insert_many(keys().map(|key| doc! {"_id": key})).await.unwrap();
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    InstanceKilled,
+    InstanceFrozen,
+    PrimaryStepsDown,
+    PrimaryKilled,
+}
+
+/// Causes a fault and ends it. Half of the time the instance leads.
+async fn strike(fault: Fault, set: &ReplicaSet, running: &mut [Running], random: &mut StdRng) {
+    let pause = Duration::from_millis(random.random_range(500..5000));
+    let instance = &mut running[random.random_range(0..2)];
+    match fault {
+        Fault::InstanceKilled => {
+            instance.kill();
+            instance.run().await;
+        }
+        Fault::InstanceFrozen => {
+            instance.signal("STOP");
+            tokio::time::sleep(pause).await;
+            instance.signal("CONT");
+        }
+        Fault::PrimaryStepsDown => {
+            set.step_down().await;
+        }
+        Fault::PrimaryKilled => {
+            let primary = set.primary().await;
+            set.node(primary).kill9();
+            set.primary().await;
+            set.node(primary).restart().await;
+            set.wait_members().await;
+        }
+    }
+}
+
+/// Runs clients through so many rounds of all faults, or for a time, and judges their history.
+async fn through_failovers(rounds: Option<usize>, length: Duration, seed: u64) {
+    let set = ReplicaSet::start(3).await;
+    let test = set.database().await;
+    documents(&test).await;
+    let mut running = vec![Running::start(&test, RULES, LEASE).await, Running::start(&test, RULES, LEASE).await];
+    let instances = [running[0].address, running[1].address];
+    let (history, stop) = (History::default(), Arc::new(AtomicBool::new(false)));
+    let mut clients = tokio::task::JoinSet::new();
+    for key in 0..CLIENTS {
+        let random = StdRng::seed_from_u64(seed * 100 + u64::try_from(key).unwrap());
+        // A connection of its own: its commands do not carry the times of others.
+        let db = denormd_fixture::client(&test.uri).await.database(&test.name);
+        let client = Client { db, key, instances, history: history.clone(), random };
+        clients.spawn(client.run(stop.clone()));
+    }
+    let mut random = StdRng::seed_from_u64(seed);
+    let begun = tokio::time::Instant::now();
+    let mut struck: BTreeMap<String, usize> = BTreeMap::new();
+    for round in 0.. {
+        if rounds.map_or(begun.elapsed() >= length, |rounds| round >= rounds) {
+            break;
+        }
+        for fault in [Fault::InstanceKilled, Fault::PrimaryStepsDown, Fault::InstanceFrozen, Fault::PrimaryKilled] {
+            acknowledged(&history, 5).await;
+            strike(fault, &set, &mut running, &mut random).await;
+            *struck.entry(format!("{fault:?}")).or_default() += 1;
+        }
+    }
+    acknowledged(&history, 20).await;
+    stop.store(true, Ordering::Relaxed);
+    while let Some(ended) = clients.join_next().await {
+        ended.unwrap();
+    }
+    let history = history.0.lock().unwrap().clone();
+    let count = |of: fn(&Entry) -> bool| history.iter().filter(|entry| of(entry)).count();
+    let found = violations(&history);
+    println!(
+        "seed {seed}: {} writes, {} waits, {} reads, {} violations, through {struck:?}",
+        count(|entry| matches!(entry, Entry::Wrote { .. })),
+        count(|entry| matches!(entry, Entry::Waited { .. })),
+        count(|entry| matches!(entry, Entry::Read { .. })),
+        found.len()
+    );
+    assert!(found.is_empty(), "{found:#?}");
+}
+
+/// Waits until so many more waits were acknowledged.
+async fn acknowledged(history: &History, more: usize) {
+    let count = || history.0.lock().unwrap().iter().filter(|entry| matches!(entry, Entry::Waited { .. })).count();
+    let (before, limit) = (count(), tokio::time::Instant::now() + PATIENCE);
+    while count() < before + more {
+        assert!(tokio::time::Instant::now() < limit, "no waits are acknowledged");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wait_that_is_acknowledged_covers_every_change_by_its_time() {
+    through_failovers(Some(1), Duration::ZERO, from_environment("DENORMD_SEED").unwrap_or(1)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "runs for as long as it is told: make waits MINUTES=10"]
+async fn for_as_long_as_it_is_told() {
+    let minutes: f64 = from_environment("DENORMD_WAIT_MINUTES").unwrap_or(5.0);
+    let seed = u64::from(from_environment("DENORMD_SEED").unwrap_or_else(rand::random::<u32>));
+    println!("seed {seed}, {minutes} minutes");
+    through_failovers(None, Duration::from_secs_f64(minutes * 60.0), seed).await;
+}
+
+/// The judge sees what a daemon that acknowledges too early would cause, and nothing else.
+#[test]
+fn the_judge_of_histories_sees_reads_that_lack_a_change() {
+    let wrote = |value, seconds| Entry::Wrote { key: 1, value, time: (seconds, 1) };
+    let waited = |seconds| Entry::Waited { time: (seconds, 1) };
+    let read = |value, known| Entry::Read { copy: "log", key: 1, value, known };
+    let bad = |history: &[Entry]| violations(history).len();
+    assert_eq!(bad(&[wrote(1, 10), waited(10), read(1, 2)]), 0);
+    assert_eq!(bad(&[wrote(1, 10), waited(10), read(0, 2)]), 1, "the copy lacks it");
+    assert_eq!(bad(&[wrote(1, 10), waited(10), read(0, 1)]), 0, "it was read before the wait was acknowledged");
+    assert_eq!(bad(&[wrote(1, 10), waited(9), read(0, 2)]), 0, "the wait was for an earlier time");
+    assert_eq!(bad(&[waited(10), wrote(1, 10), read(0, 1)]), 1, "another client heard of its write later");
+    assert_eq!(bad(&[wrote(1, 10), wrote(2, 11), waited(11), read(1, 3)]), 1, "an older value");
+    assert_eq!(bad(&[wrote(1, 10), waited(12), waited(9), read(0, 3)]), 1, "a later wait takes nothing back");
+    let other = Entry::Read { copy: "log", key: 2, value: 0, known: 2 };
+    assert_eq!(bad(&[wrote(1, 10), waited(10), other]), 0, "the copy of another key");
+}

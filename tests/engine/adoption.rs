@@ -1,0 +1,501 @@
+//! Mistakes in rules on existing data: each is reported with its line and a suggestion, and none costs a value.
+
+mod table;
+
+use bson::{Document, doc};
+use denormd_engine::{checkpoint::store::Store, inspection::suspicion::suspicions};
+use denormd_model::rule_state::{BlockReason, RuleState};
+use serde_json::json;
+
+use crate::support::{
+    daemon::{Daemon, all, config, context, load},
+    process::Program,
+};
+use table::{AGGREGATE, AGGREGATES, COLLECT, COLLECTS, COPIES, COPY, Mistake};
+
+/// A thousand orders whose customer's name the application has written.
+async fn orders(db: &mongodb::Database, count: i32) {
+    let customers = (0..10).map(|n| doc! {"_id": n, "firstName": format!("Ada {n}"), "email": "x"});
+    db.collection("customers").insert_many(customers).await.unwrap();
+    let orders = (0..count).map(|n| doc! {"_id": n, "customer": n % 10, "customerName": format!("Ada {}", n % 10)});
+    db.collection("orders").insert_many(orders).await.unwrap();
+    let keys = doc! {"createIndexes": "orders", "indexes": [{"key": {"customer": 1}, "name": "customer_1"}]};
+    db.run_command(keys).await.unwrap();
+}
+
+const RIGHT: &str = "  - { name: customer, copy: { source: customers, target: orders, match: { customer: _id }, set: { customerName: $firstName } } }";
+
+#[tokio::test]
+async fn plan_counts_what_it_would_do_to_existing_values() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 1000).await;
+    let orders = db.collection::<Document>("orders");
+    orders.update_one(doc! {"_id": 1}, doc! {"$set": {"customerName": "Grace"}}).await.unwrap();
+    orders.update_one(doc! {"_id": 2}, doc! {"$set": {"customer": 99}}).await.unwrap();
+    orders.update_many(doc! {"_id": {"$in": [3, 4, 5]}}, doc! {"$unset": {"customerName": 1}}).await.unwrap();
+    let program = Program::new(&config(&test, RIGHT));
+    let told = program.run(&["plan"]).await;
+    assert!(
+        told.out.contains("customer: adds 3, overwrites 1, removes 1 (all 1000 targets compared)"),
+        "{}\n{}",
+        told.out,
+        told.err
+    );
+    assert!(told.out.contains("in total: adds 3, overwrites 1, removes 1\n"), "{}", told.out);
+    assert!(told.out.contains("it would remove 1 of 997 existing values"), "{}", told.out);
+    assert!(!told.out.contains("Grace"), "values are shown on request alone: {}", told.out);
+    let told = program.run(&["plan", "--show-values"]).await;
+    assert!(told.out.contains("overwrite `customerName` of 1: \"Grace\" -> \"Ada 1\""), "{}", told.out);
+    assert!(told.out.contains("remove `customerName` of 2: \"Ada 2\" -> nothing"), "{}", told.out);
+}
+
+/// A rule is put into the shadow to see what it would do.
+#[tokio::test]
+async fn plan_counts_what_a_shadow_rule_would_do_and_does_not_block_it() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 100).await;
+    let orders = db.collection::<Document>("orders");
+    orders.update_one(doc! {"_id": 2}, doc! {"$set": {"customer": 99}}).await.unwrap();
+    let program = Program::new(&config(&test, &RIGHT.replace("copy:", "shadow: true, copy:")));
+    let told = program.run(&["plan"]).await.exits(0);
+    let counted = "customer: adds 0, overwrites 0, removes 1 (all 100 targets compared; in shadow: nothing is written)";
+    assert!(told.out.contains(counted), "{}", told.out);
+}
+
+/// A chain of rules once looked like a mistake: no document had the field that the first rule was going to write.
+#[tokio::test]
+async fn a_field_that_another_rule_writes_is_no_suspicion() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    db.collection::<Document>("orders").update_many(doc! {}, doc! {"$unset": {"customerName": 1}}).await.unwrap();
+    db.collection("invoices").insert_one(doc! {"_id": 1, "order": 1}).await.unwrap();
+    let second = "  - { name: invoice, allow_scan: true, copy: { source: orders, target: invoices, match: { order: _id }, set: { customer: $customerName } } }";
+    let program = Program::new(&config(&test, second));
+    let told = program.run(&["plan"]).await;
+    assert!(told.out.contains("has the field `customerName`"), "{}", told.out);
+    let program = Program::new(&config(&test, &format!("{RIGHT}\n{second}")));
+    let told = program.run(&["plan"]).await;
+    assert!(!told.out.contains("has the field `customerName`"), "{}", told.out);
+}
+
+/// `plan` once reported `ready`; two seconds after `run`, all values were gone.
+#[tokio::test]
+async fn a_typo_in_the_source_is_not_ready() {
+    let test = denormd_fixture::database().await;
+    orders(&test.database(), 1000).await;
+    let program = Program::new(&config(&test, &RIGHT.replace("source: customers", "source: custmers")));
+    let told = program.run(&["plan", "--output", "json"]).await.json();
+    assert_eq!(told["ready"], json!(false));
+    assert_eq!(told["warnings"][0]["line"], json!(6));
+    assert_eq!(told["warnings"][0]["hint"], json!("did you mean `customers`?"));
+    let why = told["blocked"][0]["reason"].as_str().unwrap();
+    assert_eq!(why, "it would remove 1000 of 1000 existing values; its source collection does not exist");
+}
+
+/// A misspelt database was once only warned about, and `plan --apply` created it with its indexes.
+#[tokio::test]
+async fn nothing_is_made_in_a_database_whose_name_is_misspelt() {
+    let test = denormd_fixture::database().await;
+    orders(&test.database(), 10).await;
+    let misspelt = format!("{}s", test.name);
+    let text = config(&test, RIGHT).replace(&format!("database: {:?}", test.name), &format!("database: {misspelt:?}"));
+    let program = Program::new(&text.replace("target: orders", "target: \u{201c}orders\u{201d}"));
+    let told = program.run(&["plan", "--apply"]).await.exits(4);
+    assert!(told.out.contains("typographic"), "another warning at this place: {}", told.out);
+    let place = format!("shop.yaml:6: the database `{misspelt}` of `{misspelt}.customers` does not exist");
+    assert!(told.out.contains(&place), "{}", told.out);
+    assert!(told.out.contains(&format!("did you mean `{}`?", test.name)), "{}", told.out);
+    assert!(!told.out.contains("createIndex") && !told.out.contains("createCollection"), "{}", told.out);
+    assert!(!test.client.list_database_names().await.unwrap().contains(&misspelt), "it was made");
+    // If the name resembles no other one, `plan` offers to create the collection, and no index.
+    let new: String = test.name.chars().rev().collect();
+    let text = config(&test, RIGHT).replace(&format!("database: {:?}", test.name), &format!("database: {new:?}"));
+    let told = Program::new(&text).run(&["plan"]).await.exits(4);
+    assert!(!told.out.contains("createIndex") && told.out.contains("createCollection"), "{}", told.out);
+}
+
+/// They are in the text: no server is needed to detect them.
+#[test]
+fn typographic_quotation_marks_are_seen_offline() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("denormd.yaml");
+    let rule = RIGHT.replace("orders,", "\u{201c}orders\u{201d},");
+    std::fs::write(&file, format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n{rule}\n")).unwrap();
+    let output = crate::support::running::denormd(&file).args(["plan", "--offline"]).output().unwrap();
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(told.contains("denormd.yaml:3:") && told.contains("typographic quotation marks"), "{told}");
+    assert!(told.contains("did you mean `orders`?") && told.contains("read the warning above first"), "{told}");
+}
+
+/// A large collection is not read whole, and the summary says so.
+#[tokio::test]
+async fn a_large_collection_is_sampled_and_the_summary_says_so() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 12_000).await;
+    let orders = db.collection::<Document>("orders");
+    let program = Program::new(&config(&test, RIGHT));
+    let told = program.run(&["plan"]).await.exits(0).out;
+    assert!(told.contains("(sample: 5") && told.contains(" of about 12000 compared)"), "{told}");
+    // Few values in a large collection: all of them are compared.
+    orders.update_many(doc! {"_id": {"$gte": 10}}, doc! {"$unset": {"customerName": 1}}).await.unwrap();
+    orders.update_one(doc! {"_id": 7}, doc! {"$set": {"customer": 99}}).await.unwrap();
+    let told = program.run(&["plan"]).await.out;
+    assert!(told.contains("among them all that hold a value"), "{told}");
+    assert!(told.contains("it would remove 1 of 10 existing values"), "{told}");
+}
+
+/// Customers and their orders, each with values of the other one that the application has written.
+async fn shop(db: &mongodb::Database) {
+    for name in ["customers", "orders"] {
+        db.run_command(doc! {"create": name, "changeStreamPreAndPostImages": {"enabled": true}}).await.unwrap();
+    }
+    let amount = |n: i32| 10 + n;
+    let customers = (1..=240).map(|n| {
+        doc! {
+            "_id": n, "firstName": format!("Ada {n}"), "address": {"city": format!("Oslo {n}")}, "code": format!("c{n}"),
+            "active": true, "orders": [{"id": n, "amount": amount(n)}], "total": amount(n),
+        }
+    });
+    db.collection("customers").insert_many(customers).await.unwrap();
+    let orders = (1..=240).map(|n| {
+        doc! {
+            "_id": n, "customer": n, "customerCode": format!("c{n}"), "customerName": format!("Ada {n}"),
+            "customerCity": format!("Oslo {n}"), "amount": amount(n), "readers": [n, 1], "placed": n, "status": "open",
+            "lines": [{"buyer": n, "buyerName": format!("Ada {n}")}],
+        }
+    });
+    db.collection("orders").insert_many(orders).await.unwrap();
+}
+
+fn rule(text: &str) -> String {
+    format!("  - name: r\n    allow_scan: true{}", text.trim_end())
+}
+
+/// The content of both collections, without the application's own changes that `changed` names.
+async fn held(db: &mongodb::Database) -> Vec<Document> {
+    let mut held = all(db, "customers").await;
+    held.extend(all(db, "orders").await);
+    held
+}
+
+/// Fails if an existing value has changed or is gone. Added values are allowed.
+fn nothing_lost(row: &str, before: &[Document], after: &[Document]) {
+    assert!(after.len() >= before.len(), "{row}: a document is gone");
+    for (nth, before) in before.iter().enumerate() {
+        for (name, value) in before {
+            assert_eq!(after[nth].get(name), Some(value), "{row}: `{name}` of {}", before.get("_id").unwrap());
+        }
+    }
+}
+
+/// Tests all rows: as a new rule, or as a change of the right one.
+async fn none_costs_a_value(right: &str, mistakes: &[Mistake], changed: bool) {
+    for mistake in mistakes {
+        let row = format!("{} ({})", mistake.what, if changed { "changed" } else { "new" });
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        shop(&db).await;
+        if changed {
+            let daemon = Daemon::start(&test, &rule(right)).await;
+            daemon.settled().await;
+            daemon.stop().await;
+        }
+        let before = held(&db).await;
+        let text = config(&test, &rule(mistake.rule));
+        let loaded = load(&text);
+        reported(&row, &text, mistake).await;
+        let daemon = Daemon::begin(&loaded, false).await;
+        daemon.settled().await;
+        // A live change of both sides is no consent either.
+        for name in ["customers", "orders"] {
+            let all = db.collection::<Document>(name);
+            all.update_many(doc! {"_id": {"$lte": 3}}, doc! {"$set": {"seen": true}}).await.unwrap();
+        }
+        daemon.settled().await;
+        daemon.stop().await;
+        nothing_lost(&row, &before, &held(&db).await);
+    }
+}
+
+/// The mistake is reported at its line, with a suggestion.
+async fn reported(row: &str, text: &str, mistake: &Mistake) {
+    let context = context(text).await;
+    let found = suspicions(&context.server, &context.plan, &context.plan.rules[0]).await.unwrap();
+    let found = load(text).located(&found);
+    let lines: Vec<&str> = text.lines().collect();
+    let told = |found: &denormd_rules::config::LocatedMistake| {
+        let line = found.place.line.and_then(|line| lines.get(line - 1)).copied().unwrap_or_default();
+        line.contains(mistake.line) && found.hint.as_deref().unwrap_or_default().contains(mistake.suggestion)
+    };
+    assert!(found.iter().any(told), "{row}: {found:#?}\n{text}");
+}
+
+#[tokio::test]
+async fn no_mistake_in_a_new_copy_costs_a_value() {
+    none_costs_a_value(COPY, COPIES, false).await;
+}
+
+#[tokio::test]
+async fn no_mistake_in_a_changed_copy_costs_a_value() {
+    none_costs_a_value(COPY, COPIES, true).await;
+}
+
+#[tokio::test]
+async fn no_mistake_in_a_new_collect_costs_a_value() {
+    none_costs_a_value(COLLECT, COLLECTS, false).await;
+}
+
+#[tokio::test]
+async fn no_mistake_in_a_changed_collect_costs_a_value() {
+    none_costs_a_value(COLLECT, COLLECTS, true).await;
+}
+
+#[tokio::test]
+async fn no_mistake_in_an_aggregate_costs_a_value() {
+    none_costs_a_value(AGGREGATE, AGGREGATES, false).await;
+    none_costs_a_value(AGGREGATE, AGGREGATES, true).await;
+}
+
+#[test]
+fn the_table_has_forty_rows_and_more() {
+    assert!(2 * (COPIES.len() + COLLECTS.len() + AGGREGATES.len()) >= 40);
+}
+
+/// The right rules, on the same data, are neither blocked nor suspected.
+#[tokio::test]
+async fn a_right_rule_is_neither_blocked_nor_suspected() {
+    for right in [COPY, COLLECT, AGGREGATE] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        shop(&db).await;
+        let text = config(&test, &rule(right));
+        let context = context(&text).await;
+        assert_eq!(suspicions(&context.server, &context.plan, &context.plan.rules[0]).await.unwrap(), [], "{right}");
+        let daemon = Daemon::start_unadopted(&config(&test, &rule(right))).await;
+        daemon.settled().await;
+        db.collection::<Document>("customers")
+            .update_one(doc! {"_id": 7}, doc! {"$set": {"firstName": "Grace"}})
+            .await
+            .unwrap();
+        db.collection::<Document>("orders").update_one(doc! {"_id": 7}, doc! {"$set": {"amount": 1}}).await.unwrap();
+        daemon.settled().await;
+        daemon.stop().await;
+        let customer = db.collection::<Document>("customers").find_one(doc! {"_id": 7}).await.unwrap().unwrap();
+        let order = db.collection::<Document>("orders").find_one(doc! {"_id": 7}).await.unwrap().unwrap();
+        let written = [
+            order.get_str("customerName").ok() == Some("Grace"),
+            customer.get_i32("total").ok() == Some(1),
+            customer.get_array("orders").unwrap()[0].as_document().unwrap().get_i32("amount").ok() == Some(1),
+        ];
+        assert_eq!(written.iter().filter(|written| **written).count(), 1, "{right}: {order} {customer}");
+    }
+}
+
+async fn standing(test: &denormd_fixture::TestDb, daemon: &Daemon) -> RuleState {
+    let context = daemon.context();
+    let dead_letters = &context.dead_letters;
+    let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
+    let known = store.rules(&context.server).await.unwrap();
+    known.into_iter().find(|(name, _)| name == "customer").unwrap_or_else(|| panic!("{}", test.name)).1.state
+}
+
+/// The table's rule that would remove a value, in three partitions: no partition writes, not even where nothing would
+/// be removed.
+#[tokio::test]
+async fn a_blocked_rule_waits_in_every_partition_until_a_person_agrees() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 300).await;
+    let targets = db.collection::<Document>("orders");
+    targets.update_one(doc! {"_id": 2}, doc! {"$set": {"customer": 99}}).await.unwrap();
+    targets.update_one(doc! {"_id": 3}, doc! {"$unset": {"customerName": 1}}).await.unwrap();
+    let before = all(&db, "orders").await;
+    let text = config(&test, RIGHT).replace("state: {", "lease: { partitions: 3 }\nstate: {");
+    let daemon = Daemon::start_unadopted(&text).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "orders").await, before);
+    assert!(matches!(standing(&test, &daemon).await, RuleState::Blocked(BlockReason::Adoption(_))));
+    let customers = db.collection::<Document>("customers");
+    customers.update_one(doc! {"_id": 3}, doc! {"$set": {"firstName": "Grace"}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(all(&db, "orders").await, before, "live writes wait as well");
+    // After a restart the rule is still blocked: nobody has agreed.
+    daemon.stop().await;
+    let daemon = Daemon::start_unadopted(&text).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "orders").await, before);
+    daemon.stop().await;
+
+    let program = Program::new(&text);
+    let told = program.run(&["unblock", "customer"]).await.exits(0).out;
+    assert!(told.contains("adds 1, overwrites 0, removes 1"), "{told}");
+    let orders = all(&db, "orders").await;
+    assert_eq!((orders[2].get("customerName"), orders[3].get_str("customerName").ok()), (None, Some("Grace")));
+    // The agreement is for this definition: another one that removes values is blocked.
+    let other = text.replace("$firstName", "$lastName");
+    let daemon = Daemon::start_unadopted(&other).await;
+    daemon.settled().await;
+    assert!(matches!(standing(&test, &daemon).await, RuleState::Blocked(BlockReason::Adoption(_))));
+    assert_eq!(all(&db, "orders").await, orders);
+    daemon.stop().await;
+    // Back to the definition that was agreed to.
+    let daemon = Daemon::start_unadopted(&text).await;
+    daemon.settled().await;
+    assert_eq!(standing(&test, &daemon).await, RuleState::Live);
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn adopt_true_agrees_beforehand_and_later() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let targets = db.collection::<Document>("orders");
+    targets.update_one(doc! {"_id": 2}, doc! {"$set": {"customer": 99}}).await.unwrap();
+    let daemon = Daemon::start_unadopted(&config(&test, RIGHT)).await;
+    daemon.settled().await;
+    assert!(all(&db, "orders").await[2].contains_key("customerName"));
+    daemon.stop().await;
+    let daemon = Daemon::start_unadopted(&config(&test, &RIGHT.replace("copy:", "adopt: true, copy:"))).await;
+    daemon.settled().await;
+    assert!(!all(&db, "orders").await[2].contains_key("customerName"));
+    daemon.stop().await;
+}
+
+/// The agreement once covered the adoption alone: a backfill that was agreed to stopped half-way at the removal limit
+/// and needed another agreement.
+#[tokio::test]
+async fn adopt_true_agrees_to_removals_beyond_the_limit_in_the_first_backfill_alone() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let dangling = async |ids: std::ops::Range<i32>| {
+        let ids: Vec<i32> = ids.collect();
+        let orders = db.collection::<Document>("orders");
+        orders.update_many(doc! {"_id": {"$in": ids}}, doc! {"$set": {"customer": 99}}).await.unwrap();
+    };
+    let with_values = async || {
+        let orders = all(&db, "orders").await;
+        orders.iter().filter(|order| order.contains_key("customerName")).count()
+    };
+    dangling(0..20).await;
+    let rule = RIGHT.replace("copy:", "adopt: true, copy:");
+    let text = config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 5,");
+    let daemon = Daemon::start_unadopted(&text).await;
+    daemon.settled().await;
+    assert_eq!(standing(&test, &daemon).await, RuleState::Live);
+    assert_eq!(with_values().await, 10);
+    // Afterwards the limit holds.
+    let customers = db.collection::<Document>("customers");
+    customers.delete_many(doc! {}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(standing(&test, &daemon).await, RuleState::Blocked(BlockReason::RemovalLimit));
+    assert!(with_values().await >= 5, "{}", with_values().await);
+    daemon.stop().await;
+}
+
+/// A rule whose decision was recorded just before the leader died.
+#[tokio::test]
+async fn a_decision_that_was_recorded_holds_after_a_crash() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let targets = db.collection::<Document>("orders");
+    targets.update_one(doc! {"_id": 2}, doc! {"$set": {"customer": 99}}).await.unwrap();
+    let daemon = Daemon::start_unadopted(&config(&test, RIGHT)).await;
+    daemon.settled().await;
+    daemon.kill();
+    let states = test.beside("state");
+    states.collection::<Document>("rules").delete_many(doc! {}).await.unwrap();
+    // The effect of the rule is not counted a second time.
+    targets.update_one(doc! {"_id": 2}, doc! {"$set": {"customer": 2}}).await.unwrap();
+    targets.update_one(doc! {"_id": 3}, doc! {"$set": {"customerName": "x"}}).await.unwrap();
+    let daemon = Daemon::start_unadopted(&config(&test, RIGHT)).await;
+    daemon.settled().await;
+    assert!(matches!(standing(&test, &daemon).await, RuleState::Blocked(BlockReason::Adoption(_))));
+    assert_eq!(all(&db, "orders").await[3].get_str("customerName").ok(), Some("x"));
+    daemon.stop().await;
+}
+
+/// No agreement is needed if no target has a value: nothing is at stake.
+#[tokio::test]
+async fn data_without_values_needs_no_agreement() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 300).await;
+    let targets = db.collection::<Document>("orders");
+    targets.update_many(doc! {}, doc! {"$set": {"customerName": null, "customer": 99}}).await.unwrap();
+    targets.update_one(doc! {"_id": 2}, doc! {"$set": {"customer": 2}}).await.unwrap();
+    let daemon = Daemon::start_unadopted(&config(&test, RIGHT)).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "orders").await[2].get_str("customerName").ok(), Some("Ada 2"));
+    daemon.stop().await;
+}
+
+/// Rules are listed in the config's order, whatever order they are computed in.
+#[tokio::test]
+async fn plan_lists_rules_in_the_order_of_the_config() {
+    let test = denormd_fixture::database().await;
+    let rules = "
+  - { name: second, copy: { source: b, target: c, match: { b: _id }, set: { a_name: $a_name } } }
+  - { name: first, copy: { source: a, target: b, match: { a: _id }, set: { a_name: $name } } }";
+    let program = Program::new(&config(&test, rules));
+    let told = program.run(&["plan", "--offline", "--output", "json"]).await.exits(0).json();
+    let names: Vec<&str> = told["rules"].as_array().unwrap().iter().filter_map(|rule| rule["name"].as_str()).collect();
+    assert_eq!(names, ["second", "first"]);
+}
+
+/// A blocked rule has written nothing: when it is removed from the config, its paths still have the application's
+/// values, which must not be pruned.
+#[tokio::test]
+async fn a_blocked_rule_leaves_nothing_to_prune() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let mistaken = RIGHT.replace("$firstName", "$lastName");
+    let daemon = Daemon::start_unadopted(&config(&test, &mistaken)).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let before = all(&db, "orders").await;
+    let other = "  - { name: other, copy: { source: customers, target: orders, match: { customer: _id }, set: { mail: $email } } }";
+    let program = Program::new(&config(&test, other));
+    let told = program.run(&["prune", "customer"]).await.exits(0).out;
+    assert!(told.contains("nothing to prune"), "{told}");
+    assert_eq!(all(&db, "orders").await, before);
+}
+
+/// A rule in shadow has written nothing either. Its paths were retired with it, and `prune` removed the application's
+/// values.
+#[tokio::test]
+async fn a_rule_in_shadow_leaves_nothing_to_prune() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let before = all(&db, "orders").await;
+    let daemon = Daemon::start(&test, &RIGHT.replace("copy:", "shadow: true, copy:")).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let other = "  - { name: other, copy: { source: customers, target: orders, match: { customer: _id }, set: { mail: $email } } }";
+    let program = Program::new(&config(&test, other));
+    let told = program.run(&["prune", "customer"]).await.exits(0).out;
+    assert!(told.contains("nothing to prune"), "{told}");
+    assert_eq!(all(&db, "orders").await, before);
+}
+
+/// `explain` once reported nothing about a value that a `once` rule keeps.
+#[tokio::test]
+async fn explain_says_what_a_once_rule_keeps() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 3).await;
+    let customers = db.collection::<Document>("customers");
+    customers.update_one(doc! {"_id": 1}, doc! {"$set": {"firstName": "Grace"}}).await.unwrap();
+    let program = Program::new(&config(&test, &RIGHT.replace("copy: { ", "copy: { once: true, ")));
+    let told = program.run(&["explain", "customer", "1"]).await.exits(0).out;
+    assert!(told.contains("stored \"Ada 1\", which `once` never changes again"), "{told}");
+    assert!(told.contains("the source gives \"Grace\" now"), "{told}");
+}

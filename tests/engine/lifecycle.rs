@@ -1,0 +1,527 @@
+//! Rules that are added, changed and removed; fields that others write.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use bson::{Document, doc};
+use denormd_engine::{checkpoint::store::Store, pipeline::Progress};
+use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_model::{
+    position::ClusterTime,
+    rule_state::{BlockReason, RuleState},
+};
+use denormd_mongo::Server;
+use futures_util::TryStreamExt;
+use mongodb::Database;
+
+use crate::{
+    engine::fan_outs::{fail, slow_writes},
+    support::{
+        daemon::{Daemon, PATIENCE, all, until},
+        running::Running,
+    },
+};
+
+const HOST: &str =
+    "  - { name: address, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
+
+async fn host_and_log(test: &TestDb) -> Database {
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1", "name": "alpha"}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    db
+}
+
+/// Waits until the only log message equals this.
+async fn becomes(db: &Database, expected: Document) {
+    for _ in 0..600 {
+        if all(db, "log").await == [expected.clone()] {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("expected {expected}, found {:?}", all(db, "log").await);
+}
+
+#[tokio::test]
+async fn a_changed_rule_is_backfilled_again_and_only_that_rule() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let other =
+        "  - { name: name, copy: { source: hosts, target: log, match: { host: _id }, set: { hostname: $name } } }";
+    let daemon = Daemon::start(&test, &format!("{HOST}\n{other}")).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    // These writes send no event to the daemon: only a backfill finds them.
+    db.collection::<Document>("log")
+        .update_one(doc! {}, doc! {"$set": {"hostname": "wrong", "ip": "wrong"}})
+        .await
+        .unwrap();
+    let changed = HOST.replace("$ip }", "$ip, shout: { $toUpper: $name } }");
+    let daemon = Daemon::start(&test, &format!("{changed}\n{other}")).await;
+    daemon.settled().await;
+    let expected = doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "hostname": "wrong", "shout": "ALPHA"};
+    assert_eq!(all(&db, "log").await, [expected]);
+    daemon.stop().await;
+}
+
+/// A rule that was removed from the config and put back unchanged once counted as done, whatever had happened in the
+/// meantime.
+#[tokio::test]
+async fn a_rule_that_comes_back_is_backfilled() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let other =
+        "  - { name: name, copy: { source: hosts, target: log, match: { host: _id }, set: { hostname: $name } } }";
+    let both = format!("{HOST}\n{other}");
+    let daemon = Daemon::start(&test, &both).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let daemon = Daemon::start(&test, HOST).await;
+    db.collection::<Document>("hosts").update_one(doc! {"_id": 1}, doc! {"$set": {"name": "new"}}).await.unwrap();
+    daemon.settled().await;
+    daemon.stop().await;
+    let daemon = Daemon::start(&test, &both).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "hostname": "new"}]);
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn guard_watch_repairs_at_once_and_counts() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let rule = HOST.replace("name: address,", "name: address, guard: watch,");
+    let daemon = Daemon::start(&test, &rule).await;
+    daemon.settled().await;
+    db.collection::<Document>("log").update_one(doc! {}, doc! {"$set": {"ip": "forged"}}).await.unwrap();
+    becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}).await;
+    daemon.settled().await;
+    let drift = || daemon.context().counts.drift.load(Ordering::Relaxed);
+    assert_eq!(drift(), 1);
+    // A change of the source, and our own write that follows, are not drift, and lead to no further write.
+    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.2"}).await;
+    daemon.settled().await;
+    assert_eq!(drift(), 1);
+    let modified = daemon.context().counts.modified.load(Ordering::Relaxed);
+    daemon.settled().await;
+    assert_eq!(daemon.context().counts.modified.load(Ordering::Relaxed), modified, "no echo");
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn on_drift_report_counts_and_leaves_it() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let rule = HOST.replace("name: address,", "name: address, guard: watch, on_drift: report,");
+    let daemon = Daemon::start(&test, &rule).await;
+    daemon.settled().await;
+    db.collection::<Document>("log").update_one(doc! {}, doc! {"$set": {"ip": "forged"}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(daemon.context().counts.drift.load(Ordering::Relaxed), 1);
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "ip": "forged"}]);
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn the_audit_finds_what_was_written_while_nobody_watched() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    db.collection::<Document>("log").update_one(doc! {}, doc! {"$set": {"ip": "forged"}}).await.unwrap();
+    becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}).await;
+    assert_eq!(daemon.context().counts.drift.load(Ordering::Relaxed), 1);
+    daemon.stop().await;
+}
+
+/// The guard once called our own write drift if it took a while: with a large fan-out, or a full queue.
+#[tokio::test]
+async fn a_write_that_takes_its_time_is_nobodys_drift() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = host_and_log(&test).await;
+    db.collection("log").insert_many((2..2000).map(|id| doc! {"_id": id, "host": 1})).await.unwrap();
+    let rule = HOST.replace("name: address,", "name: address, guard: watch,");
+    // The first statement for all targets of a key has a tenth of this time, which must be longer than a slowed write.
+    let limits = "limits: { write_timeout_seconds: 60,";
+    let daemon = Daemon::start_config(&crate::support::daemon::config(&test, &rule).replace("limits: {", limits)).await;
+    daemon.settled().await;
+    // The guard checks the events of the first write twice while the second write is in progress.
+    slow_writes(&test, 1500).await;
+    let logs = db.collection::<Document>("log");
+    let hosts = db.collection::<Document>("hosts");
+    hosts.update_one(doc! {}, doc! {"$set": {"ip": "10.0.1.1"}}).await.unwrap();
+    until("the first write is under way", async || {
+        let writes = doc! {"$match": {"command.update": "log", "command.$db": &test.name}};
+        let running = test.client.database("admin").aggregate([doc! {"$currentOp": {}}, writes]).await.unwrap();
+        running.try_collect::<Vec<_>>().await.unwrap().pop()
+    })
+    .await;
+    hosts.update_one(doc! {}, doc! {"$set": {"ip": "10.0.1.2"}}).await.unwrap();
+    until("the first write is applied", async || logs.find_one(doc! {"_id": 1999, "ip": "10.0.1.1"}).await.unwrap())
+        .await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    fail(&test, "off", doc! {}).await;
+    daemon.settled().await;
+    let stale = doc! {"ip": {"$ne": "10.0.1.2"}};
+    assert_eq!(logs.count_documents(stale).await.unwrap(), 0);
+    assert_eq!(daemon.context().counts.drift.load(Ordering::Relaxed), 0);
+    daemon.stop().await;
+}
+
+/// The audit once reported the targets of a rule that was not backfilled yet as drift, one warning each: thousands in
+/// the first minutes of 336,776 flights; and also recent changes on a busy daemon.
+#[tokio::test]
+async fn what_is_under_way_is_nobodys_drift() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let rule = HOST.replace("name: address,", "name: address, on_drift: report,");
+    let context = crate::support::daemon::context(&crate::support::daemon::config(&test, &rule)).await;
+    let rule = &context.plan.rules[0];
+    let (out, _pages) = tokio::sync::mpsc::channel(1);
+    let latest = ClusterTime { seconds: u32::MAX, increment: 0 };
+    let set = async |collection: &str, ip: &str| {
+        db.collection::<Document>(collection).update_one(doc! {}, doc! {"$set": {"ip": ip}}).await.unwrap();
+    };
+    set("log", "stale").await;
+    let meanwhile = |collection: &'static str, ip: &'static str| async move {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        set(collection, ip).await;
+    };
+    let round = async |progress: Progress| {
+        denormd_engine::jobs::audit::round(&context, rule, &move |rule| progress.applied_of(rule), &out).await.unwrap();
+        context.counts.drift.load(Ordering::Relaxed)
+    };
+    let audit = async |applied: ClusterTime| round(Progress { applied, ..Progress::default() }).await;
+    let states = std::sync::Arc::new(vec![RuleState::BACKFILL]);
+    assert_eq!(round(Progress { applied: latest, states, ..Progress::default() }).await, 0, "it is being backfilled");
+    // The expected value changes between the two reads, and so does the stored one.
+    assert_eq!(tokio::join!(audit(latest), meanwhile("hosts", "10.0.0.2")).0, 0);
+    assert_eq!(tokio::join!(audit(latest), meanwhile("log", "10.0.0.1")).0, 0);
+    assert_eq!(tokio::join!(audit(latest), meanwhile("log", "10.0.0.2")).0, 0);
+    // The changes that the first read has seen are not applied yet.
+    let behind = tokio::time::timeout(Duration::from_secs(4), async {
+        set("log", "stale").await;
+        audit(ClusterTime { seconds: 1, increment: 0 }).await
+    });
+    assert!(behind.await.is_err(), "the second look waits");
+    assert_eq!(audit(latest).await, 1, "drift");
+}
+
+/// Waits until a rule is blocked, or none is.
+async fn held(daemon: &Daemon, is: bool) {
+    let mut progress = daemon.progress();
+    let wait = progress.wait_for(|progress| progress.stopped().next().is_some() == is);
+    tokio::time::timeout(PATIENCE, wait).await.expect("the rule is blocked").unwrap();
+}
+
+#[tokio::test]
+async fn a_dropped_source_blocks_its_rules_until_it_is_there_again_or_the_loss_is_agreed_to() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    db.collection("rooms").insert_one(doc! {"_id": 1, "room": "R1"}).await.unwrap();
+    let other = "  - { name: room, copy: { source: rooms, target: log, match: { host: _id }, set: { room: $room } } }";
+    let rules = format!("{HOST}\n{other}");
+    let daemon = Daemon::start(&test, &rules).await;
+    daemon.settled().await;
+    let whole = doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "room": "R1"};
+    assert_eq!(all(&db, "log").await, std::slice::from_ref(&whole));
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    held(&daemon, true).await;
+    // Events that make the rule check again: the target's event, a restart.
+    let log = db.collection::<Document>("log");
+    log.update_one(doc! {}, doc! {"$set": {"host": 1.0}}).await.unwrap();
+    daemon.settled().await;
+    daemon.stop().await;
+    let daemon = Daemon::start(&test, &rules).await;
+    held(&daemon, true).await;
+    db.collection::<Document>("rooms").update_one(doc! {}, doc! {"$set": {"room": "R2"}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(
+        all(&db, "log").await,
+        [doc! {"_id": 1, "host": 1.0, "ip": "10.0.0.1", "room": "R2"}],
+        "the other rule goes on"
+    );
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.2"}).await.unwrap();
+    held(&daemon, false).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1.0, "ip": "10.0.0.2", "room": "R2"}], "it is back");
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    held(&daemon, true).await;
+    daemon.ask("address").await;
+    held(&daemon, false).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1.0, "room": "R2"}]);
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn a_source_dropped_while_the_daemon_is_down_detaches_its_rules() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    db.collection("log").insert_one(doc! {"_id": 2, "host": 1}).await.unwrap();
+    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.9"}}).await.unwrap();
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    let daemon = Daemon::start(&test, HOST).await;
+    held(&daemon, true).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await[0], doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"});
+    daemon.stop().await;
+}
+
+/// After a crash before the position had passed the drop, and an `unblock`, the next start read the drop again and once
+/// blocked the rule a second time.
+#[tokio::test]
+async fn a_drop_that_is_met_again_after_its_release_holds_nothing() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    let server = Server::new(test.client.clone());
+    let state = format!("{}_state", test.name);
+    daemon.stop().await;
+    let positions = test.beside("state").collection::<Document>("positions");
+    let before = positions.find_one(doc! {}).await.unwrap().unwrap();
+    let daemon = Daemon::start(&test, HOST).await;
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    held(&daemon, true).await;
+    daemon.kill();
+    let store = Store::open(&server, &state, "default").await.unwrap();
+    assert!(store.ask(&server, "address").await.unwrap());
+    positions.replace_one(doc! {"_id": before.get("_id").unwrap()}, &before).await.unwrap();
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    assert!(daemon.progress().borrow().stopped().next().is_none(), "it is blocked again");
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1}], "the loss is applied");
+    // A later drop is a new one.
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.5"}).await.unwrap();
+    daemon.settled().await;
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    held(&daemon, true).await;
+    daemon.stop().await;
+}
+
+/// Thirty hosts with a log message each.
+async fn thirty(test: &TestDb) -> Database {
+    let db = test.database();
+    let hosts = (0..30).map(|n| doc! {"_id": n, "ip": "10.0.0.1"});
+    db.collection("hosts").insert_many(hosts).await.unwrap();
+    db.collection("log").insert_many((0..30).map(|n| doc! {"_id": n, "host": n})).await.unwrap();
+    db
+}
+
+async fn with_values(db: &Database) -> u64 {
+    db.collection::<Document>("log").count_documents(doc! {"ip": {"$exists": true}}).await.unwrap()
+}
+
+async fn is_blocked_by_the_removal_limit(daemon: &Daemon) {
+    let mut progress = daemon.progress();
+    let blocked = RuleState::Blocked(BlockReason::RemovalLimit);
+    let wait = progress.wait_for(|progress| progress.states.contains(&blocked));
+    tokio::time::timeout(PATIENCE, wait).await.expect("the rule is blocked").unwrap();
+}
+
+/// The limit once covered only `remove` and `delete`: a purge of the sources unset every copy.
+#[tokio::test]
+async fn values_that_would_be_unset_count_towards_the_removal_limit() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
+    let forms = [
+        ("one", "match: { host: _id }, set: { ip: $ip }"),
+        ("into", "match: { \"hosts.$[]\": _id }, into: ip, element: $ip"),
+    ];
+    for (name, form) in forms {
+        let rule = HOST.replace("match: { host: _id }, set: { ip: $ip }", form).replace("address", name);
+        let text = crate::support::daemon::config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
+        let hosts = db.collection::<Document>("hosts");
+        hosts.delete_many(doc! {}).await.unwrap();
+        hosts.insert_many((0..30).map(|n| doc! {"_id": n, "ip": "10.0.0.1"})).await.unwrap();
+        let log = db.collection::<Document>("log");
+        log.update_many(doc! {}, vec![doc! {"$set": {"hosts": ["$host"]}}, doc! {"$unset": "ip"}]).await.unwrap();
+        let daemon = Daemon::start_config(&text).await;
+        daemon.settled().await;
+        assert_eq!(with_values(&db).await, 30);
+        // References that never had a value lose none.
+        log.insert_many((100..130).map(|n| doc! {"_id": n, "host": n, "hosts": []})).await.unwrap();
+        daemon.settled().await;
+        hosts.delete_many(doc! {"_id": {"$lt": 5}}).await.unwrap();
+        daemon.settled().await;
+        assert!(daemon.progress().borrow().stopped().next().is_none(), "five may go");
+        hosts.delete_many(doc! {}).await.unwrap();
+        is_blocked_by_the_removal_limit(&daemon).await;
+        daemon.settled().await;
+        let kept = log.count_documents(doc! {"ip": {"$in": ["10.0.0.1"]}}).await.unwrap();
+        assert!((20..=25).contains(&kept), "{kept} have their value: no more than ten go in an hour");
+        // An operator agrees: all values are removed at once.
+        daemon.ask(name).await;
+        held(&daemon, false).await;
+        daemon.settled().await;
+        assert_eq!(log.count_documents(doc! {"ip": {"$in": ["10.0.0.1"]}}).await.unwrap(), 0);
+        assert!(daemon.progress().borrow().stopped().next().is_none());
+        daemon.stop().await;
+        log.delete_many(doc! {"_id": {"$gte": 100}}).await.unwrap();
+    }
+}
+
+/// A failed batch was once counted again with each attempt, and blocked the rule.
+#[tokio::test]
+async fn a_removal_that_is_tried_again_counts_once() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = thirty(&test).await;
+    let text = crate::support::daemon::config(&test, HOST).replace("limits: {", "limits: { destroy_per_hour: 10,");
+    let daemon = Daemon::start_config(&text).await;
+    daemon.settled().await;
+    let refused = doc! {"failCommands": ["update"], "namespace": format!("{}.log", test.name), "errorCode": 112};
+    fail(&test, doc! {"times": 5}, refused).await;
+    let hosts = db.collection::<Document>("hosts");
+    hosts.delete_many(doc! {"_id": {"$lt": 8}}).await.unwrap();
+    until("eight targets have lost their values", async || (with_values(&db).await == 22).then_some(())).await;
+    daemon.settled().await;
+    assert!(daemon.progress().borrow().stopped().next().is_none(), "eight of ten are gone");
+    hosts.delete_many(doc! {}).await.unwrap();
+    is_blocked_by_the_removal_limit(&daemon).await;
+    daemon.settled().await;
+    assert!(with_values(&db).await >= 20, "no more than ten go in an hour");
+    daemon.stop().await;
+}
+
+/// A collection that was created after the start once counted as never seen: when it was dropped, its copies were
+/// removed.
+#[tokio::test]
+async fn a_source_that_was_created_after_the_start_is_missed_when_it_goes() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = test.database();
+    db.collection("log").insert_many((0..12_000).map(|n| doc! {"_id": n, "host": n})).await.unwrap();
+    // The drop waits behind more changes than the queue holds.
+    let text =
+        crate::support::daemon::config(&test, HOST).replace("limits: {", "limits: { pending: 100, batch_keys: 50, ");
+    let daemon = Daemon::start_config(&text).await;
+    daemon.settled().await;
+    let hosts = db.collection("hosts");
+    hosts.insert_many((0..12_000).map(|n| doc! {"_id": n, "ip": "10.0.0.1"})).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(with_values(&db).await, 12_000);
+    // Its last changes are processed after it is gone.
+    slow_writes(&test, 300).await;
+    hosts.update_many(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    hosts.drop().await.unwrap();
+    held(&daemon, true).await;
+    fail(&test, "off", doc! {}).await;
+    daemon.settled().await;
+    assert_eq!(with_values(&db).await, 12_000);
+    daemon.stop().await;
+}
+
+/// An application that writes one document creates the collection again: nearly all copies were once removed, because
+/// the removal limit does not protect a small collection.
+#[tokio::test]
+async fn a_source_that_returns_with_few_documents_costs_no_value() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
+    let running = Running::start(&test, HOST, "").await;
+    running.until("it is copied", |status| status.rules[0].state == "live").await;
+    assert_eq!(with_values(&db).await, 30);
+    let hosts = db.collection("hosts");
+    hosts.drop().await.unwrap();
+    hosts.insert_one(doc! {"_id": 0, "ip": "10.0.0.2"}).await.unwrap();
+    let stays = "the source collection is there again, but the rule stays blocked";
+    until("the new collection has been counted", async || running.log().contains(stays).then_some(())).await;
+    let log = running.log();
+    assert!(
+        log.contains("29 of 30 targets would lose their value") && log.contains("`denormd unblock address`"),
+        "{log}"
+    );
+    assert_eq!(with_values(&db).await, 30);
+    // `mongorestore` goes on: the rest of the documents, but for two.
+    hosts.insert_many((1..28).map(|n| doc! {"_id": n, "ip": "10.0.0.2"})).await.unwrap();
+    until("it goes on by itself", async || {
+        let new = db.collection::<Document>("log").count_documents(doc! {"ip": "10.0.0.2"}).await.unwrap();
+        (new == 28 && with_values(&db).await == 28).then_some(())
+    })
+    .await;
+    hosts.drop().await.unwrap();
+    running.until("it is blocked", |status| status.rules[0].state == "blocked").await;
+    let (code, told, error) = running.command(&["unblock", "address"]);
+    assert_eq!(code, Some(0), "{error}");
+    assert!(told.contains("  - 28 of 28 targets would lose their value\n"), "{told}");
+    assert_eq!(with_values(&db).await, 0);
+}
+
+/// An older backup restored while the daemon was down, and `$out` while it runs.
+#[tokio::test]
+async fn a_source_that_is_replaced_costs_no_value_without_an_agreement() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let hosts = db.collection("hosts");
+    hosts.drop().await.unwrap();
+    hosts.insert_many((0..5).map(|n| doc! {"_id": n, "ip": "10.0.0.3"})).await.unwrap();
+    let daemon = Daemon::start(&test, HOST).await;
+    held(&daemon, true).await;
+    daemon.settled().await;
+    assert_eq!(with_values(&db).await, 30);
+    daemon.ask("address").await;
+    held(&daemon, false).await;
+    daemon.settled().await;
+    let log = db.collection::<Document>("log");
+    assert_eq!(log.count_documents(doc! {"ip": "10.0.0.3"}).await.unwrap(), 5);
+    assert_eq!(with_values(&db).await, 5);
+    // Rebuilt as a whole: no value is lost, so nobody is asked.
+    let rebuilt = vec![doc! {"$set": {"ip": "10.0.0.4"}}, doc! {"$out": "hosts"}];
+    hosts.aggregate(rebuilt).await.unwrap();
+    until("it is copied", async || (log.count_documents(doc! {"ip": "10.0.0.4"}).await.unwrap() == 5).then_some(()))
+        .await;
+    hosts.aggregate(vec![doc! {"$match": {"_id": 1}}, doc! {"$out": "hosts"}]).await.unwrap();
+    held(&daemon, true).await;
+    daemon.settled().await;
+    assert_eq!(with_values(&db).await, 5);
+    daemon.stop().await;
+}
+
+/// A block that the server recorded late, after an operator had agreed: the state was blocked, the leader ran a
+/// backfill that could never be saved, and nothing reported it.
+#[tokio::test]
+async fn a_block_that_is_recorded_late_is_noticed() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    let server = Server::new(test.client.clone());
+    let store = Store::open(&server, &format!("{}_state", test.name), "default").await.unwrap();
+    store.block(&server, &daemon.context().plan.rules[0], BlockReason::RemovalLimit).await.unwrap();
+    held(&daemon, true).await;
+    daemon.ask("address").await;
+    held(&daemon, false).await;
+    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(with_values(&db).await, 1);
+    daemon.stop().await;
+}
+
+#[tokio::test]
+async fn the_removal_limit_stops_a_wave_of_deletes() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
+    let rule = HOST.replace("set: { ip: $ip }", "set: { ip: $ip }, on_missing: delete");
+    let text = crate::support::daemon::config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
+    let daemon = Daemon::start_config(&text).await;
+    daemon.settled().await;
+    for n in 0..5 {
+        db.collection::<Document>("hosts").delete_one(doc! {"_id": n}).await.unwrap();
+    }
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await.len(), 25);
+    db.collection::<Document>("hosts").delete_many(doc! {}).await.unwrap();
+    held(&daemon, true).await;
+    daemon.settled().await;
+    assert!(all(&db, "log").await.len() >= 20, "no more than ten go in an hour");
+    daemon.stop().await;
+}

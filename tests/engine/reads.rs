@@ -1,0 +1,193 @@
+//! The documents that a read examines: only the sources of its keys, however large the collection is; and only an order
+//! that does not affect the result is left out.
+
+use std::collections::BTreeMap;
+
+use bson::{Bson, Document, doc};
+use denormd_engine::reconcile::read;
+use denormd_model::key::Key;
+use mongodb::{Database, IndexModel};
+use rand::{
+    Rng, SeedableRng,
+    rngs::StdRng,
+    seq::{IndexedRandom, SliceRandom},
+};
+
+use crate::support::daemon::rule;
+
+/// Rules that need their sources in an order.
+const RULES: [&str; 5] = [
+    "aggregate: { source: s, target: t, match: { _id: part }, set: { mean: { $avg: $rating } } }",
+    "aggregate: { source: s, target: t, match: { _id: part }, set: { mean: { $avg: $rating } }, sort: { at: -1 } }",
+    "collect: { source: s, target: t, match: { _id: part }, into: all, element: { rating: $rating } }",
+    "collect: { source: s, target: t, match: { _id: part }, into: all, element: { rating: $rating }, sort: { at: -1 } }",
+    "copy: { source: s, target: t, match: { _id: part }, sort: { at: -1 }, set: { rating: $rating } }",
+];
+const PARTS: i32 = 5000;
+const EACH: i32 = 4;
+/// With this number of keys the server once preferred an index that provided the order, and scanned the whole
+/// collection.
+const KEYS: i32 = 1000;
+
+/// The rows by key; a row that was found through an array element belongs to no key.
+async fn rows(database: &Database, command: &Document) -> Vec<(i32, Document)> {
+    let mut reply = database.run_command(command.clone()).await.unwrap();
+    let rows = std::mem::take(reply.get_document_mut("cursor").unwrap().get_array_mut("firstBatch").unwrap());
+    let rows = rows.into_iter().map(|row| row.as_document().unwrap().clone());
+    rows.filter_map(|row| Some((row.get_array("k").unwrap()[0].as_i32()?, row))).collect()
+}
+
+/// The number of examined documents in an `explain`. A stage may repeat the numbers of its parts.
+fn examined(plan: &Bson) -> i64 {
+    match plan {
+        Bson::Document(doc) => match doc.get("totalDocsExamined") {
+            Some(Bson::Int32(n)) => i64::from(*n),
+            Some(Bson::Int64(n)) => *n,
+            _ => doc.values().map(examined).sum(),
+        },
+        Bson::Array(items) => items.iter().map(examined).sum(),
+        _ => 0,
+    }
+}
+
+#[tokio::test]
+async fn a_read_of_many_keys_looks_at_their_sources_alone() {
+    let test = denormd_fixture::database().await;
+    let database = test.database();
+    let sources = database.collection::<Document>("s");
+    let source = |id: i32| doc! {"_id": id, "part": id % PARTS, "rating": 0.1 * f64::from(id % 7), "at": id % 11};
+    sources.insert_many((0..PARTS * EACH).map(source)).await.unwrap();
+    // The server cannot sort by two arrays; such a source belongs to no key.
+    sources.insert_one(doc! {"_id": "arrays", "part": [1, 2], "rating": 5, "at": [1, 2]}).await.unwrap();
+    for keys in [doc! {"part": 1}, doc! {"at": 1}] {
+        sources.create_index(IndexModel::builder().keys(keys).build()).await.unwrap();
+    }
+    let keys: Vec<Key> = (0..KEYS).map(|part| Key::one(Bson::Int32(part))).collect();
+    let keys: Vec<&Key> = keys.iter().collect();
+    for text in RULES {
+        let rule = rule(text);
+        let command = read::sources(&rule, &keys);
+        let found = rows(&database, &command).await.len();
+        assert!(found == KEYS as usize || found == (KEYS * EACH) as usize, "{text}: {found}");
+        let plan = database.run_command(doc! {"explain": command, "verbosity": "executionStats"}).await.unwrap();
+        let examined = examined(&plan.into());
+        assert!(examined <= i64::from(KEYS * EACH) + 1, "{text}: {examined} looked at");
+    }
+}
+
+/// Rules whose sums and means are read in any order.
+const SUMS: [&str; 4] = [
+    "aggregate: { source: s, target: t, match: { _id: part }, set: { sum: { $sum: $n }, all: { $sum: 1 } } }",
+    "aggregate: { source: s, target: t, match: { _id: part }, set: { mean: { $avg: $n }, all: { $count: {} } }, sort: { at: -1 } }",
+    "aggregate: { source: s, target: t, match: { _id: part }, set: { half: { $avg: { $cond: [true, $n, 0.5] } }, sum: { $sum: $m } } }",
+    "aggregate: { source: s, target: t, match: { _id: \"parts.$[]\" }, set: { sum: { $sum: $n }, mean: { $avg: $m } } }",
+];
+
+/// Numbers of one kind, or of all kinds.
+fn numbers(random: &mut StdRng) -> Vec<Bson> {
+    let whole = vec![Bson::Int32(3), Bson::Int32(-1), Bson::Int32(i32::MAX), Bson::Int64(5), Bson::Int64(-(1 << 40))];
+    let others = vec![Bson::Null, "x".into(), Bson::Boolean(true), bson::DateTime::from_millis(5).into()];
+    let doubles = [1e100, -1e100, 0.1, 1.0, -0.0].map(Bson::Double);
+    let decimals = ["1", "0.10", "1E+40", "-1E+40"].map(|text| Bson::Decimal128(text.parse().unwrap()));
+    let mut pool = whole;
+    if random.random_bool(0.5) {
+        pool.extend(others);
+    }
+    if random.random_bool(0.3) {
+        pool.extend(doubles);
+    }
+    if random.random_bool(0.2) {
+        pool.extend(decimals);
+    }
+    // More than a double can hold, and more than 64 bits when some of them are added.
+    if random.random_bool(0.3) {
+        pool.extend([(1 << 53) + 1, 1 << 60, -(1 << 60)].map(Bson::Int64));
+    }
+    if random.random_bool(0.2) {
+        pool.extend([i64::MAX, i64::MIN].map(Bson::Int64));
+    }
+    pool
+}
+
+#[tokio::test]
+async fn sums_in_any_order_are_the_same_where_they_say_so() {
+    let test = denormd_fixture::database().await;
+    let database = test.database();
+    let sources = database.collection::<Document>("s");
+    sources.create_index(IndexModel::builder().keys(doc! {"part": 1}).build()).await.unwrap();
+    let keys: Vec<Key> = (0..10).map(|part| Key::one(Bson::Int32(part))).collect();
+    let keys: Vec<&Key> = keys.iter().collect();
+    let mut random = StdRng::seed_from_u64(2028);
+    let rules = SUMS.map(rule);
+    let (mut whole, mut other) = (0, 0);
+    for _ in 0..200 {
+        // The server finds them in the order of their insertion.
+        let mut ids: Vec<i32> = (0..80).collect();
+        ids.shuffle(&mut random);
+        let pools: Vec<Vec<Bson>> = (0..10).map(|_| numbers(&mut random)).collect();
+        let mut source = |id: i32| {
+            let part = random.random_range(0..10_usize);
+            let [n, m] = [(), ()].map(|()| pools[part].choose(&mut random).unwrap().clone());
+            let part = i32::try_from(part).unwrap();
+            doc! {"_id": id, "part": part, "parts": [part, random.random_range(0..10)], "at": id % 7, "n": n, "m": m}
+        };
+        let documents: Vec<Document> = ids.into_iter().map(&mut source).collect();
+        sources.delete_many(doc! {}).await.unwrap();
+        sources.insert_many(&documents).await.unwrap();
+        for rule in &rules {
+            let exact: BTreeMap<i32, Document> =
+                rows(&database, &read::sources(rule, &keys)).await.into_iter().collect();
+            let found = rows(&database, &read::sources_in_any_order(rule, &keys).unwrap()).await;
+            assert_eq!(found.len(), exact.len());
+            for (key, mut row) in found {
+                let Bson::Boolean(says) = row.remove("w").unwrap() else { panic!("{row}") };
+                if says {
+                    assert_eq!(row, exact[&key], "{:?}", rule.values);
+                    whole += 1;
+                } else {
+                    other += 1;
+                }
+            }
+        }
+    }
+    assert!(whole > 500 && other > 500, "{whole} of whole numbers, {other} of others");
+}
+
+/// Of equal values `$min` and `$max` keep the one that comes first, whatever its type.
+#[tokio::test]
+async fn of_equal_values_the_first_is_kept() {
+    let test = denormd_fixture::database().await;
+    let database = test.database();
+    let sources = database.collection::<Document>("s");
+    let rule = rule(
+        "aggregate: { source: s, target: t, match: { _id: part }, set: { least: { $min: $n }, most: { $max: $n }, all: { $addToSet: $n } } }",
+    );
+    let mut equal = vec![Bson::Int32(1), Bson::Int64(1), Bson::Double(1.0), Bson::Decimal128("1.0".parse().unwrap())];
+    let mut random = StdRng::seed_from_u64(2029);
+    for _ in 0..20 {
+        equal.shuffle(&mut random);
+        sources.delete_many(doc! {}).await.unwrap();
+        let mut documents: Vec<Document> =
+            (0..).zip(&equal).map(|(id, n): (i32, _)| doc! {"_id": id, "part": 1, "n": n}).collect();
+        documents.shuffle(&mut random);
+        sources.insert_many(documents).await.unwrap();
+        let found = rows(&database, &read::sources(&rule, &[&Key::one(Bson::Int32(1))])).await;
+        let first = &equal[0];
+        assert_eq!(found, [(1, doc! {"k": [1], "v": {"v0": first, "v1": first, "v2": [first]}})]);
+    }
+}
+
+#[test]
+fn what_keeps_the_order_of_its_sources_is_read_in_it() {
+    let key = Key::one(Bson::Int32(1));
+    for set in ["$min: $n", "$addToSet: $n", "$push: $n", "$first: $n"] {
+        let text = format!(
+            "aggregate: {{ source: s, target: t, match: {{ _id: part }}, set: {{ a: {{ $sum: $n }}, b: {{ {set} }} }} }}"
+        );
+        assert_eq!(read::sources_in_any_order(&rule(&text), &[&key]), None, "{set}");
+    }
+    for set in ["$sum: 1", "$count: {}"] {
+        let text = format!("aggregate: {{ source: s, target: t, match: {{ _id: part }}, set: {{ a: {{ {set} }} }} }}");
+        assert_eq!(read::sources_in_any_order(&rule(&text), &[&key]), None, "{set} needs none anyway");
+    }
+}

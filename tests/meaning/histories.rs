@@ -1,0 +1,463 @@
+//! Random histories against an oracle that shares no code with the plan.
+//!
+//! Each world is a set of rules over its own collections; hundreds of worlds share one database and one daemon. The
+//! seed of a failure is printed; `DENORMD_SEED` replays it, `DENORMD_HISTORIES` sets the number of histories,
+//! `DENORMD_FIRST` the first seed (1; `random` draws it, as `make histories` does), and `DENORMD_ODD` the odd kinds of
+//! worlds: `all`, `none`, or names separated by commas.
+
+mod perform;
+mod touch;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+use bson::{Document, doc};
+use denormd_fixture::TestDb;
+use denormd_oracle::{Expectation, Generator, Odd, Op, Options, Oracle, World, differences};
+use futures_util::{StreamExt, stream};
+use mongodb::Database;
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+use crate::support::{
+    daemon::{Daemon, PATIENCE, all, config, rules_as_json},
+    seeds::seeds,
+};
+use perform::{Form, create, perform, world};
+
+/// The odd kinds that are drawn unless `DENORMD_ODD` says otherwise.
+const ODD: &[Odd] = &[
+    Odd::NotUtf8,
+    Odd::Empty,
+    Odd::Collections,
+    Odd::PreImages,
+    Odd::Failing,
+    Odd::Collation,
+    Odd::Echo,
+    Odd::EdgeIds,
+];
+
+/// One step of a history.
+enum Step {
+    Op(Op),
+    /// All earlier steps are waited for, and the result is compared.
+    Wait,
+    /// A collection is dropped and restored, and each step is waited for: in between, the values of its targets stay.
+    Lose(String),
+}
+
+struct History {
+    seed: u64,
+    generator: Generator,
+    oracle: Oracle,
+    rules: Vec<Document>,
+    pre_images: BTreeSet<String>,
+}
+
+impl History {
+    fn draw(seed: u64, options: fn(String) -> Options, database: &str) -> Self {
+        let mut options = options(format!("w{seed}_"));
+        database.clone_into(&mut options.database);
+        let mut generator = Generator::with_options(seed, options);
+        let rules: Vec<Document> = generator.rules();
+        let oracle = Oracle::new(&rules, database).unwrap();
+        let pre_images = generator.pre_images();
+        Self { seed, generator, oracle, rules, pre_images }
+    }
+
+    /// The options of a new collection. Half of the worlds get pre-images from `plan --apply`, and only where a rule
+    /// needs them.
+    fn form(&self, name: &str) -> Form {
+        let pre_images = self.pre_images.contains(name) && self.seed % 4 < 2;
+        Form { pre_images, collation: self.generator.collation(name) }
+    }
+
+    async fn create(&self, db: &Database) {
+        for name in self.generator.collections() {
+            create(db, &name, &self.form(&name)).await;
+        }
+    }
+
+    /// The steps of one round.
+    fn steps(&mut self, round: usize) -> Vec<Step> {
+        let mut rng = StdRng::seed_from_u64(self.seed ^ (round as u64) << 32);
+        let first = round == 0 && self.seed % 2 == 1;
+        let mut steps: Vec<Step> = Vec::new();
+        if first {
+            steps.extend(self.generator.initial().into_iter().map(Step::Op));
+        }
+        for _ in 0..12 {
+            steps.push(Step::Op(self.generator.op()));
+            match rng.random_range(0..100) {
+                0..=9 => steps.push(Step::Wait),
+                10..=12 if self.generator.has(Odd::Collections) => {
+                    let names = self.generator.collections();
+                    steps.push(Step::Lose(names[rng.random_range(0..names.len())].clone()));
+                }
+                _ => {}
+            }
+        }
+        steps
+    }
+
+    /// Performs the steps. Returns the differences found after everything was waited for; `daemon` is None while it is
+    /// stopped.
+    async fn play(&self, db: &Database, daemon: Option<&Daemon>, steps: Vec<Step>) -> Vec<String> {
+        for step in steps {
+            let found = match (step, daemon) {
+                (Step::Op(op), _) => {
+                    perform(db, op, |name| self.form(name)).await;
+                    continue;
+                }
+                (Step::Wait, Some(daemon)) => {
+                    let lacking = daemon.settled().await;
+                    self.check_applied(db, daemon, &lacking).await
+                }
+                (Step::Lose(name), Some(daemon)) => self.lose(db, daemon, &name).await,
+                (_, None) => continue,
+            };
+            if !found.is_empty() {
+                return found;
+            }
+        }
+        Vec::new()
+    }
+
+    /// Drops a collection and restores it, waiting after each step.
+    async fn lose(&self, db: &Database, daemon: &Daemon, name: &str) -> Vec<String> {
+        daemon.settled().await;
+        if daemon.sources_are_back().await {
+            daemon.settled().await;
+        }
+        if self.lacks_source(daemon) {
+            return Vec::new();
+        }
+        let names = self.generator.collections();
+        let mut before = world(db, &names).await;
+        if self.rules.iter().any(|rule| rule.to_string().contains("$$ROOT")) {
+            // A copy of a whole document shows that it was touched.
+            return Vec::new();
+        }
+        // The daemon creates these documents again.
+        if self.generator.created_collection().is_some_and(|created| created == name) {
+            return Vec::new();
+        }
+        let Some(docs) = before.remove(name) else { return Vec::new() };
+        perform(db, Op::Drop { coll: name.to_owned() }, |name| self.form(name)).await;
+        // The remaining documents are checked again.
+        for (coll, docs) in &mut before {
+            for doc in docs {
+                doc.insert("touched", doc.get_i32("touched").unwrap_or(0) + 1);
+                let filter = doc! {"_id": doc.get("_id").cloned()};
+                perform(db, Op::Replace { coll: coll.clone(), filter, doc: doc.clone() }, |name| self.form(name)).await;
+            }
+        }
+        daemon.settled().await;
+        let after = world(db, &names).await;
+        let stays = Expectation { world: before, owned: BTreeMap::new(), notes: Vec::new() };
+        let found = differences(&stays, &after);
+        if !found.is_empty() {
+            return self.describe(found.into_iter().map(|line| format!("without {name}: {line}")).collect(), &after);
+        }
+        perform(db, Op::Restore { coll: name.to_owned(), docs }, |name| self.form(name)).await;
+        let lacking = daemon.settled().await;
+        self.check_applied(db, daemon, &lacking).await
+    }
+
+    /// The differences once everything is applied. A key with a dead letter is up to date only after a retry: no event
+    /// connects a source to the key whose value could not be computed because of it.
+    async fn check_applied(&self, db: &Database, daemon: &Daemon, lacking: &BTreeSet<String>) -> Vec<String> {
+        let mut found = self.check(db).await;
+        if found.is_empty() {
+            return found;
+        }
+        // A rule whose source was briefly gone is blocked until the source is looked for again, possibly at this
+        // moment.
+        let was_lacking = named(self).iter().any(|rule| lacking.contains(rule.get_str("name").unwrap()));
+        if daemon.sources_are_back().await || was_lacking {
+            daemon.settled().await;
+            found = self.check(db).await;
+        }
+        // Without its source a rule writes nothing, whatever happens to its targets.
+        if found.is_empty() || self.lacks_source(daemon) {
+            return Vec::new();
+        }
+        for rule in named(self) {
+            if daemon.retry_dead_letters(rule.get_str("name").unwrap()).await {
+                daemon.settled().await;
+                found = self.check(db).await;
+            }
+        }
+        found
+    }
+
+    /// True if a rule is blocked because its source is gone.
+    fn lacks_source(&self, daemon: &Daemon) -> bool {
+        named(self).iter().any(|rule| daemon.lacks_source(rule.get_str("name").unwrap()))
+    }
+
+    async fn check(&self, db: &Database) -> Vec<String> {
+        let actual = world(db, &self.generator.collections()).await;
+        let expectation = self.oracle.expected(&actual).unwrap();
+        let found = differences(&expectation, &actual);
+        if found.is_empty() {
+            return found;
+        }
+        let mut found = self.describe(found, &actual);
+        found.extend(expectation.notes.iter().map(|note| format!("  note {note}")));
+        found
+    }
+
+    /// The same with a description of the world.
+    fn describe(&self, mut found: Vec<String>, actual: &World) -> Vec<String> {
+        found.push(format!("  odd {:?}", self.generator.odd().collect::<Vec<_>>()));
+        found.extend(self.rules.iter().map(|rule| format!("  rule {rule}")));
+        for (name, documents) in actual {
+            found.extend(documents.iter().map(|document| format!("  {name} {document}")));
+        }
+        // The beginning of a large value is enough.
+        for line in &mut found {
+            if let Some((end, _)) = line.char_indices().nth(20_000) {
+                line.truncate(end);
+            }
+        }
+        found
+    }
+}
+
+/// The parameters of a run.
+#[derive(Clone, Copy)]
+struct Run {
+    options: fn(String) -> Options,
+    /// Number of partitions, before and after the crash.
+    partitions: [u32; 2],
+    /// Additional `limits` of the config, drawn from the first seed.
+    limits: fn(&mut StdRng) -> String,
+    /// Copies that others write are repaired after some time, not as soon as everything is applied.
+    repaired: bool,
+    /// The most worlds under one daemon.
+    at_once: u64,
+}
+
+impl Run {
+    fn new(options: fn(String) -> Options) -> Self {
+        Self { options, partitions: [1, 1], limits: |_| String::new(), repaired: false, at_once: 100 }
+    }
+
+    fn config(test: &TestDb, rules: &str, limits: &str, partitions: u32) -> String {
+        let text = config(test, rules).replace("limits: { ", &format!("limits: {{ {limits}"));
+        format!("{text}lease: {{ partitions: {partitions} }}\n")
+    }
+
+    /// Draws `count` histories from `first` on and runs them concurrently; some of their documents exist before the
+    /// daemon starts.
+    async fn histories(&self, first: u64, count: u64) {
+        let test: TestDb = denormd_fixture::database().await;
+        let db = test.database();
+        let mut histories: Vec<History> =
+            (first..first + count).map(|seed| History::draw(seed, self.options, &test.name)).collect();
+        for history in &mut histories {
+            history.create(&db).await;
+            if history.seed % 2 == 0 {
+                for op in history.generator.initial() {
+                    perform(&db, op, |name| history.form(name)).await;
+                }
+            }
+        }
+        let rules: Vec<Document> = histories.iter().flat_map(named).collect();
+        let rules = rules_as_json(&rules);
+        let limits = (self.limits)(&mut StdRng::seed_from_u64(first));
+        let config = |partitions: u32| Self::config(&test, &rules, &limits, partitions);
+        let mut daemon = Daemon::start_config(&config(self.partitions[0])).await;
+        for round in 0..3 {
+            // Each history in its own order, all at once.
+            let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
+            let mut failures = BTreeMap::new();
+            if round == 1 {
+                // A crash and a restart while changes go on.
+                let (daemon_again, found) = tokio::join!(
+                    async {
+                        tokio::task::yield_now().await;
+                        daemon.kill();
+                        Daemon::start_config(&config(self.partitions[1])).await
+                    },
+                    played(&db, None, &histories, steps)
+                );
+                daemon = daemon_again;
+                failures.extend(found);
+            } else {
+                let steps = if self.repaired { without_waits(steps) } else { steps };
+                failures.extend(played(&db, Some(&daemon), &histories, steps).await);
+            }
+            failures.extend(self.settled(&db, &daemon, &histories).await);
+            fail(&test, &limits, round, failures).await;
+        }
+        daemon.stop().await;
+        touch::assert_with_a_value(&test).await;
+    }
+
+    /// The differences once everything is applied.
+    async fn settled(&self, db: &Database, daemon: &Daemon, histories: &[History]) -> BTreeMap<u64, Vec<String>> {
+        let begun = Instant::now();
+        loop {
+            let lacking = daemon.settled().await;
+            let mut failures = BTreeMap::new();
+            for history in histories {
+                let found = history.check_applied(db, daemon, &lacking).await;
+                if !found.is_empty() {
+                    failures.insert(history.seed, found);
+                }
+            }
+            if failures.is_empty() || !self.repaired || begun.elapsed() > PATIENCE {
+                return failures;
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    }
+
+    async fn many(&self, default: u64) {
+        let mut seeds = seeds("DENORMD_HISTORIES", default);
+        while !seeds.is_empty() {
+            let step = (seeds.end - seeds.start).min(self.at_once).min(default);
+            println!("histories {}..{}", seeds.start, seeds.start + step);
+            self.histories(seeds.start, step).await;
+            seeds.start += step;
+        }
+    }
+}
+
+/// Plays all histories at once, and returns the differences found, by seed.
+async fn played(
+    db: &Database,
+    daemon: Option<&Daemon>,
+    histories: &[History],
+    steps: Vec<Vec<Step>>,
+) -> Vec<(u64, Vec<String>)> {
+    let all = histories.iter().zip(steps);
+    let all = all.map(|(history, steps)| async move { (history.seed, history.play(db, daemon, steps).await) });
+    stream::iter(all).buffer_unordered(16).filter(|(_, found)| std::future::ready(!found.is_empty())).collect().await
+}
+
+fn without_waits(steps: Vec<Vec<Step>>) -> Vec<Vec<Step>> {
+    steps.into_iter().map(|steps| steps.into_iter().filter(|step| matches!(step, Step::Op(_))).collect()).collect()
+}
+
+/// Fails if there are failures.
+async fn fail(test: &TestDb, limits: &str, round: usize, failures: BTreeMap<u64, Vec<String>>) {
+    let Some((seed, found)) = failures.first_key_value() else { return };
+    let seeds: Vec<&u64> = failures.keys().collect();
+    let dead_letters = all(&test.beside("state"), "dead_letters").await;
+    let dead_letters: Vec<String> = dead_letters
+        .iter()
+        .map(ToString::to_string)
+        .filter(|dead_letter| dead_letter.contains(&format!("w{seed}-")))
+        .collect();
+    panic!(
+        "round {round}, limits {{ {limits}}}: histories {seeds:?} diverge; DENORMD_SEED={seed}:\n{}\n{}",
+        found.join("\n"),
+        dead_letters.join("\n")
+    );
+}
+
+fn named(history: &History) -> Vec<Document> {
+    let rename = |(nth, rule): (usize, &Document)| {
+        let mut rule = rule.clone();
+        rule.insert("name", format!("w{}-{nth}", history.seed));
+        rule.insert("allow_scan", true);
+        rule
+    };
+    history.rules.iter().enumerate().map(rename).collect()
+}
+
+/// The odd kinds that a world may have.
+fn odd() -> Vec<Odd> {
+    match std::env::var("DENORMD_ODD").as_deref() {
+        Err(_) => ODD.to_vec(),
+        Ok("all") => Odd::ALL.to_vec(),
+        Ok("none") => Vec::new(),
+        Ok(names) => names
+            .split(',')
+            .map(|name| Odd::ALL.into_iter().find(|odd| odd.name() == name).unwrap_or_else(|| panic!("no kind {name}")))
+            .collect(),
+    }
+}
+
+fn everything(prefix: String) -> Options {
+    Options { mixed_composite: true, odd: odd(), ..Options::everything(prefix) }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn copy_rules_converge_whatever_happens() {
+    Run::new(|prefix| Options { mixed_composite: true, odd: odd(), ..Options::new(prefix) }).many(100).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_rules_converge_whatever_happens() {
+    Run::new(everything).many(100).await;
+}
+
+/// Every partition writes its own share, and together they write the same as a single one.
+#[tokio::test(flavor = "multi_thread")]
+async fn all_rules_converge_in_three_partitions() {
+    Run { partitions: [3, 3], ..Run::new(everything) }.many(60).await;
+}
+
+/// Work done with one number of partitions remains valid with another one, and unfinished work is not lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn all_rules_converge_when_the_partitions_change() {
+    Run { partitions: [2, 3], ..Run::new(everything) }.many(30).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn references_that_dangle_are_removed_with_their_element_or_target() {
+    Run::new(|prefix| Options { destroy: true, mixed_composite: true, odd: odd(), ..Options::new(prefix) })
+        .many(50)
+        .await;
+}
+
+/// Few worlds for each daemon: with many kinds of collections the stream filters out no update.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_rules_of_one_application_converge() {
+    Run { at_once: 4, ..Run::new(everything) }.many(12).await;
+}
+
+/// A very small queue, in batches of a few keys, while all worlds write at once.
+#[tokio::test(flavor = "multi_thread")]
+async fn all_rules_converge_with_a_tiny_queue() {
+    let limits = |rng: &mut StdRng| {
+        let (pending, keys, batches) = (rng.random_range(2..=50), rng.random_range(1..=10), rng.random_range(1..=3));
+        format!("pending: {pending}, batch_keys: {keys}, batches: {batches}, ")
+    };
+    Run { limits, ..Run::new(everything) }.many(15).await;
+}
+
+/// Reads that take too long: their keys run alone, for longer each time, while others continue.
+#[tokio::test(flavor = "multi_thread")]
+async fn all_rules_converge_where_reads_take_too_long() {
+    let options = |prefix| Options { odd: vec![Odd::Slow], ..everything(prefix) };
+    let limits = |rng: &mut StdRng| format!("read_timeout_seconds: 1, batches: {}, ", rng.random_range(1..=3));
+    Run { limits, at_once: 8, ..Run::new(options) }.many(8).await;
+}
+
+/// An application that writes the copies as well, with `guard: watch` or `audit`.
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_that_others_write_are_repaired() {
+    let options = |prefix| Options { write_owned: true, ..everything(prefix) };
+    let limits = |_: &mut StdRng| "audit_per_second: 100000, ".to_owned();
+    Run { limits, repaired: true, ..Run::new(options) }.many(30).await;
+}
+
+#[tokio::test]
+async fn nothing_is_left_of_the_canary() {
+    // A test of the test itself: a database that the daemon never processed differs from the oracle's expectation.
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection::<Document>("s").insert_one(doc! {"_id": 1, "name": "x"}).await.unwrap();
+    db.collection::<Document>("t").insert_one(doc! {"_id": 1, "ref": 1}).await.unwrap();
+    let rule =
+        doc! {"name": "r", "copy": {"source": "s", "target": "t", "match": {"ref": "_id"}, "set": {"copied": "$name"}}};
+    let oracle = Oracle::new(&[rule], &test.name).unwrap();
+    let world: World = [("s".to_owned(), all(&db, "s").await), ("t".to_owned(), all(&db, "t").await)].into();
+    assert_eq!(differences(&oracle.expected(&world).unwrap(), &world).len(), 1);
+}

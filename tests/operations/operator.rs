@@ -1,0 +1,333 @@
+//! The operator's commands as a user types them: explain, dead-letters, pause, resume.
+
+use std::time::{Duration, Instant};
+
+use bson::{Bson, Document, doc};
+use mongodb::Database;
+use serde_json::json;
+
+use crate::support::{
+    daemon::{Daemon, PATIENCE, config, until},
+    process::Program,
+    running::Running,
+};
+
+const NAMES: &str = r#"  - { name: names, copy: { source: parts, target: products, match: { "parts.$[].id": _id }, set: { "parts.$[].name": $name } } }"#;
+
+#[tokio::test]
+async fn explain_says_what_should_be_there_and_where_it_comes_from() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let rules = format!(
+        "{NAMES}\n  - {{ name: latest, collect: {{ source: reviews, target: products, match: {{ _id: product }}, into: latest, element: $_id, sort: {{ _id: -1 }}, slice: 2 }} }}"
+    );
+    db.collection("parts").insert_one(doc! {"_id": 7, "name": "Spoke"}).await.unwrap();
+    let parts = bson::bson!([{"id": 7, "name": "Hub"}, {"id": 9}, {"id": Bson::Null, "name": "stray"}]);
+    db.collection("products").insert_one(doc! {"_id": 1, "parts": parts, "latest": [5, 4]}).await.unwrap();
+    db.collection("reviews").insert_many((3..6).map(|n| doc! {"_id": n, "product": 1})).await.unwrap();
+    // The values are wrong on purpose.
+    let program = Program::new(&config(&test, &rules.replace("{ name: ", "{ adopt: true, name: ")));
+    program.run(&["plan", "--apply"]).await.exits(0);
+
+    let told = program.run(&["explain", "names", "1"]).await.exits(0);
+    let expected = format!(
+        "names: {0}.products 1
+  ! the rule: it has never run
+  parts.$[].id, element 0: 7, found in {0}.parts 7
+    parts.$[].name
+      expected \"Spoke\"
+      stored   \"Hub\"   <- differs
+  parts.$[].id, element 1: 9, no document of {0}.parts answers
+    parts.$[].name
+      expected and stored nothing
+  parts.$[].id, element 2: refers to nothing
+    parts.$[].name
+      expected nothing
+      stored   \"stray\"   <- differs
+",
+        test.name
+    );
+    assert_eq!(told.out, expected);
+
+    let told = program.run(&["explain", "latest", "1", "--output", "json"]).await.exits(0).json();
+    assert_eq!(told["differs"], json!(false));
+    assert_eq!(told["references"], json!([{"element": null, "value": [1], "sources": [5, 4, 3], "more": false}]));
+    let path = json!({"path": "latest", "element": null, "differs": false, "expected": [5, 4], "stored": [5, 4]});
+    assert_eq!(told["paths"], json!([path]));
+
+    let told = program.run(&["explain", "names", "2"]).await.exits(1);
+    assert!(told.err.contains("no document with this _id"), "{}", told.err);
+    program.run(&["explain", "nmes", "1"]).await.exits(2);
+}
+
+/// A validator refuses copied values. The dead letter is listed, a failed retry is reported, and after the validator is
+/// removed a retry succeeds.
+#[tokio::test]
+async fn dead_letters_are_listed_retried_and_dropped() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let validator = doc! {"parts.name": {"$ne": "Spoke"}};
+    db.run_command(doc! {"create": "products", "validator": validator}).await.unwrap();
+    db.collection("parts")
+        .insert_many([doc! {"_id": 7, "name": "Spoke"}, doc! {"_id": 8, "name": "Hub"}])
+        .await
+        .unwrap();
+    let product = |id: i32, part: i32| doc! {"_id": id, "parts": [{"id": part}]};
+    db.collection("products").insert_many([product(1, 7), product(2, 8), product(3, 7)]).await.unwrap();
+    // The audit would write the dropped values.
+    let program = Program::new(&config(&test, &NAMES.replace("name: names,", "name: names, guard: off,")));
+    program.run(&["plan", "--apply"]).await;
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+
+    let listed = program.run(&["dead-letters", "list", "--output", "json"]).await.exits(0).json();
+    assert_eq!(listed["count"], json!(2), "{listed}");
+    let dead_letter = &listed["dead_letters"][0];
+    assert_eq!(
+        (&dead_letter["rule"], &dead_letter["about"], &dead_letter["key"]),
+        (&json!("names"), &json!("value"), &json!([7]))
+    );
+    assert_eq!(dead_letter["reason"], json!("server error 121 (DocumentValidationFailure)"));
+    let listed = program.run(&["dead-letters", "list", "--key", "3"]).await.exits(0);
+    assert!(
+        listed.out.starts_with(&format!("names value 7, target {}.products 3: server error 121", test.name)),
+        "{}",
+        listed.out
+    );
+    assert!(listed.out.ends_with("\n1 dead letter\n"), "{}", listed.out);
+    // A check reports them.
+    let checked = program.run(&["check"]).await.exits(3);
+    assert_eq!(checked.out.matches(" (set aside as a dead letter)\n").count(), 2, "{}", checked.out);
+
+    program.run(&["dead-letters", "retry"]).await.exits(2);
+    let tried = program.run(&["dead-letters", "retry", "--all"]).await.exits(1);
+    assert!(tried.out.ends_with("2 dead letters tried, 2 left\n"), "{}", tried.out);
+    let dropped = program.run(&["dead-letters", "drop", "--rule", "names", "--key", "1"]).await.exits(0);
+    assert_eq!(dropped.out, "1 dead letter forgotten; their targets stay as they are\n");
+    db.run_command(doc! {"collMod": "products", "validator": {}}).await.unwrap();
+    let tried = program.run(&["dead-letters", "retry", "--rule", "names"]).await.exits(0);
+    assert!(tried.out.ends_with("1 dead letter tried, 0 left\n"), "{}", tried.out);
+    let name = async |id: i32| {
+        let product = db.collection::<Document>("products").find_one(doc! {"_id": id}).await.unwrap().unwrap();
+        product.get_array("parts").unwrap()[0].as_document().unwrap().get("name").cloned()
+    };
+    assert_eq!((name(3).await, name(1).await), (Some("Spoke".into()), None), "what was dropped stays as it is");
+    daemon.stop().await;
+}
+
+const SHARE: &str = "  - { name: share, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { share: { $divide: [$a, $b] } } } }";
+
+/// A target that cannot be computed once made `check` exit with 0, and `explain` print the server's error alone. Its dead
+/// letter was still listed, for up to an hour, after a change had corrected the source.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_target_that_cannot_be_computed_is_neither_right_nor_forgotten() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let hosts = db.collection::<Document>("hosts");
+    hosts.insert_many([doc! {"_id": 1, "a": 1, "b": 0}, doc! {"_id": 2, "a": 1, "b": 2}]).await.unwrap();
+    db.collection("logs").insert_many([doc! {"_id": 7, "host": 1}, doc! {"_id": 8, "host": 2}]).await.unwrap();
+    let running = Running::start(&test, SHARE, "").await;
+    running.until("it is set aside", |status| status.rules.first().is_some_and(|rule| rule.dead_letters == 1)).await;
+    let (code, told, error) = running.command(&["check"]);
+    assert_eq!(code, Some(1), "{told}{error}");
+    assert!(error.contains("one target could not be compared") && error.contains("denormd explain RULE ID"), "{error}");
+    let (code, told, error) = running.command(&["explain", "share", "7"]);
+    assert_eq!(code, Some(1), "{told}{error}");
+    for part in
+        ["  ! its values cannot be computed, and stay as they are: server error", "  host: 1, found in ", "hosts 1\n"]
+    {
+        assert!(told.contains(part), "{told}");
+    }
+    // The next retry is due in many minutes.
+    let dead_letters = test.beside("state").collection::<Document>("dead_letters");
+    let waits = doc! {"$set": {"attempts": 10, "last": bson::DateTime::now()}};
+    until("no retry is in progress", async || {
+        dead_letters.update_one(doc! {}, waits.clone()).await.unwrap();
+        let (code, told, _) = running.command(&["dead-letters", "list"]);
+        (code == Some(0) && told.contains("tried 10 times")).then_some(())
+    })
+    .await;
+    hosts.update_one(doc! {"_id": 1}, doc! {"$set": {"b": 4}}).await.unwrap();
+    running.until("it is no longer listed", |status| status.rules[0].dead_letters == 0).await;
+    let (code, told, error) = running.command(&["check"]);
+    assert_eq!(code, Some(0), "{told}{error}");
+}
+
+const HOST: &str = "  - { name: host, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
+const ROOM: &str =
+    "  - { name: room, copy: { source: rooms, target: logs, match: { room: _id }, set: { floor: $floor } } }";
+
+/// Waits until the one log message has these fields.
+async fn log_has(db: &Database, fields: Document) {
+    let begun = Instant::now();
+    loop {
+        let log = db.collection::<Document>("logs").find_one(doc! {}).await.unwrap().unwrap();
+        if fields.iter().all(|(name, value)| log.get(name) == Some(value)) {
+            return;
+        }
+        assert!(begun.elapsed() < PATIENCE, "expected {fields}, found {log}");
+        tokio::time::sleep(Duration::from_millis(30)).await;
+    }
+}
+
+async fn hosts_and_rooms(db: &Database) {
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "old"}).await.unwrap();
+    db.collection("rooms").insert_one(doc! {"_id": 1, "floor": 0}).await.unwrap();
+    db.collection("logs").insert_one(doc! {"_id": 1, "host": 1, "room": 1}).await.unwrap();
+}
+
+async fn set(db: &Database, collection: &str, fields: Document) {
+    db.collection::<Document>(collection).update_one(doc! {"_id": 1}, doc! {"$set": fields}).await.unwrap();
+}
+
+/// A paused rule writes nothing, also after a restart; other rules and the saved position continue. Once resumed, it
+/// has missed nothing.
+#[tokio::test]
+async fn a_paused_rule_stands_still_and_misses_nothing() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    let program = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let told = program.run(&["pause", "host"]).await.exits(4);
+    assert!(told.err.contains("the rule `host` has not run yet"), "{}", told.err);
+    let daemon = program.daemon();
+    program.backfilled(&test, 2).await;
+
+    let told = program.run(&["pause", "host"]).await.exits(0);
+    assert!(told.out.starts_with("host is paused until `denormd resume host`"), "{}", told.out);
+    set(&db, "hosts", doc! {"ip": "new"}).await;
+    set(&db, "rooms", doc! {"floor": 1}).await;
+    log_has(&db, doc! {"floor": 1, "ip": "old"}).await;
+    let refused = program.run(&["backfill", "--rule", "host"]).await.exits(4);
+    assert!(refused.err.contains("`denormd resume host` lets it run again"), "{}", refused.err);
+    daemon.stop().await;
+
+    let daemon = program.daemon();
+    daemon.says("this rule is paused").await;
+    set(&db, "rooms", doc! {"floor": 2}).await;
+    log_has(&db, doc! {"floor": 2, "ip": "old"}).await;
+    let checked = program.run(&["check"]).await.exits(3);
+    assert!(checked.err.contains("host: it is paused"), "{}", checked.err);
+    assert!(checked.out.contains("host 1 ip: value: another string"), "{}", checked.out);
+
+    program.run(&["resume", "host"]).await.exits(0);
+    log_has(&db, doc! {"floor": 2, "ip": "new"}).await;
+    let told = program.run(&["resume", "host"]).await.exits(0);
+    assert_eq!(told.out, "host is not paused\n");
+    // A pause that ends by itself.
+    let told = program.run(&["pause", "host", "--for", "2s", "--output", "json"]).await.exits(0);
+    assert_eq!(told.json(), json!({"rule": "host", "paused": true, "seconds": 2}));
+    set(&db, "hosts", doc! {"ip": "newest"}).await;
+    log_has(&db, doc! {"ip": "newest"}).await;
+    daemon.stop().await;
+}
+
+/// The emergency stop: after one command nothing is written, whatever changes; another command ends it.
+#[tokio::test]
+async fn pause_all_stops_every_rule_and_resume_all_ends_it() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    let program = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let daemon = program.daemon();
+    program.backfilled(&test, 2).await;
+    program.run(&["pause", "--all", "host"]).await.exits(2);
+    program.run(&["pause"]).await.exits(2);
+
+    let told = program.run(&["pause", "--all"]).await.exits(0);
+    assert!(told.out.starts_with("2 rules are paused until `denormd resume --all`"), "{}", told.out);
+    let states = test.beside("state").collection::<Document>("rules");
+    assert_eq!(states.count_documents(doc! {"paused": true}).await.unwrap(), 2);
+    set(&db, "hosts", doc! {"ip": "new"}).await;
+    set(&db, "rooms", doc! {"floor": 9}).await;
+    let checked = program.run(&["check"]).await.exits(3);
+    assert!(
+        checked.err.contains("host: it is paused") && checked.err.contains("room: it is paused"),
+        "{}",
+        checked.err
+    );
+    log_has(&db, doc! {"ip": "old"}).await;
+
+    let told = program.run(&["resume", "--all", "--output", "json"]).await.exits(0);
+    assert_eq!(told.json(), json!({"rules": ["host", "room"], "resumed": true}));
+    log_has(&db, doc! {"floor": 9, "ip": "new"}).await;
+    let told = program.run(&["resume", "--all"]).await.exits(0);
+    assert_eq!(told.out, "no rule is paused\n");
+    daemon.stop().await;
+}
+
+/// The source is dropped while a rule is paused. Once resumed, the rule must not take the loss for intended.
+#[tokio::test]
+async fn a_source_that_goes_during_a_pause_holds_the_rule() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    let program = Program::new(&config(&test, HOST));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    program.run(&["pause", "host"]).await.exits(0);
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    daemon.says("the rule is blocked").await;
+    let told = program.run(&["resume", "host"]).await.exits(4);
+    assert!(told.err.contains("its source collection was dropped"), "{}", told.err);
+    log_has(&db, doc! {"ip": "old"}).await;
+    daemon.stop().await;
+}
+
+/// A rule in shadow counts what it would change, in the backfill and at each change, and changes nothing.
+#[tokio::test]
+async fn a_rule_in_shadow_counts_and_writes_nothing() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    db.collection("logs").insert_many((2..5).map(|n| doc! {"_id": n, "host": 1, "ip": "old"})).await.unwrap();
+    let names = "  - { name: names, shadow: true, copy: { source: hosts, target: logs, match: { \"hosts.$[]\": _id }, into: all, element: $ip } }";
+    let rules = format!("{}\n{names}", HOST.replace("name: host,", "name: host, shadow: true,"));
+    let before = crate::support::daemon::all(&db, "logs").await;
+    let daemon = Daemon::start(&test, &rules).await;
+    daemon.settled().await;
+    let figure = |name: &str, rule: &str| {
+        let text = String::from_utf8(daemon.context().metrics.expose().unwrap()).unwrap();
+        let series = format!("denormd_shadow_{name}_total{{rule=\"{rule}\"}} ");
+        let line = text.lines().find_map(|line| line.strip_prefix(&series).map(ToOwned::to_owned));
+        line.map_or(0, |value| value.parse::<u64>().unwrap())
+    };
+    assert_eq!((figure("compared", "host"), figure("differing", "host")), (4, 1));
+    assert_eq!((figure("compared", "names"), figure("differing", "names")), (4, 0));
+    set(&db, "hosts", doc! {"ip": "new"}).await;
+    daemon.settled().await;
+    assert_eq!((figure("compared", "host"), figure("differing", "host")), (8, 5));
+    assert_eq!(crate::support::daemon::all(&db, "logs").await, before);
+    daemon.stop().await;
+    // When it is no longer a shadow rule, it is backfilled.
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    log_has(&db, doc! {"ip": "new"}).await;
+    daemon.stop().await;
+}
+
+/// The fields left behind by a rule were once known only from the log of the day of its change.
+#[tokio::test(flavor = "multi_thread")]
+async fn status_lists_the_fields_that_no_rule_owns_any_more() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    set(&db, "hosts", doc! {"name": "alpha"}).await;
+    let rule = "  - { name: address, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip, name: $name } } }";
+    let mut running = crate::support::running::Running::start(&test, rule, "").await;
+    log_has(&db, doc! {"name": "alpha"}).await;
+    running.stop();
+    let text = std::fs::read_to_string(running.file()).unwrap();
+    std::fs::write(running.file(), text.replace(", name: $name", "")).unwrap();
+    running.run().await;
+    let retired = |status: &serde_json::Value| status["retired"].as_array().map_or(0, Vec::len);
+    running.until_json("the field is listed", |status| retired(status) == 1).await;
+    let (_, told, _) = running.command(&["status"]);
+    assert!(told.contains("until `denormd prune RULE`"), "{told}");
+    assert!(told.contains(&format!("address  name of {}.logs", test.name)), "{told}");
+    assert_eq!(running.command(&["prune", "address"]).0, Some(0));
+    running.until_json("the list is empty", |status| retired(status) == 0).await;
+}

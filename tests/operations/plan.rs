@@ -1,0 +1,285 @@
+//! `denormd plan` on a live cluster, and the role that `denormd role` prints.
+
+use bson::{Bson, Document, doc};
+use denormd_fixture::{ReplicaSet, TestDb};
+use serde_json::{Value, json};
+
+use crate::support::{daemon::config, process::Program};
+
+const HOST: &str =
+    "  - { name: host, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip, name: $name } } }";
+
+/// Ten hosts; a hundred log messages, some with an empty reference, and some with a reference of another type.
+async fn hosts_and_logs(test: &TestDb) {
+    let db = test.database();
+    db.collection("hosts").insert_many((0..10).map(|n| doc! {"_id": n, "ip": "10.0.0.1", "name": "x"})).await.unwrap();
+    let host = |n: i32| match n {
+        0..90 => Bson::Int32(n / 9),
+        90..95 => Bson::Int32(99),
+        _ => Bson::String("3".to_owned()),
+    };
+    db.collection("logs").insert_many((0..100).map(|n| doc! {"_id": n, "host": host(n)})).await.unwrap();
+}
+
+#[tokio::test]
+async fn plan_says_what_a_rule_will_meet() {
+    let test = denormd_fixture::database().await;
+    hosts_and_logs(&test).await;
+    let program = Program::new(&config(&test, HOST));
+    let told = program.run(&["plan"]).await.exits(4);
+    assert!(told.out.contains("NO INDEX of "), "{}", told.out);
+    let told = program.run(&["plan", "--apply", "--output", "json"]).await.exits(0).json();
+    assert_eq!((&told["ready"], told["applied"].as_array().unwrap().len()), (&json!(true), 1));
+    let live = &told["rules"][0]["live"];
+    assert_eq!(live["source_reads"], json!(["ip", "name", "_id"]));
+    assert_eq!(live["lookups"][0]["index"], json!("_id_"));
+    assert_eq!(live["lookups"][1]["index"], json!("host_1"));
+    let sample = &live["sample"];
+    assert_eq!((&sample["targets"], &sample["differing"]), (&json!(100), &json!(90)));
+    let references = json!([
+        {"kind": "int", "count": 95, "resolved": 90},
+        {"kind": "string", "count": 5, "resolved": 0},
+    ]);
+    assert_eq!(sample["references"], references);
+    assert_eq!(sample["fan_out"], json!({"median": 9, "p99": 9, "worst": 9, "mean": 9.0}));
+    // Two strings, with their names and types.
+    let grown = bson::rawdoc! {"ip": "10.0.0.1", "name": "x"}.as_bytes().len() - 5;
+    assert_eq!(sample["sizes"]["mean_growth"].as_f64(), Some(f64::from(u32::try_from(grown * 90).unwrap()) / 100.0));
+    let text = program.run(&["plan"]).await.exits(0).out;
+    assert!(text.contains("references  of type string: 0 of 5 resolve (0%), from sampled targets"), "{text}");
+    assert!(text.ends_with("\nready\n"), "{text}");
+}
+
+/// The flights: without indexes, each sampled key once read all of them, and `plan` took minutes. Now one pass gives
+/// the same figures.
+#[tokio::test]
+async fn without_an_index_a_large_collection_is_not_read_for_each_key() {
+    const FLIGHTS: i32 = 12_000;
+    const PLANES: i32 = 300;
+    let set = ReplicaSet::builder().start().await;
+    let test = set.database().await;
+    let db = test.database();
+    db.collection("planes").insert_many((0..PLANES).map(|n| doc! {"_id": n, "tail": n, "year": 2000})).await.unwrap();
+    let flights = (0..FLIGHTS).map(|n| doc! {"_id": n, "tail": n % PLANES});
+    db.collection("flights").insert_many(flights).await.unwrap();
+    let rules = "
+  - { name: plane, copy: { source: planes, target: flights, match: { tail: tail }, set: { year: $year } } }
+  - { name: last, collect: { source: flights, target: planes, match: { tail: tail }, into: last, element: { id: $_id }, sort: { _id: 1 }, slice: -5 } }
+  - { name: count, aggregate: { source: flights, target: planes, match: { tail: tail }, set: { count: { $sum: 1 } } } }
+";
+    let program = Program::new(&config(&test, rules));
+    let scanned = async || {
+        let status = test.client.database("admin").run_command(doc! {"serverStatus": 1}).await.unwrap();
+        let executor = status.get_document("metrics").and_then(|metrics| metrics.get_document("queryExecutor"));
+        executor.unwrap().get_i64("scannedObjects").unwrap()
+    };
+    let before = scanned().await;
+    let without = program.run(&["plan", "--output", "json"]).await.exits(4).json();
+    let read = scanned().await - before;
+    // It was once a thousand times the collection.
+    assert!(read < i64::from(FLIGHTS) * 20, "{read} documents were read");
+    let with = program.run(&["plan", "--apply", "--output", "json"]).await.exits(0).json();
+    let sample = |told: &Value, rule: &str| {
+        let rules = told["rules"].as_array().unwrap();
+        rules.iter().find(|told| told["name"] == rule).unwrap()["live"]["sample"].clone()
+    };
+    for told in [&without, &with] {
+        for (rule, drawn, fan_out) in [("plane", 500, "fan_out"), ("last", 100, "fan_in"), ("count", 100, "fan_in")] {
+            let sample = sample(told, rule);
+            assert_eq!(sample["not_estimated"], json!([]));
+            let forty = json!({"median": 40, "p99": 40, "worst": 40, "mean": 40.0});
+            assert_eq!(sample[fan_out], forty, "{rule}: {sample}");
+            assert_eq!(sample["references"], json!([{"kind": "int", "count": drawn, "resolved": drawn}]), "{rule}");
+            assert_eq!(sample["differing"], sample["targets"], "{rule}: {sample}");
+        }
+    }
+    let [few, all] = [&without, &with].map(|told| sample(told, "last")["targets"].clone());
+    assert_eq!((few, all), (json!(200), json!(300)));
+}
+
+/// Nearly all messages belong to one host of a thousand: a sample of hosts rarely has it, a sample of messages does.
+#[tokio::test]
+async fn the_worst_fan_out_is_found_by_the_references() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let host = |n: i32| doc! {"_id": n, "ip": "10.0.0.1", "name": "x"};
+    db.collection("hosts").insert_many((0..1000).map(host)).await.unwrap();
+    let host = |n: i32| if n < 900 { 500 } else { n - 900 };
+    db.collection("logs").insert_many((0..1000).map(|n| doc! {"_id": n, "host": host(n)})).await.unwrap();
+    let program = Program::new(&config(&test, HOST));
+    let told = program.run(&["plan", "--apply", "--output", "json"]).await.exits(0).json();
+    let fan_out = &told["rules"][0]["live"]["sample"]["fan_out"];
+    assert_eq!((&fan_out["worst"], &fan_out["mean"]), (&json!(900), &json!(1.0)));
+}
+
+#[tokio::test]
+async fn plan_says_what_a_validator_would_refuse() {
+    let test = denormd_fixture::database().await;
+    hosts_and_logs(&test).await;
+    let validator = doc! {"$jsonSchema": {"properties": {"ip": {"bsonType": "int"}}}};
+    test.database().run_command(doc! {"collMod": "logs", "validator": validator}).await.unwrap();
+    let program = Program::new(&config(&test, HOST));
+    let told = program.run(&["plan", "--apply", "--output", "json"]).await.exits(4).json();
+    let finding = told["findings"][0]["message"].as_str().unwrap();
+    assert!(finding.contains("would refuse 90 of 100 sampled targets"), "{finding}");
+}
+
+/// Keys are compared byte by byte, so an index under the collection's own collation is of no use, not even the one on
+/// `_id`. The plan once reported `ready`, and each change read the whole collection.
+#[tokio::test]
+async fn an_index_of_another_collation_is_none() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    for name in ["hosts", "logs"] {
+        db.run_command(doc! {"create": name, "collation": {"locale": "en", "strength": 2}}).await.unwrap();
+    }
+    db.collection("logs").insert_one(doc! {"_id": "a", "host": "x"}).await.unwrap();
+    db.run_command(doc! {"createIndexes": "logs", "indexes": [{"key": {"host": 1}, "name": "own"}]}).await.unwrap();
+    let program = Program::new(&config(&test, HOST));
+    let told = program.run(&["plan"]).await.exits(4);
+    for part in [
+        "createIndex({ \"_id\": hashed }",
+        "getCollection(\"logs\").createIndex({ \"host\": 1 }, { collation: { locale: \"simple\" } })",
+    ] {
+        assert!(told.out.contains(&part.replace("hashed", "\"hashed\"")), "{part}: {}", told.out);
+    }
+    let told = program.run(&["plan", "--apply", "--output", "json"]).await.exits(0).json();
+    let indexes: Vec<&Value> =
+        told["rules"][0]["live"]["lookups"].as_array().unwrap().iter().map(|lookup| &lookup["index"]).collect();
+    assert_eq!(indexes, [&json!("_id_hashed"), &json!("host_1")]);
+}
+
+/// The rules' expressions were once tested over the documents whose key is MinKey, on the assumption that there are
+/// none: one such document whose value cannot be computed prevented the daemon from starting.
+#[tokio::test]
+async fn a_document_whose_id_is_min_key_prevents_no_start() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let odd = doc! {"_id": Bson::MinKey, "ref": Bson::MinKey, "name": 5, "code": Bson::MinKey};
+    for name in ["s", "t"] {
+        db.collection(name).insert_one(odd.clone()).await.unwrap();
+    }
+    let shout = "{ $concat: [$name, '!'] }";
+    let rules = format!(
+        "
+  - {{ name: id, copy: {{ source: s, target: {{ collection: t, where: {{ $expr: {{ $eq: [{{ $toUpper: $name }}, X] }} }} }}, match: {{ ref: _id }}, set: {{ a: {shout} }} }} }}
+  - {{ name: into, allow_scan: true, copy: {{ source: s, target: t, match: {{ 'refs.$[]': code }}, into: b, element: {shout} }} }}
+  - {{ name: some, allow_scan: true, collect: {{ source: s, target: t, match: {{ _id: ref }}, into: c, element: {{ x: {shout} }}, slice: 2 }} }}
+  - {{ name: sum, allow_scan: true, aggregate: {{ source: s, target: t, match: {{ _id: ref }}, set: {{ d: {{ $sum: {{ $add: [$name, $code] }} }} }} }} }}
+  - {{ name: held, allow_scan: true, copy: {{ source: s, target: t, match: {{ _id: 'list.$[]' }}, set: {{ e: {shout} }} }} }}"
+    );
+    Program::new(&config(&test, &rules)).run(&["plan", "--apply", "--sample", "0"]).await.exits(0);
+    // An expression that the server would refuse for every document is still a finding.
+    let wrong = "  - { name: id, copy: { source: s, target: { collection: t, where: { b: { $mod: 5 } } }, match: { ref: _id }, set: { a: $name } } }";
+    let told = Program::new(&config(&test, wrong)).run(&["plan", "--sample", "0"]).await.exits(4);
+    assert!(told.out.contains("the server refuses the rule's expressions or filters"), "{}{}", told.out, told.err);
+    assert!(
+        told.out.contains("malformed mod, needs to be an array"),
+        "in the server's words: {}{}",
+        told.out,
+        told.err
+    );
+}
+
+/// The rules of this test need every kind of privilege: deletes too.
+const RULES: &str = "
+  - { name: host, guard: watch, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip }, on_missing: delete } }
+  - { name: latest, collect: { source: logs, target: hosts, match: { _id: host }, into: latest, element: { id: $_id }, sort: { _id: -1 }, slice: 2 } }
+  - { name: count, aggregate: { source: logs, target: hosts, match: { _id: host }, set: { count: { $sum: 1 } } } }
+  - { name: full, copy: { source: hosts, target: logs, match: { host: _id }, set: { full: { $concat: [$ip, $$target.text] } } } }
+";
+
+/// Its databases are dropped before its server.
+struct Guarded {
+    test: TestDb,
+    set: ReplicaSet,
+    role: Document,
+}
+
+impl Guarded {
+    /// Creates a user `name` with these privileges.
+    async fn user(&self, name: &str, privileges: &[Bson]) -> Program {
+        let admin = self.test.client.database("admin");
+        let role = doc! {"createRole": name, "privileges": privileges.to_vec(), "roles": []};
+        admin.run_command(role).await.unwrap();
+        admin.run_command(doc! {"createUser": name, "pwd": "secret", "roles": [name]}).await.unwrap();
+        let text = config(&self.test, RULES).replace(&self.test.uri, &self.set.uri_of(name, "secret"));
+        Program::new(&text)
+    }
+}
+
+/// A daemon runs with exactly the printed role; and each privilege that is removed is reported by name before anything
+/// is written.
+#[tokio::test]
+async fn the_role_is_enough_and_each_privilege_of_it_is_needed() {
+    let set = ReplicaSet::builder().auth().start().await;
+    let test = set.database().await;
+    let db = test.database();
+    db.collection("hosts").insert_many((0..3).map(|n| doc! {"_id": n, "ip": "old"})).await.unwrap();
+    db.collection("logs").insert_many((0..9).map(|n| doc! {"_id": n, "host": n % 3})).await.unwrap();
+    let root = Program::new(&config(&test, RULES));
+    root.run(&["plan", "--apply"]).await.exits(0);
+    let role = root.run(&["role", "--output", "json"]).await.exits(0).json();
+    let role = Bson::try_from(role).unwrap().as_document().unwrap().clone();
+    let guarded = Guarded { test, set, role };
+    let privileges = guarded.role.get_array("privileges").unwrap();
+
+    let program = guarded.user("denormd", privileges).await;
+    program.run(&["plan"]).await.exits(0);
+    let daemon = program.daemon();
+    program.backfilled(&guarded.test, 3).await;
+    db.collection::<Document>("hosts").update_one(doc! {"_id": 0}, doc! {"$set": {"ip": "new"}}).await.unwrap();
+    db.collection::<Document>("hosts").delete_one(doc! {"_id": 2}).await.unwrap();
+    let logs = db.collection::<Document>("logs");
+    let begun = std::time::Instant::now();
+    let done = doc! {"$or": [{"host": 0, "ip": {"$ne": "new"}}, {"host": 2}]};
+    while logs.count_documents(done.clone()).await.unwrap() > 0 {
+        assert!(begun.elapsed() < crate::support::daemon::PATIENCE, "{}", daemon.log());
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    for command in [
+        vec!["check"],
+        vec!["explain", "host", "0"],
+        vec!["dead-letters", "list"],
+        vec!["pause", "count"],
+        vec!["resume", "count"],
+    ] {
+        program.run(&command).await.exits(0);
+    }
+    daemon.stop().await;
+    assert!(!program.log().contains("Unauthorized"), "{}", program.log());
+
+    let mut nth = 0;
+    for (at, privilege) in privileges.iter().enumerate() {
+        let privilege = privilege.as_document().unwrap();
+        let resource = privilege.get_document("resource").unwrap();
+        let actions = privilege.get_array("actions").unwrap();
+        for action in actions {
+            let mut less = privileges.clone();
+            let left: Vec<Bson> = actions.iter().filter(|other| *other != action).cloned().collect();
+            less[at] = doc! {"resource": resource.clone(), "actions": left.clone()}.into();
+            less.retain(|privilege| !privilege.as_document().unwrap().get_array("actions").unwrap().is_empty());
+            nth += 1;
+            let program = guarded.user(&format!("less{nth}"), &less).await;
+            let told = program.run(&["plan", "--sample", "0"]).await;
+            if resource.get_str("db").is_ok_and(|db| db == "local") {
+                told.exits(0);
+                continue;
+            }
+            let covered =
+                action.as_str() == Some("find") && resource.get_str("collection").is_ok_and(|name| !name.is_empty());
+            if covered {
+                // The stream's `find` on the whole database grants it as well.
+                told.exits(0);
+                continue;
+            }
+            let told = told.exits(4);
+            let missing = format!("lacks {}", action.as_str().unwrap());
+            assert!(told.out.contains(&missing), "{missing} {resource}: {}", told.out);
+            assert!(told.out.contains("grantPrivilegesToRole"), "{}", told.out);
+        }
+    }
+    let program = guarded.user("nobody", &[]).await;
+    let told = program.run(&["run"]).await.exits(4);
+    assert!(told.err.contains("lacks changeStream, find, listCollections"), "{}", told.err);
+}

@@ -1,0 +1,126 @@
+//! The timeline, the canary and the reloads of a daemon.
+
+use std::time::{Duration, Instant};
+
+use bson::{Document, doc};
+use denormd::server::client;
+use denormd_engine::events::Event;
+use denormd_fixture::ReplicaSet;
+
+use crate::support::daemon::PATIENCE;
+use crate::support::running::{Running, causes};
+
+const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
+
+async fn hosts_and_log(test: &denormd_fixture::TestDb) {
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1"}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+}
+
+fn kept(running: &Running) -> Vec<Event> {
+    let (code, text, error) = running.command(&["events", "--since", "1h", "--output", "json"]);
+    assert_eq!(code, Some(0), "{error}");
+    serde_json::from_str(&text).unwrap()
+}
+
+async fn until_kept(running: &Running, what: &str) -> Vec<Event> {
+    let limit = Instant::now() + PATIENCE;
+    loop {
+        let events = kept(running);
+        if events.iter().any(|event| event.what == what) {
+            return events;
+        }
+        assert!(Instant::now() < limit, "{what} is not among {events:#?}");
+        tokio::time::sleep(Duration::from_millis(300)).await;
+    }
+}
+
+/// A config that the cluster refused was once not tried again: after `plan --apply`, the daemon went on with the old rules
+/// until a signal or another change of the file.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_config_that_the_cluster_refused_is_taken_once_it_has_what_it_lacked() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test).await;
+    test.database().create_collection("rooms").await.unwrap();
+    let running = Running::start(&test, RULES, "").await;
+    let more =
+        "  - { name: room, copy: { source: rooms, target: log, match: { room: _id }, set: { title: $title } } }\n";
+    let text = std::fs::read_to_string(running.file()).unwrap();
+    std::fs::write(running.file(), text.replace("rules:\n", &format!("rules:\n{more}"))).unwrap();
+    let status = running.until("refused", |status| causes(status).contains(&"config_refused")).await;
+    assert!(
+        status.summary.contains("The changed config is refused; the old rules stay in force."),
+        "{}",
+        status.summary
+    );
+    let (code, _, error) = running.command(&["plan", "--apply"]);
+    assert_eq!(code, Some(0), "{error}");
+    let status = running.until("it is taken", |status| status.rules.iter().any(|rule| rule.name == "room")).await;
+    assert!(!causes(&status).contains(&"config_refused"), "{status:#?}");
+    let told = running.text("/v1/events").await;
+    assert_eq!(told.matches("config_refused").count(), 1, "{told}");
+}
+
+/// A config that was invalid after an edit was once reported in the log alone: the daemon continued with the old rules,
+/// and nobody knew that the new ones were not in force.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_config_is_told_everywhere_until_it_is_mended_and_the_timeline_remembers() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test).await;
+    let mut running = Running::start(&test, RULES, "").await;
+    until_kept(&running, "backfill_done").await;
+    assert_eq!(running.metric("denormd_config_last_reload_successful").await, Some(1.0));
+    let good = std::fs::read_to_string(running.file()).unwrap();
+    std::fs::write(running.file(), good.replace("source: hosts", "sorce: hosts")).unwrap();
+    let status = running.until("refused", |status| causes(status).contains(&"config_refused")).await;
+    assert!(status.errors.iter().any(|error| error.message.contains("the key `source` is missing")), "{status:#?}");
+    assert_eq!(running.metric("denormd_config_last_reload_successful").await, Some(0.0));
+    assert_eq!(running.metric("denormd_config_reloads_total{reason=\"refused\"}").await, Some(1.0));
+    assert_eq!(running.metric("denormd_cause{reason=\"config_refused\",rule=\"\"}").await, Some(1.0));
+    std::fs::write(running.file(), &good).unwrap();
+    running.until("mended", |status| !causes(status).contains(&"config_refused")).await;
+    assert_eq!(running.metric("denormd_config_last_reload_successful").await, Some(1.0));
+    let told: Vec<Event> = serde_json::from_str(&running.text("/v1/events").await).unwrap();
+    assert!(told.iter().any(|event| event.what == "config_reloaded"), "{told:#?}");
+    running.stop();
+    // Its events are read without it.
+    let names: Vec<String> = kept(&running).into_iter().map(|event| event.what).collect();
+    for what in ["leader", "backfill_started", "backfill_done", "config_refused", "config_reloaded", "stopped"] {
+        assert!(names.iter().any(|name| name == what), "{what} is not among {names:?}");
+    }
+    let place = |what: &str| names.iter().position(|name| name == what);
+    assert!(place("config_refused") < place("config_reloaded"), "{names:?}");
+    let (_, text, _) = running.command(&["events"]);
+    assert!(text.contains("the new config is refused: "), "{text}");
+    let (code, _, error) = running.command(&["events", "--since", "soon"]);
+    assert_eq!(code, Some(2), "{error}");
+}
+
+/// An idle daemon reports a lag of zero, and so would one that receives no events.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_canary_comes_through_while_idle_and_ages_when_its_write_is_held() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    hosts_and_log(&test).await;
+    let running = Running::start(&test, RULES, "").await;
+    running.until("a canary", |status| status.canary_age_seconds.is_some_and(|age| age < 5.0)).await;
+    let held = doc! {
+        "configureFailPoint": "failCommand", "mode": "alwaysOn",
+        "data": {"failCommands": ["update"], "errorCode": 112, "namespace": format!("{}_state.canaries", test.name)},
+    };
+    let admin = set.client().await.database("admin");
+    admin.run_command(held).await.unwrap();
+    let status = running.until("no canary", |status| status.canary_age_seconds.is_some_and(|age| age > 13.0)).await;
+    assert!(status.lag_seconds == Some(0.0), "nothing else is late: {status:#?}");
+    assert!(running.metric("denormd_canary_age_seconds").await.is_some_and(|age| age > 13.0));
+    admin.run_command(doc! {"configureFailPoint": "failCommand", "mode": "off"}).await.unwrap();
+    running.until("a canary again", |status| status.canary_age_seconds.is_some_and(|age| age < 10.0)).await;
+    // No writes when idle: the canary is written to the state database only.
+    let targets = test.database().collection::<Document>("log");
+    assert_eq!(targets.count_documents(doc! {"ip": "10.0.0.1"}).await.unwrap(), 1);
+    let databases = set.client().await.list_database_names().await.unwrap();
+    assert!(databases.contains(&format!("{}_state", test.name)), "{databases:?}");
+    let answer = client::get(running.address, "/readyz", Duration::from_secs(10)).await.unwrap();
+    assert!(answer.ok);
+}
