@@ -87,6 +87,11 @@ fn totals() -> Vec<Case> {
                 "counts",
                 [doc! {"_id": 7.0, "note": "mine", "n": 3}, doc! {"_id": 9, "note": "alone", "n": 0}, doc! {"_id": "7", "n": 1}],
             ),
+        Case::new("several documents with the same values are inserted beside others", COUNT)
+            .has("counts", (1..=3).map(|id| doc! {"_id": id, "note": "mine"}))
+            .has("sales", [sale(1, "a", "2024-03-09T10:00:00Z", 5), sale(2, "b", "2024-03-09T10:00:00Z", 5)])
+            .writes([insert("sales", sale(3, "c", "2024-03-09T10:00:00Z", 5)), insert("sales", sale(4, "d", "2024-03-09T10:00:00Z", 5))])
+            .expect("counts", (1..=3).map(|id| doc! {"_id": id, "note": "mine", "n": 0}).chain(["a", "b", "c", "d"].map(|id| doc! {"_id": id, "n": 1}))),
         Case::new("a document with fields of others stays, and is that of no sales", DAILY)
             .has("daily", [doc! {"_id": {"item": 7, "day": day("2024-03-10")}, "note": "fair weather"}])
             .has("sales", some_sales())

@@ -94,12 +94,12 @@ pub struct Member<'a> {
     pub fields: &'a [Field],
 }
 
-/// True if a rule can use shared statements: it has one reference, and every path consists of names only, in the target
-/// or in the elements of one top-level array.
+/// True if a rule can use shared statements: it has one reference, every path consists of names only, in the target
+/// or in the elements of one top-level array, and it inserts no targets: a statement for many documents inserts none.
 #[must_use]
 pub fn is_possible(rule: &Rule) -> bool {
     let [pair] = rule.reference.pairs.as_slice() else { return false };
-    if rule.keyed != Keyed::Value || matches!(rule.values, Values::Set { once: true, .. }) {
+    if rule.keyed != Keyed::Value || rule.creates.is_some() || matches!(rule.values, Values::Set { once: true, .. }) {
         return false;
     }
     if let Some(each) = &rule.reference.target_each {

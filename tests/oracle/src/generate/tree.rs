@@ -15,7 +15,7 @@ impl Generator {
         if !self.options.trees || self.trees.random_bool(0.6) {
             return;
         }
-        let coll = format!("{}e", self.options.prefix);
+        let coll = format!("{}f", self.options.prefix);
         let filter = self.trees.random_bool(0.3).then(|| doc! {"kind": "a"});
         let side = match filter {
             Some(filter) => doc! {"collection": &coll, "where": filter}.into(),
