@@ -1,7 +1,8 @@
-"""Starts a Windows build of mongod under Wine with Microsoft's C++ runtime.
+"""Starts a Windows build of mongod under Wine with Microsoft's C++ runtime, and without Wine's services.
 
 Wine 8.0's own runtime destroys an exception twice when the program rethrows it from a std::exception_ptr, which damages the
 heap. mongod does that when it creates a collection that another client is just creating, and ends at the next exception.
+The services, which nothing here needs, are eight more processes: on a busy machine they took longer to start than tests wait.
 """
 
 import hashlib
@@ -29,8 +30,9 @@ def launcher(mongod):
     """The path of a script that runs `mongod`, which itself starts Wine, with the runtime."""
     cache = fetch.cache_folder()
     script = cache / ("wine-" + hashlib.sha256(os.fsencode(mongod)).hexdigest()[:16]) / "mongod"
-    overrides = ",".join(LIBRARIES)
-    text = f'#!/bin/sh\nexport WINEDLLOVERRIDES={overrides}=n\nexec {shlex.quote(mongod)} "$@"\n'
+    # wineboot starts the services; an empty order of loading turns it off.
+    overrides = ",".join(LIBRARIES) + "=n;wineboot.exe="
+    text = f'#!/bin/sh\nexport WINEDLLOVERRIDES="{overrides}"\nexec {shlex.quote(mongod)} "$@"\n'
     with fetch.locked(cache, "wine-runtime"):
         # The prefix of the script that runs mongod: it has the same cache folder.
         install(cache / "wine" / "drive_c" / "windows" / "system32")
