@@ -106,7 +106,9 @@ fn config_with(way: &[&str], value: &str) -> String {
     let uri = "uri: mongodb://localhost";
     match way {
         ["rules", kind @ ("copy" | "collect" | "aggregate"), key] => {
-            let rule = pattern(kind, &format!("{key}: {value}"));
+            // The depth of a tree needs one.
+            let tree = if *key == "max_depth" { ", recursive: true" } else { "" };
+            let rule = pattern(kind, &format!("{key}: {value}{tree}"));
             // Otherwise a required key would occur twice.
             let rule = rule.replacen(
                 &format!("{key}: "),

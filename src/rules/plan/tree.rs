@@ -155,6 +155,13 @@ mod tests {
         ids.iter().copied().map(id).collect()
     }
 
+    /// A circle lists its members in the order of keys.
+    fn circle_of(members: &[i32]) -> Place {
+        let mut members = ids(members);
+        members.sort_unstable();
+        Place::Circle(members)
+    }
+
     #[test]
     fn a_chain_ends_at_a_root() {
         let parents = [(1, None), (2, Some(1)), (3, Some(2)), (4, Some(9))];
@@ -166,8 +173,8 @@ mod tests {
     #[test]
     fn a_circle_has_members_and_what_hangs_below() {
         let parents = [(1, Some(1)), (2, Some(4)), (3, Some(2)), (4, Some(3)), (5, Some(3)), (6, Some(1))];
-        assert_eq!(place(1, &parents), Place::Circle(ids(&[1])));
-        assert_eq!(place(4, &parents), Place::Circle(ids(&[2, 3, 4])));
+        assert_eq!(place(1, &parents), circle_of(&[1]));
+        assert_eq!(place(4, &parents), circle_of(&[2, 3, 4]));
         assert_eq!(place(2, &parents), place(4, &parents));
         assert_eq!(place(5, &parents), Place::Node(ids(&[3, 2, 4])));
         assert_eq!(place(6, &parents), Place::Node(ids(&[1])));
@@ -180,7 +187,7 @@ mod tests {
         assert_eq!(place(5, &parents), Place::TooDeep(ids(&[4, 3, 2])));
         assert_eq!(place(6, &parents), Place::TooDeep(ids(&[5, 4, 3])));
         let circle = [(1, Some(4)), (2, Some(1)), (3, Some(2)), (4, Some(3)), (5, Some(4))];
-        assert_eq!(place(2, &circle), Place::Circle(ids(&[1, 2, 3, 4])));
+        assert_eq!(place(2, &circle), circle_of(&[1, 2, 3, 4]));
         assert_eq!(place(5, &circle), Place::TooDeep(ids(&[4, 3, 2])), "below a circle of four");
     }
 }

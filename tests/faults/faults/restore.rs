@@ -123,7 +123,8 @@ async fn a_position_from_another_cluster_is_not_used() {
     let found: Vec<Document> = positions.find(doc! {}).await.unwrap().try_collect().await.unwrap();
     assert!(found.iter().all(|position| position.get_document("token").is_ok()), "{found:?}");
     // Only a backfill finds what happened before the daemon runs here.
-    to.db.collection::<Document>("logs").update_many(doc! {}, doc! {"$set": {"ip": "elsewhere"}}).await.unwrap();
+    let copied = doc! {"ip": {"$exists": true}};
+    to.db.collection::<Document>("logs").update_many(copied, doc! {"$set": {"ip": "elsewhere"}}).await.unwrap();
     let daemon = to.daemon();
     println!("in another cluster: right after {:?}", to.at_rest(QUIET).await);
     assert!(daemon.log().contains("of another cluster"), "{}", daemon.log());

@@ -225,7 +225,7 @@ rules:
       match: { _id: product_id }
       set: { count: { $sum: 1 }, rating.avg: { $avg: $rating } }
   - name: info
-    copy: { source: parts, target: products, match: { 'parts.$[]': _id }, into: part_info, element: { id: $_id }, once: true }
+    copy: { source: parts, target: products, match: { 'parts.$[]': _id }, into: part_info, element: { id: $_id } }
     guard: false
 ";
     let rules = load_str(text, Format::Yaml).unwrap().config.rules;
@@ -236,7 +236,7 @@ rules:
     );
     let Pattern::Copy(copy) = &rules[1].pattern else { panic!() };
     assert_eq!((copy.into.as_deref(), copy.element.clone()), (Some("part_info"), Some(bson!({ "id": "$_id" }))));
-    assert!(copy.once && copy.set.is_empty() && rules[1].guard == Guard::Off);
+    assert!(!copy.once && copy.set.is_empty() && rules[1].guard == Guard::Off);
 }
 
 /// One rule for each relationship pattern, as the documentation shows them.
