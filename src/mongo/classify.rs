@@ -84,6 +84,13 @@ impl From<mongodb::error::Error> for Error {
                 code: Some(concern.code),
                 ..Error::new(Kind::NotReplicated, named(concern.code, &concern.code_name))
             },
+            ErrorKind::InsertMany(insert) => match insert.write_errors.as_deref() {
+                Some([write, ..]) => {
+                    let name = write.code_name.as_deref().unwrap_or_default();
+                    Error { code: Some(write.code), ..Error::new(kind_of_code(write.code), named(write.code, name)) }
+                }
+                _ => Error::new(Kind::NotReplicated, "inserted documents are not majority-committed yet"),
+            },
             ErrorKind::Io(io) => Error::new(Kind::Connection, format!("connection lost ({})", io.kind())),
             ErrorKind::ConnectionPoolCleared { .. } => {
                 Error::new(Kind::Connection, "connections were closed after a failure")
