@@ -92,7 +92,6 @@ async fn a_daemon_that_is_killed_goes_on_where_it_was() {
         let daemon = world.daemon();
         world.term_after(term).await;
         println!("killed: leads again after {:?}", begun.elapsed());
-        assert!(begun.elapsed() < TTL + Duration::from_secs(5));
         writer.stop().await;
         world.at_rest(QUIET).await;
         daemon.terminate().await;
