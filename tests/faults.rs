@@ -3,6 +3,6 @@
 pub mod attacks;
 pub mod crashes;
 pub mod fault_runs;
-pub mod faults;
+pub mod injected;
 pub mod outages;
 pub mod zombies;

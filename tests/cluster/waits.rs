@@ -63,10 +63,10 @@ fn violations(history: &[Entry]) -> Vec<String> {
     }
     for values in written.values_mut() {
         let mut newest = 0;
-        values.values_mut().for_each(|value| {
+        for value in values.values_mut() {
             newest = newest.max(*value);
             *value = newest;
-        });
+        }
     }
     let mut found = Vec::new();
     for entry in history {

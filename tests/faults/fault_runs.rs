@@ -244,7 +244,7 @@ impl Stage {
             Fault::StateDiskFull => self.state_disk_full(1000 + 2 * wait).await,
             Fault::MemberResynced => self.resync_member().await,
             Fault::MemberClockSkewed => self.skew_member(wait).await,
-            Fault::Reloaded => self.reload().await,
+            Fault::Reloaded => self.reload(),
             Fault::Upgraded => self.upgrade().await,
             Fault::CommandsRefused | Fault::AnswersLost | Fault::WritesHang | Fault::SlowServer => {
                 self.commands_fail(fault).await;
@@ -469,7 +469,9 @@ impl Stage {
         // The other daemons stop: the leader has the strange clock.
         let kept = self.daemons.iter().position(|daemon| Some(daemon.pid()) == self.veteran);
         let kept = kept.map(|nth| self.daemons.remove(nth));
-        kept.iter().for_each(|daemon| daemon.signal("STOP"));
+        if let Some(daemon) = &kept {
+            daemon.signal("STOP");
+        }
         for daemon in self.daemons.drain(..) {
             daemon.terminate().await;
         }
@@ -485,7 +487,9 @@ impl Stage {
         }
         self.struck += u64::from(strange.log_has_other_times());
         strange.terminate().await;
-        kept.iter().for_each(|daemon| daemon.signal("CONT"));
+        if let Some(daemon) = &kept {
+            daemon.signal("CONT");
+        }
         self.daemons.extend(kept);
         while self.daemons.len() < 2 {
             self.daemons.push(self.world.daemon());

@@ -105,7 +105,7 @@ impl Stage {
     }
 
     /// Adds a rule to the config, or removes it, and has the daemons read the file again.
-    pub(super) async fn reload(&mut self) {
+    pub(super) fn reload(&mut self) {
         self.extended = !self.extended;
         self.world.write_config("denormd.yaml", if self.extended { ONE_MORE } else { "" });
         for daemon in &self.daemons {

@@ -74,6 +74,9 @@ async fn beside_a_running_daemon_it_loses_nothing() {
         assert!(causes(&status).contains(&"backfilling") && !causes(&status).contains(&"degraded"), "{status:#?}");
     }
     assert!(!running.log().contains("no longer reaches back"), "{}", running.log());
+    let starts = |text: &str| running.log().matches(text).count();
+    // Before the reload, which starts a backfill over that has not saved its first page.
+    assert_eq!(starts("resumed=false") + starts("\"resumed\":false"), 1, "it was started once: {}", running.log());
     ends(&test, &running).await;
     running.stop();
 }

@@ -378,9 +378,9 @@ async fn a_ttl_index_deletes_and_collections_are_renamed_over_others() {
             data::rename_over(&world, fault).await;
         } else {
             if fault == "expired" {
-                data::expire(&world).await
+                data::expire(&world).await;
             } else {
-                data::rename_over(&world, fault).await
+                data::rename_over(&world, fault).await;
             }
             work(200).await;
             writer.stop().await;
