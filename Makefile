@@ -19,6 +19,7 @@ define BUILD_TO_TRY
 echo "building denormd, $(1) and what they need: two to four minutes on two cores the first time, seconds afterwards" >&2
 python3 tests/mongod.py >/dev/null & mongod=$$!
 $(CARGO) build --profile try --no-default-features --package denormd --package denormd-show --package denormd-fixture --bin denormd --bin $(1)
+echo "built; starting a MongoDB server, which is downloaded if there is none" >&2
 wait $$mongod || python3 tests/mongod.py >/dev/null
 export MONGOD="$$(python3 tests/mongod.py)"
 endef
@@ -109,8 +110,11 @@ test-secure: ## Run the patterns on MongoDB with TLS and authentication
 	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
 	"$(TARGET)/debug/denormd-fixture" run --secure -- $(CARGO) "$${tests[@]}" --workspace $(FEATURES) "$${only[@]}"
 
-# MONGOD=PATH or image:mongo:8.0, THREADS=1. The suites whose outcome a server's version can change, in portions with a fresh server each.
+# MONGOD=PATH or image:mongo:8.0, THREADS=1, MINUTES=6 begins no portion after that time. The suites whose outcome a server's version
+# can change, in portions with a fresh server each. ALL=yes runs every other test, too, but those that a Windows build cannot pass.
 SUITES = check|copy_rules|crashes|evaluate|exact_meaning|foreign|golden|grouped|kinds|lease|lifecycle|of_target|patterns|plan|reads|routers|slow_reads|unreadable|upgrade|versions
+NOT_ON_WINDOWS = containers|nothing_left|secured
+CHOSEN = $(if $(ALL),all() - test(/(^|::)($(NOT_ON_WINDOWS))::/) - binary(/$(NOT_ON_WINDOWS)/),test(/(^|::)($(SUITES))::/))
 PORTIONS = 8
 THREADS = 2
 .PHONY: test-server
@@ -128,14 +132,16 @@ test-server: ## Run the suites that a server's version matters to on MONGOD, THR
 	if [ "$${tests[0]}" = test ]; then
 		suites='$(SUITES)'
 		suites="$${suites//|/:: }::"
-		"$$fixture" run -- $(CARGO) test --package denormd $(FEATURES) --test main -- --test-threads $(THREADS) $$suites
+		"$$fixture" run -- $(CARGO) test --workspace $(FEATURES) --test main -- --test-threads $(THREADS) $$suites
 		exit
 	fi
-	failed=
+	failed= left=
 	for portion in $$(seq $(PORTIONS)); do
-		"$$fixture" run -- $(CARGO) nextest run --workspace $(FEATURES) --test main --test-threads $(THREADS) \
-			--partition "slice:$$portion/$(PORTIONS)" -E 'test(/(^|::)($(SUITES))::/)' || failed="$$failed $$portion"
+		if [ "$(MINUTES)" ] && [ "$$SECONDS" -gt $$(($(or $(MINUTES),0) * 60)) ]; then left="$$left $$portion"; continue; fi
+		"$$fixture" run -- $(CARGO) nextest run --workspace $(FEATURES) $(if $(ALL),,--test main) --test-threads $(THREADS) \
+			--partition "slice:$$portion/$(PORTIONS)" -E '$(CHOSEN)' || failed="$$failed $$portion"
 	done
+	if [ "$$left" ]; then echo "not begun within $(MINUTES) minutes, of $(PORTIONS) portions:$$left"; fi
 	if [ "$$failed" ]; then echo "failed, of $(PORTIONS) portions:$$failed" >&2; exit 1; fi
 
 # MONGOD and MONGOS: paths, or images such as image:mongo:8.0. Without MONGOS, config servers and shards are started alone.
@@ -155,8 +161,8 @@ test-sharded: ## Run the patterns, HISTORIES histories and crashes through the r
 		--run-ignored all -E '$(SHARDED)'
 
 .PHONY: mutants
-mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, tests/mutants.toml has them
-	@python3 tests/mutants.py $(if $(ONLY),--only "$(ONLY)")
+mutants: ## Plant bugs one after another and see that the tests catch each; ONLY=name plants one, SIMULATE=1000 tries so many seeds of the simulator
+	@python3 tests/mutants.py $(if $(ONLY),--only "$(ONLY)") $(if $(SIMULATE),--simulate "$(SIMULATE)" --skip-unplanted)
 
 .PHONY: pages
 pages: ## Write anew what is made from the config's keys: its reference and its JSON Schema
@@ -182,6 +188,7 @@ histories: ## Draw HISTORIES (2000) random histories of random rules, from a see
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	export DENORMD_HISTORIES="$(or $(HISTORIES),2000)" DENORMD_FIRST="$(or $(FIRST),random)"
 	if [ "$(ODD)" ]; then export DENORMD_ODD="$(ODD)"; fi
+	export DENORMD_RELOADS="$(or $(RELOADS),1)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture histories::all_rules_converge_whatever_happens
 
 # ROUNDS=1000
@@ -190,6 +197,26 @@ expressions: ## Evaluate random expressions for ROUNDS (200), from a seed that n
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	export DENORMD_HISTORIES="$(or $(ROUNDS),200)" DENORMD_FIRST="$(or $(FIRST),random)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture evaluate::what_is_evaluated
+
+# COMMANDS=100000
+.PHONY: test-model
+test-model: ## Send COMMANDS (100000) random commands to the simulated server and to a real one, and compare each reply and its effect
+	@export MONGOD="$$(python3 tests/mongod.py)"
+	export DENORMD_COMMANDS="$(or $(COMMANDS),100000)" DENORMD_FIRST="$(or $(FIRST),1)"
+	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture model::
+
+# SEEDS=1000
+.PHONY: simulate
+simulate: ## Draw SEEDS (1000) random histories on the simulated server, from a seed that nobody has tried, and compare each with the oracle
+	@export DENORMD_SIMULATIONS="$(or $(SEEDS),1000)" DENORMD_FIRST="$(or $(FIRST),random)"
+	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture simulated::
+
+# SEEDS=100, AT_ONCE=2 clusters of WORLDS=10 seeds each.
+.PHONY: simulate-faults
+simulate-faults: ## Draw SEEDS (100) random histories with daemon processes and faults on the simulated server
+	@export DENORMD_SIMULATIONS="$(or $(SEEDS),100)" DENORMD_FIRST="$(or $(FIRST),random)"
+	export DENORMD_WORLDS="$(or $(WORLDS),10)" DENORMD_AT_ONCE="$(or $(AT_ONCE),2)"
+	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture simulated::
 
 # The program of the previous release, built once from its commit. PREVIOUS names another commit, DENORMD_PREVIOUS a program.
 PREVIOUS = 75ce69ac51d06e10f87d624f302ae63502bff27c
@@ -211,7 +238,7 @@ endef
 faults: ## Strike servers and daemons for MINUTES (5), compare everything after each, and print a table
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	export DENORMD_FAULT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
-	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture fault_runs::for_as_long_as_it_is_told
+	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture fault_runs::for_as_long_as_it_is_told
 
 # HOURS=2, or MINUTES=20; SEED=7, FAULT=Upgraded for one kind alone.
 .PHONY: soak
@@ -219,42 +246,42 @@ soak: ## Strike servers and daemons for HOURS (2), new configs and the previous 
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	$(BUILD_PREVIOUS)
 	export DENORMD_SOAK_MINUTES="$(or $(MINUTES),$(shell echo $$(($(or $(HOURS),2) * 60))))" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
-	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture soak::nothing_grows
+	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture soak::nothing_grows
 
 .PHONY: upgrades
 upgrades: ## Run the previous release and this one in turn and side by side, on the state of both, while an application writes
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	$(BUILD_PREVIOUS)
-	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture upgrades::
+	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture upgrades::
 
 # MINUTES=60, SEED=7.
 .PHONY: waits
 waits: ## Write, wait and read through failovers for MINUTES (5), and see that no read lacks what an acknowledged wait covers
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	export DENORMD_WAIT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)"
-	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture waits::
+	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture waits::
 
 # Ten million take some 12 GB of disk.
 .PHONY: flood
 flood: ## Write ENTRIES (10,000,000) oplog entries that no rule watches, twice, and compare what the daemon says with its copies
 	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_FLOOD="$(ENTRIES)"
-	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture flood::
+	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture flood::
 
 # MINUTES=2 for each outage; one of eight minutes is watched by a real Prometheus.
 .PHONY: outages
 outages: ## Freeze, kill and cut off MongoDB for MINUTES (2) each, and see that no instance says that all is well
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	export DENORMD_OUTAGE_MINUTES="$(or $(MINUTES),2)"
-	$(CARGO) test --package denormd --test main $(FEATURES) -- --include-ignored --nocapture --test-threads 2 outages::
+	$(CARGO) test --workspace --test main $(FEATURES) -- --include-ignored --nocapture --test-threads 2 outages::
 
 # TRIALS=1000, AT_ONCE=16 deployments, SEED=7.
 .PHONY: zombies
 zombies: ## Freeze leaders, let another one take over, wake them up: TRIALS (1000) times, and compare everything after each
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	export DENORMD_ZOMBIES="$(TRIALS)" DENORMD_AT_ONCE="$(AT_ONCE)" DENORMD_SEED="$(SEED)"
-	$(CARGO) test --package denormd --test main $(FEATURES) -- --ignored --nocapture as_many_zombies_as_it_is_told
+	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture as_many_zombies_as_it_is_told
 
-# SERVERS="/path/of/mongod-6.0 image:mongo:7.0 …", oldest first.
+# SERVERS="/path/of/mongod-6.0 image:mongo:7.0 …", in the order in which the members are replaced.
 .PHONY: rolling-upgrade
 rolling-upgrade: ## Take a replica set from server to server, member by member, while an application writes and two daemons run
 	@servers=()
@@ -262,7 +289,7 @@ rolling-upgrade: ## Take a replica set from server to server, member by member, 
 		server="$$(MONGOD="$$server" python3 tests/mongod.py)"
 		servers+=("$$server")
 	done
-	if [ "$${#servers[@]}" -lt 2 ]; then echo 'usage: make rolling-upgrade SERVERS="MONGOD MONGOD…", oldest first' >&2; exit 2; fi
+	if [ "$${#servers[@]}" -lt 2 ]; then echo 'usage: make rolling-upgrade SERVERS="MONGOD MONGOD…"' >&2; exit 2; fi
 	export MONGOD="$${servers[0]}" DENORMD_SERVERS="$$(IFS=:; echo "$${servers[*]}")"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture rolling_upgrade::
 
@@ -333,7 +360,7 @@ check-million: ## Find 50 planted differences among TARGETS (1,000,000) under li
 		$(CARGO) build --release --package denormd --bin denormd
 		export DENORMD="$(TARGET)/release/denormd"
 	fi
-	$(CARGO) test --package denormd --test main $(FEATURES) -- --nocapture every_planted_difference
+	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture every_planted_difference
 
 # MESSAGES=10000 for less data, CHANGES=1000 for fewer, APP=rocketchat,wekan for some. DENORMD names a binary that is built already.
 .PHONY: apps

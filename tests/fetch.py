@@ -7,6 +7,7 @@ import glob
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import venv
 from pathlib import Path
@@ -22,11 +23,13 @@ def say(text):
 
 def run(*command, env=None):
     """The command's exit code and all it printed."""
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", env=env, check=False,
-    )
-    return done.returncode, done.stdout
+    # A file and not a pipe: Wine's services outlive a command that started them, and keep its output open.
+    with tempfile.TemporaryFile() as output:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, check=False
+        )
+        output.seek(0)
+        return done.returncode, output.read().decode(errors="replace")
 
 
 def cache_folder():

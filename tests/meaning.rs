@@ -11,6 +11,7 @@ pub mod grouped;
 pub mod histories;
 pub mod keys_on_server;
 pub mod kinds;
+pub mod model;
 pub mod of_target;
 pub mod patterns;
 pub mod touches;

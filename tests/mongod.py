@@ -51,17 +51,17 @@ PACKAGES = {
 
 
 def about(mongod):
-    """What it prints as its version; nothing when it does not run."""
+    """What it prints as its version, or nothing when it does not run; and why it does not."""
     try:
         code, output = run(str(mongod), "--version")
-    except OSError:
-        return ""
-    return output if code == 0 else ""
+    except OSError as error:
+        return "", str(error)
+    return ("", " ".join(output.split())[-400:]) if code else (output, "")
 
 
 def version(mongod):
     """(6, 0, 5), or None when it does not run."""
-    return version_in(about(mongod))
+    return version_in(about(mongod)[0])
 
 
 def version_in(output):
@@ -106,10 +106,13 @@ def from_environment(variable="MONGOD", program="mongod"):
     if path and wine.is_launcher(path):
         # Looked at when it was made. Wine takes seconds to start.
         return path
-    output = about(path) if path else ""
+    output, why = about(path) if path else ("", "there is no such program")
     found = version_in(output)
     if not found:
-        raise Unavailable(f"{variable} is {named!r}, which does not run as `{named} --version`. Correct it or unset it.")
+        raise Unavailable(
+            f"{variable} is {named!r}, which does not run as `{named} --version`: {why or 'it names no version'}. "
+            "Correct it or unset it."
+        )
     if found[:2] < OLDEST:
         raise Unavailable(f"{variable} is {named!r}, version {dotted(found)}, but 6.0 is the oldest that is supported.")
     path = os.path.abspath(path)

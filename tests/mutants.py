@@ -10,6 +10,7 @@ Before that the same tests run without any bug, to show that it is the bug they 
     --list            say which bugs there are
     --only NAME       only these, several with commas between
     --skip-unplanted  do not run the tests without a bug first
+    --simulate SEEDS  try the bugs of the engine with so many seeds of the simulator instead, and say which seed found each
 
 Exit code 1 when a bug goes unnoticed, or when it could not be tried: it no longer fits the source, it does not build,
 or its tests did not end.
@@ -33,6 +34,8 @@ PROJECT = HERE.parent
 CARGO = os.environ.get("CARGO", "cargo")
 # A test that takes longer hangs.
 PATIENCE_SECONDS = 600
+# The tests on the simulated server, which need no other.
+SIMULATOR = "simulated::"
 
 
 def say(text=""):
@@ -111,7 +114,7 @@ def tried(mutant, copy, env, logs):
         if finish([CARGO, "test", *test[:2 if test[0] == "--test" else 3], "--no-run"], copy, env, log) != 0:
             raise Untried(f"it does not build: see {log.name}")
         command = [CARGO, "test", *test]
-        if test[0] == "--test":
+        if test[0] == "--test" and test[-1] != SIMULATOR:
             command = [str(Path(env["CARGO_TARGET_DIR"]) / "debug/denormd-fixture"), "run", "--", *command]
         code = finish(command, copy, dict(env, **mutant.get("env", {})), log, PATIENCE_SECONDS)
     text = (logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
@@ -143,11 +146,24 @@ def unplanted(mutants, copy, env, logs):
     return good
 
 
+def simulated(mutant, seeds):
+    """The same bug, to be found by the simulator."""
+    env = {"DENORMD_SIMULATIONS": str(seeds), "DENORMD_FIRST": "1", "DENORMD_SHRINK_MINUTES": "0"}
+    return dict(mutant, test=f"--test main -- --nocapture {SIMULATOR}", env=env)
+
+
+def seed_found(log):
+    """The lowest seed that a log names."""
+    seeds = re.findall(r"DENORMD_SEED=(\d+)", log.read_text(encoding="utf-8", errors="replace"))
+    return f" with seed {min(map(int, seeds))}" if seeds else ""
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--only", metavar="NAME")
     parser.add_argument("--skip-unplanted", action="store_true")
+    parser.add_argument("--simulate", metavar="SEEDS", type=int)
     given = parser.parse_args()
     mutants = tomllib.loads((HERE / "mutants.toml").read_text(encoding="utf-8"))["mutant"]
     if given.only:
@@ -156,6 +172,8 @@ def main():
         if unknown:
             sys.exit(f"there is no mutant {', '.join(sorted(unknown))}: see --list")
         mutants = [mutant for mutant in mutants if mutant["name"] in only]
+    if given.simulate:
+        mutants = [simulated(mutant, given.simulate) for mutant in mutants if mutant["file"].startswith("src/engine/")]
     width = max(len(mutant["name"]) for mutant in mutants)
     if given.list:
         for mutant in mutants:
@@ -177,6 +195,8 @@ def main():
             file.write_text(planted(mutant, true), encoding="utf-8")
             failed = tried(mutant, copy, env, logs)
             caught, by = bool(failed), failed[0] + (f" and {len(failed) - 1} more" if failed[1:] else "") if failed else "SURVIVES"
+            if caught and given.simulate:
+                by += seed_found(logs / f"{mutant['name']}.log")
         except Untried as why:
             caught, by = False, f"NOT TRIED: {why}"
         finally:

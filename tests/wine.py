@@ -3,6 +3,7 @@
 Wine 8.0's own runtime destroys an exception twice when the program rethrows it from a std::exception_ptr, which damages the
 heap. mongod does that when it creates a collection that another client is just creating, and ends at the next exception.
 The services, which nothing here needs, are eight more processes: on a busy machine they took longer to start than tests wait.
+wineboot itself must run: without it, servers that start at the same moment wait for it for five minutes.
 """
 
 import hashlib
@@ -30,8 +31,8 @@ def launcher(mongod):
     """The path of a script that runs `mongod`, which itself starts Wine, with the runtime."""
     cache = fetch.cache_folder()
     script = cache / ("wine-" + hashlib.sha256(os.fsencode(mongod)).hexdigest()[:16]) / "mongod"
-    # wineboot starts the services; an empty order of loading turns it off.
-    overrides = ",".join(LIBRARIES) + "=n;wineboot.exe="
+    # An empty order of loading turns a program off. wineboot starts services.exe, and that one the others.
+    overrides = ",".join(LIBRARIES) + "=n;services.exe="
     text = f'#!/bin/sh\nexport WINEDLLOVERRIDES="{overrides}"\nexec {shlex.quote(mongod)} "$@"\n'
     with fetch.locked(cache, "wine-runtime"):
         # The prefix of the script that runs mongod: it has the same cache folder.

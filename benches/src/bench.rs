@@ -30,14 +30,14 @@ pub struct Bench {
     set: ReplicaSet,
     /// To write and look with.
     pub client: Client,
-    /// How often each measurement is repeated.
+    /// Number of times that each measurement is repeated.
     pub rounds: usize,
 }
 
-/// What something took.
+/// The cost of a measurement.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Cost {
-    /// From begin to end.
+    /// From the beginning to the end.
     pub wall: f64,
     /// CPU seconds of the server.
     pub server: f64,
@@ -79,6 +79,11 @@ impl Bench {
 
     /// Starts a daemon with these rules and waits until it has caught up.
     pub async fn daemon(&self, rules: &str, count: usize) -> Running {
+        self.daemon_of(None, rules, count).await
+    }
+
+    /// The same with another program than the one beside this one.
+    pub async fn daemon_of(&self, program: Option<PathBuf>, rules: &str, count: usize) -> Running {
         let config = env::temp_dir().join(format!("denormd-bench-{}.yaml", std::process::id()));
         // Held by SIGSTOP it stays the leader. Nothing else differs from the defaults.
         let head = format!(
@@ -86,11 +91,20 @@ impl Bench {
         );
         fs::write(&config, format!("{head}rules:\n{rules}")).expect("a config file");
         let mut daemon = Daemon::with(&config, &self.uri()).reachable();
+        if let Some(program) = program {
+            daemon = daemon.running(program);
+        }
         daemon.plan_apply();
         daemon.start();
+        self.backfilled(count).await;
+        let running = Running { daemon, config };
+        running.caught_up().await;
+        running
+    }
+
+    /// Waits until the backfills of this number of rules are done.
+    pub async fn backfilled(&self, count: usize) {
         Progress::new(&self.client, DATABASE, count).wait_backfilled().await;
-        daemon.wait();
-        Running { daemon, config }
     }
 
     /// Waits until the server has written out what others have changed. Else that falls to whoever is measured next: half a
@@ -99,13 +113,13 @@ impl Bench {
         self.client.database("admin").run_command(doc! {"fsync": 1}).await.expect("a checkpoint");
     }
 
-    /// What the server and the daemon have used so far.
+    /// The time, and the CPU time of the server and of the daemon so far.
     pub fn spent(&self, daemon: Option<&Running>) -> (Instant, f64, f64) {
         let mine = daemon.map_or(0.0, |daemon| host::cpu(daemon.pid()));
         (Instant::now(), host::cpu(self.set.node(0).pid()), mine)
     }
 
-    /// What was used since.
+    /// The cost since then.
     pub fn since(&self, (begin, server, mine): (Instant, f64, f64), daemon: Option<&Running>) -> Cost {
         let wall = begin.elapsed().as_secs_f64();
         let (_, server_now, mine_now) = self.spent(daemon);
@@ -129,12 +143,30 @@ impl Running {
 
     /// Returns when everything is applied that is committed now.
     pub async fn applied(&self) {
-        let mut connection = TcpStream::connect(self.daemon.address()).await.expect("the daemon listens");
-        let request = "GET /v1/wait?timeout=3000 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
-        connection.write_all(request.as_bytes()).await.expect("a request");
-        let mut answer = String::new();
-        connection.read_to_string(&mut answer).await.expect("an answer");
+        let answer = self.ask_to_wait().await.expect("the daemon listens");
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}\n{}", self.daemon.log_tail());
+    }
+
+    /// The same after a start, when it may not listen or follow changes yet.
+    async fn caught_up(&self) {
+        let begun = Instant::now();
+        while !self.ask_to_wait().await.is_ok_and(|answer| answer.starts_with("HTTP/1.1 200")) {
+            assert!(
+                begun.elapsed() < Duration::from_mins(2),
+                "not caught up after its start\n{}",
+                self.daemon.log_tail()
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    async fn ask_to_wait(&self) -> std::io::Result<String> {
+        let mut connection = TcpStream::connect(self.daemon.address()).await?;
+        let request = "GET /v1/wait?timeout=3000 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+        connection.write_all(request.as_bytes()).await?;
+        let mut answer = String::new();
+        connection.read_to_string(&mut answer).await?;
+        Ok(answer)
     }
 
     /// Ends it. What it warned of would make a measurement worthless, but for what it had under way when it was held, and for
@@ -144,7 +176,7 @@ impl Running {
             "no answer in time",
             "connections were closed after a failure",
             "connection lost",
-            "somebody else has written owned fields",
+            "owned fields differ from their definition",
             "more lines like this were left out",
             // Of a collection that was made a moment ago, at a start.
             "SnapshotUnavailable",

@@ -12,7 +12,7 @@ use crate::{
     workloads::{Change, Floor, Workload},
 };
 
-/// What was measured of one workload.
+/// The measurements of one workload.
 pub struct Drained {
     name: &'static str,
     changes: usize,
@@ -71,13 +71,15 @@ pub async fn measure(bench: &Bench, workload: &Workload) -> Drained {
 
 /// One round's source writes.
 pub async fn change(database: &Database, workload: &Workload, version: i32) {
-    match (workload.change)(version) {
-        Change::Insert(collection, documents) => insert(database, collection, documents).await,
-        Change::Update(collection, statements) => update(database, collection, &statements).await,
+    for change in (workload.change)(version) {
+        match change {
+            Change::Insert(collection, documents) => insert(database, collection, documents).await,
+            Change::Update(collection, statements) => update(database, collection, &statements).await,
+        }
     }
 }
 
-/// How a floor is written.
+/// The way a floor is written.
 struct Way {
     title: String,
     /// Its place among the floors.
@@ -109,7 +111,7 @@ async fn write_floor(bench: &Bench, database: &Database, workload: &Workload, ve
     bench.since(begin, None)
 }
 
-/// That every copy is what it must be: else it was not the same work.
+/// Asserts that every copy is right: otherwise it was not the same work.
 async fn assert_true(database: &Database, workload: &Workload, version: i32, daemon: &Running) {
     let (collection, stale) = (workload.stale)(version);
     let stale = database.collection::<bson::Document>(collection).count_documents(stale).await.expect("a count");

@@ -1,4 +1,4 @@
-//! How long a change takes to reach its target while changes come at a given rate; and by a bare change stream read plus
+//! The time from a change to its target while changes arrive at a given rate, and the same by a bare change stream read and
 //! one write.
 
 use std::{
@@ -20,7 +20,7 @@ use crate::bench::{Bench, insert};
 
 const SOURCES: i32 = 20_000;
 const RATES: [u32; 3] = [200, 1_000, 5_000];
-/// How long changes come in one measurement.
+/// Duration of the changes in one measurement.
 const SPAN: Duration = Duration::from_secs(5);
 /// Connections that write changes.
 const WRITERS: u32 = 8;

@@ -7,6 +7,7 @@
 mod bench;
 mod drain;
 mod live;
+mod neighbour;
 mod peer;
 mod scale;
 mod scan;
@@ -30,6 +31,9 @@ async fn main() {
     }
     if wanted("live") {
         live::measure(&bench).await;
+    }
+    if wanted("neighbour") {
+        neighbour::measure(&bench).await;
     }
     if wanted("rules") {
         scale::rules(&bench).await;

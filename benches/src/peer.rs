@@ -68,7 +68,7 @@ pub async fn measure(bench: &Bench) {
         peer.signal("CONT");
         applied(&database, rename, version).await;
         let mine = bench.since(begin, None);
-        // What it is told of then is true already.
+        // The events that it receives later are applied already.
         peer.signal("STOP");
         change(&database, rename, version + 1).await;
         let floor = (rename.floors)(version + 1).swap_remove(0);

@@ -1,4 +1,4 @@
-//! That cost follows changes: not the number of rules, and not the size of what does not change.
+//! Shows that the cost follows the changes: neither the number of rules nor the documents that do not change.
 
 use bson::{Document, doc};
 use denormd_show::{

@@ -1,4 +1,4 @@
-//! What is measured: documents, rules, changes, and the writes that they come to. Pure.
+//! The workloads: documents, rules, changes, and the writes that follow from them. Pure.
 
 mod unread;
 
@@ -12,12 +12,12 @@ pub struct Workload {
     pub what: &'static str,
     /// As in a config file.
     pub rules: &'static str,
-    /// Source writes in one round.
+    /// Source writes in one round; in `tree` the documents that move with one.
     pub changes: usize,
-    /// What is there before.
+    /// The documents before the first round.
     pub load: fn() -> Vec<(&'static str, Vec<Document>)>,
     /// One round's source writes.
-    pub change: fn(i32) -> Change,
+    pub change: fn(i32) -> Vec<Change>,
     /// The target writes that make that round true, the strictest floor first.
     pub floors: fn(i32) -> Vec<Floor>,
     /// Finds the targets that are not what they must be after that round.
@@ -102,7 +102,7 @@ fn rename() -> Workload {
             let product = |id| doc! {"_id": id, "part": id % SOURCES, "stock": id % 7};
             vec![("parts", parts()), ("products", (0..SOURCES * FAN_OUT).map(product).collect())]
         },
-        change: |version| Change::Update("parts", renames(version)),
+        change: |version| vec![Change::Update("parts", renames(version))],
         floors: |version| {
             let known =
                 |id| doc! {"q": {"part": id}, "u": {"$set": {"name": name(version), "price": version}}, "multi": true};
@@ -127,7 +127,7 @@ fn arrays() -> Workload {
             };
             vec![("parts", parts()), ("products", (0..SOURCES * FAN_OUT / ELEMENTS).map(product).collect())]
         },
-        change: |version| Change::Update("parts", renames(version)),
+        change: |version| vec![Change::Update("parts", renames(version))],
         floors: |version| {
             let known = |id| {
                 doc! {
@@ -154,7 +154,7 @@ fn insert() -> Workload {
         change: |version| {
             let message =
                 |nth: i32| doc! {"_id": version * MESSAGES + nth, "host": nth % HOSTS, "message": "something happened"};
-            Change::Insert("logmsg", (0..MESSAGES).map(message).collect())
+            vec![Change::Insert("logmsg", (0..MESSAGES).map(message).collect())]
         },
         floors: |version| {
             let known = |host: i32| {
@@ -189,7 +189,7 @@ fn million() -> Workload {
             vec![("hosts", vec![doc! {"_id": 1, "ipaddr": "0"}]), ("logmsg", (0..MILLION).map(message).collect())]
         },
         change: |version| {
-            Change::Update("hosts", vec![doc! {"q": {"_id": 1}, "u": {"$set": {"ipaddr": version.to_string()}}}])
+            vec![Change::Update("hosts", vec![doc! {"q": {"_id": 1}, "u": {"$set": {"ipaddr": version.to_string()}}}])]
         },
         floors: |version| {
             let all = doc! {"q": {"host": 1}, "u": {"$set": {"ipaddr": version.to_string()}}, "multi": true};
@@ -224,7 +224,7 @@ fn latest() -> Workload {
                 ("reviews", (0..REVIEWS).map(|nth| review(0, nth)).collect()),
             ]
         },
-        change: |version| Change::Insert("reviews", (0..REVIEWS).map(|nth| review(version, nth)).collect()),
+        change: |version| vec![Change::Insert("reviews", (0..REVIEWS).map(|nth| review(version, nth)).collect())],
         floors: |version| {
             let known = |product| {
                 let ten: Vec<Document> = of_product(product).take(10).map(|nth| shown(version, nth)).collect();
@@ -252,7 +252,7 @@ fn logged(version: i32, nth: i32) -> Document {
     doc! {"_id": version * LOGGED + nth, "host": nth % LOGGING, "time": version * LOGGED + nth, "message": format!("message {nth}")}
 }
 
-/// What a host shows of one round, oldest first.
+/// The lines of a host in one round, oldest first.
 fn lines(version: i32, host: i32) -> Vec<Bson> {
     let numbers = (0..LOGGED / LOGGING).map(|nth| nth * LOGGING + host);
     numbers.map(|nth| doc! {"time": version * LOGGED + nth, "message": format!("message {nth}")}.into()).collect()
@@ -271,7 +271,7 @@ fn log() -> Workload {
                 ("logmsg", (-5..=1).flat_map(messages).collect()),
             ]
         },
-        change: |version| Change::Insert("logmsg", (0..LOGGED).map(|nth| logged(version, nth)).collect()),
+        change: |version| vec![Change::Insert("logmsg", (0..LOGGED).map(|nth| logged(version, nth)).collect())],
         floors: |version| {
             let known = |host: i32| {
                 let last: Vec<Bson> = (version - 4..=version).flat_map(|version| lines(version, host)).collect();
@@ -307,7 +307,7 @@ fn hot() -> Workload {
         load: || vec![("parents", vec![doc! {"_id": 1}]), ("children", vec![doc! {"_id": -1, "parent": 1, "n": 0}])],
         change: |version| {
             let child = |nth: i32| doc! {"_id": version * CHILDREN + nth, "parent": 1, "n": 1};
-            Change::Insert("children", (0..CHILDREN).map(child).collect())
+            vec![Change::Insert("children", (0..CHILDREN).map(child).collect())]
         },
         floors: |_| {
             let one = doc! {"q": {"_id": 1}, "u": {"$inc": {"count": 1, "total": 1}}};
@@ -332,7 +332,7 @@ fn counts() -> Workload {
         },
         change: |version| {
             let rate = |nth: i32| doc! {"q": {"_id": nth}, "u": {"$set": {"rating": version}}};
-            Change::Update("reviews", (0..REVIEWS).map(rate).collect())
+            vec![Change::Update("reviews", (0..REVIEWS).map(rate).collect())]
         },
         floors: |version| {
             let known = |product| {
@@ -373,7 +373,7 @@ fn tree() -> Workload {
         },
         change: |version| {
             let moved = doc! {"q": {"_id": 0}, "u": {"$set": {"parent": -(version % 2) - 1}}};
-            Change::Update("categories", vec![moved])
+            vec![Change::Update("categories", vec![moved])]
         },
         floors: |version| {
             let known = |node| doc! {"q": {"_id": node}, "u": {"$set": {"path": path(version, node)}}};
@@ -407,7 +407,7 @@ fn buckets() -> Workload {
         },
         change: |version| {
             let price = |nth: i32| doc! {"q": {"_id": nth}, "u": {"$set": {"amount": version}}};
-            Change::Update("sales", (0..REVIEWS).map(price).collect())
+            vec![Change::Update("sales", (0..REVIEWS).map(price).collect())]
         },
         floors: |version| {
             let (sales, all) = (REVIEWS / (ITEMS * DAYS), ITEMS * DAYS);

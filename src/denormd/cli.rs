@@ -51,6 +51,9 @@ impl Cli {
     #[must_use]
     pub fn documented() -> clap::Command {
         let command = with_exit_status(Self::command());
+        let mut built = command.clone();
+        built.build();
+        let command = with_usage(command, &mut built);
         let template = format!(
             "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\n{}\nOptions:\n{{options}}{{after-help}}",
             groups()
@@ -76,7 +79,7 @@ const GROUPS: [(&str, &[(&str, &str)]); 6] = [
         "Run",
         &[
             ("run", "Run the daemon"),
-            ("health", "Succeed while the running daemon is well"),
+            ("health", "Succeed while the running daemon is ready"),
             ("wait", "Wait until everything up to now is applied"),
         ],
     ),
@@ -134,8 +137,31 @@ fn groups() -> String {
 
 fn with_exit_status(command: clap::Command) -> clap::Command {
     let command = command.mut_subcommands(with_exit_status);
-    let said = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-    if said.contains("Exit status:") { command } else { command.after_help(format!("{said}\n\n{EXIT_STATUS}")) }
+    let mut said = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+    if !said.contains("Exit status:") {
+        said = format!("{said}\n\n{EXIT_STATUS}");
+    }
+    command.after_help(unwrapped(&said))
+}
+
+/// Joins the lines of each paragraph, which clap wraps at the width of the terminal; examples keep their lines.
+fn unwrapped(help: &str) -> String {
+    let paragraphs = help.split("\n\n").map(|paragraph| {
+        let is_prose = !paragraph.lines().any(|line| line.starts_with(' '));
+        if is_prose { paragraph.replace('\n', " ") } else { paragraph.to_owned() }
+    });
+    paragraphs.collect::<Vec<_>>().join("\n\n")
+}
+
+/// Fixes the usage line of each command. In an error, clap would list the options that are set, by the environment too,
+/// as if they were required.
+fn with_usage(command: clap::Command, built: &mut clap::Command) -> clap::Command {
+    command.mut_subcommands(|command| {
+        let Some(built) = built.find_subcommand_mut(command.get_name()) else { return command };
+        let usage = built.render_usage().to_string();
+        let command = with_usage(command, built);
+        command.override_usage(usage.trim_start_matches("Usage:").trim().to_owned())
+    })
 }
 
 /// Format of the results.
@@ -166,7 +192,7 @@ SIGTERM and SIGINT let writes in flight finish, save the checkpoint, and exit wi
     #[command(after_help = "Examples:
   denormd plan --config shop.yaml --offline  the config alone, without a server
   denormd plan --config shop.yaml            against the cluster, reading only
-  denormd plan --config shop.yaml --apply    creates missing indexes and enables pre-images, after printing them
+  denormd plan --config shop.yaml --apply    creates what is missing
   denormd plan --output json | jq .ready
 
 For each rule: the paths it reads and owns, the index of each lookup; and, from a sample of its documents, the share of
@@ -174,7 +200,7 @@ references that resolve by BSON type, fan-out, growth, and what a backfill would
 how many existing values it would add to, overwrite and remove. It ends with `ready`, with warnings about what looks like a
 mistake, or with a numbered list of what to do.
 
-Exit status: 0 ready, 1 failed, 2 usage or config error, 4 something is to be done first, or a rule would be blocked.")]
+Exit status: 0 ready, with warnings or without, 1 failed, 2 usage or config error, 4 something is to be done first, or a rule would be blocked.")]
     Plan {
         /// Check the config alone, without a server.
         #[arg(long, conflicts_with = "apply")]
@@ -269,7 +295,10 @@ and the indexes of the collections. It names hosts, databases, collections and f
     /// Prints the config's JSON Schema, for editors.
     #[command(after_help = "Examples:
   denormd schema > denormd.schema.json
-  # yaml-language-server: $schema=denormd.schema.json    first line of a YAML config, for completion and checks")]
+
+Editors complete and check a YAML config that begins with this line:
+
+  # yaml-language-server: $schema=denormd.schema.json")]
     Schema {
         /// Print the reference of all keys in Markdown instead.
         #[arg(long)]
@@ -361,6 +390,7 @@ Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule is ru
     #[command(after_help = "Examples:
   denormd prune old-names --config shop.yaml --dry-run
   denormd prune old-names --config shop.yaml
+  denormd prune --all --dry-run                           every rule that has retired fields
 
 Fields that another rule of the config owns are left alone. The leader does the work, in pages; without a leader, this command
 takes the lease meanwhile.
@@ -368,7 +398,11 @@ takes the lease meanwhile.
 Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule has not run, or the leader's rules own the fields.")]
     Prune {
         /// The rule's name.
-        rule: String,
+        #[arg(required_unless_present = "all")]
+        rule: Option<String>,
+        /// Prune every rule that has retired fields.
+        #[arg(long, conflicts_with = "rule")]
+        all: bool,
         /// Report the fields to remove, and the number of documents that have them, without removing anything.
         #[arg(long)]
         dry_run: bool,
@@ -666,10 +700,22 @@ mod tests {
                 for part in ["Examples:\n  ", "\n\nExit status: 0 "] {
                     assert!(help.contains(part), "{} has no {part:?}: {help}", command.get_name());
                 }
+                // clap wraps prose; wrapped here as well, it would be ragged.
+                for paragraph in help.split("\n\n") {
+                    let is_prose = paragraph.lines().skip(1).any(|line| !line.starts_with(' '));
+                    assert!(!is_prose, "{}: {paragraph}", command.get_name());
+                }
                 look(command);
             }
         }
         look(&Cli::documented());
+    }
+
+    #[test]
+    fn a_usage_error_names_no_option_as_required() {
+        let command = ["denormd", "--config", "shop.yaml", "explain"];
+        let error = Cli::documented().try_get_matches_from(command).unwrap_err().to_string();
+        assert!(error.contains("\nUsage: denormd explain [OPTIONS] <RULE> <ID>\n"), "{error}");
     }
 
     #[test]

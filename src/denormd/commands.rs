@@ -46,7 +46,7 @@ use denormd_rules::{
     plan::{Plan, Rule},
 };
 
-/// Why a command did not do its work.
+/// The reason why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// The config is wrong. Exit status 2.
@@ -154,7 +154,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         }
         Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, cli.output, rule, *no_wait).await,
         Command::Unblock { rule } => backfill::unblock(&loaded, cli.output, rule).await,
-        Command::Prune { rule, dry_run } => prune::prune(&loaded, cli.output, rule, *dry_run).await,
+        Command::Prune { rule, dry_run, .. } => prune::prune(&loaded, cli.output, rule.as_deref(), *dry_run).await,
         Command::Undo { rule, dry_run } => undo::undo(&loaded, cli.output, rule, *dry_run).await,
         Command::Events { since } => events::events(&loaded, cli.output, *since).await,
         Command::Check(options) => check::check(&loaded, cli.output, options).await,
@@ -210,7 +210,7 @@ pub fn print(text: &str) {
 
 /// Tells the user something beside the results: on standard error, so that standard output keeps what programs read.
 pub fn notice(text: &str) {
-    // Whoever closed standard error has seen enough.
+    // Standard error may be closed.
     writeln!(std::io::stderr(), "{text}").ok();
 }
 
@@ -220,7 +220,7 @@ pub fn shown(value: &bson::Bson) -> String {
     value.clone().into_relaxed_extjson().to_string()
 }
 
-/// Why a rule's targets may not be up to date, by its state.
+/// The reason why a rule's targets may not be up to date, by its state.
 #[must_use]
 pub fn state_note(record: Option<&RuleRecord>) -> Option<String> {
     match record.map(|record| &record.state) {

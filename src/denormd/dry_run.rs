@@ -16,7 +16,7 @@ use denormd_engine::reconcile::{
     by_target::{self, Referrer},
     compare,
     create::ABSENT,
-    read, shape,
+    read,
     value::{NoInput, Rows},
 };
 use denormd_model::key::Key;
@@ -116,9 +116,7 @@ fn apply(plan: &Plan, rule: &Rule, collections: &Collections, target: Document) 
     rows.set_held(create::held_by_others(plan, rule, collections, &wanted)?);
     let target = if target.contains_key(ABSENT) { create::inserted(&target) } else { target };
     let compared = compare::one(rule, &rows, &target, references, &|_| true)?;
-    if compared.differences().any(|difference| difference.expected.is_some())
-        && let Some(place) = shape::in_the_way(&rule.owned(), &target)
-    {
+    if let Some(place) = compared.in_the_way(rule, &target) {
         let why = format!("`{place}` of the target is no subdocument, and the rule writes below it");
         return Err(EvalError::Refused(why).into());
     }

@@ -23,7 +23,6 @@ use std::{
 };
 
 use prometheus::GaugeVec;
-use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::logging::TIMELINE;
@@ -34,10 +33,10 @@ use denormd_engine::{
     deployment::lease::Holder,
     events::{Event, Journal, instance},
     metrics::{Cause, Metrics},
-    pipeline::Progress,
     reconcile::Context,
+    snapshot::Snapshot,
 };
-use denormd_model::partition::Partition;
+use denormd_model::{clock::wall_millis, partition::Partition};
 use denormd_mongo::error::{Error, Kind, Result};
 use history::History;
 pub use lag::BEHIND;
@@ -72,13 +71,17 @@ pub struct Board {
     pub metrics: Arc<Metrics>,
     name: String,
     instance: String,
+    /// Its creation time, in milliseconds since 1970.
+    started: i64,
     state: Mutex<State>,
 }
 
 #[derive(Debug)]
 struct State {
     /// The running pipelines, by the place of their partition.
-    attached: BTreeMap<u32, Attached>,
+    attached: BTreeMap<u32, Arc<Context>>,
+    /// The last snapshots of the pipelines that have ended, until another instance leads their partition.
+    left: BTreeMap<u32, Snapshot>,
     /// Number of partitions.
     partitions: u32,
     /// Creation time of this board.
@@ -126,34 +129,54 @@ struct State {
     insecure: Vec<&'static str>,
 }
 
-/// A running pipeline.
-#[derive(Debug, Clone)]
-pub struct Attached {
-    /// Its context.
-    pub context: Arc<Context>,
-    /// Its progress.
-    pub progress: watch::Receiver<Progress>,
-}
-
 impl State {
     /// Changes with each write of a target, and with each pipeline that starts or ends.
     fn written(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        for (place, attached) in &self.attached {
-            let pipeline = Arc::as_ptr(&attached.context) as usize;
-            (place, pipeline, attached.context.counts.modified.load(Ordering::Relaxed)).hash(&mut hasher);
+        for (place, context) in &self.attached {
+            let pipeline = Arc::as_ptr(context) as usize;
+            (place, pipeline, context.counts.modified.load(Ordering::Relaxed)).hash(&mut hasher);
         }
         hasher.finish()
     }
 
     fn runs(&self) -> bool {
-        self.attached.values().all(|attached| attached.progress.has_changed().is_ok())
+        !self.attached.values().any(|context| context.published.borrow().ended)
+    }
+
+    /// Time since the last turn of the slowest pipeline's loop; zero without a pipeline.
+    fn since_turn(&self) -> Duration {
+        let turns = self.attached.values().map(|context| context.published.borrow().at.elapsed());
+        turns.max().unwrap_or_default()
+    }
+
+    /// The snapshots of all partitions, merged. None before a pipeline has started, or while other instances lead.
+    fn snapshot(&self) -> Option<Snapshot> {
+        let running = self.attached.values().map(|context| context.published.borrow().clone());
+        running.chain(self.left.values().cloned()).reduce(Snapshot::joined)
+    }
+}
+
+/// The names of a cause in the metrics.
+fn names(cause: Cause) -> impl Iterator<Item = &'static str> {
+    std::iter::once(cause.name()).chain(cause.former_name())
+}
+
+/// Logs an event. The engine logs backfills by itself.
+fn log(event: &Event) {
+    let Event { what, text, rules, .. } = event;
+    let rules = rules.len();
+    if Cause::ALL.iter().any(|cause| cause.is_severe() && cause.name() == what) {
+        tracing::error!(target: TIMELINE, event = %what, rules, "{text}");
+    } else if !what.starts_with("backfill_") {
+        tracing::info!(target: TIMELINE, event = %what, rules, "{text}");
     }
 }
 
 /// The inputs of one status.
 struct View {
     leadership: Leadership,
+    snapshot: Option<Snapshot>,
     lags: Lags,
     causes: Vec<Found>,
 }
@@ -165,6 +188,7 @@ impl Board {
         metrics.build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
         let state = State {
             attached: BTreeMap::new(),
+            left: BTreeMap::new(),
             partitions: 1,
             began: Instant::now(),
             cluster: None,
@@ -193,7 +217,13 @@ impl Board {
             ran: Instant::now(),
             insecure: Vec::new(),
         };
-        Arc::new(Self { metrics, name: name.to_owned(), instance: instance(), state: Mutex::new(state) })
+        Arc::new(Self {
+            metrics,
+            name: name.to_owned(),
+            instance: instance(),
+            started: wall_millis(),
+            state: Mutex::new(state),
+        })
     }
 
     /// Records the options that disable the verification of certificates; normally none.
@@ -221,12 +251,19 @@ impl Board {
     }
 
     /// Records that the pipeline of a partition runs: this process leads it.
-    pub fn attach(&self, context: Arc<Context>, progress: watch::Receiver<Progress>) {
+    pub fn attach(&self, context: Arc<Context>) {
         let mut state = self.state();
-        self.metrics.turn(context.partition.place());
+        let place = context.partition.place();
+        let before = state.left.remove(&place).or_else(|| Some(state.attached.get(&place)?.published.borrow().clone()));
+        if let Some(before) = before {
+            context.published.update(|snapshot| {
+                snapshot.inherit(&before);
+                false
+            });
+        }
         state.told = Leadership::Leader { term: context.server.term() };
         state.currency = Currency::default();
-        state.attached.insert(context.partition.place(), Attached { context, progress });
+        state.attached.insert(place, context);
         // With several partitions, the first one sends the canary, which arrives when all partitions have applied it.
         if state.attached.len() == 1 || state.canary.is_none() {
             state.canary = Some(Canary::new(self.metrics.now()));
@@ -236,8 +273,10 @@ impl Board {
     /// Records that the pipeline of a partition has stopped. Its figures stay until a lease names another instance: in
     /// the meantime there may be no leader.
     pub fn detach(&self, partition: Partition) {
-        self.state().attached.remove(&partition.place());
-        self.metrics.stopped(partition.place());
+        let mut state = self.state();
+        if let Some(context) = state.attached.remove(&partition.place()) {
+            state.left.insert(partition.place(), context.published.borrow().clone());
+        }
     }
 
     /// Records the leases that were read.
@@ -246,12 +285,11 @@ impl Board {
         let by_others = |place: &u32| {
             let mut all = Partition::all(state.partitions);
             let lease = all.find(|partition| partition.place() == *place).and_then(|of| held.get(&of.id(&self.name)));
-            !state.attached.contains_key(place) && lease.is_some_and(|holder| holder.instance != self.instance)
+            lease.is_some_and(|holder| holder.instance != self.instance)
         };
-        for place in self.metrics.observed().iter().filter(|place| by_others(place)) {
-            self.metrics.forget_observation(*place);
-        }
-        if self.metrics.observation().is_none() {
+        let gone: Vec<u32> = state.left.keys().copied().filter(by_others).collect();
+        state.left.retain(|place, _| !gone.contains(place));
+        if state.attached.is_empty() && state.left.is_empty() {
             state.canary = None;
             state.timeline.forget();
         }
@@ -260,13 +298,13 @@ impl Board {
 
     /// One of the running pipelines, if there is one.
     #[must_use]
-    pub fn attached(&self) -> Option<Attached> {
+    pub fn attached(&self) -> Option<Arc<Context>> {
         self.state().attached.values().next().cloned()
     }
 
     /// The running pipelines, one for each partition that this process leads.
     #[must_use]
-    pub fn all_attached(&self) -> Vec<Attached> {
+    pub fn all_attached(&self) -> Vec<Arc<Context>> {
         self.state().attached.values().cloned().collect()
     }
 
@@ -312,7 +350,7 @@ impl Board {
     fn tell(&self, state: &mut State, events: Vec<Event>) {
         for event in events {
             self.metrics.happened(&event.what, event.time);
-            tracing::info!(target: TIMELINE, event = %event.what, rules = event.rules.len(), "{}", event.text);
+            log(&event);
             state.unwritten.push_back(Event { instance: self.instance.clone(), ..event });
         }
         while state.unwritten.len() > EVENTS {
@@ -411,7 +449,7 @@ impl Board {
     pub fn is_live(&self) -> bool {
         let state = self.state();
         let lives = |since: Instant| since.elapsed() < LIVE;
-        lives(state.ticked) && lives(state.ran) && (state.attached.is_empty() || self.metrics.since_turn() < LIVE)
+        lives(state.ticked) && lives(state.ran) && (state.attached.is_empty() || state.since_turn() < LIVE)
     }
 
     /// True if every pipeline of this process runs.
@@ -459,31 +497,38 @@ impl Board {
         }
         let view = self.view(&state, now);
         self.publish(&mut state, &view, now);
-        state.history.sample(&self.metrics, &view.lags, now);
+        let depth = view.snapshot.as_ref().map_or(0, |snapshot| snapshot.depth);
+        state.history.sample(&self.metrics, &view.lags, depth, now);
         let mut events: Vec<Event> = view.leadership.news(&state.told, now).into_iter().collect();
         state.told = view.leadership;
         events.extend(state.timeline.causes(now, &view.causes));
-        events.extend(state.timeline.backfills(now, &self.metrics.backfills()));
+        if let Some(snapshot) = &view.snapshot {
+            events.extend(state.timeline.backfills(now, &snapshot.backfills));
+        }
         self.tell(&mut state, events);
     }
 
     fn view(&self, state: &State, now: i64) -> View {
-        let running = state.attached.values().map(|attached| &attached.context.server);
+        let running = state.attached.values().map(|context| &context.server);
         let facts = Facts {
             instance: &self.instance,
             running: running.map(|server| (server.term(), server.since_renewal())).collect(),
             read: state.read.as_ref(),
         };
         let leadership = Leadership::of(&facts, now);
-        let lags = match self.metrics.observation() {
-            Some(seen) => Lags::of(&seen, &state.probes, now),
+        let snapshot = state.snapshot();
+        let lags = match &snapshot {
+            Some(snapshot) => Lags::of(snapshot, &state.probes, now),
             None => state.shared.lags(now),
         };
-        let causes = causes::find(&self.metrics, state, &leadership, &lags, now);
-        View { leadership, lags, causes }
+        let causes = causes::find(&self.metrics, state, &leadership, (snapshot.as_ref(), &lags), now);
+        View { leadership, snapshot, lags, causes }
     }
 
     fn publish(&self, state: &mut State, view: &View, now: i64) {
+        if let Some(snapshot) = &view.snapshot {
+            self.metrics.show(snapshot);
+        }
         self.publish_lags(state, view, now);
         let metrics = &self.metrics;
         metrics.leader.set(i64::from(view.leadership.leads()));
@@ -494,10 +539,8 @@ impl Board {
             let leads = view.leadership.leads() && state.attached.contains_key(&place);
             metrics.partition_leader.with_label_values(&[&place.to_string()]).set(i64::from(leads));
         }
-        if let (Some(canary), Some(seen)) = (&mut state.canary, metrics.observation()) {
-            if let Some(applied) = seen.streams.iter().map(|stream| stream.applied).min() {
-                canary.applied(applied);
-            }
+        if let (Some(canary), Some(snapshot)) = (&mut state.canary, &view.snapshot) {
+            canary.applied(snapshot.applied());
             metrics.canary_age.with_label_values::<&str>(&[]).set(lag::seconds(canary.age(now)));
         } else {
             metrics.canary_age.reset();
@@ -511,11 +554,13 @@ impl Board {
         for cause in Cause::ALL {
             let found = view.causes.iter().find(|found| found.cause == cause);
             let rules = found.map(|found| found.rules.as_slice()).unwrap_or_default();
-            causes.with_label_values(&[cause.name(), ""]).set(i64::from(found.is_some() && rules.is_empty()));
-            for rule in rules {
-                causes.with_label_values(&[cause.name(), rule]).set(1);
-                named.insert((cause, rule.clone()));
+            for name in names(cause) {
+                causes.with_label_values(&[name, ""]).set(i64::from(found.is_some() && rules.is_empty()));
+                for rule in rules {
+                    causes.with_label_values(&[name, rule]).set(1);
+                }
             }
+            named.extend(rules.iter().map(|rule| (cause, rule.clone())));
             if let Some(found) = found {
                 state.since.entry(cause).or_insert(found.since.unwrap_or(now));
             } else {
@@ -523,8 +568,8 @@ impl Board {
             }
         }
         for (cause, rule) in state.named.difference(&named) {
-            // It exists, because it was set before.
-            causes.remove_label_values(&[cause.name(), rule]).ok();
+            // They exist, because they were set before.
+            names(*cause).for_each(|name| drop(causes.remove_label_values(&[name, rule])));
         }
         state.named = named;
     }

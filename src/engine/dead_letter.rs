@@ -10,8 +10,9 @@ use denormd_model::{key::Key, partition::Partition};
 use denormd_mongo::{
     Reads, Server, bounded,
     error::{Error, Result},
+    text,
 };
-use denormd_rules::plan::Rule;
+use denormd_rules::plan::{Plan, Rule};
 
 /// The collection of dead letters in the state database.
 pub const COLLECTION: &str = "dead_letters";
@@ -92,7 +93,7 @@ impl DeadLetters {
         offending: &Offending<'_>,
         error: &Error,
     ) -> Result<()> {
-        let id = self.id(rule, task, offending.key, offending.target);
+        let id = self.id(rule, task, offending);
         let now = DateTime::now();
         let mut set = doc! {"code": error.code, "reason": &error.message, "path": &offending.path, "last": now};
         let mut unset = Document::new();
@@ -111,6 +112,16 @@ impl DeadLetters {
         let dead_letters = server.collection(&self.database, COLLECTION);
         // A record that arrives late is retried and then deleted.
         bounded(dead_letters.update_one(doc! {"_id": id.clone()}, update).upsert(true)).await?;
+        if let Some(nodes) = offending.tree {
+            // Its former members may be written now. No document is in two circles.
+            let members =
+                if let Nodes::Circle(members) = nodes { members } else { std::slice::from_ref(offending.key) };
+            let former = doc! {
+                "deployment": &self.deployment, "rule": &rule.name, "_id": {"$ne": id.clone()},
+                "circle": {"$in": members.iter().map(stored).collect::<Vec<_>>()},
+            };
+            bounded(dead_letters.update_many(former, doc! {"$set": {"asked": now}})).await?;
+        }
         if let Some(since) = offending.since {
             // Another document of the tree may have asked for a retry after this one was read.
             let earlier = doc! {"_id": id, "asked": {"$lt": since}};
@@ -124,22 +135,28 @@ impl DeadLetters {
         // Compares `last` too: a dead letter that was deleted and recorded again starts at one attempt.
         let deletes = dead_letters.iter().map(|dead_letter| {
             let done = doc! {"_id": dead_letter.id.clone(), "attempts": dead_letter.attempts, "last": dead_letter.last};
-            Ok(RawDocumentBuf::try_from(&doc! {"q": done, "limit": 1})?)
+            let delete = RawDocumentBuf::try_from(&doc! {"q": done, "limit": 1})?;
+            Ok(text::escaped(&delete).into_owned())
         });
         let deletes: Vec<RawDocumentBuf> = deletes.collect::<Result<_>>()?;
         let mut done = server.delete(&self.database, COLLECTION, &deletes, CLEARING).await?;
         done.refused.pop().map_or(Ok(()), |(_, error)| Err(error))
     }
 
-    fn id(&self, rule: &Rule, task: Task, key: &Key, target: Option<&Key>) -> Document {
+    fn id(&self, rule: &Rule, task: Task, Offending { key, target, tree, .. }: &Offending<'_>) -> Document {
         let target = target.and_then(|id| id.values().first().cloned());
-        doc! {
+        let mut id = doc! {
             "deployment": self.partition.id(&self.deployment),
             "rule": &rule.name,
             "task": task.name(),
             "key": key.values().to_vec(),
             "target": target.map_or_else(Vec::new, |id| vec![id]),
+        };
+        // A circle that loses a member is another one, and the former dead letter has that member retried.
+        if let Some(Nodes::Circle(members)) = tree {
+            id.insert("circle", members.iter().map(stored).collect::<Vec<_>>());
         }
+        id
     }
 
     /// A page of the dead letters that are due now, in the order of their `_id`s: those after `after`, up to about
@@ -170,7 +187,8 @@ impl DeadLetters {
             "projection": {"reason": 0, "path": 0},
         };
         let (rows, _) = server.pages(&self.database, command, Reads::default()).await?.up_to(bytes).await?;
-        let dead_letters = rows.iter().map(|row| Ok(DeadLetter::read(&Document::try_from(row.as_ref())?)));
+        let stored = rows.iter().map(|row| text::unescaped(row.clone()));
+        let dead_letters = stored.map(|row| Ok(DeadLetter::read(&Document::try_from(row.as_ref())?)));
         let dead_letters = dead_letters.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
         let last = rows.last().and_then(|row| row.get_document("_id").ok()).map(ToOwned::to_owned);
         Ok(last.map(|last| (dead_letters, last)))
@@ -259,6 +277,16 @@ impl DeadLetters {
         Ok(server.collection(&self.database, COLLECTION).delete_many(self.filter(chosen)).await?.deleted_count)
     }
 
+    /// Deletes the dead letters of rules that are not in the plan, under the leader's deadline: a former leader would otherwise
+    /// delete those of a rule that has come back since.
+    pub async fn retain(&self, server: &Server, plan: &Plan) -> Result<u64> {
+        let names: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
+        let others = doc! {"$and": [self.filter(&Chosen::default()), {"rule": {"$nin": names}}]};
+        let delete = text::escaped(&RawDocumentBuf::try_from(&doc! {"q": others, "limit": 0})?).into_owned();
+        let mut done = server.delete(&self.database, COLLECTION, &[delete], CLEARING).await?;
+        done.refused.pop().map_or(Ok(done.matched), |(_, error)| Err(error))
+    }
+
     fn filter(&self, chosen: &Chosen) -> Document {
         let mut filter = doc! {"deployment": &self.deployment};
         // Several partitions may have failed at the same look-up: each has its own dead letter and retries only that
@@ -326,7 +354,7 @@ pub const ROUND: Duration = Duration::from_secs(5);
 
 /// Dead letters that are retried together.
 const PAGE: i32 = 500;
-/// Time limit for deleting resolved dead letters.
+/// Time limit for deleting dead letters.
 const CLEARING: Duration = Duration::from_secs(5);
 /// Number of attempts from which the pause no longer grows.
 const LONGEST: i32 = 11;

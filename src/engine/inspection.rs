@@ -3,6 +3,7 @@
 
 pub mod adoption;
 pub mod created;
+mod in_tree;
 mod lookups;
 mod sample;
 mod sharding;
@@ -14,12 +15,19 @@ use bson::Document;
 use serde::Serialize;
 
 use crate::{preflight, reconcile::Context};
+use denormd_model::field_path::FieldPath;
 use denormd_mongo::{Server, error::Result};
-use denormd_rules::plan::{Plan, Rule, expression::Reads};
+use denormd_rules::{
+    config::Mistake,
+    plan::{Plan, Rule, expression::Reads},
+};
 pub use lookups::Lookup;
 use sample::Drawn;
-pub use sample::{Distribution, Example, References, Sample, Sizes};
+pub use sample::{Distribution, Example, References, Sample, Sizes, Unwritable};
 pub use sharding::{ShardKey, Sharded};
+
+/// Sampled references of one type, none of which resolves, that are enough for a warning.
+const NONE_OF: u64 = 10;
 
 /// The findings about one rule.
 #[derive(Debug, Clone, Serialize)]
@@ -114,10 +122,19 @@ pub struct Problem {
     /// The problem.
     pub message: String,
     /// Advice.
-    pub hint: &'static str,
+    pub hint: String,
     /// True if the rule as a whole is wrong for its collections. Otherwise some documents become dead letters, and the rule
     /// runs for the others.
     pub is_general: bool,
+    /// Its place in the config, if that is a part of the rule. A general problem replaces a suspicion at this place, and
+    /// any other gives way to it.
+    pub at: Option<Mistake>,
+}
+
+impl Problem {
+    fn new(message: String, hint: impl Into<String>, is_general: bool) -> Self {
+        Self { message, hint: hint.into(), is_general, at: None }
+    }
 }
 
 impl Inspection {
@@ -127,45 +144,92 @@ impl Inspection {
         let mut out = Vec::new();
         for sharded in self.sharded.iter().filter(|sharded| sharded.collection == rule.target.namespace.to_string()) {
             if let Some((path, part)) = sharded.owned(rule) {
-                out.push(Problem {
-                    message: format!("`{}` is sharded by `{part}`, and the rule writes `{path}`", sharded.collection),
-                    hint: "copy to another path: a write to the shard key would move the document",
-                    is_general: true,
-                });
+                let message = format!("`{}` is sharded by `{part}`, and the rule writes `{path}`", sharded.collection);
+                let hint = "copy to another path: a write to the shard key would move the document";
+                out.push(Problem::new(message, hint, true));
             }
         }
         let Some(sample) = &self.sample else { return out };
         let is_general = |some: u64| some * 2 > sample.targets;
         if sample.refused > 0 {
-            out.push(Problem {
-                message: format!(
-                    "the validator of `{}` would refuse {} of {} sampled targets",
-                    rule.target.namespace, sample.refused, sample.targets
-                ),
-                hint: "let the validator accept the copied fields, or change the rule; refused targets become dead letters",
-                is_general: is_general(sample.refused),
-            });
+            let message = format!(
+                "the validator of `{}` would refuse {} of {} sampled targets",
+                rule.target.namespace, sample.refused, sample.targets
+            );
+            let hint =
+                "let the validator accept the copied fields, or change the rule; refused targets become dead letters";
+            out.push(Problem::new(message, hint, is_general(sample.refused)));
         }
         if sample.sizes.largest_then > sample::LARGEST {
-            out.push(Problem {
-                message: format!(
-                    "a target of `{}` would have {} bytes, and 16 MB is the most",
-                    rule.target.namespace, sample.sizes.largest_then
-                ),
-                hint: "copy less: `slice`, `max_elements`, or fewer fields",
-                is_general: true,
-            });
+            let message = format!(
+                "a target of `{}` would have {} bytes, and 16 MB is the most",
+                rule.target.namespace, sample.sizes.largest_then
+            );
+            out.push(Problem::new(message, "copy less: `slice`, `max_elements`, or fewer fields", true));
         }
         if sample.failing > 0 {
-            out.push(Problem {
-                message: format!(
-                    "the rule's expressions fail on {} of {} sampled targets",
-                    sample.failing, sample.targets
-                ),
-                hint: "the server refuses to compute them (a division by zero, a wrong type), and they become dead letters: guard the expression with $cond or $ifNull",
-                is_general: is_general(sample.failing),
-            });
+            let message =
+                format!("the rule's expressions fail on {} of {} sampled targets", sample.failing, sample.targets);
+            let hint = "the server refuses to compute them (a division by zero, a wrong type), and they become dead letters: guard the expression with $cond or $ifNull";
+            out.push(Problem::new(message, hint, is_general(sample.failing)));
         }
+        for unwritable in &sample.unwritable {
+            let is_general = is_general(unwritable.targets);
+            out.extend(unwritable.path(rule).map(|path| unwritable.problem(rule, path, sample.targets, is_general)));
+        }
+        out.extend(sample.references.iter().filter_map(|references| references.problem(rule, sample)));
         out
+    }
+}
+
+impl Unwritable {
+    /// The path of the rule that continues below the place.
+    fn path<'a>(&self, rule: &'a Rule) -> Option<&'a FieldPath> {
+        let below = format!("{}.", self.place);
+        rule.owned().into_iter().find(|path| path.to_string().starts_with(&below))
+    }
+
+    fn problem(&self, rule: &Rule, path: &FieldPath, of: u64, is_general: bool) -> Problem {
+        let Self { place, targets, arrays } = self;
+        let is_array = arrays * 2 > *targets;
+        let what = if is_array { "an array" } else { "no subdocument" };
+        let message =
+            format!("`{place}` is {what} in {targets} of {of} sampled targets: the server refuses to write `{path}`");
+        let each = format!("{place}.$[]");
+        let bound = rule.reference.target_each.as_ref().is_some_and(|bound| bound.to_string() == each);
+        let hint = match (is_array, bound) {
+            (true, true) => {
+                let meant = path.to_string().replacen(place.as_str(), &each, 1);
+                format!("did you mean `{meant}`? `$[]` stands for each element")
+            }
+            (true, false) => format!(
+                "write to a field beside the array, or let `match` run through it: \"{each}.…\" stands for each element"
+            ),
+            (false, _) => {
+                "these targets become dead letters: copy to another path, or change what they hold".to_owned()
+            }
+        };
+        Problem { at: Some(suspicion::owned_place(rule, path)), ..Problem::new(message, hint, is_general) }
+    }
+}
+
+impl References {
+    /// The problem of a type of which no reference resolves.
+    fn problem(&self, rule: &Rule, sample: &Sample) -> Option<Problem> {
+        let Self { kind, count, resolved, upper_case } = self;
+        let others = if sample.held_by == "source" { sample.targets } else { sample.sources };
+        // An empty collection is one that is still to be filled.
+        if *resolved > 0 || *count < NONE_OF || others == 0 {
+            return None;
+        }
+        let held = sample.held_by;
+        let message = format!("none of {count} references of type {kind} in sampled {held}s resolves");
+        let hint = if upper_case * 2 > *count {
+            "they are ObjectIds in capital letters, which `key_type` does not read: store them in lower case"
+        } else {
+            "check the paths of `match`, and whether both sides store one type and form of it; `key_type` converts between ObjectIds and their strings"
+        };
+        let at = rule.reference.pairs.first().map(|pair| suspicion::pair_place(rule, pair));
+        Some(Problem { at, ..Problem::new(message, hint, false) })
     }
 }

@@ -258,10 +258,10 @@ impl Share {
     }
 
     fn lead(&mut self, partition: Partition) {
-        let (orders, told) = watch::channel(Order::Follow(self.context.clone()));
+        let (orders, received) = watch::channel(Order::Follow(self.context.clone()));
         self.led.insert(partition, orders);
         let (lease, follows) = (self.deployment.lease(partition), self.follows.clone());
-        self.tasks.spawn(async move { (partition, take(&lease, partition, &*follows, told).await) });
+        self.tasks.spawn(async move { (partition, take(&lease, partition, &*follows, received).await) });
     }
 
     /// Replaces the rules, also in the running pipelines.
@@ -344,14 +344,14 @@ async fn take(
     lease: &Lease,
     partition: Partition,
     follows: &Follows,
-    mut told: watch::Receiver<Order>,
+    mut orders: watch::Receiver<Order>,
 ) -> Result<Option<Ended>> {
     let held = tokio::select! {
         held = lease.try_lead() => held,
-        () = handing_over(&mut told) => return Ok(None),
+        () = handing_over(&mut orders) => return Ok(None),
     };
     match held {
-        Ok(Some(held)) => lead(held, partition, follows, told).await.map(Some),
+        Ok(Some(held)) => lead(held, partition, follows, orders).await.map(Some),
         Ok(None) => Ok(None),
         Err(error) => {
             tracing::warn!(error = %error.message, "the lease cannot be read; trying again");
@@ -361,10 +361,15 @@ async fn take(
 }
 
 /// Follows changes while it has the lease.
-async fn lead(held: Held, partition: Partition, follows: &Follows, mut told: watch::Receiver<Order>) -> Result<Ended> {
+async fn lead(
+    held: Held,
+    partition: Partition,
+    follows: &Follows,
+    mut orders: watch::Receiver<Order>,
+) -> Result<Ended> {
     let mut first = true;
     loop {
-        let Order::Follow(context) = told.borrow_and_update().clone() else {
+        let Order::Follow(context) = orders.borrow_and_update().clone() else {
             held.release().await;
             return Ok(Ended::HandedOver);
         };
@@ -372,7 +377,7 @@ async fn lead(held: Held, partition: Partition, follows: &Follows, mut told: wat
         let started = tokio::select! {
             started = start(&context) => started,
             () = held.lost() => return Ok(Ended::Lost),
-            () = handing_over(&mut told) => continue,
+            () = handing_over(&mut orders) => continue,
         };
         let handle = match started {
             Ok(handle) => handle,
@@ -393,7 +398,7 @@ async fn lead(held: Held, partition: Partition, follows: &Follows, mut told: wat
                 return Err(Error::internal("the pipeline has ended by itself"));
             },
             // The sender exists until the task ends.
-            _ = told.changed() => {}
+            _ = orders.changed() => {}
         }
         tokio::select! {
             () = handle.stop() => {}
@@ -429,8 +434,8 @@ async fn finished(handle: &Handle) {
 }
 
 /// Waits for the order to hand over.
-async fn handing_over(told: &mut watch::Receiver<Order>) {
-    if told.wait_for(|order| matches!(order, Order::HandOver)).await.is_err() {
+async fn handing_over(orders: &mut watch::Receiver<Order>) {
+    if orders.wait_for(|order| matches!(order, Order::HandOver)).await.is_err() {
         std::future::pending::<()>().await;
     }
 }

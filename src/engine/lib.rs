@@ -38,6 +38,7 @@ pub mod preflight;
 pub mod reconcile;
 pub mod request;
 pub mod route;
+pub mod snapshot;
 pub mod unavailable;
 pub mod watch;
 pub mod workqueue;

@@ -3,14 +3,12 @@
 //! Labels are names of rules and collections, operations or reasons, all of them bounded by the config and by this
 //! file: never a document's id or value.
 
-mod audit;
 mod cause;
-mod observation;
 mod process;
 mod recent_error;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicI64, Ordering},
@@ -23,13 +21,13 @@ use prometheus::{
     Registry, TextEncoder, core::Collector,
 };
 
-pub use audit::AuditProgress;
 pub use cause::Cause;
 use denormd_model::{clock::wall_millis, rule_state::RuleState};
 use denormd_mongo::error::{Error, Kind, Result};
-pub use observation::{BackfillProgress, HeldBack, Observation, RuleFacts, StreamFacts};
 pub use recent_error::RecentError;
 use recent_error::RecentErrors;
+
+use crate::snapshot::{HeldBack, RuleFacts, Snapshot};
 
 /// From one millisecond to ten minutes: a change stream answers within one millisecond, a failover takes a minute.
 const PROPAGATION_BUCKETS: [f64; 17] =
@@ -105,39 +103,13 @@ pub struct Metrics {
     shadow_differing: IntCounterVec,
     process: process::Process,
     live: Mutex<Live>,
-    turned: Mutex<BTreeMap<u32, Instant>>,
     clock: AtomicI64,
-    started: Instant,
-    started_at: i64,
 }
 
 /// Current state, read by the status page and the metrics.
 #[derive(Debug, Default)]
 struct Live {
-    /// By the partition's place.
-    observations: BTreeMap<u32, Arc<Observation>>,
-    /// The observations of all partitions, merged.
-    observation: Option<Arc<Observation>>,
     recent_errors: RecentErrors,
-    /// By rule and the partition's place.
-    backfills: Vec<(String, u32, BackfillProgress)>,
-    /// By rule and the partition's place.
-    audits: BTreeMap<(String, u32), AuditProgress>,
-    last_write: Option<Instant>,
-}
-
-impl Live {
-    fn join(&mut self) -> Option<Arc<Observation>> {
-        let mut observations = self.observations.values();
-        let first = observations.next().cloned();
-        self.observation = first.map(|first| observations.fold(first, |all, one| Arc::new(all.joined(one))));
-        self.observation.clone()
-    }
-
-    fn backfill(&mut self, rule: &str, partition: u32) -> Option<&mut BackfillProgress> {
-        let found = self.backfills.iter_mut().find(|(name, place, _)| name == rule && *place == partition);
-        found.map(|(.., progress)| progress)
-    }
 }
 
 /// Outcome of reconciling one key.
@@ -224,7 +196,7 @@ impl Metrics {
             write_seconds: f.histograms("denormd_write_duration_seconds", "How long write commands took until a majority had them.", &["rule", "operation"])?,
             writes_in_flight: f.whole("denormd_writes_in_flight", "Write commands that wait for their answer.")?,
             retries: f.counters("denormd_retries_total", "Keys that failed for the moment and are tried again, by kind of error.", &["rule", "reason"])?,
-            set_aside: f.counters("denormd_dead_letters_recorded_total", "Times that a key or a target was set aside, by reason.", &["rule", "reason"])?,
+            set_aside: f.counters("denormd_dead_letters_recorded_total", "Times that a key or a target became a dead letter, by reason.", &["rule", "reason"])?,
             dead_letters: f.wholes("denormd_dead_letters", "Dead letters that wait to be tried again.", &["rule"])?,
             backfill_running: f.wholes("denormd_backfill_running", "1 while the rule's backfill is open.", &["rule"])?,
             fan_outs: f.wholes("denormd_fan_outs", "Large fan-outs of the rule that are under way.", &["rule"])?,
@@ -253,10 +225,7 @@ impl Metrics {
             shadow_differing: f.counters("denormd_shadow_differing_total", "Of those, the ones that it would have changed.", &["rule"])?,
             process: process::Process::new(&f)?,
             live: Mutex::default(),
-            turned: Mutex::default(),
             clock: AtomicI64::new(0),
-            started: Instant::now(),
-            started_at: wall_millis(),
             registry,
         };
         for cause in Cause::ALL {
@@ -278,11 +247,9 @@ impl Metrics {
         [&self.dead_letters, &self.backfill_running, &self.fan_outs, &self.backfill_scanned, &self.backfill_total]
     }
 
-    /// Creates the series of these rules, at zero, so that none is missing before the first event, and removes the
-    /// gauges of rules that no longer exist.
+    /// Creates the series of these rules, at zero, so that none is missing before the first event.
     pub fn rules<'a>(&self, names: impl IntoIterator<Item = &'a str>) {
-        let names: BTreeSet<&str> = names.into_iter().collect();
-        for rule in &names {
+        for rule in names {
             for family in self.lags_of_a_rule() {
                 family.with_label_values(&[rule]);
             }
@@ -300,13 +267,12 @@ impl Metrics {
                 self.retries.with_label_values(&[rule, passing.policy().name]);
             }
         }
-        let retired: Vec<String> = self
-            .observation()
-            .map(|old| {
-                old.rules.iter().map(|rule| rule.name.clone()).filter(|name| !names.contains(name.as_str())).collect()
-            })
-            .unwrap_or_default();
-        for rule in retired {
+    }
+
+    /// Removes the gauges of rules that no longer exist.
+    fn retire(&self, rules: &[RuleFacts]) {
+        let gone = |name: &String| rules.iter().all(|rule| rule.name != *name);
+        for rule in gauges(&self.max_lag).filter(gone) {
             for reason in HeldBack::ALL {
                 self.backfill_held_back.remove_label_values(&[rule.as_str(), reason.name()]).ok();
             }
@@ -354,7 +320,7 @@ impl Metrics {
         let reason =
             error.code.map_or_else(|| error.kind.policy().name.to_owned(), |code| format!("server_error_{code}"));
         self.set_aside.with_label_values(&[rule, &reason]).inc();
-        self.record_error(Some(rule), "set aside", error);
+        self.record_error(Some(rule), "became a dead letter", error);
     }
 
     /// Counts a target that differed although no change explains it; with `repaired`, it is being repaired.
@@ -407,78 +373,25 @@ impl Metrics {
         self.live().recent_errors.met(&names, window)
     }
 
-    /// Records the start of a rule's backfill, or its continuation after a restart.
-    pub fn backfill_started(&self, rule: &str, partition: u32, total: Option<u64>) {
-        let progress = BackfillProgress { started: Instant::now(), scanned: 0, total, ended: None, held_back: None };
-        self.backfill_scanned.with_label_values(&[rule]).set(0);
-        self.backfill_total.with_label_values(&[rule]).set(whole(total.unwrap_or_default()));
-        let mut live = self.live();
-        live.backfills.retain(|(name, place, _)| name != rule || *place != partition);
-        live.backfills.push((rule.to_owned(), partition, progress));
-    }
-
-    /// Records how many targets a rule's backfill has read.
-    pub fn backfilled(&self, rule: &str, partition: u32, scanned: u64) {
-        if let Some(progress) = self.live().backfill(rule, partition) {
-            progress.scanned = scanned;
-        }
-        let scanned = self.backfill(rule).map_or(scanned, |progress| progress.scanned);
-        self.backfill_scanned.with_label_values(&[rule]).set(whole(scanned));
-    }
-
-    /// Records the reason that limits the speed of a rule's backfill; None if nothing does.
-    pub fn backfill_held_back(&self, rule: &str, partition: u32, why: Option<HeldBack>) {
-        for reason in HeldBack::ALL {
-            self.backfill_held_back.with_label_values(&[rule, reason.name()]).set(i64::from(why == Some(reason)));
-        }
-        if let Some(progress) = self.live().backfill(rule, partition) {
-            progress.held_back = why;
-        }
-    }
-
-    /// Records the end of a rule's backfill.
-    pub fn backfill_ended(&self, rule: &str, partition: u32) {
-        if let Some(progress) = self.live().backfill(rule, partition) {
-            progress.ended = Some(Instant::now());
-        }
-    }
-
-    /// Progress of the rule's last backfill in this process.
-    #[must_use]
-    pub fn backfill(&self, rule: &str) -> Option<BackfillProgress> {
-        self.backfills().into_iter().find(|(name, _)| name == rule).map(|(_, progress)| progress)
-    }
-
-    /// The last backfill of each rule in this process. With several partitions, each reads all targets, and the one
-    /// with the least progress counts.
-    #[must_use]
-    pub fn backfills(&self) -> Vec<(String, BackfillProgress)> {
-        let mut out: Vec<(String, BackfillProgress)> = Vec::new();
-        for (rule, _, progress) in &self.live().backfills {
-            match out.iter_mut().find(|(known, _)| known == rule) {
-                Some((_, slowest)) => *slowest = slowest.joined(progress),
-                None => out.push((rule.clone(), progress.clone())),
+    /// Sets the gauges that follow from the state of the pipelines, and removes those of rules that no longer exist.
+    pub fn show(&self, snapshot: &Snapshot) {
+        self.retire(&snapshot.rules);
+        self.queue_depth.set(whole(snapshot.depth));
+        for (nth, facts) in snapshot.rules.iter().enumerate() {
+            let rule = &[facts.name.as_str()];
+            let progress = snapshot.backfills.get(&facts.name);
+            let is_backfilling = snapshot.states.get(nth).is_some_and(RuleState::is_backfilling);
+            self.backfill_running.with_label_values(rule).set(i64::from(is_backfilling));
+            self.backfill_scanned.with_label_values(rule).set(progress.map_or(0, |progress| whole(progress.scanned)));
+            let total = progress.and_then(|progress| progress.total);
+            self.backfill_total.with_label_values(rule).set(total.map_or(0, whole));
+            let why = progress.and_then(|progress| progress.held_back);
+            for reason in HeldBack::ALL.into_iter().filter(|_| progress.is_some()) {
+                let held_back = self.backfill_held_back.with_label_values(&[facts.name.as_str(), reason.name()]);
+                held_back.set(i64::from(why == Some(reason)));
             }
-        }
-        out
-    }
-
-    /// Publishes the state of a partition's pipeline.
-    pub fn observe(&self, partition: u32, observation: Observation) {
-        let observation = {
-            let mut live = self.live();
-            live.observations.insert(partition, Arc::new(observation));
-            live.join()
-        };
-        let Some(observation) = observation else { return };
-        self.queue_depth.set(i64::try_from(observation.depth).unwrap_or(i64::MAX));
-        for (nth, rule) in observation.rules.iter().enumerate() {
-            self.backfill_running
-                .with_label_values(&[&rule.name])
-                .set(i64::from(observation.states.get(nth).is_some_and(RuleState::is_backfilling)));
-            self.max_lag.with_label_values(&[&rule.name]).set(rule.max_lag.as_secs_f64());
-            let fan_outs = observation.fan_outs.get(nth).copied().unwrap_or_default();
-            self.fan_outs.with_label_values(&[&rule.name]).set(i64::try_from(fan_outs).unwrap_or(i64::MAX));
+            self.max_lag.with_label_values(rule).set(facts.max_lag.as_secs_f64());
+            self.fan_outs.with_label_values(rule).set(snapshot.fan_outs.get(&nth).copied().map_or(0, whole));
         }
     }
 
@@ -490,32 +403,6 @@ impl Metrics {
         }
     }
 
-    /// The last published observation. None before the pipeline has started, or while another process leads.
-    #[must_use]
-    pub fn observation(&self) -> Option<Arc<Observation>> {
-        self.live().observation.clone()
-    }
-
-    /// Records that the pipeline has ended. Its last observation stays valid until another process leads.
-    pub fn stopped(&self, partition: u32) {
-        self.turned().remove(&partition);
-    }
-
-    /// Discards the observation of a partition that another process leads now.
-    pub fn forget_observation(&self, partition: u32) {
-        let mut live = self.live();
-        live.observations.remove(&partition);
-        live.backfills.retain(|(_, place, progress)| *place != partition || progress.ended.is_some());
-        live.audits.retain(|(_, place), _| *place != partition);
-        live.join();
-    }
-
-    /// The partitions with an observation that was not discarded.
-    #[must_use]
-    pub fn observed(&self) -> Vec<u32> {
-        self.live().observations.keys().copied().collect()
-    }
-
     /// Sets the lead of the server's clock over this machine's, in milliseconds.
     pub fn set_clock(&self, offset: i64) {
         self.clock.store(offset, Ordering::Relaxed);
@@ -525,33 +412,6 @@ impl Metrics {
     #[must_use]
     pub fn now(&self) -> i64 {
         wall_millis() + self.clock.load(Ordering::Relaxed)
-    }
-
-    /// Records a turn of the pipeline's loop.
-    pub fn turn(&self, partition: u32) {
-        self.turned().insert(partition, Instant::now());
-    }
-
-    /// Time since the last turn of the slowest pipeline's loop.
-    #[must_use]
-    pub fn since_turn(&self) -> Duration {
-        self.turned().values().min().unwrap_or(&self.started).elapsed()
-    }
-
-    fn turned(&self) -> MutexGuard<'_, BTreeMap<u32, Instant>> {
-        self.turned.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Creation time of this value, in milliseconds since 1970.
-    #[must_use]
-    pub fn started_at(&self) -> i64 {
-        self.started_at
-    }
-
-    /// Time at which the last write was acknowledged.
-    #[must_use]
-    pub fn last_write(&self) -> Option<Instant> {
-        self.live().last_write
     }
 
     /// Number of write commands that wait for their answer.
@@ -626,7 +486,6 @@ impl Writing<'_> {
         let metrics = self.metrics;
         metrics.matched.with_label_values(&[self.rule]).inc_by(matched);
         metrics.modified.with_label_values(&[self.rule]).inc_by(modified);
-        metrics.live().last_write = Some(Instant::now());
     }
 }
 
@@ -670,10 +529,15 @@ fn counters(family: &IntCounterVec) -> impl Iterator<Item = (String, u64)> {
     })
 }
 
+fn gauges(family: &GaugeVec) -> impl Iterator<Item = String> {
+    let metrics = family.collect().into_iter().flat_map(|family| family.get_metric().to_vec());
+    metrics.map(|metric| rule_of(metric.get_label()))
+}
+
 fn rule_of(labels: &[prometheus::proto::LabelPair]) -> String {
     labels.iter().find(|label| label.name() == "rule").map(|label| label.value().to_owned()).unwrap_or_default()
 }
 
-fn whole(count: u64) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
+fn whole(count: impl TryInto<i64>) -> i64 {
+    count.try_into().unwrap_or(i64::MAX)
 }

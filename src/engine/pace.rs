@@ -7,14 +7,18 @@ use tokio::time::{Instant, sleep};
 
 /// Backlog, in changed keys and targets of fan-out jobs, above which the server is not asked for more at once. A
 /// request that waits for an event is woken by every oplog entry, our own writes included: 7 µs an entry, half of it in
-/// the thread that makes entries visible (MongoDB 6.0.5; docs/lab-notebook.md). A later request passes them all at once.
+/// the thread that makes entries visible (MongoDB 6.0.5; docs/lab-notebook.md). A later request passes them all at once,
+/// and does not wait.
 const BACKLOG: usize = 500;
-/// The delay of that request when a backlog begins, which is usually gone afterwards.
-const FIRST: Duration = Duration::from_secs(1);
-/// The delay while the backlog lasts: changes of other rules, and of the rules that this one feeds, wait as long.
-const LASTING: Duration = Duration::from_millis(250);
+/// The delay of that request: changes of other rules, and of the rules that this one feeds, wait as long.
+const PAUSE: Duration = Duration::from_millis(40);
 /// Interval between checks of the backlog.
 const LOOK: Duration = Duration::from_millis(5);
+/// Time that the server waits for an event before it answers with an empty batch. An empty batch carries a token as
+/// well: it tells how far the stream is when only our own writes, which are not sent, have moved the oplog.
+const AWAIT: Duration = Duration::from_millis(100);
+/// The same while there is a backlog.
+const AWAIT_BRIEFLY: Duration = Duration::from_millis(1);
 /// Delay of work that shrinks by waiting, while a stream is known to hold more. After the delay, one batch of it runs
 /// at a time, so that the server's remaining capacity is free for the stream.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -23,21 +27,33 @@ const CHEAP: Duration = Duration::from_millis(20);
 /// The longest pause between two recomputes of one key.
 const LONGEST: Duration = Duration::from_secs(30);
 
-/// The pauses of a stream while changes wait.
-#[derive(Debug, Default)]
+/// The way in which events are requested: by requests that wait on the server, or, during a backlog, by requests that
+/// hardly wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Polling {
-    /// True if the backlog outlasted the previous pause.
-    lasts: bool,
+    has_backlog: bool,
 }
 
 impl Polling {
-    /// Waits while the backlog is large, but not for long.
-    pub async fn pause(&mut self, backlog: impl Fn() -> usize) {
-        let until = Instant::now() + if self.lasts { LASTING } else { FIRST };
+    /// The way to request events with this backlog.
+    #[must_use]
+    pub fn of(backlog: usize) -> Self {
+        Self { has_backlog: backlog > BACKLOG }
+    }
+
+    /// Time that a request waits on the server.
+    #[must_use]
+    pub fn wait(self) -> Duration {
+        if self.has_backlog { AWAIT_BRIEFLY } else { AWAIT }
+    }
+
+    /// Waits while the backlog is large, but not for long. Returns the way to request events from then on.
+    pub async fn pause(backlog: impl Fn() -> usize) -> Self {
+        let until = Instant::now() + PAUSE;
         while backlog() > BACKLOG && Instant::now() < until {
             sleep(LOOK).await;
         }
-        self.lasts = backlog() > BACKLOG;
+        Self::of(backlog())
     }
 }
 
@@ -82,26 +98,23 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_stream_pauses_at_most_a_second_and_then_a_quarter_while_a_backlog_lasts() {
-        let mut polling = Polling::default();
+    async fn a_stream_pauses_briefly_while_there_is_a_backlog() {
         let begun = Instant::now();
-        let mut pauses = async |backlog: &dyn Fn() -> usize, expected: Duration| {
+        let pauses = async |backlog: &dyn Fn() -> usize, expected: Duration, then: Duration| {
             let before = begun.elapsed();
-            polling.pause(backlog).await;
+            let polling = Polling::pause(backlog).await;
             let paused = begun.elapsed().saturating_sub(before);
             assert!(paused >= expected && paused < expected + LOOK, "{paused:?}, not {expected:?}");
+            assert_eq!(polling.wait(), then);
         };
-        pauses(&|| BACKLOG, Duration::ZERO).await;
-        pauses(&|| BACKLOG + 1, FIRST).await;
-        pauses(&|| BACKLOG + 1, LASTING).await;
+        pauses(&|| BACKLOG, Duration::ZERO, AWAIT).await;
+        pauses(&|| BACKLOG + 1, PAUSE, AWAIT_BRIEFLY).await;
         let checks = Cell::new(0);
         let shrinks = || {
             checks.set(checks.get() + 1);
             if checks.get() < 4 { usize::MAX } else { 0 }
         };
-        // It ends with the backlog, and the next backlog is a new one.
-        pauses(&shrinks, LOOK * 3).await;
-        pauses(&|| BACKLOG + 1, FIRST).await;
+        pauses(&shrinks, LOOK * 3, AWAIT).await;
     }
 
     #[test]

@@ -15,10 +15,13 @@ use denormd_mongo::{
     classify::server_text,
     error::{Error, Kind, Result},
 };
-use denormd_rules::plan::{
-    Plan, Rule, RuleId, Values,
-    privileges::{self, Privilege, Resource},
-    reference::Role,
+use denormd_rules::{
+    config::ConfigPath,
+    plan::{
+        Plan, Rule, RuleId, Values,
+        privileges::{self, Privilege, Resource},
+        reference::Role,
+    },
 };
 
 /// A requirement that the cluster does not meet.
@@ -34,8 +37,9 @@ pub struct Finding {
     pub fix: Option<Fix>,
     /// Further advice.
     pub hint: Option<String>,
-    /// The side of the rule whose collection name is misspelt, if that is the problem.
-    pub names: Option<Role>,
+    /// The place in the config of what is wrong, if it is a part of the rule: a misspelt collection, an expression that the
+    /// server refuses.
+    pub at: Option<ConfigPath>,
 }
 
 /// A command that fixes a finding.
@@ -51,14 +55,7 @@ pub struct Fix {
 
 impl Finding {
     fn new(rule: &Rule, message: impl Into<String>) -> Self {
-        Self {
-            rule: rule.name.clone(),
-            message: message.into(),
-            kind: Kind::Config,
-            fix: None,
-            hint: None,
-            names: None,
-        }
+        Self { rule: rule.name.clone(), message: message.into(), kind: Kind::Config, fix: None, hint: None, at: None }
     }
 }
 
@@ -175,7 +172,7 @@ pub async fn privileges(server: &Server, plan: &Plan, state: &str) -> Result<Vec
         // Without it, only the oplog window is unknown.
         let optional = database == "local";
         (!optional).then(|| Finding {
-            names: None,
+            at: None,
             rule: String::new(),
             message: format!("the user lacks {} on {place}", actions.join(", ")),
             kind: Kind::Privilege,
@@ -374,7 +371,7 @@ fn no_database(rule: &Rule, role: Role, namespace: &Namespace, meant: &str) -> F
     let message = format!("the database `{}` of `{namespace}` does not exist", namespace.database);
     Finding {
         hint: Some(format!("did you mean `{meant}`? If the name is right, create the collection first")),
-        names: Some(role),
+        at: Some(rule.side_at(role)),
         ..Finding::new(rule, message)
     }
 }
@@ -526,11 +523,33 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
                     rule,
                     format!("the server refuses the rule's expressions or filters: {}{text}", error.message),
                 );
+                finding.at = refused_value(server, rule).await?;
                 finding.hint =
                     Some("try the expressions in mongosh with db.collection.aggregate([{ $project: … }])".to_owned());
                 return Ok(Some(finding));
             }
             error => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+/// The place of the first value of the rule that the server refuses to parse on its own.
+async fn refused_value(server: &Server, rule: &Rule) -> Result<Option<ConfigPath>> {
+    for (place, value, is_accumulator) in rule.values_at() {
+        let stage = if is_accumulator {
+            doc! {"$group": {"_id": null, "v": value.clone()}}
+        } else {
+            doc! {"$replaceWith": {"v": value.clone()}}
+        };
+        let mut command = read::command("", vec![doc! {"$documents": [{}]}, stage]);
+        command.insert("aggregate", 1);
+        command.insert("let", doc! {"element": {}, "target": {}, "targetElement": {}});
+        let asked = server.database(&rule.source.namespace.database).run_command(over_no_documents(command)).await;
+        match asked.map_err(Error::from) {
+            Ok(_) => {}
+            Err(error) if error.kind == Kind::Refused => return Ok(Some(place)),
+            Err(error) => return Err(error),
         }
     }
     Ok(None)
@@ -549,7 +568,7 @@ mod tests {
             kind: Kind::Config,
             fix: Some(fix),
             hint: None,
-            names: None,
+            at: None,
         }
     }
 

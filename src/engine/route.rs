@@ -20,7 +20,7 @@ pub struct Routed {
     /// Keys to check again.
     pub requests: Vec<Request>,
     /// Rules whose targets must all be checked again, because the event does not tell which ones are affected.
-    pub sweeps: Vec<RuleId>,
+    pub backfills: Vec<RuleId>,
     /// Rules whose source collection was replaced as a whole.
     pub renewed: Vec<RuleId>,
     /// Rules whose source collection is gone.
@@ -73,7 +73,7 @@ impl Router {
                 self.documents_gone(&event.namespace, out);
                 out.sources_gone.extend(self.rules(&self.by_source, &event.namespace).map(|rule| rule.id));
                 out.renewed.extend(self.rules(&self.by_source, to).map(|rule| rule.id));
-                out.sweeps.extend(self.rules(&self.by_target, to).map(|rule| rule.id));
+                out.backfills.extend(self.rules(&self.by_target, to).map(|rule| rule.id));
             }
             Change::DropDatabase => {
                 let gone = |rule: &&std::sync::Arc<Rule>| rule.source.namespace.database == event.namespace.database;
@@ -81,7 +81,7 @@ impl Router {
                 for rule in
                     self.plan.rules.iter().filter(|rule| rule.target.namespace.database == event.namespace.database)
                 {
-                    out.sweeps.extend(rule.creates.as_ref().map(|_| rule.id));
+                    out.backfills.extend(rule.creates.as_ref().map(|_| rule.id));
                 }
             }
             Change::Other => {}
@@ -91,7 +91,7 @@ impl Router {
     /// The rules that create the documents of a collection that is gone create them again.
     fn documents_gone(&self, target: &Namespace, out: &mut Routed) {
         let creates = self.rules(&self.by_target, target).filter(|rule| rule.creates.is_some());
-        out.sweeps.extend(creates.map(|rule| rule.id));
+        out.backfills.extend(creates.map(|rule| rule.id));
     }
 
     fn rules<'a>(
@@ -150,13 +150,13 @@ fn source_changed(rule: &Rule, event: &ChangeEvent, out: &mut Routed) {
                 // The keys have not changed, so the current document has them.
                 None if !moved => out.requests.push(locate()),
                 None if rule.child().is_some() => out.requests.extend([locate(), look(Task::Parents)]),
-                None => out.sweeps.push(rule.id),
+                None => out.backfills.push(rule.id),
             }
         }
         (Change::Replace(_) | Change::Delete, None) if rule.child().is_some() => {
             out.requests.extend([locate(), look(Task::Parents)]);
         }
-        _ => out.sweeps.push(rule.id),
+        _ => out.backfills.push(rule.id),
     }
 }
 
@@ -286,8 +286,8 @@ mod tests {
             let key: Vec<String> = request.key.values().iter().map(ToString::to_string).collect();
             format!("{:?} [{}] {scope}", request.task, key.join(","))
         });
-        let sweeps = routed.sweeps.iter().chain(&routed.renewed).map(|_| "sweep".to_owned());
-        requests.chain(sweeps).chain(routed.sources_gone.iter().map(|_| "bereft".to_owned())).collect()
+        let backfills = routed.backfills.iter().chain(&routed.renewed).map(|_| "backfill".to_owned());
+        requests.chain(backfills).chain(routed.sources_gone.iter().map(|_| "source gone".to_owned())).collect()
     }
 
     fn update(paths: &[&str]) -> Change {
@@ -306,7 +306,7 @@ mod tests {
             (update(&["a"]), vec!["Value [7] all"]),
             (update(&["on"]), vec!["Value [7] all"]),
             (update(&["a.c", "other"]), vec![]),
-            (Change::Drop, vec!["bereft"]),
+            (Change::Drop, vec!["source gone"]),
         ] {
             assert_eq!(asked(&router, "s", change.clone(), None), expected, "{change:?}");
         }
@@ -339,11 +339,11 @@ mod tests {
             (update(&["parent"]), was(), vec!["Value [1] all", "LocateSource [7] all"]),
             (update(&["v"]), was(), vec!["Value [1] all"]),
             (update(&["v"]), None, vec!["LocateSource [7] all"]),
-            (update(&["parent"]), None, vec!["sweep"]),
+            (update(&["parent"]), None, vec!["backfill"]),
             (Change::Replace(doc! {"parent": 2}), was(), vec!["Value [2] all", "Value [1] all"]),
-            (Change::Replace(doc! {"parent": 2}), None, vec!["sweep"]),
+            (Change::Replace(doc! {"parent": 2}), None, vec!["backfill"]),
             (Change::Delete, was(), vec!["Value [1] all"]),
-            (Change::Delete, None, vec!["sweep"]),
+            (Change::Delete, None, vec!["backfill"]),
             (Change::Insert(doc! {"parent": 2}), None, vec!["Value [2] all"]),
         ] {
             assert_eq!(asked(&router, "s", change.clone(), before), expected, "{change:?}");
@@ -388,8 +388,8 @@ mod tests {
     fn a_rename_onto_a_collection_sweeps_its_rules() {
         let router = router("{ name: r, copy: { source: s, target: t, match: { ref: _id }, set: { n: $n } } }");
         let onto = |name: &str| Change::Rename(Namespace { database: "d".to_owned(), collection: name.to_owned() });
-        assert_eq!(asked(&router, "tmp", onto("s"), None), ["sweep"]);
-        assert_eq!(asked(&router, "tmp", onto("t"), None), ["sweep"]);
-        assert_eq!(asked(&router, "s", onto("old"), None), ["bereft"]);
+        assert_eq!(asked(&router, "tmp", onto("s"), None), ["backfill"]);
+        assert_eq!(asked(&router, "tmp", onto("t"), None), ["backfill"]);
+        assert_eq!(asked(&router, "s", onto("old"), None), ["source gone"]);
     }
 }

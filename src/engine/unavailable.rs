@@ -3,7 +3,7 @@
 //! once that exists; a backfill then covers the missed changes.
 //!
 //! A rule that has never run is refused instead, before anything is written. So is the config if all of its rules are
-//! affected: whoever has just written the rules, or created the user, is there to read the message.
+//! affected: a person who has just written the rules, or created the user, reads the message.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -91,7 +91,7 @@ pub async fn watch(context: Arc<Context>, store: Store, stop: CancellationToken)
             () = stop.cancelled() => return,
         };
         if let Err(error) = round {
-            tracing::debug!(error = %error.message, "suspended rules cannot be looked at; trying again");
+            tracing::debug!(error = %error.message, "unavailable rules cannot be checked; trying again");
         }
     }
 }
@@ -115,7 +115,7 @@ async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Ins
                 store.come_back(&context.server, &rule.name, state.generation).await?;
             }
             Some(Finding { kind, message, .. }) => {
-                context.metrics.record_error(Some(&rule.name), "suspended", &Error::new(kind, message));
+                context.metrics.record_error(Some(&rule.name), "unavailable", &Error::new(kind, message));
             }
         }
     }

@@ -33,9 +33,6 @@ use denormd_mongo::{
 use denormd_rules::plan::{Plan, reference::Role};
 use relevance::Scalars;
 
-/// Time that the server waits for an event before it answers with an empty batch. An empty batch carries a token as
-/// well: it tells how far the stream is when only our own writes, which are not sent, have moved the oplog.
-const AWAIT: Duration = Duration::from_millis(100);
 /// Time limit of the search for a reference that is a document, in milliseconds. An index on the reference finds it at
 /// once.
 const LOOK_FOR_NESTED: i64 = 5000;
@@ -316,7 +313,7 @@ impl Follower<'_> {
         let Position { time, token } = &mut self.state.position;
         let open_again = match error.kind {
             _ if is_too_large => self.narrow(&error).await,
-            // Whatever is wrong with a token, its time may still be valid, and then nothing is lost. A time that the
+            // The time of an invalid token may still be valid, and then nothing is lost. A time that the
             // oplog does not reach is refused only after a first batch, which has a token again.
             Kind::HistoryLost | Kind::Refused
                 if token.is_some() && self.state.by_time != Some(*time) && !is_of_a_removed_shard(&error) =>
@@ -381,10 +378,11 @@ impl Follower<'_> {
     /// Opens the stream at its position and delivers batches until it ends, or must be read in another way.
     async fn deliver(&mut self) -> Result<()> {
         let way = self.state.way;
-        let batches = self.open().await?;
+        let polling = Polling::of(self.waiting.load(Ordering::Relaxed));
+        let batches = self.open(polling.wait()).await?;
         // While one batch is decoded, the server prepares the next one.
         let (read, mut batches_read) = mpsc::channel(1);
-        let _reader = AbortOnDropHandle::new(tokio::spawn(read_ahead(batches, self.waiting.clone(), read)));
+        let _reader = AbortOnDropHandle::new(tokio::spawn(read_ahead(batches, polling, self.waiting.clone(), read)));
         // The first batch is empty: it only confirms that the stream is open.
         let mut is_first = true;
         while let Some(batch) = batches_read.recv().await {
@@ -413,7 +411,8 @@ impl Follower<'_> {
         Ok(())
     }
 
-    async fn open(&self) -> Result<Batches> {
+    /// Opens the stream; a request waits this long on the server, for the lifetime of the cursor.
+    async fn open(&self, wait: Duration) -> Result<Batches> {
         let spec = self.spec;
         let State { position, way, whole, .. } = &self.state;
         let mut change_stream = Document::new();
@@ -429,7 +428,7 @@ impl Follower<'_> {
         let mut pipeline = vec![doc! {"$changeStream": change_stream}];
         pipeline.extend(if *way == Way::Unread { unread(stages) } else { stages.clone() });
         let command = doc! {"aggregate": 1, "pipeline": pipeline, "cursor": {"batchSize": 0}, "readConcern": {"level": "majority"}};
-        self.server.follow(&spec.database, command, way.batch(), AWAIT).await
+        self.server.follow(&spec.database, command, way.batch(), wait).await
     }
 }
 
@@ -437,9 +436,13 @@ fn is_of_a_removed_shard(error: &Error) -> bool {
     error.code.is_some_and(|code| code::SHARD_REMOVED.contains(&code))
 }
 
-/// Reads until the stream ends.
-async fn read_ahead(mut batches: Batches, waiting: Arc<AtomicUsize>, out: mpsc::Sender<Result<RawBatch>>) {
-    let mut polling = Polling::default();
+/// Reads until the stream ends, or must be opened again because requests are to wait for another time.
+async fn read_ahead(
+    mut batches: Batches,
+    polling: Polling,
+    waiting: Arc<AtomicUsize>,
+    out: mpsc::Sender<Result<RawBatch>>,
+) {
     loop {
         let batch = match batches.next().await {
             Ok(Some(batch)) => Ok(batch),
@@ -450,7 +453,9 @@ async fn read_ahead(mut batches: Batches, waiting: Arc<AtomicUsize>, out: mpsc::
         if out.send(batch).await.is_err() || failed {
             return;
         }
-        polling.pause(|| if more { 0 } else { waiting.load(Ordering::Relaxed) }).await;
+        if !more && Polling::pause(|| waiting.load(Ordering::Relaxed)).await != polling {
+            return;
+        }
     }
 }
 

@@ -38,7 +38,7 @@ mod pending;
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque, btree_map},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -162,8 +162,11 @@ pub struct Batch {
 pub struct Most {
     /// Most keys; about four times as many named targets are allowed.
     pub keys: usize,
-    /// Number of batches that share the waiting keys: one that took all of them would leave none for the others.
+    /// Number of batches that run at once. They share the waiting keys: one that took all of them would leave none for
+    /// the others.
     pub batches: usize,
+    /// True if so many batches run: only a rule without one may start another.
+    pub are_taken: bool,
 }
 
 /// The result of one key's run.
@@ -200,6 +203,8 @@ pub struct WorkQueue {
     taken: u64,
     /// The running batches that write, by rule.
     writing: BTreeMap<RuleId, BTreeSet<u64>>,
+    /// Number of running batches of each rule that has any.
+    running: BTreeMap<RuleId, usize>,
     /// For each rule, the number of keys that wait, run or pause for another task than the guard's.
     reconciling: BTreeMap<RuleId, usize>,
     /// Number of the guard's keys, of all rules.
@@ -317,6 +322,7 @@ impl WorkQueue {
             capacity,
             taken: 0,
             writing: BTreeMap::new(),
+            running: BTreeMap::new(),
             reconciling: BTreeMap::new(),
             guarded: 0,
             oldest: Oldest::default(),
@@ -365,6 +371,11 @@ impl WorkQueue {
     pub fn writing(&self) -> impl Iterator<Item = RuleId> {
         let ordinary = |batch: &u64| Some(*batch) != self.slow.running;
         self.writing.iter().filter(move |(_, batches)| batches.iter().any(ordinary)).map(|(rule, _)| *rule)
+    }
+
+    /// The rules with a running batch.
+    pub fn running(&self) -> impl Iterator<Item = RuleId> {
+        self.running.keys().copied()
     }
 
     /// The number of keys in the queue for the guard, or for the other tasks of a rule.
@@ -507,6 +518,7 @@ impl WorkQueue {
             self.take_slow(&open).or_else(|| self.take_ordinary(most, &open))?
         };
         self.taken += 1;
+        *self.running.entry(lane.0).or_default() += 1;
         if writes(lane.1) {
             self.writing.entry(lane.0).or_default().insert(self.taken);
         }
@@ -590,6 +602,12 @@ impl WorkQueue {
     pub fn ended(&mut self, lane: Lane, number: u64) {
         if let Some(writing) = self.writing.get_mut(&lane.0) {
             writing.remove(&number);
+        }
+        if let btree_map::Entry::Occupied(mut running) = self.running.entry(lane.0) {
+            *running.get_mut() -= 1;
+            if *running.get() == 0 {
+                running.remove();
+            }
         }
         self.slow.running.take_if(|running| *running == number);
     }
@@ -836,7 +854,7 @@ mod tests {
         }
 
         fn take(&mut self) -> Option<Batch> {
-            self.queue.take(Most { keys: 100, batches: 1 }, self.now, |_, _| true)
+            self.queue.take(Most { keys: 100, batches: 1, are_taken: false }, self.now, |_, _| true)
         }
 
         fn keys(&mut self) -> Vec<i32> {
@@ -1138,10 +1156,11 @@ mod tests {
             bench.push(Task::Value, key, Scope::All, 1);
             bench.push(Task::LocateTarget, key, Scope::All, 1);
         }
-        let lanes: Vec<Task> =
-            std::iter::from_fn(|| bench.queue.take(Most { keys: 1, batches: 1 }, bench.now, |_, _| true))
-                .map(|batch| batch.lane.1)
-                .collect();
+        let lanes: Vec<Task> = std::iter::from_fn(|| {
+            bench.queue.take(Most { keys: 1, batches: 1, are_taken: false }, bench.now, |_, _| true)
+        })
+        .map(|batch| batch.lane.1)
+        .collect();
         let (first, second) = (lanes[0], lanes[1]);
         assert_ne!(first, second);
         assert_eq!(lanes, [first, second, first, second, first, second]);

@@ -36,6 +36,9 @@ pub enum PathError {
     /// Two `$[]` in a row.
     #[error("`$[].$[]`, an array directly inside an array, is not supported")]
     NestedEach,
+    /// `parts.name `
+    #[error("`{0}` begins or ends with a space, which would be a part of the field's name")]
+    Space(String),
     /// A NUL byte, which BSON cannot hold in a name.
     #[error("a field name cannot hold a NUL character")]
     Nul,
@@ -62,6 +65,37 @@ impl FieldPath {
             segments.push(segment);
         }
         Ok(Self(segments))
+    }
+
+    /// Parses a path as written in a rule. Refuses names that are nearly always a mistake there: `lines[]`, `lines[0]`,
+    /// `*`, and those that begin or end with a space.
+    pub fn parse_written(text: &str) -> Result<Self, PathError> {
+        for part in text.split('.') {
+            if part.trim() != part {
+                return Err(PathError::Space(part.to_owned()));
+            }
+            if without_index(part).is_some() {
+                return Err(PathError::Positional(part.to_owned()));
+            }
+        }
+        Self::parse(text)
+    }
+
+    /// The path that was probably meant by one that [`FieldPath::parse_written`] refuses.
+    #[must_use]
+    pub fn probably_meant(text: &str) -> Option<Self> {
+        let mut parts: Vec<&str> = Vec::new();
+        for part in text.split('.').map(str::trim) {
+            let is_number = !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+            match without_index(part) {
+                Some("") => parts.push("$[]"),
+                Some(array) => parts.extend([array, "$[]"]),
+                None if part == "$" || is_number => parts.push("$[]"),
+                None => parts.push(part),
+            }
+        }
+        let meant = parts.join(".");
+        Self::parse_written(&meant).ok().filter(|_| meant != text)
     }
 
     /// The segments, first to last.
@@ -134,6 +168,17 @@ impl FieldPath {
     }
 }
 
+/// The array of a part that other languages write for its elements: `lines` of `lines[]` and of `lines[0]`, nothing of
+/// `*`.
+fn without_index(part: &str) -> Option<&str> {
+    if part == "*" {
+        return Some("");
+    }
+    let (array, index) = part.strip_suffix(']')?.rsplit_once('[')?;
+    let is_index = index == "*" || index.bytes().all(|byte| byte.is_ascii_digit());
+    (is_index && array != "$").then_some(array)
+}
+
 /// [`FieldPath::touched_by`] for a path given as segments.
 #[must_use]
 pub fn touches(path: &[Segment], changed: &str) -> bool {
@@ -197,6 +242,24 @@ mod tests {
             ("a.$[].$[].b", PathError::NestedEach),
         ] {
             assert_eq!(FieldPath::parse(text), Err(error), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_notation_of_other_languages_is_refused() {
+        for (text, part, meant) in [
+            ("lines[].name", "lines[]", "lines.$[].name"),
+            ("lines[0].name", "lines[0]", "lines.$[].name"),
+            ("lines[*]", "lines[*]", "lines.$[]"),
+            ("a.lines.*.name", "*", "a.lines.$[].name"),
+        ] {
+            assert_eq!(FieldPath::parse_written(text), Err(PathError::Positional(part.to_owned())), "{text}");
+            assert_eq!(FieldPath::probably_meant(text), Some(path(meant)), "{text}");
+        }
+        assert_eq!(FieldPath::parse_written("a. b"), Err(PathError::Space(" b".to_owned())));
+        assert_eq!(FieldPath::probably_meant("company "), Some(path("company")));
+        for text in ["a.$[].b", "ref.$id", "unit [kg]", "first name"] {
+            assert_eq!(FieldPath::parse_written(text), Ok(path(text)), "{text}");
         }
     }
 

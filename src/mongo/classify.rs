@@ -91,10 +91,8 @@ impl From<mongodb::error::Error> for Error {
                 }
                 _ => Error::new(Kind::NotReplicated, "inserted documents are not majority-committed yet"),
             },
-            ErrorKind::Io(io) => Error::new(Kind::Connection, format!("connection lost ({})", io.kind())),
-            ErrorKind::ConnectionPoolCleared { .. } => {
-                Error::new(Kind::Connection, "connections were closed after a failure")
-            }
+            ErrorKind::Io(io) => super::reach::lost(&format!("connection lost ({})", io.kind())),
+            ErrorKind::ConnectionPoolCleared { .. } => super::reach::lost("connections were closed after a failure"),
             // The message contains the text of other errors; `reach` composes a better one.
             ErrorKind::ServerSelection { .. } => super::reach::unreachable(),
             ErrorKind::Authentication { .. } => {

@@ -296,6 +296,13 @@ impl Server {
         Ok(out)
     }
 
+    /// Like [`Server::read`], of documents of the state, whose strings are not converted (see [`crate::text`]).
+    pub async fn read_state(&self, database: &str, command: Document, reads: Reads) -> Result<Vec<Document>> {
+        let command = Document::try_from(text::escaped(&RawDocumentBuf::try_from(&command)?).as_ref())?;
+        let rows = self.read(database, command, reads).await?;
+        rows.into_iter().map(|row| Ok(Document::try_from(text::unescaped(row).as_ref())?)).collect()
+    }
+
     /// Like [`Server::read`], one batch of the cursor at a time. A time limit in the command takes precedence.
     ///
     /// The read is at least as new as any write acknowledged to this process. Shortly after a failover, a majority read

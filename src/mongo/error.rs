@@ -178,7 +178,7 @@ fn short(text: &str) -> &str {
 mod tests {
     use super::*;
 
-    /// A refused document must not be retried for ever, nor a document be set aside because of the cluster.
+    /// A refused document must not be retried for ever, nor does a document become a dead letter because of the cluster.
     #[test]
     fn only_what_a_document_causes_is_isolated() {
         for kind in [Kind::Connection, Kind::Unavailable, Kind::NotReplicated] {

@@ -33,14 +33,11 @@ impl Foreign {
                 name.to_ascii_lowercase().ends_with(suffix)
             })
         };
-        let internal = hello.get_document("internal").ok();
-        let is_document_db = internal.is_some_and(|internal| {
-            internal.contains_key("documentdb_versions") || internal.contains_key("cosmos_versions")
-        });
         // FerretDB 2 runs on the open-source DocumentDB, so it is checked first.
         if ["ferretdb", "ferretdbVersion"].iter().any(|name| build_info.contains_key(name)) {
             Some(Self::FerretDb)
-        } else if is_document_db || ends_with(".mongocluster.cosmos.azure.com") {
+        // Holds `documentdb_versions` or `cosmos_versions`, or nothing in some releases. MongoDB has no such field.
+        } else if hello.contains_key("internal") || ends_with(".mongocluster.cosmos.azure.com") {
             Some(Self::DocumentDb)
         } else if build_info.contains_key("_t") || ends_with(".mongo.cosmos.azure.com") {
             Some(Self::CosmosDb)
@@ -95,13 +92,21 @@ mod tests {
 
     use super::*;
 
-    /// Hosts, replies and the expected results. The fields that identify a database are from public sources, cited
-    /// where there is one; version numbers and the rest are examples.
+    /// Hosts, replies and the expected results. Each source is public; what it leaves out of a reply is left out here,
+    /// but for the version. "build-info" is packages/mongodb-build-info/test/fixtures.ts of mongodb-js/devtools-shared.
     fn replies() -> Vec<(&'static str, Document, Document, Option<Foreign>)> {
         let set = doc! {"isWritablePrimary": true, "setName": "rs0", "maxWireVersion": 21};
+        let router = doc! {"isWritablePrimary": true, "msg": "isdbgrid"};
+        let with_internal = |internal: Document| {
+            let mut hello = router.clone();
+            hello.insert("internal", internal);
+            hello
+        };
         let genuine = doc! {"version": "7.0.28", "modules": [], "versionArray": [7, 0, 28, 0]};
+        let gateway = doc! {"version": "7.0.0", "versionArray": [7, 0, 0, 0]};
         vec![
             ("db1.example:27017", set.clone(), genuine.clone(), None),
+            ("db1.example:27017", router.clone(), genuine.clone(), None),
             // Percona Server is MongoDB with modules of its own.
             (
                 "db1.example:27017",
@@ -112,72 +117,84 @@ mod tests {
             // An Atlas cluster, and a host whose name only contains that of another product.
             ("cluster0-shard-00-00.ab1cd.mongodb.net:27017", set.clone(), genuine.clone(), None),
             ("docdb.amazonaws.com.example:27017", set.clone(), genuine.clone(), None),
-            // The reply that mongodb-build-info keeps from an account of version 3.2.
+            // build-info, COSMOSDB_BUILD_INFO.
             (
-                "compass.example:10255",
-                doc! {"isWritablePrimary": true, "setName": "globaldb"},
-                doc! {"_t": "BuildInfoResponse", "ok": 1, "version": "3.2.0", "gitVersion": "45d947729a0315accb6d4f15a6b06be6d9c19fe7", "versionArray": [3, 2, 0, 0], "maxBsonObjectSize": 524_288},
+                "localhost:10255",
+                set.clone(),
+                doc! {
+                    "_t": "BuildInfoResponse", "ok": 1, "version": "3.2.0", "gitVersion": "45d947729a0315accb6d4f15a6b06be6d9c19fe7",
+                    "targetMinOS": "Windows 7/Windows Server 2008 R2", "modules": [], "allocator": "tcmalloc",
+                    "javascriptEngine": "Chakra", "sysInfo": "deprecated", "versionArray": [3, 2, 0, 0], "bits": 64,
+                    "debug": false, "maxBsonObjectSize": 524_288,
+                    "openssl": {"running": "OpenSSL 1.0.1p-fips 9 Jul 2015", "compiled": "OpenSSL 1.0.1p-fips 9 Jul 2015"},
+                },
                 Some(Foreign::CosmosDb),
             ),
-            (
-                "compass.mongo.cosmos.azure.com:10255",
-                doc! {"isWritablePrimary": true, "setName": "globaldb"},
-                doc! {"version": "6.0.0", "versionArray": [6, 0, 0, 0]},
-                Some(Foreign::CosmosDb),
-            ),
-            // documentdb/documentdb, issue 547: the reply of a gateway, and that of Azure's older gateways.
+            // build-info, COSMOS_DB_URI.
+            ("compass.mongo.cosmos.azure.com:19555", set.clone(), genuine.clone(), Some(Foreign::CosmosDb)),
+            ("compass-vcore.mongocluster.cosmos.azure.com", router.clone(), genuine.clone(), Some(Foreign::DocumentDb)),
+            // documentdb/documentdb, issue 547: what is meant to be there, and what the image of 0.109 said.
             (
                 "localhost:10260",
-                doc! {"isWritablePrimary": true, "msg": "isdbgrid", "internal": {"documentdb_versions": ["0.109-0", "0.109.0"]}},
-                doc! {"version": "7.0.0", "versionArray": [7, 0, 0, 0]},
+                with_internal(doc! {"documentdb_versions": ["0.109-0", "0.109.0"]}),
+                gateway.clone(),
                 Some(Foreign::DocumentDb),
             ),
+            ("localhost:10260", with_internal(doc! {}), gateway.clone(), Some(Foreign::DocumentDb)),
+            // powersync-ja/powersync-service, pull requests 783 and 605: Azure's newer and older gateways.
             (
                 "c.example:10260",
-                doc! {"isWritablePrimary": true, "msg": "isdbgrid", "internal": {"cosmos_versions": ["1.20-0"]}},
-                doc! {"version": "6.0.0", "versionArray": [6, 0, 0, 0]},
+                with_internal(doc! {"documentdb_versions": ["1.116-1", "1.117.0", "12.1-1"]}),
+                gateway.clone(),
                 Some(Foreign::DocumentDb),
             ),
-            (
-                "c.global.mongocluster.cosmos.azure.com:10260",
-                doc! {"isWritablePrimary": true, "msg": "isdbgrid", "internal": {}},
-                doc! {"version": "8.0.0", "versionArray": [8, 0, 0, 0]},
-                Some(Foreign::DocumentDb),
-            ),
+            ("c.example:10260", with_internal(doc! {"cosmos_versions": []}), gateway, Some(Foreign::DocumentDb)),
+            // FerretDB/FerretDB, internal/handler/msg_hello.go and msg_buildinfo.go of version 2, and of version 1.
             (
                 "localhost:27017",
-                doc! {"isWritablePrimary": true, "maxWireVersion": 21},
-                doc! {"version": "7.0.77", "versionArray": [7, 0, 77, 0], "ferretdb": {"version": "v2.0.0"}},
+                doc! {"isWritablePrimary": true, "maxWireVersion": 21, "readOnly": false},
+                doc! {
+                    "version": "7.0.77", "modules": [], "sysInfo": "deprecated", "versionArray": [7, 0, 77, 0], "bits": 64,
+                    "ferretdb": {"version": "v2.0.0", "package": "docker"}, "ok": 1.0,
+                },
                 Some(Foreign::FerretDb),
             ),
             (
                 "localhost:27017",
                 set.clone(),
-                doc! {"version": "7.0.42", "versionArray": [7, 0, 42, 0], "ferretdbVersion": "v1.20.1"},
+                doc! {
+                    "version": "7.0.42", "modules": [], "sysInfo": "deprecated", "versionArray": [7, 0, 42, 0], "bits": 64,
+                    "ferretdbVersion": "v1.20.1", "ferretdbFeatures": {"aggregationStages": []}, "ok": 1.0,
+                },
                 Some(Foreign::FerretDb),
             ),
+            // build-info, DOCUMENT_DB_URIS and FIRESTORE_URIS.
             (
-                "docdb-1.cluster-abc.eu-central-1.docdb.amazonaws.com:27017",
+                "docdb-2001-01-01-01-01-01.cluster-abc.eu-central-1.docdb.amazonaws.com:27017",
                 set.clone(),
-                doc! {"version": "8.0.0", "versionArray": [8, 0, 0, 0]},
+                genuine.clone(),
                 Some(Foreign::AmazonDocumentDb),
             ),
             (
-                "shop-123456789.eu-central-1.DOCDB-ELASTIC.amazonaws.com:27017",
-                doc! {"msg": "isdbgrid"},
-                doc! {"version": "5.0.0", "versionArray": [5, 0, 0, 0]},
+                "elastic-docdb-123456789.eu-central-1.DOCDB-ELASTIC.amazonaws.com:27017",
+                router.clone(),
+                genuine.clone(),
                 Some(Foreign::AmazonDocumentDb),
             ),
             (
-                "bbccdaf5.europe-north2.firestore.goog:443",
-                doc! {"msg": "isdbgrid"},
-                doc! {"version": "8.0.0", "versionArray": [8, 0, 0, 0]},
+                "bbccdaf5-527a-4be5-9881-b7073e92002b.europe-north2.firestore.goog:443",
+                router.clone(),
+                genuine,
                 Some(Foreign::Firestore),
             ),
+            // build-info, DATALAKE_BUILD_INFO.
             (
                 "data.example:27017",
-                doc! {"msg": "isdbgrid"},
-                doc! {"ok": 1, "version": "3.6.0", "versionArray": [3, 6, 0, 0], "dataLake": {"version": "v20200329"}},
+                router,
+                doc! {
+                    "ok": 1, "version": "3.6.0", "versionArray": [3, 6, 0, 0],
+                    "dataLake": {"version": "v20200329", "gitVersion": "0f318ss78bfad79ede3721e91iasj6f61644f", "date": "2020-03-29T15:41:22Z"},
+                },
                 Some(Foreign::DataFederation),
             ),
         ]

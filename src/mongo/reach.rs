@@ -88,11 +88,18 @@ pub(super) fn unreachable() -> Error {
 #[must_use]
 pub fn silent() -> Error {
     let newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    Error::new(Kind::Connection, newest.map_or_else(|| "no answer in time".to_owned(), |reach| reach.silence()))
+}
+
+/// The error for a lost connection, with the last known state of each server.
+pub(super) fn lost(how: &str) -> Error {
+    let newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let heard = newest.map(|reach| reach.heard()).unwrap_or_default();
-    Error::new(Kind::Connection, format!("no answer in time{heard}"))
+    Error::new(Kind::Connection, format!("{how}{heard}"))
 }
 
 const NO_PRIMARY: &str = "no primary can be reached";
+const PRIMARY: &str = "the primary";
 
 impl Reach {
     fn note(&self, event: &SdamEvent) {
@@ -117,7 +124,7 @@ impl Reach {
             (None, Some(_)) if !hello.contains_key("msg") => {
                 heard("a standalone, not a member of a replica set", Advice::Standalone)
             }
-            _ if is("isWritablePrimary") => heard("the primary", Advice::Wait),
+            _ if is("isWritablePrimary") => heard(PRIMARY, Advice::Wait),
             _ if is("secondary") => heard("a secondary", Advice::Wait),
             _ => heard("neither primary nor secondary", Advice::Wait),
         }
@@ -134,6 +141,17 @@ impl Reach {
             text.push(')');
         }
         text
+    }
+
+    /// The server that did not answer, if the primary is known.
+    fn silence(&self) -> String {
+        let servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
+        let primary = servers.iter().find(|(_, heard)| heard.what == PRIMARY).map(|(address, _)| address.clone());
+        drop(servers);
+        match primary {
+            Some(address) => format!("the primary {address} did not answer in time"),
+            None => format!("no answer in time{}", self.heard()),
+        }
     }
 
     fn error(&self) -> Error {
@@ -189,6 +207,13 @@ mod tests {
         let error = reach.error();
         assert_eq!(error.message, "no primary can be reached (a:1: connection refused; b:2: a secondary)");
         assert_eq!(error.hint.as_deref(), Some(Advice::Wait.text()));
+        assert_eq!(reach.silence(), "no answer in time (a:1: connection refused; b:2: a secondary)");
+        reach
+            .servers
+            .lock()
+            .unwrap()
+            .insert("c:3".to_owned(), said(doc! {"setName": "rs0", "isWritablePrimary": true}));
+        assert_eq!(reach.silence(), "the primary c:3 did not answer in time");
         for (hello, what, advice) in [
             (doc! {"isreplicaset": true}, "its replica set is not initiated", Advice::Initiate),
             (doc! {"setName": "x"}, "it is a member of the replica set `x`, not of `rs0`", Advice::OtherSet),

@@ -6,6 +6,10 @@
 //! commands are sent. So all code in between handles these strings like any other: they match, are compared and are
 //! copied byte for byte. If a document's string itself contains one of these private-use characters, its bytes are
 //! represented in the same way, so the original is always restored.
+//!
+//! The state database contains strings as they are inside the daemon, because the driver writes and reads it without a
+//! conversion. Where one of our own commands concerns such documents, the command is escaped beforehand and its rows are
+//! unescaped.
 
 use std::borrow::Cow;
 

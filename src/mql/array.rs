@@ -102,6 +102,42 @@ pub(super) fn is_in(args: &Args<'_>) -> Result<Value> {
     Ok(Some(Bson::Boolean(items.iter().any(|item| compare(Some(item), wanted.as_ref()).is_eq()))))
 }
 
+pub(super) fn any_true(args: &Args<'_>) -> Result<Value> {
+    // Unlike other operators on arrays, it refuses null.
+    let Some(Bson::Array(items)) = args.get(0)? else { return refused("`$anyElementTrue` takes an array") };
+    Ok(Some(Bson::Boolean(items.iter().any(|item| is_true(Some(item))))))
+}
+
+pub(super) fn is_subset(args: &Args<'_>) -> Result<Value> {
+    let (part, whole) = (args.get(0)?, args.get(1)?);
+    let (Some(Bson::Array(part)), Some(Bson::Array(whole))) = (part, whole) else {
+        return refused("`$setIsSubset` takes two arrays");
+    };
+    let held = |item: &Bson| whole.iter().any(|other| compare(Some(item), Some(other)).is_eq());
+    Ok(Some(Bson::Boolean(part.iter().all(held))))
+}
+
+pub(super) fn index_of(args: &Args<'_>) -> Result<Value> {
+    let Some(items) = array(args, 0)? else { return null() };
+    let wanted = args.get(1)?;
+    let place = |nth: usize| match args.get(nth)? {
+        None => Ok(None),
+        value => match position(value.as_ref())? {
+            Some(place @ 0..) => Ok(usize::try_from(place).ok()),
+            _ => args.wrong("a place from 0", value.as_ref()),
+        },
+    };
+    if args.len() > 2 && args.get(2)?.is_none() || args.len() > 3 && args.get(3)?.is_none() {
+        return needs_server("`$indexOfArray` with a place that is missing");
+    }
+    let (from, end) = (place(2)?.unwrap_or(0), place(3)?.unwrap_or(items.len()).min(items.len()));
+    let found = (from..end).find(|nth| compare(items.get(*nth), wanted.as_ref()).is_eq());
+    Ok(Some(Bson::Int32(found.map_or(-1, |nth| i32::try_from(nth).unwrap_or(i32::MAX)))))
+}
+
+/// The reason for the refusal of a `$range` without a step.
+pub const ZERO_STEP: &str = "`$range` with a step of 0";
+
 pub(super) fn range(args: &Args<'_>) -> Result<Value> {
     let number = |nth: usize| {
         let value = args.get(nth)?;
@@ -113,7 +149,7 @@ pub(super) fn range(args: &Args<'_>) -> Result<Value> {
     let (mut at, end) = (number(0)?, number(1)?);
     let step = if args.len() == 3 { number(2)? } else { 1 };
     if step == 0 {
-        return refused("`$range` with a step of 0");
+        return refused(ZERO_STEP);
     }
     let mut out = Vec::new();
     while (step > 0 && at < end) || (step < 0 && at > end) {
@@ -307,4 +343,15 @@ pub(super) fn directions(by: &Document) -> Result<Vec<i32>> {
         _ => refused("a sort's direction is 1 or -1"),
     };
     by.values().map(one).collect()
+}
+
+pub(super) fn bson_size(args: &Args<'_>) -> Result<Value> {
+    match args.get(0)? {
+        value if is_nullish(value.as_ref()) => null(),
+        Some(Bson::Document(doc)) => match bson::RawDocumentBuf::try_from(&doc) {
+            Ok(raw) => Ok(Some(Bson::Int32(i32::try_from(raw.as_bytes().len()).unwrap_or(i32::MAX)))),
+            Err(_) => needs_server("`$bsonSize` of this document"),
+        },
+        value => args.wrong("an object", value.as_ref()),
+    }
 }

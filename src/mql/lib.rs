@@ -18,11 +18,12 @@ mod text;
 
 use bson::Bson;
 
+pub use array::ZERO_STEP;
 pub use expression::expression;
 pub use group::ACCUMULATORS;
 pub use known::{beyond_accumulator, beyond_expression, beyond_filter, operators};
 pub use order::compare;
-pub use pipeline::{Collections, aggregate};
+pub use pipeline::{Collections, aggregate, bind_expression, bind_query, bind_stage, stage};
 pub use query::matches;
 
 /// A value, or none if the field is missing: missing is not null.

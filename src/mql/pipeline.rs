@@ -22,16 +22,17 @@ pub type Collections = BTreeMap<String, Vec<Document>>;
 pub fn aggregate(collections: &Collections, database: &str, command: &Document) -> Result<Vec<Document>> {
     let name = command.get_str("aggregate").unwrap_or_default();
     let mut rows = collections.get(&format!("{database}.{name}")).cloned().unwrap_or_default();
-    for stage in command.get_array("pipeline").into_iter().flatten() {
-        let Some((name, argument)) = stage.as_document().and_then(|stage| stage.iter().next()) else {
+    for one in command.get_array("pipeline").into_iter().flatten() {
+        let Some((name, argument)) = one.as_document().and_then(|stage| stage.iter().next()) else {
             return refused("a stage is a document");
         };
-        rows = run(name, argument, rows, collections, database)?;
+        rows = stage(name, argument, rows, collections, database)?;
     }
     Ok(rows)
 }
 
-fn run(
+/// The rows after one stage.
+pub fn stage(
     name: &str,
     argument: &Bson,
     rows: Vec<Document>,
@@ -129,20 +130,20 @@ fn lookup(stage: &Document, mut row: Document, collections: &Collections, databa
     }
     let names: Vec<&str> = stage.get_document("let").into_iter().flat_map(Document::keys).map(String::as_str).collect();
     let inner = stage.get_array("pipeline").into_iter().flatten();
-    stages.extend(inner.map(|stage| bound(stage, &names, &variables)));
+    stages.extend(inner.map(|stage| bind_stage(stage, &names, &variables)));
     let found = aggregate(collections, database, &doc! {"aggregate": text("from"), "pipeline": stages})?;
     row.insert(text("as"), found);
     Ok(row)
 }
 
-/// A stage of a `$lookup` with the values of its variables in place of their names. Queries are not expressions, except
-/// in `$expr`.
-fn bound(stage: &Bson, names: &[&str], variables: &Document) -> Bson {
+/// A stage with the values of these variables in place of their names. Queries are not expressions, except in `$expr`.
+#[must_use]
+pub fn bind_stage(stage: &Bson, names: &[&str], variables: &Document) -> Bson {
     match stage {
         Bson::Document(doc) => {
             let inner = doc.iter().map(|(name, value)| match name.as_str() {
-                "$match" => (name.clone(), bound_query(value, names, variables)),
-                _ => (name.clone(), bound_expression(value, names, variables)),
+                "$match" => (name.clone(), bind_query(value, names, variables)),
+                _ => (name.clone(), bind_expression(value, names, variables)),
             });
             inner.collect::<Document>().into()
         }
@@ -150,13 +151,15 @@ fn bound(stage: &Bson, names: &[&str], variables: &Document) -> Bson {
     }
 }
 
-fn bound_query(query: &Bson, names: &[&str], variables: &Document) -> Bson {
+/// A query with the values of these variables in place of their names.
+#[must_use]
+pub fn bind_query(query: &Bson, names: &[&str], variables: &Document) -> Bson {
     match query {
-        Bson::Array(items) => Bson::Array(items.iter().map(|item| bound_query(item, names, variables)).collect()),
+        Bson::Array(items) => Bson::Array(items.iter().map(|item| bind_query(item, names, variables)).collect()),
         Bson::Document(doc) => {
             let inner = doc.iter().map(|(name, value)| match name.as_str() {
-                "$expr" => (name.clone(), bound_expression(value, names, variables)),
-                "$and" | "$or" | "$nor" => (name.clone(), bound_query(value, names, variables)),
+                "$expr" => (name.clone(), bind_expression(value, names, variables)),
+                "$and" | "$or" | "$nor" => (name.clone(), bind_query(value, names, variables)),
                 _ => (name.clone(), value.clone()),
             });
             inner.collect::<Document>().into()
@@ -165,7 +168,9 @@ fn bound_query(query: &Bson, names: &[&str], variables: &Document) -> Bson {
     }
 }
 
-fn bound_expression(expression: &Bson, names: &[&str], variables: &Document) -> Bson {
+/// An expression with the values of these variables in place of their names.
+#[must_use]
+pub fn bind_expression(expression: &Bson, names: &[&str], variables: &Document) -> Bson {
     match expression {
         Bson::String(text) => {
             let name = text.strip_prefix("$$").and_then(|text| text.split('.').next());
@@ -174,7 +179,7 @@ fn bound_expression(expression: &Bson, names: &[&str], variables: &Document) -> 
                 variables.get(name).map_or_else(|| Bson::from("$$REMOVE"), |value| doc! {"$literal": value}.into());
             doc! {"$let": {"vars": {name: value}, "in": text}}.into()
         }
-        Bson::Array(items) => Bson::Array(items.iter().map(|item| bound_expression(item, names, variables)).collect()),
+        Bson::Array(items) => Bson::Array(items.iter().map(|item| bind_expression(item, names, variables)).collect()),
         Bson::Document(doc) if doc.contains_key("$literal") => expression.clone(),
         Bson::Document(doc) => {
             // An expression may have a variable of its own with such a name.
@@ -186,7 +191,7 @@ fn bound_expression(expression: &Bson, names: &[&str], variables: &Document) -> 
                 doc.values().filter_map(Bson::as_document).any(binds)
             };
             let names: Vec<&str> = names.iter().filter(|name| !own(name)).copied().collect();
-            let inner = doc.iter().map(|(name, value)| (name.clone(), bound_expression(value, &names, variables)));
+            let inner = doc.iter().map(|(name, value)| (name.clone(), bind_expression(value, &names, variables)));
             inner.collect::<Document>().into()
         }
         other => other.clone(),

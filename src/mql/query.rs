@@ -11,7 +11,10 @@ pub fn matches(filter: &Document, document: &Document) -> Result<bool> {
             "$and" | "$or" | "$nor" => clauses(name, condition, document)?,
             "$expr" => is_true(expression(condition, document)?.as_ref()),
             "$comment" => true,
-            _ if name.starts_with('$') => return needs_server(format!("`{name}`")),
+            // The fields of a DBRef are fields.
+            _ if name.starts_with('$') && !matches!(name.as_str(), "$ref" | "$id" | "$db") => {
+                return needs_server(format!("`{name}`"));
+            }
             path => field(path, condition, document)?,
         };
         if !holds {
@@ -39,9 +42,6 @@ fn clauses(name: &str, clauses: &Bson, document: &Document) -> Result<bool> {
 
 fn field(path: &str, condition: &Bson, document: &Document) -> Result<bool> {
     let steps: Vec<&str> = path.split('.').collect();
-    if steps.iter().any(|step| !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit())) {
-        return needs_server("a path with an array index");
-    }
     let mut found = Vec::new();
     walk(Some(document), &steps, &mut found);
     condition_holds(condition, &found)
@@ -51,11 +51,20 @@ fn field(path: &str, condition: &Bson, document: &Document) -> Result<bool> {
 /// field.
 fn walk<'a>(document: Option<&'a Document>, path: &[&str], out: &mut Vec<Option<&'a Bson>>) {
     let Some((first, rest)) = path.split_first() else { return };
-    match document.and_then(|document| document.get(*first)) {
-        value if rest.is_empty() => out.push(value),
-        Some(Bson::Document(inside)) => walk(Some(inside), rest, out),
+    below(document.and_then(|document| document.get(*first)), rest, out);
+}
+
+fn below<'a>(value: Option<&'a Bson>, path: &[&str], out: &mut Vec<Option<&'a Bson>>) {
+    let Some((first, rest)) = path.split_first() else { return out.push(value) };
+    match value {
+        Some(Bson::Document(inside)) => walk(Some(inside), path, out),
         Some(Bson::Array(items)) => {
-            items.iter().filter_map(Bson::as_document).for_each(|inside| walk(Some(inside), rest, out));
+            // `a.0` is the first element, and the field `0` of each element.
+            let place = first.parse().ok().filter(|place: &usize| place.to_string() == **first);
+            if let Some(item) = place.and_then(|place| items.get(place)) {
+                below(Some(item), rest, out);
+            }
+            items.iter().filter_map(Bson::as_document).for_each(|inside| walk(Some(inside), path, out));
         }
         _ => out.push(None),
     }

@@ -7,10 +7,12 @@
 
 mod bucket;
 pub mod certificate;
+pub mod declared;
 pub mod diagnose;
 mod excerpt;
 pub mod file;
 pub mod format;
+pub mod key;
 pub mod keys;
 mod layer;
 mod literal;

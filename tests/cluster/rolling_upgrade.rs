@@ -1,9 +1,9 @@
 //! `make rolling-upgrade`: upgrades a replica set of three from one version of the server to the next, member by
 //! member, while an application writes and two daemons run, one of which is killed between two members. Then the
 //! feature level is raised, lowered and raised again. At the end nothing differs, and the daemon that was not killed
-//! needed no attention.
+//! needed no attention. To an older server the feature level is lowered first.
 
-use std::{path::PathBuf, time::Duration};
+use std::{path::PathBuf, process::Command, time::Duration};
 
 use bson::{Document, doc};
 use denormd_fixture::{Node, ReplicaSet};
@@ -17,7 +17,7 @@ use crate::support::{
 /// Time for which the oplog must be silent.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// The programs in `DENORMD_SERVERS`, separated by colons, oldest first. The first one is also the one in `MONGOD`.
+/// The programs in `DENORMD_SERVERS`, separated by colons. The first one is also the one in `MONGOD`.
 fn servers() -> Vec<PathBuf> {
     let servers = std::env::var("DENORMD_SERVERS").expect("DENORMD_SERVERS names the servers");
     std::env::split_paths(&servers).collect()
@@ -26,6 +26,19 @@ fn servers() -> Vec<PathBuf> {
 async fn version(client: &Client) -> Option<String> {
     let info: Document = client.database("admin").run_command(doc! {"buildInfo": 1}).await.ok()?;
     info.get_str("version").ok().map(str::to_owned)
+}
+
+/// The version that a program prints.
+fn version_of(server: &str) -> String {
+    let printed = Command::new(server).arg("--version").output().unwrap();
+    let printed = String::from_utf8_lossy(&printed.stdout).into_owned();
+    let (_, rest) = printed.split_once("db version v").unwrap_or_else(|| panic!("{server} prints {printed:?}"));
+    rest.split_whitespace().next().unwrap().to_owned()
+}
+
+/// The numbers of a version, to be compared.
+fn numbers(version: &str) -> Vec<u32> {
+    version.split(['.', '-']).map_while(|number| number.parse().ok()).collect()
 }
 
 /// The major and minor version, as in the names of feature levels.
@@ -77,18 +90,25 @@ async fn a_set_goes_from_server_to_server_while_daemons_run() {
     let mut written = 0;
     for (nth, server) in servers[1..].iter().enumerate() {
         let server = server.to_str().unwrap();
+        let next = version_of(server);
+        let is_older = numbers(&next) < numbers(&before);
         let writer = world.writer(u64::try_from(nth).unwrap());
         let primary = set.primary().await;
         let secondaries: Vec<usize> = (0..3).filter(|place| *place != primary).collect();
+        if is_older {
+            set_level(&client, &level(&next)).await;
+        }
         replace(&set, secondaries[0], server).await;
         other.kill9();
         println!("a daemon is killed");
         replace(&set, secondaries[1], server).await;
         other = world.daemon();
         let after = replace(&set, primary, server).await;
-        set_level(&client, &level(&after)).await;
-        set_level(&client, &level(&before)).await;
-        set_level(&client, &level(&after)).await;
+        if !is_older {
+            set_level(&client, &level(&after)).await;
+            set_level(&client, &level(&before)).await;
+            set_level(&client, &level(&after)).await;
+        }
         let acknowledged = writer.stop().await;
         assert!(acknowledged > 100, "{acknowledged} writes are no application");
         written += acknowledged;

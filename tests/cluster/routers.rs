@@ -269,7 +269,7 @@ async fn a_source_that_was_moved_to_another_shard_is_not_taken_for_a_dropped_one
     hosts.insert_many([doc! {"_id": 1, "ip": "b"}, doc! {"_id": 2, "ip": "b"}]).await.unwrap();
     running.run().await;
     // What a backfill from the other collection would remove is counted; it is nothing.
-    running.until_json("the rule goes on by itself", |status| status["rules"][0]["state"] == "live").await;
+    running.until_json("the rule resumes by itself", |status| status["rules"][0]["state"] == "live").await;
     rename(&routers, &test, "c").await;
 }
 

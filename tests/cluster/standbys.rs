@@ -7,7 +7,7 @@ use denormd::server::client;
 use denormd_fixture::TestDb;
 use serde_json::Value;
 
-use crate::support::running::Running;
+use crate::support::{daemon, running::Running};
 
 /// The second rule copies a field that the first one writes.
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
@@ -101,6 +101,34 @@ async fn a_standby_names_the_leader_and_serves_read_your_writes() {
         running.until_json("told", |status| status["current"]["except"] == serde_json::json!(["note"])).await;
     }
     standby.until_json("told", |status| status["summary"].as_str().unwrap().contains("Rule note is paused.")).await;
+}
+
+/// A daemon that was killed and started again said that its dead predecessor leads.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_whose_holder_is_not_heard_is_waited_for() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": 1}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    let rule = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
+    let mut running = Running::start(&test, rule, "lease: { ttl_seconds: 60 }\n").await;
+    let leads = |status: &Value| status["role"] == "leader";
+    let name =
+        name_of(&running.until_json("it leads", |status| leads(status) && !status["instances"][0].is_null()).await);
+    running.kill();
+    running.run().await;
+    let stands_by = |status: &Value| status["role"] == "standby";
+    let status = running.until_json("it stands by", stands_by).await;
+    let said = status["summary"].as_str().unwrap();
+    let waiting = format!("Standing by: waiting for the lease of {name}, which expires in ");
+    assert!(said.starts_with(&waiting) && said.contains(" unless renewed."), "{said}");
+    assert!(!said.contains("Not behind"), "{said}");
+    let events = daemon::until("the timeline says so", async || {
+        let events = running.text("/v1/events").await;
+        events.contains(&format!("standing by: the lease names {name}")).then_some(events)
+    })
+    .await;
+    assert!(!events.contains(&format!("{name} leads")), "{events}");
 }
 
 /// Copies that are reported as current as of a time are current, on both instances, with a chain of rules and dead

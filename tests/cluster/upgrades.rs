@@ -99,7 +99,7 @@ impl Check {
         }
     }
 
-    /// What happens once the copies of the previous release are there.
+    /// Changes the data once the copies of the previous release are there.
     async fn initialise(self, world: &World, previous: &Path) {
         match self {
             Self::Paused => {
@@ -191,7 +191,7 @@ impl Check {
                 };
                 all(db, "carts").await.iter().all(|cart| cart.get_array("lines").unwrap().iter().all(right))
             }
-            // What the validator refuses leaves the value before it.
+            // A value that the validator refuses leaves the one before it.
             Self::DeadLetter => {
                 let three = if step == 0 { "step 0".to_owned() } else { format!("step {}", step - step % 2) };
                 copied(db, "badges", "name", &three).await
@@ -254,7 +254,7 @@ async fn the_previous_release_and_this_one_in_turn_and_side_by_side() {
                 check.initialise(&world, &previous).await;
             }
         }
-        // What a leader has half done, its successor finishes.
+        // The next leader finishes the work that a leader has begun.
         assert!(world.run(&["backfill", "--rule", "address"]).await.success());
         for check in Check::ALL {
             check.change(&world, step, true).await;

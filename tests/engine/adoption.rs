@@ -81,6 +81,17 @@ async fn a_field_that_another_rule_writes_is_no_suspicion() {
     assert!(!told.out.contains("has the field `customerName`"), "{}", told.out);
 }
 
+#[tokio::test]
+async fn what_a_tree_reads_of_its_own_output_is_no_suspicion() {
+    let test = denormd_fixture::database().await;
+    let pages = (0..20).map(|id| doc! {"_id": id, "name": format!("page {id}"), "parent": id / 2});
+    test.database().collection("pages").insert_many(pages).await.unwrap();
+    let tree = "copy: { source: pages, target: pages, match: { parent: _id }, recursive: true, set: { path: { $concat: [$path, $$target.name] } }, otherwise: { path: $$target.name } }";
+    let program = Program::new(&config(&test, &format!("  - {{ name: tree, allow_scan: true, {tree} }}")));
+    let told = program.run(&["plan"]).await.exits(0);
+    assert!(!told.out.contains("has the field"), "{}", told.out);
+}
+
 /// `plan` once reported `ready`; two seconds after `run`, all values were gone.
 #[tokio::test]
 async fn a_typo_in_the_source_is_not_ready() {
@@ -498,4 +509,144 @@ async fn explain_says_what_a_once_rule_keeps() {
     let told = program.run(&["explain", "customer", "1"]).await.exits(0).out;
     assert!(told.contains("stored \"Ada 1\", which `once` never changes again"), "{told}");
     assert!(told.contains("the source gives \"Grace\" now"), "{told}");
+}
+
+/// Every target became a dead letter, and `plan` said that it would add a value to each.
+#[tokio::test]
+async fn a_path_through_an_array_without_its_mark_is_an_error() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("products").insert_many((0..5).map(|n| doc! {"_id": n, "name": format!("p{n}")})).await.unwrap();
+    let lines = |n: i32| doc! {"_id": n, "lines": [{"productId": n % 5}, {"productId": (n + 1) % 5}]};
+    db.collection("orders").insert_many((0..20).map(lines)).await.unwrap();
+    let rule = |path: &str| {
+        format!(
+            "  - name: title\n    allow_scan: true\n    copy:\n      source: products\n      target: orders\n      match: {{ \"lines.$[].productId\": _id }}\n      set:\n        {path}: $name\n"
+        )
+    };
+    let told = Program::new(&config(&test, &rule("lines.title"))).run(&["plan"]).await.exits(4).out;
+    let error =
+        "shop.yaml:13: `lines` is an array in 20 of 20 sampled targets: the server refuses to write `lines.title`";
+    assert!(told.contains(error), "{told}");
+    assert!(told.contains("did you mean `lines.$[].title`? `$[]` stands for each element"), "{told}");
+    assert!(!told.contains("warning: "), "the error replaces the warning at its place: {told}");
+    assert!(told.contains("title: adds 0, overwrites 0, removes 0 (all 20 targets compared)"), "{told}");
+    let told = Program::new(&config(&test, &rule("\"lines.$[].title\""))).run(&["plan"]).await.exits(0).out;
+    assert!(told.contains("title: adds 40, overwrites 0, removes 0 (all 20 targets compared)"), "{told}");
+    // One target alone becomes a dead letter, and the rule runs for the others.
+    db.collection::<Document>("orders").update_one(doc! {"_id": 0}, doc! {"$set": {"at": 5}}).await.unwrap();
+    let told = Program::new(&config(&test, &rule("at.title"))).run(&["plan"]).await.exits(0).out;
+    assert!(told.contains("`at` is no subdocument in 1 of 20 sampled targets"), "{told}");
+    assert!(told.contains("title: adds 19, overwrites 0, removes 0 (all 20 targets compared)"), "{told}");
+}
+
+const PATHS: &str = "  - { name: customer, copy: { source: nodes, target: nodes, match: { in.parent: _id }, recursive: true, \
+    set: { path: { $concat: [$path, /, $$target.name] }, depth: { $add: [$depth, 1] } }, \
+    otherwise: { path: $$target.name, depth: 0 } } }";
+const BELOW: &str = "  - { name: customer, aggregate: { source: nodes, target: nodes, match: { _id: in.parent }, \
+    recursive: true, set: { below: { $sum: { $add: [1, $below] } } } } }";
+
+/// A chain of three documents, and 27 below the last of them.
+async fn nodes(db: &mongodb::Database) {
+    let parent = |n: i32| if n < 4 { n - 1 } else { 2 };
+    let node = |n: i32| {
+        let mut node = doc! {"_id": n, "name": format!("n{n}")};
+        if n > 0 {
+            node.insert("in", doc! {"parent": parent(n)});
+        }
+        node
+    };
+    // The children come first.
+    db.collection("nodes").insert_many((0..30).rev().map(node)).await.unwrap();
+    let index = doc! {"createIndexes": "nodes", "indexes": [{"key": {"in.parent": 1}, "name": "parent"}]};
+    db.run_command(index).await.unwrap();
+}
+
+/// The values of a tree are computed from those that a backfill writes above or below, not from those that are stored.
+#[tokio::test]
+async fn plan_counts_the_final_values_of_a_tree() {
+    for (rule, values) in [(PATHS, 60), (BELOW, 30)] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        nodes(&db).await;
+        if rule == BELOW {
+            let pre_images = doc! {"collMod": "nodes", "changeStreamPreAndPostImages": {"enabled": true}};
+            db.run_command(pre_images).await.unwrap();
+        }
+        let program = Program::new(&config(&test, rule));
+        let told = program.run(&["plan"]).await.exits(0).out;
+        let counted = format!("customer: adds {values}, overwrites 0, removes 0 (all 30 targets compared)");
+        assert!(told.contains(&counted), "{told}");
+        assert!(!told.contains("null is expected") && told.contains("30 of 30 sampled targets"), "{told}");
+        let daemon = Daemon::start(&test, rule).await;
+        daemon.settled().await;
+        daemon.stop().await;
+        let told = program.run(&["plan"]).await.exits(0).out;
+        assert!(told.contains("customer: adds 0, overwrites 0, removes 0"), "the backfill wrote these values: {told}");
+        assert!(told.contains("0 of 30 sampled targets"), "{told}");
+    }
+}
+
+/// One document differs from what is stored around it, and a backfill would go from there to all others.
+#[tokio::test]
+async fn a_tree_whose_values_all_change_because_of_one_is_blocked() {
+    for (rule, one, changed) in [(PATHS, doc! {"_id": 0}, 30), (BELOW, doc! {"_id": 29}, 3)] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        nodes(&db).await;
+        let pre_images = doc! {"collMod": "nodes", "changeStreamPreAndPostImages": {"enabled": true}};
+        db.run_command(pre_images).await.unwrap();
+        // The application has written these values, and then others at one place.
+        let daemon = Daemon::start(&test, rule).await;
+        daemon.settled().await;
+        daemon.stop().await;
+        db.client().database(&format!("{}_state", test.name)).drop().await.unwrap();
+        let nodes = db.collection::<Document>("nodes");
+        if rule == PATHS {
+            nodes.update_one(one, doc! {"$set": {"name": "root"}}).await.unwrap();
+        } else {
+            nodes.delete_one(one).await.unwrap();
+        }
+        let before = all(&db, "nodes").await;
+        let told = Program::new(&config(&test, rule)).run(&["plan"]).await.exits(4).out;
+        assert!(told.contains(&format!("overwrites {changed}, removes 0")), "{told}");
+        assert!(told.contains(&format!("it would overwrite {changed} of ")), "{told}");
+        let daemon = Daemon::start_unadopted(&config(&test, rule)).await;
+        daemon.settled().await;
+        assert!(matches!(standing(&test, &daemon).await, RuleState::Blocked(BlockReason::Adoption(_))));
+        daemon.stop().await;
+        assert_eq!(all(&db, "nodes").await, before, "a blocked rule writes nothing");
+    }
+}
+
+/// ObjectIds in capital letters are not what `key_type` reads, and nothing said so.
+#[tokio::test]
+async fn references_none_of_which_resolves_are_a_warning() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let ids: Vec<bson::oid::ObjectId> = (0..30).map(|_| bson::oid::ObjectId::new()).collect();
+    let customers = ids.iter().map(|id| doc! {"_id": *id, "firstName": "Ada"});
+    db.collection("customers").insert_many(customers).await.unwrap();
+    let orders = |form: fn(&bson::oid::ObjectId) -> bson::Bson| {
+        ids.iter()
+            .enumerate()
+            .map(|(n, id)| doc! {"_id": i64::try_from(n).unwrap(), "customer": form(id)})
+            .collect::<Vec<_>>()
+    };
+    db.collection("orders").insert_many(orders(|id| id.to_hex().to_uppercase().into())).await.unwrap();
+    let rule = RIGHT.replace("name: customer,", "name: customer, allow_scan: true,");
+    let typed = rule.replace("set:", "key_type: objectId, set:");
+    let told = Program::new(&config(&test, &typed)).run(&["plan"]).await.exits(0).out;
+    assert!(told.contains("none of 30 references of type string in sampled targets resolves"), "{told}");
+    assert!(told.contains("they are ObjectIds in capital letters"), "{told}");
+    // Some orders have one type, and some another.
+    db.collection::<Document>("orders").drop().await.unwrap();
+    let (mut mixed, others) = (orders(|id| id.to_hex().into()), orders(|id| (*id).into()));
+    mixed.splice(..15, others.into_iter().take(15));
+    db.collection("orders").insert_many(mixed).await.unwrap();
+    let told = Program::new(&config(&test, &rule)).run(&["plan"]).await.exits(0).out;
+    assert!(told.contains("none of 15 references of type string in sampled targets resolves"), "{told}");
+    assert!(told.contains("`key_type` converts between ObjectIds and their strings"), "{told}");
+    let told = Program::new(&config(&test, &typed)).run(&["plan"]).await.exits(0).out;
+    assert!(!told.contains("warning: "), "{told}");
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use bson::{Document, doc};
 use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_model::rule_state::RuleState;
 use mongodb::Database;
 
 use crate::{
@@ -102,14 +103,14 @@ async fn a_source_that_is_dropped_behind_a_backlog_holds_its_rule_alone() {
     db.collection::<Document>("hosts").drop().await.unwrap();
     rename_part(&db, "new").await;
     let mut progress = daemon.progress();
-    let held = progress.wait_for(|progress| progress.stopped().next().is_some());
+    let held = progress.wait_for(|progress| !progress.in_state(RuleState::is_stopped).is_empty());
     tokio::time::timeout(PATIENCE, held).await.expect("the rule is blocked").unwrap();
     fail(&test, "off", doc! {}).await;
     product_is(&db, "new").await;
     let log = db.collection::<Document>("log");
     assert_eq!(log.count_documents(doc! {"ip": {"$in": [0, 1]}}).await.unwrap(), 12_000, "its copies stay");
     daemon.ask("address").await;
-    tokio::time::timeout(PATIENCE, progress.wait_for(|progress| progress.stopped().next().is_none()))
+    tokio::time::timeout(PATIENCE, progress.wait_for(|progress| progress.in_state(RuleState::is_stopped).is_empty()))
         .await
         .expect("the rule is unblocked")
         .unwrap();

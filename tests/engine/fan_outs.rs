@@ -229,7 +229,7 @@ async fn a_fan_out_comes_to_its_end_however_often_its_source_changes() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert!(fan_out(&test).await.is_some(), "the first targets are older than the source");
-    assert_eq!(daemon.progress().borrow().fan_outs, 1);
+    assert_eq!(daemon.progress().borrow().fan_outs.values().sum::<usize>(), 1);
     fail(&test, "off", doc! {}).await;
     daemon.settled().await;
     assert_eq!(with_ip(&db, newest).await, u64::try_from(LOGS).unwrap());
@@ -359,7 +359,7 @@ async fn a_source_in_many_arrays_is_looked_up_a_page_at_a_time() {
     daemon.settled().await;
     db.collection::<Document>("parts").update_one(doc! {"_id": 1}, doc! {"$set": {"name": "b"}}).await.unwrap();
     let mut progress = daemon.progress();
-    let waited = progress.wait_for(|progress| progress.fan_outs == 1);
+    let waited = progress.wait_for(|progress| progress.fan_outs.values().sum::<usize>() == 1);
     tokio::time::timeout(PATIENCE, waited).await.expect("a fan-out").unwrap();
     daemon.settled().await;
     let products = db.collection::<Document>("products");

@@ -3,7 +3,10 @@
 use std::{sync::atomic::Ordering, time::Duration};
 
 use bson::{Document, doc};
-use denormd_engine::{checkpoint::store::Store, pipeline::Progress};
+use denormd_engine::{
+    checkpoint::store::Store,
+    snapshot::{Snapshot, StreamFacts},
+};
 use denormd_fixture::{ReplicaSet, TestDb};
 use denormd_model::{
     position::ClusterTime,
@@ -189,13 +192,18 @@ async fn what_is_under_way_is_nobodys_drift() {
         tokio::time::sleep(Duration::from_secs(1)).await;
         set(collection, ip).await;
     };
-    let round = async |progress: Progress| {
-        denormd_engine::jobs::audit::round(&context, rule, &move |rule| progress.applied_of(rule), &out).await.unwrap();
+    let round = async |snapshot: Snapshot| {
+        denormd_engine::jobs::audit::round(&context, rule, &move |rule| snapshot.applied_of(rule), &out).await.unwrap();
         context.counts.drift.load(Ordering::Relaxed)
     };
-    let audit = async |applied: ClusterTime| round(Progress { applied, ..Progress::default() }).await;
+    let applied_by = |applied: ClusterTime| {
+        let (database, delivered) = (db.name().to_owned(), std::time::Instant::now());
+        let stream = StreamFacts { database, reached: applied, applied, saved: None, delivered };
+        Snapshot { streams: vec![stream], ..Snapshot::new(&context.plan) }
+    };
+    let audit = async |applied: ClusterTime| round(applied_by(applied)).await;
     let states = std::sync::Arc::new(vec![RuleState::BACKFILL]);
-    assert_eq!(round(Progress { applied: latest, states, ..Progress::default() }).await, 0, "it is being backfilled");
+    assert_eq!(round(Snapshot { states, ..applied_by(latest) }).await, 0, "it is being backfilled");
     // The expected value changes between the two reads, and so does the stored one.
     assert_eq!(tokio::join!(audit(latest), meanwhile("hosts", "10.0.0.2")).0, 0);
     assert_eq!(tokio::join!(audit(latest), meanwhile("log", "10.0.0.1")).0, 0);
@@ -209,20 +217,25 @@ async fn what_is_under_way_is_nobodys_drift() {
     assert_eq!(audit(latest).await, 1, "drift");
 }
 
+/// The same with a second source, and the rules of both.
+async fn host_room_and_log(test: &TestDb) -> (Database, String) {
+    let db = host_and_log(test).await;
+    db.collection("rooms").insert_one(doc! {"_id": 1, "room": "R1"}).await.unwrap();
+    let other = "  - { name: room, copy: { source: rooms, target: log, match: { host: _id }, set: { room: $room } } }";
+    (db, format!("{HOST}\n{other}"))
+}
+
 /// Waits until a rule is blocked, or none is.
 async fn held(daemon: &Daemon, is: bool) {
     let mut progress = daemon.progress();
-    let wait = progress.wait_for(|progress| progress.stopped().next().is_some() == is);
+    let wait = progress.wait_for(|progress| progress.in_state(RuleState::is_stopped).is_empty() != is);
     tokio::time::timeout(PATIENCE, wait).await.expect("the rule is blocked").unwrap();
 }
 
 #[tokio::test]
 async fn a_dropped_source_blocks_its_rules_until_it_is_there_again_or_the_loss_is_agreed_to() {
     let test = denormd_fixture::database().await;
-    let db = host_and_log(&test).await;
-    db.collection("rooms").insert_one(doc! {"_id": 1, "room": "R1"}).await.unwrap();
-    let other = "  - { name: room, copy: { source: rooms, target: log, match: { host: _id }, set: { room: $room } } }";
-    let rules = format!("{HOST}\n{other}");
+    let (db, rules) = host_room_and_log(&test).await;
     let daemon = Daemon::start(&test, &rules).await;
     daemon.settled().await;
     let whole = doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "room": "R1"};
@@ -295,13 +308,41 @@ async fn a_drop_that_is_met_again_after_its_release_holds_nothing() {
     positions.replace_one(doc! {"_id": before.get("_id").unwrap()}, &before).await.unwrap();
     let daemon = Daemon::start(&test, HOST).await;
     daemon.settled().await;
-    assert!(daemon.progress().borrow().stopped().next().is_none(), "it is blocked again");
+    assert!(daemon.progress().borrow().in_state(RuleState::is_stopped).is_empty(), "it is blocked again");
     assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1}], "the loss is applied");
     // A later drop is a new one.
     db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.5"}).await.unwrap();
     daemon.settled().await;
     db.collection::<Document>("hosts").drop().await.unwrap();
     held(&daemon, true).await;
+    daemon.stop().await;
+}
+
+/// While a block could not be recorded, the daemon did nothing else, and could not be stopped either.
+#[tokio::test]
+async fn a_stop_that_cannot_be_recorded_delays_its_own_rule_alone() {
+    let test = denormd_fixture::database().await;
+    let (db, rules) = host_room_and_log(&test).await;
+    let daemon = Daemon::start(&test, &rules).await;
+    daemon.settled().await;
+    let state = test.beside("state");
+    let validate = |filter: Document| state.run_command(doc! {"collMod": "rules", "validator": filter});
+    validate(doc! {"backfill": {"$ne": "held"}}).await.unwrap();
+    db.collection::<Document>("hosts").drop().await.unwrap();
+    let dropped = daemon.context().server.operation_time().await.unwrap();
+    db.collection::<Document>("rooms").update_one(doc! {}, doc! {"$set": {"room": "R2"}}).await.unwrap();
+    let after = doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "room": "R2"};
+    becomes(&db, after.clone()).await;
+    assert!(daemon.progress().borrow().in_state(RuleState::is_stopped).is_empty(), "the block is not recorded");
+    tokio::time::timeout(PATIENCE, daemon.stop()).await.expect("the daemon stops");
+    let position = state.collection::<Document>("positions").find_one(doc! {}).await.unwrap().unwrap();
+    let saved = ClusterTime::from(position.get_timestamp("time").unwrap());
+    assert!(saved < dropped, "the drop is read again: {saved:?}, {dropped:?}");
+    validate(doc! {}).await.unwrap();
+    let daemon = Daemon::start(&test, &rules).await;
+    held(&daemon, true).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "log").await, [after]);
     daemon.stop().await;
 }
 
@@ -350,7 +391,7 @@ async fn values_that_would_be_unset_count_towards_the_removal_limit() {
         daemon.settled().await;
         hosts.delete_many(doc! {"_id": {"$lt": 5}}).await.unwrap();
         daemon.settled().await;
-        assert!(daemon.progress().borrow().stopped().next().is_none(), "five may go");
+        assert!(daemon.progress().borrow().in_state(RuleState::is_stopped).is_empty(), "five may go");
         hosts.delete_many(doc! {}).await.unwrap();
         is_blocked_by_the_removal_limit(&daemon).await;
         daemon.settled().await;
@@ -361,7 +402,7 @@ async fn values_that_would_be_unset_count_towards_the_removal_limit() {
         held(&daemon, false).await;
         daemon.settled().await;
         assert_eq!(log.count_documents(doc! {"ip": {"$in": ["10.0.0.1"]}}).await.unwrap(), 0);
-        assert!(daemon.progress().borrow().stopped().next().is_none());
+        assert!(daemon.progress().borrow().in_state(RuleState::is_stopped).is_empty());
         daemon.stop().await;
         log.delete_many(doc! {"_id": {"$gte": 100}}).await.unwrap();
     }
@@ -382,7 +423,7 @@ async fn a_removal_that_is_tried_again_counts_once() {
     hosts.delete_many(doc! {"_id": {"$lt": 8}}).await.unwrap();
     until("eight targets have lost their values", async || (with_values(&db).await == 22).then_some(())).await;
     daemon.settled().await;
-    assert!(daemon.progress().borrow().stopped().next().is_none(), "eight of ten are gone");
+    assert!(daemon.progress().borrow().in_state(RuleState::is_stopped).is_empty(), "eight of ten are gone");
     hosts.delete_many(doc! {}).await.unwrap();
     is_blocked_by_the_removal_limit(&daemon).await;
     daemon.settled().await;
@@ -440,7 +481,7 @@ async fn a_source_that_returns_with_few_documents_costs_no_value() {
     assert_eq!(with_values(&db).await, 30);
     // `mongorestore` goes on: the rest of the documents, but for two.
     hosts.insert_many((1..28).map(|n| doc! {"_id": n, "ip": "10.0.0.2"})).await.unwrap();
-    until("it goes on by itself", async || {
+    until("it resumes by itself", async || {
         let new = db.collection::<Document>("log").count_documents(doc! {"ip": "10.0.0.2"}).await.unwrap();
         (new == 28 && with_values(&db).await == 28).then_some(())
     })

@@ -112,8 +112,8 @@ async fn look_ups_wait_until_what_others_have_found_is_done() {
     let watching = tokio::spawn(async move {
         let mut most = 0;
         loop {
-            most = most.max(progress.borrow().pending);
-            if progress.has_changed().is_err() {
+            most = most.max(progress.borrow().depth);
+            if progress.borrow().ended {
                 return most;
             }
             tokio::time::sleep(Duration::from_millis(1)).await;

@@ -379,7 +379,12 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
     let stops = Instant::now() + Duration::from_secs(5 + sim.random(200));
     loop {
         while running.len() < 3 {
-            let Some(batch) = schedule.take(Most { keys: 2, batches: 3 }, Instant::now().into_std(), |_| false) else {
+            let Some(batch) = schedule.take(
+                Most { keys: 2, batches: 3, are_taken: false },
+                Instant::now().into_std(),
+                |_| false,
+                |_| false,
+            ) else {
                 break;
             };
             running.spawn(run(wire.clone(), held.fence(), batch));

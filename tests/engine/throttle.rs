@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use bson::{Document, doc};
-use denormd_engine::metrics::HeldBack;
+use denormd_engine::snapshot::{BackfillProgress, HeldBack};
 use denormd_fixture::ReplicaSet;
 use mongodb::options::WriteConcern;
 
@@ -13,9 +13,13 @@ const RULE: &str =
     "  - { name: ip, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";
 const LIMIT: Duration = Duration::from_secs(120);
 
+fn backfill(daemon: &Daemon) -> Option<BackfillProgress> {
+    daemon.progress().borrow().backfills.get("ip").cloned()
+}
+
 async fn held_back(daemon: &Daemon, why: HeldBack) {
     let begun = Instant::now();
-    while daemon.context().metrics.backfill("ip").and_then(|progress| progress.held_back) != Some(why) {
+    while backfill(daemon).and_then(|progress| progress.held_back) != Some(why) {
         assert!(begun.elapsed() < LIMIT, "not {why:?}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -45,7 +49,7 @@ async fn a_backfill_keeps_to_the_limit_and_waits_for_the_majority() {
     let waits = async |limit: Duration| {
         let stopped = Instant::now();
         while stopped.elapsed() < limit {
-            let progress = daemon.context().metrics.backfill("ip");
+            let progress = backfill(&daemon);
             if progress.and_then(|progress| progress.held_back) == Some(HeldBack::MajorityBehind) {
                 return true;
             }

@@ -78,8 +78,8 @@ async fn a_revoked_privilege_suspends_its_rule_alone_until_it_is_granted() {
     change("revokePrivilegesFromRole").await;
     set_ip(&db, 1).await;
     is_copied(&db, "b", 1, &running).await;
-    let status = running.until("the rule is suspended", |status| causes(status).contains(&"suspended")).await;
-    let unavailable = status.causes.iter().find(|cause| cause.cause == "suspended").unwrap();
+    let status = running.until("the rule is unavailable", |status| causes(status).contains(&"unavailable")).await;
+    let unavailable = status.causes.iter().find(|cause| cause.cause == "unavailable").unwrap();
     assert_eq!(unavailable.rules, ["a"]);
     running.until("why is said", |_| running.log().contains("the rule is unavailable")).await;
     // The other rules continue, and so does the position: commands that wait do not wait for this rule.
@@ -98,7 +98,7 @@ async fn a_revoked_privilege_suspends_its_rule_alone_until_it_is_granted() {
     assert!(error.contains("is unavailable") && error.contains("comes back by itself"), "{error}");
     change("grantPrivilegesToRole").await;
     is_copied(&db, "a", 2, &running).await;
-    running.until("it is back", |status| !causes(status).contains(&"suspended")).await;
+    running.until("it is back", |status| !causes(status).contains(&"unavailable")).await;
     set_ip(&db, 3).await;
     is_copied(&db, "a", 3, &running).await;
 }
@@ -117,15 +117,15 @@ async fn a_lost_index_suspends_its_rule_and_a_rule_that_never_had_one_is_refused
     set_ip(&db, 1).await;
     running.run().await;
     is_copied(&db, "b", 1, &running).await;
-    running.until("the rule is suspended", |status| causes(status).contains(&"suspended")).await;
+    running.until("the rule is unavailable", |status| causes(status).contains(&"unavailable")).await;
     // Also after another restart.
     running.stop();
     running.run().await;
-    running.until("the rule is suspended", |status| causes(status).contains(&"suspended")).await;
+    running.until("the rule is unavailable", |status| causes(status).contains(&"unavailable")).await;
     assert_eq!(db.collection::<Document>("a").count_documents(doc! {"ip": 1}).await.unwrap(), 0);
     index(&db, "a").await;
     is_copied(&db, "a", 1, &running).await;
-    running.until("it is back", |status| !causes(status).contains(&"suspended")).await;
+    running.until("it is back", |status| !causes(status).contains(&"unavailable")).await;
     running.stop();
 
     // All rules at once: nothing would work.

@@ -78,7 +78,7 @@ async fn what_a_first_backfill_overwrites_is_put_back() {
     let told = program.run(&["undo", "host-label"]).await.exits(0).out;
     assert!(told.starts_with("host-label: 0 values put back\n1 value changed since"), "{told}");
 
-    // What the rule replaces when it runs again is kept again, the application's newest value included.
+    // Values that the rule replaces when it runs again are kept again, the application's newest value included.
     program.run(&["resume", "host-label"]).await.exits(0);
     program.backfilled(&test, 1).await;
     ended(&test).await;
@@ -111,6 +111,23 @@ async fn a_rule_that_is_no_longer_in_the_config_is_undone_and_not_pruned() {
     assert_eq!(one(&logs, 7).await.get_str("label").unwrap(), "old 7");
 }
 
+/// A running daemon that has read the config without the rule carries it out: it need not be restarted.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rule_that_was_removed_under_a_running_daemon_is_undone() {
+    let test = denormd_fixture::database().await;
+    let logs = logs(&test).await;
+    let other = LABEL.replace("host-label", "other").replace("label:", "other:").replace("adopt: true, ", "");
+    let program = Program::new(&config(&test, &format!("{LABEL}\n{other}")));
+    let daemon = program.daemon();
+    program.backfilled(&test, 2).await;
+    program.write(&config(&test, &other));
+    daemon.says("this rule is no longer in the config").await;
+    let told = program.run(&["undo", "host-label"]).await.exits(0).out;
+    assert!(told.starts_with("host-label: 299 values put back\n"), "{told}");
+    assert_eq!(one(&logs, 7).await.get_str("label").unwrap(), "old 7");
+    daemon.stop().await;
+}
+
 /// Types, null, nested paths, subdocuments, and what the rule itself removes or adds.
 #[tokio::test(flavor = "multi_thread")]
 async fn values_come_back_as_they_were() {
@@ -136,7 +153,7 @@ async fn values_come_back_as_they_were() {
     assert_eq!(one(&logs, 1).await, doc! {"_id": 1, "host": 1, "at": {"n": 5, "x": 1, "name": "bolt"}});
     assert_eq!(one(&logs, 5).await, doc! {"_id": 5, "host": 99, "at": {}});
     program.run(&["pause", "r"]).await.exits(0);
-    // What was around the value is gone: it is not made again.
+    // The document around the value is gone, and is not created again.
     logs.update_one(doc! {"_id": 6}, doc! {"$unset": {"at": 1}}).await.unwrap();
     let told = program.run(&["undo", "r", "--output", "json"]).await.exits(0).json();
     assert_eq!((&told["put_back"], &told["changed"]), (&7.into(), &2.into()), "{told}");

@@ -60,7 +60,7 @@ async fn state_from_before_versions_is_taken_over_where_it_is() {
     assert_eq!(
         all(&db, "log").await,
         [doc! {"_id": 1, "host": 1, "ip": "10.0.0.2"}, doc! {"_id": 2, "host": 2, "ip": "forged"}],
-        "it goes on from the saved position, without a backfill"
+        "it resumes from the checkpoint, without a backfill"
     );
     assert_eq!(all(&state, COLLECTION).await[0].get_i32("version").unwrap(), UNDIVIDED);
 }

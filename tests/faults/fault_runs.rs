@@ -20,7 +20,7 @@ use futures_util::FutureExt;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
 use crate::support::{
-    daemon::PATIENCE,
+    daemon::{PATIENCE, until},
     seeds::from_environment,
     world::{Daemon, World},
 };
@@ -31,6 +31,8 @@ mod soak;
 
 /// Time for which the oplog must be silent.
 const QUIET: Duration = Duration::from_millis(700);
+/// Longer than the longest limit within a step, which is that of an initial sync.
+const LONGEST_STEP: Duration = Duration::from_secs(7 * PATIENCE.as_secs());
 /// A host and a log that the application's writer leaves alone.
 const MARKER: i32 = -1;
 
@@ -159,6 +161,13 @@ struct Stage {
     random: StdRng,
 }
 
+/// The result of one step of a round. A step whose own limits do not end it, such as a command that is never answered,
+/// fails with its name.
+async fn ends<T>(step: &str, work: impl Future<Output = T>) -> T {
+    let ended = tokio::time::timeout(LONGEST_STEP, work).await;
+    ended.unwrap_or_else(|_| panic!("{step} has not ended after {LONGEST_STEP:?}"))
+}
+
 fn pause(milliseconds: u64) -> impl Future<Output = ()> {
     tokio::time::sleep(Duration::from_millis(milliseconds))
 }
@@ -183,22 +192,20 @@ impl Stage {
     }
 
     async fn leader(&self) -> usize {
-        loop {
-            let process = self.world.lease().await.and_then(|lease| lease.get_i64("process").ok());
-            if let Some(nth) = self.daemons.iter().position(|daemon| Some(daemon.pid()) == process) {
-                return nth;
-            }
-            pause(50).await;
-        }
+        until("one of the daemons leads", async || {
+            let process = self.world.lease().await?.get_i64("process").ok();
+            self.daemons.iter().position(|daemon| Some(daemon.pid()) == process)
+        })
+        .await
     }
 
     async fn term(&self) -> i64 {
-        loop {
-            if let Some(term) = self.world.lease().await.and_then(|lease| lease.get_i64("term").ok()) {
-                return term;
-            }
-            pause(50).await;
-        }
+        until("there is a lease with a term", async || self.world.lease().await?.get_i64("term").ok()).await
+    }
+
+    /// Waits until another member than this one is the primary.
+    async fn primary_after(&self, old: usize) {
+        until("another member is elected", async || (self.set.primary().await != old).then_some(())).await;
     }
 
     async fn fail(&self, mode: bson::Bson, mut data: Document) {
@@ -239,7 +246,10 @@ impl Stage {
                 data::expire(&self.world).await;
                 self.struck += 1;
             }
-            Fault::SourceRenamedOver => data::rename_over(&self.world, "hosts").await,
+            Fault::SourceRenamedOver => {
+                data::rename_over(&self.world, "hosts").await;
+                self.world.follows_replaced_hosts(true).await;
+            }
             Fault::TargetRenamedOver => data::rename_over(&self.world, "logs").await,
             Fault::StateDiskFull => self.state_disk_full(1000 + 2 * wait).await,
             Fault::MemberResynced => self.resync_member().await,
@@ -316,9 +326,7 @@ impl Stage {
             Fault::PrimaryFrozen => {
                 let old = self.set.primary().await;
                 self.set.node(old).sigstop();
-                while self.set.primary().await == old {
-                    pause(50).await;
-                }
+                self.primary_after(old).await;
                 pause(wait).await;
                 self.set.node(old).sigcont();
             }
@@ -389,9 +397,7 @@ impl Stage {
         for node in others {
             self.set.node(node).sigcont();
         }
-        while self.set.primary().await == old {
-            pause(50).await;
-        }
+        self.primary_after(old).await;
         self.set.node(old).restart().await;
         // A primary that was stepping down at the write has nothing to roll back.
         if written {
@@ -517,9 +523,9 @@ impl Stage {
         let ip = self.random.random_range(2..i32::MAX);
         let (hosts, logs) =
             (self.world.db.collection::<Document>("hosts"), self.world.db.collection::<Document>("logs"));
-        while hosts.update_one(doc! {"_id": MARKER}, doc! {"$set": {"ip": ip}}).await.is_err() {
-            pause(20).await;
-        }
+        let update = doc! {"$set": {"ip": ip}};
+        until("the marker can be written", async || hosts.update_one(doc! {"_id": MARKER}, update.clone()).await.ok())
+            .await;
         let written = Instant::now();
         while !matches!(logs.find_one(doc! {"_id": MARKER, "ip": ip}).await, Ok(Some(_))) {
             assert!(written.elapsed() < PATIENCE, "changes stand still");
@@ -534,12 +540,12 @@ impl Stage {
         let lead = self.random.random_range(100..500);
         pause(lead).await;
         for fault in faults {
-            self.strike(*fault).await;
+            ends("the fault", self.strike(*fault)).await;
         }
-        let stood_still = self.stood_still().await;
-        writer.stop().await;
-        let right = self.world.at_rest(QUIET).await;
-        self.set.wait_members().await;
+        let stood_still = ends("the interruption", self.stood_still()).await;
+        ends("the application's last write", writer.stop()).await;
+        let right = ends("the comparison", self.world.at_rest(QUIET)).await;
+        ends("the recovery of the members", self.set.wait_members()).await;
         (stood_still, right)
     }
 

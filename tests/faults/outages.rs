@@ -78,7 +78,9 @@ async fn look(running: &Running, since: Duration) -> f64 {
         assert!(rule["lag_seconds"].as_f64().unwrap() > 0.0, "{rule:#}");
     }
     let causes = status["causes"].as_array().unwrap();
-    assert!(causes.iter().any(|cause| cause["cause"] == "no_primary"), "after {since:?}: {status:#}");
+    let no_primary = causes.iter().find(|cause| cause["cause"] == "no_primary");
+    let reason = no_primary.unwrap_or_else(|| panic!("after {since:?}: {status:#}"))["reason"].as_str().unwrap();
+    assert!(reason.contains("127.0.0.1:") || reason.contains("localhost:"), "the reason names no server: {reason}");
     for word in ["another process", "Not behind", "Standing by"] {
         assert!(!told("summary").contains(word), "{}", told("summary"));
     }

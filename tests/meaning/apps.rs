@@ -170,7 +170,7 @@ impl<'a> Run<'a> {
         );
     }
 
-    /// What each kind of change costs, beside the change itself: a table.
+    /// Prints a table of the cost of each kind of change, beside the change itself.
     async fn costs(&mut self, running: &Running, server: u32, of_each: i32) {
         println!("\n{}\n\n| a change | documents read | written | server CPU |\n|---|---|---|---|", self.app.name);
         for (kind, (name, _)) in self.app.changes.iter().enumerate() {
@@ -192,7 +192,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// What the server and the daemon have done so far.
+/// The work of the server and the daemon so far.
 struct Spent {
     /// Documents that the server has examined, oplog entries for change streams among them.
     read: i64,

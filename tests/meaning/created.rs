@@ -14,6 +14,9 @@ const DAILY: &str = "aggregate: { source: '@sales', target: { collection: '@dail
     match: { _id.item: item, _id.day: { $dateTrunc: { date: $at, unit: day } } }, set: { amount: { $sum: $amount }, n: { $sum: 1 } } }";
 const COUNT: &str = "aggregate: { source: '@sales', target: { collection: '@counts', create: true }, match: { _id: item }, set: { n: { $sum: 1 } } }";
 
+/// Targets of a rule are large enough for shared statements with a field of this size.
+const LONG: &str = "a note of more than thirty-two bytes";
+
 fn at(text: &str) -> Bson {
     DateTime::parse_rfc3339_str(text).unwrap().into()
 }
@@ -65,6 +68,17 @@ fn totals() -> Vec<Case> {
                 "daily",
                 [daily(7, "2024-03-09", 57, 2), daily(9, "2024-03-11", 8, 1), daily(9, "2024-03-12", 3, 1)],
             ),
+        Case::new("rows of an interval are in the order of `_id`, whatever their times", "aggregate: { source: '@sales', target: { collection: '@days', create: true }, match: { _id: { $dateTrunc: { date: $at, unit: day } } }, set: { amounts: { $push: $amount }, first: { $first: $amount } } }")
+            .has("sales", [sale(1, 7, "2024-03-09T23:00:00Z", 5), sale(2, 7, "2024-03-09T10:00:00Z", 6)])
+            .writes([insert("sales", sale(0, 8, "2024-03-09T12:00:00Z", 4))])
+            .expect("days", [doc! {"_id": day("2024-03-09"), "amounts": [4, 5, 6], "first": 4}]),
+        Case::new("the same in the rule's order, with an item beside the interval", "aggregate: { source: '@sales', target: { collection: '@daily', create: true }, match: { _id.day: { $dateTrunc: { date: $at, unit: day } }, _id.item: item }, sort: { amount: -1 }, set: { amounts: { $push: $amount } } }")
+            .has("sales", [sale(1, 7, "2024-03-09T09:00:00Z", 5), sale(2, 7, "2024-03-09T10:00:00Z", 6), sale(3, 8, "2024-03-09T10:00:00Z", 6)])
+            .writes([insert("sales", sale(4, 7, "2024-03-09T12:00:00Z", 4))])
+            .expect("daily", [
+                doc! {"_id": {"day": day("2024-03-09"), "item": 7}, "amounts": [6, 5, 4]},
+                doc! {"_id": {"day": day("2024-03-09"), "item": 8}, "amounts": [6]},
+            ]),
         Case::new("the last sale goes", DAILY)
             .has("sales", some_sales())
             .writes([delete("sales", 3), delete("sales", 4), delete("sales", 1), delete("sales", 2)])
@@ -88,10 +102,10 @@ fn totals() -> Vec<Case> {
                 [doc! {"_id": 7.0, "note": "mine", "n": 3}, doc! {"_id": 9, "note": "alone", "n": 0}, doc! {"_id": "7", "n": 1}],
             ),
         Case::new("several documents with the same values are inserted beside others", COUNT)
-            .has("counts", (1..=3).map(|id| doc! {"_id": id, "note": "mine"}))
+            .has("counts", (1..=3).map(|id| doc! {"_id": id, "note": LONG}))
             .has("sales", [sale(1, "a", "2024-03-09T10:00:00Z", 5), sale(2, "b", "2024-03-09T10:00:00Z", 5)])
             .writes([insert("sales", sale(3, "c", "2024-03-09T10:00:00Z", 5)), insert("sales", sale(4, "d", "2024-03-09T10:00:00Z", 5))])
-            .expect("counts", (1..=3).map(|id| doc! {"_id": id, "note": "mine", "n": 0}).chain(["a", "b", "c", "d"].map(|id| doc! {"_id": id, "n": 1}))),
+            .expect("counts", (1..=3).map(|id| doc! {"_id": id, "note": LONG, "n": 0}).chain(["a", "b", "c", "d"].map(|id| doc! {"_id": id, "n": 1}))),
         Case::new("a document with fields of others stays, and is that of no sales", DAILY)
             .has("daily", [doc! {"_id": {"item": 7, "day": day("2024-03-10")}, "note": "fair weather"}])
             .has("sales", some_sales())
@@ -137,6 +151,20 @@ fn totals() -> Vec<Case> {
                 doc! {"_id": {"item": 7, "day": at("2024-03-10T05:00:00Z")}, "amount": 6, "n": 2},
                 doc! {"_id": {"item": 7, "day": at("2024-03-11T04:00:00Z")}, "amount": 8, "n": 1},
                 doc! {"_id": {"item": 7, "day": at("2024-11-03T04:00:00Z")}, "amount": 112, "n": 3},
+            ]),
+        // In UTC, a month after the start of this March is two days before its end, and the third sale is after that. The range of
+        // April begins three hours before it.
+        Case::new("months of a zone that is ahead of UTC", &DAILY.replace("unit: day", "unit: month, timezone: Europe/Paris"))
+            .has("sales", [
+                sale(1, 7, "2024-02-29T22:59:59Z", 1),
+                sale(2, 7, "2024-02-29T23:00:00Z", 2),
+                sale(3, 7, "2024-03-31T12:00:00Z", 4),
+                sale(4, 7, "2024-03-31T22:00:00Z", 8),
+            ])
+            .expect("daily", [
+                doc! {"_id": {"item": 7, "day": at("2024-01-31T23:00:00Z")}, "amount": 1, "n": 1},
+                doc! {"_id": {"item": 7, "day": at("2024-02-29T23:00:00Z")}, "amount": 6, "n": 2},
+                doc! {"_id": {"item": 7, "day": at("2024-03-31T22:00:00Z")}, "amount": 8, "n": 1},
             ]),
         // The day begins with the second midnight, an hour after its first sale.
         Case::new("a clock that is set back at midnight", &in_zone("America/Havana"))
@@ -232,7 +260,8 @@ fn with_others() -> Vec<Case> {
 
 fn by_history() -> Vec<Case> {
     let id = || doc! {"item": 7, "day": day("2024-03-09")};
-    let watched = DAILY.replacen("aggregate:", "guard: watch\naggregate:", 1);
+    let guarded = |how: &str| DAILY.replacen("aggregate:", &format!("guard: {how}\naggregate:"), 1);
+    let (watched, unaudited) = (guarded("watch"), guarded("off"));
     vec![
         Case::new(
             "with on_empty: keep the document stays",
@@ -242,7 +271,8 @@ fn by_history() -> Vec<Case> {
         .writes([delete("sales", 3), delete("sales", 4)])
         .expect("daily", [daily(7, "2024-03-09", 11, 2), daily(7, "2024-03-10", 0, 0), daily(8, "2024-03-09", 0, 0)])
         .on_history(),
-        Case::new("somebody deletes a document, and it comes back", DAILY)
+        // Not by the audit: by the event.
+        Case::new("somebody deletes a document, and it comes back", &unaudited)
             .has("sales", some_sales())
             .writes([delete("daily", id()), delete("daily", doc! {"item": 8, "day": day("2024-03-09")})])
             .expect(

@@ -289,14 +289,27 @@ impl Draw {
                 let sort = self.pick(&[Numbers, Objects]);
                 bson!([self.expression(sort, depth), at])
             }
-            "$first" | "$last" | "$size" | "$reverseArray" => bson!([of(Numbers)]),
+            "$anyElementTrue" | "$first" | "$last" | "$size" | "$reverseArray" => bson!([of(Numbers)]),
             "$slice" => {
                 let (at, n) = (self.0.random_range(-4..5), self.0.random_range(0..4));
                 let items = self.expression(Numbers, depth);
                 if self.below(2) == 0 { bson!([items, at]) } else { bson!([items, at, n]) }
             }
-            "$concatArrays" => bson!([of(Numbers), of(Numbers)]),
+            "$concatArrays" | "$setIsSubset" => bson!([of(Numbers), of(Numbers)]),
             "$in" => bson!([of(Number), of(Numbers)]),
+            "$indexOfArray" => match self.below(2) {
+                0 => bson!([self.expression(Numbers, depth), self.expression(Number, depth)]),
+                _ => bson!([
+                    self.expression(Numbers, depth),
+                    self.expression(Number, depth),
+                    self.small(3),
+                    self.small(6)
+                ]),
+            },
+            "$toDate" => match self.below(2) {
+                0 => self.expression(Date, depth),
+                _ => bson!({"$toLong": self.expression(Number, depth)}),
+            },
             "$range" => bson!([self.0.random_range(-5..5), self.0.random_range(-5..5), self.0.random_range(-2..3)]),
             "$map" => {
                 let input = of(Objects);
@@ -320,7 +333,7 @@ impl Draw {
             "$reduce" => bson!({
                 "input": of(Numbers), "initialValue": of(Number), "in": {"$add": ["$$value", {"$cond": ["$$this", 2, 1]}]},
             }),
-            "$objectToArray" => of(Object),
+            "$bsonSize" | "$objectToArray" => of(Object),
             "$arrayToObject" => match self.below(2) {
                 0 => bson!({"$objectToArray": self.expression(Object, 0)}),
                 _ => bson!({"$literal": [["x", 1], ["y", [2]]]}),
@@ -366,7 +379,7 @@ impl Draw {
             _ => {
                 let path = self.pick(&[
                     "num", "text", "nums", "objs", "objs.p", "objs.q", "obj", "obj.p", "obj.q.r", "any", "any.p",
-                    "when", "none", "any.p.q",
+                    "when", "none", "any.p.q", "nums.0", "objs.1", "objs.0.p", "any.0", "obj.0",
                 ]);
                 doc! {path: self.condition(2)}
             }

@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use bson::{Bson, Document, Regex, bson, doc};
+use denormd_model::rule_state::RuleState;
 use denormd_rules::{config::Loaded, plan};
 use mongodb::options::Collation;
 
@@ -856,11 +857,19 @@ fn variables_of_let_are_checked() {
         ("let: { n: { $sum: 1 } }, set: { x: { $sum: 1 } }", "the variable `n` is not used"),
         ("let: { N: { $sum: 1 } }, set: { x: { $add: [$$N, 1] } }", "`N` cannot be a variable's name"),
         ("let: { target: { $sum: 1 } }, set: { x: $$target }", "`target` cannot be a variable's name"),
-        ("let: { n: { $sum: 1 } }, set: { x: { $add: [$$n, $y] } }", "cannot read fields of the sources"),
+        ("let: { n: { $sum: 1 } }, set: { x: { $add: [$$n, $y] } }", "reads fields of the sources"),
         ("let: { n: { $sum: 1 } }, set: { x: { $add: [$$n, $$m] } }", "unknown variable `$$m`"),
+        ("let: { total: { $sum: 1 } }, set: { x: { $multiply: [$$total, $$totl] } }", "did you mean `$$total`?"),
+        ("let: { total: { $sum: 1 } }, set: { x: $$total, y: $$totl }", "did you mean `$$total`?"),
+        ("set: { x: { $divide: [$$total, 2] } }", "unknown variable `$$total`"),
+        ("set: { x: { $divide: [$$total, 2] } }", "define it in the rule's `let`: { total: { $sum: $price } }"),
+        ("set: { x: { $count: 1 } }", "`$count` takes no argument"),
+        ("set: { x: $$total }", "unknown variable `$$total`"),
+        ("set: { x: { $sum: $$total } }", "define it in the rule's `let`"),
+        ("set: { x: { $subtract: [$a, $b] } }", "accumulate them under names in `let`"),
         ("let: { n: { $summ: 1 } }, set: { x: $$n }", "did you mean `$sum`?"),
         ("let: { n: { $sum: 1 }, m: { $add: [$$n, 1] } }, set: { x: [$$n, $$m] }", "unknown accumulator `$add`"),
-        ("set: { x: { $size: { $addToSet: $y } } }", "unknown accumulator `$size`"),
+        ("set: { x: { $size: { $addToSet: $y } } }", "accumulate them under names in `let`"),
     ] {
         let report = refusal(&format!(
             "  - {{ name: r, aggregate: {{ source: s, target: t, match: {{ _id: ref }}, {rule} }} }}"
@@ -1021,7 +1030,7 @@ async fn a_source_collection_that_goes_leaves_the_fields() {
     db.collection("new").insert_one(doc! {"_id": 1, "name": "new"}).await.unwrap();
     admin.run_command(rename("new", "renamed")).await.unwrap();
     daemon.settled().await;
-    // What the rule would remove is counted first.
+    // The rule counts its removals first.
     daemon.sources_are_back().await;
     daemon.settled().await;
     assert_eq!(all(&db, "t").await[0].get_str("r").unwrap(), "new");
@@ -1141,7 +1150,7 @@ async fn without_its_pre_image_a_change_sweeps_the_rule() {
         daemon.ask(rule).await;
     }
     let mut progress = daemon.progress();
-    progress.wait_for(|progress| progress.stopped().next().is_none()).await.unwrap();
+    progress.wait_for(|progress| progress.in_state(RuleState::is_stopped).is_empty()).await.unwrap();
     check(7, Some(1000)).await;
     s.delete_many(doc! {}).await.unwrap();
     check(0, None).await;

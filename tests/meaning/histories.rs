@@ -3,10 +3,15 @@
 //! Each world is a set of rules over its own collections; hundreds of worlds share one database and one daemon. The
 //! seed of a failure is printed; `DENORMD_SEED` replays it, `DENORMD_HISTORIES` sets the number of histories,
 //! `DENORMD_FIRST` the first seed (1; `random` draws it, as `make histories` does), and `DENORMD_ODD` the odd kinds of
-//! worlds: `all`, `none`, or names separated by commas.
+//! worlds: `all`, `none`, or names separated by commas. With `DENORMD_RELOADS=1`, as in `make histories`, another config
+//! is loaded in the middle, and in some worlds all rules write the same targets, at the same time.
 
+mod faulty;
 mod perform;
+mod reload;
+mod simulated;
 mod touch;
+mod weather;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +21,7 @@ use std::{
 use bson::{Document, doc};
 use denormd_fixture::TestDb;
 use denormd_oracle::{Expectation, Generator, Odd, Op, Options, Oracle, World, differences};
-use futures_util::{StreamExt, stream};
+use futures_util::{StreamExt, future::join_all, stream};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -40,7 +45,8 @@ const ODD: &[Odd] = &[
 
 /// One step of a history.
 enum Step {
-    Op(Op),
+    /// Operations of several clients at the same time.
+    Ops(Vec<Op>),
     /// All earlier steps are waited for, and the result is compared.
     Wait,
     /// A collection is dropped and restored, and each step is waited for: in between, the values of its targets stay.
@@ -51,7 +57,10 @@ struct History {
     seed: u64,
     generator: Generator,
     oracle: Oracle,
+    /// The rules of the current config.
     rules: Vec<Document>,
+    /// Those of the config that is loaded in the middle of the history.
+    next: Vec<Document>,
     pre_images: BTreeSet<String>,
 }
 
@@ -60,10 +69,24 @@ impl History {
         let mut options = options(format!("w{seed}_"));
         database.clone_into(&mut options.database);
         let mut generator = Generator::with_options(seed, options);
-        let rules: Vec<Document> = generator.rules();
+        let mut rules: Vec<Document> = generator.rules();
+        for (nth, rule) in rules.iter_mut().enumerate() {
+            rule.insert("name", format!("w{seed}-{nth}"));
+        }
+        let mut next = if reload::is_on() { reload::changed(seed, &rules) } else { rules.clone() };
+        if seed.is_multiple_of(3) {
+            // Rules that are new, too.
+            std::mem::swap(&mut rules, &mut next);
+        }
         let oracle = Oracle::new(&rules, database).unwrap();
         let pre_images = generator.pre_images();
-        Self { seed, generator, oracle, rules, pre_images }
+        Self { seed, generator, oracle, rules, next, pre_images }
+    }
+
+    /// Takes over the rules of the next config.
+    fn reload(&mut self) {
+        std::mem::swap(&mut self.rules, &mut self.next);
+        self.oracle = Oracle::new(&self.rules, self.generator.database()).unwrap();
     }
 
     /// The options of a new collection. Half of the worlds get pre-images from `plan --apply`, and only where a rule
@@ -85,10 +108,11 @@ impl History {
         let first = round == 0 && self.seed % 2 == 1;
         let mut steps: Vec<Step> = Vec::new();
         if first {
-            steps.extend(self.generator.initial().into_iter().map(Step::Op));
+            steps.extend(self.generator.initial().into_iter().map(|op| Step::Ops(vec![op])));
         }
         for _ in 0..12 {
-            steps.push(Step::Op(self.generator.op()));
+            let at_once = if self.generator.is_shared() { rng.random_range(1..=4) } else { 1 };
+            steps.push(Step::Ops((0..at_once).map(|_| self.generator.op()).collect()));
             match rng.random_range(0..100) {
                 0..=9 => steps.push(Step::Wait),
                 10..=12 if self.generator.has(Odd::Collections) => {
@@ -106,8 +130,8 @@ impl History {
     async fn play(&self, db: &Database, daemon: Option<&Daemon>, steps: Vec<Step>) -> Vec<String> {
         for step in steps {
             let found = match (step, daemon) {
-                (Step::Op(op), _) => {
-                    perform(db, op, |name| self.form(name)).await;
+                (Step::Ops(ops), _) => {
+                    join_all(ops.into_iter().map(|op| perform(db, op, |name| self.form(name)))).await;
                     continue;
                 }
                 (Step::Wait, Some(daemon)) => {
@@ -126,12 +150,14 @@ impl History {
 
     /// Drops a collection and restores it, waiting after each step.
     async fn lose(&self, db: &Database, daemon: &Daemon, name: &str) -> Vec<String> {
-        daemon.settled().await;
+        let lacking = daemon.settled().await;
         if daemon.sources_are_back().await {
             daemon.settled().await;
         }
-        if self.lacks_source(daemon) {
-            return Vec::new();
+        // A retry of a dead letter would change values later.
+        let found = self.check_applied(db, daemon, &lacking).await;
+        if !found.is_empty() || self.lacks_source(daemon) {
+            return found;
         }
         let names = self.generator.collections();
         let mut before = world(db, &names).await;
@@ -174,7 +200,7 @@ impl History {
         }
         // A rule whose source was briefly gone is blocked until the source is looked for again, possibly at this
         // moment.
-        let was_lacking = named(self).iter().any(|rule| lacking.contains(rule.get_str("name").unwrap()));
+        let was_lacking = scanning(self).iter().any(|rule| lacking.contains(rule.get_str("name").unwrap()));
         if daemon.sources_are_back().await || was_lacking {
             daemon.settled().await;
             found = self.check(db).await;
@@ -183,7 +209,7 @@ impl History {
         if found.is_empty() || self.lacks_source(daemon) {
             return Vec::new();
         }
-        for rule in named(self) {
+        for rule in scanning(self) {
             if daemon.retry_dead_letters(rule.get_str("name").unwrap()).await {
                 daemon.settled().await;
                 found = self.check(db).await;
@@ -194,7 +220,7 @@ impl History {
 
     /// True if a rule is blocked because its source is gone.
     fn lacks_source(&self, daemon: &Daemon) -> bool {
-        named(self).iter().any(|rule| daemon.lacks_source(rule.get_str("name").unwrap()))
+        scanning(self).iter().any(|rule| daemon.lacks_source(rule.get_str("name").unwrap()))
     }
 
     async fn check(&self, db: &Database) -> Vec<String> {
@@ -254,6 +280,11 @@ impl Run {
     /// daemon starts.
     async fn histories(&self, first: u64, count: u64) {
         let test: TestDb = denormd_fixture::database().await;
+        self.histories_on(&test, first, count).await;
+        touch::assert_with_a_value(&test).await;
+    }
+
+    async fn histories_on(&self, test: &TestDb, first: u64, count: u64) {
         let db = test.database();
         let mut histories: Vec<History> =
             (first..first + count).map(|seed| History::draw(seed, self.options, &test.name)).collect();
@@ -265,22 +296,32 @@ impl Run {
                 }
             }
         }
-        let rules: Vec<Document> = histories.iter().flat_map(named).collect();
-        let rules = rules_as_json(&rules);
         let limits = (self.limits)(&mut StdRng::seed_from_u64(first));
-        let config = |partitions: u32| Self::config(&test, &rules, &limits, partitions);
-        let mut daemon = Daemon::start_config(&config(self.partitions[0])).await;
-        for round in 0..3 {
+        let config = |histories: &[History], partitions: u32| {
+            let rules: Vec<Document> = histories.iter().flat_map(scanning).collect();
+            Self::config(test, &rules_as_json(&rules), &limits, partitions)
+        };
+        let mut daemon = Daemon::start_config(&config(&histories, self.partitions[0])).await;
+        for round in if reload::is_on() { 0..4 } else { 0..3 } {
             // Each history in its own order, all at once.
             let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
             let mut failures = BTreeMap::new();
-            if round == 1 {
-                // A crash and a restart while changes go on.
+            let reloads = reload::is_on() && round == 2;
+            if round == 1 || reloads {
+                if reloads {
+                    histories.iter_mut().for_each(History::reload);
+                }
+                let config = config(&histories, self.partitions[1]);
+                // A crash and a restart, or another config, while changes go on.
                 let (daemon_again, found) = tokio::join!(
                     async {
                         tokio::task::yield_now().await;
-                        daemon.kill();
-                        Daemon::start_config(&config(self.partitions[1])).await
+                        if round == 1 {
+                            daemon.kill();
+                        } else {
+                            daemon.stop().await;
+                        }
+                        Daemon::start_config(&config).await
                     },
                     played(&db, None, &histories, steps)
                 );
@@ -291,10 +332,9 @@ impl Run {
                 failures.extend(played(&db, Some(&daemon), &histories, steps).await);
             }
             failures.extend(self.settled(&db, &daemon, &histories).await);
-            fail(&test, &limits, round, failures).await;
+            fail(test, &limits, round, failures).await;
         }
         daemon.stop().await;
-        touch::assert_with_a_value(&test).await;
     }
 
     /// The differences once everything is applied.
@@ -340,7 +380,7 @@ async fn played(
 }
 
 fn without_waits(steps: Vec<Vec<Step>>) -> Vec<Vec<Step>> {
-    steps.into_iter().map(|steps| steps.into_iter().filter(|step| matches!(step, Step::Op(_))).collect()).collect()
+    steps.into_iter().map(|steps| steps.into_iter().filter(|step| matches!(step, Step::Ops(_))).collect()).collect()
 }
 
 /// Fails if there are failures.
@@ -360,14 +400,9 @@ async fn fail(test: &TestDb, limits: &str, round: usize, failures: BTreeMap<u64,
     );
 }
 
-fn named(history: &History) -> Vec<Document> {
-    let rename = |(nth, rule): (usize, &Document)| {
-        let mut rule = rule.clone();
-        rule.insert("name", format!("w{}-{nth}", history.seed));
-        rule.insert("allow_scan", true);
-        rule
-    };
-    history.rules.iter().enumerate().map(rename).collect()
+fn scanning(history: &History) -> Vec<Document> {
+    let scans = |rule: &Document| rule.clone().into_iter().chain(doc! {"allow_scan": true}).collect();
+    history.rules.iter().map(scans).collect()
 }
 
 /// The odd kinds that a world may have.
@@ -384,7 +419,7 @@ fn odd() -> Vec<Odd> {
 }
 
 fn everything(prefix: String) -> Options {
-    Options { mixed_composite: true, odd: odd(), ..Options::everything(prefix) }
+    Options { mixed_composite: true, odd: odd(), shared: reload::is_on(), ..Options::everything(prefix) }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -499,7 +499,7 @@ async fn plan_and_explain_tell_what_is_read_of_a_target() {
     for part in [
         "target: ls, rid",
         "of each target on its own",
-        "so each change of a source looks up the sources of 10.0 targets on average, each on its own",
+        "each change of a source recomputes 10.0 targets on average, one lookup each",
         "2 of 10 sampled targets lack `ls`, which `$$target.ls` reads",
         "adds 10, overwrites 0",
     ] {
@@ -538,6 +538,43 @@ async fn a_target_whose_value_fails_is_a_dead_letter_of_its_own() {
     daemon.retry_dead_letters("parts").await;
     assert!(dead_letters(&test).await.is_empty());
     daemon.stop().await;
+}
+
+/// The element of a source that `where` excludes is not computed: it failed, and the target with it. The server puts a
+/// comparison in a `$expr` behind the condition that an element is there.
+#[tokio::test]
+async fn a_source_that_is_excluded_cannot_fail() {
+    for (condition, more, match_on, source, target) in [
+        ("$eq: [$state, open]", "", "_id: thing", doc! {"thing": 1}, doc! {}),
+        ("$eq: [$state, open]", ", slice: 2", "_id: thing", doc! {"thing": 1}, doc! {}),
+        ("$eq: [$state, open]", "", "_id: 'things.$[]'", doc! {"things": [1]}, doc! {}),
+        ("$eq: [$state, $$target.state]", "", "_id: thing", doc! {"thing": 1}, doc! {"state": "open"}),
+        ("$eq: [$state, $$target.state]", ", slice: -2", "_id: thing", doc! {"thing": 1}, doc! {"state": "open"}),
+    ] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        let of = |id: i32, state: &str, name: Bson| {
+            let mut document = doc! {"_id": id, "state": state, "name": name};
+            document.extend(source.clone());
+            document
+        };
+        let parts = [of(1, "open", "a".into()), of(2, "closed", 5.into()), of(3, "open", "b".into())];
+        db.collection("parts").insert_many(parts).await.unwrap();
+        let indexes = [doc! {"key": {"thing": 1}, "name": "thing"}, doc! {"key": {"things": 1}, "name": "things"}];
+        db.run_command(doc! {"createIndexes": "parts", "indexes": indexes.to_vec()}).await.unwrap();
+        let mut thing = doc! {"_id": 1};
+        thing.extend(target);
+        db.collection("things").insert_one(thing).await.unwrap();
+        let rule = format!(
+            "collect: {{ source: {{ collection: parts, where: {{ $expr: {{ {condition} }} }} }}, target: things, \
+             match: {{ {match_on} }}, into: names, element: {{ $concat: [$name, '!'] }}{more} }}"
+        );
+        let daemon = Daemon::start(&test, &format!("  - {{ name: names, {rule} }}")).await;
+        daemon.settled().await;
+        let things = all(&db, "things").await;
+        assert_eq!(things[0].get("names"), Some(&bson!(["a!", "b!"])), "{rule}: {:?}", dead_letters(&test).await);
+        daemon.stop().await;
+    }
 }
 
 /// "The removal limit covers every way of losing a value because a reference dangles or is filtered out", by a path of

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc};
 use denormd_engine::reconcile::{by_difference, compare::Difference, read, statement::Statement};
+use denormd_fixture::ReplicaSet;
 use denormd_model::key::Key;
 use denormd_rules::{
     config::{Format, load_str},
@@ -236,10 +237,42 @@ async fn a_value_is_written_while_the_references_are_unchanged() {
         assert_eq!(after.to_string().contains("written"), writes, "{change}: {after}");
         assert_eq!(after.get_datetime("at").is_ok(), writes, "{change}: {after}");
     }
-    // What the application fills in the meantime stays.
+    // A value that the application writes in the meantime stays.
     let once = "copy: { source: s, target: t, match: { s: _id }, set: { name: $name }, once: true, touch: at }";
     let after = written_after(&db, once, &doc! {"_id": 1, "s": 1}, set(doc! {"name": "mine"})).await;
     assert_eq!(after, doc! {"_id": 1, "s": 1, "name": "mine"});
+}
+
+/// Two rules touch one target: the time that the first one sets must not keep the second one from its write.
+#[tokio::test]
+async fn a_time_that_is_set_in_the_middle_of_a_write_loses_no_value() {
+    let servers = ReplicaSet::start(1).await;
+    let test = servers.database().await;
+    let db = test.database();
+    db.collection("s").insert_one(doc! {"_id": 1, "name": "a"}).await.unwrap();
+    db.collection("t").insert_one(doc! {"_id": 1, "s": 1}).await.unwrap();
+    let rule = "  - { name: r, allow_scan: true, copy: { source: s, target: t, match: { s: _id }, set: { name: $name }, \
+        touch: at } }";
+    let daemon = Daemon::start(&test, rule).await;
+    // The first write ever probes how the server checks deadlines.
+    daemon.settled().await;
+    let admin = servers.client().await.database("admin");
+    // The check of the deadline passes, and the first of the two statements, which leaves the target to the second.
+    let fail_point = async |mode: Bson| {
+        let data = doc! {"nss": format!("{}.t", db.name())};
+        let command = doc! {"configureFailPoint": "hangDuringBatchUpdate", "mode": mode, "data": data};
+        admin.run_command(command).await.unwrap();
+    };
+    fail_point(doc! {"skip": 2}.into()).await;
+    db.collection::<Document>("s").update_one(doc! {}, set(doc! {"name": "b"})).await.unwrap();
+    let waits = doc! {"waitForFailPoint": "hangDuringBatchUpdate", "timesEntered": 1, "maxTimeMS": 60_000};
+    admin.run_command(waits).await.unwrap();
+    let later = DateTime::from_millis(DateTime::now().timestamp_millis() + 3_600_000);
+    db.collection::<Document>("t").find_one_and_update(doc! {}, set(doc! {"at": later})).await.unwrap();
+    fail_point("off".into()).await;
+    daemon.settled().await;
+    assert_eq!(all(&db, "t").await, [doc! {"_id": 1, "s": 1, "name": "b", "at": later}]);
+    daemon.stop().await;
 }
 
 /// The messages of a config with these rules.

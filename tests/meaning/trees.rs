@@ -373,6 +373,31 @@ async fn a_document_that_is_its_own_parent_is_a_circle() {
     }
 }
 
+/// A circle of 1 and 2 becomes one of 1 alone. Its dead letter once replaced that of both, and only an audit had 2
+/// written.
+#[tokio::test]
+async fn a_document_that_a_circle_loses_is_written() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let categories = db.collection::<Document>("c");
+    categories.insert_many([node(2, 9, "b"), node(1, 2, "a")]).await.unwrap();
+    let daemon = Daemon::start(&test, &plain(PATH).replace("name: tree,", "name: tree, guard: off,")).await;
+    daemon.settled().await;
+    assert_eq!([path_of(&db, 2).await, path_of(&db, 1).await], ["b", "b/a"].map(Bson::from));
+    categories.update_one(doc! {"_id": 2}, set(doc! {"parent": 1})).await.unwrap();
+    daemon.settled().await;
+    let letters = dead_letters(&test).await;
+    assert_eq!(letters[0].get_array("circle").unwrap().len(), 2, "{letters:?}");
+    categories.update_one(doc! {"_id": 1}, set(doc! {"parent": 1})).await.unwrap();
+    until("2 follows the values of 1", async || (path_of(&db, 2).await == "b/a/b".into()).then_some(())).await;
+    until("one dead letter is left", async || {
+        let letters = dead_letters(&test).await;
+        (letters.len() == 1 && letters[0].get_array("circle").unwrap().len() == 1).then_some(())
+    })
+    .await;
+    daemon.stop().await;
+}
+
 /// "`max_depth` bounds the work: beyond it a dead letter, the subtree below untouched."
 #[tokio::test]
 async fn a_document_with_too_many_ancestors_keeps_its_values() {

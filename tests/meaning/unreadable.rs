@@ -141,6 +141,29 @@ async fn strings_that_are_not_utf8_are_copied_byte_for_byte_and_stop_nothing() {
     daemon.stop().await;
 }
 
+/// The fan-out job of such a key once counted as done before it began, and a retry of its dead letter deleted the letter.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_that_is_not_utf8_has_fan_out_jobs_and_dead_letters() {
+    let test = denormd_fixture::database().await;
+    insert(&test, "parts", doc! {"_id": "p¿", "name": "n¿"}).await;
+    insert(&test, "products", doc! {"_id": "bad¿", "part": "p¿", "copy": 5}).await;
+    insert(&test, "products", doc! {"_id": "good", "part": "p¿"}).await;
+    let rule = "  - { name: names, copy: { source: parts, target: products, match: { part: _id }, set: { copy.name: $name } } }";
+    let daemon = Daemon::start(&test, rule).await;
+    expect(&daemon, &test, "products", doc! {"_id": "good", "part": "p¿", "copy": {"name": "n¿"}}).await;
+    // A statement for all targets of the key is refused because of one of them.
+    update(&test, "parts", "p¿", doc! {"$set": {"name": "m¿"}}).await;
+    expect(&daemon, &test, "products", doc! {"_id": "good", "part": "p¿", "copy": {"name": "m¿"}}).await;
+    assert_eq!(dead_letters(&test).await, 1);
+    assert!(daemon.retry_dead_letters("names").await);
+    assert_eq!(dead_letters(&test).await, 1, "the document is as it was");
+    update(&test, "products", "bad¿", doc! {"$unset": {"copy": ""}}).await;
+    daemon.retry_dead_letters("names").await;
+    expect(&daemon, &test, "products", doc! {"_id": "bad¿", "part": "p¿", "copy": {"name": "m¿"}}).await;
+    assert_eq!(dead_letters(&test).await, 0);
+    daemon.stop().await;
+}
+
 /// The server's answer to what was kept once contained the target's `_id`, which the driver could not read: each write of
 /// a first backfill became a dead letter.
 #[tokio::test(flavor = "multi_thread")]

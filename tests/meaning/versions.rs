@@ -12,8 +12,9 @@ use denormd_fixture::{ReplicaSet, TestDb};
 use futures_util::StreamExt;
 
 use crate::support::{
-    daemon::{Daemon, all, until},
+    daemon::{Daemon, all, config, until},
     impostor::{Answer, Impostor},
+    process::Program,
 };
 
 const RULE: &str =
@@ -72,6 +73,25 @@ async fn change_events_have_the_fields_that_are_read() {
     );
 }
 
+/// `$bitAnd` came with 6.3: on an older server `plan` refuses the rule, with the server's message.
+#[tokio::test]
+async fn an_operator_of_a_later_version_is_refused_by_the_server() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": 3}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    let info: Document = db.run_command(doc! {"buildInfo": 1}).await.unwrap();
+    let version = info.get_array("versionArray").unwrap();
+    let has_it = (version[0].as_i32(), version[1].as_i32()) >= (Some(6), Some(3));
+    let program = Program::new(&config(&test, &RULE.replace("ip: $ip", "ip: { $bitAnd: [$ip, 1] }")));
+    if has_it {
+        program.run(&["plan", "--apply"]).await.exits(0);
+    } else {
+        let told = program.run(&["plan"]).await.exits(4);
+        assert!(told.out.contains("Unrecognized expression '$bitAnd'"), "{}", told.out);
+    }
+}
+
 /// The defaults of a cluster may be weaker than what denormd needs: every command on data or state names its own.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_command_depends_on_the_default_concerns_of_the_cluster() {
@@ -105,7 +125,7 @@ async fn no_command_depends_on_the_default_concerns_of_the_cluster() {
             "find" | "aggregate" | "distinct" => "readConcern",
             _ => continue,
         };
-        // What is only parsed reads nothing.
+        // A command that is only parsed reads nothing.
         if command.to_string().contains(r#""$expr": false"#) {
             continue;
         }

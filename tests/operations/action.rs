@@ -234,7 +234,7 @@ async fn on_a_cluster_it_tells_fan_out_and_adoption_and_no_document() {
     for part in [
         "### denormd: 1 rule added; 1 backfill\n",
         "\n**denormd plan, on the cluster**: 1 rule would be blocked until you agree\n",
-        "    fan-out     targets of a source: median 10, p99 10, worst 10, of 3 drawn\n",
+        "    fan-out     targets of a source: median 10, p99 10, worst 10, of 3 sampled\n",
         "    existing data\n      host: adds 0, overwrites 30, removes 0 (all 30 targets compared)\n",
         "rule host: it will be blocked, because it would overwrite 30 of 30 existing values",
     ] {
@@ -318,7 +318,7 @@ fn workflows_are_pinned_and_their_scripts_are_scripts() {
             assert!(pinned || action.starts_with("./"), "{}: {action}", path.display());
         }
         for script in runs {
-            // What GitHub replaces is a word.
+            // GitHub replaces each of these by a word.
             let plain: String = script
                 .split("${{")
                 .enumerate()

@@ -29,11 +29,11 @@ async fn a_database_that_only_speaks_the_protocol_is_refused_with_its_name_and_t
         build_info.extend(more);
         build_info
     };
-    // The fields that distinguish them are those of src/mongo/product.rs.
+    // The replies of src/mongo/product.rs, where their sources are.
     for (hello, build_info, name, reason) in [
         (
             hello(doc! {}),
-            build_info([7, 0, 77, 0], doc! {"ferretdb": {"version": "v2.0.0"}}),
+            build_info([7, 0, 77, 0], doc! {"ferretdb": {"version": "v2.0.0", "package": "docker"}}),
             "FerretDB",
             "no change streams",
         ),
@@ -43,7 +43,8 @@ async fn a_database_that_only_speaks_the_protocol_is_refused_with_its_name_and_t
             "DocumentDB",
             "cluster time",
         ),
-        (router(doc! {}), build_info([4, 2, 0, 0], doc! {"_t": "BuildInfoResponse"}), "Cosmos DB", "leave out deletes"),
+        (router(doc! {"internal": {}}), build_info([7, 0, 0, 0], doc! {}), "DocumentDB", "cluster time"),
+        (hello(doc! {}), build_info([3, 2, 0, 0], doc! {"_t": "BuildInfoResponse"}), "Cosmos DB", "leave out deletes"),
         (
             router(doc! {}),
             build_info([3, 6, 0, 0], doc! {"dataLake": {"version": "v20200329"}}),

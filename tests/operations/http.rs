@@ -36,7 +36,7 @@ impl Served {
         let listener = server::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let address = listener.local_addr().unwrap();
         let board = Board::new("test", daemon.context().metrics.clone());
-        board.attach(daemon.shared(), daemon.progress());
+        board.attach(daemon.shared());
         let (guard, stop) = (Arc::new(Guard::new(token.map(SecretString::from))), CancellationToken::new());
         tokio::spawn(board.clone().watch(stop.clone()));
         tokio::spawn(server::serve(listener, board, guard.clone(), stop.clone()));

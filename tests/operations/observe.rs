@@ -37,7 +37,7 @@ impl Observed {
         let listener = server::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let address = listener.local_addr().unwrap();
         let board = Board::new("test", daemon.context().metrics.clone());
-        board.attach(daemon.shared(), daemon.progress());
+        board.attach(daemon.shared());
         let stop = CancellationToken::new();
         tokio::spawn(board.clone().watch(stop.clone()));
         tokio::spawn(server::serve(listener, board, Arc::new(server::Guard::new(None)), stop.clone()));
@@ -357,10 +357,10 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
     let (_, json, _) = run(&["status", "--output", "json"]);
     assert_eq!(serde_json::from_str::<Status>(&json).unwrap().rules.len(), 2);
     let (code, text, _) = run(&["backfill", "--rule", "ip"]);
-    assert_eq!((code, text.as_str()), (Some(0), "ip: asked for\nip: done, 3 targets\n"));
+    assert_eq!((code, text.as_str()), (Some(0), "ip: requested\nip: done, 3 targets\n"));
     let (_, json, _) = run(&["backfill", "--rule", "ip", "--output", "json"]);
     let told: serde_json::Value = serde_json::from_str(&json).unwrap();
-    assert_eq!(told, serde_json::json!([{"rule": "ip", "done": true, "targets": 3}]));
+    assert_eq!(told, serde_json::json!([{"rule": "ip", "done": true, "targets": 3, "dead_letters": 0}]));
     // The command does not wait for a paused rule, and reports that; it waits for one that was resumed, or whose
     // backfill was requested.
     assert_eq!(run(&["pause", "ip"]).0, Some(0));
@@ -460,6 +460,6 @@ async fn neither_the_password_nor_a_value_is_told_in_logs_or_figures() {
         &String::from_utf8(client::get(address, "/v1/status", Duration::from_secs(10)).await.unwrap().body).unwrap();
     drop(daemon);
     let log = std::fs::read_to_string(&log).unwrap();
-    assert!(log.contains("set aside"), "{log}");
+    assert!(log.contains("became a dead letter"), "{log}");
     assert!(!log.contains(CANARY) && !told.contains(CANARY), "{log}\n{told}");
 }

@@ -103,7 +103,7 @@ FAILED  FILE: cannot be computed or written
     let with = program.run(&["test", file, "--uri", &test.uri]).await.exits(1);
     let out = with.out.replace(file, "FILE").replace(&test.name, "DB");
     let same = expected.split("FAILED  FILE: cannot").next().unwrap();
-    assert!(out.contains(same) && out.contains("set aside as a dead letter"), "{out}");
+    assert!(out.contains(same) && out.contains("became a dead letter"), "{out}");
     assert!(out.ends_with("1 passed, 2 failed\n"), "{out}");
     let json = program.run(&["test", file, "--output", "json"]).await.exits(1).json();
     assert_eq!(json[0]["passed"], true);

@@ -9,8 +9,9 @@ use serde_json::json;
 use crate::support::{
     daemon::{Daemon, PATIENCE, config, until},
     process::Program,
-    running::Running,
+    running::{Running, causes},
 };
+use denormd::status::Status;
 
 const NAMES: &str = r#"  - { name: names, copy: { source: parts, target: products, match: { "parts.$[].id": _id }, set: { "parts.$[].name": $name } } }"#;
 
@@ -97,7 +98,7 @@ async fn dead_letters_are_listed_retried_and_dropped() {
     assert!(listed.out.ends_with("\n1 dead letter\n"), "{}", listed.out);
     // A check reports them.
     let checked = program.run(&["check"]).await.exits(3);
-    assert_eq!(checked.out.matches(" (set aside as a dead letter)\n").count(), 2, "{}", checked.out);
+    assert_eq!(checked.out.matches(" (a dead letter)\n").count(), 2, "{}", checked.out);
 
     program.run(&["dead-letters", "retry"]).await.exits(2);
     let tried = program.run(&["dead-letters", "retry", "--all"]).await.exits(1);
@@ -127,7 +128,9 @@ async fn a_target_that_cannot_be_computed_is_neither_right_nor_forgotten() {
     hosts.insert_many([doc! {"_id": 1, "a": 1, "b": 0}, doc! {"_id": 2, "a": 1, "b": 2}]).await.unwrap();
     db.collection("logs").insert_many([doc! {"_id": 7, "host": 1}, doc! {"_id": 8, "host": 2}]).await.unwrap();
     let running = Running::start(&test, SHARE, "").await;
-    running.until("it is set aside", |status| status.rules.first().is_some_and(|rule| rule.dead_letters == 1)).await;
+    running
+        .until("it becomes a dead letter", |status| status.rules.first().is_some_and(|rule| rule.dead_letters == 1))
+        .await;
     let (code, told, error) = running.command(&["check"]);
     assert_eq!(code, Some(1), "{told}{error}");
     assert!(error.contains("one target could not be compared") && error.contains("denormd explain RULE ID"), "{error}");
@@ -151,6 +154,70 @@ async fn a_target_that_cannot_be_computed_is_neither_right_nor_forgotten() {
     running.until("it is no longer listed", |status| status.rules[0].dead_letters == 0).await;
     let (code, told, error) = running.command(&["check"]);
     assert_eq!(code, Some(0), "{told}{error}");
+}
+
+/// A backfill in which every target had failed was called a success. After the rule was removed, its dead letters stayed
+/// in the status, where they were said to be tried again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_backfill_names_its_dead_letters_and_they_leave_with_their_rule() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("hosts").insert_many((0..3).map(|id| doc! {"_id": id, "a": 1, "b": 1})).await.unwrap();
+    db.collection("rooms").insert_one(doc! {"_id": 1, "floor": 2}).await.unwrap();
+    db.collection("logs").insert_many((0..3).map(|id| doc! {"_id": id, "host": id, "room": 1})).await.unwrap();
+    let running = Running::start(&test, &format!("{SHARE}\n{ROOM}"), "").await;
+    running.until("both are live", |status| status.rules.iter().all(|rule| rule.state == "live")).await;
+    db.collection::<Document>("hosts").update_many(doc! {}, doc! {"$set": {"b": 0}}).await.unwrap();
+    running.until("dead letters", |status| status.dead_letters == 3).await;
+    let (code, told, error) = running.command(&["backfill", "--rule", "share"]);
+    assert_eq!(code, Some(0), "{error}");
+    assert!(told.ends_with("\nshare: done, 3 targets, dead letters: 3\n"), "{told}");
+    assert!(running.log().contains("backfill done, with dead letters"), "{}", running.log());
+    let told = until("the timeline has all backfills", async || {
+        let (_, told, _) = running.command(&["events"]);
+        (told.matches("backfill_done").count() == 3).then_some(told)
+    })
+    .await;
+    let ended = |text: &str, rule: &str| {
+        told.lines().any(|line| line.contains(text) && line.contains("3 targets in ") && line.contains(rule))
+    };
+    assert!(ended("not all existing data is up to date: ", ", 3 dead letters (share)"), "{told}");
+    assert!(ended(" existing data is up to date: ", " (room)"), "{told}");
+    assert!(told.find("backfill_started") < told.find("backfill_done"), "{told}");
+    assert!(!running.log().contains("existing data is "), "each start and end has one line: {}", running.log());
+
+    let text = std::fs::read_to_string(running.file()).unwrap();
+    std::fs::write(running.file(), text.replace(SHARE, "")).unwrap();
+    let gone = |status: &Status| status.rules.len() == 1 && status.dead_letters == 0;
+    let status = running.until("they are gone", gone).await;
+    assert!(!causes(&status).contains(&"dead_letters"), "{status:#?}");
+    // The rule is backfilled when it comes back, so nothing is lost.
+    std::fs::write(running.file(), text).unwrap();
+    running.until("they are back", |status| status.dead_letters == 3 && status.rules.len() == 2).await;
+}
+
+/// Sources were counted as targets, and a document that does not exist, because its `_id` is a date, was explained.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rule_that_creates_its_targets_counts_those_and_explains_no_other() {
+    let rule = "  - { name: daily, aggregate: { source: sales, target: { collection: days, create: true }, \
+                match: { _id: { $dateTrunc: { date: $at, unit: day } } }, set: { total: { $sum: $amount } } } }";
+    let test = denormd_fixture::database().await;
+    let at = |hour: i64| bson::DateTime::from_millis(1_788_220_800_000 + hour * 3_600_000);
+    let sales = (0..40).map(|hour| doc! {"at": at(hour), "amount": 1});
+    test.database().collection("sales").insert_many(sales).await.unwrap();
+    let running = Running::start(&test, rule, "").await;
+    running.until("it is live", |status| status.rules.first().is_some_and(|rule| rule.state == "live")).await;
+    let (code, told, error) = running.command(&["backfill", "--rule", "daily"]);
+    assert_eq!(code, Some(0), "{error}");
+    assert!(told.ends_with("\ndaily: done, 2 targets\n"), "{told}");
+    let (_, told, _) = running.command(&["events"]);
+    assert!(!told.contains("40 targets") && !told.contains("42 targets"), "{told}");
+    let (code, told, error) = running.command(&["explain", "daily", "2026-09-01"]);
+    assert_eq!((code, told.as_str()), (Some(1), ""), "{error}");
+    assert!(error.contains("days` has no document with this _id") && error.contains(r#"'{"$date": "#), "{error}");
+    let (code, told, error) = running.command(&["explain", "daily", r#"{"$date": "2026-09-01T00:00:00Z"}"#]);
+    assert_eq!(code, Some(0), "{error}");
+    assert!(told.contains("expected and stored 24"), "{told}");
 }
 
 const HOST: &str = "  - { name: host, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }";

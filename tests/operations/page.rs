@@ -180,7 +180,7 @@ async fn in_an_outage_the_page_says_what_is_known_and_how_old_it_is() {
                 .until("it says so", "return document.getElementById('summary').innerText.startsWith('No primary')")
                 .await;
             assert!(browser.text("summary").await.contains("Behind by "));
-            assert_eq!(browser.text("role").await, "cannot tell who leads");
+            assert_eq!(browser.text("role").await, "leader unknown");
             assert!(browser.text("causes").await.contains("no_primary"));
             assert_eq!(browser.script("return document.getElementById('verdict').className").await, "critical");
             browser.picture(&format!("outage-{moment}s-{name}")).await;
@@ -262,6 +262,13 @@ async fn the_page_says_what_is_wrong_is_read_by_keyboard_and_fits_a_phone() {
     let applied = "return document.getElementById('summary').innerText === 'Not behind: every change is applied.'";
     browser.until("every change applied", applied).await;
     browser.picture("healthy").await;
+    let dates = "return [...document.querySelectorAll('#events td:first-child small')].every(date => /^\\d{4}-\\d\\d-\\d\\d$/.test(date.innerText))";
+    assert_eq!(browser.script(dates).await, true);
+    // The selected hour, of which the daemon has run for a moment.
+    assert!(browser.text("readout").await.starts_with("The history begins at "));
+    let ticks =
+        "return [...document.querySelectorAll('#lagbox text')].filter(text => text.textContent.includes(':')).length";
+    assert!(browser.script(ticks).await.as_u64().unwrap() >= 5, "every ten minutes");
 
     // By keyboard alone: to the chart, along it, to a rule, and that rule alone.
     browser.press_until(Key::Tab, &format!("{FOCUSED}.id === 'lagbox'")).await;
@@ -285,7 +292,7 @@ async fn the_page_says_what_is_wrong_is_read_by_keyboard_and_fits_a_phone() {
     let wide = "return document.documentElement.scrollWidth <= window.innerWidth";
     browser.until("it fits", wide).await;
     browser.picture("phone").await;
-    browser.client.set_window_size(1200, 1500).await.unwrap();
+    browser.client.set_window_size(1280, 1500).await.unwrap();
 
     // Lagging.
     let held = doc! {"failCommands": ["update"], "errorCode": 112, "appName": "denormd", "namespace": format!("{}.log", test.name)};
@@ -294,6 +301,10 @@ async fn the_page_says_what_is_wrong_is_read_by_keyboard_and_fits_a_phone() {
     hosts.update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
     browser.until("behind", "return document.getElementById('summary').innerText.startsWith('Behind by')").await;
     browser.until("since", "return document.querySelector('tr[data-rule=ip]').innerText.includes('since')").await;
+    let whole = "return (scroll => scroll.scrollWidth <= scroll.clientWidth)(document.getElementById('rules').closest('.scroll'))";
+    assert_eq!(browser.script(whole).await, true, "no column is cut");
+    let most = "return Number(/At most (\\d+)/.exec(document.getElementById('readout').innerText)?.[1]) >= Number(/Behind by (\\d+)/.exec(document.getElementById('summary').innerText)[1])";
+    browser.until("the chart agrees with the headline", most).await;
     tokio::time::sleep(Duration::from_secs(if std::env::var("SCREENSHOTS").is_ok() { 25 } else { 0 })).await;
     browser.picture("lagging").await;
     fail_point(&set, None).await;

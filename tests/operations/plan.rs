@@ -283,3 +283,120 @@ async fn the_role_is_enough_and_each_privilege_of_it_is_needed() {
     let told = program.run(&["run"]).await.exits(4);
     assert!(told.err.contains("lacks changeStream, find, listCollections"), "{}", told.err);
 }
+
+/// The message of `plan --offline` for these rules; the first of them is line 3 of the file.
+fn told_offline(rules: &str) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("denormd.yaml");
+    std::fs::write(&file, format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n{rules}\n")).unwrap();
+    let output = crate::support::running::denormd(&file).args(["plan", "--offline"]).output().unwrap();
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// A rule over several lines: `copy` is line 4, `match` line 5, `set` line 6, and the path or value line 7.
+fn a_copy(on: &str, entry: &str) -> String {
+    format!(
+        "  - name: r\n    copy: {{ source: s, target: t,\n      match: {{ {on} }},\n      set: {{\n        {entry} }} }}"
+    )
+}
+
+/// Each mistake is shown with its line, and with the caret at the path or the key that is wrong.
+#[test]
+fn mistakes_in_paths_and_expressions_are_shown_at_their_place() {
+    for (on, entry, expected) in [
+        (
+            "a: _id",
+            "\"lines[].name\": $n",
+            ":7:9: `lines[].name` is not a path: `lines[]` has no meaning here; every element of an array is `$[]`",
+        ),
+        ("a: _id", "\"lines[0].name\": $n", "did you mean `lines.$[].name`?"),
+        ("a: _id", "lines.*.name: $n", ":7:9: `lines.*.name` is not a path: `*` has no meaning here"),
+        ("a: _id", "\"company \": $n", ":7:9: `company ` is not a path: `company ` begins or ends with a space"),
+        ("a: _id", "\"company \": $n", "did you mean `company`?"),
+        ("a: _id", "$name: $n", ":7:9: `$name` is not a path"),
+        ("$a: _id", "name: $n", ":5:16: `$a` is not a path"),
+        ("a: $_id", "name: $n", ":5:19: `$_id` is not a path"),
+        ("a: _id", "_id: $n", ":7:9: `_id` cannot be written"),
+        ("a: _id", "a: $n", ":7:9: the rule writes `a` and reads it to find its source"),
+        ("a: _id", "b: $$target.b", ":7:9: the rule writes `b` and reads it with `$$target`"),
+        ("a: _id", "\"lines.$[].name\": $n", ":7:9: `lines.$[].name` runs through an array that `match` does not bind"),
+        ("a: _id", "b: $n }, otherwise: { nome: x", ":7:31: `nome` is not a path of `set`"),
+        ("a: _id", "b: { $cond: { if: $n, then: VIP } }", ":7:9: `$cond` has no `else`"),
+        ("a: _id", "b: $n, c: $$targett.d", ":7:19: unknown variable `$$targett`"),
+    ] {
+        let told = told_offline(&a_copy(on, entry));
+        assert!(told.contains(expected), "{on} {entry}: {told}");
+    }
+    // Two of them are two messages.
+    let told = told_offline(&a_copy("a: _id", "b: { $cond: [true] }, c: $$targett.d"));
+    assert!(told.contains("`$cond` takes three values, this one has 1") && told.contains("`$$targett`"), "{told}");
+}
+
+/// The owner of a path is shown, and so is the path itself.
+#[test]
+fn a_path_with_two_owners_is_shown_at_both_places() {
+    let two =
+        format!("{}\n{}", a_copy("a: _id", "name: $n"), a_copy("b: _id", "name: $n").replace("name: r", "name: q"));
+    let told = told_offline(&two);
+    assert!(told.contains(":12:9: `name` of `d.t` is already owned by rule `r`"), "{told}");
+    assert!(told.contains(":7:15: its owner is here"), "{told}");
+}
+
+/// `$first $last` is the path of one field, and every copy of it was missing.
+#[test]
+fn texts_of_other_languages_are_a_warning() {
+    let told = told_offline(&a_copy("a: _id", "name: \"$first $last\""));
+    assert!(told.contains(":7:15: `$first $last` is the path of one field"), "{told}");
+    assert!(told.contains("did you mean `{ $concat: [$first, \" \", $last] }`?"), "{told}");
+    assert!(told.contains("read the warning above first"), "{told}");
+    let told = told_offline(&a_copy("a: _id", "name: { $literal: \"$first $last\" }"));
+    assert!(told.contains("the config is sound"), "{told}");
+}
+
+#[test]
+fn slips_in_yaml_have_a_hint() {
+    for (rules, expected) in [
+        ("  - name: r\n    shadow: yes", ":4:13: expected true or false, found the text `yes`"),
+        ("  - name: r\n    shadow: yes", "hint: write `true`"),
+        (
+            "  - name: r\n    copy: { source: s, target: t, matches: { a: _id }, set: { b: $c } }",
+            "did you mean `match`?",
+        ),
+        (
+            "  - name: r\n    copy:\n      source: s\n       target: t",
+            "a line is indented differently from the line above",
+        ),
+        ("  - name: r\n    copy:\n\tsource: s", "denormd.yaml:5:"),
+        ("  - name: r\n    copy:\n\tsource: s", "hint: YAML is indented by spaces"),
+    ] {
+        let told = told_offline(rules);
+        assert!(told.contains(expected), "{rules}: {told}");
+    }
+}
+
+/// The server finds some mistakes in expressions: they are shown at their place as well.
+#[tokio::test]
+async fn an_expression_that_the_server_refuses_is_shown_at_its_place() {
+    let test = denormd_fixture::database().await;
+    hosts_and_logs(&test).await;
+    let rules = "  - name: r\n    allow_scan: true\n    copy:\n      source: hosts\n      target: logs\n      match: { host: _id }\n      set:\n        a: $name\n        b: { $dateToString: { format: \"%Y\" } }";
+    let told = Program::new(&config(&test, rules)).run(&["plan"]).await.exits(4).out;
+    assert!(told.contains("shop.yaml:14: the server refuses the rule's expressions or filters"), "{told}");
+    assert!(told.contains("14 |         b: { $dateToString"), "{told}");
+    assert!(told.contains("\n      |         ^"), "{told}");
+}
+
+/// The steps of a rule whose `match` is reversed are those of another rule.
+#[tokio::test]
+async fn nothing_is_created_for_a_match_that_looks_reversed() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("customers").insert_many((0..20).map(|n| doc! {"_id": n, "name": "Ada"})).await.unwrap();
+    db.collection("orders").insert_many((0..20).map(|n| doc! {"_id": n, "customerId": n})).await.unwrap();
+    let rule = "  - { name: r, copy: { source: customers, target: orders, match: { _id: customerId }, set: { name: $name } } }";
+    let told = Program::new(&config(&test, rule)).run(&["plan", "--apply"]).await.exits(4).out;
+    assert!(told.contains("`match` looks reversed: correct it first; `--apply` does not create this"), "{told}");
+    assert!(!told.contains("createIndex"), "{told}");
+    let indexes = db.collection::<Document>("customers").list_index_names().await.unwrap();
+    assert_eq!(indexes, ["_id_"]);
+}

@@ -130,7 +130,7 @@ fn rules_that_feed_each_other_are_refused_with_the_circle() {
     let output = File::new(rules).run(&["plan", "--offline"]);
     let message = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(message.contains("a writes shop.y:v, read by b writes shop.x:w, read by a"), "{message}");
+    assert!(message.contains("\n   a writes y.v, which b reads\n   b writes x.w, which a reads"), "{message}");
 }
 
 #[tokio::test]
@@ -180,7 +180,7 @@ async fn a_reload_swaps_the_rules_and_a_bad_file_leaves_the_old_ones() {
     // Fields that the changed rule no longer owns stay until they are pruned.
     let output = file.run(&["prune", "address"]);
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.contains("ip was taken from 1 document of"), "{text}");
+    assert!(text.contains("address: ip was removed from 1 document of"), "{text}");
     assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "hostname": "alpha"}]);
 }
 
@@ -207,7 +207,7 @@ async fn a_removed_rule_is_reported_and_pruned_on_request() {
     let written = doc! {"_id": 1, "host": 1, "lines": [{"host": 1, "ip": "10.0.0.1"}, 5, {"host": 2, "ip": null}], "ip": "10.0.0.1"};
     assert_eq!(all(&db, "log").await, [written]);
     let dry = String::from_utf8(file.run(&["prune", "lines", "--dry-run"]).stdout).unwrap();
-    assert!(dry.contains("lines.$[].ip would be taken from 1 document of"), "{dry}");
+    assert!(dry.contains("lines: lines.$[].ip would be removed from 1 document of"), "{dry}");
     let leads = test.beside("state").collection::<Document>("requests");
     let output = file.run(&["prune", "lines"]);
     assert!(output.status.success());
@@ -219,6 +219,50 @@ async fn a_removed_rule_is_reported_and_pruned_on_request() {
         [doc! {"_id": 1, "host": 1, "lines": [{"host": 1}, 5, {"host": 2}], "ip": "10.0.0.1"}]
     );
     assert_eq!(file.run(&["prune", "nobody"]).status.code(), Some(2));
+}
+
+#[tokio::test]
+async fn all_retired_fields_are_pruned_at_once() {
+    let (test, db) = shop().await;
+    let rule = |name: &str, set: &str| {
+        RULE.replace("address", name).replace("{ ip: $ip }", set).replace("copy:", "allow_scan: true, copy:")
+    };
+    let rules =
+        [rule("kept", "{ ip: $ip, kept_name: $name }"), rule("first", "{ a: $ip }"), rule("second", "{ b: $ip }")];
+    let file = File::new(&config(&test, &rules.join("\n")));
+    {
+        let mut running = Running::start(&file);
+        log_becomes(
+            &db,
+            doc! {"_id": 1, "host": 1, "ip": "10.0.0.1", "kept_name": "alpha", "a": "10.0.0.1", "b": "10.0.0.1"},
+        )
+        .await;
+        running.signal("-TERM");
+        running.wait("stopped");
+        running.child.wait().unwrap();
+    }
+    file.write(&config(&test, &rule("kept", "{ ip: $ip }")));
+    let _running = Running::start(&file);
+    let begun = std::time::Instant::now();
+    let dry = loop {
+        let output = file.run(&["prune", "--all", "--dry-run"]);
+        let dry = String::from_utf8(output.stdout).unwrap();
+        if dry.lines().count() == 3 {
+            break dry;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{dry}{}", String::from_utf8_lossy(&output.stderr));
+    };
+    for line in ["first: a would be removed from 1 document of", "second: b would be", "kept: kept_name would be"] {
+        assert!(dry.contains(line), "{dry}");
+    }
+    let output = file.run(&["prune", "--all", "--output", "json"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((json["rules"].as_array().unwrap().len(), &json["dry_run"]), (3, &false.into()), "{json}");
+    assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}]);
+    let output = file.run(&["prune", "--all"]);
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "no rule has retired fields: nothing to prune\n");
+    assert_eq!(file.run(&["prune"]).status.code(), Some(2));
 }
 
 /// A leader with another config may own the fields: it receives the request, and refuses it. Without a leader, the

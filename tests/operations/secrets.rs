@@ -64,7 +64,8 @@ fn parsed(uri: &str) -> Option<ConnectionString> {
 /// True if the driver parses the canary as a host or a database, whatever the options: hosts are shown.
 fn is_well_formed_elsewhere(uri: &str) -> bool {
     let (before, options) = uri.split_once('?').unwrap_or((uri, ""));
-    let Some(parsed) = parsed(before) else { return false };
+    // An empty name of a user is refused, and changes nothing about what is a host.
+    let Some(parsed) = parsed(&before.replacen("://:", "://user:", 1)) else { return false };
     let secret = parsed.credential.and_then(|credential| credential.password).unwrap_or_default();
     !secret.contains(CANARY) && !options.contains(CANARY)
 }
@@ -72,14 +73,18 @@ fn is_well_formed_elsewhere(uri: &str) -> bool {
 fn shown_of(uri: &str) -> Vec<String> {
     let quoted = serde_json::to_string(uri).unwrap();
     let mut shown = Vec::new();
-    for text in [
+    let mut texts = vec![
         config_of(uri),
         format!("mongodb: {{ uri: {quoted}, x: 1 }}\nrules: []\n"),
         format!("mongodb: {{ uri: {quoted}\nrules: []\n"),
-        format!("mongodb:\n  uri: {uri}\nrules: []\n"),
         format!("mongodb:\n  uri: \"{uri}\nrules: []\n"),
         format!("mongdb:\n  uri: {quoted}\nrules: []\n"),
-    ] {
+    ];
+    // Without quotes, a comment begins at ` #`. What is before it may name the canary as a host.
+    if !uri.split_once(" #").is_some_and(|(before, _)| is_well_formed_elsewhere(before)) {
+        texts.push(format!("mongodb:\n  uri: {uri}\nrules: []\n"));
+    }
+    for text in texts {
         match load_str(&text, Format::Yaml) {
             Err(error) => shown.push(format!("{error}\n{error:?}")),
             Ok(loaded) => shown.push(format!("{:?}\n{loaded:?}", loaded.effective())),

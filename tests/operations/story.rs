@@ -190,9 +190,9 @@ async fn page_metrics_status_and_alerts_tell_the_same_story() {
     rename(&test, "poison").await;
     let poisoned =
         until("a dead letter", &running, &prometheus, |told| told.says("dead_letters", "DenormdDeadLetters")).await;
-    // What holds for less than five seconds has no line in the timeline.
+    // A cause that lasts less than five seconds has no line in the timeline.
     recorded(&running, "dead_letters").await;
-    assert!(poisoned.output.contains("set aside") && poisoned.output.contains("121"), "{}", poisoned.output);
+    assert!(poisoned.output.contains("dead letters") && poisoned.output.contains("121"), "{}", poisoned.output);
     assert_eq!(running.metric("denormd_cause{reason=\"dead_letters\",rule=\"ip\"}").await, Some(1.0));
     assert!(running.metric("denormd_dead_letters{rule=\"ip\"}").await.is_some_and(|count| count >= 1.0));
     rename(&test, "10.0.0.2").await;

@@ -47,7 +47,7 @@ fn status(rules: &[Value], more: &Value) -> Status {
             {"name": "db2:40", "role": "standby", "version": "0.2.0", "started": NOW, "other_rules": false, "this": false},
         ],
         "started": NOW - 11_040_000, "now": NOW, "level": "ok", "summary": "Not behind: every change is applied.",
-        "risk": "No: the oplog bridges an outage of 5 h 3 min.", "lag_seconds": 0.0, "behind_since": null,
+        "risk": "No: the remaining oplog window is 5 h 3 min.", "lag_seconds": 0.0, "behind_since": null,
         "current": {"as_of": "1795379464.7", "except": []}, "causes": [], "rules": rules, "streams": [],
         "oplog": {"readable": true, "headroom_seconds": 18_180.0}, "propagation": {"count": 240, "p50": 0.0042, "p95": 0.011, "p99": 0.025},
         "queue_depth": 0, "queue_capacity": 100_000, "events_per_second": 12.4, "targets_per_second": 60.1,
@@ -72,8 +72,8 @@ fn behind() -> Status {
         "risk": "Falling behind: changes are lost in 41 min 35 s, at 21:12 UTC.", "queue_depth": 982,
         "oplog": {"readable": true, "headroom_seconds": 2527.0, "lost_in_seconds": 2495.0},
         "causes": [
-            {"cause": "oplog_short", "since": NOW - 27_000, "rules": [], "meaning": "the saved position will soon fall off the oplog",
-             "advice": "remove what holds the lag up, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})", "severe": true},
+            {"cause": "oplog_short", "since": NOW - 27_000, "rules": [], "meaning": "the checkpoint will soon fall off the oplog",
+             "advice": "remove the cause of the lag, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})", "severe": true},
             {"cause": "catching_up", "since": NOW - 15_000, "rules": ["airline", "plane"], "meaning": "older changes are still being read",
              "advice": "wait: the lag falls. If it does not, look at the server's load", "severe": false},
         ],
@@ -89,7 +89,7 @@ fn blocked() -> Status {
         "causes": [{"cause": "adoption", "since": NOW - 7_100, "rules": ["host-label"],
             "meaning": "the first backfill of a rule would change existing data: it is blocked until somebody agrees",
             "advice": "`denormd plan` says what it would change; `denormd unblock RULE` agrees, or correct the rule in the config", "severe": true}],
-        "errors": [{"first": NOW - 60_000, "last": NOW - 1_200, "count": 160, "rule": "host-label", "doing": "set aside", "reason": "refused",
+        "errors": [{"first": NOW - 60_000, "last": NOW - 1_200, "count": 160, "rule": "host-label", "doing": "dead letter", "reason": "refused",
             "message": "server error 121 (DocumentValidationFailure)"}],
     });
     status(&[rule("part-names", &json!({})), rule("host-label", &stopped)], &more)
@@ -317,7 +317,7 @@ fn any_size_and_any_text_are_drawn() {
     }
 }
 
-/// What `tests/terminal.py` prints.
+/// The output of `tests/terminal.py`.
 fn on_a_terminal(running: &Running, steps: &Value) -> Value {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/terminal.py");
     let mut command = Command::new("python3");

@@ -19,6 +19,7 @@ use denormd_engine::{
     pipeline::{self, Handle},
     preflight,
     reconcile::Context,
+    snapshot::Snapshot,
 };
 use denormd_fixture::TestDb;
 use denormd_model::{
@@ -120,7 +121,7 @@ impl Daemon {
     }
 
     /// Performs the steps of `plan --apply`, on collections that the application would have created.
-    async fn prepare(loaded: &Loaded) {
+    pub async fn prepare(loaded: &Loaded) {
         let context = context_of(loaded).await;
         // Meanwhile, an application may drop collections, or disable their pre-images.
         for attempt in 0.. {
@@ -196,7 +197,7 @@ impl Daemon {
                 let now =
                     until("the primary answers", || async { self.context().server.operation_time().await.ok() }).await;
                 for handle in &self.handles {
-                    let mut progress = handle.progress.clone();
+                    let mut progress = handle.context.published.subscribe();
                     let applied = progress.wait_for(|progress| progress.has_applied(now)).await.unwrap();
                     let rules = handle.context.plan.rules.iter().zip(applied.states.iter());
                     let lack = |state: &RuleState| *state == RuleState::Blocked(BlockReason::SourceGone);
@@ -205,12 +206,24 @@ impl Daemon {
             }
             lacking
         };
-        tokio::time::timeout(limit, all).await.expect("the daemon settles")
+        tokio::time::timeout(limit, all).await.unwrap_or_else(|_| panic!("the daemon does not settle: {}", self.open()))
     }
 
-    /// Its progress.
-    pub fn progress(&self) -> tokio::sync::watch::Receiver<pipeline::Progress> {
-        self.handles[0].progress.clone()
+    /// The open work of each partition, for a message.
+    fn open(&self) -> String {
+        let open = self.handles.iter().map(|handle| {
+            let snapshot = handle.context.published.subscribe().borrow().clone();
+            let rules = snapshot.rules.iter().zip(snapshot.states.iter());
+            let rules = rules.filter(|(_, state)| state.is_backfilling()).map(|(rule, state)| (&rule.name, state));
+            let (applied, fan_outs) = (snapshot.applied(), &snapshot.fan_outs);
+            format!("applied up to {applied:?}, fan-out jobs {fan_outs:?}, backfills {:?}; ", rules.collect::<Vec<_>>())
+        });
+        open.collect()
+    }
+
+    /// The snapshots of its pipeline.
+    pub fn progress(&self) -> tokio::sync::watch::Receiver<Snapshot> {
+        self.handles[0].context.published.subscribe()
     }
 
     /// Requests a backfill of a rule, as `denormd backfill` and `denormd release` do.
@@ -228,7 +241,7 @@ impl Daemon {
             let Context { server, plan, .. } = &*handle.context;
             let whole = handle.context.whole();
             until("the rules whose sources are there again are not blocked", || async {
-                let states = handle.progress.borrow().states.clone();
+                let states = handle.context.published.borrow().states.clone();
                 for (rule, state) in plan.rules.iter().zip(states.iter()) {
                     let source = &rule.source.namespace;
                     let source = server.database(&source.database).collection::<RawDocumentBuf>(&source.collection);
@@ -254,7 +267,7 @@ impl Daemon {
     /// True if a rule is blocked because its source is gone.
     pub fn lacks_source(&self, rule: &str) -> bool {
         let is = |handle: &Handle| {
-            let states = handle.progress.borrow().states.clone();
+            let states = handle.context.published.borrow().states.clone();
             let rules = handle.context.plan.rules.iter().zip(states.iter());
             rules
                 .into_iter()

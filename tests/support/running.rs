@@ -22,17 +22,23 @@ pub struct Running {
 impl Running {
     /// A config with these rules and a free port, after `plan --apply`; `more` is further YAML. Nothing runs yet.
     pub fn prepare(test: &TestDb, rules: &str, more: &str) -> Self {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let running = Self {
-            folder: tempfile::tempdir().unwrap(),
-            address: SocketAddr::from(([127, 0, 0, 1], port)),
-            child: None,
-        };
-        let text = config(test, rules).replace("127.0.0.1:0", &running.address.to_string());
-        std::fs::write(running.file(), format!("{text}{more}")).unwrap();
+        let running = Self::of(&format!("{}{more}", config(test, rules)));
         let (code, _, error) = running.command(&["plan", "--apply"]);
         assert_eq!(code, Some(0), "{error}");
         running
+    }
+
+    /// A complete config, whose address is replaced by one with a free port. Nothing is prepared, nothing runs yet.
+    pub fn of(text: &str) -> Self {
+        let running = Self::new();
+        std::fs::write(running.file(), text.replace("127.0.0.1:0", &running.address.to_string())).unwrap();
+        running
+    }
+
+    fn new() -> Self {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        Self { folder: tempfile::tempdir().unwrap(), address, child: None }
     }
 
     /// The same, started and leading.
@@ -42,10 +48,15 @@ impl Running {
         running
     }
 
-    /// Starts it, and waits until it is ready.
-    pub async fn run(&mut self) {
+    /// Starts it.
+    pub fn spawn(&mut self) {
         let log = std::fs::OpenOptions::new().create(true).append(true).open(self.log_file()).unwrap();
         self.child = Some(denormd(&self.file()).arg("run").stdout(Stdio::null()).stderr(log).spawn().unwrap());
+    }
+
+    /// Starts it, and waits until it is ready.
+    pub async fn run(&mut self) {
+        self.spawn();
         let limit = Instant::now() + PATIENCE;
         while !client::get(self.address, "/readyz", Duration::from_secs(10)).await.is_ok_and(|answer| answer.ok) {
             assert!(Instant::now() < limit, "not ready: {}", self.log());
@@ -63,6 +74,11 @@ impl Running {
         let mut child = self.child.take().unwrap();
         assert!(Command::new("kill").arg(child.id().to_string()).status().unwrap().success());
         assert!(child.wait().unwrap().success(), "{}", self.log());
+    }
+
+    /// True if it has ended by itself.
+    pub fn has_ended(&mut self) -> bool {
+        self.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_some())
     }
 
     /// Ends it by SIGKILL.

@@ -173,6 +173,24 @@ impl World {
         }
     }
 
+    /// Waits until the rule of the hosts follows the collection that now has this name: a leader has noticed that it was
+    /// replaced, has compared the values, and backfills. With `agree`, an operator agrees to values that get lost.
+    pub async fn follows_replaced_hosts(&self, agree: bool) {
+        let hosts = self.db.list_collections().filter(doc! {"name": "hosts"}).await.unwrap().try_next().await;
+        let uuid = hosts.unwrap().unwrap().info.uuid.unwrap();
+        let rules = self.test.beside("state").collection::<Document>("rules");
+        let follows = doc! {"_id.rule": "address", "source_uuid": uuid};
+        let begun = Instant::now();
+        // An election may interrupt a read.
+        while !matches!(rules.find_one(follows.clone()).await, Ok(Some(_))) {
+            assert!(begun.elapsed() < PATIENCE, "the replaced source is not followed\n{}", self.logs());
+            if agree && self.logs().contains("the rule stays blocked") {
+                self.run(&["unblock", "address"]).await;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
     /// Waits until the saved position has passed everything committed so far.
     pub async fn caught_up(&self) {
         let reply = self.db.run_command(doc! {"ping": 1}).await.unwrap();

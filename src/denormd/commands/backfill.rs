@@ -8,6 +8,7 @@ use crate::{
 };
 use denormd_engine::{
     checkpoint::{adoption::Decisions, rule_record::RuleRecord, store::Store},
+    dead_letter::Chosen,
     deployment::lease,
     inspection::adoption::losses,
     metrics::Metrics,
@@ -50,7 +51,7 @@ pub async fn backfill(
     for rule in &known {
         store.ask(&context.server, rule).await?;
         if output == Output::Text {
-            print(&format!("{rule}: asked for\n"));
+            print(&format!("{rule}: requested\n"));
         }
     }
     if no_wait {
@@ -63,7 +64,7 @@ pub async fn backfill(
         }
         return Ok(());
     }
-    let done = with_a_leader(loaded, &context, wait(&store, &context.server, rules)).await?;
+    let done = with_a_leader(loaded, &context, wait(&store, &context, rules)).await?;
     match output {
         Output::Text => print(&text(&done)),
         Output::Json => print(&format!("{:#}\n", serde_json::Value::Array(done.iter().map(Done::json).collect()))),
@@ -76,19 +77,22 @@ pub async fn backfill(
 pub(super) struct Done {
     rule: String,
     targets: Option<u64>,
+    dead_letters: u64,
 }
 
 impl Done {
     fn json(&self) -> serde_json::Value {
-        serde_json::json!({"rule": self.rule, "done": true, "targets": self.targets})
+        let Self { rule, targets, dead_letters } = self;
+        serde_json::json!({"rule": rule, "done": true, "targets": targets, "dead_letters": dead_letters})
     }
 }
 
 /// Reports the finished backfills as text.
 pub(super) fn text(done: &[Done]) -> String {
-    let line = |Done { rule, targets }: &Done| match targets {
-        Some(targets) => format!("{rule}: done, {targets} targets\n"),
-        None => format!("{rule}: done\n"),
+    let line = |Done { rule, targets, dead_letters }: &Done| {
+        let targets = targets.map(|targets| format!(", {targets} targets")).unwrap_or_default();
+        let dead_letters = if *dead_letters > 0 { format!(", dead letters: {dead_letters}") } else { String::new() };
+        format!("{rule}: done{targets}{dead_letters}\n")
     };
     done.iter().map(line).collect()
 }
@@ -146,7 +150,7 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
             print(&format!("values that it replaces are kept for {keep}: `denormd undo {rule}` puts them back\n"));
         }
     }
-    let done = with_a_leader(loaded, &context, wait(&store, &context.server, &[rule.to_owned()])).await?;
+    let done = with_a_leader(loaded, &context, wait(&store, &context, &[rule.to_owned()])).await?;
     match output {
         Output::Text => print(&text(&done)),
         Output::Json => {
@@ -215,12 +219,12 @@ pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<
 }
 
 /// Waits until the leader has done them all, and shows the progress.
-pub(super) async fn wait(store: &Store, server: &Server, rules: &[String]) -> Result<Vec<Done>> {
+pub(super) async fn wait(store: &Store, context: &Context, rules: &[String]) -> Result<Vec<Done>> {
     let mut done = Vec::new();
     for rule in rules {
         let mut bar = Progress::new(rule);
         let record = loop {
-            let known = store.rules(server).await?.into_iter().find(|(name, _)| name == rule);
+            let known = store.rules(&context.server).await?.into_iter().find(|(name, _)| name == rule);
             match known.map(|(_, record)| record) {
                 Some(record) if !record.state.is_backfilling() => break record,
                 record => {
@@ -234,7 +238,10 @@ pub(super) async fn wait(store: &Store, server: &Server, rules: &[String]) -> Re
         if record.state.is_stopped() {
             return Err(stopped(rule, &record.state));
         }
-        done.push(Done { rule: rule.clone(), targets: record.progress.map(|(targets, _)| targets) });
+        let targets = record.progress.map(|(targets, _)| targets);
+        let chosen = Chosen { rule: Some(rule.clone()), key: None };
+        let dead_letters = context.dead_letters.count(&context.server, &chosen).await?;
+        done.push(Done { rule: rule.clone(), targets, dead_letters });
     }
     Ok(done)
 }

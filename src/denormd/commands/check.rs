@@ -119,7 +119,7 @@ impl One<'_> {
         }
         match self.output {
             Output::Text => {
-                let known = if found.set_aside { " (set aside as a dead letter)" } else { "" };
+                let known = if found.set_aside { " (a dead letter)" } else { "" };
                 let repaired = match repaired {
                     Some(true) => ", repaired",
                     Some(false) => ", NOT repaired",

@@ -37,7 +37,7 @@ fn chosen(which: &Letters) -> Chosen {
 /// Requires an explicit selection, for the commands that change something.
 fn some(which: &Letters, all: bool) -> Result<Chosen, Failure> {
     if which.rule.is_none() && which.key.is_none() && !all {
-        return Err(Error::new(Kind::Config, "name them by --rule or --key, or say --all").into());
+        return Err(Error::new(Kind::Config, "give --rule, --key or --all").into());
     }
     Ok(chosen(which))
 }

@@ -77,7 +77,7 @@ pub async fn explain(loaded: &Loaded, output: Output, rule: &str, id: &str) -> s
 
 async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<RuleRecord>) -> Result<Explained<'a>> {
     let time = context.server.operation_time().await?;
-    let target = target(context, rule, id, time).await?;
+    let (target, is_stored) = target(context, rule, id, time).await?;
     let id = target.get("_id").cloned().unwrap_or(Bson::Null);
     let mut takes_part = false;
     let mut take = |_| {
@@ -101,6 +101,9 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
         }
         Err(error) => return Err(error),
     };
+    if !is_stored && compared.fields.is_empty() && failure.is_none() {
+        return Err(absent(rule));
+    }
     let references = references(context, rule, (&target, &compared), time).await?;
     let of_target = rule.of_target.iter().flat_map(|of_target| &of_target.paths);
     let read = of_target.map(|path| (path.query(), value_at(&target, &path.query()))).collect();
@@ -112,7 +115,9 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
     let about = [(key.clone(), compared.references.as_slice())];
     let dead_letters = context.dead_letters.concerning(&context.server, rule, &about).await?;
     for dead_letter in dead_letters.iter().filter(|dead_letter| dead_letter.concerns(&key, &compared.references)) {
-        notes.push(format!("set aside as a dead letter, tried {} times: {}", dead_letter.attempts, dead_letter.reason));
+        let times =
+            if dead_letter.attempts == 1 { "once".to_owned() } else { format!("{} times", dead_letter.attempts) };
+        notes.push(format!("a dead letter, tried {times}: {}", dead_letter.reason));
     }
     Ok(Explained { rule, target: id, takes_part, compared, kept, references, read, notes, failure })
 }
@@ -129,8 +134,9 @@ async fn kept(context: &Context, rule: &Rule, target: &Document, after: ClusterT
     Ok(fields.into_iter().filter(|field| field.stored.is_some()).collect())
 }
 
-/// The target that is meant: an `_id` as Extended JSON, a plain string, or the digits of an ObjectId.
-async fn target(context: &Context, rule: &Rule, id: &str, after: ClusterTime) -> Result<Document> {
+/// The target that is meant: an `_id` as Extended JSON, a plain string, or the digits of an ObjectId. False for one that
+/// is not stored, but that the rule may have to create.
+async fn target(context: &Context, rule: &Rule, id: &str, after: ClusterTime) -> Result<(Document, bool)> {
     let json = serde_json::from_str::<serde_json::Value>(id).ok().and_then(|json| Bson::try_from(json).ok());
     let mut meant: Vec<Bson> = json.into_iter().collect();
     meant.push(Bson::String(id.to_owned()));
@@ -142,16 +148,22 @@ async fn target(context: &Context, rule: &Rule, id: &str, after: ClusterTime) ->
     };
     let rows = context.server.read(&namespace.database, command, Reads { after }).await?;
     match rows.as_slice() {
-        [row] => Ok(Document::try_from(row.as_ref())?),
+        [row] => Ok((Document::try_from(row.as_ref())?, true)),
         // The document may be one that should exist.
         [] if meant.first().is_some_and(|id| rule.creates.is_some() && rule.reference.key_of_id(id).is_some()) => {
-            Ok(stand_ins(&[], &meant[..1]).remove(0))
+            Ok((stand_ins(&[], &meant[..1]).remove(0), false))
         }
-        [] => Err(Error::new(Kind::Refused, format!("`{namespace}` has no document with this _id"))
-            .hint("write it as Extended JSON: 17, '\"text\"', '{\"$oid\": \"…\"}'")),
+        [] => Err(absent(rule)),
         _ => Err(Error::new(Kind::Refused, format!("`{namespace}` has several documents that this may mean"))
             .hint("write it as Extended JSON: 17 is a number, '\"17\"' a string")),
     }
+}
+
+fn absent(rule: &Rule) -> Error {
+    let message = format!("`{}` has no document with this _id", rule.target.namespace);
+    let hint =
+        "write it as Extended JSON: 17, '\"text\"', '{\"$oid\": \"…\"}', '{\"$date\": \"2026-09-03T00:00:00Z\"}'";
+    Error::new(Kind::Refused, message).hint(hint)
 }
 
 /// The value at a path. Does not look into arrays.
@@ -339,7 +351,7 @@ fn elements(out: &mut String, right: &[Bson], found: &[Bson]) {
     }
 }
 
-/// Why no path of a target is told.
+/// The reason why the answer names no path of a target.
 fn nothing(rule: &Rule) -> &'static str {
     match rule.values {
         _ if rule.tree.is_some() => {

@@ -72,7 +72,7 @@ pub async fn health(output: Output, daemon: client::Daemon, live: bool) -> Resul
     if answer.ok {
         Ok(())
     } else {
-        Err(Error::new(Kind::Unavailable, format!("not well (HTTP {}): {why}", answer.code)).into())
+        Err(Error::new(Kind::Unavailable, format!("not ready (HTTP {}): {why}", answer.code)).into())
     }
 }
 

@@ -179,7 +179,7 @@ fn head(loaded: &Loaded, report: &Report) -> String {
         None => None,
     };
     let state = &loaded.config.state.database;
-    if *state != config::State::DEFAULT_DATABASE {
+    if *state != config::State::default().database {
         writeln!(out, "state: {{ database: {} }}", serde_json::Value::String(state.clone())).ok();
     }
     out.push_str("\nrules:\n");

@@ -62,7 +62,7 @@ fn told(output: Output, rule: Option<&str>, paused: &[String], time: Option<Dura
             };
             format!(
                 "{who} paused {end}: {its}\n\
-                 the saved position goes on, so the oplog is not held up; resumed, each is backfilled whole\n"
+                 the checkpoint keeps advancing, so the oplog is not held up; a resumed rule is backfilled from the start\n"
             )
         }
         (Output::Json, Some(rule)) => {
@@ -141,7 +141,7 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
         (Output::Json, None) => print(&format!("{:#}\n", serde_json::json!({"rules": resumed, "resumed": true}))),
     }
     if !unled.is_empty() {
-        let done = with_a_leader(loaded, &context, wait(&store, &context.server, &unled)).await?;
+        let done = with_a_leader(loaded, &context, wait(&store, &context, &unled)).await?;
         if output == Output::Text {
             print(&text(&done));
         }

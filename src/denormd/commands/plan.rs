@@ -20,7 +20,7 @@ use denormd_engine::{
         adoption::{Basis, Change, ChangeKind, Figures, Standing, owned_before},
         created::expiring,
         inspection,
-        suspicion::{place_of, suspicions, without_a_server},
+        suspicion::{self, suspicions, without_a_server},
     },
     metrics::Metrics,
     preflight::{self, Finding},
@@ -96,7 +96,7 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
         // Without these privileges, all further checks would fail.
         return Ok(live);
     }
-    live.findings = preflight::check(&context.server, plan).await?;
+    live.findings = check(&context.server, plan).await?;
     // Missing collections are created in the first pass, and their indexes in the second.
     for _ in 0..if options.apply { 2 } else { 0 } {
         for fix in live.findings.iter().filter_map(|finding| finding.fix.as_ref()) {
@@ -106,7 +106,7 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
             live.applied.push(fix.shell.clone());
             preflight::apply(&context.server, fix).await?;
         }
-        live.findings = preflight::check(&context.server, plan).await?;
+        live.findings = check(&context.server, plan).await?;
     }
     live.findings.extend(clocks(&context.server).await);
     let earlier = earlier::definitions(&context.server, &loaded.config.state.database, &plan.name).await?;
@@ -125,23 +125,17 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
         warnings.extend(expiring(&context.server, rule).await?);
     }
     for finding in &mut live.findings {
-        let rule = plan.rules.iter().find(|rule| rule.name == finding.rule);
-        let Some(at) = rule.zip(finding.names).map(|(rule, role)| place_of(rule, role)) else { continue };
+        let Some(at) = finding.at.clone() else { continue };
         // A finding replaces an equal warning.
         suspected.retain(|mistake| mistake.at != at || mistake.message != finding.message);
-        place(loaded, at, finding);
+        place(loaded, output, Mistake::new(at, ""), finding);
     }
     live.blocked =
         live.inspections.iter().filter_map(|inspection| blocked(plan, inspection, &earlier, &suspected)).collect();
     for inspection in &live.inspections {
         let Some(rule) = plan.rules.iter().find(|rule| rule.name == inspection.rule) else { continue };
-        for Problem { message, hint, is_general } in inspection.problems(rule) {
-            if is_general {
-                let (rule, hint) = (rule.name.clone(), Some(hint.to_owned()));
-                live.findings.push(Finding { rule, message, kind: Kind::Config, fix: None, hint, names: None });
-            } else {
-                suspected.push(Mistake::new(ConfigPath::rule(rule.id.0), message).hint(hint));
-            }
+        for problem in inspection.problems(rule) {
+            report((loaded, output), rule, problem, &mut suspected, &mut live.findings);
         }
     }
     suspected.append(&mut warnings);
@@ -149,18 +143,65 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
     Ok(live)
 }
 
-/// Adds the place in the config to a finding.
-fn place(loaded: &Loaded, at: ConfigPath, finding: &mut Finding) {
-    let located = loaded.located(&[Mistake::new(at, "")]);
-    let Some(Place { file, line: Some(line), .. }) = located.first().map(|located| &located.place) else { return };
+/// Checks the requirements of the rules. What a rule would need whose `match` looks reversed is not created.
+async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>, Failure> {
+    let mut findings = preflight::check(server, plan).await?;
+    let mut known: BTreeMap<String, bool> = BTreeMap::new();
+    for finding in findings.iter_mut().filter(|finding| finding.fix.is_some()) {
+        let Some(rule) = plan.rules.iter().find(|rule| rule.name == finding.rule) else { continue };
+        let is_reversed = match known.get(&rule.name) {
+            Some(is_reversed) => *is_reversed,
+            None => Box::pin(suspicion::is_reversed(server, plan, rule)).await?,
+        };
+        known.insert(rule.name.clone(), is_reversed);
+        if is_reversed {
+            finding.fix = None;
+            finding.hint = Some("`match` looks reversed: correct it first; `--apply` does not create this".to_owned());
+        }
+    }
+    Ok(findings)
+}
+
+/// Adds a problem of the sampled documents to the findings, or to the warnings.
+fn report(
+    (loaded, output): (&Loaded, Output),
+    rule: &Rule,
+    problem: Problem,
+    warnings: &mut Vec<Mistake>,
+    findings: &mut Vec<Finding>,
+) {
+    let Problem { message, hint, is_general, at } = problem;
+    let is_known = |known: &Mistake| at.as_ref().is_some_and(|at| (&known.at, known.on_key) == (&at.at, at.on_key));
+    if is_general {
+        warnings.retain(|known| !is_known(known));
+        let (rule, hint) = (rule.name.clone(), Some(hint));
+        let mut finding = Finding { rule, message, kind: Kind::Config, fix: None, hint, at: None };
+        if let Some(at) = at {
+            place(loaded, output, at, &mut finding);
+        }
+        findings.push(finding);
+    } else if !warnings.iter().any(is_known) {
+        let at = at.unwrap_or_else(|| Mistake::new(ConfigPath::rule(rule.id.0), ""));
+        warnings.push(Mistake { message, ..at }.hint(hint));
+    }
+}
+
+/// Adds the place in the config to a finding; in a text with the line of the file.
+fn place(loaded: &Loaded, output: Output, at: Mistake, finding: &mut Finding) {
+    let located = loaded.located(&[at]);
+    let Some(place) = located.first().map(|located| &located.place) else { return };
+    let Place { file, line: Some(line), .. } = place else { return };
     finding.message = format!("{file}:{line}: {}", finding.message);
+    for line in place.shown().iter().filter(|_| output == Output::Text) {
+        finding.message.push_str(&format!("\n   {line}"));
+    }
 }
 
 /// Reports differing clocks, which delay failovers and can even make them unsafe.
 async fn clocks(server: &Server) -> Option<Finding> {
     let found = skew::skew(server).await.filter(|seconds| *seconds >= skew::LARGE);
     found.map(|seconds| Finding {
-        names: None,
+        at: None,
         rule: String::new(),
         kind: Kind::Config,
         message: format!("the clocks of the replica set's members differ by {seconds:.0} s"),
@@ -279,7 +320,9 @@ fn existing(out: &mut String, plan: &Plan, live: &Live, options: Options) {
         total.deletes += deletes;
         total.inserts = total.inserts.into_iter().chain(count.figures.inserts).reduce(|one, other| one + other);
     }
-    writeln!(out, "  in total: {}\n", changes(&total)).ok();
+    let is_all = counts.iter().all(|(_, count)| count.figures.basis == Basis::All);
+    let least = if is_all { "" } else { ", at least" };
+    writeln!(out, "  in total{least}: {}\n", changes(&total)).ok();
 }
 
 /// Describes what is kept of the values that a rule's first backfill would replace; none where it replaces none.
@@ -388,7 +431,7 @@ fn inspected(out: &mut String, rule: &Rule, inspection: &Inspection) {
     }
     let Some(sample) = &inspection.sample else { return };
     for references in &sample.references {
-        let References { kind, count, resolved } = references;
+        let References { kind, count, resolved, .. } = references;
         let share = resolved * 100 / (*count).max(1);
         let held = sample.held_by;
         writeln!(out, "  references  of type {kind}: {resolved} of {count} resolve ({share}%), from sampled {held}s")
@@ -396,11 +439,14 @@ fn inspected(out: &mut String, rule: &Rule, inspection: &Inspection) {
     }
     if let Some(Distribution { median, p99, worst, mean }) = sample.fan_out {
         let drawn = sample.sources;
-        writeln!(out, "  fan-out     targets of a source: median {median}, p99 {p99}, worst {worst}, of {drawn} drawn")
-            .ok();
-        let work = if rule.of_target.is_some() { "looks up the sources of" } else { "writes" };
-        let alone = if rule.of_target.is_some() { ", each on its own" } else { "" };
-        writeln!(out, "              so each change of a source {work} {mean:.1} targets on average{alone}").ok();
+        writeln!(
+            out,
+            "  fan-out     targets of a source: median {median}, p99 {p99}, worst {worst}, of {drawn} sampled"
+        )
+        .ok();
+        let (work, lookups) =
+            if rule.of_target.is_some() { ("recomputes", ", one lookup each") } else { ("writes", "") };
+        writeln!(out, "              each change of a source {work} {mean:.1} targets on average{lookups}").ok();
     }
     if let Some(Distribution { median, p99, worst, .. }) = sample.fan_in {
         writeln!(out, "  fan-in      sources of a target: median {median}, p99 {p99}, worst {worst}").ok();

@@ -15,60 +15,78 @@ use denormd_engine::{
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
-/// Has the leader take away what `rule` wrote and no rule owns any more; takes the lease where nobody leads.
-pub async fn prune(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) -> Result<(), Failure> {
+/// Has the leader remove the retired fields of a rule, or of all rules that the state knows; takes the lease where nobody
+/// leads.
+pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run: bool) -> Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     let config = &loaded.config;
     let store = Store::open(&context.server, &config.state.database, &config.name).await?;
     let known = store.rules(&context.server).await?;
-    let Some((_, state)) = known.iter().find(|(name, _)| name == rule) else {
+    let is_active = |rule: &str| context.plan.rules.iter().any(|active| active.name == rule);
+    if let Some(rule) = rule.filter(|rule| known.iter().all(|(name, _)| name != rule)) {
         let names: Vec<&str> = known.iter().map(|(name, _)| name.as_str()).collect();
-        let in_config = context.plan.rules.iter().any(|planned| planned.name == rule);
-        let error = Error::new(
-            if in_config { Kind::State } else { Kind::Config },
-            format!("the deployment `{}` knows no rule `{rule}`: it has never run, or is pruned", config.name),
-        );
-        return Err(error.hint(format!("known are: {}", names.join(", "))).into());
-    };
-    let active = context.plan.rules.iter().any(|active| active.name == rule);
-    let retired = retired(&context.plan, state, active);
-    if retired.is_empty() {
-        match output {
-            Output::Text => {
-                print(&format!("`{rule}` has left no field that no rule owns: nothing to prune\n"));
-            }
-            Output::Json => print(&format!("{:#}\n", told(rule, dry_run, &[]))),
+        let kind = if is_active(rule) { Kind::State } else { Kind::Config };
+        let message =
+            format!("the deployment `{}` knows no rule `{rule}`: it has never run, or is pruned", config.name);
+        return Err(Error::new(kind, message).hint(format!("known are: {}", names.join(", "))).into());
+    }
+    let mut pruned = Vec::new();
+    for (name, state) in known.iter().filter(|(name, _)| rule.is_none_or(|rule| rule == name)) {
+        let retired = retired(&context.plan, state, is_active(name));
+        let mut paths = Vec::new();
+        for retired in &retired {
+            paths.push((retired.clone(), count(&context, retired).await?));
         }
-        return Ok(());
-    }
-    let mut done = Vec::new();
-    for retired in &retired {
-        done.push((retired, count(&context, retired).await?));
-    }
-    if !dry_run {
-        let work = async {
-            let request = store.request(&context.server, rule, &Work::Prune(retired.clone())).await?;
-            store.until_done(&context.server, request).await
-        };
-        with_a_leader(loaded, &context, work).await?;
-        store.forget(&context.server, rule, state, !active).await?;
-    }
-    match output {
-        Output::Text => {
-            for (Retired { collection, path }, documents) in done {
-                let verb = if dry_run { "would be taken from" } else { "was taken from" };
-                let documents = if documents == 1 { "1 document".to_owned() } else { format!("{documents} documents") };
-                print(&format!("{path} {verb} {documents} of {collection}\n"));
-            }
+        if !dry_run && !retired.is_empty() {
+            let work = async {
+                let request = store.request(&context.server, name, &Work::Prune(retired)).await?;
+                store.until_done(&context.server, request).await
+            };
+            with_a_leader(loaded, &context, work).await?;
+            store.forget(&context.server, name, state, !is_active(name)).await?;
         }
-        Output::Json => print(&format!("{:#}\n", told(rule, dry_run, &done))),
+        let done = Pruned { rule: name, paths };
+        if output == Output::Text {
+            print(&done.text(dry_run));
+        }
+        pruned.push(done);
+    }
+    match (output, rule, pruned.as_slice()) {
+        (Output::Json, Some(_), [done]) => print(&format!("{:#}\n", done.json(dry_run))),
+        (Output::Json, ..) => {
+            let rules: Vec<_> =
+                pruned.iter().filter(|done| !done.paths.is_empty()).map(|done| done.json(dry_run)).collect();
+            print(&format!("{:#}\n", serde_json::json!({"rules": rules, "dry_run": dry_run})));
+        }
+        (Output::Text, rule, done) if done.iter().all(|done| done.paths.is_empty()) => {
+            let which = rule.map_or_else(|| "no rule has".to_owned(), |rule| format!("`{rule}` has no"));
+            print(&format!("{which} retired fields: nothing to prune\n"));
+        }
+        (Output::Text, ..) => {}
     }
     Ok(())
 }
 
-fn told(rule: &str, dry_run: bool, done: &[(&Retired, u64)]) -> serde_json::Value {
-    let paths = done.iter().map(|(Retired { collection, path }, documents)| {
-        serde_json::json!({"collection": collection, "path": path.to_string(), "documents": documents})
-    });
-    serde_json::json!({"rule": rule, "dry_run": dry_run, "paths": paths.collect::<Vec<_>>()})
+/// The retired fields of one rule, each with the number of documents that had it.
+struct Pruned<'a> {
+    rule: &'a str,
+    paths: Vec<(Retired, u64)>,
+}
+
+impl Pruned<'_> {
+    fn text(&self, dry_run: bool) -> String {
+        let verb = if dry_run { "would be removed from" } else { "was removed from" };
+        let line = |(Retired { collection, path }, documents): &(Retired, u64)| {
+            let documents = if *documents == 1 { "1 document".to_owned() } else { format!("{documents} documents") };
+            format!("{}: {path} {verb} {documents} of {collection}\n", self.rule)
+        };
+        self.paths.iter().map(line).collect()
+    }
+
+    fn json(&self, dry_run: bool) -> serde_json::Value {
+        let paths = self.paths.iter().map(|(Retired { collection, path }, documents)| {
+            serde_json::json!({"collection": collection, "path": path.to_string(), "documents": documents})
+        });
+        serde_json::json!({"rule": self.rule, "dry_run": dry_run, "paths": paths.collect::<Vec<_>>()})
+    }
 }

@@ -144,7 +144,7 @@ async fn follow(paths: &[PathBuf], rules: &mut Rules, share: &mut Share, signals
 fn follows(board: &Board, handle: &Handle, first: bool) {
     let Context { partition, server, plan, .. } = &*handle.context;
     let (place, term) = (part_of(*partition), server.term());
-    board.attach(handle.context.clone(), handle.progress.clone());
+    board.attach(handle.context.clone());
     if first {
         board.happened("leader", &format!("this instance leads{place}, term {term}"));
     }

@@ -123,7 +123,7 @@ fn now(word: &str, status: &Status) -> String {
         ("rules", _) => format!("\n\n{}", status::rules_table(status)),
         ("oplog", _) => format!("{}\n", oplog(status)),
         ("canary", _) => match status.canary_age_seconds {
-            Some(age) => format!("The last write of denormd's own that came through was sent {} ago.\n", duration(age)),
+            Some(age) => format!("The newest canary that was received was sent {} ago.\n", duration(age)),
             None => "This instance does not lead and sends none.\n".to_owned(),
         },
         ("dead-letters", _) => {
@@ -150,11 +150,7 @@ fn oplog(status: &Status) -> String {
     let lost = oplog.lost_in_seconds.map(|left| format!(" At this rate the position is lost in {}.", duration(left)));
     match (oplog.headroom_seconds, &oplog.reason) {
         (Some(headroom), _) => {
-            format!(
-                "The oplog reaches back {} behind the saved position.{size}{}",
-                duration(headroom),
-                lost.unwrap_or_default()
-            )
+            format!("The remaining oplog window is {}.{size}{}", duration(headroom), lost.unwrap_or_default())
         }
         (None, Some(reason)) => format!("The oplog cannot be read: {reason}."),
         (None, None) => "The oplog has not been looked at yet.".to_owned(),
@@ -181,7 +177,7 @@ mod tests {
         serde_json::from_value(serde_json::json!({
             "name": "shop", "version": "1", "role": "leader", "term": 1, "started": 0, "now": 60_000, "level": "critical",
             "summary": "Behind.", "risk": "No.", "lag_seconds": 1.0, "behind_since": null,
-            "causes": [{"cause": "braked", "since": 30_000, "rules": ["old-orders", "x"], "meaning": "m", "advice": "a", "severe": true}],
+            "causes": [{"cause": "removal_limit", "since": 30_000, "rules": ["old-orders", "x"], "meaning": "m", "advice": "a", "severe": true}],
             "rules": [], "streams": [], "queue_depth": 0, "queue_capacity": 1, "events_per_second": 0.0,
             "oplog": {"readable": true, "headroom_seconds": 7200.0, "size_megabytes": 1000.0, "bridged_seconds": 21_600.0},
             "propagation": {"count": 0}, "targets_per_second": 0.0, "checkpoint_age_seconds": 0.0, "dead_letters": 0, "errors": [],
@@ -193,10 +189,10 @@ mod tests {
     #[test]
     fn live_values_are_filled_in() {
         let status = status();
-        let body = "It is held.\n<!-- now: cause=braked oplog -->\n1. `denormd release RULE`\n2. `size: <MB>`\n";
+        let body = "It is held.\n<!-- now: cause=removal_limit oplog -->\n1. `denormd release RULE`\n2. `size: <MB>`\n";
         let text = filled(body, Ok(&status));
-        assert!(text.contains("**Now.** `braked` has held for 30 s, for old-orders, x."), "{text}");
-        assert!(text.contains("`denormd release old-orders`") && text.contains("reaches back 2 h 0 min"), "{text}");
+        assert!(text.contains("**Now.** `removal_limit` has held for 30 s, for old-orders, x."), "{text}");
+        assert!(text.contains("`denormd release old-orders`") && text.contains("window is 2 h 0 min"), "{text}");
         assert!(text.contains("size: 12000"), "1000 MB bridge six hours: {text}");
         let text = filled(body, Err("no denormd answers"));
         assert!(text.contains("Nothing is known: no denormd answers") && text.contains("release RULE"), "{text}");

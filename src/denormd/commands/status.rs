@@ -8,7 +8,7 @@ use crate::{
     server::client,
     status::{Backfill, Current, Leadership, Partitions, RetiredField, Rule, Status, duration},
 };
-use denormd_engine::metrics::{AuditProgress, HeldBack};
+use denormd_engine::snapshot::{AuditProgress, HeldBack};
 
 /// Time limit for the daemon's answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -38,8 +38,8 @@ fn text(status: &Status) -> String {
     if let (None, Some(unknown)) = (&status.current, unknown(status)) {
         writeln!(out, "{unknown}").ok();
     }
-    for rule in status.rules.iter().filter(|rule| rule.behind_since.is_some()) {
-        writeln!(out, "   {}", stale(status, rule)).ok();
+    for line in stale_rules(status) {
+        writeln!(out, "   {line}").ok();
     }
     for option in &status.insecure {
         writeln!(out, "\n!! INSECURE: {option} is set: the server's certificate is not verified").ok();
@@ -72,7 +72,7 @@ fn text(status: &Status) -> String {
     )
     .ok();
     if let Some(age) = status.canary_age_seconds {
-        writeln!(out, "the last write of its own that came through was sent {} ago", duration(age)).ok();
+        writeln!(out, "the newest canary that was received was sent {} ago", duration(age)).ok();
     }
     let backfills: Vec<Vec<String>> = status
         .rules
@@ -134,7 +134,7 @@ fn audits(status: &Status) -> Vec<Vec<String>> {
                 format!("the last one ended {} ago, {unknown} could not be compared", since(status, at))
             }
         };
-        vec![rule.name.clone(), format!("{}{of} targets", audit.compared), round.unwrap_or_default(), last]
+        vec![rule.name.clone(), format!("{}{of} documents read", audit.compared), round.unwrap_or_default(), last]
     };
     audits.into_iter().take(AUDITS).map(line).collect()
 }
@@ -166,7 +166,7 @@ pub(super) fn role(leadership: &Leadership) -> String {
             let names: Vec<&str> = leaders.iter().map(|leader| leader.instance.as_str()).collect();
             format!("standby of {}", names.join(" and "))
         }
-        Leadership::Unknown { .. } => "cannot tell who leads".to_owned(),
+        Leadership::Unknown { .. } => "leader unknown".to_owned(),
         other => other.name().to_owned(),
     }
 }
@@ -205,6 +205,26 @@ fn rules(status: &Status) -> Vec<Vec<String>> {
     std::iter::once(head).chain(rows).collect()
 }
 
+/// Describes the stale targets of each rule; in one line, if changes are not read yet that may concern many rules.
+fn stale_rules(status: &Status) -> Vec<String> {
+    let late = |rule: &&Rule| rule.behind_since.is_some();
+    let (unread, known): (Vec<&Rule>, Vec<&Rule>) =
+        status.rules.iter().filter(late).partition(|rule| rule.late_keys == 0);
+    let mut lines: Vec<String> = known.into_iter().map(|rule| stale(status, rule)).collect();
+    match (unread.as_slice(), unread.iter().filter_map(|rule| rule.behind_since).min()) {
+        ([rule], _) => lines.push(stale(status, rule)),
+        (rules, Some(from)) => {
+            lines.push(format!(
+                "changes that are not read yet may concern {} rules; {}",
+                rules.len(),
+                oldest(status, from)
+            ));
+        }
+        (_, None) => {}
+    }
+    lines
+}
+
 /// Describes the stale targets of a rule: their number, and their age.
 pub(super) fn stale(status: &Status, rule: &Rule) -> String {
     let (name, target, from) = (&rule.name, &rule.target, rule.behind_since.unwrap_or(status.now));
@@ -217,9 +237,13 @@ pub(super) fn stale(status: &Status, rule: &Rule) -> String {
             format!("{keys} changed values are not in {target}: every document there that refers to them is stale")
         }
     };
+    format!("{name}: {what}; {}", oldest(status, from))
+}
+
+fn oldest(status: &Status, from: i64) -> String {
     let at = bson::DateTime::from_millis(from).try_to_rfc3339_string().unwrap_or_default();
     let at = at.get(11..19).unwrap_or("an unknown time").to_owned();
-    format!("{name}: {what}; the oldest since {at} UTC, {} ago", since(status, from))
+    format!("the oldest since {at} UTC, {} ago", since(status, from))
 }
 
 /// The progress of a backfill in one word.
@@ -293,6 +317,30 @@ mod tests {
         assert!(text(&status).contains("Current as of: not known while several instances share the partitions\n"));
         status.partitions = None;
         assert!(!text(&status).contains("Current as of"), "it has just started");
+    }
+
+    /// In an outage the same line was printed for each of a dozen rules.
+    #[test]
+    fn what_may_concern_many_rules_has_one_line() {
+        let mut status = status();
+        let late = |late_keys: usize, ago: i64| Rule {
+            late_keys,
+            behind_since: Some(status.now - ago),
+            ..status.rules[0].clone()
+        };
+        let (one, other, known) = (late(0, 6000), late(0, 8000), late(1, 7000));
+        status.rules = vec![one.clone(), known];
+        let lines = stale_rules(&status);
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        assert!(lines[1].starts_with("pending: changes that are not read yet may concern app."), "{lines:?}");
+        status.rules.extend([other]);
+        let lines = stale_rules(&status);
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        assert!(
+            lines[1].starts_with("changes that are not read yet may concern 2 rules; the oldest since "),
+            "{lines:?}"
+        );
+        assert!(lines[1].ends_with(" UTC, 8.0 s ago"), "{lines:?}");
     }
 
     #[test]

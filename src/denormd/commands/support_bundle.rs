@@ -78,7 +78,7 @@ pub async fn support_bundle(
                 Error::new(Kind::Machine, format!("cannot write {}: {}", path.display(), error.kind()))
             };
             fs::write(&path, &text).map_err(unwritable)?;
-            notice(&format!("{} has {} KB; read it before you hand it on", path.display(), text.len() / 1024 + 1));
+            notice(&format!("{} has {} KB; read it before you send it", path.display(), text.len() / 1024 + 1));
         }
     }
     Ok(())

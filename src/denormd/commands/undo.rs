@@ -35,7 +35,7 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
     let led = lease::is_held(&context.server, store.database(), store.ids()).await?;
     if !dry_run && is_running(record) && (is_planned || led) {
         let error = Error::new(Kind::State, format!("`{rule}` is running, and would replace the old values again"));
-        let hint = format!("`denormd pause {rule}` first, or take the rule out of the config and restart the daemon");
+        let hint = format!("`denormd pause {rule}` first, or take the rule out of the config");
         return Err(error.hint(hint).into());
     }
     let before = Box::pin(count(&context, rule)).await?;
@@ -48,15 +48,15 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
         with_a_leader(loaded, &context, work).await?;
         after = Box::pin(count(&context, rule)).await?;
     }
-    let told = Told { rule, dry_run, before, after, undo: &config.undo };
+    let summary = Summary { rule, dry_run, before, after, undo: &config.undo };
     print(&match output {
-        Output::Text => told.text(),
-        Output::Json => format!("{:#}\n", told.json()),
+        Output::Text => summary.text(),
+        Output::Json => format!("{:#}\n", summary.json()),
     });
     Ok(())
 }
 
-struct Told<'a> {
+struct Summary<'a> {
     rule: &'a str,
     dry_run: bool,
     before: Tally,
@@ -64,7 +64,7 @@ struct Told<'a> {
     undo: &'a Undo,
 }
 
-impl Told<'_> {
+impl Summary<'_> {
     /// Values that were, or would be, put back.
     fn back(&self) -> u64 {
         if self.dry_run { self.before.back } else { self.before.back.saturating_sub(self.after.back) }

@@ -9,8 +9,8 @@ use axum::{
     response::{IntoResponse, Response},
 };
 
-use crate::status::{Attached, Board};
-use denormd_engine::checkpoint::store::Store;
+use crate::status::Board;
+use denormd_engine::{checkpoint::store::Store, reconcile::Context};
 use denormd_model::rule_state::RuleState;
 use denormd_mongo::error::Result;
 
@@ -25,10 +25,10 @@ pub(super) async fn unblock(State(board): State<Arc<Board>>, Path(rule): Path<St
 }
 
 async fn answer(board: &Board, rule: &str, fits: impl Fn(&RuleState) -> bool, otherwise: &str) -> Response {
-    let Some(attached) = board.attached() else {
+    let Some(context) = board.attached() else {
         return refusal(StatusCode::SERVICE_UNAVAILABLE, "this process does not lead: ask the one that does");
     };
-    match ask(&attached, rule, fits).await {
+    match ask(&context, rule, fits).await {
         Ok(Asked::For) => (StatusCode::ACCEPTED, Json(serde_json::json!({"asked": true}))).into_response(),
         Ok(Asked::Unfit) => refusal(StatusCode::CONFLICT, otherwise),
         Ok(Asked::Unknown) => refusal(StatusCode::NOT_FOUND, "no rule of this name has run yet"),
@@ -46,8 +46,8 @@ enum Asked {
     Unknown,
 }
 
-async fn ask(attached: &Attached, rule: &str, fits: impl Fn(&RuleState) -> bool) -> Result<Asked> {
-    let (server, dead_letters) = (&attached.context.server, &attached.context.dead_letters);
+async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -> Result<Asked> {
+    let (server, dead_letters) = (&context.server, &context.dead_letters);
     let store = Store::open(&server.unfenced(), &dead_letters.database, &dead_letters.deployment).await?;
     let known = store.rules(server).await?;
     let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Asked::Unknown) };

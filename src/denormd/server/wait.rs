@@ -14,7 +14,7 @@ use axum::{
 };
 use serde::Deserialize;
 
-use crate::status::{Attached, Board, Leadership};
+use crate::status::{Board, Leadership};
 use denormd_engine::{checkpoint::store::Store, reconcile::Context};
 use denormd_model::{partition::Partition, position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::error::{Error, Result};
@@ -84,7 +84,7 @@ fn refusal(code: StatusCode, error: &str) -> Response {
 struct Whole {
     context: Arc<Context>,
     partitions: u32,
-    attached: Vec<Attached>,
+    attached: Vec<Arc<Context>>,
 }
 
 impl Whole {
@@ -97,7 +97,7 @@ impl Whole {
         }
         let of_cluster = board.context().map(|context| (context, board.partitions()));
         let known = of_cluster.or_else(|| {
-            let context = attached.first()?.context.clone();
+            let context = attached.first()?.clone();
             let partitions = context.partition.of();
             Some((context, partitions))
         });
@@ -110,8 +110,7 @@ impl Whole {
         let mut first = None;
         let mut next = from;
         let alone = usize::try_from(self.partitions).is_ok_and(|partitions| partitions == self.attached.len());
-        let written =
-            || self.attached.iter().map(|one| one.context.counts.modified.load(Ordering::Relaxed)).sum::<u64>();
+        let written = || self.attached.iter().map(|one| one.counts.modified.load(Ordering::Relaxed)).sum::<u64>();
         for _ in 0..self.context.plan.longest_chain().max(1) {
             let (before, is_now) = (written(), next.is_none());
             let time = match next.take() {
@@ -119,10 +118,8 @@ impl Whole {
                 None => self.context.server.operation_time().await?,
             };
             first.get_or_insert(time);
-            for attached in &self.attached {
-                let mut progress = attached.progress.clone();
-                let applied = progress.wait_for(|progress| progress.has_applied(time)).await;
-                applied.map_err(|_| Error::internal("the pipeline has stopped"))?;
+            for context in &self.attached {
+                context.published.has_applied(time).await?;
             }
             self.elsewhere(time).await?;
             // A level of a tree that writes nothing is the last one. What other instances write is not known.
@@ -135,7 +132,7 @@ impl Whole {
 
     /// Waits for the partitions that other instances lead.
     async fn elsewhere(&self, time: ClusterTime) -> Result<()> {
-        let led = |partition: &Partition| self.attached.iter().any(|attached| attached.context.partition == *partition);
+        let led = |partition: &Partition| self.attached.iter().any(|context| context.partition == *partition);
         let elsewhere: Vec<Partition> = Partition::all(self.partitions).filter(|partition| !led(partition)).collect();
         if elsewhere.is_empty() {
             return Ok(());
@@ -154,9 +151,10 @@ impl Whole {
     /// The rules whose copies may lack a change however long the request waits: those that do not run, shadow rules,
     /// and those with dead letters.
     async fn except(&self) -> Result<BTreeSet<String>> {
-        let held = self.attached.iter().flat_map(|attached| {
-            let progress = attached.progress.borrow();
-            progress.not_live().map(|rule| attached.context.plan.rule(rule).name.clone()).collect::<Vec<_>>()
+        let held = self.attached.iter().flat_map(|context| {
+            let snapshot = context.published.borrow();
+            let not_live = snapshot.in_state(|state| *state != RuleState::Live).into_iter();
+            not_live.filter_map(|rule| Some(snapshot.rules.get(rule)?.name.clone())).collect::<Vec<_>>()
         });
         let mut except: BTreeSet<String> = held.collect();
         let rules = &self.context.plan.rules;

@@ -5,7 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use denormd_engine::metrics::{Cause, Metrics, Observation};
+use denormd_engine::{
+    metrics::{Cause, Metrics},
+    snapshot::Snapshot,
+};
 use denormd_model::{
     clock::wall_millis,
     rule_state::{BlockReason, RuleState},
@@ -46,13 +49,19 @@ pub struct Found {
 }
 
 /// The current causes, the most urgent first.
-pub(super) fn find(metrics: &Metrics, state: &State, leadership: &Leadership, lags: &Lags, now: i64) -> Vec<Found> {
+pub(super) fn find(
+    metrics: &Metrics,
+    state: &State,
+    leadership: &Leadership,
+    (seen, lags): (Option<&Snapshot>, &Lags),
+    now: i64,
+) -> Vec<Found> {
     let mut found = of_the_instance(metrics, state, leadership, now);
-    if let Some(seen) = metrics.observation() {
+    if let Some(seen) = seen {
         let no_primary = found.contains_key(&Cause::NoPrimary);
-        of_the_rules(metrics, state, (&seen, lags), no_primary, now, &mut found);
+        of_the_rules(metrics, state, (seen, lags), no_primary, now, &mut found);
     }
-    let place = |name: &String| metrics.observation()?.rules.iter().position(|rule| rule.name == *name);
+    let place = |name: &String| seen?.rules.iter().position(|rule| rule.name == *name);
     for found in found.values_mut() {
         // The config's order, as in every list of rules.
         found.rules.sort_by_key(place);
@@ -92,7 +101,7 @@ fn of_the_instance(metrics: &Metrics, state: &State, leadership: &Leadership, no
 fn of_the_rules(
     metrics: &Metrics,
     state: &State,
-    (seen, lags): (&Observation, &Lags),
+    (seen, lags): (&Snapshot, &Lags),
     no_primary: bool,
     now: i64,
     found: &mut BTreeMap<Cause, Found>,
@@ -102,7 +111,7 @@ fn of_the_rules(
     let silent = |since: Option<Instant>| since.is_none_or(|since| since.elapsed() > SLOW);
     let runs = !state.attached.is_empty();
     let full = seen.full;
-    if runs && metrics.since_turn() > SILENCE && !no_primary {
+    if runs && state.since_turn() > SILENCE && !no_primary {
         say(Cause::Stalled, Vec::new());
     }
     let interrupted = seen.streams.iter().any(|stream| stream.delivered.elapsed() > SILENCE);
@@ -136,7 +145,7 @@ fn of_the_rules(
     if behind.is_empty() && !no_primary && state.canary.as_ref().is_some_and(|canary| canary.age(now) > LATE) {
         say(Cause::CanaryLate, Vec::new());
     }
-    let writes = silent(metrics.last_write()) && metrics.in_flight() > 0;
+    let writes = silent(seen.last_write) && metrics.in_flight() > 0;
     let slow = metrics.met(&[Kind::TimedOut, Kind::ReadTimedOut], RECENT) || state.history.write_seconds(metrics) > 1.0;
     if !behind.is_empty() && !no_primary {
         let failing: Vec<String> = failing(metrics).into_iter().filter(|rule| behind.contains(rule)).collect();
@@ -163,7 +172,7 @@ fn is_gone(kind: Kind) -> bool {
     matches!(kind, Kind::Connection | Kind::Unavailable | Kind::TimedOut | Kind::ReadTimedOut)
 }
 
-fn names(seen: &Observation, rules: &BTreeSet<usize>) -> Vec<String> {
+fn names(seen: &Snapshot, rules: &BTreeSet<usize>) -> Vec<String> {
     rules.iter().filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone()).collect()
 }
 

@@ -22,7 +22,7 @@ struct Due {
     claim: ClusterTime,
     /// The time that must be applied before it holds.
     needed: ClusterTime,
-    /// What had been written when it was made.
+    /// Number of writes before it was made.
     written: u64,
 }
 

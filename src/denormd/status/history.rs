@@ -96,7 +96,7 @@ impl Totals {
 
 impl History {
     /// Takes a sample, about once a second. While nothing is known, there are no points.
-    pub fn sample(&mut self, metrics: &Metrics, lags: &Lags, now: i64) {
+    pub fn sample(&mut self, metrics: &Metrics, lags: &Lags, depth: usize, now: i64) {
         let start = now - now.rem_euclid(STEP);
         if self.totals.is_empty() {
             self.totals.push_back(Totals::now(metrics, now));
@@ -105,7 +105,6 @@ impl History {
             self.close(metrics, now);
         }
         let Some(overall) = lags.overall else { return };
-        let depth = metrics.observation().map_or(0, |seen| seen.depth);
         let open = self.open.get_or_insert_with(|| Point {
             at: start,
             lag: 0.0,

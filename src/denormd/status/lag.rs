@@ -7,7 +7,7 @@
 
 use std::{collections::VecDeque, time::Instant};
 
-use denormd_engine::metrics::{Observation, StreamFacts};
+use denormd_engine::snapshot::{RuleFacts, Snapshot, StreamFacts};
 use denormd_model::position::ClusterTime;
 
 /// Lag, in seconds, from which a rule counts as behind.
@@ -101,9 +101,9 @@ impl RuleLag {
 
 impl Lags {
     /// The lags at `now`, in milliseconds since 1970 by the server's clock.
-    pub fn of(seen: &Observation, probes: &Probes, now: i64) -> Self {
+    pub fn of(seen: &Snapshot, probes: &Probes, now: i64) -> Self {
         let unread: Vec<i64> = seen.streams.iter().map(|stream| probes.unread(stream.reached, now)).collect();
-        let own = |(rule, oldest): (&denormd_engine::metrics::RuleFacts, &Option<i64>)| {
+        let own = |(rule, oldest): (&RuleFacts, &Option<i64>)| {
             let held = oldest.map_or(0, |committed| (now - committed).max(0));
             let streams = rule.streams.iter().filter_map(|stream| unread.get(*stream)).max();
             seconds(held.max(streams.copied().unwrap_or_default()))

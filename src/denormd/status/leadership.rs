@@ -109,15 +109,20 @@ impl Leadership {
             Self::Standby { leaders } if leaders.is_empty() => {
                 Some("Standing by: no instance leads at the moment.".to_owned())
             }
-            Self::Standby { leaders } => {
-                let names: Vec<&str> = leaders.iter().map(|leader| leader.instance.as_str()).collect();
-                Some(format!(
-                    "Standing by: {} {}.",
-                    names.join(" and "),
-                    if names.len() == 1 { "leads" } else { "lead" }
-                ))
+            Self::Standby { .. } => {
+                let verb = if self.leaders().len() == 1 { "leads" } else { "lead" };
+                Some(format!("Standing by: {} {verb}.", self.leaders().join(" and ")))
             }
-            Self::Unknown { .. } => Some("Cannot tell who leads: the lease cannot be read or renewed.".to_owned()),
+            Self::Unknown { .. } => Some("Leader unknown: the lease cannot be read or renewed.".to_owned()),
+        }
+    }
+
+    /// The names of the leaders of a standby.
+    #[must_use]
+    pub fn leaders(&self) -> Vec<&str> {
+        match self {
+            Self::Standby { leaders } => leaders.iter().map(|leader| leader.instance.as_str()).collect(),
+            _ => Vec::new(),
         }
     }
 
@@ -130,8 +135,8 @@ impl Leadership {
             (Self::Unknown { .. }, Self::Leader { term }) => {
                 event(now, "leader", format!("this instance still leads, term {term}: its lease is renewed again"))
             }
-            (_, Self::Standby { leaders }) if !leaders.is_empty() && before != self => {
-                event(now, "standby", self.sentence()?.trim_end_matches('.').to_owned())
+            (_, Self::Standby { leaders }) if !leaders.is_empty() && before.leaders() != self.leaders() => {
+                event(now, "standby", format!("standing by: the lease names {}", self.leaders().join(" and ")))
             }
             (_, Self::Unknown { since }) if before.name() != self.name() => {
                 event(*since, "leader_unknown", self.sentence()?.trim_end_matches('.').to_owned())
@@ -150,7 +155,7 @@ mod tests {
     use super::*;
 
     fn reading(age: u64, holders: &[&str]) -> Reading {
-        let holder = |name: &&str| Holder { instance: (*name).to_owned(), term: 3, since: 0 };
+        let holder = |name: &&str| Holder { instance: (*name).to_owned(), term: 3, since: 0, until: 108_000 };
         let held = holders.iter().enumerate().map(|(nth, name)| (format!("d#{nth}/3"), holder(name)));
         Reading { at: Instant::now().checked_sub(Duration::from_secs(age)).unwrap(), held: held.collect() }
     }
@@ -192,6 +197,11 @@ mod tests {
         let told = |before: &Leadership, after: &Leadership| after.news(before, 0).map(|event| event.what);
         assert_eq!(told(&nobody, &other).as_deref(), Some("standby"));
         assert_eq!(told(&other, &other), None);
+        let mut renewed = other.clone();
+        if let Leadership::Standby { leaders } = &mut renewed {
+            leaders[0].until += 2000;
+        }
+        assert_eq!(told(&other, &renewed), None, "it names the same leader");
         assert_eq!(told(&other, &nobody), None, "somebody will take it in a moment");
         assert_eq!(told(&me, &unknown).as_deref(), Some("leader_unknown"));
         assert_eq!(told(&unknown, &Leadership::Unknown { since: 5 }), None);

@@ -9,8 +9,8 @@ use bson::{Bson, Document, doc};
 use futures_util::TryStreamExt;
 
 use denormd_engine::{
-    checkpoint::store::Store, dead_letter, deployment::lease, jobs::prune::retired, metrics::Observation,
-    reconcile::Context,
+    checkpoint::store::Store, dead_letter, deployment::lease, jobs::prune::retired, reconcile::Context,
+    snapshot::Snapshot,
 };
 use denormd_model::{clock::wall_millis, position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::{
@@ -50,7 +50,7 @@ impl Board {
     pub(super) async fn ask(&self) {
         let known = {
             let state = self.state();
-            let attached = state.attached.values().next().map(|attached| attached.context.clone());
+            let attached = state.attached.values().next().cloned();
             state.cluster.as_ref().map(|(context, _)| context.clone()).or(attached)
         };
         let Some(context) = known else { return };
@@ -83,8 +83,7 @@ impl Board {
 
     /// Makes the less frequent requests, while this process leads: the canary, the dead letters, the oplog window.
     pub(super) async fn probe(&self, round: u64) {
-        let Some(attached) = self.attached() else { return };
-        let context = &attached.context;
+        let Some(context) = &self.attached() else { return };
         if round.is_multiple_of(CANARY) {
             let sent = self.metrics.now();
             if let Ok(Ok(place)) = tokio::time::timeout(PATIENCE, canary(context)).await
@@ -106,8 +105,8 @@ impl Board {
             return;
         }
         let saved = self
-            .metrics
-            .observation()
+            .state()
+            .snapshot()
             .and_then(|seen| seen.streams.iter().filter_map(|stream| stream.saved.or(Some(stream.applied))).min());
         match tokio::time::timeout(PATIENCE, oplog(&context.server, saved)).await.unwrap_or_else(|_| Err(silent())) {
             Ok(oplog) => self.take_oplog(oplog),
@@ -128,8 +127,10 @@ impl Board {
     /// Counts the dead letters, and determines the time up to which the copies are current: dead letters are recorded
     /// before anything counts as applied.
     async fn look(&self, context: &Context) {
-        let seen = self.metrics.observation();
-        let written = self.state().written();
+        let (seen, written) = {
+            let state = self.state();
+            (state.snapshot(), state.written())
+        };
         let Ok(Ok(dead_letters)) = tokio::time::timeout(PATIENCE, dead_letters(context)).await else { return };
         let operation = tokio::time::timeout(PATIENCE, context.server.operation_time()).await;
         let mut state = self.state();
@@ -146,9 +147,8 @@ impl Board {
         let (Some(seen), Ok(Ok(operation))) = (seen, operation) else { return };
         // A large fan-out is recorded as a job, and the position passes it before its last target is written.
         let whole = state.attached.len() == usize::try_from(state.partitions).unwrap_or(usize::MAX);
-        let applied = seen.streams.iter().map(|stream| stream.applied).min().filter(|_| whole);
-        if let Some(applied) = applied.filter(|_| seen.fan_outs.iter().all(|open| *open == 0)) {
-            state.currency.applied(applied, operation, context.plan.longest_chain(), written);
+        if whole && !seen.streams.is_empty() && seen.fan_outs.is_empty() {
+            state.currency.applied(seen.applied(), operation, context.plan.longest_chain(), written);
             state.except = except(context, &seen, &state.dead_letters);
         }
     }
@@ -199,7 +199,7 @@ impl Board {
 /// The rules whose copies may lack a change, whatever is applied.
 fn except(
     context: &Context,
-    seen: &Observation,
+    seen: &Snapshot,
     dead_letters: &BTreeMap<String, BTreeMap<String, u64>>,
 ) -> BTreeSet<String> {
     let stopped = seen.in_state(|state| *state != RuleState::Live);

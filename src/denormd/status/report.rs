@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use denormd_engine::{
     deployment::instances::Instance,
-    metrics::{AuditProgress, Cause, HeldBack, Metrics, Observation, RecentError},
+    metrics::{Cause, Metrics, RecentError},
+    snapshot::{AuditProgress, HeldBack, Snapshot},
 };
 use denormd_model::rule_state::{RuleState, rank};
 
@@ -19,7 +20,7 @@ use super::{
     shared::Report,
 };
 
-/// Longest outage that a thin oplog bridges, in seconds.
+/// A remaining oplog window below which the oplog counts as thin, in seconds.
 const THIN: f64 = 4.0 * 3600.0;
 
 /// The overall state.
@@ -235,7 +236,7 @@ pub enum Backfill {
     Waiting,
     /// It runs.
     Running {
-        /// Targets processed since it started or resumed.
+        /// Targets read since it started or resumed; with `create: true`, sources as well.
         scanned: u64,
         /// Estimated number of targets.
         total: Option<u64>,
@@ -317,10 +318,9 @@ pub struct Problem {
 }
 
 pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Status {
-    let metrics = &board.metrics;
     let own = own(board, state, view, now);
     let status = match &state.shared.report {
-        Some(report) if metrics.observation().is_none() => passed_on(own, report, view, now),
+        Some(report) if view.snapshot.is_none() => passed_on(own, report, view, now),
         _ => own,
     };
     let level = level(&status);
@@ -332,9 +332,9 @@ pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Sta
 /// The status that this instance knows by itself. Level and summary are derived from the rest.
 fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
     let metrics = &board.metrics;
-    let seen = metrics.observation();
+    let seen = view.snapshot.as_ref();
     let (events_per_second, targets_per_second) = state.history.rates(metrics, now);
-    let streams = seen.iter().flat_map(|seen| &seen.streams).map(|stream| Stream {
+    let streams = seen.into_iter().flat_map(|seen| &seen.streams).map(|stream| Stream {
         database: stream.database.clone(),
         reached: stream.reached.to_string(),
         applied: stream.applied.to_string(),
@@ -350,7 +350,7 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
         instances: instances(board, state, view),
         partitions: (state.partitions > 1)
             .then(|| Partitions { of: state.partitions, led: state.attached.keys().copied().collect() }),
-        started: metrics.started_at(),
+        started: board.started,
         now,
         level: Level::Ok,
         summary: String::new(),
@@ -361,14 +361,14 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
             .currency
             .claim()
             .filter(|_| seen.is_some())
-            .map(|time| Current { as_of: time.to_string(), except: in_order(&state.except, metrics) }),
+            .map(|time| Current { as_of: time.to_string(), except: in_order(&state.except, seen) }),
         causes: causes(state, view, now),
         rules: rules(metrics, state, view),
         streams: streams.collect(),
         oplog: state.oplog.clone(),
         propagation: state.history.propagation(metrics, None),
-        queue_depth: seen.as_ref().map_or(0, |seen| seen.depth),
-        queue_capacity: seen.as_ref().map_or(0, |seen| seen.capacity),
+        queue_depth: seen.map_or(0, |seen| seen.depth),
+        queue_capacity: seen.map_or(0, |seen| seen.capacity),
         events_per_second,
         targets_per_second,
         checkpoint_age_seconds: view.lags.checkpoint,
@@ -516,9 +516,8 @@ fn instances(board: &Board, state: &State, view: &View) -> Vec<InstanceReport> {
 }
 
 /// Rules in the config's order.
-fn in_order(rules: &BTreeSet<String>, metrics: &Metrics) -> Vec<String> {
-    let seen = metrics.observation();
-    let known = seen.iter().flat_map(|seen| seen.rules.iter()).map(|rule| rule.name.clone());
+fn in_order(rules: &BTreeSet<String>, seen: Option<&Snapshot>) -> Vec<String> {
+    let known = seen.into_iter().flat_map(|seen| seen.rules.iter()).map(|rule| rule.name.clone());
     known.filter(|name| rules.contains(name)).collect()
 }
 
@@ -541,7 +540,7 @@ fn causes(state: &State, view: &View, now: i64) -> Vec<CauseReport> {
 }
 
 fn rules(metrics: &Metrics, state: &State, view: &View) -> Vec<Rule> {
-    let Some(seen) = metrics.observation() else { return Vec::new() };
+    let Some(seen) = &view.snapshot else { return Vec::new() };
     let (_, changed) = metrics.totals();
     let drift = metrics.drift();
     let rules = seen.rules.iter().enumerate().zip(&view.lags.rules).map(|((nth, facts), lag)| {
@@ -549,7 +548,7 @@ fn rules(metrics: &Metrics, state: &State, view: &View) -> Vec<Rule> {
         let reasons = state.dead_letters.get(&facts.name).cloned().unwrap_or_default();
         Rule {
             name: facts.name.clone(),
-            state: state_of(&seen, nth).to_owned(),
+            state: state_of(seen, nth).to_owned(),
             source: facts.source.clone(),
             target: facts.target.clone(),
             lag_seconds: lag.runs.then_some(lag.own),
@@ -559,7 +558,7 @@ fn rules(metrics: &Metrics, state: &State, view: &View) -> Vec<Rule> {
             late_keys: seen.late.get(nth).copied().unwrap_or_default(),
             keyed_by_target: facts.keyed_by_target,
             backfill: match seen.states.get(nth) {
-                Some(RuleState::Backfilling { .. }) => backfill(metrics, &facts.name),
+                Some(RuleState::Backfilling { .. }) => backfill(seen, &facts.name),
                 _ => Backfill::None,
             },
             degraded: seen.degraded.contains(&nth),
@@ -569,22 +568,22 @@ fn rules(metrics: &Metrics, state: &State, view: &View) -> Vec<Rule> {
             drift_repaired,
             dead_letters: reasons.values().sum(),
             dead_letter_reasons: reasons,
-            audit: metrics.audit(&facts.name),
+            audit: seen.audits.get(&facts.name).cloned(),
         }
     });
     rules.collect()
 }
 
 /// The name of a rule's state.
-fn state_of(seen: &Observation, rule: usize) -> &'static str {
+fn state_of(seen: &Snapshot, rule: usize) -> &'static str {
     match seen.states.get(rule) {
         Some(state) if state.is_backfilling() && seen.degraded.contains(&rule) => "degraded",
         state => state.unwrap_or(&RuleState::Live).name(),
     }
 }
 
-fn backfill(metrics: &Metrics, rule: &str) -> Backfill {
-    let Some(progress) = metrics.backfill(rule).filter(|progress| progress.ended.is_none()) else {
+fn backfill(seen: &Snapshot, rule: &str) -> Backfill {
+    let Some(progress) = seen.backfills.get(rule).filter(|progress| progress.ended.is_none()) else {
         return Backfill::Waiting;
     };
     let elapsed = progress.started.elapsed().as_secs_f64().max(0.001);
@@ -623,7 +622,7 @@ fn unknown_risk(status: &Status) -> String {
     let known = status
         .oplog
         .headroom_seconds
-        .map(|headroom| format!(" When it last did, the oplog bridged an outage of {}.", duration(headroom)));
+        .map(|headroom| format!(" When it last did, the remaining oplog window was {}.", duration(headroom)));
     format!("Not known while no primary answers.{}", known.unwrap_or_default())
 }
 
@@ -638,10 +637,10 @@ fn risk(state: &State, view: &View, now: i64) -> String {
             format!("Falling behind: changes are lost in {}, at {}.", duration(left), clock(now, left))
         }
         (_, _, Some(headroom)) if headroom < THIN => {
-            format!("No loss now, but the oplog bridges an outage of only {}.", duration(headroom))
+            format!("No loss now, but the remaining oplog window is only {}.", duration(headroom))
         }
-        (_, _, Some(headroom)) => format!("No: the oplog bridges an outage of {}.", duration(headroom)),
-        _ => "How far the oplog reaches back is not known yet.".to_owned(),
+        (_, _, Some(headroom)) => format!("No: the remaining oplog window is {}.", duration(headroom)),
+        _ => "The remaining oplog window is not known yet.".to_owned(),
     }
 }
 

@@ -18,16 +18,14 @@ pub fn summary(status: &Status) -> String {
         let since = duration(seconds(status.now - cause.since));
         sentences.push(format!("No primary of the replica set has answered for {since}."));
     } else {
-        sentences.extend(status.leadership.sentence());
+        let heard = status.heard_seconds.is_some_and(|heard| heard < BEHIND);
+        let waiting = waiting(status).filter(|_| !heard);
+        sentences.extend(waiting.or_else(|| status.leadership.sentence()));
     }
-    match (&status.leadership, status.heard_seconds) {
-        (Leadership::Standby { leaders }, None) if !leaders.is_empty() => {
-            sentences.push("Nothing has been heard of its figures yet.".to_owned());
-        }
-        (Leadership::Standby { .. }, Some(heard)) if heard >= BEHIND => {
-            sentences.push(format!("Its figures are {} old.", duration(heard)));
-        }
-        _ => {}
+    if let (Leadership::Standby { .. }, Some(heard)) =
+        (&status.leadership, status.heard_seconds.filter(|s| *s >= BEHIND))
+    {
+        sentences.push(format!("Its figures are {} old.", duration(heard)));
     }
     if cause(status, Cause::ConfigRefused).is_some() {
         sentences.push("The changed config is refused; the old rules stay in force.".to_owned());
@@ -40,6 +38,19 @@ pub fn summary(status: &Status) -> String {
             .to_owned();
     }
     sentences.join(" ")
+}
+
+/// The role of a standby whose leader has not been heard, so that it may be dead.
+fn waiting(status: &Status) -> Option<String> {
+    let Leadership::Standby { leaders } = &status.leadership else { return None };
+    let until = leaders.iter().map(|leader| leader.until).max()?;
+    let left = duration(seconds((until - status.now).max(0)));
+    let names = status.leadership.leaders().join(" and ");
+    Some(if leaders.len() == 1 {
+        format!("Standing by: waiting for the lease of {names}, which expires in {left} unless renewed.")
+    } else {
+        format!("Standing by: waiting for the leases of {names}, which expire within {left} unless renewed.")
+    })
 }
 
 fn cause(status: &Status, cause: Cause) -> Option<&CauseReport> {
@@ -61,7 +72,10 @@ fn standing_still(status: &Status) -> Vec<String> {
             0 => return None,
             1 => format!("Rule {} is {word}.", rules[0]),
             all if all == status.rules.len() => format!("Every rule is {word}."),
-            many => format!("{many} of {} rules are {word}: {}.", status.rules.len(), named(rules)),
+            many => {
+                let word = word.replace("its", "their");
+                format!("{many} of {} rules are {word}: {}.", status.rules.len(), named(rules))
+            }
         })
     };
     states.into_iter().filter_map(sentence).collect()
@@ -82,12 +96,15 @@ fn lag(status: &Status) -> Option<String> {
     let Some(worst) = late.first() else {
         let has = |found| cause(status, found).is_some();
         let stands_still = status.rules.iter().any(|rule| rule.lag_seconds.is_none());
+        let is_known = !has(Cause::NoPrimary) && !matches!(status.leadership, Leadership::Unknown { .. });
         return Some(if has(Cause::Degraded) {
             "Changes were lost; copies may be wrong until the backfill ends.".to_owned()
+        } else if !is_known {
+            return None;
         } else if has(Cause::Backfilling) {
             "Changes are applied as they come; existing data is being brought up to date.".to_owned()
         } else if has(Cause::DeadLetters) {
-            "Not behind. Some documents could not be written and are set aside.".to_owned()
+            "Not behind. Some documents could not be written and became dead letters.".to_owned()
         } else if overall > 0.0 {
             "Not behind: changes are applied within seconds.".to_owned()
         } else if stands_still {
@@ -104,4 +121,65 @@ fn lag(status: &Status) -> Option<String> {
     };
     let lasts = duration(seconds(status.now - since).max(BEHIND));
     Some(format!("Behind by {} on {rules}, for {lasts}.", duration(own(worst))))
+}
+
+#[cfg(test)]
+mod tests {
+    use denormd_engine::deployment::lease::Holder;
+
+    use super::*;
+
+    fn status() -> Status {
+        let reports: serde_json::Value =
+            serde_json::from_str(include_str!("../../../tests/golden/2/reports.json")).unwrap();
+        let status = bson::Bson::try_from(reports[0]["status"].clone()).unwrap();
+        serde_json::from_value(status.into_relaxed_extjson()).unwrap()
+    }
+
+    /// A daemon that was killed and started again said that its dead predecessor leads.
+    #[test]
+    fn a_leader_that_is_not_heard_is_only_known_by_its_lease() {
+        let mut status = status();
+        let holder =
+            |name: &str, left: i64| Holder { instance: name.to_owned(), term: 1, since: 0, until: status.now + left };
+        let (one, other) = (holder("a:1", 8000), holder("b:2", 3000));
+        status.leadership = Leadership::Standby { leaders: vec![one.clone()] };
+        (status.heard_seconds, status.causes, status.rules, status.lag_seconds) = (None, Vec::new(), Vec::new(), None);
+        assert_eq!(
+            summary(&status),
+            "Standing by: waiting for the lease of a:1, which expires in 8.0 s unless renewed."
+        );
+        status.heard_seconds = Some(1.0);
+        assert_eq!(summary(&status), "Standing by: a:1 leads.");
+        status.heard_seconds = Some(7.0);
+        status.leadership = Leadership::Standby { leaders: vec![one, other] };
+        assert_eq!(
+            summary(&status),
+            "Standing by: waiting for the leases of a:1 and b:2, which expire within 8.0 s unless renewed. Its figures are 7.0 s old."
+        );
+        status.leadership = Leadership::Standby { leaders: Vec::new() };
+        status.heard_seconds = None;
+        assert_eq!(summary(&status), "Standing by: no instance leads at the moment.");
+    }
+
+    /// Beside "No primary of the replica set has answered for 4.0 s" stood "Not behind".
+    #[test]
+    fn nothing_is_claimed_while_no_primary_answers() {
+        let mut status = status();
+        status.leadership = Leadership::Leader { term: 1 };
+        status.lag_seconds = Some(4.0);
+        for rule in &mut status.rules {
+            rule.lag_seconds = Some(4.0);
+        }
+        status.causes.truncate(1);
+        let cause = |cause: Cause| cause.name().to_owned();
+        status.causes[0] =
+            CauseReport { cause: cause(Cause::CatchingUp), since: status.now - 4000, ..status.causes[0].clone() };
+        assert_eq!(summary(&status), "Not behind: changes are applied within seconds.");
+        status.causes[0].cause = cause(Cause::NoPrimary);
+        assert_eq!(summary(&status), "No primary of the replica set has answered for 4.0 s.");
+        status.causes[0].cause = cause(Cause::LeaseUnreadable);
+        status.leadership = Leadership::Unknown { since: status.now - 4000 };
+        assert_eq!(summary(&status), "Leader unknown: the lease cannot be read or renewed.");
+    }
 }

@@ -9,10 +9,7 @@ use std::{
     time::Instant,
 };
 
-use denormd_engine::{
-    events::Event,
-    metrics::{BackfillProgress, Cause},
-};
+use denormd_engine::{events::Event, metrics::Cause, snapshot::BackfillProgress};
 
 use super::{causes::Found, lag::seconds, report::duration};
 
@@ -35,7 +32,7 @@ pub struct Timeline {
 struct Spell {
     began: i64,
     seen: i64,
-    told: bool,
+    reported: bool,
     rules: BTreeSet<String>,
 }
 
@@ -47,27 +44,27 @@ impl Timeline {
             let spell = self.spells.entry(*cause).or_insert_with(|| Spell {
                 began: since.unwrap_or(now),
                 seen: now,
-                told: false,
+                reported: false,
                 rules: BTreeSet::new(),
             });
             spell.seen = now;
             let joined: Vec<String> = rules.iter().filter(|rule| !spell.rules.contains(*rule)).cloned().collect();
             spell.rules.extend(joined.iter().cloned());
-            if !spell.told && (cause.is_severe() || now - spell.began >= SETTLED) {
-                spell.told = true;
+            if !spell.reported && (cause.is_severe() || now - spell.began >= SETTLED) {
+                spell.reported = true;
                 let rules: Vec<String> = spell.rules.iter().cloned().collect();
-                events.push(told(spell.began, cause.name(), rules, cause.meaning()));
-            } else if spell.told && !joined.is_empty() && is_by_rule(*cause) {
-                events.push(told(now, cause.name(), joined, cause.meaning()));
+                events.push(event(spell.began, cause.name(), rules, cause.meaning()));
+            } else if spell.reported && !joined.is_empty() && is_by_rule(*cause) {
+                events.push(event(now, cause.name(), joined, cause.meaning()));
             }
         }
         self.spells.retain(|cause, spell| {
             let over = now - spell.seen >= GONE;
-            if over && spell.told {
+            if over && spell.reported {
                 let lasted = duration(seconds(spell.seen - spell.began));
-                let text = format!("over after {lasted}: {}", cause.meaning());
+                let text = format!("`{}` ended after {lasted}", cause.name());
                 let rules = spell.rules.iter().cloned().collect();
-                events.push(told(spell.seen, &format!("{}_ended", cause.name()), rules, &text));
+                events.push(event(spell.seen, &format!("{}_ended", cause.name()), rules, &text));
             }
             !over
         });
@@ -80,7 +77,7 @@ impl Timeline {
     }
 
     /// Takes the last backfill of each rule; returns the events to report at `now`.
-    pub fn backfills(&mut self, now: i64, all: &[(String, BackfillProgress)]) -> Vec<Event> {
+    pub fn backfills(&mut self, now: i64, all: &BTreeMap<String, BackfillProgress>) -> Vec<Event> {
         let (mut started, mut done) = (Vec::new(), Vec::new());
         for (rule, progress) in all {
             let (known, over) = self.backfills.get(rule).copied().unzip();
@@ -89,21 +86,27 @@ impl Timeline {
             }
             if let Some(ended) = progress.ended.filter(|_| known != Some(progress.started) || over == Some(false)) {
                 let took = duration(ended.duration_since(progress.started).as_secs_f64());
-                let text = format!("existing data is up to date: {} targets in {took}", progress.scanned);
-                done.push(told(now, "backfill_done", vec![rule.clone()], &text));
+                let targets = format!("{} targets in {took}", progress.scanned);
+                let text = match progress.dead_letters {
+                    0 => format!("existing data is up to date: {targets}"),
+                    1 => format!("not all existing data is up to date: {targets}, 1 dead letter"),
+                    some => format!("not all existing data is up to date: {targets}, {some} dead letters"),
+                };
+                done.push((rule, text));
             }
             self.backfills.insert(rule.clone(), (progress.started, progress.ended.is_some()));
         }
         let mut events = Vec::new();
         if !started.is_empty() {
-            events.push(told(now, "backfill_started", started, "existing data is being brought up to date"));
+            events.push(event(now, "backfill_started", started, "existing data is being brought up to date"));
         }
-        events.append(&mut done);
+        // Events of one time are ordered by their ids, which ascend.
+        events.extend(done.into_iter().map(|(rule, text)| event(now, "backfill_done", vec![rule.clone()], &text)));
         events
     }
 }
 
-fn told(at: i64, what: &str, rules: Vec<String>, text: &str) -> Event {
+fn event(at: i64, what: &str, rules: Vec<String>, text: &str) -> Event {
     let named = rules.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
     let text = match rules.len() {
         0 => text.to_owned(),
@@ -142,7 +145,7 @@ mod tests {
         let mut timeline = Timeline::default();
         let slow = [found(Cause::ServerSlow, &["r"])];
         assert_eq!(names(&timeline.causes(0, &slow)), []);
-        assert_eq!(names(&timeline.causes(16_000, &[])), [], "it was gone before it was told");
+        assert_eq!(names(&timeline.causes(16_000, &[])), [], "it ended before it was reported");
         assert_eq!(names(&timeline.causes(20_000, &slow)), []);
         let begun = timeline.causes(25_000, &slow);
         assert_eq!(names(&begun), [(20_000, "server_slow")]);
@@ -152,14 +155,14 @@ mod tests {
         assert_eq!(names(&timeline.causes(41_000, &slow)), [], "and is the same spell");
         let over = timeline.causes(60_000, &[]);
         assert_eq!(names(&over), [(41_000, "server_slow_ended")]);
-        assert!(over[0].text.starts_with("over after 21 s"), "{}", over[0].text);
+        assert_eq!(over[0].text, "`server_slow` ended after 21 s (r)");
         assert_eq!(names(&timeline.causes(90_000, &[])), []);
     }
 
     #[test]
     fn what_cannot_wait_is_told_at_once_and_each_rule_that_joins() {
         let mut timeline = Timeline::default();
-        assert_eq!(names(&timeline.causes(0, &[found(Cause::RemovalLimit, &["a"])])), [(0, "braked")]);
+        assert_eq!(names(&timeline.causes(0, &[found(Cause::RemovalLimit, &["a"])])), [(0, "removal_limit")]);
         let joined = timeline.causes(1000, &[found(Cause::RemovalLimit, &["a", "b"])]);
         assert_eq!(joined[0].rules, ["b"]);
         assert_eq!(names(&timeline.causes(2000, &[found(Cause::RemovalLimit, &["b"])])), []);
@@ -170,24 +173,40 @@ mod tests {
         let (began, again) = (Instant::now(), Instant::now() + Duration::from_secs(60));
         let run = |rule: &str, started: Instant, took: Option<u64>| {
             let ended = took.map(|took| started + Duration::from_secs(took));
-            (rule.to_owned(), BackfillProgress { started, scanned: 50, total: None, ended, held_back: None })
+            (rule.to_owned(), BackfillProgress { started, scanned: 50, ended, ..BackfillProgress::started(None) })
         };
         let mut timeline = Timeline::default();
-        let started = timeline.backfills(0, &[run("a", began, None), run("b", began, None)]);
+        let started = timeline.backfills(0, &[run("a", began, None), run("b", began, None)].into());
         assert_eq!((names(&started), started[0].rules.len()), (vec![(0, "backfill_started")], 2));
-        let done = timeline.backfills(1000, &[run("a", began, Some(2)), run("b", began, None)]);
+        let done = timeline.backfills(1000, &[run("a", began, Some(2)), run("b", began, None)].into());
         assert_eq!(names(&done), [(1000, "backfill_done")]);
-        assert!(done[0].text.contains("50 targets in 2.0 s"), "{}", done[0].text);
-        assert_eq!(names(&timeline.backfills(2000, &[run("a", began, Some(2)), run("b", began, None)])), []);
+        assert_eq!(names(&timeline.backfills(2000, &[run("a", began, Some(2)), run("b", began, None)].into())), []);
         // A backfill that starts and ends between two ticks.
-        let quick = timeline.backfills(3000, &[run("a", again, Some(1))]);
+        let quick = timeline.backfills(3000, &[run("a", again, Some(1))].into());
         assert_eq!(names(&quick), [(3000, "backfill_started"), (3000, "backfill_done")]);
+        assert!(quick.is_sorted_by_key(|event| (event.time, event.id.clone())), "as readers sort them: {quick:?}");
+    }
+
+    /// Every target had failed, and the timeline called the data up to date.
+    #[test]
+    fn a_backfill_with_dead_letters_does_not_leave_the_data_up_to_date() {
+        let ended = |dead_letters: u64| {
+            let progress = BackfillProgress { scanned: 50, dead_letters, ..BackfillProgress::started(None) };
+            let ended = Some(progress.started + Duration::from_secs(2));
+            Timeline::default()
+                .backfills(0, &[("r".to_owned(), BackfillProgress { ended, ..progress })].into())
+                .remove(1)
+                .text
+        };
+        assert_eq!(ended(0), "existing data is up to date: 50 targets in 2.0 s (r)");
+        assert_eq!(ended(1), "not all existing data is up to date: 50 targets in 2.0 s, 1 dead letter (r)");
+        assert_eq!(ended(50), "not all existing data is up to date: 50 targets in 2.0 s, 50 dead letters (r)");
     }
 
     #[test]
     fn a_thousand_rules_make_one_short_line() {
         let rules: Vec<String> = (0..1000).map(|n| format!("rule-{n}")).collect();
-        let event = told(0, "degraded", rules, "lost");
+        let event = event(0, "degraded", rules, "lost");
         assert!(event.text.ends_with("and 995 more)") && event.text.len() < 200, "{}", event.text);
     }
 }

@@ -1,4 +1,4 @@
-//! Which definitions of rules have run: read without opening the state, for commands that only look.
+//! The definitions of rules that have run, read without opening the state, for commands that write nothing.
 
 use std::collections::BTreeMap;
 

@@ -101,8 +101,7 @@ impl FanOuts {
         let after = server.operation_time().await?;
         let filter = doc! {"_id": self.id(&rule.name, subject.task, &subject.key)};
         let command = doc! {"find": COLLECTION, "filter": filter, "limit": 1};
-        let found = server.read(&self.database, command, Reads { after }).await?;
-        let found = found.first().map(|found| Document::try_from(found.as_ref())).transpose()?;
+        let found = server.read_state(&self.database, command, Reads { after }).await?.pop();
         found.map(|found| progress(&found, subject.clone()).ok_or_else(|| unreadable(&found))).transpose()
     }
 

@@ -349,6 +349,9 @@ pub struct Holder {
     pub term: i64,
     /// Time of the take-over, in milliseconds since 1970 by the server's clock.
     pub since: i64,
+    /// Time at which the lease expires unless it is renewed, by the same clock.
+    #[serde(default)]
+    pub until: i64,
 }
 
 /// Holders of all leases of a deployment by the lease's id, for any number of partitions.
@@ -356,14 +359,14 @@ pub async fn holders(server: &Server, database: &str, deployment: &str) -> Resul
     // '$' follows the separator in ASCII, so this range matches all partitions and nothing else.
     let of_partitions = doc! {"$gt": format!("{deployment}{SEPARATOR}"), "$lt": format!("{deployment}$")};
     let filter = doc! {"$or": [{"_id": deployment}, {"_id": of_partitions}]};
-    let fields = doc! {"free": is_free(), "host": 1, "process": 1, "term": 1, "taken": 1};
+    let fields = doc! {"free": is_free(), "host": 1, "process": 1, "term": 1, "taken": 1, "until": 1};
     let leases = server.collection(database, COLLECTION);
     let found = leases.find(filter).projection(fields);
     let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
     let read = |lease: &Document| {
-        let since = lease.get_datetime("taken").map(|taken| taken.timestamp_millis()).unwrap_or_default();
+        let time = |name| lease.get_datetime(name).map(|time| time.timestamp_millis()).unwrap_or_default();
         let instance = instance_name(lease.get_str("host").ok()?, lease.get_i64("process").ok()?);
-        let holder = Holder { instance, term: lease.get_i64("term").ok()?, since };
+        let holder = Holder { instance, term: lease.get_i64("term").ok()?, since: time("taken"), until: time("until") };
         Some((lease.get_str("_id").ok()?.to_owned(), holder))
     };
     Ok(found.iter().filter(|lease| !lease.get_bool("free").unwrap_or_default()).filter_map(read).collect())

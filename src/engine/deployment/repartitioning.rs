@@ -82,7 +82,7 @@ pub async fn divide(server: &Server, database: &str, deployment: &str, of: u32, 
     let changed = tokio::time::timeout(PATIENCE, Box::pin(transaction));
     let changed = changed.await.map_err(|_| Error::internal("the partitions could not be changed in time"))??;
     if changed {
-        tracing::info!(from, to = of, "the deployment is divided anew");
+        tracing::info!(from, to = of, "the deployment is repartitioned");
     }
     Ok(changed)
 }

@@ -4,7 +4,7 @@
 //! cluster.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashMap},
     fmt,
     time::{Duration, Instant},
 };
@@ -25,9 +25,10 @@ use denormd_mongo::{
 };
 use denormd_rules::{
     config::{Mistake, OnMissing},
-    plan::{Rule, owned_paths, reference::Role},
+    plan::{Rule, owned_paths, reference::Role, tree::Tree},
 };
 
+use super::in_tree;
 use super::sample::{answered, count, keys, sampled, source_holds};
 
 /// Largest collection that is compared as a whole, in documents.
@@ -236,6 +237,9 @@ impl Figures {
     pub fn stated_basis(&self) -> String {
         match self.basis {
             Basis::Some if self.compared == 0 => "not counted: that took too long".to_owned(),
+            Basis::All if self.inserts.is_some() => {
+                format!("all {} compared, and the keys of all sources counted", counted(self.compared, "target"))
+            }
             Basis::All => format!("all {} compared", counted(self.compared, "target")),
             Basis::AllWithValues => format!(
                 "{} of about {} compared, among them all that hold a value",
@@ -279,7 +283,9 @@ pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, 
         command
     };
     let mine = rule.target.filter.clone().unwrap_or_default();
-    if total <= WHOLE {
+    if let Some(tree) = rule.tree {
+        counting.tree(tree, find(doc! {"$and": [mine, holds_a_value(rule)]}, 1)).await?;
+    } else if total <= WHOLE {
         if counting.take(find(mine, 0), u64::MAX).await? {
             counting.out.figures.basis = Basis::All;
         }
@@ -412,6 +418,30 @@ impl Counting<'_> {
         }
     }
 
+    /// Compares a whole tree. Of one that is too large, only finds out whether any of its documents holds a value, by
+    /// this command.
+    async fn tree(&mut self, tree: Tree, holding: Document) -> Result<()> {
+        let (context, rule) = (self.context, self.rule);
+        let compared = if self.at_once || self.out.figures.targets > in_tree::MOST {
+            None
+        } else {
+            in_tree::compare(context, rule, tree, self.after, self.begun + BUDGET).await?
+        };
+        if let Some(in_tree::Compare { compared, failing }) = compared {
+            self.out.figures.compared += failing;
+            self.out.figures.basis = Basis::All;
+            return compared.iter().try_for_each(|compared| self.add(compared));
+        }
+        let reads = Reads { after: self.after };
+        match context.server.read(&rule.target.namespace.database, holding, reads).await {
+            Ok(found) if found.is_empty() => self.out.figures.basis = Basis::AllWithValues,
+            Ok(_) => {}
+            Err(error) if error.kind == Kind::ReadTimedOut => {}
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
     /// Compares one page of targets. False when it took too long.
     async fn compare(&mut self, targets: Vec<Document>) -> Result<bool> {
         let id = |target: &Document| Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
@@ -423,12 +453,18 @@ impl Counting<'_> {
             command
         };
         let (context, after) = (self.context, self.after);
+        let of_id: HashMap<Key, &Document> = fresh.iter().map(|target| (id(target), target)).collect();
+        let is_refused = |compared: &Compared| {
+            let target = of_id.get(&Key::one(compared.target.clone()));
+            target.is_some_and(|target| compared.in_the_way(rule, target).is_some())
+        };
         let mut stack: Vec<&[Document]> = fresh.chunks(self.page().unsigned_abs() as usize).collect();
         while let Some(part) = stack.pop() {
             let mut take = |compared: Result<Compared>| {
                 match compared {
-                    Ok(compared) => self.add(&compared)?,
                     // It becomes a dead letter, and keeps its values.
+                    Ok(compared) if is_refused(&compared) => self.out.figures.compared += 1,
+                    Ok(compared) => self.add(&compared)?,
                     Err(error) if error.kind == Kind::Refused => self.out.figures.compared += 1,
                     Err(error) => return Err(error),
                 }

@@ -40,7 +40,7 @@ pub(super) async fn lookups(context: &Context, rule: &Rule, key: Option<Key>) ->
         (TARGETS, &rule.target.namespace, Some(read::holders(rule, &keys))),
     ];
     if rule.child().is_some() && !rule.reference.keyed_by_source_id() {
-        wanted.push(("the target that a source has left", &rule.target.namespace, read::parents(rule, &keys)));
+        wanted.push(("the target a source referred to before", &rule.target.namespace, read::parents(rule, &keys)));
     }
     let mut out = Vec::new();
     for (what, namespace, command) in wanted {

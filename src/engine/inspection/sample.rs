@@ -1,21 +1,27 @@
 //! Findings from a sample of a rule's documents.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 use serde::Serialize;
 
 use crate::{
-    inspection::lookups::{self, Lookup},
+    inspection::{
+        in_tree,
+        lookups::{self, Lookup},
+    },
     jobs::check::difference::{Differing, type_name},
     reconcile::{
         Context,
         applied::applied,
-        compare::{Compared, compare_by, compare_each, projection},
+        compare::{Compared, compare_by, compare_each, projection, value_at},
         read,
     },
 };
-use denormd_model::key::Key;
+use denormd_model::{field_path::Segment, key::Key};
 use denormd_mongo::{
     Reads,
     error::{Error, Kind, Result},
@@ -72,8 +78,21 @@ pub struct Sample {
     pub refused: u64,
     /// Sampled targets for which the rule's expressions fail.
     pub failing: u64,
+    /// The owned paths below which something else is in the way of a subdocument, in some sampled targets.
+    pub unwritable: Vec<Unwritable>,
     /// The figures that are not estimated without an index.
     pub not_estimated: Vec<&'static str>,
+}
+
+/// A place of the target where a path of the rule cannot continue.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Unwritable {
+    /// The place.
+    pub place: String,
+    /// Number of targets.
+    pub targets: u64,
+    /// Of these, targets that hold an array there.
+    pub arrays: u64,
 }
 
 /// References of one type.
@@ -81,6 +100,9 @@ pub struct Sample {
 pub struct References {
     /// The types of its values, separated by commas.
     pub kind: String,
+    /// Strings that would be ObjectIds in lower case.
+    #[serde(skip)]
+    pub upper_case: u64,
     /// Number of references.
     pub count: u64,
     /// Number of those that resolve.
@@ -178,7 +200,10 @@ impl Drawn {
             held_by: if source_holds(rule) { "source" } else { "target" },
             ..Sample::default()
         };
-        let compared = self.compare(context, rule, slow_sources, &mut sample).await?;
+        let mut compared = self.compare(context, rule, slow_sources, &mut sample).await?;
+        if let Some(compared) = &mut compared {
+            sample.unwritable = unwritable(rule, &self.targets, compared);
+        }
         match &compared {
             Some(compared) => changes(&mut sample, &self.targets, compared)?,
             None => sample.not_estimated.push("changes"),
@@ -254,6 +279,19 @@ impl Drawn {
         sample: &mut Sample,
     ) -> Result<Option<Vec<Compared>>> {
         let time = context.server.operation_time().await?;
+        if let Some(tree) = rule.tree {
+            if at_once || count(context, rule, Role::Target).await? > i64::try_from(in_tree::MOST).unwrap_or(i64::MAX) {
+                return Ok(None);
+            }
+            let deadline = Instant::now() + Duration::from_millis(PASS.unsigned_abs());
+            let Some(whole) = in_tree::compare(context, rule, tree, time, deadline).await? else { return Ok(None) };
+            let id = |document: &Document| Key::one(document.get("_id").cloned().unwrap_or(Bson::Null));
+            let drawn: BTreeSet<Key> = self.targets.iter().map(id).collect();
+            let mut compared = whole.compared;
+            compared.retain(|compared| drawn.contains(&Key::one(compared.target.clone())));
+            sample.failing = whole.failing.min((drawn.len() - compared.len().min(drawn.len())) as u64);
+            return Ok(Some(compared));
+        }
         if at_once {
             let sources = |keys: &[&Key]| {
                 let mut command = read::sources_at_once(rule, keys);
@@ -479,6 +517,24 @@ fn documents(rows: &[RawDocumentBuf]) -> Result<Vec<Document>> {
     rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect()
 }
 
+/// Removes the targets that the server would refuse to write. Returns the places because of which it would.
+fn unwritable(rule: &Rule, targets: &[Document], compared: &mut Vec<Compared>) -> Vec<Unwritable> {
+    let of_id: BTreeMap<Key, &Document> =
+        targets.iter().map(|target| (Key::one(target.get("_id").cloned().unwrap_or(Bson::Null)), target)).collect();
+    let mut places: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+    compared.retain(|compared| {
+        let target = of_id.get(&Key::one(compared.target.clone()));
+        let place = target.and_then(|target| Some((target, compared.in_the_way(rule, target)?)));
+        let Some((target, place)) = &place else { return true };
+        let (count, arrays) = places.entry(place.clone()).or_default();
+        *count += 1;
+        let path: Vec<Segment> = place.split('.').map(|name| Segment::Name(name.to_owned())).collect();
+        *arrays += u64::from(matches!(value_at(Some(target), &path), Some(Bson::Array(_))));
+        false
+    });
+    places.into_iter().map(|(place, (targets, arrays))| Unwritable { place, targets, arrays }).collect()
+}
+
 /// Records the changes that a backfill would make, and the sizes after it.
 fn changes(sample: &mut Sample, targets: &[Document], compared: &[Compared]) -> Result<()> {
     let sizes: BTreeMap<Key, i64> = targets
@@ -548,17 +604,27 @@ pub(super) async fn answered(context: &Context, rule: &Rule, held: &[Vec<Key>], 
     Ok(answered)
 }
 
+/// True for 24 hexadecimal digits with capital letters, which are not how an ObjectId is written.
+fn is_upper_case_id(value: &Bson) -> bool {
+    let Bson::String(text) = value else { return false };
+    text.len() == 24
+        && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+        && text.bytes().any(|byte| byte.is_ascii_uppercase())
+}
+
 /// References by type, with the number of those that are in `answered`, which is sorted.
 fn references(held: &[Vec<Key>], answered: &[Key]) -> Vec<References> {
-    let mut by_kind: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+    let mut by_kind: BTreeMap<String, References> = BTreeMap::new();
     for key in held.iter().flatten() {
         let kinds: Vec<&str> = key.values().iter().map(type_name).collect();
-        let (count, resolved) = by_kind.entry(kinds.join(", ")).or_default();
-        *count += 1;
-        *resolved += u64::from(answered.binary_search(key).is_ok());
+        let kind = kinds.join(", ");
+        let empty = || References { kind: kind.clone(), count: 0, resolved: 0, upper_case: 0 };
+        let references = by_kind.entry(kind.clone()).or_insert_with(empty);
+        references.count += 1;
+        references.resolved += u64::from(answered.binary_search(key).is_ok());
+        references.upper_case += u64::from(key.values().iter().any(is_upper_case_id));
     }
-    let mut out: Vec<References> =
-        by_kind.into_iter().map(|(kind, (count, resolved))| References { kind, count, resolved }).collect();
+    let mut out: Vec<References> = by_kind.into_values().collect();
     out.sort_by_key(|references| std::cmp::Reverse(references.count));
     out
 }

@@ -4,6 +4,7 @@
 //! found and what was probably meant.
 
 mod constants;
+mod interpolation;
 mod places;
 
 use bson::{Document, doc};
@@ -20,7 +21,7 @@ use denormd_mongo::{
 use denormd_rules::{
     config::{ConfigPath, Mistake},
     plan::{
-        Plan, Rule, Side,
+        Pair, Plan, Rule, Side,
         expression::{self, Reads as Paths},
         reference::Role,
     },
@@ -53,37 +54,67 @@ struct Seen {
     none_match: bool,
     /// The sample may lack fields that exist.
     cut: bool,
-    /// Paths that other rules write: no document may have them yet.
+    /// Paths that rules write: no document may have them yet.
     written: Vec<FieldPath>,
 }
 
 /// The suspected mistakes in a rule. Reads only.
 pub async fn suspicions(server: &Server, plan: &Plan, rule: &Rule) -> Result<Vec<Mistake>> {
+    let (source, target) = see(server, plan, rule).await?;
+    Ok(suspicions_of(rule, &source, &target))
+}
+
+/// True if the paths of `match` look reversed. The indexes and pre-images that it needs are then not those of the rule
+/// that was meant.
+pub async fn is_reversed(server: &Server, plan: &Plan, rule: &Rule) -> Result<bool> {
+    let (source, target) = see(server, plan, rule).await?;
+    Ok(!reversed(rule, &source, &target, &Places::of(rule)).is_empty())
+}
+
+async fn see(server: &Server, plan: &Plan, rule: &Rule) -> Result<(Seen, Seen)> {
     let mut source = look(server, &rule.source).await?;
     let mut target = look(server, &rule.target).await?;
     for (seen, side) in [(&mut source, &rule.source), (&mut target, &rule.target)] {
-        let others = plan.rules.iter().filter(|other| other.id != rule.id && other.target.namespace == side.namespace);
+        // A tree reads its own output.
+        let others = plan
+            .rules
+            .iter()
+            .filter(|other| (other.id != rule.id || rule.tree.is_some()) && other.target.namespace == side.namespace);
         seen.written = others.flat_map(|other| other.owned()).cloned().collect();
     }
-    Ok(suspicions_of(rule, &source, &target))
+    Ok((source, target))
 }
 
 /// The suspected mistakes that the text of a rule alone shows.
 #[must_use]
 pub fn without_a_server(rule: &Rule) -> Vec<Mistake> {
-    quotes(rule, &Places::of(rule))
+    let at = Places::of(rule);
+    let mut found = quotes(rule, &at);
+    found.extend(interpolation::suspicions(&at));
+    found
 }
 
 /// The place where a rule names one of its collections.
 #[must_use]
 pub fn place_of(rule: &Rule, role: Role) -> ConfigPath {
-    let at = Places::of(rule);
-    if role == Role::Source { at.source() } else { at.target() }
+    rule.side_at(role)
+}
+
+/// The place where a rule names a path that it owns.
+#[must_use]
+pub fn owned_place(rule: &Rule, path: &FieldPath) -> Mistake {
+    Places::of(rule).owned(path)
+}
+
+/// The place of an entry of `match`.
+#[must_use]
+pub fn pair_place(rule: &Rule, pair: &Pair) -> Mistake {
+    Mistake::new(Places::of(rule).pair(pair), "").on_key()
 }
 
 fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
     let at = Places::of(rule);
-    let mut found = quotes(rule, &at);
+    let mut found = without_a_server(rule);
     found.extend(existence(&rule.source.namespace, source, at.source()));
     if rule.creates.is_none() {
         found.extend(existence(&rule.target.namespace, target, at.target()));
@@ -91,7 +122,11 @@ fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
     let reversed = reversed(rule, source, target, &at);
     if reversed.is_empty() {
         found.extend(arrays(rule, source, target, &at));
-        found.extend(fields(rule, source, target, &at));
+        let absent = fields(rule, source, target, &at);
+        // A text like `$first $last` has been reported as such.
+        found.extend(
+            absent.into_iter().filter(|absent| found.iter().all(|known| known.at != absent.at)).collect::<Vec<_>>(),
+        );
         found.extend(types(rule, source, target, &at));
         found.extend(lacking(rule, target, &at));
     } else {

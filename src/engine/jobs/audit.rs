@@ -13,7 +13,6 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    metrics::AuditProgress,
     reconcile::{
         Context,
         compare::{Compared, Mismatch, compare_each, compare_ids_each, projection},
@@ -22,6 +21,7 @@ use crate::{
     },
     request::Page as Requested,
     route::reference_requests,
+    snapshot::AuditProgress,
 };
 use denormd_model::{key::Key, position::ClusterTime};
 use denormd_mongo::error::{Error, Result};
@@ -160,11 +160,12 @@ impl Audit<'_> {
         Ok(Page { read: page.targets.len() as u64, targets: page.targets, last: page.last })
     }
 
-    /// Publishes the progress of the round as metrics.
+    /// Publishes the progress of the round.
     fn publish(&self, round: &Round) {
         let seconds = round.begun.elapsed().as_secs_f64();
         let now = self.context.metrics.now();
-        self.context.metrics.audited(&self.rule.name, self.context.partition.place(), |audit| {
+        self.context.published.update(|snapshot| {
+            let audit = snapshot.audits.entry(self.rule.name.clone()).or_default();
             let (mut last_ended, mut last_seconds, mut last_unknown) =
                 (audit.last_ended, audit.last_seconds, audit.last_unknown);
             if round.ended {
@@ -181,6 +182,7 @@ impl Audit<'_> {
                 last_seconds,
                 last_unknown,
             };
+            false
         });
     }
 

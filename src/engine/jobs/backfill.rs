@@ -7,7 +7,11 @@
 //! A rule that creates its targets is backfilled in two passes. The first is that over its targets. The second reads the
 //! sources, and requests each key whose document is absent.
 
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bson::{Bson, Document, doc};
 use tokio::sync::{mpsc, oneshot};
@@ -15,9 +19,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::store::Store,
+    dead_letter::Chosen,
+    jobs::{Report, mailbox::Mailbox},
     reconcile::{Context, read, scan},
     request::{Page, Request, Scope, Task},
     route::{target_request, target_requests},
+    snapshot::BackfillProgress,
 };
 use denormd_model::{failpoint, key::Key, position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::{
@@ -53,37 +60,20 @@ pub struct BackfillRequest {
     pub in_sources: bool,
 }
 
-/// The channels that receive the results of backfills.
-#[derive(Debug)]
-pub struct Told {
-    /// Receives each finished backfill.
-    pub finished: mpsc::UnboundedSender<BackfillRequest>,
-    /// Receives each rule for which a privilege is missing, with the server's message. Recording that ends the
-    /// backfill.
-    pub lacking: mpsc::UnboundedSender<(RuleId, String)>,
-}
-
 /// Runs the requested backfills in the order of the plan, until `stop`.
 pub async fn run(
     context: Arc<Context>,
     store: Store,
-    mut asked: mpsc::UnboundedReceiver<BackfillRequest>,
+    asked: Arc<Mailbox<RuleId, BackfillRequest>>,
     out: mpsc::Sender<Page>,
-    told: Told,
+    reports: mpsc::Sender<Report>,
     stop: CancellationToken,
 ) {
     let mut waiting = Waiting::default();
     while !stop.is_cancelled() {
-        if waiting.0.is_empty() {
-            let next = tokio::select! {
-                next = asked.recv() => next,
-                () = stop.cancelled() => return,
-            };
-            let Some(next) = next else { return };
-            waiting.add(next, 0);
-        }
-        while let Ok(more) = asked.try_recv() {
-            waiting.add(more, 0);
+        let new = if waiting.0.is_empty() { stop.run_until_cancelled(asked.wait()).await } else { Some(asked.take()) };
+        for request in new.into_iter().flatten() {
+            waiting.add(request, 0);
         }
         let Some((mut request, failures)) = waiting.next(&context.plan.order) else { return };
         let begun = request.after.clone();
@@ -93,16 +83,18 @@ pub async fn run(
             () = stop.cancelled() => return,
         };
         let error = match result {
-            Ok(true) if told.finished.send(request.clone()).is_err() => return,
-            // Finished, or superseded by a newer request. That one is recorded in the state and is picked up from
-            // there.
-            Ok(_) => continue,
+            Ok(true) => match reports.send(Report::Backfilled(request)).await {
+                Ok(()) => continue,
+                Err(_) => return,
+            },
+            // Superseded by a newer request, which is recorded in the state and is picked up from there.
+            Ok(false) => continue,
             Err(error) => error,
         };
         tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
         context.metrics.record_error(Some(&one.rule.name), "backfill", &error);
         if error.code == Some(code::UNAUTHORIZED) {
-            if told.lacking.send((request.rule, error.message)).is_err() {
+            if reports.send(Report::Refused(request.rule, error.message)).await.is_err() {
                 return;
             }
             if one.is_asked_again(&request).await {
@@ -153,7 +145,7 @@ struct One<'a> {
 struct Pending {
     /// The last `_id` in the page.
     last: Bson,
-    targets: u64,
+    documents: u64,
     acknowledged: oneshot::Receiver<()>,
 }
 
@@ -180,13 +172,16 @@ impl One<'_> {
         let server = &self.context.server;
         let mut pending: VecDeque<Pending> = VecDeque::new();
         let mut after = request.after.clone();
-        let mut scanned = 0_u64;
+        let mut targets = 0_u64;
         let time = server.operation_time().await?;
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
-        let metrics = &self.context.metrics;
+        let published = &self.context.published;
         // The number of documents to come is unknown where sources are read as well.
         let expected = if self.rule.creates.is_some() { None } else { self.expected(after.as_ref()).await };
-        metrics.backfill_started(&self.rule.name, self.context.partition.place(), expected);
+        published.update(|snapshot| {
+            snapshot.backfills.insert(self.rule.name.clone(), BackfillProgress::started(expected));
+            false
+        });
         let mut done = 0_u64;
         let mut pace = Pace::new(self.context, &self.rule.name);
         if let Some(tree) = self.rule.tree.filter(|_| after.is_none())
@@ -197,18 +192,19 @@ impl One<'_> {
         loop {
             let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);
             let page = self.page(request.in_sources, after.as_ref(), most, time).await?;
-            scanned += page.documents;
+            // Only a rule that creates its targets reads its sources.
+            targets += if request.in_sources { 0 } else { page.documents };
             if let Some(reached) = &page.reached {
                 self.submit(page.requests, (page.documents, reached), time, &mut pending).await?;
             }
             let last = page.last;
             let keep = if last.is_some() { IN_FLIGHT } else { 0 };
             while pending.len() > keep {
-                done += pending.front().map_or(0, |page: &Pending| page.targets);
+                done += pending.front().map_or(0, |page: &Pending| page.documents);
                 if !self.settle(request, &mut pending, (done, expected)).await? && !self.is_to_go_on().await? {
                     return Ok(false);
                 }
-                metrics.backfilled(&self.rule.name, self.context.partition.place(), done);
+                published.backfill(&self.rule.name, |progress| progress.scanned = done);
             }
             // Only a rule that creates its targets has to look at its sources.
             if last.is_none() && (request.in_sources || self.rule.creates.is_none()) {
@@ -221,16 +217,33 @@ impl One<'_> {
             after = last;
             pace.keep(usize::try_from(page.documents).unwrap_or_default()).await?;
         }
-        let progress = (done, expected);
         failpoint::here("backfill-ending");
+        let dead_letters = self.dead_letters().await?;
+        if self.rule.creates.is_some() {
+            // Those that it has created as well.
+            targets = self.expected(None).await.unwrap_or(targets);
+        }
+        let progress = (targets, expected);
         let done = self.store.save_backfill(server, self.rule, request.generation, &RuleState::Live, progress).await?;
         if done {
-            metrics.backfill_ended(&self.rule.name, self.context.partition.place());
-            tracing::info!(rule = %self.rule.name, targets = scanned, "backfill done");
+            published.backfill(&self.rule.name, |progress| {
+                (progress.ended, progress.scanned) = (Some(Instant::now()), targets);
+                progress.dead_letters = dead_letters;
+            });
+            match dead_letters {
+                0 => tracing::info!(rule = %self.rule.name, targets, "backfill done"),
+                _ => tracing::warn!(rule = %self.rule.name, targets, dead_letters, "backfill done, with dead letters"),
+            }
         } else {
-            tracing::info!(rule = %self.rule.name, targets = scanned, "backfill asked for again meanwhile: starting over");
+            tracing::info!(rule = %self.rule.name, targets, "backfill asked for again meanwhile: starting over");
         }
         Ok(done)
+    }
+
+    /// Number of the rule's dead letters. Those of a page are recorded before it is acknowledged.
+    async fn dead_letters(&self) -> Result<u64> {
+        let chosen = Chosen { rule: Some(self.rule.name.clone()), key: None };
+        self.context.dead_letters.count(&self.context.server, &chosen).await
     }
 
     /// True if the state says that the rule needs a backfill.
@@ -288,14 +301,14 @@ impl One<'_> {
     async fn submit(
         &self,
         requests: Vec<Request>,
-        (targets, last): (u64, &Bson),
+        (documents, last): (u64, &Bson),
         after: ClusterTime,
         pending: &mut VecDeque<Pending>,
     ) -> Result<()> {
         let (done, acknowledged) = oneshot::channel();
         let page = Page { requests, after, done };
         self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
-        pending.push_back(Pending { last: last.clone(), targets, acknowledged });
+        pending.push_back(Pending { last: last.clone(), documents, acknowledged });
         Ok(())
     }
 
@@ -310,7 +323,7 @@ impl One<'_> {
         let Some(page) = pending.pop_front() else { return Ok(true) };
         let last = acknowledged(page).await?;
         failpoint::here("page-done");
-        if !request.in_sources && self.context.memory.passes(request.rule, &last) {
+        if !request.in_sources && self.context.memory.kept.passes(request.rule, &last) {
             self.store.passed(&self.context.server, &self.rule.name, &last).await?;
         }
         request.after = Some(last);

@@ -26,6 +26,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::fan_out::{FanOut, Subject},
+    jobs::{Report, mailbox::Mailbox},
     reconcile::{
         Context,
         find::request_of_found,
@@ -40,7 +41,7 @@ use denormd_mongo::{
     command::limited,
     error::{Error, Kind, Result},
 };
-use denormd_rules::plan::{Rule, RuleId};
+use denormd_rules::plan::Rule;
 
 /// Targets in one page.
 const PAGE: usize = 5000;
@@ -52,21 +53,12 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// job requested in their place was done.
 const LOOK: Duration = Duration::from_secs(10);
 
-/// Channels that report to the pipeline.
-#[derive(Debug)]
-pub struct Told {
-    /// Fan-out jobs that are done.
-    pub finished: mpsc::UnboundedSender<FanOut>,
-    /// Rules whose reads lack a privilege, with the error. Their jobs end once that is recorded.
-    pub lacking: mpsc::UnboundedSender<(RuleId, String)>,
-}
-
 /// Runs the requested fan-out jobs until `stop`.
 pub async fn run(
     context: Arc<Context>,
-    mut asked: mpsc::UnboundedReceiver<FanOut>,
+    asked: Arc<Mailbox<Subject, FanOut>>,
     out: mpsc::Sender<Page>,
-    told: Told,
+    reports: mpsc::Sender<Report>,
     stop: CancellationToken,
 ) {
     let mut waiting: Vec<FanOut> = Vec::new();
@@ -78,11 +70,10 @@ pub async fn run(
     loop {
         while let Some(job) = waiting.pop_if(|_| running.len() < AT_ONCE) {
             running.insert(job.subject.clone(), job.clone());
-            tasks.spawn(patiently(context.clone(), job, out.clone(), told.lacking.clone(), stop.clone()));
+            tasks.spawn(patiently(context.clone(), job, out.clone(), reports.clone(), stop.clone()));
         }
         tokio::select! {
-            job = asked.recv() => {
-                let Some(job) = job else { return };
+            jobs = asked.wait() => for job in jobs {
                 let waits = waiting.iter_mut().find(|other| other.subject == job.subject);
                 // A running job cannot save its progress any more, and another pass follows. A waiting job keeps its
                 // place.
@@ -90,7 +81,7 @@ pub async fn run(
                     Some(newest) => *newest = job,
                     None => waiting.insert(0, job),
                 }
-            }
+            },
             Some(ended) = tasks.join_next() => {
                 let Ok(Some(ended)) = ended else { return };
                 let Some(newest) = running.remove(&ended.asked.subject) else { continue };
@@ -98,7 +89,7 @@ pub async fn run(
                 // Waiting jobs run before the next pass of this one.
                 if !ended.done.is_some_and(is_done) {
                     waiting.insert(0, newest);
-                } else if told.finished.send(newest).is_err() {
+                } else if reports.send(Report::FannedOut(newest)).await.is_err() {
                     return;
                 }
             }
@@ -181,7 +172,7 @@ impl Pass<'_> {
             Scope::Named(ids) if *task == Task::Value => Some(ids.clone()),
             _ => None,
         });
-        context.memory.asks_page(&job.subject, named);
+        context.memory.fan_outs.asks_page(&job.subject, named);
         out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
         // The progress is recorded while the next page is written: a page that is written twice does no harm.
         let moved = job.after != self.begun;
@@ -189,7 +180,7 @@ impl Pass<'_> {
             async { if moved { context.fan_outs.advance(&context.server, rule, job).await } else { Ok(true) } };
         let (acknowledged, recorded) = tokio::join!(acknowledged, recorded);
         acknowledged.map_err(|_| Error::internal("the pipeline is gone"))?;
-        context.memory.asks_page(&job.subject, None);
+        context.memory.fan_outs.asks_page(&job.subject, None);
         failpoint::here("fan-out-page-done");
         self.targets += rows.len();
         job.after = reached.or(job.after.take());
@@ -210,7 +201,7 @@ async fn patiently(
     context: Arc<Context>,
     asked: FanOut,
     out: mpsc::Sender<Page>,
-    lacking: mpsc::UnboundedSender<(RuleId, String)>,
+    reports: mpsc::Sender<Report>,
     stop: CancellationToken,
 ) -> Option<Ended> {
     let mut job = None;
@@ -229,7 +220,7 @@ async fn patiently(
         context.metrics.record_error(Some(&rule.name), "fan-out", &error);
         if error.code == Some(code::UNAUTHORIZED) {
             // If the pipeline has ended, nobody needs the report.
-            lacking.send((rule.id, error.message)).ok();
+            reports.send(Report::Refused(rule.id, error.message)).await.ok();
             // The job ended with its rule, which is unavailable now.
             if let Ok(None) = context.fan_outs.recorded(&context.server, &rule, &asked.subject).await {
                 let done = Some(asked.request);

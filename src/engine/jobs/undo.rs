@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::{
-        kept::{COLLECTION, Element, Keeping, KeptValue, fingerprint},
+        kept::{COLLECTION, Element, KeptValue, fingerprint},
         requests::{Asked, Carried, Retired},
         rule_record::RuleRecord,
         store::Store,
@@ -91,7 +91,7 @@ pub async fn carry_out(context: &Context, store: &Store, asked: &Asked, stop: &C
         let stopped = record.as_ref().filter(|record| !is_running(record));
         let Some(record) = stopped else { return Ok(Carried::Refused(format!("`{}` is running", asked.rule))) };
         // Its last batches may still write.
-        if record.noticed != record.generation || context.memory.is_busy(rule.id) {
+        if record.noticed != record.generation || context.memory.batches.is_running(rule.id) {
             return Ok(Carried::Stopped);
         }
     }
@@ -107,8 +107,11 @@ pub async fn carry_out(context: &Context, store: &Store, asked: &Asked, stop: &C
     store.undoing(&context.server, &asked.rule, &keeping, &fields).await?;
     failpoint::here("undoing");
     if let Some(rule) = rule {
-        let keeping = Some(keeping).filter(|keeping: &Keeping| context.undo.enabled && !keeping.paths.is_empty());
-        context.memory.keeps(rule.id, keeping, false, false);
+        if context.undo.enabled && !keeping.paths.is_empty() {
+            context.memory.kept.begin(rule.id, keeping, false, false);
+        } else {
+            context.memory.kept.end(rule.id);
+        }
     }
     // Every partition receives the request. One of them writes, after the batches of all have ended.
     if context.partition.place() != 0 {
@@ -228,7 +231,7 @@ fn judge(value: &KeptValue, target: &Document) -> Result<Verdict> {
     })
 }
 
-/// The place of a kept value in its target as it is now, with indexes. None if its element is gone, or cannot be told
+/// The place of a kept value in its target as it is now, with indexes. None if its element is gone, or cannot be identified
 /// from another one.
 fn place(value: &KeptValue, target: &Document) -> Result<Option<String>> {
     let path = &value.place.path;

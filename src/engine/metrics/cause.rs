@@ -89,7 +89,7 @@ impl Cause {
             Self::StreamInterrupted => "stream_interrupted",
             Self::Degraded => "degraded",
             Self::SourceGone => "source_gone",
-            Self::RemovalLimit => "braked",
+            Self::RemovalLimit => "removal_limit",
             Self::Adoption => "adoption",
             Self::Retrying => "retrying",
             Self::ServerSlow => "server_slow",
@@ -102,10 +102,20 @@ impl Cause {
             Self::OplogUnreadable => "oplog_unreadable",
             Self::Stalled => "stalled",
             Self::Paused => "paused",
-            Self::Unavailable => "suspended",
+            Self::Unavailable => "unavailable",
             Self::CanaryLate => "canary_late",
             Self::ConfigRefused => "config_refused",
             Self::LeaseUnreadable => "lease_unreadable",
+        }
+    }
+
+    /// The name in the metrics of 0.1, which alerts may still ask for. Deprecated since 0.2.
+    #[must_use]
+    pub fn former_name(self) -> Option<&'static str> {
+        match self {
+            Self::RemovalLimit => Some("braked"),
+            Self::Unavailable => Some("suspended"),
+            _ => None,
         }
     }
 
@@ -134,9 +144,9 @@ impl Cause {
             Self::Throttled => "more work waits than memory allows; the streams are held back",
             Self::CatchingUp => "older changes are still being read",
             Self::Backfilling => "existing data is being brought up to date",
-            Self::DeadLetters => "documents that could not be read or written are set aside",
-            Self::OplogShort => "the saved position will soon fall off the oplog",
-            Self::OplogUnreadable => "how far the oplog reaches back cannot be read",
+            Self::DeadLetters => "documents that could not be read or written became dead letters",
+            Self::OplogShort => "the checkpoint will soon fall off the oplog",
+            Self::OplogUnreadable => "the remaining oplog window cannot be read",
             Self::Stalled => "the daemon's event loop is blocked",
             Self::Unavailable => "the cluster lacks something that a rule needs: it does nothing, and the others go on",
             Self::Paused => "an operator has paused it: its fields stay as they are",
@@ -151,7 +161,7 @@ impl Cause {
     #[must_use]
     pub fn advice(self) -> &'static str {
         match self {
-            Self::NoPrimary => "look at rs.status(); denormd goes on by itself as soon as there is a primary",
+            Self::NoPrimary => "look at rs.status(); denormd resumes by itself as soon as there is a primary",
             Self::LeaseUnreadable => {
                 "see the errors below: the state database must be readable and writable, with a majority of the members up"
             }
@@ -160,14 +170,14 @@ impl Cause {
             Self::StreamInterrupted => "see the errors below; it is opened again by itself",
             Self::Degraded => "nothing: the backfill runs. Enlarge the oplog so that it does not happen again",
             Self::SourceGone => {
-                "restore the collection: the rule goes on by itself if it would remove at most a tenth of its values; `denormd unblock RULE` agrees to the loss"
+                "restore the collection: the rule resumes by itself if it would remove at most a tenth of its values; `denormd unblock RULE` agrees to the loss"
             }
             Self::RemovalLimit => "find out what deleted so many sources; `denormd unblock RULE` agrees to the loss",
             Self::Adoption => {
                 "`denormd plan` says what it would change; `denormd unblock RULE` agrees, or correct the rule in the config"
             }
             Self::Retrying => {
-                "see the errors below; nothing is lost meanwhile, and it goes on by itself when they pass"
+                "see the errors below; nothing is lost meanwhile, and it resumes by itself when they pass"
             }
             Self::ServerSlow => "look at the server's load and replication lag (rs.printSecondaryReplicationInfo())",
             Self::HotKey => "wait; if it is often so, copy a field that changes less",
@@ -176,10 +186,10 @@ impl Cause {
             Self::Backfilling => "wait, see its progress",
             Self::DeadLetters => "`denormd dead-letters list` says which and why; they are tried again by themselves",
             Self::OplogShort => {
-                "remove what holds the lag up, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})"
+                "remove the cause of the lag, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})"
             }
             Self::OplogUnreadable => {
-                "grant `find` on local.oplog.rs, or watch the oplog window by other means; a router has no oplog, so watch each shard's"
+                "grant `find` on local.oplog.rs, or watch the remaining oplog window by other means; a router has no oplog, so watch each shard's"
             }
             Self::Stalled => "restart the daemon, and report its log",
             Self::Unavailable => {

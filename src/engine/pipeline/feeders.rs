@@ -1,4 +1,5 @@
-//! Work that does not come from the streams: dead letters that are due, and requests of commands.
+//! All that works beside the pipeline's loop and sends messages to it: the streams, the jobs, the retries of dead letters,
+//! requests of commands, and reads of the rules' states and sources.
 
 use std::{
     collections::BTreeMap,
@@ -6,36 +7,40 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bson::{Bson, RawDocumentBuf};
-use tokio::sync::{mpsc, oneshot, watch};
+use bson::RawDocumentBuf;
+use tokio::{
+    sync::{mpsc, oneshot},
+    task::JoinSet,
+};
 use tokio_util::sync::CancellationToken;
 
-use super::{Progress, keep, rules::read_sources};
+use super::{
+    Pipeline, keep,
+    sources::{self, Seen},
+};
 use crate::{
     checkpoint::{
         requests::{Asked, Carried, Work},
         store::Store,
     },
     dead_letter::{self, DeadLetter, Written},
-    inspection::adoption::{Losses, losses},
-    jobs::{prune, undo},
+    jobs::{Report, audit, backfill, fan_out, prune, undo},
     reconcile::Context,
     request::Page,
     route::target_request,
+    unavailable,
+    watch::{Delivery, follow},
 };
-use denormd_model::{
-    key::Key,
-    namespace::Namespace,
-    position::ClusterTime,
-    rule_state::{BlockReason, RuleState},
-};
+use denormd_model::{key::Key, position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::error::{Error, Result};
-use denormd_rules::plan::{Rule, RuleId};
+use denormd_rules::plan::RuleId;
 
+/// Capacity of the channel between the streams and the pipeline, in deliveries.
+const DELIVERIES: usize = 2;
+/// Capacity of the channel for reports.
+const REPORTS: usize = 16;
 /// Interval between reads of the recorded rule states and the requests of commands.
 const READ_STATES: Duration = Duration::from_secs(1);
-/// Interval between reads of the list of existing source collections.
-const READ_SOURCES: Duration = Duration::from_secs(2);
 
 /// Finding due dead letters also reads those that are not due: it takes no more than a twentieth of the time.
 const RARELY: u32 = 20;
@@ -49,7 +54,7 @@ const LATE: usize = 3;
 type Tried = (Vec<DeadLetter>, oneshot::Receiver<()>);
 
 /// Retries dead letters, a page at a time, each when its own pause is over, or after a change that was written at its key.
-pub(super) async fn retry(
+async fn retry(
     context: Arc<Context>,
     mut written: mpsc::Receiver<(RuleId, Written)>,
     out: mpsc::Sender<Page>,
@@ -125,7 +130,7 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<T
 
 /// Carries out the requests of commands: targets to reconcile again, and retired fields to remove. Answers when they
 /// are done.
-pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, stop: CancellationToken) {
+async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, stop: CancellationToken) {
     let round = async || {
         for asked in store.requests(&context.server).await? {
             let targets = match asked.work {
@@ -176,8 +181,60 @@ pub(super) async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sen
             Err(error) => Err(error),
         };
         if let Err(error) = result {
-            tracing::warn!(error = %error.message, "what commands ask for cannot be read; trying again");
+            tracing::warn!(error = %error.message, "the requests of commands cannot be read; trying again");
         }
+    }
+}
+
+/// Messages to the pipeline.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    /// Batches of events.
+    pub deliveries: mpsc::Receiver<Delivery>,
+    /// Requests that do not come from a stream.
+    pub pages: mpsc::Receiver<Page>,
+    /// Reports of the backfills and the fan-out jobs.
+    pub reports: mpsc::Receiver<Report>,
+    /// Recorded states that have changed; answered when they are published.
+    pub states: mpsc::Receiver<(Vec<Changed>, oneshot::Sender<()>)>,
+    /// Findings about sources.
+    pub sources: mpsc::Receiver<Seen>,
+}
+
+impl Inbox {
+    /// Starts all that works beside the loop, until the pipeline stops. The channels are bounded, and the loop always
+    /// reads them, except for deliveries and pages while the queue is full.
+    pub fn open(pipeline: &Pipeline, written: mpsc::Receiver<(RuleId, Written)>) -> (JoinSet<()>, Self) {
+        let (context, store, stop) = (&pipeline.context, &pipeline.store, &pipeline.context.stopping);
+        let (deliver, deliveries) = mpsc::channel(DELIVERIES);
+        let (page, pages) = mpsc::channel(1);
+        let (report, reports) = mpsc::channel(REPORTS);
+        let (change, changed) = mpsc::channel(1);
+        let (see, seen) = mpsc::channel(1);
+        let mut feeders = JoinSet::new();
+        for stream in pipeline.streams.iter() {
+            let Some(position) = stream.saved.clone() else { continue };
+            let (context, deliver, stop) = (context.clone(), deliver.clone(), stop.clone());
+            let (spec, waiting) = (stream.spec.clone(), pipeline.waiting.clone());
+            feeders.spawn(async move {
+                follow(&context.server, &context.metrics, &spec, position, waiting, deliver, stop).await;
+            });
+        }
+        let (asked, out) = (pipeline.jobs.backfills.clone(), page.clone());
+        feeders.spawn(backfill::run(context.clone(), store.clone(), asked, out, report.clone(), stop.clone()));
+        let (asked, out) = (pipeline.jobs.fan_outs.clone(), page.clone());
+        feeders.spawn(fan_out::run(context.clone(), asked, out, report, stop.clone()));
+        feeders.spawn(unavailable::watch(context.clone(), store.clone(), stop.clone()));
+        feeders.spawn(retry(context.clone(), written, page.clone(), stop.clone()));
+        feeders.spawn(keep::expire(context.clone(), stop.clone()));
+        feeders.spawn(requests(context.clone(), store.clone(), page.clone(), stop.clone()));
+        feeders.spawn(states(context.clone(), store.clone(), change, stop.clone()));
+        feeders.spawn(sources::look_at_intervals(context.clone(), see.clone(), stop.clone()));
+        feeders.spawn(sources::returns(context.clone(), see, stop.clone()));
+        let snapshot = context.published.subscribe();
+        let applied = Box::new(move |rule| snapshot.borrow().applied_of(rule));
+        feeders.spawn(audit::run(context.clone(), applied, page, stop.clone()));
+        (feeders, Self { deliveries, pages, reports, states: changed, sources: seen })
     }
 }
 
@@ -192,7 +249,7 @@ pub(super) struct Changed {
 }
 
 /// Reads the recorded states of the rules, which commands change, and ends expired pauses.
-pub(super) async fn states(
+async fn states(
     context: Arc<Context>,
     store: Store,
     out: mpsc::Sender<(Vec<Changed>, oneshot::Sender<()>)>,
@@ -201,11 +258,13 @@ pub(super) async fn states(
     let mut seen: BTreeMap<String, i64> = BTreeMap::new();
     let mut noticed: Vec<(String, i64)> = Vec::new();
     loop {
-        tokio::select! {
-            () = tokio::time::sleep(READ_STATES) => {}
-            () = stop.cancelled() => return,
-        }
-        let Ok(known) = store.standing(&context.server).await else { continue };
+        let read = async {
+            tokio::time::sleep(READ_STATES).await;
+            store.standing(&context.server).await
+        };
+        // The driver's futures are large.
+        let Some(known) = stop.run_until_cancelled(Box::pin(read)).await else { return };
+        let Ok(known) = known else { continue };
         let mut changed = Vec::new();
         let pauses = known.iter().any(|(_, record)| matches!(record.state, RuleState::Paused { .. }));
         for (name, record) in known {
@@ -238,104 +297,4 @@ pub(super) async fn states(
             tracing::warn!(error = %error.message, "the end of a pause cannot be recorded; trying again");
         }
     }
-}
-
-/// Reads at intervals which source collections exist.
-pub(super) async fn sources(
-    context: Arc<Context>,
-    out: mpsc::Sender<Vec<(Namespace, Option<Bson>)>>,
-    stop: CancellationToken,
-) {
-    loop {
-        tokio::select! {
-            () = tokio::time::sleep(READ_SOURCES) => {}
-            () = stop.cancelled() => return,
-        }
-        match read_sources(&context).await {
-            Ok(sources) => {
-                if out.send(sources).await.is_err() {
-                    return;
-                }
-            }
-            Err(error) => tracing::debug!(error = %error.message, "source collections cannot be listed; trying again"),
-        }
-    }
-}
-
-/// A rule whose source is there again, and the UUID of the collection.
-#[derive(Debug)]
-pub(super) struct Returned {
-    pub rule: RuleId,
-    pub uuid: Bson,
-}
-
-/// Counts what the rules without a source would lose if they ran again, and reports those that may. An application that
-/// writes one document creates the collection, and `mongorestore` fills it bit by bit: neither is the source's return.
-pub(super) async fn returns(
-    context: Arc<Context>,
-    progress: watch::Receiver<Progress>,
-    out: mpsc::UnboundedSender<Returned>,
-    stop: CancellationToken,
-) {
-    // The count covers the whole rule, not only this partition's keys.
-    let whole = context.whole();
-    let mut waiting: BTreeMap<RuleId, Waiting> = BTreeMap::new();
-    loop {
-        tokio::select! {
-            () = tokio::time::sleep(READ_SOURCES) => {}
-            () = stop.cancelled() => return,
-        }
-        let states = progress.borrow().states.clone();
-        let lacks = |rule: RuleId| states.get(rule.0) == Some(&RuleState::Blocked(BlockReason::SourceGone));
-        waiting.retain(|rule, _| lacks(*rule));
-        for rule in context.plan.rules.iter().filter(|rule| lacks(rule.id)) {
-            let waits = waiting.entry(rule.id).or_default();
-            if waits.next.is_some_and(|next| Instant::now() < next) {
-                continue;
-            }
-            let begun = Instant::now();
-            let looked = tokio::select! {
-                looked = Box::pin(look(&whole, rule, waits)) => looked,
-                () = stop.cancelled() => return,
-            };
-            waits.next = Some(Instant::now() + begun.elapsed() * RARELY);
-            match looked {
-                // The pipeline may have ended.
-                Ok(Some(uuid)) => drop(out.send(Returned { rule: rule.id, uuid })),
-                Ok(None) => {}
-                Err(error) => {
-                    tracing::debug!(rule = %rule.name, error = %error.message, "the source cannot be compared; trying again");
-                }
-            }
-        }
-    }
-}
-
-/// A rule that waits for its source.
-#[derive(Debug, Default)]
-struct Waiting {
-    /// Time of the next count: counts take no more than a twentieth of the time.
-    next: Option<Instant>,
-    /// The losses that were logged last.
-    logged: Option<Losses>,
-}
-
-/// The UUID of a rule's source, if it is there again and the rule may run.
-async fn look(whole: &Context, rule: &Rule, waits: &mut Waiting) -> Result<Option<Bson>> {
-    let Namespace { database, collection } = &rule.source.namespace;
-    let Some(uuid) = whole.server.collection_uuids(database, &[collection]).await?.remove(collection) else {
-        return Ok(None);
-    };
-    let losses = losses(whole, rule).await?;
-    if losses.are_small() {
-        return Ok(Some(uuid));
-    }
-    if waits.logged != Some(losses) {
-        tracing::warn!(
-            rule = %rule.name, %losses,
-            "the source collection is there again, but the rule stays blocked; `denormd unblock {}` agrees to the loss", rule.name
-        );
-        waits.logged = Some(losses);
-    }
-    Ok(None)
 }

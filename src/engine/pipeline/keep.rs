@@ -60,7 +60,7 @@ pub(super) async fn begin(context: &Context, rule: &Rule, keeping: Option<Keepin
 /// Goes on keeping values, after a restart or under another leader.
 pub(super) async fn resume(context: &Context, rule: &Rule, keeping: Option<Keeping>) -> Result<()> {
     let Some(keeping) = keeping.filter(|_| context.undo.enabled) else {
-        context.memory.keeps(rule.id, None, false, false);
+        context.memory.kept.end(rule.id);
         return Ok(());
     };
     let chosen = Chosen { rule: Some(rule.name.clone()), key: None };
@@ -69,7 +69,7 @@ pub(super) async fn resume(context: &Context, rule: &Rule, keeping: Option<Keepi
     if matches!(rule.on_missing, OnMissing::Remove | OnMissing::Delete) {
         tracing::info!(rule = %rule.name, "documents and elements that the rule deletes are not kept for `denormd undo`");
     }
-    context.memory.keeps(rule.id, Some(keeping), aside, is_full);
+    context.memory.kept.begin(rule.id, keeping, aside, is_full);
     Ok(())
 }
 
@@ -85,7 +85,7 @@ pub(super) async fn end(context: &Context, store: &Store, name: &str, generation
     match ended.await {
         Ok(true) => {
             if let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == name) {
-                context.memory.keeps(rule.id, None, false, false);
+                context.memory.kept.end(rule.id);
             }
         }
         Ok(false) => {}

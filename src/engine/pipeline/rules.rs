@@ -1,42 +1,24 @@
-//! The states of the rules, and how they are registered when the pipeline starts.
+//! The registry of the rules, and the changes of their states while the pipeline runs.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use bson::Bson;
 
-use crate::{
-    checkpoint::{
-        rule_record::{Agreement, RuleRecord},
-        store::Store,
-    },
-    reconcile::Context,
+use super::{
+    Pipeline,
+    feeders::Changed,
+    record::{Change, Order, Recorder},
+    schedule::Hold,
 };
+use crate::jobs::backfill::BackfillRequest;
 use denormd_model::{
     failpoint,
     namespace::Namespace,
     position::ClusterTime,
     rule_state::{BlockReason, RuleState},
 };
-use denormd_mongo::error::{Kind, Result};
-use denormd_rules::{
-    config::BackfillMode,
-    plan::{Plan, Rule, RuleId},
-};
-
-use super::{
-    adoption::{self, decisions_of, is_blocked},
-    keep,
-};
-
-pub(super) fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
-    let touched = |rule: &&Arc<denormd_rules::plan::Rule>| {
-        rule.source.namespace.database == database || rule.target.namespace.database == database
-    };
-    context.plan.rules.iter().filter(touched).map(|rule| rule.id).collect()
-}
+use denormd_mongo::error::Result;
+use denormd_rules::plan::{Plan, RuleId, Side};
 
 /// The states of the rules as this leader knows them, each with the generation that it is recorded under. The state
 /// database takes precedence: a state that a command has recorded under a newer generation replaces the one here.
@@ -44,11 +26,25 @@ pub(super) fn rules_of(context: &Context, database: &str) -> Vec<RuleId> {
 pub(super) struct Rules {
     states: Arc<Vec<RuleState>>,
     generations: Vec<i64>,
+    /// Time up to which an operator has accepted the loss of a rule's source: an earlier drop that is read later does
+    /// not block the rule again.
+    pub released: BTreeMap<RuleId, ClusterTime>,
+    /// The recorded UUIDs of the rules' source collections; None for a source that a version without this field has
+    /// seen.
+    pub sources: BTreeMap<RuleId, Option<Bson>>,
+    /// Changes that are not recorded yet.
+    pub recorder: Recorder,
 }
 
 impl Rules {
     pub fn new(plan: &Plan) -> Self {
-        Self { states: Arc::new(vec![RuleState::Live; plan.rules.len()]), generations: vec![0; plan.rules.len()] }
+        Self {
+            states: Arc::new(vec![RuleState::Live; plan.rules.len()]),
+            generations: vec![0; plan.rules.len()],
+            released: BTreeMap::new(),
+            sources: BTreeMap::new(),
+            recorder: Recorder::default(),
+        }
     }
 
     /// The state of a rule.
@@ -66,10 +62,20 @@ impl Rules {
         &self.states
     }
 
-    /// Replaces the state of a rule.
+    /// Sets the state of a rule.
     pub fn set(&mut self, rule: RuleId, state: RuleState, generation: i64) {
         Arc::make_mut(&mut self.states)[rule.0] = state;
         self.generations[rule.0] = generation;
+    }
+
+    /// Takes over a recorded state, unless it or a newer one is known; returns true if it did. The answer to a write of ours
+    /// may arrive after a read of the same state, whose backfill may be done by then, or of a newer one by a command.
+    pub fn take(&mut self, rule: RuleId, state: RuleState, generation: i64) -> bool {
+        let is_newer = generation > self.generation(rule);
+        if is_newer {
+            self.set(rule, state, generation);
+        }
+        is_newer
     }
 
     /// Marks the rule as live after the backfill of this generation, unless its state has changed since.
@@ -89,123 +95,210 @@ impl Rules {
     }
 }
 
-/// Records new and changed rules, and returns the states of all.
-pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<Rules> {
-    let known = store.rules(&context.server).await?;
-    let mut rules = Rules::new(&context.plan);
-    // A rule may only write after the permission to do so is recorded.
-    let decisions = adoption::decide(context, &known).await?;
-    for (rule, decision) in context.plan.rules.iter().zip(decisions) {
-        let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
-        match (before, decision) {
-            (Some(record), None) => {
-                tell_stopped(&rule.name, &record.state);
-                keep::resume(context, rule, record.keeping.clone()).await?;
-                rules.set(rule.id, record.state.clone(), record.generation);
+impl Pipeline {
+    /// Orders a change of a rule's state to be recorded; the checkpoint does not pass the batch before that. Returns
+    /// false if the state of the rule does not allow the change.
+    pub(super) fn change(&mut self, rule: RuleId, change: Change, hold: Option<Hold>) -> bool {
+        let applies = change.applies_to(self.rules.state(rule));
+        if applies {
+            let hold = hold.inspect(|hold| self.schedule.hold(*hold));
+            self.rules.recorder.add(rule, change, hold);
+        }
+        applies
+    }
+
+    /// Begins to record the next change, unless one is being recorded.
+    pub(super) fn record(&mut self) {
+        while let Some(Order { rule, change, .. }) = self.rules.recorder.first() {
+            let (rule, applies) = (*rule, change.applies_to(self.rules.state(*rule)));
+            if applies {
+                let generation = self.rules.generation(rule);
+                return self.rules.recorder.start(&self.context, &self.store, generation);
             }
-            (before, decision) => {
-                let keeping = keep::of(context, rule, before, decision.as_ref());
-                let blocked = decision.and_then(|decision| decision.block);
-                let state = match blocked {
-                    Some(adoption) => RuleState::Blocked(BlockReason::Adoption(adoption)),
-                    None => first_state(rule, before),
-                };
-                tell_stopped(&rule.name, &state);
-                let change = match before {
-                    None => "new",
-                    Some(record) if rule.has_definition(&record.definition) => "back in the config",
-                    Some(_) => "changed",
-                };
-                tracing::info!(rule = %rule.name, change, state = state.name(), "rule");
-                // A definition that was blocked has written nothing, so there is nothing to prune.
-                let changed = |record: &&RuleRecord| !rule.has_definition(&record.definition) && !is_blocked(record);
-                if let Some(record) = before.filter(changed) {
-                    store.retire(&context.server, &rule.name, &record.definition).await?;
+            // The state has changed since.
+            if let Some(order) = self.rules.recorder.pop() {
+                self.settle(order);
+            }
+        }
+    }
+
+    /// Records all ordered changes before the loop starts.
+    pub(super) async fn record_all(&mut self) -> Result<()> {
+        while let Some(order) = self.rules.recorder.pop() {
+            if order.change.applies_to(self.rules.state(order.rule)) {
+                let (rule, generation) = (self.context.plan.rule(order.rule), self.rules.generation(order.rule));
+                // The driver's futures are large.
+                let recorded = Box::pin(order.change.record(&self.context, &self.store, rule, generation)).await?;
+                self.recorded(order, recorded);
+            }
+        }
+        Ok(())
+    }
+
+    /// Applies a change that is recorded.
+    pub(super) fn recorded(&mut self, order: Order, recorded: Option<(RuleState, i64)>) {
+        let context = self.context.clone();
+        let rule = context.plan.rule(order.rule);
+        match &order.change {
+            Change::Block(reason) => {
+                failpoint::here("held");
+                let end = reason.end(&rule.name);
+                tracing::error!(rule = %rule.name, %reason, "the rule is blocked: its fields stay as they are until {end}");
+            }
+            Change::Unavailable(reason) => {
+                tracing::error!(rule = %rule.name, reason, "the rule is unavailable until the cluster has what it needs; the others go on");
+            }
+            Change::Backfill => {}
+            Change::SourceBack(uuid) | Change::SourceSeen(uuid) => {
+                self.rules.sources.insert(rule.id, Some(uuid.clone()));
+            }
+        }
+        if let Change::SourceBack(uuid) = &order.change {
+            tracing::info!(rule = %rule.name, "the source collection is there again: the rule is backfilled from it");
+            context.memory.sources.saw(&rule.source.namespace, Some(uuid.clone()));
+        }
+        if let Some((state, generation)) = recorded
+            && self.rules.take(rule.id, state, generation)
+        {
+            self.act_on_state(rule.id);
+        }
+        self.settle(order);
+    }
+
+    /// Lets go of everything that has waited for a change.
+    fn settle(&mut self, order: Order) {
+        for hold in order.holds {
+            self.schedule.release(hold);
+        }
+        for outcome in self.batches.parked.extract_if(.., |outcome| outcome.lane.0 == order.rule).collect::<Vec<_>>() {
+            self.finish(outcome);
+        }
+    }
+
+    /// Starts the backfill of a rule in whose state it is open.
+    pub(super) fn act_on_state(&mut self, rule: RuleId) {
+        let mut removals_agreed = false;
+        if let RuleState::Backfilling { after, in_sources, agreed } = self.rules.state(rule).clone() {
+            let generation = self.rules.generation(rule);
+            self.jobs.backfill(BackfillRequest { rule, generation, after, in_sources });
+            removals_agreed = agreed;
+        }
+        self.context.memory.removals.agree(rule, removals_agreed);
+    }
+
+    /// Takes over the state of a rule from the state database if it is newer: set by a command, or by a write of ours
+    /// that timed out. A state read before the leader recorded another one is older and is ignored.
+    pub(super) fn take_state(&mut self, Changed { rule, state, generation, released }: Changed) {
+        let before = self.rules.state(rule).clone();
+        if !self.rules.take(rule, state.clone(), generation) {
+            return;
+        }
+        self.rules.released.extend(released.map(|until| (rule, until)));
+        let name = &self.context.plan.rule(rule).name;
+        match (&before, &state) {
+            (RuleState::Blocked(reason), after) if !after.is_blocked() => {
+                self.context.memory.removals.reset(rule);
+                // The loss was accepted: an absent source counts as empty.
+                if *reason == BlockReason::SourceGone {
+                    self.context.memory.sources.saw(&self.context.plan.rule(rule).source.namespace, None);
+                    self.rules.sources.remove(&rule);
                 }
-                // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
-                let agreement = if rule.adopt && !state.is_blocked() { Agreement::Given } else { Agreement::Ended };
-                let registered = store.register_rule(&context.server, rule, (&state, agreement), keeping.as_ref());
-                let (state, generation) = registered.await?;
-                failpoint::here("rule-reset");
-                keep::begin(context, rule, keeping).await?;
-                context.fan_outs.forget(&context.server, &rule.name).await?;
-                rules.set(rule.id, state, generation);
+                tracing::info!(rule = %name, "the rule is unblocked");
+            }
+            (before, RuleState::Backfilling { .. }) if before.is_stopped() => {
+                tracing::info!(rule = %name, "the rule is resumed");
+            }
+            (_, RuleState::Paused { .. }) => tracing::warn!(rule = %name, "the rule is paused"),
+            (_, after) if after.is_stopped() => {
+                tracing::warn!(rule = %name, state = after.name(), "the rule is stopped");
+            }
+            _ => {}
+        }
+        self.act_on_state(rule);
+    }
+
+    pub(super) fn backfilled(&mut self, request: &BackfillRequest) {
+        self.rules.backfilled(request.rule, request.generation);
+        if !self.rules.state(request.rule).is_backfilling() {
+            self.context.memory.removals.agree(request.rule, false);
+        }
+        // A fan-out job writes targets that the backfill has left to it. From here on, all others hold denormd's values. A
+        // rule that was stopped meanwhile is backfilled once more, and keeps values until then.
+        if *self.rules.state(request.rule) == RuleState::Live && self.jobs.fan_outs_of(request.rule).next().is_none() {
+            self.context.memory.kept.end(request.rule);
+        }
+    }
+
+    /// Processes the list of existing source collections. A rule whose source is gone, or is another collection now, is
+    /// blocked.
+    pub(super) fn take_sources(&mut self, sources: Vec<(Namespace, Option<Bson>)>) {
+        let context = self.context.clone();
+        for (source, now) in sources {
+            let known = context.memory.sources.uuid(&source);
+            if known.is_none() {
+                context.memory.sources.saw(&source, now.clone());
+            }
+            for rule in context.plan.rules.iter().filter(|rule| rule.source.namespace == source) {
+                let recorded = self.rules.sources.get(&rule.id).cloned();
+                let seen = [known.as_ref(), recorded.as_ref().and_then(Option::as_ref)];
+                let was_there = known.is_some() || recorded.is_some();
+                match &now {
+                    // Once it runs again, the comparison is repeated.
+                    Some(_) if self.rules.state(rule.id).is_stopped() => {}
+                    Some(now) if seen.iter().flatten().all(|seen| *seen == now) => {
+                        if seen[1].is_none() {
+                            self.change(rule.id, Change::SourceSeen(now.clone()), None);
+                        }
+                    }
+                    None if !was_there => {}
+                    Some(_) | None => drop(self.change(rule.id, Change::Block(BlockReason::SourceGone), None)),
+                }
             }
         }
     }
-    for (name, record) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
-        // A stopped rule keeps its state: its return to the config requires a whole backfill anyway.
-        if record.state != RuleState::Removed && !record.state.is_stopped() {
-            // Values that the application writes while the rule is absent belong to the application.
-            decisions_of(context).forget(name).await?;
-            store.remove(&context.server, name).await?;
-        }
-        tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
-    }
-    Ok(rules)
 }
 
-/// The state of a rule that is new, changed, or returns to the config.
-fn first_state(rule: &Rule, before: Option<&RuleRecord>) -> RuleState {
-    match before.map(|record| &record.state) {
-        // A pause survives a change of the rule.
-        Some(RuleState::Paused { until }) => RuleState::Paused { until: *until },
-        _ if rule.backfill == BackfillMode::Auto => RuleState::BACKFILL,
-        _ => RuleState::AwaitingBackfill,
-    }
+/// The rules with their source or target in a database.
+pub(super) fn rules_of<'a>(plan: &'a Plan, database: &'a str) -> impl Iterator<Item = RuleId> {
+    let is_there = move |side: &Side| side.namespace.database == database;
+    plan.rules.iter().filter(move |rule| is_there(&rule.source) || is_there(&rule.target)).map(|rule| rule.id)
 }
 
-fn tell_stopped(rule: &str, state: &RuleState) {
-    let reason = state.reason().unwrap_or_default();
-    match state {
-        RuleState::Blocked(block) => {
-            tracing::error!(rule, reason, "this rule is blocked until {}", block.end(rule));
-        }
-        RuleState::Unavailable { .. } => {
-            tracing::error!(rule, reason, "this rule is unavailable until the cluster has what it needs");
-        }
-        RuleState::Paused { .. } => tracing::warn!(rule, "this rule is paused until `denormd resume {rule}`"),
-        RuleState::Backfilling { .. } | RuleState::AwaitingBackfill | RuleState::Live | RuleState::Removed => {}
-    }
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use denormd_rules::{
+        config::{Format, load_str},
+        plan::compile,
+    };
 
-/// Times up to which the loss of each rule's source is accepted.
-pub(super) async fn releases(context: &Context, store: &Store) -> Result<BTreeMap<RuleId, ClusterTime>> {
-    let known = store.rules(&context.server).await?;
-    let released = known.iter().filter_map(|(name, state)| {
-        let rule = context.plan.rules.iter().find(|rule| rule.name == *name)?;
-        Some((rule.id, state.released?))
-    });
-    Ok(released.collect())
-}
-
-/// The recorded UUIDs of the rules' source collections; None for a source that a version without this field has seen.
-pub(super) async fn recorded_sources(context: &Context, store: &Store) -> Result<BTreeMap<RuleId, Option<Bson>>> {
-    let known = store.rules(&context.server).await?;
-    let recorded = known.into_iter().filter(|(_, record)| record.source_seen).filter_map(|(name, record)| {
-        let rule = context.plan.rules.iter().find(|rule| rule.name == name)?;
-        Some((rule.id, record.source_uuid))
-    });
-    Ok(recorded.collect())
-}
-
-/// The source collections with their UUIDs, or None for one that does not exist. A collection in a database that may
-/// not be listed is left out: its rules are unavailable, or will be.
-pub(super) async fn read_sources(context: &Context) -> Result<Vec<(Namespace, Option<Bson>)>> {
-    let sources: BTreeSet<&Namespace> = context.plan.rules.iter().map(|rule| &rule.source.namespace).collect();
-    let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for source in &sources {
-        names.entry(&source.database).or_default().push(&source.collection);
+    fn one_rule() -> Rules {
+        let rule = "{ name: r, copy: { source: s, target: t, match: { ref: _id }, set: { n: $n } } }";
+        let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {rule}\n");
+        Rules::new(&compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap())
     }
-    let mut found = Vec::new();
-    for (database, names) in names {
-        let mut uuids = match context.server.collection_uuids(database, &names).await {
-            Err(error) if error.kind == Kind::Privilege => continue,
-            uuids => uuids?,
-        };
-        let of_one =
-            |name: &str| (Namespace { database: database.to_owned(), collection: name.to_owned() }, uuids.remove(name));
-        found.extend(names.into_iter().map(of_one));
+
+    const RULE: RuleId = RuleId(0);
+    const BLOCKED: RuleState = RuleState::Blocked(BlockReason::RemovalLimit);
+
+    /// The pages of a backfill that was requested in between would be skipped.
+    #[test]
+    fn an_answer_that_comes_late_does_not_undo_a_newer_state() {
+        let mut rules = one_rule();
+        assert!(rules.take(RULE, RuleState::BACKFILL, 6));
+        assert!(!rules.take(RULE, BLOCKED, 5));
+        assert_eq!((rules.state(RULE), rules.generation(RULE)), (&RuleState::BACKFILL, 6));
+        assert!(rules.take(RULE, BLOCKED, 7));
+        assert_eq!(rules.state(RULE), &BLOCKED);
     }
-    Ok(found)
+
+    /// The rule would be backfilling forever: no second backfill of one generation is started.
+    #[test]
+    fn an_answer_that_comes_after_the_backfill_does_not_reopen_it() {
+        let mut rules = one_rule();
+        assert!(rules.take(RULE, RuleState::BACKFILL, 6));
+        rules.backfilled(RULE, 6);
+        assert!(!rules.take(RULE, RuleState::BACKFILL, 6));
+        assert_eq!(rules.state(RULE), &RuleState::Live);
+    }
 }

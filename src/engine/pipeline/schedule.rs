@@ -59,6 +59,15 @@ struct Followed {
     more: bool,
 }
 
+/// A batch of a stream that waits for something besides its requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hold {
+    /// The stream.
+    pub stream: usize,
+    /// The batch's number.
+    pub batch: u64,
+}
+
 /// Next step for a key whose run has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
@@ -139,6 +148,16 @@ impl Schedule {
         }
     }
 
+    /// Keeps the checkpoint before a batch that is being routed, until [`Schedule::release`].
+    pub fn hold(&mut self, hold: Hold) {
+        self.watermark.hold(hold.stream, hold.batch);
+    }
+
+    /// Ends a [`Schedule::hold`].
+    pub fn release(&mut self, hold: Hold) {
+        self.watermark.release(hold.stream, hold.batch);
+    }
+
     /// True if this partition runs the request. Writes belong to the owner of their key. A look-up leads to keys of any
     /// owner, so every partition runs it and keeps the results that it owns.
     fn is_mine(&self, request: &Request) -> bool {
@@ -180,9 +199,19 @@ impl Schedule {
 
     /// The next keys to run together.
     ///
+    /// A rule without a batch may start one although all batches are taken: the backlog of one rule does not hold up its
+    /// neighbours.
+    ///
     /// If a rule is `crowded`, only one of its batches writes at a time: several would write the same targets, and the
-    /// server would repeat the conflicting writes.
-    pub fn take(&mut self, most: Most, now: Instant, crowded: impl Fn(RuleId) -> bool) -> Option<Batch> {
+    /// server would repeat the conflicting writes. No key of a rule that is `stopping` runs.
+    pub fn take(
+        &mut self,
+        most: Most,
+        now: Instant,
+        crowded: impl Fn(RuleId) -> bool,
+        stopping: impl Fn(RuleId) -> bool,
+    ) -> Option<Batch> {
+        let busy: Vec<RuleId> = if most.are_taken { self.queue.running().collect() } else { Vec::new() };
         let more = self.queue.has_room() && self.streams.iter().any(|stream| stream.more);
         let waits = || self.queue.waits(|lane, scope| gets_less(&self.router, lane, scope));
         let defers = self.deferral.defers(now, more, !self.waited.is_empty(), waits);
@@ -193,7 +222,8 @@ impl Schedule {
         let mut batch = self.queue.take(most, now, |lane, scope| {
             let waits = defers && gets_less(&self.router, lane, scope);
             let conflicts = matches!(lane.1, Task::Value | Task::Target) && writing.contains(&lane.0);
-            !(waits || conflicts || full && lane.1.looks_up())
+            let is_closed = waits || conflicts || stopping(lane.0) || busy.contains(&lane.0);
+            !(is_closed || full && lane.1.looks_up())
         })?;
         // A slow key already runs in parallel with others.
         let waited = |work: &Work| work.read_limit.is_none() && gets_less(&self.router, batch.lane, &work.scope);
@@ -380,8 +410,12 @@ mod tests {
         }
 
         fn take(&mut self, millis: u64) -> Option<Batch> {
-            self.schedule
-                .take(Most { keys: self.keys, batches: 1 }, self.start + Duration::from_millis(millis), |_| false)
+            self.schedule.take(
+                Most { keys: self.keys, batches: 1, are_taken: false },
+                self.start + Duration::from_millis(millis),
+                |_| false,
+                |_| false,
+            )
         }
 
         fn finish(&mut self, batch: Batch, millis: u64) -> usize {
@@ -407,7 +441,7 @@ mod tests {
         assert_eq!(bench.taken(1_000), 2, "patience has an end");
         assert_eq!(bench.taken(1_000), 0);
         bench.deliver(3, Scope::All, true);
-        assert_eq!(bench.taken(1_100), 0, "and begins anew");
+        assert_eq!(bench.taken(1_100), 0, "and starts again");
         bench.deliver(4, Scope::All, false);
         assert_eq!(bench.taken(1_100), 2, "nothing more is to come");
     }
@@ -487,20 +521,73 @@ mod tests {
         assert_eq!(verdicts(&mut bench), HashSet::from([Verdict::Unconfirmed]));
     }
 
+    /// A rule's backlog does not hold up its neighbours.
+    #[test]
+    fn a_rule_without_a_batch_may_start_one_beside_all_others() {
+        let rules = format!("rules:\n  - {{ name: r, {COPY} }}\n  - {{ name: q, {COUNT} }}\n");
+        let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\n{rules}");
+        let plan = compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap();
+        let mut schedule = Schedule::new(plan, 100);
+        schedule.follow(Position { time: ClusterTime::default(), token: None });
+        let now = Instant::now();
+        let ask = |schedule: &mut Schedule, rule, key: i32| {
+            let batch = schedule.begin(0);
+            let origin = Origin { stream: 0, batch, after: ClusterTime::default(), committed: None };
+            let key = Key::one(Bson::Int32(key));
+            schedule.ask(Request { rule: RuleId(rule), task: Task::Value, key, scope: Scope::All }, origin);
+            schedule.end(0, batch, Position { time: ClusterTime::default(), token: None }, false);
+        };
+        let take = |schedule: &mut Schedule, are_taken| {
+            schedule.take(Most { keys: 1, batches: 1, are_taken }, now, |_| false, |_| false)
+        };
+        (0..3).for_each(|key| ask(&mut schedule, 0, key));
+        let first = take(&mut schedule, false).unwrap();
+        assert!(take(&mut schedule, true).is_none(), "the rule has a batch");
+        (0..2).for_each(|key| ask(&mut schedule, 1, key));
+        assert_eq!(take(&mut schedule, true).unwrap().lane.0, RuleId(1));
+        assert!(take(&mut schedule, true).is_none(), "both rules have one");
+        let done = Next::Done { pause: Duration::ZERO };
+        let keys = first.items.into_iter().map(|(key, work)| (key, work, done)).collect();
+        schedule.finish(first.lane, first.number, &[], keys, now);
+        assert_eq!(take(&mut schedule, true).unwrap().lane.0, RuleId(0));
+    }
+
     #[test]
     fn of_a_crowded_rule_one_batch_writes_at_a_time() {
         let mut bench = Bench::new(COPY);
         bench.keys = 1;
         bench.deliver(1, Scope::All, false);
         bench.deliver(2, Scope::All, false);
-        let most = Most { keys: 1, batches: 3 };
-        let first = bench.schedule.take(most, bench.start, |_| true).unwrap();
-        assert!(bench.schedule.take(most, bench.start, |_| true).is_none());
+        let most = Most { keys: 1, batches: 3, are_taken: false };
+        let first = bench.schedule.take(most, bench.start, |_| true, |_| false).unwrap();
+        assert!(bench.schedule.take(most, bench.start, |_| true, |_| false).is_none());
         bench.finish(first, 0);
-        let second = bench.schedule.take(most, bench.start, |_| true).unwrap();
+        let second = bench.schedule.take(most, bench.start, |_| true, |_| false).unwrap();
         bench.deliver(3, Scope::All, false);
-        assert!(bench.schedule.take(most, bench.start, |_| false).is_some(), "another rule's, or not crowded any more");
+        assert!(
+            bench.schedule.take(most, bench.start, |_| false, |_| false).is_some(),
+            "another rule's, or not crowded any more"
+        );
         bench.finish(second, 0);
+    }
+
+    /// Its keys are not done before the stop is recorded, and the checkpoint stays before the event that stops it.
+    #[test]
+    fn the_keys_of_a_rule_that_is_stopping_wait_and_so_does_the_checkpoint() {
+        let mut bench = Bench::new(COPY);
+        let position = |seconds| Position { time: ClusterTime { seconds, increment: 1 }, token: None };
+        let hold = Hold { stream: 0, batch: bench.schedule.begin(0) };
+        bench.schedule.hold(hold);
+        bench.schedule.end(0, hold.batch, position(1), false);
+        bench.deliver(1, Scope::All, false);
+        let most = Most { keys: 1, batches: 1, are_taken: false };
+        assert!(bench.schedule.take(most, bench.start, |_| false, |_| true).is_none());
+        let batch = bench.schedule.take(most, bench.start, |_| false, |_| false).unwrap();
+        bench.finish(batch, 0);
+        assert_eq!(bench.schedule.frontier(0), None);
+        assert_eq!(bench.schedule.applied(0), ClusterTime::default());
+        bench.schedule.release(hold);
+        assert!(bench.schedule.frontier(0).is_some());
     }
 
     #[test]

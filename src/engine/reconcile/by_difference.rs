@@ -6,7 +6,7 @@
 //! and for elements, that each is still in its place. It does not demand that owned paths are: whoever else writes one
 //! between the read and the write is overwritten, as by any other statement.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use bson::{Bson, Document, RawBson, RawDocumentBuf, cstr, doc};
 
@@ -16,7 +16,7 @@ use crate::reconcile::{
     context::Load,
     keep::places_of,
     read,
-    run::{End, Item, Run, newest, source_gone},
+    run::{End, Item, Run, backoff, newest, source_gone},
     statement::{Operators, Statement, unchanged, update},
     value::Rows,
 };
@@ -79,7 +79,26 @@ impl Run<'_> {
             let written = statements(self.rule, key, (target, guard), differences)?;
             all.extend(written.into_iter().map(|statement| (vec![*nth], statement)));
         }
-        self.write(items, [all, Vec::new()], &rows, self.context.limits.write_timeout).await
+        let owners: BTreeSet<usize> = all.iter().flat_map(|(owners, _)| owners).copied().collect();
+        let changes = if self.rule.touch.is_some() { all.len() / 2 } else { all.len() };
+        let matched = self.write(items, [all, Vec::new()], &rows, self.context.limits.write_timeout).await?;
+        if matched < changes as u64 {
+            Self::compare_again(items, owners);
+        }
+        Ok(())
+    }
+
+    /// Has these targets compared once more: a statement of some of them matched nothing. Either the references were
+    /// changed since the read, or somebody set the path of `touch` between the two statements of one change
+    /// ([`touched`]), so that each left the target to the other.
+    fn compare_again(items: &mut [Item], owners: BTreeSet<usize>) {
+        for nth in owners {
+            let Item { work, end, .. } = &mut items[nth];
+            if end.is_none() {
+                *end = Some(End::Later(backoff(work.attempts)));
+                work.attempts += 1;
+            }
+        }
     }
 
     /// The sources of these targets; None if their collection is gone.
@@ -161,9 +180,10 @@ fn place(each: Option<&FieldPath>, places: &[(String, Bson)], difference: &Diffe
     }
 }
 
-/// The same statement with the path of `touch`. Of the two, the server runs one: a time that is later than its clock
+/// The same statement with the path of `touch`. Of the two, one matches: a time that is later than the server's clock
 /// stays. That happens after a failover to a member whose clock is behind. The statement for that case comes first: the
-/// other one may set a time that is later than that of the command.
+/// other one may set a time that is later than `$$NOW`, which is the time of the whole command. Neither matches if
+/// somebody else sets such a time between the two; the target is compared again then.
 fn touched(rule: &Rule, conditions: Vec<Document>, operators: RawDocumentBuf) -> Result<Vec<Statement>> {
     let Some(path) = &rule.touch else { return Ok(vec![update(rule, conditions, operators, &[])?]) };
     let at = format!("${path}");

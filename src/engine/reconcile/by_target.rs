@@ -103,9 +103,26 @@ fn keys_of_rows(rule: &Rule, targets: &[Referrer<'_>]) -> Vec<Key> {
 /// matches and that has a value.
 #[must_use]
 pub fn sources(rule: &Rule, targets: &[Referrer<'_>]) -> Document {
+    sources_of(rule, targets, None)
+}
+
+/// Like [`sources`], for a tree whose documents do not have their values yet: `settled` gives the sources of a target,
+/// by its `_id`, as `{ k: _id, v: the fields that the rule writes }`.
+#[must_use]
+pub fn sources_settled(rule: &Rule, targets: &[Referrer<'_>], settled: Settled<'_>) -> Document {
+    sources_of(rule, targets, Some(settled))
+}
+
+/// The sources of a target.
+pub type Settled<'a> = &'a (dyn Fn(&Bson) -> Vec<Document> + Sync);
+
+fn sources_of(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Document {
     let mut inner = read::sources_of_pair(rule);
+    if settled.is_some() {
+        inner.push(settle(rule));
+    }
     inner.extend(read::row_of_pair(rule));
-    let mut stages = lookups(rule, targets, &inner);
+    let mut stages = lookups(rule, targets, &inner, settled);
     let found = doc! {"k": ["$id", "$r.n"], "v": {"$arrayElemAt": ["$s.v", 0]}};
     stages.push(match read::values_without_source(rule) {
         None => doc! {"$replaceWith": found},
@@ -120,12 +137,25 @@ pub fn sources(rule: &Rule, targets: &[Referrer<'_>]) -> Document {
     command
 }
 
+/// Replaces the fields of a source that the rule writes by those in `$$settled`.
+fn settle(rule: &Rule) -> Document {
+    let roots: Vec<&str> = rule.owned().into_iter().map(FieldPath::root).collect();
+    let is_other = doc! {"$not": [{"$in": ["$$field.k", roots]}]};
+    let others = doc! {"$filter": {"input": {"$objectToArray": "$$ROOT"}, "as": "field", "cond": is_other}};
+    let known = doc! {"$filter": {"input": "$$settled", "as": "one", "cond": {"$eq": ["$$one.k", "$_id"]}}};
+    let merged = doc! {"$mergeObjects": [{"$arrayToObject": others}, "$$known.v"]};
+    doc! {"$replaceWith": {"$let": {
+        "vars": {"known": {"$first": known}},
+        "in": {"$cond": [{"$eq": [{"$type": "$$known"}, "missing"]}, "$$ROOT", merged]},
+    }}}
+}
+
 /// Reads the `_id`s of the sources of one target: rows `{ n: index of the reference, ids }`, each with `limit` at most.
 #[must_use]
 pub fn source_ids(rule: &Rule, target: Referrer<'_>, limit: i64) -> Document {
     let mut inner = read::sources_of_pair(rule);
     inner.extend([doc! {"$sort": read::order(rule)}, doc! {"$limit": limit}, doc! {"$project": {"_id": 1}}]);
-    let mut stages = lookups(rule, &[target], &inner);
+    let mut stages = lookups(rule, &[target], &inner, None);
     stages.push(doc! {"$replaceWith": {"n": "$r.n", "ids": "$s._id"}});
     let mut command = read::command("", stages);
     command.insert("aggregate", 1);
@@ -133,8 +163,13 @@ pub fn source_ids(rule: &Rule, target: Referrer<'_>, limit: i64) -> Document {
 }
 
 /// One row `{ id, t: target, r: { n, f, k, e: element }, s: results of the inner stages }` for each slot.
-fn lookups(rule: &Rule, targets: &[Referrer<'_>], inner: &[Document]) -> Vec<Document> {
-    let wanted: Vec<Document> = targets.iter().map(|target| doc! {"d": {"$literal": asked(rule, *target)}}).collect();
+fn lookups(rule: &Rule, targets: &[Referrer<'_>], inner: &[Document], settled: Option<Settled<'_>>) -> Vec<Document> {
+    let asked = |target: &Referrer| {
+        let mut asked = asked(rule, *target);
+        asked.extend(settled.map(|settled| ("settled".to_owned(), settled(&target.id()).into())));
+        asked
+    };
+    let wanted: Vec<Document> = targets.iter().map(|target| doc! {"d": {"$literal": asked(target)}}).collect();
     let path = rule.reference.paths(Role::Source).next().map(FieldPath::query).unwrap_or_default();
     let mut stages = vec![doc! {"$documents": wanted}, doc! {"$replaceWith": "$d"}, doc! {"$unwind": "$r"}];
     // The look-up by the first path finds the index; `keys` decides.
@@ -142,6 +177,9 @@ fn lookups(rule: &Rule, targets: &[Referrer<'_>], inner: &[Document]) -> Vec<Doc
     for nth in 1..rule.reference.pairs.len() {
         let value = doc! {"$arrayElemAt": [{"$arrayElemAt": ["$r.k", 0]}, i32::try_from(nth).unwrap_or(i32::MAX)]};
         variables.insert(read::variable_of_path(nth), value);
+    }
+    if settled.is_some() {
+        variables.insert("settled", "$settled");
     }
     stages.push(doc! {"$lookup": {
         "from": &rule.source.namespace.collection, "localField": "r.f", "foreignField": path,
@@ -293,7 +331,8 @@ impl Run<'_> {
             items[nth].end = Some(End::RemovalLimit);
         }
         self.keep(items, &rows).await?;
-        self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await
+        self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await?;
+        Ok(())
     }
 
     /// Records the documents of a tree that are about to change. Statements go to the others as well: only the server

@@ -13,7 +13,7 @@ use crate::{
     reconcile::{
         by_target::Referrer,
         context::{Context, Load, ReadsSources},
-        create, read,
+        create, read, shape,
         value::{Desired, Field, Rows},
     },
     request::Task,
@@ -80,6 +80,14 @@ impl Compared {
     /// The paths that differ in any bit.
     pub fn differences(&self) -> impl Iterator<Item = &Difference> {
         self.fields.iter().filter(|field| field.differs())
+    }
+
+    /// The place in the target, if there is one, below which the server refuses to write the values of this comparison.
+    #[must_use]
+    pub fn in_the_way(&self, rule: &Rule, target: &Document) -> Option<String> {
+        // To remove what is not there is no error.
+        let written = self.differences().filter(|difference| difference.expected.is_some());
+        if written.count() == 0 { None } else { shape::in_the_way(&rule.owned(), target) }
     }
 
     /// The mismatch; none if nothing differs.
@@ -200,7 +208,7 @@ pub async fn compare_at_once(
             context.rows(rule, &wanted, after, load).await
         };
         let part = if read.is_ok() { targets.len() } else { targets.len().div_ceil(2) };
-        context.memory.cost(rule.id, Task::Guard, part, bytes.into_inner());
+        context.memory.traits.cost(rule.id, Task::Guard, part, bytes.into_inner());
         rows = read?;
     }
     let owns = |key: &Key| context.owns(rule, key);

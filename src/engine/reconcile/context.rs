@@ -23,6 +23,7 @@ use crate::{
         value::{NoInput, Rows},
     },
     request::Task,
+    snapshot::Published,
 };
 use denormd_model::{key::Key, partition::Partition, position::ClusterTime};
 use denormd_mongo::{
@@ -58,6 +59,8 @@ pub struct Context {
     pub lacking: BTreeMap<RuleId, String>,
     /// Counters of the work so far.
     pub counts: Counts,
+    /// The snapshot of the pipeline that uses it.
+    pub published: Published,
     /// The daemon's metrics.
     pub metrics: Arc<Metrics>,
     /// Partition that decides which keys are reconciled here.
@@ -72,6 +75,7 @@ impl Context {
     pub fn new(server: Server, plan: Plan, limits: Limits, dead_letters: DeadLetters, metrics: Arc<Metrics>) -> Self {
         let (database, deployment) = (dead_letters.database.clone(), dead_letters.deployment.clone());
         Self {
+            published: Published::new(&plan),
             server,
             plan,
             limits,
@@ -131,6 +135,7 @@ impl Context {
     #[must_use]
     pub fn under(&self, fence: Arc<Fence>) -> Self {
         Self {
+            published: Published::new(&self.plan),
             server: self.server.under(fence),
             plan: self.plan.clone(),
             limits: self.limits.clone(),
@@ -164,7 +169,7 @@ impl Context {
     /// The values of a key without sources, if only a server can compute them.
     async fn no_input(&self, rule: &Rule, limit: Duration) -> Result<Option<NoInput>> {
         let Some(command) = read::no_input(rule) else { return Ok(None) };
-        if let Some(known) = self.memory.no_input(rule.id) {
+        if let Some(known) = self.memory.traits.no_input(rule.id) {
             return Ok(Some(known));
         }
         let read = async {
@@ -179,7 +184,7 @@ impl Context {
             Err(error) if error.kind == Kind::Refused => Err(error.message),
             Err(error) => return Err(error),
         };
-        self.memory.saw_no_input(rule.id, values.clone());
+        self.memory.traits.saw_no_input(rule.id, values.clone());
         Ok(Some(values))
     }
 
@@ -192,7 +197,7 @@ impl Context {
     ) -> Result<Rows> {
         let budget = self.limits.batch_bytes;
         let mut rows = Rows::within(budget);
-        if load.items <= 1 && self.memory.keys_at_once(rule.id, load.task, budget) <= 1 {
+        if load.items <= 1 && self.memory.traits.keys_at_once(rule.id, load.task, budget) <= 1 {
             rows = Rows::alone(rule, keys, self.take_turn(load.limit).await?);
         }
         let mut filled = self.unless_stopping(load.limit, self.fill(&mut rows, rule, keys, after, load)).await;
@@ -232,7 +237,7 @@ impl Context {
         load: Load<'_>,
     ) -> Result<()> {
         let database = &rule.source.namespace.database;
-        let unordered = load.sources.is_none() && !self.memory.has_fractions(rule.id);
+        let unordered = load.sources.is_none() && !self.memory.traits.has_fractions(rule.id);
         if let Some(command) = read::sources_in_any_order(rule, keys).filter(|_| unordered) {
             let mut pages = self.server.pages(database, limited(command, load.limit), Reads { after }).await?;
             let mut whole = true;
@@ -246,7 +251,7 @@ impl Context {
             if whole {
                 return Ok(());
             }
-            self.memory.saw_fractions(rule.id);
+            self.memory.traits.saw_fractions(rule.id);
             rows.clear();
         }
         let command = load.sources.map_or_else(|| read::sources(rule, keys), |sources| sources(keys));

@@ -272,7 +272,7 @@ impl Context {
     async fn is_lost(&self, source: &Namespace) -> Result<bool> {
         let names = [source.collection.as_str()];
         let now = self.server.collection_uuids(&source.database, &names).await?.remove(&source.collection);
-        Ok(now.is_none() || self.memory.source(source).is_some_and(|known| Some(known) != now))
+        Ok(now.is_none() || self.memory.sources.uuid(source).is_some_and(|known| Some(known) != now))
     }
 
     /// Of these keys without sources, those for which another rule has sources and keeps the document.
@@ -293,7 +293,7 @@ impl Context {
             let command = limited(read::keys_with_sources(other, &left), limit);
             let rows = self.server.read(&other.source.namespace.database, command, Reads { after }).await?;
             let found: HashSet<Key> = rows.iter().map(key_of_row).collect::<Result<_>>()?;
-            // What was made of a source that is gone stays, until it is back or somebody has agreed.
+            // Documents created from a source that is gone stay until it is there again, or somebody has agreed.
             let all = self.is_lost(&other.source.namespace).await?;
             held.extend(left.into_iter().filter(|key| all || found.contains(*key)).cloned());
         }

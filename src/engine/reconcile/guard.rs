@@ -113,8 +113,9 @@ impl Run<'_> {
     }
 }
 
-/// Counts owned fields that another writer has changed, and logs them once for all of these targets: otherwise a script
-/// that changed a whole collection would fill the log.
+/// Counts targets that differ from their definition though no change explains it, and logs them once: otherwise a script
+/// that changed a whole collection would fill the log. Another program may have written them; or they had a dead letter,
+/// which was dropped.
 pub fn drifted(context: &Context, rule: &Rule, targets: &[Mismatch]) {
     if targets.is_empty() {
         return;
@@ -128,5 +129,5 @@ pub fn drifted(context: &Context, rule: &Rule, targets: &[Mismatch]) {
     }
     let paths: Vec<&str> = paths.into_iter().collect();
     let (targets, paths) = (targets.len(), paths.join(", "));
-    tracing::warn!(rule = %rule.name, targets, paths, repaired, "somebody else has written owned fields");
+    tracing::warn!(rule = %rule.name, targets, paths, repaired, "owned fields differ from their definition");
 }

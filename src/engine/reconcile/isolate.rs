@@ -67,10 +67,10 @@ impl Run<'_> {
         match dead_letters.record(server, self.rule, self.task, offending, error).await {
             Ok(()) => {
                 failpoint::here("set-aside");
-                self.context.memory.learn_kept(self.rule.id, |kept| kept.aside = true);
+                self.context.memory.kept.learn(self.rule.id, |kept| kept.aside = true);
                 counts.dead_letters.fetch_add(1, Ordering::Relaxed);
                 self.context.metrics.set_aside(&self.rule.name, error);
-                tracing::warn!(rule = %self.rule.name, error = %error.message, "set aside as a dead letter");
+                tracing::warn!(rule = %self.rule.name, error = %error.message, "became a dead letter");
                 End::SetAside
             }
             Err(error) => End::Failed(error),

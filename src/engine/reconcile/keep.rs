@@ -52,7 +52,7 @@ struct Batch<'a> {
 impl Run<'_> {
     /// Keeps the values that these items are about to overwrite, if this is the rule's first backfill.
     pub(super) async fn keep(&self, items: &[Item], rows: &Rows) -> Result<()> {
-        let Some(kept) = self.context.memory.kept(self.rule.id) else { return Ok(()) };
+        let Some(kept) = self.context.memory.kept.of(self.rule.id) else { return Ok(()) };
         let Some(batch) = self.batch(items, rows, &kept) else { return Ok(()) };
         // The future is large, and most batches do not need it.
         Box::pin(self.keep_of(&batch, newest(items), rows, &kept)).await
@@ -86,7 +86,7 @@ impl Run<'_> {
         let paths = self.rule.owned().into_iter().filter(|path| kept.keeping.paths.contains(&path.to_string()));
         let mut filter = vec![doc! {"$or": clauses}, doc! {"$or": paths.map(exists).collect::<Vec<_>>()}];
         filter.extend(self.rule.target.filter.clone());
-        let fans_out = items.iter().any(|item| self.context.memory.has_fan_out(&self.subject(item)));
+        let fans_out = items.iter().any(|item| self.context.memory.fan_outs.is_running(&self.subject(item)));
         Some(Batch { filter: doc! {"$and": filter}, keys: items.iter().map(|item| &item.key).collect(), fans_out })
     }
 
@@ -129,7 +129,7 @@ impl Run<'_> {
             (Bson::String(_), None) => {
                 let target = &self.rule.target.namespace;
                 let own = self.context.server.has_own_collation(&target.database, &target.collection).await?;
-                self.context.memory.learn_kept(self.rule.id, |kept| kept.simple = Some(!own));
+                self.context.memory.kept.learn(self.rule.id, |kept| kept.simple = Some(!own));
                 !own
             }
             (Bson::String(_), Some(simple)) => simple,
@@ -198,7 +198,7 @@ impl Run<'_> {
 
     /// Stores the values, unless there is no room for them.
     async fn store_kept(&self, values: &[Old]) -> Result<()> {
-        let (Some(kept), false) = (self.context.memory.kept(self.rule.id), values.is_empty()) else { return Ok(()) };
+        let (Some(kept), false) = (self.context.memory.kept.of(self.rule.id), values.is_empty()) else { return Ok(()) };
         let rule = self.rule.name.as_str();
         let mut statements = Vec::with_capacity(3 * values.len());
         let mut bytes = 0;
@@ -231,11 +231,11 @@ impl Run<'_> {
         let (memory, most) = (&self.context.memory, self.context.undo.max_bytes);
         let fits = |used: u64| used.saturating_add(bytes) <= most;
         // A page that is written again was counted twice: only a count of what is there is conclusive.
-        let used = match memory.kept_bytes().filter(|used| fits(*used)) {
+        let used = match memory.kept.bytes().filter(|used| fits(*used)) {
             Some(used) => used,
             None => self.context.kept().bytes().await?,
         };
-        memory.learn_kept_bytes(Some(used.saturating_add(if fits(used) { bytes } else { 0 })));
+        memory.kept.learn_bytes(Some(used.saturating_add(if fits(used) { bytes } else { 0 })));
         Ok(fits(used))
     }
 
@@ -256,7 +256,7 @@ impl Run<'_> {
         if new > 0 {
             kept.not_kept(rule, new as u64).await?;
         }
-        context.memory.learn_kept(self.rule.id, |kept| kept.is_full = true);
+        context.memory.kept.learn(self.rule.id, |kept| kept.is_full = true);
         let known: Vec<_> = statements.into_iter().skip(2).step_by(3).collect();
         let collection = crate::checkpoint::kept::COLLECTION;
         context.server.update(kept.database, collection, &known, context.limits.write_timeout).await?;

@@ -470,13 +470,18 @@ fn across_keys(rule: &Rule) -> bool {
     !rule.by_key && matches!(rule.values, Values::Set { .. })
 }
 
-/// Sorts by the rule's order. That order is only needed within a key, so the sort begins with a match path: then only
-/// an index that also finds the keys can provide it. To sort by `_id` alone, the server would scan the whole
-/// collection.
+/// Sorts by the rule's order. That order is only needed within a key, so the sort begins with a match path that has one
+/// value for all sources of a key: then only an index that also finds the keys can provide it. To sort by `_id` alone,
+/// the server would scan the whole collection.
 fn sorted(rule: &Rule) -> Vec<Document> {
-    let path = rule.reference.paths(Role::Source).next().map(FieldPath::query);
-    let Some(path) = path.filter(|_| !across_keys(rule) && rule.reference.source_each.is_none()) else {
+    let reference = &rule.reference;
+    if across_keys(rule) || reference.source_each.is_some() {
         return vec![doc! {"$sort": row_order(rule)}];
+    }
+    // The sources of a bucket have different dates.
+    let Some(path) = reference.pairs.iter().find(|pair| pair.bucket.is_none()).map(|pair| pair.source.query()) else {
+        // The server finds the sources before it sorts them, because a sort does not move across a limit.
+        return vec![doc! {"$limit": i64::MAX}, doc! {"$sort": row_order(rule)}];
     };
     let mut stages = Vec::new();
     let clauses = no_arrays(&path);
@@ -514,6 +519,9 @@ fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Ve
     };
     let mut stages = Vec::new();
     if may_be_missing(rule) {
+        if must_not_see_excluded(rule) {
+            stages.push(doc! {"$limit": i64::MAX});
+        }
         stages.push(doc! {"$match": {"$expr": {"$ne": [element, {}]}}});
     }
     if slice.is_none() {
@@ -534,7 +542,7 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     };
     let values: Vec<&Bson> = keys.iter().filter_map(|key| key.values().first()).collect();
     let plain = |value: &&Bson| !matches!(value, Bson::RegularExpression(_) | Bson::Document(_));
-    if dbref_parent(&pair.source).is_some() || !values.iter().all(plain) {
+    if dbref_parent(&pair.source).is_some() || !values.iter().all(plain) || must_not_see_excluded(rule) {
         return None;
     }
     // `$lookup` looks into arrays; a path without `$[]` does not.
@@ -574,6 +582,21 @@ fn may_be_missing(rule: &Rule) -> bool {
         Values::Collect { element: Bson::String(path), .. } => path != "$_id" && path != "$$ROOT",
         _ => false,
     }
+}
+
+/// True if an element is computed whose expression may fail for a source that `where` excludes: the server joins the
+/// conditions of consecutive stages, and moves comparisons in a `$expr` behind other ones. It moves none across a limit.
+fn must_not_see_excluded(rule: &Rule) -> bool {
+    fn has_expression(filter: &Document) -> bool {
+        filter.iter().any(|(name, value)| match value {
+            _ if name == "$expr" => true,
+            Bson::Document(inner) => has_expression(inner),
+            Bson::Array(items) => items.iter().filter_map(Bson::as_document).any(has_expression),
+            _ => false,
+        })
+    }
+    let has_condition = rule.pair_filter.is_some() || rule.row_filter.is_some();
+    may_fail(&rule.values) && (has_condition || rule.source.filter.as_ref().is_some_and(has_expression))
 }
 
 fn aggregate(

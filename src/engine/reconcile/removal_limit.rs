@@ -134,20 +134,20 @@ impl Run<'_> {
 
     fn count<'a>(&self, targets: impl Iterator<Item = &'a Key>, limit: usize) -> bool {
         let once = self.rule.reference.target_each.is_none();
-        self.context.memory.lose(self.rule.id, limit, targets, once)
+        self.context.memory.removals.count(self.rule.id, limit, targets, once)
     }
 
     /// The number of targets that may lose their values within an hour; None if an operator has agreed to any number.
     async fn limit(&self) -> Result<Option<usize>> {
         let memory = &self.context.memory;
-        if memory.has_agreed(self.rule.id) {
+        if memory.removals.are_agreed(self.rule.id) {
             return Ok(None);
         }
-        Ok(Some(match (self.context.limits.destroy_per_hour, memory.removal_limit(self.rule.id)) {
+        Ok(Some(match (self.context.limits.destroy_per_hour, memory.removals.limit(self.rule.id)) {
             (Some(limit), _) | (None, Some(limit)) => limit,
             (None, None) => {
                 let limit = self.default_limit().await;
-                memory.learn_removal_limit(self.rule.id, limit);
+                memory.removals.learn_limit(self.rule.id, limit);
                 limit
             }
         }))

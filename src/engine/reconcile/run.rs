@@ -102,7 +102,7 @@ pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome
     let run = Run { context: &context, rule: &rule, task, detached, limit, started, bytes: AtomicUsize::default() };
     let items: Vec<Item> = batch.items.into_iter().map(|(key, work)| Item { key, work, end: None }).collect();
     let mut follow_ups = Vec::new();
-    let _busy = context.memory.busy(rule.id);
+    let _busy = context.memory.batches.begin(rule.id);
     let late = batch_age(&items, context.metrics.now());
     let span = tracing::info_span!(target: STAGES, "batch", rule = %rule.name, ?task, keys = items.len(), oldest_change_ms = late);
     let keys = run.items(items, &mut follow_ups).instrument(span).await;
@@ -157,7 +157,7 @@ impl Run<'_> {
                 break;
             }
             let Context { memory, limits, .. } = self.context;
-            let most = memory.keys_at_once(self.rule.id, self.task, limits.batch_bytes);
+            let most = memory.traits.keys_at_once(self.rule.id, self.task, limits.batch_bytes);
             let rest = items.split_off(items.len().min(most));
             out.append(&mut Box::pin(self.at_once(items, follow_ups)).await);
             items = rest;
@@ -180,12 +180,12 @@ impl Run<'_> {
         };
         let bytes = self.bytes.load(Ordering::Relaxed);
         if result.is_ok() && self.task != Task::Guard && !self.rule.shadow {
-            self.context.memory.cost(self.rule.id, self.task, items.len(), bytes);
+            self.context.memory.traits.cost(self.rule.id, self.task, items.len(), bytes);
         }
         if let Err(error) = result {
             if error.kind == Kind::TooLarge {
                 // Only a part of them was read: half of the keys may fit.
-                self.context.memory.cost(self.rule.id, self.task, items.len().div_ceil(2), bytes);
+                self.context.memory.traits.cost(self.rule.id, self.task, items.len().div_ceil(2), bytes);
             }
             return self.whole_failed(items, error, follow_ups).await;
         }
@@ -247,7 +247,7 @@ impl Run<'_> {
     /// True if the source collection is gone, and that explains why sources are `missing`. Checked when sources are
     /// missing, and when some were `found` for the first time.
     pub(super) async fn is_source_gone_now(&self, missing: bool, found: bool) -> Result<bool> {
-        let unknown = found && self.context.memory.source(&self.rule.source.namespace).is_none();
+        let unknown = found && self.context.memory.sources.uuid(&self.rule.source.namespace).is_none();
         Ok(!self.detached && (missing || unknown) && self.is_source_gone(found).await?)
     }
 
@@ -256,14 +256,14 @@ impl Run<'_> {
     /// `found` for the first time is remembered.
     async fn is_source_gone(&self, found: bool) -> Result<bool> {
         let (memory, source) = (&self.context.memory, &self.rule.source.namespace);
-        let known = memory.source(source);
+        let known = memory.sources.uuid(source);
         if known.is_none() && !found {
             return Ok(false);
         }
         let names = [source.collection.as_str()];
         let now = self.context.server.collection_uuids(&source.database, &names).await?.remove(&source.collection);
         if known.is_none() && now.is_some() {
-            memory.saw(source, now);
+            memory.sources.saw(source, now);
             return Ok(false);
         }
         Ok(now.is_none() || now != known)
@@ -280,7 +280,7 @@ impl Run<'_> {
         }
         let mut fan_outs_running = Vec::new();
         for (nth, item) in items.iter_mut().enumerate() {
-            let page = (item.work.scope == Scope::All).then(|| self.context.memory.page(&self.subject(item)));
+            let page = (item.work.scope == Scope::All).then(|| self.context.memory.fan_outs.page(&self.subject(item)));
             if let Some(page) = page.flatten() {
                 (item.work.scope, item.work.restarted) = (Scope::Named(page), None);
                 fan_outs_running.push(nth);
@@ -311,7 +311,7 @@ impl Run<'_> {
             if item.end.is_some() {
                 continue;
             }
-            if item.work.scope == Scope::All && self.context.memory.has_fan_out(&self.subject(item)) {
+            if item.work.scope == Scope::All && self.context.memory.fan_outs.is_running(&self.subject(item)) {
                 item.end = Some(self.fan_out(item).await);
                 continue;
             }
@@ -370,7 +370,7 @@ impl Run<'_> {
         if keys < 2 || !group::is_possible(self.rule) {
             return None;
         }
-        let mut shape = self.context.memory.shape(self.rule.id);
+        let mut shape = self.context.memory.traits.shape(self.rule.id);
         if shape.size.is_none() {
             // Without an answer, each key gets a statement of its own until the next attempt.
             let rows = self.read(Role::Target, read::target_size(self.rule), ClusterTime::default()).await;
@@ -378,9 +378,10 @@ impl Run<'_> {
             let row = rows.first().map(|row| Document::try_from(row.as_ref())).transpose().ok()?.unwrap_or_default();
             let others = row.get_i32("others").map_or(0.0, f64::from);
             shape.size = Some(Size { bytes: row.get_f64("bytes").unwrap_or_default(), others });
-            self.context
-                .memory
-                .learn(self.rule.id, |known, since| (known.size, *since) = (shape.size, Some(Instant::now())));
+            let learn = |known: &mut Shape, since: &mut Option<Instant>| {
+                (known.size, *since) = (shape.size, Some(Instant::now()));
+            };
+            self.context.memory.traits.learn_shape(self.rule.id, learn);
         }
         Some(shape)
     }
@@ -434,7 +435,8 @@ impl Run<'_> {
             items[nth].end = Some(End::RemovalLimit);
         }
         self.keep(items, &rows).await?;
-        self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await
+        self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await?;
+        Ok(())
     }
 }
 

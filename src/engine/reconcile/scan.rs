@@ -90,9 +90,9 @@ pub async fn page_of_side(
     let limit = i64::try_from(wanted.limit).unwrap_or(i64::MAX - 1);
     let (timeout, sorted) = (context.limits.read_timeout, context.server.is_router().await?);
     let namespace = if role == Role::Target { &rule.target.namespace } else { &rule.source.namespace };
-    // What is known of the density of targets says nothing of the sources.
+    // The known density of targets says nothing about the sources.
     let learns = role == Role::Target;
-    let mut window = context.memory.window(rule.id).filter(|_| learns);
+    let mut window = context.memory.traits.window(rule.id).filter(|_| learns);
     loop {
         // A single document gets the whole timeout.
         let time_limit = if window == Some(1) { timeout } else { timeout / PART };
@@ -102,7 +102,7 @@ pub async fn page_of_side(
             Err(error) if error.kind == Kind::ReadTimedOut && window != Some(1) => {
                 window = Some(window.map_or(WINDOW, |window| window / 8).max(1));
                 if learns {
-                    context.memory.learn_window(rule.id, window);
+                    context.memory.traits.learn_window(rule.id, window);
                 }
             }
             page => {
@@ -111,7 +111,7 @@ pub async fn page_of_side(
                 let quick = begun.elapsed() < time_limit / 4;
                 if learns {
                     let next = window.map(|window| next_window(window, quick, is_full));
-                    context.memory.learn_window(rule.id, next);
+                    context.memory.traits.learn_window(rule.id, next);
                 }
                 return Ok(page);
             }

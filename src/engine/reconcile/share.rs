@@ -95,7 +95,7 @@ impl Shares {
             }
         }
         if !long.is_empty() || items.len() >= group::CROWD {
-            run.context.memory.saw_crowd(run.rule.id, !long.is_empty());
+            run.context.memory.traits.saw_crowd(run.rule.id, !long.is_empty());
         }
         Ok([out, long])
     }

@@ -30,7 +30,7 @@ use denormd_rules::plan::reference::Role;
 /// A statement that takes too long for all targets of a key is restarted for up to this multiple of
 /// `limits.write_timeout`: targets that are written already are skipped quickly, and statements are twice as fast as
 /// the pages of a fan-out job. Other work for the key waits as long.
-const ANEW: u32 = 3;
+const RESTARTED: u32 = 3;
 /// Statements that write the rest of a key's targets, two at a time, if these are a large part of their collection.
 const PARTS: usize = 16;
 /// Sampled documents that tell how large that part is: a quarter is large.
@@ -40,14 +40,15 @@ const SAMPLE: usize = 400;
 type Shared = (Vec<usize>, Error);
 
 impl Run<'_> {
-    /// Sends the statements of both lists concurrently, each list with this timeout.
+    /// Sends the statements of both lists concurrently, each list with this timeout. Returns the number of targets that
+    /// they matched.
     pub(super) async fn write(
         &self,
         items: &mut [Item],
         statements: [Vec<(Vec<usize>, Statement)>; 2],
         rows: &Rows,
         timeout: Duration,
-    ) -> Result<()> {
+    ) -> Result<u64> {
         let begun = Instant::now();
         let owners: usize = statements.iter().flatten().map(|(owners, _)| owners.len()).sum();
         let [first, second] = statements.map(|statements| self.sent(items, statements, timeout));
@@ -58,7 +59,7 @@ impl Run<'_> {
         matched += found;
         let whole = |item: &Item| item.work.scope == Scope::All && item.work.restarted.is_none();
         if self.task == Task::Value && owners >= items.len() && items.iter().all(whole) {
-            self.context.memory.learn(self.rule.id, |shape, _| shape.learn(items.len(), matched));
+            self.context.memory.traits.learn_shape(self.rule.id, |shape, _| shape.learn(items.len(), matched));
         }
         // Keys that share a refused statement are written one by one.
         let shared: Vec<usize> =
@@ -84,7 +85,7 @@ impl Run<'_> {
             let end = self.refused(&mut items[nth], rows, error, begun.elapsed() > timeout / 2).await;
             items[nth].end = Some(end);
         }
-        Ok(())
+        Ok(matched)
     }
 
     /// The result of a key with a refused statement. `long` tells that the refusal took most of the timeout.
@@ -104,7 +105,7 @@ impl Run<'_> {
         self.task == Task::Value
             && self.rule.creates.is_none()
             && item.work.scope == Scope::All
-            && item.work.restarted.is_none_or(|since| since.elapsed() < self.context.limits.write_timeout * ANEW)
+            && item.work.restarted.is_none_or(|since| since.elapsed() < self.context.limits.write_timeout * RESTARTED)
             && matches!(rows.desired(self.rule, &item.key), Ok(Desired::Fields(_)))
     }
 
@@ -152,7 +153,7 @@ impl Run<'_> {
         if statements.is_empty() {
             return Ok(Written::default());
         }
-        let Context { server, counts, metrics, .. } = self.context;
+        let Context { server, counts, metrics, published, .. } = self.context;
         failpoint::here("read");
         let writing = metrics.write(&self.rule.name, if deletes { "delete" } else { "update" });
         let ns = &self.rule.target.namespace;
@@ -170,6 +171,10 @@ impl Run<'_> {
         span.record("matched", written.matched).record("modified", written.modified);
         failpoint::here("written");
         writing.done(written.matched, written.modified);
+        published.update(|snapshot| {
+            snapshot.last_write = Some(Instant::now());
+            false
+        });
         counts.matched.fetch_add(written.matched, Ordering::Relaxed);
         counts.modified.fetch_add(written.modified, Ordering::Relaxed);
         Ok(written)
@@ -180,7 +185,7 @@ impl Run<'_> {
     pub(super) async fn rest(&self, item: &mut Item, rows: &Rows, desired: &Desired) -> End {
         let begun = Instant::now();
         let timeout = self.context.limits.write_timeout;
-        let end = item.work.restarted.unwrap_or(begun) + timeout * ANEW;
+        let end = item.work.restarted.unwrap_or(begun) + timeout * RESTARTED;
         let parts = self.parts_of_rest(&item.key, desired).await;
         let failed = Mutex::new(None);
         let (key, failure) = (&item.key, &failed);

@@ -35,7 +35,7 @@ enum Kind {
     /// No update matters.
     None,
     /// Updates matter that change a field of `read`, or none of `owned`.
-    Told { read: BTreeSet<String>, owned: BTreeSet<String> },
+    Filtered { read: BTreeSet<String>, owned: BTreeSet<String> },
 }
 
 /// Conditions on an event. An event of these collections that matters fulfils one of them.
@@ -59,25 +59,25 @@ pub(super) fn wanted(
 
 /// The references that must not be documents, or [`wanted`] would filter out updates that matter.
 pub(super) fn scalars(plan: &Plan, namespaces: &[Namespace], nested: &BTreeSet<Namespace>) -> Scalars {
-    let told = kinds(plan, namespaces, nested).into_iter().filter_map(|(kind, namespace)| match kind {
-        Kind::Told { read, .. } => Some((namespace.clone(), read)),
+    let scalars = kinds(plan, namespaces, nested).into_iter().filter_map(|(kind, namespace)| match kind {
+        Kind::Filtered { read, .. } => Some((namespace.clone(), read)),
         Kind::Any | Kind::None => None,
     });
-    told.collect()
+    scalars.collect()
 }
 
 fn kinds<'a>(plan: &Plan, namespaces: &'a [Namespace], nested: &BTreeSet<Namespace>) -> Vec<(Kind, &'a Namespace)> {
     let mut known: Vec<(Kind, &Namespace)> = namespaces.iter().map(|ns| (kind(plan, ns, nested), ns)).collect();
-    let told: BTreeSet<&Kind> = known.iter().map(|(kind, _)| kind).filter(|kind| kind.is_told()).collect();
-    if told.len() > KINDS {
-        known.iter_mut().filter(|(kind, _)| kind.is_told()).for_each(|(kind, _)| *kind = Kind::Any);
+    let filtered: BTreeSet<&Kind> = known.iter().map(|(kind, _)| kind).filter(|kind| kind.is_filtered()).collect();
+    if filtered.len() > KINDS {
+        known.iter_mut().filter(|(kind, _)| kind.is_filtered()).for_each(|(kind, _)| *kind = Kind::Any);
     }
     known
 }
 
 impl Kind {
-    fn is_told(&self) -> bool {
-        matches!(self, Self::Told { .. })
+    fn is_filtered(&self) -> bool {
+        matches!(self, Self::Filtered { .. })
     }
 
     /// Condition for events that fulfil `named`, except updates that do not matter.
@@ -85,7 +85,7 @@ impl Kind {
         let ours = match self {
             Self::Any => return named,
             Self::None => doc! {"operationType": "update"},
-            Self::Told { read, owned } => {
+            Self::Filtered { read, owned } => {
                 let set = |name: &String| doc! {format!("updateDescription.updatedFields.{name}"): {"$exists": true}};
                 let mut matters: Vec<Document> = read.iter().map(set).collect();
                 matters.extend(read.iter().map(|name| doc! {"updateDescription.removedFields": name}));
@@ -128,7 +128,7 @@ fn kind(plan: &Plan, namespace: &Namespace, nested: &BTreeSet<Namespace>) -> Kin
         // An `_id` never changes.
         () if read.is_empty() && !creates => Kind::None,
         () if owned.is_empty() || !audited || !scalar => Kind::Any,
-        () => Kind::Told { read, owned },
+        () => Kind::Filtered { read, owned },
     }
 }
 
@@ -150,14 +150,14 @@ mod tests {
         kind(&plan, &Namespace { database: "d".to_owned(), collection: "t".to_owned() }, &BTreeSet::new())
     }
 
-    fn told(read: &str, owned: &str) -> Kind {
-        Kind::Told { read: [read.to_owned()].into(), owned: [owned.to_owned()].into() }
+    fn filtered(read: &str, owned: &str) -> Kind {
+        Kind::Filtered { read: [read.to_owned()].into(), owned: [owned.to_owned()].into() }
     }
 
     #[test]
     fn what_we_write_is_told_from_what_rules_read() {
         let copy = "copy: { source: s, target: t, match: { part: _id }, set: { name: $name } }";
-        assert_eq!(kind_of_target(copy), told("part", "name"));
+        assert_eq!(kind_of_target(copy), filtered("part", "name"));
         let collect = "collect: { source: s, target: t, match: { _id: t }, into: all, element: $_id, sort: { n: 1 } }";
         assert_eq!(kind_of_target(collect), Kind::None);
     }

@@ -61,13 +61,16 @@ impl Place {
             write!(f, ":{line}:{column}")?;
         }
         write!(f, ": {message}")?;
-        if let (Some(line), Some(excerpt)) = (self.line, &self.excerpt) {
-            let line = line.to_string();
-            let Excerpt { text, caret, width } = excerpt;
-            write!(f, "\n{pad}   {line} | {text}")?;
-            write!(f, "\n{pad}   {} | {}{}", " ".repeat(line.len()), " ".repeat(*caret), "^".repeat(*width))?;
-        }
-        Ok(())
+        self.shown().iter().try_for_each(|line| write!(f, "\n{pad}   {line}"))
+    }
+
+    /// The line of the file, and the one with the caret below it; none if the line is not known.
+    #[must_use]
+    pub fn shown(&self) -> Vec<String> {
+        let (Some(line), Some(Excerpt { text, caret, width })) = (self.line, &self.excerpt) else { return Vec::new() };
+        let line = line.to_string();
+        let below = format!("{} | {}{}", " ".repeat(line.len()), " ".repeat(*caret), "^".repeat(*width));
+        vec![format!("{line} | {text}"), below]
     }
 }
 

@@ -1,76 +1,9 @@
-//! The only definition of the config's keys, for the readers, the JSON Schema, and the reference under `docs/`.
+//! The only definition of the config's keys, for the readers, the JSON Schema, and the reference under `docs/`. Sections
+//! whose settings are independent of each other have theirs in [`super::declared`].
 
-/// One key of a mapping.
-#[derive(Debug, Clone, Copy)]
-pub struct Key {
-    /// The name of the key in a config file.
-    pub name: &'static str,
-    /// The form of its value.
-    pub form: Form,
-    /// True if the key is required.
-    pub required: bool,
-    /// The default in config syntax; empty if there is none.
-    pub default: &'static str,
-    /// A description of the key.
-    pub about: &'static str,
-}
-
-/// The form of a value.
-#[derive(Debug, Clone, Copy)]
-pub enum Form {
-    /// A string that is not empty.
-    Text,
-    /// A list of strings, or one string with commas.
-    Words,
-    /// Letters, digits, `_`, `.` and `-`; a letter or a digit first.
-    Name,
-    /// true or false.
-    Flag,
-    /// An integer from 1.
-    Count,
-    /// A number of seconds, from this minimum up to a day.
-    Seconds(i64),
-    /// A number followed by s, m, h or d, up to 30 days.
-    Span,
-    /// An address with a port: `address:port`.
-    Address,
-    /// One of these words, each with its description.
-    Choice(&'static [(&'static str, &'static str)]),
-    /// A collection's name, or `{ collection, where }`.
-    Side,
-    /// Target path: source path.
-    Match,
-    /// Target path: source path, or `{ $dateTrunc: … }` of one.
-    MatchWithBuckets,
-    /// Target path: aggregation expression.
-    Set,
-    /// Target path: `{ $accumulator: expression }`, or an expression over variables.
-    Accumulators,
-    /// Name: `{ $accumulator: expression }`.
-    Variables,
-    /// Source path: 1 or -1.
-    Sort,
-    /// A path.
-    Path,
-    /// An aggregation expression.
-    Expression,
-    /// A query document.
-    Filter,
-    /// An integer that is not 0.
-    Slice,
-    /// A mapping with these keys.
-    Keys(&'static [Key]),
-    /// A list of mappings with these keys.
-    List(&'static [Key]),
-}
-
-const fn key(name: &'static str, form: Form, default: &'static str, about: &'static str) -> Key {
-    Key { name, form, required: false, default, about }
-}
-
-const fn must(name: &'static str, form: Form, about: &'static str) -> Key {
-    Key { name, form, required: true, default: "", about }
-}
+pub use super::declared::{ADVISE, LEASE, LIMITS, STATE, UNDO};
+pub use super::key::{Form, Key, has, names};
+use super::key::{key, must};
 
 /// The keys of the whole config.
 pub const ROOT: &[Key] = &[
@@ -171,14 +104,6 @@ pub const HTTP: &[Key] = &[
     ),
 ];
 
-/// The keys of `state`.
-pub const STATE: &[Key] = &[key(
-    "database",
-    Form::Text,
-    "denormd",
-    "The database for checkpoints, rule states, backfill progress and dead letters.",
-)];
-
 /// The keys of `log`.
 pub const LOG: &[Key] = &[
     key("filter", Form::Text, "info", "A filter in the syntax of RUST_LOG: `info`, `denormd=debug`."),
@@ -198,120 +123,6 @@ pub const LOG: &[Key] = &[
         "",
         "The OpenTelemetry collector that gets a span for each batch, by OTLP over HTTP: `http://127.0.0.1:4318`.",
     ),
-];
-
-/// The keys of `limits`.
-pub const LIMITS: &[Key] = &[
-    key("batch_keys", Form::Count, "1000", "The most keys in one read or write command."),
-    key(
-        "batch_bytes",
-        Form::Count,
-        "4194304",
-        "The most bytes that one batch reads before it writes. A larger batch is split; a single key that needs more is processed alone.",
-    ),
-    key("batches", Form::Count, "3", "The most batches in flight at once. Their keys are disjoint."),
-    key(
-        "pending",
-        Form::Count,
-        "100000",
-        "The most reconcile requests in memory. At this number the change streams are paused.",
-    ),
-    key(
-        "read_timeout_seconds",
-        Form::Seconds(1),
-        "60",
-        "The time limit of one read on the server. A batch that takes longer is split into eighths; with fewer than 16 keys, each key is read alone, one at a time. The limit of such a key doubles with each attempt, up to ten times this value; then the key becomes a dead letter.",
-    ),
-    key(
-        "write_timeout_seconds",
-        Form::Seconds(1),
-        "5",
-        "The time limit of one write command on the server. A target that takes longer, alone in its statement, becomes a dead letter after five attempts.",
-    ),
-    key(
-        "destroy_grace_seconds",
-        Form::Seconds(0),
-        "10",
-        "The grace period of `on_missing: remove` and `delete`: they read again at its end, before they remove anything.",
-    ),
-    key(
-        "destroy_per_hour",
-        Form::Count,
-        "",
-        "The removal limit: the number of targets of one rule that may lose a value within an hour because their source is missing. The rule is blocked before it exceeds the limit. By default the larger of 1,000 and a tenth of the rule's targets.",
-    ),
-    key(
-        "audit_per_second",
-        Form::Count,
-        "200",
-        "Targets per second that the continuous audit of `guard: audit` compares.",
-    ),
-    key(
-        "backfill_per_second",
-        Form::Count,
-        "",
-        "The most targets per second that backfills process. By default as many as the replica set keeps up with.",
-    ),
-];
-
-/// The keys of `lease`.
-pub const LEASE: &[Key] = &[
-    key(
-        "ttl_seconds",
-        Form::Seconds(2),
-        "10",
-        "The lease of a leader that stops renewing it. A write command may run for at most half of this time.",
-    ),
-    key(
-        "partitions",
-        Form::Count,
-        "1",
-        "Partitions of the keys, at most 64. Each has a leader of its own, and the instances share them. The same for all instances.",
-    ),
-];
-
-/// The keys of `undo`.
-pub const UNDO: &[Key] = &[
-    key(
-        "mode",
-        Form::Choice(&[
-            ("keep", "the values that a rule's first backfill overwrites or removes are kept"),
-            ("off", "nothing is kept, and `denormd undo` has nothing to put back"),
-        ]),
-        "keep",
-        "Whether values are kept.",
-    ),
-    key("keep", Form::Span, "7d", "The time for which a value is kept."),
-    key(
-        "max_bytes",
-        Form::Count,
-        "268435456",
-        "The most bytes of kept values, all rules together. Beyond it, a backfill goes on without keeping the rest, and says so.",
-    ),
-];
-
-/// The keys of `advise`.
-pub const ADVISE: &[Key] = &[
-    key("sample", Form::Count, "1000", "Documents to sample from each collection."),
-    key(
-        "scan_documents",
-        Form::Count,
-        "500000",
-        "The most documents of a collection without an index that is read whole. A larger one is sampled.",
-    ),
-    key("history_events", Form::Count, "1000000", "The most events to read from the oplog."),
-    key("history_seconds", Form::Seconds(1), "30", "The longest time to read events from the oplog."),
-    key("embed_elements", Form::Count, "250", "Elements: embed while the 99th percentile is below this."),
-    key("references_warn", Form::Count, "2000", "References in an array from which `advise` warns."),
-    key("references_stop", Form::Count, "5000", "References in an array from which `advise` advises against it."),
-    key("document_warn_bytes", Form::Count, "1048576", "Bytes of a document from which `advise` warns."),
-    key("document_bad_bytes", Form::Count, "10485760", "Bytes of a document from which `advise` advises against it."),
-    key("copy_ratio", Form::Count, "10", "Reads per write from which `advise` recommends a copy."),
-    key("no_copy_ratio", Form::Count, "1", "Reads per write up to which `advise` recommends no copy."),
-    key("subset", Form::Count, "10", "Children that a parent shows, if the application's own limit is unknown."),
-    key("indexes", Form::Count, "10", "The most indexes on one collection."),
-    key("lookup_percent", Form::Count, "10", "The largest share of `$lookup` among the reads, in percent."),
-    key("collections", Form::Count, "10000", "The most collections."),
 ];
 
 /// The keys of one of `rules`.
@@ -457,7 +268,7 @@ pub const COPY: &[Key] = &[
         "set",
         Form::Set,
         "",
-        "Target path: aggregation expression over the source document. A path with the match's `$[]` is set in the element that matched.",
+        "Target path: aggregation expression over the source document. A path with the match's `$[]` is set in the element that matched. No field of a path begins or ends with a space.",
     ),
     key(
         "into",
@@ -476,7 +287,7 @@ pub const COPY: &[Key] = &[
             ("delete", "the target document is deleted"),
         ]),
         "unset",
-        "The effect of a reference without a source. `remove` and `delete` wait for limits.destroy_grace_seconds, and stop at limits.destroy_per_hour.",
+        "The effect of a reference that finds no source. A null or missing reference removes the fields in any case. `remove` and `delete` wait for limits.destroy_grace_seconds, and stop at limits.destroy_per_hour.",
     ),
     key(
         "otherwise",
@@ -624,14 +435,19 @@ pub const DATE_TRUNC: &[Key] = &[
     ),
 ];
 
-/// The names of these keys, in their order.
-#[must_use]
-pub fn names(keys: &[Key]) -> Vec<&'static str> {
-    keys.iter().map(|key| key.name).collect()
+/// The settings beside the rules, each with its path, such as `limits.pending`.
+pub fn settings() -> impl Iterator<Item = (String, &'static Key)> {
+    ROOT.iter().flat_map(|root| -> Vec<(String, &'static Key)> {
+        match root.form {
+            Form::Keys(below) => below.iter().map(|key| (format!("{}.{}", root.name, key.name), key)).collect(),
+            Form::List(_) => Vec::new(),
+            _ => vec![(root.name.to_owned(), root)],
+        }
+    })
 }
 
-/// True if one of these keys has this name.
+/// The keys of the root that contain settings.
 #[must_use]
-pub fn has(keys: &[Key], name: &str) -> bool {
-    keys.iter().any(|key| key.name == name)
+pub fn sections() -> Vec<&'static str> {
+    ROOT.iter().filter(|root| !matches!(root.form, Form::List(_))).map(|root| root.name).collect()
 }

@@ -5,10 +5,13 @@
 //! key; and an integer beyond 64 bits becomes a float (an error in TOML). `rules` are not merged by it, because a later
 //! file's list would replace an earlier one's, and TOML's dates would become strings.
 
+use std::sync::LazyLock;
+
 use config::{Environment, Map, Value as Layer, ValueKind};
 
 use super::{
     diagnose::{ConfigPath, Mistake},
+    keys::{Form, Key, sections, settings as settings_keys},
     reader::{list, nearest},
     sources::{Sources, entries},
     tree::{Entry, Node, Value},
@@ -17,67 +20,10 @@ use super::{
 /// The prefix of denormd's environment variables.
 pub(super) const PREFIX: &str = "DENORMD";
 
-/// The type of a setting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    Text,
-    Number,
-}
+/// The settings, by their paths. Each can be given by a variable.
+static SETTINGS: LazyLock<Vec<(String, &'static Key)>> = LazyLock::new(|| settings_keys().collect());
 
-/// The settings. Each can be given by a variable.
-pub(super) const SETTINGS: [(&str, Kind); 46] = [
-    ("name", Kind::Text),
-    ("mongodb.uri", Kind::Text),
-    ("mongodb.uri_file", Kind::Text),
-    ("mongodb.database", Kind::Text),
-    ("mongodb.allow_sharded", Kind::Text),
-    ("http.listen", Kind::Text),
-    ("http.token", Kind::Text),
-    ("http.token_file", Kind::Text),
-    ("http.require_token", Kind::Text),
-    ("http.allowed_hosts", Kind::Text),
-    ("http.tls_cert_file", Kind::Text),
-    ("http.tls_key_file", Kind::Text),
-    ("state.database", Kind::Text),
-    ("log.filter", Kind::Text),
-    ("log.format", Kind::Text),
-    ("log.otlp", Kind::Text),
-    ("limits.batch_keys", Kind::Number),
-    ("limits.batch_bytes", Kind::Number),
-    ("limits.batches", Kind::Number),
-    ("limits.pending", Kind::Number),
-    ("limits.read_timeout_seconds", Kind::Number),
-    ("limits.write_timeout_seconds", Kind::Number),
-    ("limits.destroy_grace_seconds", Kind::Number),
-    ("limits.destroy_per_hour", Kind::Number),
-    ("limits.audit_per_second", Kind::Number),
-    ("limits.backfill_per_second", Kind::Number),
-    ("lease.ttl_seconds", Kind::Number),
-    ("lease.partitions", Kind::Number),
-    ("undo.mode", Kind::Text),
-    ("undo.keep", Kind::Text),
-    ("undo.max_bytes", Kind::Number),
-    ("advise.sample", Kind::Number),
-    ("advise.scan_documents", Kind::Number),
-    ("advise.history_events", Kind::Number),
-    ("advise.history_seconds", Kind::Number),
-    ("advise.embed_elements", Kind::Number),
-    ("advise.references_warn", Kind::Number),
-    ("advise.references_stop", Kind::Number),
-    ("advise.document_warn_bytes", Kind::Number),
-    ("advise.document_bad_bytes", Kind::Number),
-    ("advise.copy_ratio", Kind::Number),
-    ("advise.no_copy_ratio", Kind::Number),
-    ("advise.subset", Kind::Number),
-    ("advise.indexes", Kind::Number),
-    ("advise.lookup_percent", Kind::Number),
-    ("advise.collections", Kind::Number),
-];
-
-/// The keys of the root that contain settings.
-pub(super) const SECTIONS: [&str; 9] = ["name", "mongodb", "http", "state", "log", "limits", "lease", "undo", "advise"];
-
-fn path(setting: &str) -> ConfigPath {
+pub(super) fn path(setting: &str) -> ConfigPath {
     setting.split('.').fold(ConfigPath::default(), |path, key| path.key(key))
 }
 
@@ -132,15 +78,15 @@ fn variable(setting: &str) -> String {
 }
 
 fn unknown(setting: &str) -> Mistake {
-    let names = SETTINGS.map(|(known, _)| variable(known));
-    let known = SETTINGS.map(|(known, _)| known);
+    let known: Vec<&str> = SETTINGS.iter().map(|(known, _)| known.as_str()).collect();
+    let names: Vec<String> = known.iter().map(|known| variable(known)).collect();
     let hint = if setting.split('.').next() == Some("rules") {
         "rules come from files; the environment gives single settings".to_owned()
     } else {
         let near = nearest(setting, &known).and_then(|near| known.iter().position(|known| *known == near));
         match near.and_then(|index| names.get(index)) {
             Some(near) => format!("did you mean `{near}`?"),
-            None => format!("known variables: {}", list(&names.each_ref().map(String::as_str))),
+            None => format!("known variables: {}", list(&names.iter().map(String::as_str).collect::<Vec<_>>())),
         }
     };
     Mistake::new(path(setting), "the variable stands for no setting").hint(hint)
@@ -151,7 +97,7 @@ pub(super) fn settings(sources: &Sources) -> Result<Node, config::ConfigError> {
     let mut builder = config::Config::builder();
     for file in &sources.files {
         let settings = entries(file.tree.as_ref()).unwrap_or_default();
-        let settings = settings.iter().filter(|entry| SECTIONS.contains(&entry.key.as_str()));
+        let settings = settings.iter().filter(|entry| sections().contains(&entry.key.as_str()));
         builder = builder.add_source(Layered(settings.filter_map(layer_entry).collect()));
     }
     let known = sources.variables.iter().filter(|(at, ..)| SETTINGS.iter().any(|(known, _)| path(known) == *at));
@@ -159,7 +105,8 @@ pub(super) fn settings(sources: &Sources) -> Result<Node, config::ConfigError> {
     let environment = Environment::with_prefix(PREFIX).prefix_separator("__").separator("__").try_parsing(true);
     let layered = builder.add_source(environment.source(Some(variables))).build()?;
     let mut root = from_layer(layered.cache);
-    for (setting, _) in SETTINGS.iter().filter(|(_, kind)| *kind == Kind::Text) {
+    let is_number = |key: &Key| matches!(key.form, Form::Count | Form::Seconds(_));
+    for (setting, _) in SETTINGS.iter().filter(|(_, key)| !is_number(key)) {
         if let Some((.., text)) = sources.variables.iter().rev().find(|(at, ..)| *at == path(setting)) {
             restore(&mut root, setting, text);
         }

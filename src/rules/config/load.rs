@@ -12,7 +12,7 @@ use super::{
     diagnose::{ConfigPath, Mistake},
     file,
     format::Format,
-    keys::{self, Form, Key},
+    keys::{self, Key},
     layer,
     reader::{Reader, suggestion},
     sections::{Config, Rule},
@@ -71,9 +71,9 @@ impl Loaded {
     pub fn effective(&self) -> Vec<Effective> {
         let Ok(root) = layer::settings(&self.sources) else { return Vec::new() };
         let mut out = Vec::new();
-        for (section, key) in settings_keys() {
-            let at = setting_path(&section, key);
-            let (value, from) = match given(&root, &section, key) {
+        for (setting, key) in keys::settings() {
+            let at = layer::path(&setting);
+            let (value, from) = match given(&root, &setting) {
                 Some(value) => (without_secrets(key, &value), self.sources.origin(&at)),
                 None if key.default.is_empty() => continue,
                 None => (key.default.to_owned(), "default".to_owned()),
@@ -97,13 +97,12 @@ impl Loaded {
             return Vec::new();
         };
         let mut changed = Vec::new();
-        for (section, key) in settings_keys() {
+        for (setting, key) in keys::settings() {
             let default = Some(key.default.to_owned()).filter(|default| !default.is_empty());
-            let value = |root: &Node| given(root, &section, key).or_else(|| default.clone());
+            let value = |root: &Node| given(root, &setting).or_else(|| default.clone());
             let (old, new) = (value(&old), value(&new));
             if old != new {
                 let shown = |value: Option<String>| value.map(|value| without_secrets(key, &value));
-                let setting = setting_path(&section, key).to_string();
                 changed.push(ChangedSetting { setting, old: shown(old), new: shown(new) });
             }
         }
@@ -111,13 +110,9 @@ impl Loaded {
     }
 }
 
-fn setting_path(section: &[&str], key: &Key) -> ConfigPath {
-    section.iter().fold(ConfigPath::default(), |at, name| at.key(name)).key(key.name)
-}
-
 /// The text of a setting that a file or the environment gives.
-fn given(root: &Node, section: &[&str], key: &Key) -> Option<String> {
-    let found = section.iter().chain([&key.name]).try_fold(root, |node, name| node.get(name));
+fn given(root: &Node, setting: &str) -> Option<String> {
+    let found = setting.split('.').try_fold(root, |node, name| node.get(name));
     found.and_then(|node| node.value.as_text())
 }
 
@@ -127,19 +122,6 @@ fn without_secrets(key: &Key, value: &str) -> String {
         "uri" => super::uri::shown(value),
         _ => super::excerpt::redact(value),
     }
-}
-
-/// The settings other than rules, each with its section.
-pub(super) fn settings_keys() -> Vec<(Vec<&'static str>, &'static Key)> {
-    let mut out = Vec::new();
-    for key in keys::ROOT {
-        match key.form {
-            Form::Keys(below) => out.extend(below.iter().map(|below| (vec![key.name], below))),
-            Form::List(_) => {}
-            _ => out.push((Vec::new(), key)),
-        }
-    }
-    out
 }
 
 /// The reasons for not loading a config. The text never contains a connection string's password.
@@ -274,7 +256,9 @@ pub fn load_text(
 
 fn read_error(path: &Path, error: io::Error) -> ConfigError {
     let hint = match error.kind() {
-        io::ErrorKind::NotFound => "check the path; --config names a file or a directory",
+        io::ErrorKind::NotFound => {
+            "check the path; --config names a file or a directory. Start with `denormd init`, or copy config/shop.yaml"
+        }
         io::ErrorKind::PermissionDenied => "let the user that runs denormd read it",
         io::ErrorKind::InvalidData => "save it as UTF-8",
         io::ErrorKind::FileTooLarge => "is it a config file?",
@@ -360,7 +344,7 @@ fn root_faults(tree: &Node, faults: &mut Vec<Fault>) -> usize {
         faults.push(Fault::new(tree.span.clone(), message));
         return 0;
     };
-    let known: Vec<_> = layer::SECTIONS.into_iter().chain(["rules"]).collect();
+    let known: Vec<_> = keys::sections().into_iter().chain(["rules"]).collect();
     let mut rules = 0;
     for entry in entries {
         let span = entry.key_span.clone();

@@ -140,9 +140,19 @@ impl Reader {
 
     pub fn flag(&mut self, field: &Field<'_>) -> Option<bool> {
         match field.node.value {
-            Value::Bool(flag) => Some(flag),
-            _ => self.wrong_type(field, "true or false"),
+            Value::Bool(flag) => return Some(flag),
+            Value::String(ref text) => {
+                let meant = match text.to_ascii_lowercase().as_str() {
+                    "yes" | "on" | "y" | "true" => "true",
+                    "no" | "off" | "n" | "false" => "false",
+                    _ => return self.wrong_type(field, "true or false"),
+                };
+                let message = format!("expected true or false, found the text `{text}`");
+                self.mistake(Mistake::new(field.at.clone(), message).hint(format!("write `{meant}`")));
+            }
+            _ => return self.wrong_type(field, "true or false"),
         }
+        None
     }
 
     pub fn integer(&mut self, field: &Field<'_>) -> Option<i64> {
@@ -203,7 +213,7 @@ impl Reader {
         }
         self.mistake(
             Mistake::new(field.at.clone(), format!("`{name}` cannot be a name"))
-                .hint("a name is of letters, digits, `_`, `.` and `-`, and begins with a letter or a digit"),
+                .hint("a name consists of letters, digits, `_`, `.` and `-`, and begins with a letter or a digit"),
         );
         None
     }
@@ -219,7 +229,8 @@ pub(super) fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
     let word = word.to_ascii_lowercase();
     let distance = |name: &str| strsim::damerau_levenshtein(&word, &name.to_ascii_lowercase());
     let (near, distance) = known.iter().map(|name| (*name, distance(name))).min_by_key(|(_, distance)| *distance)?;
-    (distance <= (near.len() / 3).max(1)).then_some(near)
+    let longer = || known.iter().copied().find(|name| name.len() > 3 && word.starts_with(*name));
+    if distance <= (near.len() / 3).max(1) { Some(near) } else { longer() }
 }
 
 pub(super) fn list(names: &[&str]) -> String {

@@ -29,6 +29,11 @@ fn belongs(key: &str) -> Option<String> {
         .filter(|(_, keys)| keys::has(keys, key))
         .map(|(kind, _)| *kind)
         .collect();
+    if homes.is_empty() && keys::has(keys::SIDE, key) {
+        return Some(format!(
+            "`{key}` belongs to a source or a target: source: {{ collection: parts, where: {{ … }} }}"
+        ));
+    }
     (!homes.is_empty()).then(|| format!("`{key}` belongs to {}", list(&homes)))
 }
 
@@ -351,11 +356,17 @@ impl Reader {
 
     /// Reads the entries of a mapping that must not be empty.
     pub(super) fn filled<'a>(&mut self, field: &Field<'a>, hint: &str) -> Option<Vec<(String, Field<'a>)>> {
-        let entries = self.entries(field)?;
-        if entries.is_empty() {
-            self.mistake(Mistake::new(field.at.clone(), "the mapping is empty").hint(hint));
-            return None;
-        }
+        let entries = match &field.node.value {
+            Value::Mapping(entries) if !entries.is_empty() => entries,
+            other => {
+                let message = match other {
+                    Value::Mapping(_) => "the mapping is empty".to_owned(),
+                    _ => format!("expected a mapping, found {}", field.node.kind()),
+                };
+                self.mistake(Mistake::new(field.at.clone(), message).hint(hint));
+                return None;
+            }
+        };
         let fields =
             entries.iter().map(|entry| (entry.key.clone(), Field { at: field.at.key(&entry.key), node: &entry.node }));
         Some(fields.collect())

@@ -134,6 +134,7 @@ pub fn reference() -> String {
         "\n## What combines\n\n\
          Constructs of one rule, by its kind and by each other. Keys that are not in the table go with all of them; \
          backfill, live changes, guard, audit, `check`, `explain`, `plan`, `test`, `prune`, partitions, fan-out jobs and dead letters do too. \
+         The removal limit covers the rules that lose a value or a document when a source goes: `copy`, and `aggregate` with `create`. \
          *Paths in the target's elements* are those with the `$[]` of `match`; with *arrays on both sides*, the paths lie beside the target's array.\n\n",
     );
     out.push_str(&matrix::table());
@@ -179,7 +180,7 @@ fn value(form: &Form) -> &'static str {
         Form::Flag => "true or false",
         Form::Count => "integer from 1",
         Form::Seconds(_) => "seconds",
-        Form::Span => "as `5s`, `2m`, `1h`",
+        Form::Span => "as `5s`, `2m`, `1h`, or a number of seconds",
         Form::Address => "address:port",
         Form::Choice(_) => "one of",
         Form::Side => "collection, or a mapping",

@@ -6,6 +6,8 @@ use bson::{Bson, Document};
 use secrecy::SecretString;
 use serde::Serialize;
 
+pub use super::declared::{Advise, Lease, Limits, State, Undo};
+
 use super::certificate::Certificate;
 
 /// A whole config, layered and checked for its form, but not for its meaning.
@@ -73,18 +75,6 @@ impl Http {
     pub const SHORTEST_TOKEN: usize = 16;
 }
 
-/// `state`: the location of denormd's own state.
-#[derive(Debug, Clone)]
-pub struct State {
-    /// The database for positions, fingerprints, backfill progress and dead letters.
-    pub database: String,
-}
-
-impl State {
-    /// The default of `database`.
-    pub const DEFAULT_DATABASE: &str = "denormd";
-}
-
 /// `log`: the daemon's log.
 #[derive(Debug, Clone)]
 pub struct Log {
@@ -107,171 +97,6 @@ pub enum LogFormat {
     Text,
     /// Always one JSON object per line.
     Json,
-}
-
-/// `limits`: limits on concurrent work, memory and rates.
-#[derive(Debug, Clone)]
-pub struct Limits {
-    /// Maximum number of keys in one read and one write command (`batch_keys`).
-    pub batch_keys: usize,
-    /// Maximum number of bytes that one batch reads before it writes (`batch_bytes`). A key that needs more is
-    /// processed alone.
-    pub batch_bytes: usize,
-    /// Maximum number of concurrent batches with disjoint keys (`batches`).
-    pub batches: usize,
-    /// Maximum number of reconcile requests in memory before reading of the stream pauses (`pending`).
-    pub pending: usize,
-    /// Server-side time limit of one read of a batch (`read_timeout_seconds`).
-    pub read_timeout: Duration,
-    /// Server-side time limit of one write command (`write_timeout_seconds`).
-    pub write_timeout: Duration,
-    /// Delay before `remove` and `delete` read again and then remove (`destroy_grace_seconds`).
-    pub destroy_grace: Duration,
-    /// The removal limit: number of targets of one rule that may lose a value per hour because their reference has no
-    /// source any more, before the rule is blocked (`destroy_per_hour`). None: the larger of 1,000 and a tenth of the
-    /// rule's targets.
-    pub destroy_per_hour: Option<usize>,
-    /// Targets per second that the continuous audit of `guard: audit` compares (`audit_per_second`).
-    pub audit_per_second: usize,
-    /// Maximum number of targets per second for all backfills together (`backfill_per_second`). None for no limit.
-    pub backfill_per_second: Option<usize>,
-}
-
-impl Limits {
-    /// Default of `batch_keys`.
-    pub const DEFAULT_BATCH_KEYS: usize = 1000;
-    /// Default of `batch_bytes`.
-    pub const DEFAULT_BATCH_BYTES: usize = 4 << 20;
-    /// Default of `batches`.
-    pub const DEFAULT_BATCHES: usize = 3;
-    /// Default of `pending`.
-    pub const DEFAULT_PENDING: usize = 100_000;
-    /// Default of `read_timeout_seconds`.
-    pub const DEFAULT_READ_TIMEOUT: Duration = Duration::from_secs(60);
-    /// Default of `write_timeout_seconds`.
-    pub const DEFAULT_WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-    /// Default of `audit_per_second`.
-    pub const DEFAULT_AUDIT_PER_SECOND: usize = 200;
-    /// Default of `destroy_grace_seconds`.
-    pub const DEFAULT_DESTROY_GRACE: Duration = Duration::from_secs(10);
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            batch_keys: Self::DEFAULT_BATCH_KEYS,
-            batch_bytes: Self::DEFAULT_BATCH_BYTES,
-            batches: Self::DEFAULT_BATCHES,
-            pending: Self::DEFAULT_PENDING,
-            read_timeout: Self::DEFAULT_READ_TIMEOUT,
-            write_timeout: Self::DEFAULT_WRITE_TIMEOUT,
-            destroy_grace: Self::DEFAULT_DESTROY_GRACE,
-            destroy_per_hour: None,
-            audit_per_second: Self::DEFAULT_AUDIT_PER_SECOND,
-            backfill_per_second: None,
-        }
-    }
-}
-
-/// `lease`: the election of a leader among the instances of a deployment.
-#[derive(Debug, Clone)]
-pub struct Lease {
-    /// Time after which a leader that does not renew its lease loses it (`ttl_seconds`). It renews three times within
-    /// this time. A write command may run for at most half of it.
-    pub ttl: Duration,
-    /// Number of partitions of the keys, each with its own leader (`partitions`).
-    pub partitions: u32,
-}
-
-impl Lease {
-    /// Default of `ttl_seconds`.
-    pub const DEFAULT_TTL: Duration = Duration::from_secs(10);
-}
-
-impl Default for Lease {
-    fn default() -> Self {
-        Self { ttl: Self::DEFAULT_TTL, partitions: 1 }
-    }
-}
-
-/// `undo`: the values that first backfills overwrite or remove, kept for `denormd undo`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Undo {
-    /// False if nothing is kept (`mode: off`).
-    pub enabled: bool,
-    /// Time for which a value is kept.
-    pub keep: Duration,
-    /// Maximum number of bytes of kept values, all rules together (`max_bytes`).
-    pub max_bytes: u64,
-}
-
-impl Default for Undo {
-    fn default() -> Self {
-        Self { enabled: true, keep: Duration::from_secs(7 * 86_400), max_bytes: 256 << 20 }
-    }
-}
-
-/// `advise`: the thresholds of the advice, and the limits on reading. "Rules of thumb" are those of MongoDB's blog
-/// series "6 Rules of Thumb for MongoDB Schema Design". Values without a source are denormd's own.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Advise {
-    /// Number of documents to sample from each collection (`sample`).
-    pub sample: u64,
-    /// Maximum number of documents in a collection without an index that is read whole; a larger one is sampled
-    /// (`scan_documents`).
-    pub scan_documents: u64,
-    /// Maximum number of events to read from the oplog (`history_events`).
-    pub history_events: u64,
-    /// Maximum time to read events from the oplog (`history_seconds`).
-    pub history: Duration,
-    /// The 99th percentile below which to embed: "a couple of hundred", rule of thumb 3 (`embed_elements`).
-    pub embed_elements: u64,
-    /// Length of an array of references at which to warn: "a few thousand", rule of thumb 3 (`references_warn`).
-    pub references_warn: u64,
-    /// Length of an array of references at which to advise against it: "a few thousand", rule of thumb 3
-    /// (`references_stop`).
-    pub references_stop: u64,
-    /// Size in bytes of a document at which to warn: a sixteenth of the server's limit of 16 MB
-    /// (`document_warn_bytes`).
-    pub document_warn: u64,
-    /// Size in bytes of a document that counts as bad: the rest up to 16 MB leaves time to act (`document_bad_bytes`).
-    pub document_bad: u64,
-    /// Minimum ratio of reads to copied writes for copying a field: "mostly read and only seldom updated", rule of
-    /// thumb 5 (`copy_ratio`).
-    pub copy_ratio: u64,
-    /// Maximum ratio of reads to copied writes for advice against copying a field (`no_copy_ratio`).
-    pub no_copy_ratio: u64,
-    /// Number of children that a parent shows, if no limit of the application was observed: the ten reviews of
-    /// MongoDB's "Building with Patterns: The Subset Pattern" (`subset`).
-    pub subset: u64,
-    /// Maximum number of indexes on one collection (`indexes`): each adds a write to every write.
-    pub indexes: u64,
-    /// Maximum share of reads that are `$lookup`, in percent (`lookup_percent`).
-    pub lookup_percent: u64,
-    /// Maximum number of collections: MongoDB's manual, "Reduce the Number of Collections" (`collections`).
-    pub collections: u64,
-}
-
-impl Default for Advise {
-    fn default() -> Self {
-        Self {
-            sample: 1000,
-            scan_documents: 500_000,
-            history_events: 1_000_000,
-            history: Duration::from_secs(30),
-            embed_elements: 250,
-            references_warn: 2000,
-            references_stop: 5000,
-            document_warn: 1 << 20,
-            document_bad: 10 << 20,
-            copy_ratio: 10,
-            no_copy_ratio: 1,
-            subset: 10,
-            indexes: 10,
-            lookup_percent: 10,
-            collections: 10_000,
-        }
-    }
 }
 
 /// One entry of `rules`.

@@ -3,17 +3,16 @@
 use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
-    time::Duration,
 };
 
 use secrecy::SecretString;
 
-use denormd_model::partition::MOST;
-
 use super::{
     certificate::{self, Certificate},
     diagnose::{ConfigPath, Mistake},
-    file, keys,
+    file,
+    key::Key,
+    keys,
     reader::{Field, Fields, Reader},
     sections::{Advise, Http, Lease, Limits, Log, LogFormat, Mongodb, State, Undo},
     sources::Sources,
@@ -44,16 +43,16 @@ pub(super) struct Settings {
 
 impl Reader {
     pub fn settings(&mut self, root: &Node, sources: &Sources) -> Option<Settings> {
-        let root = self.fields(&Field { at: ConfigPath::default(), node: root }, &super::layer::SECTIONS, |_| None)?;
+        let root = self.fields(&Field { at: ConfigPath::default(), node: root }, &keys::sections(), |_| None)?;
         let name = root.get("name").and_then(|field| self.name(&field));
         let mongodb = self.mongodb(&root, sources);
         let http = self.http(&root, sources);
-        let state = self.state(&root);
         let log = self.log(&root);
-        let limits = self.limits(&root);
-        let lease = self.lease(&root);
-        let undo = self.undo(&root);
-        let advise = self.advise(&root);
+        let state = self.declared(&root, "state", keys::STATE, State::read);
+        let limits = self.declared(&root, "limits", keys::LIMITS, Limits::read);
+        let lease = self.declared(&root, "lease", keys::LEASE, Lease::read);
+        let undo = self.declared(&root, "undo", keys::UNDO, Undo::read);
+        let advise = self.declared(&root, "advise", keys::ADVISE, Advise::read);
         Some(Settings {
             name: name.unwrap_or_else(|| DEFAULT_NAME.to_owned()),
             mongodb: mongodb?,
@@ -65,6 +64,16 @@ impl Reader {
             undo,
             advise,
         })
+    }
+
+    fn declared<T: Default>(
+        &mut self,
+        root: &Fields<'_>,
+        section: &str,
+        known: &[Key],
+        read: fn(&mut Self, &Fields<'_>) -> T,
+    ) -> T {
+        self.section(root, section, &keys::names(known)).map(|fields| read(self, &fields)).unwrap_or_default()
     }
 
     /// A section that may be left out whole.
@@ -225,12 +234,6 @@ impl Reader {
         listen
     }
 
-    fn state(&mut self, root: &Fields<'_>) -> State {
-        let database =
-            self.section(root, "state", &keys::names(keys::STATE)).and_then(|section| section.get("database"));
-        database.and_then(|field| self.text(&field)).map_or_else(State::default, |database| State { database })
-    }
-
     fn log(&mut self, root: &Fields<'_>) -> Log {
         let Some(section) = self.section(root, "log", &keys::names(keys::LOG)) else { return Log::default() };
         let filter = section.get("filter").and_then(|field| self.text(&field));
@@ -250,103 +253,6 @@ impl Reader {
         self.mistake(Mistake::new(field.at.clone(), "this is not the address of an OTLP collector").hint(hint));
         None
     }
-
-    fn limits(&mut self, root: &Fields<'_>) -> Limits {
-        let default = Limits::default();
-        let Some(section) = self.section(root, "limits", &keys::names(keys::LIMITS)) else { return default };
-        Limits {
-            batch_keys: self.limit(&section, "batch_keys").unwrap_or(default.batch_keys),
-            batch_bytes: self.limit(&section, "batch_bytes").unwrap_or(default.batch_bytes),
-            batches: self.limit(&section, "batches").unwrap_or(default.batches),
-            pending: self.limit(&section, "pending").unwrap_or(default.pending),
-            read_timeout: self.seconds(&section, "read_timeout_seconds", 1).unwrap_or(default.read_timeout),
-            write_timeout: self.seconds(&section, "write_timeout_seconds", 1).unwrap_or(default.write_timeout),
-            destroy_grace: self.seconds(&section, "destroy_grace_seconds", 0).unwrap_or(default.destroy_grace),
-            destroy_per_hour: self.limit(&section, "destroy_per_hour"),
-            audit_per_second: self.limit(&section, "audit_per_second").unwrap_or(default.audit_per_second),
-            backfill_per_second: self.limit(&section, "backfill_per_second"),
-        }
-    }
-
-    fn lease(&mut self, root: &Fields<'_>) -> Lease {
-        let default = Lease::default();
-        let Some(section) = self.section(root, "lease", &keys::names(keys::LEASE)) else { return default };
-        Lease {
-            ttl: self.seconds(&section, "ttl_seconds", 2).unwrap_or(default.ttl),
-            partitions: self.partitions(&section).unwrap_or(default.partitions),
-        }
-    }
-
-    fn partitions(&mut self, section: &Fields<'_>) -> Option<u32> {
-        let field = section.get("partitions")?;
-        let partitions = u32::try_from(self.count(&field)?).unwrap_or(u32::MAX);
-        if (1..=MOST).contains(&partitions) {
-            return Some(partitions);
-        }
-        self.mistake(
-            Mistake::new(field.at.clone(), format!("expected 1 to {MOST} partitions, found {partitions}"))
-                .hint("a few for each instance are enough: every partition reads the change streams"),
-        );
-        None
-    }
-
-    fn undo(&mut self, root: &Fields<'_>) -> Undo {
-        let default = Undo::default();
-        let Some(section) = self.section(root, "undo", &keys::names(keys::UNDO)) else { return default };
-        Undo {
-            enabled: section
-                .get("mode")
-                .and_then(|field| self.choice(&field, &[("keep", true), ("off", false)]))
-                .unwrap_or(default.enabled),
-            keep: section.get("keep").and_then(|field| self.span(&field)).unwrap_or(default.keep),
-            max_bytes: section.get("max_bytes").and_then(|field| self.count(&field)).unwrap_or(default.max_bytes),
-        }
-    }
-
-    fn advise(&mut self, root: &Fields<'_>) -> Advise {
-        let mut advise = Advise::default();
-        let Some(section) = self.section(root, "advise", &keys::names(keys::ADVISE)) else { return advise };
-        if let Some(history) = self.seconds(&section, "history_seconds", 1) {
-            advise.history = history;
-        }
-        for (key, setting) in [
-            ("sample", &mut advise.sample),
-            ("scan_documents", &mut advise.scan_documents),
-            ("history_events", &mut advise.history_events),
-            ("embed_elements", &mut advise.embed_elements),
-            ("references_warn", &mut advise.references_warn),
-            ("references_stop", &mut advise.references_stop),
-            ("document_warn_bytes", &mut advise.document_warn),
-            ("document_bad_bytes", &mut advise.document_bad),
-            ("copy_ratio", &mut advise.copy_ratio),
-            ("no_copy_ratio", &mut advise.no_copy_ratio),
-            ("subset", &mut advise.subset),
-            ("indexes", &mut advise.indexes),
-            ("lookup_percent", &mut advise.lookup_percent),
-            ("collections", &mut advise.collections),
-        ] {
-            if let Some(count) = section.get(key).and_then(|field| self.count(&field)) {
-                *setting = count;
-            }
-        }
-        advise
-    }
-
-    fn limit(&mut self, section: &Fields<'_>, key: &str) -> Option<usize> {
-        usize::try_from(self.count(&section.get(key)?)?).ok()
-    }
-
-    fn seconds(&mut self, section: &Fields<'_>, key: &str, least: i64) -> Option<Duration> {
-        let field = section.get(key)?;
-        let number = self.integer(&field)?;
-        // A day: what is longer is a slip of units, and would overflow deadlines further down.
-        if (least..=86_400).contains(&number) {
-            return u64::try_from(number).ok().map(Duration::from_secs);
-        }
-        let message = format!("expected {least} to 86400 seconds, found {number}");
-        self.mistake(Mistake::new(field.at, message));
-        None
-    }
 }
 
 impl Default for Http {
@@ -360,12 +266,6 @@ impl Default for Http {
             certificate: None,
             certificate_files: Vec::new(),
         }
-    }
-}
-
-impl Default for State {
-    fn default() -> Self {
-        Self { database: Self::DEFAULT_DATABASE.to_owned() }
     }
 }
 

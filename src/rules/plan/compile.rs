@@ -116,6 +116,24 @@ impl<'a> Common<'a> {
     }
 }
 
+/// Adds the paths of both sides that a rule's reference reads.
+fn reference_reads(reference: &Reference, tree: Option<Tree>, source_reads: &mut Reads, target_reads: &mut Reads) {
+    for pair in &reference.pairs {
+        source_reads.add(pair.source.clone());
+        target_reads.add(pair.target.clone());
+        for (path, reads) in [(&pair.source, &mut *source_reads), (&pair.target, &mut *target_reads)] {
+            if let Some(parent) = path.to_string().strip_suffix("$id") {
+                reads.add_text(&format!("{parent}$ref"));
+                reads.add_text(&format!("{parent}$db"));
+            }
+        }
+        // A document of a tree whose parent changes has other ancestors.
+        if tree.is_some_and(|tree| tree.parent == Role::Source) {
+            target_reads.add(pair.source.clone());
+        }
+    }
+}
+
 impl Compiler<'_> {
     fn rule(&mut self, id: RuleId, rule: &config::Rule) -> Option<Rule> {
         let common = Common::of(&rule.pattern);
@@ -139,11 +157,7 @@ impl Compiler<'_> {
                 self.take(&at.key("where"), read, reads);
             }
         }
-        for (path, _) in common.sort {
-            if self.path(&at.key("sort").key(path), path, "sort").is_some() {
-                source_reads.add_text(path);
-            }
-        }
+        self.sort_paths(&at, common.sort, &mut source_reads);
         let reference = reference?;
         let values = self.values(&at, &rule.pattern, &reference, &mut source_reads)?;
         let mut keyed = self.keyed(&at, &reference, &values)?;
@@ -151,7 +165,7 @@ impl Compiler<'_> {
         // The documents of a tree are reconciled one by one, and several keys of one target are looked up together.
         let together = common.tree.is_some() || (keyed == Keyed::Target && values.gathers());
         let of_target = Some(of_target).filter(|of_target| !of_target.is_empty() || together);
-        let touch = common.touch.and_then(|path| self.path(&at.key("touch"), path, "touch"));
+        let touch = common.touch.and_then(|path| self.path(&at.key("touch"), path));
         let by_key = keyed == Keyed::Value && of_target.is_none();
         if touch.is_some() {
             keyed = Keyed::Target;
@@ -161,20 +175,7 @@ impl Compiler<'_> {
             of_target.all().for_each(|path| target_reads.add(path.clone()));
             self.of_target(&at, &reference, &values, of_target);
         }
-        for pair in &reference.pairs {
-            source_reads.add(pair.source.clone());
-            target_reads.add(pair.target.clone());
-            for (path, reads) in [(&pair.source, &mut source_reads), (&pair.target, &mut target_reads)] {
-                if let Some(parent) = path.to_string().strip_suffix("$id") {
-                    reads.add_text(&format!("{parent}$ref"));
-                    reads.add_text(&format!("{parent}$db"));
-                }
-            }
-            // A document of a tree whose parent changes has other ancestors.
-            if common.tree.is_some_and(|tree| tree.parent == Role::Source) {
-                target_reads.add(pair.source.clone());
-            }
-        }
+        reference_reads(&reference, common.tree, &mut source_reads, &mut target_reads);
         let on_missing = match &rule.pattern {
             Pattern::Copy(copy) => copy.on_missing,
             _ => OnMissing::Unset,
@@ -217,6 +218,21 @@ impl Compiler<'_> {
             self.mistake(at.key(key), message, hint);
         }
         Some(compiled)
+    }
+
+    /// Adds the paths that a rule sorts its sources by.
+    fn sort_paths(&mut self, at: &ConfigPath, sort: &[(String, i32)], source_reads: &mut Reads) {
+        for (path, _) in sort {
+            match self.path_of_key(&at.key("sort"), path) {
+                Some(parsed) if parsed.has_each() => {
+                    let message = format!("`{path}`: a sort path cannot run through `$[]`");
+                    let here = Mistake::new(at.key("sort").key(path), message).on_key();
+                    self.mistakes.push(here.hint("sort by a field of the source document"));
+                }
+                Some(_) => source_reads.add_text(path),
+                None => {}
+            }
+        }
     }
 
     fn mistake(&mut self, at: ConfigPath, message: impl Into<String>, hint: impl Into<String>) {
@@ -298,27 +314,28 @@ impl Compiler<'_> {
         Some(Side { namespace, filter: side.filter.clone() })
     }
 
-    fn path(&mut self, at: &ConfigPath, text: &str, what: &str) -> Option<FieldPath> {
-        match FieldPath::parse(text) {
-            Ok(path) if what == "sort" && path.has_each() => {
-                self.mistake(
-                    at.clone(),
-                    format!("`{text}`: a sort path cannot run through `$[]`"),
-                    "sort by a field of the source document",
-                );
-                None
-            }
-            Ok(path) => Some(path),
-            Err(error) => {
-                let hint = if text.starts_with('$') {
-                    format!("a path has no leading `$`: {}", text.trim_start_matches('$'))
-                } else {
-                    String::new()
-                };
-                self.mistake(at.clone(), format!("`{text}` is not a path: {error}"), hint);
-                None
-            }
-        }
+    fn path(&mut self, at: &ConfigPath, text: &str) -> Option<FieldPath> {
+        self.path_at(Mistake::new(at.clone(), ""), text)
+    }
+
+    /// The path that a key of a mapping is.
+    fn path_of_key(&mut self, mapping: &ConfigPath, text: &str) -> Option<FieldPath> {
+        self.path_at(Mistake::new(mapping.key(text), "").on_key(), text)
+    }
+
+    fn path_at(&mut self, at: Mistake, text: &str) -> Option<FieldPath> {
+        let error = match FieldPath::parse_written(text) {
+            Ok(path) => return Some(path),
+            Err(error) => error,
+        };
+        let hint = if text.starts_with('$') {
+            Some(format!("a path has no leading `$`: {}", text.trim_start_matches('$')))
+        } else {
+            FieldPath::probably_meant(text).map(|meant| format!("did you mean `{meant}`?"))
+        };
+        let message = format!("`{text}` is not a path: {error}");
+        self.mistakes.push(Mistake { message, hint, ..at });
+        None
     }
 
     fn take(&mut self, at: &ConfigPath, result: Result<Found, Refusal>, reads: &mut Reads) {
@@ -342,8 +359,8 @@ impl Compiler<'_> {
         let mut pairs = Vec::new();
         for (target, source) in common.on {
             let here = at.key(target);
-            let target = self.path(&here, target, "match");
-            let source = self.path(&here, source, "match");
+            let target = self.path_of_key(&at, target);
+            let source = self.path(&here, source);
             if let (Some(target), Some(source)) = (target, source) {
                 let text = target.to_string();
                 let arguments = common.buckets.iter().find(|(path, _)| *path == text).map(|(_, arguments)| arguments);
@@ -416,7 +433,7 @@ impl Compiler<'_> {
                 if collect.slice == Some(0) {
                     self.mistake(at.key("slice"), "a slice of 0 keeps nothing", "first N: 10, last N: -10");
                 }
-                let path = self.path(&at.key("into"), &collect.into, "into")?;
+                let path = self.path(&at.key("into"), &collect.into)?;
                 Some(Values::Collect {
                     child: child(&path, &collect.element),
                     path,
@@ -450,20 +467,20 @@ impl Compiler<'_> {
             let here = at.key("otherwise").key(path);
             if !copy.set.iter().any(|(known, _)| known == path) {
                 let message = format!("`{path}` is not a path of `set`");
-                self.mistake(here.clone(), message, "`otherwise` has other values for the paths of `set`");
+                let hint = "`otherwise` has other values for the paths of `set`";
+                self.mistakes.push(Mistake::new(here.clone(), message).on_key().hint(hint));
             }
-            match expression::over_variables(value, &[], variables) {
-                Ok(found) => self.of_target.extend(found.target),
-                Err(refusal) => {
-                    let message = if refusal.message.starts_with("an expression over") {
-                        "`otherwise` has no source to read from".to_owned()
-                    } else {
-                        refusal.message
-                    };
-                    let hint = "write a constant, otherwise: { name: unknown }, or read the target: $$target.name";
-                    self.mistake(here, message, hint);
+            // There is no source, so no element of one.
+            let message = match expression::expression(value, Variables { element: None, ..variables }) {
+                Ok(found) if found.source == Reads::Nothing => {
+                    self.of_target.extend(found.target);
+                    continue;
                 }
-            }
+                Ok(_) => "`otherwise` has no source to read from".to_owned(),
+                Err(refusal) => refusal.message,
+            };
+            let hint = "write a constant, otherwise: { name: unknown }, or read the target: $$target.name";
+            self.mistake(here, message, hint);
         }
         if self.mistakes.len() > mistakes {
             return None;
@@ -511,7 +528,7 @@ impl Compiler<'_> {
             let hint = "keep one field of `by`, or leave `as` out";
             self.mistake(at.key("as"), "an object of groups needs one name for each group", hint);
         }
-        let path = self.path(&at.key("into"), aggregate.into.as_deref().unwrap_or_default(), "into")?;
+        let path = self.path(&at.key("into"), aggregate.into.as_deref().unwrap_or_default())?;
         Some(Groups {
             path,
             by: aggregate.by.clone(),
@@ -546,12 +563,7 @@ impl Compiler<'_> {
             }
         }
         let is_expression = |value: &Bson| names.iter().any(|name| expression::mentions(value, name));
-        let read = |value: &Bson| {
-            if is_expression(value) {
-                return expression::over_variables(value, &names, each);
-            }
-            expression::accumulator(value, each)
-        };
+        let read = |value: &Bson| expression::accumulated(value, &names, each);
         let mut assignments = self.assignments(at, &aggregate.set, read, reads)?;
         for assignment in assignments.iter_mut().filter(|assignment| is_expression(&assignment.expression)) {
             let value = assignment.expression.clone();
@@ -563,7 +575,7 @@ impl Compiler<'_> {
     }
 
     fn plain(&mut self, at: &ConfigPath, text: &str) -> Option<FieldPath> {
-        let path = self.path(at, text, "into")?;
+        let path = self.path(at, text)?;
         if path.has_each() {
             self.mistake(
                 at.clone(),
@@ -586,7 +598,7 @@ impl Compiler<'_> {
         for (path, value) in set {
             let here = at.key("set").key(path);
             self.take(&here, read(value), reads);
-            if let Some(path) = self.path(&here, path, "set") {
+            if let Some(path) = self.path_of_key(&at.key("set"), path) {
                 out.push(Assignment { path, expression: value.clone() });
             }
         }
@@ -616,11 +628,9 @@ impl Compiler<'_> {
         let inside = paths.iter().filter(|path| path.has_each()).count();
         let Some(each) = each else {
             if let Some(path) = paths.iter().find(|path| path.has_each()) {
-                self.mistake(
-                    at.clone(),
-                    format!("`{path}` runs through an array that `match` does not bind"),
-                    "`$[]` in a set path needs the same prefix in `match`",
-                );
+                let message = format!("`{path}` runs through an array that `match` does not bind");
+                let hint = "`$[]` in a set path needs the same prefix in `match`";
+                self.mistakes.push(Mistake { message, ..values.written_at(at, path) }.hint(hint));
                 return None;
             }
             return Some(Keyed::Value);
@@ -629,7 +639,8 @@ impl Compiler<'_> {
             path.has_each()
                 && path.below(each).is_none_or(|rest| rest.contains(&denormd_model::field_path::Segment::Each))
         }) {
-            self.mistake(at.clone(), format!("`{path}` does not lie in `{each}`, the array that `match` binds"), "");
+            let message = format!("`{path}` does not lie in `{each}`, the array that `match` binds");
+            self.mistakes.push(Mistake { message, ..values.written_at(at, path) });
             return None;
         }
         if inside > 0 && reference.pairs.iter().any(|pair| pair.target == *each) {
@@ -747,22 +758,22 @@ impl Compiler<'_> {
     fn owned(&mut self, at: &ConfigPath, rule: &Rule) {
         let owned: Vec<FieldPath> = rule.owned().into_iter().cloned().collect();
         for (nth, path) in owned.iter().enumerate() {
+            let mut refuse = |message: String, hint| {
+                self.mistakes.push(Mistake { message, ..rule.values.written_at(at, path) }.hint(hint));
+            };
             if path.root() == "_id" {
-                self.mistake(at.clone(), "`_id` cannot be written", "choose another field");
+                refuse("`_id` cannot be written".to_owned(), "choose another field");
             }
             if owned[..nth].iter().any(|other| other.overlaps_loosely(path)) {
-                self.mistake(at.clone(), format!("`{path}` is owned twice"), "one path cannot be, or hold, another");
+                refuse(format!("`{path}` is owned twice"), "one path cannot be, or hold, another");
             }
             let computed_from = rule.of_target.iter().flat_map(OfTarget::all).any(|read| read.overlaps_loosely(path));
             if computed_from {
                 let message = format!("the rule writes `{path}` and reads it with `$$target`");
-                self.mistake(at.clone(), message, "a rule reads any path of its target but those that it writes");
+                refuse(message, "a rule reads any path of its target but those that it writes");
             } else if rule.target_reads.overlap(path) {
-                self.mistake(
-                    at.clone(),
-                    format!("the rule writes `{path}` and reads it to find its source"),
-                    "a rule's result cannot decide what it refers to",
-                );
+                let message = format!("the rule writes `{path}` and reads it to find its source");
+                refuse(message, "a rule's result cannot decide what it refers to");
             }
         }
         let nested =

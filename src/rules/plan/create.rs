@@ -207,7 +207,7 @@ impl Creates {
 /// True if a document has only these paths, and the fields `others`.
 fn has_only(document: &Document, paths: &[Vec<&str>], others: &[&str]) -> bool {
     document.iter().all(|(name, value)| {
-        // What a read has added is none of the document's.
+        // Fields that a read adds are not the document's.
         if name.starts_with("__denormd_")
             || others.contains(&name.as_str())
             || paths.iter().any(|path| path.as_slice() == [name.as_str()])

@@ -95,6 +95,8 @@ pub struct Variables<'a> {
     pub target_element: Option<&'a FieldPath>,
     /// `$$target` is the target.
     pub target: bool,
+    /// Those of the rule's `let` are known here.
+    pub of_let: bool,
 }
 
 /// The paths that an expression depends on, by the document that has them.
@@ -159,20 +161,43 @@ pub fn accumulator(value: &Bson, variables: Variables<'_>) -> Result<Found, Refu
     if !ACCUMULATORS.contains(&name.as_str()) {
         return Err(unknown(name, "accumulator", ACCUMULATORS, form));
     }
+    if name == "$count" && argument.as_document().is_none_or(|argument| !argument.is_empty()) {
+        return Err(Refusal::new("`$count` takes no argument", "write { $count: {} }, or { $sum: 1 }"));
+    }
     let mut walk = Walk::new(variables);
     walk.arguments(name, argument)?;
     Ok(walk.found())
 }
 
+/// Reads a value of an aggregate's `set`: an accumulator, or an expression over the variables of `let`, which have these
+/// names.
+pub fn accumulated(value: &Bson, names: &[&str], variables: Variables<'_>) -> Result<Found, Refusal> {
+    let variables = Variables { of_let: true, ..variables };
+    if names.iter().any(|name| mentions(value, name)) {
+        return over_variables(value, names, variables);
+    }
+    let is_expression = match value {
+        Bson::String(text) => text.starts_with("$$"),
+        Bson::Document(doc) => doc.keys().any(|name| {
+            OPERATORS.contains(&name.as_str()) && !ACCUMULATORS.contains(&name.as_str()) && name != "$accumulator"
+        }),
+        _ => false,
+    };
+    let refusal = || over_variables(value, names, variables).err();
+    accumulator(value, variables).map_err(|other| is_expression.then(refusal).flatten().unwrap_or(other))
+}
+
 /// Reads an expression over the variables of `let`, which cannot read a source document.
-pub fn over_variables(value: &Bson, names: &[&str], variables: Variables<'_>) -> Result<Found, Refusal> {
-    let mut walk = Walk::new(Variables { element: None, ..variables });
+fn over_variables(value: &Bson, names: &[&str], variables: Variables<'_>) -> Result<Found, Refusal> {
+    let mut walk = Walk::new(variables);
     walk.scope = names.iter().map(|name| (*name).to_owned()).collect();
     walk.expression(value)?;
     let found = walk.found();
     if found.source != Reads::Nothing {
-        let message = "an expression over the variables of `let` cannot read fields of the sources, which are many";
-        return Err(Refusal::new(message, "accumulate the field under a name in `let`"));
+        return Err(Refusal::new(
+            "this expression reads fields of the sources, which are many",
+            "accumulate them under names in `let`, and write the expression over these: let: { n: { $sum: $x } }, then $$n",
+        ));
     }
     Ok(found)
 }
@@ -237,6 +262,23 @@ fn inside_filter(value: &Bson) -> Result<(), Refusal> {
         inside_filter(value)?;
     }
     Ok(())
+}
+
+/// Refuses a `$cond` that lacks one of its parts.
+fn condition(argument: &Bson) -> Result<(), Refusal> {
+    let missing = match argument {
+        Bson::Array(parts) if parts.len() == 3 => return Ok(()),
+        Bson::Array(parts) => format!("`$cond` takes three values, this one has {}", parts.len()),
+        Bson::Document(parts) => match ["if", "then", "else"].iter().find(|part| !parts.contains_key(**part)) {
+            None => return Ok(()),
+            Some(part) => format!("`$cond` has no `{part}`"),
+        },
+        _ => "`$cond` takes three values".to_owned(),
+    };
+    Err(Refusal::new(
+        missing,
+        "write { $cond: { if: …, then: …, else: … } }, or { $cond: [if, then, else] }; `else: null` for none",
+    ))
 }
 
 fn code(name: &str) -> Refusal {
@@ -340,10 +382,15 @@ impl<'a> Walk<'a> {
                 }
             },
             _ => {
-                return Err(Refusal::new(
-                    format!("unknown variable `$${name}`"),
-                    "variables are bound by $let, $map, $filter and $reduce",
-                ));
+                let fallback = if self.variables.of_let {
+                    format!("define it in the rule's `let`: {{ {name}: {{ $sum: $price }} }}")
+                } else {
+                    "$$target, $$targetElement and $$element are known, and others are bound by $let, $map, $filter and $reduce; a field of the source is written without a variable: $name".to_owned()
+                };
+                let own = ["target", "targetElement", "element"].map(str::to_owned);
+                let bound: Vec<String> = self.scope.iter().chain(&own).map(|name| format!("$${name}")).collect();
+                let bound: Vec<&str> = bound.iter().map(String::as_str).collect();
+                return Err(unknown(&format!("$${name}"), "variable", &bound, &fallback));
             }
         }
         Ok(())
@@ -415,26 +462,34 @@ impl<'a> Walk<'a> {
                 "",
             )),
             "$getField" => self.get_field(argument),
+            "$cond" => {
+                condition(argument)?;
+                self.named(argument)
+            }
             "$let" | "$map" | "$filter" | "$reduce" => self.binding(operator, argument),
-            _ if OPERATORS.contains(&operator) || ACCUMULATORS.contains(&operator) => match argument {
-                // Named arguments ({ input: …, to: … }) are expressions; their names are not fields.
-                Bson::Document(doc) if !doc.keys().any(|name| name.starts_with('$')) => {
-                    doc.iter().try_for_each(|(name, value)| {
-                        if name == "sortBy" {
-                            self.sort_by(value);
-                            return Ok(());
-                        }
-                        self.expression(value)
-                    })
-                }
-                other => self.expression(other),
-            },
+            _ if OPERATORS.contains(&operator) || ACCUMULATORS.contains(&operator) => self.named(argument),
             _ => Err(unknown(
                 operator,
                 "operator",
                 OPERATORS,
                 "a text that starts with `$` is written { $literal: \"$text\" }",
             )),
+        }
+    }
+
+    /// Reads arguments: named ones (`{ input: …, to: … }`) are expressions, and their names are not fields.
+    fn named(&mut self, argument: &Bson) -> Result<(), Refusal> {
+        match argument {
+            Bson::Document(doc) if !doc.keys().any(|name| name.starts_with('$')) => {
+                doc.iter().try_for_each(|(name, value)| {
+                    if name == "sortBy" {
+                        self.sort_by(value);
+                        return Ok(());
+                    }
+                    self.expression(value)
+                })
+            }
+            other => self.expression(other),
         }
     }
 
@@ -722,6 +777,10 @@ mod tests {
             (bson!("$"), "is not a field path", "$literal"),
             (bson!({"$add": [1], "x": 2}), "stands beside other keys", ""),
             (bson!({"a.b": 1}), "cannot have a dot", "nest it"),
+            (bson!({"$cond": {"if": "$a", "then": 1}}), "`$cond` has no `else`", "else: null"),
+            (bson!({"$cond": [true]}), "takes three values, this one has 1", "[if, then, else]"),
+            (bson!("$$targett"), "unknown variable `$$targett`", "did you mean `$$target`?"),
+            (bson!("$$source.name"), "unknown variable `$$source`", "without a variable: $name"),
         ] {
             let refusal = expression(&value, Variables::default()).unwrap_err();
             assert!(refusal.message.contains(message), "{value}: {}", refusal.message);

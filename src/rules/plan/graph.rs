@@ -209,10 +209,10 @@ fn collisions(rules: &[Arc<Rule>], exclusive: &mut Vec<Exclusion>) -> Vec<Mistak
                         "`{path}` of `{}` is already owned by rule `{}`{both}",
                         rule.target.namespace, other.name
                     );
-                    out.push(
-                        Mistake::new(ConfigPath::rule(rule.id.0), message)
-                            .hint("one path has one owner: choose another field, or let `where` tell the targets apart: { kind: post }, { kind: page }"),
-                    );
+                    let hint = "one path has one owner: choose another field, or let `where` tell the targets apart: { kind: post }, { kind: page }";
+                    let first = other.written_at(theirs).at;
+                    let mistake = Mistake { message, ..rule.written_at(path) };
+                    out.push(mistake.hint(hint).related(first, "its owner is here"));
                 }
             }
         }
@@ -225,19 +225,20 @@ fn cycle_mistake(rules: &[Arc<Rule>], cycle: &[usize]) -> Mistake {
     for (nth, index) in cycle.iter().enumerate() {
         let (from, to) = (&rules[*index], &rules[cycle[(nth + 1) % cycle.len()]]);
         let path = fed_path(from, to).map(ToString::to_string).unwrap_or_default();
-        text.push_str(&format!("{} writes {}:{path}, read by ", from.name, from.target.namespace));
+        let reader = if from.id == to.id { "it" } else { to.name.as_str() };
+        let collection = &from.target.namespace.collection;
+        text.push_str(&format!("\n   {} writes {collection}.{path}, which {reader} reads", from.name));
     }
-    let first = cycle.first().map(|index| rules[*index].name.as_str()).unwrap_or_default();
     let at = ConfigPath::rule(cycle.iter().copied().max().unwrap_or_default());
     if let [alone] = cycle
         && matches!(rules[*alone].values, Values::Set { .. } | Values::Aggregate { .. })
         && rules[*alone].source.namespace == rules[*alone].target.namespace
     {
-        return Mistake::new(at, format!("this rule feeds itself: {text}{first}")).hint(
+        return Mistake::new(at, format!("this rule feeds itself:{text}")).hint(
             "in a tree of documents, say `recursive: true`; otherwise read a field that the rule does not write",
         );
     }
-    Mistake::new(at, format!("these rules feed each other in a circle: {text}{first}"))
+    Mistake::new(at, format!("these rules feed each other in a circle:{text}"))
         .hint("break the circle: one of them must read a field that no rule writes, or filters must tell the documents apart: { kind: template }, { kind: instance }")
 }
 

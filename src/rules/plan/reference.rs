@@ -66,7 +66,12 @@ impl Reference {
     /// The meaning of the variables in the rule's expressions.
     #[must_use]
     pub fn variables(&self) -> Variables<'_> {
-        Variables { element: self.source_each.as_ref(), target_element: self.target_each.as_ref(), target: true }
+        Variables {
+            element: self.source_each.as_ref(),
+            target_element: self.target_each.as_ref(),
+            target: true,
+            ..Variables::default()
+        }
     }
 
     /// The paths on one side, in the order of the pairs.

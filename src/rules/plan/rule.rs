@@ -5,11 +5,11 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use bson::{Bson, Document};
 
 use crate::{
-    config::{BackfillMode, GroupForm, Guard, OnDrift, OnEmpty, OnMissing},
+    config::{BackfillMode, ConfigPath, GroupForm, Guard, Mistake, OnDrift, OnEmpty, OnMissing},
     plan::{
         create::Creates,
         expression::{OfTarget, Reads},
-        reference::Reference,
+        reference::{Reference, Role},
         tree::Tree,
     },
 };
@@ -191,6 +191,27 @@ impl Values {
             Self::Set { .. } | Self::Into { .. } => false,
         }
     }
+
+    /// The key of the config under which a rule with these values is written.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Set { .. } | Self::Into { .. } => "copy",
+            Self::Collect { .. } => "collect",
+            Self::Aggregate { .. } | Self::Groups(_) => "aggregate",
+        }
+    }
+
+    /// The place of a written path in the config, below that of the rule's kind, for a message about it.
+    #[must_use]
+    pub fn written_at(&self, at: &ConfigPath, path: &FieldPath) -> Mistake {
+        match self {
+            Self::Set { .. } | Self::Aggregate { .. } => {
+                Mistake::new(at.key("set").key(&path.to_string()), "").on_key()
+            }
+            Self::Into { .. } | Self::Collect { .. } | Self::Groups(_) => Mistake::new(at.key("into"), ""),
+        }
+    }
 }
 
 /// The groups of an `aggregate` with `by`.
@@ -278,6 +299,58 @@ impl Rule {
     #[must_use]
     pub fn has_definition(&self, definition: &Document) -> bool {
         self.definition == *definition
+    }
+
+    /// The place in the config of what the rule does.
+    #[must_use]
+    pub fn at(&self) -> ConfigPath {
+        ConfigPath::rule(self.id.0).key(self.values.kind())
+    }
+
+    /// The place in the config of one of its collections.
+    #[must_use]
+    pub fn side_at(&self, role: Role) -> ConfigPath {
+        self.at().key(if role == Role::Source { "source" } else { "target" })
+    }
+
+    /// The place of a written path in the config, for a message about it.
+    #[must_use]
+    pub fn written_at(&self, path: &FieldPath) -> Mistake {
+        self.values.written_at(&self.at(), path)
+    }
+
+    /// The values over a source, each with its place; true marks an accumulator.
+    #[must_use]
+    pub fn values_at(&self) -> Vec<(ConfigPath, &Bson, bool)> {
+        let at = self.at();
+        let place = |assignment: &Assignment| at.key("set").key(&assignment.path.to_string());
+        match &self.values {
+            Values::Set { assignments, .. } => {
+                assignments.iter().map(|one| (place(one), &one.expression, false)).collect()
+            }
+            Values::Aggregate { assignments, .. } => self.accumulators(assignments),
+            Values::Groups(groups) => {
+                let by = groups.by.iter().map(|(name, value)| (at.key("by").key(name), value, false));
+                by.chain(self.accumulators(&groups.fields)).collect()
+            }
+            Values::Into { element, .. } | Values::Collect { element, .. } => {
+                vec![(at.key("element"), element, false)]
+            }
+        }
+    }
+
+    fn accumulators<'a>(&self, assignments: &'a [Assignment]) -> Vec<(ConfigPath, &'a Bson, bool)> {
+        let (at, mut out) = (self.at(), Vec::new());
+        for one in assignments {
+            match one.variables() {
+                None => out.push((at.key("set").key(&one.path.to_string()), &one.expression, true)),
+                Some((variables, _)) => {
+                    let place = |name: &String| at.key("let").key(name);
+                    out.extend(variables.iter().map(|(name, accumulator)| (place(name), accumulator, true)));
+                }
+            }
+        }
+        out
     }
 
     /// The target's paths that the rule writes.

@@ -26,14 +26,16 @@ pub async fn flood(client: &Client, database: &str, entries: u64) {
     let beside = format!("{database}_foreign");
     let places = [database, &beside].map(|name| client.database(name).collection::<Document>("foreign"));
     let mut left = entries;
+    let mut last = Instant::now();
     for place in places.iter().cycle() {
         if left == 0 {
             return;
         }
+        assert!(last.elapsed() < PATIENCE, "no insert of the flood succeeds");
         let some = left.min(TOGETHER);
         // An election may refuse it, or lose its answer: then it comes once more.
         if place.insert_many((0..some).map(|_| doc! {"x": 1})).await.is_ok() {
-            left -= some;
+            (left, last) = (left - some, Instant::now());
         }
     }
 }

@@ -31,7 +31,7 @@ struct Written {
     time: (u32, u32),
 }
 
-/// What was said, and what was found.
+/// The daemon's reports, and the findings.
 #[derive(Default)]
 struct Seen {
     written: Vec<Written>,

@@ -5,6 +5,8 @@ use denormd_oracle::{NOT_UTF8, Op, World};
 use futures_util::TryStreamExt;
 use mongodb::Database;
 
+use crate::support::daemon::until;
+
 /// The bytes sent in place of [`NOT_UTF8`], with the same length.
 const BYTES: [u8; 3] = [0xF5, 0xC1, 0xF5];
 
@@ -65,21 +67,25 @@ async fn command(db: &Database, command: Document) {
     db.run_raw_command(raw).await.ok();
 }
 
-/// The existing ones of these collections, with all their documents.
+/// The existing ones of these collections, with all their documents. An election may interrupt a read.
 pub async fn world(db: &Database, collections: &[String]) -> World {
+    until("the collections can be read", async || read(db, collections).await.ok()).await
+}
+
+async fn read(db: &Database, collections: &[String]) -> mongodb::error::Result<World> {
     let wanted = doc! {"name": {"$in": collections.to_vec()}};
-    let there = db.list_collection_names().filter(wanted).await.unwrap();
+    let there = db.list_collection_names().filter(wanted).await?;
     let mut world = World::new();
     for name in there {
         let rows: Vec<RawDocumentBuf> =
-            db.collection::<RawDocumentBuf>(&name).find(doc! {}).await.unwrap().try_collect().await.unwrap();
+            db.collection::<RawDocumentBuf>(&name).find(doc! {}).await?.try_collect().await?;
         let documents = rows.into_iter().map(|row| {
             let row = swapped(row, &BYTES, NOT_UTF8.to_string().as_bytes());
             Document::try_from(row.as_ref()).unwrap()
         });
         world.insert(name, documents.collect());
     }
-    world
+    Ok(world)
 }
 
 /// The document with some bytes replaced by others of the same number.

@@ -15,7 +15,7 @@ pub struct Scope<'a> {
     pub view: View<'a>,
 }
 
-/// What an expression sees of the target.
+/// The part of the target that an expression sees.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct View<'a> {
     /// The target.

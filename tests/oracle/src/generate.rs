@@ -50,6 +50,8 @@ pub struct Options {
     pub failing: bool,
     /// Recursive rules, over a collection of their own.
     pub trees: bool,
+    /// In some worlds all rules write the same targets, most of them with `touch`.
+    pub shared: bool,
     /// Users write owned paths; the rules get `guard: watch` or `audit`.
     pub write_owned: bool,
     /// Additional kinds of a world.
@@ -75,6 +77,7 @@ impl Options {
             wrong_shapes: true,
             failing: false,
             trees: false,
+            shared: false,
             write_owned: false,
             odd: Vec::new(),
         }
@@ -127,6 +130,10 @@ pub struct Generator {
     created_paths: Vec<String>,
     /// Draws `touch`, paths in elements and beside the array, and arrays on both sides, in the same way.
     beside: StdRng,
+    /// Draws worlds whose rules write the same targets, in the same way.
+    shared: StdRng,
+    /// True if this is such a world.
+    is_shared: bool,
     options: Options,
     collections: Vec<String>,
     scenarios: Vec<Scenario>,
@@ -204,6 +211,8 @@ impl Generator {
             created_key: None,
             created_paths: Vec::new(),
             beside: StdRng::seed_from_u64(seed ^ 0x6265_7369),
+            shared: StdRng::seed_from_u64(seed ^ 0x7368_6172),
+            is_shared: false,
             collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
             options,
             scenarios: Vec::new(),
@@ -218,6 +227,7 @@ impl Generator {
         generator.odd = odd::drawn(&mut generator.rng, &generator.options.odd);
         generator.options.failing |= generator.has(Odd::Failing);
         generator.draw_collations();
+        generator.is_shared = generator.options.shared && generator.shared.random_bool(0.3);
         generator.draw_scenarios();
         generator.rules = (0..generator.scenarios.len()).map(|index| generator.draw_rule(index)).collect();
         generator.draw_tree();
@@ -250,6 +260,12 @@ impl Generator {
         used.into_iter().map(|index| self.collections[index].clone()).collect()
     }
 
+    /// True if all rules write the same targets.
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.is_shared
+    }
+
     /// Collections that need `changeStreamPreAndPostImages`.
     #[must_use]
     pub fn pre_images(&self) -> BTreeSet<String> {
@@ -263,7 +279,10 @@ impl Generator {
     }
 
     fn draw_scenarios(&mut self) {
-        let count = self.rng.random_range(1..=self.options.max_rules.max(1));
+        let mut count = self.rng.random_range(1..=self.options.max_rules.max(1));
+        if self.is_shared {
+            count = count.max(2);
+        }
         let mut kinds = Vec::new();
         if self.options.copy || !(self.options.collect || self.options.aggregate) {
             kinds.extend([Kind::Set, Kind::Set, Kind::Set, Kind::Into]);
@@ -303,6 +322,12 @@ impl Generator {
                 if kind == Kind::Set && self.rng.random_bool(0.7) {
                     (held_by, target) = (Held::Target, 3);
                     shape = if self.rng.random_bool(0.7) { Shape::Dotted } else { Shape::Pair };
+                }
+            }
+            if let Some(first) = self.scenarios.first().filter(|_| self.is_shared) {
+                target = first.target;
+                if source == target && self.shared.random_bool(0.7) {
+                    source = (target + self.shared.random_range(1..4)) % 4;
                 }
             }
             self.scenarios.push(Scenario { number, kind, source, target, shape, held_by, outputs: Vec::new() });
@@ -729,7 +754,7 @@ impl Generator {
 
     /// Applies it to the users' model of the world; an operation that the server would refuse changes nothing.
     fn record(&mut self, op: &Op) {
-        // What becomes of created documents is not known here.
+        // The fate of created documents is not known here.
         if self.created_collection().is_some_and(|created| op.coll() == created) {
             return;
         }

@@ -38,6 +38,13 @@ impl Daemon {
         Self { binary, config, uri: uri.to_owned(), listen: "127.0.0.1:0".to_owned(), child: None, log }
     }
 
+    /// Uses another program.
+    #[must_use]
+    pub fn running(mut self, binary: PathBuf) -> Self {
+        self.binary = binary;
+        self
+    }
+
     /// Uses a free port of this machine, so that it can receive requests.
     #[must_use]
     pub fn reachable(mut self) -> Self {

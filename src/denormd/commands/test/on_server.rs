@@ -125,8 +125,8 @@ impl Scratch {
         let problems = dead_letters.into_iter().map(|dead_letter| Problem::Obstacle {
             target: dead_letter.target.as_ref().and_then(|key| key.values().first()).cloned(),
             why: match &dead_letter.path {
-                Some(path) => format!("it was set aside as a dead letter: {} (`{path}`)", dead_letter.reason),
-                None => format!("it was set aside as a dead letter: {}", dead_letter.reason),
+                Some(path) => format!("it became a dead letter: {} (`{path}`)", dead_letter.reason),
+                None => format!("it became a dead letter: {}", dead_letter.reason),
             },
             rule: dead_letter.rule,
             hint: None,

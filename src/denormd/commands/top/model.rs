@@ -62,7 +62,7 @@ pub struct Model {
     pub theme: Theme,
 }
 
-/// Why the state is unknown, and since when.
+/// The reason why the state is unknown, and the time since when.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unknown {
     /// The time of the last answer, or the start of the view if there was none.

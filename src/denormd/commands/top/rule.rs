@@ -166,7 +166,7 @@ fn figures(model: &Model, status: &Status, rule: &Rule) -> Vec<(&'static str, St
         running @ Backfill::Running { scanned, total, .. } => {
             let of = total.map_or_else(String::new, |total| format!(" of about {total}"));
             let pace = pace(running).map_or_else(String::new, |pace| format!(", {pace}"));
-            out.push(("backfill", format!("{}, {scanned}{of} targets{pace}", share(running))));
+            out.push(("backfill", format!("{}, {scanned}{of} documents read{pace}", share(running))));
         }
     }
     if let Some(audit) = &rule.audit {
@@ -175,7 +175,7 @@ fn figures(model: &Model, status: &Status, rule: &Rule) -> Vec<(&'static str, St
             Some(at) => format!("the last round ended {} ago", since(status, at)),
             None => "no round has ended yet".to_owned(),
         };
-        out.push(("audit", format!("{}{of} targets compared, {ended}", audit.compared)));
+        out.push(("audit", format!("{}{of} documents read, {ended}", audit.compared)));
     }
     if rule.drift_found > 0 {
         out.push(("drift", format!("{} found, {} repaired", rule.drift_found, rule.drift_repaired)));

@@ -133,12 +133,6 @@ fn figures(model: &Model, status: &Status) -> Vec<(&'static str, String)> {
         Some(lag) if lag > 0.0 => short(lag),
         Some(_) => "0".to_owned(),
     };
-    let oplog = &status.oplog;
-    let window = match (oplog.readable, oplog.headroom_seconds) {
-        (Some(false), _) => "unreadable".to_owned(),
-        (_, Some(left)) => duration(left),
-        _ => "not known".to_owned(),
-    };
     let percentile = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), short);
     let figures = vec![
         ("Lag", lag),
@@ -146,7 +140,6 @@ fn figures(model: &Model, status: &Status) -> Vec<(&'static str, String)> {
         ("Writes/s", rate(status.targets_per_second)),
         ("Queue", format!("{} of {}", status.queue_depth, status.queue_capacity)),
         ("Dead letters", status.dead_letters.to_string()),
-        ("Oplog window", window),
         ("Restart replays", duration(status.checkpoint_age_seconds)),
         ("P50", percentile(status.propagation.p50)),
         ("P99", percentile(status.propagation.p99)),
@@ -192,10 +185,10 @@ fn rules(model: &Model, status: &Status, columns: usize, room: usize) -> Vec<Lin
         let rest = &status.causes[nth..];
         let text = cause(status, found, None, columns);
         // Where they do not fit, each has one line, and the last line has the names of all that are left.
-        let text = if out.len() + text.len() + rest.len() <= budget {
+        let text = if out.len() + text.len() + rest.len() - 1 <= budget {
             text
         } else if out.len() + rest.len() <= budget || rest.len() == 1 {
-            text.into_iter().take(1).collect()
+            first(text, columns)
         } else {
             let names: Vec<&str> = rest.iter().map(|cause| cause.cause.as_str()).collect();
             let mark = if found.severe { "!!" } else { " *" };
@@ -218,6 +211,12 @@ fn rules(model: &Model, status: &Status, columns: usize, room: usize) -> Vec<Lin
         out.extend(styled(errors.collect(), Style::new()));
     }
     out
+}
+
+/// The first of these lines. `…` shows that more follow.
+fn first(text: Vec<String>, columns: usize) -> Vec<String> {
+    let more = if text.len() > 1 { "…" } else { "" };
+    text.into_iter().take(1).map(|line| cut(&format!("{line}{more}"), columns)).collect()
 }
 
 /// A cause: its first line has the colour.

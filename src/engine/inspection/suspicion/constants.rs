@@ -22,8 +22,8 @@ pub fn suspicions(rule: &Rule, source: &Shape, at: &Places<'_>) -> Vec<Mistake> 
     let mut found = Vec::new();
     for (place, value, _) in at.values() {
         let mut constants = Vec::new();
-        collect(&place, value, &mut constants);
-        for (place, text) in constants.into_iter().filter(|(_, text)| is_field(text)) {
+        texts(&place, value, &mut constants);
+        for (place, text) in constants.into_iter().filter(|(_, text)| !text.starts_with('$') && is_field(text)) {
             let message = format!("`{text}` is a constant text, and a field of `{}`", rule.source.namespace.collection);
             let hint = format!("did you mean `${text}`? if the text itself is meant: {{ $literal: {text} }}");
             found.push(Mistake::new(place, message).hint(hint));
@@ -32,11 +32,12 @@ pub fn suspicions(rule: &Rule, source: &Shape, at: &Places<'_>) -> Vec<Mistake> 
     found
 }
 
-fn collect<'a>(at: &ConfigPath, value: &'a Bson, out: &mut Vec<(ConfigPath, &'a str)>) {
+/// The texts of an expression that are values or paths, with their places.
+pub fn texts<'a>(at: &ConfigPath, value: &'a Bson, out: &mut Vec<(ConfigPath, &'a str)>) {
     match value {
-        Bson::String(text) if !text.starts_with('$') => out.push((at.clone(), text)),
+        Bson::String(text) => out.push((at.clone(), text)),
         Bson::Array(items) => {
-            items.iter().enumerate().for_each(|(nth, item)| collect(&at.index(nth), item, out));
+            items.iter().enumerate().for_each(|(nth, item)| texts(&at.index(nth), item, out));
         }
         Bson::Document(document) => {
             for (name, value) in document {
@@ -49,10 +50,10 @@ fn collect<'a>(at: &ConfigPath, value: &'a Bson, out: &mut Vec<(ConfigPath, &'a 
                         if name.starts_with('$') && !arguments.keys().any(|key| key.starts_with('$')) =>
                     {
                         for (argument, value) in arguments.iter().filter(|(key, _)| ARGUMENTS.contains(&key.as_str())) {
-                            collect(&at.key(argument), value, out);
+                            texts(&at.key(argument), value, out);
                         }
                     }
-                    value => collect(&at, value, out),
+                    value => texts(&at, value, out),
                 }
             }
         }

@@ -4,7 +4,7 @@ use denormd_model::field_path::FieldPath;
 use denormd_rules::{
     config::{ConfigPath, Mistake},
     plan::{
-        Assignment, Pair, Rule, Values,
+        Pair, Rule,
         expression::{self, Reads},
     },
 };
@@ -20,12 +20,7 @@ pub struct Places<'a> {
 impl<'a> Places<'a> {
     /// The places of this rule of the config.
     pub fn of(rule: &'a Rule) -> Self {
-        let kind = match rule.values {
-            Values::Set { .. } | Values::Into { .. } => "copy",
-            Values::Collect { .. } => "collect",
-            Values::Aggregate { .. } | Values::Groups(_) => "aggregate",
-        };
-        Self { rule, at: ConfigPath::rule(rule.id.0).key(kind) }
+        Self { rule, at: rule.at() }
     }
 
     /// The source collection.
@@ -45,44 +40,12 @@ impl<'a> Places<'a> {
 
     /// The place of an owned path, for a message about it.
     pub fn owned(&self, path: &FieldPath) -> Mistake {
-        match self.rule.values {
-            Values::Set { .. } | Values::Aggregate { .. } => {
-                Mistake::new(self.at.key("set").key(&path.to_string()), "").on_key()
-            }
-            Values::Into { .. } | Values::Collect { .. } | Values::Groups(_) => Mistake::new(self.at.key("into"), ""),
-        }
+        self.rule.values.written_at(&self.at, path)
     }
 
     /// The values over a source, each with its place; true marks an accumulator.
     pub fn values(&self) -> Vec<(ConfigPath, &'a Bson, bool)> {
-        let place = |assignment: &Assignment| self.at.key("set").key(&assignment.path.to_string());
-        match &self.rule.values {
-            Values::Set { assignments, .. } => {
-                assignments.iter().map(|one| (place(one), &one.expression, false)).collect()
-            }
-            Values::Aggregate { assignments, .. } => self.accumulators(assignments),
-            Values::Groups(groups) => {
-                let by = groups.by.iter().map(|(name, value)| (self.at.key("by").key(name), value, false));
-                by.chain(self.accumulators(&groups.fields)).collect()
-            }
-            Values::Into { element, .. } | Values::Collect { element, .. } => {
-                vec![(self.at.key("element"), element, false)]
-            }
-        }
-    }
-
-    fn accumulators(&self, assignments: &'a [Assignment]) -> Vec<(ConfigPath, &'a Bson, bool)> {
-        let mut out = Vec::new();
-        for one in assignments {
-            match one.variables() {
-                None => out.push((self.at.key("set").key(&one.path.to_string()), &one.expression, true)),
-                Some((variables, _)) => {
-                    let place = |name: &String| self.at.key("let").key(name);
-                    out.extend(variables.iter().map(|(name, accumulator)| (place(name), accumulator, true)));
-                }
-            }
-        }
-        out
+        self.rule.values_at()
     }
 
     /// The paths that are read at each place; true marks paths of the source.

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::{metrics::HeldBack, reconcile::Context};
+use crate::{reconcile::Context, snapshot::HeldBack};
 use denormd_mongo::{error::Result, primary::majority_lag};
 
 /// Maximum lag of the majority behind the primary's last write. Flow control starts at ten seconds.
@@ -36,7 +36,7 @@ impl<'a> Pace<'a> {
     }
 
     fn tell(&self, why: Option<HeldBack>) {
-        self.context.metrics.backfill_held_back(self.rule, self.context.partition.place(), why);
+        self.context.published.backfill(self.rule, |progress| progress.held_back = why);
     }
 
     /// The maximum number of targets in a page. A low limit makes pages smaller, so that they do not exceed the rate.

@@ -74,7 +74,25 @@ impl<'a> Walk<'a> {
             let line = error.marker().line().saturating_sub(1);
             self.text.split_inclusive('\n').take(line).map(str::len).sum::<usize>() + error.marker().col()
         });
-        Fault::new(at..at + 1, format!("this is not YAML: {}", error.info()))
+        let info = error.info();
+        let is_tab = info.contains("tabs disallowed");
+        // The parser stops before the line with the tab.
+        let tab = self.text.get(at..).and_then(|rest| rest.find('\t')).filter(|_| is_tab);
+        let at = tab.map_or(at, |after| at + after);
+        let fault = Fault::new(at..at + 1, format!("this is not YAML: {info}"));
+        if is_tab {
+            return fault.hint("YAML is indented by spaces");
+        }
+        let before = self.text.get(..=at).unwrap_or_default();
+        let line = before.rfind('\n').map_or(before, |end| &before[end..]);
+        // In flow style, `[` begins a list wherever it is.
+        if info.contains("mapping values are not allowed") {
+            return fault.hint("a line is indented differently from the line above, or a text with `: ` needs quotes");
+        }
+        if line.match_indices("$[").any(|(at, _)| line[..at].matches(['"', '\'']).count() % 2 == 0) {
+            return fault.hint("a path with `$[]` needs quotes: \"parts.$[].id\"");
+        }
+        fault
     }
 
     fn node(&mut self, event: Event<'a>, span: Span, depth: usize) -> Result<Node, Fault> {
@@ -146,7 +164,7 @@ impl<'a> Walk<'a> {
         loop {
             let (key, key_span) = match self.next()? {
                 Some((Event::MappingEnd, end)) => {
-                    // What is written here wins over what is merged in, wherever `<<` stands.
+                    // Keys written here take precedence over merged ones, wherever `<<` stands.
                     for entry in merged {
                         if entries.iter().all(|own| own.key != entry.key) {
                             entries.push(entry);

@@ -14,7 +14,7 @@ impl Generator {
         let removes = body.get_str("on_missing").is_ok_and(|policy| policy == "remove" || policy == "delete");
         let paths = body.get_document("set").into_iter().flat_map(Document::keys);
         let nested = paths.into_iter().any(|path| path.matches("$[]").count() > 1);
-        if removes || nested || self.beside.random_bool(0.75) {
+        if removes || nested || self.beside.random_bool(if self.is_shared { 0.3 } else { 0.75 }) {
             return;
         }
         body.insert("touch", TOUCHED.choose(&mut self.beside).copied().unwrap_or("stamp"));

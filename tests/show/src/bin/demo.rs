@@ -29,7 +29,7 @@ async fn main() {
     let shop = Shop { database: client.database(DATABASE) };
     shop.load().await;
 
-    println!("\n{}   {}", bold("denormd plan --config config/shop.yaml --apply"), dim("makes what the rules need"));
+    println!("\n{}   {}", bold("denormd plan --config config/shop.yaml --apply"), dim("creates what the rules need"));
     let mut daemon = Daemon::new("shop.yaml", &set.uri());
     for command in daemon.plan_apply() {
         println!("  {command}");
@@ -206,7 +206,7 @@ impl Shop {
 
     async fn delete_part(&self) {
         let id = self.id_in("parts", 2).await;
-        title(&format!("db.parts.deleteOne({{ _id: {id} }})"), "what is gone may leave nothing behind");
+        title(&format!("db.parts.deleteOne({{ _id: {id} }})"), "a deleted part leaves no copy");
         let before = self.read("products", 1).await;
         self.collection("parts").delete_one(doc! {"_id": id}).await.expect("a delete");
         let gone = |product: &Document| {
@@ -247,7 +247,7 @@ impl Shop {
         self.collection("parts").delete_one(doc! {"_id": 2}).await.expect("a delete");
         let [parts, messages] = self.stale().await;
         println!(
-            "  {} made in all, the last of them unseen; behind: {}, {}",
+            "  {} made in all, the last ones were not processed; behind: {}, {}",
             counted(changes + 1, "change"),
             counted(parts, "product"),
             counted(messages, "log message")

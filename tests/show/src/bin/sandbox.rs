@@ -20,7 +20,10 @@ async fn main() {
     };
     println!("A throw-away replica set with data. In another terminal:\n");
     println!("  {}", bold(&format!("export DENORMD__MONGODB__URI='{}' DENORMD_CONFIG={config}", set.uri())));
+    let this = env::current_exe().expect("the path of this program");
+    let programs = this.parent().expect("the folder of this program").display();
+    println!("  {}", bold(&format!("export PATH='{programs}':\"$PATH\"")));
     println!("  {}", bold("denormd plan"));
-    println!("\nCtrl-C ends it, and all that was written to it.");
+    println!("\nThis denormd is quick to build and has no `denormd top`.\nCtrl-C stops it and deletes its data.");
     tokio::signal::ctrl_c().await.expect("the signal");
 }

@@ -1,0 +1,184 @@
+//! Batches of work: their start, and what follows from their outcomes.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use tokio::task::{JoinError, JoinSet};
+
+use super::{Pipeline, record::Change, schedule::Next};
+use crate::{
+    dead_letter::Written,
+    pace::spacing,
+    reconcile::{
+        self, Outcome,
+        run::{End, Ended},
+    },
+    request::{Scope, Task},
+    workqueue::{Batch, Lane, Most, Work},
+};
+use denormd_model::{failpoint, rule_state::BlockReason};
+use denormd_mongo::code;
+
+/// Time after which a write to all targets of a key counts as long.
+const LONG: Duration = Duration::from_millis(250);
+/// Privilege errors of a key before its rule becomes unavailable: an operator who edits a user's roles may remove them
+/// for a moment.
+const REFUSALS: u32 = 5;
+
+/// Batches that are not finished.
+#[derive(Debug, Default)]
+pub(super) struct Batches {
+    pub running: JoinSet<Outcome>,
+    /// Running batches that write all targets of a key, with their start times.
+    whole: HashMap<(Lane, u64), Instant>,
+    /// Outcomes that stop their rule: their keys are not done before that is recorded.
+    pub parked: Vec<Outcome>,
+}
+
+/// The reason to stop its rule that a batch has found.
+fn stop_of(outcome: &Outcome) -> Option<Change> {
+    let ends = || outcome.keys.iter().map(|ended| &ended.end);
+    if ends().any(|end| matches!(end, End::RemovalLimit)) {
+        return Some(Change::Block(BlockReason::RemovalLimit));
+    }
+    if ends().any(|end| matches!(end, End::SourceGone)) {
+        return Some(Change::Block(BlockReason::SourceGone));
+    }
+    outcome.keys.iter().find_map(refused)
+}
+
+fn refused(ended: &Ended) -> Option<Change> {
+    match &ended.end {
+        End::Failed(error) if error.code == Some(code::UNAUTHORIZED) && ended.work.attempts >= REFUSALS => {
+            Some(Change::Unavailable(error.message.clone()))
+        }
+        _ => None,
+    }
+}
+
+impl Pipeline {
+    /// Size of the backlog: keys with changes, and the targets of large fan-outs, whose number is not known. Paused and
+    /// failed keys do not count, because the batches are free for others.
+    pub(super) fn backlog(&self) -> usize {
+        let busy = self.batches.running.len() >= self.context.limits.batches;
+        match self.batches.running.is_empty() {
+            false if self.batches.whole.values().any(|start| start.elapsed() >= LONG) => usize::MAX,
+            false if self.jobs.has_fan_outs() => self.schedule.depth(),
+            false if busy => self.schedule.all_late(),
+            _ => 0,
+        }
+    }
+
+    /// Starts batches while there is room. Requests that arrive while they run form the next batches.
+    pub(super) fn dispatch(&mut self) {
+        let limits = &self.context.limits;
+        let (keys, batches) = (limits.batch_keys, limits.batches);
+        while self.batches.running.len() <= batches {
+            let most = Most { keys, batches, are_taken: self.batches.running.len() == batches };
+            let now = Instant::now();
+            let crowded = |rule| self.context.memory.traits.is_crowded(rule);
+            let stopping = |rule| self.rules.recorder.is_stopping(rule);
+            let Some(mut batch) = self.schedule.take(most, now, crowded, stopping) else { return };
+            if !self.rules.may_run(&self.context.plan, batch.lane.0) {
+                self.skip(batch);
+                continue;
+            }
+            let elsewhere = self.jobs.has_fan_outs() || self.rules.state(batch.lane.0).is_backfilling();
+            self.schedule.postpone_verdicts(&mut batch, elsewhere, now);
+            let detached = self.rules.state(batch.lane.0).is_blocked();
+            let whole = |work: &Work| work.scope == Scope::All && work.read_limit.is_none();
+            if batch.lane.1 == Task::Value && batch.items.iter().any(|(_, work)| whole(work)) {
+                let restarted = batch.items.iter().any(|(_, work)| work.restarted.is_some());
+                let start = if restarted { now.checked_sub(LONG) } else { None };
+                self.batches.whole.insert((batch.lane, batch.number), start.unwrap_or(now));
+            }
+            self.batches.running.spawn(reconcile::run(self.context.clone(), batch, detached));
+        }
+    }
+
+    /// Drops pending requests of a stopped rule: its next backfill does their work.
+    fn skip(&mut self, batch: Batch) {
+        let done = Next::Done { pause: Duration::ZERO };
+        let keys = batch.items.into_iter().map(|(key, work)| (key, work, done)).collect();
+        self.schedule.finish(batch.lane, batch.number, &[], keys, Instant::now());
+        self.acknowledge_pages();
+    }
+
+    /// Ends a batch whose task has ended.
+    pub(super) fn ended(&mut self, outcome: Result<Outcome, JoinError>) {
+        match outcome {
+            Ok(outcome) => self.finish(outcome),
+            Err(error) => {
+                // The keys stay in the queue: the checkpoint does not pass them, and a restart processes them again.
+                tracing::error!(%error, "a reconcile ended by a panic; stopping");
+                self.context.stopping.cancel();
+            }
+        }
+    }
+
+    /// Ends a batch. If it has found that its rule must stop, this waits until that is recorded.
+    pub(super) fn finish(&mut self, outcome: Outcome) {
+        self.batches.whole.remove(&(outcome.lane, outcome.number));
+        if let Some(stop) = stop_of(&outcome)
+            && self.change(outcome.lane.0, stop, None)
+        {
+            self.batches.parked.push(outcome);
+            return;
+        }
+        self.count_outcome(&outcome);
+        self.report_written(&outcome);
+        let recomputes = outcome.lane.1 == Task::Value && self.context.plan.rule(outcome.lane.0).gathers();
+        let pause = if recomputes { spacing(outcome.took, outcome.keys.len()) } else { Duration::ZERO };
+        let mut failed: BTreeMap<String, (usize, u32)> = BTreeMap::new();
+        let mut keys = Vec::with_capacity(outcome.keys.len());
+        for ended in outcome.keys {
+            let mut work = ended.work;
+            let next = match ended.end {
+                // The last two have blocked the rule.
+                End::Done | End::SetAside | End::RemovalLimit | End::SourceGone => Next::Done { pause },
+                // The next backfill of a stopped rule does the remaining work.
+                End::Later(_) | End::Failed(_) if self.rules.state(outcome.lane.0).is_stopped() => Next::Done { pause },
+                End::FanOut(fan_out) => {
+                    self.jobs.fan_out(&self.context, fan_out);
+                    Next::Done { pause }
+                }
+                End::Later(delay) => Next::Again { delay },
+                End::Failed(error) => {
+                    self.context.counts.retries.fetch_add(1, Ordering::Relaxed);
+                    let delay = reconcile::run::backoff(work.attempts);
+                    let (keys, attempts) = failed.entry(error.message).or_default();
+                    (*keys, *attempts) = (*keys + 1, work.attempts.max(*attempts));
+                    work.attempts += 1;
+                    Next::Again { delay }
+                }
+            };
+            keys.push((ended.key, work, next));
+        }
+        let rule = &self.context.plan.rule(outcome.lane.0).name;
+        for (error, (keys, attempts)) in failed {
+            tracing::warn!(rule, keys, attempts, error, "reconciles failed and are tried again");
+        }
+        failpoint::here("acknowledged");
+        self.schedule.finish(outcome.lane, outcome.number, &outcome.follow_ups, keys, Instant::now());
+        self.acknowledge_pages();
+    }
+
+    /// Reports what a batch has written, if its rule has dead letters: they are retried without their pause.
+    fn report_written(&self, outcome: &Outcome) {
+        let rule = outcome.lane.0;
+        if self.context.metrics.dead_letters.with_label_values(&[&self.context.plan.rule(rule).name]).get() == 0 {
+            return;
+        }
+        let mut written = Written::default();
+        for ended in outcome.keys.iter().filter(|ended| matches!(ended.end, End::Done)) {
+            written.add(&ended.key, &ended.work.scope);
+        }
+        if !written.is_empty() {
+            // While the other side is busy, the dead letters wait for their own retry.
+            self.jobs.written.try_send((rule, written)).ok();
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Records changes of the rules' states, one after another, while the loop goes on.
+//!
+//! Until a change is recorded, the state of its rule in memory stays the same, and nothing that depends on the change
+//! counts as done: the batch of events that caused it is held back from the checkpoint, and if the change stops the
+//! rule, the rule's keys wait in the queue.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use bson::Bson;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::schedule::Hold;
+use crate::{
+    checkpoint::{rule_record::Agreement, store::Store},
+    reconcile::Context,
+};
+use denormd_model::rule_state::{BlockReason, RuleState};
+use denormd_mongo::error::Result;
+use denormd_rules::plan::{Rule, RuleId};
+
+/// The first pause after a failed attempt; each further attempt makes it longer by as much.
+const PAUSE: Duration = Duration::from_millis(100);
+/// The longest pause, in first pauses.
+const LONGEST: u32 = 50;
+
+/// A change of a rule's state, or of the record of its source.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Change {
+    /// The rule is blocked until an operator agrees to its further effects: its fields stay as they are. Paused and
+    /// unavailable rules are blocked as well: once resumed, they would treat an absent source as an empty one.
+    Block(BlockReason),
+    /// The rule is stopped until the cluster meets this requirement. Its fan-out jobs are deleted: the backfill on its
+    /// return covers them.
+    Unavailable(String),
+    /// The backfill of the rule is restarted.
+    Backfill,
+    /// The rule is unblocked and backfilled from its source, which is there again with this UUID.
+    SourceBack(Bson),
+    /// The source of the rule has this UUID.
+    SourceSeen(Bson),
+}
+
+impl Change {
+    /// True if no key of the rule runs once it is recorded.
+    pub fn stops(&self) -> bool {
+        matches!(self, Self::Block(_) | Self::Unavailable(_))
+    }
+
+    /// True if a rule in this state can change so.
+    pub fn applies_to(&self, state: &RuleState) -> bool {
+        match self {
+            Self::Block(_) => !state.is_blocked(),
+            Self::Unavailable(_) | Self::Backfill => !state.is_stopped(),
+            Self::SourceBack(_) => *state == RuleState::Blocked(BlockReason::SourceGone),
+            Self::SourceSeen(_) => true,
+        }
+    }
+
+    /// True if the other change of the same rule need not be recorded after this one.
+    fn covers(&self, other: &Self) -> bool {
+        match self {
+            Self::Block(_) => other.stops(),
+            Self::Unavailable(_) => matches!(other, Self::Unavailable(_)),
+            Self::Backfill => matches!(other, Self::Backfill),
+            Self::SourceBack(_) => matches!(other, Self::SourceBack(_)),
+            Self::SourceSeen(_) => matches!(other, Self::SourceSeen(_)),
+        }
+    }
+
+    /// Records the change; returns the new state of the rule, with its generation, if that changes.
+    pub async fn record(
+        &self,
+        context: &Context,
+        store: &Store,
+        rule: &Rule,
+        generation: i64,
+    ) -> Result<Option<(RuleState, i64)>> {
+        let server = &context.server;
+        let (state, agreement) = match self {
+            Self::Block(reason) => (RuleState::Blocked(reason.clone()), Agreement::Ended),
+            Self::Unavailable(reason) => (RuleState::Unavailable { reason: reason.clone() }, Agreement::Kept),
+            Self::Backfill => (RuleState::BACKFILL, Agreement::Kept),
+            Self::SourceBack(_) => (RuleState::BACKFILL, Agreement::Ended),
+            Self::SourceSeen(uuid) => {
+                store.source_seen(server, &rule.name, generation, uuid).await?;
+                return Ok(None);
+            }
+        };
+        let recorded = store.reset_rule(server, rule, &state, agreement).await?;
+        match self {
+            Self::Unavailable(_) => context.fan_outs.forget(server, &rule.name).await?,
+            Self::SourceBack(uuid) => store.source_seen(server, &rule.name, recorded.1, uuid).await?,
+            Self::Block(_) | Self::Backfill | Self::SourceSeen(_) => {}
+        }
+        Ok(Some(recorded))
+    }
+}
+
+/// A change to record.
+#[derive(Debug)]
+pub(super) struct Order {
+    pub rule: RuleId,
+    pub change: Change,
+    /// The batches that the checkpoint does not pass before.
+    pub holds: Vec<Hold>,
+}
+
+/// The changes to record, in their order. There are no more than one of each kind for each rule.
+#[derive(Debug, Default)]
+pub(super) struct Recorder {
+    orders: VecDeque<Order>,
+    /// The recording of the first order, if it has begun.
+    recording: JoinSet<Option<Recorded>>,
+}
+
+type Recorded = Option<(RuleState, i64)>;
+
+impl Recorder {
+    /// Adds a change, unless it is covered by one that is not recorded yet.
+    pub fn add(&mut self, rule: RuleId, change: Change, hold: Option<Hold>) {
+        match self.orders.iter_mut().find(|order| order.rule == rule && order.change.covers(&change)) {
+            Some(order) => order.holds.extend(hold),
+            None => self.orders.push_back(Order { rule, change, holds: hold.into_iter().collect() }),
+        }
+    }
+
+    /// True if a change that stops the rule is not recorded yet.
+    pub fn is_stopping(&self, rule: RuleId) -> bool {
+        self.orders.iter().any(|order| order.rule == rule && order.change.stops())
+    }
+
+    /// The first change, unless one is being recorded.
+    pub fn first(&self) -> Option<&Order> {
+        self.orders.front().filter(|_| self.recording.is_empty())
+    }
+
+    /// Removes the first change.
+    pub fn pop(&mut self) -> Option<Order> {
+        self.orders.pop_front()
+    }
+
+    /// Begins to record the first change of a rule whose state has this generation.
+    pub fn start(&mut self, context: &Arc<Context>, store: &Store, generation: i64) {
+        let Some(Order { rule, change, .. }) = self.first() else { return };
+        let (context, store, rule, change) = (context.clone(), store.clone(), *rule, change.clone());
+        self.recording.spawn(async move { until_recorded(&context, &store, rule, &change, generation).await });
+    }
+
+    /// Waits until the first change is recorded; cancelling the wait loses nothing. None if nothing is being recorded, or
+    /// the pipeline stops before that succeeds: the checkpoint stays before the cause of the change.
+    pub async fn recorded(&mut self, stop: &CancellationToken) -> Option<(Order, Recorded)> {
+        match self.recording.join_next().await? {
+            Ok(Some(recorded)) => return Some((self.pop()?, recorded)),
+            Ok(None) => {}
+            Err(error) => {
+                tracing::error!(%error, "the recording of a rule's state ended by a panic; stopping");
+                stop.cancel();
+            }
+        }
+        self.orders.clear();
+        None
+    }
+}
+
+/// Records a change, with retries until it succeeds or the pipeline stops. None if it was stopped.
+async fn until_recorded(
+    context: &Context,
+    store: &Store,
+    rule: RuleId,
+    change: &Change,
+    generation: i64,
+) -> Option<Recorded> {
+    let mut attempts = 0_u32;
+    loop {
+        // The driver's futures are large.
+        let error = match Box::pin(change.record(context, store, context.plan.rule(rule), generation)).await {
+            Ok(recorded) => return Some(recorded),
+            Err(error) => error,
+        };
+        tracing::warn!(error = %error.message, "the state of a rule cannot be recorded; trying again");
+        attempts += 1;
+        context.stopping.run_until_cancelled(tokio::time::sleep(PAUSE * attempts.min(LONGEST))).await?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RULE: RuleId = RuleId(0);
+
+    fn block() -> Change {
+        Change::Block(BlockReason::SourceGone)
+    }
+
+    fn unavailable(reason: &str) -> Change {
+        Change::Unavailable(reason.to_owned())
+    }
+
+    #[test]
+    fn a_change_is_recorded_once_however_often_it_is_asked_for() {
+        let mut recorder = Recorder::default();
+        let changes = [Change::Backfill, unavailable("one"), unavailable("two"), block(), unavailable("three")];
+        for (batch, change) in (1..).zip(changes) {
+            recorder.add(RULE, change, Some(Hold { stream: 0, batch }));
+        }
+        recorder.add(RuleId(1), Change::Backfill, None);
+        recorder.add(RULE, Change::Backfill, None);
+        let batches = |order: &Order| order.holds.iter().map(|hold| hold.batch).collect::<Vec<_>>();
+        let orders = recorder.orders.iter().map(|order| (order.rule, order.change.clone(), batches(order)));
+        let expected = [
+            (RULE, Change::Backfill, vec![1]),
+            (RULE, unavailable("one"), vec![2, 3, 5]),
+            (RULE, block(), vec![4]),
+            (RuleId(1), Change::Backfill, vec![]),
+        ];
+        assert_eq!(orders.collect::<Vec<_>>(), expected);
+        assert!(recorder.is_stopping(RULE) && !recorder.is_stopping(RuleId(1)));
+    }
+
+    #[test]
+    fn a_block_applies_to_a_stopped_rule_and_nothing_else_does() {
+        let paused = RuleState::Paused { until: None };
+        assert!(block().applies_to(&paused) && block().applies_to(&RuleState::Live));
+        assert!(!unavailable("").applies_to(&paused) && !Change::Backfill.applies_to(&paused));
+        let blocked = RuleState::Blocked(BlockReason::RemovalLimit);
+        assert!(!block().applies_to(&blocked) && !Change::SourceBack(Bson::Null).applies_to(&blocked));
+        assert!(Change::SourceBack(Bson::Null).applies_to(&RuleState::Blocked(BlockReason::SourceGone)));
+    }
+}

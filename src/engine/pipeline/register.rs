@@ -1,0 +1,114 @@
+//! Registers the rules when the pipeline starts: records new and changed ones, and reads the states of the others.
+
+use super::{
+    adoption::{self, decisions_of, is_blocked},
+    keep,
+    rules::Rules,
+};
+use crate::{
+    checkpoint::{
+        rule_record::{Agreement, RuleRecord},
+        store::Store,
+    },
+    reconcile::Context,
+};
+use denormd_model::{
+    failpoint,
+    rule_state::{BlockReason, RuleState},
+};
+use denormd_mongo::error::Result;
+use denormd_rules::{config::BackfillMode, plan::Rule};
+
+/// Records new and changed rules, and returns all rules.
+pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<Rules> {
+    let known = store.rules(&context.server).await?;
+    let mut rules = Rules::new(&context.plan);
+    // A rule may only write after the permission to do so is recorded.
+    let decisions = adoption::decide(context, &known).await?;
+    for (rule, decision) in context.plan.rules.iter().zip(decisions) {
+        let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
+        match (before, decision) {
+            (Some(record), None) => {
+                log_stopped(&rule.name, &record.state);
+                keep::resume(context, rule, record.keeping.clone()).await?;
+                rules.set(rule.id, record.state.clone(), record.generation);
+            }
+            (before, decision) => {
+                let keeping = keep::of(context, rule, before, decision.as_ref());
+                let blocked = decision.and_then(|decision| decision.block);
+                let state = match blocked {
+                    Some(adoption) => RuleState::Blocked(BlockReason::Adoption(adoption)),
+                    None => first_state(rule, before),
+                };
+                log_stopped(&rule.name, &state);
+                let change = match before {
+                    None => "new rule",
+                    Some(record) if rule.has_definition(&record.definition) => "the rule is back in the config",
+                    Some(_) => "changed rule",
+                };
+                tracing::info!(rule = %rule.name, state = state.name(), "{change}");
+                // A definition that was blocked has written nothing, so there is nothing to prune.
+                let changed = |record: &&RuleRecord| !rule.has_definition(&record.definition) && !is_blocked(record);
+                if let Some(record) = before.filter(changed) {
+                    store.retire(&context.server, &rule.name, &record.definition).await?;
+                }
+                // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
+                let agreement = if rule.adopt && !state.is_blocked() { Agreement::Given } else { Agreement::Ended };
+                let registered = store.register_rule(&context.server, rule, (&state, agreement), keeping.as_ref());
+                let (state, generation) = registered.await?;
+                failpoint::here("rule-reset");
+                keep::begin(context, rule, keeping).await?;
+                context.fan_outs.forget(&context.server, &rule.name).await?;
+                rules.set(rule.id, state, generation);
+            }
+        }
+    }
+    for (name, record) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
+        // A stopped rule keeps its state: its return to the config requires a whole backfill anyway.
+        if record.state != RuleState::Removed && !record.state.is_stopped() {
+            // Values that the application writes while the rule is absent belong to the application.
+            decisions_of(context).forget(name).await?;
+            store.remove(&context.server, name).await?;
+        }
+        tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
+    }
+    // After the states: a rule that returns to the config is backfilled, so it needs its former dead letters no more.
+    match context.dead_letters.retain(&context.server, &context.plan).await {
+        Ok(0) => {}
+        Ok(deleted) => tracing::info!(deleted, "dead letters of rules that are no longer in the config are deleted"),
+        Err(error) => tracing::warn!(
+            error = %error.message,
+            "dead letters of rules that are no longer in the config cannot be deleted; the next start tries again"
+        ),
+    }
+    for (name, record) in store.standing(&context.server).await? {
+        let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == name) else { continue };
+        rules.released.extend(record.released.map(|until| (rule.id, until)));
+        rules.sources.extend(record.source_seen.then_some((rule.id, record.source_uuid)));
+    }
+    Ok(rules)
+}
+
+/// The state of a rule that is new, changed, or returns to the config.
+fn first_state(rule: &Rule, before: Option<&RuleRecord>) -> RuleState {
+    match before.map(|record| &record.state) {
+        // A pause survives a change of the rule.
+        Some(RuleState::Paused { until }) => RuleState::Paused { until: *until },
+        _ if rule.backfill == BackfillMode::Auto => RuleState::BACKFILL,
+        _ => RuleState::AwaitingBackfill,
+    }
+}
+
+fn log_stopped(rule: &str, state: &RuleState) {
+    let reason = state.reason().unwrap_or_default();
+    match state {
+        RuleState::Blocked(block) => {
+            tracing::error!(rule, reason, "this rule is blocked until {}", block.end(rule));
+        }
+        RuleState::Unavailable { .. } => {
+            tracing::error!(rule, reason, "this rule is unavailable until the cluster has what it needs");
+        }
+        RuleState::Paused { .. } => tracing::warn!(rule, "this rule is paused until `denormd resume {rule}`"),
+        RuleState::Backfilling { .. } | RuleState::AwaitingBackfill | RuleState::Live | RuleState::Removed => {}
+    }
+}

@@ -1,0 +1,93 @@
+//! The values that rules keep in their first backfill.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+};
+
+use bson::Bson;
+
+use super::locked;
+use crate::checkpoint::kept::Keeping;
+use denormd_rules::plan::RuleId;
+
+/// The rules in their first backfill, which keep the values that they overwrite.
+#[derive(Debug, Default)]
+pub struct KeptValues {
+    rules: Mutex<HashMap<RuleId, Kept>>,
+    /// Bytes of kept values, if they were counted.
+    bytes: Mutex<Option<u64>>,
+}
+
+/// The values that a rule in its first backfill keeps.
+#[derive(Debug, Clone)]
+pub(in crate::reconcile) struct Kept {
+    /// The paths, and the targets that the backfill has passed.
+    pub keeping: Arc<Keeping>,
+    /// True if a target behind the backfill may hold a value that is not denormd's: some became dead letters.
+    pub aside: bool,
+    /// True once a value was not kept because of `undo.max_bytes`: from then on, no further value is kept. A later one
+    /// in the same place could be denormd's own.
+    pub is_full: bool,
+    /// True if the `_id`s of the targets are in the order of the simple collation; none until it was asked for.
+    pub simple: Option<bool>,
+}
+
+impl KeptValues {
+    /// The values that a rule keeps before it overwrites them; none after its first backfill.
+    pub(in crate::reconcile) fn of(&self, rule: RuleId) -> Option<Kept> {
+        locked(&self.rules).get(&rule).cloned()
+    }
+
+    /// Begins to keep the values that a rule overwrites. With `aside`, some of its targets are dead letters.
+    pub fn begin(&self, rule: RuleId, keeping: Keeping, aside: bool, is_full: bool) {
+        let kept = Kept { keeping: Arc::new(keeping), aside, is_full, simple: None };
+        locked(&self.rules).insert(rule, kept);
+    }
+
+    /// Ends that: values that a rule overwrites from now on are its own.
+    pub fn end(&self, rule: RuleId) {
+        locked(&self.rules).remove(&rule);
+    }
+
+    /// Changes what is known of the values that a rule keeps.
+    pub(in crate::reconcile) fn learn(&self, rule: RuleId, change: impl FnOnce(&mut Kept)) {
+        if let Some(kept) = locked(&self.rules).get_mut(&rule) {
+            change(kept);
+        }
+    }
+
+    /// Records that the first backfill of a rule has come to this target. Returns false if it had passed it before, or
+    /// keeps nothing.
+    pub fn passes(&self, rule: RuleId, target: &Bson) -> bool {
+        let mut is_new = false;
+        self.learn(rule, |kept| {
+            is_new = !kept.keeping.passed.first().is_some_and(|passed| is_behind(target, passed));
+            if is_new {
+                Arc::make_mut(&mut kept.keeping).passed = vec![target.clone()];
+            }
+        });
+        is_new
+    }
+
+    /// The known number of bytes of kept values.
+    pub(in crate::reconcile) fn bytes(&self) -> Option<u64> {
+        *locked(&self.bytes)
+    }
+
+    pub(in crate::reconcile) fn learn_bytes(&self, bytes: Option<u64>) {
+        *locked(&self.bytes) = bytes;
+    }
+}
+
+/// True if a document with this `_id` comes before or at `passed` in the order of the simple collation. False where
+/// that is not certain: for `_id`s of different types, or of other types.
+pub(in crate::reconcile) fn is_behind(id: &Bson, passed: &Bson) -> bool {
+    match (id, passed) {
+        (Bson::ObjectId(id), Bson::ObjectId(passed)) => id <= passed,
+        (Bson::String(id), Bson::String(passed)) => id.is_ascii() && passed.is_ascii() && id <= passed,
+        (Bson::Int32(id), Bson::Int32(passed)) => id <= passed,
+        (Bson::Int64(id), Bson::Int64(passed)) => id <= passed,
+        _ => false,
+    }
+}

@@ -1,0 +1,96 @@
+//! The values that rules have removed, and how many they may remove.
+
+use std::{
+    collections::{HashMap, HashSet},
+    hash::{BuildHasher, RandomState},
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use super::locked;
+use denormd_model::key::Key;
+use denormd_rules::plan::RuleId;
+
+/// The span of `limits.destroy_per_hour`.
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// Maximum number of targets of a rule whose loss of a value is remembered individually, at 8 bytes each. Any further
+/// target is counted again with each attempt to write it.
+const REMEMBERED: usize = 1_000_000;
+
+/// The removals of each rule.
+#[derive(Debug, Default)]
+pub struct Removals {
+    rules: Mutex<HashMap<RuleId, OfRule>>,
+    hasher: RandomState,
+}
+
+#[derive(Debug, Default)]
+struct OfRule {
+    losses: Option<Losses>,
+    /// The removal limit of a rule whose limit depends on its number of targets, and the time of the count.
+    limit: Option<(Instant, usize)>,
+    /// True if an operator has agreed to the rule's backfill: the removal limit does not stop it.
+    is_agreed: bool,
+}
+
+/// Targets that have lost a value within the last hour because they have no source.
+#[derive(Debug)]
+struct Losses {
+    since: Instant,
+    count: usize,
+    /// Hashes of their `_id`s: a batch that is retried recognises targets that it has counted but not written.
+    targets: HashSet<u64>,
+}
+
+impl Removals {
+    /// Counts these targets as losing a value, unless more than `limit` would do so in this hour; returns false in that
+    /// case. With `once`, a target counts only once; otherwise it has several values to lose, and counts each time.
+    pub(in crate::reconcile) fn count<'a>(
+        &self,
+        rule: RuleId,
+        limit: usize,
+        targets: impl Iterator<Item = &'a Key>,
+        once: bool,
+    ) -> bool {
+        let mut rules = locked(&self.rules);
+        let losses = &mut rules.entry(rule).or_default().losses;
+        losses.take_if(|losses| losses.since.elapsed() > HOUR);
+        let known = losses.get_or_insert_with(|| Losses { since: Instant::now(), count: 0, targets: HashSet::new() });
+        let hashes = targets.map(|id| self.hasher.hash_one(id));
+        let new: Vec<u64> = hashes.filter(|target| !once || !known.targets.contains(target)).collect();
+        if known.count + new.len() > limit {
+            return false;
+        }
+        known.count += new.len();
+        let room = REMEMBERED.saturating_sub(known.targets.len());
+        known.targets.extend(new.into_iter().filter(|_| once).take(room));
+        true
+    }
+
+    /// Resets the count of a rule after it was unblocked.
+    pub fn reset(&self, rule: RuleId) {
+        locked(&self.rules).entry(rule).or_default().losses = None;
+    }
+
+    /// The removal limit of a rule, if it was computed less than an hour ago.
+    pub(in crate::reconcile) fn limit(&self, rule: RuleId) -> Option<usize> {
+        let (since, limit) = locked(&self.rules).get(&rule)?.limit?;
+        (since.elapsed() < HOUR).then_some(limit)
+    }
+
+    pub(in crate::reconcile) fn learn_limit(&self, rule: RuleId, limit: usize) {
+        locked(&self.rules).entry(rule).or_default().limit = Some((Instant::now(), limit));
+    }
+
+    /// True if an operator has agreed to the removals of a rule's backfill.
+    #[must_use]
+    pub fn are_agreed(&self, rule: RuleId) -> bool {
+        locked(&self.rules).get(&rule).is_some_and(|rule| rule.is_agreed)
+    }
+
+    /// Records if an operator has agreed to the removals of a rule's backfill.
+    pub fn agree(&self, rule: RuleId, is_agreed: bool) {
+        locked(&self.rules).entry(rule).or_default().is_agreed = is_agreed;
+    }
+}

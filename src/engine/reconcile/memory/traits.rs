@@ -1,0 +1,115 @@
+//! Traits of the rules' data that reads and writes have shown.
+
+use std::{
+    collections::HashMap,
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use super::locked;
+use crate::{
+    reconcile::{group::Shape, value::NoInput},
+    request::Task,
+};
+use denormd_rules::plan::RuleId;
+
+/// Time for which a measured target size is used.
+const SIZE_AGE: Duration = Duration::from_secs(60);
+
+/// The traits of each rule's data.
+#[derive(Debug, Default)]
+pub struct Traits(Mutex<HashMap<RuleId, OfRule>>);
+
+#[derive(Debug, Default)]
+struct OfRule {
+    /// The shape of the targets.
+    shape: Shape,
+    /// The time at which their size was measured.
+    measured: Option<Instant>,
+    /// Bytes for each key in the last read of each task.
+    costs: HashMap<Task, usize>,
+    /// True if sums contain numbers that are not whole.
+    has_fractions: bool,
+    /// Number of documents of the target collection that one page covers, if a full page took too long to read.
+    window: Option<i64>,
+    /// The values of a key without sources, if only a server can compute them.
+    no_input: Option<NoInput>,
+    /// True if keys were written to the same few targets.
+    is_crowded: bool,
+}
+
+impl Traits {
+    fn of<T>(&self, rule: RuleId, get: impl FnOnce(&OfRule) -> T) -> Option<T> {
+        locked(&self.0).get(&rule).map(get)
+    }
+
+    fn learn(&self, rule: RuleId, change: impl FnOnce(&mut OfRule)) {
+        change(locked(&self.0).entry(rule).or_default());
+    }
+
+    /// The shape of a rule's targets, without their size if that measurement is too old.
+    pub(in crate::reconcile) fn shape(&self, rule: RuleId) -> Shape {
+        let is_new = |traits: &OfRule| traits.measured.is_some_and(|since| since.elapsed() < SIZE_AGE);
+        let shape =
+            self.of(rule, |traits| Shape { size: traits.shape.size.filter(|_| is_new(traits)), ..traits.shape });
+        shape.unwrap_or_default()
+    }
+
+    pub(in crate::reconcile) fn learn_shape(
+        &self,
+        rule: RuleId,
+        change: impl FnOnce(&mut Shape, &mut Option<Instant>),
+    ) {
+        self.learn(rule, |traits| change(&mut traits.shape, &mut traits.measured));
+    }
+
+    /// Number of keys whose sources one read is likely to fit into this number of bytes: at least one.
+    pub fn keys_at_once(&self, rule: RuleId, task: Task, bytes: usize) -> usize {
+        let cost = self.of(rule, |traits| traits.costs.get(&task).copied()).flatten();
+        cost.and_then(|cost| bytes.checked_div(cost)).map_or(usize::MAX, |keys| keys.max(1))
+    }
+
+    /// Records the number of bytes that a read for `keys` keys took.
+    pub(in crate::reconcile) fn cost(&self, rule: RuleId, task: Task, keys: usize, bytes: usize) {
+        self.learn(rule, |traits| {
+            traits.costs.insert(task, bytes / keys.max(1));
+        });
+    }
+
+    pub(in crate::reconcile) fn window(&self, rule: RuleId) -> Option<i64> {
+        self.of(rule, |traits| traits.window).flatten()
+    }
+
+    pub(in crate::reconcile) fn learn_window(&self, rule: RuleId, window: Option<i64>) {
+        if window.is_some() {
+            self.learn(rule, |traits| traits.window = window);
+        }
+    }
+
+    pub(in crate::reconcile) fn has_fractions(&self, rule: RuleId) -> bool {
+        self.of(rule, |traits| traits.has_fractions).unwrap_or(false)
+    }
+
+    pub(in crate::reconcile) fn saw_fractions(&self, rule: RuleId) {
+        self.learn(rule, |traits| traits.has_fractions = true);
+    }
+
+    /// The values of a key without sources, if they were computed.
+    pub(in crate::reconcile) fn no_input(&self, rule: RuleId) -> Option<NoInput> {
+        self.of(rule, |traits| traits.no_input.clone()).flatten()
+    }
+
+    /// Remembers the values of a key without sources: they depend on the rule alone.
+    pub(in crate::reconcile) fn saw_no_input(&self, rule: RuleId, values: NoInput) {
+        self.learn(rule, |traits| traits.no_input = Some(values));
+    }
+
+    /// True if the keys of a rule were last written to the same few targets: parallel batches would conflict.
+    pub fn is_crowded(&self, rule: RuleId) -> bool {
+        self.of(rule, |traits| traits.is_crowded).unwrap_or(false)
+    }
+
+    pub(in crate::reconcile) fn saw_crowd(&self, rule: RuleId, is_crowded: bool) {
+        self.learn(rule, |traits| traits.is_crowded = is_crowded);
+    }
+}

@@ -1,0 +1,316 @@
+//! The one state that a pipeline publishes: commands wait for it, and status and metrics are computed from it on demand.
+//! So lag also grows while the pipeline is stuck.
+
+mod progress;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use tokio::sync::watch;
+
+use denormd_model::{position::ClusterTime, rule_state::RuleState};
+use denormd_mongo::error::{Error, Result};
+use denormd_rules::plan::{Keyed, Plan, RuleId};
+
+pub use progress::{AuditProgress, BackfillProgress, HeldBack};
+
+/// A pipeline at one moment. Rules and streams are identified by their index here.
+///
+/// The pipeline updates it on each turn of its loop; the figures of each rule, which cost more, ten times a second.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    /// Time of the loop's last turn.
+    pub at: Instant,
+    /// The rules, in the config's order.
+    pub rules: Arc<[RuleFacts]>,
+    /// The state of each rule. Empty before the pipeline has started.
+    pub states: Arc<Vec<RuleState>>,
+    /// The streams. Empty before the pipeline has started.
+    pub streams: Vec<StreamFacts>,
+    /// Requests that wait or run, counting named targets.
+    pub depth: usize,
+    /// Number of requests from which on the streams wait.
+    pub capacity: usize,
+    /// True while the streams wait for the queue.
+    pub full: bool,
+    /// Number of keys that are queued or run.
+    pub keys: usize,
+    /// For each rule that has any: number of fan-out jobs in progress.
+    pub fan_outs: BTreeMap<usize, usize>,
+    /// For each rule: commit time of the oldest change that waits or runs, in milliseconds since 1970 by the server's
+    /// clock.
+    pub oldest: Vec<Option<i64>>,
+    /// For each rule: number of keys that wait or run because of a change.
+    pub late: Vec<usize>,
+    /// Rules whose history was lost and whose backfill has not ended since.
+    pub degraded: BTreeSet<usize>,
+    /// The last backfill of each rule in this process, by the rule's name.
+    pub backfills: BTreeMap<String, BackfillProgress>,
+    /// The audit of each rule that is audited, by the rule's name.
+    pub audits: BTreeMap<String, AuditProgress>,
+    /// Time at which the last write was acknowledged.
+    pub last_write: Option<Instant>,
+    /// The state database has an older position than this pipeline has saved: the pipeline has ended, and the next one
+    /// starts from that position.
+    pub rewound: bool,
+    /// True if the pipeline has ended.
+    pub ended: bool,
+}
+
+impl Snapshot {
+    /// A pipeline that has not started yet.
+    #[must_use]
+    pub fn new(plan: &Plan) -> Self {
+        Self {
+            at: Instant::now(),
+            rules: facts(plan),
+            states: Arc::default(),
+            streams: Vec::new(),
+            depth: 0,
+            capacity: 0,
+            full: false,
+            keys: 0,
+            fan_outs: BTreeMap::new(),
+            oldest: vec![None; plan.rules.len()],
+            late: vec![0; plan.rules.len()],
+            degraded: BTreeSet::new(),
+            backfills: BTreeMap::new(),
+            audits: BTreeMap::new(),
+            last_write: None,
+            rewound: false,
+            ended: false,
+        }
+    }
+
+    /// Everything committed up to this time is applied and acknowledged.
+    #[must_use]
+    pub fn applied(&self) -> ClusterTime {
+        self.streams.iter().map(|stream| stream.applied).min().unwrap_or_default()
+    }
+
+    /// True while the backfill of any rule is open.
+    #[must_use]
+    pub fn is_backfilling(&self) -> bool {
+        self.states.iter().any(RuleState::is_backfilling)
+    }
+
+    /// The rules whose state matches the predicate.
+    #[must_use]
+    pub fn in_state(&self, is: impl Fn(&RuleState) -> bool) -> BTreeSet<usize> {
+        self.states.iter().enumerate().filter(|(_, state)| is(state)).map(|(nth, _)| nth).collect()
+    }
+
+    /// True if everything committed by `time` is applied, including the work that it caused.
+    #[must_use]
+    pub fn has_applied(&self, time: ClusterTime) -> bool {
+        self.applied() >= time && self.fan_outs.is_empty() && !self.is_backfilling()
+    }
+
+    /// The time up to which everything is applied, if the targets of `rule` are up to date by then. None while the rule
+    /// is being backfilled, or is stopped.
+    #[must_use]
+    pub fn applied_of(&self, rule: RuleId) -> Option<ClusterTime> {
+        let settled = |state: &RuleState| !state.is_backfilling() && !state.is_stopped();
+        (self.fan_outs.is_empty() && self.states.get(rule.0).is_none_or(settled)).then(|| self.applied())
+    }
+
+    /// True unless the rule is stopped: the lag of a stopped rule has no meaning.
+    #[must_use]
+    pub fn runs(&self, rule: usize) -> bool {
+        self.states.get(rule).is_none_or(|state| !state.is_stopped())
+    }
+
+    /// Keeps the progress of the jobs of the pipeline before this one, for those that have not started again.
+    pub fn inherit(&mut self, before: &Self) {
+        let (backfills, audits) = (before.backfills.clone(), before.audits.clone());
+        self.backfills = backfills.into_iter().chain(std::mem::take(&mut self.backfills)).collect();
+        self.audits = audits.into_iter().chain(std::mem::take(&mut self.audits)).collect();
+    }
+
+    /// Merges the snapshots of two partitions: each rule is as late as in the later one.
+    #[must_use]
+    pub fn joined(self, other: Self) -> Self {
+        // During a reload, two pipelines may briefly have different rules: then the newer snapshot counts.
+        let same = self.rules.iter().map(|rule| &rule.name).eq(other.rules.iter().map(|rule| &rule.name));
+        if !same || self.streams.len() != other.streams.len() {
+            return if self.at > other.at { self } else { other };
+        }
+        let earliest = |(a, b): (Option<i64>, Option<i64>)| a.into_iter().chain(b).min();
+        let worse = |(a, b)| if RuleState::outranks(b, a) { b } else { a };
+        let mut fan_outs = self.fan_outs;
+        other.fan_outs.into_iter().for_each(|(rule, count)| *fan_outs.entry(rule).or_default() += count);
+        Self {
+            at: self.at.min(other.at),
+            rules: self.rules,
+            states: Arc::new(self.states.iter().zip(other.states.iter()).map(worse).cloned().collect()),
+            streams: self.streams.iter().zip(&other.streams).map(|(a, b)| a.joined(b)).collect(),
+            depth: self.depth + other.depth,
+            capacity: self.capacity + other.capacity,
+            full: self.full || other.full,
+            keys: self.keys + other.keys,
+            fan_outs,
+            oldest: self.oldest.into_iter().zip(other.oldest).map(earliest).collect(),
+            late: self.late.into_iter().zip(other.late).map(|(a, b)| a + b).collect(),
+            degraded: self.degraded.union(&other.degraded).copied().collect(),
+            backfills: joined(self.backfills, other.backfills, BackfillProgress::joined),
+            audits: joined(self.audits, other.audits, AuditProgress::joined),
+            last_write: self.last_write.max(other.last_write),
+            rewound: self.rewound || other.rewound,
+            ended: self.ended || other.ended,
+        }
+    }
+}
+
+fn joined<T>(mut all: BTreeMap<String, T>, more: BTreeMap<String, T>, join: fn(&T, &T) -> T) -> BTreeMap<String, T> {
+    for (rule, other) in more {
+        let one = match all.get(&rule) {
+            Some(one) => join(one, &other),
+            None => other,
+        };
+        all.insert(rule, one);
+    }
+    all
+}
+
+/// Facts about a rule that do not change.
+#[derive(Debug, Clone)]
+pub struct RuleFacts {
+    /// Its name.
+    pub name: String,
+    /// The source collection.
+    pub source: String,
+    /// The target collection.
+    pub target: String,
+    /// True if its keys are targets. Otherwise they are values that sources and targets match on, each with many
+    /// targets.
+    pub keyed_by_target: bool,
+    /// The configured lag objective.
+    pub max_lag: Duration,
+    /// Indexes of the rules that it reads from, directly or through other rules.
+    pub fed_by: Vec<usize>,
+    /// Indexes of the streams that it follows.
+    pub streams: Vec<usize>,
+}
+
+fn facts(plan: &Plan) -> Arc<[RuleFacts]> {
+    let databases: Vec<String> = plan.databases().into_iter().collect();
+    let mut fed_by: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); plan.rules.len()];
+    // In the plan's order, each rule is complete before it is passed on.
+    for rule in &plan.order {
+        for fed in &plan.feeds[rule.0] {
+            let mut from = fed_by[rule.0].clone();
+            from.insert(rule.0);
+            fed_by[fed.0].extend(from);
+        }
+    }
+    let facts = plan.rules.iter().zip(fed_by).map(|(rule, fed_by)| {
+        let sides = [&rule.source.namespace, &rule.target.namespace];
+        let touched = |(_, database): &(usize, &String)| sides.iter().any(|side| side.database == **database);
+        RuleFacts {
+            name: rule.name.clone(),
+            source: rule.source.namespace.to_string(),
+            target: rule.target.namespace.to_string(),
+            keyed_by_target: rule.keyed == Keyed::Target,
+            max_lag: rule.max_lag,
+            fed_by: fed_by.into_iter().filter(|from| *from != rule.id.0).collect(),
+            streams: databases.iter().enumerate().filter(touched).map(|(nth, _)| nth).collect(),
+        }
+    });
+    facts.collect()
+}
+
+/// Progress of a stream.
+#[derive(Debug, Clone)]
+pub struct StreamFacts {
+    /// Its database.
+    pub database: String,
+    /// Everything up to here was read.
+    pub reached: ClusterTime,
+    /// Everything up to here is applied.
+    pub applied: ClusterTime,
+    /// The checkpoint: a restart begins here.
+    pub saved: Option<ClusterTime>,
+    /// Time of its last answer.
+    pub delivered: Instant,
+}
+
+impl StreamFacts {
+    /// Merges the streams of two partitions for the same database: the one that is further behind counts.
+    fn joined(&self, other: &Self) -> Self {
+        Self {
+            database: self.database.clone(),
+            reached: self.reached.min(other.reached),
+            applied: self.applied.min(other.applied),
+            // Without a checkpoint, a restart begins before any checkpoint.
+            saved: self.saved.min(other.saved),
+            delivered: self.delivered.min(other.delivered),
+        }
+    }
+}
+
+/// The place where a pipeline and its jobs publish their snapshot.
+#[derive(Debug)]
+pub struct Published(watch::Sender<Snapshot>);
+
+impl Published {
+    /// A pipeline of this plan that has not started yet.
+    #[must_use]
+    pub fn new(plan: &Plan) -> Self {
+        Self(watch::channel(Snapshot::new(plan)).0)
+    }
+
+    /// The snapshot, and a notification of each change that commands wait for.
+    #[must_use]
+    pub fn subscribe(&self) -> watch::Receiver<Snapshot> {
+        self.0.subscribe()
+    }
+
+    /// The current snapshot.
+    #[must_use]
+    pub fn borrow(&self) -> watch::Ref<'_, Snapshot> {
+        self.0.borrow()
+    }
+
+    /// Changes the snapshot. Those that wait are notified if the closure returns true.
+    pub fn update(&self, change: impl FnOnce(&mut Snapshot) -> bool) {
+        self.0.send_if_modified(change);
+    }
+
+    /// Changes the progress of a rule's backfill, if one has started.
+    pub fn backfill(&self, rule: &str, change: impl FnOnce(&mut BackfillProgress)) {
+        self.update(|snapshot| {
+            if let Some(progress) = snapshot.backfills.get_mut(rule) {
+                change(progress);
+            }
+            false
+        });
+    }
+
+    /// Waits until everything committed by `time` is applied, including the work that it caused.
+    pub async fn has_applied(&self, time: ClusterTime) -> Result<()> {
+        let mut snapshot = self.subscribe();
+        let applied = snapshot.wait_for(|snapshot| snapshot.ended || snapshot.has_applied(time)).await;
+        match applied {
+            Ok(snapshot) if snapshot.has_applied(time) => Ok(()),
+            _ => Err(Error::internal("the pipeline has stopped")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_is_audited_when_all_partitions_have_done_it() {
+        let audits = |compared, last_ended| {
+            BTreeMap::from([("r".to_owned(), AuditProgress { compared, last_ended, ..AuditProgress::default() })])
+        };
+        let both = joined(audits(7, Some(5)), audits(9, None), AuditProgress::joined);
+        assert_eq!(both, audits(7, None));
+        assert_eq!(joined(audits(7, Some(5)), BTreeMap::new(), AuditProgress::joined), audits(7, Some(5)));
+    }
+}

@@ -1,0 +1,418 @@
+//! Histories on a MongoDB in memory whose commands fail and whose primaries change, with daemon processes that are killed and
+//! frozen.
+//!
+//! Every failure is an error, not a panic: it is run again with less, as long as it still fails, and the smallest failure
+//! is printed with a trace.
+
+use std::{
+    collections::BTreeSet,
+    fmt::Write as _,
+    net::SocketAddr,
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use bson::{Bson, Document, Timestamp, doc};
+use denormd::server::client;
+use denormd_fixture::TestDb;
+use denormd_oracle::{Odd, Options};
+use denormd_simulated::{Model, Server};
+use mongodb::Database;
+use serde_json::Value;
+
+use super::{
+    History, Step, perform, scanning,
+    weather::{Fault, Trace, Weather},
+};
+use crate::support::{
+    daemon::{Daemon, PATIENCE, config, load, rules_as_json, until},
+    running::Running,
+};
+
+/// The odd kinds of worlds that need no operator.
+const KNOWN: &[Odd] = &[Odd::Empty, Odd::Echo, Odd::EdgeIds];
+/// A rule whose copies show how current the others must be.
+const MARKER: &str = "{\"name\": \"marker\", \"adopt\": true, \"copy\": {\"source\": \"markers\", \"target\": \"marked\", \
+                      \"match\": {\"marker\": \"_id\"}, \"set\": {\"n\": \"$n\"}}}";
+/// Number of markers: each partition has some.
+const MARKERS: i32 = 6;
+/// The beginning of a failure that is one of the model.
+const UNKNOWN: &str = "the model does not know";
+/// Time for which nothing may be written at the end.
+const QUIET: Duration = Duration::from_millis(300);
+
+fn everything(prefix: String) -> Options {
+    Options { mixed_composite: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
+}
+
+/// The dimensions of a run, which a failure makes smaller.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Scale {
+    pub worlds: Vec<u64>,
+    pub rounds: usize,
+    pub daemons: usize,
+    pub partitions: u32,
+    pub faults: BTreeSet<Fault>,
+}
+
+/// A failed run.
+#[derive(Debug)]
+pub struct Failed {
+    /// The world that diverges, if it is one world.
+    seed: Option<u64>,
+    text: String,
+}
+
+impl Failed {
+    fn new(text: impl Into<String>) -> Self {
+        Self { seed: None, text: text.into() }
+    }
+}
+
+type Result<T, E = Failed> = std::result::Result<T, E>;
+
+impl Scale {
+    /// The dimensions for these worlds, drawn from the first one's seed.
+    pub fn draw(first: u64, worlds: u64) -> Self {
+        let daemons = 1 + usize::try_from(first % 3).unwrap();
+        let partitions = 1 + u32::try_from(first / 3 % 3).unwrap();
+        Self { worlds: (first..first + worlds).collect(), rounds: 2, daemons, partitions, faults: Fault::ALL.into() }
+    }
+
+    /// Smaller runs, of which one may still fail.
+    fn smaller(&self, failed: &Failed) -> Vec<Self> {
+        let mut out = Vec::new();
+        if let Some(seed) = failed.seed.filter(|_| self.worlds.len() > 1) {
+            out.push(Self { worlds: vec![seed], ..self.clone() });
+        }
+        if self.daemons > 1 {
+            out.push(Self { daemons: 1, ..self.clone() });
+        }
+        if self.partitions > 1 {
+            out.push(Self { partitions: 1, ..self.clone() });
+        }
+        if self.rounds > 1 {
+            out.push(Self { rounds: 1, ..self.clone() });
+        }
+        for fault in &self.faults {
+            let faults = self.faults.iter().filter(|other| *other != fault).copied().collect();
+            out.push(Self { faults, ..self.clone() });
+        }
+        out
+    }
+
+    /// Runs it. `seed` draws the faults.
+    pub async fn run(&self, seed: u64) -> Result<()> {
+        let server = Server::start_set(Model::new(seed), 2).await.unwrap();
+        let test = TestDb::create(server.uri()).await;
+        let trace = Trace::new();
+        let result = Box::pin(self.play(seed, &server, &test, &trace)).await;
+        result.and(is_known(&server.model)).map_err(|failed| {
+            let is_told = |line: &&String| {
+                let ours = failed.seed.is_none_or(|seed| line.contains(&format!("ms  world {seed}:")));
+                ours || !line.contains("ms  world ")
+            };
+            let trace: Vec<String> = trace.lines().iter().filter(is_told).cloned().collect();
+            let trace = trace.join("\n");
+            let struck = server.model.struck();
+            Failed { text: format!("{}\ntrace:\n{trace}\n{struck:?}", failed.text), ..failed }
+        })
+    }
+
+    async fn play(&self, seed: u64, server: &Server, test: &TestDb, trace: &Trace) -> Result<()> {
+        let db = test.database();
+        let mut histories: Vec<History> =
+            self.worlds.iter().map(|seed| History::draw(*seed, everything, &test.name)).collect();
+        prepare(&db, &mut histories).await;
+        let mut daemons = self.start(test, &histories).await;
+        let addresses: Vec<SocketAddr> = daemons.iter().map(|daemon| daemon.address).collect();
+        let mut weather = Weather::new(seed, server.model.clone(), &self.faults);
+        for round in 0..self.rounds {
+            let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
+            let over = AtomicBool::new(false);
+            let stop = AtomicBool::new(false);
+            let watched = async {
+                let played = async {
+                    let plays = histories
+                        .iter()
+                        .zip(steps)
+                        .map(|(history, steps)| play(history, &db, &addresses, steps, trace));
+                    let played: Result<Vec<()>> = futures_util::future::try_join_all(plays).await;
+                    over.store(true, Ordering::Relaxed);
+                    played
+                };
+                let (played, ()) = tokio::join!(played, weather.strike(&mut daemons, &over, trace));
+                stop.store(true, Ordering::Relaxed);
+                played
+            };
+            let (played, watched) = tokio::join!(watched, watch(test, &server.model, &addresses, &stop));
+            played.and(watched).map_err(|failed| with_logs(failed, &logs(&daemons)))?;
+            trace.add("the faults are over");
+            if let Some(nth) = daemons.iter_mut().position(Running::has_ended) {
+                return Err(with_logs(Failed::new(format!("daemon {nth} has ended by itself")), &daemons[nth].log()));
+            }
+            settle(server, &db, &addresses, &histories).await.map_err(|failed| with_logs(failed, &logs(&daemons)))?;
+            at_rest(server, test).await.map_err(|failed| with_logs(failed, &logs(&daemons)))?;
+        }
+        Ok(())
+    }
+
+    async fn start(&self, test: &TestDb, histories: &[History]) -> Vec<Running> {
+        let adopted = |rule: Document| rule.into_iter().chain(doc! {"adopt": true}).collect::<Document>();
+        let rules: Vec<Document> = histories.iter().flat_map(scanning).map(adopted).collect();
+        let rules =
+            rules_as_json(&rules).replacen('[', &format!("[{MARKER}{}", if rules.is_empty() { "" } else { "," }), 1);
+        let limits = "limits: { write_timeout_seconds: 1, ";
+        let text = config(test, &rules).replace("limits: { ", limits);
+        let text = format!("{text}lease: {{ ttl_seconds: 2, partitions: {} }}\n", self.partitions);
+        Daemon::prepare(&load(&text)).await;
+        let mut daemons: Vec<Running> = (0..self.daemons).map(|_| Running::of(&text)).collect();
+        daemons.iter_mut().for_each(Running::spawn);
+        daemons
+    }
+}
+
+fn logs(daemons: &[Running]) -> String {
+    daemons.iter().map(Running::log).collect::<Vec<_>>().join("\n---\n")
+}
+
+fn with_logs(mut failed: Failed, log: &str) -> Failed {
+    let lines: Vec<&str> = log.lines().collect();
+    let last = lines[lines.len().saturating_sub(60)..].join("\n");
+    write!(failed.text, "\nlogs:\n{last}").ok();
+    failed
+}
+
+async fn prepare(db: &Database, histories: &mut [History]) {
+    for history in histories {
+        history.create(db).await;
+        if history.seed % 2 == 0 {
+            for op in history.generator.initial() {
+                perform::perform(db, op, |name| history.form(name)).await;
+            }
+        }
+    }
+    let markers = (0..MARKERS).map(|id| doc! {"_id": id, "n": 0});
+    db.collection("markers").insert_many(markers).await.unwrap();
+    let marked = (0..MARKERS).map(|id| doc! {"_id": id, "marker": id});
+    db.collection("marked").insert_many(marked).await.unwrap();
+    db.run_command(doc! {"createIndexes": "marked", "indexes": [{"key": {"marker": 1}, "name": "marker"}]})
+        .await
+        .unwrap();
+}
+
+/// Performs the steps of a history. Where all earlier ones are waited for, and an instance says that they are applied,
+/// the result must be right.
+async fn play(
+    history: &History,
+    db: &Database,
+    instances: &[SocketAddr],
+    steps: Vec<Step>,
+    trace: &Trace,
+) -> Result<()> {
+    for (nth, step) in steps.into_iter().enumerate() {
+        match step {
+            Step::Ops(ops) => {
+                for op in &ops {
+                    trace.add(format_args!("world {}: {op:?}", history.seed));
+                }
+                futures_util::future::join_all(
+                    ops.into_iter().map(|op| perform::perform(db, op, |name| history.form(name))),
+                )
+                .await;
+                tokio::time::sleep(Duration::from_millis(40 + history.seed * 37 % 200)).await;
+            }
+            Step::Wait => {
+                let instance = instances[(usize::try_from(history.seed).unwrap() + nth) % instances.len()];
+                let Ok(reply) = db.run_command(doc! {"ping": 1}).await else { continue };
+                let Timestamp { time, increment } = reply.get_timestamp("operationTime").unwrap();
+                let path = format!("/v1/wait?operationTime={time}.{increment}&timeout=3");
+                let mine = format!("w{}-", history.seed);
+                if acknowledged(instance, &path)
+                    .await
+                    .is_some_and(|except| !except.iter().any(|rule| rule.starts_with(&mine)))
+                {
+                    trace.add(format_args!(
+                        "world {}: everything by {time}.{increment} is applied, it says",
+                        history.seed
+                    ));
+                    check(history, db).await?;
+                }
+            }
+            Step::Lose(_) => {}
+        }
+    }
+    Ok(())
+}
+
+/// The rules that are excepted, if an instance says that everything is applied.
+async fn acknowledged(instance: SocketAddr, path: &str) -> Option<Vec<String>> {
+    let answer = client::get(instance, path, Duration::from_secs(10)).await.ok().filter(|answer| answer.code == 200)?;
+    serde_json::from_value(answer.json::<Value>().ok()?["except"].clone()).ok()
+}
+
+/// Fails if a copy of this world is wrong although no dead letter explains it.
+async fn check(history: &History, db: &Database) -> Result<()> {
+    let found = history.check(db).await;
+    if found.is_empty() || !dead_letters(db, history.seed).await.is_empty() {
+        return Ok(());
+    }
+    Err(Failed { seed: Some(history.seed), text: found.join("\n") })
+}
+
+/// Fails if a copy of this world stays wrong. A key with a dead letter is up to date only after a retry.
+async fn check_after_retries(history: &History, db: &Database, instances: &[SocketAddr]) -> Result<()> {
+    let begun = Instant::now();
+    loop {
+        let found = history.check(db).await;
+        let letters = dead_letters(db, history.seed).await;
+        if found.is_empty() {
+            return Ok(());
+        }
+        if letters.is_empty() || begun.elapsed() > PATIENCE {
+            return Err(Failed { seed: Some(history.seed), text: [found, letters].concat().join("\n") });
+        }
+        let ask = doc! {"q": {}, "u": {"$set": {"asked": bson::DateTime::now()}}, "multi": true};
+        state_of(db).run_command(doc! {"update": "dead_letters", "updates": [ask]}).await.ok();
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        acknowledged(instances[0], "/v1/wait?timeout=5").await;
+    }
+}
+
+fn state_of(db: &Database) -> Database {
+    db.client().database(&format!("{}_state", db.name()))
+}
+
+/// The dead letters of a world's rules.
+async fn dead_letters(db: &Database, seed: u64) -> Vec<String> {
+    let find = doc! {"find": "dead_letters", "batchSize": 10_000};
+    let reply = until("the dead letters can be read", async || state_of(db).run_command(find.clone()).await.ok()).await;
+    let found = reply.get_document("cursor").unwrap().get_array("firstBatch").unwrap();
+    let of_world = |letter: &&Document| letter.get_str("rule").unwrap().starts_with(&format!("w{seed}-"));
+    found.iter().filter_map(Bson::as_document).filter(of_world).map(Document::to_string).collect()
+}
+
+/// Waits until everything is applied, and compares all worlds.
+async fn settle(server: &Server, db: &Database, instances: &[SocketAddr], histories: &[History]) -> Result<()> {
+    let begun = Instant::now();
+    for attempt in 0.. {
+        if let Some(except) = acknowledged(instances[attempt % instances.len()], "/v1/wait?timeout=5").await
+            && only_with_dead_letters(db, &except).await
+        {
+            break;
+        }
+        is_known(&server.model)?;
+        if begun.elapsed() > PATIENCE {
+            let status = client::get(instances[0], "/v1/status", Duration::from_secs(5)).await;
+            let status = status.map(|answer| String::from_utf8_lossy(&answer.body).into_owned());
+            return Err(Failed::new(format!("it does not settle: {status:?}")));
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    for history in histories {
+        check_after_retries(history, db, instances).await?;
+    }
+    Ok(())
+}
+
+/// True if each of these rules has dead letters.
+async fn only_with_dead_letters(db: &Database, rules: &[String]) -> bool {
+    let find = doc! {"distinct": "dead_letters", "key": "rule"};
+    let Ok(reply) = state_of(db).run_command(find).await else { return false };
+    let with = reply.get_array("values").unwrap();
+    rules.iter().all(|rule| with.iter().any(|other| other.as_str() == Some(rule)))
+}
+
+/// Fails if anything is written to the application's database while nothing changes.
+async fn at_rest(server: &Server, test: &TestDb) -> Result<()> {
+    let mut since = server.model.changes(&test.name).len();
+    let begun = Instant::now();
+    loop {
+        tokio::time::sleep(QUIET).await;
+        let changes = server.model.changes(&test.name);
+        let Some(last) = changes[since..].last() else { return Ok(()) };
+        // The last writes may be seen before they are acknowledged, and dead letters are retried.
+        if begun.elapsed() > PATIENCE / 6 {
+            return Err(Failed::new(format!("written at rest: {last}")));
+        }
+        since = changes.len();
+    }
+}
+
+/// Writes markers, and compares what the instances say with the copies, until `stop`.
+async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &AtomicBool) -> Result<()> {
+    let db = test.database();
+    let mut written: Vec<(i32, i32, Timestamp)> = Vec::new();
+    let mut turn = 0_usize;
+    while !stop.load(Ordering::Relaxed) {
+        turn += 1;
+        let (id, n) = (i32::try_from(turn).unwrap() % MARKERS, i32::try_from(turn).unwrap());
+        let update = doc! {"q": {"_id": id}, "u": {"$max": {"n": n}}};
+        let command = doc! {"update": "markers", "updates": [update], "writeConcern": {"w": "majority"}};
+        if let Ok(reply) = tokio::time::timeout(Duration::from_secs(5), db.run_command(command))
+            .await
+            .unwrap_or_else(|_| Ok(Document::new()))
+            && !reply.contains_key("writeConcernError")
+            && let Ok(time) = reply.get_timestamp("operationTime")
+        {
+            written.push((id, n, time));
+        }
+        let instance = instances[turn % instances.len()];
+        let Ok(answer) = client::get(instance, "/v1/status", Duration::from_millis(500)).await else { continue };
+        let Ok(status) = answer.json::<Value>() else { continue };
+        let Some(as_of) = status["current"]["as_of"].as_str().and_then(cluster_time) else { continue };
+        let find = doc! {"find": "marked", "filter": {}, "readConcern": {"level": "majority"}, "$db": &test.name};
+        let reply = model.run(find).await;
+        let Ok(rows) = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch")) else { continue };
+        for row in rows.iter().filter_map(Bson::as_document) {
+            let (id, n) = (row.get_i32("_id").unwrap(), row.get_i32("n").unwrap_or_default());
+            let due = written.iter().filter(|(of, _, time)| *of == id && *time <= as_of).map(|(_, n, _)| *n).max();
+            if due.is_some_and(|due| due > n) {
+                let text = format!(
+                    "current as of {as_of}, it says, and the copy of marker {id} has {n} and not {due:?}\n{status:#}"
+                );
+                return Err(Failed::new(text));
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    Ok(())
+}
+
+fn cluster_time(text: &str) -> Option<Timestamp> {
+    let (time, increment) = text.split_once('.')?;
+    Some(Timestamp { time: time.parse().ok()?, increment: increment.parse().ok()? })
+}
+
+/// Fails if a command asked for something that the model does not know.
+fn is_known(model: &Model) -> Result<()> {
+    let unknown = model.unknown();
+    if unknown.is_empty() { Ok(()) } else { Err(Failed::new(format!("{UNKNOWN} {unknown:#?}"))) }
+}
+
+/// Runs these dimensions; a failure is run again with less, within `limit`, and the smallest one ends the test.
+pub async fn run_and_shrink(scale: Scale, limit: Duration) {
+    let seed = scale.worlds[0];
+    let Err(mut failed) = scale.run(seed).await else { return };
+    let (mut smallest, begun) = (scale, Instant::now());
+    let limit = if failed.text.starts_with(UNKNOWN) { Duration::ZERO } else { limit };
+    println!("{smallest:?} failed; running it with less for {limit:?}");
+    'smaller: loop {
+        for candidate in smallest.smaller(&failed) {
+            // The same faults meet another order of events each time.
+            for _ in 0..3 {
+                if begun.elapsed() > limit {
+                    break 'smaller;
+                }
+                if let Err(again) = candidate.run(seed).await {
+                    println!("fails: {candidate:?}");
+                    (smallest, failed) = (candidate, again);
+                    continue 'smaller;
+                }
+            }
+        }
+        break;
+    }
+    let seeds = failed.seed.map_or_else(|| format!("{:?}", smallest.worlds), |seed| seed.to_string());
+    panic!("worlds {seeds} fail in {smallest:?}, DENORMD_SEED={seed}:\n{}", failed.text);
+}

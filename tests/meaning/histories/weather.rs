@@ -1,0 +1,158 @@
+//! Faults for a simulated cluster and its daemons, in an order that a seed draws.
+
+use std::{
+    collections::BTreeSet,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use denormd_simulated::{Faults, Model};
+use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+
+use crate::support::running::Running;
+
+/// A kind of fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Fault {
+    /// Commands are refused, cut off, delayed, or lose their answers; cursors are gone.
+    Commands,
+    /// Another member becomes the primary.
+    Election,
+    /// For a time, no write is majority-committed.
+    HeldBack,
+    /// The same, and then those writes are rolled back by an election.
+    Rollback,
+    /// All change streams lose their cursors.
+    StreamsKilled,
+    /// The oplog no longer has what the streams have not read.
+    OplogExpired,
+    DaemonKilled,
+    DaemonFrozen,
+}
+
+impl Fault {
+    pub const ALL: [Self; 8] = [
+        Self::Commands,
+        Self::Election,
+        Self::HeldBack,
+        Self::Rollback,
+        Self::StreamsKilled,
+        Self::OplogExpired,
+        Self::DaemonKilled,
+        Self::DaemonFrozen,
+    ];
+}
+
+/// What happened, with the milliseconds since the beginning.
+pub struct Trace {
+    begun: Instant,
+    lines: Mutex<Vec<String>>,
+}
+
+impl Trace {
+    pub fn new() -> Self {
+        Self { begun: Instant::now(), lines: Mutex::default() }
+    }
+
+    pub fn add(&self, what: impl std::fmt::Display) {
+        let line = format!("{:6} ms  {what}", self.begun.elapsed().as_millis());
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+    }
+
+    pub fn lines(&self) -> Vec<String> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The faults of one run.
+pub struct Weather {
+    pub model: Model,
+    random: StdRng,
+    kinds: Vec<Fault>,
+    primary: usize,
+}
+
+impl Weather {
+    pub fn new(seed: u64, model: Model, kinds: &BTreeSet<Fault>) -> Self {
+        let random = StdRng::seed_from_u64(seed ^ 0x7765_6174);
+        Self { model, random, kinds: kinds.iter().copied().collect(), primary: 0 }
+    }
+
+    /// Strikes until `over`, and ends every fault.
+    pub async fn strike(&mut self, daemons: &mut [Running], over: &AtomicBool, trace: &Trace) {
+        while !over.load(Ordering::Relaxed) {
+            self.pause(50..400).await;
+            let Some(fault) = self.kinds.choose(&mut self.random).copied() else { continue };
+            // Rarer than the others: everything is compared again.
+            if fault == Fault::OplogExpired && self.random.random_range(0..4) > 0 {
+                continue;
+            }
+            self.one(fault, daemons, trace).await;
+        }
+    }
+
+    async fn pause(&mut self, milliseconds: std::ops::Range<u64>) {
+        tokio::time::sleep(Duration::from_millis(self.random.random_range(milliseconds))).await;
+    }
+
+    async fn one(&mut self, fault: Fault, daemons: &mut [Running], trace: &Trace) {
+        trace.add(format_args!("{fault:?} begins"));
+        match fault {
+            Fault::Commands => {
+                let faults = self.rates();
+                trace.add(format_args!("{faults:?}"));
+                self.model.afflict("denormd", faults);
+                self.pause(200..1500).await;
+                self.model.afflict("denormd", Faults::default());
+            }
+            Fault::Election => self.election(trace).await,
+            Fault::HeldBack => {
+                self.model.hold_back();
+                self.pause(50..800).await;
+                self.model.replicate();
+            }
+            Fault::Rollback => {
+                self.model.hold_back();
+                self.pause(50..500).await;
+                self.election(trace).await;
+            }
+            Fault::StreamsKilled => self.model.kill_streams(),
+            Fault::OplogExpired => self.model.shorten_oplog(),
+            Fault::DaemonKilled => {
+                let nth = self.random.random_range(0..daemons.len());
+                daemons[nth].kill();
+                self.pause(0..1000).await;
+                trace.add(format_args!("daemon {nth} starts again"));
+                daemons[nth].spawn();
+            }
+            Fault::DaemonFrozen => {
+                let nth = self.random.random_range(0..daemons.len());
+                daemons[nth].signal("STOP");
+                trace.add(format_args!("daemon {nth} is frozen"));
+                self.pause(300..4000).await;
+                daemons[nth].signal("CONT");
+            }
+        }
+        trace.add(format_args!("{fault:?} is over"));
+    }
+
+    fn rates(&mut self) -> Faults {
+        let mut rate = |most: u32| if self.random.random() { self.random.random_range(0..most) } else { 0 };
+        let (refused, cut_off, answer_lost, unconfirmed) = (rate(100), rate(50), rate(50), rate(100));
+        let (delayed, cursors) = (rate(100), rate(100));
+        let longest = if self.random.random() { 100 } else { 3000 };
+        Faults { refused, cut_off, answer_lost, unconfirmed, delayed, longest, cursors }
+    }
+
+    async fn election(&mut self, trace: &Trace) {
+        self.model.step_down();
+        self.pause(20..300).await;
+        self.primary = 1 - self.primary;
+        let skew = self.random.random_range(-400..400);
+        self.model.elect(self.primary, skew);
+        trace.add(format_args!("member {} is the primary, its clock is {skew} ms ahead", self.primary));
+    }
+}

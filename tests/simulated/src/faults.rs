@@ -1,0 +1,127 @@
+//! Faults of single commands, drawn from the model's seed: refusals, lost answers, delays, cursors that are gone.
+
+use std::time::Duration;
+
+use bson::{Document, doc};
+use rand::{Rng, seq::IndexedRandom};
+
+use crate::{
+    replication::Connection,
+    replies::Failure,
+    state::{Cursor, Model, State},
+};
+
+/// Errors that say nothing about the command itself. Those by which a driver learns of an election are left out: elections
+/// cause them.
+const REFUSALS: [i32; 12] = [6, 24, 50, 89, 112, 134, 202, 246, 262, 365, 9001, 14031];
+/// Errors after the write was applied.
+const UNCONFIRMED: [i32; 4] = [64, 91, 100, 11602];
+/// Errors that end a cursor.
+const CURSORS: [i32; 3] = [43, 136, 237];
+
+/// How often, of a thousand commands, each kind of fault strikes.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Faults {
+    /// An error instead of running the command.
+    pub refused: u32,
+    /// The connection is closed before the command runs.
+    pub cut_off: u32,
+    /// The command runs, and the connection is closed instead of an answer.
+    pub answer_lost: u32,
+    /// The write is applied, and the answer says that no majority has confirmed it.
+    pub unconfirmed: u32,
+    /// The command runs late, also if its client has given up by then.
+    pub delayed: u32,
+    /// The longest delay in milliseconds.
+    pub longest: u64,
+    /// A `getMore` finds its cursor gone.
+    pub cursors: u32,
+}
+
+/// What befalls one command.
+#[derive(Debug)]
+pub enum Strike {
+    Nothing,
+    Refused(Document),
+    CutOff,
+    AnswerLost,
+    Unconfirmed(i32),
+    Delayed(Duration),
+}
+
+impl Model {
+    /// Faults strike commands of the program of this name with these frequencies from now on.
+    pub fn afflict(&self, program: &str, faults: Faults) {
+        self.state().faults = (program.to_owned(), faults);
+    }
+
+    /// The number of faults that have struck, by kind.
+    #[must_use]
+    pub fn struck(&self) -> std::collections::BTreeMap<&'static str, u32> {
+        self.state().struck.clone()
+    }
+
+    /// Ends the cursors of all change streams.
+    pub fn kill_streams(&self) {
+        self.state().cursors.retain(|_, cursor| matches!(cursor, Cursor::Rows(..)));
+        self.wake();
+    }
+
+    pub(crate) fn strike(&self, connection: &Connection, command: &Document) -> Strike {
+        self.state().strike(connection, command)
+    }
+}
+
+impl State {
+    fn strike(&mut self, connection: &Connection, command: &Document) -> Strike {
+        let (program, faults) = &self.faults;
+        let (faults, name) = (*faults, command.keys().next().map(String::as_str).unwrap_or_default());
+        if *program != connection.program
+            || ["hello", "isMaster", "ismaster", "endSessions", "killCursors"].contains(&name)
+        {
+            return Strike::Nothing;
+        }
+        let kinds = [
+            ("refused", faults.refused),
+            ("cut off", faults.cut_off),
+            ("answer lost", faults.answer_lost),
+            ("unconfirmed", if crate::replication::wants_majority(command) { faults.unconfirmed } else { 0 }),
+            ("delayed", faults.delayed),
+            ("cursor gone", if name == "getMore" { faults.cursors } else { 0 }),
+        ];
+        let mut drawn = self.draws.random_range(0..1000);
+        let struck = kinds.into_iter().find(|(_, rate)| {
+            let hit = drawn < *rate;
+            drawn = drawn.saturating_sub(*rate);
+            hit
+        });
+        let Some((kind, _)) = struck else { return Strike::Nothing };
+        *self.struck.entry(kind).or_default() += 1;
+        match kind {
+            "refused" => Strike::Refused(self.failed(&REFUSALS)),
+            "cut off" => Strike::CutOff,
+            "answer lost" => Strike::AnswerLost,
+            "unconfirmed" => Strike::Unconfirmed(*UNCONFIRMED.choose(&mut self.draws).unwrap_or(&64)),
+            "delayed" => Strike::Delayed(Duration::from_millis(self.draws.random_range(1..=faults.longest.max(1)))),
+            _ => {
+                self.cursors.remove(&command.get_i64("getMore").unwrap_or_default());
+                Strike::Refused(self.failed(&CURSORS))
+            }
+        }
+    }
+
+    /// The reply with one of these errors.
+    fn failed(&mut self, codes: &[i32]) -> Document {
+        let code = *codes.choose(&mut self.draws).unwrap_or(&6);
+        let reply = Failure::new(code, "a fault of the simulation").reply();
+        self.signed(reply)
+    }
+}
+
+/// A reply whose write no majority has confirmed.
+pub fn unconfirmed(mut reply: Document, code: i32) -> Document {
+    if reply.get_f64("ok").is_ok_and(|ok| ok > 0.0) {
+        reply.insert("writeConcernError", doc! {"code": code, "errmsg": "a fault of the simulation"});
+    }
+    reply
+}

@@ -1,0 +1,131 @@
+//! The oplog: what happened, in order, each with its cluster time.
+
+use bson::{Bson, Document, Timestamp, doc};
+
+use crate::{
+    diff::Changes,
+    state::{Meta, Model, State},
+};
+
+/// One change.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    pub time: Timestamp,
+    /// Its place among the entries of one transaction, which share a time.
+    pub nth: u32,
+    /// The wall clock, in milliseconds since 1970.
+    pub wall: i64,
+    pub database: String,
+    pub collection: String,
+    pub change: Change,
+}
+
+#[derive(Debug, Clone)]
+pub enum Change {
+    Noop,
+    Insert(Document),
+    Replace {
+        document: Document,
+        before: Option<Document>,
+    },
+    Update {
+        id: Bson,
+        changes: Changes,
+        before: Option<Document>,
+    },
+    Delete {
+        id: Bson,
+        before: Option<Document>,
+    },
+    Create,
+    Drop,
+    Rename {
+        to: (String, String),
+    },
+    DropDatabase,
+    /// `collMod` and indexes.
+    Modify,
+}
+
+impl Entry {
+    pub fn start(time: Timestamp, wall: i64) -> Self {
+        Self { time, nth: 0, wall, database: String::new(), collection: String::new(), change: Change::Noop }
+    }
+
+    /// The `_id` of the document that it changes.
+    pub fn id(&self) -> Option<&Bson> {
+        match &self.change {
+            Change::Insert(document) | Change::Replace { document, .. } => document.get("_id"),
+            Change::Update { id, .. } | Change::Delete { id, .. } => Some(id),
+            _ => None,
+        }
+    }
+
+    /// A document of `local.oplog.rs`.
+    pub fn document(&self) -> Document {
+        let (op, object) = match &self.change {
+            Change::Noop => ("n", Document::new()),
+            Change::Insert(document) => ("i", document.clone()),
+            Change::Replace { document, .. } => ("u", document.clone()),
+            Change::Update { .. } => ("u", doc! {"$v": 2}),
+            Change::Delete { id, .. } => ("d", doc! {"_id": id.clone()}),
+            _ => ("c", Document::new()),
+        };
+        let namespace = format!("{}.{}", self.database, self.collection);
+        let wall = bson::DateTime::from_millis(self.wall);
+        doc! {"op": op, "ns": namespace, "o": object, "ts": self.time, "t": 1_i64, "v": 2_i64, "wall": wall}
+    }
+}
+
+impl Model {
+    /// The majority-committed changes of a database, in a form to read.
+    #[must_use]
+    pub fn changes(&self, database: &str) -> Vec<String> {
+        let state = self.state();
+        let entries = state.oplog[..state.committed_length()].iter().filter(|entry| entry.database == database);
+        entries.map(|entry| format!("{}.{} {:?}", entry.time.time, entry.time.increment, entry.document())).collect()
+    }
+}
+
+impl State {
+    pub fn emit(&mut self, namespace: &str, change: Change) {
+        let (database, collection) = namespace.split_once('.').unwrap_or((namespace, ""));
+        let (database, collection) = (database.to_owned(), collection.to_owned());
+        let entry = Entry { time: self.last, nth: 0, wall: self.millis(), database, collection, change };
+        match &mut self.buffered {
+            Some(buffered) => buffered.push(entry),
+            None => self.append(vec![entry]),
+        }
+    }
+
+    /// Appends entries that share a time.
+    pub fn append(&mut self, entries: Vec<Entry>) {
+        let seconds = u32::try_from(self.millis() / 1000).unwrap_or_default();
+        self.time = if seconds > self.time.time {
+            Timestamp { time: seconds, increment: 1 }
+        } else {
+            Timestamp { increment: self.time.increment + 1, ..self.time }
+        };
+        self.last = self.time;
+        for (nth, mut entry) in (0..).zip(entries) {
+            (entry.time, entry.nth) = (self.last, nth);
+            self.oplog.push(entry);
+        }
+    }
+
+    pub fn noop(&mut self) {
+        self.append(vec![Entry::start(self.last, self.millis())]);
+    }
+
+    /// Creates a collection unless it exists.
+    pub fn create(&mut self, namespace: &str, options: Document) {
+        if self.collections.contains_key(namespace) {
+            return;
+        }
+        let uuid = self.uuid();
+        let indexes = vec![doc! {"v": 2, "key": {"_id": 1}, "name": "_id_"}];
+        self.collections.insert(namespace.to_owned(), Meta { uuid, options, indexes });
+        self.data.insert(namespace.to_owned(), Vec::new());
+        self.emit(namespace, Change::Create);
+    }
+}
