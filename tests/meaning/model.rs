@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 
 use bson::{Bson, DateTime, Document, Timestamp, bson, doc, oid::ObjectId};
 use denormd_simulated::{Model, UNKNOWN};
-use mongodb::Database;
+use mongodb::{ClientSession, Database};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+use tokio::sync::Mutex;
 
 use crate::support::seeds::seeds;
 
@@ -373,6 +374,9 @@ fn plain(event: &Document, pipelines: bool) -> String {
 struct Both {
     model: Model,
     db: Database,
+    /// A cursor belongs to the session that opened it, and without a session of our own each command takes any of the driver's
+    /// pool. The driver sends no session with `killCursors`.
+    session: Mutex<ClientSession>,
 }
 
 impl Both {
@@ -382,10 +386,17 @@ impl Both {
     }
 
     async fn on_server(&self, command: &Document) -> Document {
-        match self.db.run_command(command.clone()).await {
+        let run = self.db.run_command(command.clone());
+        let reply = match command.contains_key("killCursors") {
+            true => run.await,
+            false => run.session(&mut *self.session.lock().await).await,
+        };
+        match reply {
             Ok(reply) => reply,
             Err(error) => match *error.kind {
-                mongodb::error::ErrorKind::Command(error) => doc! {"ok": 0.0, "code": error.code},
+                mongodb::error::ErrorKind::Command(error) => {
+                    doc! {"ok": 0.0, "code": error.code, "errmsg": error.message}
+                }
                 kind => panic!("{kind} for {command}"),
             },
         }
@@ -478,7 +489,8 @@ fn first_difference(mine: &[String], theirs: &[String]) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_model_answers_as_a_server_does() {
     let test = denormd_fixture::database().await;
-    let both = Both { model: Model::new(1), db: test.database() };
+    let session = Mutex::new(test.client.start_session().await.unwrap());
+    let both = Both { model: Model::new(1), db: test.database(), session };
     let (mut done, mut unknown) = (0, 0);
     let wanted = seeds("DENORMD_COMMANDS", 3000);
     let one = std::env::var("DENORMD_SEED").is_ok();

@@ -43,6 +43,14 @@ pub struct Daemon {
 /// Time limit for every expected condition. Generous: the machine may be busy with other work.
 pub const PATIENCE: Duration = Duration::from_secs(180);
 
+/// Makes the daemon's log a part of the test's output, which is shown when the test fails. `RUST_LOG` selects lines.
+fn log_to_the_test() {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    // Only the first daemon of a process sets it.
+    drop(tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_test_writer().try_init());
+}
+
 /// Waits until `check` finds a value.
 ///
 /// # Panics
@@ -153,6 +161,7 @@ impl Daemon {
 
     /// Starts on a cluster as it is.
     pub async fn begin(loaded: &Loaded, adopt: bool) -> Self {
+        log_to_the_test();
         let context = context_of(loaded).await;
         // A test of one daemon must also pass with several partitions: `DENORMD_TEST_PARTITIONS=3` tests that.
         let wanted = std::env::var("DENORMD_TEST_PARTITIONS").ok().and_then(|text| text.parse().ok());
