@@ -387,9 +387,10 @@ impl Both {
 
     async fn on_server(&self, command: &Document) -> Document {
         let run = self.db.run_command(command.clone());
-        let reply = match command.contains_key("killCursors") {
-            true => run.await,
-            false => run.session(&mut *self.session.lock().await).await,
+        let reply = if command.contains_key("killCursors") {
+            run.await
+        } else {
+            run.session(&mut *self.session.lock().await).await
         };
         match reply {
             Ok(reply) => reply,
