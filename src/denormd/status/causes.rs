@@ -31,7 +31,10 @@ const SLOW: Duration = Duration::from_secs(5);
 const NO_MAJORITY: Duration = Duration::from_secs(10);
 /// Headroom, in seconds, below which the oplog counts as short while a rule is behind.
 const SHORT: f64 = 3600.0;
-/// The same for the time until the position falls off the oplog, in seconds.
+/// Divisor of the headroom: a smaller lag than this share of it is made up for long before. On a young oplog, whose window is
+/// as short as the server's life, a lag of seconds is no danger.
+const SHARE: f64 = 20.0;
+/// Time until the position falls off the oplog, in seconds, below which the oplog counts as short while a rule is behind.
 const SOON: f64 = 4.0 * 3600.0;
 
 /// Age of a late canary, in milliseconds: one is sent every ten seconds, so five have not arrived.
@@ -46,6 +49,11 @@ pub struct Found {
     pub rules: Vec<String>,
     /// Its beginning, in milliseconds since 1970, if that is known more exactly than from the time it was found.
     pub since: Option<i64>,
+}
+
+/// True if a position with this headroom, time until it is lost, and lag (all in seconds) may soon fall off the oplog.
+fn is_short(headroom: f64, lost_in: f64, lag: f64) -> bool {
+    (headroom < SHORT && headroom < SHARE * lag) || lost_in < SOON
 }
 
 /// The current causes, the most urgent first.
@@ -136,7 +144,7 @@ fn of_the_rules(
     }
     let headroom = state.oplog.headroom_seconds.unwrap_or(f64::INFINITY);
     let lost_in = state.oplog.lost_in_seconds.unwrap_or(f64::INFINITY);
-    if !behind.is_empty() && (headroom < SHORT || lost_in < SOON) {
+    if !behind.is_empty() && is_short(headroom, lost_in, lags.overall.unwrap_or_default()) {
         say(Cause::OplogShort, Vec::new());
     }
     if state.oplog.readable == Some(false) {
@@ -186,4 +194,18 @@ fn failing(metrics: &Metrics) -> BTreeSet<String> {
 fn troubled(metrics: &Metrics, reason: &str) -> Vec<String> {
     let rules = metrics.recent_errors().into_iter().filter(|line| line.reason == reason).filter_map(|line| line.rule);
     rules.collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_oplog_matters_once_the_lag_is_a_part_of_it() {
+        assert!(!is_short(600.0, f64::INFINITY, 3.0), "a young oplog, and a burst");
+        assert!(is_short(600.0, f64::INFINITY, 60.0));
+        assert!(!is_short(20.0 * 3600.0, f64::INFINITY, 7200.0));
+        assert!(is_short(20.0 * 3600.0, 3600.0, 3.0), "it falls behind");
+        assert!(is_short(0.0, f64::INFINITY, 3.0));
+    }
 }
