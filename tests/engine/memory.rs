@@ -39,13 +39,15 @@ async fn peak(test: &TestDb, rule: &str, done: impl AsyncFn() -> bool) -> u64 {
     peak
 }
 
-/// True if all targets of `t` have at least this size. A backfill writes them by `_id`: read backwards, the first one is too small
-/// until the last one is written, so that waiting for them does not read all the others each time.
-async fn all_hold(test: &TestDb, size: usize) -> bool {
+/// True if `t` has this number of targets, each of at least this size.
+///
+/// A backfill writes them by `_id`. Read backwards, the first one is too small until the last one is written, so waiting for them
+/// does not read all the others each time.
+async fn all_hold(test: &TestDb, size: usize, count: u64) -> bool {
     let size = i64::try_from(size).unwrap();
-    let filter = doc! {"$expr": {"$lt": [{"$bsonSize": "$$ROOT"}, size]}};
-    let smaller = docs(test, "t").find_one(filter).sort(doc! {"_id": -1}).projection(doc! {"_id": 1}).await.unwrap();
-    smaller.is_none()
+    let smaller = doc! {"$expr": {"$lt": [{"$bsonSize": "$$ROOT"}, size]}};
+    let found = docs(test, "t").find_one(smaller).sort(doc! {"_id": -1}).projection(doc! {"_id": 1}).await.unwrap();
+    found.is_none() && docs(test, "t").count_documents(doc! {}).await.unwrap() == count
 }
 
 #[tokio::test]
@@ -55,7 +57,7 @@ async fn sources_of_several_megabytes_are_copied_a_few_at_a_time() {
     insert(&test, "t", (0..40).map(|id| doc! {"_id": id, "s": id})).await;
     insert(&test, "s", (0..40).map(|id| doc! {"_id": id, "v": &value})).await;
     let rule = "- { name: r, copy: { source: s, target: t, match: { s: _id }, set: { v: $v } } }";
-    let peak = peak(&test, rule, async || all_hold(&test, 8 * MB).await).await;
+    let peak = peak(&test, rule, async || all_hold(&test, 8 * MB, 40).await).await;
     assert!(peak <= LIMIT, "{} MB", peak >> 20);
 }
 
@@ -68,7 +70,7 @@ async fn arrays_of_a_megabyte_are_gathered_a_few_at_a_time() {
     docs(&test, "s").create_index(IndexModel::builder().keys(doc! {"t": 1}).build()).await.unwrap();
     let rule =
         "- { name: r, collect: { source: s, target: t, match: { _id: t }, into: v, element: { id: $_id, v: $v } } }";
-    let peak = peak(&test, rule, async || all_hold(&test, MB).await).await;
+    let peak = peak(&test, rule, async || all_hold(&test, MB, 200).await).await;
     assert!(peak <= LIMIT, "{} MB", peak >> 20);
 }
 

@@ -31,8 +31,8 @@ const SLOW: Duration = Duration::from_secs(5);
 const NO_MAJORITY: Duration = Duration::from_secs(10);
 /// Headroom, in seconds, below which the oplog counts as short while a rule is behind.
 const SHORT: f64 = 3600.0;
-/// Divisor of the headroom: a smaller lag than this share of it is made up for long before. On a young oplog, whose window is
-/// as short as the server's life, a lag of seconds is no danger.
+/// Part of the headroom, one in this number, that the lag must exceed for it. The oplog of a new server covers only the time since
+/// the server was started, and there a lag of seconds is no danger.
 const SHARE: f64 = 20.0;
 /// Time until the position falls off the oplog, in seconds, below which the oplog counts as short while a rule is behind.
 const SOON: f64 = 4.0 * 3600.0;
@@ -49,11 +49,6 @@ pub struct Found {
     pub rules: Vec<String>,
     /// Its beginning, in milliseconds since 1970, if that is known more exactly than from the time it was found.
     pub since: Option<i64>,
-}
-
-/// True if a position with this headroom, time until it is lost, and lag (all in seconds) may soon fall off the oplog.
-fn is_short(headroom: f64, lost_in: f64, lag: f64) -> bool {
-    (headroom < SHORT && headroom < SHARE * lag) || lost_in < SOON
 }
 
 /// The current causes, the most urgent first.
@@ -144,7 +139,7 @@ fn of_the_rules(
     }
     let headroom = state.oplog.headroom_seconds.unwrap_or(f64::INFINITY);
     let lost_in = state.oplog.lost_in_seconds.unwrap_or(f64::INFINITY);
-    if !behind.is_empty() && is_short(headroom, lost_in, lags.overall.unwrap_or_default()) {
+    if !behind.is_empty() && is_short(headroom, lost_in, lags.checkpoint.max(lags.overall.unwrap_or_default())) {
         say(Cause::OplogShort, Vec::new());
     }
     if state.oplog.readable == Some(false) {
@@ -196,16 +191,22 @@ fn troubled(metrics: &Metrics, reason: &str) -> Vec<String> {
     rules.collect::<BTreeSet<_>>().into_iter().collect()
 }
 
+/// True if the checkpoint may soon fall off the oplog: by its headroom, the time until it is lost at the present rate, and its
+/// lag, all in seconds.
+fn is_short(headroom: f64, lost_in: f64, lag: f64) -> bool {
+    (headroom < SHORT && headroom < SHARE * lag) || lost_in < SOON
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_short_oplog_matters_once_the_lag_is_a_part_of_it() {
-        assert!(!is_short(600.0, f64::INFINITY, 3.0), "a young oplog, and a burst");
+    fn an_oplog_is_short_for_a_lag_that_uses_up_a_part_of_it() {
+        assert!(!is_short(600.0, f64::INFINITY, 3.0), "a burst on a new server");
         assert!(is_short(600.0, f64::INFINITY, 60.0));
         assert!(!is_short(20.0 * 3600.0, f64::INFINITY, 7200.0));
-        assert!(is_short(20.0 * 3600.0, 3600.0, 3.0), "it falls behind");
+        assert!(is_short(20.0 * 3600.0, 3600.0, 3.0), "the checkpoint falls behind");
         assert!(is_short(0.0, f64::INFINITY, 3.0));
     }
 }
