@@ -165,7 +165,6 @@ async fn late_marks_and_prunes_leave_a_newer_state_alone() {
 #[tokio::test(flavor = "multi_thread")]
 async fn of_five_contenders_exactly_one_leads() {
     let test = denormd_fixture::database().await;
-    denormd_fixture::make_state(&test.client, &test.name).await;
     let leading = Arc::new(AtomicUsize::new(0));
     let terms = Arc::new(std::sync::Mutex::new(Vec::new()));
     let end = Instant::now() + Duration::from_secs(9);

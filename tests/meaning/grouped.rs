@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, HashSet};
 use bson::{Bson, Document, RawBson, RawDocumentBuf, bson, doc};
 use denormd_engine::{
     reconcile::{
-        group::{self, Member, Shape, Size},
+        group::{self, Guarded, Member, Shape, Size},
+        read,
         statement::{self, Part, Statement},
         value::{Desired, Field},
     },
@@ -183,6 +184,29 @@ impl Bench {
         }
     }
 
+    /// The targets that the rule takes, with their guards.
+    async fn guards(&self, rule: &Rule, ids: &[Key]) -> Vec<(Key, RawDocumentBuf)> {
+        let mut command = read::targets(rule, &ids.iter().collect::<Vec<_>>());
+        command.extend(doc! {"aggregate": "alone", "cursor": {}});
+        let reply = self.database.run_command(command).await.unwrap();
+        let rows = reply.get_document("cursor").unwrap().get_array("firstBatch").unwrap();
+        let guarded = |row: &Bson| {
+            let row = row.as_document().unwrap();
+            let guard = RawDocumentBuf::try_from(row.get_document(read::GUARD).unwrap()).unwrap();
+            (Key::one(row.get("_id").unwrap().clone()), guard)
+        };
+        rows.iter().map(guarded).collect()
+    }
+
+    async fn replace(&self, target: &Document) {
+        for name in ["alone", "together"] {
+            let collection = self.database.collection::<Document>(name);
+            let id = target.get("_id").unwrap();
+            let replaced = collection.replace_one(doc! {"_id": {"$eq": id}}, target).await.unwrap();
+            assert_eq!(replaced.matched_count, 1, "{target}");
+        }
+    }
+
     async fn found(&self, collection: &str) -> Vec<String> {
         let mut cursor =
             self.database.collection::<Document>(collection).find(doc! {}).sort(doc! {"_id": 1}).await.unwrap();
@@ -271,6 +295,83 @@ async fn a_shared_statement_writes_what_statements_of_their_own_write() {
         }
         assert!(shared > ROUNDS / 2 && taken > 3, "{text}: {shared} shared, {taken} taken, {refused} refused");
         let below = rule.owned().iter().any(|path| path.segments().len() > 1 && !path.has_each());
+        assert_eq!(refused > 0, below, "{text}: what is in the way below a document is refused, and nothing else");
+    }
+}
+
+/// Rules whose targets share statements: the values depend on the target, or on several references of it; fields at the
+/// top and below, with a filter.
+const RULES_BY_ID: [&str; 5] = [
+    "copy: { source: s, target: t, match: { part: _id }, set: { name: { $concat: [$name, $$target.other] }, price: $price } }",
+    "copy: { source: s, target: t, match: { part: _id }, set: { info.name: $name, price: $$target.open } }",
+    "copy: { source: s, target: { collection: t, where: { open: true } }, match: { part: _id }, set: { a.b.name: $$target.info.other } }",
+    "aggregate: { source: { collection: s, where: { $expr: { $lt: [$price, $$target.other] } } }, target: t, match: { _id: part }, set: { price: { $sum: $price } } }",
+    r#"copy: { source: s, target: t, match: { "parts.$[].id": _id }, into: name, element: $name }"#,
+];
+
+/// A target that was changed since it was read is left alone by both.
+#[tokio::test]
+async fn a_shared_statement_of_targets_writes_what_statements_of_their_own_write() {
+    let test = denormd_fixture::database().await;
+    let bench = Bench { database: test.database() };
+    let mut random = StdRng::seed_from_u64(2033);
+    for text in RULES_BY_ID {
+        let rule = rule(text);
+        assert!(group::is_possible_by_id(&rule), "{text}");
+        let (mut taken, mut refused, mut changed) = (0, 0, 0);
+        for _ in 0..ROUNDS {
+            let ids = references().into_iter().filter(|id| !matches!(id, Bson::RegularExpression(_)));
+            let targets: Vec<Document> =
+                ids.filter(|id| *id != bson!({"$x": 1})).map(|id| target(id, &mut random)).collect();
+            bench.fill(&targets).await;
+            let ids: Vec<Key> = targets.iter().map(|target| Key::one(target.get("_id").unwrap().clone())).collect();
+            let read = bench.guards(&rule, &ids).await;
+            for id in &ids {
+                if random.random_bool(0.8) {
+                    continue;
+                }
+                let other = target(id.values()[0].clone(), &mut random);
+                bench.replace(&other).await;
+                changed += 1;
+            }
+            let pool = values();
+            let wanted: Vec<(&Key, &RawDocumentBuf, Vec<Field>)> = read
+                .iter()
+                .map(|(id, guard)| {
+                    let values: Vec<Bson> =
+                        rule.owned().iter().map(|_| pool.choose(&mut random).unwrap().clone()).collect();
+                    (id, guard, member_of(&values, &mut random))
+                })
+                .collect();
+            let alone = async |collection: &str, target: &Guarded<'_>| {
+                let desired = Desired::Fields(target.fields.to_vec());
+                for statement in statement::of_target(&rule, target.id, target.guard, &desired).unwrap() {
+                    bench.run(collection, statement).await;
+                }
+            };
+            let all: Vec<Guarded> = wanted.iter().map(|(id, guard, fields)| Guarded { id, guard, fields }).collect();
+            for target in &all {
+                alone("alone", target).await;
+            }
+            let (sharing, others): (Vec<Guarded>, Vec<Guarded>) =
+                all.into_iter().partition(|target| group::fits_by_id(&rule, SMALL, target));
+            for target in &others {
+                alone("together", target).await;
+            }
+            for targets in sharing.chunks(6) {
+                if bench.run("together", group::statement_by_id(&rule, targets).unwrap()).await {
+                    taken += 1;
+                    continue;
+                }
+                refused += 1;
+                for target in targets {
+                    alone("together", target).await;
+                }
+            }
+            assert_eq!(bench.found("together").await, bench.found("alone").await, "{text}: {wanted:?} of {targets:?}");
+        }
+        assert!(taken > ROUNDS / 4 && changed > ROUNDS, "{text}: {taken} taken, {refused} refused, {changed} changed");
+        let below = rule.owned().iter().any(|path| path.segments().len() > 1);
         assert_eq!(refused > 0, below, "{text}: what is in the way below a document is refused, and nothing else");
     }
 }

@@ -540,6 +540,34 @@ async fn a_target_whose_value_fails_is_a_dead_letter_of_its_own() {
     daemon.stop().await;
 }
 
+/// Targets with the same reference are computed by one lookup, whose result may be larger than a document.
+#[tokio::test]
+async fn a_large_value_reaches_many_targets_of_one_source() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let text = "x".repeat(1 << 20);
+    db.collection("items").insert_one(doc! {"_id": 1, "text": &text}).await.unwrap();
+    db.collection("orders").insert_many((0..40).map(|n| doc! {"_id": n, "item": 1, "nth": n})).await.unwrap();
+    let copy = "copy: { source: items, target: orders, match: { item: _id }, set: { text: $text, next: { $add: [$$target.nth, 1] } } }";
+    let daemon = Daemon::start(&test, &format!("  - {{ name: large, {copy} }}")).await;
+    daemon.settled().await;
+    let right = async |text: &str| {
+        let orders = all(&db, "orders").await;
+        orders.len() == 40
+            && orders
+                .iter()
+                .zip(1..)
+                .all(|(order, next)| order.get("text") == Some(&text.into()) && order.get("next") == Some(&next.into()))
+    };
+    assert!(right(&text).await);
+    let text = "y".repeat(1 << 20);
+    db.collection::<Document>("items").update_one(doc! {}, set(doc! {"text": &text})).await.unwrap();
+    daemon.settled().await;
+    assert!(right(&text).await);
+    assert!(dead_letters(&test).await.is_empty());
+    daemon.stop().await;
+}
+
 /// The element of a source that `where` excludes is not computed: it failed, and the target with it. The server puts a
 /// comparison in a `$expr` behind the condition that an element is there.
 #[tokio::test]

@@ -4,7 +4,7 @@
 //! values depend on, as it was read from the targets, and looks up the sources of each. The write demands that all of
 //! that is unchanged; the event of a change requests the target again.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 
@@ -13,7 +13,7 @@ use crate::reconcile::{
     context::{Context, Load},
     read::{self, id_of},
     run::{End, Item, Run, newest},
-    statement::{self, Statement},
+    statement,
     value::{Desired, Field, Rows},
 };
 use denormd_model::{
@@ -116,22 +116,44 @@ pub fn sources_settled(rule: &Rule, targets: &[Referrer<'_>], settled: Settled<'
 /// The sources of a target.
 pub type Settled<'a> = &'a (dyn Fn(&Bson) -> Vec<Document> + Sync);
 
+/// True if targets with the same references share one lookup. They do where the target decides the values of a source,
+/// but not which source that is.
+fn shares_lookups(rule: &Rule) -> bool {
+    matches!(rule.values, Values::Set { .. }) && rule.pair_filter.is_none() && !rule.by_reference()
+}
+
 fn sources_of(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Document {
+    let shared = shares_lookups(rule);
     let mut inner = read::sources_of_pair(rule);
     if settled.is_some() {
         inner.push(settle(rule));
     }
-    inner.extend(read::row_of_pair(rule));
-    let mut stages = lookups(rule, targets, &inner, settled);
-    let found = doc! {"k": ["$id", "$r.n"], "v": {"$arrayElemAt": ["$s.v", 0]}};
-    stages.push(match read::values_without_source(rule) {
-        None => doc! {"$replaceWith": found},
-        Some(values) => {
-            let values = doc! {"$let": {"vars": {"target": "$t", "targetElement": "$r.e"}, "in": values}};
-            let without = doc! {"k": ["$id", "$r.n", null], "v": values};
-            doc! {"$replaceWith": {"$cond": [{"$eq": ["$s", []]}, without, found]}}
-        }
-    });
+    inner.extend(read::row_of_pair(rule, shared));
+    let asked = if shared { asked_together(rule, targets, settled) } else { asked_alone(rule, targets, settled) };
+    let mut stages = lookups(rule, asked, &inner);
+    let without = read::values_without_source(rule);
+    if shared {
+        let found = Bson::from(doc! {"$first": "$s.v"});
+        let rows = match without {
+            None => found,
+            Some(values) => {
+                let without = read::each_target("$ts", true, &values.into());
+                doc! {"$cond": [{"$eq": ["$s", []]}, without, found]}.into()
+            }
+        };
+        stages.push(doc! {"$replaceWith": {"rows": rows}});
+        stages.extend([doc! {"$unwind": "$rows"}, doc! {"$replaceWith": "$rows"}]);
+    } else {
+        let found = doc! {"k": ["$id", "$r.n"], "v": {"$arrayElemAt": ["$s.v", 0]}};
+        stages.push(match without {
+            None => doc! {"$replaceWith": found},
+            Some(values) => {
+                let values = doc! {"$let": {"vars": {"target": "$t", "targetElement": "$r.e"}, "in": values}};
+                let without = doc! {"k": ["$id", "$r.n", null], "v": values};
+                doc! {"$replaceWith": {"$cond": [{"$eq": ["$s", []]}, without, found]}}
+            }
+        });
+    }
     let mut command = read::command("", stages);
     command.insert("aggregate", 1);
     command
@@ -155,32 +177,26 @@ fn settle(rule: &Rule) -> Document {
 pub fn source_ids(rule: &Rule, target: Referrer<'_>, limit: i64) -> Document {
     let mut inner = read::sources_of_pair(rule);
     inner.extend([doc! {"$sort": read::order(rule)}, doc! {"$limit": limit}, doc! {"$project": {"_id": 1}}]);
-    let mut stages = lookups(rule, &[target], &inner, None);
+    let mut stages = lookups(rule, asked_alone(rule, &[target], None), &inner);
     stages.push(doc! {"$replaceWith": {"n": "$r.n", "ids": "$s._id"}});
     let mut command = read::command("", stages);
     command.insert("aggregate", 1);
     command
 }
 
-/// One row `{ id, t: target, r: { n, f, k, e: element }, s: results of the inner stages }` for each slot.
-fn lookups(rule: &Rule, targets: &[Referrer<'_>], inner: &[Document], settled: Option<Settled<'_>>) -> Vec<Document> {
-    let asked = |target: &Referrer| {
-        let mut asked = asked(rule, *target);
-        asked.extend(settled.map(|settled| ("settled".to_owned(), settled(&target.id()).into())));
-        asked
-    };
-    let wanted: Vec<Document> = targets.iter().map(|target| doc! {"d": {"$literal": asked(target)}}).collect();
+/// The stages that give each of the `asked` documents the results `s` of the inner stages.
+fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Document> {
+    // Inside `$literal`, no value is taken for an expression.
+    let asked: Vec<Document> = asked.into_iter().map(|asked| doc! {"d": {"$literal": asked}}).collect();
     let path = rule.reference.paths(Role::Source).next().map(FieldPath::query).unwrap_or_default();
-    let mut stages = vec![doc! {"$documents": wanted}, doc! {"$replaceWith": "$d"}, doc! {"$unwind": "$r"}];
     // The look-up by the first path finds the index; `keys` decides.
-    let mut variables = doc! {"keys": "$r.k", "target": "$t", "targetElement": "$r.e"};
+    let mut variables =
+        doc! {"keys": "$r.k", "target": "$t", "targetElement": "$r.e", "targets": "$ts", "settled": "$settled"};
     for nth in 1..rule.reference.pairs.len() {
         let value = doc! {"$arrayElemAt": [{"$arrayElemAt": ["$r.k", 0]}, i32::try_from(nth).unwrap_or(i32::MAX)]};
         variables.insert(read::variable_of_path(nth), value);
     }
-    if settled.is_some() {
-        variables.insert("settled", "$settled");
-    }
+    let mut stages = vec![doc! {"$documents": asked}, doc! {"$replaceWith": "$d"}];
     stages.push(doc! {"$lookup": {
         "from": &rule.source.namespace.collection, "localField": "r.f", "foreignField": path,
         "let": variables, "pipeline": inner.to_vec(), "as": "s",
@@ -191,31 +207,65 @@ fn lookups(rule: &Rule, targets: &[Referrer<'_>], inner: &[Document], settled: O
     stages
 }
 
-/// The references, and the paths that are read, of one target.
-fn asked(rule: &Rule, target: Referrer<'_>) -> Document {
-    let elements = rule.reference.elements(Role::Target, target.target);
-    let rows = slots(rule, target.references).into_iter().map(|slot| {
-        let first = |key: &&Key| key.values().first().cloned().unwrap_or(Bson::MinKey);
-        let mut values: Vec<Bson> = slot.keys.iter().map(first).collect();
-        // A slot without a key finds nothing, and should search nothing.
-        let any = if values.len() == 1 { values.remove(0) } else { Bson::Array(values) };
-        let any = if slot.keys.is_empty() { Bson::MinKey } else { any };
-        let keys: Vec<Bson> = slot.keys.iter().map(|key| Bson::Array(key.values().to_vec())).collect();
-        let mut row = doc! {"n": index(slot.nth), "f": any, "k": keys};
-        if rule.by_reference() {
-            row.extend(
-                elements.get(slot.nth).and_then(|element| read_element(rule, element)).map(|e| ("e".to_owned(), e)),
-            );
+/// What is looked up for each target alone: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for
+/// each slot. `f` finds sources, and `k` has the keys.
+fn asked_alone(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
+    let mut out = Vec::new();
+    for target in targets {
+        let elements = rule.reference.elements(Role::Target, target.target);
+        for slot in slots(rule, target.references) {
+            let mut searched = searched(&slot.keys);
+            searched.insert("n", index(slot.nth));
+            let element = elements.get(slot.nth).filter(|_| rule.by_reference());
+            searched.extend(element.and_then(|element| read_element(rule, element)).map(|e| ("e".to_owned(), e)));
+            let mut asked = doc! {"id": target.id(), "t": read_paths(rule, *target), "r": searched};
+            asked.extend(settled.map(|settled| ("settled".to_owned(), settled(&target.id()).into())));
+            out.push(asked);
         }
-        row
+    }
+    out
+}
+
+/// What is looked up for targets together: one document `{ r: { f, k }, ts: [{ id, t: target }], settled }` for those
+/// that have the same keys.
+fn asked_together(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
+    let mut by_keys: BTreeMap<Vec<&Key>, Vec<&Referrer>> = BTreeMap::new();
+    for target in targets {
+        for slot in slots(rule, target.references) {
+            by_keys.entry(slot.keys).or_default().push(target);
+        }
+    }
+    let together = by_keys.into_iter().map(|(keys, targets)| {
+        let each = targets.iter().map(|target| doc! {"id": target.id(), "t": read_paths(rule, **target)});
+        let mut asked = doc! {"r": searched(&keys), "ts": each.collect::<Vec<_>>()};
+        // Targets with the same keys have the same sources.
+        let settled = settled.zip(targets.first()).map(|(settled, target)| settled(&target.id()));
+        asked.extend(settled.map(|settled| ("settled".to_owned(), settled.into())));
+        asked
     });
-    let rows: Vec<Document> = rows.collect();
+    together.collect()
+}
+
+/// The values `f` that find the sources with one of these keys, and the keys `k`.
+fn searched(keys: &[&Key]) -> Document {
+    let mut values: Vec<Bson> = keys.iter().map(|key| key.values().first().cloned().unwrap_or(Bson::MinKey)).collect();
+    // A slot without a key finds nothing, and should search nothing.
+    let any = match values.len() {
+        0 => Bson::MinKey,
+        1 => values.remove(0),
+        _ => Bson::Array(values),
+    };
+    doc! {"f": any, "k": keys.iter().map(|key| Bson::Array(key.values().to_vec())).collect::<Vec<_>>()}
+}
+
+/// The paths of a target that values are computed from.
+fn read_paths(rule: &Rule, target: Referrer<'_>) -> Document {
     let mut read = Document::new();
     for path in rule.of_target.iter().flat_map(|of_target| &of_target.paths) {
         let root = path.root();
         read.extend(target.target.get(root).map(|value| (root.to_owned(), value.clone())));
     }
-    doc! {"id": target.id(), "t": read, "r": rows}
+    read
 }
 
 /// The fields of an element that values are computed from.
@@ -311,28 +361,23 @@ impl Run<'_> {
             self.record_changes(items, &wanted)?;
         }
         let within_limit = self.may_lose_by_targets(&wanted, &dangling, items, after).await?;
-        let mut statements: Vec<(Vec<usize>, Statement)> = Vec::new();
-        let mut over_limit = Vec::new();
+        let (mut whole, mut by_element, mut over_limit) = (Vec::new(), Vec::new(), Vec::new());
         for (nth, target, content) in &wanted {
             let key = &items[*nth].key;
-            if !within_limit && !dangling[key].is_empty() {
-                over_limit.push(*nth);
-                continue;
-            }
-            let written = match content {
-                Content::Whole(desired) => statement::of_target(self.rule, key, &target.guard, desired)?,
+            match content {
+                _ if !within_limit && !dangling[key].is_empty() => over_limit.push(*nth),
+                Content::Whole(desired) => whole.push((*nth, &target.guard, desired)),
                 Content::Elements(elements) => {
-                    statement::of_elements(self.rule, key, &target.guard, elements)?.into_iter().collect()
+                    let statement = statement::of_elements(self.rule, key, &target.guard, elements)?;
+                    by_element.extend(statement.map(|statement| (vec![*nth], statement)));
                 }
-            };
-            statements.extend(written.into_iter().map(|statement| (vec![*nth], statement)));
+            }
         }
         for nth in over_limit {
             items[nth].end = Some(End::RemovalLimit);
         }
         self.keep(items, &rows).await?;
-        self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await?;
-        Ok(())
+        self.write_targets(items, &whole, by_element, &rows).await
     }
 
     /// Records the documents of a tree that are about to change. Statements go to the others as well: only the server

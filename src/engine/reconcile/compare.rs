@@ -227,7 +227,10 @@ async fn keep_in_tree(
     let Some(tree) = rule.tree else { return Ok(()) };
     let id = |target: &Document| target.get("_id").cloned().unwrap_or(Bson::Null);
     let ids: Vec<Key> = mine.iter().map(|(target, _)| Key::one(id(target))).collect();
-    let places = Box::pin(context.places(rule, tree, ids.iter(), after, limit)).await?;
+    let asked: Vec<&Key> = ids.iter().collect();
+    let references = mine.iter().map(|(_, references)| references.as_slice());
+    let known = tree.known_parents(ids.iter().cloned().zip(references));
+    let places = Box::pin(context.places(rule, tree, &asked, known, (after, limit))).await?;
     let keeps = |target: &Document| {
         places.get(&Key::one(id(target))).is_some_and(|place| super::tree::reason(tree, place).is_some())
     };

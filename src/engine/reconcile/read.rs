@@ -127,9 +127,11 @@ pub(super) fn variable_of_path(nth: usize) -> String {
     format!("key{nth}")
 }
 
-/// The stages that follow: one row `{ k, v }` at most, with the values of the target.
-pub(super) fn row_of_pair(rule: &Rule) -> Vec<Document> {
-    let mut stages = rows(rule, Order::OfTheRule, true, RowOf::AllKeys);
+/// The stages that follow: one row `{ k, v }` at most, with the values of the target. Where targets share the lookup
+/// ([`each_target`]), `v` has those of each of `$$targets`.
+pub(super) fn row_of_pair(rule: &Rule, shared: bool) -> Vec<Document> {
+    let of = if shared { RowOf::EachTarget } else { RowOf::AllKeys };
+    let mut stages = rows(rule, Order::OfTheRule, true, of);
     if matches!(rule.values, Values::Set { .. } | Values::Into { .. }) {
         stages.push(doc! {"$limit": 1});
     }
@@ -143,6 +145,17 @@ enum RowOf {
     OneKey,
     /// All that were found: those of a target's set of keys.
     AllKeys,
+    /// The first that was found, for several targets that have the same set of keys.
+    EachTarget,
+}
+
+/// An expression of the rows of targets that share a lookup: `{ k, v }` for each of `targets`, which are
+/// `{ id, t: target }`.
+pub(super) fn each_target(targets: &str, without_source: bool, values: &Bson) -> Document {
+    let mut key: Vec<Bson> = vec!["$$one.id".into(), Bson::Int64(0)];
+    key.extend(without_source.then_some(Bson::Null));
+    let values = doc! {"$let": {"vars": {"target": "$$one.t"}, "in": values}};
+    doc! {"$map": {"input": targets, "as": "one", "in": {"k": key, "v": values}}}
 }
 
 /// The stages from the sources of keys to rows.
@@ -160,11 +173,15 @@ fn rows(rule: &Rule, gathered: Order, edges: bool, of: RowOf) -> Vec<Document> {
             stages.push(doc! {"$match": {"$and": clauses}});
         }
     }
-    let row_key = if of == RowOf::AllKeys && rule.gathers() { Vec::new() } else { row_key };
+    let row_key = if of != RowOf::OneKey && rule.gathers() { Vec::new() } else { row_key };
     match &rule.values {
         Values::Set { assignments, .. } => {
             stages.extend(winners_first(rule));
-            stages.push(row(&row_key, &bind(fields(assignments), element)));
+            let values = bind(fields(assignments), element);
+            stages.push(match of {
+                RowOf::EachTarget => doc! {"$replaceWith": {"v": each_target("$$targets", false, &values)}},
+                RowOf::OneKey | RowOf::AllKeys => row(&row_key, &values),
+            });
         }
         Values::Into { element: value, .. } => {
             stages.extend(winners_first(rule));

@@ -365,9 +365,9 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The shape of the targets; None where their keys do not share statements.
+    /// The shape of the targets; None where so many keys or targets do not share statements.
     pub(super) async fn shape(&self, keys: usize) -> Option<Shape> {
-        if keys < 2 || !group::is_possible(self.rule) {
+        if keys < 2 || !(group::is_possible(self.rule) || group::is_possible_by_id(self.rule)) {
             return None;
         }
         let mut shape = self.context.memory.traits.shape(self.rule.id);
@@ -420,23 +420,14 @@ impl Run<'_> {
         let losing = wanted.iter().filter(|(_, dangles, ..)| *dangles);
         let losing: Vec<(&Key, &Desired)> = losing.map(|(nth, _, desired, _)| (&items[*nth].key, desired)).collect();
         let within_limit = self.may_lose_of_targets(&losing, after).await?;
-        let (mut statements, mut over_limit) = (Vec::new(), Vec::new());
-        for (nth, dangles, desired, guard) in wanted {
-            if dangles && !within_limit {
-                over_limit.push(nth);
-                continue;
-            }
-            let item = &items[nth];
-            for statement in statement::of_target(self.rule, &item.key, guard, &desired)? {
-                statements.push((vec![nth], statement));
-            }
-        }
-        for nth in over_limit {
-            items[nth].end = Some(End::RemovalLimit);
+        let (over_limit, within): (Vec<_>, Vec<_>) =
+            wanted.iter().partition(|(_, dangles, ..)| *dangles && !within_limit);
+        for (nth, ..) in over_limit {
+            items[*nth].end = Some(End::RemovalLimit);
         }
         self.keep(items, &rows).await?;
-        self.write(items, [statements, Vec::new()], &rows, self.context.limits.write_timeout).await?;
-        Ok(())
+        let within: Vec<_> = within.into_iter().map(|(nth, _, desired, guard)| (*nth, *guard, desired)).collect();
+        self.write_targets(items, &within, Vec::new(), &rows).await
     }
 }
 

@@ -1,16 +1,17 @@
-//! Decides which keys of a batch share a statement, so that a target that refers to many of them is written once.
+//! Decides which keys or targets of a batch share a statement, so that a target that refers to many keys is written once,
+//! and small targets cost less.
 
 use std::{borrow::Cow, collections::HashSet};
 
-use bson::Document;
+use bson::{Document, RawDocumentBuf};
 
 use crate::{
     reconcile::{
-        group::{self, Member, Shape},
+        group::{self, Guarded, Member, Shape},
         read,
         run::{Item, Run, newest},
         statement::{self, Statement},
-        value::{Desired, Field},
+        value::{Desired, Field, Rows},
     },
     request::Scope,
 };
@@ -98,6 +99,50 @@ impl Shares {
             run.context.memory.traits.saw_crowd(run.rule.id, !long.is_empty());
         }
         Ok([out, long])
+    }
+}
+
+impl Run<'_> {
+    /// Writes the values of targets, and then sends the other statements. Small targets share statements. The targets of
+    /// one that is refused are written one by one.
+    pub(super) async fn write_targets(
+        &self,
+        items: &mut [Item],
+        targets: &[(usize, &RawDocumentBuf, &Desired)],
+        others: Vec<Owned>,
+        rows: &Rows,
+    ) -> Result<()> {
+        let timeout = self.context.limits.write_timeout;
+        let shape = self.shape(targets.len()).await;
+        let (mut sharing, mut statements) = (Vec::new(), others);
+        for (nth, guard, desired) in targets {
+            let id = &items[*nth].key;
+            match (shape, desired) {
+                (Some(shape), Desired::Fields(fields)) => {
+                    let target = Guarded { id, guard, fields };
+                    if group::fits_by_id(self.rule, shape, &target) {
+                        sharing.push((*nth, target));
+                        continue;
+                    }
+                }
+                _ => {}
+            }
+            let alone = statement::of_target(self.rule, id, guard, desired)?;
+            statements.extend(alone.into_iter().map(|statement| (vec![*nth], statement)));
+        }
+        let mut shared = Vec::new();
+        for group in sharing.chunks(group::TARGETS) {
+            let (owners, targets): (Vec<usize>, Vec<Guarded>) = group.iter().copied().unzip();
+            shared.push((owners, group::statement_by_id(self.rule, &targets)?));
+        }
+        let (refused, _) = self.sent(items, shared, timeout).await?;
+        let refused: HashSet<usize> = refused.into_iter().flat_map(|(owners, _)| owners).collect();
+        for (nth, guard, desired) in targets.iter().filter(|(nth, ..)| refused.contains(nth)) {
+            let alone = statement::of_target(self.rule, &items[*nth].key, guard, desired)?;
+            statements.extend(alone.into_iter().map(|statement| (vec![*nth], statement)));
+        }
+        self.write(items, [statements, Vec::new()], rows, timeout).await?;
+        Ok(())
     }
 }
 

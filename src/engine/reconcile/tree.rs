@@ -36,6 +36,7 @@ use bson::{DateTime, Document, doc};
 use crate::{
     dead_letter::{Nodes, Offending},
     reconcile::{
+        by_target::Read,
         context::Context,
         isolate::copy,
         read::{id_of, one_of, simple_collation},
@@ -64,32 +65,33 @@ const MOST: usize = 1000;
 const STEP: usize = 1000;
 
 impl Context {
-    /// The places of documents in the rule's tree. A document that is no part of the tree has none.
+    /// The places of documents in the rule's tree. `known` are references to parents that have been read already, by
+    /// [`Tree::known_parents`]; the others are read. A document that is no part of the tree has no place.
     pub(crate) async fn places(
         &self,
         rule: &Rule,
         tree: Tree,
-        documents: impl Iterator<Item = &Key>,
-        after: ClusterTime,
-        limit: Duration,
+        asked: &[&Key],
+        known: HashMap<Key, Option<Key>>,
+        (after, limit): (ClusterTime, Duration),
     ) -> Result<HashMap<Key, Place>> {
-        let asked: Vec<&Key> = documents.collect();
-        let mut parents: HashMap<Key, Option<Key>> = HashMap::new();
-        let mut next: HashSet<Key> = asked.iter().map(|id| (*id).clone()).collect();
+        let mut parents = known;
         let mut gone: HashSet<Key> = HashSet::new();
+        let above = asked.iter().map(|id| (*id).clone()).chain(parents.values().flatten().cloned());
+        let mut next: HashSet<Key> = above.filter(|id| !parents.contains_key(id)).collect();
         // One step for the documents themselves, and one for the parent that is one too many.
         for _ in 0..tree.max_depth + 2 {
+            if next.is_empty() {
+                break;
+            }
             let found = self.parents(rule, tree, &next, after, limit).await?;
             gone.extend(next.into_iter().filter(|id| !found.contains_key(id)));
             parents.extend(found.clone());
             let above = found.into_values().flatten();
             next = above.filter(|id| !parents.contains_key(id) && !gone.contains(id)).collect();
-            if next.is_empty() {
-                break;
-            }
         }
-        let known = asked.into_iter().filter(|id| parents.contains_key(id));
-        Ok(known.map(|id| (id.clone(), tree.place(id, &parents))).collect())
+        let of_tree = asked.iter().filter(|id| parents.contains_key(id));
+        Ok(of_tree.map(|id| ((*id).clone(), tree.place(id, &parents))).collect())
     }
 
     /// The references of documents to their parents.
@@ -125,11 +127,11 @@ impl Context {
 impl Run<'_> {
     /// Removes the targets that are not written now: those that wait, and those that keep their values. Their items get
     /// their end.
-    pub(super) async fn hold_back<T>(
+    pub(super) async fn hold_back(
         &self,
         tree: Tree,
         items: &mut [Item],
-        targets: &mut HashMap<Key, T>,
+        targets: &mut HashMap<Key, Read>,
         after: ClusterTime,
     ) -> Result<()> {
         if targets.is_empty() {
@@ -143,8 +145,9 @@ impl Run<'_> {
                 self.context.memory.pending.some(self.rule.id, MOST, mine)
             }
         };
-        let read = targets.keys().chain(&others);
-        let places = self.context.places(self.rule, tree, read, after, self.limit).await?;
+        let asked: Vec<&Key> = targets.keys().chain(&others).collect();
+        let known = tree.known_parents(targets.iter().map(|(id, read)| (id.clone(), read.references.as_slice())));
+        let places = self.context.places(self.rule, tree, &asked, known, (after, self.limit)).await?;
         self.keep_in_tree(tree, items, targets, &places, began).await;
         let waits: Vec<(usize, Duration)> = {
             let order = Order { run: self, tree, places: &places, targets, read_by: read_by(&places, targets) };
@@ -161,11 +164,11 @@ impl Run<'_> {
     }
 
     /// Records the dead letters of documents that keep their values.
-    async fn keep_in_tree<T>(
+    async fn keep_in_tree(
         &self,
         tree: Tree,
         items: &mut [Item],
-        targets: &mut HashMap<Key, T>,
+        targets: &mut HashMap<Key, Read>,
         places: &HashMap<Key, Place>,
         began: DateTime,
     ) {
@@ -201,7 +204,7 @@ impl Run<'_> {
 }
 
 /// The ancestors of documents, each with whether one of these documents is a target of this batch.
-fn read_by<'a, T>(places: &'a HashMap<Key, Place>, targets: &HashMap<Key, T>) -> HashMap<&'a Key, bool> {
+fn read_by<'a>(places: &'a HashMap<Key, Place>, targets: &HashMap<Key, Read>) -> HashMap<&'a Key, bool> {
     let mut out = HashMap::new();
     for (id, place) in places {
         if let Place::Node(ancestors) = place {
@@ -214,15 +217,15 @@ fn read_by<'a, T>(places: &'a HashMap<Key, Place>, targets: &HashMap<Key, T>) ->
 }
 
 /// The order in which the documents of a batch are written.
-struct Order<'a, 'b, T> {
+struct Order<'a, 'b> {
     run: &'a Run<'b>,
     tree: Tree,
     places: &'a HashMap<Key, Place>,
-    targets: &'a HashMap<Key, T>,
+    targets: &'a HashMap<Key, Read>,
     read_by: HashMap<&'a Key, bool>,
 }
 
-impl<T> Order<'_, '_, T> {
+impl Order<'_, '_> {
     /// The time for which a target waits for others; None if it is its turn.
     fn delay(&self, id: &Key) -> Option<Duration> {
         let Some(Place::Node(ancestors)) = self.places.get(id).filter(|_| self.targets.contains_key(id)) else {

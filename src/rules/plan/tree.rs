@@ -39,6 +39,18 @@ pub enum Place {
 }
 
 impl Tree {
+    /// The references to parents that are among what was read of targets: each target's `_id` and its references. Where
+    /// values come from the children, a target's references do not tell its parent.
+    pub fn known_parents<'a>(
+        self,
+        targets: impl Iterator<Item = (Key, &'a [Option<Key>])>,
+    ) -> HashMap<Key, Option<Key>> {
+        match self.parent {
+            Role::Target => targets.map(|(id, references)| (id, references.last().cloned().flatten())).collect(),
+            Role::Source => HashMap::new(),
+        }
+    }
+
     /// The place of a document, given the reference to the parent of every document that may be an ancestor. A
     /// reference to a document that is not in `parents` refers to nothing.
     #[must_use]

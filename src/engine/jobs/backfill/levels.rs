@@ -11,7 +11,7 @@
 
 use std::collections::VecDeque;
 
-use bson::{Bson, doc};
+use bson::{Bson, Document};
 
 use crate::reconcile::scan;
 use denormd_model::{key::Key, position::ClusterTime};
@@ -49,17 +49,21 @@ impl One<'_> {
     async fn level(&self, tree: Tree, level: Option<usize>, time: ClusterTime, pace: &mut Pace<'_>) -> Result<usize> {
         let (mut deepest, mut after) = (0, None);
         let mut pending: VecDeque<Pending> = VecDeque::new();
+        let mut fields = self.rule.reference.projection(Role::Target);
+        fields.insert("_id", 1);
         loop {
             let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);
-            let page = scan::page(self.context, self.rule, &doc! {"_id": 1}, after.as_ref(), most, time).await?;
-            let ids = page.targets.iter().map(|target| Key::one(target.get("_id").cloned().unwrap_or(Bson::Null)));
-            let ids: Vec<Key> = ids.collect();
+            let page = scan::page(self.context, self.rule, &fields, after.as_ref(), most, time).await?;
+            let id_of = |target: &Document| Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
+            let read = |target| (id_of(target), self.rule.reference.keys(Role::Target, target));
+            let read: Vec<(Key, Vec<Option<Key>>)> = page.targets.iter().map(read).collect();
+            let asked: Vec<&Key> = read.iter().map(|(id, _)| id).collect();
+            let known = tree.known_parents(read.iter().map(|(id, references)| (id.clone(), references.as_slice())));
             let limit = self.context.limits.read_timeout;
-            let places = self.context.places(self.rule, tree, ids.iter(), time, limit).await?;
+            let places = self.context.places(self.rule, tree, &asked, known, (time, limit)).await?;
             let mut wanted = Vec::new();
             for target in page.targets {
-                let id = Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
-                let Some(Place::Node(ancestors)) = places.get(&id) else { continue };
+                let Some(Place::Node(ancestors)) = places.get(&id_of(&target)) else { continue };
                 deepest = deepest.max(ancestors.len());
                 if Some(ancestors.len()) == level {
                     wanted.push(target);
