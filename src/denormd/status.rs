@@ -52,6 +52,10 @@ use timeline::Timeline;
 
 /// Interval between two checks of the board.
 const TICK: Duration = Duration::from_secs(1);
+/// Time without a tick after which this process counts as not having run.
+const ASLEEP: Duration = Duration::from_secs(4);
+/// Time after the end of such a time in which another one is not reported, and delays no report.
+const AWAKE: Duration = Duration::from_mins(1);
 /// Time limit for writing events, after which they are tried again.
 const WRITE_EVENTS: Duration = Duration::from_secs(10);
 /// Time that a process that ends spends on writing its last events.
@@ -124,6 +128,8 @@ struct State {
     /// The last stored events of all instances, oldest first.
     written: Vec<Event>,
     ticked: Instant,
+    /// The end of the last time for which this process did not run.
+    woke: Option<Instant>,
     /// The last time at which every pipeline ran.
     ran: Instant,
     insecure: Vec<&'static str>,
@@ -214,6 +220,7 @@ impl Board {
             unwritten: VecDeque::new(),
             written: Vec::new(),
             ticked: Instant::now(),
+            woke: None,
             ran: Instant::now(),
             insecure: Vec::new(),
         };
@@ -491,7 +498,15 @@ impl Board {
     fn tick(&self) {
         let now = self.metrics.now();
         let mut state = self.state();
+        let asleep = state.ticked.elapsed();
         state.ticked = Instant::now();
+        let mut events: Vec<Event> = Vec::new();
+        if asleep >= ASLEEP && state.woke.is_none_or(|woke| woke.elapsed() >= AWAKE) {
+            state.woke = Some(state.ticked);
+            let lasted = report::duration(asleep.as_secs_f64());
+            let text = format!("this process did not run for {lasted}: it was stopped, or it got no CPU time");
+            events.push(Event::new(now - lag::millis(asleep.as_secs_f64()), "did_not_run", Vec::new(), text));
+        }
         if state.runs() {
             state.ran = state.ticked;
         }
@@ -499,9 +514,12 @@ impl Board {
         self.publish(&mut state, &view, now);
         let depth = view.snapshot.as_ref().map_or(0, |snapshot| snapshot.depth);
         state.history.sample(&self.metrics, &view.lags, depth, now);
-        let mut events: Vec<Event> = view.leadership.news(&state.told, now).into_iter().collect();
-        state.told = view.leadership;
-        events.extend(state.timeline.causes(now, &view.causes));
+        // What is known is as old as the time without a run, and old knowledge is no outage.
+        if state.woke.is_none_or(|woke| woke.elapsed() >= leadership::SILENCE) {
+            events.extend(view.leadership.news(&state.told, now));
+            state.told = view.leadership;
+            events.extend(state.timeline.causes(now, &view.causes));
+        }
         if let Some(snapshot) = &view.snapshot {
             events.extend(state.timeline.backfills(now, &snapshot.backfills));
         }

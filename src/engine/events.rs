@@ -20,7 +20,7 @@ pub struct Event {
     /// Time of the event, in milliseconds since 1970.
     pub time: i64,
     /// Kind of event: the name of a cause, with `…_ended` when it ends; or `leader`, `leader_unknown`, `standby`,
-    /// `stopped`, `lease_lost`, `config_reloaded`, `config_refused`, `backfill_started`, `backfill_done`.
+    /// `stopped`, `did_not_run`, `lease_lost`, `config_reloaded`, `config_refused`, `backfill_started`, `backfill_done`.
     pub what: String,
     /// The rules concerned; an empty list means all.
     pub rules: Vec<String>,

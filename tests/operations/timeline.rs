@@ -62,6 +62,25 @@ async fn a_config_that_the_cluster_refused_is_taken_once_it_has_what_it_lacked()
     assert_eq!(told.matches("config_refused").count(), 1, "{told}");
 }
 
+/// A daemon that was stopped for a while once reported an outage of the server when it went on.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_time_without_a_run_is_told_and_is_no_outage() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test).await;
+    let running = Running::start(&test, RULES, "").await;
+    until_kept(&running, "backfill_done").await;
+    running.signal("STOP");
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    running.signal("CONT");
+    let events = until_kept(&running, "did_not_run").await;
+    let told = events.iter().find(|event| event.what == "did_not_run").unwrap();
+    assert!(told.text.starts_with("this process did not run for "), "{told:#?}");
+    running.until("it leads again", |status| status.leadership.leads()).await;
+    let outages = ["no_primary", "lease_unreadable"];
+    let events = kept(&running);
+    assert!(!events.iter().any(|event| outages.contains(&event.what.as_str())), "{events:#?}");
+}
+
 /// A config that was invalid after an edit was once reported in the log alone: the daemon continued with the old rules,
 /// and nobody knew that the new ones were not in force.
 #[tokio::test(flavor = "multi_thread")]
