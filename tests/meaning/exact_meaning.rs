@@ -552,7 +552,28 @@ fn order() -> Vec<Case> {
             "merged": null,
         }
     };
+    // The server's `$sort` takes the least element of an array ascending, and the greatest descending.
+    let arrays = |rest: &str, expected: &[i32]| {
+        let children = [
+            doc! {"_id": 1, "ref": 1, "rank": [3, 1], "lines": [{"n": 1}, {"n": 9}]},
+            doc! {"_id": 2, "ref": 1, "rank": [], "lines": {"n": 5}},
+            doc! {"_id": 3, "ref": 1, "rank": 2, "lines": []},
+            doc! {"_id": 4, "ref": 1, "lines": [5, {"n": 7}]},
+            doc! {"_id": 5, "ref": 1, "rank": [[0]], "lines": [{"n": 2}]},
+        ];
+        Case::new(format!("collect {rest} of arrays"), &collect(rest))
+            .has("s", children)
+            .has("t", [doc! {"_id": 1}])
+            .expect("t", [doc! {"_id": 1, "all": expected}])
+    };
     vec![
+        arrays("sort: { rank: 1 }", &[2, 4, 1, 3, 5]),
+        arrays("sort: { rank: 1 }, slice: 3", &[2, 4, 1]),
+        arrays("sort: { rank: -1 }, slice: 3", &[5, 1, 3]),
+        arrays("sort: { rank: 1 }, slice: -3", &[1, 3, 5]),
+        arrays("sort: { lines.n: 1 }", &[3, 4, 1, 5, 2]),
+        arrays("sort: { lines.n: 1 }, slice: 3", &[3, 4, 1]),
+        arrays("sort: { lines.n: -1 }, slice: 3", &[1, 4, 2]),
         // "`sort` is over source fields, ties by `_id` ascending"
         table("", &[1, 2, 3, 4, 5]),
         table("sort: { rank: 1 }", &[4, 2, 5, 1, 3]),

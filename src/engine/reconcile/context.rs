@@ -237,21 +237,21 @@ impl Context {
         load: Load<'_>,
     ) -> Result<()> {
         let database = &rule.source.namespace.database;
-        let unordered = load.sources.is_none() && !self.memory.traits.has_fractions(rule.id);
-        if let Some(command) = read::sources_in_any_order(rule, keys).filter(|_| unordered) {
+        let may = load.sources.is_none() && !self.memory.traits.takes_the_long_way(rule.id);
+        if let Some(command) = read::sources_by_shortcut(rule, keys).filter(|_| may) {
             let mut pages = self.server.pages(database, limited(command, load.limit), Reads { after }).await?;
-            let mut whole = true;
-            while let Some(batch) = pages.batch().await?.filter(|_| whole) {
+            let mut right = true;
+            while let Some(batch) = pages.batch().await?.filter(|_| right) {
                 for row in rows_of(&batch)? {
                     let row = row?;
-                    whole &= row.get_bool("w").unwrap_or(false);
+                    right &= row.get_bool("w").unwrap_or(false);
                     rows.take(&row)?;
                 }
             }
-            if whole {
+            if right {
                 return Ok(());
             }
-            self.memory.traits.saw_fractions(rule.id);
+            self.memory.traits.needs_the_long_way(rule.id);
             rows.clear();
         }
         let command = load.sources.map_or_else(|| read::sources(rule, keys), |sources| sources(keys));

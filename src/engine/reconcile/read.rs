@@ -24,7 +24,8 @@ pub fn simple_collation() -> Document {
 /// `collect` and `aggregate` one row a key, `{ k, v }` with `v.e` the elements or `v.v0…` the accumulated values.
 #[must_use]
 pub fn sources(rule: &Rule, keys: &[&Key]) -> Document {
-    first_of_each(rule, keys).unwrap_or_else(|| sources_at_once(rule, keys))
+    let first = first_of_each(rule, keys).filter(|_| !is_turned(rule));
+    first.unwrap_or_else(|| sources_at_once(rule, keys))
 }
 
 /// The same by one pass, whatever the rule: for where there is no index yet.
@@ -33,17 +34,36 @@ pub fn sources_at_once(rule: &Rule, keys: &[&Key]) -> Document {
     command(&rule.source.namespace.collection, stages(rule, keys, Order::OfTheRule))
 }
 
-/// The same for sums and means, without sorting the sources: a read then costs two thirds, or half for few keys with
-/// many sources. The order affects the last digits unless all numbers are whole; `w` in a row tells that they are. None
-/// for rules with other accumulators, and for rules that need no order anyway.
+/// The same by a cheaper read, which may be wrong: `w` in a row is true if it is right. None for rules without one.
+///
+/// - Sums and means, without sorting the sources: a read then costs two thirds, or half for few keys with many sources.
+///   The order affects the last digits unless all numbers are whole.
+/// - The last N of an order, as the first N of the opposite one. An array counts with another of its elements then. That
+///   one is never further from the end, so without an array among the N, no other source with one belongs to them.
 #[must_use]
-pub fn sources_in_any_order(rule: &Rule, keys: &[&Key]) -> Option<Document> {
-    let Values::Aggregate { assignments, .. } = &rule.values else { return None };
-    let may = |assignment: &Assignment| !needs_order(assignment) || is_sum(&assignment.expression);
-    if !assignments.iter().all(may) || !assignments.iter().any(needs_order) {
-        return None;
+pub fn sources_by_shortcut(rule: &Rule, keys: &[&Key]) -> Option<Document> {
+    match &rule.values {
+        Values::Aggregate { assignments, .. } => {
+            let may = |assignment: &Assignment| !needs_order(assignment) || is_sum(&assignment.expression);
+            let may = assignments.iter().all(may) && assignments.iter().any(needs_order);
+            may.then(|| command(&rule.source.namespace.collection, stages(rule, keys, Order::Any)))
+        }
+        Values::Collect { .. } => first_of_each(rule, keys).filter(|_| is_turned(rule)),
+        _ => None,
     }
-    Some(command(&rule.source.namespace.collection, stages(rule, keys, Order::Any)))
+}
+
+/// True for the last N of an order in which arrays may be.
+fn is_turned(rule: &Rule) -> bool {
+    let is_last = matches!(rule.values, Values::Collect { slice: Some(slice), .. } if slice < 0);
+    is_last && rule.sort.iter().any(|(path, _)| path != "_id")
+}
+
+/// An expression that is true if a path of the rule's order leads to or through an array.
+fn has_array(rule: &Rule) -> Document {
+    let paths = rule.sort.iter().map(|(path, _)| path.as_str());
+    let ways = paths.flat_map(|path| path.match_indices('.').map(|(end, _)| &path[..end]).chain([path]));
+    doc! {"$or": ways.map(|path| Bson::from(doc! {"$isArray": [format!("${path}")]})).collect::<Vec<_>>()}
 }
 
 /// Largest whole number up to which a double is exact: 2^53.
@@ -527,11 +547,10 @@ fn winners_first(rule: &Rule) -> Vec<Document> {
 }
 
 fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Vec<Document> {
+    // `$topN` would sort otherwise where a path of the order leads through an array, and each version in its own way.
     let elements = match slice {
-        Some(n) if n < 0 => {
-            doc! {"$bottomN": {"n": n.saturating_neg(), "sortBy": row_order(rule), "output": element.clone()}}
-        }
-        Some(n) => doc! {"$topN": {"n": n, "sortBy": row_order(rule), "output": element.clone()}},
+        Some(n) if n < 0 => doc! {"$lastN": {"n": n.saturating_neg(), "input": element.clone()}},
+        Some(n) => doc! {"$firstN": {"n": n, "input": element.clone()}},
         None => doc! {"$push": element.clone()},
     };
     let mut stages = Vec::new();
@@ -541,9 +560,7 @@ fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Ve
         }
         stages.push(doc! {"$match": {"$expr": {"$ne": [element, {}]}}});
     }
-    if slice.is_none() {
-        stages.extend(sorted(rule));
-    }
+    stages.extend(sorted(rule));
     stages.push(doc! {"$group": {"_id": key, "e": elements}});
     stages.push(doc! {"$replaceWith": {"k": "$_id", "v": {"e": "$e"}}});
     stages
@@ -577,19 +594,31 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     if !clauses.is_empty() {
         inner.push(doc! {"$match": {"$and": clauses}});
     }
-    inner.extend([doc! {"$sort": order}, doc! {"$limit": slice.saturating_abs()}, doc! {"$replaceWith": element}]);
-    let elements: Bson = if *slice < 0 { doc! {"$reverseArray": "$e"}.into() } else { "$e".into() };
+    inner.extend([doc! {"$sort": order}, doc! {"$limit": slice.saturating_abs()}]);
+    let mut row = doc! {"k": ["$k"], "v": {"e": elements_of(*slice)}};
+    let element = if is_turned(rule) {
+        row.insert("w", doc! {"$not": [{"$in": [true, "$e.a"]}]});
+        doc! {"$mergeObjects": [element, {"a": has_array(rule)}]}
+    } else {
+        element
+    };
+    inner.push(doc! {"$replaceWith": element});
     let wanted: Vec<Document> = values.into_iter().map(|value| doc! {"k": {"$literal": value.clone()}}).collect();
     let stages = vec![
         doc! {"$documents": wanted},
         doc! {"$lookup": {"from": &rule.source.namespace.collection, "localField": "k", "foreignField": path, "pipeline": inner, "as": "e"}},
         // A look-up also returns a row for a key without sources.
         doc! {"$match": {"e": {"$ne": []}}},
-        doc! {"$replaceWith": {"k": ["$k"], "v": {"e": elements}}},
+        doc! {"$replaceWith": row},
     ];
     let mut command = command("", stages);
     command.insert("aggregate", 1);
     Some(command)
+}
+
+/// The elements that a look-up has found, in the rule's order.
+fn elements_of(slice: i64) -> Bson {
+    if slice < 0 { doc! {"$reverseArray": "$e"}.into() } else { "$e".into() }
 }
 
 /// True if an element's expression can yield no value; such an element does not count for the slice.

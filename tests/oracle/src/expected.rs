@@ -243,7 +243,10 @@ fn sort_key(document: &Bson, path: &str, descends: bool) -> Bson {
             (Some(Bson::Array(elements)), None) => found.extend(elements.iter().cloned()),
             (value, None) => found.push(value.cloned().unwrap_or(Bson::Null)),
             (Some(Bson::Array(elements)), Some(_)) => {
-                elements.iter().for_each(|element| collect(Some(element), names, found));
+                // A path does not lead into an array in an array.
+                let inside =
+                    elements.iter().map(|element| Some(element).filter(|element| element.as_array().is_none()));
+                inside.for_each(|element| collect(element, names, found));
             }
             (Some(Bson::Document(document)), Some((name, rest))) => collect(document.get(name), rest, found),
             (_, Some(_)) => found.push(Bson::Null),

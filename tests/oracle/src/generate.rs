@@ -498,6 +498,8 @@ impl Generator {
         match self.rng.random_range(0..4) {
             0 => doc! {"rank": way, "num": -way},
             1 => doc! {"info.a": way},
+            2 if way > 0 => doc! {"list": way},
+            2 => doc! {"list.x": way},
             _ => doc! {"rank": way},
         }
     }

@@ -323,10 +323,9 @@ impl Statement<'_> {
                 .is_some_and(|name| name.starts_with('$') && !["$ref", "$id", "$db"].contains(&name.as_str()))
         };
         match argument {
-            Bson::Document(inner) if is_condition(inner) => kept(items, |item| match item {
-                Bson::Array(_) => Err(Failure::unknown("`$pull` with a condition on arrays in an array")),
-                item => Ok(!matches(&doc! {"v": inner.clone()}, &doc! {"v": item.clone()})?),
-            }),
+            Bson::Document(inner) if is_condition(inner) => {
+                kept(items, |item| Ok(!matches(&doc! {"v": inner.clone()}, &doc! {"v": item.clone()})?))
+            }
             Bson::Document(inner) => kept(items, |item| match item {
                 Bson::Document(item) => Ok(!matches(inner, item)?),
                 _ => Ok(true),

@@ -28,8 +28,8 @@ struct OfRule {
     measured: Option<Instant>,
     /// Bytes for each key in the last read of each task.
     costs: HashMap<Task, usize>,
-    /// True if sums contain numbers that are not whole.
-    has_fractions: bool,
+    /// True if a shortcut gave rows that may be wrong.
+    takes_the_long_way: bool,
     /// Number of documents of the target collection that one page covers, if a full page took too long to read.
     window: Option<i64>,
     /// The values of a key without sources, if only a server can compute them.
@@ -86,12 +86,12 @@ impl Traits {
         }
     }
 
-    pub(in crate::reconcile) fn has_fractions(&self, rule: RuleId) -> bool {
-        self.of(rule, |traits| traits.has_fractions).unwrap_or(false)
+    pub(in crate::reconcile) fn takes_the_long_way(&self, rule: RuleId) -> bool {
+        self.of(rule, |traits| traits.takes_the_long_way).unwrap_or(false)
     }
 
-    pub(in crate::reconcile) fn saw_fractions(&self, rule: RuleId) {
-        self.learn(rule, |traits| traits.has_fractions = true);
+    pub(in crate::reconcile) fn needs_the_long_way(&self, rule: RuleId) {
+        self.learn(rule, |traits| traits.takes_the_long_way = true);
     }
 
     /// The values of a key without sources, if they were computed.
