@@ -301,12 +301,13 @@ async fn a_shared_statement_writes_what_statements_of_their_own_write() {
 
 /// Rules whose targets share statements: the values depend on the target, or on several references of it; fields at the
 /// top and below, with a filter.
-const RULES_BY_ID: [&str; 5] = [
+const RULES_BY_ID: [&str; 6] = [
     "copy: { source: s, target: t, match: { part: _id }, set: { name: { $concat: [$name, $$target.other] }, price: $price } }",
     "copy: { source: s, target: t, match: { part: _id }, set: { info.name: $name, price: $$target.open } }",
     "copy: { source: s, target: { collection: t, where: { open: true } }, match: { part: _id }, set: { a.b.name: $$target.info.other } }",
     "aggregate: { source: { collection: s, where: { $expr: { $lt: [$price, $$target.other] } } }, target: t, match: { _id: part }, set: { price: { $sum: $price } } }",
     r#"copy: { source: s, target: t, match: { "parts.$[].id": _id }, into: name, element: $name }"#,
+    r#"aggregate: { source: s, target: t, match: { "parts.$[].id": "of.$[]" }, set: { info.name: { $last: $name }, info.price: { $sum: $price } } }"#,
 ];
 
 /// A target that was changed since it was read is left alone by both.

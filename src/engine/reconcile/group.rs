@@ -140,7 +140,8 @@ pub fn is_possible_by_id(rule: &Rule) -> bool {
 /// True if a target of such a rule can share a statement with others, and is faster that way.
 #[must_use]
 pub fn fits_by_id(rule: &Rule, shape: Shape, target: &Guarded) -> bool {
-    is_small(target.fields) && can_share(rule, target.id, target.fields) && shape.size.is_some_and(Size::is_fit)
+    let can_share = is_plain(target.id) && may_set(rule, target.fields);
+    can_share && is_small(target.fields) && shape.size.is_some_and(Size::is_fit)
 }
 
 /// True if a key of such a rule can share a statement with others, and is faster that way.
@@ -182,9 +183,18 @@ pub fn is_small(fields: &[Field]) -> bool {
 /// True if a key can share a statement with others.
 #[must_use]
 pub fn can_share(rule: &Rule, key: &Key, fields: &[Field]) -> bool {
+    is_plain(key) && (rule.reference.target_each.is_some() || may_set(rule, fields))
+}
+
+/// True if a pipeline can set these fields of a target: one that unsets `a.b` creates `a` if it does not exist.
+fn may_set(rule: &Rule, fields: &[Field]) -> bool {
+    fields.iter().all(Option::is_some) || rule.owned().iter().all(|path| path.segments().len() == 1)
+}
+
+/// True for a key of one value that has no special meaning in a query, and that can be a reference.
+fn is_plain(key: &Key) -> bool {
     let [value] = key.values() else { return false };
-    // Any other type has a special meaning in a query, or is not a reference.
-    let plain = match value {
+    match value {
         Bson::Document(doc) => !doc.keys().any(|name| name.starts_with('$')),
         Bson::Double(_)
         | Bson::String(_)
@@ -197,10 +207,7 @@ pub fn can_share(rule: &Rule, key: &Key, fields: &[Field]) -> bool {
         | Bson::DateTime(_)
         | Bson::Decimal128(_) => true,
         _ => false,
-    };
-    // A pipeline that unsets `a.b` creates `a` if it does not exist.
-    let at_top = || rule.owned().iter().all(|path| path.segments().len() == 1);
-    plain && (rule.reference.target_each.is_some() || fields.iter().all(Option::is_some) || at_top())
+    }
 }
 
 /// Divides members into statements of at most `keys` keys. All members of a statement have the same kind of scope.
