@@ -52,10 +52,10 @@ use timeline::Timeline;
 
 /// Interval between two checks of the board.
 const TICK: Duration = Duration::from_secs(1);
-/// Time without a tick after which this process counts as not having run.
-const ASLEEP: Duration = Duration::from_secs(4);
-/// Time after the end of such a time in which another one is not reported, and delays no report.
-const AWAKE: Duration = Duration::from_mins(1);
+/// Time between two ticks from which on all readings may be too old to tell an outage.
+const PAUSE: Duration = Duration::from_secs(2);
+/// Time between two ticks that is recorded as a pause of this process.
+const LONG_PAUSE: Duration = Duration::from_secs(4);
 /// Time limit for writing events, after which they are tried again.
 const WRITE_EVENTS: Duration = Duration::from_secs(10);
 /// Time that a process that ends spends on writing its last events.
@@ -128,8 +128,8 @@ struct State {
     /// The last stored events of all instances, oldest first.
     written: Vec<Event>,
     ticked: Instant,
-    /// The end of the last time for which this process did not run.
-    woke: Option<Instant>,
+    /// The end of the last pause of this process, in milliseconds since 1970; 0 if there was none.
+    resumed: i64,
     /// The last time at which every pipeline ran.
     ran: Instant,
     insecure: Vec<&'static str>,
@@ -220,7 +220,7 @@ impl Board {
             unwritten: VecDeque::new(),
             written: Vec::new(),
             ticked: Instant::now(),
-            woke: None,
+            resumed: 0,
             ran: Instant::now(),
             insecure: Vec::new(),
         };
@@ -498,14 +498,16 @@ impl Board {
     fn tick(&self) {
         let now = self.metrics.now();
         let mut state = self.state();
-        let asleep = state.ticked.elapsed();
+        let pause = state.ticked.elapsed();
         state.ticked = Instant::now();
         let mut events: Vec<Event> = Vec::new();
-        if asleep >= ASLEEP && state.woke.is_none_or(|woke| woke.elapsed() >= AWAKE) {
-            state.woke = Some(state.ticked);
-            let lasted = report::duration(asleep.as_secs_f64());
-            let text = format!("this process did not run for {lasted}: it was stopped, or it got no CPU time");
-            events.push(Event::new(now - lag::millis(asleep.as_secs_f64()), "did_not_run", Vec::new(), text));
+        if pause >= PAUSE {
+            state.resumed = now;
+        }
+        if pause >= LONG_PAUSE {
+            let lasted = pause.as_secs_f64();
+            let text = format!("this process did not run for {}: it was stopped, or got no CPU time", duration(lasted));
+            events.push(Event::new(now - lag::millis(lasted), "did_not_run", Vec::new(), text));
         }
         if state.runs() {
             state.ran = state.ticked;
@@ -514,12 +516,13 @@ impl Board {
         self.publish(&mut state, &view, now);
         let depth = view.snapshot.as_ref().map_or(0, |snapshot| snapshot.depth);
         state.history.sample(&self.metrics, &view.lags, depth, now);
-        // What is known is as old as the time without a run, and old knowledge is no outage.
-        if state.woke.is_none_or(|woke| woke.elapsed() >= leadership::SILENCE) {
+        let is_stale = now - state.resumed < timeline::STALE;
+        if !(is_stale && matches!(view.leadership, Leadership::Unknown { .. })) {
             events.extend(view.leadership.news(&state.told, now));
             state.told = view.leadership;
-            events.extend(state.timeline.causes(now, &view.causes));
         }
+        let resumed = state.resumed;
+        events.extend(state.timeline.causes(now, &view.causes, resumed));
         if let Some(snapshot) = &view.snapshot {
             events.extend(state.timeline.backfills(now, &snapshot.backfills));
         }

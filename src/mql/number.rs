@@ -355,7 +355,7 @@ fn convert(args: &Args<'_>, name: &str, make: fn(Option<i64>) -> Option<Bson>) -
             Some(v.trunc() as i64)
         }
         Some(Bson::DateTime(time)) if name == "$toLong" => Some(time.timestamp_millis()),
-        // With a letter in it, a text is no whole number in any notation that the server takes.
+        // The server accepts no notation of a whole number with a letter in it.
         Some(Bson::String(text)) if text.contains(|c: char| c.is_ascii_alphabetic()) => None,
         Some(Bson::String(_) | Bson::Decimal128(_)) => {
             return needs_server(format!("`{name}` of {}", type_name(value.as_ref())));

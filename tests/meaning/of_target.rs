@@ -218,6 +218,14 @@ fn copies() -> Vec<Case> {
                 "orders",
                 [doc! {"_id": 1, "lines": [total(2, 6, 18), total(1, 2, 20), 7, {"item": 1, "total": null}, {"qty": 3}, [line(1, 1)]]}],
             ),
+        Case::new(
+            "the element of a source is chosen by the target",
+            "copy: { source: { collection: '@s', where: { $expr: { $gte: [$$element.n, $$target.least] } } }, target: '@t', match: { _id: 'lines.$[].t' }, set: { n: $$element.n } }",
+        )
+        .has("s", [doc! {"_id": 1, "lines": [{"t": 1, "n": 1}, {"t": 1, "n": 5}, {"t": 2, "n": 7}, {"t": 3, "n": 2}]}])
+        .has("t", [doc! {"_id": 1, "least": 5}, doc! {"_id": 2, "least": 9}, doc! {"_id": 3, "least": 1}])
+        .writes([update("t", 3, set(doc! {"least": 3})), update("s", 1, set(doc! {"lines.1.n": 6}))])
+        .expect("t", [doc! {"_id": 1, "least": 5, "n": 6}, doc! {"_id": 2, "least": 9}, doc! {"_id": 3, "least": 3}]),
         Case::new("an array below a document, and none", &TOTAL.replace("lines.$[]", "of.lines.$[]"))
             .has("items", [item(1, 10)])
             .has("orders", [

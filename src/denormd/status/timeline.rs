@@ -17,6 +17,10 @@ use super::{causes::Found, lag::seconds, report::duration};
 const SETTLED: i64 = 5_000;
 /// Milliseconds without the cause after which its spell is over.
 const GONE: i64 = 15_000;
+/// Milliseconds after a pause of the process for which readings may be from before it.
+pub const STALE: i64 = 4_000;
+/// Milliseconds after which a cause is reported in spite of pauses: a process may pause again and again.
+const PATIENCE: i64 = 15_000;
 /// Rules named in a line.
 const NAMED: usize = 5;
 
@@ -31,18 +35,24 @@ pub struct Timeline {
 #[derive(Debug)]
 struct Spell {
     began: i64,
+    found: i64,
     seen: i64,
     reported: bool,
     rules: BTreeSet<String>,
 }
 
 impl Timeline {
-    /// Takes the causes that hold at `now` (milliseconds since 1970); returns the events to report.
-    pub fn causes(&mut self, now: i64, found: &[Found]) -> Vec<Event> {
+    /// Takes the causes that hold at `now`; returns the events to report. `resumed` is the end of the last pause of this
+    /// process. Soon after it, readings are stale and no spell is reported, but one that was reported before goes on.
+    /// Both times are in milliseconds since 1970.
+    pub fn causes(&mut self, now: i64, found: &[Found], resumed: i64) -> Vec<Event> {
         let mut events = Vec::new();
+        let is_stale = now - resumed < STALE;
         for Found { cause, rules, since } in found.iter().filter(|found| is_spell(found.cause)) {
             let spell = self.spells.entry(*cause).or_insert_with(|| Spell {
-                began: since.unwrap_or(now),
+                // Nothing is known about the time of the pause.
+                began: since.unwrap_or(now).max(resumed),
+                found: now,
                 seen: now,
                 reported: false,
                 rules: BTreeSet::new(),
@@ -50,7 +60,8 @@ impl Timeline {
             spell.seen = now;
             let joined: Vec<String> = rules.iter().filter(|rule| !spell.rules.contains(*rule)).cloned().collect();
             spell.rules.extend(joined.iter().cloned());
-            if !spell.reported && (cause.is_severe() || now - spell.began >= SETTLED) {
+            let may_tell = !is_stale || now - spell.found >= PATIENCE;
+            if !spell.reported && may_tell && (cause.is_severe() || now - spell.began >= SETTLED) {
                 spell.reported = true;
                 let rules: Vec<String> = spell.rules.iter().cloned().collect();
                 events.push(event(spell.began, cause.name(), rules, cause.meaning()));
@@ -136,6 +147,11 @@ mod tests {
         Found { cause, rules: rules.iter().map(|rule| (*rule).to_owned()).collect(), since: None }
     }
 
+    /// Without a pause.
+    fn told(timeline: &mut Timeline, now: i64, found: &[Found]) -> Vec<Event> {
+        timeline.causes(now, found, -STALE)
+    }
+
     fn names(events: &[Event]) -> Vec<(i64, &str)> {
         events.iter().map(|event| (event.time, event.what.as_str())).collect()
     }
@@ -144,28 +160,50 @@ mod tests {
     fn a_spell_has_a_beginning_and_an_end_and_a_moment_of_slowness_has_neither() {
         let mut timeline = Timeline::default();
         let slow = [found(Cause::ServerSlow, &["r"])];
-        assert_eq!(names(&timeline.causes(0, &slow)), []);
-        assert_eq!(names(&timeline.causes(16_000, &[])), [], "it ended before it was reported");
-        assert_eq!(names(&timeline.causes(20_000, &slow)), []);
-        let begun = timeline.causes(25_000, &slow);
+        assert_eq!(names(&told(&mut timeline, 0, &slow)), []);
+        assert_eq!(names(&told(&mut timeline, 16_000, &[])), [], "it ended before it was reported");
+        assert_eq!(names(&told(&mut timeline, 20_000, &slow)), []);
+        let begun = told(&mut timeline, 25_000, &slow);
         assert_eq!(names(&begun), [(20_000, "server_slow")]);
         assert!(begun[0].text.ends_with("(r)"), "{}", begun[0].text);
-        assert_eq!(names(&timeline.causes(30_000, &slow)), [], "once is enough");
-        assert_eq!(names(&timeline.causes(40_000, &[])), [], "it may come back");
-        assert_eq!(names(&timeline.causes(41_000, &slow)), [], "and is the same spell");
-        let over = timeline.causes(60_000, &[]);
+        assert_eq!(names(&told(&mut timeline, 30_000, &slow)), [], "once is enough");
+        assert_eq!(names(&told(&mut timeline, 40_000, &[])), [], "it may come back");
+        assert_eq!(names(&told(&mut timeline, 41_000, &slow)), [], "and is the same spell");
+        let over = told(&mut timeline, 60_000, &[]);
         assert_eq!(names(&over), [(41_000, "server_slow_ended")]);
         assert_eq!(over[0].text, "`server_slow` ended after 21 s (r)");
-        assert_eq!(names(&timeline.causes(90_000, &[])), []);
+        assert_eq!(names(&told(&mut timeline, 90_000, &[])), []);
+    }
+
+    #[test]
+    fn stale_readings_begin_no_outage_and_end_none() {
+        let outage = |since| [Found { since: Some(since), ..found(Cause::NoPrimary, &[]) }];
+        let mut timeline = Timeline::default();
+        assert_eq!(names(&timeline.causes(100_000, &outage(90_000), 100_000)), [], "of before the pause");
+        assert_eq!(names(&timeline.causes(103_000, &outage(90_000), 100_000)), []);
+        let begun = timeline.causes(104_000, &outage(90_000), 100_000);
+        assert_eq!(names(&begun), [(100_000, "no_primary")], "it is a real one");
+        assert_eq!(names(&timeline.causes(400_000, &outage(90_000), 400_000)), [], "after another pause");
+        assert_eq!(names(&timeline.causes(402_000, &[], 400_000)), []);
+        let over = timeline.causes(415_000, &[], 400_000);
+        assert_eq!(names(&over), [(400_000, "no_primary_ended")], "not before the pause");
+        // A process that pauses all the time says it in the end.
+        let mut timeline = Timeline::default();
+        let pausing: Vec<Vec<(i64, String)>> = (0..8)
+            .map(|n| 100_000 + n * 3_000)
+            .map(|now| timeline.causes(now, &outage(90_000), now))
+            .map(|events| events.iter().map(|event| (event.time, event.what.clone())).collect())
+            .collect();
+        assert_eq!(pausing.concat(), [(100_000, "no_primary".to_owned())]);
     }
 
     #[test]
     fn what_cannot_wait_is_told_at_once_and_each_rule_that_joins() {
         let mut timeline = Timeline::default();
-        assert_eq!(names(&timeline.causes(0, &[found(Cause::RemovalLimit, &["a"])])), [(0, "removal_limit")]);
-        let joined = timeline.causes(1000, &[found(Cause::RemovalLimit, &["a", "b"])]);
+        assert_eq!(names(&told(&mut timeline, 0, &[found(Cause::RemovalLimit, &["a"])])), [(0, "removal_limit")]);
+        let joined = told(&mut timeline, 1000, &[found(Cause::RemovalLimit, &["a", "b"])]);
         assert_eq!(joined[0].rules, ["b"]);
-        assert_eq!(names(&timeline.causes(2000, &[found(Cause::RemovalLimit, &["b"])])), []);
+        assert_eq!(names(&told(&mut timeline, 2000, &[found(Cause::RemovalLimit, &["b"])])), []);
     }
 
     #[test]

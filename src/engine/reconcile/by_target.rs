@@ -1,7 +1,8 @@
 //! Reads and writes of rules whose values depend on the target: `$$target` and `$$targetElement`.
 //!
 //! The key of such a rule is the target's. One command reads the sources of many targets: it begins with what the
-//! values depend on, as it was read from the targets, and looks up the sources of each. The write demands that all of
+//! values depend on, as it was read from the targets, and looks up the sources of each, or of those with the same
+//! references at once. The write demands that all of
 //! that is unchanged; the event of a change requests the target again.
 
 use std::collections::{BTreeMap, HashMap};
@@ -116,10 +117,14 @@ pub fn sources_settled(rule: &Rule, targets: &[Referrer<'_>], settled: Settled<'
 /// The sources of a target.
 pub type Settled<'a> = &'a (dyn Fn(&Bson) -> Vec<Document> + Sync);
 
-/// True if targets with the same references share one lookup. They do where the target decides the values of a source,
-/// but not which source that is.
+/// Most targets that share a lookup: their values are one document of the server.
+const TOGETHER: usize = 50;
+
+/// True if targets with the same references share a lookup. They do if `$$target` affects the values computed from a
+/// source, but not which source is chosen.
 fn shares_lookups(rule: &Rule) -> bool {
-    matches!(rule.values, Values::Set { .. }) && rule.pair_filter.is_none() && !rule.by_reference()
+    let is_chosen_by_target = rule.pair_filter.is_some() || rule.row_filter.is_some();
+    matches!(rule.values, Values::Set { .. }) && !is_chosen_by_target && !rule.by_reference()
 }
 
 fn sources_of(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Document {
@@ -207,8 +212,8 @@ fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Documen
     stages
 }
 
-/// What is looked up for each target alone: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for
-/// each slot. `f` finds sources, and `k` has the keys.
+/// Separate lookups: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for each
+/// slot of each target. `f` finds sources, and `k` has the keys.
 fn asked_alone(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
     let mut out = Vec::new();
     for target in targets {
@@ -226,8 +231,7 @@ fn asked_alone(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_
     out
 }
 
-/// What is looked up for targets together: one document `{ r: { f, k }, ts: [{ id, t: target }], settled }` for those
-/// that have the same keys.
+/// Shared lookups: one document `{ r: { f, k }, ts: [{ id, t: target }], settled }` for targets with the same keys.
 fn asked_together(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
     let mut by_keys: BTreeMap<Vec<&Key>, Vec<&Referrer>> = BTreeMap::new();
     for target in targets {
@@ -235,9 +239,10 @@ fn asked_together(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled
             by_keys.entry(slot.keys).or_default().push(target);
         }
     }
-    let together = by_keys.into_iter().map(|(keys, targets)| {
+    let parts = by_keys.iter().flat_map(|(keys, targets)| targets.chunks(TOGETHER).map(move |targets| (keys, targets)));
+    let together = parts.map(|(keys, targets)| {
         let each = targets.iter().map(|target| doc! {"id": target.id(), "t": read_paths(rule, **target)});
-        let mut asked = doc! {"r": searched(&keys), "ts": each.collect::<Vec<_>>()};
+        let mut asked = doc! {"r": searched(keys), "ts": each.collect::<Vec<_>>()};
         // Targets with the same keys have the same sources.
         let settled = settled.zip(targets.first()).map(|(settled, target)| settled(&target.id()));
         asked.extend(settled.map(|settled| ("settled".to_owned(), settled.into())));

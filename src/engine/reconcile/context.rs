@@ -237,7 +237,7 @@ impl Context {
         load: Load<'_>,
     ) -> Result<()> {
         let database = &rule.source.namespace.database;
-        let may = load.sources.is_none() && !self.memory.traits.takes_the_long_way(rule.id);
+        let may = load.sources.is_none() && !self.memory.traits.shortcut_fails(rule.id);
         if let Some(command) = read::sources_by_shortcut(rule, keys).filter(|_| may) {
             let mut pages = self.server.pages(database, limited(command, load.limit), Reads { after }).await?;
             let mut right = true;
@@ -251,7 +251,7 @@ impl Context {
             if right {
                 return Ok(());
             }
-            self.memory.traits.needs_the_long_way(rule.id);
+            self.memory.traits.saw_shortcut_fail(rule.id);
             rows.clear();
         }
         let command = load.sources.map_or_else(|| read::sources(rule, keys), |sources| sources(keys));

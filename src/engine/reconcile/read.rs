@@ -24,7 +24,7 @@ pub fn simple_collation() -> Document {
 /// `collect` and `aggregate` one row a key, `{ k, v }` with `v.e` the elements or `v.v0…` the accumulated values.
 #[must_use]
 pub fn sources(rule: &Rule, keys: &[&Key]) -> Document {
-    let first = first_of_each(rule, keys).filter(|_| !is_turned(rule));
+    let first = first_of_each(rule, keys).filter(|_| !reads_in_reverse(rule));
     first.unwrap_or_else(|| sources_at_once(rule, keys))
 }
 
@@ -34,12 +34,13 @@ pub fn sources_at_once(rule: &Rule, keys: &[&Key]) -> Document {
     command(&rule.source.namespace.collection, stages(rule, keys, Order::OfTheRule))
 }
 
-/// The same by a cheaper read, which may be wrong: `w` in a row is true if it is right. None for rules without one.
+/// A cheaper read of the same rows. A row with `w: false` may be wrong; [`sources`] reads it right. None if the rule has
+/// no such read.
 ///
 /// - Sums and means, without sorting the sources: a read then costs two thirds, or half for few keys with many sources.
 ///   The order affects the last digits unless all numbers are whole.
-/// - The last N of an order, as the first N of the opposite one. An array counts with another of its elements then. That
-///   one is never further from the end, so without an array among the N, no other source with one belongs to them.
+/// - The last N of an order, as the first N of the opposite one. There, an array counts with its other extreme, which
+///   never places it further back. So if none of the N has an array, no source with an array was left out.
 #[must_use]
 pub fn sources_by_shortcut(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     match &rule.values {
@@ -48,13 +49,13 @@ pub fn sources_by_shortcut(rule: &Rule, keys: &[&Key]) -> Option<Document> {
             let may = assignments.iter().all(may) && assignments.iter().any(needs_order);
             may.then(|| command(&rule.source.namespace.collection, stages(rule, keys, Order::Any)))
         }
-        Values::Collect { .. } => first_of_each(rule, keys).filter(|_| is_turned(rule)),
+        Values::Collect { .. } => first_of_each(rule, keys).filter(|_| reads_in_reverse(rule)),
         _ => None,
     }
 }
 
-/// True for the last N of an order in which arrays may be.
-fn is_turned(rule: &Rule) -> bool {
+/// True if the rule keeps the last N, and a path of its order may lead to an array.
+fn reads_in_reverse(rule: &Rule) -> bool {
     let is_last = matches!(rule.values, Values::Collect { slice: Some(slice), .. } if slice < 0);
     is_last && rule.sort.iter().any(|(path, _)| path != "_id")
 }
@@ -113,8 +114,8 @@ pub fn keys_with_sources(rule: &Rule, keys: &[&Key]) -> Document {
     command(&rule.source.namespace.collection, stages)
 }
 
-/// The stages that find the sources of one target in a `$lookup` whose variables are `keys`, `target` and
-/// `targetElement`: the documents, or their unwound elements.
+/// The stages that find the sources of a target, or of several with the same keys, in a `$lookup` whose variables are
+/// `keys`, `target` and `targetElement`: the documents, or their unwound elements.
 pub(super) fn sources_of_pair(rule: &Rule) -> Vec<Document> {
     let each = rule.reference.source_each.as_ref();
     let key: Vec<Bson> = rule.reference.paths(Role::Source).map(|path| row_path(path, each)).collect();
@@ -165,7 +166,7 @@ enum RowOf {
     OneKey,
     /// All that were found: those of a target's set of keys.
     AllKeys,
-    /// The first that was found, for several targets that have the same set of keys.
+    /// The first source found, with a row for each target that has this set of keys.
     EachTarget,
 }
 
@@ -547,7 +548,7 @@ fn winners_first(rule: &Rule) -> Vec<Document> {
 }
 
 fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Vec<Document> {
-    // `$topN` would sort otherwise where a path of the order leads through an array, and each version in its own way.
+    // `$topN` orders arrays differently from `$sort`, and differently in each version of the server.
     let elements = match slice {
         Some(n) if n < 0 => doc! {"$lastN": {"n": n.saturating_neg(), "input": element.clone()}},
         Some(n) => doc! {"$firstN": {"n": n, "input": element.clone()}},
@@ -596,7 +597,7 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     }
     inner.extend([doc! {"$sort": order}, doc! {"$limit": slice.saturating_abs()}]);
     let mut row = doc! {"k": ["$k"], "v": {"e": elements_of(*slice)}};
-    let element = if is_turned(rule) {
+    let element = if reads_in_reverse(rule) {
         row.insert("w", doc! {"$not": [{"$in": [true, "$e.a"]}]});
         doc! {"$mergeObjects": [element, {"a": has_array(rule)}]}
     } else {
@@ -871,7 +872,7 @@ pub fn some_of_rest(rule: &Rule, key: &Key, rest: Option<&Document>, size: i32) 
     command(&rule.target.namespace.collection, stages)
 }
 
-/// Reads targets by `_id` for a rule that is keyed by them: rows `{ _id, d: reference fields, g: guard }`, where `g`
+/// Reads targets by `_id` for a rule that is keyed by them: rows of reference fields and the guard, which
 /// must be unchanged when [`super::statement`] writes.
 #[must_use]
 pub fn targets(rule: &Rule, ids: &[&Key]) -> Document {

@@ -365,7 +365,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The shape of the targets; None where so many keys or targets do not share statements.
+    /// The shape of the targets. None if the rule's statements are not shared, or for fewer than two keys or targets.
     pub(super) async fn shape(&self, keys: usize) -> Option<Shape> {
         if keys < 2 || !(group::is_possible(self.rule) || group::is_possible_by_id(self.rule)) {
             return None;

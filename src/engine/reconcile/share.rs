@@ -103,8 +103,8 @@ impl Shares {
 }
 
 impl Run<'_> {
-    /// Writes the values of targets, and then sends the other statements. Small targets share statements. The targets of
-    /// one that is refused are written one by one.
+    /// Writes the values of targets: small targets by shared statements, and then the others, with the other statements. If
+    /// a shared statement is refused, its targets are written one by one.
     pub(super) async fn write_targets(
         &self,
         items: &mut [Item],

@@ -65,8 +65,8 @@ const MOST: usize = 1000;
 const STEP: usize = 1000;
 
 impl Context {
-    /// The places of documents in the rule's tree. `known` are references to parents that have been read already, by
-    /// [`Tree::known_parents`]; the others are read. A document that is no part of the tree has no place.
+    /// The places of documents in the rule's tree. `known` has the parent references that were already read
+    /// ([`Tree::known_parents`]); the others are read here. A document outside the tree has no place.
     pub(crate) async fn places(
         &self,
         rule: &Rule,

@@ -39,8 +39,8 @@ pub enum Place {
 }
 
 impl Tree {
-    /// The references to parents that are among what was read of targets: each target's `_id` and its references. Where
-    /// values come from the children, a target's references do not tell its parent.
+    /// The parents known from targets that were read, given each one's `_id` and its references. Empty if values come from
+    /// the children: those targets do not name their parent.
     pub fn known_parents<'a>(
         self,
         targets: impl Iterator<Item = (Key, &'a [Option<Key>])>,

@@ -16,6 +16,9 @@ use denormd_rules::plan::RuleId;
 /// Time for which a measured target size is used.
 const SIZE_AGE: Duration = Duration::from_secs(60);
 
+/// Time for which no shortcut is tried after one has failed.
+const LONG_WAY: Duration = Duration::from_secs(60);
+
 /// The traits of each rule's data.
 #[derive(Debug, Default)]
 pub struct Traits(Mutex<HashMap<RuleId, OfRule>>);
@@ -28,8 +31,8 @@ struct OfRule {
     measured: Option<Instant>,
     /// Bytes for each key in the last read of each task.
     costs: HashMap<Task, usize>,
-    /// True if a shortcut gave rows that may be wrong.
-    takes_the_long_way: bool,
+    /// The last time at which a shortcut returned a row that may be wrong.
+    shortcut_failed: Option<Instant>,
     /// Number of documents of the target collection that one page covers, if a full page took too long to read.
     window: Option<i64>,
     /// The values of a key without sources, if only a server can compute them.
@@ -86,12 +89,12 @@ impl Traits {
         }
     }
 
-    pub(in crate::reconcile) fn takes_the_long_way(&self, rule: RuleId) -> bool {
-        self.of(rule, |traits| traits.takes_the_long_way).unwrap_or(false)
+    pub(in crate::reconcile) fn shortcut_fails(&self, rule: RuleId) -> bool {
+        self.of(rule, |traits| traits.shortcut_failed).flatten().is_some_and(|since| since.elapsed() < LONG_WAY)
     }
 
-    pub(in crate::reconcile) fn needs_the_long_way(&self, rule: RuleId) {
-        self.learn(rule, |traits| traits.takes_the_long_way = true);
+    pub(in crate::reconcile) fn saw_shortcut_fail(&self, rule: RuleId) {
+        self.learn(rule, |traits| traits.shortcut_failed = Some(Instant::now()));
     }
 
     /// The values of a key without sources, if they were computed.
