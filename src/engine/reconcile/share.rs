@@ -117,15 +117,12 @@ impl Run<'_> {
         let (mut sharing, mut statements) = (Vec::new(), others);
         for (nth, guard, desired) in targets {
             let id = &items[*nth].key;
-            match (shape, desired) {
-                (Some(shape), Desired::Fields(fields)) => {
-                    let target = Guarded { id, guard, fields };
-                    if group::fits_by_id(self.rule, shape, &target) {
-                        sharing.push((*nth, target));
-                        continue;
-                    }
+            if let (Some(shape), Desired::Fields(fields)) = (shape, desired) {
+                let target = Guarded { id, guard, fields };
+                if group::fits_by_id(self.rule, shape, &target) {
+                    sharing.push((*nth, target));
+                    continue;
                 }
-                _ => {}
             }
             let alone = statement::of_target(self.rule, id, guard, desired)?;
             statements.extend(alone.into_iter().map(|statement| (vec![*nth], statement)));
