@@ -128,8 +128,8 @@ struct State {
     /// The last stored events of all instances, oldest first.
     written: Vec<Event>,
     ticked: Instant,
-    /// The end of the last pause of this process, in milliseconds since 1970; 0 if there was none.
-    resumed: i64,
+    /// The end of the last pause of this process.
+    resumed: Option<Instant>,
     /// The last time at which every pipeline ran.
     ran: Instant,
     insecure: Vec<&'static str>,
@@ -220,7 +220,7 @@ impl Board {
             unwritten: VecDeque::new(),
             written: Vec::new(),
             ticked: Instant::now(),
-            resumed: 0,
+            resumed: None,
             ran: Instant::now(),
             insecure: Vec::new(),
         };
@@ -502,7 +502,7 @@ impl Board {
         state.ticked = Instant::now();
         let mut events: Vec<Event> = Vec::new();
         if pause >= PAUSE {
-            state.resumed = now;
+            state.resumed = Some(state.ticked);
         }
         if pause >= LONG_PAUSE {
             let lasted = pause.as_secs_f64();
@@ -516,12 +516,12 @@ impl Board {
         self.publish(&mut state, &view, now);
         let depth = view.snapshot.as_ref().map_or(0, |snapshot| snapshot.depth);
         state.history.sample(&self.metrics, &view.lags, depth, now);
-        let is_stale = now - state.resumed < timeline::STALE;
-        if !(is_stale && matches!(view.leadership, Leadership::Unknown { .. })) {
+        // Measured back from now, a step of the clock does not change how long ago it was.
+        let resumed = state.resumed.map_or(0, |resumed| now - lag::millis(resumed.elapsed().as_secs_f64()));
+        if !(timeline::is_stale(now, resumed) && matches!(view.leadership, Leadership::Unknown { .. })) {
             events.extend(view.leadership.news(&state.told, now));
             state.told = view.leadership;
         }
-        let resumed = state.resumed;
         events.extend(state.timeline.causes(now, &view.causes, resumed));
         if let Some(snapshot) = &view.snapshot {
             events.extend(state.timeline.backfills(now, &snapshot.backfills));

@@ -73,7 +73,7 @@ async fn a_pause_is_recorded_and_is_no_outage() {
         running.signal("STOP");
         tokio::time::sleep(Duration::from_secs(seconds)).await;
         running.signal("CONT");
-        // What is reported late is reported by then.
+        // Long enough for a report that waits for new readings.
         tokio::time::sleep(Duration::from_secs(6)).await;
         running.until("it leads", |status| status.leadership.leads()).await;
     }

@@ -18,7 +18,7 @@ const SETTLED: i64 = 5_000;
 /// Milliseconds without the cause after which its spell is over.
 const GONE: i64 = 15_000;
 /// Milliseconds after a pause of the process for which readings may be from before it.
-pub const STALE: i64 = 4_000;
+const STALE: i64 = 4_000;
 /// Milliseconds after which a cause is reported in spite of pauses: a process may pause again and again.
 const PATIENCE: i64 = 15_000;
 /// Rules named in a line.
@@ -43,11 +43,11 @@ struct Spell {
 
 impl Timeline {
     /// Takes the causes that hold at `now`; returns the events to report. `resumed` is the end of the last pause of this
-    /// process. Soon after it, readings are stale and no spell is reported, but one that was reported before goes on.
+    /// process. Soon after it, readings are stale: no new spell is reported, and those that were reported go on.
     /// Both times are in milliseconds since 1970.
     pub fn causes(&mut self, now: i64, found: &[Found], resumed: i64) -> Vec<Event> {
         let mut events = Vec::new();
-        let is_stale = now - resumed < STALE;
+        let is_stale = is_stale(now, resumed);
         for Found { cause, rules, since } in found.iter().filter(|found| is_spell(found.cause)) {
             let spell = self.spells.entry(*cause).or_insert_with(|| Spell {
                 // Nothing is known about the time of the pause.
@@ -117,6 +117,11 @@ impl Timeline {
     }
 }
 
+/// True soon after a pause that ended at `resumed`: what is known may be from before it.
+pub fn is_stale(now: i64, resumed: i64) -> bool {
+    now - resumed < STALE
+}
+
 fn event(at: i64, what: &str, rules: Vec<String>, text: &str) -> Event {
     let named = rules.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
     let text = match rules.len() {
@@ -147,8 +152,7 @@ mod tests {
         Found { cause, rules: rules.iter().map(|rule| (*rule).to_owned()).collect(), since: None }
     }
 
-    /// Without a pause.
-    fn told(timeline: &mut Timeline, now: i64, found: &[Found]) -> Vec<Event> {
+    fn without_pause(timeline: &mut Timeline, now: i64, found: &[Found]) -> Vec<Event> {
         timeline.causes(now, found, -STALE)
     }
 
@@ -160,34 +164,34 @@ mod tests {
     fn a_spell_has_a_beginning_and_an_end_and_a_moment_of_slowness_has_neither() {
         let mut timeline = Timeline::default();
         let slow = [found(Cause::ServerSlow, &["r"])];
-        assert_eq!(names(&told(&mut timeline, 0, &slow)), []);
-        assert_eq!(names(&told(&mut timeline, 16_000, &[])), [], "it ended before it was reported");
-        assert_eq!(names(&told(&mut timeline, 20_000, &slow)), []);
-        let begun = told(&mut timeline, 25_000, &slow);
-        assert_eq!(names(&begun), [(20_000, "server_slow")]);
-        assert!(begun[0].text.ends_with("(r)"), "{}", begun[0].text);
-        assert_eq!(names(&told(&mut timeline, 30_000, &slow)), [], "once is enough");
-        assert_eq!(names(&told(&mut timeline, 40_000, &[])), [], "it may come back");
-        assert_eq!(names(&told(&mut timeline, 41_000, &slow)), [], "and is the same spell");
-        let over = told(&mut timeline, 60_000, &[]);
+        assert_eq!(names(&without_pause(&mut timeline, 0, &slow)), []);
+        assert_eq!(names(&without_pause(&mut timeline, 16_000, &[])), [], "it ended before it was reported");
+        assert_eq!(names(&without_pause(&mut timeline, 20_000, &slow)), []);
+        let start = without_pause(&mut timeline, 25_000, &slow);
+        assert_eq!(names(&start), [(20_000, "server_slow")]);
+        assert!(start[0].text.ends_with("(r)"), "{}", start[0].text);
+        assert_eq!(names(&without_pause(&mut timeline, 30_000, &slow)), [], "once is enough");
+        assert_eq!(names(&without_pause(&mut timeline, 40_000, &[])), [], "it may come back");
+        assert_eq!(names(&without_pause(&mut timeline, 41_000, &slow)), [], "and is the same spell");
+        let over = without_pause(&mut timeline, 60_000, &[]);
         assert_eq!(names(&over), [(41_000, "server_slow_ended")]);
         assert_eq!(over[0].text, "`server_slow` ended after 21 s (r)");
-        assert_eq!(names(&told(&mut timeline, 90_000, &[])), []);
+        assert_eq!(names(&without_pause(&mut timeline, 90_000, &[])), []);
     }
 
     #[test]
     fn stale_readings_begin_no_outage_and_end_none() {
         let outage = |since| [Found { since: Some(since), ..found(Cause::NoPrimary, &[]) }];
         let mut timeline = Timeline::default();
-        assert_eq!(names(&timeline.causes(100_000, &outage(90_000), 100_000)), [], "of before the pause");
+        assert_eq!(names(&timeline.causes(100_000, &outage(90_000), 100_000)), [], "known from before the pause");
         assert_eq!(names(&timeline.causes(103_000, &outage(90_000), 100_000)), []);
-        let begun = timeline.causes(104_000, &outage(90_000), 100_000);
-        assert_eq!(names(&begun), [(100_000, "no_primary")], "it is a real one");
+        let start = timeline.causes(104_000, &outage(90_000), 100_000);
+        assert_eq!(names(&start), [(100_000, "no_primary")], "the outage goes on after the pause");
         assert_eq!(names(&timeline.causes(400_000, &outage(90_000), 400_000)), [], "after another pause");
         assert_eq!(names(&timeline.causes(402_000, &[], 400_000)), []);
         let over = timeline.causes(415_000, &[], 400_000);
         assert_eq!(names(&over), [(400_000, "no_primary_ended")], "not before the pause");
-        // A process that pauses all the time says it in the end.
+        // A process that pauses again and again reports the outage in the end.
         let mut timeline = Timeline::default();
         let pausing: Vec<Vec<(i64, String)>> = (0..8)
             .map(|n| 100_000 + n * 3_000)
@@ -200,10 +204,13 @@ mod tests {
     #[test]
     fn what_cannot_wait_is_told_at_once_and_each_rule_that_joins() {
         let mut timeline = Timeline::default();
-        assert_eq!(names(&told(&mut timeline, 0, &[found(Cause::RemovalLimit, &["a"])])), [(0, "removal_limit")]);
-        let joined = told(&mut timeline, 1000, &[found(Cause::RemovalLimit, &["a", "b"])]);
+        assert_eq!(
+            names(&without_pause(&mut timeline, 0, &[found(Cause::RemovalLimit, &["a"])])),
+            [(0, "removal_limit")]
+        );
+        let joined = without_pause(&mut timeline, 1000, &[found(Cause::RemovalLimit, &["a", "b"])]);
         assert_eq!(joined[0].rules, ["b"]);
-        assert_eq!(names(&told(&mut timeline, 2000, &[found(Cause::RemovalLimit, &["b"])])), []);
+        assert_eq!(names(&without_pause(&mut timeline, 2000, &[found(Cause::RemovalLimit, &["b"])])), []);
     }
 
     #[test]

@@ -2,8 +2,7 @@
 //!
 //! The key of such a rule is the target's. One command reads the sources of many targets: it begins with what the
 //! values depend on, as it was read from the targets, and looks up the sources of each, or of those with the same
-//! references at once. The write demands that all of
-//! that is unchanged; the event of a change requests the target again.
+//! references at once. The write demands that all of that is unchanged; the event of a change requests the target again.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -212,8 +211,8 @@ fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Documen
     stages
 }
 
-/// Separate lookups: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for each
-/// slot of each target. `f` finds sources, and `k` has the keys.
+/// Separate lookups: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for each slot of each target.
+/// `f` finds sources, and `k` has the keys.
 fn asked_alone(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
     let mut out = Vec::new();
     for target in targets {

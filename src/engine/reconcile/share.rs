@@ -103,8 +103,8 @@ impl Shares {
 }
 
 impl Run<'_> {
-    /// Writes the values of targets: small targets by shared statements, and then the others, with the other statements. If
-    /// a shared statement is refused, its targets are written one by one.
+    /// Writes the values of targets: small targets by shared statements, then all that are left and the other statements. If a
+    /// shared statement is refused, its targets are written one by one.
     pub(super) async fn write_targets(
         &self,
         items: &mut [Item],
@@ -113,28 +113,27 @@ impl Run<'_> {
         rows: &Rows,
     ) -> Result<()> {
         let timeout = self.context.limits.write_timeout;
-        let shape = self.shape(targets.len()).await;
-        let (mut sharing, mut statements) = (Vec::new(), others);
-        for (nth, guard, desired) in targets {
-            let id = &items[*nth].key;
-            if let (Some(shape), Desired::Fields(fields)) = (shape, desired) {
-                let target = Guarded { id, guard, fields };
-                if group::fits_by_id(self.rule, shape, &target) {
-                    sharing.push((*nth, target));
-                    continue;
-                }
+        let mut written = HashSet::new();
+        if let Some(shape) = self.shape(targets.len()).await {
+            let sharing = targets.iter().filter_map(|(nth, guard, desired)| {
+                let Desired::Fields(fields) = desired else { return None };
+                Some((*nth, Guarded { id: &items[*nth].key, guard, fields }))
+            });
+            let sharing: Vec<(usize, Guarded)> =
+                sharing.filter(|(_, target)| group::fits_by_id(self.rule, shape, target)).collect();
+            let mut shared = Vec::new();
+            for group in sharing.chunks(group::TARGETS) {
+                let (owners, targets): (Vec<usize>, Vec<Guarded>) = group.iter().copied().unzip();
+                shared.push((owners, group::statement_by_id(self.rule, &targets)?));
             }
-            let alone = statement::of_target(self.rule, id, guard, desired)?;
-            statements.extend(alone.into_iter().map(|statement| (vec![*nth], statement)));
+            let (refused, _) = self.sent(items, shared, timeout).await?;
+            written.extend(sharing.into_iter().map(|(nth, _)| nth));
+            for nth in refused.into_iter().flat_map(|(owners, _)| owners) {
+                written.remove(&nth);
+            }
         }
-        let mut shared = Vec::new();
-        for group in sharing.chunks(group::TARGETS) {
-            let (owners, targets): (Vec<usize>, Vec<Guarded>) = group.iter().copied().unzip();
-            shared.push((owners, group::statement_by_id(self.rule, &targets)?));
-        }
-        let (refused, _) = self.sent(items, shared, timeout).await?;
-        let refused: HashSet<usize> = refused.into_iter().flat_map(|(owners, _)| owners).collect();
-        for (nth, guard, desired) in targets.iter().filter(|(nth, ..)| refused.contains(nth)) {
+        let mut statements = others;
+        for (nth, guard, desired) in targets.iter().filter(|(nth, ..)| !written.contains(nth)) {
             let alone = statement::of_target(self.rule, &items[*nth].key, guard, desired)?;
             statements.extend(alone.into_iter().map(|statement| (vec![*nth], statement)));
         }

@@ -226,9 +226,9 @@ async fn play(
                 let instance = instances[(usize::try_from(history.seed).unwrap() + nth) % instances.len()];
                 let Ok(reply) = db.run_command(doc! {"ping": 1}).await else { continue };
                 let Timestamp { time, increment } = reply.get_timestamp("operationTime").unwrap();
-                let until = format!("operationTime={time}.{increment}&");
+                let path = format!("/v1/wait?operationTime={time}.{increment}&timeout=3");
                 let mine = format!("w{}-", history.seed);
-                if acknowledged(instance, &until, 3)
+                if acknowledged(instance, &path)
                     .await
                     .is_some_and(|except| !except.iter().any(|rule| rule.starts_with(&mine)))
                 {
@@ -245,12 +245,9 @@ async fn play(
     Ok(())
 }
 
-/// The rules that are excepted, if an instance says within so many seconds that everything is applied, or everything
-/// `until` a time.
-async fn acknowledged(instance: SocketAddr, until: &str, seconds: u64) -> Option<Vec<String>> {
-    let path = format!("/v1/wait?{until}timeout={seconds}");
-    let limit = Duration::from_secs(seconds + 7);
-    let answer = client::get(instance, &path, limit).await.ok().filter(|answer| answer.code == 200)?;
+/// The rules that are excepted, if an instance says that everything is applied.
+async fn acknowledged(instance: SocketAddr, path: &str) -> Option<Vec<String>> {
+    let answer = client::get(instance, path, Duration::from_secs(10)).await.ok().filter(|answer| answer.code == 200)?;
     serde_json::from_value(answer.json::<Value>().ok()?["except"].clone()).ok()
 }
 
@@ -278,7 +275,7 @@ async fn check_after_retries(history: &History, db: &Database, instances: &[Sock
         let ask = doc! {"q": {}, "u": {"$set": {"asked": bson::DateTime::now()}}, "multi": true};
         state_of(db).run_command(doc! {"update": "dead_letters", "updates": [ask]}).await.ok();
         tokio::time::sleep(Duration::from_millis(500)).await;
-        acknowledged(instances[0], "", 5).await;
+        acknowledged(instances[0], "/v1/wait?timeout=5").await;
     }
 }
 
@@ -299,7 +296,7 @@ async fn dead_letters(db: &Database, seed: u64) -> Vec<String> {
 async fn settle(server: &Server, db: &Database, instances: &[SocketAddr], histories: &[History]) -> Result<()> {
     let begun = Instant::now();
     for attempt in 0.. {
-        if let Some(except) = acknowledged(instances[attempt % instances.len()], "", 60).await
+        if let Some(except) = acknowledged(instances[attempt % instances.len()], "/v1/wait?timeout=5").await
             && only_with_dead_letters(db, &except).await
         {
             break;
