@@ -193,6 +193,13 @@ impl Server {
         self.fence.as_ref().map_or(0, |fence| fence.term())
     }
 
+    /// Ends the leadership, if there is one: the state has the mark of a later leader.
+    pub fn supersede(&self) {
+        if let Some(fence) = &self.fence {
+            fence.supersede();
+        }
+    }
+
     /// Time since the lease was granted or renewed; None without a lease.
     #[must_use]
     pub fn since_renewal(&self) -> Option<Duration> {

@@ -10,7 +10,7 @@
 use std::{
     sync::{
         Mutex, PoisonError,
-        atomic::{AtomicI64, Ordering},
+        atomic::{AtomicBool, AtomicI64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -44,6 +44,7 @@ pub struct Fence {
     server: AtomicI64,
     cluster: AtomicI64,
     renewed: Mutex<Instant>,
+    superseded: AtomicBool,
 }
 
 impl Fence {
@@ -52,7 +53,7 @@ impl Fence {
     pub fn new(term: i64, end: impl Into<End>) -> Self {
         let End { server, cluster } = end.into();
         let (server, cluster) = (AtomicI64::new(server), AtomicI64::new(cluster));
-        Self { term, server, cluster, renewed: Mutex::new(Instant::now()) }
+        Self { term, server, cluster, renewed: Mutex::new(Instant::now()), superseded: AtomicBool::new(false) }
     }
 
     /// Term of the leadership, which grows with every take-over.
@@ -76,6 +77,17 @@ impl Fence {
     #[must_use]
     pub fn since_renewal(&self) -> Duration {
         self.renewed.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
+    }
+
+    /// Ends the leadership: the state has the mark of a later one.
+    pub fn supersede(&self) {
+        self.superseded.store(true, Ordering::SeqCst);
+    }
+
+    /// True if the state has the mark of a later leadership: the lease is not renewed any more.
+    #[must_use]
+    pub fn is_superseded(&self) -> bool {
+        self.superseded.load(Ordering::SeqCst)
     }
 
     fn end(&self) -> i64 {

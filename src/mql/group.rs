@@ -90,11 +90,8 @@ impl Accumulator {
                     return Ok(());
                 }
                 let order = compare(value.as_ref(), found.as_ref());
-                // The server's choice of engine for a `$group` decides whether the first or the last value stays.
-                let bytes = |value: &Value| bson::serialize_to_vec(&doc! {"v": value}).ok();
-                if found.is_some() && order.is_eq() && bytes(&value) != bytes(found) {
-                    return needs_server("the least or greatest of equal values of different types");
-                }
+                // The first of equal values stays. (Where a server executes a `$group` in its other engine, another one may: the
+                // daemon's reads avoid that, see `aggregate` in `engine/reconcile/read.rs`.)
                 let better = found.is_none() || if *greatest { order.is_gt() } else { order.is_lt() };
                 if better {
                     *found = value;

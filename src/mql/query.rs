@@ -47,26 +47,34 @@ fn field(path: &str, condition: &Bson, document: &Document) -> Result<bool> {
     condition_holds(condition, &found)
 }
 
-/// The values at a path, including those inside arrays on the way: one entry for each place, `None` for a missing
-/// field.
-fn walk<'a>(document: Option<&'a Document>, path: &[&str], out: &mut Vec<Option<&'a Bson>>) {
+/// A value at a path, `None` for a missing field.
+struct Found<'a> {
+    value: Option<&'a Bson>,
+    /// False for an element that the path names by its position: an array there is not searched.
+    with_elements: bool,
+}
+
+/// The values at a path, including those inside arrays on the way: one entry for each place.
+fn walk<'a>(document: Option<&'a Document>, path: &[&str], out: &mut Vec<Found<'a>>) {
     let Some((first, rest)) = path.split_first() else { return };
     below(document.and_then(|document| document.get(*first)), rest, out);
 }
 
-fn below<'a>(value: Option<&'a Bson>, path: &[&str], out: &mut Vec<Option<&'a Bson>>) {
-    let Some((first, rest)) = path.split_first() else { return out.push(value) };
+fn below<'a>(value: Option<&'a Bson>, path: &[&str], out: &mut Vec<Found<'a>>) {
+    let Some((first, rest)) = path.split_first() else { return out.push(Found { value, with_elements: true }) };
     match value {
         Some(Bson::Document(inside)) => walk(Some(inside), path, out),
         Some(Bson::Array(items)) => {
             // `a.0` is the first element, and the field `0` of each element.
             let place = first.parse().ok().filter(|place: &usize| place.to_string() == **first);
-            if let Some(item) = place.and_then(|place| items.get(place)) {
-                below(Some(item), rest, out);
+            match place.and_then(|place| items.get(place)) {
+                Some(item) if rest.is_empty() => out.push(Found { value: Some(item), with_elements: false }),
+                Some(item) => below(Some(item), rest, out),
+                None => {}
             }
             items.iter().filter_map(Bson::as_document).for_each(|inside| walk(Some(inside), path, out));
         }
-        _ => out.push(None),
+        _ => out.push(Found { value: None, with_elements: true }),
     }
 }
 
@@ -77,7 +85,7 @@ pub(super) fn operators(condition: &Bson) -> Option<&Document> {
     (first.starts_with('$') && !matches!(first.as_str(), "$ref" | "$id" | "$db")).then_some(doc)
 }
 
-fn condition_holds(condition: &Bson, found: &[Option<&Bson>]) -> Result<bool> {
+fn condition_holds(condition: &Bson, found: &[Found<'_>]) -> Result<bool> {
     let Some(operators) = operators(condition) else {
         return operator("$eq", implicit(condition)?, found);
     };
@@ -97,7 +105,7 @@ fn implicit(value: &Bson) -> Result<&Bson> {
     }
 }
 
-fn operator(name: &str, argument: &Bson, found: &[Option<&Bson>]) -> Result<bool> {
+fn operator(name: &str, argument: &Bson, found: &[Found<'_>]) -> Result<bool> {
     Ok(match name {
         "$eq" | "$lt" | "$lte" | "$gt" | "$gte" => {
             if *argument == Bson::Undefined {
@@ -122,12 +130,9 @@ fn operator(name: &str, argument: &Bson, found: &[Option<&Bson>]) -> Result<bool
             Some(_) => !condition_holds(argument, found)?,
             None => return needs_server("`$not` of a regular expression"),
         },
-        "$exists" => found.iter().any(Option::is_some) == is_true(Some(argument)),
+        "$exists" => found.iter().any(|found| found.value.is_some()) == is_true(Some(argument)),
         "$size" => match super::number::position(Some(argument))? {
-            Some(size) => found
-                .iter()
-                .flatten()
-                .any(|value| value.as_array().is_some_and(|items| i64::try_from(items.len()) == Ok(size))),
+            Some(size) => arrays(found).any(|items| i64::try_from(items.len()) == Ok(size)),
             None => return refused("`$size` takes a whole number"),
         },
         "$type" => {
@@ -152,7 +157,7 @@ fn operator(name: &str, argument: &Bson, found: &[Option<&Bson>]) -> Result<bool
         "$elemMatch" => {
             let Some(inside) = argument.as_document() else { return refused("`$elemMatch` takes a document") };
             let mut any = false;
-            for item in found.iter().flatten().filter_map(|value| value.as_array()).flatten() {
+            for item in arrays(found).flatten() {
                 any |= element_matches(inside, argument, item)?;
             }
             any
@@ -168,7 +173,7 @@ fn element_matches(inside: &Document, argument: &Bson, item: &Bson) -> Result<bo
         // The element itself: its own elements are not searched.
         return match item {
             Bson::Array(_) => needs_server("`$elemMatch` over arrays in an array"),
-            item => condition_holds(argument, &[Some(item)]),
+            item => condition_holds(argument, &[Found { value: Some(item), with_elements: false }]),
         };
     }
     match item {
@@ -178,12 +183,16 @@ fn element_matches(inside: &Document, argument: &Bson, item: &Bson) -> Result<bo
     }
 }
 
-/// The values themselves and, for arrays, their elements.
-fn leaves<'a>(found: &'a [Option<&'a Bson>]) -> impl Iterator<Item = Option<&'a Bson>> {
-    found.iter().flat_map(|value| {
-        let items = value.and_then(Bson::as_array).map(Vec::as_slice).unwrap_or_default();
-        items.iter().map(Some).chain([*value])
+/// The values themselves and, for arrays that are searched, their elements.
+fn leaves<'a>(found: &'a [Found<'a>]) -> impl Iterator<Item = Option<&'a Bson>> {
+    found.iter().flat_map(|Found { value, with_elements }| {
+        let array = value.and_then(Bson::as_array).filter(|_| *with_elements);
+        array.map(Vec::as_slice).unwrap_or_default().iter().map(Some).chain([*value])
     })
+}
+
+fn arrays<'a>(found: &'a [Found<'a>]) -> impl Iterator<Item = &'a Vec<Bson>> {
+    found.iter().filter_map(|found| found.value?.as_array())
 }
 
 /// Compares within one class of types. Across classes, only null and a missing value are equal.

@@ -18,6 +18,7 @@ use denormd_engine::{
 };
 use denormd_fixture::{ReplicaSet, TestDb};
 use denormd_model::{
+    partition::Partition,
     position::Position,
     rule_state::{BlockReason, RuleState},
 };
@@ -63,7 +64,7 @@ async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
     let (first, second) = (contender(&test), contender(&test));
     let (held, _) = leads(&first, TTL).await;
     let server = Server::new(test.client.clone()).under(held.fence());
-    let store = Store::open(&server, &test.name, "default").await.unwrap();
+    let store = Store::open_partition(&server, &test.name, "default", Partition::WHOLE).await.unwrap();
     let time = server.operation_time().await.unwrap();
     store.save_position(&server, "d", &[], &Position { time, token: None }, None).await.unwrap();
 
@@ -76,9 +77,10 @@ async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
 
     // A position sent by the former leader is refused, before and after the new leader has saved its own.
     let later = Server::new(test.client.clone()).under(next.fence());
-    let reopened = Store::open(&later, &test.name, "default").await.unwrap();
+    let reopened = Store::open_partition(&later, &test.name, "default", Partition::WHOLE).await.unwrap();
     let refused = store.save_position(&server, "d", &[], &Position { time, token: Some(doc! {"x": 1}) }, None).await;
     assert!(refused.is_err());
+    assert!(held.fence().is_superseded() && !next.fence().is_superseded());
     assert_eq!(reopened.position(&later, "d", &[]).await.unwrap(), Some(Position { time, token: None }));
 
     collection.update_one(doc! {}, doc! {"$set": {"owner": "somebody"}}).await.unwrap();

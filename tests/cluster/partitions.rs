@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bson::{Document, doc};
+use bson::{DateTime, Document, doc};
 use denormd_engine::{
     checkpoint::store::Store,
     deployment::{lease::Lease, repartitioning::divide},
@@ -44,6 +44,75 @@ async fn instances_share_the_partitions_whoever_comes_and_goes() {
     world.at_rest(QUIET).await;
     second.terminate().await;
     fourth.terminate().await;
+}
+
+/// Each partition has terms of its own. The leader of one read the state of all for its status, and marked it with its
+/// term: the checkpoints of partitions with a lower term were never saved again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_leader_marks_the_state_of_its_own_partition_alone() {
+    let world = World::new(denormd_fixture::database().await).await;
+    world.write_divided_config("denormd.yaml", "", 2);
+    let (first, second) = (world.daemon(), world.daemon());
+    world.shared_by(&[&first, &second], 2).await;
+    second.kill9();
+    world.shared_by(&[&first], 2).await;
+    let third = world.daemon();
+    world.shared_by(&[&first, &third], 2).await;
+    third.kill9();
+    world.shared_by(&[&first], 2).await;
+    let fourth = world.daemon();
+    world.shared_by(&[&first, &fourth], 2).await;
+    let writer = world.writer(46);
+    let state = world.test.beside("state");
+    let leases: Vec<Document> = state.collection("leases").find(doc! {}).await.unwrap().try_collect().await.unwrap();
+    let terms: Vec<i64> = leases.iter().map(|lease| lease.get_i64("term").unwrap()).collect();
+    assert!(terms[0] != terms[1], "nothing is tested with equal terms: {terms:?}");
+    // A leader looks for retired fields every fifteen seconds.
+    let due = DateTime::from_millis(DateTime::now().timestamp_millis() + 20_000);
+    until("both checkpoints are saved later, too", async || {
+        let saved = doc! {"_id.deployment": {"$regex": "/2$"}, "saved": {"$gt": due}};
+        (state.collection::<Document>("positions").count_documents(saved).await.ok()? == 2).then_some(())
+    })
+    .await;
+    for lease in &leases {
+        let (id, term) = (lease.get_str("_id").unwrap(), lease.get_i64("term").unwrap());
+        for name in ["rules", "positions"] {
+            let others = doc! {"_id.deployment": id, "term": {"$ne": term}};
+            let others: Vec<Document> = state.collection(name).find(others).await.unwrap().try_collect().await.unwrap();
+            assert!(others.is_empty(), "term {term} of {id}: {others:#?}");
+        }
+    }
+    writer.stop().await;
+    world.at_rest(QUIET).await;
+    first.terminate().await;
+    fourth.terminate().await;
+}
+
+/// A leader whose state has the mark of a later term saves nothing more: it gives up, and takes over again with a later
+/// term.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_leader_that_is_superseded_in_the_state_leads_anew() {
+    let world = World::new(denormd_fixture::database().await).await;
+    let daemon = world.daemon();
+    world.has_seen_tasks().await;
+    let state = world.test.beside("state");
+    for name in ["rules", "positions"] {
+        let mark = doc! {"$set": {"term": 40_i64}};
+        state.collection::<Document>(name).update_many(doc! {}, mark).await.unwrap();
+    }
+    let writer = world.writer(47);
+    daemon.says("the state has the mark of a later leader").await;
+    let (term, _) = world.term_after(40).await;
+    assert_eq!(term, 41);
+    until("a position is saved in the new term", async || {
+        let saved = state.collection::<Document>("positions").find_one(doc! {"term": term}).await.unwrap()?;
+        let marked = state.collection::<Document>("terms").find_one(doc! {"term": term}).await.unwrap()?;
+        (saved.get_datetime("saved").unwrap() > marked.get_datetime("since").unwrap()).then_some(())
+    })
+    .await;
+    writer.stop().await;
+    world.at_rest(QUIET).await;
+    daemon.terminate().await;
 }
 
 /// As with rules, the newest number wins: the old partitions are handed over and converted into the new ones, and

@@ -282,6 +282,10 @@ impl Draw {
                 if self.below(2) == 0 {
                     find.insert("sort", doc! {self.pick(&["a", "n", "o.x"]): self.pick(&[1, -1]), "_id": 1});
                     find.insert("limit", self.random.random_range(1..5));
+                } else if self.below(3) == 0 {
+                    find.insert("hint", doc! {"_id": 1});
+                    find.insert("min", doc! {"_id": self.id()});
+                    find.insert("limit", self.random.random_range(1..5));
                 }
                 if self.below(2) == 0 {
                     let path = self.name();
@@ -332,7 +336,7 @@ fn essence(command: &Document, reply: &Document) -> Document {
     if let Ok(cursor) = reply.get_document("cursor") {
         let rows = cursor.get_array("firstBatch").cloned().unwrap_or_default();
         let mut rows: Vec<String> = rows.iter().map(exact).collect();
-        if command.contains_key("find") && !command.contains_key("sort") {
+        if command.contains_key("find") && !command.contains_key("sort") && !command.contains_key("hint") {
             rows.sort();
         }
         out.insert("rows", rows);

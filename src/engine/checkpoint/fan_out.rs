@@ -70,8 +70,13 @@ impl FanOuts {
         let fan_outs = server.collection(&self.database, COLLECTION);
         let open = fan_outs.find_one_and_update(filter, update).upsert(true);
         // A delayed write costs one more pass.
-        let saved =
-            bounded(open.return_document(mongodb::options::ReturnDocument::After)).await.map_err(refused_upsert)?;
+        let saved = match bounded(open.return_document(mongodb::options::ReturnDocument::After)).await {
+            Ok(saved) => saved,
+            Err(error) => {
+                let id = self.id(&rule.name, subject.task, &subject.key);
+                return Err(refused_upsert(server, &fan_outs, id, error).await);
+            }
+        };
         let committed = saved.and_then(|doc| Some(doc.get_datetime("committed").ok()?.timestamp_millis()));
         Ok(FanOut { subject, request, after: None, in_parts: false, committed })
     }

@@ -11,6 +11,7 @@ use std::{
 
 use bson::{Bson, DateTime, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
+use mongodb::Collection;
 
 use denormd_model::{
     partition::{Partition, SEPARATOR},
@@ -77,15 +78,17 @@ pub async fn claim_term(server: &Server, database: &str, deployment: &str, term:
 }
 
 impl Store {
-    /// Opens the state of a whole deployment, for commands and for the leader of an unpartitioned deployment, whose
-    /// term `server` has. From now on, unacknowledged writes of a former leader cannot change it.
+    /// Opens the state of a whole deployment to read it and to make requests. Leaders are not affected, whatever the term
+    /// of `server` is: each partition has terms of its own.
     pub async fn open(server: &Server, database: &str, deployment: &str) -> Result<Self> {
         let partitions = super::format::check(server, database, deployment).await?;
         let ids = Partition::all(partitions).map(|partition| partition.id(deployment)).collect();
-        Self::open_all(server, database, deployment, ids).await
+        create_collections(server, database).await?;
+        Self::of_cluster(server, database, deployment, ids).await
     }
 
-    /// Opens the state of one partition for its leader.
+    /// Opens the state of one partition for its leader, whose term `server` has. From now on, unacknowledged writes of a
+    /// former leader cannot change it.
     pub async fn open_partition(
         server: &Server,
         database: &str,
@@ -97,30 +100,21 @@ impl Store {
             let message = format!("the deployment is divided into {partitions} partitions now");
             return Err(Error::new(Kind::Unavailable, message));
         }
-        let id = partition.id(deployment);
-        Self::open_all(server, database, &id, Arc::from([id.clone()])).await
+        create_collections(server, database).await?;
+        let (id, term) = (partition.id(deployment), server.term());
+        for name in [POSITIONS, RULES, fan_out::COLLECTION] {
+            let documents = server.collection(database, name);
+            let later = doc! {"_id.deployment": &id, "term": {"$gt": term}};
+            if term > 0 && documents.count_documents(later).await? > 0 {
+                return Err(superseded(server));
+            }
+            let earlier = doc! {"_id.deployment": &id, "term": {"$not": {"$gte": term}}};
+            documents.update_many(earlier, doc! {"$set": {"term": term}}).await?;
+        }
+        Self::of_cluster(server, database, &id, Arc::from([id.clone()])).await
     }
 
-    async fn open_all(server: &Server, database: &str, deployment: &str, ids: Arc<[String]>) -> Result<Self> {
-        let mine = doc! {"$in": ids.to_vec()};
-        for name in [POSITIONS, RULES, fan_out::COLLECTION] {
-            unless(code::NAMESPACE_EXISTS, server.database(database).create_collection(name).await)?;
-            let term = server.term();
-            let others = server
-                .collection(database, name)
-                .count_documents(doc! {"_id.deployment": mine.clone(), "term": {"$gt": term}})
-                .await?;
-            if others > 0 && term > 0 {
-                return Err(former());
-            }
-            server
-                .collection(database, name)
-                .update_many(
-                    doc! {"_id.deployment": mine.clone(), "term": {"$not": {"$gte": term}}},
-                    doc! {"$set": {"term": term}},
-                )
-                .await?;
-        }
+    async fn of_cluster(server: &Server, database: &str, deployment: &str, ids: Arc<[String]>) -> Result<Self> {
         let command = doc! {"listCollections": 1, "filter": {"name": POSITIONS}};
         let reply = server.database(database).run_command(command).await?;
         let uuid = reply
@@ -213,7 +207,7 @@ impl Store {
                 return Err(Error::new(Kind::HistoryLost, message));
             }
         }
-        Err(refused_upsert(error))
+        Err(refused_upsert(server, &positions, self.id("stream", database), error).await)
     }
 
     /// The records of all current and former rules of this deployment, by name, merged over the partitions.
@@ -287,7 +281,7 @@ impl Store {
             let seen = before.as_ref().map(rule_record::read).transpose()?.map(|(_, seen)| seen);
             let generation = seen.as_ref().map_or(0, |seen| seen.generation);
             if before.as_ref().is_some_and(|before| before.get_i64("term").is_ok_and(|term| term > server.term())) {
-                return Err(former());
+                return Err(superseded(server));
             }
             fields.insert("generation", generation + 1);
             let kept = || seen.is_some_and(|seen| seen.removals_agreed && seen.definition == rule.definition);
@@ -555,12 +549,35 @@ pub(super) fn mine(server: &Server, id: Document) -> Document {
     doc! {"_id": id, "term": {"$not": {"$gt": server.term()}}}
 }
 
-pub(super) fn refused_upsert(error: Error) -> Error {
-    if error.code == Some(code::DUPLICATE_KEY) { former() } else { error }
+/// The meaning of an upsert that was refused: a later leader may have marked the document with this `_id`.
+pub(super) async fn refused_upsert(
+    server: &Server,
+    documents: &Collection<Document>,
+    id: Document,
+    error: Error,
+) -> Error {
+    if error.code != Some(code::DUPLICATE_KEY) {
+        return error;
+    }
+    let later = doc! {"_id": id, "term": {"$gt": server.term()}};
+    match bounded(documents.find_one(later)).await {
+        Ok(Some(_)) => superseded(server),
+        Ok(None) => Error::new(Kind::Unavailable, "the state has been changed meanwhile"),
+        Err(error) => error,
+    }
 }
 
-fn former() -> Error {
+/// The state has the mark of a later leader: the leadership is over.
+fn superseded(server: &Server) -> Error {
+    server.supersede();
     Error::new(Kind::Unavailable, "another instance has become the leader")
+}
+
+async fn create_collections(server: &Server, database: &str) -> Result<()> {
+    for name in [POSITIONS, RULES, fan_out::COLLECTION] {
+        unless(code::NAMESPACE_EXISTS, server.database(database).create_collection(name).await)?;
+    }
+    Ok(())
 }
 
 /// State from before generations existed has no such field.

@@ -185,13 +185,17 @@ impl<R: Registry> Lease<R> {
         Held { registry: self.registry.clone(), owner, fence, lost, renewal }
     }
 
-    /// Renews the lease until it is lost: another instance has it, or it could not be renewed for one more `ttl` after
-    /// it expired. `ends` is the latest time of its expiry by the local clock.
+    /// Renews the lease until it is lost: another instance has it or has marked the state, or it could not be renewed
+    /// for one more `ttl` after it expired. `ends` is the latest time of its expiry by the local clock.
     async fn keep(self, owner: String, fence: Arc<Fence>, mut ends: Instant, lost: CancellationToken) {
         let rhythm = RENEW.min(self.ttl / 3);
         let mut pause = rhythm;
         let why = loop {
             tokio::time::sleep(pause).await;
+            if fence.is_superseded() {
+                // Writes may be in progress until it expires.
+                break "the state has the mark of a later leader";
+            }
             let sent = Instant::now();
             match tokio::time::timeout(self.ttl / 3, self.registry.renew(&owner, fence.term())).await {
                 Ok(Ok(Some(until))) => {

@@ -305,7 +305,8 @@ async fn settle(server: &Server, db: &Database, instances: &[SocketAddr], histor
         if begun.elapsed() > PATIENCE {
             let status = client::get(instances[0], "/v1/status", Duration::from_secs(5)).await;
             let status = status.map(|answer| String::from_utf8_lossy(&answer.body).into_owned());
-            return Err(Failed::new(format!("it does not settle: {status:?}")));
+            let leadership = leadership(db).await;
+            return Err(Failed::new(format!("it does not settle: {status:?}\n{leadership}")));
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -313,6 +314,20 @@ async fn settle(server: &Server, db: &Database, instances: &[SocketAddr], histor
         check_after_retries(history, db, instances).await?;
     }
     Ok(())
+}
+
+/// The leases, the terms and the records of the rules without their definitions.
+async fn leadership(db: &Database) -> String {
+    let mut text = String::new();
+    for name in ["leases", "terms", "rules"] {
+        let find = doc! {"find": name, "projection": {"definition": 0}, "batchSize": 10_000};
+        let Ok(reply) = state_of(db).run_command(find).await else { continue };
+        let found = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
+        for document in found.into_iter().flatten() {
+            writeln!(text, "{name}: {document}").ok();
+        }
+    }
+    text
 }
 
 /// True if each of these rules has dead letters.

@@ -46,6 +46,7 @@ impl State {
             "batchSize",
             "singleBatch",
             "hint",
+            "min",
             "allowDiskUse",
             "let",
             "noCursorTimeout",
@@ -66,6 +67,13 @@ impl State {
         } else {
             self.matching(&namespace, &filter, command.get("hint"))?.into_iter().cloned().collect()
         };
+        if let Ok(min) = command.get_document("min") {
+            let by_id = |document: &Document| document.len() == 1 && document.contains_key("_id");
+            if !(by_id(min) && command.get_document("hint").is_ok_and(by_id)) {
+                return Err(Failure::unknown("`min` of another index than that of `_id`"));
+            }
+            rows.retain(|row| compare(row.get("_id"), min.get("_id")).is_ge());
+        }
         match command.get_document("sort") {
             Ok(by) if by.get("$natural").and_then(number) == Some(-1) => rows.reverse(),
             Ok(by) if !by.is_empty() && !by.contains_key("$natural") => {

@@ -106,7 +106,7 @@ impl Scratch {
         let lease = Lease::new(self.server.unfenced(), state, &self.deployment, self.ttl);
         let held = lease.stand_by().await;
         let context = Arc::new(context.under(held.fence()));
-        let store = Store::open(&context.server, state, &self.deployment).await?;
+        let store = Store::open_partition(&context.server, state, &self.deployment, Partition::WHOLE).await?;
         let handle = pipeline::start(context.clone(), store).await?;
         let settled = tokio::time::timeout(PATIENCE, handle.settled()).await;
         handle.stop().await;
