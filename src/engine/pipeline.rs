@@ -144,7 +144,9 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     // Saved only after the rules are recorded for a backfill: after a crash in between, they would count as complete.
     for stream in pipeline.streams.iter() {
         if let Some(position) = stream.saved.as_ref().filter(|position| position.token.is_none()) {
-            store.save_position(&context.server, &stream.spec.database, &stream.spec.pipeline, position, None).await?;
+            let StreamSpec { database, pipeline, .. } = &stream.spec;
+            let now = context.server.operation_time().await?;
+            store.save_position(&context.server, database, pipeline, position, None, now).await?;
         }
     }
     context.metrics.rules(context.plan.rules.iter().map(|rule| rule.name.as_str()));

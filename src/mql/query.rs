@@ -69,8 +69,8 @@ fn below<'a>(value: Option<&'a Bson>, path: &[&str], out: &mut Vec<Found<'a>>) {
             let place = first.parse().ok().filter(|place: &usize| place.to_string() == **first);
             match place.and_then(|place| items.get(place)) {
                 Some(item) if rest.is_empty() => out.push(Found { value: Some(item), with_elements: false }),
-                Some(item) => below(Some(item), rest, out),
-                None => {}
+                Some(item @ (Bson::Document(_) | Bson::Array(_))) => below(Some(item), rest, out),
+                Some(_) | None => {}
             }
             items.iter().filter_map(Bson::as_document).for_each(|inside| walk(Some(inside), path, out));
         }

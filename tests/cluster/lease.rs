@@ -66,7 +66,7 @@ async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
     let server = Server::new(test.client.clone()).under(held.fence());
     let store = Store::open_partition(&server, &test.name, "default", Partition::WHOLE).await.unwrap();
     let time = server.operation_time().await.unwrap();
-    store.save_position(&server, "d", &[], &Position { time, token: None }, None).await.unwrap();
+    store.save_position(&server, "d", &[], &Position { time, token: None }, None, time).await.unwrap();
 
     collection.delete_one(doc! {}).await.unwrap();
     let begun = Instant::now();
@@ -78,7 +78,8 @@ async fn a_lease_that_was_deleted_or_stolen_is_lost_and_its_term_goes_on() {
     // A position sent by the former leader is refused, before and after the new leader has saved its own.
     let later = Server::new(test.client.clone()).under(next.fence());
     let reopened = Store::open_partition(&later, &test.name, "default", Partition::WHOLE).await.unwrap();
-    let refused = store.save_position(&server, "d", &[], &Position { time, token: Some(doc! {"x": 1}) }, None).await;
+    let stale = Position { time, token: Some(doc! {"x": 1}) };
+    let refused = store.save_position(&server, "d", &[], &stale, None, time).await;
     assert!(refused.is_err());
     assert!(held.fence().is_superseded() && !next.fence().is_superseded());
     assert_eq!(reopened.position(&later, "d", &[]).await.unwrap(), Some(Position { time, token: None }));

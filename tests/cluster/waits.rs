@@ -14,14 +14,18 @@ use std::{
     time::Duration,
 };
 
-use bson::doc;
+use bson::{Document, doc};
 use denormd::server::client;
 use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde_json::Value;
 
-use crate::support::{daemon::PATIENCE, running::Running, seeds::from_environment};
+use crate::support::{
+    daemon::{PATIENCE, until},
+    running::Running,
+    seeds::from_environment,
+};
 
 /// The second rule copies a field that the first one writes; the third one gathers.
 const RULES: &str = "  - { name: ip, guard: off, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
@@ -262,6 +266,36 @@ async fn acknowledged(history: &History, more: usize) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wait_that_is_acknowledged_covers_every_change_by_its_time() {
     through_failovers(Some(1), Duration::ZERO, from_environment("DENORMD_SEED").unwrap_or(1)).await;
+}
+
+/// With several instances, a wait went through as many levels as a tree may have, a second or more each: it ran into its
+/// timeout.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wait_over_several_instances_ends_with_the_last_level_that_is_written() {
+    const LEVELS: i32 = 6;
+    const TREE: &str = "  - { name: path, guard: off, copy: { source: categories, target: categories, match: { parent: _id }, recursive: true,
+      set: { path: { $concat: [$path, /, $$target.name] } }, otherwise: { path: $$target.name } } }";
+    let test = denormd_fixture::database().await;
+    let categories = test.database().collection::<Document>("categories");
+    let all = (0..LEVELS).map(|id| doc! {"_id": id, "name": "a", "parent": (id > 0).then_some(id - 1)});
+    categories.insert_many(all).await.unwrap();
+    let divided = "lease: { ttl_seconds: 3, partitions: 2 }\n";
+    let running = [Running::start(&test, TREE, divided).await, Running::start(&test, TREE, divided).await];
+    let leases = test.beside("state").collection::<Document>("leases");
+    until("each instance leads a partition", async || {
+        let processes = leases.distinct("process", doc! {"owner": {"$type": "string"}}).await.ok()?;
+        (processes.len() == 2).then_some(())
+    })
+    .await;
+    for round in 0..4 {
+        let name = format!("b{round}");
+        categories.update_one(doc! {"_id": 0}, doc! {"$set": {"name": &name}}).await.unwrap();
+        // 64 levels would take longer, since each one waits for a checkpoint.
+        let answer = client::get(running[round % 2].address, "/v1/wait?timeout=50", PATIENCE).await.unwrap();
+        assert_eq!(answer.code, 200, "round {round}: {}\n{}", String::from_utf8_lossy(&answer.body), running[0].log());
+        let last = categories.find_one(doc! {"_id": LEVELS - 1}).await.unwrap().unwrap();
+        assert_eq!(last.get_str("path").unwrap(), format!("{name}{}", "/a".repeat(5)), "round {round}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -126,11 +126,9 @@ async fn write(test: &TestDb) {
     let store = Store::open(server, state, DEPLOYMENT).await.unwrap();
     write_rules(server, &store, &plan).await;
     let pipeline = [doc! {"$match": {"ns": {"db": "app", "coll": "s"}}}];
-    store
-        .save_position(server, "app", &pipeline, &position(Some(doc! {"_data": "826553F10000000007"})), None)
-        .await
-        .unwrap();
-    store.save_position(server, "other", &pipeline, &position(None), None).await.unwrap();
+    let saved = position(Some(doc! {"_data": "826553F10000000007"}));
+    store.save_position(server, "app", &pipeline, &saved, None, saved.time).await.unwrap();
+    store.save_position(server, "other", &pipeline, &position(None), None, saved.time).await.unwrap();
     write_work(server, state, &store, &plan).await;
     let held = Lease::new(another(), state, DEPLOYMENT, TTL).try_lead().await.unwrap().unwrap();
     drop(held);

@@ -681,6 +681,11 @@ async fn rare_cases_are_evaluated_as_a_server_does() {
         }
     }
     bench.filter(&doc! {"nested.0": {"$elemMatch": {"$eq": 5}}}).await;
+    for path in ["nested.2.p", "nested.0.p", "nested.0.0.p", "objs.0.p", "objs.2.p", "objs.9.p", "objs.p"] {
+        for condition in [bson!(null), bson!({"$exists": false}), bson!({"$gte": null}), bson!({"$ne": null})] {
+            bench.filter(&doc! {path: condition}).await;
+        }
+    }
     // Of equal values, the first one stays.
     let equals = [bson!(1), bson!(1.0), bson!(0_i64), bson!(0.0)];
     bench.over((0..).zip(equals).map(|(id, n)| doc! {"_id": id, "n": n}).collect()).await;

@@ -1,10 +1,6 @@
 //! `/v1/wait`: responds once everything that was committed is applied (read your writes).
 
-use std::{
-    collections::BTreeSet,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use axum::{
     Json,
@@ -105,14 +101,14 @@ impl Whole {
         Ok(Self { context, partitions, attached })
     }
 
-    /// Waits for `from` (or for now), then as often as the longest chain of rules needs for the writes that result.
+    /// Waits for `from` (or for now), then as often as the longest chain of rules needs for the writes that result, but
+    /// no longer than until nothing is written: a tree can have many levels, and has few as a rule.
     async fn settled(&self, from: Option<ClusterTime>) -> Result<ClusterTime> {
-        let mut first = None;
+        let (mut first, mut last) = (None, None);
         let mut next = from;
-        let alone = usize::try_from(self.partitions).is_ok_and(|partitions| partitions == self.attached.len());
-        let written = || self.attached.iter().map(|one| one.counts.modified.load(Ordering::Relaxed)).sum::<u64>();
+        let effects = || self.attached.iter().map(|one| one.counts.effects()).sum::<u64>();
         for _ in 0..self.context.plan.longest_chain().max(1) {
-            let (before, is_now) = (written(), next.is_none());
+            let (before, is_now) = (effects(), next.is_none());
             let time = match next.take() {
                 Some(time) => time,
                 None => self.context.server.operation_time().await?,
@@ -121,31 +117,33 @@ impl Whole {
             for context in &self.attached {
                 context.published.has_applied(time).await?;
             }
-            self.elsewhere(time).await?;
-            // A level of a tree that writes nothing is the last one. What other instances write is not known.
-            if alone && is_now && self.context.plan.has_trees() && written() == before {
+            let quiet_elsewhere = self.elsewhere(time, last).await?;
+            if is_now && quiet_elsewhere && effects() == before {
                 break;
             }
+            last = Some(time);
         }
         Ok(first.unwrap_or_default())
     }
 
-    /// Waits for the partitions that other instances lead.
-    async fn elsewhere(&self, time: ClusterTime) -> Result<()> {
+    /// Waits for the partitions that other instances lead. True if they have written nothing since `last`, the time of
+    /// the wait before this one, so that nothing can follow for other rules. A job that was open then has written before.
+    async fn elsewhere(&self, time: ClusterTime, last: Option<ClusterTime>) -> Result<bool> {
         let led = |partition: &Partition| self.attached.iter().any(|context| context.partition == *partition);
         let elsewhere: Vec<Partition> = Partition::all(self.partitions).filter(|partition| !led(partition)).collect();
         if elsewhere.is_empty() {
-            return Ok(());
+            return Ok(true);
         }
         let (server, dead_letters) = (self.context.server.unfenced(), &self.context.dead_letters);
         let store = Store::open(&server, &dead_letters.database, &dead_letters.deployment).await?;
-        let store = store.of(&elsewhere);
+        let (store, databases) = (store.of(&elsewhere), self.context.plan.databases());
         // While nothing is written, a stream's position moves once in ten seconds.
         store.nudge(&server).await?;
-        while !store.has_applied(&server, &self.context.plan.databases(), time).await? {
+        while !store.has_applied(&server, &databases, time).await? {
             tokio::time::sleep(LOOK).await;
         }
-        Ok(())
+        let Some(last) = last else { return Ok(false) };
+        Ok(store.effects_until(&server, &databases).await?.is_some_and(|until| until <= last))
     }
 
     /// The rules whose copies may lack a change however long the request waits: those that do not run, shadow rules,

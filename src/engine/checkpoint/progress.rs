@@ -92,12 +92,29 @@ impl Store {
     /// The time up to which everything committed is applied: the minimum of the saved positions of all streams and
     /// partitions. None until all of them have a position.
     pub async fn applied(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
+        Ok(self.times(server, databases, "time").await?.and_then(|times| times.into_iter().min()))
+    }
+
+    /// The time after which no target was changed and no job was opened until the saved positions were reached. None if
+    /// that is not known.
+    pub async fn effects_until(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
+        Ok(self.times(server, databases, "effects_until").await?.and_then(|times| times.into_iter().max()))
+    }
+
+    /// This time of each stream and partition. None if any of them lacks it.
+    async fn times(
+        &self,
+        server: &Server,
+        databases: &BTreeSet<String>,
+        name: &str,
+    ) -> Result<Option<Vec<ClusterTime>>> {
         let of = |id| databases.iter().map(move |database| doc! {"deployment": id, "stream": database});
         let ids: Vec<Document> = self.ids().iter().flat_map(of).collect();
         let positions = server.collection(self.database(), POSITIONS);
         let found: Vec<Document> = positions.find(doc! {"_id": {"$in": &ids}}).await?.try_collect().await?;
-        let times = found.iter().filter_map(|position| position.get_timestamp("time").ok()).map(ClusterTime::from);
-        Ok(if found.len() == ids.len() { times.min() } else { None })
+        let times: Vec<ClusterTime> =
+            found.iter().filter_map(|position| position.get_timestamp(name).ok()).map(ClusterTime::from).collect();
+        Ok((times.len() == ids.len()).then_some(times))
     }
 
     /// True if everything committed by `time` is applied, and no backfill or fan-out job is open.

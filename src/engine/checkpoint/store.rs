@@ -174,6 +174,7 @@ impl Store {
     /// Saves the position of the stream of `database`, unless another leader has opened the state. `known` is the time of
     /// the last position that this leader has read or saved. If the stored one is older, the cluster was restored to an
     /// earlier time ([`Kind::HistoryLost`]): the stored position stays, because changes after it may not be applied.
+    /// After `effects_until`, this leader has changed no target and opened no job until the position was reached.
     pub async fn save_position(
         &self,
         server: &Server,
@@ -181,6 +182,7 @@ impl Store {
         pipeline: &[Document],
         position: &Position,
         known: Option<ClusterTime>,
+        effects_until: ClusterTime,
     ) -> Result<()> {
         let state = doc! {
             "time": Timestamp::from(position.time),
@@ -189,6 +191,7 @@ impl Store {
             "cluster": (*self.cluster).clone(),
             "term": server.term(),
             "saved": DateTime::now(),
+            "effects_until": Timestamp::from(effects_until),
         };
         let positions = server.collection(&self.database, POSITIONS);
         let id = self.id("stream", database);

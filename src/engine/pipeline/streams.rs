@@ -13,7 +13,7 @@ use denormd_model::{
     failpoint,
     position::{ClusterTime, Position},
 };
-use denormd_mongo::error::Kind;
+use denormd_mongo::error::{Error, Kind};
 
 /// Interval between checkpoints while work continues.
 const SAVE_EVERY: Duration = Duration::from_secs(1);
@@ -34,6 +34,8 @@ pub(super) struct Streams {
     /// The saving of checkpoints in progress: at most one.
     saving: JoinSet<Saved>,
     last_save: Instant,
+    /// The effects that were counted before the last checkpoint, and a time by which they were committed.
+    effects: Option<(u64, ClusterTime)>,
     rewound: bool,
 }
 
@@ -41,13 +43,14 @@ pub(super) struct Streams {
 #[derive(Debug, Default)]
 struct Saved {
     positions: Vec<(usize, Position)>,
+    effects: Option<(u64, ClusterTime)>,
     /// The state database has an older position than the one saved before.
     rewound: bool,
 }
 
 impl Streams {
     pub fn new() -> Self {
-        Self { followed: Vec::new(), saving: JoinSet::new(), last_save: Instant::now(), rewound: false }
+        Self { followed: Vec::new(), saving: JoinSet::new(), last_save: Instant::now(), effects: None, rewound: false }
     }
 
     /// Adds a stream that is followed from its checkpoint on.
@@ -123,11 +126,20 @@ impl Streams {
             return;
         }
         let (context, store) = (context.clone(), store.clone());
+        let (counted, known) = (context.counts.effects(), self.effects);
         self.saving.spawn(async move {
             let mut result = Saved::default();
+            let until = match known.filter(|(before, _)| *before == counted) {
+                Some((_, until)) => until,
+                None => match context.server.operation_time().await {
+                    Ok(now) => now,
+                    Err(error) => return not_saved(&context, result, &error),
+                },
+            };
+            result.effects = Some((counted, until));
             for (nth, spec, position, known) in due {
                 failpoint::here("position-saving");
-                match store.save_position(&context.server, &spec.database, &spec.pipeline, &position, known).await {
+                match store.save_position(&context.server, &spec.database, &spec.pipeline, &position, known, until).await {
                     Ok(()) => {
                         failpoint::here("position-saved");
                         result.positions.push((nth, position));
@@ -136,10 +148,7 @@ impl Streams {
                         tracing::error!(error = %error.message, "the cluster was restored to an earlier time: starting over from its state");
                         result.rewound = true;
                     }
-                    Err(error) => {
-                        tracing::warn!(error = %error.message, "the checkpoint could not be saved; trying again");
-                        context.metrics.record_error(None, "save position", &error);
-                    }
+                    Err(error) => result = not_saved(&context, result, &error),
                 }
             }
             result
@@ -150,6 +159,13 @@ impl Streams {
         for (nth, position) in saved.positions {
             self.followed[nth].saved = Some(position);
         }
+        self.effects = saved.effects.or(self.effects);
         self.rewound |= saved.rewound;
     }
+}
+
+fn not_saved(context: &Context, result: Saved, error: &Error) -> Saved {
+    tracing::warn!(error = %error.message, "the checkpoint could not be saved; trying again");
+    context.metrics.record_error(None, "save position", error);
+    result
 }

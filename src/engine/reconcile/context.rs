@@ -290,10 +290,19 @@ pub struct Counts {
     pub matched: AtomicU64,
     /// Targets that a statement changed.
     pub modified: AtomicU64,
+    /// Fan-out jobs that were opened.
+    pub fan_outs: AtomicU64,
     /// Keys and targets that became dead letters.
     pub dead_letters: AtomicU64,
     /// Runs that failed and were retried.
     pub retries: AtomicU64,
     /// Targets whose owned fields were changed by another writer.
     pub drift: AtomicU64,
+}
+
+impl Counts {
+    /// Targets changed, and jobs opened that will change targets: everything that can lead to work for another rule.
+    pub fn effects(&self) -> u64 {
+        self.modified.load(Ordering::Relaxed) + self.fan_outs.load(Ordering::Relaxed)
+    }
 }

@@ -93,8 +93,9 @@ impl Run<'_> {
     /// Leaves all targets of a key to a fan-out job, which has its own progress: neither the checkpoint nor other keys
     /// wait for it.
     pub(super) async fn fan_out(&self, item: &Item) -> End {
-        let Context { server, fan_outs, .. } = self.context;
+        let Context { server, fan_outs, counts, .. } = self.context;
         let subject = self.subject(item);
+        counts.fan_outs.fetch_add(1, Ordering::Relaxed);
         match fan_outs.open(server, self.rule, subject, item.work.committed).await {
             Ok(fan_out) => {
                 failpoint::here("fan-out-opened");
