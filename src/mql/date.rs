@@ -266,10 +266,10 @@ pub(super) fn to_date(args: &Args<'_>) -> Result<Value> {
     let value = args.get(0)?;
     Ok(Some(match &value {
         value if is_nullish(value.as_ref()) => Bson::Null,
-        Some(Bson::DateTime(_)) => return Ok(value),
         Some(Bson::Int64(millis)) => Bson::DateTime(bson::DateTime::from_millis(*millis)),
-        Some(Bson::Timestamp(time)) => Bson::DateTime(bson::DateTime::from_millis(i64::from(time.time) * 1000)),
-        Some(Bson::ObjectId(id)) => Bson::DateTime(id.timestamp()),
+        Some(Bson::DateTime(_) | Bson::Timestamp(_) | Bson::ObjectId(_)) => {
+            Bson::DateTime(bson::DateTime::from_millis(moment(args, value.as_ref())?))
+        }
         Some(Bson::Int32(_) | Bson::Boolean(_) | Bson::Document(_) | Bson::Array(_) | Bson::Binary(_)) => {
             return refused(format!("`$toDate` cannot convert {}", super::type_name(value.as_ref())));
         }

@@ -111,9 +111,6 @@ fn operator(name: &str, argument: &Bson, found: &[Found<'_>]) -> Result<bool> {
             if *argument == Bson::Undefined {
                 return needs_server("undefined in a filter");
             }
-            if name != "$eq" && matches!(argument, Bson::MinKey | Bson::MaxKey) {
-                return needs_server(format!("`{name}` of the least or the greatest value"));
-            }
             leaves(found).any(|value| compares(name, value, argument))
         }
         "$ne" => !operator("$eq", implicit(argument)?, found)?,
@@ -195,10 +192,13 @@ fn arrays<'a>(found: &'a [Found<'a>]) -> impl Iterator<Item = &'a Vec<Bson>> {
     found.iter().filter_map(|found| found.value?.as_array())
 }
 
-/// Compares within one class of types. Across classes, only null and a missing value are equal.
+/// Compares within one class of types, and with the least and the greatest value. Across classes, only null and a missing
+/// value are equal.
 fn compares(name: &str, value: Option<&Bson>, wanted: &Bson) -> bool {
     let (left, right) = (class(value), class(Some(wanted)));
-    if left != right {
+    let is_extreme = matches!(wanted, Bson::MinKey | Bson::MaxKey);
+    let value = if is_extreme { value.or(Some(&Bson::Null)) } else { value };
+    if left != right && !is_extreme {
         return match wanted {
             _ if i16::from(left) + i16::from(right) == 5 => matches!(name, "$eq" | "$lte" | "$gte"),
             _ => false,
