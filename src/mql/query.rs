@@ -168,14 +168,14 @@ fn element_matches(inside: &Document, argument: &Bson, item: &Bson) -> Result<bo
     let clause = inside.keys().next().is_some_and(|name| matches!(name.as_str(), "$and" | "$or" | "$nor" | "$expr"));
     if operators(argument).is_some() && !clause {
         // The element itself: its own elements are not searched.
-        return match item {
-            Bson::Array(_) => needs_server("`$elemMatch` over arrays in an array"),
-            item => condition_holds(argument, &[Found { value: Some(item), with_elements: false }]),
-        };
+        return condition_holds(argument, &[Found { value: Some(item), with_elements: false }]);
     }
     match item {
         Bson::Document(item) => matches(inside, item),
-        Bson::Array(_) => needs_server("`$elemMatch` over arrays in an array"),
+        // The server takes an array for a document whose fields are the indexes.
+        Bson::Array(items) => {
+            matches(inside, &items.iter().enumerate().map(|(n, item)| (n.to_string(), item.clone())).collect())
+        }
         _ => Ok(false),
     }
 }

@@ -84,6 +84,10 @@ fn inside_and_beside() -> Vec<Case> {
     ]
 }
 
+fn names(id: i32, which: std::ops::Range<i32>) -> Vec<Document> {
+    which.map(|nth| doc! {"id": id * 10 + nth, "name": format!("{id}-{nth}")}).collect()
+}
+
 fn both_arrays() -> Vec<Case> {
     let post = |id: i32, tags: &[i32]| doc! {"_id": id, "tags": tags.to_vec()};
     vec![
@@ -113,6 +117,22 @@ fn both_arrays() -> Vec<Case> {
                 doc! {"_id": 6, "likes": 4},
             ])
             .on_history(),
+        // With many of them, a read that leaves their order to chance is wrong somewhere.
+        Case::new(
+            "of the elements of one source, the first decides beside the array",
+            "copy: { source: '@s', target: '@t', match: { 'tags.$[]': 'l.$[].k.$[].id' }, set: { first: $$element.name } }",
+        )
+        .has("s", (0..12).map(|id| doc! {"_id": id, "l": [{"k": names(id, 2..5)}, {"k": names(id, 5..7)}, {"k": names(id, 0..2)}]}))
+        .has("t", (0..12).map(|id| doc! {"_id": id, "tags": (0..7).map(|nth| id * 10 + nth).collect::<Vec<_>>()}))
+        .writes((0..6).map(|id| update("s", id, set(doc! {"l.0.k.0.id": -1}))))
+        .expect(
+            "t",
+            (0..12).map(|id| {
+                let first = if id < 6 { 3 } else { 2 };
+                let tags: Vec<_> = (0..7).map(|nth| id * 10 + nth).collect();
+                doc! {"_id": id, "tags": tags, "first": format!("{id}-{first}")}
+            }),
+        ),
         Case::new(
             "elements as rows, with a condition, in a slice",
             "collect: { source: { collection: '@orders', where: { $expr: { $gt: [$$element.qty, 1] } } }, target: '@carts', \

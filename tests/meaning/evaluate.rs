@@ -683,7 +683,24 @@ async fn rare_cases_are_evaluated_as_a_server_does() {
             bench.filter(&doc! {path: condition}).await;
         }
     }
-    bench.filter(&doc! {"nested.0": {"$elemMatch": {"$eq": 5}}}).await;
+    for path in ["nested", "nested.0", "nested.1", "nested.0.0", "objs"] {
+        for inside in [
+            doc! {"$eq": 5},
+            doc! {"$eq": [5]},
+            doc! {"$type": "array"},
+            doc! {"$size": 1},
+            doc! {"$elemMatch": {"$eq": 5}},
+            doc! {"$ne": 5},
+            doc! {"$gt": Bson::MinKey},
+            doc! {"0": 5},
+            doc! {"0.0": 5},
+            doc! {"1": true},
+            doc! {"p": null},
+            doc! {"$or": [{"0": 5}, {"q": "10"}]},
+        ] {
+            bench.filter(&doc! {path: {"$elemMatch": inside}}).await;
+        }
+    }
     for path in ["nested.2.p", "nested.0.p", "nested.0.0.p", "objs.0.p", "objs.2.p", "objs.9.p", "objs.p"] {
         for condition in [bson!(null), bson!({"$exists": false}), bson!({"$gte": null}), bson!({"$ne": null})] {
             bench.filter(&doc! {path: condition}).await;

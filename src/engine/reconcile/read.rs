@@ -380,7 +380,7 @@ fn unwind(rule: &Rule, each: &FieldPath, mut wanted: Vec<Document>) -> Vec<Docum
         // A non-array where an array is expected holds no reference.
         stages.push(doc! {"$set": {ELEMENT: {"$cond": [{"$isArray": &path}, &path, []]}}});
         let path = format!("${ELEMENT}");
-        stages.push(match indexes.next().filter(|_| rule.gathers()) {
+        stages.push(match indexes.next().filter(|_| orders_elements(rule)) {
             Some(index) => doc! {"$unwind": {"path": path, "includeArrayIndex": index}},
             None => doc! {"$unwind": path},
         });
@@ -498,9 +498,14 @@ pub fn order(rule: &Rule) -> Document {
 /// The order of rows: that of the sources, and of the elements in one source.
 fn row_order(rule: &Rule) -> Document {
     let mut order = order(rule);
-    let each = rule.reference.source_each.iter().filter(|_| rule.gathers());
+    let each = rule.reference.source_each.iter().filter(|_| orders_elements(rule));
     order.extend(each.flat_map(indexes).map(|index| (index, Bson::Int32(1))));
     order
+}
+
+/// True if the order of the elements in one source matters: they are gathered, or each has another key of one target.
+fn orders_elements(rule: &Rule) -> bool {
+    rule.gathers() || across_keys(rule)
 }
 
 /// True if the order of sources matters across keys: when a target has several references, the first source wins.

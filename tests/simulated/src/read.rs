@@ -256,6 +256,12 @@ impl State {
                 rows.truncate(size(spec, "size").unwrap_or(0));
                 rows
             }
+            ("$group", _) => {
+                // The server's groups have no order.
+                let mut groups = denormd_mql::stage(name, argument, rows, &self.data, database)?;
+                groups.shuffle(&mut self.random);
+                groups
+            }
             _ => denormd_mql::stage(name, argument, rows, &self.data, database)?,
         })
     }
