@@ -35,7 +35,7 @@ CARGO = os.environ.get("CARGO", "cargo")
 # A test that takes longer hangs.
 PATIENCE_SECONDS = 600
 # The tests on the simulated server, which need no other.
-SIMULATOR = "simulated::"
+SIMULATOR = "simulated::all_rules_converge_on_the_model"
 
 
 def say(text=""):
