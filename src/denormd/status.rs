@@ -18,7 +18,7 @@ mod timeline;
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     hash::{DefaultHasher, Hash, Hasher},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -141,9 +141,20 @@ impl State {
         let mut hasher = DefaultHasher::new();
         for (place, context) in &self.attached {
             let pipeline = Arc::as_ptr(context) as usize;
-            (place, pipeline, context.counts.modified.load(Ordering::Relaxed)).hash(&mut hasher);
+            (place, pipeline, context.counts.effects()).hash(&mut hasher);
         }
         hasher.finish()
+    }
+
+    /// True if this process leads all partitions, and runs them with the same rules. During a reload it does not.
+    fn is_whole(&self) -> bool {
+        let definitions =
+            |context: &Arc<Context>| context.plan.rules.iter().map(|rule| rule.definition.clone()).collect::<Vec<_>>();
+        let mut all = self.attached.values().map(definitions);
+        let first = all.next();
+        self.runs()
+            && usize::try_from(self.partitions).is_ok_and(|partitions| partitions == self.attached.len())
+            && all.all(|other| Some(other) == first)
     }
 
     fn runs(&self) -> bool {
@@ -284,6 +295,8 @@ impl Board {
         if let Some(context) = state.attached.remove(&partition.place()) {
             state.left.insert(partition.place(), context.published.borrow().clone());
         }
+        state.currency = Currency::default();
+        state.except.clear();
     }
 
     /// Records the leases that were read.

@@ -21,7 +21,7 @@ use crate::{
     checkpoint::store::Store,
     dead_letter::DeadLetters,
     deployment::{
-        instances::{Member, Next, next},
+        instances::{Member, Next, instances, next},
         lease::{self, Held, Lease},
         repartitioning::divide,
     },
@@ -140,6 +140,10 @@ impl Deployment {
     /// Reads the leases. None while this instance cannot take any. Hands over to an instance with newer rules.
     async fn look(&self, led: &Led, unfit: bool) -> Result<Option<Free>> {
         let Some(member) = &self.member else {
+            // A partition is free for a moment while daemons hand it over: a command with other rules must not take it.
+            if !instances(&self.connection.now(), &self.database, &self.name, self.ttl).await?.is_empty() {
+                return Ok(None);
+            }
             return Ok(Some(Free { partitions: self.free(led).await?, others: Vec::new() }));
         };
         if member.is_outdated().await? {

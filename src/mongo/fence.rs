@@ -84,7 +84,7 @@ impl Fence {
         self.superseded.store(true, Ordering::SeqCst);
     }
 
-    /// True if the state has the mark of a later leadership: the lease is not renewed any more.
+    /// True if the state has the mark of a later leadership: the lease is no longer renewed.
     #[must_use]
     pub fn is_superseded(&self) -> bool {
         self.superseded.load(Ordering::SeqCst)

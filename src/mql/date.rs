@@ -39,7 +39,7 @@ fn moment(args: &Args<'_>, value: Option<&Bson>) -> Result<i64> {
     match value {
         Some(Bson::DateTime(time)) => Ok(time.timestamp_millis()),
         Some(Bson::Timestamp(time)) => Ok(i64::from(time.time) * 1000),
-        // MongoDB 6.0 takes the seconds for a signed number.
+        // MongoDB 6.0 reads the seconds as a signed number.
         Some(Bson::ObjectId(id)) if id.bytes()[0] < 0x80 => Ok(id.timestamp().timestamp_millis()),
         Some(Bson::ObjectId(_)) => needs_server("the date of an ObjectId after 2038"),
         value => args.wrong("a date", value),

@@ -90,8 +90,8 @@ impl Accumulator {
                     return Ok(());
                 }
                 let order = compare(value.as_ref(), found.as_ref());
-                // The first of equal values stays. (Where a server executes a `$group` in its other engine, another one may: the
-                // daemon's reads avoid that, see `aggregate` in `engine/reconcile/read.rs`.)
+                // The first of equal values stays. The server's slot-based engine may keep another one; the daemon's reads
+                // avoid that engine, see `aggregate` in `engine/reconcile/read.rs`.
                 let better = found.is_none() || if *greatest { order.is_gt() } else { order.is_lt() };
                 if better {
                     *found = value;

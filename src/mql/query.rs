@@ -209,7 +209,7 @@ fn compares(name: &str, value: Option<&Bson>, wanted: &Bson) -> bool {
         Some(Bson::Decimal128(number)) => number.to_string() == "NaN",
         _ => false,
     };
-    if nan(value) || nan(Some(wanted)) {
+    if !is_extreme && (nan(value) || nan(Some(wanted))) {
         return nan(value) && nan(Some(wanted)) && !matches!(name, "$lt" | "$gt");
     }
     let order = compare(value, Some(wanted));

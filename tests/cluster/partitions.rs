@@ -88,10 +88,10 @@ async fn a_leader_marks_the_state_of_its_own_partition_alone() {
     fourth.terminate().await;
 }
 
-/// A leader whose state has the mark of a later term saves nothing more: it gives up, and takes over again with a later
+/// A leader whose state has the mark of a later term can save nothing: it lets its lease expire, and takes over with a later
 /// term.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_leader_that_is_superseded_in_the_state_leads_anew() {
+async fn a_superseded_leader_takes_over_with_a_later_term() {
     let world = World::new(denormd_fixture::database().await).await;
     let daemon = world.daemon();
     world.has_seen_tasks().await;

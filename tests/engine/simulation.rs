@@ -312,7 +312,7 @@ impl Registry for Wire {
             }
             let until = now() + i64::try_from(TTL.as_millis()).unwrap();
             server.lease = (term + 1, Some(owner.to_owned()), until);
-            Some(Grant { term: term + 1, until: until.into(), was_deleted: false })
+            Some(Grant { term: term + 1, until: until.into(), has_later_term: false })
         })
         .await
     }

@@ -658,7 +658,7 @@ async fn rare_cases_are_evaluated_as_a_server_does() {
     let document = doc! {
         "_id": 1, "other": -851.0 / 7.0, "half": 9_007_199_254_740_992.0, "whole": 57.0, "n": 3,
         "least": [i32::MIN], "objs": [{"q": 0.5}, {"p": Bson::Null, "q": "10"}, 5, {"p": Bson::Null}],
-        "nested": [[5, true], [[5]], 7], "extremes": [Bson::MinKey, Bson::MaxKey],
+        "nested": [[5, true], [[5]], 7], "extremes": [Bson::MinKey, Bson::MaxKey], "nan": f64::NAN,
     };
     bench.over(vec![document]).await;
     let cases = [
@@ -669,7 +669,7 @@ async fn rare_cases_are_evaluated_as_a_server_does() {
         bson!({"$multiply": ["$whole", i64::MIN, 0]}),
         bson!({"$mod": ["$n", {"$avg": "$least"}]}),
         bson!({"$sortArray": {"input": "$objs", "sortBy": {"p": 1, "q": -1}}}),
-        // MongoDB 6.0 takes the seconds for a signed number.
+        // MongoDB 6.0 reads the seconds as a signed number.
         bson!({"$toDate": ObjectId::from_bytes([0xff; 12])}),
         bson!({"$toDate": ObjectId::from_bytes([0x7f; 12])}),
     ];
@@ -707,7 +707,7 @@ async fn rare_cases_are_evaluated_as_a_server_does() {
         }
     }
     // The least and the greatest value are compared with every type.
-    for path in ["n", "nested", "least", "none", "extremes", "extremes.0"] {
+    for path in ["n", "nested", "least", "none", "nan", "extremes", "extremes.0"] {
         for operator in ["$lt", "$lte", "$gt", "$gte", "$eq", "$ne"] {
             for extreme in [Bson::MinKey, Bson::MaxKey] {
                 bench.filter(&doc! {path: {operator: extreme}}).await;
@@ -752,7 +752,8 @@ async fn what_is_evaluated_without_a_server_is_what_a_server_says() {
             bench
                 .stages(vec![
                     doc! {"$sort": sort},
-                    // An array, as the daemon groups: it keeps 6.0.5 in the engine where `$min` keeps the first of equal values.
+                    // An array as the key, as in the daemon's reads: 6.0.5 then uses the engine in which `$min` keeps the first
+                    // of equal values.
                     doc! {"$group": {"_id": ["$none"], "v": accumulator}},
                     doc! {"$replaceWith": {"v": value}},
                 ])

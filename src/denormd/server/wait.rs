@@ -48,8 +48,11 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<
         Err(message) => return refusal(StatusCode::SERVICE_UNAVAILABLE, &message),
     };
     let settled = async {
+        // A rule that runs again, or a dead letter that is gone, may have been applied too late for the rules behind it.
+        let mut except = whole.except().await?;
         let time = whole.settled(from).await?;
-        Ok::<_, Error>((time, whole.except().await?))
+        except.append(&mut whole.except().await?);
+        Ok::<_, Error>((time, except))
     };
     match tokio::time::timeout(Duration::from_secs_f64(timeout), settled).await {
         Ok(Ok((time, except))) => {
@@ -101,8 +104,8 @@ impl Whole {
         Ok(Self { context, partitions, attached })
     }
 
-    /// Waits for `from` (or for now), then as often as the longest chain of rules needs for the writes that result, but
-    /// no longer than until nothing is written: a tree can have many levels, and has few as a rule.
+    /// Waits for `from` (or for now), then once for each further level of the longest chain of rules. Stops early at a level
+    /// that changes nothing: most trees have far fewer levels than they may have.
     async fn settled(&self, from: Option<ClusterTime>) -> Result<ClusterTime> {
         let (mut first, mut last) = (None, None);
         let mut next = from;
@@ -126,8 +129,8 @@ impl Whole {
         Ok(first.unwrap_or_default())
     }
 
-    /// Waits for the partitions that other instances lead. True if they have written nothing since `last`, the time of
-    /// the wait before this one, so that nothing can follow for other rules. A job that was open then has written before.
+    /// Waits for the partitions that other instances lead. True if they have changed no target and opened no job since
+    /// `last`, the time of the previous round: other rules then have nothing to do.
     async fn elsewhere(&self, time: ClusterTime, last: Option<ClusterTime>) -> Result<bool> {
         let led = |partition: &Partition| self.attached.iter().any(|context| context.partition == *partition);
         let elsewhere: Vec<Partition> = Partition::all(self.partitions).filter(|partition| !led(partition)).collect();
@@ -139,10 +142,13 @@ impl Whole {
         let (store, databases) = (store.of(&elsewhere), self.context.plan.databases());
         // While nothing is written, a stream's position moves once in ten seconds.
         store.nudge(&server).await?;
+        let mut jobs = false;
         while !store.has_applied(&server, &databases, time).await? {
+            // The position may be older than the last writes of a job.
+            jobs |= store.has_open_jobs(&server).await?;
             tokio::time::sleep(LOOK).await;
         }
-        let Some(last) = last else { return Ok(false) };
+        let Some(last) = last.filter(|_| !jobs) else { return Ok(false) };
         Ok(store.effects_until(&server, &databases).await?.is_some_and(|until| until <= last))
     }
 

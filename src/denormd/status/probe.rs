@@ -146,8 +146,7 @@ impl Board {
         }
         let (Some(seen), Ok(Ok(operation))) = (seen, operation) else { return };
         // A large fan-out is recorded as a job, and the position passes it before its last target is written.
-        let whole = state.attached.len() == usize::try_from(state.partitions).unwrap_or(usize::MAX);
-        if whole && !seen.streams.is_empty() && seen.fan_outs.is_empty() {
+        if state.is_whole() && !seen.streams.is_empty() && seen.fan_outs.is_empty() {
             state.currency.applied(seen.applied(), operation, context.plan.longest_chain(), written);
             state.except = except(context, &seen, &state.dead_letters);
         }

@@ -31,7 +31,9 @@ pub fn summary(status: &Status) -> String {
         sentences.push("The changed config is refused; the old rules stay in force.".to_owned());
     }
     sentences.extend(standing_still(status));
-    sentences.extend(lag(status));
+    let lag = lag(status);
+    let partly = of_partitions(status).filter(|_| lag.is_some());
+    sentences.extend(lag.into_iter().chain(partly));
     if sentences.is_empty() {
         let is_idle = status.rules.is_empty();
         return if is_idle { "Leading: the config has no rules." } else { "Leading: the lag is not known yet." }
@@ -51,6 +53,14 @@ fn waiting(status: &Status) -> Option<String> {
     } else {
         format!("Standing by: waiting for the leases of {names}, which expire within {left} unless renewed.")
     })
+}
+
+/// The restriction of what a leader of some of several partitions says.
+fn of_partitions(status: &Status) -> Option<String> {
+    let partitions = status.partitions.as_ref()?;
+    let led = u32::try_from(partitions.led.len()).ok()?;
+    let is_partial = matches!(status.leadership, Leadership::Leader { .. }) && led < partitions.of;
+    is_partial.then(|| format!("This holds for the {led} of {} partitions that this instance leads.", partitions.of))
 }
 
 fn cause(status: &Status, cause: Cause) -> Option<&CauseReport> {
@@ -127,13 +137,22 @@ fn lag(status: &Status) -> Option<String> {
 mod tests {
     use denormd_engine::deployment::lease::Holder;
 
-    use super::*;
+    use super::{super::report::Partitions, *};
 
     fn status() -> Status {
         let reports: serde_json::Value =
             serde_json::from_str(include_str!("../../../tests/golden/2/reports.json")).unwrap();
         let status = bson::Bson::try_from(reports[0]["status"].clone()).unwrap();
-        serde_json::from_value(status.into_relaxed_extjson()).unwrap()
+        Status { partitions: None, ..serde_json::from_value(status.into_relaxed_extjson()).unwrap() }
+    }
+
+    #[test]
+    fn a_leader_of_some_partitions_does_not_speak_for_the_others() {
+        let mut status = status();
+        status.causes.clear();
+        status.partitions = Some(Partitions { of: 4, led: vec![0, 2] });
+        let summary = summary(&status);
+        assert!(summary.ends_with("This holds for the 2 of 4 partitions that this instance leads."), "{summary}");
     }
 
     /// A daemon that was killed and started again said that its dead predecessor leads.

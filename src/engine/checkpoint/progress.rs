@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use bson::{Bson, DateTime, Document, doc};
+use bson::{Bson, DateTime, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
 
 use crate::checkpoint::{
@@ -92,13 +92,18 @@ impl Store {
     /// The time up to which everything committed is applied: the minimum of the saved positions of all streams and
     /// partitions. None until all of them have a position.
     pub async fn applied(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
-        Ok(self.times(server, databases, "time").await?.and_then(|times| times.into_iter().min()))
+        let time = |position: &Document| position.get_timestamp("time").ok();
+        Ok(self.times(server, databases, time).await?.and_then(|times| times.into_iter().min()))
     }
 
-    /// The time after which no target was changed and no job was opened until the saved positions were reached. None if
-    /// that is not known.
+    /// The latest time of an effect before these positions ([`Store::save_position`]). None if any position lacks it.
     pub async fn effects_until(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
-        Ok(self.times(server, databases, "effects_until").await?.and_then(|times| times.into_iter().max()))
+        let until = |position: &Document| {
+            let effects = position.get_document("effects").ok()?;
+            let is_of_position = effects.get("at") == position.get("time");
+            effects.get_timestamp("until").ok().filter(|_| is_of_position)
+        };
+        Ok(self.times(server, databases, until).await?.and_then(|times| times.into_iter().max()))
     }
 
     /// This time of each stream and partition. None if any of them lacks it.
@@ -106,14 +111,13 @@ impl Store {
         &self,
         server: &Server,
         databases: &BTreeSet<String>,
-        name: &str,
+        time: impl Fn(&Document) -> Option<Timestamp>,
     ) -> Result<Option<Vec<ClusterTime>>> {
         let of = |id| databases.iter().map(move |database| doc! {"deployment": id, "stream": database});
         let ids: Vec<Document> = self.ids().iter().flat_map(of).collect();
         let positions = server.collection(self.database(), POSITIONS);
         let found: Vec<Document> = positions.find(doc! {"_id": {"$in": &ids}}).await?.try_collect().await?;
-        let times: Vec<ClusterTime> =
-            found.iter().filter_map(|position| position.get_timestamp(name).ok()).map(ClusterTime::from).collect();
+        let times: Vec<ClusterTime> = found.iter().filter_map(time).map(ClusterTime::from).collect();
         Ok((times.len() == ids.len()).then_some(times))
     }
 
@@ -121,8 +125,13 @@ impl Store {
     pub async fn has_applied(&self, server: &Server, databases: &BTreeSet<String>, time: ClusterTime) -> Result<bool> {
         // The positions are read first: jobs for the events before them were recorded earlier.
         let applied = self.applied(server, databases).await?.is_some_and(|applied| applied >= time);
+        Ok(applied && !self.has_open_jobs(server).await?)
+    }
+
+    /// True if a backfill or a fan-out job is open.
+    pub async fn has_open_jobs(&self, server: &Server) -> Result<bool> {
         let open = |(_, record): &(String, RuleRecord)| record.state.is_backfilling();
-        Ok(applied && !self.rules(server).await?.iter().any(open) && !self.is_fanning_out(server, None).await?)
+        Ok(self.standing(server).await?.iter().any(open) || self.is_fanning_out(server, None).await?)
     }
 
     /// True if a fan-out job is open, for one rule or for any. The position passes a job's event before its last target

@@ -174,7 +174,7 @@ impl Store {
     /// Saves the position of the stream of `database`, unless another leader has opened the state. `known` is the time of
     /// the last position that this leader has read or saved. If the stored one is older, the cluster was restored to an
     /// earlier time ([`Kind::HistoryLost`]): the stored position stays, because changes after it may not be applied.
-    /// After `effects_until`, this leader has changed no target and opened no job until the position was reached.
+    /// Between `effects_until` and the moment when this position was taken, this leader changed no target and opened no job.
     pub async fn save_position(
         &self,
         server: &Server,
@@ -191,7 +191,8 @@ impl Store {
             "cluster": (*self.cluster).clone(),
             "term": server.term(),
             "saved": DateTime::now(),
-            "effects_until": Timestamp::from(effects_until),
+            // With the position that it belongs to: an older program moves the position and leaves this as it is.
+            "effects": {"until": Timestamp::from(effects_until), "at": Timestamp::from(position.time)},
         };
         let positions = server.collection(&self.database, POSITIONS);
         let id = self.id("stream", database);
@@ -552,7 +553,7 @@ pub(super) fn mine(server: &Server, id: Document) -> Document {
     doc! {"_id": id, "term": {"$not": {"$gt": server.term()}}}
 }
 
-/// The meaning of an upsert that was refused: a later leader may have marked the document with this `_id`.
+/// The error for a refused upsert: a later leader may have marked the document with this `_id`.
 pub(super) async fn refused_upsert(
     server: &Server,
     documents: &Collection<Document>,
@@ -565,7 +566,7 @@ pub(super) async fn refused_upsert(
     let later = doc! {"_id": id, "term": {"$gt": server.term()}};
     match bounded(documents.find_one(later)).await {
         Ok(Some(_)) => superseded(server),
-        Ok(None) => Error::new(Kind::Unavailable, "the state has been changed meanwhile"),
+        Ok(None) => Error::new(Kind::Unavailable, "the state was changed in the meantime"),
         Err(error) => error,
     }
 }

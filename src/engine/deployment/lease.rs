@@ -81,9 +81,9 @@ pub struct Grant {
     pub term: i64,
     /// Its end by the registry's clock.
     pub until: End,
-    /// True if a later term is known than the document contains: the document was deleted, and its owner may not have
-    /// noticed yet.
-    pub was_deleted: bool,
+    /// True if the state has a later term than the document: the document was deleted, or another instance has marked
+    /// the state, and a leader of that term may not have noticed yet.
+    pub has_later_term: bool,
 }
 
 /// A document in the state database.
@@ -151,8 +151,11 @@ impl<R: Registry> Lease<R> {
         let Some(grant) = answer? else { return Ok(None) };
         failpoint::here("lease-taken");
         let held = self.hold(owner, &grant, sent);
-        if grant.was_deleted {
-            tracing::warn!(term = grant.term, "the lease was deleted: waiting until its last owner has stopped");
+        if grant.has_later_term {
+            tracing::warn!(
+                term = grant.term,
+                "the state has a later term than the lease: waiting until a leader of that term has stopped"
+            );
             tokio::select! {
                 () = tokio::time::sleep(self.ttl + GRACE) => {}
                 () = held.lost() => return Ok(None),
@@ -193,7 +196,7 @@ impl<R: Registry> Lease<R> {
         let why = loop {
             tokio::time::sleep(pause).await;
             if fence.is_superseded() {
-                // Writes may be in progress until it expires.
+                // The lease is not given back: writes may be in progress until it expires.
                 break "the state has the mark of a later leader";
             }
             let sent = Instant::now();
@@ -271,7 +274,7 @@ impl Registry for LeaseDocument {
             return Ok(None);
         }
         let known = seen.as_ref().and_then(|seen| seen.get_i64("term").ok()).unwrap_or_default();
-        Ok(Some(Grant { term, until: until_of(&doc)?, was_deleted: before > known }))
+        Ok(Some(Grant { term, until: until_of(&doc)?, has_later_term: before > known }))
     }
 
     async fn renew(&self, owner: &str, term: i64) -> Result<Option<End>> {

@@ -24,7 +24,7 @@ use crate::{
 use denormd_model::{failpoint, field_path::FieldPath, key::Key, rule_state::RuleState};
 use denormd_mongo::{
     Reads,
-    error::{Error, Result},
+    error::{Error, Kind, Result},
 };
 
 /// Time limit for deleting kept values that are put back.
@@ -120,7 +120,11 @@ pub async fn carry_out(context: &Context, store: &Store, asked: &Asked, stop: &C
     if !store.is_last(&context.server, asked.id).await? {
         return Ok(Carried::Stopped);
     }
-    put_back(context, &asked.rule, stop).await
+    match put_back(context, &asked.rule, stop).await {
+        // It would be refused again, and keep every later request waiting.
+        Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => Ok(Carried::Refused(error.message)),
+        carried => carried,
+    }
 }
 
 fn retired((collection, path): (String, String)) -> Option<Retired> {

@@ -1,6 +1,9 @@
 //! The registry of the rules, and the changes of their states while the pipeline runs.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, atomic::Ordering},
+};
 
 use bson::Bson;
 
@@ -180,6 +183,7 @@ impl Pipeline {
         let mut removals_agreed = false;
         if let RuleState::Backfilling { after, in_sources, agreed } = self.rules.state(rule).clone() {
             let generation = self.rules.generation(rule);
+            self.context.counts.jobs.fetch_add(1, Ordering::Relaxed);
             self.jobs.backfill(BackfillRequest { rule, generation, after, in_sources });
             removals_agreed = agreed;
         }

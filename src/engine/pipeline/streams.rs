@@ -34,7 +34,7 @@ pub(super) struct Streams {
     /// The saving of checkpoints in progress: at most one.
     saving: JoinSet<Saved>,
     last_save: Instant,
-    /// The effects that were counted before the last checkpoint, and a time by which they were committed.
+    /// Number of effects at the last checkpoint, and a cluster time by which all of them were committed.
     effects: Option<(u64, ClusterTime)>,
     rewound: bool,
 }

@@ -288,10 +288,12 @@ pub struct Counts {
     pub reconciled: AtomicU64,
     /// Targets that a statement matched.
     pub matched: AtomicU64,
-    /// Targets that a statement changed.
+    /// Targets that a statement changed or deleted.
     pub modified: AtomicU64,
-    /// Fan-out jobs that were opened.
-    pub fan_outs: AtomicU64,
+    /// Write commands whose effect is not known, because they failed.
+    pub uncertain: AtomicU64,
+    /// Fan-out jobs and backfills that were begun.
+    pub jobs: AtomicU64,
     /// Keys and targets that became dead letters.
     pub dead_letters: AtomicU64,
     /// Runs that failed and were retried.
@@ -301,8 +303,8 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Targets changed, and jobs opened that will change targets: everything that can lead to work for another rule.
+    /// Writes that may have changed or deleted targets, and jobs begun that may do so.
     pub fn effects(&self) -> u64 {
-        self.modified.load(Ordering::Relaxed) + self.fan_outs.load(Ordering::Relaxed)
+        [&self.modified, &self.uncertain, &self.jobs].iter().map(|count| count.load(Ordering::Relaxed)).sum()
     }
 }

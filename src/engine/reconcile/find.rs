@@ -95,7 +95,7 @@ impl Run<'_> {
     pub(super) async fn fan_out(&self, item: &Item) -> End {
         let Context { server, fan_outs, counts, .. } = self.context;
         let subject = self.subject(item);
-        counts.fan_outs.fetch_add(1, Ordering::Relaxed);
+        counts.jobs.fetch_add(1, Ordering::Relaxed);
         match fan_outs.open(server, self.rule, subject, item.work.committed).await {
             Ok(fan_out) => {
                 failpoint::here("fan-out-opened");

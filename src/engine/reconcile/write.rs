@@ -167,7 +167,14 @@ impl Run<'_> {
                 server.update(&ns.database, &ns.collection, statements, timeout).await
             }
         };
-        let written = sent.instrument(span.clone()).await?;
+        let written = match sent.instrument(span.clone()).await {
+            Ok(written) => written,
+            Err(error) => {
+                // The write may have taken effect, and then a retry changes nothing.
+                counts.uncertain.fetch_add(1, Ordering::Relaxed);
+                return Err(error);
+            }
+        };
         span.record("matched", written.matched).record("modified", written.modified);
         failpoint::here("written");
         writing.done(written.matched, written.modified);
@@ -176,7 +183,8 @@ impl Run<'_> {
             false
         });
         counts.matched.fetch_add(written.matched, Ordering::Relaxed);
-        counts.modified.fetch_add(written.modified, Ordering::Relaxed);
+        let changed = if deletes { written.matched } else { written.modified };
+        counts.modified.fetch_add(changed, Ordering::Relaxed);
         Ok(written)
     }
 
