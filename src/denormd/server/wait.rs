@@ -48,10 +48,11 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<
         Err(message) => return refusal(StatusCode::SERVICE_UNAVAILABLE, &message),
     };
     let settled = async {
-        // A rule that runs again, or a dead letter that is gone, may have been applied too late for the rules behind it.
-        let mut except = whole.except().await?;
+        // A rule that is resumed meanwhile, or a dead letter that is gone, may come too late for the rules behind it.
+        let stands_still = |state: &RuleState| *state != RuleState::Live && !state.is_backfilling();
+        let mut except = whole.except(stands_still).await?;
         let time = whole.settled(from).await?;
-        except.append(&mut whole.except().await?);
+        except.append(&mut whole.except(|state| *state != RuleState::Live).await?);
         Ok::<_, Error>((time, except))
     };
     match tokio::time::timeout(Duration::from_secs_f64(timeout), settled).await {
@@ -152,12 +153,12 @@ impl Whole {
         Ok(store.effects_until(&server, &databases).await?.is_some_and(|until| until <= last))
     }
 
-    /// The rules whose copies may lack a change however long the request waits: those that do not run, shadow rules,
-    /// and those with dead letters.
-    async fn except(&self) -> Result<BTreeSet<String>> {
+    /// The rules whose copies may lack a change however long the request waits: those in certain states, shadow rules, and
+    /// those with dead letters.
+    async fn except(&self, in_state: fn(&RuleState) -> bool) -> Result<BTreeSet<String>> {
         let held = self.attached.iter().flat_map(|context| {
             let snapshot = context.published.borrow();
-            let not_live = snapshot.in_state(|state| *state != RuleState::Live).into_iter();
+            let not_live = snapshot.in_state(in_state).into_iter();
             not_live.filter_map(|rule| Some(snapshot.rules.get(rule)?.name.clone())).collect::<Vec<_>>()
         });
         let mut except: BTreeSet<String> = held.collect();
@@ -168,7 +169,7 @@ impl Whole {
         if self.attached.len() < usize::try_from(self.partitions).unwrap_or(usize::MAX) {
             let store = Store::open(&server, &dead_letters.database, &dead_letters.deployment).await?;
             let known = store.standing(&server).await?.into_iter();
-            except.extend(known.filter(|(_, record)| record.state != RuleState::Live).map(|(rule, _)| rule));
+            except.extend(known.filter(|(_, record)| in_state(&record.state)).map(|(rule, _)| rule));
         }
         except.retain(|name| rules.iter().any(|rule| rule.name == *name));
         Ok(except)
