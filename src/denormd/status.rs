@@ -148,13 +148,14 @@ impl State {
 
     /// True if this process leads all partitions, and runs them with the same rules. During a reload it does not.
     fn is_whole(&self) -> bool {
-        let definitions =
-            |context: &Arc<Context>| context.plan.rules.iter().map(|rule| rule.definition.clone()).collect::<Vec<_>>();
-        let mut all = self.attached.values().map(definitions);
-        let first = all.next();
+        fn definitions(context: &Context) -> impl Iterator<Item = &bson::Document> {
+            context.plan.rules.iter().map(|rule| &rule.definition)
+        }
+        let mut all = self.attached.values();
+        let Some(first) = all.next() else { return false };
         self.runs()
             && usize::try_from(self.partitions).is_ok_and(|partitions| partitions == self.attached.len())
-            && all.all(|other| Some(other) == first)
+            && all.all(|other| definitions(other).eq(definitions(first)))
     }
 
     fn runs(&self) -> bool {

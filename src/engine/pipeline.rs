@@ -93,13 +93,13 @@ impl Handle {
 
     /// Waits until everything committed by now is applied, through whole chains of rules, and no backfill is open.
     pub async fn settled(&self) -> Result<()> {
-        let (plan, modified) = (&self.context.plan, &self.context.counts.modified);
+        let (plan, counts) = (&self.context.plan, &self.context.counts);
         for _ in 0..=plan.longest_chain() {
-            let before = modified.load(Ordering::Relaxed);
+            let before = counts.effects();
             let now = self.context.server.operation_time().await?;
             self.context.published.has_applied(now).await?;
-            // A level of a tree that writes nothing is the last one.
-            if plan.has_trees() && modified.load(Ordering::Relaxed) == before {
+            // A level of a tree that changes nothing is the last one.
+            if plan.has_trees() && counts.effects() == before {
                 break;
             }
         }

@@ -298,6 +298,26 @@ async fn a_wait_over_several_instances_ends_with_the_last_level_that_is_written(
     }
 }
 
+/// A deleted document is a change that other rules follow. A wait took a level that only deletes for the last one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wait_covers_what_follows_from_a_delete() {
+    const SUMS: &str = "  - { name: sums, guard: off, aggregate: { source: sales, target: { collection: sums, create: true }, match: { _id: item }, set: { n: { $sum: 1 } } } }
+  - { name: shown, guard: off, copy: { source: sums, target: items, match: { _id: _id }, set: { n: $n } } }";
+    let test = denormd_fixture::database().await;
+    let (sales, items) = (test.database().collection("sales"), test.database().collection::<Document>("items"));
+    items.insert_one(doc! {"_id": 1}).await.unwrap();
+    sales.insert_one(doc! {"_id": 0, "item": 2}).await.unwrap();
+    let running = Running::start(&test, SUMS, "").await;
+    for round in 1..30 {
+        let wait = async || client::get(running.address, "/v1/wait?timeout=60", PATIENCE).await.unwrap().code;
+        let shown = async || items.find_one(doc! {"_id": 1}).await.unwrap().unwrap().get_i32("n").ok();
+        sales.insert_one(doc! {"_id": round, "item": 1}).await.unwrap();
+        assert_eq!((wait().await, shown().await), (200, Some(1)), "round {round}");
+        sales.delete_one(doc! {"_id": round}).await.unwrap();
+        assert_eq!((wait().await, shown().await), (200, None), "round {round}\n{}", running.log());
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "runs for as long as it is told: make waits MINUTES=10"]
 async fn for_as_long_as_it_is_told() {

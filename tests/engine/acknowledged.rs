@@ -218,6 +218,6 @@ async fn an_agreement_to_removals_lasts_until_the_backfill_is_done() {
     store.block(server, rule, BlockReason::RemovalLimit).await.unwrap();
     store.pause(server, "r", None).await.unwrap();
     assert_eq!(stored().await.state, RuleState::Blocked(BlockReason::RemovalLimit));
-    assert!(store.unblock(server, "r", &BlockReason::RemovalLimit).await.unwrap());
+    assert!(store.unblock(server, "r", &BlockReason::RemovalLimit, &rule.definition).await.unwrap());
     assert_eq!(stored().await.state, agreed);
 }

@@ -177,7 +177,8 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
         let new = Rule { name: name.to_owned(), ..rule(plan, "pending").clone() };
         store.block(server, &new, adoption()).await.unwrap();
     }
-    assert!(store.unblock(server, "adopted", &adoption()).await.unwrap());
+    let definition = &rule(plan, "pending").definition;
+    assert!(store.unblock(server, "adopted", &adoption(), definition).await.unwrap());
     for (name, time) in [("paused", None), ("paused-for-a-while", Some(Duration::from_secs(600)))] {
         done(name).await;
         store.pause(server, name, time).await.unwrap();

@@ -154,10 +154,10 @@ async fn range_for(log: &Collection<Document>, time: Duration) -> u128 {
     const RANGE: u128 = 20_000;
     let added = doc! {"$map": {"input": {"$range": [0, i32::try_from(RANGE).unwrap()]}, "in": {"$add": ["$$this", 1]}}};
     let filter = doc! {"$expr": {"$gte": [{"$sum": added}, "$least"]}};
-    let begun = Instant::now();
+    let started = Instant::now();
     let found: Vec<Document> = log.find(filter).limit(DOCUMENTS.into()).await.unwrap().try_collect().await.unwrap();
     assert_eq!(found.len(), DOCUMENTS as usize);
-    (RANGE * time.as_nanos() / (begun.elapsed() / DOCUMENTS).as_nanos()).max(1000)
+    (RANGE * time.as_nanos() / (started.elapsed() / DOCUMENTS).as_nanos()).max(1000)
 }
 
 /// A statement for a page of targets that took too long was once retried for all of them, forever.

@@ -7,7 +7,7 @@ use crate::{
     commands::{Failure, chosen, compile, context, leader::with_a_leader, print, progress::Progress, undo::span},
 };
 use denormd_engine::{
-    checkpoint::{adoption::Decisions, rule_record::RuleRecord, store::Store},
+    checkpoint::{rule_record::RuleRecord, store::Store},
     dead_letter::Chosen,
     deployment::lease,
     inspection::adoption::losses,
@@ -132,13 +132,7 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         let objections = objections(&context, rule, reason).await;
         print(&blocked(rule, reason, &objections));
     }
-    if let BlockReason::Adoption(_) = reason {
-        // Partitions that have not recorded the rule yet use this decision.
-        let dead_letters = &context.dead_letters;
-        let (server, database, deployment) = (&context.server, &dead_letters.database, &dead_letters.deployment);
-        Decisions { server, database, deployment }.agree(rule, &record.definition).await?;
-    }
-    if !store.unblock(&context.server, rule, reason).await? {
+    if !store.unblock(&context.server, rule, reason, &record.definition).await? {
         let message = format!("rule `{rule}` is not blocked for this reason any more");
         return Err(Error::new(Kind::State, message).hint("run the command again to see why it is blocked now").into());
     }

@@ -29,19 +29,13 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let (mut paused, mut blocked) = (Vec::new(), Vec::new());
     for name in known(&store, &context, rule).await? {
-        match state(&store, &context.server, &name).await?.state {
-            state @ RuleState::Blocked(_) => {
-                // It may run in other partitions.
-                store.pause(&context.server, &name, time).await?;
-                if rule.is_some() {
-                    return Err(stopped(&name, &state).into());
-                }
-                blocked.push(name);
-            }
-            _ => {
-                store.pause(&context.server, &name, time).await?;
-                paused.push(name);
-            }
+        let state = state(&store, &context.server, &name).await?.state;
+        // A rule that is blocked in one partition may run in the others.
+        store.pause(&context.server, &name, time).await?;
+        match state {
+            RuleState::Blocked(_) if rule.is_some() => return Err(stopped(&name, &state).into()),
+            RuleState::Blocked(_) => blocked.push(name),
+            _ => paused.push(name),
         }
     }
     for name in &paused {

@@ -10,11 +10,8 @@ use axum::{
 };
 
 use crate::status::Board;
-use denormd_engine::{
-    checkpoint::{adoption::Decisions, store::Store},
-    reconcile::Context,
-};
-use denormd_model::rule_state::{BlockReason, RuleState};
+use denormd_engine::{checkpoint::store::Store, reconcile::Context};
+use denormd_model::rule_state::RuleState;
 use denormd_mongo::error::Result;
 
 /// Requests a backfill. A rule that is stopped is to be unblocked or resumed instead.
@@ -58,15 +55,7 @@ async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -
         return Ok(Asked::Unfit);
     }
     let asked = match &record.state {
-        RuleState::Blocked(reason) => {
-            if let BlockReason::Adoption(_) = reason {
-                // Partitions that have not recorded the rule yet use this decision.
-                let (database, deployment) = (&dead_letters.database, &dead_letters.deployment);
-                let server = &server.unfenced();
-                Decisions { server, database, deployment }.agree(rule, &record.definition).await?;
-            }
-            store.unblock(server, rule, reason).await?
-        }
+        RuleState::Blocked(reason) => store.unblock(&server.unfenced(), rule, reason, &record.definition).await?,
         _ => store.ask(server, rule).await?,
     };
     tracing::info!(rule, "a backfill was asked for over HTTP");

@@ -48,11 +48,12 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<
         Err(message) => return refusal(StatusCode::SERVICE_UNAVAILABLE, &message),
     };
     let settled = async {
-        // A rule that is resumed meanwhile, or a dead letter that is gone, may come too late for the rules behind it.
+        // The rules behind one that is resumed during the wait, or whose dead letters are retried, may be late.
         let stands_still = |state: &RuleState| *state != RuleState::Live && !state.is_backfilling();
-        let mut except = whole.except(stands_still).await?;
-        let time = whole.settled(from).await?;
-        except.append(&mut whole.except(|state| *state != RuleState::Live).await?);
+        let elsewhere = whole.elsewhere().await?;
+        let mut except = whole.except(elsewhere.as_ref(), stands_still).await?;
+        let time = whole.settled(elsewhere.as_ref(), from).await?;
+        except.append(&mut whole.except(elsewhere.as_ref(), |state| *state != RuleState::Live).await?);
         Ok::<_, Error>((time, except))
     };
     match tokio::time::timeout(Duration::from_secs_f64(timeout), settled).await {
@@ -107,7 +108,7 @@ impl Whole {
 
     /// Waits for `from` (or for now), then once for each further level of the longest chain of rules. Stops early at a level
     /// that changes nothing: most trees have far fewer levels than they may have.
-    async fn settled(&self, from: Option<ClusterTime>) -> Result<ClusterTime> {
+    async fn settled(&self, elsewhere: Option<&Store>, from: Option<ClusterTime>) -> Result<ClusterTime> {
         let (mut first, mut last) = (None, None);
         let mut next = from;
         let effects = || self.attached.iter().map(|one| one.counts.effects()).sum::<u64>();
@@ -121,7 +122,10 @@ impl Whole {
             for context in &self.attached {
                 context.published.has_applied(time).await?;
             }
-            let quiet_elsewhere = self.elsewhere(time, last).await?;
+            let quiet_elsewhere = match elsewhere {
+                Some(store) => self.have_applied(store, time, last).await?,
+                None => true,
+            };
             if is_now && quiet_elsewhere && effects() == before {
                 break;
             }
@@ -130,23 +134,34 @@ impl Whole {
         Ok(first.unwrap_or_default())
     }
 
-    /// Waits for the partitions that other instances lead. True if they have changed no target and opened no job since
-    /// `last`, the time of the previous round: other rules then have nothing to do.
-    async fn elsewhere(&self, time: ClusterTime, last: Option<ClusterTime>) -> Result<bool> {
+    /// The state of the partitions that other instances lead; None if there are none.
+    async fn elsewhere(&self) -> Result<Option<Store>> {
         let led = |partition: &Partition| self.attached.iter().any(|context| context.partition == *partition);
         let elsewhere: Vec<Partition> = Partition::all(self.partitions).filter(|partition| !led(partition)).collect();
         if elsewhere.is_empty() {
-            return Ok(true);
+            return Ok(None);
         }
         let (server, dead_letters) = (self.context.server.unfenced(), &self.context.dead_letters);
         let store = Store::open(&server, &dead_letters.database, &dead_letters.deployment).await?;
-        let (store, databases) = (store.of(&elsewhere), self.context.plan.databases());
+        Ok(Some(store.of(&elsewhere)))
+    }
+
+    /// Waits for the partitions of `store`. True if their leaders have changed no target and started no job since `last`, the
+    /// time of the previous round: other rules then have nothing to do.
+    async fn have_applied(&self, store: &Store, time: ClusterTime, last: Option<ClusterTime>) -> Result<bool> {
+        let (server, databases) = (self.context.server.unfenced(), self.context.plan.databases());
         // While nothing is written, a stream's position moves once in ten seconds.
         store.nudge(&server).await?;
+        // The position may be older than the last writes of a job that was open.
         let mut jobs = false;
-        while !store.has_applied(&server, &databases, time).await? {
-            // The position may be older than the last writes of a job.
-            jobs |= store.has_open_jobs(&server).await?;
+        loop {
+            // The positions are read first: jobs for the events before them were recorded earlier.
+            let applied = store.applied(&server, &databases).await?.is_some_and(|applied| applied >= time);
+            let is_open = store.has_open_jobs(&server).await?;
+            if applied && !is_open {
+                break;
+            }
+            jobs |= is_open;
             tokio::time::sleep(LOOK).await;
         }
         let Some(last) = last.filter(|_| !jobs) else { return Ok(false) };
@@ -155,7 +170,7 @@ impl Whole {
 
     /// The rules whose copies may lack a change however long the request waits: those in certain states, shadow rules, and
     /// those with dead letters.
-    async fn except(&self, in_state: fn(&RuleState) -> bool) -> Result<BTreeSet<String>> {
+    async fn except(&self, elsewhere: Option<&Store>, in_state: fn(&RuleState) -> bool) -> Result<BTreeSet<String>> {
         let held = self.attached.iter().flat_map(|context| {
             let snapshot = context.published.borrow();
             let not_live = snapshot.in_state(in_state).into_iter();
@@ -164,10 +179,9 @@ impl Whole {
         let mut except: BTreeSet<String> = held.collect();
         let rules = &self.context.plan.rules;
         except.extend(rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone()));
-        let (server, dead_letters) = (self.context.server.unfenced(), &self.context.dead_letters);
-        except.extend(dead_letters.rules(&server).await?);
-        if self.attached.len() < usize::try_from(self.partitions).unwrap_or(usize::MAX) {
-            let store = Store::open(&server, &dead_letters.database, &dead_letters.deployment).await?;
+        let server = self.context.server.unfenced();
+        except.extend(self.context.dead_letters.rules(&server).await?);
+        if let Some(store) = elsewhere {
             let known = store.standing(&server).await?.into_iter();
             except.extend(known.filter(|(_, record)| in_state(&record.state)).map(|(rule, _)| rule));
         }

@@ -121,13 +121,6 @@ impl Store {
         Ok((times.len() == ids.len()).then_some(times))
     }
 
-    /// True if everything committed by `time` is applied, and no backfill or fan-out job is open.
-    pub async fn has_applied(&self, server: &Server, databases: &BTreeSet<String>, time: ClusterTime) -> Result<bool> {
-        // The positions are read first: jobs for the events before them were recorded earlier.
-        let applied = self.applied(server, databases).await?.is_some_and(|applied| applied >= time);
-        Ok(applied && !self.has_open_jobs(server).await?)
-    }
-
     /// True if a backfill or a fan-out job is open.
     pub async fn has_open_jobs(&self, server: &Server) -> Result<bool> {
         let open = |(_, record): &(String, RuleRecord)| record.state.is_backfilling();

@@ -26,6 +26,7 @@ use denormd_mongo::{
 use denormd_rules::plan::{Plan, Rule, RuleId};
 
 use super::{
+    adoption::Decisions,
     fan_out,
     kept::Keeping,
     requests::Retired,
@@ -174,7 +175,7 @@ impl Store {
     /// Saves the position of the stream of `database`, unless another leader has opened the state. `known` is the time of
     /// the last position that this leader has read or saved. If the stored one is older, the cluster was restored to an
     /// earlier time ([`Kind::HistoryLost`]): the stored position stays, because changes after it may not be applied.
-    /// Between `effects_until` and the moment when this position was taken, this leader changed no target and opened no job.
+    /// Between `effects_until` and the moment when this position was taken, this leader changed no target and started no job.
     pub async fn save_position(
         &self,
         server: &Server,
@@ -324,8 +325,19 @@ impl Store {
     }
 
     /// Like [`Store::ask`], for a rule that is still blocked for the reason that the user has seen. Returns false if it
-    /// is not.
-    pub async fn unblock(&self, server: &Server, rule: &str, reason: &BlockReason) -> Result<bool> {
+    /// is not. Of a block for the effect on existing data, partitions that have not recorded this definition yet use the
+    /// same decision.
+    pub async fn unblock(
+        &self,
+        server: &Server,
+        rule: &str,
+        reason: &BlockReason,
+        definition: &Document,
+    ) -> Result<bool> {
+        if let BlockReason::Adoption(_) = reason {
+            let decisions = Decisions { server, database: &self.database, deployment: &self.deployment };
+            decisions.agree(rule, definition).await?;
+        }
         self.ask_all(server, rule, Some(reason)).await
     }
 

@@ -290,9 +290,9 @@ pub struct Counts {
     pub matched: AtomicU64,
     /// Targets that a statement changed or deleted.
     pub modified: AtomicU64,
-    /// Write commands whose effect is not known, because they failed.
+    /// Write commands that failed as a whole or in part, so that their effect is not known.
     pub uncertain: AtomicU64,
-    /// Fan-out jobs and backfills that were begun.
+    /// Fan-out jobs and backfills that were started.
     pub jobs: AtomicU64,
     /// Keys and targets that became dead letters.
     pub dead_letters: AtomicU64,
@@ -303,7 +303,7 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Writes that may have changed or deleted targets, and jobs begun that may do so.
+    /// Writes that may have changed or deleted targets, and jobs started that may do so.
     pub fn effects(&self) -> u64 {
         [&self.modified, &self.uncertain, &self.jobs].iter().map(|count| count.load(Ordering::Relaxed)).sum()
     }

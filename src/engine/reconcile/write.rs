@@ -167,14 +167,12 @@ impl Run<'_> {
                 server.update(&ns.database, &ns.collection, statements, timeout).await
             }
         };
-        let written = match sent.instrument(span.clone()).await {
-            Ok(written) => written,
-            Err(error) => {
-                // The write may have taken effect, and then a retry changes nothing.
-                counts.uncertain.fetch_add(1, Ordering::Relaxed);
-                return Err(error);
-            }
-        };
+        let written = sent.instrument(span.clone()).await;
+        // A write that failed may have taken effect, and so may a part of a refused statement. A retry then changes nothing.
+        if !written.as_ref().is_ok_and(|written| written.refused.is_empty()) {
+            counts.uncertain.fetch_add(1, Ordering::Relaxed);
+        }
+        let written = written?;
         span.record("matched", written.matched).record("modified", written.modified);
         failpoint::here("written");
         writing.done(written.matched, written.modified);
