@@ -10,7 +10,10 @@ use bson::{Document, RawDocument, Timestamp, doc};
 use mongodb::options::CursorType;
 
 use denormd_model::{field_path::FieldPath, namespace::Namespace, position::token_time};
-use denormd_mongo::error::{Error, Kind, Result};
+use denormd_mongo::{
+    classify::code,
+    error::{Error, Kind, Result},
+};
 use denormd_rules::config::Advise;
 
 use futures_util::StreamExt;
@@ -148,7 +151,7 @@ pub async fn history(ask: &Ask, namespaces: &[Namespace], bounds: &Advise) -> Re
     for from in starts(ask, end.time).await? {
         match read(ask, namespaces, from, end, bounds).await {
             Ok(history) => return Ok(Ok(history)),
-            Err(error) if error.kind == Kind::HistoryLost => {}
+            Err(error) if error.kind == Kind::HistoryLost || is_overtaken(&error) => {}
             Err(error) if error.kind == Kind::Privilege => {
                 refused = Unknown(
                     "needs the privilege changeStream on all databases (or on each that is looked at)".to_owned(),
@@ -169,7 +172,7 @@ async fn starts(ask: &Ask, end: u32) -> Result<Vec<u32>> {
         Ok(entry) => entry.and_then(|entry| entry.get_timestamp("ts").ok()).map(|ts| ts.time),
         // Reading the oplog takes a separate privilege. Without it, opening change streams shows how far back it
         // reaches.
-        Err(error) if error.kind == Kind::Privilege || error.kind == Kind::Refused => None,
+        Err(error) if error.kind == Kind::Privilege || error.kind == Kind::Refused || is_overtaken(&error) => None,
         Err(error) => return Err(error),
     };
     let tried = REACHES.iter().map(|reach| end.saturating_sub(*reach));
@@ -178,6 +181,12 @@ async fn starts(ask: &Ask, end: u32) -> Result<Vec<u32>> {
         Some(oldest) => [oldest, oldest + 1].into_iter().chain(tried.filter(|start| *start > oldest)).collect(),
         None => tried.collect(),
     })
+}
+
+/// Whether the server truncated the oplog just where it was read. On a busy cluster it does so at any time, and what is
+/// read first is what goes first.
+fn is_overtaken(error: &Error) -> bool {
+    error.code == Some(code::CAPPED_POSITION_LOST)
 }
 
 async fn read(ask: &Ask, namespaces: &[Namespace], from: u32, end: Timestamp, bounds: &Advise) -> Result<History> {

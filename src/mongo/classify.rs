@@ -10,6 +10,8 @@ pub mod code {
     pub const UNAUTHORIZED: i32 = 13;
     /// NamespaceExists: the collection is there already.
     pub const NAMESPACE_EXISTS: i32 = 48;
+    /// CappedPositionLost: the oplog was truncated up to and past the entry that was to be read next.
+    pub const CAPPED_POSITION_LOST: i32 = 136;
     /// DuplicateKey: another instance has written the document at the same moment, or an upsert has not matched it.
     pub const DUPLICATE_KEY: i32 = 11000;
     /// `$range` with a step of zero, which [`crate`] computes after a deadline.

@@ -449,6 +449,35 @@ async fn numbers_in_an_array_of_subdocuments_refer_by_their_name() {
     assert!(written.contains("# warning: `email` looks personal or secret"), "{written}");
 }
 
+/// The server truncates the oplog while it is read, as it may at any time on a busy cluster.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_oplog_that_is_truncated_while_it_is_read_is_read_from_a_later_time() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let oplog = test.client.database("local").collection::<Document>("oplog.rs");
+    let oldest = oplog.find_one(doc! {}).sort(doc! {"$natural": 1}).await.unwrap().unwrap();
+    let oldest = oldest.get_timestamp("ts").unwrap().time;
+    crate::support::daemon::until("the later time is before the inserts", async || {
+        insert(&test.database(), "countries", [doc! {}]).await;
+        let now = test.client.database("admin").run_command(doc! {"hello": 1}).await.ok()?;
+        (now.get_timestamp("operationTime").ok()?.time > oldest + 2).then_some(())
+    })
+    .await;
+    insert(&test.database(), "cities", (1..=60).map(|n| doc! {"_id": n, "name": format!("City {n}")})).await;
+    for (command, namespace) in
+        [("find", "local.oplog.rs".to_owned()), ("getMore", format!("{}.$cmd.aggregate", test.name))]
+    {
+        let data = doc! {"failCommands": [command], "namespace": namespace, "errorCode": 136};
+        let fail = doc! {"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": data};
+        let admin = test.client.database("admin");
+        let before = admin.run_command(fail).await.unwrap().get_i32("count").unwrap();
+        let report = advise(&test, &[]);
+        assert_eq!(report["changes"]["collections"][format!("{}.cities", test.name)]["inserts"], 60, "{report:#}");
+        let off = admin.run_command(doc! {"configureFailPoint": "failCommand", "mode": "off"}).await.unwrap();
+        assert_eq!(off.get_i32("count").unwrap(), before + 1, "{command} has failed once");
+    }
+}
+
 /// A file without a rule gives the reason, and the other findings.
 #[tokio::test(flavor = "multi_thread")]
 async fn init_never_writes_an_empty_file_silently() {
