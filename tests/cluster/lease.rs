@@ -148,7 +148,12 @@ async fn late_marks_and_prunes_leave_a_newer_state_alone() {
     store.source_seen(server, "r", old.generation, &Bson::Int32(1)).await.unwrap();
     assert!(state().await.source_seen);
     store.block(server, rule, BlockReason::SourceGone).await.unwrap();
-    assert!(store.ask(server, "r").await.unwrap());
+    assert!(!store.ask(server, "r").await.unwrap(), "blocked after the user has looked");
+    assert!(
+        !store.unblock(server, "r", &BlockReason::RemovalLimit, &rule.definition).await.unwrap(),
+        "for another reason"
+    );
+    assert!(store.unblock(server, "r", &BlockReason::SourceGone, &rule.definition).await.unwrap());
     assert!(!state().await.source_seen, "unblocked: an absent source is an empty one");
     store.source_seen(server, "r", old.generation, &Bson::Int32(1)).await.unwrap();
     assert!(!state().await.source_seen, "a mark that comes late");

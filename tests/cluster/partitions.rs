@@ -4,11 +4,18 @@ use std::time::Duration;
 
 use bson::{DateTime, Document, doc};
 use denormd_engine::{
-    checkpoint::store::Store,
+    checkpoint::{
+        requests::{Answer, Work},
+        rule_record::Agreement,
+        store::Store,
+    },
     deployment::{lease::Lease, repartitioning::divide},
 };
 use denormd_fixture::ReplicaSet;
-use denormd_model::partition::Partition;
+use denormd_model::{
+    partition::Partition,
+    rule_state::{Adoption, BlockReason, RuleState},
+};
 use denormd_mongo::{Server, error::Kind};
 use futures_util::TryStreamExt;
 
@@ -240,4 +247,97 @@ async fn commands_reach_every_partition() {
     world.db.collection::<Document>("logs").update_many(doc! {}, doc! {"$set": {"ip": 6}}).await.unwrap();
     world.run(&["check", "--repair"]).await;
     world.converged().await;
+}
+
+/// A command agrees to the reason that the user has seen, in every partition that is stopped for it, and to no other.
+#[tokio::test]
+async fn an_agreement_holds_for_the_reason_that_was_seen() {
+    let test = denormd_fixture::database().await;
+    let rule = "  - { name: r, copy: { source: s, target: t, match: { ref: _id }, set: { x: $x } } }";
+    let context = crate::support::daemon::context(&crate::support::daemon::config(&test, rule)).await;
+    let (server, rule, name) = (&context.server, &context.plan.rules[0], &test.name);
+    assert!(divide(server, name, "d", 5, Duration::from_secs(3)).await.unwrap());
+    let whole = Store::open(server, name, "d").await.unwrap();
+    let adoption: Adoption = Adoption { overwrites: 7, total: 7, ..Adoption::default() };
+    let states = [
+        RuleState::Blocked(BlockReason::Adoption(adoption.clone())),
+        RuleState::Blocked(BlockReason::RemovalLimit),
+        RuleState::Blocked(BlockReason::SourceGone),
+        RuleState::Paused { until: None },
+        RuleState::Live,
+    ];
+    for (partition, state) in Partition::all(5).zip(&states) {
+        let store = Store::open_partition(server, name, "d", partition).await.unwrap();
+        store.reset_rule(server, rule, state, Agreement::Ended).await.unwrap();
+    }
+    let now = async || -> Vec<RuleState> {
+        let mut records = whole.of_each_partition(server, "r").await.unwrap();
+        records.sort_by(|(one, _), (other, _)| one.cmp(other));
+        records.into_iter().map(|(_, record)| record.state).collect()
+    };
+    let agreed = RuleState::Backfilling { after: None, in_sources: false, agreed: true };
+
+    // A backfill runs where nothing is stopped.
+    assert!(whole.ask(server, "r").await.unwrap());
+    let mut expected = states.to_vec();
+    expected[4] = RuleState::BACKFILL;
+    assert_eq!(now().await, expected);
+    // A loss of the source is agreed to for all that run: they would meet it later.
+    assert!(whole.unblock(server, "r", &BlockReason::SourceGone, &rule.definition).await.unwrap());
+    (expected[2], expected[4]) = (agreed.clone(), agreed.clone());
+    assert_eq!(now().await, expected);
+    let reason = BlockReason::Adoption(adoption);
+    assert!(!whole.unblock(server, "r", &reason, &doc! {"another": "definition"}).await.unwrap());
+    assert!(whole.unblock(server, "r", &reason, &rule.definition).await.unwrap());
+    expected[0] = agreed.clone();
+    assert_eq!(now().await, expected, "not the loss of values that nobody has seen, and not the pause");
+    assert!(whole.unblock(server, "r", &BlockReason::RemovalLimit, &rule.definition).await.unwrap());
+    assert!(!whole.unblock(server, "r", &BlockReason::RemovalLimit, &rule.definition).await.unwrap());
+    expected[1] = agreed;
+    assert_eq!(now().await, expected);
+}
+
+/// `denormd pause` writes to the partitions that have registered the rule.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_partition_that_registers_a_rule_later_finds_it_paused() {
+    let world = World::new(denormd_fixture::database().await).await;
+    world.write_divided_config("denormd.yaml", "", 2);
+    let daemon = world.daemon();
+    world.shared_by(&[&daemon], 2).await;
+    world.converged().await;
+    assert!(world.run(&["pause", "address", "--for", "1h"]).await.success());
+    daemon.terminate().await;
+    let rules = world.test.beside("state").collection::<Document>("rules");
+    let one = doc! {"_id.rule": "address", "_id.deployment": {"$regex": "#1/2$"}};
+    assert_eq!(rules.delete_one(one).await.unwrap().deleted_count, 1);
+
+    world.db.collection::<Document>("hosts").update_many(doc! {}, doc! {"$inc": {"ip": 1000}}).await.unwrap();
+    let daemon = world.daemon();
+    until("it is registered again, and paused for the same time", async || {
+        let all: Vec<Document> = rules.find(doc! {"_id.rule": "address"}).await.ok()?.try_collect().await.ok()?;
+        let ends: Vec<_> = all.iter().map(|rule| rule.get_datetime("until").ok()).collect();
+        (ends.len() == 2).then(|| assert!(ends[0].is_some() && ends[0] == ends[1], "{all:#?}"))
+    })
+    .await;
+    assert!(world.run(&["resume", "address"]).await.success());
+    world.converged().await;
+    daemon.terminate().await;
+}
+
+/// A leader that refuses a request answers for all: the others once waited for it, for as long as the command was gone.
+#[tokio::test]
+async fn a_request_that_one_partition_refuses_keeps_none_waiting() {
+    let test = denormd_fixture::database().await;
+    let (server, name) = (Server::new(test.client.clone()), &test.name);
+    assert!(divide(&server, name, "d", 3, Duration::from_secs(3)).await.unwrap());
+    let whole = Store::open(&server, name, "d").await.unwrap();
+    let asked = whole.request(&server, "r", &Work::Undo).await.unwrap();
+    let stores: Vec<Store> = Partition::all(3).map(|partition| whole.clone().of(&[partition])).collect();
+    let open = async |nth: usize| stores[nth].requests(&server).await.unwrap();
+    assert_eq!(whole.answer(&server, asked).await.unwrap(), Answer::Waiting);
+    stores[1].refuse_request(&server, open(1).await[0].id, "it is running").await.unwrap();
+    for nth in 0..3 {
+        assert_eq!(open(nth).await, [], "partition {nth}");
+    }
+    assert_eq!(whole.answer(&server, asked).await.unwrap(), Answer::Refused("it is running".to_owned()));
 }

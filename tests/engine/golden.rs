@@ -185,7 +185,7 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
     }
     reset("suspended", unavailable()).await;
     reset("released", RuleState::Blocked(BlockReason::SourceGone)).await;
-    assert!(store.ask(server, "released").await.unwrap());
+    assert!(store.unblock(server, "released", &BlockReason::SourceGone, definition).await.unwrap());
     let mut before = rule(plan, "changed").clone();
     before.definition.remove("shadow");
     store.reset_rule(server, &before, &RuleState::Live, Agreement::Ended).await.unwrap();

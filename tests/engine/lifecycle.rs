@@ -304,7 +304,7 @@ async fn a_drop_that_is_met_again_after_its_release_holds_nothing() {
     held(&daemon, true).await;
     daemon.kill();
     let store = Store::open(&server, &state, "default").await.unwrap();
-    assert!(store.ask(&server, "address").await.unwrap());
+    assert!(store.unblock(&server, "address", &BlockReason::SourceGone, &doc! {}).await.unwrap());
     positions.replace_one(doc! {"_id": before.get("_id").unwrap()}, &before).await.unwrap();
     let daemon = Daemon::start(&test, HOST).await;
     daemon.settled().await;

@@ -235,11 +235,18 @@ impl Daemon {
         self.handles[0].context.published.subscribe()
     }
 
-    /// Requests a backfill of a rule, as `denormd backfill` and `denormd release` do.
+    /// Requests a backfill of a rule, as `denormd backfill` and `denormd unblock` do.
     pub async fn ask(&self, rule: &str) {
         let DeadLetters { database, deployment, .. } = &self.context().dead_letters;
-        let store = Store::open(&self.context().server, database, deployment).await.unwrap();
-        assert!(store.ask(&self.context().server, rule).await.unwrap());
+        let server = &self.context().server;
+        let store = Store::open(server, database, deployment).await.unwrap();
+        let known = store.rules(server).await.unwrap();
+        let record = known.into_iter().find(|(name, _)| name == rule).expect("a rule that has run").1;
+        let asked = match &record.state {
+            RuleState::Blocked(reason) => store.unblock(server, rule, reason, &record.definition).await,
+            _ => store.ask(server, rule).await,
+        };
+        assert!(asked.unwrap(), "{rule} is {:?}", record.state);
     }
 
     /// Waits until no rule is blocked for a source that exists and has documents, and agrees where too much would be lost.

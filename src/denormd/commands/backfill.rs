@@ -49,7 +49,10 @@ pub async fn backfill(
         }
     }
     for rule in &known {
-        store.ask(&context.server, rule).await?;
+        if !store.ask(&context.server, rule).await? {
+            let now = state(&store, &context.server, rule).await?;
+            return Err(stopped(rule, &now.state).into());
+        }
         if output == Output::Text {
             print(&format!("{rule}: requested\n"));
         }

@@ -1,6 +1,6 @@
 //! Work for the leader: another process, or this one where nobody leads.
 
-use std::{pin::pin, sync::Arc};
+use std::{pin::pin, sync::Arc, time::Duration};
 
 use crate::commands::{Failure, notice, plan::refusal};
 use denormd_engine::{
@@ -9,8 +9,11 @@ use denormd_engine::{
     preflight,
     reconcile::Context,
 };
-use denormd_mongo::error::Error;
+use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
+
+/// Interval between looks at the number of partitions.
+const LOOK: Duration = Duration::from_secs(5);
 
 /// Runs `work`, which asks the leader for something and waits until it is done. While nobody leads, this process does: it
 /// takes the lease, and follows changes as the daemon would, until the work is done. Leads whatever nobody else does, in the
@@ -29,15 +32,25 @@ pub async fn with_a_leader<T>(
         partitions: format::check(&context.server, &config.state.database, &config.name).await?,
         member: None,
     };
+    let divided = deployment.partitions;
     let mut share = Share::new(deployment, context.clone(), |handle, first| {
         if first && handle.context.partition.place() == 0 {
             notice("no daemon leads: doing it here");
         }
     });
     let (mut work, mut checked) = (pin!(work), false);
+    let mut look = tokio::time::interval(LOOK);
     let result = loop {
         tokio::select! {
             result = &mut work => break result,
+            _ = look.tick() => {
+                let now = format::check(&context.server, &config.state.database, &config.name).await;
+                // Without an answer the number is not known, and the work says what is wrong.
+                if now.is_ok_and(|now| now != divided) {
+                    break Err(Error::new(Kind::State, "the number of partitions was changed meanwhile")
+                        .hint("run the command again"));
+                }
+            }
             event = share.next() => match event? {
                 Event::Free(free) => {
                     if !checked && !free.is_empty() {

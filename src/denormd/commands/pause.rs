@@ -84,25 +84,27 @@ async fn known(store: &Store, context: &Context, rule: Option<&str>) -> Result<V
     Ok(context.plan.rules.iter().map(|rule| rule.name.clone()).filter(has_run).collect())
 }
 
-/// Returns when the leader reports the pause. Until then the leader may overwrite the state, and then the pause is
-/// recorded again.
+/// Returns when the leader of every partition reports the pause. Until then a leader may overwrite the state, and then the
+/// pause is recorded again. A leader that registers the rule later looks at the other partitions itself.
 async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<Duration>) -> Result<(), Error> {
     let server = &context.server;
     loop {
-        loop {
-            let now = state(store, server, rule).await?;
-            match now.state {
-                RuleState::Paused { .. } if now.noticed == now.generation => return Ok(()),
-                RuleState::Paused { .. } => {}
+        let led = lease::held(server, store.database(), store.ids()).await?;
+        let records = store.of_each_partition(server, rule).await?;
+        let (mut runs, mut waits) = (false, false);
+        for (id, record) in records {
+            match record.state {
+                RuleState::Paused { .. } => waits |= record.noticed != record.generation && led.contains(&id),
                 state @ RuleState::Blocked(_) => return Err(stopped(rule, &state)),
-                _ => break,
+                _ => runs = true,
             }
-            if !lease::is_held(server, store.database(), store.ids()).await? {
-                return Ok(());
-            }
-            tokio::time::sleep(LOOK).await;
         }
-        store.pause(server, rule, time).await?;
+        if runs {
+            store.pause(server, rule, time).await?;
+        } else if !waits {
+            return Ok(());
+        }
+        tokio::time::sleep(LOOK).await;
     }
 }
 

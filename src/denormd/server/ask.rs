@@ -58,6 +58,9 @@ async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -
         RuleState::Blocked(reason) => store.unblock(&server.unfenced(), rule, reason, &record.definition).await?,
         _ => store.ask(server, rule).await?,
     };
-    tracing::info!(rule, "a backfill was asked for over HTTP");
-    Ok(if asked { Asked::For } else { Asked::Unknown })
+    if asked {
+        tracing::info!(rule, "a backfill was asked for over HTTP");
+    }
+    // Its state may have changed since it was read.
+    Ok(if asked { Asked::For } else { Asked::Unfit })
 }

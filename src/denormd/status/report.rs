@@ -285,6 +285,16 @@ pub struct Oplog {
     pub lost_in_seconds: Option<f64>,
 }
 
+impl Oplog {
+    /// Seconds until changes are lost; less than any number while that is not known.
+    fn margin(&self) -> f64 {
+        match self.headroom_seconds.filter(|_| self.readable == Some(true)) {
+            Some(headroom) => self.lost_in_seconds.map_or(headroom, |lost| lost.min(headroom)),
+            None => f64::NEG_INFINITY,
+        }
+    }
+}
+
 /// Percentiles in seconds.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Percentiles {
@@ -327,6 +337,19 @@ pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Sta
     let summary = sentence::summary(&status);
     let risk = if unanswered(&status) { unknown_risk(&status) } else { status.risk.clone() };
     Status { level, summary, risk, ..status }
+}
+
+impl Percentiles {
+    /// Joins the percentiles of two partitions: the slower one counts.
+    fn joined(&self, other: &Self) -> Self {
+        let slower = |a: Option<f64>, b: Option<f64>| a.into_iter().chain(b).reduce(f64::max);
+        Self {
+            count: self.count + other.count,
+            p50: slower(self.p50, other.p50),
+            p95: slower(self.p95, other.p95),
+            p99: slower(self.p99, other.p99),
+        }
+    }
 }
 
 /// The status that this instance knows by itself. Level and summary are derived from the rest.
@@ -437,6 +460,10 @@ impl Status {
                     behind_since: rule.behind_since.into_iter().chain(same.behind_since).min(),
                     late_keys: rule.late_keys + same.late_keys,
                     targets_changed: rule.targets_changed + same.targets_changed,
+                    drift_found: rule.drift_found + same.drift_found,
+                    drift_repaired: rule.drift_repaired + same.drift_repaired,
+                    propagation: rule.propagation.joined(&same.propagation),
+                    audit: rule.audit.as_ref().zip(same.audit.as_ref()).map(|(audit, same)| audit.joined(same)),
                     degraded: rule.degraded || same.degraded,
                     backfill: if matches!(rule.backfill, Backfill::None) {
                         same.backfill.clone()
@@ -459,9 +486,18 @@ impl Status {
                 None => causes.push(cause),
             }
         }
+        let (oplog, risk) = if other.oplog.margin() < self.oplog.margin() {
+            (other.oplog, other.risk)
+        } else {
+            (self.oplog, self.risk)
+        };
         Self {
             rules,
             causes,
+            oplog,
+            risk,
+            propagation: self.propagation.joined(&other.propagation),
+            clock_skew_seconds: self.clock_skew_seconds.into_iter().chain(other.clock_skew_seconds).reduce(f64::max),
             lag_seconds: later(self.lag_seconds, other.lag_seconds),
             behind_since: self.behind_since.into_iter().chain(other.behind_since).min(),
             // Each claim covers one leader's partitions, and none covers all.

@@ -137,7 +137,10 @@ fn lag(status: &Status) -> Option<String> {
 mod tests {
     use denormd_engine::deployment::lease::Holder;
 
-    use super::{super::report::Partitions, *};
+    use super::{
+        super::report::{Oplog, Partitions},
+        *,
+    };
 
     fn status() -> Status {
         let reports: serde_json::Value =
@@ -153,6 +156,24 @@ mod tests {
         status.partitions = Some(Partitions { of: 4, led: vec![0, 2] });
         let summary = summary(&status);
         assert!(summary.ends_with("This holds for the 2 of 4 partitions that this instance leads."), "{summary}");
+    }
+
+    /// A standby's risk was once that of the first leader, while another one was about to lose its position.
+    #[test]
+    fn of_several_leaders_the_one_at_risk_is_reported() {
+        let leader = |headroom: Option<f64>, risk: &str| {
+            let mut status = status();
+            status.oplog = Oplog { readable: Some(true), headroom_seconds: headroom, ..Oplog::default() };
+            status.risk = risk.to_owned();
+            status
+        };
+        let cases =
+            [(Some(9000.0), Some(20.0), "second"), (Some(20.0), Some(9000.0), "first"), (Some(20.0), None, "second")];
+        for (first, second, expected) in cases {
+            let joined = leader(first, "first").joined(leader(second, "second"));
+            assert_eq!(joined.risk, expected);
+            assert_eq!(joined.oplog.headroom_seconds, if expected == "first" { first } else { second });
+        }
     }
 
     /// A daemon that was killed and started again said that its dead predecessor leads.

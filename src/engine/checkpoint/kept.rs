@@ -45,6 +45,29 @@ pub struct Keeping {
     pub passed: Vec<Bson>,
 }
 
+impl Keeping {
+    /// What the partitions of a rule keep: the values at the paths of each, and those of all targets, unless all have
+    /// come equally far.
+    #[must_use]
+    pub fn joined<'a>(partitions: impl IntoIterator<Item = Option<&'a Self>>) -> Option<Self> {
+        let mut partitions = partitions.into_iter();
+        let first = partitions.next()?;
+        partitions.fold(first.cloned(), |joined, next| {
+            let (mut joined, next) = match (joined, next) {
+                (Some(joined), Some(next)) => (joined, next),
+                (Some(one), None) => return Some(Self { passed: Vec::new(), ..one }),
+                (None, next) => return next.map(|next| Self { passed: Vec::new(), ..next.clone() }),
+            };
+            if joined.passed != next.passed {
+                joined.passed.clear();
+            }
+            let more: Vec<String> = next.paths.iter().filter(|path| !joined.paths.contains(path)).cloned().collect();
+            joined.paths.extend(more);
+            Some(joined)
+        })
+    }
+}
+
 /// A place in a target.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Place {

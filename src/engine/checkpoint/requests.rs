@@ -154,10 +154,14 @@ impl Store {
         Ok(())
     }
 
-    /// Records that a request is refused.
+    /// Records that a request is refused, for all partitions: none of them waits for this one.
     pub async fn refuse_request(&self, server: &Server, id: ObjectId, why: &str) -> Result<()> {
-        let update = doc! {"$set": {"refused": why}};
-        server.collection(self.database(), REQUESTS).update_one(doc! {"_id": id}, update).await?;
+        let requests = server.collection(self.database(), REQUESTS);
+        let refused = bounded(requests.find_one_and_update(doc! {"_id": id}, doc! {"$set": {"refused": why}})).await?;
+        if let Some(refused) = refused {
+            let others = doc! {"together": refused.get("together").cloned(), "_id": {"$ne": id}};
+            bounded(requests.delete_many(others)).await?;
+        }
         Ok(())
     }
 

@@ -4,6 +4,8 @@
 //! the first version are unchanged, so that an instance of that version, running at the same time or later, reads the
 //! same state. It reads a blocked rule as `held`, and ignores the fields that it does not know.
 
+use std::mem;
+
 use bson::{Bson, DateTime, Document, Timestamp, doc};
 use serde::{Deserialize, Serialize};
 
@@ -83,7 +85,7 @@ impl RuleRecord {
                 self.retired.push(definition);
             }
         }
-        self.keeping = self.keeping.take().or(other.keeping);
+        self.keeping = Keeping::joined([self.keeping.as_ref(), other.keeping.as_ref()]);
         for undone in other.undone {
             if !self.undone.contains(&undone) {
                 self.undone.push(undone);
@@ -94,9 +96,17 @@ impl RuleRecord {
         if other_is_worse || behind(&other.progress) < behind(&self.progress) {
             self.progress = other.progress;
         }
+        let mut left = other.definition;
+        let mut left_state = other.state;
         if other_is_worse {
-            (self.definition, self.state) = (other.definition, other.state);
+            mem::swap(&mut self.definition, &mut left);
+            mem::swap(&mut self.state, &mut left_state);
             self.removals_agreed = other.removals_agreed;
+        }
+        // The other partition may have written by a definition of its own, unless that was blocked before its first write.
+        let has_written = !matches!(left_state, RuleState::Blocked(BlockReason::Adoption(_)));
+        if has_written && left != self.definition && !self.retired.contains(&left) {
+            self.retired.push(left);
         }
     }
 }

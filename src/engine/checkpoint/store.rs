@@ -5,6 +5,7 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
+    mem,
     sync::Arc,
     time::Duration,
 };
@@ -243,6 +244,18 @@ impl Store {
         Ok(out)
     }
 
+    /// The records of a rule by the id of the partition, for each partition that has registered it.
+    pub async fn of_each_partition(&self, server: &Server, rule: &str) -> Result<Vec<(String, RuleRecord)>> {
+        let mut records = Vec::new();
+        let rules = server.collection(&self.database, RULES);
+        let found: Vec<Document> = bounded(async { rules.find(self.of_rule(rule)).await?.try_collect().await }).await?;
+        for document in found {
+            let id = document.get_document("_id").ok().and_then(|id| id.get_str("deployment").ok());
+            records.push((id.unwrap_or_default().to_owned(), rule_record::read(&document)?.1));
+        }
+        Ok(records)
+    }
+
     /// Records the definition and state of a rule, regardless of the previous state. Returns the stored state and the
     /// generation of this change, which invalidates requests of earlier generations.
     pub async fn reset_rule(
@@ -306,7 +319,7 @@ impl Store {
         }
     }
 
-    /// Blocks a rule until somebody agrees to the effect of its backfill ([`Store::ask`]). Once agreed to, the same
+    /// Blocks a rule until somebody agrees to the effect of its backfill ([`Store::unblock`]). Once agreed to, the same
     /// definition of the rule is not blocked again for its effect on existing data ([`RuleRecord::has_agreed`]).
     /// Returns the generation of the block.
     pub async fn block(&self, server: &Server, rule: &Rule, reason: BlockReason) -> Result<i64> {
@@ -314,19 +327,15 @@ impl Store {
         Ok(generation)
     }
 
-    /// Requests a backfill of a rule from the start, from the current or next leader. This unblocks a blocked rule, and
-    /// records the agreement to its effect on existing data for this definition. Returns false for a rule that has
-    /// never run.
-    ///
-    /// The request applies only to the generation that it has read, as the caller need not be the leader. A delayed
-    /// write, after the rule was blocked again, would agree to an effect that nobody has seen.
+    /// Requests a backfill of a rule from the start, from the current or next leader. Returns false for a rule that has
+    /// never run, or is stopped in every partition: a rule that is blocked or paused after the user has looked stays so.
     pub async fn ask(&self, server: &Server, rule: &str) -> Result<bool> {
-        self.ask_all(server, rule, None).await
+        self.ask_all(server, rule, |seen| !seen.state.is_stopped(), None).await
     }
 
-    /// Like [`Store::ask`], for a rule that is still blocked for the reason that the user has seen. Returns false if it
-    /// is not. Of a block for the effect on existing data, partitions that have not recorded this definition yet use the
-    /// same decision.
+    /// Unblocks a rule by a backfill, if it is still blocked for the reason that the user has seen; returns false if it
+    /// is not. For a block because of its effect on existing data, partitions that have not recorded this definition yet
+    /// use the same decision.
     pub async fn unblock(
         &self,
         server: &Server,
@@ -334,58 +343,64 @@ impl Store {
         reason: &BlockReason,
         definition: &Document,
     ) -> Result<bool> {
-        if let BlockReason::Adoption(_) = reason {
-            let decisions = Decisions { server, database: &self.database, deployment: &self.deployment };
-            decisions.agree(rule, definition).await?;
-        }
-        self.ask_all(server, rule, Some(reason)).await
+        let is_blocked = |seen: &RuleRecord| match (&seen.state, reason) {
+            // A partition that has not met the drop yet would be blocked by it later.
+            (state, BlockReason::SourceGone) if !state.is_stopped() => true,
+            (RuleState::Blocked(BlockReason::Adoption(_)), BlockReason::Adoption(_)) => seen.definition == *definition,
+            (RuleState::Blocked(other), reason) => mem::discriminant(other) == mem::discriminant(reason),
+            _ => false,
+        };
+        let agreed = match reason {
+            // From now on, a missing source collection counts as empty.
+            BlockReason::SourceGone => {
+                let now = Timestamp::from(server.operation_time().await?);
+                doc! {"released": now, "source_seen": false, "source_uuid": Bson::Null}
+            }
+            BlockReason::Adoption(_) => {
+                let decisions = Decisions { server, database: &self.database, deployment: &self.deployment };
+                decisions.agree(rule, definition).await?;
+                doc! {"agreed": definition.clone()}
+            }
+            BlockReason::RemovalLimit => Document::new(),
+        };
+        self.ask_all(server, rule, is_blocked, Some(agreed)).await
     }
 
-    async fn ask_all(&self, server: &Server, rule: &str, reason: Option<&BlockReason>) -> Result<bool> {
-        let now = Timestamp::from(server.operation_time().await?);
-        let mut asked = false;
-        for id in self.ids.iter() {
-            asked |= self.ask_one(server, doc! {"deployment": id, "rule": rule}, now, reason).await?;
-        }
-        Ok(asked)
-    }
-
-    async fn ask_one(
+    /// Requests a backfill from each partition whose record `fits`. Returns false if none does. `agreed` has the fields
+    /// that record an agreement to its effect.
+    ///
+    /// A request applies only to the generation that it has read, as the caller need not be the leader. A delayed
+    /// write, after the rule was blocked again, would agree to an effect that nobody has seen.
+    async fn ask_all(
         &self,
         server: &Server,
-        id: Document,
-        now: Timestamp,
-        reason: Option<&BlockReason>,
+        rule: &str,
+        fits: impl Fn(&RuleRecord) -> bool,
+        agreed: Option<Document>,
     ) -> Result<bool> {
-        let state = backfill_from_the_start()?;
         let rules = server.collection(&self.database, RULES);
-        loop {
-            let Some(seen) = bounded(rules.find_one(doc! {"_id": id.clone()})).await? else { return Ok(false) };
-            let (_, seen) = rule_record::read(&seen)?;
-            let unchanged = doc! {"_id": id.clone(), "generation": same_generation(seen.generation)};
-            // Another partition may be blocked for a reason that the more urgent one has hidden.
-            if reason.is_some_and(|reason| seen.state.outranks(&RuleState::Blocked(reason.clone()))) {
-                return Ok(false);
-            }
-            let mut state = state.clone();
-            if seen.removals_agreed || seen.state.is_blocked() {
-                state.insert("removals_agreed", seen.generation + 1);
-            }
-            if let RuleState::Blocked(reason) = seen.state {
-                match reason {
-                    // From now on, a missing source collection counts as empty.
-                    BlockReason::SourceGone => {
-                        state.extend(doc! {"released": now, "source_seen": false, "source_uuid": Bson::Null});
-                    }
-                    BlockReason::Adoption(_) => drop(state.insert("agreed", seen.definition)),
-                    BlockReason::RemovalLimit => {}
+        let mut asked = false;
+        for id in self.ids.iter() {
+            let id = doc! {"deployment": id, "rule": rule};
+            while let Some(seen) = bounded(rules.find_one(doc! {"_id": id.clone()})).await? {
+                let (_, seen) = rule_record::read(&seen)?;
+                if !fits(&seen) {
+                    break;
+                }
+                let mut state = backfill_from_the_start()?;
+                if seen.removals_agreed || agreed.is_some() {
+                    state.insert("removals_agreed", seen.generation + 1);
+                }
+                state.extend(agreed.clone().unwrap_or_default());
+                let unchanged = doc! {"_id": id.clone(), "generation": same_generation(seen.generation)};
+                let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+                if bounded(rules.update_one(unchanged, update)).await?.matched_count > 0 {
+                    asked = true;
+                    break;
                 }
             }
-            let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
-            if bounded(rules.update_one(unchanged, update)).await?.matched_count > 0 {
-                return Ok(true);
-            }
         }
+        Ok(asked)
     }
 
     /// Pauses a rule that is not stopped for another reason. The rule stops once the leader has read this. The state
@@ -488,22 +503,22 @@ impl Store {
     /// Deletes the retired definitions of a rule and, with `whole`, its record. Deletes only what is `known`: a rule
     /// that has returned to the config or has changed meanwhile is kept, even if the request is delayed.
     pub async fn forget(&self, server: &Server, rule: &str, known: &RuleRecord, whole: bool) -> Result<()> {
-        let mut filter = self.of_rule(rule);
-        filter.insert("definition", known.definition.clone());
         let rules = server.collection(&self.database, RULES);
         if !whole {
+            let mut same = self.of_rule(rule);
+            same.insert("definition", known.definition.clone());
             let update = doc! {"$pullAll": {"retired": known.retired.clone()}};
-            bounded(rules.update_many(filter, update)).await?;
+            bounded(rules.update_many(same, update)).await?;
             return Ok(());
         }
-        let seen: Vec<Document> = bounded(rules.find(filter)).await?.try_collect().await?;
-        let generations =
-            seen.iter().map(|doc| Ok(rule_record::read(doc)?.1.generation)).collect::<Result<Vec<i64>>>()?;
-        if generations.iter().sum::<i64>() != known.generation {
+        // The partitions may have recorded different definitions. Each change of one has a generation of its own.
+        let seen = self.of_each_partition(server, rule).await?;
+        if seen.iter().map(|(_, record)| record.generation).sum::<i64>() != known.generation {
             return Ok(());
         }
-        for (doc, generation) in seen.iter().zip(generations) {
-            let unchanged = doc! {"_id": doc.get("_id").cloned(), "generation": same_generation(generation)};
+        for (id, record) in seen {
+            let id = doc! {"deployment": id, "rule": rule};
+            let unchanged = doc! {"_id": id, "generation": same_generation(record.generation)};
             bounded(rules.delete_one(unchanged)).await?;
         }
         Ok(())

@@ -21,6 +21,7 @@ use mongodb::{
 use crate::{
     checkpoint::{
         fan_out, format,
+        kept::Keeping,
         requests::REQUESTS,
         store::{POSITIONS, RULES, highest_term},
     },
@@ -259,12 +260,26 @@ fn one(states: &[&Document], whole: bool) -> Document {
     let same = states.iter().all(|state| state.get("definition") == out.get("definition"));
     let number = |name| states.iter().filter_map(|state| state.get_i64(name).ok()).max().unwrap_or_default();
     let seen = states.iter().any(|state| state.get_bool("source_seen").unwrap_or_default());
-    let mut retired: Vec<Bson> = Vec::new();
-    for definition in states.iter().filter_map(|state| state.get_array("retired").ok()).flatten() {
-        if !retired.contains(definition) {
+    let all_of = |name| {
+        let mut all: Vec<Bson> = Vec::new();
+        for value in states.iter().filter_map(|state| state.get_array(name).ok()).flatten() {
+            if !all.contains(value) {
+                all.push(value.clone());
+            }
+        }
+        all
+    };
+    let (mut retired, undone) = (all_of("retired"), all_of("undone"));
+    // What a partition wrote by another definition is left to `denormd prune`.
+    let others = states.iter().filter(|state| !is(state, "held")).filter_map(|state| state.get("definition"));
+    for definition in others {
+        if out.get("definition") != Some(definition) && !retired.contains(definition) {
             retired.push(definition.clone());
         }
     }
+    let keeping: Vec<Option<Keeping>> =
+        states.iter().map(|state| bson::deserialize_from_bson(state.get("keeping")?.clone()).ok()).collect();
+    let keeping = Keeping::joined(keeping.iter().map(Option::as_ref));
     if let Some(released) = states.iter().filter_map(|state| state.get_timestamp("released").ok()).max() {
         out.insert("released", released);
     }
@@ -272,6 +287,12 @@ fn one(states: &[&Document], whole: bool) -> Document {
     out.insert("source_seen", seen);
     if !retired.is_empty() {
         out.insert("retired", retired);
+    }
+    if !undone.is_empty() {
+        out.insert("undone", undone);
+    }
+    if let Some(keeping) = keeping.and_then(|keeping| bson::serialize_to_document(&keeping).ok()) {
+        out.insert("keeping", keeping);
     }
     if stopped.is_none() {
         let all =
@@ -392,6 +413,22 @@ mod tests {
         let rules = joined(&[state(0, "pending"), state(1, "done")], 2, &BTreeSet::new());
         assert_eq!(rules[0].get_array("after").unwrap().len(), 0);
         assert_eq!(rules[0].get_i64("generation").unwrap(), 3);
+    }
+
+    /// Values of the other partitions would otherwise be overwritten without being kept, or pruned after an `undo`.
+    #[test]
+    fn what_any_partition_keeps_or_has_put_back_is_carried_over() {
+        let (mut first, mut second) = (state(0, "pending"), state(1, "pending"));
+        first.extend(doc! {"keeping": {"paths": ["a"], "passed": [9]}, "undone": [1]});
+        second.extend(doc! {"keeping": {"paths": ["a", "b"], "passed": [4]}, "undone": [2, 1], "definition": {"a": 2}});
+        let rule = &joined(&[first.clone(), second], 2, &BTreeSet::new())[0];
+        assert_eq!(rule.get_document("keeping").unwrap(), &doc! {"paths": ["a", "b"], "passed": []});
+        assert_eq!(rule.get_array("undone").unwrap(), &[1.into(), 2.into()]);
+        assert_eq!(rule.get_array("retired").unwrap(), &[doc! {"a": 2}.into()], "what it has written is not forgotten");
+        let rule = &joined(&[state(1, "done"), first.clone()], 2, &BTreeSet::new())[0];
+        assert_eq!(rule.get_document("keeping").unwrap(), &doc! {"paths": ["a"], "passed": []});
+        let rule = &joined(&[first.clone(), first], 2, &BTreeSet::new())[0];
+        assert_eq!(rule.get_document("keeping").unwrap(), &doc! {"paths": ["a"], "passed": [9]});
     }
 
     #[test]

@@ -3,13 +3,14 @@
 
 use std::collections::BTreeSet;
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, Document, doc, oid::ObjectId};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::{
         requests::{Carried, Retired},
         rule_record::RuleRecord,
+        store::Store,
     },
     reconcile::{
         Context, read,
@@ -78,13 +79,21 @@ pub async fn count(context: &Context, retired: &Retired) -> Result<u64> {
 
 /// Removes retired fields for `denormd prune`, a page of documents at a time, by writes that end with the lease. Checks
 /// `stop` between writes: a write in flight is waited for, because the next leader may write the same field.
-pub async fn carry_out(context: &Context, paths: &[Retired], stop: &CancellationToken) -> Result<Carried> {
-    // Every partition receives the request, and one of them is enough.
+pub async fn carry_out(
+    context: &Context,
+    store: &Store,
+    (id, paths): (ObjectId, &[Retired]),
+    stop: &CancellationToken,
+) -> Result<Carried> {
+    if let Some(taken) = paths.iter().find(|retired| is_owned(&context.plan, retired)) {
+        return Ok(Carried::Refused(format!("a rule that it runs owns `{}` of `{}`", taken.path, taken.collection)));
+    }
+    // Every partition receives the request. One of them writes, once no other has a rule that owns the paths.
     if context.partition.place() != 0 {
         return Ok(Carried::Out);
     }
-    if let Some(taken) = paths.iter().find(|retired| is_owned(&context.plan, retired)) {
-        return Ok(Carried::Refused(format!("a rule that it runs owns `{}` of `{}`", taken.path, taken.collection)));
+    if !store.is_last(&context.server, id).await? {
+        return Ok(Carried::Stopped);
     }
     for retired in paths {
         match take_away(context, retired, stop).await {

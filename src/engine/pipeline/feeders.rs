@@ -154,7 +154,7 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
     // The futures are large, and commands are rare.
     let carry_out = async |asked: Asked| {
         let carried = match &asked.work {
-            Work::Prune(paths) => Box::pin(prune::carry_out(&context, paths, &stop)).await?,
+            Work::Prune(paths) => Box::pin(prune::carry_out(&context, &store, (asked.id, paths), &stop)).await?,
             Work::Undo => Box::pin(undo::carry_out(&context, &store, &asked, &stop)).await?,
             Work::Look(_) => Carried::Out,
         };

@@ -10,6 +10,7 @@ use crate::{
         rule_record::{Agreement, RuleRecord},
         store::Store,
     },
+    dead_letter::DeadLetters,
     reconcile::Context,
 };
 use denormd_model::{
@@ -55,7 +56,13 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
                 // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
                 let agreement = if rule.adopt && !state.is_blocked() { Agreement::Given } else { Agreement::Ended };
                 let registered = store.register_rule(&context.server, rule, (&state, agreement), keeping.as_ref());
-                let (state, generation) = registered.await?;
+                let (mut state, mut generation) = registered.await?;
+                if before.is_none()
+                    && !state.is_stopped()
+                    && let Some(paused) = paused_elsewhere(context, rule).await?
+                {
+                    (state, generation) = store.reset_rule(&context.server, rule, &paused, Agreement::Kept).await?;
+                }
                 failpoint::here("rule-reset");
                 keep::begin(context, rule, keeping).await?;
                 context.fan_outs.forget(&context.server, &rule.name).await?;
@@ -87,6 +94,19 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
         rules.sources.extend(record.source_seen.then_some((rule.id, record.source_uuid)));
     }
     Ok(rules)
+}
+
+/// The pause of a rule in another partition: `denormd pause` reaches only those that have registered the rule. Read after
+/// this partition has done so, because the command looks once more after it has recorded the pause.
+async fn paused_elsewhere(context: &Context, rule: &Rule) -> Result<Option<RuleState>> {
+    if context.partition.of() == 1 {
+        return Ok(None);
+    }
+    let DeadLetters { database, deployment, .. } = &context.dead_letters;
+    let whole = Store::open(&context.server.unfenced(), database, deployment).await?;
+    let records = whole.of_each_partition(&context.server, &rule.name).await?;
+    let states = records.into_iter().map(|(_, record)| record.state);
+    Ok(states.into_iter().find(|state| matches!(state, RuleState::Paused { .. })))
 }
 
 /// The state of a rule that is new, changed, or returns to the config.

@@ -81,7 +81,8 @@ pub struct AuditProgress {
 
 impl AuditProgress {
     /// Merges the audits of two partitions: each reads all targets, and the one with the least progress counts.
-    pub(super) fn joined(&self, other: &Self) -> Self {
+    #[must_use]
+    pub fn joined(&self, other: &Self) -> Self {
         let longest = |a: Option<f64>, b: Option<f64>| a.into_iter().chain(b).max_by(f64::total_cmp);
         Self {
             compared: self.compared.min(other.compared),
