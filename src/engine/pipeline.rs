@@ -50,6 +50,7 @@ use register::register_rules;
 use rules::{Rules, rules_of};
 use schedule::{Hold, Schedule};
 use sources::{Seen, read_sources};
+pub use streams::SAVE_POSITION;
 use streams::Streams;
 
 /// Capacity of the channel of writes that dead letters are retried for.

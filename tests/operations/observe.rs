@@ -226,6 +226,28 @@ async fn lag_grows_while_writes_are_held_and_is_zero_when_drained() {
     observed.end().await;
 }
 
+/// Nothing is behind, and all was once said to be well, until a restart met an oplog that no longer reached back.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_checkpoint_that_cannot_be_saved_is_reported_while_nothing_is_behind() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    hosts_and_log(&test, 3).await;
+    let observed = Observed::start(&test, RULES).await;
+    observed.daemon.settled().await;
+    // OutOfDiskSpace
+    let full =
+        doc! {"failCommands": ["update"], "errorCode": 14031, "namespace": format!("{}_state.positions", test.name)};
+    fail_point(&set, Some(full)).await;
+    let status = observed.until("it is said", |status| causes(status).contains(&"checkpoint_unsaved")).await;
+    assert!(status.lag_seconds < Some(5.0) && status.checkpoint_age_seconds >= 60.0, "{status:#?}");
+    assert_ne!(serde_json::to_value(status.level).unwrap(), "ok");
+    assert!(status.errors.iter().any(|error| error.message.contains("OutOfDiskSpace")), "{status:#?}");
+    assert_eq!(observed.metric("denormd_cause{reason=\"checkpoint_unsaved\",rule=\"\"}").await, Some(1.0));
+    fail_point(&set, None).await;
+    observed.until("it is saved again", |status| causes(status).is_empty()).await;
+    observed.end().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn wait_returns_when_the_end_of_a_chain_shows_the_write() {
     let test = denormd_fixture::database().await;

@@ -210,6 +210,9 @@ async fn a_rule_that_creates_its_targets_counts_those_and_explains_no_other() {
     let (code, told, error) = running.command(&["backfill", "--rule", "daily"]);
     assert_eq!(code, Some(0), "{error}");
     assert!(told.ends_with("\ndaily: done, 2 targets\n"), "{told}");
+    let state = test.beside("state").collection::<Document>("rules").find_one(doc! {}).await.unwrap().unwrap();
+    let progress = doc! {"done": 2_i64, "expected": 42_i64};
+    assert_eq!(state.get_document("progress").unwrap(), &progress, "2 targets and 40 sources were to be read");
     let (_, told, _) = running.command(&["events"]);
     assert!(!told.contains("40 targets") && !told.contains("42 targets"), "{told}");
     let (code, told, error) = running.command(&["explain", "daily", "2026-09-01"]);

@@ -6,7 +6,8 @@ use std::{
 };
 
 use denormd_engine::{
-    metrics::{Cause, Metrics},
+    metrics::{Cause, Metrics, RecentError},
+    pipeline::SAVE_POSITION,
     snapshot::Snapshot,
 };
 use denormd_model::{
@@ -29,14 +30,16 @@ const RECENT: Duration = Duration::from_secs(30);
 const SLOW: Duration = Duration::from_secs(5);
 /// Lag of the majority behind the primary from which it counts as absent. The server's flow control begins there.
 const NO_MAJORITY: Duration = Duration::from_secs(10);
-/// Headroom, in seconds, below which the oplog counts as short while a rule is behind.
+/// Headroom, in seconds, below which the oplog counts as short while a rule is behind or the checkpoint is old.
 const SHORT: f64 = 3600.0;
 /// Part of the headroom, one in this number, that the lag must exceed for it. The oplog of a new server covers only the time since
 /// the server was started, and there a lag of seconds is no danger.
 const SHARE: f64 = 20.0;
-/// Time until the position falls off the oplog, in seconds, below which the oplog counts as short while a rule is behind.
+/// Time until the position falls off the oplog, in seconds, below which the oplog then counts as short.
 const SOON: f64 = 4.0 * 3600.0;
 
+/// Age, in seconds, from which a checkpoint counts as old: one is saved every second.
+const OLD: f64 = 60.0;
 /// Age of a late canary, in milliseconds: one is sent every ten seconds, so five have not arrived.
 const LATE: i64 = 60_000;
 
@@ -139,8 +142,13 @@ fn of_the_rules(
     }
     let headroom = state.oplog.headroom_seconds.unwrap_or(f64::INFINITY);
     let lost_in = state.oplog.lost_in_seconds.unwrap_or(f64::INFINITY);
-    if !behind.is_empty() && is_short(headroom, lost_in, lags.checkpoint.max(lags.overall.unwrap_or_default())) {
+    let is_old = lags.checkpoint >= OLD;
+    let oldest = lags.checkpoint.max(lags.overall.unwrap_or_default());
+    if (is_old || !behind.is_empty()) && is_short(headroom, lost_in, oldest) {
         say(Cause::OplogShort, Vec::new());
+    }
+    if is_old && !no_primary && recent(metrics).any(|line| line.doing == SAVE_POSITION) {
+        say(Cause::CheckpointUnsaved, Vec::new());
     }
     if state.oplog.readable == Some(false) {
         say(Cause::OplogUnreadable, Vec::new());
@@ -179,11 +187,15 @@ fn names(seen: &Snapshot, rules: &BTreeSet<usize>) -> Vec<String> {
     rules.iter().filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone()).collect()
 }
 
+/// The errors that count as current.
+fn recent(metrics: &Metrics) -> impl Iterator<Item = RecentError> {
+    let from = wall_millis() - i64::try_from(RECENT.as_millis()).unwrap_or(i64::MAX);
+    metrics.recent_errors().into_iter().filter(move |line| line.last >= from)
+}
+
 /// Rules with a recent error that is being retried.
 fn failing(metrics: &Metrics) -> BTreeSet<String> {
-    let from = wall_millis() - i64::try_from(RECENT.as_millis()).unwrap_or(i64::MAX);
-    let lines = metrics.recent_errors().into_iter().filter(|line| line.last >= from && line.doing == "reconcile");
-    lines.filter_map(|line| line.rule).collect()
+    recent(metrics).filter(|line| line.doing == "reconcile").filter_map(|line| line.rule).collect()
 }
 
 fn troubled(metrics: &Metrics, reason: &str) -> Vec<String> {

@@ -31,7 +31,7 @@ use denormd_mongo::{
     code,
     error::{Error, Result},
 };
-use denormd_rules::plan::{Rule, RuleId, reference::Role};
+use denormd_rules::plan::{Rule, RuleId, Side, reference::Role};
 
 mod levels;
 mod pace;
@@ -176,8 +176,7 @@ impl One<'_> {
         let time = server.operation_time().await?;
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
         let published = &self.context.published;
-        // The number of documents to come is unknown where sources are read as well.
-        let expected = if self.rule.creates.is_some() { None } else { self.expected(after.as_ref()).await };
+        let expected = self.expected(request).await;
         published.update(|snapshot| {
             snapshot.backfills.insert(self.rule.name.clone(), BackfillProgress::started(expected));
             false
@@ -221,7 +220,7 @@ impl One<'_> {
         let dead_letters = self.dead_letters().await?;
         if self.rule.creates.is_some() {
             // Those that it has created as well.
-            targets = self.expected(None).await.unwrap_or(targets);
+            targets = self.count(&self.rule.target, None).await.unwrap_or(targets);
         }
         let progress = (targets, expected);
         let done = self.store.save_backfill(server, self.rule, request.generation, &RuleState::Live, progress).await?;
@@ -258,18 +257,30 @@ impl One<'_> {
         known.iter().any(|(name, state)| *name == self.rule.name && state.generation > request.generation)
     }
 
-    /// The approximate number of targets to read, for progress reports only; None if counting takes too long. When a
-    /// backfill resumes, `$gt` counts only ids of the same BSON type.
-    async fn expected(&self, after: Option<&Bson>) -> Option<u64> {
-        let mut filter = self.rule.target.filter.clone().unwrap_or_default();
+    /// The approximate number of documents to read, for progress reports only: targets, and the sources of a rule that
+    /// creates its targets.
+    async fn expected(&self, request: &BackfillRequest) -> Option<u64> {
+        let (rule, after) = (self.rule, request.after.as_ref());
+        if request.in_sources {
+            return self.count(&rule.source, after).await;
+        }
+        let targets = self.count(&rule.target, after).await?;
+        let sources = if rule.creates.is_some() { self.count(&rule.source, None).await? } else { 0 };
+        Some(targets + sources)
+    }
+
+    /// The number of documents on one side of the rule; None if counting takes too long. When a backfill resumes, `$gt`
+    /// counts only ids of the same BSON type.
+    async fn count(&self, side: &Side, after: Option<&Bson>) -> Option<u64> {
+        let mut filter = side.filter.clone().unwrap_or_default();
         if let Some(after) = after {
             filter = doc! {"$and": [{"_id": {"$gt": after.clone()}}, filter]};
         }
         let command = doc! {
-            "count": &self.rule.target.namespace.collection, "query": filter, "maxTimeMS": COUNTING,
+            "count": &side.namespace.collection, "query": filter, "maxTimeMS": COUNTING,
             "collation": read::simple_collation(),
         };
-        let database = self.context.server.database(&self.rule.target.namespace.database);
+        let database = self.context.server.database(&side.namespace.database);
         let reply = database.run_command(command).await.ok()?;
         match reply.get("n")? {
             Bson::Int32(n) => u64::try_from(*n).ok(),

@@ -35,6 +35,8 @@ pub enum Cause {
     DeadLetters,
     /// The checkpoint will soon fall off the oplog.
     OplogShort,
+    /// The checkpoint cannot be saved.
+    CheckpointUnsaved,
     /// The oplog's first entry cannot be read.
     OplogUnreadable,
     /// The pipeline's loop makes no progress.
@@ -53,7 +55,7 @@ pub enum Cause {
 
 impl Cause {
     /// All causes, the most urgent first.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 24] = [
         Self::NoPrimary,
         Self::LeaseUnreadable,
         Self::Privilege,
@@ -63,6 +65,7 @@ impl Cause {
         Self::CanaryLate,
         Self::Degraded,
         Self::OplogShort,
+        Self::CheckpointUnsaved,
         Self::SourceGone,
         Self::RemovalLimit,
         Self::Adoption,
@@ -99,6 +102,7 @@ impl Cause {
             Self::Backfilling => "backfilling",
             Self::DeadLetters => "dead_letters",
             Self::OplogShort => "oplog_short",
+            Self::CheckpointUnsaved => "checkpoint_unsaved",
             Self::OplogUnreadable => "oplog_unreadable",
             Self::Stalled => "stalled",
             Self::Paused => "paused",
@@ -146,6 +150,9 @@ impl Cause {
             Self::Backfilling => "existing data is being brought up to date",
             Self::DeadLetters => "documents that could not be read or written became dead letters",
             Self::OplogShort => "the checkpoint will soon fall off the oplog",
+            Self::CheckpointUnsaved => {
+                "the checkpoint cannot be saved: a restart would read all changes since the last one again"
+            }
             Self::OplogUnreadable => "the remaining oplog window cannot be read",
             Self::Stalled => "the daemon's event loop is blocked",
             Self::Unavailable => "the cluster lacks something that a rule needs: it does nothing, and the others go on",
@@ -187,6 +194,9 @@ impl Cause {
             Self::DeadLetters => "`denormd dead-letters list` says which and why; they are tried again by themselves",
             Self::OplogShort => {
                 "remove the cause of the lag, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})"
+            }
+            Self::CheckpointUnsaved => {
+                "see the errors below: the state database must be writable. Once the oplog no longer reaches back to the checkpoint, a restart backfills every rule"
             }
             Self::OplogUnreadable => {
                 "grant `find` on local.oplog.rs, or watch the remaining oplog window by other means; a router has no oplog, so watch each shard's"
@@ -234,6 +244,7 @@ impl Cause {
             | Self::Backfilling
             | Self::DeadLetters
             | Self::OplogUnreadable
+            | Self::CheckpointUnsaved
             | Self::ConfigRefused
             | Self::Paused => false,
         }

@@ -18,6 +18,9 @@ use denormd_mongo::error::{Error, Kind};
 /// Interval between checkpoints while work continues.
 const SAVE_EVERY: Duration = Duration::from_secs(1);
 
+/// The name of this work in recorded errors.
+pub const SAVE_POSITION: &str = "save position";
+
 /// A stream, and its checkpoint.
 #[derive(Debug)]
 pub(super) struct Stream {
@@ -166,6 +169,6 @@ impl Streams {
 
 fn not_saved(context: &Context, result: Saved, error: &Error) -> Saved {
     tracing::warn!(error = %error.message, "the checkpoint could not be saved; trying again");
-    context.metrics.record_error(None, "save position", error);
+    context.metrics.record_error(None, SAVE_POSITION, error);
     result
 }
