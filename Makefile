@@ -205,11 +205,12 @@ test-model: ## Send COMMANDS (100000) random commands to the simulated server an
 	export DENORMD_COMMANDS="$(or $(COMMANDS),100000)" DENORMD_FIRST="$(or $(FIRST),1)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture model::
 
-# SEEDS=1000
+# SEEDS=1000, AT_ONCE=10 clusters. OPTIMISED=yes takes a quarter of an hour to build once, and pays off from ten thousand seeds on.
 .PHONY: simulate
 simulate: ## Draw SEEDS (1000) random histories on the simulated server, from a seed that nobody has tried, and compare each with the oracle
-	@export DENORMD_SIMULATIONS="$(or $(SEEDS),1000)" DENORMD_FIRST="$(or $(FIRST),random)"
-	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture simulated::all_rules_converge_on_the_model
+	@export DENORMD_SIMULATIONS="$(or $(SEEDS),1000)" DENORMD_FIRST="$(or $(FIRST),random)" DENORMD_AT_ONCE="$(or $(AT_ONCE),10)"
+	export DENORMD_RELOADS=1 RUST_LOG="$${RUST_LOG:-error}"
+	$(CARGO) test --workspace --test main $(FEATURES) $(if $(OPTIMISED),--profile simulate) -- --nocapture simulated::all_rules_converge_on_the_model
 
 # SEEDS=100, AT_ONCE=2 clusters of WORLDS=10 seeds each.
 .PHONY: simulate-faults

@@ -20,32 +20,37 @@ use crate::support::seeds::from_environment;
 const KNOWN: &[Odd] = &[Odd::Empty, Odd::Collections, Odd::PreImages, Odd::Failing, Odd::Echo, Odd::EdgeIds];
 
 /// The most worlds under one daemon.
-const AT_ONCE: u64 = 20;
+const WORLDS: u64 = 20;
 
 fn everything(prefix: String) -> Options {
     Options { mixed_composite: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
 }
 
-/// Runs `count` histories from `first` on, on a cluster of their own.
-async fn simulate(run: &Run, first: u64, count: u64) {
+/// Runs `count` histories from `first` on, on a cluster of their own. Returns false if one of them needs what the model
+/// does not know.
+async fn simulate(run: &Run, first: u64, count: u64) -> bool {
     let server = Server::start(Model::new(first), 0).await.unwrap();
     let test = TestDb::create(server.uri()).await;
     run.histories_on(&test, first, count).await;
     let unknown = server.model.unknown();
-    assert!(unknown.is_empty(), "the model does not know {unknown:#?}");
+    if !unknown.is_empty() {
+        println!("seeds {first} to {} are not decided: the model does not know {unknown:#?}", first + count - 1);
+    }
+    unknown.is_empty()
 }
 
+/// Several clusters at once: most of their time is waiting.
 async fn many(run: Run, default: u64) {
     let begun = Instant::now();
     let seeds = seeds("DENORMD_SIMULATIONS", default);
-    let mut first = seeds.start;
-    while first < seeds.end {
-        let count = AT_ONCE.min(seeds.end - first);
-        simulate(&run, first, count).await;
-        first += count;
-    }
+    let at_once = from_environment("DENORMD_AT_ONCE").unwrap_or(3);
+    let firsts = seeds.clone().step_by(usize::try_from(WORLDS).unwrap());
+    let runs = firsts.map(|first| simulate(&run, first, WORLDS.min(seeds.end - first)));
+    let decided: Vec<bool> = stream::iter(runs).buffer_unordered(at_once).collect().await;
     let minutes = begun.elapsed().max(Duration::from_millis(1)).as_secs_f64() / 60.0;
     println!("{:.0} seeds a minute", f64::from(u32::try_from(seeds.end - seeds.start).unwrap()) / minutes);
+    let undecided = decided.iter().filter(|decided| !**decided).count();
+    assert!(undecided * 20 <= decided.len(), "{undecided} of {} clusters are not decided", decided.len());
 }
 
 #[tokio::test(flavor = "multi_thread")]
