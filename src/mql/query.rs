@@ -24,20 +24,20 @@ pub fn matches(filter: &Document, document: &Document) -> Result<bool> {
     Ok(true)
 }
 
+/// Like the server, looks at no further clause once one has decided: it may be an expression that fails.
 fn clauses(name: &str, clauses: &Bson, document: &Document) -> Result<bool> {
-    let mut all = true;
-    let mut any = false;
+    let (decides, decided) = match name {
+        "$and" => (false, false),
+        "$or" => (true, true),
+        _ => (true, false),
+    };
     for clause in clauses.as_array().into_iter().flatten() {
         let Some(clause) = clause.as_document() else { return refused(format!("`{name}` takes an array of filters")) };
-        let holds = matches(clause, document)?;
-        all &= holds;
-        any |= holds;
+        if matches(clause, document)? == decides {
+            return Ok(decided);
+        }
     }
-    Ok(match name {
-        "$and" => all,
-        "$or" => any,
-        _ => !any,
-    })
+    Ok(!decided)
 }
 
 fn field(path: &str, condition: &Bson, document: &Document) -> Result<bool> {
