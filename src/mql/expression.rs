@@ -428,7 +428,7 @@ fn accumulated(args: &Args<'_>) -> Result<Value> {
         for value in values {
             accumulator.take(value?)?;
         }
-        Ok(accumulator.value())
+        accumulator.value()
     };
     match &*args.name {
         _ if args.len() == 1 => match args.get(0)? {

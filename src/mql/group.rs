@@ -75,13 +75,13 @@ impl Accumulator {
         let number = |value: &Value| value.as_ref().map(Number::of).transpose().map(Option::flatten);
         match self {
             Self::Sum(sum) => {
-                if let Some(number) = number(&value)? {
-                    sum.add(number);
+                if let Some(number) = value.as_ref().and_then(Number::or_decimal) {
+                    sum.add(number)?;
                 }
             }
             Self::Average(sum, count) => {
-                if let Some(number) = number(&value)? {
-                    sum.add(number);
+                if let Some(number) = value.as_ref().and_then(Number::or_decimal) {
+                    sum.add(number)?;
                     *count += 1;
                 }
             }
@@ -129,11 +129,11 @@ impl Accumulator {
         Ok(())
     }
 
-    pub fn value(self) -> Value {
-        match self {
-            Self::Sum(sum) => Some(sum.value()),
+    pub fn value(self) -> Result<Value> {
+        Ok(match self {
+            Self::Sum(sum) => Some(sum.value()?),
             Self::Average(_, 0) => Some(Bson::Null),
-            Self::Average(sum, count) => Some(Bson::Double(sum.double() / f64::from(count))),
+            Self::Average(sum, count) => Some(sum.mean(count)?),
             Self::Extreme(value, _) => Some(value.unwrap_or(Bson::Null)),
             Self::First(value) => value.flatten(),
             Self::Last(value) => value,
@@ -144,7 +144,7 @@ impl Accumulator {
                 Some(if divisor <= 0.0 { Bson::Null } else { Bson::Double((squares / divisor).sqrt()) })
             }
             Self::Merged(doc) => Some(Bson::Document(doc)),
-        }
+        })
     }
 }
 
@@ -163,7 +163,7 @@ pub(super) fn accumulate(accumulator: &Bson, documents: &[Document]) -> Result<B
                 let value = if name == "$count" { None } else { Scope::new(document).evaluate(argument)? };
                 accumulator.take(value)?;
             }
-            accumulator.value()
+            accumulator.value()?
         }
     };
     Ok(value.unwrap_or(Bson::Null))

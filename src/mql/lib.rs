@@ -7,6 +7,7 @@
 
 mod array;
 mod date;
+mod decimal;
 mod expression;
 mod group;
 mod known;

@@ -1,8 +1,9 @@
 //! Arithmetic: the narrowest type that holds the result, as the server keeps it.
 
-use bson::{Bson, DateTime};
+use bigdecimal::BigDecimal;
+use bson::{Bson, DateTime, Decimal128};
 
-use super::{Result, Value, expression::Args, is_nullish, needs_server, refused, type_name};
+use super::{Result, Value, decimal, expression::Args, is_nullish, needs_server, refused, type_name};
 
 /// A number in one of the types that are computed with here.
 #[derive(Debug, Clone, Copy)]
@@ -10,18 +11,27 @@ pub(super) enum Number {
     Int(i32),
     Long(i64),
     Double(f64),
+    Decimal(Decimal128),
 }
 
 impl Number {
-    /// The number that a value is. Decimals are the server's.
+    /// The number that a value is, for operators that leave decimals to the server.
     pub fn of(value: &Bson) -> Result<Option<Self>> {
-        Ok(match value {
+        match Self::or_decimal(value) {
+            Some(Self::Decimal(_)) => needs_server("this operator with a decimal"),
+            number => Ok(number),
+        }
+    }
+
+    /// The number that a value is.
+    pub fn or_decimal(value: &Bson) -> Option<Self> {
+        match value {
             Bson::Int32(v) => Some(Self::Int(*v)),
             Bson::Int64(v) => Some(Self::Long(*v)),
             Bson::Double(v) => Some(Self::Double(*v)),
-            Bson::Decimal128(_) => return needs_server("arithmetic with decimals"),
+            Bson::Decimal128(v) => Some(Self::Decimal(*v)),
             _ => None,
-        })
+        }
     }
 
     #[expect(clippy::cast_precision_loss, reason = "as the server converts")]
@@ -30,6 +40,7 @@ impl Number {
             Self::Int(v) => f64::from(v),
             Self::Long(v) => v as f64,
             Self::Double(v) => v,
+            Self::Decimal(v) => v.to_string().parse().unwrap_or(f64::NAN),
         }
     }
 
@@ -38,7 +49,7 @@ impl Number {
         match self {
             Self::Int(v) => Some(i64::from(v)),
             Self::Long(v) => Some(v),
-            Self::Double(_) => None,
+            Self::Double(_) | Self::Decimal(_) => None,
         }
     }
 
@@ -55,8 +66,9 @@ fn narrow(value: i64, ints: bool) -> Bson {
     }
 }
 
-/// A sum that loses nothing on the way: Knuth's exact addition, as the server's `DoubleDoubleSummation`.
-#[derive(Debug, Clone, Copy)]
+/// A sum that loses nothing on the way: Knuth's exact addition, as the server's `DoubleDoubleSummation`. Decimals are summed
+/// apart.
+#[derive(Debug, Clone)]
 pub(super) struct Sum {
     total: f64,
     rest: f64,
@@ -65,16 +77,22 @@ pub(super) struct Sum {
     whole: i128,
     ints: bool,
     doubles: bool,
+    decimals: Option<BigDecimal>,
 }
 
 impl Default for Sum {
     fn default() -> Self {
-        Self { total: 0.0, rest: 0.0, special: 0.0, whole: 0, ints: true, doubles: false }
+        Self { total: 0.0, rest: 0.0, special: 0.0, whole: 0, ints: true, doubles: false, decimals: None }
     }
 }
 
 impl Sum {
-    pub fn add(&mut self, number: Number) {
+    pub fn add(&mut self, number: Number) -> Result<()> {
+        if let Number::Decimal(_) = number {
+            let total = self.decimals.take().unwrap_or_default();
+            self.decimals = Some(decimal::sum(&total, &decimal::of(number)?));
+            return Ok(());
+        }
         self.ints &= number.is_int();
         self.doubles |= number.integer().is_none();
         match number.integer() {
@@ -90,6 +108,7 @@ impl Sum {
                 self.add_double(number.double());
             }
         }
+        Ok(())
     }
 
     fn add_double(&mut self, x: f64) {
@@ -99,22 +118,42 @@ impl Sum {
         (self.total, self.rest) = (sum, rest + lost);
     }
 
+    /// The sum, if decimals are in it.
+    fn decimal(&self) -> Result<Option<BigDecimal>> {
+        let Some(decimals) = &self.decimals else { return Ok(None) };
+        match i64::try_from(self.whole) {
+            Ok(whole) if !self.doubles => Ok(Some(decimal::sum(decimals, &BigDecimal::from(whole)))),
+            _ => needs_server("a decimal and a double in one operation"),
+        }
+    }
+
+    /// The mean of so many numbers.
+    pub fn mean(&self, count: u32) -> Result<Bson> {
+        match self.decimal()? {
+            Some(decimal) => decimal::value(&decimal::quotient(&decimal, &BigDecimal::from(count))?),
+            None => Ok(Bson::Double(self.double() / f64::from(count))),
+        }
+    }
+
     /// The sum as a double.
-    pub fn double(&self) -> f64 {
+    fn double(&self) -> f64 {
         // Infinities leave no meaning to what was lost.
         if self.total.is_nan() { self.special } else { self.total }
     }
 
     /// The sum in the narrowest type.
-    pub fn value(&self) -> Bson {
-        if self.doubles {
-            return Bson::Double(self.double());
+    pub fn value(&self) -> Result<Bson> {
+        if let Some(decimal) = self.decimal()? {
+            return decimal::value(&decimal);
         }
-        i64::try_from(self.whole).map_or_else(|_| Bson::Double(self.double()), |value| narrow(value, self.ints))
+        if self.doubles {
+            return Ok(Bson::Double(self.double()));
+        }
+        Ok(i64::try_from(self.whole).map_or_else(|_| Bson::Double(self.double()), |value| narrow(value, self.ints)))
     }
 
     fn whole(&self) -> Option<i64> {
-        if self.doubles { None } else { i64::try_from(self.whole).ok() }
+        if self.doubles || self.decimals.is_some() { None } else { i64::try_from(self.whole).ok() }
     }
 }
 
@@ -125,14 +164,21 @@ fn exactly(a: f64, b: f64) -> (f64, f64) {
     (sum, (a - (sum - part)) + (b - part))
 }
 
+fn is_decimal(number: Number) -> bool {
+    matches!(number, Number::Decimal(_))
+}
+
 /// The operand, none where it makes the result null.
 fn operand(args: &Args<'_>, nth: usize, name: &str) -> Result<Option<Number>> {
-    number(args.get(nth)?.as_ref(), name)
+    match number(args.get(nth)?.as_ref(), name)? {
+        Some(Number::Decimal(_)) => needs_server(format!("`{name}` of a decimal")),
+        number => Ok(number),
+    }
 }
 
 fn number(value: Option<&Bson>, name: &str) -> Result<Option<Number>> {
     let Some(some) = value.filter(|value| !is_nullish(Some(value))) else { return Ok(None) };
-    match Number::of(some)? {
+    match Number::or_decimal(some) {
         Some(number) => Ok(Some(number)),
         None => refused(format!("`{name}` takes numbers, and was given {}", type_name(value))),
     }
@@ -149,7 +195,7 @@ fn same_in_every_version(args: &Args<'_>, result: Value, name: &str, step: impl 
     let Some(Bson::Double(one)) = result else { return Ok(result) };
     let mut other: Option<f64> = None;
     for value in args.as_written() {
-        let Some(number) = value?.as_ref().map(Number::of).transpose()?.flatten() else { return Ok(result) };
+        let Some(number) = value?.as_ref().and_then(Number::or_decimal) else { return Ok(result) };
         other = Some(other.map_or_else(|| number.double(), |so_far| step(so_far, number.double())));
     }
     match other {
@@ -169,10 +215,10 @@ fn total(values: &mut dyn Iterator<Item = Result<Value>>) -> Result<Value> {
             value if is_nullish(value.as_ref()) => return Ok(Some(Bson::Null)),
             Some(Bson::DateTime(_)) if date.is_some() => return refused("`$add` takes one date at most"),
             Some(Bson::DateTime(time)) => date = Some(time.timestamp_millis()),
-            Some(other) => match Number::of(other)? {
+            Some(other) => match Number::or_decimal(other) {
                 Some(number) => {
-                    sum.add(number);
-                    if !sum.doubles && sum.whole().is_none() {
+                    sum.add(number)?;
+                    if !sum.doubles && i64::try_from(sum.whole).is_err() {
                         return beyond_a_long();
                     }
                 }
@@ -187,7 +233,7 @@ fn total(values: &mut dyn Iterator<Item = Result<Value>>) -> Result<Value> {
         }
     }
     Ok(Some(match date {
-        None => sum.value(),
+        None => sum.value()?,
         Some(time) => match sum.whole().and_then(|whole| whole.checked_add(time)) {
             Some(time) => Bson::DateTime(DateTime::from_millis(time)),
             None => return needs_server("`$add` of a date and a number with a fraction"),
@@ -212,7 +258,10 @@ pub(super) fn subtract(args: &Args<'_>) -> Result<Value> {
             }
             None => return refused("`$subtract` takes a number or a date from a date"),
         },
-        (Some(a), Some(b)) => match (Number::of(a)?, Number::of(b)?) {
+        (Some(a), Some(b)) => match (Number::or_decimal(a), Number::or_decimal(b)) {
+            (Some(a), Some(b)) if is_decimal(a) || is_decimal(b) => {
+                decimal::value(&decimal::difference(&decimal::of(a)?, &decimal::of(b)?))?
+            }
             (Some(a), Some(b)) => match (a.integer(), b.integer()) {
                 (Some(x), Some(y)) => match x.checked_sub(y) {
                     Some(value) => narrow(value, a.is_int() && b.is_int()),
@@ -234,8 +283,15 @@ pub(super) fn multiply(args: &Args<'_>) -> Result<Value> {
 
 fn product(values: &mut dyn Iterator<Item = Result<Value>>) -> Result<Value> {
     let (mut whole, mut double, mut ints) = (Some(1_i64), 1.0, true);
+    let (mut doubles, mut decimals): (bool, Option<BigDecimal>) = (false, None);
     for value in values {
         let Some(number) = number(value?.as_ref(), "$multiply")? else { return Ok(Some(Bson::Null)) };
+        if is_decimal(number) {
+            let factor = decimal::of(number)?;
+            decimals = Some(decimals.map_or(Ok(factor.clone()), |product| decimal::product(&product, &factor))?);
+            continue;
+        }
+        doubles |= matches!(number, Number::Double(_));
         ints &= number.is_int();
         whole = match whole.zip(number.integer()) {
             Some((a, b)) => match a.checked_mul(b) {
@@ -245,6 +301,12 @@ fn product(values: &mut dyn Iterator<Item = Result<Value>>) -> Result<Value> {
             None => None,
         };
         double *= number.double();
+    }
+    if let Some(decimals) = decimals {
+        return match whole.filter(|_| !doubles) {
+            Some(whole) => Ok(Some(decimal::value(&decimal::product(&decimals, &BigDecimal::from(whole))?)?)),
+            None => needs_server("a decimal and a double in one operation"),
+        };
     }
     Ok(Some(whole.map_or(Bson::Double(double), |whole| narrow(whole, ints))))
 }
@@ -395,7 +457,7 @@ mod tests {
         let sum = |last: Number| {
             let mut sum = Sum::default();
             for number in [Number::Double(-64.571_428_571_428_57), Number::Double(-64.0), last] {
-                sum.add(number);
+                sum.add(number).unwrap();
             }
             sum.double().to_bits()
         };

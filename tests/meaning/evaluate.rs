@@ -728,6 +728,63 @@ async fn rare_cases_are_evaluated_as_a_server_does() {
     assert_eq!(bench.left, 3, "left to the server");
 }
 
+/// Prices: digits after the point are kept, and a mean has as many as it needs.
+#[tokio::test(flavor = "multi_thread")]
+async fn decimals_are_computed_as_a_server_does() {
+    let test = denormd_fixture::database().await;
+    let mut bench = Bench::new(&test);
+    let texts = [
+        "1.10",
+        "2",
+        "0.00",
+        "-3.300",
+        "1E+3",
+        "19.99",
+        "1E-20",
+        "9999999999999999999999999999999999",
+        "0.5",
+        "-0.0",
+        "1234567890.123456789012345678901234",
+        "NaN",
+        "6E+6144",
+        "0E+10",
+    ];
+    let mut values: Vec<Bson> = texts.iter().map(|text| Bson::Decimal128(text.parse().unwrap())).collect();
+    values.extend([bson!(3), bson!(-7), bson!(0), bson!(5_000_000_000_i64), bson!(2.5), Bson::Null]);
+    let literal = |value: &Bson| bson!({"$literal": value.clone()});
+    bench.over(vec![doc! {"_id": 1}]).await;
+    for left in &values {
+        for right in &values {
+            for operator in ["$add", "$subtract", "$multiply", "$sum", "$avg"] {
+                bench.expression(&bson!({operator: [literal(left), literal(right)]})).await;
+            }
+        }
+    }
+    let mut draw = Draw(StdRng::seed_from_u64(1));
+    for _ in 0..40 {
+        let documents = (0..6).map(|id| doc! {"_id": id, "price": draw.pick(&values), "qty": draw.small(4)});
+        bench.over(documents.collect()).await;
+        for operator in ["$sum", "$avg", "$min", "$max"] {
+            for of in
+                [bson!("$price"), bson!({"$multiply": ["$price", "$qty"]}), bson!({"$add": ["$price", "$qty", 1]})]
+            {
+                let group = doc! {"$group": {"_id": ["$none"], "v": {operator: of}}};
+                bench.stages(vec![doc! {"$sort": {"_id": 1}}, group, doc! {"$replaceWith": {"v": "$v"}}]).await;
+            }
+        }
+    }
+    assert!(
+        bench.wrong.is_empty(),
+        "{} differ\n\n{}",
+        bench.wrong.len(),
+        bench.wrong[..bench.wrong.len().min(12)].join("\n\n")
+    );
+    println!("{} left to a server; compared: {:?}", bench.left, bench.compared);
+    for operator in ["$add", "$subtract", "$multiply", "$sum", "$avg"] {
+        assert!(bench.compared[operator] > 100, "hardly compared: {:?}", bench.compared);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_evaluated_without_a_server_is_what_a_server_says() {
     let test = denormd_fixture::database().await;
