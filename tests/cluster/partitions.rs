@@ -5,6 +5,7 @@ use std::time::Duration;
 use bson::{DateTime, Document, doc};
 use denormd_engine::{
     checkpoint::{
+        adoption::{Decision, Decisions},
         requests::{Answer, Work},
         rule_record::Agreement,
         store::Store,
@@ -295,6 +296,34 @@ async fn an_agreement_holds_for_the_reason_that_was_seen() {
     assert!(!whole.unblock(server, "r", &BlockReason::RemovalLimit, &rule.definition).await.unwrap());
     expected[1] = agreed;
     assert_eq!(now().await, expected);
+}
+
+/// A rule that is blocked in one partition once ran on in the others, whatever `denormd pause` said. And partitions that
+/// register a rule after somebody has agreed to its first backfill asked again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pause_and_an_agreement_reach_partitions_in_other_states() {
+    let test = denormd_fixture::database().await;
+    let rule = "  - { name: r, copy: { source: s, target: t, match: { ref: _id }, set: { x: $x } } }";
+    let context = crate::support::daemon::context(&crate::support::daemon::config(&test, rule)).await;
+    let (server, rule, name) = (&context.server, &context.plan.rules[0], &test.name);
+    assert!(divide(server, name, "d", 3, Duration::from_secs(3)).await.unwrap());
+    let whole = Store::open(server, name, "d").await.unwrap();
+    let adoption = Adoption { overwrites: 7, total: 7, ..Adoption::default() };
+    let blocked = RuleState::Blocked(BlockReason::Adoption(adoption.clone()));
+    for (partition, state) in Partition::all(3).zip([&blocked, &RuleState::Live]) {
+        let store = Store::open_partition(server, name, "d", partition).await.unwrap();
+        store.reset_rule(server, rule, state, Agreement::Ended).await.unwrap();
+    }
+    whole.pause(server, "r", None).await.unwrap();
+    let states = whole.of_each_partition(server, "r").await.unwrap();
+    let states: Vec<&str> = states.iter().map(|(_, record)| record.state.name()).collect();
+    assert_eq!(states, ["blocked", "paused"]);
+
+    let decisions = Decisions { server, database: name, deployment: "d" };
+    let block = Decision { definition: rule.definition.clone(), earlier: None, block: Some(adoption.clone()) };
+    decisions.decide("r", block.clone()).await.unwrap();
+    assert!(whole.unblock(server, "r", &BlockReason::Adoption(adoption), &rule.definition).await.unwrap());
+    assert_eq!(decisions.decide("r", block).await.unwrap().block, None, "the third partition need not ask");
 }
 
 /// `denormd pause` writes to the partitions that have registered the rule.

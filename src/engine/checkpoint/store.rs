@@ -248,7 +248,8 @@ impl Store {
     pub async fn of_each_partition(&self, server: &Server, rule: &str) -> Result<Vec<(String, RuleRecord)>> {
         let mut records = Vec::new();
         let rules = server.collection(&self.database, RULES);
-        let found: Vec<Document> = bounded(async { rules.find(self.of_rule(rule)).await?.try_collect().await }).await?;
+        let found: Vec<Document> =
+            bounded(async { rules.find(self.of_rule(rule)).sort(doc! {"_id": 1}).await?.try_collect().await }).await?;
         for document in found {
             let id = document.get_document("_id").ok().and_then(|id| id.get_str("deployment").ok());
             records.push((id.unwrap_or_default().to_owned(), rule_record::read(&document)?.1));
