@@ -345,8 +345,6 @@ impl Store {
         definition: &Document,
     ) -> Result<bool> {
         let is_blocked = |seen: &RuleRecord| match (&seen.state, reason) {
-            // A partition that has not met the drop yet would be blocked by it later.
-            (state, BlockReason::SourceGone) if !state.is_stopped() => true,
             (RuleState::Blocked(BlockReason::Adoption(_)), BlockReason::Adoption(_)) => seen.definition == *definition,
             (RuleState::Blocked(other), reason) => mem::discriminant(other) == mem::discriminant(reason),
             _ => false,
