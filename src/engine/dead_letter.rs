@@ -254,8 +254,9 @@ impl DeadLetters {
     pub async fn hasten(&self, server: &Server, rule: &str, written: &Written) -> Result<()> {
         let of = |keys: &BTreeSet<Key>| keys.iter().map(stored).collect::<Vec<_>>();
         let keys = of(&written.keys);
+        // In a tree, what one partition writes may end a circle of documents of another one.
         let filter = doc! {"$and": [
-            self.filter(&Chosen { rule: Some(rule.to_owned()), key: None }),
+            {"deployment": &self.deployment, "rule": rule},
             {"$or": [
                 {"_id.key": {"$in": keys.clone()}}, {"_id.target": {"$in": of(&written.targets)}},
                 {"circle": {"$in": keys.clone()}}, {"ancestors": {"$in": keys}},
@@ -281,8 +282,19 @@ impl DeadLetters {
     /// delete those of a rule that has come back since.
     pub async fn retain(&self, server: &Server, plan: &Plan) -> Result<u64> {
         let names: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
-        let others = doc! {"$and": [self.filter(&Chosen::default()), {"rule": {"$nin": names}}]};
-        let delete = text::escaped(&RawDocumentBuf::try_from(&doc! {"q": others, "limit": 0})?).into_owned();
+        self.forget_of(server, doc! {"$nin": names}).await
+    }
+
+    /// Deletes the dead letters of a rule whose definition has changed, in the same way: their keys and tasks are those of
+    /// the former definition, and the backfill of the new one finds what still cannot be read or written.
+    pub async fn forget(&self, server: &Server, rule: &str) -> Result<()> {
+        self.forget_of(server, doc! {"$eq": rule}).await?;
+        Ok(())
+    }
+
+    async fn forget_of(&self, server: &Server, rules: Document) -> Result<u64> {
+        let gone = doc! {"$and": [self.filter(&Chosen::default()), {"rule": rules}]};
+        let delete = text::escaped(&RawDocumentBuf::try_from(&doc! {"q": gone, "limit": 0})?).into_owned();
         let mut done = server.delete(&self.database, COLLECTION, &[delete], CLEARING).await?;
         done.refused.pop().map_or(Ok(done.matched), |(_, error)| Err(error))
     }
@@ -442,6 +454,8 @@ impl DeadLetter {
             _ if self.circle.contains(target) => true,
             (Some(offending), _) => offending == target,
             (None, Task::Value | Task::Holders) => references.iter().flatten().any(|key| *key == self.key),
+            // Its key is the `_id` of a source, which a target may have as well.
+            (None, Task::LocateSource | Task::Bucket) => false,
             (None, _) => self.key == *target,
         }
     }

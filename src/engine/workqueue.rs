@@ -84,6 +84,8 @@ pub struct Work {
     pub batch_keys: Option<usize>,
     /// Time at which its write was first restarted, because a statement for all of its targets took too long.
     pub restarted: Option<Instant>,
+    /// True once the targets that lose their values by it are counted towards the removal limit.
+    pub is_counted: bool,
     /// Time at which a reference was first found to dangle, for policies that remove, or a target to differ, for the
     /// guard.
     pub unconfirmed_since: Option<Instant>,
@@ -463,6 +465,7 @@ impl WorkQueue {
             read_limit: None,
             batch_keys: None,
             restarted: None,
+            is_counted: false,
             unconfirmed_since: None,
             unconfirmed_mismatch: UnconfirmedMismatch::default(),
             waits_since: None,
@@ -759,6 +762,7 @@ impl Work {
         self.read_limit = self.read_limit.or(newer.read_limit);
         self.batch_keys = self.batch_keys.or(newer.batch_keys);
         self.restarted = self.restarted.or(newer.restarted);
+        self.is_counted &= newer.is_counted;
         self.unconfirmed_since = None;
         self.waits_since = self.waits_since.or(newer.waits_since);
         self

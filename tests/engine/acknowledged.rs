@@ -191,7 +191,7 @@ async fn an_agreement_to_removals_lasts_until_the_backfill_is_done() {
     assert_eq!(reset(&RuleState::BACKFILL, Agreement::Kept).await, agreed);
     store.pause(server, "r", None).await.unwrap();
     store.pause(server, "r", Some(Duration::from_secs(60))).await.unwrap();
-    assert_eq!(store.resume(server, Some("r")).await.unwrap(), 1);
+    assert_eq!(store.resume(server, "r").await.unwrap(), 1);
     assert_eq!(stored().await.state, agreed);
     reset(&RuleState::Unavailable { reason: "an index is missing".to_owned() }, Agreement::Kept).await;
     store.come_back(server, "r", stored().await.generation).await.unwrap();

@@ -117,7 +117,7 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
     for name in known(&store, &context, rule).await? {
         match state(&store, &context.server, &name).await?.state {
             RuleState::Paused { .. } => {
-                let modified = store.resume(&context.server, Some(&name)).await?;
+                let modified = store.resume(&context.server, &name).await?;
                 resumed.extend((modified > 0).then_some(name));
             }
             state if state.is_stopped() && rule.is_some() => return Err(stopped(&name, &state).into()),

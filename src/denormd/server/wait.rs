@@ -157,7 +157,7 @@ impl Whole {
         loop {
             // The positions are read first: jobs for the events before them were recorded earlier.
             let applied = store.applied(&server, &databases).await?.is_some_and(|applied| applied >= time);
-            let is_open = store.has_open_jobs(&server).await?;
+            let is_open = store.has_open_jobs(&server, &self.context.plan).await?;
             if applied && !is_open {
                 break;
             }

@@ -12,7 +12,7 @@ use crate::checkpoint::{
 };
 use denormd_model::position::ClusterTime;
 use denormd_mongo::{Server, error::Result};
-use denormd_rules::plan::Rule;
+use denormd_rules::plan::{Plan, Rule};
 
 /// The collection of checks: one document per deployment and rule.
 pub const CHECKS: &str = "checks";
@@ -121,9 +121,10 @@ impl Store {
         Ok((times.len() == ids.len()).then_some(times))
     }
 
-    /// True if a backfill or a fan-out job is open.
-    pub async fn has_open_jobs(&self, server: &Server) -> Result<bool> {
-        let open = |(_, record): &(String, RuleRecord)| record.state.is_backfilling();
+    /// True if a backfill of a rule in the plan, or a fan-out job, is open.
+    pub async fn has_open_jobs(&self, server: &Server, plan: &Plan) -> Result<bool> {
+        let is_planned = |name: &str| plan.rules.iter().any(|rule| rule.name == name);
+        let open = |(name, record): &(String, RuleRecord)| record.state.is_backfilling() && is_planned(name);
         Ok(self.standing(server).await?.iter().any(open) || self.is_fanning_out(server, None).await?)
     }
 

@@ -426,20 +426,23 @@ impl Store {
         Ok(())
     }
 
-    /// Resumes a paused rule with a full backfill; without a name, all rules whose pause has ended. Returns the number
-    /// of resumed rules.
-    pub async fn resume(&self, server: &Server, rule: Option<&str>) -> Result<u64> {
-        let mine = doc! {"$in": self.ids.to_vec()};
-        let mut paused = doc! {"_id.deployment": mine, "backfill": "held", "paused": true};
-        match rule {
-            Some(rule) => {
-                paused.insert("_id.rule", rule);
-            }
-            None => {
-                let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
-                paused.insert("$expr", doc! {"$and": [is_date, {"$lte": ["$until", "$$NOW"]}]});
-            }
-        }
+    /// Resumes a paused rule with a full backfill. Returns the number of records that were paused.
+    pub async fn resume(&self, server: &Server, rule: &str) -> Result<u64> {
+        self.resume_those(server, doc! {"_id.rule": rule}).await
+    }
+
+    /// Resumes those rules of the plan whose pause has ended, with a full backfill.
+    pub async fn resume_ended(&self, server: &Server, plan: &Plan) -> Result<()> {
+        let rules: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
+        let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
+        let has_ended = doc! {"$expr": {"$and": [is_date, {"$lte": ["$until", "$$NOW"]}]}};
+        self.resume_those(server, doc! {"$and": [{"_id.rule": {"$in": rules}}, has_ended]}).await?;
+        Ok(())
+    }
+
+    async fn resume_those(&self, server: &Server, which: Document) -> Result<u64> {
+        let mut paused = doc! {"_id.deployment": {"$in": self.ids.to_vec()}, "backfill": "held", "paused": true};
+        paused.extend(which);
         let update = changed(backfill_from_the_start()?);
         Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
     }
@@ -524,9 +527,9 @@ impl Store {
     }
 
     /// Records that the first backfill of a rule has passed this target: the values up to there are denormd's own.
-    pub async fn passed(&self, server: &Server, rule: &str, target: &Bson) -> Result<()> {
+    pub async fn passed(&self, server: &Server, rule: &str, generation: i64, target: &Bson) -> Result<()> {
         let mut filter = mine(server, self.id("rule", rule));
-        filter.insert("keeping", doc! {"$type": "object"});
+        filter.extend(doc! {"keeping": {"$type": "object"}, "generation": same_generation(generation)});
         let update = doc! {"$set": {"keeping.passed": [target.clone()]}};
         bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
         Ok(())

@@ -50,9 +50,10 @@ pub async fn run(context: Arc<Context>, applied: Box<Applied>, out: mpsc::Sender
     let rounds = stream::iter(audited).for_each_concurrent(None, |rule| {
         let audit = Audit { context: &context, rule, applied: &*applied, out: &out, pace: &pace };
         async move {
+            let mut round = None;
             loop {
                 tokio::time::sleep(REST).await;
-                if let Err(error) = audit.round().await {
+                if let Err(error) = audit.round(&mut round).await {
                     tracing::warn!(rule = %audit.rule.name, error = %error.message, "the audit was interrupted");
                 }
             }
@@ -64,10 +65,10 @@ pub async fn run(context: Arc<Context>, applied: Box<Applied>, out: mpsc::Sender
     }
 }
 
-/// Compares every target of a rule once. Ends early if a backfill of the rule starts.
+/// Compares every target of a rule once. Ends early while a backfill or a fan-out job is open.
 pub async fn round(context: &Context, rule: &Rule, applied: &Applied, out: &mpsc::Sender<Requested>) -> Result<()> {
     let pace = Pace::new(context.limits.audit_per_second);
-    Audit { context, rule, applied, out, pace: &pace }.round().await
+    Audit { context, rule, applied, out, pace: &pace }.round(&mut None).await
 }
 
 struct Audit<'a> {
@@ -79,6 +80,7 @@ struct Audit<'a> {
 }
 
 /// The progress of a round.
+#[derive(Clone)]
 struct Round {
     begun: Instant,
     after: Option<Bson>,
@@ -90,6 +92,13 @@ struct Round {
     ended: bool,
 }
 
+impl Round {
+    fn begin(total: Option<u64>) -> Self {
+        let begun = Instant::now();
+        Self { begun, after: None, compared: 0, total, unknown: 0, in_sources: false, ended: false }
+    }
+}
+
 /// A page of targets to compare.
 struct Page {
     targets: Vec<Document>,
@@ -99,28 +108,37 @@ struct Page {
 }
 
 impl Audit<'_> {
-    async fn round(&self) -> Result<()> {
-        let total = scan::count(self.context, self.rule).await;
-        self.pace.expects(self.rule.id, total);
-        let mut round = Round {
-            begun: Instant::now(),
-            after: None,
-            compared: 0,
-            total,
-            unknown: 0,
-            in_sources: false,
-            ended: false,
+    /// Goes on with a round, or begins one. Leaves it in `current` where it is interrupted: with a fan-out job now and then,
+    /// the targets at the end would otherwise never be compared.
+    async fn round(&self, current: &mut Option<Round>) -> Result<()> {
+        if (self.applied)(self.rule.id).is_none() {
+            return Ok(());
+        }
+        let round = match current {
+            Some(round) => round,
+            None => {
+                let total = scan::count(self.context, self.rule).await;
+                self.pace.expects(self.rule.id, total);
+                current.insert(Round::begin(total))
+            }
         };
-        self.publish(&round);
+        self.publish(round);
         while !round.ended {
             if (self.applied)(self.rule.id).is_none() {
                 return Ok(());
             }
-            let suspects = self.turn(&mut round).await?;
+            let before = round.clone();
+            let suspects = self.turn(round).await?;
             if !suspects.is_empty() {
-                self.second_look(&suspects).await?;
+                let looked = self.second_look(&suspects).await;
+                if !matches!(looked, Ok(true)) {
+                    // They are suspects again in the next attempt.
+                    *round = before;
+                    return looked.map(drop);
+                }
             }
         }
+        *current = None;
         Ok(())
     }
 
@@ -188,13 +206,13 @@ impl Audit<'_> {
 
     /// Compares the suspects again once everything visible to the first comparison is applied. A target that still
     /// differs in the same way was changed by another writer. One that differs in another way is being updated, and the
-    /// next round checks it.
-    async fn second_look(&self, suspects: &[Mismatch]) -> Result<()> {
+    /// next round checks it. Returns false if a backfill or a fan-out job begins meanwhile.
+    async fn second_look(&self, suspects: &[Mismatch]) -> Result<bool> {
         let seen = self.context.server.operation_time().await?;
         tokio::time::sleep(SECOND_LOOK).await;
         loop {
             match (self.applied)(self.rule.id) {
-                None => return Ok(()),
+                None => return Ok(false),
                 Some(applied) if applied >= seen => break,
                 Some(_) => tokio::time::sleep(ARRIVED).await,
             }
@@ -217,12 +235,13 @@ impl Audit<'_> {
         drift.retain(|mismatch| !refused(mismatch));
         drifted(self.context, self.rule, &drift);
         if self.rule.on_drift == OnDrift::Report || drift.is_empty() {
-            return Ok(());
+            return Ok(true);
         }
         let requests = drift.into_iter().flat_map(|m| reference_requests(self.rule, &Key::one(m.target), m.references));
         let (done, acknowledged) = oneshot::channel();
         let page = Requested { requests: requests.collect(), after: time, done };
         self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
-        acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))
+        acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+        Ok(true)
     }
 }

@@ -334,14 +334,17 @@ impl One<'_> {
         let Some(page) = pending.pop_front() else { return Ok(true) };
         let last = acknowledged(page).await?;
         failpoint::here("page-done");
-        if !request.in_sources && self.context.memory.kept.passes(request.rule, &last) {
-            self.store.passed(&self.context.server, &self.rule.name, &last).await?;
-        }
-        request.after = Some(last);
+        request.after = Some(last.clone());
         // The generation determines whether the removals are agreed to.
         let state =
             RuleState::Backfilling { after: request.after.clone(), in_sources: request.in_sources, agreed: false };
-        self.store.save_backfill(&self.context.server, self.rule, request.generation, &state, progress).await
+        let server = &self.context.server;
+        let saved = self.store.save_backfill(server, self.rule, request.generation, &state, progress).await?;
+        // The page of a rule that was stopped meanwhile may not be written: its values are the application's.
+        if saved && !request.in_sources && self.context.memory.kept.passes(request.rule, &last) {
+            self.store.passed(server, &self.rule.name, request.generation, &last).await?;
+        }
+        Ok(saved)
     }
 }
 

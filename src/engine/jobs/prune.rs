@@ -22,7 +22,7 @@ use denormd_mongo::{
     Pages, Reads,
     error::{Kind, Result},
 };
-use denormd_rules::plan::{Plan, owned_paths};
+use denormd_rules::plan::{Plan, Rule, owned_paths};
 
 /// Documents in one write.
 const PAGE: usize = 1000;
@@ -61,10 +61,13 @@ pub fn left_by(plan: &Plan, definition: &Document) -> Vec<Retired> {
 
 /// True if a rule of the plan owns the path, or a part of it.
 fn is_owned(plan: &Plan, retired: &Retired) -> bool {
-    plan.rules.iter().any(|rule| {
-        rule.target.namespace.to_string() == retired.collection
-            && rule.owned().into_iter().any(|owned| owned.overlaps_loosely(&retired.path))
-    })
+    plan.rules.iter().any(|rule| owns(rule, retired))
+}
+
+/// True if the rule owns the path, or a part of it.
+pub(super) fn owns(rule: &Rule, retired: &Retired) -> bool {
+    rule.target.namespace.to_string() == retired.collection
+        && rule.owned().into_iter().any(|owned| owned.overlaps_loosely(&retired.path))
 }
 
 /// Number of documents with the retired field.

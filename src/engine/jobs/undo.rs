@@ -12,6 +12,7 @@ use std::{
 use bson::{Bson, Document, RawBson, RawDocumentBuf, cstr, doc, raw::CString, rawdoc};
 use tokio_util::sync::CancellationToken;
 
+use super::prune::owns;
 use crate::{
     checkpoint::{
         kept::{COLLECTION, Element, KeptValue, fingerprint},
@@ -97,6 +98,11 @@ pub async fn carry_out(context: &Context, store: &Store, asked: &Asked, stop: &C
     }
     let paths = context.kept().paths(&asked.rule).await?;
     let fields: Vec<Retired> = paths.into_iter().filter_map(retired).collect();
+    // The plan refuses two rules that write one field of one document. It knows nothing of a rule that has another name now.
+    let mut others = context.plan.rules.iter().filter(|_| rule.is_none());
+    if let Some(other) = others.find(|other| fields.iter().any(|field| owns(other, field))) {
+        return Ok(Carried::Refused(format!("`{}` owns a field that it would put back", other.name)));
+    }
     let mut keeping = record.and_then(|record| record.keeping).unwrap_or_default();
     keeping.passed.clear();
     for path in fields.iter().map(|field| field.path.to_string()) {
@@ -133,8 +139,15 @@ fn retired((collection, path): (String, String)) -> Option<Retired> {
 
 async fn put_back(context: &Context, rule: &str, stop: &CancellationToken) -> Result<Carried> {
     let kept = context.kept();
+    let whole = Store::open(&context.server.unfenced(), kept.database, kept.deployment).await?;
+    let is_planned = context.plan.rules.iter().any(|planned| planned.name == rule);
     let mut after: Option<Document> = None;
     loop {
+        // A pause may end, an index or a source may come back, or somebody resumes the rule.
+        let records = whole.of_each_partition(&context.server, rule).await?;
+        if is_planned && records.iter().any(|(_, record)| is_running(record)) {
+            return Ok(Carried::Refused(format!("`{rule}` runs again, and some values may not be back")));
+        }
         let Some(page) = stop.run_until_cancelled(kept.page(rule, after.as_ref())).await else {
             return Ok(Carried::Stopped);
         };

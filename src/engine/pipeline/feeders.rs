@@ -293,7 +293,7 @@ async fn states(
             }
         }
         // The next round finds the rules resumed.
-        if pauses && let Err(error) = store.resume(&context.server, None).await {
+        if pauses && let Err(error) = store.resume_ended(&context.server, &context.plan).await {
             tracing::warn!(error = %error.message, "the end of a pause cannot be recorded; trying again");
         }
     }

@@ -87,7 +87,7 @@ impl Pipeline {
         if due {
             self.published = Some(now);
             let rules = &self.rules;
-            self.degraded.retain(|rule| rules.state(*rule).is_backfilling());
+            self.degraded.retain(|rule| rules.state(*rule).is_backfilling() || rules.recorder.is_backfilling(*rule));
         }
         let streams = self.streams.facts(&self.schedule);
         self.context.published.update(|snapshot| {

@@ -130,6 +130,11 @@ impl Recorder {
         self.orders.iter().any(|order| order.rule == rule && order.change.stops())
     }
 
+    /// True if a backfill of the rule is not recorded yet.
+    pub fn is_backfilling(&self, rule: RuleId) -> bool {
+        self.orders.iter().any(|order| order.rule == rule && order.change == Change::Backfill)
+    }
+
     /// The first change, unless one is being recorded.
     pub fn first(&self) -> Option<&Order> {
         self.orders.front().filter(|_| self.recording.is_empty())

@@ -66,17 +66,21 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
                 failpoint::here("rule-reset");
                 keep::begin(context, rule, keeping).await?;
                 context.fan_outs.forget(&context.server, &rule.name).await?;
+                context.dead_letters.forget(&context.server, &rule.name).await?;
                 rules.set(rule.id, state, generation);
             }
         }
     }
     for (name, record) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
-        // A stopped rule keeps its state: its return to the config requires a whole backfill anyway.
-        if record.state != RuleState::Removed && !record.state.is_stopped() {
-            // Values that the application writes while the rule is absent belong to the application.
+        // A rule that is blocked before its first write has written nothing, and stays blocked when it returns.
+        if record.state != RuleState::Removed && !is_blocked(record) {
+            // Values that the application writes while the rule is absent belong to the application. A pause ends with
+            // the rule.
             decisions_of(context).forget(name).await?;
             store.remove(&context.server, name).await?;
         }
+        // Nobody carries them out, and a `wait` would wait for them.
+        context.fan_outs.forget(&context.server, name).await?;
         tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
     }
     // After the states: a rule that returns to the config is backfilled, so it needs its former dead letters no more.

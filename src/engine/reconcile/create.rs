@@ -193,6 +193,9 @@ pub fn buckets_of(rule: &Rule, keys: &[&Key]) -> Document {
     command
 }
 
+/// Most keys or `_id`s in one command.
+const AT_ONCE: usize = 10_000;
+
 /// A page of sources, in the order of `_id`.
 #[derive(Debug, Default)]
 pub struct Sources {
@@ -212,9 +215,16 @@ impl Context {
         if !rule.reference.has_buckets() || keys.is_empty() {
             return Ok(keys.iter().map(|key| (*key).clone()).collect());
         }
-        let command = limited(buckets_of(rule, keys), self.limits.read_timeout);
-        let rows = self.server.read(&rule.source.namespace.database, command, Reads::default()).await?;
-        rows.iter().map(key_of_row).collect()
+        let mut found = Vec::new();
+        // A source has as many keys as its array has elements.
+        for keys in keys.chunks(AT_ONCE) {
+            let command = limited(buckets_of(rule, keys), self.limits.read_timeout);
+            let rows = self.server.read(&rule.source.namespace.database, command, Reads::default()).await?;
+            for row in &rows {
+                found.push(key_of_row(row)?);
+            }
+        }
+        Ok(found)
     }
 
     /// Reads up to `limit` sources that follow `after`, and finds out which documents are absent.
@@ -254,18 +264,19 @@ impl Context {
 
     /// Stand-ins for those of these `_id`s that no document has.
     pub(super) async fn absent(&self, rule: &Rule, ids: &[Bson], time: ClusterTime) -> Result<Vec<Document>> {
-        if ids.is_empty() {
-            return Ok(Vec::new());
+        let mut absent = Vec::new();
+        for ids in ids.chunks(AT_ONCE) {
+            let command = doc! {
+                "find": &rule.target.namespace.collection, "filter": one_of("_id", ids.iter()), "projection": {"_id": 1},
+                "batchSize": 10_000, "collation": simple_collation(),
+            };
+            let command = limited(command, self.limits.read_timeout);
+            let rows = self.server.read(&rule.target.namespace.database, command, Reads { after: time }).await?;
+            let known: Vec<Document> =
+                rows.iter().map(|row| Document::try_from(row.as_ref())).collect::<std::result::Result<_, _>>()?;
+            absent.extend(stand_ins(&known, ids));
         }
-        let command = doc! {
-            "find": &rule.target.namespace.collection, "filter": one_of("_id", ids.iter()), "projection": {"_id": 1},
-            "batchSize": 10_000, "collation": simple_collation(),
-        };
-        let command = limited(command, self.limits.read_timeout);
-        let rows = self.server.read(&rule.target.namespace.database, command, Reads { after: time }).await?;
-        let known: Vec<Document> =
-            rows.iter().map(|row| Document::try_from(row.as_ref())).collect::<std::result::Result<_, _>>()?;
-        Ok(stand_ins(&known, ids))
+        Ok(absent)
     }
 
     /// True if a source collection does not exist, or is another one than that which is known.

@@ -19,11 +19,8 @@ use crate::{
     request::Scope,
 };
 use denormd_model::{key::Key, position::ClusterTime};
-use denormd_mongo::error::Result;
-use denormd_rules::{
-    config::OnMissing,
-    plan::{Values, reference::Role},
-};
+use denormd_mongo::{Reads, command::limited, error::Result};
+use denormd_rules::{config::OnMissing, plan::Values};
 
 /// The limit of a rule with few targets, unless `limits.destroy_per_hour` says otherwise.
 const LEAST: usize = 1000;
@@ -56,9 +53,8 @@ impl Run<'_> {
             return Ok(());
         }
         let mut clauses = Vec::new();
-        // Targets of a statement that took too long were counted before it was sent.
-        let is_new = |item: &&Item| item.work.restarted.is_none();
-        let missing = |item: &&Item| is_new(item) && !item.key.values().is_empty() && !rows.answer(&item.key);
+        // Targets of a statement that took too long were counted before it was sent, unless the source went meanwhile.
+        let missing = |item: &&Item| !item.work.is_counted && !item.key.values().is_empty() && !rows.answer(&item.key);
         let (all, named): (Vec<&Item>, Vec<&Item>) =
             items.iter().filter(missing).partition(|item| item.work.scope == Scope::All);
         let holders = |items: &[&Item]| {
@@ -81,8 +77,11 @@ impl Run<'_> {
         }
         let keys: Vec<&Key> = all.iter().chain(&named).map(|item| &item.key).collect();
         let losing = doc! {"$and": [{"$or": clauses}, read::has_values(self.rule, &keys)]};
-        if !self.may_lose(losing, newest(items)).await? {
-            for item in items.iter_mut().filter(|item| missing(&&**item)) {
+        let may_lose = self.may_lose(losing, newest(items)).await?;
+        for item in items.iter_mut().filter(|item| missing(&&**item)) {
+            if may_lose {
+                item.work.is_counted = true;
+            } else {
                 item.end = Some(End::RemovalLimit);
             }
         }
@@ -116,7 +115,8 @@ impl Run<'_> {
 
     /// True if these targets may lose their values. Counts them if so.
     pub(super) async fn may_lose_named(&self, ids: impl Iterator<Item = &Key>) -> Result<bool> {
-        Ok(self.limit().await?.is_none_or(|limit| self.count(ids, limit)))
+        let targets = ids.map(|id| self.context.memory.removals.hash(id)).collect();
+        Ok(self.limit().await?.is_none_or(|limit| self.count(targets, limit)))
     }
 
     /// True if the targets that this filter finds may lose their values. Counts them if so.
@@ -127,12 +127,20 @@ impl Run<'_> {
             "find": &self.rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "limit": more,
             "batchSize": 10_000, "collation": read::simple_collation(),
         };
-        let targets =
-            self.read(Role::Target, command, after).await?.iter().map(read::id_of).collect::<Result<Vec<_>>>()?;
-        Ok(self.count(targets.iter(), limit))
+        let command = limited(command, self.limit);
+        let database = &self.rule.target.namespace.database;
+        let mut pages = self.context.server.pages(database, command, Reads { after }).await?;
+        // A tenth of a large collection: of each target only a hash is kept.
+        let mut targets = Vec::new();
+        while let Some(page) = pages.next().await? {
+            for row in &page {
+                targets.push(self.context.memory.removals.hash(&read::id_of(row)?));
+            }
+        }
+        Ok(self.count(targets, limit))
     }
 
-    fn count<'a>(&self, targets: impl Iterator<Item = &'a Key>, limit: usize) -> bool {
+    fn count(&self, targets: Vec<u64>, limit: usize) -> bool {
         let once = self.rule.reference.target_each.is_none();
         self.context.memory.removals.count(self.rule.id, limit, targets, once)
     }

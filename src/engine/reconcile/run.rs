@@ -170,6 +170,8 @@ impl Run<'_> {
         let result = match self.task {
             // A dead letter of an earlier definition: its targets are written one by one now.
             Task::Value if self.rule.keyed == Keyed::Target => self.found(&mut items, follow_ups).await,
+            // Or by their references.
+            Task::Target if self.rule.keyed == Keyed::Value => self.locate(Role::Target, &mut items, follow_ups).await,
             Task::Value => self.values(&mut items).await,
             Task::Target => self.targets(&mut items).await,
             Task::LocateSource => self.locate(Role::Source, &mut items, follow_ups).await,
@@ -282,7 +284,7 @@ impl Run<'_> {
         for (nth, item) in items.iter_mut().enumerate() {
             let page = (item.work.scope == Scope::All).then(|| self.context.memory.fan_outs.page(&self.subject(item)));
             if let Some(page) = page.flatten() {
-                (item.work.scope, item.work.restarted) = (Scope::Named(page), None);
+                (item.work.scope, item.work.restarted, item.work.is_counted) = (Scope::Named(page), None, false);
                 fan_outs_running.push(nth);
             }
         }

@@ -44,21 +44,20 @@ struct Losses {
 }
 
 impl Removals {
+    /// The form in which targets are counted.
+    pub(in crate::reconcile) fn hash(&self, target: &Key) -> u64 {
+        self.hasher.hash_one(target)
+    }
+
     /// Counts these targets as losing a value, unless more than `limit` would do so in this hour; returns false in that
     /// case. With `once`, a target counts only once; otherwise it has several values to lose, and counts each time.
-    pub(in crate::reconcile) fn count<'a>(
-        &self,
-        rule: RuleId,
-        limit: usize,
-        targets: impl Iterator<Item = &'a Key>,
-        once: bool,
-    ) -> bool {
+    pub(in crate::reconcile) fn count(&self, rule: RuleId, limit: usize, targets: Vec<u64>, once: bool) -> bool {
         let mut rules = locked(&self.rules);
         let losses = &mut rules.entry(rule).or_default().losses;
         losses.take_if(|losses| losses.since.elapsed() > HOUR);
         let known = losses.get_or_insert_with(|| Losses { since: Instant::now(), count: 0, targets: HashSet::new() });
-        let hashes = targets.map(|id| self.hasher.hash_one(id));
-        let new: Vec<u64> = hashes.filter(|target| !once || !known.targets.contains(target)).collect();
+        let mut new = targets;
+        new.retain(|target| !once || !known.targets.contains(target));
         if known.count + new.len() > limit {
             return false;
         }
