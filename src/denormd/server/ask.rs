@@ -31,7 +31,7 @@ async fn answer(board: &Board, rule: &str, fits: impl Fn(&RuleState) -> bool, ot
     match ask(&context, rule, fits).await {
         Ok(Asked::For) => (StatusCode::ACCEPTED, Json(serde_json::json!({"asked": true}))).into_response(),
         Ok(Asked::Unfit) => refusal(StatusCode::CONFLICT, otherwise),
-        Ok(Asked::Unknown) => refusal(StatusCode::NOT_FOUND, "no rule of this name has run yet"),
+        Ok(Asked::Unknown) => refusal(StatusCode::NOT_FOUND, "no rule of this name is in the config and has run"),
         Err(error) => refusal(StatusCode::SERVICE_UNAVAILABLE, &error.message),
     }
 }
@@ -50,6 +50,9 @@ async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -
     let (server, dead_letters) = (&context.server, &context.dead_letters);
     let store = Store::open(&server.unfenced(), &dead_letters.database, &dead_letters.deployment).await?;
     let known = store.rules(server).await?;
+    if !context.plan.rules.iter().any(|planned| planned.name == rule) {
+        return Ok(Asked::Unknown);
+    }
     let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Asked::Unknown) };
     if !fits(&record.state) {
         return Ok(Asked::Unfit);

@@ -123,22 +123,54 @@ fn excerpt(text: &str, line: &Span, span: &Span, secrets: &[Span]) -> Excerpt {
 /// The parts of a file's text to hide: passwords in connection strings, values in `mongodb` and `http` except those of
 /// known harmless keys, and values in unknown sections. Without a tree (after a syntax error), quotes and sections are
 /// unreliable. Then everything up to the end of the line is hidden after a word such as `uri` or `token`, as is
-/// everything before the last `@`.
+/// everything before the last `@`, and every value in a section with secrets, whose lines may be parts of one.
 pub(super) fn secrets(text: &str, tree: Option<&Node>) -> Vec<Span> {
     let mut found = Vec::new();
     if let Some(tree) = tree {
         secret_values(text, tree, Trust::Root, &mut found);
     }
     let mut start = 0;
+    let mut in_section = false;
     for line in text.split_inclusive('\n') {
         let shift = |span: Span| start + span.start..start + span.end;
         found.extend(uris(line, tree.is_some()).into_iter().map(shift));
         if tree.is_none() {
             found.extend(after_a_secret_word(line).map(shift));
+            in_section = is_section(line).unwrap_or(in_section);
+            found.extend(in_section.then(|| value_of(line)).flatten().map(shift));
         }
         start += line.len();
     }
     merged(found)
+}
+
+/// The key at the beginning of a line; empty without one.
+fn key_of(line: &str) -> &str {
+    let line = line.trim_start_matches(|c: char| c.is_whitespace() || matches!(c, '{' | '[' | '"' | '\''));
+    let end = line.find(|c: char| !c.is_ascii_alphanumeric() && !matches!(c, '_' | '-' | '$')).unwrap_or(line.len());
+    &line[..end]
+}
+
+/// True if a section with secrets begins in this line, false if another one does; none if it goes on.
+fn is_section(line: &str) -> Option<bool> {
+    match Trust::Root.below(key_of(line)) {
+        Trust::Section => Some(true),
+        Trust::Open => Some(false),
+        Trust::Root | Trust::Secret => None,
+    }
+}
+
+/// The text after the key, or the whole line without one. None after a key whose value is harmless, or judged by its words.
+fn value_of(line: &str) -> Option<Span> {
+    let key = key_of(line);
+    let is_judged = matches!(key, "mongodb" | "http" | "uri" | "token");
+    if line.contains([':', '=']) && (is_judged || Trust::Section.below(key) == Trust::Open) {
+        return None;
+    }
+    let end = line.trim_end().len();
+    let start = line.find([':', '=']).map_or(0, |at| at + 1);
+    let start = start + line.get(start..end)?.find(|c: char| !c.is_whitespace())?;
+    (!matches!(&line[start..end], "{" | "[" | "|" | ">")).then_some(start..end)
 }
 
 /// Merges overlapping spans.

@@ -274,7 +274,12 @@ impl Compiler<'_> {
             let message = "`key_type` converts the target's values, and here they come from the source";
             self.mistake(at.key("key_type"), message, "leave it out: the `_id` has the type of the source's value");
         }
-        if common.source.collection == common.target.collection {
+        let database = self.database.unwrap_or_default();
+        let full = |side: &config::Side| match side.collection.split_once('.') {
+            Some(_) => side.collection.clone(),
+            None => format!("{database}.{}", side.collection),
+        };
+        if full(common.source) == full(common.target) {
             let message = "the rule would create documents in its own source collection";
             self.mistake(here, message, "create them in another collection");
         }
@@ -696,8 +701,11 @@ impl Compiler<'_> {
         reads: &mut Reads,
     ) -> [Option<Bson>; 2] {
         let Some(condition) = filter.get("$expr").cloned() else { return [None, None] };
-        let of_element = expression::mentions(&condition, "element");
         let read = expression::expression(&condition, variables);
+        let of_element = match &read {
+            Ok(found) => found.element,
+            Err(_) => expression::mentions(&condition, "element"),
+        };
         // A mistake in another condition is found with the rest of the filter.
         let of_target = match &read {
             Ok(found) => !found.target.is_empty(),

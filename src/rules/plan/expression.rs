@@ -106,6 +106,8 @@ pub struct Found {
     pub source: Reads,
     /// Paths of the target.
     pub target: OfTarget,
+    /// True if the daemon's `$$element` is read, and not a variable of that name that the expression binds itself.
+    pub element: bool,
 }
 
 /// The paths of a target that values are computed from.
@@ -316,15 +318,16 @@ struct Walk<'a> {
     scope: Vec<String>,
     reads: Reads,
     target: OfTarget,
+    element: bool,
 }
 
 impl<'a> Walk<'a> {
     fn new(variables: Variables<'a>) -> Self {
-        Self { variables, scope: Vec::new(), reads: Reads::default(), target: OfTarget::default() }
+        Self { variables, scope: Vec::new(), reads: Reads::default(), target: OfTarget::default(), element: false }
     }
 
     fn found(self) -> Found {
-        Found { source: self.reads, target: self.target }
+        Found { source: self.reads, target: self.target, element: self.element }
     }
 
     fn expression(&mut self, value: &Bson) -> Result<(), Refusal> {
@@ -373,7 +376,10 @@ impl<'a> Walk<'a> {
             "target" => self.of_target(path)?,
             "targetElement" => self.of_target_element(path)?,
             "element" => match self.variables.element {
-                Some(each) => self.reads.add(each.clone()),
+                Some(each) => {
+                    self.reads.add(each.clone());
+                    self.element = true;
+                }
                 None => {
                     return Err(Refusal::new(
                         "`$$element` is the source's matched element, and this rule's source holds no array of references",
@@ -464,10 +470,10 @@ impl<'a> Walk<'a> {
             "$getField" => self.get_field(argument),
             "$cond" => {
                 condition(argument)?;
-                self.named(argument)
+                self.named(operator, argument)
             }
             "$let" | "$map" | "$filter" | "$reduce" => self.binding(operator, argument),
-            _ if OPERATORS.contains(&operator) || ACCUMULATORS.contains(&operator) => self.named(argument),
+            _ if OPERATORS.contains(&operator) || ACCUMULATORS.contains(&operator) => self.named(operator, argument),
             _ => Err(unknown(
                 operator,
                 "operator",
@@ -478,22 +484,26 @@ impl<'a> Walk<'a> {
     }
 
     /// Reads arguments: named ones (`{ input: …, to: … }`) are expressions, and their names are not fields.
-    fn named(&mut self, argument: &Bson) -> Result<(), Refusal> {
+    fn named(&mut self, operator: &str, argument: &Bson) -> Result<(), Refusal> {
         match argument {
             Bson::Document(doc) if !doc.keys().any(|name| name.starts_with('$')) => {
                 doc.iter().try_for_each(|(name, value)| {
-                    if name == "sortBy" {
-                        self.sort_by(value);
-                        return Ok(());
+                    match (name.as_str(), operator) {
+                        // Its paths are those of elements.
+                        ("sortBy", "$sortArray") => Ok(()),
+                        ("sortBy", _) => {
+                            self.sort_by(value);
+                            Ok(())
+                        }
+                        _ => self.expression(value),
                     }
-                    self.expression(value)
                 })
             }
             other => self.expression(other),
         }
     }
 
-    /// `sortBy` of `$topN`, `$sortArray`: field paths as keys.
+    /// `sortBy` of `$topN` and its like: field paths as keys.
     fn sort_by(&mut self, value: &Bson) {
         for path in value.as_document().into_iter().flat_map(Document::keys) {
             self.reads.add_text(path);
@@ -737,6 +747,22 @@ mod tests {
         }
     }
 
+    /// A condition with a variable of its own of this name was taken for one on the matched element, and out of `where`.
+    #[test]
+    fn a_variable_that_an_expression_binds_is_not_the_matched_element() {
+        let each = FieldPath::parse("lines.$[]").unwrap();
+        let of_element = |value: Bson| {
+            expression(&value, Variables { element: Some(&each), ..Variables::default() }).unwrap().element
+        };
+        let more = |name: &str| bson!({"$gt": [format!("$${name}.qty"), 1]});
+        let filtered =
+            |name: &str, by: &str| bson!({"$size": {"$filter": {"input": "$lines", "as": name, "cond": more(by)}}});
+        assert!(of_element(more("element")));
+        assert!(of_element(filtered("line", "element")));
+        assert!(!of_element(filtered("element", "element")));
+        assert!(of_element(bson!({"$and": [filtered("element", "element"), more("element")]})));
+    }
+
     #[test]
     fn what_an_expression_reads() {
         for (value, expected) in [
@@ -745,6 +771,7 @@ mod tests {
             (bson!({"a": "$x.y", "b": [1, "$z"]}), vec!["x.y", "z"]),
             (bson!({"$concat": ["$a", " ", "$b"]}), vec!["a", "b"]),
             (bson!({"$literal": "$a"}), vec![]),
+            (bson!({"$sortArray": {"input": "$lines", "sortBy": {"total": 1}}}), vec!["lines"]),
             (bson!("$$ROOT"), vec!["*"]),
             (bson!("$$ROOT.a.b"), vec!["a.b"]),
             (bson!("$$element.role"), vec!["cast.$[]"]),

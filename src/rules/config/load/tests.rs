@@ -419,6 +419,25 @@ fn mistakes_found_later_are_shown_at_their_place_in_the_right_file() {
 }
 
 /// A secret may stand on the offending line, in a key, in the part of the file that cannot be parsed.
+/// Without a tree, a secret may be on another line than its key, or under a mistyped one.
+#[test]
+fn no_message_about_a_broken_file_holds_a_token() {
+    let cases = [
+        (Format::Yaml, "http:\n  token:\n    @s3cret\nrules: []\n"),
+        (Format::Yaml, "http:\n  tokn: s3cret: x\nrules: []\n"),
+        (Format::Yaml, "http:\n  token: \"abc\n    s3cret\\q\"\nrules: []\n"),
+        (Format::Toml, "[http]\ntoken = \"\"\"\ns3cret\\q\"\"\"\n"),
+        (Format::Json, "{\"rules\": [], \"http\": {\"token\": \"abc\ns3cret\"}}"),
+    ];
+    for (format, text) in cases {
+        let error = load_str(text, format).unwrap_err().to_string();
+        assert!(!error.contains("s3cret"), "{text}\n{error}");
+        assert!(error.contains("***") || !error.contains(" | "), "nothing is tested: {error}");
+    }
+    let rule = load_str("http: {}\nrules:\n  - name: x: y\n", Format::Yaml).unwrap_err().to_string();
+    assert!(rule.contains("- name: x: y"), "{rule}");
+}
+
 #[test]
 fn no_message_holds_the_password() {
     for (format, text) in [
