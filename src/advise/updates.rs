@@ -183,8 +183,8 @@ async fn starts(ask: &Ask, end: u32) -> Result<Vec<u32>> {
     })
 }
 
-/// Whether the server truncated the oplog just where it was read. On a busy cluster it does so at any time, and what is
-/// read first is what goes first.
+/// True if the server has truncated the oplog past the entry that was to be read next. Reading begins with the oldest
+/// entries, and they are the first to go.
 fn is_overtaken(error: &Error) -> bool {
     error.code == Some(code::CAPPED_POSITION_LOST)
 }

@@ -154,7 +154,7 @@ async fn an_older_backfill_does_not_end_a_newer_wish() {
                 server,
                 rule,
                 older,
-                &RuleState::Backfilling { after: Some(5.into()), in_sources: false, agreed: false },
+                (&RuleState::Backfilling { after: Some(5.into()), in_sources: false, agreed: false }, None),
                 (1, None)
             )
             .await
@@ -162,7 +162,7 @@ async fn an_older_backfill_does_not_end_a_newer_wish() {
     );
     assert!(store.ask(server, "r").await.unwrap());
     for state in [RuleState::Backfilling { after: Some(9.into()), in_sources: false, agreed: false }, RuleState::Live] {
-        assert!(!store.save_backfill(server, rule, older, &state, (2, None)).await.unwrap(), "{state:?}");
+        assert!(!store.save_backfill(server, rule, older, (&state, None), (2, None)).await.unwrap(), "{state:?}");
     }
     let states = store.rules(server).await.unwrap();
     assert_eq!(states[0].1.state, RuleState::BACKFILL);
@@ -203,7 +203,7 @@ async fn an_agreement_to_removals_lasts_until_the_backfill_is_done() {
         stored().await.state
     };
     let generation = stored().await.generation;
-    assert!(store.save_backfill(server, rule, generation, &RuleState::Live, (2, None)).await.unwrap());
+    assert!(store.save_backfill(server, rule, generation, (&RuleState::Live, None), (2, None)).await.unwrap());
     assert_eq!(again().await, RuleState::BACKFILL);
     reset(&RuleState::BACKFILL, Agreement::Given).await;
     reset(&RuleState::BACKFILL, Agreement::Ended).await;

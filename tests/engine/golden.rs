@@ -156,7 +156,10 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
     let done = async |name: &str| {
         let generation = reset(name, RuleState::BACKFILL).await;
         assert!(
-            store.save_backfill(server, rule(plan, name), generation, &RuleState::Live, (20, Some(20))).await.unwrap()
+            store
+                .save_backfill(server, rule(plan, name), generation, (&RuleState::Live, None), (20, Some(20)))
+                .await
+                .unwrap()
         );
         generation
     };
@@ -167,7 +170,7 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
     store.notice(server, "begun", generation).await.unwrap();
     let after =
         RuleState::Backfilling { after: Some(Bson::String("t-17".to_owned())), in_sources: false, agreed: false };
-    assert!(store.save_backfill(server, rule(plan, "begun"), generation, &after, (17, None)).await.unwrap());
+    assert!(store.save_backfill(server, rule(plan, "begun"), generation, (&after, None), (17, None)).await.unwrap());
     reset("manual", RuleState::AwaitingBackfill).await;
     done("done").await;
     done("bereft").await;

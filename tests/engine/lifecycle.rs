@@ -269,6 +269,54 @@ async fn a_dropped_source_blocks_its_rules_until_it_is_there_again_or_the_loss_i
     daemon.stop().await;
 }
 
+/// A dead letter of the former definition was retried by the new one: each line got the price of one item.
+#[tokio::test]
+async fn a_changed_definition_forgets_the_dead_letters_of_the_former_one() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("items").insert_many([doc! {"_id": 1, "price": 10}, doc! {"_id": 2, "price": 20}]).await.unwrap();
+    let lines = bson::bson!([{"item": 1, "qty": "abc"}, {"item": 2, "qty": 3}]);
+    db.collection("orders").insert_one(doc! {"_id": 1, "lines": lines}).await.unwrap();
+    db.collection("orders").insert_one(doc! {"_id": 2}).await.unwrap();
+    let rule = |set: &str| {
+        let matched = "match: { \"lines.$[].item\": _id }, adopt: true, allow_scan: true";
+        let (on, more) = matched.split_once(", adopt").unwrap();
+        format!("  - {{ name: line, adopt{more}, copy: {{ source: items, target: orders, {on}, set: {{ {set} }} }} }}")
+    };
+    let dead_letters = test.beside("state").collection::<Document>("dead_letters");
+    let daemon = Daemon::start(&test, &rule("\"lines.$[].total\": { $multiply: [$price, $$targetElement.qty] }")).await;
+    daemon.settled().await;
+    assert_eq!(dead_letters.count_documents(doc! {"rule": "line"}).await.unwrap(), 1);
+    daemon.stop().await;
+    let daemon = Daemon::start(&test, &rule("\"lines.$[].price\": $price")).await;
+    daemon.settled().await;
+    assert_eq!(dead_letters.count_documents(doc! {}).await.unwrap(), 0, "its keys are those of the former definition");
+    let order = db.collection::<Document>("orders").find_one(doc! {"_id": 1}).await.unwrap().unwrap();
+    let prices =
+        order.get_array("lines").unwrap().iter().map(|line| line.as_document().unwrap().get_i32("price").unwrap());
+    assert_eq!(prices.collect::<Vec<_>>(), [10, 20]);
+    daemon.stop().await;
+}
+
+/// Nobody carried out the fan-out jobs of a rule that had left the config, and every `wait` waited for them.
+#[tokio::test]
+async fn a_rule_that_leaves_the_config_takes_its_jobs_with_it() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    db.collection("rooms").insert_one(doc! {"_id": 1, "name": "R1"}).await.unwrap();
+    let room = "  - { name: room, copy: { source: rooms, target: log, match: { host: _id }, set: { room: $name } } }";
+    let daemon = Daemon::start(&test, &format!("{HOST}\n{room}")).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let jobs = test.beside("state").collection::<Document>("fan_outs");
+    let id = doc! {"deployment": "default", "rule": "room", "task": "Value", "key": [1]};
+    jobs.insert_one(doc! {"_id": id, "wish": bson::oid::ObjectId::new(), "after": [], "term": 1_i64}).await.unwrap();
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    assert_eq!(jobs.count_documents(doc! {}).await.unwrap(), 0);
+    daemon.stop().await;
+}
+
 #[tokio::test]
 async fn a_source_dropped_while_the_daemon_is_down_detaches_its_rules() {
     let test = denormd_fixture::database().await;

@@ -2,6 +2,8 @@
 
 use std::{pin::pin, sync::Arc, time::Duration};
 
+use tokio::time::Instant;
+
 use crate::commands::{Failure, notice, plan::refusal};
 use denormd_engine::{
     checkpoint::format,
@@ -39,7 +41,7 @@ pub async fn with_a_leader<T>(
         }
     });
     let (mut work, mut checked) = (pin!(work), false);
-    let mut look = tokio::time::interval(LOOK);
+    let mut look = tokio::time::interval_at(Instant::now() + LOOK, LOOK);
     let result = loop {
         tokio::select! {
             result = &mut work => break result,

@@ -46,8 +46,8 @@ pub struct Keeping {
 }
 
 impl Keeping {
-    /// What the partitions of a rule keep: the values at the paths of each, and those of all targets, unless all have
-    /// come equally far.
+    /// Merges what several partitions of a rule keep: values at the paths of any of them, and in all targets, unless all
+    /// have passed the same one.
     #[must_use]
     pub fn joined<'a>(partitions: impl IntoIterator<Item = Option<&'a Self>>) -> Option<Self> {
         let mut partitions = partitions.into_iter();

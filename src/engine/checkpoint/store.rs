@@ -526,15 +526,6 @@ impl Store {
         Ok(())
     }
 
-    /// Records that the first backfill of a rule has passed this target: the values up to there are denormd's own.
-    pub async fn passed(&self, server: &Server, rule: &str, generation: i64, target: &Bson) -> Result<()> {
-        let mut filter = mine(server, self.id("rule", rule));
-        filter.extend(doc! {"keeping": {"$type": "object"}, "generation": same_generation(generation)});
-        let update = doc! {"$set": {"keeping.passed": [target.clone()]}};
-        bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
-        Ok(())
-    }
-
     /// Records that the first backfill of a rule is over, unless its state has changed since.
     pub async fn end_keeping(&self, server: &Server, rule: &str, generation: i64) -> Result<bool> {
         let mut filter = mine(server, self.id("rule", rule));
@@ -554,14 +545,15 @@ impl Store {
         Ok(())
     }
 
-    /// Saves the progress of this generation's backfill: its position, and the targets `(done, to do)`. Returns false
-    /// if a newer backfill has been requested.
+    /// Saves the progress of this generation's backfill: its position, the targets `(done, to do)`, and the target that a
+    /// first backfill has passed, if it keeps values: those up to there are denormd's own. Returns false if a newer
+    /// backfill has been requested.
     pub async fn save_backfill(
         &self,
         server: &Server,
         rule: &Rule,
         generation: i64,
-        state: &RuleState,
+        (state, passed): (&RuleState, Option<&Bson>),
         progress: (u64, Option<u64>),
     ) -> Result<bool> {
         let mut filter = mine(server, self.id("rule", &rule.name));
@@ -569,6 +561,9 @@ impl Store {
         let rules = server.collection(&self.database, RULES);
         let mut state = state_fields(state)?;
         state.insert("progress", progress_field(progress));
+        if let Some(passed) = passed {
+            state.insert("keeping.passed", vec![passed.clone()]);
+        }
         // A delayed write moves the progress back.
         let update = doc! {"$set": state, "$unset": {"undone": ""}};
         let done = bounded(rules.update_one(filter, update)).await?;

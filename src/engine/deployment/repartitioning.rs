@@ -270,9 +270,13 @@ fn one(states: &[&Document], whole: bool) -> Document {
         all
     };
     let (mut retired, undone) = (all_of("retired"), all_of("undone"));
-    // What a partition wrote by another definition is left to `denormd prune`.
-    let others = states.iter().filter(|state| !is(state, "held")).filter_map(|state| state.get("definition"));
-    for definition in others {
+    // Values that a partition has written by another definition are left to `denormd prune`. A rule that is blocked for its
+    // effect on existing data has written none.
+    let for_adoption = |state: &Document| {
+        state.get_document("block").is_ok_and(|block| block.get_str("kind").is_ok_and(|kind| kind == "adoption"))
+    };
+    let has_written = |state: &&&Document| !is(state, "held") || rests(state) || !for_adoption(state);
+    for definition in states.iter().filter(has_written).filter_map(|state| state.get("definition")) {
         if out.get("definition") != Some(definition) && !retired.contains(definition) {
             retired.push(definition.clone());
         }
@@ -420,6 +424,12 @@ mod tests {
     fn what_any_partition_keeps_or_has_put_back_is_carried_over() {
         let (mut first, mut second) = (state(0, "pending"), state(1, "pending"));
         first.extend(doc! {"keeping": {"paths": ["a"], "passed": [9]}, "undone": [1]});
+        let mut blocked = state(1, "held");
+        for (kind, retired) in [("adoption", vec![]), ("removal_limit", vec![Bson::from(doc! {"a": 2})])] {
+            blocked.extend(doc! {"block": {"kind": kind}, "definition": {"a": 2}});
+            let rule = &joined(&[state(0, "held"), blocked.clone()], 2, &BTreeSet::new())[0];
+            assert_eq!(rule.get_array("retired").cloned().unwrap_or_default(), retired, "{kind}");
+        }
         second.extend(doc! {"keeping": {"paths": ["a", "b"], "passed": [4]}, "undone": [2, 1], "definition": {"a": 2}});
         let rule = &joined(&[first.clone(), second], 2, &BTreeSet::new())[0];
         assert_eq!(rule.get_document("keeping").unwrap(), &doc! {"paths": ["a", "b"], "passed": []});

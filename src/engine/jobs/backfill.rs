@@ -223,7 +223,8 @@ impl One<'_> {
             targets = self.count(&self.rule.target, None).await.unwrap_or(targets);
         }
         let progress = (targets, expected);
-        let done = self.store.save_backfill(server, self.rule, request.generation, &RuleState::Live, progress).await?;
+        let state = (&RuleState::Live, None);
+        let done = self.store.save_backfill(server, self.rule, request.generation, state, progress).await?;
         if done {
             published.backfill(&self.rule.name, |progress| {
                 (progress.ended, progress.scanned) = (Some(Instant::now()), targets);
@@ -338,11 +339,13 @@ impl One<'_> {
         // The generation determines whether the removals are agreed to.
         let state =
             RuleState::Backfilling { after: request.after.clone(), in_sources: request.in_sources, agreed: false };
-        let server = &self.context.server;
-        let saved = self.store.save_backfill(server, self.rule, request.generation, &state, progress).await?;
+        let (server, kept) = (&self.context.server, &self.context.memory.kept);
+        let passed = (!request.in_sources && kept.is_before(request.rule, &last)).then_some(&last);
+        let state = (&state, passed);
+        let saved = self.store.save_backfill(server, self.rule, request.generation, state, progress).await?;
         // The page of a rule that was stopped meanwhile may not be written: its values are the application's.
-        if saved && !request.in_sources && self.context.memory.kept.passes(request.rule, &last) {
-            self.store.passed(server, &self.rule.name, request.generation, &last).await?;
+        if let Some(passed) = passed.filter(|_| saved) {
+            kept.passes(request.rule, passed);
         }
         Ok(saved)
     }

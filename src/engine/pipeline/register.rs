@@ -26,6 +26,7 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
     let mut rules = Rules::new(&context.plan);
     // A rule may only write after the permission to do so is recorded.
     let decisions = adoption::decide(context, &known).await?;
+    let others = of_other_partitions(context).await?;
     for (rule, decision) in context.plan.rules.iter().zip(decisions) {
         let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
         match (before, decision) {
@@ -53,20 +54,22 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
                 if let Some(record) = before.filter(changed) {
                     store.retire(&context.server, &rule.name, &record.definition).await?;
                 }
+                // A crash before the definition is recorded repeats this; after it, they would be retried by the new one.
+                context.dead_letters.forget(&context.server, &rule.name).await?;
                 // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
                 let agreement = if rule.adopt && !state.is_blocked() { Agreement::Given } else { Agreement::Ended };
                 let registered = store.register_rule(&context.server, rule, (&state, agreement), keeping.as_ref());
                 let (mut state, mut generation) = registered.await?;
                 if before.is_none()
                     && !state.is_stopped()
-                    && let Some(paused) = paused_elsewhere(context, rule).await?
+                    && let Some(others) = &others
+                    && let Some(paused) = paused_elsewhere(context, others, rule).await?
                 {
                     (state, generation) = store.reset_rule(&context.server, rule, &paused, Agreement::Kept).await?;
                 }
                 failpoint::here("rule-reset");
                 keep::begin(context, rule, keeping).await?;
                 context.fan_outs.forget(&context.server, &rule.name).await?;
-                context.dead_letters.forget(&context.server, &rule.name).await?;
                 rules.set(rule.id, state, generation);
             }
         }
@@ -100,15 +103,19 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
     Ok(rules)
 }
 
-/// The pause of a rule in another partition: `denormd pause` reaches only those that have registered the rule. Read after
-/// this partition has done so, because the command looks once more after it has recorded the pause.
-async fn paused_elsewhere(context: &Context, rule: &Rule) -> Result<Option<RuleState>> {
+/// The state of a deployment that has other partitions than this one.
+async fn of_other_partitions(context: &Context) -> Result<Option<Store>> {
     if context.partition.of() == 1 {
         return Ok(None);
     }
     let DeadLetters { database, deployment, .. } = &context.dead_letters;
-    let whole = Store::open(&context.server.unfenced(), database, deployment).await?;
-    let records = whole.of_each_partition(&context.server, &rule.name).await?;
+    Store::open(&context.server.unfenced(), database, deployment).await.map(Some)
+}
+
+/// The pause of a rule in another partition: `denormd pause` reaches only those that have registered the rule. Read after
+/// this partition has done so, because the command looks once more after it has recorded the pause.
+async fn paused_elsewhere(context: &Context, others: &Store, rule: &Rule) -> Result<Option<RuleState>> {
+    let records = others.of_each_partition(&context.server, &rule.name).await?;
     let states = records.into_iter().map(|(_, record)| record.state);
     Ok(states.into_iter().find(|state| matches!(state, RuleState::Paused { .. })))
 }

@@ -9,6 +9,7 @@
 use std::time::Instant;
 
 use bson::{Bson, Document, doc};
+use tracing::Instrument;
 
 use crate::{
     reconcile::{
@@ -19,8 +20,15 @@ use crate::{
     request::Scope,
 };
 use denormd_model::{key::Key, position::ClusterTime};
-use denormd_mongo::{Reads, command::limited, error::Result};
-use denormd_rules::{config::OnMissing, plan::Values};
+use denormd_mongo::{
+    Reads,
+    command::limited,
+    error::{Error, Result},
+};
+use denormd_rules::{
+    config::OnMissing,
+    plan::{Values, reference::Role},
+};
 
 /// The limit of a rule with few targets, unless `limits.destroy_per_hour` says otherwise.
 const LEAST: usize = 1000;
@@ -115,8 +123,8 @@ impl Run<'_> {
 
     /// True if these targets may lose their values. Counts them if so.
     pub(super) async fn may_lose_named(&self, ids: impl Iterator<Item = &Key>) -> Result<bool> {
-        let targets = ids.map(|id| self.context.memory.removals.hash(id)).collect();
-        Ok(self.limit().await?.is_none_or(|limit| self.count(targets, limit)))
+        let Some(limit) = self.limit().await? else { return Ok(true) };
+        Ok(self.count(ids.map(|id| self.context.memory.removals.hash(id)).collect(), limit))
     }
 
     /// True if the targets that this filter finds may lose their values. Counts them if so.
@@ -128,16 +136,19 @@ impl Run<'_> {
             "batchSize": 10_000, "collation": read::simple_collation(),
         };
         let command = limited(command, self.limit);
-        let database = &self.rule.target.namespace.database;
-        let mut pages = self.context.server.pages(database, command, Reads { after }).await?;
-        // A tenth of a large collection: of each target only a hash is kept.
-        let mut targets = Vec::new();
-        while let Some(page) = pages.next().await? {
-            for row in &page {
-                targets.push(self.context.memory.removals.hash(&read::id_of(row)?));
+        let database = &self.namespace(Role::Target).database;
+        let read = async {
+            let mut pages = self.context.server.pages(database, command, Reads { after }).await?;
+            // There may be as many as a tenth of a large collection: of each target only a hash is kept.
+            let mut targets = Vec::new();
+            while let Some(page) = pages.next().await? {
+                for row in &page {
+                    targets.push(self.context.memory.removals.hash(&read::id_of(row)?));
+                }
             }
-        }
-        Ok(self.count(targets, limit))
+            Ok::<_, Error>(targets)
+        };
+        Ok(self.count(read.instrument(self.reading(Role::Target)).await?, limit))
     }
 
     fn count(&self, targets: Vec<u64>, limit: usize) -> bool {

@@ -141,6 +141,12 @@ impl Compiler<'_> {
         self.created(&at, &common);
         let source = self.side(&at.key("source"), common.source);
         let target = self.side(&at.key("target"), common.target);
+        let is_same =
+            source.as_ref().zip(target.as_ref()).is_some_and(|(source, target)| source.namespace == target.namespace);
+        if common.target.create && common.kind == "aggregate" && is_same {
+            let message = "the rule would create documents in its own source collection";
+            self.mistake(at.key("target").key("create"), message, "create them in another collection");
+        }
         let reference = self.reference(&at, &common, source.as_ref(), target.as_ref());
         let variables = reference.as_ref().map(Reference::variables).unwrap_or_default();
         let mut source = source;
@@ -273,15 +279,6 @@ impl Compiler<'_> {
         if common.key_type.is_some() {
             let message = "`key_type` converts the target's values, and here they come from the source";
             self.mistake(at.key("key_type"), message, "leave it out: the `_id` has the type of the source's value");
-        }
-        let database = self.database.unwrap_or_default();
-        let full = |side: &config::Side| match side.collection.split_once('.') {
-            Some(_) => side.collection.clone(),
-            None => format!("{database}.{}", side.collection),
-        };
-        if full(common.source) == full(common.target) {
-            let message = "the rule would create documents in its own source collection";
-            self.mistake(here, message, "create them in another collection");
         }
     }
 

@@ -57,17 +57,18 @@ impl KeptValues {
         }
     }
 
-    /// Records that the first backfill of a rule has come to this target. Returns false if it had passed it before, or
-    /// keeps nothing.
-    pub fn passes(&self, rule: RuleId, target: &Bson) -> bool {
+    /// True if the first backfill of a rule keeps values, and has not passed this target before.
+    pub fn is_before(&self, rule: RuleId, target: &Bson) -> bool {
         let mut is_new = false;
         self.learn(rule, |kept| {
             is_new = !kept.keeping.passed.first().is_some_and(|passed| is_behind(target, passed));
-            if is_new {
-                Arc::make_mut(&mut kept.keeping).passed = vec![target.clone()];
-            }
         });
         is_new
+    }
+
+    /// Records that the first backfill of a rule has passed this target.
+    pub fn passes(&self, rule: RuleId, target: &Bson) {
+        self.learn(rule, |kept| Arc::make_mut(&mut kept.keeping).passed = vec![target.clone()]);
     }
 
     /// The known number of bytes of kept values.

@@ -418,7 +418,6 @@ fn mistakes_found_later_are_shown_at_their_place_in_the_right_file() {
     assert_eq!(ConfigPath(vec![Step::Key("a".to_owned()), Step::Index(3)]).to_string(), "a[3]");
 }
 
-/// A secret may stand on the offending line, in a key, in the part of the file that cannot be parsed.
 /// Without a tree, a secret may be on another line than its key, or under a mistyped one.
 #[test]
 fn no_message_about_a_broken_file_holds_a_token() {
@@ -438,6 +437,7 @@ fn no_message_about_a_broken_file_holds_a_token() {
     assert!(rule.contains("- name: x: y"), "{rule}");
 }
 
+/// A secret may stand on the offending line, in a key, in the part of the file that cannot be parsed.
 #[test]
 fn no_message_holds_the_password() {
     for (format, text) in [
