@@ -5,6 +5,10 @@ use bson::Bson;
 use super::{Result, Value, expression::Args, is_nullish, needs_server, refused};
 
 const DAY: i64 = 86_400_000;
+/// Distance from 1970, in milliseconds, from which on dates are left to the server: three million years.
+const FAR: u64 = 100_000_000_000_000_000;
+/// Largest `binSize`; larger ones are left to the server.
+const LARGE: i64 = 1_000_000;
 
 /// A moment, taken apart.
 struct Parts {
@@ -37,6 +41,9 @@ fn parts(millis: i64) -> Parts {
 /// The moment that a value stands for.
 fn moment(args: &Args<'_>, value: Option<&Bson>) -> Result<i64> {
     match value {
+        Some(Bson::DateTime(time)) if time.timestamp_millis().unsigned_abs() > FAR => {
+            needs_server("a date millions of years away")
+        }
         Some(Bson::DateTime(time)) => Ok(time.timestamp_millis()),
         Some(Bson::Timestamp(time)) => Ok(i64::from(time.time) * 1000),
         // MongoDB 6.0 reads the seconds as a signed number.
@@ -196,6 +203,9 @@ pub(super) fn truncate(args: &Args<'_>) -> Result<Value> {
     if size < 1 {
         return refused("`$dateTrunc` needs a `binSize` of at least 1");
     }
+    if size > LARGE {
+        return needs_server("`$dateTrunc` with a large `binSize`");
+    }
     let millis = moment(args, date.as_ref())?;
     // Intervals are counted from the year 2000.
     let (epoch, months) = (days_of_month(24_000) * DAY, 24_000);
@@ -215,17 +225,11 @@ pub(super) fn truncate(args: &Args<'_>) -> Result<Value> {
             let first = i64::try_from(first).unwrap_or_default() * DAY;
             millis - (millis - first).rem_euclid(7 * DAY)
         }
-        Unit::Millis(length) => match length.checked_mul(size) {
-            Some(length) => millis - (millis - epoch).rem_euclid(length),
-            None => return needs_server("`$dateTrunc` with a large `binSize`"),
-        },
+        Unit::Millis(length) => millis - (millis - epoch).rem_euclid(length * size),
         Unit::Months(length) => {
             let Parts { year, month, .. } = parts(millis);
-            let Some(length) = length.checked_mul(size) else {
-                return needs_server("`$dateTrunc` with a large `binSize`");
-            };
             let month = year * 12 + month - 1;
-            days_of_month(month - (month - months).rem_euclid(length)) * DAY
+            days_of_month(month - (month - months).rem_euclid(length * size)) * DAY
         }
     };
     Ok(Some(Bson::DateTime(bson::DateTime::from_millis(start))))
@@ -275,4 +279,36 @@ pub(super) fn to_date(args: &Args<'_>) -> Result<Value> {
         }
         _ => return needs_server(format!("`$toDate` of {}", super::type_name(value.as_ref()))),
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::{Bson, DateTime, doc};
+
+    use crate::EvalError;
+
+    #[test]
+    fn dates_at_the_end_of_time_are_left_to_the_server() {
+        for millis in [i64::MIN, i64::MAX, 100_000_000_000_000_001] {
+            for unit in ["millisecond", "week", "month", "year"] {
+                let date = DateTime::from_millis(millis);
+                for expression in [
+                    doc! {"$dateTrunc": {"date": "$at", "unit": unit}},
+                    doc! {"$dateAdd": {"startDate": "$at", "unit": unit, "amount": -1}},
+                    doc! {"$year": "$at"},
+                ] {
+                    let value = crate::expression(&Bson::from(expression), &doc! {"at": date});
+                    assert!(matches!(value, Err(EvalError::NeedsServer(_))), "{value:?}");
+                }
+            }
+        }
+        let far = doc! {"at": DateTime::from_millis(-100_000_000_000_000_000)};
+        for unit in ["millisecond", "second", "day", "week", "month", "quarter", "year"] {
+            for size in [1, 1_000_000] {
+                let expression = doc! {"$dateTrunc": {"date": "$at", "unit": unit, "binSize": size}};
+                let value = crate::expression(&Bson::from(expression), &far);
+                assert!(value.is_ok() || unit == "week", "{unit}: {value:?}");
+            }
+        }
+    }
 }

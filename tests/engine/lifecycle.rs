@@ -310,7 +310,7 @@ async fn a_rule_that_leaves_the_config_takes_its_jobs_with_it() {
     daemon.stop().await;
     let jobs = test.beside("state").collection::<Document>("fan_outs");
     let id = doc! {"deployment": "default", "rule": "room", "task": "Value", "key": [1]};
-    jobs.insert_one(doc! {"_id": id, "wish": bson::oid::ObjectId::new(), "after": [], "term": 1_i64}).await.unwrap();
+    jobs.insert_one(doc! {"_id": id, "wish": bson::oid::ObjectId::new(), "after": [], "term": 0_i64}).await.unwrap();
     let daemon = Daemon::start(&test, HOST).await;
     daemon.settled().await;
     assert_eq!(jobs.count_documents(doc! {}).await.unwrap(), 0);

@@ -90,6 +90,23 @@ async fn what_a_first_backfill_overwrites_is_put_back() {
     daemon.stop().await;
 }
 
+/// The collection's validator has changed since: the command fails, and says how many values stay.
+#[tokio::test(flavor = "multi_thread")]
+async fn values_that_the_server_refuses_are_no_success() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    let program = Program::new(&config(&test, LABEL));
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    program.run(&["pause", "host-label"]).await.exits(0);
+    let validator = doc! {"label": {"$nin": ["old 7", "old 8"]}};
+    test.database().run_command(doc! {"collMod": "logs", "validator": validator}).await.unwrap();
+    let told = program.run(&["undo", "host-label"]).await.exits(1);
+    assert!(told.out.starts_with("host-label: 297 values put back\n"), "{}", told.out);
+    assert!(told.err.contains("2 values could not be put back"), "{}", told.err);
+    daemon.stop().await;
+}
+
 /// The rule is taken out of the config: nobody could compute what it wrote. Afterwards the fields are the
 /// application's, and `prune` leaves them alone.
 #[tokio::test(flavor = "multi_thread")]

@@ -126,7 +126,7 @@ fn kinds() -> Vec<Case> {
             .has("t", [doc! {"_id": 1, "s": 1, "name": "a"}, doc! {"_id": 2, "n": 1}, doc! {"_id": 3, "n": 0}])
             .writes([replace("c", doc! {"_id": 1, "t": 2, "x": 1})])
             .expect("t", [touched(doc! {"_id": 1, "s": 1, "name": "a", "n": 0}), doc! {"_id": 2, "n": 1}, doc! {"_id": 3, "n": 0}]),
-        Case::new("a time that is none", "copy: { source: '@s', target: '@t', match: { s: _id }, set: { name: $name }, touch: at }")
+        Case::new("a value that is no time stays", "copy: { source: '@s', target: '@t', match: { s: _id }, set: { name: $name }, touch: at }")
             .has("s", [doc! {"_id": 1, "name": "a"}])
             .has("t", [
                 doc! {"_id": 1, "s": 1, "at": "yesterday"},
@@ -134,13 +134,17 @@ fn kinds() -> Vec<Case> {
                 doc! {"_id": 3, "s": 1, "at": Bson::MaxKey},
                 // A clock that was ahead: no time goes back.
                 doc! {"_id": 4, "s": 1, "at": DateTime::from_millis(4_102_444_800_000)},
+                doc! {"_id": 5, "s": 1, "at": Bson::Null},
+                doc! {"_id": 6, "s": 1, "at": [DateTime::from_millis(1)]},
             ])
             .writes([update("s", 1, set(doc! {"name": "b"}))])
             .expect("t", [
-                touched(doc! {"_id": 1, "s": 1, "name": "b"}),
+                doc! {"_id": 1, "s": 1, "name": "b", "at": "yesterday"},
                 touched(doc! {"_id": 2, "s": 1, "name": "b"}),
-                touched(doc! {"_id": 3, "s": 1, "name": "b"}),
+                doc! {"_id": 3, "s": 1, "name": "b", "at": Bson::MaxKey},
                 doc! {"_id": 4, "s": 1, "name": "b", "at": DateTime::from_millis(4_102_444_800_000)},
+                touched(doc! {"_id": 5, "s": 1, "name": "b"}),
+                doc! {"_id": 6, "s": 1, "name": "b", "at": [DateTime::from_millis(1)]},
             ]),
     ]
 }

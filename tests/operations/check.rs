@@ -374,3 +374,24 @@ async fn on_a_terminal_a_difference_does_not_stand_behind_the_bar() {
     // A carriage return, a line feed, or the end of a command that erases the line.
     assert!(before.ends_with(['\r', '\n', 'K', 'J']), "{screen:?}");
 }
+
+/// A target whose source changes at each look is not known to be right: exit status 0 would say so.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_target_that_changes_all_the_while_is_no_success() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "n": 0}).await.unwrap();
+    db.collection("logs").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    let rule = "  - { name: r, allow_scan: true, copy: { source: hosts, target: logs, match: { host: _id }, set: { n: $n } } }";
+    let program = Program::new(&config(&test, rule));
+    let hosts = db.collection::<Document>("hosts");
+    let writer = tokio::spawn(async move {
+        loop {
+            hosts.update_one(doc! {}, doc! {"$inc": {"n": 1}}).await.unwrap();
+        }
+    });
+    let told = program.run(&["check"]).await.exits(1);
+    assert!(told.out.contains("1 changed all the while and are undecided"), "{}", told.out);
+    assert!(told.err.contains("one target changed all the while: nothing else differs"), "{}", told.err);
+    writer.abort();
+}

@@ -400,3 +400,25 @@ async fn nothing_is_created_for_a_match_that_looks_reversed() {
     let indexes = db.collection::<Document>("customers").list_index_names().await.unwrap();
     assert_eq!(indexes, ["_id_"]);
 }
+
+/// `key_type` holds for every entry of `match`, and `touch` leaves a value of another type as it is.
+#[tokio::test]
+async fn plan_says_which_values_a_conversion_or_a_time_does_not_fit() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let id = bson::oid::ObjectId::new();
+    db.collection("parts").insert_one(doc! {"_id": id, "tenant": "acme", "name": "bolt"}).await.unwrap();
+    let product = doc! {"_id": 1, "part": id.to_hex(), "tenant": "acme", "at": 5_i64};
+    db.collection("products").insert_one(product).await.unwrap();
+    let rules = "  - { name: r, allow_scan: true, copy: { source: parts, target: products, match: { part: _id, tenant: tenant }, key_type: objectId, set: { name: $name }, touch: at } }";
+    let told = Program::new(&config(&test, rules)).run(&["plan"]).await.exits(4).out;
+    for part in [
+        "`key_type: objectId` converts `tenant`, and `tenant` is string in `parts`: values of different types never match",
+        "`key_type` holds for every entry of `match`",
+        "`at` is long in 1 of 1 sampled targets",
+        "`touch` sets dates, and leaves a value of another type as it is",
+    ] {
+        assert!(told.contains(part), "{part}: {told}");
+    }
+    assert!(!told.contains("converts `part`"), "{told}");
+}

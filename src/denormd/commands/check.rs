@@ -28,24 +28,40 @@ pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> s
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let states: BTreeMap<String, RuleRecord> = store.rules(&context.server).await?.into_iter().collect();
-    let (mut left, mut unknown) = (0, 0);
+    let mut left = Left::default();
     for rule in chosen(&context.plan, &options.rule)? {
         let one = One { loaded, context: &context, store: &store, rule, output, options };
         if let Some(note) = state_note(states.get(&rule.name)) {
             notice(&format!("{}: {note}", rule.name));
         }
-        let (differing, refused) = one.run().await?;
-        left += differing;
-        unknown += refused;
+        let Left { differing, refused, undecided } = one.run().await?;
+        left.differing += differing;
+        left.refused += refused;
+        left.undecided += undecided;
     }
     match left {
-        0 if unknown > 0 => Err(Error::new(Kind::Refused, format!("{} could not be compared", counted(unknown)))
-            .hint("`denormd dead-letters list` names them, and `denormd explain RULE ID` says why")
-            .into()),
-        0 => Ok(()),
-        1 => Err(Failure::Differs("one target differs from its definition".to_owned())),
-        n => Err(Failure::Differs(format!("{n} targets differ from their definition"))),
+        Left { differing: 1, .. } => Err(Failure::Differs("one target differs from its definition".to_owned())),
+        Left { differing: n @ 2.., .. } => Err(Failure::Differs(format!("{n} targets differ from their definition"))),
+        Left { refused: n @ 1.., .. } => {
+            Err(Error::new(Kind::Refused, format!("{} could not be compared", counted(n)))
+                .hint("`denormd dead-letters list` names them, and `denormd explain RULE ID` says why")
+                .into())
+        }
+        Left { undecided: n @ 1.., .. } => {
+            let changed = format!("{} changed all the while: nothing else differs", counted(n));
+            Err(Error::new(Kind::Unavailable, changed).hint("run the command again while less is written").into())
+        }
+        Left { .. } => Ok(()),
     }
+}
+
+/// Numbers of targets that are not known to be right.
+#[derive(Default)]
+struct Left {
+    differing: u64,
+    /// Their values cannot be computed.
+    refused: u64,
+    undecided: u64,
 }
 
 struct One<'a> {
@@ -66,8 +82,8 @@ struct Counts {
 }
 
 impl One<'_> {
-    /// Checks the rule. Returns the number of targets that still differ, and of those whose values cannot be computed.
-    async fn run(&self) -> std::result::Result<(u64, u64), Failure> {
+    /// Checks the rule, and repairs it on request.
+    async fn run(&self) -> std::result::Result<Left, Failure> {
         let scope =
             Scope { sample: self.options.sample, resume: self.options.resume, values: self.options.show_values };
         let mut check = Check::new(self.context, self.store, self.rule, scope).await?;
@@ -94,7 +110,8 @@ impl One<'_> {
         }
         bar.end();
         self.sum_up(&check.tally, &counts);
-        Ok((check.tally.differing - counts.repaired, check.tally.refused))
+        let Tally { differing, refused, undecided, .. } = check.tally;
+        Ok(Left { differing: differing - counts.repaired, refused, undecided })
     }
 
     /// Has the leader reconcile these targets. Returns those that still differ.

@@ -13,9 +13,14 @@ use crate::{
     },
     status::duration,
 };
-use denormd_engine::{checkpoint::store::Store, deployment::lease, metrics::Metrics, reconcile::Context};
+use denormd_engine::{
+    checkpoint::{rule_record::RuleRecord, store::Store},
+    deployment::lease,
+    metrics::Metrics,
+    reconcile::Context,
+};
 use denormd_model::rule_state::RuleState;
-use denormd_mongo::error::Error;
+use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
 /// Interval between checks that the leader has read the pause.
@@ -28,12 +33,12 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let (mut paused, mut blocked) = (Vec::new(), Vec::new());
-    for name in known(&store, &context, rule).await? {
-        let state = state(&store, &context.server, &name).await?.state;
+    for (name, record) in known(&store, &context, rule).await? {
         // A rule that is blocked in one partition may run in the others.
         store.pause(&context.server, &name, time).await?;
-        match state {
-            RuleState::Blocked(_) if rule.is_some() => return Err(stopped(&name, &state).into()),
+        match record.state {
+            RuleState::Removed => {}
+            state @ RuleState::Blocked(_) if rule.is_some() => return Err(stopped(&name, &state).into()),
             RuleState::Blocked(_) => blocked.push(name),
             _ => paused.push(name),
         }
@@ -56,9 +61,10 @@ fn told(output: Output, rule: Option<&str>, paused: &[String], time: Option<Dura
     let seconds = time.map(|time| time.as_secs());
     match (output, rule) {
         (Output::Text, rule) => {
-            let (who, its) = match rule {
-                Some(rule) => (format!("{rule} is"), "its fields stay as they are"),
-                None => (format!("{} rules are", paused.len()), "their fields stay as they are"),
+            let (who, its) = match (rule, paused.len()) {
+                (Some(rule), _) => (format!("{rule} is"), "its fields stay as they are"),
+                (None, 1) => ("1 rule is".to_owned(), "its fields stay as they are"),
+                (None, many) => (format!("{many} rules are"), "their fields stay as they are"),
             };
             format!(
                 "{who} paused {end}: {its}\n\
@@ -74,14 +80,15 @@ fn told(output: Output, rule: Option<&str>, paused: &[String], time: Option<Dura
     }
 }
 
-/// The given rule, or all rules of the plan that have run.
-async fn known(store: &Store, context: &Context, rule: Option<&str>) -> Result<Vec<String>, Error> {
-    if let Some(rule) = rule {
-        return Ok(vec![rule.to_owned()]);
+/// The record of the given rule, or those of all rules that have run, whether or not they are in the config of this command.
+async fn known(store: &Store, context: &Context, rule: Option<&str>) -> Result<Vec<(String, RuleRecord)>, Error> {
+    let Some(rule) = rule else { return store.rules(&context.server).await };
+    let record = state(store, &context.server, rule).await?;
+    if record.state == RuleState::Removed {
+        let error = Error::new(Kind::State, format!("the rule `{rule}` was not in the config of the last leader"));
+        return Err(error.hint("it does not run: there is nothing to pause or to resume"));
     }
-    let known = store.rules(&context.server).await?;
-    let has_run = |name: &String| known.iter().any(|(known, _)| known == name);
-    Ok(context.plan.rules.iter().map(|rule| rule.name.clone()).filter(has_run).collect())
+    Ok(vec![(rule.to_owned(), record)])
 }
 
 /// Returns when the leader of every partition reports the pause. Until then a leader may overwrite the state, and then the
@@ -96,6 +103,7 @@ async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<
             match record.state {
                 RuleState::Paused { .. } => waits |= record.noticed != record.generation && led.contains(&id),
                 state @ RuleState::Blocked(_) => return Err(stopped(rule, &state)),
+                RuleState::Removed => {}
                 _ => runs = true,
             }
         }
@@ -114,8 +122,8 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let (mut resumed, mut unled) = (Vec::new(), Vec::new());
-    for name in known(&store, &context, rule).await? {
-        match state(&store, &context.server, &name).await?.state {
+    for (name, record) in known(&store, &context, rule).await? {
+        match record.state {
             RuleState::Paused { .. } => {
                 let modified = store.resume(&context.server, &name).await?;
                 resumed.extend((modified > 0).then_some(name));
@@ -126,11 +134,17 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
     }
     for name in &resumed {
         let led = noticed(&store, &context.server, name).await?;
-        if !led {
+        let is_planned = context.plan.rules.iter().any(|rule| rule.name == *name);
+        let by = match (led, is_planned) {
+            (true, _) => ", and backfilled by the leader",
+            (false, true) => "",
+            (false, false) => ", and backfilled when a daemon leads whose config has it",
+        };
+        if !led && is_planned {
             unled.push(name.clone());
         }
         if output == Output::Text {
-            print(&format!("{name} is resumed{}\n", if led { ", and backfilled by the leader" } else { "" }));
+            print(&format!("{name} is resumed{by}\n"));
         }
     }
     match (output, rule) {

@@ -145,7 +145,12 @@ impl Case {
             .iter()
             .filter_map(|Documents { collection, at, documents }| Some((resolve(collection, at)?, documents.clone())));
         let expect = expect.collect();
-        let gone = case.gone.iter().filter_map(|(name, at, ids)| Some((resolve(name, at)?, ids.clone()))).collect();
+        let gone = case.gone.iter().filter_map(|(name, at, ids)| Some((at, resolve(name, at)?, ids.clone())));
+        let gone: Vec<(&ConfigPath, Namespace, Vec<Bson>)> = gone.collect();
+        for (at, namespace, ids) in &gone {
+            mistakes.extend(never_there(plan, &given, at, namespace, ids));
+        }
+        let gone = gone.into_iter().map(|(_, namespace, ids)| (namespace, ids)).collect();
         Self { name: case.name.clone(), given, expect, gone }
     }
 
@@ -177,6 +182,21 @@ impl Case {
         }
         out
     }
+}
+
+/// The documents under `gone` that do not exist before the rules run, and that no rule creates.
+fn never_there(plan: &Plan, given: &Collections, at: &ConfigPath, namespace: &Namespace, ids: &[Bson]) -> Vec<Mistake> {
+    if plan.rules.iter().any(|rule| rule.creates.is_some() && rule.target.namespace == *namespace) {
+        return Vec::new();
+    }
+    let known = given.get(&namespace.to_string()).into_iter().flatten().filter_map(|document| document.get("_id"));
+    let known: Vec<Key> = known.cloned().map(Key::one).collect();
+    let never = ids.iter().enumerate().filter(|(_, id)| !known.contains(&Key::one((*id).clone())));
+    let mistake = |(nth, id): (usize, &Bson)| {
+        let message = format!("`{}` has no document {} before the rules run", namespace.collection, shown(id));
+        Mistake::new(at.index(nth), message).hint("name it under `given`, with the fields that make a rule delete it")
+    };
+    never.map(mistake).collect()
 }
 
 /// The collection that a name refers to: without a database it is in the default database.

@@ -53,7 +53,13 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
         Output::Text => summary.text(),
         Output::Json => format!("{:#}\n", summary.json()),
     });
-    Ok(())
+    match summary.refused() {
+        0 => Ok(()),
+        refused => {
+            let error = Error::new(Kind::Refused, format!("{} could not be put back", values(refused)));
+            Err(error.hint("the server refuses the old values, by the collection's validator for example").into())
+        }
+    }
 }
 
 struct Summary<'a> {
@@ -68,6 +74,11 @@ impl Summary<'_> {
     /// Values that were, or would be, put back.
     fn back(&self) -> u64 {
         if self.dry_run { self.before.back } else { self.before.back.saturating_sub(self.after.back) }
+    }
+
+    /// Values that the server has refused.
+    fn refused(&self) -> u64 {
+        if self.dry_run { 0 } else { self.after.back }
     }
 
     fn text(&self) -> String {
@@ -91,9 +102,6 @@ impl Summary<'_> {
                 values(before.lost)
             );
         }
-        if !dry_run && after.back > 0 {
-            out += &format!("{} could not be written: the server refuses the old values\n", values(after.back));
-        }
         if !dry_run && self.back() > 0 {
             out += &format!("`denormd prune {rule}` leaves these fields alone from now on\n");
         }
@@ -110,7 +118,7 @@ impl Summary<'_> {
     fn json(&self) -> serde_json::Value {
         serde_json::json!({
             "rule": self.rule, "dry_run": self.dry_run, "put_back": self.back(), "changed": self.after.changed,
-            "not_kept": self.before.lost, "refused": if self.dry_run { 0 } else { self.after.back },
+            "not_kept": self.before.lost, "refused": self.refused(),
         })
     }
 }

@@ -135,6 +135,7 @@ fn of_the_rules(
         (Cause::Unavailable, seen.in_state(|state| matches!(state, RuleState::Unavailable { .. }))),
         (Cause::Paused, seen.in_state(|state| matches!(state, RuleState::Paused { .. }))),
         (Cause::Backfilling, seen.in_state(RuleState::is_backfilling)),
+        (Cause::AwaitingBackfill, seen.in_state(|state| *state == RuleState::AwaitingBackfill)),
     ] {
         if !rules.is_empty() {
             say(cause, names(seen, &rules));

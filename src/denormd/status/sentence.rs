@@ -75,6 +75,7 @@ fn standing_still(status: &Status) -> Vec<String> {
         (Cause::Adoption, "blocked"),
         (Cause::Unavailable, "unavailable"),
         (Cause::Paused, "paused"),
+        (Cause::AwaitingBackfill, "waiting for `denormd backfill`"),
     ];
     let sentence = |(state, word): (Cause, &str)| {
         let rules = &cause(status, state)?.rules;

@@ -402,7 +402,7 @@ impl Store {
         Ok(asked)
     }
 
-    /// Pauses a rule that is not stopped for another reason. The rule stops once the leader has read this. The state
+    /// Pauses a rule that is in the config and not blocked. The rule stops once the leader has read this. The state
     /// records that a backfill must cover all changes missed meanwhile.
     pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
         let mut state = state_fields(&RuleState::Paused { until: None })?;
@@ -412,7 +412,8 @@ impl Store {
         state.insert("until", until);
         let mut free = self.of_rule(rule);
         // An unavailable rule may be paused because it would resume by itself; a blocked one stays blocked.
-        free.insert("$or", vec![doc! {"backfill": {"$ne": "held"}}, doc! {"paused": true}, doc! {"suspended": true}]);
+        let runs = doc! {"backfill": {"$nin": ["held", "absent"]}};
+        free.insert("$or", vec![runs, doc! {"paused": true}, doc! {"suspended": true}]);
         let rules = server.collection(&self.database, RULES);
         rules.update_many(free, changed(state)).await?;
         Ok(())

@@ -19,7 +19,7 @@ use denormd_mongo::{
     error::{Error, Result},
 };
 use denormd_rules::{
-    config::{ConfigPath, Mistake},
+    config::{ConfigPath, KeyType, Mistake},
     plan::{
         Pair, Plan, Rule, Side,
         expression::{self, Reads as Paths},
@@ -129,6 +129,7 @@ fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
         );
         found.extend(types(rule, source, target, &at));
         found.extend(lacking(rule, target, &at));
+        found.extend(no_times(rule, target, &at));
     } else {
         found.extend(reversed);
     }
@@ -388,17 +389,41 @@ fn lacking(rule: &Rule, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
     found
 }
 
+/// Values at the path of `touch` that are no times: they stay as they are.
+fn no_times(rule: &Rule, target: &Seen, at: &Places<'_>) -> Option<Mistake> {
+    let path = rule.touch.as_ref()?;
+    let field = target.shape.as_ref()?.field(path)?;
+    let others: Vec<&str> =
+        field.types.keys().copied().filter(|kind| !matches!(*kind, "date" | "null" | "undefined")).collect();
+    let number: u64 = others.iter().filter_map(|kind| field.types.get(kind)).sum();
+    let message = format!("`{path}` is {} in {number} of {} sampled targets", others.join(" or "), field.met);
+    let hint = "`touch` sets dates, and leaves a value of another type as it is: choose another field";
+    (number > 0).then(|| Mistake::new(at.touch(), message).hint(hint))
+}
+
 /// References whose type no key of the other side has.
 fn types(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
-    if rule.reference.key_type.is_some() {
-        return Vec::new();
-    }
     let mut found = Vec::new();
     for pair in &rule.reference.pairs {
         let field = |seen: &'_ Seen, path: &FieldPath| seen.shape.as_ref().and_then(|shape| shape.field(path).cloned());
         let (Some(left), Some(right)) = (field(target, &pair.target), field(source, &pair.source)) else { continue };
         let (mine, theirs) = (kinds(&left), kinds(&right));
-        if mine.is_empty() || theirs.is_empty() || mine.iter().any(|kind| theirs.contains(kind)) {
+        let converted = rule.reference.key_type.map(KeyType::name);
+        let can_match = |kind: &str| converted.map_or_else(|| mine.contains(&kind), |converted| converted == kind);
+        if mine.is_empty() || theirs.is_empty() || theirs.iter().any(|kind| can_match(kind)) {
+            continue;
+        }
+        if let Some(converted) = converted {
+            let message = format!(
+                "`key_type: {converted}` converts `{}`, and `{}` is {} in `{}`: values of different types never match",
+                pair.target,
+                pair.source,
+                theirs.join(" or "),
+                rule.source.namespace.collection
+            );
+            let hint =
+                "`key_type` holds for every entry of `match`: each must lead to values of this type in the source";
+            found.push(Mistake::new(at.pair(pair), message).on_key().hint(hint));
             continue;
         }
         let message = format!(

@@ -31,6 +31,8 @@ pub enum Cause {
     CatchingUp,
     /// A rule's backfill is open.
     Backfilling,
+    /// The existing targets of a rule wait for `denormd backfill`.
+    AwaitingBackfill,
     /// Dead letters exist.
     DeadLetters,
     /// The checkpoint will soon fall off the oplog.
@@ -55,7 +57,7 @@ pub enum Cause {
 
 impl Cause {
     /// All causes, the most urgent first.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::NoPrimary,
         Self::LeaseUnreadable,
         Self::Privilege,
@@ -78,6 +80,7 @@ impl Cause {
         Self::Paused,
         Self::ConfigRefused,
         Self::Backfilling,
+        Self::AwaitingBackfill,
         Self::DeadLetters,
         Self::OplogUnreadable,
     ];
@@ -100,6 +103,7 @@ impl Cause {
             Self::Throttled => "throttled",
             Self::CatchingUp => "catching_up",
             Self::Backfilling => "backfilling",
+            Self::AwaitingBackfill => "awaiting_backfill",
             Self::DeadLetters => "dead_letters",
             Self::OplogShort => "oplog_short",
             Self::CheckpointUnsaved => "checkpoint_unsaved",
@@ -148,6 +152,9 @@ impl Cause {
             Self::Throttled => "more work waits than memory allows; the streams are held back",
             Self::CatchingUp => "older changes are still being read",
             Self::Backfilling => "existing data is being brought up to date",
+            Self::AwaitingBackfill => {
+                "changes are applied, but existing data waits for a backfill (`backfill: manual`)"
+            }
             Self::DeadLetters => "documents that could not be read or written became dead letters",
             Self::OplogShort => "the checkpoint will soon fall off the oplog",
             Self::CheckpointUnsaved => {
@@ -191,6 +198,7 @@ impl Cause {
             Self::Throttled => "look at the causes beside this one; raise `limits.pending` if memory allows",
             Self::CatchingUp => "wait: the lag falls. If it does not, look at the server's load",
             Self::Backfilling => "wait, see its progress",
+            Self::AwaitingBackfill => "`denormd backfill --rule RULE` when ready",
             Self::DeadLetters => "`denormd dead-letters list` says which and why; they are tried again by themselves",
             Self::OplogShort => {
                 "remove the cause of the lag, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})"
@@ -242,6 +250,7 @@ impl Cause {
             | Self::Throttled
             | Self::CatchingUp
             | Self::Backfilling
+            | Self::AwaitingBackfill
             | Self::DeadLetters
             | Self::OplogUnreadable
             | Self::CheckpointUnsaved

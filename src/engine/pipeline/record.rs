@@ -51,7 +51,9 @@ impl Change {
     pub fn applies_to(&self, state: &RuleState) -> bool {
         match self {
             Self::Block(_) => !state.is_blocked(),
-            Self::Unavailable(_) | Self::Backfill => !state.is_stopped(),
+            Self::Unavailable(_) => !state.is_stopped(),
+            // A backfill that waits for its command covers what a lost position may have lost.
+            Self::Backfill => !state.is_stopped() && *state != RuleState::AwaitingBackfill,
             Self::SourceBack(_) => *state == RuleState::Blocked(BlockReason::SourceGone),
             Self::SourceSeen(_) => true,
         }
@@ -229,6 +231,9 @@ mod tests {
         let paused = RuleState::Paused { until: None };
         assert!(block().applies_to(&paused) && block().applies_to(&RuleState::Live));
         assert!(!unavailable("").applies_to(&paused) && !Change::Backfill.applies_to(&paused));
+        assert!(
+            !Change::Backfill.applies_to(&RuleState::AwaitingBackfill) && Change::Backfill.applies_to(&RuleState::Live)
+        );
         let blocked = RuleState::Blocked(BlockReason::RemovalLimit);
         assert!(!block().applies_to(&blocked) && !Change::SourceBack(Bson::Null).applies_to(&blocked));
         assert!(Change::SourceBack(Bson::Null).applies_to(&RuleState::Blocked(BlockReason::SourceGone)));

@@ -180,20 +180,22 @@ fn place(each: Option<&FieldPath>, places: &[(String, Bson)], difference: &Diffe
     }
 }
 
-/// The same statement with the path of `touch`. Of the two, one matches: a time that is later than the server's clock
-/// stays. That happens after a failover to a member whose clock is behind. The statement for that case comes first: the
-/// other one may set a time that is later than `$$NOW`, which is the time of the whole command. Neither matches if
-/// somebody else sets such a time between the two; the target is compared again then.
+/// The same statement with the path of `touch`. Of the two, one matches: the one that leaves the path as it is, or the
+/// one that sets the time. A time that is later than the server's clock stays, as after a failover to a member whose
+/// clock is behind; so does a value of another type, which denormd has not written. The statement for these cases comes
+/// first: the other one may set a time that is later than `$$NOW`, which is the time of the whole command. Neither
+/// matches if somebody else sets such a time between the two; the target is compared again then.
 fn touched(rule: &Rule, conditions: Vec<Document>, operators: RawDocumentBuf) -> Result<Vec<Statement>> {
     let Some(path) = &rule.touch else { return Ok(vec![update(rule, conditions, operators, &[])?]) };
     let at = format!("${path}");
-    let is_later = doc! {"$and": [{"$eq": [{"$type": &at}, "date"]}, {"$gt": [&at, "$$NOW"]}]};
+    let is_past = doc! {"$and": [{"$eq": [{"$type": &at}, "date"]}, {"$lte": [&at, "$$NOW"]}]};
+    let may_be_set = doc! {"$or": [is_past, {"$in": [{"$type": &at}, ["missing", "null", "undefined"]]}]};
     let mut sets_time = operators.clone();
     let mut time = RawDocumentBuf::new();
     time.append(bson::raw::CString::try_from(path.to_string())?, true);
     sets_time.append(cstr!("$currentDate"), time);
     let mut out = Vec::new();
-    for (condition, operators) in [(is_later.clone(), operators), (doc! {"$not": [is_later]}, sets_time)] {
+    for (condition, operators) in [(doc! {"$not": [may_be_set.clone()]}, operators), (may_be_set, sets_time)] {
         let mut conditions = conditions.clone();
         conditions.push(doc! {"$expr": condition});
         out.push(update(rule, conditions, operators, &[])?);

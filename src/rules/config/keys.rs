@@ -219,7 +219,7 @@ const KEY_TYPE: Key = key(
         ("string", "an ObjectId or an integer becomes its digits"),
     ]),
     "",
-    "The type that the target's value is converted to before matching.",
+    "The type that the target's values are converted to before matching, in every entry of `match`.",
 );
 const RECURSIVE: Key = key(
     "recursive",
@@ -255,7 +255,7 @@ const TOUCH: Key = key(
     "touch",
     Form::Path,
     "",
-    "A path of the target that gets the server's time, never an earlier one than it has, with each change of the target by this rule. Rules may share it. It is not compared or repaired, and no rule may read it.",
+    "A path of the target that gets the server's time, never an earlier one than it has, with each change of the target by this rule. A value there that is no date stays. Rules may share it. It is not compared or repaired, and no rule may read it.",
 );
 
 /// The keys of `copy`.

@@ -313,6 +313,15 @@ pub enum KeyType {
 }
 
 impl KeyType {
+    /// The name in the config, which is also that of the BSON type.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::ObjectId => "objectId",
+            Self::String => "string",
+        }
+    }
+
     /// The name in a stored definition, which never changes: otherwise every rule would count as changed.
     #[must_use]
     pub fn stored(self) -> &'static str {

@@ -102,6 +102,9 @@ impl Reader {
             self.mistake(Mistake::new(cases.at, message).hint("a case begins with a dash: `- name: …`"));
             return Vec::new();
         };
+        if items.is_empty() {
+            self.mistake(Mistake::new(cases.at.clone(), "the list of cases is empty").hint(HINT));
+        }
         let mut names = BTreeSet::new();
         let mut out = Vec::new();
         for (nth, node) in items.iter().enumerate() {
@@ -123,7 +126,16 @@ impl Reader {
         let given = self.required(&fields, "given", "the documents before: { parts: [{ _id: 1, name: bolt }] }");
         let given = given.map(|given| self.collections(&given)).unwrap_or_default();
         let expect = fields.get("expect").map(|expect| self.collections(&expect)).unwrap_or_default();
+        for Documents { collection, at, .. } in expect.iter().filter(|expected| expected.documents.is_empty()) {
+            let message = format!("no document of `{collection}` is expected, so nothing is compared");
+            let hint = "name the documents that should be there; `gone` names the `_id`s of those that should not";
+            self.mistake(Mistake::new(at.clone(), message).on_key().hint(hint));
+        }
         let gone = fields.get("gone").map(|gone| self.gone(&gone)).unwrap_or_default();
+        for (collection, at, _) in gone.iter().filter(|(.., ids)| ids.is_empty()) {
+            let message = format!("no `_id` of `{collection}` is named, so nothing is compared");
+            self.mistake(Mistake::new(at.clone(), message).on_key());
+        }
         if expect.is_empty() && gone.is_empty() {
             let hint = "what should be afterwards: { products: [{ _id: 10, name: bolt }] }";
             self.mistake(Mistake::new(field.at.clone(), "the case expects nothing").hint(hint));
@@ -220,7 +232,10 @@ mod tests {
         for (text, message) in [
             ("", "the file is empty"),
             ("cases: {}", "expected a list of cases, found a mapping"),
+            ("cases: []", "the list of cases is empty"),
             ("cases:\n- name: a\n  given: { a: [] }\n", "the case expects nothing"),
+            ("cases:\n- { name: a, given: {}, expect: { a: [] } }", "no document of `a` is expected"),
+            ("cases:\n- { name: a, given: {}, gone: { a: [] } }", "no `_id` of `a` is named"),
             ("cases:\n- name: a\n  given: { a: [{ _id: 1 }, { _id: 1.0 }] }\n  gone: { a: [1] }", "given twice"),
             ("cases:\n- name: a\n  given: { a: 5 }\n  gone: { a: 1 }", "expected a list of `_id`s, found an integer"),
             (

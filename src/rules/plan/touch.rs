@@ -76,6 +76,13 @@ pub fn conflicts(rules: &[Arc<Rule>]) -> Vec<Mistake> {
                 out.push(Mistake::new(place(rule), message).hint("with this path they would stay: leave `touch` out"));
                 continue;
             }
+            let differs = other.touch.as_ref().filter(|touch| *touch != path && touch.overlaps_loosely(path));
+            if let Some(touch) = differs.filter(|_| other.target.namespace == *here) {
+                let message =
+                    format!("`{path}` and `{touch}`, which rule `{}` sets, cannot both hold a time", other.name);
+                out.push(Mistake::new(place(rule), message).hint("name one path in both rules, or paths side by side"));
+                continue;
+            }
             let (does, hint) = match (owns, reads) {
                 (true, _) => ("written", "a path that `touch` sets has no owner: choose another field"),
                 (false, true) => (

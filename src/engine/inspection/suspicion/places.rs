@@ -33,6 +33,11 @@ impl<'a> Places<'a> {
         self.at.key("target")
     }
 
+    /// The path of `touch`.
+    pub fn touch(&self) -> ConfigPath {
+        self.at.key("touch")
+    }
+
     /// An entry of `match`.
     pub fn pair(&self, pair: &Pair) -> ConfigPath {
         self.at.key("match").key(&pair.target.to_string())
