@@ -180,6 +180,8 @@ impl Running {
             "more lines like this were left out",
             // Of a collection that was made a moment ago, at a start.
             "SnapshotUnavailable",
+            // Of a benchmark that changes all copies at once.
+            "the backlog is too long to tell who wrote them",
         ];
         let warnings = self.daemon.warnings();
         let others: Vec<&String> =

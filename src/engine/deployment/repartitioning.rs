@@ -311,6 +311,8 @@ fn one(states: &[&Document], whole: bool) -> Document {
             "pending"
         };
         out.extend(doc! {"backfill": backfill, "after": [], "progress": Bson::Null, "saved": DateTime::now()});
+        // A former backfill of created targets has ended among the sources; the next one begins with the targets.
+        out.remove("in_sources");
     }
     out
 }
@@ -420,6 +422,14 @@ mod tests {
     }
 
     /// Values of the other partitions would otherwise be overwritten without being kept, or pruned after an `undo`.
+    #[test]
+    fn a_backfill_that_starts_over_begins_with_the_targets() {
+        let (mut first, second) = (state(0, "done"), state(1, "pending"));
+        first.insert("in_sources", true);
+        let rule = &joined(&[first, second], 2, &BTreeSet::new())[0];
+        assert_eq!((rule.get_str("backfill").unwrap(), rule.get("in_sources")), ("pending", None));
+    }
+
     #[test]
     fn what_any_partition_keeps_or_has_put_back_is_carried_over() {
         let (mut first, mut second) = (state(0, "pending"), state(1, "pending"));
