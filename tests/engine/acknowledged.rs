@@ -203,7 +203,11 @@ async fn an_agreement_to_removals_lasts_until_the_backfill_is_done() {
         stored().await.state
     };
     let generation = stored().await.generation;
-    assert!(store.save_backfill(server, rule, generation, (&RuleState::Live, None), (2, None)).await.unwrap());
+    // A record that keeps nothing gets no half of what is kept: such a record could not be read.
+    let passed = bson::Bson::from(5);
+    let saved = store.save_backfill(server, rule, generation, (&RuleState::Live, Some(&passed)), (2, None)).await;
+    assert!(saved.unwrap());
+    assert_eq!(stored().await.keeping, None);
     assert_eq!(again().await, RuleState::BACKFILL);
     reset(&RuleState::BACKFILL, Agreement::Given).await;
     reset(&RuleState::BACKFILL, Agreement::Ended).await;

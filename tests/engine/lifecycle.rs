@@ -279,9 +279,10 @@ async fn a_changed_definition_forgets_the_dead_letters_of_the_former_one() {
     db.collection("orders").insert_one(doc! {"_id": 1, "lines": lines}).await.unwrap();
     db.collection("orders").insert_one(doc! {"_id": 2}).await.unwrap();
     let rule = |set: &str| {
-        let matched = "match: { \"lines.$[].item\": _id }, adopt: true, allow_scan: true";
-        let (on, more) = matched.split_once(", adopt").unwrap();
-        format!("  - {{ name: line, adopt{more}, copy: {{ source: items, target: orders, {on}, set: {{ {set} }} }} }}")
+        let pair = "match: { \"lines.$[].item\": _id }";
+        format!(
+            "  - {{ name: line, adopt: true, allow_scan: true, copy: {{ source: items, target: orders, {pair}, set: {{ {set} }} }} }}"
+        )
     };
     let dead_letters = test.beside("state").collection::<Document>("dead_letters");
     let daemon = Daemon::start(&test, &rule("\"lines.$[].total\": { $multiply: [$price, $$targetElement.qty] }")).await;

@@ -3,12 +3,13 @@
 use std::time::{Duration, Instant};
 
 use bson::{Bson, Document, doc};
+use denormd_fixture::TestDb;
 use mongodb::Database;
 use serde_json::json;
 
 use crate::support::{
     daemon::{Daemon, PATIENCE, config, until},
-    process::Program,
+    process::{Daemon as Process, Program},
     running::{Running, causes},
 };
 use denormd::status::Status;
@@ -293,16 +294,22 @@ async fn a_paused_rule_stands_still_and_misses_nothing() {
     daemon.stop().await;
 }
 
+/// A daemon whose rules `host` and `room` have been backfilled.
+async fn two_rules(test: &TestDb) -> (Program, Process) {
+    hosts_and_rooms(&test.database()).await;
+    let program = Program::new(&config(test, &format!("{HOST}\n{ROOM}")));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let daemon = program.daemon();
+    program.backfilled(test, 2).await;
+    (program, daemon)
+}
+
 /// The emergency stop: after one command nothing is written, whatever changes; another command ends it.
 #[tokio::test]
 async fn pause_all_stops_every_rule_and_resume_all_ends_it() {
     let test = denormd_fixture::database().await;
     let db = test.database();
-    hosts_and_rooms(&db).await;
-    let program = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));
-    program.run(&["plan", "--apply"]).await.exits(0);
-    let daemon = program.daemon();
-    program.backfilled(&test, 2).await;
+    let (program, daemon) = two_rules(&test).await;
     program.run(&["pause", "--all", "host"]).await.exits(2);
     program.run(&["pause"]).await.exits(2);
 
@@ -333,11 +340,7 @@ async fn pause_all_stops_every_rule_and_resume_all_ends_it() {
 async fn pause_all_stops_rules_that_the_command_does_not_know() {
     let test = denormd_fixture::database().await;
     let db = test.database();
-    hosts_and_rooms(&db).await;
-    let program = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));
-    program.run(&["plan", "--apply"]).await.exits(0);
-    let daemon = program.daemon();
-    program.backfilled(&test, 2).await;
+    let (program, daemon) = two_rules(&test).await;
     let other = Program::new(&config(&test, HOST));
     let told = other.run(&["pause", "--all"]).await.exits(0);
     assert!(told.out.starts_with("2 rules are paused until `denormd resume --all`"), "{}", told.out);
@@ -348,7 +351,7 @@ async fn pause_all_stops_rules_that_the_command_does_not_know() {
     assert!(told.out.contains("room is resumed, and backfilled by the leader\n"), "{}", told.out);
     log_has(&db, doc! {"floor": 9}).await;
 
-    // What left the config does not run, and there is nothing to pause.
+    // A rule that has left the config does not run: there is nothing to pause.
     program.write(&config(&test, HOST));
     daemon.says("this rule is no longer in the config").await;
     let old = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));

@@ -36,9 +36,8 @@ pub struct Kept<'a> {
 /// The paths of a rule whose values are kept before it overwrites them. Stored in the rule's record.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Keeping {
-    /// The owned paths that the rule did not own before. None if a backfill has recorded what it has passed after the answer
-    /// to the end of keeping was lost: then nothing is kept.
-    #[serde(rename = "paths", default)]
+    /// The owned paths that the rule did not own before.
+    #[serde(rename = "paths")]
     pub paths: Vec<String>,
     /// The `_id` up to which the backfill has come, in an array because any BSON value may be one: the values of these
     /// targets are denormd's own.

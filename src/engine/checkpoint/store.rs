@@ -563,7 +563,14 @@ impl Store {
         let mut state = state_fields(state)?;
         state.insert("progress", progress_field(progress));
         if let Some(passed) = passed {
-            state.insert("keeping.passed", vec![passed.clone()]);
+            let (mut keeps, mut both) = (filter.clone(), state.clone());
+            keeps.insert("keeping", doc! {"$type": "object"});
+            both.insert("keeping.passed", vec![passed.clone()]);
+            let update = doc! {"$set": both, "$unset": {"undone": ""}};
+            if bounded(rules.update_one(keeps, update)).await?.matched_count > 0 {
+                return Ok(true);
+            }
+            // The record keeps nothing any more: the answer to `end_keeping` was lost.
         }
         // A delayed write moves the progress back.
         let update = doc! {"$set": state, "$unset": {"undone": ""}};

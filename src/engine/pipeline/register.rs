@@ -54,7 +54,7 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
                 if let Some(record) = before.filter(changed) {
                     store.retire(&context.server, &rule.name, &record.definition).await?;
                 }
-                // A crash before the definition is recorded repeats this; after it, they would be retried by the new one.
+                // Before the definition is recorded: after a crash in between, the new one would retry them.
                 context.dead_letters.forget(&context.server, &rule.name).await?;
                 // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
                 let agreement = if rule.adopt && !state.is_blocked() { Agreement::Given } else { Agreement::Ended };
