@@ -22,6 +22,8 @@
 //!   no older than any event delivered so far.
 //! - **A copied value is data**: it is written by classic `$set`, never inside a pipeline.
 //! - **No document's value reaches a log, a metric or an error's text.**
+// The driver's futures nest deeply, and whether one is `Send` is decided type by type.
+#![recursion_limit = "256"]
 
 pub mod change;
 pub mod checkpoint;
