@@ -38,6 +38,8 @@ use relevance::Scalars;
 const LOOK_FOR_NESTED: i64 = 5000;
 /// Most events in one batch.
 const BATCH: u32 = 5000;
+/// Bytes beyond which a batch may have ended because the next event did not fit into it.
+const LARGE: usize = 1 << 20;
 /// If an event with its resume token does not fit into a message, the server closes the connection without an error.
 /// This number of times in a row, while the server answers everything else, means that.
 const HANG_UPS: u32 = 5;
@@ -204,7 +206,9 @@ fn projection(plan: &Plan, database: &str, pre_images: bool, scalars: &Scalars) 
 }
 
 fn shared_fields() -> Document {
-    doc! {"operationType": 1, "clusterTime": 1, "wallTime": 1, "ns": 1, "to": 1, "documentKey._id": 1}
+    doc! {
+        "operationType": 1, "clusterTime": 1, "wallTime": 1, "ns": 1, "to": 1, "documentKey._id": 1, "txnNumber": 1,
+    }
 }
 
 /// A pipeline whose events report only that something happened to a document. A token of `pipeline` is valid for it,
@@ -318,7 +322,7 @@ impl Follower<'_> {
             Kind::HistoryLost | Kind::Refused
                 if token.is_some() && self.state.by_time != Some(*time) && !is_of_a_removed_shard(&error) =>
             {
-                tracing::warn!(database = %self.spec.database, error = %error.message, "the change stream cannot go on from its token: reopening by time");
+                tracing::warn!(database = %self.spec.database, error = %error.message, "the change stream cannot resume after its token: it is reopened at its time");
                 *token = None;
                 self.state.by_time = Some(*time);
                 true
@@ -349,7 +353,7 @@ impl Follower<'_> {
         self.state.way = match self.state.way {
             Way::Batches => Way::Single,
             Way::Single => {
-                tracing::warn!(database = %self.spec.database, error = %error.message, "a change event is too large to be sent: its references are read elsewhere");
+                tracing::warn!(database = %self.spec.database, error = %error.message, "a change event is too large to be sent: the references of its document are read from the collection");
                 Way::Unread
             }
             Way::Unread => return self.start_anew("a change event is too large even for its resume token").await,
@@ -387,7 +391,8 @@ impl Follower<'_> {
         let mut is_first = true;
         while let Some(batch) = batches_read.recv().await {
             let batch = batch?;
-            let decoded = decode(self.spec, !self.state.whole, &batch, &self.state.position)?;
+            let reading = Reading { way, narrow: !self.state.whole };
+            let decoded = decode(self.spec, reading, &batch, &self.state.position)?;
             let is_empty = decoded.delivery.events.is_empty();
             if !is_first || !is_empty {
                 (self.state.failures, self.state.hang_ups) = (0, 0);
@@ -397,7 +402,7 @@ impl Follower<'_> {
                 return Ok(());
             }
             if decoded.nested {
-                tracing::info!(database = %self.spec.database, "a reference may be a document: updates of owned fields are not held back any more");
+                tracing::info!(database = %self.spec.database, "a reference may be a document: from now on the server sends the updates of owned fields, too");
                 self.state.whole = true;
                 return Ok(());
             }
@@ -475,15 +480,24 @@ struct Decoded {
     nested: bool,
 }
 
+/// The way in which a batch was read.
+#[derive(Debug, Clone, Copy)]
+struct Reading {
+    way: Way,
+    /// The pipeline filters out updates that change no scalar reference.
+    narrow: bool,
+}
+
 /// Decodes the events of a batch. If it is read by the `narrow` pipeline, stops at the first event after which all
 /// updates are needed.
-fn decode(spec: &StreamSpec, narrow: bool, batch: &RawBatch, before: &Position) -> Result<Decoded> {
+fn decode(spec: &StreamSpec, Reading { way, narrow }: Reading, batch: &RawBatch, before: &Position) -> Result<Decoded> {
     let mut events: Vec<ChangeEvent> = Vec::new();
-    let (mut last, mut lost, mut nested) = (None, false, false);
+    let (mut last, mut lost, mut nested, mut of_transaction) = (None, false, false, false);
     for raw in batch.doc_slices()? {
         let raw = raw.map_err(Error::from)?;
         let raw = raw.as_document().ok_or_else(|| Error::internal("a change event that is no document"))?;
         last = raw.get_document("_id").ok().map(std::borrow::ToOwned::to_owned);
+        of_transaction = raw.get("txnNumber").is_ok_and(|number| number.is_some());
         match ChangeEvent::decode(&text::escaped(raw)) {
             Ok(event) => {
                 nested = narrow && sets_nested(spec, raw, &event);
@@ -500,8 +514,13 @@ fn decode(spec: &StreamSpec, narrow: bool, batch: &RawBatch, before: &Position) 
     }
     let token = if nested { None } else { token_after(batch).map(std::borrow::ToOwned::to_owned) };
     let token = token.or(last).map(|token| Document::try_from(token.as_ref())).transpose()?;
-    let reached = token.as_ref().and_then(token_time);
-    let time = events.last().map(|event| event.cluster_time).into_iter().chain(reached).max().unwrap_or(before.time);
+    let newest = events.last().map(|event| event.cluster_time);
+    let reached = token.as_ref().and_then(token_time).max(newest).unwrap_or(before.time);
+    // The events of one oplog entry, a transaction's for example, have the same time, and the batch may end among them.
+    let shares_time = of_transaction || events.iter().rev().nth(1).map(|event| event.cluster_time) == newest;
+    let is_cut = nested || events.len() >= way.batch() as usize || batch.as_raw_document().as_bytes().len() > LARGE;
+    let is_open = newest == Some(reached) && (shares_time || is_cut);
+    let time = if is_open { reached.before() } else { reached };
     let token = token.or_else(|| before.token.clone());
     let position = Position { time: time.max(before.time), token };
     let more = events.len() >= BATCH as usize;

@@ -31,10 +31,22 @@ impl fmt::Display for ClusterTime {
     }
 }
 
+impl ClusterTime {
+    /// The time just before this one.
+    #[must_use]
+    pub fn before(self) -> Self {
+        match self {
+            Self { seconds, increment: 0 } => Self { seconds: seconds.saturating_sub(1), increment: u32::MAX },
+            Self { seconds, increment } => Self { seconds, increment: increment - 1 },
+        }
+    }
+}
+
 /// A place in a change stream: everything up to `time` has been delivered, and `token` resumes after it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Position {
-    /// The cluster time of the last thing delivered, or of the point that an idle stream has reached.
+    /// The cluster time of the last event delivered, or of the point that an idle stream has reached. Where more events of
+    /// the same time may follow, it is the time before.
     pub time: ClusterTime,
     /// The stream's resume token. None before the first batch: the stream is then opened at `time`.
     pub token: Option<Document>,

@@ -22,7 +22,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde_json::Value;
 
 use crate::support::{
-    daemon::{PATIENCE, until},
+    daemon::{Daemon, PATIENCE, until},
     running::Running,
     seeds::from_environment,
 };
@@ -343,4 +343,31 @@ fn the_judge_of_histories_sees_reads_that_lack_a_change() {
     assert_eq!(bad(&[wrote(1, 10), waited(12), waited(9), read(0, 3)]), 1, "a later wait takes nothing back");
     let other = Entry::Read { copy: "log", key: 2, value: 0, known: 2 };
     assert_eq!(bad(&[wrote(1, 10), waited(10), other]), 0, "the copy of another key");
+}
+
+/// All changes of a transaction have one commit time. A batch of the stream that ended among them once counted as everything
+/// up to that time, and a wait was acknowledged while most copies lacked the change.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wait_covers_the_whole_of_a_transaction() {
+    // More than two batches of the stream.
+    const HOSTS: i32 = 12_000;
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("hosts").insert_many((0..HOSTS).map(|id| doc! {"_id": id, "ip": 0})).await.unwrap();
+    db.collection("log").insert_many((0..HOSTS).map(|id| doc! {"_id": id, "host": id})).await.unwrap();
+    let rule =
+        "  - { name: ip, guard: off, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
+    let daemon = Daemon::start(&test, rule).await;
+    daemon.settled().await;
+    let mut session = test.client.start_session().await.unwrap();
+    session.start_transaction().await.unwrap();
+    let hosts = db.collection::<Document>("hosts");
+    hosts.update_many(doc! {}, doc! {"$set": {"ip": 1}}).session(&mut session).await.unwrap();
+    session.commit_transaction().await.unwrap();
+    let time = session.operation_time().unwrap().into();
+    let snapshot = daemon.progress();
+    until("it is applied", async || snapshot.borrow().has_applied(time).then_some(())).await;
+    let lacking = db.collection::<Document>("log").count_documents(doc! {"ip": {"$ne": 1}}).await.unwrap();
+    assert_eq!(lacking, 0, "copies lack a change that was committed by then");
+    daemon.stop().await;
 }
