@@ -9,4 +9,5 @@ pub mod progress;
 pub mod requests;
 pub mod rule_record;
 pub mod store;
+pub mod stored_key;
 pub mod watermark;

@@ -5,7 +5,10 @@ use std::{collections::BTreeSet, time::Duration};
 use bson::{Bson, DateTime, Document, RawDocument, RawDocumentBuf, doc};
 use futures_util::TryStreamExt;
 
-use crate::request::{Request, Scope, Task};
+use crate::{
+    checkpoint::stored_key::{loaded, loaded_value, stored, stored_value},
+    request::{Request, Scope, Task},
+};
 use denormd_model::{key::Key, partition::Partition};
 use denormd_mongo::{
     Reads, Server, bounded,
@@ -64,11 +67,6 @@ impl<'a> Nodes<'a> {
             Self::Ancestors(_) => "circle",
         }
     }
-}
-
-/// A key as dead letters contain it.
-fn stored(key: &Key) -> Bson {
-    Bson::Array(key.values().to_vec())
 }
 
 /// The dead letters of one deployment.
@@ -144,12 +142,12 @@ impl DeadLetters {
     }
 
     fn id(&self, rule: &Rule, task: Task, Offending { key, target, tree, .. }: &Offending<'_>) -> Document {
-        let target = target.and_then(|id| id.values().first().cloned());
+        let target = target.and_then(|id| id.values().first()).map(stored_value);
         let mut id = doc! {
             "deployment": self.partition.id(&self.deployment),
             "rule": &rule.name,
             "task": task.name(),
-            "key": key.values().to_vec(),
+            "key": stored(key),
             "target": target.map_or_else(Vec::new, |id| vec![id]),
         };
         // A circle that loses a member is another one, and the former dead letter has that member retried.
@@ -201,9 +199,9 @@ impl DeadLetters {
         rule: &Rule,
         targets: &[(Key, &[Option<Key>])],
     ) -> Result<Vec<DeadLetter>> {
-        let ids: Vec<Bson> = targets.iter().map(|(target, _)| stored(target)).collect();
+        let ids: Vec<Vec<Bson>> = targets.iter().map(|(target, _)| stored(target)).collect();
         let references = targets.iter().flat_map(|(_, references)| references.iter().flatten()).map(stored);
-        let keys: Vec<Bson> = ids.iter().cloned().chain(references).collect();
+        let keys: Vec<Vec<Bson>> = ids.iter().cloned().chain(references).collect();
         let filter = doc! {"$and": [
             self.filter(&Chosen { rule: Some(rule.name.clone()), key: None }),
             {"$or": [{"_id.key": {"$in": keys}}, {"_id.target": {"$in": ids.clone()}}, {"circle": {"$in": ids}}]},
@@ -310,7 +308,7 @@ impl DeadLetters {
             filter.insert("rule", rule);
         }
         if let Some(key) = &chosen.key {
-            let is = doc! {"$elemMatch": {"$eq": key.clone()}};
+            let is = doc! {"$elemMatch": {"$eq": stored_value(key)}};
             let member = doc! {"circle": {"$elemMatch": is.clone()}};
             filter.insert("$or", vec![doc! {"_id.key": is.clone()}, doc! {"_id.target": is}, member]);
         }
@@ -412,13 +410,13 @@ impl DeadLetter {
         let last = *dead_letter.get_datetime("last").ok()?;
         Some(Self {
             task,
-            key: Key::new(id.get_array("key").ok()?.clone()),
-            target: id.get_array("target").ok()?.first().cloned().map(Key::one),
+            key: loaded(id.get_array("key").ok()?),
+            target: id.get_array("target").ok()?.first().map(loaded_value).map(Key::one),
             circle: dead_letter
                 .get_array("circle")
                 .into_iter()
                 .flatten()
-                .filter_map(|member| Some(Key::new(member.as_array()?.clone())))
+                .filter_map(|member| Some(loaded(member.as_array()?)))
                 .collect(),
             rule: dead_letter.get_str("rule").unwrap_or_default().to_owned(),
             reason: dead_letter.get_str("reason").unwrap_or_default().to_owned(),

@@ -12,7 +12,10 @@ use denormd_mongo::{
 };
 use denormd_rules::plan::{Plan, Rule, RuleId};
 
-use super::store::{mine, refused_upsert};
+use super::{
+    store::{mine, refused_upsert},
+    stored_key::{loaded, stored},
+};
 
 /// The collection of fan-out jobs in the state database: one document per deployment, rule, task and key.
 pub const COLLECTION: &str = "fan_outs";
@@ -135,7 +138,7 @@ impl FanOuts {
     }
 
     fn id(&self, rule: &str, task: Task, key: &Key) -> Document {
-        doc! {"deployment": &self.deployment, "rule": rule, "task": task.name(), "key": key.values().to_vec()}
+        doc! {"deployment": &self.deployment, "rule": rule, "task": task.name(), "key": stored(key)}
     }
 
     fn requested(&self, server: &Server, rule: &Rule, job: &FanOut) -> Document {
@@ -147,11 +150,8 @@ impl FanOuts {
 
 fn read(doc: &Document, rule: RuleId) -> Option<FanOut> {
     let id = doc.get_document("_id").ok()?;
-    let subject = Subject {
-        rule,
-        task: Task::named(id.get_str("task").ok()?)?,
-        key: Key::new(id.get_array("key").ok()?.clone()),
-    };
+    let subject =
+        Subject { rule, task: Task::named(id.get_str("task").ok()?)?, key: loaded(id.get_array("key").ok()?) };
     progress(doc, subject)
 }
 

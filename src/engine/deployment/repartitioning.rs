@@ -24,6 +24,7 @@ use crate::{
         kept::Keeping,
         requests::REQUESTS,
         store::{POSITIONS, RULES, highest_term},
+        stored_key::loaded,
     },
     dead_letter,
     deployment::lease,
@@ -287,6 +288,13 @@ fn one(states: &[&Document], whole: bool) -> Document {
     if let Some(released) = states.iter().filter_map(|state| state.get_timestamp("released").ok()).max() {
         out.insert("released", released);
     }
+    // Each partition has to have an agreement to the removals of a backfill that is not done.
+    let is_agreed = |state: &&Document| {
+        let of_this = |generation| state.get_i64("generation").is_ok_and(|now| now == generation);
+        !is(state, "done") && state.get_i64("removals_agreed").is_ok_and(of_this)
+    };
+    let agreed = states.iter().all(is_agreed).then(|| number("generation"));
+    out.insert("removals_agreed", agreed);
     out.insert("generation", number("generation"));
     out.insert("source_seen", seen);
     if !retired.is_empty() {
@@ -362,7 +370,7 @@ fn identity(dead_letter: &Document) -> (String, String, Key, Key) {
 /// True if this partition retries the dead letter.
 fn concerns(partition: Partition, dead_letter: &Document) -> bool {
     let Ok(id) = dead_letter.get_document("_id") else { return false };
-    let key = Key::new(id.get_array("key").cloned().unwrap_or_default());
+    let key = loaded(id.get_array("key").map(Vec::as_slice).unwrap_or_default());
     match id.get_str("task").ok().and_then(Task::named) {
         Some(Task::Value | Task::Target) => partition.owns(id.get_str("rule").unwrap_or_default(), &key),
         _ => true,
@@ -428,6 +436,24 @@ mod tests {
         first.insert("in_sources", true);
         let rule = &joined(&[first, second], 2, &BTreeSet::new())[0];
         assert_eq!((rule.get_str("backfill").unwrap(), rule.get("in_sources")), ("pending", None));
+    }
+
+    #[test]
+    fn an_agreement_to_removals_ends_unless_every_partition_has_it() {
+        let with = |place, backfill, agreed: i64| {
+            let mut state = state(place, backfill);
+            state.insert("removals_agreed", agreed);
+            state
+        };
+        for (first, second, expected) in [
+            (with(0, "pending", 3), with(1, "pending", 3), Some(3)),
+            (with(0, "pending", 3), with(1, "pending", 2), None),
+            (with(0, "done", 3), with(1, "pending", 3), None),
+            (with(0, "held", 3), state(1, "pending"), None),
+        ] {
+            let rule = &joined(&[first, second], 2, &BTreeSet::new())[0];
+            assert_eq!(rule.get_i64("removals_agreed").ok(), expected, "{rule}");
+        }
     }
 
     #[test]
