@@ -18,7 +18,7 @@ use tokio::{
 };
 
 use crate::{
-    checkpoint::store::Store,
+    checkpoint::{format, store::Store},
     dead_letter::DeadLetters,
     deployment::{
         instances::{Member, Next, instances, next},
@@ -384,7 +384,11 @@ async fn lead(
             () = handing_over(&mut orders) => continue,
         };
         let handle = match started {
-            Ok(handle) => handle,
+            Ok(Some(handle)) => handle,
+            Ok(None) => {
+                held.release().await;
+                return Ok(Ended::HandedOver);
+            }
             Err(error) => {
                 held.release().await;
                 // The privilege existed at startup, so the password is probably being changed and its file will follow.
@@ -401,8 +405,7 @@ async fn lead(
             () = finished(&handle) => if !handle.is_rewound() {
                 return Err(Error::internal("the pipeline has ended by itself"));
             },
-            // The sender exists until the task ends.
-            _ = orders.changed() => {}
+            () = replaced(&held, partition, &mut orders) => {}
         }
         tokio::select! {
             () = handle.stop() => {}
@@ -412,13 +415,40 @@ async fn lead(
     }
 }
 
-/// Opens the state and starts the pipeline, retrying after temporary failures.
-async fn start(context: &Arc<Context>) -> Result<Handle> {
+/// Waits for another order. The effect of new rules on existing data is counted while the old ones still run, because that
+/// may take minutes.
+async fn replaced(held: &Held, partition: Partition, orders: &mut watch::Receiver<Order>) {
+    // The sender exists until the task ends.
+    orders.changed().await.ok();
+    loop {
+        let Order::Follow(context) = orders.borrow_and_update().clone() else { return };
+        let context = context.under(held.fence()).within(partition);
+        tokio::select! {
+            decided = pipeline::decide(&context) => {
+                if let Err(error) = decided {
+                    // The start of the pipeline repeats it.
+                    tracing::debug!(error = %error.message, "the effect of the new rules cannot be counted yet");
+                }
+                return;
+            }
+            _ = orders.changed() => {}
+        }
+    }
+}
+
+/// Opens the state and starts the pipeline, retrying after temporary failures. None if the deployment has another number of
+/// partitions now.
+async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
     let DeadLetters { database, deployment, .. } = &context.dead_letters;
     loop {
         let attempt = async {
+            let partitions = format::check(&context.server, database, deployment).await?;
+            if partitions != context.partition.of() {
+                tracing::info!(partitions, "the deployment is divided into another number of partitions now");
+                return Ok(None);
+            }
             let store = Store::open_partition(&context.server, database, deployment, context.partition).await?;
-            pipeline::start(context.clone(), store).await
+            pipeline::start(context.clone(), store).await.map(Some)
         };
         match attempt.await {
             Err(error) if error.is_transient() => {

@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::store::Store,
-    dead_letter::Written,
+    dead_letter::{DeadLetters, Written},
     jobs::Report,
     reconcile::Context,
     request::Page,
@@ -106,6 +106,16 @@ impl Handle {
         }
         Ok(())
     }
+}
+
+/// Decides whether the new and changed rules of a plan may write, and records that: [`start`] finds it decided.
+pub async fn decide(context: &Context) -> Result<()> {
+    let DeadLetters { database, deployment, .. } = &context.dead_letters;
+    let store = Store::open_partition(&context.server, database, deployment, context.partition).await?;
+    let known = store.rules(&context.server).await?;
+    // The futures here are large.
+    Box::pin(adoption::decide(context, &known)).await?;
+    Ok(())
 }
 
 /// Starts following the streams of a plan. New and changed rules are recorded and backfilled.
@@ -228,6 +238,11 @@ impl Pipeline {
                 Some(seen) = inbox.sources.recv() => self.take_seen(seen),
                 Some((order, recorded)) = self.rules.recorder.recorded(&stop) => self.recorded(order, recorded),
                 Some(outcome) = self.batches.running.join_next() => self.ended(outcome),
+                // Those that have nothing to do end by themselves.
+                Some(Err(error)) = feeders.join_next() => {
+                    tracing::error!(%error, "a task of the pipeline ended by a panic; stopping");
+                    stop.cancel();
+                }
                 () = sleep_until(due), if due.is_some() => {}
                 _ = tick.tick() => {}
                 () = stop.cancelled() => {}

@@ -38,6 +38,8 @@ pub struct Snapshot {
     pub full: bool,
     /// Number of keys that are queued or run.
     pub keys: usize,
+    /// Rules with a running batch.
+    pub running: BTreeSet<usize>,
     /// For each rule that has any: number of fan-out jobs in progress.
     pub fan_outs: BTreeMap<usize, usize>,
     /// For each rule: commit time of the oldest change that waits or runs, in milliseconds since 1970 by the server's
@@ -73,6 +75,7 @@ impl Snapshot {
             capacity: 0,
             full: false,
             keys: 0,
+            running: BTreeSet::new(),
             fan_outs: BTreeMap::new(),
             oldest: vec![None; plan.rules.len()],
             late: vec![0; plan.rules.len()],
@@ -133,10 +136,15 @@ impl Snapshot {
     /// Merges the snapshots of two partitions: each rule is as late as in the later one.
     #[must_use]
     pub fn joined(self, other: Self) -> Self {
-        // During a reload, two pipelines may briefly have different rules: then the newer snapshot counts.
+        // During a reload, two pipelines may briefly have different rules: then the newer snapshot counts, as far as the
+        // other one has got too.
         let same = self.rules.iter().map(|rule| &rule.name).eq(other.rules.iter().map(|rule| &rule.name));
         if !same || self.streams.len() != other.streams.len() {
-            return if self.at > other.at { self } else { other };
+            let (mut newer, older) = if self.at > other.at { (self, other) } else { (other, self) };
+            for stream in &mut newer.streams {
+                stream.applied = stream.applied.min(older.applied());
+            }
+            return newer;
         }
         let earliest = |(a, b): (Option<i64>, Option<i64>)| a.into_iter().chain(b).min();
         let worse = |(a, b)| if RuleState::outranks(b, a) { b } else { a };
@@ -151,6 +159,7 @@ impl Snapshot {
             capacity: self.capacity + other.capacity,
             full: self.full || other.full,
             keys: self.keys + other.keys,
+            running: self.running.union(&other.running).copied().collect(),
             fan_outs,
             oldest: self.oldest.into_iter().zip(other.oldest).map(earliest).collect(),
             late: self.late.into_iter().zip(other.late).map(|(a, b)| a + b).collect(),
@@ -303,6 +312,33 @@ impl Published {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use denormd_rules::{
+        config::{Format, load_str},
+        plan::compile,
+    };
+
+    /// A reload reaches the partitions one after the other.
+    #[test]
+    fn a_partition_with_other_rules_still_counts() {
+        let plan = |name: &str| {
+            let rule = format!(
+                "{{ name: {name}, copy: {{ source: s, target: t, match: {{ ref: _id }}, set: {{ n: $n }} }} }}"
+            );
+            let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {rule}\n");
+            compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap()
+        };
+        let snapshot = |name: &str, seconds: u32| {
+            let applied = ClusterTime { seconds, increment: 1 };
+            let (database, delivered) = ("d".to_owned(), Instant::now());
+            let stream = StreamFacts { database, reached: applied, applied, saved: None, delivered };
+            Snapshot { streams: vec![stream], ..Snapshot::new(&plan(name)) }
+        };
+        let (old, new) = (snapshot("old", 5), snapshot("new", 9));
+        assert_eq!(old.clone().joined(new.clone()).applied().seconds, 5);
+        assert_eq!(new.clone().joined(old).applied().seconds, 5);
+        let starting = Snapshot { streams: Vec::new(), ..snapshot("old", 0) };
+        assert_eq!(new.joined(starting).applied(), ClusterTime::default());
+    }
 
     #[test]
     fn a_rule_is_audited_when_all_partitions_have_done_it() {

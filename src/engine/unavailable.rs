@@ -111,7 +111,7 @@ async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Ins
         let findings = preflight::of_rule(&context.server, &context.plan, state_database, rule.id).await?;
         match findings.into_iter().next() {
             None => {
-                tracing::info!(rule = %rule.name, "what the rule lacked is there: it comes back, and is backfilled");
+                tracing::info!(rule = %rule.name, "the cluster now has what the rule lacked: the rule runs again, by a backfill");
                 store.come_back(&context.server, &rule.name, state.generation).await?;
             }
             Some(Finding { kind, message, .. }) => {

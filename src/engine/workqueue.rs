@@ -763,7 +763,10 @@ impl Work {
         self.batch_keys = self.batch_keys.or(newer.batch_keys);
         self.restarted = self.restarted.or(newer.restarted);
         self.is_counted &= newer.is_counted;
-        self.unconfirmed_since = None;
+        // The grace period of a missing source goes on: otherwise it would not end while new targets of the key arrive.
+        self.unconfirmed_since = self.unconfirmed_since.or(newer.unconfirmed_since);
+        // After a change, the guard compares again from the start.
+        self.unconfirmed_mismatch = UnconfirmedMismatch::default();
         self.waits_since = self.waits_since.or(newer.waits_since);
         self
     }

@@ -4,7 +4,7 @@
 use std::{
     collections::BTreeMap,
     fmt::Write as _,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, Weak},
 };
 
 use bson::Document;
@@ -18,8 +18,9 @@ use tokio_rustls::rustls;
 use super::classify::named;
 use crate::error::{Error, Kind};
 
-/// A process has one cluster. A driver error does not identify its client, so the newest one is assumed.
-static NEWEST: Mutex<Option<Arc<Reach>>> = Mutex::new(None);
+/// A process has one cluster. A driver error does not identify its client, so the newest one that still exists is assumed:
+/// that of a refused config is dropped.
+static CLIENTS: Mutex<Vec<Weak<Reach>>> = Mutex::new(Vec::new());
 
 /// Servers by their address.
 #[derive(Debug)]
@@ -74,27 +75,31 @@ impl Advice {
 /// Records the monitoring events of the client with these options.
 pub(super) fn watch(options: &mut ClientOptions) {
     let reach = Arc::new(Reach { set: options.repl_set_name.clone(), servers: Mutex::default() });
-    *NEWEST.lock().unwrap_or_else(PoisonError::into_inner) = Some(reach.clone());
+    CLIENTS.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&reach));
     options.sdam_event_handler = Some(EventHandler::callback(move |event| reach.note(&event)));
+}
+
+/// The newest client that still exists.
+fn newest() -> Option<Arc<Reach>> {
+    let mut clients = CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);
+    clients.retain(|client| client.strong_count() > 0);
+    clients.last().and_then(Weak::upgrade)
 }
 
 /// The error for a failed selection of the primary.
 pub(super) fn unreachable() -> Error {
-    let newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    newest.map_or_else(|| Error::new(Kind::Unavailable, NO_PRIMARY), |reach| reach.error())
+    newest().map_or_else(|| Error::new(Kind::Unavailable, NO_PRIMARY), |reach| reach.error())
 }
 
 /// The error for a request without an answer in time, with the last known state of each server.
 #[must_use]
 pub fn silent() -> Error {
-    let newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    Error::new(Kind::Connection, newest.map_or_else(|| "no answer in time".to_owned(), |reach| reach.silence()))
+    Error::new(Kind::Connection, newest().map_or_else(|| "no answer in time".to_owned(), |reach| reach.silence()))
 }
 
 /// The error for a lost connection, with the last known state of each server.
 pub(super) fn lost(how: &str) -> Error {
-    let newest = NEWEST.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    let heard = newest.map(|reach| reach.heard()).unwrap_or_default();
+    let heard = newest().map(|reach| reach.heard()).unwrap_or_default();
     Error::new(Kind::Connection, format!("{how}{heard}"))
 }
 

@@ -5,6 +5,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 use bson::{Document, doc};
 use denormd_engine::{
     checkpoint::store::Store,
+    dead_letter::Chosen,
     snapshot::{Snapshot, StreamFacts},
 };
 use denormd_fixture::{ReplicaSet, TestDb};
@@ -614,4 +615,96 @@ async fn the_removal_limit_stops_a_wave_of_deletes() {
     daemon.settled().await;
     assert!(all(&db, "log").await.len() >= 20, "no more than ten go in an hour");
     daemon.stop().await;
+}
+
+/// Each new target once began the grace period of its key again.
+#[tokio::test]
+async fn targets_without_a_source_are_deleted_while_more_of_them_arrive() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let rule = HOST.replace("set: { ip: $ip }", "set: { ip: $ip }, on_missing: delete");
+    let daemon = Daemon::start(&test, &rule).await;
+    daemon.settled().await;
+    let log = db.collection::<Document>("log");
+    let next = std::cell::Cell::new(100);
+    until("the first one is deleted", async || {
+        log.insert_one(doc! {"_id": next.get(), "host": "gone"}).await.unwrap();
+        next.set(next.get() + 1);
+        (next.get() > 110 && log.count_documents(doc! {"_id": 100}).await.unwrap() == 0).then_some(())
+    })
+    .await;
+    daemon.settled().await;
+    assert_eq!(log.count_documents(doc! {"host": "gone"}).await.unwrap(), 0);
+    daemon.stop().await;
+}
+
+/// The server refuses an `_id` with such a name in it, and the daemon's records have the key in theirs: they could not be
+/// written, and were tried again for ever.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_with_a_dollar_in_a_name_can_be_a_dead_letter_and_a_fan_out() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = test.database();
+    let key = doc! {"$x": [{"$y": 1}]};
+    let hosts = db.collection::<Document>("hosts");
+    hosts.insert_one(doc! {"_id": 1, "key": key.clone(), "ip": 0}).await.unwrap();
+    db.collection("log").insert_many((0..12_000).map(|id| doc! {"_id": id, "host": key.clone()})).await.unwrap();
+    let rule = "  - { name: address, guard: off, copy: { source: hosts, target: log, match: { host: key }, set: { ip: $ip } } }";
+    let daemon = Daemon::start(&test, rule).await;
+    daemon.settled().await;
+    let validator = doc! {"$nor": [{"_id": 5000, "ip": {"$gt": 0}}]};
+    db.run_command(doc! {"collMod": "log", "validator": validator}).await.unwrap();
+    let log = db.collection::<Document>("log");
+    let fan_outs = test.beside("state").collection::<Document>("fan_outs");
+    let opened = doc! {"ns": format!("{}_state.fan_outs", test.name), "op": "i"};
+    let oplog = test.client.database("local").collection::<Document>("oplog.rs");
+    // The failure may strike a write of the daemon's own state.
+    let mut ip = 0;
+    while oplog.count_documents(opened.clone()).await.unwrap() == 0 {
+        ip += 1;
+        assert!(ip < 50, "no fan-out is recorded");
+        fail(&test, doc! {"times": 1}, doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50}).await;
+        hosts.update_one(doc! {}, doc! {"$set": {"ip": ip}}).await.unwrap();
+        daemon.settled().await;
+    }
+    fail(&test, "off", doc! {}).await;
+    daemon.settled().await;
+    assert_eq!(log.count_documents(doc! {"ip": ip}).await.unwrap(), 11_999);
+    assert_eq!(fan_outs.count_documents(doc! {}).await.unwrap(), 0, "the fan-out is done");
+    let context = daemon.shared();
+    let chosen = Chosen { rule: None, key: Some(key.into()) };
+    let found = context.dead_letters.find(&context.server, &chosen, 0).await.unwrap();
+    let [dead_letter] = found.as_slice() else { panic!("{found:?}") };
+    assert_eq!(dead_letter.target.as_ref().unwrap().values(), [5000.into()]);
+    db.run_command(doc! {"collMod": "log", "validator": {}}).await.unwrap();
+    assert!(daemon.retry_dead_letters("address").await);
+    assert_eq!(log.count_documents(doc! {"ip": ip}).await.unwrap(), 12_000);
+    daemon.stop().await;
+}
+
+/// The old rules once stood still meanwhile, and a liveness probe failed.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_old_rules_run_while_the_effect_of_new_ones_is_counted() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = host_and_log(&test).await;
+    db.collection("rooms").insert_one(doc! {"_id": 1, "name": "R1"}).await.unwrap();
+    db.collection("seats").insert_one(doc! {"_id": 1, "room": 1, "name": "R1"}).await.unwrap();
+    let room = "  - { name: room, copy: { source: rooms, target: seats, match: { room: _id }, set: { name: $name } } }";
+    let both = Running::prepare(&test, &format!("{HOST}\n{room}"), "");
+    let mut running = Running::start(&test, HOST, "").await;
+    running.until("it is live", |status| status.rules.first().is_some_and(|rule| rule.state == "live")).await;
+    let counted = doc! {
+        "failCommands": ["find"], "namespace": format!("{}.seats", test.name), "appName": "denormd",
+        "blockConnection": true, "blockTimeMS": 600_000,
+    };
+    // The first one is of the checks before anything is counted.
+    fail(&test, doc! {"skip": 1}, counted).await;
+    let new = std::fs::read_to_string(both.file()).unwrap();
+    std::fs::write(running.file(), new.replace(&both.address.to_string(), &running.address.to_string())).unwrap();
+    until("the new config is read", async || running.log().contains("replacing the rules").then_some(())).await;
+    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    becomes(&db, doc! {"_id": 1, "host": 1, "ip": "10.0.0.2"}).await;
+    assert!(!running.log().contains(r#""new rule","rule":"room""#), "{}", running.log());
+    running.kill();
 }

@@ -104,6 +104,14 @@ async fn dead_letters_are_listed_retried_and_dropped() {
     program.run(&["dead-letters", "retry"]).await.exits(2);
     let tried = program.run(&["dead-letters", "retry", "--all"]).await.exits(1);
     assert!(tried.out.ends_with("2 dead letters tried, 2 left\n"), "{}", tried.out);
+    // Those of a stopped rule once counted as tried, and were deleted.
+    program.run(&["pause", "names"]).await.exits(0);
+    let tried = program.run(&["dead-letters", "retry", "--all"]).await.exits(4);
+    assert!(tried.err.contains("rule `names` is paused"), "{}", tried.err);
+    let listed = program.run(&["dead-letters", "list", "--output", "json"]).await.exits(0).json();
+    assert_eq!(listed["count"], json!(2), "{listed}");
+    program.run(&["resume", "names"]).await.exits(0);
+    program.backfilled(&test, 1).await;
     let dropped = program.run(&["dead-letters", "drop", "--rule", "names", "--key", "1"]).await.exits(0);
     assert_eq!(dropped.out, "1 dead letter forgotten; their targets stay as they are\n");
     db.run_command(doc! {"collMod": "products", "validator": {}}).await.unwrap();
@@ -356,6 +364,9 @@ async fn pause_all_stops_rules_that_the_command_does_not_know() {
     daemon.says("this rule is no longer in the config").await;
     let old = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));
     let told = old.run(&["pause", "room"]).await.exits(4);
+    assert!(told.err.contains("the rule `room` was not in the config of the last leader"), "{}", told.err);
+    // Its backfill would overwrite the application's values without keeping them.
+    let told = old.run(&["backfill", "--rule", "room"]).await.exits(4);
     assert!(told.err.contains("the rule `room` was not in the config of the last leader"), "{}", told.err);
     let told = old.run(&["pause", "--all"]).await.exits(0);
     assert!(told.out.starts_with("1 rule is paused"), "{}", told.out);

@@ -6,9 +6,17 @@ use bson::{Bson, DateTime};
 
 use crate::{
     cli::{DeadLetters as Action, Letters, Output},
-    commands::{Failure, compile, context, leader::with_a_leader, print, shown, terminal::fitted},
+    commands::{
+        Failure,
+        backfill::{state, stopped},
+        compile, context,
+        leader::with_a_leader,
+        print, shown,
+        terminal::fitted,
+    },
 };
 use denormd_engine::{
+    checkpoint::store::Store,
     dead_letter::{Chosen, DeadLetter},
     metrics::Metrics,
     reconcile::Context,
@@ -70,6 +78,7 @@ async fn list(context: &Context, output: Output, chosen: &Chosen, limit: u32) ->
 
 async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: &Chosen) -> Result<(), Failure> {
     let (dead_letters, server) = (&context.dead_letters, &context.server);
+    let store = Store::open(server, &dead_letters.database, &dead_letters.deployment).await?;
     let (mut before, mut left) = (0, Vec::new());
     // Dead letters of removed rules are skipped: nothing can retry them.
     for rule in super::chosen(&context.plan, chosen.rule.as_slice())? {
@@ -81,6 +90,10 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
         let asked = dead_letters.ask(server, &chosen).await?;
         let tried = async {
             while dead_letters.untried(server, &chosen, asked).await? > 0 {
+                let record = state(&store, server, &rule.name).await?;
+                if record.state.is_stopped() {
+                    return Err(stopped(&rule.name, &record.state));
+                }
                 tokio::time::sleep(LOOK).await;
             }
             Ok(())

@@ -20,7 +20,7 @@ use denormd_engine::{
     reconcile::Context,
 };
 use denormd_model::rule_state::RuleState;
-use denormd_mongo::error::{Error, Kind};
+use denormd_mongo::error::Error;
 use denormd_rules::config::Loaded;
 
 /// Interval between checks that the leader has read the pause.
@@ -83,12 +83,7 @@ fn told(output: Output, rule: Option<&str>, paused: &[String], time: Option<Dura
 /// The record of the given rule, or those of all rules that have run, whether or not they are in the config of this command.
 async fn known(store: &Store, context: &Context, rule: Option<&str>) -> Result<Vec<(String, RuleRecord)>, Error> {
     let Some(rule) = rule else { return store.rules(&context.server).await };
-    let record = state(store, &context.server, rule).await?;
-    if record.state == RuleState::Removed {
-        let error = Error::new(Kind::State, format!("the rule `{rule}` was not in the config of the last leader"));
-        return Err(error.hint("it does not run: there is nothing to pause or to resume"));
-    }
-    Ok(vec![(rule.to_owned(), record)])
+    Ok(vec![(rule.to_owned(), state(store, &context.server, rule).await?)])
 }
 
 /// Returns when the leader of every partition reports the pause. Until then a leader may overwrite the state, and then the

@@ -132,8 +132,10 @@ async fn follow(paths: &[PathBuf], rules: &mut Rules, share: &mut Share, signals
             },
             wake = signals.next() => match wake {
                 Wake::Stop => return Ok(()),
-                Wake::Reload => if rules.reload(paths, signals).await {
-                    share.replace(rules.context.clone());
+                Wake::Reload => match rules.reload(paths, signals).await {
+                    Reload::Taken => share.replace(rules.context.clone()),
+                    Reload::Refused => {}
+                    Reload::Stopped => return Ok(()),
                 },
             },
         }
@@ -167,6 +169,14 @@ struct Rules {
     connection: Connection,
     /// The reason why the config that was read last is refused.
     refused: Option<String>,
+}
+
+/// The result of reading the config again.
+enum Reload {
+    Taken,
+    Refused,
+    /// A signal to stop came meanwhile.
+    Stopped,
 }
 
 /// The files whose changes count as changes of the config: those with the connection string, the token and the
@@ -320,14 +330,14 @@ impl Rules {
 
     /// Applies the new config if it is valid and the cluster has everything it needs. Otherwise the old one stays in
     /// force.
-    async fn reload(&mut self, paths: &[PathBuf], signals: &mut Signals) -> bool {
+    async fn reload(&mut self, paths: &[PathBuf], signals: &mut Signals) -> Reload {
         service::reloading();
-        let taken = self.take(paths, signals).await;
+        let result = self.take(paths, signals).await;
         service::ready();
-        taken
+        result
     }
 
-    async fn take(&mut self, paths: &[PathBuf], signals: &mut Signals) -> bool {
+    async fn take(&mut self, paths: &[PathBuf], signals: &mut Signals) -> Reload {
         let result = async {
             let loaded = config::load(paths, &config::process_environment())?;
             if demands_restart(&self.loaded.config, &loaded.config) {
@@ -337,7 +347,11 @@ impl Rules {
             let context = ready(&loaded, &self.board).await?;
             Ok::<_, Failure>((loaded, context))
         };
-        match result.await {
+        let result = tokio::select! {
+            result = result => result,
+            () = signals.stop() => return Reload::Stopped,
+        };
+        match result {
             Ok((loaded, context)) => {
                 self.board.reached(context.clone(), loaded.config.lease.ttl);
                 (self.loaded, self.context, self.refused) = (loaded, context, None);
@@ -350,14 +364,14 @@ impl Rules {
                 let count = self.loaded.config.rules.len();
                 self.board.happened("config_reloaded", &format!("the config was read again: {count} rules"));
                 tracing::info!(rules = self.loaded.config.rules.len(), "config reloaded");
-                true
+                Reload::Taken
             }
             Err(failure) => {
                 // The cluster may accept later what it refuses now: after `plan --apply`, or when a new password is set.
                 signals.try_again();
                 let text = failure.to_string();
                 if signals.is_repeated() && self.refused.as_ref() == Some(&text) {
-                    return false;
+                    return Reload::Refused;
                 }
                 self.board.metrics.reloaded(false);
                 // The first line contains the place and the mistake; the others quote the file.
@@ -366,7 +380,7 @@ impl Rules {
                 self.board.happened("config_refused", &format!("the new config is refused: {reason}"));
                 tracing::error!(reason = %text, "the new config is refused; the old rules stay in force, and it is tried again");
                 self.refused = Some(text);
-                false
+                Reload::Refused
             }
         }
     }

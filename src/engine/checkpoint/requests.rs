@@ -128,16 +128,24 @@ impl Store {
         Ok(asked)
     }
 
-    /// The oldest open requests.
+    /// The oldest open requests. Refuses those that cannot be read, which would otherwise stay in front of the others.
     pub async fn requests(&self, server: &Server) -> Result<Vec<Asked>> {
-        let open = doc! {"deployment": {"$in": self.ids().to_vec()}, "refused": {"$exists": false}};
+        let open = doc! {
+            "deployment": {"$in": self.ids().to_vec()}, "refused": {"$exists": false}, "_id": {"$type": "objectId"},
+        };
         let requests = server.collection(self.database(), REQUESTS);
         let found: Vec<Document> = requests.find(open).sort(doc! {"_id": 1}).limit(SOME).await?.try_collect().await?;
-        let read = |doc: Document| {
-            let id = doc.get_object_id("_id").ok()?;
-            Some(Asked { id, rule: doc.get_str("rule").ok()?.to_owned(), work: Work::read(&doc)? })
-        };
-        Ok(found.into_iter().filter_map(read).collect())
+        let read =
+            |id, doc: &Document| Some(Asked { id, rule: doc.get_str("rule").ok()?.to_owned(), work: Work::read(doc)? });
+        let mut requests = Vec::new();
+        for doc in found {
+            let Ok(id) = doc.get_object_id("_id") else { continue };
+            match read(id, &doc) {
+                Some(asked) => requests.push(asked),
+                None => self.refuse_request(server, id, "this version cannot read the request").await?,
+            }
+        }
+        Ok(requests)
     }
 
     /// True if no other partition has still to answer this request.

@@ -329,9 +329,11 @@ impl Store {
     }
 
     /// Requests a backfill of a rule from the start, from the current or next leader. Returns false for a rule that has
-    /// never run, or is stopped in every partition: a rule that is blocked or paused after the user has looked stays so.
+    /// never run, or is stopped or absent from the config in every partition: a rule that is blocked or paused after the
+    /// user has looked stays so, and one that returns to the config is registered first, with the values that it keeps.
     pub async fn ask(&self, server: &Server, rule: &str) -> Result<bool> {
-        self.ask_all(server, rule, |seen| !seen.state.is_stopped(), None).await
+        let runs = |seen: &RuleRecord| !seen.state.is_stopped() && seen.state != RuleState::Removed;
+        self.ask_all(server, rule, runs, None).await
     }
 
     /// Unblocks a rule by a backfill, if it is still blocked for the reason that the user has seen; returns false if it
@@ -485,13 +487,12 @@ impl Store {
         Ok(())
     }
 
-    /// Records that a rule is not in the config, so that it is backfilled if it returns.
+    /// Records that a rule is not in the config, so that it is backfilled if it returns. With a generation of its own: a
+    /// former leader's backfill, saved late, does not bring the rule back.
     pub async fn remove(&self, server: &Server, rule: &str) -> Result<()> {
-        let state = state_fields(&RuleState::Removed)?;
-        server
-            .collection(&self.database, RULES)
-            .update_one(mine(server, self.id("rule", rule)), doc! {"$set": state})
-            .await?;
+        let removed = changed(state_fields(&RuleState::Removed)?);
+        let rules = server.collection(&self.database, RULES);
+        bounded(rules.update_one(mine(server, self.id("rule", rule)), removed)).await?;
         Ok(())
     }
 

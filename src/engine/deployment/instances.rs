@@ -182,8 +182,7 @@ impl Member {
         self.place.others(&plan).await
     }
 
-    /// True if another live instance has a newer plan. Until the deployment has seen this instance's plan, every other
-    /// plan is newer.
+    /// True if another live instance has a newer plan. Until the deployment has seen this instance's plan, none is newer.
     pub async fn is_outdated(&self) -> Result<bool> {
         let plan = self.said.borrow().plan.clone();
         Ok(self.place.newer_than(&plan).await? > 0)
@@ -196,7 +195,7 @@ impl Member {
         let gone = instances.delete_one(doc! {"_id": self.place.id()}).into_future();
         // On failure, the document expires.
         if let Ok(Err(error)) = tokio::time::timeout(self.place.ttl / 5, gone).await {
-            tracing::debug!(error = %denormd_mongo::error::Error::from(error).message, "could not say that this instance leaves");
+            tracing::debug!(error = %denormd_mongo::error::Error::from(error).message, "this instance could not record that it leaves");
         }
     }
 }
@@ -228,7 +227,7 @@ impl Place {
                 self.beat(&now).await
             };
             if let Err(error) = beat.await {
-                tracing::debug!(error = %error.message, "could not say that this instance is there; trying again");
+                tracing::debug!(error = %error.message, "this instance could not record that it is alive; trying again");
             }
             tokio::select! {
                 () = tokio::time::sleep(self.ttl / 3) => {}
@@ -281,16 +280,20 @@ impl Place {
         Ok(leads)
     }
 
-    /// Number of live instances whose plan was first seen after this one.
+    /// Number of other live instances whose plan was first seen after this one.
     async fn newer_than(&self, plan: &str) -> Result<usize> {
+        let others = doc! {
+            "_id.deployment": &self.deployment, "_id.instance": {"$ne": &self.instance}, "plan": {"$ne": plan},
+            "$expr": alive(self.ttl),
+        };
         let pipeline = vec![
-            doc! {"$match": {"_id.deployment": &self.deployment, "plan": {"$ne": plan}, "$expr": alive(self.ttl)}},
+            doc! {"$match": others},
             doc! {"$set": {"known": {"deployment": "$_id.deployment", "plan": "$plan"}}},
             doc! {"$lookup": {"from": PLANS, "localField": "known", "foreignField": "_id", "as": "known"}},
             doc! {"$lookup": {
                 "from": PLANS, "pipeline": [{"$match": {"_id": self.plan_id(plan)}}], "as": "mine",
             }},
-            doc! {"$match": {"$expr": {"$gt": [{"$first": "$known.first"}, {"$first": "$mine.first"}]}}},
+            doc! {"$match": {"$expr": {"$gt": [{"$first": "$known.first"}, {"$ifNull": [{"$first": "$mine.first"}, "$$NOW"]}]}}},
             doc! {"$count": "newer"},
         ];
         let mut cursor = bounded(self.collection(COLLECTION).aggregate(pipeline)).await?;

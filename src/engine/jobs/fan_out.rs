@@ -83,7 +83,8 @@ pub async fn run(
                 }
             },
             Some(ended) = tasks.join_next() => {
-                let Ok(Some(ended)) = ended else { return };
+                let ended = ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
+                let Some(ended) = ended else { return };
                 let Some(newest) = running.remove(&ended.asked.subject) else { continue };
                 let is_done = |done| newest.request == ended.asked.request || newest.request == done;
                 // Waiting jobs run before the next pass of this one.

@@ -94,20 +94,27 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<T
     let Context { server, dead_letters, plan, limits, .. } = context;
     let mut reading = Duration::ZERO;
     let mut last: Option<RawDocumentBuf> = None;
+    let rule = |dead_letter: &DeadLetter| plan.rules.iter().find(|rule| rule.name == dead_letter.rule);
+    // The requests of a rule that is stopped are dropped, and count as done.
+    let runs =
+        |dead_letter: &DeadLetter| rule(dead_letter).is_some_and(|rule| context.published.borrow().runs(rule.id.0));
+    let clear = async |mut tried: Vec<DeadLetter>| {
+        tried.retain(runs);
+        if tried.is_empty() { Ok(()) } else { dead_letters.clear(server, &tried).await }
+    };
     loop {
         while let Some(done) = late.iter_mut().position(|(_, acknowledged)| acknowledged.try_recv().is_ok()) {
             let (due, _) = late.swap_remove(done);
-            dead_letters.clear(server, &due).await?;
+            clear(due).await?;
         }
         let begun = Instant::now();
         let found = dead_letters.due(server, last.as_deref(), limits.batch_bytes).await?;
         reading += begun.elapsed();
         let Some((mut due, id)) = found else { return Ok(reading) };
         last = Some(id);
-        let rule = |dead_letter: &DeadLetter| plan.rules.iter().find(|rule| rule.name == dead_letter.rule);
         let is_tried =
             |dead_letter: &DeadLetter| late.iter().flat_map(|(page, _)| page).any(|tried| tried.is_same(dead_letter));
-        due.retain(|dead_letter| rule(dead_letter).is_some() && !is_tried(dead_letter));
+        due.retain(|dead_letter| runs(dead_letter) && !is_tried(dead_letter));
         if due.is_empty() {
             continue;
         }
@@ -121,7 +128,7 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<T
         }
         let patience = if late.len() < LATE { LONG } else { Duration::MAX };
         match tokio::time::timeout(patience, &mut acknowledged).await {
-            Ok(Ok(())) => dead_letters.clear(server, &due).await?,
+            Ok(Ok(())) => clear(due).await?,
             Ok(Err(_)) => return Ok(reading),
             Err(_) => late.push((due, acknowledged)),
         }
@@ -248,6 +255,15 @@ pub(super) struct Changed {
     pub released: Option<ClusterTime>,
 }
 
+/// A change of a rule's state that a command waits for the leader to notice.
+#[derive(Debug, Clone, Copy)]
+struct Noticed {
+    rule: RuleId,
+    generation: i64,
+    /// The change stops the rule.
+    stops: bool,
+}
+
 /// Reads the recorded states of the rules, which commands change, and ends expired pauses.
 async fn states(
     context: Arc<Context>,
@@ -256,7 +272,7 @@ async fn states(
     stop: CancellationToken,
 ) {
     let mut seen: BTreeMap<String, i64> = BTreeMap::new();
-    let mut noticed: Vec<(String, i64)> = Vec::new();
+    let mut noticed: Vec<Noticed> = Vec::new();
     loop {
         let read = async {
             tokio::time::sleep(READ_STATES).await;
@@ -264,7 +280,13 @@ async fn states(
         };
         // The driver's futures are large.
         let Some(known) = stop.run_until_cancelled(Box::pin(read)).await else { return };
-        let Ok(known) = known else { continue };
+        let known = match known {
+            Ok(known) => known,
+            Err(error) => {
+                tracing::warn!(error = %error.message, "the states of the rules cannot be read; trying again");
+                continue;
+            }
+        };
         let mut changed = Vec::new();
         let pauses = known.iter().any(|(_, record)| matches!(record.state, RuleState::Paused { .. }));
         for (name, record) in known {
@@ -275,8 +297,9 @@ async fn states(
             let newer = seen.insert(name.clone(), generation) != Some(generation);
             let Some(rule) = context.plan.rules.iter().find(|rule| newer && rule.name == name) else { continue };
             if record.state.is_backfilling() || record.state.is_stopped() {
+                let stops = record.state.is_stopped();
+                noticed.push(Noticed { rule: rule.id, generation, stops });
                 changed.push(Changed { rule: rule.id, state: record.state, generation, released: record.released });
-                noticed.push((name, generation));
             }
         }
         if !changed.is_empty() {
@@ -286,10 +309,12 @@ async fn states(
             }
         }
         // Lets the waiting command know that a leader has seen the state. A following `denormd wait` must count the
-        // requested work. A failed write is repeated in the next round.
-        for (name, generation) in std::mem::take(&mut noticed) {
-            if store.notice(&context.server, &name, generation).await.is_err() {
-                noticed.push((name, generation));
+        // requested work, and after a pause nothing is written any more. A failed write is repeated in the next round.
+        for noticing in std::mem::take(&mut noticed) {
+            let Noticed { rule, generation, stops } = noticing;
+            let writes = stops && context.published.borrow().running.contains(&rule.0);
+            if writes || store.notice(&context.server, &context.plan.rule(rule).name, generation).await.is_err() {
+                noticed.push(noticing);
             }
         }
         // The next round finds the rules resumed.

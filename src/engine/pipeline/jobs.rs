@@ -66,11 +66,6 @@ impl Jobs {
         !self.open.is_empty()
     }
 
-    /// True if no fan-out job is open.
-    pub fn are_done(&self) -> bool {
-        self.open.is_empty()
-    }
-
     /// Number of open fan-out jobs of each rule that has any.
     pub fn count_fan_outs(&self) -> BTreeMap<usize, usize> {
         let mut counts = BTreeMap::new();

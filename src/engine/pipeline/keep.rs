@@ -24,7 +24,7 @@ const EXPIRE_EVERY: Duration = Duration::from_secs(3600);
 const FIRST: Duration = Duration::from_secs(10);
 
 /// The values that a rule's next backfill keeps if it is new, changed, or returns to the config: those on paths that it
-/// did not own before. What it wrote itself can be computed again.
+/// did not own before. A value that the rule wrote itself can be computed again.
 pub(super) fn of(
     context: &Context,
     rule: &Rule,

@@ -100,7 +100,7 @@ impl Pipeline {
             snapshot.depth = self.schedule.depth();
             snapshot.full = !self.schedule.has_room();
             snapshot.rewound = self.streams.is_rewound();
-            if due || snapshot.fan_outs.is_empty() != self.jobs.are_done() {
+            if due || snapshot.fan_outs.is_empty() == self.jobs.has_fan_outs() {
                 snapshot.fan_outs = self.jobs.count_fan_outs();
             }
             let states = *snapshot.states != **self.rules.states();
@@ -120,6 +120,7 @@ impl Pipeline {
         (snapshot.oldest, snapshot.late) = rules().map(|rule| (self.oldest(rule), self.schedule.late(rule))).unzip();
         snapshot.capacity = self.context.limits.pending;
         snapshot.keys = self.schedule.keys();
+        snapshot.running = self.schedule.running().map(|rule| rule.0).collect();
         snapshot.degraded = self.degraded.iter().map(|rule| rule.0).collect();
     }
 }

@@ -104,7 +104,7 @@ impl Change {
 pub(super) struct Order {
     pub rule: RuleId,
     pub change: Change,
-    /// The batches that the checkpoint does not pass before.
+    /// The batches before which the checkpoint stays until the change is recorded: the oldest one of each stream.
     pub holds: Vec<Hold>,
 }
 
@@ -119,11 +119,19 @@ pub(super) struct Recorder {
 type Recorded = Option<(RuleState, i64)>;
 
 impl Recorder {
-    /// Adds a change, unless it is covered by one that is not recorded yet.
-    pub fn add(&mut self, rule: RuleId, change: Change, hold: Option<Hold>) {
+    /// Adds a change, unless it is covered by one that is not recorded yet. Returns the hold if an older one is enough.
+    #[must_use]
+    pub fn add(&mut self, rule: RuleId, change: Change, hold: Option<Hold>) -> Option<Hold> {
         match self.orders.iter_mut().find(|order| order.rule == rule && order.change.covers(&change)) {
-            Some(order) => order.holds.extend(hold),
-            None => self.orders.push_back(Order { rule, change, holds: hold.into_iter().collect() }),
+            Some(order) if hold.is_some_and(|hold| order.holds.iter().any(|held| held.stream == hold.stream)) => hold,
+            Some(order) => {
+                order.holds.extend(hold);
+                None
+            }
+            None => {
+                self.orders.push_back(Order { rule, change, holds: hold.into_iter().collect() });
+                None
+            }
         }
     }
 
@@ -209,16 +217,19 @@ mod tests {
     fn a_change_is_recorded_once_however_often_it_is_asked_for() {
         let mut recorder = Recorder::default();
         let changes = [Change::Backfill, unavailable("one"), unavailable("two"), block(), unavailable("three")];
+        let mut spare = Vec::new();
         for (batch, change) in (1..).zip(changes) {
-            recorder.add(RULE, change, Some(Hold { stream: 0, batch }));
+            spare.extend(recorder.add(RULE, change, Some(Hold { stream: 0, batch })));
         }
-        recorder.add(RuleId(1), Change::Backfill, None);
-        recorder.add(RULE, Change::Backfill, None);
+        assert_eq!(spare, [3, 5].map(|batch| Hold { stream: 0, batch }));
+        assert_eq!(recorder.add(RULE, Change::Backfill, Some(Hold { stream: 1, batch: 6 })), None);
+        assert_eq!(recorder.add(RuleId(1), Change::Backfill, None), None);
+        assert_eq!(recorder.add(RULE, Change::Backfill, None), None);
         let batches = |order: &Order| order.holds.iter().map(|hold| hold.batch).collect::<Vec<_>>();
         let orders = recorder.orders.iter().map(|order| (order.rule, order.change.clone(), batches(order)));
         let expected = [
-            (RULE, Change::Backfill, vec![1]),
-            (RULE, unavailable("one"), vec![2, 3, 5]),
+            (RULE, Change::Backfill, vec![1, 6]),
+            (RULE, unavailable("one"), vec![2]),
             (RULE, block(), vec![4]),
             (RuleId(1), Change::Backfill, vec![]),
         ];

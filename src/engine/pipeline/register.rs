@@ -82,7 +82,7 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
             decisions_of(context).forget(name).await?;
             store.remove(&context.server, name).await?;
         }
-        // Nobody carries them out, and a `wait` would wait for them.
+        // No leader runs the jobs of a rule that is not in the plan, and a `wait` would wait for them.
         context.fan_outs.forget(&context.server, name).await?;
         tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
     }

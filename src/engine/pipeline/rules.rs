@@ -105,7 +105,9 @@ impl Pipeline {
         let applies = change.applies_to(self.rules.state(rule));
         if applies {
             let hold = hold.inspect(|hold| self.schedule.hold(*hold));
-            self.rules.recorder.add(rule, change, hold);
+            if let Some(spare) = self.rules.recorder.add(rule, change, hold) {
+                self.schedule.release(spare);
+            }
         }
         applies
     }
@@ -168,7 +170,7 @@ impl Pipeline {
         self.settle(order);
     }
 
-    /// Lets go of everything that has waited for a change.
+    /// Releases the batches and the outcomes that have waited for a change to be recorded.
     fn settle(&mut self, order: Order) {
         for hold in order.holds {
             self.schedule.release(hold);

@@ -329,6 +329,11 @@ impl Schedule {
         self.queue.depth()
     }
 
+    /// The rules with a running batch.
+    pub fn running(&self) -> impl Iterator<Item = RuleId> {
+        self.queue.running()
+    }
+
     /// Keys that wait or run.
     #[must_use]
     pub fn keys(&self) -> usize {

@@ -42,8 +42,9 @@ impl Run<'_> {
     pub(super) async fn destroys(&self, item: &mut Item) -> Result<Option<End>> {
         let limits = &self.context.limits;
         let since = *item.work.unconfirmed_since.get_or_insert_with(Instant::now);
-        if since.elapsed() < limits.destroy_grace {
-            return Ok(Some(End::Later(limits.destroy_grace)));
+        let rest = limits.destroy_grace.saturating_sub(since.elapsed());
+        if !rest.is_zero() {
+            return Ok(Some(End::Later(rest)));
         }
         let may = match &item.work.scope {
             Scope::Named(ids) => self.may_lose_named(ids.iter()).await?,
