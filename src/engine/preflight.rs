@@ -325,11 +325,29 @@ fn index_of(finding: &Finding) -> Option<(String, Document)> {
     Some((place, index.get_document("key").ok()?.clone()))
 }
 
-/// Index keys after the match paths: the sort order if only the first N of many are needed, so that only N are read.
+/// Index keys after the match paths. The sort order if only the first N of many are needed, so that only N are read; or
+/// the path that is compared with the target, so that only the sources that count are read.
 fn beyond(rule: &Rule, role: Role) -> Document {
     match rule.values {
-        Values::Collect { slice: Some(_), .. } if role == Role::Source => read::order(rule),
-        _ => Document::new(),
+        _ if role == Role::Target => Document::new(),
+        Values::Collect { slice: Some(_), .. } => read::order(rule),
+        // The elements of an array are compared after they were read.
+        _ if rule.reference.source_each.is_some() => Document::new(),
+        _ => rule.pair_filter.as_ref().and_then(compared).map(|path| doc! {path: 1}).unwrap_or_default(),
+    }
+}
+
+/// The path of the source that a condition compares with a path of the target, where an index serves the comparison.
+fn compared(condition: &Bson) -> Option<&str> {
+    let (operator, operands) = condition.as_document()?.iter().next()?;
+    match (operator.as_str(), operands.as_array()?.as_slice()) {
+        ("$and", conditions) => conditions.iter().find_map(compared),
+        ("$eq" | "$gt" | "$gte" | "$lt" | "$lte", [Bson::String(one), Bson::String(other)]) => {
+            let is_of_target = |text: &str| text.starts_with("$$target.") || text.starts_with("$$targetElement.");
+            let [source, target] = if is_of_target(one) { [other, one] } else { [one, other] };
+            source.strip_prefix('$').filter(|path| is_of_target(target) && !path.starts_with('$'))
+        }
+        _ => None,
     }
 }
 

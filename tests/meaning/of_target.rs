@@ -351,6 +351,49 @@ fn keys() -> Vec<Case> {
             .has("t", (0..).zip(&odd).map(target))
             .has("t", [doc! {"_id": 100, "code": ["a"], "more": 1}, doc! {"_id": 101, "more": 1}])
             .expect("t", (0..).zip(&odd).map(done).chain([doc! {"_id": 100, "code": ["a"], "more": 1}, doc! {"_id": 101, "more": 1}])),
+        // The source with the lowest `_id` counts, and the values of the others are not computed.
+        Case::new("several targets of one key", &format!("copy: {{ source: '@s', target: '@t', match: {{ code: code }}, {with} }}"))
+            .has("s", [
+                doc! {"_id": 2, "code": 1, "n": "cannot be added"}, doc! {"_id": 1, "code": 1.0, "n": 5}, doc! {"_id": 3, "code": [1, 7], "n": 6},
+                doc! {"_id": 4, "code": f64::NAN, "n": 7}, doc! {"_id": 5, "code": 9, "n": "of no target"},
+            ])
+            .has("t", [
+                doc! {"_id": 1, "code": 1, "more": 10}, doc! {"_id": 2, "code": 1.0, "more": 20}, doc! {"_id": 3, "code": Bson::Int64(1), "more": 30},
+                doc! {"_id": 4, "code": 7, "more": 40}, doc! {"_id": 5, "code": f64::NAN, "more": 50}, doc! {"_id": 6, "more": 60},
+                doc! {"_id": 7, "code": null, "more": 70},
+            ])
+            .writes([update("t", 6, set(doc! {"code": 7})), update("t", 7, set(doc! {"code": 1}))])
+            .expect("t", [
+                doc! {"_id": 1, "code": 1, "more": 10, "n": 15}, doc! {"_id": 2, "code": 1.0, "more": 20, "n": 25},
+                doc! {"_id": 3, "code": Bson::Int64(1), "more": 30, "n": 35}, doc! {"_id": 4, "code": 7, "more": 40},
+                doc! {"_id": 5, "code": f64::NAN, "more": 50, "n": 57}, doc! {"_id": 6, "code": 7, "more": 60},
+                doc! {"_id": 7, "code": 1, "more": 70, "n": 75},
+            ]),
+        // Nothing is computed, so that a source with an array is read as well.
+        Case::new(
+            "whole sources of several targets, the greatest first",
+            "copy: { source: '@s', target: '@t', match: { code: code }, sort: { n: -1 }, set: { of: $$ROOT, m: $$target.more } }",
+        )
+        .has("s", [doc! {"_id": 1, "code": 1, "n": 1}, doc! {"_id": 2, "code": 1, "n": 2}, doc! {"_id": 3, "code": [1, 2, 7], "n": 3}])
+        .has("t", [
+            doc! {"_id": 1, "code": 1, "more": 10}, doc! {"_id": 2, "code": 1, "more": 20}, doc! {"_id": 3, "code": 2, "more": 30},
+        ])
+        .writes([update("t", 1, set(doc! {"more": 11}))])
+        .expect("t", [
+            doc! {"_id": 1, "code": 1, "more": 11, "of": {"_id": 2, "code": 1, "n": 2}, "m": 11},
+            doc! {"_id": 2, "code": 1, "more": 20, "of": {"_id": 2, "code": 1, "n": 2}, "m": 20},
+            doc! {"_id": 3, "code": 2, "more": 30},
+        ]),
+        Case::new(
+            "sources with arrays count for nobody",
+            "aggregate: { source: '@s', target: '@t', match: { code: 'of.code' }, set: { n: { $sum: { $multiply: [$n, $$target.f] } } } }",
+        )
+        .has("s", [
+            doc! {"_id": 1, "of": {"code": 1}, "n": 1}, doc! {"_id": 2, "of": {"code": [1, 2]}, "n": 10}, doc! {"_id": 3, "of": [{"code": 1}], "n": 100},
+            doc! {"_id": 4, "of": {"code": 1.0}, "n": 1000},
+        ])
+        .has("t", [doc! {"_id": 1, "code": 1, "f": 2}, doc! {"_id": 2, "code": 2, "f": 2}])
+        .expect("t", [doc! {"_id": 1, "code": 1, "f": 2, "n": 2002}, doc! {"_id": 2, "code": 2, "f": 2, "n": 0}]),
         Case::new("several paths", &format!("copy: {{ source: '@s', target: '@t', match: {{ tenant: tenant, ref: code }}, {with} }}"))
             .has("s", [doc! {"_id": 1, "tenant": "a", "code": 1, "n": 1}, doc! {"_id": 2, "tenant": "b", "code": 1, "n": 2}])
             .has("t", [doc! {"_id": 1, "tenant": "b", "ref": 1.0, "more": 10}, doc! {"_id": 2, "tenant": "c", "ref": 1, "more": 1}])
@@ -483,6 +526,40 @@ async fn a_target_is_computed_by_an_index() {
         let lookup = stages.into_iter().find(|stage| stage.contains_key("$lookup")).unwrap();
         assert_eq!(lookup.get_i64("collectionScans").ok(), Some(0), "{lookup}");
         assert!(lookup.get_i64("totalDocsExamined").unwrap() <= most, "{lookup}");
+    }
+    // Many targets: each of their sources once.
+    let rule = daemon::rule(
+        "copy: { source: messages, target: subscriptions, match: { ref: code }, set: { at: { $max: [$ts, $$target.ls] } } }",
+    );
+    let targets: Vec<Document> = (0..40).map(|n| doc! {"_id": n, "ref": n % 4, "ls": at(1900)}).collect();
+    let references: Vec<_> =
+        targets.iter().map(|target| rule.reference.keys(plan::reference::Role::Target, target)).collect();
+    let asked: Vec<Referrer> =
+        targets.iter().zip(&references).map(|(target, references)| Referrer { target, references }).collect();
+    let command = by_target::sources_at_once(&rule, &asked, None).unwrap();
+    let reply = db.run_command(command.clone()).await.unwrap();
+    assert_eq!(reply.get_document("cursor").unwrap().get_array("firstBatch").unwrap().len(), 40);
+    let plan = db.run_command(doc! {"explain": command, "verbosity": "executionStats"}).await.unwrap();
+    let examined = plan.get_array("stages").unwrap()[0].as_document().unwrap().get_document("$cursor").unwrap();
+    let examined = examined.get_document("executionStats").unwrap().get_i32("totalDocsExamined").unwrap();
+    assert_eq!(examined, 80, "20 of each of four keys");
+}
+
+/// A condition on the target is compared in the index that `plan` asks for.
+#[tokio::test]
+async fn plan_asks_for_an_index_on_what_is_compared_with_the_target() {
+    for (condition, index) in [
+        ("$gt: [$ts, $$target.ls]", "{ \"rid\": 1, \"ts\": 1 }"),
+        ("$and: [{ $ne: [$from, $$target.u] }, { $lt: [$$target.ls, $ts] }]", "{ \"rid\": 1, \"ts\": 1 }"),
+        ("$ne: [$ts, $$target.ls]", "{ \"rid\": 1 }"),
+    ] {
+        let test = denormd_fixture::database().await;
+        test.database().collection("messages").insert_one(message(1, 1, 1)).await.unwrap();
+        test.database().collection("subscriptions").insert_one(doc! {"_id": 1, "rid": 1}).await.unwrap();
+        let rule = UNREAD.replace('@', "").replace("$gt: [$ts, $$target.ls]", condition);
+        let program = Program::new(&daemon::config(&test, &format!("  - {{ name: unread, {rule} }}")));
+        let told = program.run(&["plan"]).await.out;
+        assert!(told.contains(&format!("(\"messages\").createIndex({index})")), "{condition}\n{told}");
     }
 }
 

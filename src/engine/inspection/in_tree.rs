@@ -166,20 +166,34 @@ impl Levels {
         let asked: Vec<Referrer> =
             targets.iter().zip(&references).map(|(target, references)| Referrer { target, references }).collect();
         let settled = |target: &Bson| self.settled(rule, target);
-        let command = by_target::sources_settled(rule, &asked, &settled);
-        if RawDocumentBuf::try_from(&command)?.as_bytes().len() > BYTES {
-            return Err(Error::new(Kind::TooLarge, "these documents have more sources than a command may contain"));
-        }
         let mut rows = Rows::within(usize::MAX);
-        let database = &rule.source.namespace.database;
-        for row in context.server.read(database, limited(command, READ), Reads { after }).await? {
-            rows.take(&row)?;
+        if let Some(command) = by_target::sources_at_once(rule, &asked, Some(&settled)) {
+            Self::read(context, rule, command, after, &mut rows).await?;
+        }
+        let rest = by_target::without_rows(&asked, &rows);
+        if !rest.is_empty() {
+            Self::read(context, rule, by_target::sources_settled(rule, &rest, &settled), after, &mut rows).await?;
         }
         targets
             .iter()
             .zip(references)
             .map(|(target, references)| one(rule, &rows, target, references, &|_| true))
             .collect()
+    }
+
+    async fn read(
+        context: &Context,
+        rule: &Rule,
+        command: Document,
+        after: ClusterTime,
+        rows: &mut Rows,
+    ) -> Result<()> {
+        if RawDocumentBuf::try_from(&command)?.as_bytes().len() > BYTES {
+            return Err(Error::new(Kind::TooLarge, "these documents have more sources than a command may contain"));
+        }
+        let database = &rule.source.namespace.database;
+        let found = context.server.read(database, limited(command, READ), Reads { after }).await?;
+        found.iter().try_for_each(|row| rows.take(row))
     }
 
     /// The documents that a target reads, as `{ k: _id, v: the fields that the rule writes }`.

@@ -1,8 +1,10 @@
 //! Reads and writes of rules whose values depend on the target: `$$target` and `$$targetElement`.
 //!
-//! The key of such a rule is the target's. One command reads the sources of many targets: it begins with what the
-//! values depend on, as it was read from the targets, and looks up the sources of each, or of those with the same
-//! references at once. The write demands that all of that is unchanged; the event of a change requests the target again.
+//! The key of such a rule is the target's. One command reads the sources of many targets. It contains what the values
+//! depend on, as it was read from the targets, and looks up the sources of each. Where the target does not affect which
+//! source is chosen, another command comes first: it reads each source once and computes the values of all its targets,
+//! and only targets without a source are looked up. The write demands that what was read of the target is unchanged;
+//! the event of a change requests the target again.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -49,7 +51,11 @@ impl Referrer<'_> {
 /// The key in [`Rows`] of a target's values, or of those of its `nth` reference.
 #[must_use]
 pub fn key(id: &Bson, nth: usize) -> Key {
-    Key::new(vec![id.clone(), index(nth)])
+    Key::new(key_of(id, nth))
+}
+
+fn key_of(id: &Bson, nth: usize) -> Vec<Bson> {
+    vec![id.clone(), index(nth)]
 }
 
 /// The key of the values where no source matches.
@@ -116,63 +122,71 @@ pub fn sources_settled(rule: &Rule, targets: &[Referrer<'_>], settled: Settled<'
 /// The sources of a target.
 pub type Settled<'a> = &'a (dyn Fn(&Bson) -> Vec<Document> + Sync);
 
-/// Most targets that share a lookup: their values are one document of the server.
-const TOGETHER: usize = 50;
+/// Reads the values of targets like [`sources`], from each source once. Only for targets that have a source; `settled`
+/// is as in [`sources_settled`]. None if the rule has no such read, or if it would serve one target at most.
+///
+/// There is one if `$$target` affects the values computed from a source, but not which source is chosen.
+#[must_use]
+pub fn sources_at_once(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Option<Document> {
+    let Values::Set { assignments, .. } = &rule.values else { return None };
+    let by_target = rule.pair_filter.is_some() || rule.row_filter.is_some();
+    if by_target || rule.reference.source_each.is_some() || rule.reference.target_each.is_some() {
+        return None;
+    }
+    let mut by_key: BTreeMap<&Key, Vec<Document>> = BTreeMap::new();
+    let (mut asked, mut known) = (0, Vec::new());
+    for target in targets {
+        let id = target.id();
+        for slot in slots(rule, target.references) {
+            let Some(key) = slot.keys.first() else { continue };
+            let same = by_key.entry(key).or_default();
+            // Targets with the same key have the same sources.
+            known.extend(settled.filter(|_| same.is_empty()).into_iter().flat_map(|settled| settled(&id)));
+            same.push(doc! {"k": key_of(&id, slot.nth), "t": read_paths(rule, *target)});
+            asked += 1;
+        }
+    }
+    let settle = settled.map(|_| {
+        let values = |name: &str| doc! {"$literal": known.iter().filter_map(|one| one.get(name)).collect::<Vec<_>>()};
+        settle(rule, values("k").into(), values("v").into())
+    });
+    (asked > 1).then(|| read::sources_of_targets(rule, assignments, by_key, settle))
+}
 
-/// True if targets with the same references share a lookup. They do if `$$target` affects the values computed from a
-/// source, but not which source is chosen.
-fn shares_lookups(rule: &Rule) -> bool {
-    let is_chosen_by_target = rule.pair_filter.is_some() || rule.row_filter.is_some();
-    matches!(rule.values, Values::Set { .. }) && !is_chosen_by_target && !rule.by_reference()
+/// The targets that still have to be looked up: those without a row.
+#[must_use]
+pub fn without_rows<'a>(targets: &[Referrer<'a>], rows: &Rows) -> Vec<Referrer<'a>> {
+    targets.iter().filter(|target| !rows.answer(&key(&target.id(), 0))).copied().collect()
 }
 
 fn sources_of(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Document {
-    let shared = shares_lookups(rule);
     let mut inner = read::sources_of_pair(rule);
-    if settled.is_some() {
-        inner.push(settle(rule));
-    }
-    inner.extend(read::row_of_pair(rule, shared));
-    let asked = if shared { asked_together(rule, targets, settled) } else { asked_alone(rule, targets, settled) };
-    let mut stages = lookups(rule, asked, &inner);
-    let without = read::values_without_source(rule);
-    if shared {
-        let found = Bson::from(doc! {"$first": "$s.v"});
-        let rows = match without {
-            None => found,
-            Some(values) => {
-                let without = read::each_target("$ts", true, &values.into());
-                doc! {"$cond": [{"$eq": ["$s", []]}, without, found]}.into()
-            }
-        };
-        stages.push(doc! {"$replaceWith": {"rows": rows}});
-        stages.extend([doc! {"$unwind": "$rows"}, doc! {"$replaceWith": "$rows"}]);
-    } else {
-        let found = doc! {"k": ["$id", "$r.n"], "v": {"$arrayElemAt": ["$s.v", 0]}};
-        stages.push(match without {
-            None => doc! {"$replaceWith": found},
-            Some(values) => {
-                let values = doc! {"$let": {"vars": {"target": "$t", "targetElement": "$r.e"}, "in": values}};
-                let without = doc! {"k": ["$id", "$r.n", null], "v": values};
-                doc! {"$replaceWith": {"$cond": [{"$eq": ["$s", []]}, without, found]}}
-            }
-        });
-    }
+    inner.extend(settled.map(|_| settle(rule, "$$settled.k".into(), "$$settled.v".into())));
+    inner.extend(read::row_of_pair(rule));
+    let mut stages = lookups(rule, asked(rule, targets, settled), &inner);
+    let found = doc! {"k": ["$id", "$r.n"], "v": {"$arrayElemAt": ["$s.v", 0]}};
+    stages.push(match read::values_without_source(rule) {
+        None => doc! {"$replaceWith": found},
+        Some(values) => {
+            let values = doc! {"$let": {"vars": {"target": "$t", "targetElement": "$r.e"}, "in": values}};
+            let without = doc! {"k": ["$id", "$r.n", null], "v": values};
+            doc! {"$replaceWith": {"$cond": [{"$eq": ["$s", []]}, without, found]}}
+        }
+    });
     let mut command = read::command("", stages);
     command.insert("aggregate", 1);
     command
 }
 
-/// Replaces the fields of a source that the rule writes by those in `$$settled`.
-fn settle(rule: &Rule) -> Document {
+/// Replaces the fields of a source that the rule writes by those in `values`, where `ids` has its `_id`.
+fn settle(rule: &Rule, ids: Bson, values: Bson) -> Document {
     let roots: Vec<&str> = rule.owned().into_iter().map(FieldPath::root).collect();
     let is_other = doc! {"$not": [{"$in": ["$$field.k", roots]}]};
     let others = doc! {"$filter": {"input": {"$objectToArray": "$$ROOT"}, "as": "field", "cond": is_other}};
-    let known = doc! {"$filter": {"input": "$$settled", "as": "one", "cond": {"$eq": ["$$one.k", "$_id"]}}};
-    let merged = doc! {"$mergeObjects": [{"$arrayToObject": others}, "$$known.v"]};
+    let merged = doc! {"$mergeObjects": [{"$arrayToObject": others}, {"$arrayElemAt": [values, "$$place"]}]};
     doc! {"$replaceWith": {"$let": {
-        "vars": {"known": {"$first": known}},
-        "in": {"$cond": [{"$eq": [{"$type": "$$known"}, "missing"]}, "$$ROOT", merged]},
+        "vars": {"place": {"$indexOfArray": [ids, "$_id"]}},
+        "in": {"$cond": [{"$lt": ["$$place", 0]}, "$$ROOT", merged]},
     }}}
 }
 
@@ -181,7 +195,7 @@ fn settle(rule: &Rule) -> Document {
 pub fn source_ids(rule: &Rule, target: Referrer<'_>, limit: i64) -> Document {
     let mut inner = read::sources_of_pair(rule);
     inner.extend([doc! {"$sort": read::order(rule)}, doc! {"$limit": limit}, doc! {"$project": {"_id": 1}}]);
-    let mut stages = lookups(rule, asked_alone(rule, &[target], None), &inner);
+    let mut stages = lookups(rule, asked(rule, &[target], None), &inner);
     stages.push(doc! {"$replaceWith": {"n": "$r.n", "ids": "$s._id"}});
     let mut command = read::command("", stages);
     command.insert("aggregate", 1);
@@ -194,8 +208,7 @@ fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Documen
     let asked: Vec<Document> = asked.into_iter().map(|asked| doc! {"d": {"$literal": asked}}).collect();
     let path = rule.reference.paths(Role::Source).next().map(FieldPath::query).unwrap_or_default();
     // The look-up by the first path finds the index; `keys` decides.
-    let mut variables =
-        doc! {"keys": "$r.k", "target": "$t", "targetElement": "$r.e", "targets": "$ts", "settled": "$settled"};
+    let mut variables = doc! {"keys": "$r.k", "target": "$t", "targetElement": "$r.e", "settled": "$settled"};
     for nth in 1..rule.reference.pairs.len() {
         let value = doc! {"$arrayElemAt": [{"$arrayElemAt": ["$r.k", 0]}, i32::try_from(nth).unwrap_or(i32::MAX)]};
         variables.insert(read::variable_of_path(nth), value);
@@ -211,9 +224,9 @@ fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Documen
     stages
 }
 
-/// Separate lookups: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for each slot of each target.
+/// What is looked up: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for each slot of each target.
 /// `f` finds sources, and `k` has the keys.
-fn asked_alone(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
+fn asked(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
     let mut out = Vec::new();
     for target in targets {
         let elements = rule.reference.elements(Role::Target, target.target);
@@ -228,26 +241,6 @@ fn asked_alone(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_
         }
     }
     out
-}
-
-/// Shared lookups: one document `{ r: { f, k }, ts: [{ id, t: target }], settled }` for targets with the same keys.
-fn asked_together(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
-    let mut by_keys: BTreeMap<Vec<&Key>, Vec<&Referrer>> = BTreeMap::new();
-    for target in targets {
-        for slot in slots(rule, target.references) {
-            by_keys.entry(slot.keys).or_default().push(target);
-        }
-    }
-    let parts = by_keys.iter().flat_map(|(keys, targets)| targets.chunks(TOGETHER).map(move |targets| (keys, targets)));
-    let together = parts.map(|(keys, targets)| {
-        let each = targets.iter().map(|target| doc! {"id": target.id(), "t": read_paths(rule, **target)});
-        let mut asked = doc! {"r": searched(keys), "ts": each.collect::<Vec<_>>()};
-        // Targets with the same keys have the same sources.
-        let settled = settled.zip(targets.first()).map(|(settled, target)| settled(&target.id()));
-        asked.extend(settled.map(|settled| ("settled".to_owned(), settled.into())));
-        asked
-    });
-    together.collect()
 }
 
 /// The values `f` that find the sources with one of these keys, and the keys `k`.
@@ -296,24 +289,39 @@ impl Context {
         after: ClusterTime,
         load: Load<'_>,
     ) -> Result<Rows> {
-        let keys = keys_of_rows(rule, targets);
-        if keys.is_empty() {
-            return Ok(Rows::within(0));
-        }
         let bytes = |target: &Referrer| RawDocumentBuf::try_from(target.target).map_or(0, |raw| raw.as_bytes().len());
         if targets.len() > 1 && targets.iter().map(bytes).sum::<usize>() > BYTES {
             return Err(Error::new(Kind::TooLarge, "these targets have more than a command may contain"));
         }
-        let is_figure = load.sources.is_some();
-        let command = |_: &[&Key]| {
-            let mut command = sources(rule, targets);
-            if is_figure {
-                command.insert("maxTimeMS", FIGURE);
-            }
-            command
-        };
-        let keys: Vec<&Key> = keys.iter().collect();
-        self.rows_of_keys(rule, &keys, after, Load { sources: Some(&command), ..load }).await
+        let mut found = Rows::within(0);
+        if let Some(command) = sources_at_once(rule, targets, None) {
+            found = self.rows_by(rule, targets, command, after, load).await?;
+        }
+        let rest = without_rows(targets, &found);
+        if keys_of_rows(rule, &rest).is_empty() {
+            return Ok(found);
+        }
+        let mut rows = self.rows_by(rule, &rest, sources(rule, &rest), after, load).await?;
+        rows.extend(found)?;
+        Ok(rows)
+    }
+
+    /// Reads the rows of targets by this command.
+    async fn rows_by(
+        &self,
+        rule: &Rule,
+        targets: &[Referrer<'_>],
+        mut command: Document,
+        after: ClusterTime,
+        load: Load<'_>,
+    ) -> Result<Rows> {
+        if load.sources.is_some() {
+            command.insert("maxTimeMS", FIGURE);
+        }
+        let keys = keys_of_rows(rule, targets);
+        let sources = |_: &[&Key]| command.clone();
+        let load = Load { sources: Some(&sources), ..load };
+        self.rows_of_keys(rule, &keys.iter().collect::<Vec<_>>(), after, load).await
     }
 }
 

@@ -1,5 +1,7 @@
 //! The reads of a reconcile as commands. Pure: what is sent is decided here, sending is done in [`super::run`].
 
+use std::collections::BTreeMap;
+
 use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::request::Task;
@@ -114,8 +116,8 @@ pub fn keys_with_sources(rule: &Rule, keys: &[&Key]) -> Document {
     command(&rule.source.namespace.collection, stages)
 }
 
-/// The stages that find the sources of a target, or of several with the same keys, in a `$lookup` whose variables are
-/// `keys`, `target` and `targetElement`: the documents, or their unwound elements.
+/// The stages that find the sources of a target in a `$lookup` whose variables are `keys`, `target` and
+/// `targetElement`: the documents, or their unwound elements.
 pub(super) fn sources_of_pair(rule: &Rule) -> Vec<Document> {
     let each = rule.reference.source_each.as_ref();
     let key: Vec<Bson> = rule.reference.paths(Role::Source).map(|path| row_path(path, each)).collect();
@@ -128,14 +130,19 @@ pub(super) fn sources_of_pair(rule: &Rule) -> Vec<Document> {
     } else {
         let parents = rule.reference.paths(Role::Source).filter_map(dbref_parent);
         clauses.extend(parents.map(|parent| names_target(rule, &parent)));
-        clauses.push(has_key);
+        match rule.reference.pairs.as_slice() {
+            // The look-up itself compares one value, but it also looks into arrays. Comparing the key once more takes
+            // longer. A slot without keys, which has values all the same, must not find what it searches for.
+            [pair] if values_without_source(rule).is_none() => clauses.extend(no_arrays(&pair.source.query())),
+            _ => clauses.push(has_key),
+        }
         // An index of several paths is found by an equality on each, where a target has one key.
         let one_key = rule.by_reference() || rule.reference.target_each.is_none();
         for (nth, path) in rule.reference.paths(Role::Source).enumerate().skip(1).filter(|_| one_key) {
             let variable = format!("$${}", variable_of_path(nth));
             clauses.push(doc! {"$expr": {"$eq": [format!("${}", path.query()), variable]}});
         }
-        stages.push(doc! {"$match": {"$and": clauses}});
+        stages.extend(Some(doc! {"$match": {"$and": clauses.clone()}}).filter(|_| !clauses.is_empty()));
     }
     if let Some(condition) = &rule.pair_filter {
         stages.push(doc! {"$match": {"$expr": condition.clone()}});
@@ -148,11 +155,9 @@ pub(super) fn variable_of_path(nth: usize) -> String {
     format!("key{nth}")
 }
 
-/// The stages that follow: one row `{ k, v }` at most, with the values of the target. Where targets share the lookup
-/// ([`each_target`]), `v` has those of each of `$$targets`.
-pub(super) fn row_of_pair(rule: &Rule, shared: bool) -> Vec<Document> {
-    let of = if shared { RowOf::EachTarget } else { RowOf::AllKeys };
-    let mut stages = rows(rule, Order::OfTheRule, true, of);
+/// The stages that follow: one row `{ k, v }` at most, with the values of the target.
+pub(super) fn row_of_pair(rule: &Rule) -> Vec<Document> {
+    let mut stages = rows(rule, Order::OfTheRule, true, RowOf::AllKeys);
     if matches!(rule.values, Values::Set { .. } | Values::Into { .. }) {
         stages.push(doc! {"$limit": 1});
     }
@@ -166,17 +171,41 @@ enum RowOf {
     OneKey,
     /// All that were found: those of a target's set of keys.
     AllKeys,
-    /// The first source found, with a row for each target that has this set of keys.
-    EachTarget,
 }
 
-/// An expression of the rows of targets that share a lookup: `{ k, v }` for each of `targets`, which are
-/// `{ id, t: target }`.
-pub(super) fn each_target(targets: &str, without_source: bool, values: &Bson) -> Document {
-    let mut key: Vec<Bson> = vec!["$$one.id".into(), Bson::Int64(0)];
-    key.extend(without_source.then_some(Bson::Null));
-    let values = doc! {"$let": {"vars": {"target": "$$one.t"}, "in": values}};
-    doc! {"$map": {"input": targets, "as": "one", "in": {"k": key, "v": values}}}
+/// The field that holds the target that a row is for. It shadows a field of the same name in the source.
+const TARGET: &str = "__denormd_target";
+
+/// Reads copied values for targets with one key each, from each source once: rows `{ k, v }` for the targets
+/// `{ k, t: target }` of each key that has a source. `settle` replaces values of the sources before they are used.
+pub(super) fn sources_of_targets(
+    rule: &Rule,
+    assignments: &[Assignment],
+    targets: BTreeMap<&Key, Vec<Document>>,
+    settle: Option<Document>,
+) -> Document {
+    let (keys, mut targets): (Vec<&Key>, Vec<Vec<Document>>) = targets.into_iter().unzip();
+    let row_key = row_keys(rule);
+    let mut stages = vec![doc! {"$match": source_match(rule, &keys)}];
+    stages.extend(without_arrays(&rule.values, &row_key));
+    stages.extend(settle);
+    if !rule.reference.keyed_by_source_id() {
+        stages.extend(winners_first(rule));
+        stages.push(doc! {"$group": {"_id": row_key.clone(), "d": {"$first": "$$ROOT"}}});
+        stages.push(doc! {"$replaceWith": "$d"});
+    }
+    // The place of a source that matches no key is -1, which is that of the last element.
+    targets.push(Vec::new());
+    let keys: Vec<&[Bson]> = keys.into_iter().map(Key::values).collect();
+    let place = doc! {"$indexOfArray": [{"$literal": keys}, row_key]};
+    let values = without_fields(fields(assignments), &[TARGET.to_owned()]);
+    let values = doc! {"$let": {"vars": {"target": format!("${TARGET}.t")}, "in": values}};
+    stages.extend([
+        doc! {"$set": {TARGET: {"$arrayElemAt": [{"$literal": targets}, place]}}},
+        doc! {"$unwind": format!("${TARGET}")},
+        doc! {"$replaceWith": {"k": format!("${TARGET}.k"), "v": values}},
+    ]);
+    command(&rule.source.namespace.collection, stages)
 }
 
 /// The stages from the sources of keys to rows.
@@ -187,22 +216,12 @@ fn rows(rule: &Rule, gathered: Order, edges: bool, of: RowOf) -> Vec<Document> {
     let bound =
         |assignments: &[Assignment]| assignments.iter().map(|one| with_element(one, element)).collect::<Vec<_>>();
     let row_key = row_keys(rule);
-    if may_fail(&rule.values) {
-        let paths = row_key.iter().filter_map(Bson::as_str).map(|path| path.trim_start_matches('$'));
-        let clauses: Vec<Document> = paths.flat_map(no_arrays).collect();
-        if !clauses.is_empty() {
-            stages.push(doc! {"$match": {"$and": clauses}});
-        }
-    }
+    stages.extend(without_arrays(&rule.values, &row_key));
     let row_key = if of != RowOf::OneKey && rule.gathers() { Vec::new() } else { row_key };
     match &rule.values {
         Values::Set { assignments, .. } => {
             stages.extend(winners_first(rule));
-            let values = bind(fields(assignments), element);
-            stages.push(match of {
-                RowOf::EachTarget => doc! {"$replaceWith": {"v": each_target("$$targets", false, &values)}},
-                RowOf::OneKey | RowOf::AllKeys => row(&row_key, &values),
-            });
+            stages.push(row(&row_key, &bind(fields(assignments), element)));
         }
         Values::Into { element: value, .. } => {
             stages.extend(winners_first(rule));
@@ -225,6 +244,13 @@ fn rows(rule: &Rule, gathered: Order, edges: bool, of: RowOf) -> Vec<Document> {
 
 pub(crate) fn command(collection: &str, stages: Vec<Document>) -> Document {
     doc! {"aggregate": collection, "pipeline": stages, "cursor": {"batchSize": 10_000}, "collation": simple_collation(), "allowDiskUse": true}
+}
+
+/// The stage that drops the sources whose key has an array, where their values must not be computed.
+fn without_arrays(values: &Values, row_key: &[Bson]) -> Option<Document> {
+    let paths = row_key.iter().filter_map(Bson::as_str).map(|path| path.trim_start_matches('$'));
+    let clauses: Vec<Document> = paths.filter(|_| may_fail(values)).flat_map(no_arrays).collect();
+    Some(doc! {"$match": {"$and": clauses.clone()}}).filter(|_| !clauses.is_empty())
 }
 
 /// True if the server may refuse to compute the values of a source, because they contain an operator. A query also
@@ -267,7 +293,8 @@ fn fields(assignments: &[Assignment]) -> Bson {
 fn bind(expression: Bson, element: Option<&FieldPath>) -> Bson {
     match element {
         Some(each) => {
-            let expression = without_element(expression, each);
+            let ours: Vec<String> = indexes(each).chain([ELEMENT.to_owned()]).collect();
+            let expression = without_fields(expression, &ours);
             doc! {"$let": {"vars": {"element": format!("${ELEMENT}")}, "in": expression}}.into()
         }
         None => expression,
@@ -308,16 +335,17 @@ fn with_element(assignment: &Assignment, element: Option<&FieldPath>) -> Assignm
     Assignment { path: assignment.path.clone(), expression }
 }
 
-fn without_element(expression: Bson, each: &FieldPath) -> Bson {
+/// The expression over a whole document without these fields, which are ours.
+fn without_fields(expression: Bson, ours: &[String]) -> Bson {
     match expression {
         Bson::String(text) if text == "$$ROOT" || text == "$$CURRENT" => {
-            let ours = indexes(each).chain([ELEMENT.to_owned()]);
-            ours.fold(text.into(), |whole: Bson, field| doc! {"$unsetField": {"field": field, "input": whole}}.into())
+            let without = |whole: Bson, field: &String| doc! {"$unsetField": {"field": field, "input": whole}}.into();
+            ours.iter().fold(text.into(), without)
         }
-        Bson::Array(items) => Bson::Array(items.into_iter().map(|item| without_element(item, each)).collect()),
+        Bson::Array(items) => Bson::Array(items.into_iter().map(|item| without_fields(item, ours)).collect()),
         Bson::Document(doc) if doc.contains_key("$literal") => doc.into(),
         Bson::Document(doc) => {
-            doc.into_iter().map(|(name, value)| (name, without_element(value, each))).collect::<Document>().into()
+            doc.into_iter().map(|(name, value)| (name, without_fields(value, ours))).collect::<Document>().into()
         }
         other => other,
     }
@@ -510,7 +538,7 @@ fn orders_elements(rule: &Rule) -> bool {
 
 /// True if the order of sources matters across keys: when a target has several references, the first source wins.
 fn across_keys(rule: &Rule) -> bool {
-    !rule.by_key && matches!(rule.values, Values::Set { .. })
+    !rule.by_key && rule.reference.target_each.is_some() && matches!(rule.values, Values::Set { .. })
 }
 
 /// Sorts by the rule's order. That order is only needed within a key, so the sort begins with a match path that has one

@@ -155,19 +155,31 @@ impl Rows {
             _ => {}
         }
         self.bytes += ROW + values.as_bytes().len();
-        match self.share {
-            Share::Bytes(most) if self.bytes > most => {
-                return Err(Error::new(Kind::TooLarge, "these keys have more values than a batch may hold"));
-            }
-            // All of them would go into one array.
-            Share::Alone { .. } if !self.by_key.is_empty() && self.bytes > DOCUMENT + 2 * self.by_key.len() * ROW => {
-                return Err(Error::new(Kind::Refused, "the values of this target are larger than a document can be"));
-            }
-            _ => {}
-        }
+        self.within_share()?;
         let rank = self.by_key.len();
         self.by_key.insert(key, (rank, values.to_owned()));
         Ok(())
+    }
+
+    /// Fails if the rows are larger than they may be.
+    fn within_share(&self) -> Result<()> {
+        match self.share {
+            Share::Bytes(most) if self.bytes > most => {
+                Err(Error::new(Kind::TooLarge, "these keys have more values than a batch may hold"))
+            }
+            // All of them would go into one array.
+            Share::Alone { .. } if !self.by_key.is_empty() && self.bytes > DOCUMENT + 2 * self.by_key.len() * ROW => {
+                Err(Error::new(Kind::Refused, "the values of this target are larger than a document can be"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes the rows of an earlier read for other targets.
+    pub(super) fn extend(&mut self, other: Self) -> Result<()> {
+        self.bytes += other.bytes;
+        self.by_key.extend(other.by_key);
+        self.within_share()
     }
 
     /// True if no source was found at all.
