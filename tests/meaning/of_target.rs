@@ -385,6 +385,26 @@ fn keys() -> Vec<Case> {
             doc! {"_id": 3, "code": 2, "more": 30},
         ]),
         Case::new(
+            "no reference, and sources with the value that is searched for then",
+            "copy: { source: '@s', target: '@t', match: { code: code }, set: { n: $n }, otherwise: { n: $$target.more } }",
+        )
+        .and(
+            "aggregate: { source: '@s', target: '@t', match: { code: code }, let: { all: { $sum: { $multiply: [$n, $$target.more] } } }, \
+             set: { m: { $add: [$$all, 1] } } }",
+        )
+        .has("s", [
+            doc! {"_id": 1, "code": Bson::MinKey, "n": 1}, doc! {"_id": 2, "code": null, "n": 2}, doc! {"_id": 3, "n": 3}, doc! {"_id": 4, "code": [], "n": 4},
+            doc! {"_id": 5, "code": 1, "n": 5},
+        ])
+        .has("t", [
+            doc! {"_id": 1, "code": null, "more": 10}, doc! {"_id": 2, "more": 20}, doc! {"_id": 3, "code": [], "more": 30},
+            doc! {"_id": 4, "code": 1, "more": 40},
+        ])
+        .expect("t", [
+            doc! {"_id": 1, "code": null, "more": 10, "n": 10}, doc! {"_id": 2, "more": 20, "n": 20}, doc! {"_id": 3, "code": [], "more": 30, "n": 30},
+            doc! {"_id": 4, "code": 1, "more": 40, "n": 5, "m": 201},
+        ]),
+        Case::new(
             "sources with arrays count for nobody",
             "aggregate: { source: '@s', target: '@t', match: { code: 'of.code' }, set: { n: { $sum: { $multiply: [$n, $$target.f] } } } }",
         )
@@ -536,7 +556,7 @@ async fn a_target_is_computed_by_an_index() {
         targets.iter().map(|target| rule.reference.keys(plan::reference::Role::Target, target)).collect();
     let asked: Vec<Referrer> =
         targets.iter().zip(&references).map(|(target, references)| Referrer { target, references }).collect();
-    let command = by_target::sources_at_once(&rule, &asked, None).unwrap();
+    let command = by_target::sources_at_once(&rule, &asked, None);
     let reply = db.run_command(command.clone()).await.unwrap();
     assert_eq!(reply.get_document("cursor").unwrap().get_array("firstBatch").unwrap().len(), 40);
     let plan = db.run_command(doc! {"explain": command, "verbosity": "executionStats"}).await.unwrap();

@@ -167,7 +167,8 @@ impl Levels {
             targets.iter().zip(&references).map(|(target, references)| Referrer { target, references }).collect();
         let settled = |target: &Bson| self.settled(rule, target);
         let mut rows = Rows::within(usize::MAX);
-        if let Some(command) = by_target::sources_at_once(rule, &asked, Some(&settled)) {
+        if by_target::share_sources(rule, &asked) {
+            let command = by_target::sources_at_once(rule, &asked, Some(&settled));
             Self::read(context, rule, command, after, &mut rows).await?;
         }
         let rest = by_target::without_rows(&asked, &rows);

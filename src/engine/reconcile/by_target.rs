@@ -46,16 +46,17 @@ impl Referrer<'_> {
     pub fn id(&self) -> Bson {
         self.target.get("_id").cloned().unwrap_or(Bson::Null)
     }
+
+    /// The key of a target that has one reference, if a source can match it.
+    fn only_key(&self, rule: &Rule) -> Option<&Key> {
+        self.references.first()?.as_ref().filter(|key| rule.reference.can_resolve(key))
+    }
 }
 
 /// The key in [`Rows`] of a target's values, or of those of its `nth` reference.
 #[must_use]
 pub fn key(id: &Bson, nth: usize) -> Key {
-    Key::new(key_of(id, nth))
-}
-
-fn key_of(id: &Bson, nth: usize) -> Vec<Bson> {
-    vec![id.clone(), index(nth)]
+    Key::new(vec![id.clone(), index(nth)])
 }
 
 /// The key of the values where no source matches.
@@ -122,35 +123,34 @@ pub fn sources_settled(rule: &Rule, targets: &[Referrer<'_>], settled: Settled<'
 /// The sources of a target.
 pub type Settled<'a> = &'a (dyn Fn(&Bson) -> Vec<Document> + Sync);
 
-/// Reads the values of targets like [`sources`], from each source once. Only for targets that have a source; `settled`
-/// is as in [`sources_settled`]. None if the rule has no such read, or if it would serve one target at most.
-///
-/// There is one if `$$target` affects the values computed from a source, but not which source is chosen.
+/// True if [`sources_at_once`] reads the values of several of these targets: if `$$target` affects the values computed
+/// from a source, but not which source is chosen.
 #[must_use]
-pub fn sources_at_once(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Option<Document> {
-    let Values::Set { assignments, .. } = &rule.values else { return None };
-    let by_target = rule.pair_filter.is_some() || rule.row_filter.is_some();
-    if by_target || rule.reference.source_each.is_some() || rule.reference.target_each.is_some() {
-        return None;
-    }
+pub fn share_sources(rule: &Rule, targets: &[Referrer<'_>]) -> bool {
+    let chosen_by_target = rule.pair_filter.is_some() || rule.row_filter.is_some();
+    let one_key = rule.reference.source_each.is_none() && rule.reference.target_each.is_none();
+    let is_shared = matches!(rule.values, Values::Set { .. }) && one_key && !chosen_by_target;
+    is_shared && targets.iter().filter_map(|target| target.only_key(rule)).nth(1).is_some()
+}
+
+/// Reads the values of targets like [`sources`], but each source once, and only for targets that have one. For targets
+/// that [`share_sources`]; `settled` is as in [`sources_settled`].
+#[must_use]
+pub fn sources_at_once(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Document {
     let mut by_key: BTreeMap<&Key, Vec<Document>> = BTreeMap::new();
-    let (mut asked, mut known) = (0, Vec::new());
+    let mut known = Vec::new();
     for target in targets {
-        let id = target.id();
-        for slot in slots(rule, target.references) {
-            let Some(key) = slot.keys.first() else { continue };
-            let same = by_key.entry(key).or_default();
-            // Targets with the same key have the same sources.
-            known.extend(settled.filter(|_| same.is_empty()).into_iter().flat_map(|settled| settled(&id)));
-            same.push(doc! {"k": key_of(&id, slot.nth), "t": read_paths(rule, *target)});
-            asked += 1;
-        }
+        let Some(key) = target.only_key(rule) else { continue };
+        let (same, id) = (by_key.entry(key).or_default(), target.id());
+        // Targets with the same key have the same sources.
+        known.extend(settled.filter(|_| same.is_empty()).into_iter().flat_map(|settled| settled(&id)));
+        same.push(doc! {"k": [id, index(0)], "t": read_paths(rule, *target)});
     }
     let settle = settled.map(|_| {
         let values = |name: &str| doc! {"$literal": known.iter().filter_map(|one| one.get(name)).collect::<Vec<_>>()};
         settle(rule, values("k").into(), values("v").into())
     });
-    (asked > 1).then(|| read::sources_of_targets(rule, assignments, by_key, settle))
+    read::sources_of_targets(rule, by_key, settle)
 }
 
 /// The targets that still have to be looked up: those without a row.
@@ -294,32 +294,37 @@ impl Context {
             return Err(Error::new(Kind::TooLarge, "these targets have more than a command may contain"));
         }
         let mut found = Rows::within(0);
-        if let Some(command) = sources_at_once(rule, targets, None) {
-            found = self.rows_by(rule, targets, command, after, load).await?;
+        if share_sources(rule, targets) {
+            found = self.rows_by(rule, targets, &|| sources_at_once(rule, targets, None), after, load).await?;
         }
         let rest = without_rows(targets, &found);
         if keys_of_rows(rule, &rest).is_empty() {
             return Ok(found);
         }
-        let mut rows = self.rows_by(rule, &rest, sources(rule, &rest), after, load).await?;
+        let mut rows = self.rows_by(rule, &rest, &|| sources(rule, &rest), after, load).await?;
         rows.extend(found)?;
         Ok(rows)
     }
 
-    /// Reads the rows of targets by this command.
+    /// Reads the rows of targets by a command.
     async fn rows_by(
         &self,
         rule: &Rule,
         targets: &[Referrer<'_>],
-        mut command: Document,
+        command: &(dyn Fn() -> Document + Sync),
         after: ClusterTime,
         load: Load<'_>,
     ) -> Result<Rows> {
-        if load.sources.is_some() {
-            command.insert("maxTimeMS", FIGURE);
-        }
-        let keys = keys_of_rows(rule, targets);
-        let sources = |_: &[&Key]| command.clone();
+        let is_figure = load.sources.is_some();
+        let sources = |_: &[&Key]| {
+            let mut command = command();
+            if is_figure {
+                command.insert("maxTimeMS", FIGURE);
+            }
+            command
+        };
+        // Only the rows of a single item are checked against the keys.
+        let keys = if load.items > 1 { Vec::new() } else { keys_of_rows(rule, targets) };
         let load = Load { sources: Some(&sources), ..load };
         self.rows_of_keys(rule, &keys.iter().collect::<Vec<_>>(), after, load).await
     }

@@ -132,8 +132,12 @@ pub(super) fn sources_of_pair(rule: &Rule) -> Vec<Document> {
         clauses.extend(parents.map(|parent| names_target(rule, &parent)));
         match rule.reference.pairs.as_slice() {
             // The look-up itself compares one value, but it also looks into arrays. Comparing the key once more takes
-            // longer. A slot without keys, which has values all the same, must not find what it searches for.
-            [pair] if values_without_source(rule).is_none() => clauses.extend(no_arrays(&pair.source.query())),
+            // longer.
+            [pair] => {
+                clauses.extend(no_arrays(&pair.source.query()));
+                // A slot without keys must not find what it searches for.
+                clauses.extend(values_without_source(rule).map(|_| doc! {"$expr": {"$ne": ["$$keys", []]}}));
+            }
             _ => clauses.push(has_key),
         }
         // An index of several paths is found by an equality on each, where a target has one key.
@@ -180,7 +184,6 @@ const TARGET: &str = "__denormd_target";
 /// `{ k, t: target }` of each key that has a source. `settle` replaces values of the sources before they are used.
 pub(super) fn sources_of_targets(
     rule: &Rule,
-    assignments: &[Assignment],
     targets: BTreeMap<&Key, Vec<Document>>,
     settle: Option<Document>,
 ) -> Document {
@@ -198,6 +201,7 @@ pub(super) fn sources_of_targets(
     targets.push(Vec::new());
     let keys: Vec<&[Bson]> = keys.into_iter().map(Key::values).collect();
     let place = doc! {"$indexOfArray": [{"$literal": keys}, row_key]};
+    let assignments = if let Values::Set { assignments, .. } = &rule.values { assignments.as_slice() } else { &[] };
     let values = without_fields(fields(assignments), &[TARGET.to_owned()]);
     let values = doc! {"$let": {"vars": {"target": format!("${TARGET}.t")}, "in": values}};
     stages.extend([
@@ -1059,25 +1063,19 @@ pub(super) fn holders_filter(rule: &Rule, keys: &[&Key]) -> Document {
         let ids: Vec<Bson> = keys.iter().map(|key| rule.reference.id_of(key)).collect();
         return one_of("_id", ids.iter());
     }
-    let clauses = keys.iter().map(|key| {
-        let paths = rule.reference.paths(Role::Target).zip(key.values());
-        let parts = paths.map(|(path, value)| {
-            let values = rule.reference.stored_as(value);
-            one_of(&path.query(), values.iter())
+    let stored = |value: &Bson| rule.reference.stored_as(value);
+    let filter = if let [pair] = rule.reference.pairs.as_slice() {
+        let values: Vec<Bson> = keys.iter().filter_map(|key| key.values().first()).flat_map(stored).collect();
+        one_of(&pair.target.query(), values.iter())
+    } else {
+        let clauses = keys.iter().map(|key| {
+            let paths = rule.reference.paths(Role::Target).zip(key.values());
+            let parts = paths.map(|(path, value)| one_of(&path.query(), stored(value).iter()));
+            doc! {"$and": parts.collect::<Vec<_>>()}
         });
-        doc! {"$and": parts.collect::<Vec<_>>()}
-    });
-    let clauses: Vec<Document> = clauses.collect();
-    match (&rule.target.filter, rule.reference.pairs.as_slice()) {
-        (target_filter, [pair]) => {
-            let values: Vec<Bson> = keys
-                .iter()
-                .flat_map(|key| key.values().first().map(|v| rule.reference.stored_as(v)).unwrap_or_default())
-                .collect();
-            both(one_of(&pair.target.query(), values.iter()), target_filter.as_ref())
-        }
-        (target_filter, _) => both(doc! {"$or": clauses}, target_filter.as_ref()),
-    }
+        doc! {"$or": clauses.collect::<Vec<_>>()}
+    };
+    both(filter, rule.target.filter.as_ref())
 }
 
 /// A document's `_id`.
