@@ -180,8 +180,9 @@ impl Running {
             "more lines like this were left out",
             // Of a collection that was made a moment ago, at a start.
             "SnapshotUnavailable",
-            // Of a benchmark that changes all copies at once.
+            // Of a benchmark that changes all copies at once, while the daemon is held.
             "the backlog is too long to tell who wrote them",
+            "the checkpoint will soon fall off the oplog",
         ];
         let warnings = self.daemon.warnings();
         let others: Vec<&String> =

@@ -1,7 +1,8 @@
 //! The lag of a rule with few changes while another rule has a backlog, and the throughput of that backlog.
 //!
 //! A lag is the time between the commits of a source's write and of its copy, by the server's clock (`wallTime` of both
-//! events), so the observer's own delay does not count. With `BEFORE`, the path of another denormd, both programs work
+//! events), so the observer's own delay does not count. While the daemon is held, the neighbour does not change either: that
+//! time would count as its lag. With `BEFORE`, the path of another denormd, both programs work
 //! off the same backlogs in turn: the change in throughput is the median of these pairs. `ROUNDS` pairs of renames, a
 //! quarter of them of the other backlogs.
 
@@ -9,6 +10,7 @@ use std::{
     collections::HashMap,
     env,
     path::PathBuf,
+    pin::Pin,
     time::{Duration, Instant},
 };
 
@@ -131,12 +133,12 @@ async fn run(
     let daemon = bench.daemon_of(program.cloned(), &rules, 2).await;
     bench.at_rest().await;
     let observer = Observer::start(database).await;
-    let (stop, stopped) = watch::channel(false);
-    let writer = tokio::spawn(write(database.clone(), i64::from(version), stopped));
+    let (order, orders) = watch::channel(Order::Write);
+    let writer = tokio::spawn(write(database.clone(), i64::from(version), orders));
     tokio::time::sleep(QUIET).await;
     let quiet = observer.found().await;
-    let took = work_off(bench, database, &daemon, backlog, (version, sources)).await;
-    stop.send(true).ok();
+    let took = work_off(bench, database, &daemon, &order, backlog, (version, sources)).await;
+    order.send(Order::Stop).ok();
     writer.await.expect("the neighbour's writer");
     daemon.applied().await;
     let beside = observer.end(database).await;
@@ -150,9 +152,17 @@ async fn work_off(
     bench: &Bench,
     database: &Database,
     daemon: &Running,
+    neighbour: &watch::Sender<Order>,
     backlog: Backlog,
     (version, sources): (i32, i32),
 ) -> f64 {
+    let held = async |writes: Pin<Box<dyn Future<Output = ()> + '_>>| {
+        neighbour.send(Order::Pause).ok();
+        tokio::time::sleep(EVERY * 5).await;
+        daemon.applied().await;
+        daemon.held(writes).await;
+        neighbour.send(Order::Write).ok();
+    };
     let begin = match backlog {
         Backlog::Renames => {
             let begin = Instant::now();
@@ -160,7 +170,7 @@ async fn work_off(
             begin
         }
         Backlog::Replay => {
-            daemon.held(rename(database, 0..sources, version)).await;
+            held(Box::pin(rename(database, 0..sources, version))).await;
             Instant::now()
         }
         Backlog::FanOut => {
@@ -169,14 +179,14 @@ async fn work_off(
             begin
         }
         Backlog::Backfill => {
-            daemon.held(overwrite(database, version)).await;
+            held(Box::pin(overwrite(database, version))).await;
             let begin = Instant::now();
             daemon.command(&["backfill", "--rule", "names", "--no-wait"]);
             bench.backfilled(2).await;
             begin
         }
         Backlog::Repairs => {
-            daemon.held(overwrite(database, version)).await;
+            held(Box::pin(overwrite(database, version))).await;
             Instant::now()
         }
     };
@@ -207,13 +217,25 @@ async fn assert_true(database: &Database, daemon: &Running, backlog: Backlog, ve
     assert_eq!(stale, 0, "copies that are wrong after a wait\n{}", daemon.log_tail());
 }
 
+/// What the writer of the neighbour's changes does.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Order {
+    Write,
+    Pause,
+    Stop,
+}
+
 /// Changes one item after the other, each at its time.
-async fn write(database: Database, version: i64, stopped: watch::Receiver<bool>) {
+async fn write(database: Database, version: i64, mut orders: watch::Receiver<Order>) {
     let items = database.collection::<Document>("items");
-    let begin = Instant::now();
+    let mut ticks = tokio::time::interval(EVERY);
     for nth in 0_i32.. {
-        tokio::time::sleep_until((begin + EVERY * u32::try_from(nth).unwrap_or_default()).into()).await;
-        if *stopped.borrow() {
+        ticks.tick().await;
+        if *orders.borrow() == Order::Pause {
+            orders.wait_for(|order| *order != Order::Pause).await.expect("an order");
+            ticks.reset_immediately();
+        }
+        if *orders.borrow() == Order::Stop {
             return;
         }
         let n = version * 1_000_000 + i64::from(nth);

@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep};
 /// and does not wait.
 const BACKLOG: usize = 500;
 /// The delay of that request: changes of other rules, and of the rules that this one feeds, wait as long.
-const PAUSE: Duration = Duration::from_millis(40);
+const PAUSE: Duration = Duration::from_millis(15);
 /// Interval between checks of the backlog.
 const LOOK: Duration = Duration::from_millis(5);
 /// Time that the server waits for an event before it answers with an empty batch. An empty batch carries a token as
@@ -19,6 +19,13 @@ const LOOK: Duration = Duration::from_millis(5);
 const AWAIT: Duration = Duration::from_millis(100);
 /// The same while there is a backlog.
 const AWAIT_BRIEFLY: Duration = Duration::from_millis(1);
+/// A stream that has not answered for this long is late: an idle one answers after [`AWAIT`].
+const LATE: Duration = Duration::from_millis(100);
+/// A stream that has not answered for this long does not work: fewer batches beside it would not help it.
+const SILENT: Duration = Duration::from_secs(5);
+/// The part of the batches that run beside a stream that is late. The changes of other rules come after those of the backlog
+/// in it, and on two cores three batches leave it a third of one.
+const BESIDE: usize = 3;
 /// Delay of work that shrinks by waiting, while a stream is known to hold more. After the delay, one batch of it runs
 /// at a time, so that the server's remaining capacity is free for the stream.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -55,6 +62,13 @@ impl Polling {
         }
         Self::of(backlog())
     }
+}
+
+/// Number of batches that run at once. `more` tells that a stream is known to hold more, `silent` how long ago the streams
+/// answered. Nothing is to be read while there is no `room`.
+pub fn batches(most: usize, room: bool, more: bool, mut silent: impl Iterator<Item = Duration>) -> usize {
+    let is_late = |silent: Duration| silent > LATE && silent < SILENT;
+    if room && (more || silent.any(is_late)) { most.div_ceil(BESIDE) } else { most }
 }
 
 /// The deferral of work that shrinks by waiting. While a backlog is read, such work would be repeated with every batch
@@ -115,6 +129,16 @@ mod tests {
             if checks.get() < 4 { usize::MAX } else { 0 }
         };
         pauses(&shrinks, LOOK * 3, AWAIT).await;
+    }
+
+    #[test]
+    fn few_batches_run_beside_a_stream_that_is_late() {
+        let beside = |most, room, more, silent| batches(most, room, more, [Duration::ZERO, silent].into_iter());
+        assert_eq!(beside(3, true, false, LATE), 3);
+        assert_eq!(beside(3, true, false, LATE * 2), 1);
+        assert_eq!(beside(4, true, true, Duration::ZERO), 2);
+        assert_eq!(beside(3, false, true, LATE * 2), 3, "the streams wait for the batches");
+        assert_eq!(beside(3, true, false, SILENT), 3);
     }
 
     #[test]

@@ -36,8 +36,8 @@ use relevance::Scalars;
 /// Time limit of the search for a reference that is a document, in milliseconds. An index on the reference finds it at
 /// once.
 const LOOK_FOR_NESTED: i64 = 5000;
-/// Most events in one batch.
-const BATCH: u32 = 5000;
+/// Most events in one batch. The first one waits until the last one is found: of 5,000, half a second beside a backlog.
+const BATCH: u32 = 500;
 /// Bytes beyond which a batch may have ended because the next event did not fit into it.
 const LARGE: usize = 1 << 20;
 /// If an event with its resume token does not fit into a message, the server closes the connection without an error.

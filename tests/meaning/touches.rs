@@ -302,6 +302,10 @@ fn a_path_that_is_touched_has_no_owner_and_no_reader() {
         (vec![copy("touch: $at")], "rules[0].copy.touch: `$at` is not a path: a field name cannot start with `$`: `$at` (only `$ref`, `$id` and `$db` of a DBRef do)"),
         (vec![copy("touch: at, on_missing: delete")], "rules[0].copy.on_missing: `delete` leaves no target whose time could be set"),
         (
+            vec![at.clone(), "copy: { source: u, target: t, match: { u: _id }, set: { n: $name }, touch: at.x }".to_owned()],
+            "rules[0].copy.touch: `at` and `at.x`, which rule `r1` sets, cannot both hold a time",
+        ),
+        (
             vec![at.clone(), "copy: { source: u, target: t, match: { u: _id }, set: { at.x: $name } }".to_owned()],
             "rules[0].copy.touch: `at` of `d.t` is written by rule `r1`",
         ),

@@ -11,7 +11,7 @@ use tokio::task::{JoinError, JoinSet};
 use super::{Pipeline, record::Change, schedule::Next};
 use crate::{
     dead_letter::Written,
-    pace::spacing,
+    pace::{self, spacing},
     reconcile::{
         self, Outcome,
         run::{End, Ended},
@@ -75,9 +75,11 @@ impl Pipeline {
     /// Starts batches while there is room. Requests that arrive while they run form the next batches.
     pub(super) fn dispatch(&mut self) {
         let limits = &self.context.limits;
-        let (keys, batches) = (limits.batch_keys, limits.batches);
-        while self.batches.running.len() <= batches {
-            let most = Most { keys, batches, are_taken: self.batches.running.len() == batches };
+        let (keys, most) = (limits.batch_keys, limits.batches);
+        let silent = self.streams.iter().map(|stream| stream.delivered.elapsed());
+        let batches = pace::batches(most, self.schedule.has_room(), self.schedule.has_more(), silent);
+        while self.batches.running.len() <= most {
+            let most = Most { keys, batches, are_taken: self.batches.running.len() >= batches };
             let now = Instant::now();
             let crowded = |rule| self.context.memory.traits.is_crowded(rule);
             let stopping = |rule| self.rules.recorder.is_stopping(rule);

@@ -212,7 +212,7 @@ impl Schedule {
         stopping: impl Fn(RuleId) -> bool,
     ) -> Option<Batch> {
         let busy: Vec<RuleId> = if most.are_taken { self.queue.running().collect() } else { Vec::new() };
-        let more = self.queue.has_room() && self.streams.iter().any(|stream| stream.more);
+        let more = self.queue.has_room() && self.has_more();
         let waits = || self.queue.waits(|lane, scope| gets_less(&self.router, lane, scope));
         let defers = self.deferral.defers(now, more, !self.waited.is_empty(), waits);
         // Results of look-ups are accepted even if there is no room, so the next look-up waits for room. Writes never
@@ -309,6 +309,12 @@ impl Schedule {
         } else {
             self.frontier(stream).map_or(ClusterTime::default(), |position| position.time)
         }
+    }
+
+    /// True if a stream is known to hold more.
+    #[must_use]
+    pub fn has_more(&self) -> bool {
+        self.streams.iter().any(|stream| stream.more)
     }
 
     /// True if the streams may deliver more.
