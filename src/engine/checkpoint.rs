@@ -9,5 +9,4 @@ pub mod progress;
 pub mod requests;
 pub mod rule_record;
 pub mod store;
-pub mod stored_key;
 pub mod watermark;

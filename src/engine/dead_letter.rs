@@ -5,11 +5,12 @@ use std::{collections::BTreeSet, time::Duration};
 use bson::{Bson, DateTime, Document, RawDocument, RawDocumentBuf, doc};
 use futures_util::TryStreamExt;
 
-use crate::{
-    checkpoint::stored_key::{loaded, loaded_value, stored, stored_value},
-    request::{Request, Scope, Task},
+use crate::request::{Request, Scope, Task};
+use denormd_model::{
+    key::Key,
+    partition::Partition,
+    stored_key::{loaded, loaded_value, stored, stored_value},
 };
-use denormd_model::{key::Key, partition::Partition};
 use denormd_mongo::{
     Reads, Server, bounded,
     error::{Error, Result},

@@ -10,3 +10,4 @@ pub mod partition;
 pub mod position;
 pub mod rule_state;
 pub mod shape;
+pub mod stored_key;

@@ -523,7 +523,12 @@ async fn rule_states(version: &str) {
                 state.generation = 2;
                 state.agreed = Some(state.definition.clone());
             }
-            "absent" | "adopting" => state.source_seen = false,
+            "absent" => {
+                state.source_seen = false;
+                // Since then, a rule that leaves the config gets a generation of its own.
+                state.generation += i64::from(version != "1");
+            }
+            "adopting" => state.source_seen = false,
             "pending" => {
                 state.source_seen = false;
                 if version != "1" {

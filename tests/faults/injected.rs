@@ -336,11 +336,11 @@ async fn a_position_that_is_garbage_or_of_another_cluster_is_not_used() {
     let positions = world.test.beside("state").collection::<Document>("positions");
     let later = bson::Timestamp { time: u32::MAX / 2, increment: 1 };
     for (change, says) in [
-        (doc! {"token": {"_data": "garbage"}}, "reopening by time"),
+        (doc! {"token": {"_data": "garbage"}}, "it is reopened at its time"),
         // A time before the set existed: its oplog is complete, so it is read from the beginning.
         (doc! {"token": {"_data": "8264E1A5B3000000052B0229296E04"}}, ""),
-        (doc! {"token": {"x": 1}}, "reopening by time"),
-        (doc! {"token": {"_data": 5}}, "reopening by time"),
+        (doc! {"token": {"x": 1}}, "it is reopened at its time"),
+        (doc! {"token": {"_data": 5}}, "it is reopened at its time"),
         (doc! {"cluster": "another"}, "of another cluster"),
         (doc! {"time": later}, "of another cluster"),
     ] {

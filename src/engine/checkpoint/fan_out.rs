@@ -5,17 +5,17 @@ use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
 
 use crate::request::Task;
-use denormd_model::key::Key;
+use denormd_model::{
+    key::Key,
+    stored_key::{loaded, stored},
+};
 use denormd_mongo::{
     Reads, Server, bounded,
     error::{Error, Result},
 };
 use denormd_rules::plan::{Plan, Rule, RuleId};
 
-use super::{
-    store::{mine, refused_upsert},
-    stored_key::{loaded, stored},
-};
+use super::store::{mine, refused_upsert};
 
 /// The collection of fan-out jobs in the state database: one document per deployment, rule, task and key.
 pub const COLLECTION: &str = "fan_outs";

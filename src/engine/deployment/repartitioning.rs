@@ -24,13 +24,12 @@ use crate::{
         kept::Keeping,
         requests::REQUESTS,
         store::{POSITIONS, RULES, highest_term},
-        stored_key::loaded,
     },
     dead_letter,
     deployment::lease,
     request::Task,
 };
-use denormd_model::{key::Key, partition::Partition};
+use denormd_model::{key::Key, partition::Partition, stored_key::loaded};
 use denormd_mongo::{
     Server, code,
     error::{Error, Result},

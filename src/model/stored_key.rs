@@ -3,7 +3,7 @@
 
 use bson::Bson;
 
-use denormd_model::key::Key;
+use crate::key::Key;
 
 /// The character before a name that the server would refuse, or that begins with this character itself: U+FF04.
 const ESCAPE: char = '\u{FF04}';
