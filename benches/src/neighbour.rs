@@ -217,7 +217,7 @@ async fn assert_true(database: &Database, daemon: &Running, backlog: Backlog, ve
     assert_eq!(stale, 0, "copies that are wrong after a wait\n{}", daemon.log_tail());
 }
 
-/// What the writer of the neighbour's changes does.
+/// An order to the writer of the neighbour's changes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Order {
     Write,

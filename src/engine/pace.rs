@@ -19,13 +19,13 @@ const LOOK: Duration = Duration::from_millis(5);
 const AWAIT: Duration = Duration::from_millis(100);
 /// The same while there is a backlog.
 const AWAIT_BRIEFLY: Duration = Duration::from_millis(1);
-/// A stream that has not answered for this long is late: an idle one answers after [`AWAIT`].
-const LATE: Duration = Duration::from_millis(100);
-/// A stream that has not answered for this long does not work: fewer batches beside it would not help it.
+/// Time without an answer after which a stream is late: half as long again as an idle stream takes ([`AWAIT`]).
+const LATE: Duration = Duration::from_millis(150);
+/// Time without an answer after which a stream does not work at all. Fewer batches would not help it.
 const SILENT: Duration = Duration::from_secs(5);
-/// The part of the batches that run beside a stream that is late. The changes of other rules come after those of the backlog
-/// in it, and on two cores three batches leave it a third of one.
-const BESIDE: usize = 3;
+/// While a stream is late, one batch runs of this many. In the stream, the changes of other rules come after those of the
+/// backlog, and on a server with two cores three batches leave the stream a third of one.
+const ONE_OF: usize = 3;
 /// Delay of work that shrinks by waiting, while a stream is known to hold more. After the delay, one batch of it runs
 /// at a time, so that the server's remaining capacity is free for the stream.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -64,11 +64,12 @@ impl Polling {
     }
 }
 
-/// Number of batches that run at once. `more` tells that a stream is known to hold more, `silent` how long ago the streams
-/// answered. Nothing is to be read while there is no `room`.
+/// Number of batches that run at once, `most` of them unless a stream is late. `more` tells that a stream is known to hold
+/// more, and `silent` has the time since the last answer of each stream. Without `room` in the queue, no stream is read.
+#[must_use]
 pub fn batches(most: usize, room: bool, more: bool, mut silent: impl Iterator<Item = Duration>) -> usize {
     let is_late = |silent: Duration| silent > LATE && silent < SILENT;
-    if room && (more || silent.any(is_late)) { most.div_ceil(BESIDE) } else { most }
+    if room && (more || silent.any(is_late)) { most.div_ceil(ONE_OF) } else { most }
 }
 
 /// The deferral of work that shrinks by waiting. While a backlog is read, such work would be repeated with every batch

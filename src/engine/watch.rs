@@ -36,7 +36,8 @@ use relevance::Scalars;
 /// Time limit of the search for a reference that is a document, in milliseconds. An index on the reference finds it at
 /// once.
 const LOOK_FOR_NESTED: i64 = 5000;
-/// Most events in one batch. The first one waits until the last one is found: of 5,000, half a second beside a backlog.
+/// Most events in one batch. All of them wait until the batch is full: beside a backlog, the server took half a second to find
+/// 5,000.
 const BATCH: u32 = 500;
 /// Bytes beyond which a batch may have ended because the next event did not fit into it.
 const LARGE: usize = 1 << 20;
@@ -391,7 +392,7 @@ impl Follower<'_> {
         let mut is_first = true;
         while let Some(batch) = batches_read.recv().await {
             let batch = batch?;
-            let reading = Reading { way, narrow: !self.state.whole };
+            let reading = Reading { way, narrow: !self.state.whole, is_first };
             let decoded = decode(self.spec, reading, &batch, &self.state.position)?;
             let is_empty = decoded.delivery.events.is_empty();
             if !is_first || !is_empty {
@@ -480,17 +481,20 @@ struct Decoded {
     nested: bool,
 }
 
-/// The way in which a batch was read.
+/// The circumstances in which a batch was read.
 #[derive(Debug, Clone, Copy)]
 struct Reading {
     way: Way,
     /// The pipeline filters out updates that change no scalar reference.
     narrow: bool,
+    /// It is the first batch of a stream that was opened at its position.
+    is_first: bool,
 }
 
 /// Decodes the events of a batch. If it is read by the `narrow` pipeline, stops at the first event after which all
 /// updates are needed.
-fn decode(spec: &StreamSpec, Reading { way, narrow }: Reading, batch: &RawBatch, before: &Position) -> Result<Decoded> {
+fn decode(spec: &StreamSpec, reading: Reading, batch: &RawBatch, before: &Position) -> Result<Decoded> {
+    let Reading { way, narrow, is_first } = reading;
     let mut events: Vec<ChangeEvent> = Vec::new();
     let (mut last, mut lost, mut nested, mut of_transaction) = (None, false, false, false);
     for raw in batch.doc_slices()? {
@@ -519,8 +523,10 @@ fn decode(spec: &StreamSpec, Reading { way, narrow }: Reading, batch: &RawBatch,
     // The events of one oplog entry, a transaction's for example, have the same time, and the batch may end among them.
     let shares_time = of_transaction || events.iter().rev().nth(1).map(|event| event.cluster_time) == newest;
     let is_cut = nested || events.len() >= way.batch() as usize || batch.as_raw_document().as_bytes().len() > LARGE;
-    let is_open = newest == Some(reached) && (shares_time || is_cut);
-    let time = if is_open { reached.before() } else { reached };
+    let more_may_follow = newest == Some(reached) && (shares_time || is_cut);
+    // A stream that was reopened among such events confirms its token first, and has read nothing yet.
+    let is_confirmation = is_first && newest.is_none();
+    let time = if more_may_follow || is_confirmation { reached.before() } else { reached };
     let token = token.or_else(|| before.token.clone());
     let position = Position { time: time.max(before.time), token };
     let more = events.len() >= BATCH as usize;

@@ -87,8 +87,10 @@ pub struct Work {
     /// True once the targets that lose their values by it are counted towards the removal limit.
     pub is_counted: bool,
     /// Time at which a reference was first found to dangle, for policies that remove, or a target to differ, for the
-    /// guard.
+    /// guard. It begins anew with each request.
     pub unconfirmed_since: Option<Instant>,
+    /// Time at which the reference was first found to dangle, however many requests came after that.
+    pub missing_since: Option<Instant>,
     /// The unconfirmed mismatch that the guard found then.
     pub unconfirmed_mismatch: UnconfirmedMismatch,
     /// Time since which it waits for other documents of its tree.
@@ -467,6 +469,7 @@ impl WorkQueue {
             restarted: None,
             is_counted: false,
             unconfirmed_since: None,
+            missing_since: None,
             unconfirmed_mismatch: UnconfirmedMismatch::default(),
             waits_since: None,
             held: Held::default(),
@@ -763,10 +766,8 @@ impl Work {
         self.batch_keys = self.batch_keys.or(newer.batch_keys);
         self.restarted = self.restarted.or(newer.restarted);
         self.is_counted &= newer.is_counted;
-        // The grace period of a missing source goes on: otherwise it would not end while new targets of the key arrive.
-        self.unconfirmed_since = self.unconfirmed_since.or(newer.unconfirmed_since);
-        // After a change, the guard compares again from the start.
-        self.unconfirmed_mismatch = UnconfirmedMismatch::default();
+        self.unconfirmed_since = None;
+        self.missing_since = self.missing_since.or(newer.missing_since);
         self.waits_since = self.waits_since.or(newer.waits_since);
         self
     }

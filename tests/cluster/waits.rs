@@ -17,6 +17,8 @@ use std::{
 use bson::{Document, doc};
 use denormd::server::client;
 use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_model::position::ClusterTime;
+use futures_util::StreamExt;
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde_json::Value;
@@ -345,29 +347,69 @@ fn the_judge_of_histories_sees_reads_that_lack_a_change() {
     assert_eq!(bad(&[wrote(1, 10), waited(10), other]), 0, "the copy of another key");
 }
 
+/// More hosts than fit into some batches of the stream, each with a log message.
+const MANY: i32 = 12_000;
+const COPY: &str =
+    "  - { name: ip, guard: off, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
+
+/// Changes all hosts in one transaction; returns its commit time.
+async fn change_all(test: &TestDb) -> ClusterTime {
+    let mut session = test.client.start_session().await.unwrap();
+    session.start_transaction().await.unwrap();
+    let hosts = test.database().collection::<Document>("hosts");
+    hosts.update_many(doc! {}, doc! {"$set": {"ip": 1}}).session(&mut session).await.unwrap();
+    session.commit_transaction().await.unwrap();
+    session.operation_time().unwrap().into()
+}
+
+/// Waits until the daemon claims to have applied everything up to this time, and returns the number of copies that lack the
+/// change.
+async fn lacking_at(daemon: &Daemon, db: &Database, time: ClusterTime) -> u64 {
+    let snapshot = daemon.progress();
+    until("it is applied", async || snapshot.borrow().has_applied(time).then_some(())).await;
+    db.collection::<Document>("log").count_documents(doc! {"ip": {"$ne": 1}}).await.unwrap()
+}
+
+async fn many_hosts(test: &TestDb) -> (Database, Daemon) {
+    let db = test.database();
+    db.collection("hosts").insert_many((0..MANY).map(|id| doc! {"_id": id, "ip": 0})).await.unwrap();
+    db.collection("log").insert_many((0..MANY).map(|id| doc! {"_id": id, "host": id})).await.unwrap();
+    let daemon = Daemon::start(test, COPY).await;
+    daemon.settled().await;
+    (db, daemon)
+}
+
 /// All changes of a transaction have one commit time. A batch of the stream that ended among them once counted as everything
 /// up to that time, and a wait was acknowledged while most copies lacked the change.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wait_covers_the_whole_of_a_transaction() {
-    // More than two batches of the stream.
-    const HOSTS: i32 = 12_000;
     let test = denormd_fixture::database().await;
-    let db = test.database();
-    db.collection("hosts").insert_many((0..HOSTS).map(|id| doc! {"_id": id, "ip": 0})).await.unwrap();
-    db.collection("log").insert_many((0..HOSTS).map(|id| doc! {"_id": id, "host": id})).await.unwrap();
-    let rule =
-        "  - { name: ip, guard: off, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
-    let daemon = Daemon::start(&test, rule).await;
-    daemon.settled().await;
-    let mut session = test.client.start_session().await.unwrap();
-    session.start_transaction().await.unwrap();
-    let hosts = db.collection::<Document>("hosts");
-    hosts.update_many(doc! {}, doc! {"$set": {"ip": 1}}).session(&mut session).await.unwrap();
-    session.commit_transaction().await.unwrap();
-    let time = session.operation_time().unwrap().into();
-    let snapshot = daemon.progress();
-    until("it is applied", async || snapshot.borrow().has_applied(time).then_some(())).await;
-    let lacking = db.collection::<Document>("log").count_documents(doc! {"ip": {"$ne": 1}}).await.unwrap();
-    assert_eq!(lacking, 0, "copies lack a change that was committed by then");
+    let (db, daemon) = many_hosts(&test).await;
+    let time = change_all(&test).await;
+    assert_eq!(lacking_at(&daemon, &db, time).await, 0, "copies lack a change that was committed by then");
+    daemon.stop().await;
+}
+
+/// After a restart, or a lost connection, the stream confirms its token before it reads anything.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_is_reopened_in_a_transaction_claims_no_more_than_it_has_read() {
+    let test = denormd_fixture::database().await;
+    let (db, daemon) = many_hosts(&test).await;
+    daemon.stop().await;
+    let mut stream = db.collection::<Document>("hosts").watch().await.unwrap();
+    let time = change_all(&test).await;
+    let mut passed = Vec::new();
+    for _ in 0..MANY / 2 {
+        let event = stream.next().await.unwrap().unwrap();
+        passed.push(event.document_key.unwrap().get("_id").cloned().unwrap());
+    }
+    let token = bson::serialize_to_document(&stream.resume_token().unwrap()).unwrap();
+    // As if the daemon had applied and saved the first half.
+    let half = doc! {"_id": {"$in": passed}};
+    db.collection::<Document>("log").update_many(half, doc! {"$set": {"ip": 1}}).await.unwrap();
+    let saved = doc! {"$set": {"token": token, "time": bson::Timestamp::from(time.before())}};
+    test.beside("state").collection::<Document>("positions").update_one(doc! {}, saved).await.unwrap();
+    let daemon = Daemon::start(&test, COPY).await;
+    assert_eq!(lacking_at(&daemon, &db, time).await, 0, "copies lack a change that was committed by then");
     daemon.stop().await;
 }

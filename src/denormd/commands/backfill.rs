@@ -207,17 +207,17 @@ pub(super) fn stopped(rule: &str, state: &RuleState) -> Error {
 pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<RuleRecord> {
     let known = store.rules(server).await?;
     let names: Vec<String> = known.iter().map(|(name, _)| name.clone()).collect();
-    let record = known.into_iter().find(|(name, _)| name == rule).map(|(_, record)| record);
-    if record.as_ref().is_some_and(|record| record.state == RuleState::Removed) {
-        return Err(Error::new(Kind::State, format!("the rule `{rule}` was not in the config of the last leader"))
-            .hint("it does not run; a leader that has it in its config backfills it first"));
-    }
-    record.ok_or_else(|| {
-        Error::new(Kind::State, format!("the rule `{rule}` has not run yet")).hint(format!(
+    match known.into_iter().find(|(name, _)| name == rule) {
+        Some((_, record)) if record.state == RuleState::Removed => {
+            Err(Error::new(Kind::State, format!("the rule `{rule}` was not in the config of the last leader"))
+                .hint("it does not run; a leader that has it in its config backfills it first"))
+        }
+        Some((_, record)) => Ok(record),
+        None => Err(Error::new(Kind::State, format!("the rule `{rule}` has not run yet")).hint(format!(
             "known are: {}; a new rule is backfilled when `denormd run` first meets it",
             names.join(", ")
-        ))
-    })
+        ))),
+    }
 }
 
 /// Waits until the leader has done them all, and shows the progress.

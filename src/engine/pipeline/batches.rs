@@ -75,10 +75,10 @@ impl Pipeline {
     /// Starts batches while there is room. Requests that arrive while they run form the next batches.
     pub(super) fn dispatch(&mut self) {
         let limits = &self.context.limits;
-        let (keys, most) = (limits.batch_keys, limits.batches);
+        let (keys, all) = (limits.batch_keys, limits.batches);
         let silent = self.streams.iter().map(|stream| stream.delivered.elapsed());
-        let batches = pace::batches(most, self.schedule.has_room(), self.schedule.has_more(), silent);
-        while self.batches.running.len() <= most {
+        let batches = pace::batches(all, self.schedule.has_room(), self.schedule.has_more(), silent);
+        while self.batches.running.len() <= all {
             let most = Most { keys, batches, are_taken: self.batches.running.len() >= batches };
             let now = Instant::now();
             let crowded = |rule| self.context.memory.traits.is_crowded(rule);

@@ -298,6 +298,8 @@ async fn states(
             let Some(rule) = context.plan.rules.iter().find(|rule| newer && rule.name == name) else { continue };
             if record.state.is_backfilling() || record.state.is_stopped() {
                 let stops = record.state.is_stopped();
+                // Nobody waits for an earlier change any more.
+                noticed.retain(|other| other.rule != rule.id);
                 noticed.push(Noticed { rule: rule.id, generation, stops });
                 changed.push(Changed { rule: rule.id, state: record.state, generation, released: record.released });
             }

@@ -224,7 +224,7 @@ fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Documen
     stages
 }
 
-/// What is looked up: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for each slot of each target.
+/// The look-ups: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for each slot of each target.
 /// `f` finds sources, and `k` has the keys.
 fn asked(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
     let mut out = Vec::new();

@@ -34,6 +34,9 @@ use denormd_rules::{
 const LEAST: usize = 1000;
 /// A tenth of a rule's targets is the limit, where that is more.
 const PART: usize = 10;
+/// Each new target begins the grace period of its key again, but not beyond this multiple of it: otherwise it would not end
+/// while new targets arrive.
+const LONGEST: u32 = 6;
 /// Time limit for counting the targets, in milliseconds.
 const COUNTING: i64 = 2000;
 
@@ -41,8 +44,10 @@ impl Run<'_> {
     /// The reason why a dangling reference does not remove anything yet: the grace period, or the removal limit.
     pub(super) async fn destroys(&self, item: &mut Item) -> Result<Option<End>> {
         let limits = &self.context.limits;
-        let since = *item.work.unconfirmed_since.get_or_insert_with(Instant::now);
-        let rest = limits.destroy_grace.saturating_sub(since.elapsed());
+        let waits = item.work.unconfirmed_since.get_or_insert_with(Instant::now).elapsed();
+        let missing = item.work.missing_since.get_or_insert_with(Instant::now).elapsed();
+        let rest = limits.destroy_grace.saturating_sub(waits);
+        let rest = rest.min((limits.destroy_grace * LONGEST).saturating_sub(missing));
         if !rest.is_zero() {
             return Ok(Some(End::Later(rest)));
         }

@@ -209,7 +209,7 @@ section! {
         "write_timeout_seconds" write_timeout: Duration = 5, Form::Seconds(1),
             "The time limit of one write command on the server. A target that takes longer, alone in its statement, becomes a dead letter after five attempts.";
         "destroy_grace_seconds" destroy_grace: Duration = 10, Form::Seconds(0),
-            "The grace period of `on_missing: remove` and `delete`: they read again at its end, before they remove anything.";
+            "The grace period of `on_missing: remove` and `delete`: they read again at its end, before they remove anything. Each new target with the same reference begins it again, up to six times as long.";
         "destroy_per_hour" destroy_per_hour: Option<usize>, Form::Count,
             "The removal limit: the number of targets of one rule that may lose a value within an hour because their source is missing. The rule is blocked before it exceeds the limit. By default the larger of 1,000 and a tenth of the rule's targets.";
         "audit_per_second" audit_per_second: usize = 200, Form::Count,
