@@ -5,7 +5,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 use bson::{Document, doc};
 use denormd_engine::{
     checkpoint::store::Store,
-    dead_letter::Chosen,
+    dead_letter::{Chosen, DeadLetters},
     snapshot::{Snapshot, StreamFacts},
 };
 use denormd_fixture::{ReplicaSet, TestDb};
@@ -679,6 +679,37 @@ async fn a_key_with_a_dollar_in_a_name_can_be_a_dead_letter_and_a_fan_out() {
     db.run_command(doc! {"collMod": "log", "validator": {}}).await.unwrap();
     assert!(daemon.retry_dead_letters("address").await);
     assert_eq!(log.count_documents(doc! {"ip": ip}).await.unwrap(), 12_000);
+    daemon.stop().await;
+}
+
+/// They once counted as tried, and were deleted.
+#[tokio::test]
+async fn the_dead_letters_of_a_stopped_rule_wait_for_it() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    db.collection("rooms").insert_one(doc! {"_id": 1, "name": "R1"}).await.unwrap();
+    let room = "  - { name: room, copy: { source: rooms, target: log, match: { host: _id }, set: { room: $name } } }";
+    let daemon = Daemon::start(&test, &format!("{HOST}\n{room}")).await;
+    daemon.settled().await;
+    let context = daemon.shared();
+    let DeadLetters { database, deployment, .. } = &context.dead_letters;
+    let store = Store::open(&context.server, database, deployment).await.unwrap();
+    store.pause(&context.server, "address", None).await.unwrap();
+    let snapshot = daemon.progress();
+    until("it is paused", async || snapshot.borrow().states[0].is_stopped().then_some(())).await;
+    let dead_letters = test.beside("state").collection::<Document>("dead_letters");
+    let now = bson::DateTime::now();
+    // In this order, they are tried together.
+    let dead_letter = |rule: &str| {
+        let id = doc! {"deployment": "default", "rule": rule, "task": "Value", "key": [1], "target": []};
+        doc! {"_id": id, "deployment": "default", "rule": rule, "attempts": 1, "first": now, "last": now, "asked": now}
+    };
+    dead_letters.insert_many(["address", "room"].map(dead_letter)).await.unwrap();
+    let left = async |rule: &str| dead_letters.count_documents(doc! {"rule": rule}).await.unwrap();
+    until("the other rule's is tried", async || (left("room").await == 0).then_some(())).await;
+    assert_eq!(left("address").await, 1);
+    store.resume(&context.server, "address").await.unwrap();
+    until("it is tried", async || (left("address").await == 0).then_some(())).await;
     daemon.stop().await;
 }
 

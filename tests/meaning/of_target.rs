@@ -384,6 +384,20 @@ fn keys() -> Vec<Case> {
             doc! {"_id": 2, "code": 1, "more": 20, "of": {"_id": 2, "code": 1, "n": 2}, "m": 20},
             doc! {"_id": 3, "code": 2, "more": 30},
         ]),
+        // Neither an operator nor a sort excludes the source with an array, whose `_id` is the lowest.
+        Case::new(
+            "a source with an array, and a key without a source",
+            "copy: { source: '@s', target: '@t', match: { code: code }, set: { n: $n, m: $$target.more }, otherwise: { m: $$target.more } }",
+        )
+        .has("s", [doc! {"_id": 0, "code": [1, 7], "n": 6}, doc! {"_id": 1, "code": 1, "n": 5}])
+        .has("t", [
+            doc! {"_id": 1, "code": 1, "more": 10}, doc! {"_id": 2, "code": 1, "more": 20}, doc! {"_id": 3, "code": 7, "more": 30},
+        ])
+        .writes([update("t", 2, set(doc! {"more": 21}))])
+        .expect("t", [
+            doc! {"_id": 1, "code": 1, "more": 10, "n": 5, "m": 10}, doc! {"_id": 2, "code": 1, "more": 21, "n": 5, "m": 21},
+            doc! {"_id": 3, "code": 7, "more": 30, "m": 30},
+        ]),
         Case::new(
             "no reference, and sources with the value that is searched for then",
             "copy: { source: '@s', target: '@t', match: { code: code }, set: { n: $n }, otherwise: { n: $$target.more } }",
