@@ -384,11 +384,10 @@ fn keys() -> Vec<Case> {
             doc! {"_id": 2, "code": 1, "more": 20, "of": {"_id": 2, "code": 1, "n": 2}, "m": 20},
             doc! {"_id": 3, "code": 2, "more": 30},
         ]),
-        // Neither an operator nor a sort excludes the source with an array, whose `_id` is the lowest. No audit repairs what is
-        // wrong.
+        // Neither an operator nor a sort excludes the source with an array, whose `_id` is the lowest.
         Case::new(
             "a source with an array, and a key without a source",
-            "guard: off, copy: { source: '@s', target: '@t', match: { code: code }, set: { n: $n, m: $$target.more }, otherwise: { m: $$target.more } }",
+            "copy: { source: '@s', target: '@t', match: { code: code }, set: { n: $n, m: $$target.more }, otherwise: { m: $$target.more } }",
         )
         .has("s", [doc! {"_id": 0, "code": [1, 7], "n": 6}, doc! {"_id": 1, "code": 1, "n": 5}])
         .has("t", [
