@@ -1,7 +1,9 @@
 //! Read-only queries to the server, each with a time limit. A query that lacks a privilege or takes too long yields
 //! "not known".
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use bson::{Bson, Document, doc};
 use futures_util::TryStreamExt;

@@ -3,13 +3,14 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::{Bson, Document, doc};
 use secrecy::SecretString;
+use tokio::time::Instant;
 
-use denormd_model::namespace::Namespace;
+use denormd_model::{clock, namespace::Namespace};
 use denormd_mongo::{connect, error::Result};
 
 use super::{
@@ -214,7 +215,7 @@ impl Counters {
                 Ok(rows) => self.indexes.extend(rows.iter().filter_map(|row| {
                     let accesses = row.get_document("accesses").ok()?;
                     let since = accesses.get_datetime("since").ok()?;
-                    let age = bson::DateTime::now().timestamp_millis() - since.timestamp_millis();
+                    let age = clock::wall_millis() - since.timestamp_millis();
                     let age = Duration::from_millis(u64::try_from(age).unwrap_or_default()).as_secs_f64();
                     let name = row.get_str("name").ok()?.to_owned();
                     Some(((namespace.clone(), name), (accesses.get("ops").map_or(0, number), age)))

@@ -3,11 +3,12 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::{Document, RawDocument, Timestamp, doc};
 use mongodb::options::CursorType;
+use tokio::time::Instant;
 
 use denormd_model::{field_path::FieldPath, namespace::Namespace, position::token_time};
 use denormd_mongo::{

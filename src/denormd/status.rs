@@ -19,10 +19,11 @@ use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     hash::{DefaultHasher, Hash, Hasher},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use prometheus::GaugeVec;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::logging::TIMELINE;

@@ -7,6 +7,7 @@ use futures_util::TryStreamExt;
 
 use crate::request::{Request, Scope, Task};
 use denormd_model::{
+    clock,
     key::Key,
     partition::Partition,
     stored_key::{loaded, loaded_value, stored, stored_value},
@@ -93,7 +94,7 @@ impl DeadLetters {
         error: &Error,
     ) -> Result<()> {
         let id = self.id(rule, task, offending);
-        let now = DateTime::now();
+        let now = clock::now();
         let mut set = doc! {"code": error.code, "reason": &error.message, "path": &offending.path, "last": now};
         let mut unset = Document::new();
         if let Some(nodes) = offending.tree {
@@ -166,7 +167,7 @@ impl DeadLetters {
         after: Option<&RawDocument>,
         bytes: usize,
     ) -> Result<Option<(Vec<DeadLetter>, RawDocumentBuf)>> {
-        let now = DateTime::now().timestamp_millis();
+        let now = clock::wall_millis();
         let mut due = vec![doc! {"asked": {"$exists": true}}];
         due.extend((1..=LONGEST).map(|attempts| {
             let tried = if attempts == LONGEST {
@@ -241,7 +242,7 @@ impl DeadLetters {
     /// Asks the leader to retry the chosen dead letters now. Returns the time of the request by this machine's clock,
     /// which dates all dead letters.
     pub async fn ask(&self, server: &Server, chosen: &Chosen) -> Result<DateTime> {
-        let now = DateTime::now();
+        let now = clock::now();
         let dead_letters = server.collection(&self.database, COLLECTION);
         // Leaves `last` as it is: a dead letter that fails again in the meantime counts as retried.
         dead_letters.update_many(self.filter(chosen), doc! {"$set": {"asked": now}}).await?;
@@ -262,7 +263,7 @@ impl DeadLetters {
             ]},
         ]};
         let dead_letters = server.collection(&self.database, COLLECTION);
-        bounded(dead_letters.update_many(filter, doc! {"$set": {"asked": DateTime::now()}})).await?;
+        bounded(dead_letters.update_many(filter, doc! {"$set": {"asked": clock::now()}})).await?;
         Ok(())
     }
 

@@ -8,13 +8,13 @@ use std::{
     collections::BTreeMap,
     hash::{BuildHasher, RandomState},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use tokio::{
     sync::watch,
     task::{JoinError, JoinSet},
-    time::{Interval, MissedTickBehavior, interval},
+    time::{Instant, Interval, MissedTickBehavior, interval},
 };
 
 use crate::{

@@ -76,13 +76,13 @@ pub fn batches(most: usize, room: bool, more: bool, mut silent: impl Iterator<It
 /// of it. So it waits, runs once, and waits again.
 #[derive(Debug, Default)]
 pub struct Deferral {
-    since: Option<std::time::Instant>,
+    since: Option<Instant>,
 }
 
 impl Deferral {
     /// True if such work should wait now. `more` tells that a stream is known to hold more, `runs` that a batch of such
     /// work runs, and `waits` that any is left.
-    pub fn defers(&mut self, now: std::time::Instant, more: bool, runs: bool, waits: impl FnOnce() -> bool) -> bool {
+    pub fn defers(&mut self, now: Instant, more: bool, runs: bool, waits: impl FnOnce() -> bool) -> bool {
         if !more {
             self.since = None;
             return false;
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn work_is_deferred_until_its_patience_ends_and_while_a_batch_of_it_runs() {
-        let (start, mut deferral) = (std::time::Instant::now(), Deferral::default());
+        let (start, mut deferral) = (Instant::now(), Deferral::default());
         let mut defers =
             |millis, more, runs, waits| deferral.defers(start + Duration::from_millis(millis), more, runs, || waits);
         assert!(!defers(0, false, false, true), "no stream holds more");

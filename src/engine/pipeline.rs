@@ -9,10 +9,13 @@ use std::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
+};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::Instant,
 };
 
-use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -359,6 +362,6 @@ impl Pipeline {
 
 async fn sleep_until(due: Option<Instant>) {
     if let Some(due) = due {
-        tokio::time::sleep_until(due.into()).await;
+        tokio::time::sleep_until(due).await;
     }
 }

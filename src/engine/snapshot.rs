@@ -6,14 +6,13 @@ mod progress;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
-
-use tokio::sync::watch;
 
 use denormd_model::{position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::error::{Error, Result};
 use denormd_rules::plan::{Keyed, Plan, RuleId};
+use tokio::{sync::watch, time::Instant};
 
 pub use progress::{AuditProgress, BackfillProgress, HeldBack};
 

@@ -8,9 +8,10 @@
 use std::{
     collections::{BTreeMap, HashMap},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::{

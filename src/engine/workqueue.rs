@@ -40,8 +40,10 @@ use std::{
     cmp::Reverse,
     collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque, btree_map},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
+
+use tokio::time::Instant;
 
 use crate::{
     checkpoint::watermark::Watermark,

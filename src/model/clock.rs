@@ -1,10 +1,36 @@
-//! The clock of this machine.
+//! The wall clock. Durations are measured by tokio's clock, which a simulation pauses; it replaces this one, too.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::{
+    cell::RefCell,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use bson::DateTime;
+
+/// A clock, in milliseconds since 1970.
+type Clock = Box<dyn Fn() -> i64>;
+
+thread_local! {
+    /// The clock of a simulation, which runs in one thread.
+    static SIMULATED: RefCell<Option<Clock>> = const { RefCell::new(None) };
+}
 
 /// This machine's clock, in milliseconds since 1970.
 #[must_use]
 pub fn wall_millis() -> i64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
+    SIMULATED.with_borrow(|simulated| simulated.as_ref().map(|clock| clock())).unwrap_or_else(|| {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
+    })
+}
+
+/// This machine's clock as a date.
+#[must_use]
+pub fn now() -> DateTime {
+    DateTime::from_millis(wall_millis())
+}
+
+/// Replaces the clock of this thread by one that gives milliseconds since 1970.
+pub fn simulate(clock: impl Fn() -> i64 + 'static) {
+    SIMULATED.set(Some(Box::new(clock)));
 }

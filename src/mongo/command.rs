@@ -4,7 +4,7 @@
 use std::{
     borrow::Cow,
     sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::{
@@ -13,7 +13,10 @@ use bson::{
 };
 use futures_util::StreamExt;
 use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_cursor::RawBatch};
-use tokio::sync::{OnceCell, RwLock};
+use tokio::{
+    sync::{OnceCell, RwLock},
+    time::Instant,
+};
 
 use crate::{
     classify::{code, kind_of_code, named},
@@ -393,7 +396,7 @@ impl Server {
             // A router that has lost a shard's answer says so of each statement that it sent there: that shard may
             // still run them.
             if written.refused[refused..].iter().any(|(_, error)| error.kind == Kind::Connection) {
-                tokio::time::sleep_until(window.over.into()).await;
+                tokio::time::sleep_until(window.over).await;
             }
             start = match written.refused.get(refused) {
                 // The command ended at this statement. After one refusal more are likely: the rest is sent unordered.
@@ -443,7 +446,7 @@ impl Server {
         let database = self.database(database);
         let command = text::unescaped(command);
         let answer = primary.attend(database.run_raw_command(command).selection_criteria(primary.criteria()));
-        let result = match tokio::time::timeout_at(window.over.into(), answer).await {
+        let result = match tokio::time::timeout_at(window.over, answer).await {
             Ok(Ok(answer)) => answer.map_err(Error::from),
             Ok(Err(error)) => Err(error),
             Err(_) => Err(Error::new(Kind::Connection, "no answer in time")),

@@ -12,8 +12,9 @@ use std::{
         Mutex, PoisonError,
         atomic::{AtomicBool, AtomicI64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
+use tokio::time::Instant;
 
 use crate::error::{Error, Kind, Result};
 

@@ -4,7 +4,7 @@
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::{Document, doc};
@@ -12,6 +12,7 @@ use mongodb::{
     Client, ServerType,
     options::{SelectionCriteria, ServerAddress},
 };
+use tokio::time::Instant;
 
 use crate::error::{Error, Kind, Result};
 
@@ -140,7 +141,7 @@ impl Primary {
                 }
             }
         };
-        tokio::time::timeout_at(over.into(), moved).await.ok();
+        tokio::time::timeout_at(over, moved).await.ok();
     }
 
     /// Waits until the command's answer is no longer to be expected. Returns the reason.

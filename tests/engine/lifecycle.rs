@@ -198,7 +198,7 @@ async fn what_is_under_way_is_nobodys_drift() {
         context.counts.drift.load(Ordering::Relaxed)
     };
     let applied_by = |applied: ClusterTime| {
-        let (database, delivered) = (db.name().to_owned(), std::time::Instant::now());
+        let (database, delivered) = (db.name().to_owned(), tokio::time::Instant::now());
         let stream = StreamFacts { database, reached: applied, applied, saved: None, delivered };
         Snapshot { streams: vec![stream], ..Snapshot::new(&context.plan) }
     };

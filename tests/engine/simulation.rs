@@ -264,7 +264,7 @@ impl Wire {
     async fn write(&self, fence: &Fence, write: impl FnOnce(&mut Server) + Send + 'static) -> Result<()> {
         let now = self.sim.millis() - i64::try_from(self.sim.random(50)).unwrap();
         let sent = Instant::now();
-        let window = Window::new(Some(fence), now, TIMEOUT, sent.into_std())?;
+        let window = Window::new(Some(fence), now, TIMEOUT, sent)?;
         // The process may be paused at this point, and send when it resumes.
         self.sim.delay().await;
         self.pass().await;
@@ -286,7 +286,7 @@ impl Wire {
             Ok(())
         });
         let lost = self.sim.chance(5).then(|| Instant::now() + Duration::from_millis(self.sim.random(20)));
-        let over = Instant::from_std(window.over);
+        let over = window.over;
         let answer = tokio::time::timeout_at(lost.unwrap_or(over).min(over), server).await;
         self.pass().await;
         match answer {
@@ -379,12 +379,9 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
     let stops = Instant::now() + Duration::from_secs(5 + sim.random(200));
     loop {
         while running.len() < 3 {
-            let Some(batch) = schedule.take(
-                Most { keys: 2, batches: 3, are_taken: false },
-                Instant::now().into_std(),
-                |_| false,
-                |_| false,
-            ) else {
+            let Some(batch) =
+                schedule.take(Most { keys: 2, batches: 3, are_taken: false }, Instant::now(), |_| false, |_| false)
+            else {
                 break;
             };
             running.spawn(run(wire.clone(), held.fence(), batch));
@@ -407,7 +404,7 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
         let due = schedule
             .next_due()
             .filter(|_| running.len() < 3)
-            .map_or_else(|| Instant::now() + Duration::from_secs(1), Instant::from_std);
+            .unwrap_or_else(|| Instant::now() + Duration::from_secs(1));
         tokio::select! {
             biased;
             () = held.lost() => {
@@ -417,7 +414,7 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
                 return false;
             }
             Some(Ok(outcome)) = running.join_next() => {
-                schedule.finish(outcome.lane, outcome.number, &outcome.follow_ups, outcome.keys, Instant::now().into_std());
+                schedule.finish(outcome.lane, outcome.number, &outcome.follow_ups, outcome.keys, Instant::now());
             }
             events = deliver(wire, next), if schedule.has_room() => {
                 let batch = schedule.begin(0);

@@ -7,6 +7,7 @@
 //! is loaded in the middle, and in some worlds all rules write the same targets, at the same time.
 
 mod faulty;
+mod instance;
 mod perform;
 mod reload;
 mod simulated;
@@ -15,7 +16,7 @@ mod weather;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::{Document, doc};
@@ -24,6 +25,7 @@ use denormd_oracle::{Expectation, Generator, Odd, Op, Options, Oracle, World, di
 use futures_util::{StreamExt, future::join_all, stream};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
+use tokio::time::Instant;
 
 use crate::support::{
     daemon::{Daemon, PATIENCE, all, config, rules_as_json},

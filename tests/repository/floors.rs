@@ -106,6 +106,33 @@ fn a_module_imports_only_from_those_above_it() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// The standard library's clocks in a text: imported, or by their paths.
+fn clocks(text: &str) -> Vec<&'static str> {
+    let imports: String = text.split("use std::").skip(1).filter_map(|rest| rest.split(';').next()).collect();
+    let is_used = |clock: &&str| imports.contains(clock) || text.contains(&format!("std::time::{clock}"));
+    ["Instant", "SystemTime"].into_iter().filter(is_used).collect()
+}
+
+#[test]
+fn time_is_read_where_a_simulation_can_turn_it() {
+    let mut wrong = Vec::new();
+    let mut folders = vec![root().join("src")];
+    while let Some(folder) = folders.pop() {
+        for path in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") && !path.ends_with("model/clock.rs") {
+                let text = fs::read_to_string(&path).unwrap();
+                wrong.extend(clocks(&text).into_iter().map(|clock| format!("{} uses {clock}", path.display())));
+                if text.contains("DateTime::now()") {
+                    wrong.push(format!("{} uses DateTime::now", path.display()));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "tokio's Instant, or denormd_model::clock:\n{}", wrong.join("\n"));
+}
+
 /// The packages of the project that a package depends on.
 fn dependencies(manifest: &Path) -> Vec<String> {
     let manifest: toml::Table = fs::read_to_string(manifest).unwrap().parse().unwrap();

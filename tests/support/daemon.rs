@@ -6,7 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
@@ -23,6 +23,7 @@ use denormd_engine::{
 };
 use denormd_fixture::TestDb;
 use denormd_model::{
+    clock::now,
     namespace::Namespace,
     partition::Partition,
     rule_state::{BlockReason, RuleState},
@@ -33,6 +34,8 @@ use denormd_rules::{
     plan::{self, Rule},
 };
 use futures_util::TryStreamExt;
+use tokio::time::Instant;
+use tracing_subscriber::fmt::{format::Writer, time::FormatTime};
 
 /// A daemon, and the configuration it was started with.
 pub struct Daemon {
@@ -43,12 +46,28 @@ pub struct Daemon {
 /// Time limit for every expected condition. Generous: the machine may be busy with other work.
 pub const PATIENCE: Duration = Duration::from_secs(180);
 
+/// The clock of the test, which may be virtual.
+struct Clock;
+
+impl FormatTime for Clock {
+    fn format_time(&self, w: &mut Writer<'_>) -> std::fmt::Result {
+        write!(w, "{}", now().try_to_rfc3339_string().unwrap_or_default())
+    }
+}
+
 /// Makes the daemon's log a part of the test's output, which is shown when the test fails. `RUST_LOG` selects lines.
-fn log_to_the_test() {
+pub fn log_to_the_test() {
     use tracing_subscriber::EnvFilter;
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     // Only the first daemon of a process sets it.
-    drop(tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_test_writer().try_init());
+    drop(
+        tracing_subscriber::fmt()
+            .with_timer(Clock)
+            .with_env_filter(filter)
+            .with_ansi(false)
+            .with_test_writer()
+            .try_init(),
+    );
 }
 
 /// Waits until `check` finds a value.

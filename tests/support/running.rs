@@ -76,11 +76,6 @@ impl Running {
         assert!(child.wait().unwrap().success(), "{}", self.log());
     }
 
-    /// True if it has ended by itself.
-    pub fn has_ended(&mut self) -> bool {
-        self.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_some())
-    }
-
     /// Ends it by SIGKILL.
     pub fn kill(&mut self) {
         let mut child = self.child.take().unwrap();

@@ -5,10 +5,11 @@
 
 use std::{
     io::{IsTerminal, Write},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
+use tokio::time::Instant;
 
 use crate::status::duration;
 

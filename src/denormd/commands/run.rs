@@ -2,7 +2,7 @@
 
 #[cfg_attr(not(unix), path = "run/no_service.rs")]
 mod service;
-mod signals;
+pub mod signals;
 
 use std::{
     path::{Path, PathBuf},
@@ -66,14 +66,21 @@ pub async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)])
 /// keeps running while the cluster lacks something: it writes nothing, reports the reason, and tries again.
 pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Failure> {
     let log = logging::start(&loaded.config.log, &loaded.config.name)?;
+    let result = until_stopped(paths, loaded, wait, Signals::listen(paths)?).await;
+    log.end().await;
+    result
+}
+
+/// The same with requests that come from `signals`, and a log that has started. Nothing is left of it at the end.
+pub async fn until_stopped(paths: &[PathBuf], loaded: Loaded, wait: bool, mut signals: Signals) -> Result<(), Failure> {
     let files: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
     let (version, config) = (env!("DENORMD_VERSION"), files.join(", "));
     tracing::info!(version, config, deployment = %loaded.config.name, listen = %loaded.config.http.listen, "denormd starts");
     warn_of_insecure(&loaded);
-    let mut signals = Signals::listen(paths)?;
     signals.watch(files_of(&loaded));
-    let (board, guard) = serve(&loaded)?;
-    tokio::spawn(service::watchdog(board.clone()));
+    let ended = CancellationToken::new();
+    let _ended = ended.clone().drop_guard();
+    let (board, guard) = serve(&loaded, &ended)?;
     // Startup is complete: the address is bound and the config is valid. The cluster may become available later.
     service::ready();
     let context = tokio::select! {
@@ -96,7 +103,6 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Fa
     let mut rules = Rules { loaded, context, board, guard, connection, refused: None };
     let result = lead(paths, &mut rules, &mut share, &mut signals).await;
     rules.board.close().await;
-    log.end().await;
     share.leave().await;
     tracing::info!("stopped");
     Ok(result?)
@@ -238,15 +244,16 @@ fn is_writable_by_all(_file: &Path) -> bool {
     false
 }
 
-/// Binds the address before anything else, and serves until the process ends.
-fn serve(loaded: &Loaded) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
+/// Binds the address before anything else, and serves until `ended`.
+fn serve(loaded: &Loaded, ended: &CancellationToken) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
     let listener = server::bind(loaded.config.http.listen)?;
     let board = Board::new(&loaded.config.name, Metrics::new()?);
     board.insecure(connect::insecure(&loaded.config.mongodb.uri));
     let guard = Arc::new(Guard::new(None));
     guard.obey(&loaded.config.http);
-    tokio::spawn(board.clone().watch(CancellationToken::new()));
-    tokio::spawn(server::serve(listener, board.clone(), guard.clone(), CancellationToken::new()));
+    tokio::spawn(board.clone().watch(ended.clone()));
+    tokio::spawn(server::serve(listener, board.clone(), guard.clone(), ended.clone()));
+    tokio::spawn(ended.clone().run_until_cancelled_owned(service::watchdog(board.clone())));
     Ok((board, guard))
 }
 

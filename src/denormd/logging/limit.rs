@@ -4,9 +4,10 @@ use std::{
     collections::HashMap,
     fmt::{Debug, Write as _},
     sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
+use tokio::time::Instant;
 use tracing::{Event, Level, Metadata, Subscriber, callsite::Identifier, field::Field};
 use tracing_subscriber::layer::{Context, Filter};
 

@@ -2,7 +2,7 @@
 
 use std::{
     sync::{Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use axum::{
@@ -12,7 +12,7 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use tokio::sync::Semaphore;
+use tokio::{sync::Semaphore, time::Instant};
 
 /// Requests a second, in the long run: a page looks once a second, Prometheus every few.
 const PER_SECOND: f64 = 50.0;

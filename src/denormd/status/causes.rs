@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use denormd_engine::{
@@ -15,6 +15,7 @@ use denormd_model::{
     rule_state::{BlockReason, RuleState},
 };
 use denormd_mongo::error::Kind;
+use tokio::time::Instant;
 
 use super::{
     State,

@@ -5,7 +5,9 @@
 //! operation at a certain time. A stream that has passed a probe's operation has read everything that was committed by
 //! then.
 
-use std::{collections::VecDeque, time::Instant};
+use std::collections::VecDeque;
+
+use tokio::time::Instant;
 
 use denormd_engine::snapshot::{RuleFacts, Snapshot, StreamFacts};
 use denormd_model::position::ClusterTime;

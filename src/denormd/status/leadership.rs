@@ -1,12 +1,10 @@
 //! The leadership of the deployment as far as this instance knows: one state machine for the page, `/readyz`, `denormd
 //! status`, the metrics and the timeline. Pure.
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
 
 use denormd_engine::{deployment::lease::Holder, events::Event};
 

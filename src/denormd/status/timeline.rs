@@ -4,12 +4,10 @@
 //! no line, and short interruptions do not end it: so a server that is slow for a second, once a minute, does not fill
 //! the timeline.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    time::Instant,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use denormd_engine::{events::Event, metrics::Cause, snapshot::BackfillProgress};
+use tokio::time::Instant;
 
 use super::{causes::Found, lag::seconds, report::duration};
 

@@ -3,9 +3,9 @@
 //! A decision is recorded before the rule writes anything. The first decision recorded for a definition wins. So
 //! partitions that decide at the same time, or a former leader whose command arrives late, cannot decide differently.
 
-use bson::{Bson, DateTime, Document, doc};
+use bson::{Bson, Document, doc};
 
-use denormd_model::rule_state::Adoption;
+use denormd_model::{clock, rule_state::Adoption};
 use denormd_mongo::{
     Server, bounded, code,
     error::{Error, Result},
@@ -61,7 +61,7 @@ impl Decisions<'_> {
         let block = decision.block.as_ref().map(bson::serialize_to_document).transpose()?;
         let state = doc! {
             "definition": decision.definition.clone(), "earlier": decision.earlier.clone(), "block": block,
-            "at": DateTime::now(),
+            "at": clock::now(),
         };
         let other = doc! {"_id": self.id(rule), "definition": {"$ne": decision.definition.clone()}};
         let collection = self.collection();
@@ -75,7 +75,7 @@ impl Decisions<'_> {
 
     /// Records that somebody has agreed to this definition.
     pub async fn agree(&self, rule: &str, definition: &Document) -> Result<()> {
-        let state = doc! {"definition": definition.clone(), "block": Bson::Null, "agreed": DateTime::now()};
+        let state = doc! {"definition": definition.clone(), "block": Bson::Null, "agreed": clock::now()};
         let collection = self.collection();
         bounded(collection.update_one(doc! {"_id": self.id(rule)}, doc! {"$set": state}).upsert(true)).await?;
         Ok(())

@@ -6,6 +6,7 @@ use futures_util::TryStreamExt;
 
 use crate::request::Task;
 use denormd_model::{
+    clock,
     key::Key,
     stored_key::{loaded, stored},
 };
@@ -64,7 +65,7 @@ impl FanOuts {
         let mut update = doc! {
             "$set": {"wish": request, "after": [], "term": server.term()},
             "$unset": {"in_parts": ""},
-            "$setOnInsert": {"started": DateTime::now()},
+            "$setOnInsert": {"started": clock::now()},
         };
         if let Some(committed) = committed {
             update.insert("$min", doc! {"committed": DateTime::from_millis(committed)});
@@ -87,7 +88,7 @@ impl FanOuts {
     /// Saves the job's position. Returns false if the job has been requested again.
     pub async fn advance(&self, server: &Server, rule: &Rule, job: &FanOut) -> Result<bool> {
         let after: Vec<Bson> = job.after.iter().cloned().collect();
-        let mut update = doc! {"after": after, "saved": DateTime::now()};
+        let mut update = doc! {"after": after, "saved": clock::now()};
         if job.in_parts {
             update.insert("in_parts", true);
         }

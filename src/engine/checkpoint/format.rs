@@ -1,6 +1,7 @@
 //! The version of the state's format, which determines the programs that may use the state.
 
-use bson::{Bson, DateTime, doc};
+use bson::{Bson, doc};
+use denormd_model::clock;
 
 use denormd_mongo::{
     Server, bounded, code,
@@ -31,7 +32,7 @@ pub async fn check(server: &Server, database: &str, deployment: &str) -> Result<
         Some(version) if version > VERSION => Err(newer(version, found.and_then(|found| written_by(&found)))),
         Some(VERSION | UNDIVIDED) => Ok(found.and_then(|found| partitions(&found)).unwrap_or(1)),
         _ => {
-            let state = doc! {"version": UNDIVIDED, "program": env!("CARGO_PKG_VERSION"), "since": DateTime::now()};
+            let state = doc! {"version": UNDIVIDED, "program": env!("CARGO_PKG_VERSION"), "since": clock::now()};
             // The filter excludes a document that a newer program has marked meanwhile, and the upsert then fails with
             // a duplicate key.
             let older = doc! {"_id": deployment, "version": {"$not": {"$gt": UNDIVIDED}}};
@@ -53,7 +54,7 @@ pub fn of_number(deployment: &str, partitions: i32) -> bson::Document {
 #[must_use]
 pub fn divided(partitions: i32) -> bson::Document {
     let (version, unset) = if partitions > 1 { (VERSION, "") } else { (UNDIVIDED, "partitions") };
-    let mut state = doc! {"version": version, "program": env!("CARGO_PKG_VERSION"), "since": DateTime::now()};
+    let mut state = doc! {"version": version, "program": env!("CARGO_PKG_VERSION"), "since": clock::now()};
     if unset.is_empty() {
         state.insert("partitions", partitions);
         return doc! {"$set": state};

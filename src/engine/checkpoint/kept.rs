@@ -7,6 +7,7 @@
 use bson::{
     Binary, Bson, DateTime, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, rawdoc, spec::BinarySubtype,
 };
+use denormd_model::clock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -164,7 +165,7 @@ impl Kept<'_> {
         let raw = |doc: &Document| RawDocumentBuf::try_from(doc).map_err(Error::from);
         let id = self.id(rule, place);
         let target = [place.target.clone()];
-        let mut fields = raw(&doc! {"target": target, "was": binary(was), "new": binary(new), "at": DateTime::now()})?;
+        let mut fields = raw(&doc! {"target": target, "was": binary(was), "new": binary(new), "at": clock::now()})?;
         if let Some(Element { by, rest, own, .. }) = &place.element {
             let mut pairs = RawArrayBuf::new();
             for (path, value) in by {
@@ -246,7 +247,7 @@ impl Kept<'_> {
     /// Adds to the number of values of a rule that were not kept, because `undo.max_bytes` was reached.
     pub async fn not_kept(&self, rule: &str, values: u64) -> Result<()> {
         let values = i64::try_from(values).unwrap_or(i64::MAX);
-        let update = doc! {"$inc": {"not_kept": values}, "$set": {"at": DateTime::now()}};
+        let update = doc! {"$inc": {"not_kept": values}, "$set": {"at": clock::now()}};
         let kept = self.server.collection(self.database, COLLECTION);
         bounded(kept.update_one(doc! {"_id": self.of_rule(rule)}, update).upsert(true)).await?;
         Ok(())

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use bson::{Bson, DateTime, Document, Timestamp, doc};
+use bson::{Bson, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
 
 use crate::checkpoint::{
@@ -10,7 +10,7 @@ use crate::checkpoint::{
     rule_record::RuleRecord,
     store::{POSITIONS, Store},
 };
-use denormd_model::position::ClusterTime;
+use denormd_model::{clock, position::ClusterTime};
 use denormd_mongo::{Server, error::Result};
 use denormd_rules::plan::{Plan, Rule};
 
@@ -74,7 +74,7 @@ impl Store {
             "differing": count(tally.differing),
             "undecided": count(tally.undecided),
             "refused": count(tally.refused),
-            "saved": DateTime::now(),
+            "saved": clock::now(),
         };
         let checks = server.collection(self.database(), CHECKS);
         checks.update_one(doc! {"_id": self.id("rule", &rule.name)}, doc! {"$set": state}).upsert(true).await?;

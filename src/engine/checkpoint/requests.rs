@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
-use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
+use bson::{Bson, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
 
 use crate::checkpoint::store::Store;
-use denormd_model::field_path::FieldPath;
+use denormd_model::{clock, field_path::FieldPath};
 use denormd_mongo::{
     Server, bounded,
     error::{Error, Kind, Result},
@@ -119,7 +119,7 @@ impl Store {
         let asked = ObjectId::new();
         let requests = self.ids().iter().map(|id| {
             let mut request = doc! {
-                "_id": ObjectId::new(), "together": asked, "deployment": id, "rule": rule, "asked": DateTime::now(),
+                "_id": ObjectId::new(), "together": asked, "deployment": id, "rule": rule, "asked": clock::now(),
             };
             request.extend(work.written());
             request

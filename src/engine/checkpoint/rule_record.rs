@@ -10,6 +10,7 @@ use bson::{Bson, DateTime, Document, Timestamp, doc};
 use serde::{Deserialize, Serialize};
 
 use denormd_model::{
+    clock,
     position::ClusterTime,
     rule_state::{BlockReason, RuleState},
 };
@@ -266,7 +267,7 @@ impl Stored {
 pub(super) fn state_fields(state: &RuleState) -> Result<Document> {
     let mut fields = bson::serialize_to_document(&Stored::of(state))
         .map_err(|error| Error::internal(format!("the state of a rule cannot be stored: {error}")))?;
-    fields.extend(doc! {"progress": Bson::Null, "saved": DateTime::now()});
+    fields.extend(doc! {"progress": Bson::Null, "saved": clock::now()});
     Ok(fields)
 }
 

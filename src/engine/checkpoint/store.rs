@@ -10,11 +10,12 @@ use std::{
     time::Duration,
 };
 
-use bson::{Bson, DateTime, Document, Timestamp, doc};
+use bson::{Bson, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
 use mongodb::Collection;
 
 use denormd_model::{
+    clock,
     partition::{Partition, SEPARATOR},
     position::{ClusterTime, Position},
     rule_state::{BlockReason, RuleState},
@@ -74,7 +75,7 @@ pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> 
 /// already claimed: each term has one leader, regardless of the lease. A delayed claim only uses up a term.
 pub async fn claim_term(server: &Server, database: &str, deployment: &str, term: i64) -> Result<bool> {
     let unclaimed = doc! {"_id": {"deployment": deployment}, "term": {"$not": {"$gte": term}}};
-    let claim = doc! {"$set": {"term": term, "since": DateTime::now()}};
+    let claim = doc! {"$set": {"term": term, "since": clock::now()}};
     let claimed = bounded(server.collection(database, TERMS).update_one(unclaimed, claim).upsert(true)).await;
     Ok(unless(code::DUPLICATE_KEY, claimed)?.is_some())
 }
@@ -192,7 +193,7 @@ impl Store {
             "pipeline": pipeline.to_vec(),
             "cluster": (*self.cluster).clone(),
             "term": server.term(),
-            "saved": DateTime::now(),
+            "saved": clock::now(),
             // With the position that it belongs to: an older program moves the position and leaves this as it is.
             "effects": {"until": Timestamp::from(effects_until), "at": Timestamp::from(position.time)},
         };

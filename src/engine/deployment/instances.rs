@@ -11,6 +11,7 @@
 use std::{cmp::Ordering, time::Duration};
 
 use bson::{DateTime, Document, doc, oid::ObjectId};
+use denormd_model::clock;
 use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -259,7 +260,7 @@ impl Place {
         let instances = self.collection(COLLECTION);
         bounded(instances.update_one(doc! {"_id": self.id()}, update).upsert(true)).await?;
         // An instance that was silent for a day will not come back.
-        let day = DateTime::from_millis(DateTime::now().timestamp_millis() - 24 * 3600 * 1000);
+        let day = DateTime::from_millis(clock::wall_millis() - 24 * 3600 * 1000);
         let old = doc! {"_id.deployment": &self.deployment, "seen": {"$lt": day}};
         bounded(instances.delete_many(old)).await?;
         Ok(())

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use bson::{Bson, DateTime, Document, doc};
+use bson::{Bson, Document, doc};
 use futures_util::TryStreamExt;
 use mongodb::{
     ClientSession, Collection,
@@ -29,7 +29,7 @@ use crate::{
     deployment::lease,
     request::Task,
 };
-use denormd_model::{key::Key, partition::Partition, stored_key::loaded};
+use denormd_model::{clock, key::Key, partition::Partition, stored_key::loaded};
 use denormd_mongo::{
     Server, code,
     error::{Error, Result},
@@ -317,7 +317,7 @@ fn one(states: &[&Document], whole: bool) -> Document {
         } else {
             "pending"
         };
-        out.extend(doc! {"backfill": backfill, "after": [], "progress": Bson::Null, "saved": DateTime::now()});
+        out.extend(doc! {"backfill": backfill, "after": [], "progress": Bson::Null, "saved": clock::now()});
         // A former backfill of created targets has ended among the sources; the next one begins with the targets.
         out.remove("in_sources");
     }

@@ -6,11 +6,12 @@
 use std::{
     collections::{BTreeSet, HashMap},
     fmt,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 use serde::Serialize;
+use tokio::time::Instant;
 
 use crate::reconcile::{
     Context,

@@ -4,13 +4,10 @@
 //! writes them first. So here each document is computed from what a backfill would have written before, level by level:
 //! a new value at the root replaces those of all documents below it. Reads only.
 
-use std::{
-    cmp::Reverse,
-    collections::HashMap,
-    time::{Duration, Instant},
-};
+use std::{cmp::Reverse, collections::HashMap, time::Duration};
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
+use tokio::time::Instant;
 
 use crate::reconcile::{
     Context,

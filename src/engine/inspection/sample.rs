@@ -2,11 +2,12 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 use serde::Serialize;
+use tokio::time::Instant;
 
 use crate::{
     inspection::{

@@ -7,14 +7,13 @@
 //! A rule that creates its targets is backfilled in two passes. The first is that over its targets. The second reads the
 //! sources, and requests each key whose document is absent.
 
-use std::{
-    collections::VecDeque,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use bson::{Bson, Document, doc};
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
 
 use crate::{

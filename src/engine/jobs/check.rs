@@ -11,12 +11,10 @@
 pub mod difference;
 mod suspects;
 
-use std::{
-    collections::HashSet,
-    time::{Duration, Instant},
-};
+use std::{collections::HashSet, time::Duration};
 
 use bson::{Bson, Document, doc};
+use tokio::time::Instant;
 
 use crate::{
     checkpoint::{

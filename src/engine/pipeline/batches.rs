@@ -3,10 +3,13 @@
 use std::{
     collections::{BTreeMap, HashMap},
     sync::atomic::Ordering,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use tokio::task::{JoinError, JoinSet};
+use tokio::{
+    task::{JoinError, JoinSet},
+    time::Instant,
+};
 
 use super::{Pipeline, record::Change, schedule::Next};
 use crate::{

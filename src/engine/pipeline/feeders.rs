@@ -1,16 +1,13 @@
 //! All that works beside the pipeline's loop and sends messages to it: the streams, the jobs, the retries of dead letters,
 //! requests of commands, and reads of the rules' states and sources.
 
-use std::{
-    collections::BTreeMap,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use bson::RawDocumentBuf;
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinSet,
+    time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 

@@ -11,7 +11,7 @@ use crate::{
     inspection::adoption::owned_before,
     reconcile::Context,
 };
-use denormd_model::rule_state::RuleState;
+use denormd_model::{clock, rule_state::RuleState};
 use denormd_mongo::error::Result;
 use denormd_rules::{
     config::OnMissing,
@@ -105,7 +105,7 @@ pub(super) async fn expire(context: Arc<Context>, stop: CancellationToken) {
     while stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_some() {
         pause = EXPIRE_EVERY;
         let age = i64::try_from(context.undo.keep.as_millis()).unwrap_or(i64::MAX);
-        let before = DateTime::from_millis(DateTime::now().timestamp_millis().saturating_sub(age));
+        let before = DateTime::from_millis(clock::wall_millis().saturating_sub(age));
         match context.kept().expire(before).await {
             Ok(0) => {}
             Ok(values) => {

@@ -1,9 +1,8 @@
 //! The snapshot and the counters that the pipeline publishes.
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, time::Duration};
+
+use tokio::time::Instant;
 
 use crate::{
     change::Change,

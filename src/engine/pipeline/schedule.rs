@@ -4,11 +4,9 @@
 //! Every place where a change could get lost is here: routing, coalescing, the origins of look-up results, the low
 //! watermark. `tests/engine/simulation.rs` runs it through crashes, slow writes and former leaders in virtual time.
 
-use std::{
-    collections::HashSet,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::HashSet, sync::Arc, time::Duration};
+
+use tokio::time::Instant;
 
 use crate::{
     change::ChangeEvent,

@@ -1,11 +1,8 @@
 //! The change streams that the pipeline follows, and their checkpoints.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
-use tokio::task::JoinSet;
+use tokio::{task::JoinSet, time::Instant};
 
 use super::schedule::Schedule;
 use crate::{checkpoint::store::Store, reconcile::Context, snapshot::StreamFacts, watch::StreamSpec};

@@ -4,10 +4,11 @@
 use std::{
     collections::{BTreeSet, HashMap},
     sync::atomic::Ordering,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::Bson;
+use tokio::time::Instant;
 
 use crate::{
     reconcile::{

@@ -6,7 +6,7 @@
 //! once, however often its write is tried; one with values in array elements counts for each batch that removes some of
 //! them.
 
-use std::time::Instant;
+use tokio::time::Instant;
 
 use bson::{Bson, Document, doc};
 use tracing::Instrument;

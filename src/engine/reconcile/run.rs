@@ -7,8 +7,9 @@ use std::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
+use tokio::time::Instant;
 
 use bson::{Document, RawDocumentBuf};
 use tracing::{Instrument, Span};

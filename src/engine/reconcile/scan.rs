@@ -1,6 +1,8 @@
 //! Reads all targets of a rule in the order of their `_id`s, a page at a time.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 

@@ -28,10 +28,11 @@
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::{DateTime, Document, doc};
+use tokio::time::Instant;
 
 use crate::{
     dead_letter::{Nodes, Offending},
@@ -43,7 +44,7 @@ use crate::{
         run::{End, Item, Run},
     },
 };
-use denormd_model::{key::Key, position::ClusterTime};
+use denormd_model::{clock, key::Key, position::ClusterTime};
 use denormd_mongo::{
     Reads,
     command::limited,
@@ -137,7 +138,7 @@ impl Run<'_> {
         if targets.is_empty() {
             return Ok(());
         }
-        let began = DateTime::now();
+        let began = clock::now();
         let others = match tree.parent {
             Role::Target => Vec::new(),
             Role::Source => {

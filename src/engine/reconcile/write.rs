@@ -3,11 +3,12 @@
 use std::{
     collections::HashSet,
     sync::{Mutex, PoisonError, atomic::Ordering},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::RawDocumentBuf;
 use futures_util::{StreamExt, stream};
+use tokio::time::Instant;
 use tracing::{Instrument, field::Empty};
 
 use crate::{

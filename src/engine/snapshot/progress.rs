@@ -1,6 +1,6 @@
 //! Progress of the jobs of a rule.
 
-use std::time::Instant;
+use tokio::time::Instant;
 
 use serde::{Deserialize, Serialize};
 

@@ -7,11 +7,12 @@
 use std::{
     collections::HashMap,
     sync::{Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use denormd_model::key::Key;
 use denormd_rules::plan::RuleId;
+use tokio::time::Instant;
 
 /// Longest time for which the event of a write is expected. A write that matched nothing has none.
 const ECHO: Duration = Duration::from_secs(1);

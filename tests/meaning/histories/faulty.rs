@@ -1,15 +1,17 @@
-//! Histories on a MongoDB in memory whose commands fail and whose primaries change, with daemon processes that are killed and
-//! frozen.
+//! Histories on a MongoDB in memory whose commands fail and whose primaries change, with whole daemons that are killed,
+//! stopped and cut off.
 //!
 //! Every failure is an error, not a panic: it is run again with less, as long as it still fails, and the smallest failure
 //! is printed with a trace.
 
 use std::{
     collections::BTreeSet,
-    fmt::Write as _,
+    fmt::{self, Display, Write as _},
     net::SocketAddr,
+    num::ParseIntError,
+    str::FromStr,
     sync::atomic::{AtomicBool, Ordering},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use bson::{Bson, Document, Timestamp, doc};
@@ -19,15 +21,16 @@ use denormd_oracle::{Odd, Options};
 use denormd_simulated::{Model, Server};
 use mongodb::Database;
 use serde_json::Value;
+use tokio::time::Instant;
 
 use super::{
-    History, Step, perform, scanning,
+    History, Step,
+    instance::Instance,
+    perform, scanning,
+    simulated::{digest, in_a_process, say},
     weather::{Fault, Trace, Weather},
 };
-use crate::support::{
-    daemon::{Daemon, PATIENCE, config, load, rules_as_json, until},
-    running::Running,
-};
+use crate::support::daemon::{Daemon, PATIENCE, config, load, log_to_the_test, rules_as_json, until};
 
 /// The odd kinds of worlds that need no operator.
 const KNOWN: &[Odd] = &[Odd::Empty, Odd::Echo, Odd::EdgeIds];
@@ -36,6 +39,10 @@ const MARKER: &str = "{\"name\": \"marker\", \"adopt\": true, \"copy\": {\"sourc
                       \"match\": {\"marker\": \"_id\"}, \"set\": {\"n\": \"$n\"}}}";
 /// Number of markers: each partition has some.
 const MARKERS: i32 = 6;
+/// The number of lines to show of a process that failed.
+const LINES: usize = 400;
+/// The beginning of the line that names the world which diverges.
+const WORLD: &str = "diverging world: ";
 /// The beginning of a failure that is one of the model.
 const UNKNOWN: &str = "the model does not know";
 /// Time for which nothing may be written at the end.
@@ -48,9 +55,11 @@ fn everything(prefix: String) -> Options {
 /// The dimensions of a run, which a failure makes smaller.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scale {
+    /// Draws the faults.
+    pub seed: u64,
     pub worlds: Vec<u64>,
     pub rounds: usize,
-    pub daemons: usize,
+    pub daemons: u16,
     pub partitions: u32,
     pub faults: BTreeSet<Fault>,
 }
@@ -74,9 +83,22 @@ type Result<T, E = Failed> = std::result::Result<T, E>;
 impl Scale {
     /// The dimensions for these worlds, drawn from the first one's seed.
     pub fn draw(first: u64, worlds: u64) -> Self {
-        let daemons = 1 + usize::try_from(first % 3).unwrap();
+        let daemons = 1 + u16::try_from(first % 3).unwrap();
         let partitions = 1 + u32::try_from(first / 3 % 3).unwrap();
-        Self { worlds: (first..first + worlds).collect(), rounds: 2, daemons, partitions, faults: Fault::ALL.into() }
+        let worlds = (first..first + worlds).collect();
+        Self { seed: first, worlds, rounds: 2, daemons, partitions, faults: Fault::ALL.into() }
+    }
+
+    /// Runs it in a process of its own, so that it can be replayed exactly. Returns the digest of all changes.
+    pub fn simulate(&self) -> Result<String> {
+        let (is_right, said) = in_a_process("with_faults", &self.to_string());
+        if is_right {
+            return Ok(digest(&said));
+        }
+        let seed = said.lines().find_map(|line| line.strip_prefix(WORLD)?.parse().ok());
+        // The last lines hold the failure itself.
+        let lines: Vec<&str> = said.lines().collect();
+        Err(Failed { seed, text: lines[lines.len().saturating_sub(LINES)..].join("\n") })
     }
 
     /// Smaller runs, of which one may still fail.
@@ -101,13 +123,18 @@ impl Scale {
         out
     }
 
-    /// Runs it. `seed` draws the faults.
-    pub async fn run(&self, seed: u64) -> Result<()> {
-        let server = Server::start_set(Model::new(seed), 2).await.unwrap();
-        let test = TestDb::create(server.uri()).await;
+    /// Runs it, and says the outcome.
+    ///
+    /// # Panics
+    ///
+    /// Panics if a copy is wrong, or a daemon said what is not true.
+    pub async fn run(&self) {
+        log_to_the_test();
+        let server = Server::start_set(Model::new(self.seed), self.seed, 2).await.unwrap();
+        let test = TestDb::passing(server.uri(), "app").await;
         let trace = Trace::new();
-        let result = Box::pin(self.play(seed, &server, &test, &trace)).await;
-        result.and(is_known(&server.model)).map_err(|failed| {
+        let result = Box::pin(self.play(&server, &test, &trace)).await;
+        let result = result.and(is_known(&server.model)).map_err(|failed| {
             let is_told = |line: &&String| {
                 let ours = failed.seed.is_none_or(|seed| line.contains(&format!("ms  world {seed}:")));
                 ours || !line.contains("ms  world ")
@@ -115,18 +142,26 @@ impl Scale {
             let trace: Vec<String> = trace.lines().iter().filter(is_told).cloned().collect();
             let trace = trace.join("\n");
             let struck = server.model.struck();
-            Failed { text: format!("{}\ntrace:\n{trace}\n{struck:?}", failed.text), ..failed }
-        })
+            Failed { text: format!("trace:\n{trace}\n{struck:?}\n{}", failed.text), ..failed }
+        });
+        if let Err(Failed { seed, text }) = result {
+            println!("{text}");
+            if let Some(seed) = seed {
+                println!("{WORLD}{seed}");
+            }
+            panic!("the copies, or what a daemon said, are wrong");
+        }
+        say(&server, &test);
     }
 
-    async fn play(&self, seed: u64, server: &Server, test: &TestDb, trace: &Trace) -> Result<()> {
+    async fn play(&self, server: &Server, test: &TestDb, trace: &Trace) -> Result<()> {
         let db = test.database();
         let mut histories: Vec<History> =
             self.worlds.iter().map(|seed| History::draw(*seed, everything, &test.name)).collect();
         prepare(&db, &mut histories).await;
-        let mut daemons = self.start(test, &histories).await;
+        let mut daemons = self.start(server, test, &histories).await;
         let addresses: Vec<SocketAddr> = daemons.iter().map(|daemon| daemon.address).collect();
-        let mut weather = Weather::new(seed, server.model.clone(), &self.faults);
+        let mut weather = Weather::new(self.seed, server.model.clone(), &self.faults);
         for round in 0..self.rounds {
             let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
             let over = AtomicBool::new(false);
@@ -146,18 +181,18 @@ impl Scale {
                 played
             };
             let (played, watched) = tokio::join!(watched, watch(test, &server.model, &addresses, &stop));
-            played.and(watched).map_err(|failed| with_logs(failed, &logs(&daemons)))?;
+            played.and(watched)?;
             trace.add("the faults are over");
-            if let Some(nth) = daemons.iter_mut().position(Running::has_ended) {
-                return Err(with_logs(Failed::new(format!("daemon {nth} has ended by itself")), &daemons[nth].log()));
+            if let Some(nth) = daemons.iter().position(Instance::has_ended) {
+                return Err(Failed::new(format!("daemon {nth} has ended by itself")));
             }
-            settle(server, &db, &addresses, &histories).await.map_err(|failed| with_logs(failed, &logs(&daemons)))?;
-            at_rest(server, test).await.map_err(|failed| with_logs(failed, &logs(&daemons)))?;
+            settle(server, &db, &addresses, &histories).await?;
+            at_rest(server, test).await?;
         }
         Ok(())
     }
 
-    async fn start(&self, test: &TestDb, histories: &[History]) -> Vec<Running> {
+    async fn start(&self, server: &Server, test: &TestDb, histories: &[History]) -> Vec<Instance> {
         let adopted = |rule: Document| rule.into_iter().chain(doc! {"adopt": true}).collect::<Document>();
         let rules: Vec<Document> = histories.iter().flat_map(scanning).map(adopted).collect();
         let rules =
@@ -166,21 +201,41 @@ impl Scale {
         let text = config(test, &rules).replace("limits: { ", limits);
         let text = format!("{text}lease: {{ ttl_seconds: 2, partitions: {} }}\n", self.partitions);
         Daemon::prepare(&load(&text)).await;
-        let mut daemons: Vec<Running> = (0..self.daemons).map(|_| Running::of(&text)).collect();
-        daemons.iter_mut().for_each(Running::spawn);
+        let instance = |nth| Instance::new(&text, nth, server.address().ip(), server.model.clone());
+        let mut daemons: Vec<Instance> = (0..self.daemons).map(instance).collect();
+        daemons.iter_mut().for_each(Instance::start);
         daemons
     }
 }
 
-fn logs(daemons: &[Running]) -> String {
-    daemons.iter().map(Running::log).collect::<Vec<_>>().join("\n---\n")
+/// As [`Scale::from_str`] reads it.
+impl Display for Scale {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { seed, worlds, rounds, daemons, partitions, faults } = self;
+        let worlds: Vec<String> = worlds.iter().map(ToString::to_string).collect();
+        let faults: Vec<String> = faults.iter().map(|fault| format!("{fault:?}")).collect();
+        write!(f, "{seed} {} {rounds} {daemons} {partitions} {}", worlds.join(","), faults.join(","))
+    }
 }
 
-fn with_logs(mut failed: Failed, log: &str) -> Failed {
-    let lines: Vec<&str> = log.lines().collect();
-    let last = lines[lines.len().saturating_sub(60)..].join("\n");
-    write!(failed.text, "\nlogs:\n{last}").ok();
-    failed
+impl FromStr for Scale {
+    type Err = ParseIntError;
+
+    fn from_str(text: &str) -> Result<Self, ParseIntError> {
+        let mut parts = text.split(' ');
+        let mut part = || parts.next().unwrap_or_default();
+        Ok(Self {
+            seed: part().parse()?,
+            worlds: part().split(',').map(str::parse).collect::<Result<_, _>>()?,
+            rounds: part().parse()?,
+            daemons: part().parse()?,
+            partitions: part().parse()?,
+            faults: {
+                let names: Vec<&str> = part().split(',').collect();
+                Fault::ALL.into_iter().filter(|fault| names.contains(&&*format!("{fault:?}"))).collect()
+            },
+        })
+    }
 }
 
 async fn prepare(db: &Database, histories: &mut [History]) {
@@ -360,6 +415,7 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
     let mut written: Vec<(i32, i32, Timestamp)> = Vec::new();
     let mut turn = 0_usize;
     while !stop.load(Ordering::Relaxed) {
+        tokio::time::sleep(Duration::from_millis(20)).await;
         turn += 1;
         let (id, n) = (i32::try_from(turn).unwrap() % MARKERS, i32::try_from(turn).unwrap());
         let update = doc! {"q": {"_id": id}, "u": {"$max": {"n": n}}};
@@ -389,7 +445,6 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
                 return Err(Failed::new(text));
             }
         }
-        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
 }
@@ -406,28 +461,20 @@ fn is_known(model: &Model) -> Result<()> {
 }
 
 /// Runs these dimensions; a failure is run again with less, within `limit`, and the smallest one ends the test.
-pub async fn run_and_shrink(scale: Scale, limit: Duration) {
-    let seed = scale.worlds[0];
-    let Err(mut failed) = scale.run(seed).await else { return };
-    let (mut smallest, begun) = (scale, Instant::now());
-    let limit = if failed.text.starts_with(UNKNOWN) { Duration::ZERO } else { limit };
+pub fn simulate_and_shrink(scale: Scale, limit: Duration) {
+    let Err(mut failed) = scale.simulate() else { return };
+    let (mut smallest, begun) = (scale, std::time::Instant::now());
+    let limit = if failed.text.contains(UNKNOWN) { Duration::ZERO } else { limit };
     println!("{smallest:?} failed; running it with less for {limit:?}");
-    'smaller: loop {
+    'smaller: while begun.elapsed() < limit {
         for candidate in smallest.smaller(&failed) {
-            // The same faults meet another order of events each time.
-            for _ in 0..3 {
-                if begun.elapsed() > limit {
-                    break 'smaller;
-                }
-                if let Err(again) = candidate.run(seed).await {
-                    println!("fails: {candidate:?}");
-                    (smallest, failed) = (candidate, again);
-                    continue 'smaller;
-                }
+            if let Err(again) = candidate.simulate() {
+                println!("fails: {candidate:?}");
+                (smallest, failed) = (candidate, again);
+                continue 'smaller;
             }
         }
         break;
     }
-    let seeds = failed.seed.map_or_else(|| format!("{:?}", smallest.worlds), |seed| seed.to_string());
-    panic!("worlds {seeds} fail in {smallest:?}, DENORMD_SEED={seed}:\n{}", failed.text);
+    panic!("DENORMD_CLUSTER='{smallest}' replays it, as CONTRIBUTING.md says:\n{}", failed.text);
 }

@@ -1,23 +1,35 @@
 //! Histories on a MongoDB in memory. `DENORMD_SEED` replays one, `DENORMD_SIMULATIONS` sets their number and
 //! `DENORMD_FIRST` the first seed.
 
-use std::time::{Duration, Instant};
+use std::{
+    fmt::Debug,
+    hash::{DefaultHasher, Hash, Hasher},
+    num::{NonZero, ParseIntError},
+    panic::resume_unwind,
+    process::Command,
+    str::FromStr,
+    sync::atomic::{AtomicUsize, Ordering},
+    thread::{self, available_parallelism},
+    time::{Duration, Instant},
+};
 
 use denormd_fixture::TestDb;
 use denormd_oracle::{Odd, Options};
 use denormd_simulated::{Model, Server};
 
-use futures_util::{StreamExt, stream};
-
 use super::{
     Run,
-    faulty::{Scale, run_and_shrink},
+    faulty::{Scale, simulate_and_shrink},
     seeds,
 };
 use crate::support::seeds::from_environment;
 
 /// The odd kinds of worlds that the model knows.
 const KNOWN: &[Odd] = &[Odd::Empty, Odd::Collections, Odd::PreImages, Odd::Failing, Odd::Echo, Odd::EdgeIds];
+
+/// The beginnings of lines that a process says to its parent.
+const UNKNOWN: &str = "unknown to the model: ";
+const DIGEST: &str = "digest: ";
 
 /// The most worlds under one daemon.
 const WORLDS: u64 = 20;
@@ -26,60 +38,164 @@ fn everything(prefix: String) -> Options {
     Options { mixed_composite: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
 }
 
-/// Runs `count` histories from `first` on, on a cluster of their own. Returns false if one of them needs what the model
-/// does not know.
-async fn simulate(run: &Run, first: u64, count: u64) -> bool {
-    let server = Server::start(Model::new(first), 0).await.unwrap();
-    let test = TestDb::create(server.uri()).await;
-    run.histories_on(&test, first, count).await;
-    let unknown = server.model.unknown();
-    if !unknown.is_empty() {
-        println!("seeds {first} to {} are not decided: the model does not know {unknown:#?}", first + count - 1);
-    }
-    unknown.is_empty()
+/// Runs a simulation, a test with the name `name` in this file, in a process of its own, so that it can be replayed exactly.
+/// Returns true if it passes, and what it said.
+pub fn in_a_process(name: &str, cluster: &str) -> (bool, String) {
+    let name = format!("{}::{name}", module_path!().split_once("::").unwrap().1);
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", &name, "--nocapture"])
+        .env("DENORMD_CLUSTER", cluster)
+        .output()
+        .unwrap();
+    let said = [output.stderr, output.stdout].concat();
+    (output.status.success(), String::from_utf8_lossy(&said).into_owned())
 }
 
-/// Several clusters at once: most of their time is waiting.
-async fn many(run: Run, default: u64) {
+/// The cluster that this process simulates.
+fn cluster<T: FromStr<Err: Debug>>() -> T {
+    std::env::var("DENORMD_CLUSTER").expect("the description of a cluster").parse().unwrap()
+}
+
+/// Says the digest of all changes of the application's database.
+pub fn say(server: &Server, test: &TestDb) {
+    let mut hasher = DefaultHasher::new();
+    server.model.changes(&test.name).hash(&mut hasher);
+    println!("{DIGEST}{:x}", hasher.finish());
+}
+
+/// The digest that a process said.
+pub fn digest(said: &str) -> String {
+    said.lines().find_map(|line| line.strip_prefix(DIGEST)).expect("a digest").to_owned()
+}
+
+/// The seeds of one cluster, and the numbers of partitions.
+#[derive(Debug, Clone, Copy)]
+struct Cluster {
+    first: u64,
+    count: u64,
+    partitions: [u32; 2],
+}
+
+impl Cluster {
+    /// Runs it in a process of its own. Returns what it said.
+    fn simulate(self) -> String {
+        let Self { first, count, partitions: [before, after] } = self;
+        let cluster = format!("{first} {count} {before} {after}");
+        let (is_right, said) = in_a_process("without_faults", &cluster);
+        assert!(is_right, "DENORMD_CLUSTER='{cluster}' replays it, as CONTRIBUTING.md says:\n{said}");
+        said
+    }
+
+    /// True if a simulation did what the model knows.
+    fn is_decided(self, said: &str) -> bool {
+        let unknown = said.lines().find_map(|line| line.strip_prefix(UNKNOWN));
+        if let Some(unknown) = unknown {
+            println!("{self:?} is not decided: the model does not know {unknown}");
+        }
+        unknown.is_none()
+    }
+
+    async fn run(self) {
+        let Self { first, count, partitions } = self;
+        let server = Server::start_set(Model::new(first), first, 1).await.unwrap();
+        let test = TestDb::passing(server.uri(), "app").await;
+        Run { partitions, ..Run::new(everything) }.histories_on(&test, first, count).await;
+        let unknown = server.model.unknown();
+        if !unknown.is_empty() {
+            println!("{UNKNOWN}{unknown:?}");
+        }
+        say(&server, &test);
+    }
+}
+
+impl FromStr for Cluster {
+    type Err = ParseIntError;
+
+    fn from_str(text: &str) -> Result<Self, ParseIntError> {
+        let mut numbers = text.split(' ');
+        let mut number = || numbers.next().unwrap_or_default();
+        let (first, count) = (number().parse()?, number().parse()?);
+        Ok(Self { first, count, partitions: [number().parse()?, number().parse()?] })
+    }
+}
+
+#[test]
+#[ignore = "a part of other tests, in a process of its own"]
+fn without_faults() {
+    let cluster: Cluster = cluster();
+    denormd_seeded::simulate(cluster.first, || cluster.run());
+}
+
+#[test]
+#[ignore = "a part of other tests, in a process of its own"]
+fn with_faults() {
+    let scale: Scale = cluster();
+    denormd_seeded::simulate(scale.seed, || scale.run());
+}
+
+/// As many clusters at once as there are cores.
+fn many(partitions: [u32; 2], default: u64) {
     let begun = Instant::now();
     let seeds = seeds("DENORMD_SIMULATIONS", default);
-    let at_once = from_environment("DENORMD_AT_ONCE").unwrap_or(3);
     let firsts = seeds.clone().step_by(usize::try_from(WORLDS).unwrap());
-    let runs = firsts.map(|first| simulate(&run, first, WORLDS.min(seeds.end - first)));
-    let decided: Vec<bool> = stream::iter(runs).buffer_unordered(at_once).collect().await;
+    let clusters: Vec<Cluster> =
+        firsts.map(|first| Cluster { first, count: WORLDS.min(seeds.end - first), partitions }).collect();
+    let undecided = at_once(&clusters, |cluster| !cluster.is_decided(&cluster.simulate()));
     let minutes = begun.elapsed().max(Duration::from_millis(1)).as_secs_f64() / 60.0;
     println!("{:.0} seeds a minute", f64::from(u32::try_from(seeds.end - seeds.start).unwrap()) / minutes);
-    let undecided = decided.iter().filter(|decided| !**decided).count();
-    assert!(undecided * 20 <= decided.len(), "{undecided} of {} clusters are not decided", decided.len());
+    assert!(undecided * 20 <= clusters.len(), "{undecided} of {} clusters are not decided", clusters.len());
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn all_rules_converge_on_the_model() {
-    many(Run::new(everything), 60).await;
+/// The number of those for which it is true, computed by `DENORMD_AT_ONCE` threads (one for each core). A panic in one of them
+/// is one of the caller.
+fn at_once<T: Sync>(all: &[T], compute: impl Fn(&T) -> bool + Sync) -> usize {
+    let threads =
+        from_environment("DENORMD_AT_ONCE").unwrap_or_else(|| available_parallelism().map_or(1, NonZero::get));
+    let next = AtomicUsize::new(0);
+    let some =
+        || std::iter::from_fn(|| all.get(next.fetch_add(1, Ordering::Relaxed))).filter(|one| compute(one)).count();
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(some)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))).sum()
+    })
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn all_rules_converge_on_the_model_in_three_partitions() {
-    many(Run { partitions: [2, 3], ..Run::new(everything) }, 20).await;
+#[test]
+fn all_rules_converge_on_the_model() {
+    many([1, 1], 60);
 }
 
-/// Commands fail, primaries change, daemons are killed and frozen. Several clusters at once: most of their time is waiting.
-#[tokio::test(flavor = "multi_thread")]
-async fn all_rules_converge_whatever_fails() {
-    let (worlds, at_once) =
-        (from_environment("DENORMD_WORLDS").unwrap_or(10), from_environment("DENORMD_AT_ONCE").unwrap_or(2));
+#[test]
+fn all_rules_converge_on_the_model_in_three_partitions() {
+    many([2, 3], 20);
+}
+
+#[test]
+fn a_seed_replays_exactly() {
+    let cluster = Cluster { first: 1_000_001, count: 6, partitions: [2, 3] };
+    let first = digest(&cluster.simulate());
+    assert_eq!(digest(&cluster.simulate()), first);
+    assert_ne!(digest(&Cluster { first: 1_000_007, ..cluster }.simulate()), first);
+}
+
+/// Commands fail, primaries change, daemons are killed and cut off.
+#[test]
+fn all_rules_converge_whatever_fails() {
+    let worlds = from_environment("DENORMD_WORLDS").unwrap_or(10);
     let limit = Duration::from_secs(60 * from_environment("DENORMD_SHRINK_MINUTES").unwrap_or(2));
     let begun = Instant::now();
     let seeds = seeds("DENORMD_SIMULATIONS", 20);
-    let count = seeds.end - seeds.start;
-    let runs = (seeds.start..seeds.end).step_by(usize::try_from(worlds).unwrap()).map(|first| {
-        let scale = Scale::draw(first, worlds.min(seeds.end - first));
-        run_and_shrink(scale, limit)
+    let firsts: Vec<u64> = seeds.clone().step_by(usize::try_from(worlds).unwrap()).collect();
+    at_once(&firsts, |first| {
+        simulate_and_shrink(Scale::draw(*first, worlds.min(seeds.end - first)), limit);
+        true
     });
-    let mut runs = stream::iter(runs).buffer_unordered(at_once);
-    while runs.next().await.is_some() {}
-    println!(
-        "{:.0} seeds a minute with faults",
-        f64::from(u32::try_from(count).unwrap()) * 60.0 / begun.elapsed().as_secs_f64()
-    );
+    let count = f64::from(u32::try_from(seeds.end - seeds.start).unwrap());
+    println!("{:.0} seeds a minute with faults", count * 60.0 / begun.elapsed().as_secs_f64());
+}
+
+#[test]
+fn a_seed_with_faults_replays_exactly() {
+    let scale = Scale { daemons: 2, partitions: 2, ..Scale::draw(1_000_001, 3) };
+    assert_eq!(scale.simulate().unwrap(), scale.simulate().unwrap());
 }

@@ -6,13 +6,14 @@ use std::{
         Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use denormd_simulated::{Faults, Model};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+use tokio::time::Instant;
 
-use crate::support::running::Running;
+use super::instance::Instance;
 
 /// A kind of fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,11 +31,14 @@ pub enum Fault {
     /// The oplog no longer has what the streams have not read.
     OplogExpired,
     DaemonKilled,
-    DaemonFrozen,
+    /// It hands over, and starts again.
+    DaemonStopped,
+    /// For a time, nothing passes between it and the cluster.
+    DaemonDisconnected,
 }
 
 impl Fault {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Commands,
         Self::Election,
         Self::HeldBack,
@@ -42,7 +46,8 @@ impl Fault {
         Self::StreamsKilled,
         Self::OplogExpired,
         Self::DaemonKilled,
-        Self::DaemonFrozen,
+        Self::DaemonStopped,
+        Self::DaemonDisconnected,
     ];
 }
 
@@ -82,7 +87,7 @@ impl Weather {
     }
 
     /// Strikes until `over`, and ends every fault.
-    pub async fn strike(&mut self, daemons: &mut [Running], over: &AtomicBool, trace: &Trace) {
+    pub async fn strike(&mut self, daemons: &mut [Instance], over: &AtomicBool, trace: &Trace) {
         while !over.load(Ordering::Relaxed) {
             self.pause(50..400).await;
             let Some(fault) = self.kinds.choose(&mut self.random).copied() else { continue };
@@ -98,7 +103,7 @@ impl Weather {
         tokio::time::sleep(Duration::from_millis(self.random.random_range(milliseconds))).await;
     }
 
-    async fn one(&mut self, fault: Fault, daemons: &mut [Running], trace: &Trace) {
+    async fn one(&mut self, fault: Fault, daemons: &mut [Instance], trace: &Trace) {
         trace.add(format_args!("{fault:?} begins"));
         match fault {
             Fault::Commands => {
@@ -124,16 +129,23 @@ impl Weather {
             Fault::DaemonKilled => {
                 let nth = self.random.random_range(0..daemons.len());
                 daemons[nth].kill();
-                self.pause(0..1000).await;
+                self.pause(1..1000).await;
                 trace.add(format_args!("daemon {nth} starts again"));
-                daemons[nth].spawn();
+                daemons[nth].start();
             }
-            Fault::DaemonFrozen => {
+            Fault::DaemonStopped => {
                 let nth = self.random.random_range(0..daemons.len());
-                daemons[nth].signal("STOP");
-                trace.add(format_args!("daemon {nth} is frozen"));
+                daemons[nth].stop().await;
+                self.pause(1..1000).await;
+                trace.add(format_args!("daemon {nth} starts again"));
+                daemons[nth].start();
+            }
+            Fault::DaemonDisconnected => {
+                let nth = self.random.random_range(0..daemons.len());
+                daemons[nth].disconnect();
+                trace.add(format_args!("daemon {nth} is disconnected"));
                 self.pause(300..4000).await;
-                daemons[nth].signal("CONT");
+                daemons[nth].connect();
             }
         }
         trace.add(format_args!("{fault:?} is over"));

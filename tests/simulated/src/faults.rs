@@ -50,7 +50,7 @@ pub enum Strike {
 }
 
 impl Model {
-    /// Faults strike commands of the program of this name with these frequencies from now on.
+    /// Faults strike commands of the programs whose names begin like this with these frequencies from now on.
     pub fn afflict(&self, program: &str, faults: Faults) {
         self.state().faults = (program.to_owned(), faults);
     }
@@ -67,6 +67,39 @@ impl Model {
         self.wake();
     }
 
+    /// From now on, no command of this program is heard: its process was killed.
+    pub fn banish(&self, program: &str) {
+        self.state().banished.insert(program.to_owned());
+        self.wake();
+    }
+
+    /// Commands of this program, and the answers to them, wait until [`Model::connect`].
+    pub fn disconnect(&self, program: &str) {
+        self.state().disconnected.insert(program.to_owned());
+    }
+
+    /// Ends [`Model::disconnect`].
+    pub fn connect(&self, program: &str) {
+        self.state().disconnected.remove(program);
+        self.wake();
+    }
+
+    /// Waits while the program is disconnected. Returns false if it is banished.
+    pub(crate) async fn is_heard(&self, program: &str) -> bool {
+        loop {
+            let changed = self.changed();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            {
+                let state = self.state();
+                if state.banished.contains(program) || !state.disconnected.contains(program) {
+                    return !state.banished.contains(program);
+                }
+            }
+            changed.await;
+        }
+    }
+
     pub(crate) fn strike(&self, connection: &Connection, command: &Document) -> Strike {
         self.state().strike(connection, command)
     }
@@ -76,7 +109,8 @@ impl State {
     fn strike(&mut self, connection: &Connection, command: &Document) -> Strike {
         let (program, faults) = &self.faults;
         let (faults, name) = (*faults, command.keys().next().map(String::as_str).unwrap_or_default());
-        if *program != connection.program
+        if program.is_empty()
+            || !connection.program.starts_with(program)
             || ["hello", "isMaster", "ismaster", "endSessions", "killCursors"].contains(&name)
         {
             return Strike::Nothing;

@@ -7,6 +7,7 @@ use std::{
 };
 
 use bson::{Binary, Bson, DateTime, Document, Timestamp, doc, oid::ObjectId, spec::BinarySubtype};
+use denormd_model::clock;
 use denormd_mql::Collections;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use tokio::{
@@ -78,8 +79,12 @@ pub struct State {
     pub topology: watch::Sender<Topology>,
     /// Milliseconds by which the primary's clock is ahead of this machine's.
     pub skew: i64,
-    /// The program whose commands faults strike, and their frequencies.
+    /// The beginning of the names of the programs whose commands faults strike, and their frequencies.
     pub faults: (String, Faults),
+    /// The programs whose commands are never heard again.
+    pub banished: BTreeSet<String>,
+    /// The programs whose commands and answers wait.
+    pub disconnected: BTreeSet<String>,
     pub struck: BTreeMap<&'static str, u32>,
     pub draws: StdRng,
     unknown: BTreeSet<String>,
@@ -106,7 +111,7 @@ impl Model {
     /// An empty cluster.
     #[must_use]
     pub fn new(seed: u64) -> Self {
-        let now = DateTime::now().timestamp_millis();
+        let now = clock::wall_millis();
         let start = Timestamp { time: u32::try_from(now / 1000).unwrap_or_default(), increment: 1 };
         let state = State {
             data: Collections::new(),
@@ -129,6 +134,8 @@ impl Model {
             topology: watch::channel(Topology::default()).0,
             skew: 0,
             faults: (String::new(), Faults::default()),
+            banished: BTreeSet::new(),
+            disconnected: BTreeSet::new(),
             struck: BTreeMap::new(),
             draws: StdRng::seed_from_u64(seed ^ 0x6661_756c),
             unknown: BTreeSet::new(),
@@ -269,7 +276,7 @@ impl State {
 
     /// The primary's clock, in milliseconds since 1970.
     pub fn millis(&self) -> i64 {
-        DateTime::now().timestamp_millis() + self.skew
+        clock::wall_millis() + self.skew
     }
 
     /// A no-op entry every ten seconds, as on a server.

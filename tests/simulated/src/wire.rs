@@ -24,6 +24,8 @@ use crate::{
 const OP_REPLY: i32 = 1;
 const OP_QUERY: i32 = 2004;
 const OP_MSG: i32 = 2013;
+/// The port of the first member of a set.
+const PORT: u16 = 27017;
 /// The sender of a message expects no reply.
 const MORE_TO_COME: u32 = 2;
 
@@ -44,18 +46,28 @@ struct Request {
 impl Server {
     /// Listens on a port as the only member; 0 for any port.
     pub async fn start(model: Model, port: u16) -> io::Result<Self> {
-        Self::listen(model, &[port]).await
+        Self::listen(model, &[(Ipv4Addr::LOCALHOST, port)]).await
     }
 
-    /// Listens as a set of so many members, the first of which is the primary.
-    pub async fn start_set(model: Model, members: usize) -> io::Result<Self> {
-        Self::listen(model, &vec![0; members]).await
+    /// Listens as a set of so many members, the first of which is the primary. Their addresses follow from the seed, so that
+    /// they are the same when it is run again; while they are taken, others do.
+    pub async fn start_set(model: Model, seed: u64, members: u16) -> io::Result<Self> {
+        let mut seed = seed;
+        loop {
+            let [.., first, second, third] = seed.to_be_bytes();
+            let address = Ipv4Addr::new(127, first | 1, second, third);
+            let addresses: Vec<_> = (0..members).map(|member| (address, PORT + member)).collect();
+            match Self::listen(model.clone(), &addresses).await {
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => seed = seed.rotate_left(8) ^ 1,
+                started => return started,
+            }
+        }
     }
 
-    async fn listen(model: Model, ports: &[u16]) -> io::Result<Self> {
+    async fn listen(model: Model, addresses: &[(Ipv4Addr, u16)]) -> io::Result<Self> {
         let mut listeners = Vec::new();
-        for port in ports {
-            listeners.push(TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).await?);
+        for address in addresses {
+            listeners.push(TcpListener::bind(*address).await?);
         }
         let addresses: Vec<SocketAddr> = listeners.iter().map(TcpListener::local_addr).collect::<Result<_, _>>()?;
         model.state().members = addresses.iter().map(ToString::to_string).collect();
@@ -70,6 +82,12 @@ impl Server {
             });
         }
         Ok(Self { model, addresses })
+    }
+
+    /// The address of the first member.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.addresses[0]
     }
 
     /// The connection string.
@@ -94,7 +112,13 @@ async fn serve(mut stream: TcpStream, model: Model, member: usize) -> io::Result
         if let Some(program) = program(&request.command) {
             program.clone_into(&mut connection.program);
         }
+        if !model.is_heard(&connection.program).await {
+            return Ok(());
+        }
         let Some(reply) = struck(&model, &connection, &request.command).await else { return Ok(()) };
+        if !model.is_heard(&connection.program).await {
+            return Ok(());
+        }
         if request.flags & MORE_TO_COME == 0 {
             stream.write_all(&framed(request.id, request.code, &reply)?).await?;
         }

@@ -1,13 +1,10 @@
 //! Requests to a running daemon: signals, and changes of its files.
 
-use std::{
-    io,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::{io, path::PathBuf, time::Duration};
 
 #[cfg(unix)]
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::{sync::oneshot, time::Instant};
 
 use denormd_mongo::error::Error;
 use denormd_rules::config::{self, file};
@@ -24,6 +21,33 @@ pub enum Wake {
     Stop,
     /// Read the config again.
     Reload,
+}
+
+/// The source of requests.
+enum Source {
+    System(System),
+    /// Another task of this process, as in simulations: it stops the daemon, once.
+    Task(oneshot::Receiver<()>),
+}
+
+impl Source {
+    async fn next(&mut self) -> Wake {
+        match self {
+            Self::System(system) => system.next().await,
+            Self::Task(_) => {
+                self.stop().await;
+                Wake::Stop
+            }
+        }
+    }
+
+    async fn stop(&mut self) {
+        match self {
+            Self::System(system) => system.stop().await,
+            Self::Task(asked) if asked.is_terminated() => std::future::pending().await,
+            Self::Task(asked) => drop(asked.await),
+        }
+    }
 }
 
 /// The signals of the system: SIGTERM and SIGINT stop, SIGHUP reloads.
@@ -82,7 +106,7 @@ impl System {
 
 /// Receives signals and watches files.
 pub struct Signals {
-    system: System,
+    source: Source,
     paths: Vec<PathBuf>,
     /// Files with secrets that the config names.
     named: Vec<PathBuf>,
@@ -97,16 +121,20 @@ impl Signals {
     /// Starts to receive signals and to watch the files.
     pub fn listen(paths: &[PathBuf]) -> Result<Self, Error> {
         let unheard = |error| Error::internal(format!("signals cannot be handled: {error}"));
-        let mut signals = Self {
-            system: System::listen().map_err(unheard)?,
-            paths: paths.to_vec(),
-            named: Vec::new(),
-            seen: None,
-            again: None,
-            repeated: false,
-        };
+        Ok(Self::from(Source::System(System::listen().map_err(unheard)?), paths))
+    }
+
+    /// Stops when another task says so, or is gone, and watches the files.
+    #[must_use]
+    pub fn until(asked: oneshot::Receiver<()>, paths: &[PathBuf]) -> Self {
+        Self::from(Source::Task(asked), paths)
+    }
+
+    fn from(source: Source, paths: &[PathBuf]) -> Self {
+        let paths = paths.to_vec();
+        let mut signals = Self { source, paths, named: Vec::new(), seen: None, again: None, repeated: false };
         signals.seen = signals.look();
-        Ok(signals)
+        signals
     }
 
     /// Also watches these files, which the config names.
@@ -123,6 +151,7 @@ impl Signals {
     }
 
     /// True if the current reload repeats the last one: neither a signal nor a change of the files has requested it.
+    #[must_use]
     pub fn is_repeated(&self) -> bool {
         self.repeated
     }
@@ -141,7 +170,7 @@ impl Signals {
         let mut tick = tokio::time::interval(LOOK);
         self.repeated = loop {
             tokio::select! {
-                wake = self.system.next() => match wake {
+                wake = self.source.next() => match wake {
                     Wake::Reload => break false,
                     Wake::Stop => return Wake::Stop,
                 },
@@ -163,6 +192,6 @@ impl Signals {
 
     /// Waits for a signal to stop.
     pub async fn stop(&mut self) {
-        self.system.stop().await;
+        self.source.stop().await;
     }
 }

@@ -1,10 +1,6 @@
 //! Runs the same cases in a real pipeline, in databases that are created for each case and dropped after it.
 
-use std::{
-    collections::BTreeMap,
-    sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use bson::{Bson, Document, doc};
 use secrecy::SecretString;
@@ -18,7 +14,7 @@ use denormd_engine::{
     pipeline,
     reconcile::{Context, applied::put, compare::value_at},
 };
-use denormd_model::partition::Partition;
+use denormd_model::{clock::wall_millis, partition::Partition};
 use denormd_mongo::{
     Reads, Server, connect,
     error::{Error, Kind, Result},
@@ -46,7 +42,6 @@ pub(super) struct Scratch {
 impl Scratch {
     pub async fn connect(loaded: &Loaded, uri: &SecretString) -> Result<Self> {
         let server = Server::new(connect::connect(uri).await?);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let config = &loaded.config;
         // The cases run without a removal limit.
         let limits =
@@ -56,7 +51,7 @@ impl Scratch {
             limits,
             ttl: config.lease.ttl,
             deployment: config.name.clone(),
-            prefix: format!("denormd_test_{:x}_{:x}", now.as_millis(), std::process::id()),
+            prefix: format!("denormd_test_{:x}_{:x}", wall_millis(), std::process::id()),
             cases: 0,
         })
     }

@@ -4,7 +4,9 @@
 //! writes and reads wait, and finally the server's flow control slows down all writers. So a page waits while the
 //! majority lags behind.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use crate::{reconcile::Context, snapshot::HeldBack};
 use denormd_mongo::{error::Result, primary::majority_lag};
@@ -54,7 +56,7 @@ impl<'a> Pace<'a> {
         if self.due > now && self.per_second().is_some() {
             why = Some(HeldBack::Limit);
             self.tell(why);
-            tokio::time::sleep_until(self.due.into()).await;
+            tokio::time::sleep_until(self.due).await;
         }
         while self.is_behind().await? {
             why = Some(HeldBack::MajorityBehind);

@@ -4,8 +4,10 @@ use std::{
     collections::{HashMap, HashSet},
     hash::{BuildHasher, RandomState},
     sync::Mutex,
-    time::{Duration, Instant},
+    time::Duration,
 };
+
+use tokio::time::Instant;
 
 use super::locked;
 use denormd_model::key::Key;

@@ -1,10 +1,8 @@
 //! Traits of the rules' data that reads and writes have shown.
 
-use std::{
-    collections::HashMap,
-    sync::Mutex,
-    time::{Duration, Instant},
-};
+use std::{collections::HashMap, sync::Mutex, time::Duration};
+
+use tokio::time::Instant;
 
 use super::locked;
 use crate::{
