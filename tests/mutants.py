@@ -35,7 +35,7 @@ CARGO = os.environ.get("CARGO", "cargo")
 # A test that takes longer hangs.
 PATIENCE_SECONDS = 600
 # The tests on the simulated server, which need no other.
-SIMULATOR = "simulated::all_rules_converge_on_the_model"
+SIMULATOR = "simulated::all_rules_converge"
 
 
 def say(text=""):
@@ -153,9 +153,9 @@ def simulated(mutant, seeds):
 
 
 def seed_found(log):
-    """The lowest seed that a log names."""
-    seeds = re.findall(r"DENORMD_SEED=(\d+)", log.read_text(encoding="utf-8", errors="replace"))
-    return f" with seed {min(map(int, seeds))}" if seeds else ""
+    """The first seed of the first cluster that a log says how to replay."""
+    seeds = re.findall(r"DENORMD_CLUSTER='(\d+) ", log.read_text(encoding="utf-8", errors="replace"))
+    return f" with a seed from {min(map(int, seeds))} on" if seeds else ""
 
 
 def main():

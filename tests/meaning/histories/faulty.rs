@@ -17,6 +17,7 @@ use std::{
 use bson::{Bson, Document, Timestamp, doc};
 use denormd::server::client;
 use denormd_fixture::TestDb;
+use denormd_model::clock;
 use denormd_oracle::{Odd, Options};
 use denormd_simulated::{Model, Server};
 use mongodb::Database;
@@ -26,7 +27,7 @@ use tokio::time::Instant;
 use super::{
     History, Step,
     instance::Instance,
-    perform, scanning,
+    perform, reload, scanning,
     simulated::{digest, in_a_process, say},
     weather::{Fault, Trace, Weather},
 };
@@ -45,11 +46,23 @@ const LINES: usize = 400;
 const WORLD: &str = "diverging world: ";
 /// The beginning of a failure that is one of the model.
 const UNKNOWN: &str = "the model does not know";
+/// Time by which running daemons have read another config.
+const RELOADED: Duration = Duration::from_secs(3);
 /// Time for which nothing may be written at the end.
 const QUIET: Duration = Duration::from_millis(300);
 
 fn everything(prefix: String) -> Options {
     Options { mixed_composite: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
+}
+
+/// True for a world in which the application writes the copies as well, by its seed.
+fn is_overwritten(seed: u64) -> bool {
+    seed % 4 == 3
+}
+
+fn options(seed: u64) -> fn(String) -> Options {
+    let overwritten = |prefix| Options { write_owned: true, ..everything(prefix) };
+    if is_overwritten(seed) { overwritten } else { everything }
 }
 
 /// The dimensions of a run, which a failure makes smaller.
@@ -60,7 +73,8 @@ pub struct Scale {
     pub worlds: Vec<u64>,
     pub rounds: usize,
     pub daemons: u16,
-    pub partitions: u32,
+    /// Their numbers in the first round, and in the others.
+    pub partitions: [u32; 2],
     pub faults: BTreeSet<Fault>,
 }
 
@@ -84,7 +98,8 @@ impl Scale {
     /// The dimensions for these worlds, drawn from the first one's seed.
     pub fn draw(first: u64, worlds: u64) -> Self {
         let daemons = 1 + u16::try_from(first % 3).unwrap();
-        let partitions = 1 + u32::try_from(first / 3 % 3).unwrap();
+        let [before, after] = [first / 3, first / 9].map(|drawn| 1 + u32::try_from(drawn % 3).unwrap());
+        let partitions = if first.is_multiple_of(2) { [before, after] } else { [before, before] };
         let worlds = (first..first + worlds).collect();
         Self { seed: first, worlds, rounds: 2, daemons, partitions, faults: Fault::ALL.into() }
     }
@@ -110,8 +125,11 @@ impl Scale {
         if self.daemons > 1 {
             out.push(Self { daemons: 1, ..self.clone() });
         }
-        if self.partitions > 1 {
-            out.push(Self { partitions: 1, ..self.clone() });
+        let [before, after] = self.partitions;
+        for partitions in [[1, 1], [before, before], [after, after]] {
+            if partitions != self.partitions && before.max(after) > 1 {
+                out.push(Self { partitions, ..self.clone() });
+            }
         }
         if self.rounds > 1 {
             out.push(Self { rounds: 1, ..self.clone() });
@@ -157,12 +175,16 @@ impl Scale {
     async fn play(&self, server: &Server, test: &TestDb, trace: &Trace) -> Result<()> {
         let db = test.database();
         let mut histories: Vec<History> =
-            self.worlds.iter().map(|seed| History::draw(*seed, everything, &test.name)).collect();
+            self.worlds.iter().map(|seed| History::draw(*seed, options(*seed), &test.name)).collect();
         prepare(&db, &mut histories).await;
         let mut daemons = self.start(server, test, &histories).await;
         let addresses: Vec<SocketAddr> = daemons.iter().map(|daemon| daemon.address).collect();
         let mut weather = Weather::new(self.seed, server.model.clone(), &self.faults);
         for round in 0..self.rounds {
+            if round == 1 {
+                trace.add("another config");
+                self.configure(test, &mut histories, &mut daemons).await;
+            }
             let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
             let over = AtomicBool::new(false);
             let stop = AtomicBool::new(false);
@@ -192,14 +214,39 @@ impl Scale {
         Ok(())
     }
 
-    async fn start(&self, server: &Server, test: &TestDb, histories: &[History]) -> Vec<Instance> {
+    /// Another config in the middle: other rules if `DENORMD_RELOADS` is set, which running daemons read, and another number of
+    /// partitions, for which they start again.
+    async fn configure(&self, test: &TestDb, histories: &mut [History], daemons: &mut [Instance]) {
+        if reload::is_on() {
+            histories.iter_mut().for_each(History::reload);
+        }
+        let [before, after] = self.partitions;
+        let text = Self::config(test, histories, after);
+        Daemon::prepare(&load(&text)).await;
+        for daemon in daemons.iter_mut() {
+            if before != after {
+                daemon.stop().await;
+            }
+            daemon.configure(&text);
+            if before != after {
+                daemon.start();
+            }
+        }
+        tokio::time::sleep(RELOADED).await;
+    }
+
+    fn config(test: &TestDb, histories: &[History], partitions: u32) -> String {
         let adopted = |rule: Document| rule.into_iter().chain(doc! {"adopt": true}).collect::<Document>();
         let rules: Vec<Document> = histories.iter().flat_map(scanning).map(adopted).collect();
         let rules =
             rules_as_json(&rules).replacen('[', &format!("[{MARKER}{}", if rules.is_empty() { "" } else { "," }), 1);
         let limits = "limits: { write_timeout_seconds: 1, ";
         let text = config(test, &rules).replace("limits: { ", limits);
-        let text = format!("{text}lease: {{ ttl_seconds: 2, partitions: {} }}\n", self.partitions);
+        format!("{text}lease: {{ ttl_seconds: 2, partitions: {partitions} }}\n")
+    }
+
+    async fn start(&self, server: &Server, test: &TestDb, histories: &[History]) -> Vec<Instance> {
+        let text = Self::config(test, histories, self.partitions[0]);
         Daemon::prepare(&load(&text)).await;
         let instance = |nth| Instance::new(&text, nth, server.address().ip(), server.model.clone());
         let mut daemons: Vec<Instance> = (0..self.daemons).map(instance).collect();
@@ -211,10 +258,10 @@ impl Scale {
 /// As [`Scale::from_str`] reads it.
 impl Display for Scale {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seed, worlds, rounds, daemons, partitions, faults } = self;
+        let Self { seed, worlds, rounds, daemons, partitions: [before, after], faults } = self;
         let worlds: Vec<String> = worlds.iter().map(ToString::to_string).collect();
         let faults: Vec<String> = faults.iter().map(|fault| format!("{fault:?}")).collect();
-        write!(f, "{seed} {} {rounds} {daemons} {partitions} {}", worlds.join(","), faults.join(","))
+        write!(f, "{seed} {} {rounds} {daemons} {before} {after} {}", worlds.join(","), faults.join(","))
     }
 }
 
@@ -229,7 +276,7 @@ impl FromStr for Scale {
             worlds: part().split(',').map(str::parse).collect::<Result<_, _>>()?,
             rounds: part().parse()?,
             daemons: part().parse()?,
-            partitions: part().parse()?,
+            partitions: [part().parse()?, part().parse()?],
             faults: {
                 let names: Vec<&str> = part().split(',').collect();
                 Fault::ALL.into_iter().filter(|fault| names.contains(&&*format!("{fault:?}"))).collect()
@@ -308,14 +355,15 @@ async fn acknowledged(instance: SocketAddr, path: &str) -> Option<Vec<String>> {
 
 /// Fails if a copy of this world is wrong although no dead letter explains it.
 async fn check(history: &History, db: &Database) -> Result<()> {
-    let found = history.check(db).await;
+    let found = if is_overwritten(history.seed) { Vec::new() } else { history.check(db).await };
     if found.is_empty() || !dead_letters(db, history.seed).await.is_empty() {
         return Ok(());
     }
     Err(Failed { seed: Some(history.seed), text: found.join("\n") })
 }
 
-/// Fails if a copy of this world stays wrong. A key with a dead letter is up to date only after a retry.
+/// Fails if a copy of this world stays wrong. A key with a dead letter is up to date only after a retry, and a copy that the
+/// application has overwritten after a repair.
 async fn check_after_retries(history: &History, db: &Database, instances: &[SocketAddr]) -> Result<()> {
     let begun = Instant::now();
     loop {
@@ -324,10 +372,10 @@ async fn check_after_retries(history: &History, db: &Database, instances: &[Sock
         if found.is_empty() {
             return Ok(());
         }
-        if letters.is_empty() || begun.elapsed() > PATIENCE {
+        if (letters.is_empty() && !is_overwritten(history.seed)) || begun.elapsed() > PATIENCE {
             return Err(Failed { seed: Some(history.seed), text: [found, letters].concat().join("\n") });
         }
-        let ask = doc! {"q": {}, "u": {"$set": {"asked": bson::DateTime::now()}}, "multi": true};
+        let ask = doc! {"q": {}, "u": {"$set": {"asked": clock::now()}}, "multi": true};
         state_of(db).run_command(doc! {"update": "dead_letters", "updates": [ask]}).await.ok();
         tokio::time::sleep(Duration::from_millis(500)).await;
         acknowledged(instances[0], "/v1/wait?timeout=5").await;

@@ -1,6 +1,9 @@
 //! The whole daemon in the process of a simulation, with its lease, its HTTP server and everything else that it starts.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+};
 
 use denormd::commands::{
     Failure,
@@ -18,6 +21,7 @@ const PORT: u16 = 28000;
 pub struct Instance {
     pub address: SocketAddr,
     model: Model,
+    folder: tempfile::TempDir,
     config: String,
     nth: u16,
     /// The number of times it was started: the cluster tells its lives apart.
@@ -30,9 +34,24 @@ pub struct Instance {
 impl Instance {
     /// A complete config, whose address is replaced. Nothing runs yet.
     pub fn new(config: &str, nth: u16, address: IpAddr, model: Model) -> Self {
-        let address = SocketAddr::new(address, PORT + nth);
-        let config = config.replace("127.0.0.1:0", &address.to_string());
-        Self { address, model, config, nth, life: 0, asked: None, running: None }
+        let (address, folder) = (SocketAddr::new(address, PORT + nth), tempfile::tempdir().unwrap());
+        Self { address, model, folder, config: config.to_owned(), nth, life: 0, asked: None, running: None }
+    }
+
+    /// Gives it another config, which it reads within a second if it runs.
+    pub fn configure(&mut self, config: &str) {
+        config.clone_into(&mut self.config);
+        std::fs::write(self.file(), self.text()).unwrap();
+    }
+
+    fn file(&self) -> PathBuf {
+        self.folder.path().join("denormd.yaml")
+    }
+
+    /// The config with the address and the name of this life.
+    fn text(&self) -> String {
+        let with_name = format!("replicaSet=rs0&appName={}", self.program());
+        self.config.replace("127.0.0.1:0", &self.address.to_string()).replacen("replicaSet=rs0", &with_name, 1)
     }
 
     /// The name that it tells the cluster.
@@ -44,10 +63,10 @@ impl Instance {
         self.life += 1;
         let (ask, asked) = oneshot::channel();
         self.asked = Some(ask);
-        let with_name = format!("replicaSet=rs0&appName={}", self.program());
-        let loaded = load(&self.config.replacen("replicaSet=rs0", &with_name, 1));
-        let signals = Signals::until(asked, &[]);
-        self.running = Some(tokio::spawn(until_stopped(&[], loaded, true, signals)));
+        let (paths, text) = ([self.file()], self.text());
+        std::fs::write(&paths[0], &text).unwrap();
+        let (loaded, signals) = (load(&text), Signals::until(asked, &paths));
+        self.running = Some(tokio::spawn(async move { until_stopped(&paths, loaded, true, signals).await }));
     }
 
     /// Ends it at this moment. What it has left in this process is never heard again.
