@@ -179,12 +179,17 @@ impl Scale {
         prepare(&db, &mut histories).await;
         let mut daemons = self.start(server, test, &histories).await;
         let addresses: Vec<SocketAddr> = daemons.iter().map(|daemon| daemon.address).collect();
-        let mut weather = Weather::new(self.seed, server.model.clone(), &self.faults);
+        let mut weather = Weather::new(self.seed, server.model.clone(), &self.faults, test);
         for round in 0..self.rounds {
             if round == 1 {
                 trace.add("another config");
                 self.configure(test, &mut histories, &mut daemons).await;
             }
+            weather.rules = histories
+                .iter()
+                .flat_map(|history| &history.rules)
+                .map(|rule| rule.get_str("name").unwrap().to_owned())
+                .collect();
             let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
             let over = AtomicBool::new(false);
             let stop = AtomicBool::new(false);

@@ -9,6 +9,9 @@ use std::{
     time::Duration,
 };
 
+use denormd_engine::checkpoint::store::Store;
+use denormd_fixture::TestDb;
+use denormd_mongo::Server;
 use denormd_simulated::{Faults, Model};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 use tokio::time::Instant;
@@ -35,10 +38,12 @@ pub enum Fault {
     DaemonStopped,
     /// For a time, nothing passes between it and the cluster.
     DaemonDisconnected,
+    /// An operator asks for the backfill of a rule, or pauses it for a time.
+    Operator,
 }
 
 impl Fault {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Commands,
         Self::Election,
         Self::HeldBack,
@@ -48,6 +53,7 @@ impl Fault {
         Self::DaemonKilled,
         Self::DaemonStopped,
         Self::DaemonDisconnected,
+        Self::Operator,
     ];
 }
 
@@ -78,12 +84,17 @@ pub struct Weather {
     random: StdRng,
     kinds: Vec<Fault>,
     primary: usize,
+    /// The operator's connection, and the database of the state.
+    operator: (Server, String),
+    /// The rules that the operator knows.
+    pub rules: Vec<String>,
 }
 
 impl Weather {
-    pub fn new(seed: u64, model: Model, kinds: &BTreeSet<Fault>) -> Self {
+    pub fn new(seed: u64, model: Model, kinds: &BTreeSet<Fault>, test: &TestDb) -> Self {
         let random = StdRng::seed_from_u64(seed ^ 0x7765_6174);
-        Self { model, random, kinds: kinds.iter().copied().collect(), primary: 0 }
+        let operator = (Server::new(test.client.clone()), test.beside("state").name().to_owned());
+        Self { model, random, kinds: kinds.iter().copied().collect(), primary: 0, operator, rules: Vec::new() }
     }
 
     /// Strikes until `over`, and ends every fault.
@@ -147,8 +158,22 @@ impl Weather {
                 self.pause(300..4000).await;
                 daemons[nth].connect();
             }
+            Fault::Operator => self.ask(trace).await,
         }
         trace.add(format_args!("{fault:?} is over"));
+    }
+
+    /// An operator's requests may fail, as other commands do.
+    async fn ask(&mut self, trace: &Trace) {
+        let Some(rule) = self.rules.choose(&mut self.random) else { return };
+        let pause = self.random.random_bool(0.5).then(|| Duration::from_millis(self.random.random_range(100..3000)));
+        trace.add(format_args!("{rule}: {}", if pause.is_some() { "pause" } else { "backfill" }));
+        let (server, database) = &self.operator;
+        let Ok(store) = Store::open(server, database, "default").await else { return };
+        match pause {
+            Some(time) => drop(store.pause(server, rule, Some(time)).await),
+            None => drop(store.ask(server, rule).await),
+        }
     }
 
     fn rates(&mut self) -> Faults {
