@@ -485,6 +485,9 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
         let Ok(answer) = client::get(instance, "/v1/status", Duration::from_millis(500)).await else { continue };
         let Ok(status) = answer.json::<Value>() else { continue };
         let Some(as_of) = status["current"]["as_of"].as_str().and_then(cluster_time) else { continue };
+        if model.is_behind() {
+            continue;
+        }
         let find = doc! {"find": "marked", "filter": {}, "readConcern": {"level": "majority"}, "$db": &test.name};
         let reply = model.run(find).await;
         let Ok(rows) = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch")) else { continue };

@@ -25,6 +25,8 @@ pub enum Fault {
     Commands,
     /// Another member becomes the primary.
     Election,
+    /// The same, and the new primary serves majority reads that lack what the former one has served.
+    LateNews,
     /// For a time, no write is majority-committed.
     HeldBack,
     /// The same, and then those writes are rolled back by an election.
@@ -43,9 +45,10 @@ pub enum Fault {
 }
 
 impl Fault {
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Commands,
         Self::Election,
+        Self::LateNews,
         Self::HeldBack,
         Self::Rollback,
         Self::StreamsKilled,
@@ -125,6 +128,7 @@ impl Weather {
                 self.model.afflict("denormd", Faults::default());
             }
             Fault::Election => self.election(trace).await,
+            Fault::LateNews => self.late_news(trace).await,
             Fault::HeldBack => {
                 self.model.hold_back();
                 self.pause(50..800).await;
@@ -191,5 +195,15 @@ impl Weather {
         let skew = self.random.random_range(-400..400);
         self.model.elect(self.primary, skew);
         trace.add(format_args!("member {} is the primary, its clock is {skew} ms ahead", self.primary));
+    }
+
+    /// The new primary learns late what the former one had seen a majority acknowledge.
+    async fn late_news(&mut self, trace: &Trace) {
+        let known = self.model.majority();
+        self.pause(20..500).await;
+        self.election(trace).await;
+        self.model.fall_behind(known);
+        self.pause(50..800).await;
+        self.model.replicate();
     }
 }

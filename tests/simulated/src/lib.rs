@@ -23,6 +23,7 @@ mod wire;
 mod write;
 
 pub use faults::Faults;
+pub use replication::Held;
 pub use replies::{Failure, UNKNOWN};
 pub use state::Model;
 pub use wire::Server;

@@ -2,8 +2,9 @@
 //!
 //! One store serves every member, and only the primary runs commands on it. While replication is held back, a snapshot of the
 //! store is what a majority has: majority reads and change streams see that, and writes with a majority write concern wait.
-//! An election makes the later writes disappear, as a rollback would. Not modelled: a former primary that still takes
-//! writes, reads on a secondary, and a secondary that lags behind the majority.
+//! An election makes the later writes disappear, as a rollback would. A new primary may also know less than the former one of
+//! what a majority has: then it is the same for a time, and nothing disappears. Not modelled: a former primary that still takes
+//! writes, and reads on a secondary.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -32,8 +33,11 @@ pub struct Topology {
     pub step_downs: u64,
 }
 
-/// The state of the majority while replication is held back.
+/// The state of the majority while replication is held back, as the primary knows it.
+#[derive(Clone)]
 pub struct Held {
+    /// True if an election makes all later writes disappear.
+    is_all: bool,
     data: Collections,
     collections: BTreeMap<String, Meta>,
     length: usize,
@@ -57,15 +61,26 @@ impl Model {
     pub fn hold_back(&self) {
         let mut state = self.state();
         if state.held.is_none() {
-            let held = Held {
-                data: state.data.clone(),
-                collections: state.collections.clone(),
-                length: state.oplog.len(),
-                last: state.last,
-                committed: state.committed.clone(),
-            };
-            state.held = Some(Box::new(held));
+            state.held = Some(state.majority(true));
         }
+    }
+
+    /// The state of the majority, for [`Model::fall_behind`].
+    #[must_use]
+    pub fn majority(&self) -> Box<Held> {
+        let state = self.state();
+        state.held.clone().unwrap_or_else(|| state.majority(false))
+    }
+
+    /// Lets the primary know no more of the majority than this, until [`Model::replicate`].
+    pub fn fall_behind(&self, known: Box<Held>) {
+        self.state().held = Some(known);
+    }
+
+    /// True if a majority read lacks what a majority has.
+    #[must_use]
+    pub fn is_behind(&self) -> bool {
+        self.state().held.as_ref().is_some_and(|held| !held.is_all)
     }
 
     /// Lets replication continue: everything is majority-committed.
@@ -80,8 +95,8 @@ impl Model {
         state.primary = None;
         state.cursors.clear();
         state.transactions.clear();
-        if let Some(held) = state.held.take() {
-            let Held { data, collections, length, last, committed } = *held;
+        if let Some(held) = state.held.take().filter(|held| held.is_all) {
+            let Held { data, collections, length, last, committed, .. } = *held;
             (state.data, state.collections, state.last, state.committed) = (data, collections, last, committed);
             state.oplog.truncate(length);
         }
@@ -148,6 +163,17 @@ impl Model {
 }
 
 impl State {
+    fn majority(&self, is_all: bool) -> Box<Held> {
+        Box::new(Held {
+            is_all,
+            data: self.data.clone(),
+            collections: self.collections.clone(),
+            length: self.oplog.len(),
+            last: self.last,
+            committed: self.committed.clone(),
+        })
+    }
+
     /// True if an election has not closed the connection.
     pub fn is_open(&self, connection: &Connection) -> bool {
         self.topology.borrow().step_downs == connection.step_downs
