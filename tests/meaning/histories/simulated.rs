@@ -4,6 +4,7 @@
 use std::{
     fmt::Debug,
     hash::{DefaultHasher, Hash, Hasher},
+    io::{Read, Seek},
     num::{NonZero, ParseIntError},
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     process::Command,
@@ -22,7 +23,7 @@ use super::{
     faulty::{Scale, simulate_and_shrink},
     seeds,
 };
-use crate::support::seeds::from_environment;
+use crate::support::{running::Started, seeds::from_environment};
 
 /// The odd kinds of worlds that the model knows.
 const KNOWN: &[Odd] = &[Odd::Empty, Odd::Collections, Odd::PreImages, Odd::Failing, Odd::Echo, Odd::EdgeIds];
@@ -30,6 +31,9 @@ const KNOWN: &[Odd] = &[Odd::Empty, Odd::Collections, Odd::PreImages, Odd::Faili
 /// The beginnings of lines that a process says to its parent.
 const UNKNOWN: &str = "unknown to the model: ";
 const DIGEST: &str = "digest: ";
+
+/// A simulation that takes longer repeats something while no time passes.
+const ENDLESS: Duration = Duration::from_secs(900);
 
 /// The most worlds under one daemon.
 const WORLDS: u64 = 20;
@@ -42,15 +46,27 @@ fn everything(prefix: String) -> Options {
 /// Returns true if it has passed, and what it said.
 pub fn in_a_process(name: &str, cluster: &str) -> (bool, String) {
     let name = format!("{}::{name}", module_path!().split_once("::").unwrap().1);
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", &name, "--nocapture"])
-        .env("DENORMD_CLUSTER", cluster)
-        .output()
-        .unwrap();
-    let said = [output.stderr, output.stdout].concat();
-    let said = String::from_utf8_lossy(&said).into_owned();
+    let mut said = tempfile::tempfile().unwrap();
+    let mut child = Started(
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", &name, "--nocapture"])
+            .env("DENORMD_CLUSTER", cluster)
+            .stdout(said.try_clone().unwrap())
+            .stderr(said.try_clone().unwrap())
+            .spawn()
+            .unwrap(),
+    );
+    let begun = Instant::now();
+    while child.is_running() && begun.elapsed() < ENDLESS {
+        thread::sleep(Duration::from_millis(20));
+    }
+    let has_passed = child.0.try_wait().unwrap().is_some_and(|status| status.success());
+    let mut text = Vec::new();
+    said.rewind().unwrap();
+    said.read_to_end(&mut text).unwrap();
+    let text = String::from_utf8_lossy(&text).into_owned();
     // A name that no test has would pass, too.
-    (output.status.success() && said.contains(DIGEST), said)
+    (has_passed && text.contains(DIGEST), text)
 }
 
 /// The cluster that this process simulates.

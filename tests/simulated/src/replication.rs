@@ -61,20 +61,20 @@ impl Model {
     pub fn hold_back(&self) {
         let mut state = self.state();
         if state.held.is_none() {
-            state.held = Some(state.majority(true));
+            state.held = Some(Box::new(state.majority(true)));
         }
     }
 
     /// The state of the majority, for [`Model::fall_behind`].
     #[must_use]
-    pub fn majority(&self) -> Box<Held> {
+    pub fn majority(&self) -> Held {
         let state = self.state();
-        state.held.clone().unwrap_or_else(|| state.majority(false))
+        state.held.as_deref().cloned().unwrap_or_else(|| state.majority(false))
     }
 
     /// Lets the primary know no more of the majority than this, until [`Model::replicate`].
-    pub fn fall_behind(&self, known: Box<Held>) {
-        self.state().held = Some(known);
+    pub fn fall_behind(&self, known: Held) {
+        self.state().held = Some(Box::new(known));
     }
 
     /// True if a majority read lacks what a majority has.
@@ -163,15 +163,15 @@ impl Model {
 }
 
 impl State {
-    fn majority(&self, is_all: bool) -> Box<Held> {
-        Box::new(Held {
+    fn majority(&self, is_all: bool) -> Held {
+        Held {
             is_all,
             data: self.data.clone(),
             collections: self.collections.clone(),
             length: self.oplog.len(),
             last: self.last,
             committed: self.committed.clone(),
-        })
+        }
     }
 
     /// True if an election has not closed the connection.
