@@ -16,6 +16,8 @@ const LONGEST_SPAN: Duration = Duration::from_secs(30 * 86_400);
 pub fn span(text: &str) -> Option<Duration> {
     let span = match text.parse() {
         Ok(seconds) => Duration::from_secs(seconds),
+        // `1M` would be a month.
+        Err(_) if text.contains(|c: char| c.is_ascii_uppercase()) => return None,
         Err(_) => humantime::parse_duration(text).ok()?,
     };
     (span.subsec_nanos() == 0 && span.as_secs() < 1 << 32).then_some(span)

@@ -672,7 +672,7 @@ fn an_objective_is_a_span_and_anything_else_is_refused() {
     {
         assert_eq!(with(text).unwrap(), std::time::Duration::from_secs(seconds), "{text}");
     }
-    for wrong in ["0s", "soon", "5 x", "-1", "1.5s", "400d", "true"] {
+    for wrong in ["0s", "soon", "5 x", "2M", "-1", "1.5s", "400d", "true"] {
         let error = with(wrong).unwrap_err().to_string();
         assert!(error.contains("a number and s, m, h or d"), "{wrong}: {error}");
     }
