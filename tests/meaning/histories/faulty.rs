@@ -150,6 +150,8 @@ impl Scale {
     pub async fn run(&self) {
         log_to_the_test();
         let server = Server::start_set(Model::new(self.seed), self.seed, 2).await.unwrap();
+        // Otherwise all work would be done when a fault strikes.
+        server.model.take_time(Duration::from_millis(2 << (self.seed % 5)));
         let test = TestDb::passing(server.uri(), "app").await;
         let trace = Trace::new();
         let result = Box::pin(self.play(&server, &test, &trace)).await;

@@ -67,6 +67,22 @@ impl Model {
         self.wake();
     }
 
+    /// Each command, and each answer, is at most so long on its way from now on.
+    pub fn take_time(&self, longest: Duration) {
+        self.state().longest_way = longest;
+    }
+
+    /// Waits as long as a command or an answer is on its way.
+    pub(crate) async fn travel(&self) {
+        let time = {
+            let state = &mut *self.state();
+            state.longest_way.mul_f64(state.draws.random())
+        };
+        if !time.is_zero() {
+            tokio::time::sleep(time).await;
+        }
+    }
+
     /// From now on, no command of this program is heard: its process was killed.
     pub fn banish(&self, program: &str) {
         self.state().banished.insert(program.to_owned());

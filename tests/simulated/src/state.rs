@@ -81,6 +81,8 @@ pub struct State {
     pub skew: i64,
     /// The beginning of the names of the programs whose commands faults strike, and their frequencies.
     pub faults: (String, Faults),
+    /// The longest time that a command or an answer is on its way.
+    pub longest_way: Duration,
     /// The programs whose commands are never heard again.
     pub banished: BTreeSet<String>,
     /// The programs whose commands and answers wait.
@@ -134,6 +136,7 @@ impl Model {
             topology: watch::channel(Topology::default()).0,
             skew: 0,
             faults: (String::new(), Faults::default()),
+            longest_way: Duration::ZERO,
             banished: BTreeSet::new(),
             disconnected: BTreeSet::new(),
             struck: BTreeMap::new(),

@@ -112,10 +112,12 @@ async fn serve(mut stream: TcpStream, model: Model, member: usize) -> io::Result
         if let Some(program) = program(&request.command) {
             program.clone_into(&mut connection.program);
         }
+        model.travel().await;
         if !model.is_heard(&connection.program).await {
             return Ok(());
         }
         let Some(reply) = struck(&model, &connection, &request.command).await else { return Ok(()) };
+        model.travel().await;
         if !model.is_heard(&connection.program).await {
             return Ok(());
         }
