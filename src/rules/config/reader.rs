@@ -11,16 +11,22 @@ const SPAN: &str = "a number and s, m, h or d, as in 5s, 2m or 1h";
 /// Maximum duration. A longer one is probably a typing error.
 const LONGEST_SPAN: Duration = Duration::from_secs(30 * 86_400);
 
-/// Parses a duration in whole seconds: `30m`, `2h`, `1h 30m`, `7d`, or a number of seconds.
+/// Parses a duration: `30m`, `2h`, `7d`, or a number of seconds.
 #[must_use]
 pub fn span(text: &str) -> Option<Duration> {
-    let span = match text.parse() {
-        Ok(seconds) => Duration::from_secs(seconds),
-        // `1M` would be a month.
-        Err(_) if text.contains(|c: char| c.is_ascii_uppercase()) => return None,
-        Err(_) => humantime::parse_duration(text).ok()?,
+    let (number, unit) = match text.char_indices().last() {
+        Some((at, unit)) if unit.is_ascii_alphabetic() => (&text[..at], unit),
+        _ => (text, 's'),
     };
-    (span.subsec_nanos() == 0 && span.as_secs() < 1 << 32).then_some(span)
+    let seconds = match unit {
+        's' => 1,
+        'm' => 60,
+        'h' => 3600,
+        'd' => 86_400,
+        _ => return None,
+    };
+    let number: u64 = number.parse().ok()?;
+    number.checked_mul(seconds).filter(|seconds| *seconds < 1 << 32).map(Duration::from_secs)
 }
 
 /// Collects mistakes. An unreadable value is omitted or takes its default, so that reading continues; a single mistake

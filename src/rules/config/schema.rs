@@ -71,7 +71,7 @@ fn form(form: &Form) -> Value {
         Form::Count => json!({"type": "integer", "minimum": 1}),
         Form::Seconds(least) => json!({"type": "integer", "minimum": least, "maximum": 86_400}),
         Form::Span => {
-            json!({"anyOf": [{"type": "string", "pattern": "^[0-9][0-9a-z ]*$"}, {"type": "integer", "minimum": 1}]})
+            json!({"anyOf": [{"type": "string", "pattern": "^[0-9]+[smhd]?$"}, {"type": "integer", "minimum": 1}]})
         }
         Form::Address => json!({"type": "string", "pattern": "^.+:[0-9]+$"}),
         Form::Choice(words) => {

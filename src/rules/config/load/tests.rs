@@ -668,11 +668,10 @@ fn an_objective_is_a_span_and_anything_else_is_refused() {
         );
         load_str(&rule, Format::Yaml).map(|loaded| loaded.config.rules[0].max_lag)
     };
-    for (text, seconds) in [("5s", 5), ("2m", 120), ("1h", 3600), ("1h 30m", 5400), ("5 s", 5), ("\"7\"", 7), ("9", 9)]
-    {
+    for (text, seconds) in [("5s", 5), ("2m", 120), ("1h", 3600), ("\"7\"", 7), ("9", 9)] {
         assert_eq!(with(text).unwrap(), std::time::Duration::from_secs(seconds), "{text}");
     }
-    for wrong in ["0s", "soon", "5 x", "2M", "-1", "1.5s", "400d", "true"] {
+    for wrong in ["0s", "soon", "5 s", "-1", "1.5s", "400d", "true"] {
         let error = with(wrong).unwrap_err().to_string();
         assert!(error.contains("a number and s, m, h or d"), "{wrong}: {error}");
     }
