@@ -21,6 +21,7 @@ use denormd_model::clock;
 use denormd_oracle::{Odd, Options};
 use denormd_simulated::{Model, Server};
 use mongodb::Database;
+use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde_json::Value;
 use tokio::time::Instant;
 
@@ -98,9 +99,11 @@ type Result<T, E = Failed> = std::result::Result<T, E>;
 impl Scale {
     /// The dimensions for these worlds, drawn from the first one's seed.
     pub fn draw(first: u64, worlds: u64) -> Self {
-        let daemons = 1 + u16::try_from(first % 3).unwrap();
-        let [before, after] = [first / 3, first / 9].map(|drawn| 1 + u32::try_from(drawn % 3).unwrap());
-        let partitions = if first.is_multiple_of(2) { [before, after] } else { [before, before] };
+        // The first worlds of clusters differ by ten: what is drawn must not follow from their last digits.
+        let mut random = StdRng::seed_from_u64(first ^ 0x7363_616c);
+        let daemons = random.random_range(1..=3);
+        let [before, other] = [(); 2].map(|()| random.random_range(1..=3));
+        let partitions = [before, if random.random() { other } else { before }];
         let worlds = (first..first + worlds).collect();
         Self { seed: first, worlds, rounds: 2, daemons, partitions, faults: Fault::ALL.into() }
     }
@@ -151,7 +154,7 @@ impl Scale {
         log_to_the_test();
         let server = Server::start_set(Model::new(self.seed), self.seed, 2).await.unwrap();
         // Otherwise all work would be done when a fault strikes.
-        server.model.take_time(Duration::from_millis(2 << (self.seed % 5)));
+        server.model.take_time(Duration::from_millis(2 << (self.seed / 10 % 5)));
         let test = TestDb::passing(server.uri(), "app").await;
         let trace = Trace::new();
         let result = Box::pin(self.play(&server, &test, &trace)).await;
