@@ -153,8 +153,8 @@ def simulated(mutant, seeds):
 
 
 def seed_found(log):
-    """The first seed of the first cluster that a log says how to replay."""
-    seeds = re.findall(r"DENORMD_CLUSTER='(\d+) ", log.read_text(encoding="utf-8", errors="replace"))
+    """The lowest first seed of the clusters that a log says how to replay."""
+    seeds = re.findall(r"DENORMD_CLUSTER='{\"(?:first|seed)\":(\d+)", log.read_text(encoding="utf-8", errors="replace"))
     return f" with a seed from {min(map(int, seeds))} on" if seeds else ""
 
 

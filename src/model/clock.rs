@@ -1,4 +1,4 @@
-//! The wall clock. Durations are measured by tokio's clock, which a simulation pauses; it replaces this one, too.
+//! The wall clock, which a simulation replaces. Durations are measured with tokio's clock, which a simulation pauses.
 
 use std::{
     cell::RefCell,

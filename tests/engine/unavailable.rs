@@ -56,7 +56,7 @@ async fn secured(set: &ReplicaSet, test: &TestDb) -> TestDb {
     admin.run_command(doc! {"createRole": "copies", "privileges": privileges.to_vec(), "roles": []}).await.unwrap();
     admin.run_command(doc! {"createUser": "denormd", "pwd": "x", "roles": ["copies"]}).await.unwrap();
     let uri = set.uri_of("denormd", "x");
-    TestDb::passing(uri, &test.name).await
+    TestDb::named(uri, &test.name).await
 }
 
 /// A revoked privilege once filled the queue with keys that could not be written: the position stopped, and in the end

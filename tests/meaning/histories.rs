@@ -67,7 +67,7 @@ struct History {
 }
 
 impl History {
-    fn draw(seed: u64, options: fn(String) -> Options, database: &str) -> Self {
+    fn draw(seed: u64, options: fn(String) -> Options, database: &str, reloads: bool) -> Self {
         let mut options = options(format!("w{seed}_"));
         database.clone_into(&mut options.database);
         let mut generator = Generator::with_options(seed, options);
@@ -75,7 +75,7 @@ impl History {
         for (nth, rule) in rules.iter_mut().enumerate() {
             rule.insert("name", format!("w{seed}-{nth}"));
         }
-        let mut next = if reload::is_on() { reload::changed(seed, &rules) } else { rules.clone() };
+        let mut next = if reloads { reload::changed(seed, &rules) } else { rules.clone() };
         if Oracle::new(&next, database).is_err() {
             // Two filters excluded each other, and one of them is gone: the plan would refuse the circle.
             next.clone_from(&rules);
@@ -270,11 +270,20 @@ struct Run {
     repaired: bool,
     /// The most worlds under one daemon.
     at_once: u64,
+    /// Another config is loaded in the middle.
+    reloads: bool,
 }
 
 impl Run {
     fn new(options: fn(String) -> Options) -> Self {
-        Self { options, partitions: [1, 1], limits: |_| String::new(), repaired: false, at_once: 100 }
+        Self {
+            options,
+            partitions: [1, 1],
+            limits: |_| String::new(),
+            repaired: false,
+            at_once: 100,
+            reloads: reload::is_on(),
+        }
     }
 
     fn config(test: &TestDb, rules: &str, limits: &str, partitions: u32) -> String {
@@ -293,7 +302,7 @@ impl Run {
     async fn histories_on(&self, test: &TestDb, first: u64, count: u64) {
         let db = test.database();
         let mut histories: Vec<History> =
-            (first..first + count).map(|seed| History::draw(seed, self.options, &test.name)).collect();
+            (first..first + count).map(|seed| History::draw(seed, self.options, &test.name, self.reloads)).collect();
         for history in &mut histories {
             history.create(&db).await;
             if history.seed % 2 == 0 {
@@ -308,11 +317,11 @@ impl Run {
             Self::config(test, &rules_as_json(&rules), &limits, partitions)
         };
         let mut daemon = Daemon::start_config(&config(&histories, self.partitions[0])).await;
-        for round in if reload::is_on() { 0..4 } else { 0..3 } {
+        for round in if self.reloads { 0..4 } else { 0..3 } {
             // Each history in its own order, all at once.
             let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
             let mut failures = BTreeMap::new();
-            let reloads = reload::is_on() && round == 2;
+            let reloads = self.reloads && round == 2;
             if round == 1 || reloads {
                 if reloads {
                     histories.iter_mut().for_each(History::reload);

@@ -114,7 +114,7 @@ fn clocks(text: &str) -> Vec<&'static str> {
 }
 
 #[test]
-fn time_is_read_where_a_simulation_can_turn_it() {
+fn only_clocks_that_a_simulation_controls_are_read() {
     let mut wrong = Vec::new();
     let mut folders = vec![root().join("src")];
     while let Some(folder) = folders.pop() {

@@ -71,7 +71,8 @@ pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Fa
     result
 }
 
-/// The same with requests that come from `signals`, and a log that has started. Nothing is left of it at the end.
+/// Runs the daemon until `signals` requests a stop; the caller has started the log. The HTTP server and the watchdog stop when
+/// this returns. Open HTTP connections may outlive it.
 pub async fn until_stopped(paths: &[PathBuf], loaded: Loaded, wait: bool, mut signals: Signals) -> Result<(), Failure> {
     let files: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
     let (version, config) = (env!("DENORMD_VERSION"), files.join(", "));

@@ -5,11 +5,9 @@
 //! is printed with a trace.
 
 use std::{
-    collections::BTreeSet,
-    fmt::{self, Display, Write as _},
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
     net::SocketAddr,
-    num::ParseIntError,
-    str::FromStr,
     sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
@@ -22,6 +20,7 @@ use denormd_oracle::{Odd, Options};
 use denormd_simulated::{Model, Server};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::time::Instant;
 
@@ -29,26 +28,26 @@ use super::{
     History, Step,
     instance::Instance,
     perform, reload, scanning,
-    simulated::{digest, in_a_process, say},
+    simulated::{output_of, print_digest, printed, replay},
     weather::{Fault, Trace, Weather},
 };
-use crate::support::daemon::{Daemon, PATIENCE, config, load, log_to_the_test, rules_as_json, until};
+use crate::support::daemon::{Daemon, PATIENCE, all, config, load, log_to_the_test, rules_as_json, until};
 
 /// The odd kinds of worlds that need no operator.
 const KNOWN: &[Odd] = &[Odd::Empty, Odd::EdgeIds];
 /// A rule whose copies show how current the others must be.
-const MARKER: &str = "{\"name\": \"marker\", \"adopt\": true, \"copy\": {\"source\": \"markers\", \"target\": \"marked\", \
+const MARKER: &str = "{\"name\": \"marker\", \"adopt\": true, \"guard\": \"off\", \"copy\": {\"source\": \"markers\", \"target\": \"marked\", \
                       \"match\": {\"marker\": \"_id\"}, \"set\": {\"n\": \"$n\"}}}";
 /// Number of markers: each partition has some.
 const MARKERS: i32 = 6;
-/// The number of lines to show of a process that failed.
+/// The number of lines to show of the output of a process that failed.
 const LINES: usize = 400;
-/// The beginning of the line that names the world which diverges.
+/// The prefix of the line that names the diverging world.
 const WORLD: &str = "diverging world: ";
-/// The beginning of a failure that is one of the model.
+/// The prefix of the line with the number of times that each fault struck.
+const STRUCK: &str = "faults that struck: ";
+/// The prefix of a failure that is one of the model.
 const UNKNOWN: &str = "the model does not know";
-/// Time by which running daemons have read another config.
-const RELOADED: Duration = Duration::from_secs(3);
 /// Time for which nothing may be written at the end.
 const QUIET: Duration = Duration::from_millis(300);
 
@@ -68,7 +67,7 @@ fn options(seed: u64) -> fn(String) -> Options {
 }
 
 /// The dimensions of a run, which a failure makes smaller.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Scale {
     /// Draws the faults.
     pub seed: u64,
@@ -77,6 +76,10 @@ pub struct Scale {
     pub daemons: u16,
     /// Their numbers in the first round, and in the others.
     pub partitions: [u32; 2],
+    /// Other rules are loaded after the first round.
+    pub reloads: bool,
+    /// The longest delay of a command or an answer, in milliseconds. Without one, all work would be done when a fault strikes.
+    pub latency: u64,
     pub faults: BTreeSet<Fault>,
 }
 
@@ -104,20 +107,27 @@ impl Scale {
         let daemons = random.random_range(1..=3);
         let [before, other] = [(); 2].map(|()| random.random_range(1..=3));
         let partitions = [before, if random.random() { other } else { before }];
-        let worlds = (first..first + worlds).collect();
-        Self { seed: first, worlds, rounds: 2, daemons, partitions, faults: Fault::ALL.into() }
+        let latency = 2 << random.random_range(0..5);
+        Self {
+            seed: first,
+            worlds: (first..first + worlds).collect(),
+            rounds: 2,
+            daemons,
+            partitions,
+            reloads: reload::is_on(),
+            latency,
+            faults: Fault::all(),
+        }
     }
 
-    /// Runs it in a process of its own, so that it can be replayed exactly. Returns the digest of all changes.
-    pub fn simulate(&self) -> Result<String> {
-        let (is_right, said) = in_a_process("with_faults", &self.to_string());
-        if is_right {
-            return Ok(digest(&said));
-        }
-        let seed = said.lines().find_map(|line| line.strip_prefix(WORLD)?.parse().ok());
-        // The last lines hold the failure itself.
-        let lines: Vec<&str> = said.lines().collect();
-        Err(Failed { seed, text: lines[lines.len().saturating_sub(LINES)..].join("\n") })
+    /// Runs it in a process of its own, so that it can be replayed exactly. Returns the output.
+    pub async fn simulate(&self) -> Result<String> {
+        output_of("with_faults", self).await.map_err(|output| {
+            let seed = printed(&output, WORLD).and_then(|world| world.parse().ok());
+            // The last lines hold the failure itself.
+            let lines: Vec<&str> = output.lines().collect();
+            Failed { seed, text: lines[lines.len().saturating_sub(LINES)..].join("\n") }
+        })
     }
 
     /// Smaller runs, of which one may still fail.
@@ -135,6 +145,9 @@ impl Scale {
                 out.push(Self { partitions, ..self.clone() });
             }
         }
+        if self.reloads {
+            out.push(Self { reloads: false, ..self.clone() });
+        }
         if self.rounds > 1 {
             out.push(Self { rounds: 1, ..self.clone() });
         }
@@ -145,17 +158,16 @@ impl Scale {
         out
     }
 
-    /// Runs it, and says the outcome.
+    /// Runs it, and prints the outcome.
     ///
     /// # Panics
     ///
-    /// Panics if a copy is wrong, or a daemon said what is not true.
+    /// Panics if a copy or a daemon's status is wrong.
     pub async fn run(&self) {
         log_to_the_test();
         let server = Server::start_set(Model::new(self.seed), self.seed, 2).await.unwrap();
-        // Otherwise all work would be done when a fault strikes.
-        server.model.take_time(Duration::from_millis(2 << (self.seed / 10 % 5)));
-        let test = TestDb::passing(server.uri(), "app").await;
+        server.model.set_latency(Duration::from_millis(self.latency));
+        let test = TestDb::named(server.uri(), "app").await;
         let trace = Trace::new();
         let result = Box::pin(self.play(&server, &test, &trace)).await;
         let result = result.and(is_known(&server.model)).map_err(|failed| {
@@ -173,25 +185,27 @@ impl Scale {
             if let Some(seed) = seed {
                 println!("{WORLD}{seed}");
             }
-            panic!("the copies, or what a daemon said, are wrong");
+            panic!("a copy or a daemon's status is wrong");
         }
-        say(&server, &test);
+        print_digest(&server, &test);
     }
 
     async fn play(&self, server: &Server, test: &TestDb, trace: &Trace) -> Result<()> {
         let db = test.database();
         let mut histories: Vec<History> =
-            self.worlds.iter().map(|seed| History::draw(*seed, options(*seed), &test.name)).collect();
+            self.worlds.iter().map(|seed| History::draw(*seed, options(*seed), &test.name, self.reloads)).collect();
         prepare(&db, &mut histories).await;
         let mut daemons = self.start(server, test, &histories).await;
         let addresses: Vec<SocketAddr> = daemons.iter().map(|daemon| daemon.address).collect();
-        let mut weather = Weather::new(self.seed, server.model.clone(), &self.faults, test);
+        let weather = |seed, kinds| Weather::new(seed, server.model.clone(), kinds, &self.faults, test);
+        let mut of_cluster = weather(self.seed, &Fault::CLUSTER);
+        let mut of_daemons = weather(!self.seed, &Fault::DAEMONS);
         for round in 0..self.rounds {
             if round == 1 {
-                trace.add("another config");
-                self.configure(test, &mut histories, &mut daemons).await;
+                trace.add(format_args!("reload: {}, partitions: {:?}", self.reloads, self.partitions));
+                self.configure(test, &mut histories, &mut daemons).await?;
             }
-            weather.rules = histories
+            of_daemons.rules = histories
                 .iter()
                 .flat_map(|history| &history.rules)
                 .map(|rule| rule.get_str("name").unwrap().to_owned())
@@ -209,9 +223,13 @@ impl Scale {
                     over.store(true, Ordering::Relaxed);
                     played
                 };
-                let (played, ()) = tokio::join!(played, weather.strike(&mut daemons, &over, trace));
+                let (played, struck, ended) = tokio::join!(
+                    played,
+                    of_cluster.strike(&mut [], &over, trace),
+                    of_daemons.strike(&mut daemons, &over, trace)
+                );
                 stop.store(true, Ordering::Relaxed);
-                played
+                played.and(struck.and(ended).map_err(Failed::new))
             };
             let (played, watched) = tokio::join!(watched, watch(test, &server.model, &addresses, &stop));
             played.and(watched)?;
@@ -222,39 +240,44 @@ impl Scale {
             settle(server, &db, &addresses, &histories).await?;
             at_rest(server, test).await?;
         }
+        let struck: BTreeMap<Fault, u32> = of_cluster.struck.into_iter().chain(of_daemons.struck).collect();
+        println!("{STRUCK}{}", serde_json::to_string(&struck).unwrap());
         Ok(())
     }
 
-    /// Another config in the middle: other rules if `DENORMD_RELOADS` is set, which running daemons read, and another number of
-    /// partitions, for which they start again.
-    async fn configure(&self, test: &TestDb, histories: &mut [History], daemons: &mut [Instance]) {
-        if reload::is_on() {
-            histories.iter_mut().for_each(History::reload);
-        }
+    /// Another config in the middle: other rules, which running daemons read, or another number of partitions, for which they
+    /// start again.
+    async fn configure(&self, test: &TestDb, histories: &mut [History], daemons: &mut [Instance]) -> Result<()> {
         let [before, after] = self.partitions;
+        if self.reloads {
+            histories.iter_mut().for_each(History::reload);
+        } else if before == after {
+            return Ok(());
+        }
         let text = Self::config(test, histories, after);
         Daemon::prepare(&load(&text)).await;
         for daemon in daemons.iter_mut() {
             if before != after {
-                daemon.stop().await;
-            }
-            daemon.configure(&text);
-            if before != after {
+                daemon.stop().await.map_err(Failed::new)?;
+                daemon.configure(&text);
                 daemon.start();
+                continue;
             }
+            let reloads = until("metrics", async || daemon.reloads().await).await;
+            daemon.configure(&text);
+            until("another config", async || daemon.reloads().await.filter(|now| *now > reloads)).await;
         }
-        tokio::time::sleep(RELOADED).await;
+        Ok(())
     }
 
     fn config(test: &TestDb, histories: &[History], partitions: u32) -> String {
         let rules = histories.iter().flat_map(|history| {
-            // An audit would repair what went wrong.
             let more = if is_overwritten(history.seed) {
-                Document::new()
+                doc! {"adopt": true}
             } else {
-                doc! {"guard": "off"}
+                // An audit would repair what went wrong.
+                doc! {"adopt": true, "guard": "off"}
             };
-            let more: Document = more.into_iter().chain(doc! {"adopt": true}).collect();
             scanning(history).into_iter().map(move |rule| rule.into_iter().chain(more.clone()).collect())
         });
         let rules: Vec<Document> = rules.collect();
@@ -272,36 +295,6 @@ impl Scale {
         let mut daemons: Vec<Instance> = (0..self.daemons).map(instance).collect();
         daemons.iter_mut().for_each(Instance::start);
         daemons
-    }
-}
-
-/// As [`Scale::from_str`] reads it.
-impl Display for Scale {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seed, worlds, rounds, daemons, partitions: [before, after], faults } = self;
-        let worlds: Vec<String> = worlds.iter().map(ToString::to_string).collect();
-        let faults: Vec<String> = faults.iter().map(|fault| format!("{fault:?}")).collect();
-        write!(f, "{seed} {} {rounds} {daemons} {before} {after} {}", worlds.join(","), faults.join(","))
-    }
-}
-
-impl FromStr for Scale {
-    type Err = ParseIntError;
-
-    fn from_str(text: &str) -> Result<Self, ParseIntError> {
-        let mut parts = text.split(' ');
-        let mut part = || parts.next().unwrap_or_default();
-        Ok(Self {
-            seed: part().parse()?,
-            worlds: part().split(',').map(str::parse).collect::<Result<_, _>>()?,
-            rounds: part().parse()?,
-            daemons: part().parse()?,
-            partitions: [part().parse()?, part().parse()?],
-            faults: {
-                let names: Vec<&str> = part().split(',').collect();
-                Fault::ALL.into_iter().filter(|fault| names.contains(&&*format!("{fault:?}"))).collect()
-            },
-        })
     }
 }
 
@@ -354,10 +347,7 @@ async fn play(
                     .await
                     .is_some_and(|except| !except.iter().any(|rule| rule.starts_with(&mine)))
                 {
-                    trace.add(format_args!(
-                        "world {}: everything by {time}.{increment} is applied, it says",
-                        history.seed
-                    ));
+                    trace.add(format_args!("world {}: `wait` for {time}.{increment} was acknowledged", history.seed));
                     check(history, db).await?;
                 }
             }
@@ -436,6 +426,14 @@ async fn settle(server: &Server, db: &Database, instances: &[SocketAddr], histor
     for history in histories {
         check_after_retries(history, db, instances).await?;
     }
+    let values = async |collection| -> Vec<Option<Bson>> {
+        let sort = all(db, collection).await.into_iter().map(|document| (document.get_i32("_id").unwrap(), document));
+        sort.collect::<BTreeMap<_, _>>().into_values().map(|document| document.get("n").cloned()).collect()
+    };
+    let (markers, marked) = (values("markers").await, values("marked").await);
+    if markers != marked {
+        return Err(Failed::new(format!("the copies of the markers {markers:?} are {marked:?}")));
+    }
     Ok(())
 }
 
@@ -500,10 +498,9 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
         let Ok(answer) = client::get(instance, "/v1/status", Duration::from_millis(500)).await else { continue };
         let Ok(status) = answer.json::<Value>() else { continue };
         let Some(as_of) = status["current"]["as_of"].as_str().and_then(cluster_time) else { continue };
-        if model.is_behind() {
-            continue;
-        }
-        let find = doc! {"find": "marked", "filter": {}, "readConcern": {"level": "majority"}, "$db": &test.name};
+        // An older snapshot may lack a write that was majority-committed, and will not be rolled back.
+        let level = if model.is_behind() { "local" } else { "majority" };
+        let find = doc! {"find": "marked", "filter": {}, "readConcern": {"level": level}, "$db": &test.name};
         let reply = model.run(find).await;
         let Ok(rows) = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch")) else { continue };
         for row in rows.iter().filter_map(Bson::as_document) {
@@ -511,7 +508,7 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
             let due = written.iter().filter(|(of, _, time)| *of == id && *time <= as_of).map(|(_, n, _)| *n).max();
             if due.is_some_and(|due| due > n) {
                 let text = format!(
-                    "current as of {as_of}, it says, and the copy of marker {id} has {n} and not {due:?}\n{status:#}"
+                    "the status is current as of {as_of}, and the copy of marker {id} has {n} instead of {due:?}\n{status:#}"
                 );
                 return Err(Failed::new(text));
             }
@@ -531,21 +528,27 @@ fn is_known(model: &Model) -> Result<()> {
     if unknown.is_empty() { Ok(()) } else { Err(Failed::new(format!("{UNKNOWN} {unknown:#?}"))) }
 }
 
-/// Runs these dimensions; a failure is run again with less, within `limit`, and the smallest one ends the test.
-pub fn simulate_and_shrink(scale: Scale, limit: Duration) {
-    let Err(mut failed) = scale.simulate() else { return };
-    let (mut smallest, begun) = (scale, std::time::Instant::now());
+/// Runs these dimensions. A failure is run again with less, within `limit`, and the smallest one ends the test. Returns the
+/// number of times that each fault struck.
+pub async fn simulate_and_shrink(scale: Scale, limit: Duration) -> BTreeMap<String, u32> {
+    let mut failed = match scale.simulate().await {
+        Ok(output) => return serde_json::from_str(printed(&output, STRUCK).expect("the faults")).unwrap(),
+        Err(failed) => failed,
+    };
+    let (mut smallest, begun) = (scale, Instant::now());
     let limit = if failed.text.contains(UNKNOWN) { Duration::ZERO } else { limit };
-    println!("{smallest:?} failed; running it with less for {limit:?}");
-    'smaller: while begun.elapsed() < limit {
+    println!("{}; running it with less for {limit:?}", replay(&smallest));
+    'smaller: loop {
         for candidate in smallest.smaller(&failed) {
-            if let Err(again) = candidate.simulate() {
-                println!("fails: {candidate:?}");
+            if begun.elapsed() > limit {
+                break 'smaller;
+            }
+            if let Err(again) = candidate.simulate().await {
                 (smallest, failed) = (candidate, again);
                 continue 'smaller;
             }
         }
         break;
     }
-    panic!("DENORMD_CLUSTER='{smallest}' replays it, as CONTRIBUTING.md says:\n{}", failed.text);
+    panic!("{}:\n{}", replay(&smallest), failed.text);
 }

@@ -1,18 +1,22 @@
-//! The whole daemon in the process of a simulation, with its lease, its HTTP server and everything else that it starts.
+//! A whole daemon in the process of a simulation, with its lease, its HTTP server and everything else that it starts.
 
 use std::{
     net::{IpAddr, SocketAddr},
     path::PathBuf,
+    time::Duration,
 };
 
-use denormd::commands::{
-    Failure,
-    run::{signals::Signals, until_stopped},
+use denormd::{
+    commands::{
+        Failure,
+        run::{signals::Signals, until_stopped},
+    },
+    server::client,
 };
 use denormd_simulated::Model;
 use tokio::{sync::oneshot, task::JoinHandle};
 
-use crate::support::daemon::load;
+use crate::support::daemon::{PATIENCE, load};
 
 /// The port of the first instance.
 const PORT: u16 = 28000;
@@ -24,9 +28,9 @@ pub struct Instance {
     folder: tempfile::TempDir,
     config: String,
     nth: u16,
-    /// The number of times it was started: the cluster tells its lives apart.
-    life: u32,
-    /// Ends it when it is dropped.
+    /// Number of starts; part of the app name, so that the cluster can ignore an earlier start.
+    starts: u32,
+    /// Requests a stop when it is dropped.
     asked: Option<oneshot::Sender<()>>,
     running: Option<JoinHandle<Result<(), Failure>>>,
 }
@@ -35,10 +39,10 @@ impl Instance {
     /// A complete config, whose address is replaced. Nothing runs yet.
     pub fn new(config: &str, nth: u16, address: IpAddr, model: Model) -> Self {
         let (address, folder) = (SocketAddr::new(address, PORT + nth), tempfile::tempdir().unwrap());
-        Self { address, model, folder, config: config.to_owned(), nth, life: 0, asked: None, running: None }
+        Self { address, model, folder, config: config.to_owned(), nth, starts: 0, asked: None, running: None }
     }
 
-    /// Gives it another config, which it reads within a second if it runs.
+    /// Replaces its config, which it reads within a second if it runs.
     pub fn configure(&mut self, config: &str) {
         config.clone_into(&mut self.config);
         std::fs::write(self.file(), self.text()).unwrap();
@@ -48,19 +52,18 @@ impl Instance {
         self.folder.path().join("denormd.yaml")
     }
 
-    /// The config with the address and the name of this life.
+    /// The config with the address and the app name of this start.
     fn text(&self) -> String {
-        let with_name = format!("replicaSet=rs0&appName={}", self.program());
-        self.config.replace("127.0.0.1:0", &self.address.to_string()).replacen("replicaSet=rs0", &with_name, 1)
+        let app_name = format!("replicaSet=rs0&appName={}", self.app_name());
+        self.config.replace("127.0.0.1:0", &self.address.to_string()).replacen("replicaSet=rs0", &app_name, 1)
     }
 
-    /// The name that it tells the cluster.
-    fn program(&self) -> String {
-        format!("denormd-{}.{}", self.nth, self.life)
+    fn app_name(&self) -> String {
+        format!("denormd-{}.{}", self.nth, self.starts)
     }
 
     pub fn start(&mut self) {
-        self.life += 1;
+        self.starts += 1;
         let (ask, asked) = oneshot::channel();
         self.asked = Some(ask);
         let (paths, text) = ([self.file()], self.text());
@@ -69,34 +72,51 @@ impl Instance {
         self.running = Some(tokio::spawn(async move { until_stopped(&paths, loaded, true, signals).await }));
     }
 
-    /// Ends it at this moment. What it has left in this process is never heard again.
-    pub fn kill(&mut self) {
-        self.model.banish(&self.program());
-        if let Some(running) = self.running.take() {
-            running.abort();
-        }
+    /// Ends it at this moment: the cluster ignores the tasks that it leaves behind. Returns false if it has not reached the
+    /// cluster yet.
+    pub fn kill(&mut self) -> Result<bool, String> {
+        let running = self.running()?;
+        running.abort();
+        Ok(self.model.ignore(&self.app_name()))
     }
 
-    /// Ends it as SIGTERM does.
-    pub async fn stop(&mut self) {
+    /// Ends it as SIGTERM does. It may fail to hand over during a fault, and then exits with an error.
+    pub async fn stop(&mut self) -> Result<(), String> {
+        let running = self.running()?;
         self.asked = None;
-        if let Some(running) = self.running.take() {
-            running.await.unwrap().unwrap();
+        let ended = tokio::time::timeout(PATIENCE, running).await;
+        match ended.map_err(|_| format!("daemon {} does not stop", self.nth))? {
+            Ok(Ok(()) | Err(_)) => Ok(()),
+            Err(panic) => Err(format!("daemon {} panics: {panic}", self.nth)),
         }
     }
 
-    /// Cuts it off from the cluster.
-    pub fn disconnect(&self) {
-        self.model.disconnect(&self.program());
+    /// The running task, unless it has ended by itself.
+    fn running(&mut self) -> Result<JoinHandle<Result<(), Failure>>, String> {
+        let running = self.running.take().filter(|running| !running.is_finished());
+        running.ok_or_else(|| format!("daemon {} has ended by itself", self.nth))
+    }
+
+    /// Cuts it off from the cluster. Returns false if it has not reached the cluster yet.
+    pub fn disconnect(&self) -> bool {
+        self.model.disconnect(&self.app_name())
     }
 
     /// Ends [`Instance::disconnect`].
     pub fn connect(&self) {
-        self.model.connect(&self.program());
+        self.model.connect(&self.app_name());
     }
 
     /// True if it has ended by itself.
     pub fn has_ended(&self) -> bool {
         self.running.as_ref().is_some_and(JoinHandle::is_finished)
+    }
+
+    /// The number of times that this start has read another config.
+    pub async fn reloads(&self) -> Option<f64> {
+        let metrics = client::get(self.address, "/metrics", Duration::from_secs(5)).await.ok()?;
+        let text = String::from_utf8(metrics.body).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("denormd_config_reloads_total{reason=\"done\"} "))?;
+        line.parse().ok()
     }
 }

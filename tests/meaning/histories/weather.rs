@@ -1,7 +1,8 @@
-//! Faults for a simulated cluster and its daemons, in an order that a seed draws.
+//! Faults for a simulated cluster and its daemons, in an order that a seed draws. A fault of the cluster overlaps with one of a
+//! daemon. Not simulated: a frozen process, whose timers stand still; `make zombies` and `make faults` have it.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -14,50 +15,52 @@ use denormd_fixture::TestDb;
 use denormd_mongo::Server;
 use denormd_simulated::{Faults, Model};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::instance::Instance;
 
 /// A kind of fault.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Fault {
     /// Commands are refused, cut off, delayed, or lose their answers; cursors are gone.
     Commands,
     /// Another member becomes the primary.
     Election,
-    /// The same, and the new primary serves majority reads that lack what the former one has served.
-    LateNews,
+    /// Another member becomes the primary, and its commit point is older for a time.
+    StaleMajority,
     /// For a time, no write is majority-committed.
     HeldBack,
-    /// The same, and then those writes are rolled back by an election.
+    /// For a time, no write is majority-committed, and an election rolls those writes back.
     Rollback,
     /// All change streams lose their cursors.
     StreamsKilled,
     /// The oplog no longer has what the streams have not read.
     OplogExpired,
     DaemonKilled,
-    /// It hands over, and starts again.
+    /// A daemon hands over, and starts again.
     DaemonStopped,
-    /// For a time, nothing passes between it and the cluster.
+    /// For a time, nothing passes between a daemon and the cluster.
     DaemonDisconnected,
-    /// An operator asks for the backfill of a rule, or pauses it for a time.
+    /// An operator requests the backfill of a rule, or pauses it for a time.
     Operator,
 }
 
 impl Fault {
-    pub const ALL: [Self; 11] = [
+    pub const CLUSTER: [Self; 7] = [
         Self::Commands,
         Self::Election,
-        Self::LateNews,
+        Self::StaleMajority,
         Self::HeldBack,
         Self::Rollback,
         Self::StreamsKilled,
         Self::OplogExpired,
-        Self::DaemonKilled,
-        Self::DaemonStopped,
-        Self::DaemonDisconnected,
-        Self::Operator,
     ];
+    pub const DAEMONS: [Self; 4] = [Self::DaemonKilled, Self::DaemonStopped, Self::DaemonDisconnected, Self::Operator];
+
+    pub fn all() -> BTreeSet<Self> {
+        Self::CLUSTER.into_iter().chain(Self::DAEMONS).collect()
+    }
 }
 
 /// What happened, with the milliseconds since the beginning.
@@ -81,9 +84,9 @@ impl Trace {
     }
 }
 
-/// The faults of one run.
+/// Faults that strike one after another.
 pub struct Weather {
-    pub model: Model,
+    model: Model,
     random: StdRng,
     kinds: Vec<Fault>,
     primary: usize,
@@ -91,17 +94,27 @@ pub struct Weather {
     operator: (Server, String),
     /// The rules that the operator knows.
     pub rules: Vec<String>,
+    /// The number of times that each kind has struck.
+    pub struck: BTreeMap<Fault, u32>,
 }
 
 impl Weather {
-    pub fn new(seed: u64, model: Model, kinds: &BTreeSet<Fault>, test: &TestDb) -> Self {
-        let random = StdRng::seed_from_u64(seed ^ 0x7765_6174);
-        let operator = (Server::new(test.client.clone()), test.beside("state").name().to_owned());
-        Self { model, random, kinds: kinds.iter().copied().collect(), primary: 0, operator, rules: Vec::new() }
+    /// Those of these kinds that are in `faults`.
+    pub fn new(seed: u64, model: Model, kinds: &[Fault], faults: &BTreeSet<Fault>, test: &TestDb) -> Self {
+        let kinds: Vec<Fault> = kinds.iter().filter(|kind| faults.contains(kind)).copied().collect();
+        Self {
+            model,
+            random: StdRng::seed_from_u64(seed ^ 0x7765_6174),
+            struck: kinds.iter().map(|kind| (*kind, 0)).collect(),
+            kinds,
+            primary: 0,
+            operator: (Server::new(test.client.clone()), test.beside("state").name().to_owned()),
+            rules: Vec::new(),
+        }
     }
 
-    /// Strikes until `over`, and ends every fault.
-    pub async fn strike(&mut self, daemons: &mut [Instance], over: &AtomicBool, trace: &Trace) {
+    /// Strikes until `over`, and ends every fault. Returns an error if a daemon has ended by itself, or does not stop.
+    pub async fn strike(&mut self, daemons: &mut [Instance], over: &AtomicBool, trace: &Trace) -> Result<(), String> {
         while !over.load(Ordering::Relaxed) {
             self.pause(50..400).await;
             let Some(fault) = self.kinds.choose(&mut self.random).copied() else { continue };
@@ -109,26 +122,41 @@ impl Weather {
             if fault == Fault::OplogExpired && self.random.random_range(0..4) > 0 {
                 continue;
             }
-            self.one(fault, daemons, trace).await;
+            trace.add(format_args!("{fault:?} begins"));
+            let has_struck = self.one(fault, daemons, trace).await?;
+            *self.struck.entry(fault).or_default() += u32::from(has_struck);
+            trace.add(format_args!("{fault:?} is over"));
         }
+        Ok(())
     }
 
     async fn pause(&mut self, milliseconds: std::ops::Range<u64>) {
         tokio::time::sleep(Duration::from_millis(self.random.random_range(milliseconds))).await;
     }
 
-    async fn one(&mut self, fault: Fault, daemons: &mut [Instance], trace: &Trace) {
-        trace.add(format_args!("{fault:?} begins"));
+    /// Returns false if it had nothing to strike.
+    async fn one(&mut self, fault: Fault, daemons: &mut [Instance], trace: &Trace) -> Result<bool, String> {
+        let count = daemons.len();
+        let daemon = |random: &mut StdRng| random.random_range(0..count);
         match fault {
             Fault::Commands => {
                 let faults = self.rates();
                 trace.add(format_args!("{faults:?}"));
+                let before = self.model.struck();
                 self.model.afflict("denormd", faults);
                 self.pause(200..1500).await;
                 self.model.afflict("denormd", Faults::default());
+                return Ok(self.model.struck() != before);
             }
             Fault::Election => self.election(trace).await,
-            Fault::LateNews => self.late_news(trace).await,
+            Fault::StaleMajority => {
+                let known = self.model.majority();
+                self.pause(20..500).await;
+                self.election(trace).await;
+                self.model.fall_behind(known);
+                self.pause(50..800).await;
+                self.model.replicate();
+            }
             Fault::HeldBack => {
                 self.model.hold_back();
                 self.pause(50..800).await;
@@ -142,41 +170,45 @@ impl Weather {
             Fault::StreamsKilled => self.model.kill_streams(),
             Fault::OplogExpired => self.model.shorten_oplog(),
             Fault::DaemonKilled => {
-                let nth = self.random.random_range(0..daemons.len());
-                daemons[nth].kill();
-                self.pause(1..1000).await;
-                trace.add(format_args!("daemon {nth} starts again"));
-                daemons[nth].start();
+                let nth = daemon(&mut self.random);
+                let has_struck = daemons[nth].kill()?;
+                self.restart(nth, daemons, trace).await;
+                return Ok(has_struck);
             }
             Fault::DaemonStopped => {
-                let nth = self.random.random_range(0..daemons.len());
-                daemons[nth].stop().await;
-                self.pause(1..1000).await;
-                trace.add(format_args!("daemon {nth} starts again"));
-                daemons[nth].start();
+                let nth = daemon(&mut self.random);
+                daemons[nth].stop().await?;
+                self.restart(nth, daemons, trace).await;
             }
             Fault::DaemonDisconnected => {
-                let nth = self.random.random_range(0..daemons.len());
-                daemons[nth].disconnect();
+                let nth = daemon(&mut self.random);
+                let has_struck = daemons[nth].disconnect();
                 trace.add(format_args!("daemon {nth} is disconnected"));
                 self.pause(300..4000).await;
                 daemons[nth].connect();
+                return Ok(has_struck);
             }
-            Fault::Operator => self.ask(trace).await,
+            Fault::Operator => return Ok(self.ask(trace).await),
         }
-        trace.add(format_args!("{fault:?} is over"));
+        Ok(true)
     }
 
-    /// An operator's requests may fail, as other commands do.
-    async fn ask(&mut self, trace: &Trace) {
-        let Some(rule) = self.rules.choose(&mut self.random) else { return };
+    async fn restart(&mut self, nth: usize, daemons: &mut [Instance], trace: &Trace) {
+        self.pause(1..1000).await;
+        trace.add(format_args!("daemon {nth} starts again"));
+        daemons[nth].start();
+    }
+
+    /// An operator's request. Returns false if it fails, as it may during another fault.
+    async fn ask(&mut self, trace: &Trace) -> bool {
+        let Some(rule) = self.rules.choose(&mut self.random) else { return false };
         let pause = self.random.random_bool(0.5).then(|| Duration::from_millis(self.random.random_range(100..3000)));
         trace.add(format_args!("{rule}: {}", if pause.is_some() { "pause" } else { "backfill" }));
         let (server, database) = &self.operator;
-        let Ok(store) = Store::open(server, database, "default").await else { return };
+        let Ok(store) = Store::open(server, database, "default").await else { return false };
         match pause {
-            Some(time) => drop(store.pause(server, rule, Some(time)).await),
-            None => drop(store.ask(server, rule).await),
+            Some(time) => store.pause(server, rule, Some(time)).await.is_ok(),
+            None => store.ask(server, rule).await.unwrap_or(false),
         }
     }
 
@@ -195,15 +227,5 @@ impl Weather {
         let skew = self.random.random_range(-400..400);
         self.model.elect(self.primary, skew);
         trace.add(format_args!("member {} is the primary, its clock is {skew} ms ahead", self.primary));
-    }
-
-    /// The new primary learns late what the former one had seen a majority acknowledge.
-    async fn late_news(&mut self, trace: &Trace) {
-        let known = self.model.majority();
-        self.pause(20..500).await;
-        self.election(trace).await;
-        self.model.fall_behind(known);
-        self.pause(50..800).await;
-        self.model.replicate();
     }
 }

@@ -1,9 +1,9 @@
 //! Simulations in virtual time, in which everything random follows from a seed.
 //!
-//! One thread runs everything, and its clock advances as soon as every task waits for it. Hash maps, `tokio::select!` and
-//! generators take what is random from the operating system's `getrandom`, which in such a thread is drawn from the seed.
-//! `tokio::select!` also follows from the number of runtimes that the process has had: a simulation that is to be replayed
-//! exactly needs a process of its own.
+//! One thread runs everything, and its clock advances as soon as every task waits. Hash maps, `tokio::select!` and generators
+//! seed themselves by `getrandom`, which returns numbers drawn from the simulation's seed in that thread, on Linux.
+//! `tokio::select!` also depends on the number of runtimes that the process has created: an exact replay needs a process of its
+//! own.
 
 #[cfg(target_os = "linux")]
 mod random;

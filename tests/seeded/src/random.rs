@@ -6,12 +6,12 @@ thread_local! {
     static STATE: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// From now on, the random numbers of this thread follow from the seed.
+/// Sets the seed of this thread's random numbers.
 pub fn seed(seed: u64) {
     STATE.set(Some(seed));
 }
 
-/// The next number of `SplitMix64`.
+/// The next state and number of `SplitMix64`.
 fn next(state: u64) -> (u64, u64) {
     let state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut mixed = state;
@@ -20,7 +20,7 @@ fn next(state: u64) -> (u64, u64) {
     (state, mixed ^ (mixed >> 31))
 }
 
-/// The function of the C library, which the standard library prefers to the system call if a program has it.
+/// Replaces the C library's function, which the standard library calls for the seeds of hash maps.
 ///
 /// # Safety
 ///

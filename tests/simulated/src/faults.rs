@@ -50,7 +50,7 @@ pub enum Strike {
 }
 
 impl Model {
-    /// Faults strike commands of the programs whose names begin like this with these frequencies from now on.
+    /// Faults strike commands of the programs whose names begin with `program` with these frequencies from now on.
     pub fn afflict(&self, program: &str, faults: Faults) {
         self.state().faults = (program.to_owned(), faults);
     }
@@ -67,31 +67,36 @@ impl Model {
         self.wake();
     }
 
-    /// Each command, and each answer, is at most so long on its way from now on.
-    pub fn take_time(&self, longest: Duration) {
-        self.state().longest_way = longest;
+    /// Delays each command and each answer by a random time up to `most` from now on.
+    pub fn set_latency(&self, most: Duration) {
+        self.state().latency = most;
     }
 
-    /// Waits as long as a command or an answer is on its way.
-    pub(crate) async fn travel(&self) {
+    /// Waits for the latency of one command or answer.
+    pub(crate) async fn delay(&self) {
         let time = {
             let state = &mut *self.state();
-            state.longest_way.mul_f64(state.draws.random())
+            state.latency.mul_f64(state.draws.random())
         };
         if !time.is_zero() {
             tokio::time::sleep(time).await;
         }
     }
 
-    /// From now on, no command of this program is heard: its process was killed.
-    pub fn banish(&self, program: &str) {
-        self.state().banished.insert(program.to_owned());
+    /// Ignores all further commands of this program: its process was killed. Returns false if it has never connected.
+    #[must_use]
+    pub fn ignore(&self, program: &str) -> bool {
+        self.state().ignored.insert(program.to_owned());
         self.wake();
+        self.has_seen(program)
     }
 
-    /// Commands of this program, and the answers to them, wait until [`Model::connect`].
-    pub fn disconnect(&self, program: &str) {
+    /// Holds back the commands of this program, and the answers to them, until [`Model::connect`]. Returns false if it has
+    /// never connected.
+    #[must_use]
+    pub fn disconnect(&self, program: &str) -> bool {
         self.state().disconnected.insert(program.to_owned());
+        self.has_seen(program)
     }
 
     /// Ends [`Model::disconnect`].
@@ -100,16 +105,23 @@ impl Model {
         self.wake();
     }
 
-    /// Waits while the program is disconnected. Returns false if it is banished.
-    pub(crate) async fn is_heard(&self, program: &str) -> bool {
+    fn has_seen(&self, program: &str) -> bool {
+        self.state().programs.contains(program)
+    }
+
+    /// Waits while the program is disconnected. Returns false if it is ignored.
+    pub(crate) async fn can_communicate(&self, program: &str) -> bool {
         loop {
             let changed = self.changed();
             tokio::pin!(changed);
             changed.as_mut().enable();
             {
                 let state = self.state();
-                if state.banished.contains(program) || !state.disconnected.contains(program) {
-                    return !state.banished.contains(program);
+                if state.ignored.contains(program) {
+                    return false;
+                }
+                if !state.disconnected.contains(program) {
+                    return true;
                 }
             }
             changed.await;

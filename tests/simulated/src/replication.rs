@@ -2,9 +2,9 @@
 //!
 //! One store serves every member, and only the primary runs commands on it. While replication is held back, a snapshot of the
 //! store is what a majority has: majority reads and change streams see that, and writes with a majority write concern wait.
-//! An election makes the later writes disappear, as a rollback would. A new primary may also know less than the former one of
-//! what a majority has: then it is the same for a time, and nothing disappears. Not modelled: a former primary that still takes
-//! writes, and reads on a secondary.
+//! An election makes the later writes disappear, as a rollback would. The commit point of a new primary may also be older than
+//! that of the former one: then majority reads and change streams see an older snapshot for a time, and no write disappears.
+//! Not modelled: a former primary that still takes writes, and reads on a secondary.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -36,8 +36,8 @@ pub struct Topology {
 /// The state of the majority while replication is held back, as the primary knows it.
 #[derive(Clone)]
 pub struct Held {
-    /// True if an election makes all later writes disappear.
-    is_all: bool,
+    /// True if the next election rolls back all later writes.
+    rolls_back: bool,
     data: Collections,
     collections: BTreeMap<String, Meta>,
     length: usize,
@@ -65,22 +65,22 @@ impl Model {
         }
     }
 
-    /// The state of the majority, for [`Model::fall_behind`].
+    /// The state that a majority has, for [`Model::fall_behind`].
     #[must_use]
     pub fn majority(&self) -> Held {
         let state = self.state();
         state.held.as_deref().cloned().unwrap_or_else(|| state.majority(false))
     }
 
-    /// Lets the primary know no more of the majority than this, until [`Model::replicate`].
+    /// Sets the primary's commit point back to this state, until [`Model::replicate`].
     pub fn fall_behind(&self, known: Held) {
         self.state().held = Some(Box::new(known));
     }
 
-    /// True if a majority read lacks what a majority has.
+    /// True if the primary's commit point is older than the majority's.
     #[must_use]
     pub fn is_behind(&self) -> bool {
-        self.state().held.as_ref().is_some_and(|held| !held.is_all)
+        self.state().held.as_ref().is_some_and(|held| !held.rolls_back)
     }
 
     /// Lets replication continue: everything is majority-committed.
@@ -95,7 +95,7 @@ impl Model {
         state.primary = None;
         state.cursors.clear();
         state.transactions.clear();
-        if let Some(held) = state.held.take().filter(|held| held.is_all) {
+        if let Some(held) = state.held.take().filter(|held| held.rolls_back) {
             let Held { data, collections, length, last, committed, .. } = *held;
             (state.data, state.collections, state.last, state.committed) = (data, collections, last, committed);
             state.oplog.truncate(length);
@@ -163,9 +163,9 @@ impl Model {
 }
 
 impl State {
-    fn majority(&self, is_all: bool) -> Held {
+    fn majority(&self, rolls_back: bool) -> Held {
         Held {
-            is_all,
+            rolls_back,
             data: self.data.clone(),
             collections: self.collections.clone(),
             length: self.oplog.len(),

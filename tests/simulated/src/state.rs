@@ -79,13 +79,15 @@ pub struct State {
     pub topology: watch::Sender<Topology>,
     /// Milliseconds by which the primary's clock is ahead of this machine's.
     pub skew: i64,
-    /// The beginning of the names of the programs whose commands faults strike, and their frequencies.
+    /// The prefix of the names of programs whose commands faults strike, and their frequencies.
     pub faults: (String, Faults),
-    /// The longest time that a command or an answer is on its way.
-    pub longest_way: Duration,
-    /// The programs whose commands are never heard again.
-    pub banished: BTreeSet<String>,
-    /// The programs whose commands and answers wait.
+    /// The longest delay of a command or an answer.
+    pub latency: Duration,
+    /// The names of all programs that have connected.
+    pub programs: BTreeSet<String>,
+    /// The programs whose commands are ignored.
+    pub ignored: BTreeSet<String>,
+    /// The programs whose commands and answers are held back.
     pub disconnected: BTreeSet<String>,
     pub struck: BTreeMap<&'static str, u32>,
     pub draws: StdRng,
@@ -136,8 +138,9 @@ impl Model {
             topology: watch::channel(Topology::default()).0,
             skew: 0,
             faults: (String::new(), Faults::default()),
-            longest_way: Duration::ZERO,
-            banished: BTreeSet::new(),
+            latency: Duration::ZERO,
+            programs: BTreeSet::new(),
+            ignored: BTreeSet::new(),
             disconnected: BTreeSet::new(),
             struck: BTreeMap::new(),
             draws: StdRng::seed_from_u64(seed ^ 0x6661_756c),

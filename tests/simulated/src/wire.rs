@@ -50,7 +50,7 @@ impl Server {
     }
 
     /// Listens as a set of so many members, the first of which is the primary. Their addresses follow from the seed, so that
-    /// they are the same when it is run again; while they are taken, others do.
+    /// they are the same in a replay. If another simulation of this seed uses them, the set takes others.
     pub async fn start_set(model: Model, seed: u64, members: u16) -> io::Result<Self> {
         let mut seed = seed;
         loop {
@@ -111,14 +111,15 @@ async fn serve(mut stream: TcpStream, model: Model, member: usize) -> io::Result
         is_monitor &= is_hello(&request.command);
         if let Some(program) = program(&request.command) {
             program.clone_into(&mut connection.program);
+            model.state().programs.insert(program.to_owned());
         }
-        model.travel().await;
-        if !model.is_heard(&connection.program).await {
+        model.delay().await;
+        if !model.can_communicate(&connection.program).await {
             return Ok(());
         }
         let Some(reply) = struck(&model, &connection, &request.command).await else { return Ok(()) };
-        model.travel().await;
-        if !model.is_heard(&connection.program).await {
+        model.delay().await;
+        if !model.can_communicate(&connection.program).await {
             return Ok(());
         }
         if request.flags & MORE_TO_COME == 0 {

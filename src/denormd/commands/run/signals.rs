@@ -26,7 +26,7 @@ pub enum Wake {
 /// The source of requests.
 enum Source {
     System(System),
-    /// Another task of this process, as in simulations: it stops the daemon, once.
+    /// Another task of this process, which requests a stop once, as in simulations.
     Task(oneshot::Receiver<()>),
 }
 
@@ -121,16 +121,16 @@ impl Signals {
     /// Starts to receive signals and to watch the files.
     pub fn listen(paths: &[PathBuf]) -> Result<Self, Error> {
         let unheard = |error| Error::internal(format!("signals cannot be handled: {error}"));
-        Ok(Self::from(Source::System(System::listen().map_err(unheard)?), paths))
+        Ok(Self::new(Source::System(System::listen().map_err(unheard)?), paths))
     }
 
-    /// Stops when another task says so, or is gone, and watches the files.
+    /// Receives the stop request from another task, which sends it or drops the sender, and watches the files.
     #[must_use]
     pub fn until(asked: oneshot::Receiver<()>, paths: &[PathBuf]) -> Self {
-        Self::from(Source::Task(asked), paths)
+        Self::new(Source::Task(asked), paths)
     }
 
-    fn from(source: Source, paths: &[PathBuf]) -> Self {
+    fn new(source: Source, paths: &[PathBuf]) -> Self {
         let paths = paths.to_vec();
         let mut signals = Self { source, paths, named: Vec::new(), seen: None, again: None, repeated: false };
         signals.seen = signals.look();
