@@ -195,7 +195,9 @@ async fn all_rules_converge_whatever_fails() {
     let mut runs = stream::iter(runs).buffer_unordered(at_once());
     let mut struck: BTreeMap<String, u32> = BTreeMap::new();
     while let Some(one) = runs.next().await {
-        one.into_iter().for_each(|(fault, times)| *struck.entry(fault).or_default() += times);
+        for (fault, times) in one {
+            *struck.entry(fault).or_default() += times;
+        }
     }
     print_speed(seeds.end - seeds.start, begun);
     println!("faults that struck: {struck:?}");
