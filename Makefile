@@ -16,7 +16,7 @@ TARGET = $$($(CARGO) metadata --format-version 1 --no-deps | python3 -c 'import 
 # Builds denormd and a program that shows it, $(1), to try things: in a profile that is quick to build, without the exporter of
 # spans, while a mongod is looked for or fetched.
 define BUILD_TO_TRY
-echo "building denormd, $(1) and what they need: two to four minutes on two cores the first time, seconds afterwards" >&2
+echo "building denormd, $(1) and what they need: four minutes on two idle cores the first time, ten on busy ones, seconds afterwards" >&2
 python3 tests/mongod.py >/dev/null & mongod=$$!
 $(CARGO) build --profile try --no-default-features --package denormd --package denormd-show --package denormd-fixture --bin denormd --bin $(1)
 echo "built; starting a MongoDB server, which is downloaded if there is none" >&2
@@ -39,12 +39,22 @@ lint: ## Check the format, and clippy without a warning
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets $(FEATURES) -- -D warnings
 
+# Nothing that a test writes outlives it. Where there is room, the servers' files stay in memory: creating and dropping thousands
+# of collections takes a quarter less time there.
+define FILES_IN_MEMORY
+if [ -z "$${TMPDIR:-}" ] && awk '/^MemAvailable/ { exit !($$2 > 12e6) }' /proc/meminfo 2>/dev/null \
+	&& df -Pk /dev/shm 2>/dev/null | awk 'END { exit !($$4 > 12e6) }'; then
+	export TMPDIR=/dev/shm
+fi
+endef
+
 # One set for all the tests that share one: nextest gives each test a process of its own. ONLY=patterns:: runs the tests whose name
 # contains it, in the main binary alone.
 .PHONY: test
 test: ## Run every test against a throw-away MongoDB, fetched when there is none; ONLY=patterns:: for some of them
 	@export MONGOD="$$(python3 tests/mongod.py)"
 	echo "mongod: $$MONGOD"
+	$(FILES_IN_MEMORY)
 	if $(CARGO) nextest --version >/dev/null 2>&1; then
 		tests=(nextest run); doctests=yes
 	else

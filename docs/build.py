@@ -10,6 +10,7 @@ installed there by cargo, once.
 Exit code 1, with one line for each broken link on standard error, when there are any.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -117,6 +118,8 @@ def broken(site):
 
 
 def main():
+    described = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=described).parse_args()
     book = TARGET / "book"
     program = mdbook()
     lay_out(book)

@@ -8,6 +8,7 @@ pub mod golden;
 pub mod large_arrays;
 pub mod lifecycle;
 pub mod memory;
+pub mod prune;
 pub mod reads;
 pub mod relevance;
 pub mod simulation;

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import glob
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -112,6 +113,28 @@ def apt_install(packages, otherwise):
         code, output = run(*command, env=env)
     if code != 0:
         raise Unavailable(f"`{' '.join(command)}` failed: {' '.join(output.split())[-400:]}. {otherwise}")
+
+
+def unpacked_package(name, scratch, otherwise):
+    """The Debian package, which apt-get downloads as it is configured, unpacked into `scratch`; nothing is installed.
+
+    Returns the package's file and the folder with its files.
+    """
+    if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
+        raise Unavailable(f"there is no apt-get to fetch {name} with. {otherwise}")
+    say(f"fetching Debian's package {name} once")
+    # apt leaves its privileges behind for a download, and this folder is ours alone.
+    command = ["sh", "-c", f"cd '{scratch}' && apt-get -o APT::Sandbox::User=root download {name}"]
+    code, output = run(*command)
+    if code != 0 and os.geteuid() == 0:
+        # The image came without package lists, or with old ones.
+        run("apt-get", "update")
+        code, output = run(*command)
+    packages = list(scratch.glob("*.deb"))
+    if code != 0 or not packages:
+        raise Unavailable(f"`apt-get download {name}` failed: {' '.join(output.split())[-400:]}. {otherwise}")
+    run("dpkg-deb", "-x", str(packages[0]), str(scratch / "package"))
+    return packages[0], scratch / "package"
 
 
 def main(description, find, programs=()):

@@ -2,6 +2,7 @@
 
 pub mod action;
 pub mod advise;
+pub mod backfill;
 pub mod check;
 pub mod diff;
 pub mod errors;

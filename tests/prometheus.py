@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 import fetch
-from fetch import Unavailable, run, say
+from fetch import Unavailable, run
 
 PROGRAMS = ("prometheus", "promtool")
 OTHERWISE = "Install Prometheus (on Debian and Ubuntu: `apt-get install prometheus`), or set PROMETHEUS to the folder of both programs."
@@ -58,25 +58,11 @@ def from_cache_or_package(cache):
 
 
 def unpack(cache, folder):
-    if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
-        raise Unavailable(f"there is no Prometheus on PATH, and no apt-get to fetch it with. {OTHERWISE}")
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache) as scratch:
-        scratch = Path(scratch)
-        say("fetching Debian's package prometheus once")
-        # apt leaves its privileges behind for a download, and this folder is ours alone.
-        command = ["sh", "-c", f"cd '{scratch}' && apt-get -o APT::Sandbox::User=root download prometheus"]
-        code, output = run(*command)
-        if code != 0 and os.geteuid() == 0:
-            # The image came without package lists, or with old ones.
-            run("apt-get", "update")
-            code, output = run(*command)
-        packages = list(scratch.glob("*.deb"))
-        if code != 0 or not packages:
-            raise Unavailable(f"`apt-get download prometheus` failed: {' '.join(output.split())[-400:]}. {OTHERWISE}")
-        run("dpkg-deb", "-x", str(packages[0]), str(scratch / "package"))
-        programs = scratch / "package" / "usr" / "bin"
+        package, files = fetch.unpacked_package("prometheus", Path(scratch), OTHERWISE)
+        programs = files / "usr" / "bin"
         if not runs(programs):
-            raise Unavailable(f"the programs in {packages[0].name} do not run here. {OTHERWISE}")
+            raise Unavailable(f"the programs in {package.name} do not run here. {OTHERWISE}")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(programs, folder)
 

@@ -5,5 +5,6 @@ pub mod daemon;
 pub mod impostor;
 pub mod process;
 pub mod running;
+pub mod script;
 pub mod seeds;
 pub mod world;

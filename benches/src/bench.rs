@@ -51,6 +51,13 @@ pub struct Running {
     config: PathBuf,
 }
 
+impl Cost {
+    /// CPU of server and daemon together, in microseconds for each of so many changes.
+    pub fn each(self, changes: usize) -> f64 {
+        (self.server + self.daemon) / f64::from(u32::try_from(changes).unwrap_or(u32::MAX)) * 1e6
+    }
+}
+
 impl Bench {
     /// Starts the server. With a cache of 2 GB it evicts old versions of what was changed a moment ago while something is
     /// measured: a quarter of its CPU and more.

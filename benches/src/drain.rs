@@ -1,7 +1,7 @@
 //! A backlog of changes, drained by the daemon; and the same target writes by a client that knows them.
 
 use denormd_show::{
-    figures::{fan_out, median},
+    figures::{median, spread},
     host,
     print::{bold, dim, heading},
 };
@@ -27,9 +27,7 @@ pub struct Drained {
 pub async fn measure(bench: &Bench, workload: &Workload) -> Drained {
     heading(&format!("{}: {}", workload.name, workload.what));
     let database = bench.fresh().await;
-    for (collection, documents) in (workload.load)() {
-        insert(&database, collection, documents).await;
-    }
+    load(&database, workload).await;
     let daemon = bench.daemon(workload.rules, workload.rules.matches("- name:").count()).await;
     let mut version = 1;
     let ways = ways(&(workload.floors)(version));
@@ -37,15 +35,7 @@ pub async fn measure(bench: &Bench, workload: &Workload) -> Drained {
     let mut denormd = Vec::new();
     for round in 0..=bench.rounds {
         version += 1;
-        let changed = async {
-            change(&database, workload, version).await;
-            bench.at_rest().await;
-        };
-        daemon.held(changed).await;
-        let begin = bench.spent(Some(&daemon));
-        daemon.applied().await;
-        let cost = bench.since(begin, Some(&daemon));
-        assert_true(&database, workload, version, &daemon).await;
+        let cost = drained(bench, &database, workload, version, &daemon).await;
         let mut line = format!("  {:<12}{:>7.2} s", "denormd", cost.wall);
         // The first round warms caches.
         if round > 0 {
@@ -67,6 +57,27 @@ pub async fn measure(bench: &Bench, workload: &Workload) -> Drained {
     let memory = host::memory(daemon.pid());
     daemon.stop().await;
     Drained { name: workload.name, changes: workload.changes, denormd, floors, memory }
+}
+
+/// Writes the documents before the first round.
+pub async fn load(database: &Database, workload: &Workload) {
+    for (collection, documents) in (workload.load)() {
+        insert(database, collection, documents).await;
+    }
+}
+
+/// Makes one round's backlog while the daemon is held, and returns what it cost to work it off.
+pub async fn drained(bench: &Bench, database: &Database, workload: &Workload, version: i32, daemon: &Running) -> Cost {
+    let changed = async {
+        change(database, workload, version).await;
+        bench.at_rest().await;
+    };
+    daemon.held(changed).await;
+    let begin = bench.spent(Some(daemon));
+    daemon.applied().await;
+    let cost = bench.since(begin, Some(daemon));
+    assert_true(database, workload, version, daemon).await;
+    cost
 }
 
 /// One round's source writes.
@@ -146,8 +157,8 @@ pub fn print(all: &[Drained]) {
             let title = if nth == 0 { drained.name } else { "" };
             println!(
                 "  {title:<12}{name:<28}{:>22}{:>22}{server:>12}{mine:>12}{memory:>10}",
-                bold(&fan_out(&wall, 2)),
-                fan_out(&cpu, 2)
+                bold(&spread(&wall, 2)),
+                spread(&cpu, 2)
             );
         }
     }

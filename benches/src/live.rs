@@ -16,15 +16,17 @@ use futures_util::{StreamExt, future::join_all};
 use mongodb::{Database, bson::Timestamp};
 use tokio::task::JoinHandle;
 
-use crate::bench::{Bench, insert};
+use crate::bench::{Bench, Cost, insert};
 
 const SOURCES: i32 = 20_000;
-const RATES: [u32; 3] = [200, 1_000, 5_000];
+/// Changes a second.
+pub const RATES: [u32; 3] = [200, 1_000, 5_000];
 /// Duration of the changes in one measurement.
 const SPAN: Duration = Duration::from_secs(5);
 /// Connections that write changes.
 const WRITERS: u32 = 8;
-const RULES: &str =
+/// The rule that is measured.
+pub const RULES: &str =
     "  - name: names\n    copy: { source: parts, target: products, match: { part: _id }, set: { n: $n } }\n";
 
 type Sent = Arc<Mutex<HashMap<i64, Instant>>>;
@@ -33,16 +35,14 @@ type Sent = Arc<Mutex<HashMap<i64, Instant>>>;
 struct Latency {
     middle: f64,
     high: f64,
-    server: f64,
-    daemon: f64,
+    cost: Cost,
 }
 
 /// Measures and prints.
 pub async fn measure(bench: &Bench) {
     heading("Live: from a source's write to its target's, each read by the same change stream (milliseconds)");
     let database = bench.fresh().await;
-    insert(&database, "parts", (0..SOURCES).map(|id| doc! {"_id": id, "n": 0_i64}).collect()).await;
-    insert(&database, "products", (0..SOURCES).map(|id| doc! {"_id": id, "part": id, "n": 0_i64}).collect()).await;
+    load(&database).await;
     let daemon = bench.daemon(RULES, 1).await;
     let mut next = 1_i64;
     println!(
@@ -63,7 +63,7 @@ pub async fn measure(bench: &Bench) {
         }
         let of = |of: &[Latency], what: fn(&Latency) -> f64| median(&of.iter().map(what).collect::<Vec<_>>());
         let ratios: Vec<f64> = mine.iter().zip(&bare).map(|(mine, bare)| mine.high / bare.high).collect();
-        let server: Vec<f64> = mine.iter().zip(&bare).map(|(mine, bare)| mine.server / bare.server).collect();
+        let server: Vec<f64> = mine.iter().zip(&bare).map(|(mine, bare)| mine.cost.server / bare.cost.server).collect();
         println!(
             "  {:<10}{:>16.2}{:>16.2}{:>16.2}{:>16.2}{:>12}{:>13.2}{:>10.1} ms",
             count(rate as usize),
@@ -73,10 +73,31 @@ pub async fn measure(bench: &Bench) {
             of(&bare, |l| l.high),
             bold(&format!("{:.2}", median(&ratios))),
             median(&server),
-            of(&mine, |l| l.daemon) / f64::from(rate) / SPAN.as_secs_f64() * 1e6,
+            of(&mine, |l| l.cost.daemon) / f64::from(rate) / SPAN.as_secs_f64() * 1e6,
         );
     }
     daemon.stop().await;
+}
+
+/// Writes the documents before the first measurement.
+pub async fn load(database: &Database) {
+    insert(database, "parts", (0..SOURCES).map(|id| doc! {"_id": id, "n": 0_i64}).collect()).await;
+    insert(database, "products", (0..SOURCES).map(|id| doc! {"_id": id, "part": id, "n": 0_i64}).collect()).await;
+}
+
+/// Number of changes in one measurement at this rate.
+pub fn changes(rate: u32) -> usize {
+    usize::try_from(u64::from(rate) * SPAN.as_secs()).unwrap_or(usize::MAX)
+}
+
+/// The cost of changes at this rate, and the 99th percentile of the latency in milliseconds, after a measurement that warms caches.
+pub async fn denormd(bench: &Bench, database: &Database, rate: u32, daemon: &crate::bench::Running) -> (Cost, f64) {
+    let mut next = 1;
+    run(bench, database, rate, &mut next, Some(daemon)).await;
+    daemon.applied().await;
+    let latency = run(bench, database, rate, &mut next, Some(daemon)).await;
+    daemon.applied().await;
+    (latency.cost, latency.high)
 }
 
 async fn run(
@@ -107,7 +128,7 @@ async fn run(
         let place = ((late.len() - 1) as f64 * share) as usize;
         late[place]
     };
-    Latency { middle: at(0.5), high: at(0.99), server: cost.server, daemon: cost.daemon }
+    Latency { middle: at(0.5), high: at(0.99), cost }
 }
 
 /// Writes each of its changes at its time, late or not.

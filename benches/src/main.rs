@@ -2,18 +2,20 @@
 //!
 //! The floor of a workload is what the same target writes take from a client that already knows them, in bulk commands of
 //! a good size, from two connections, on the same server in the same run. Absolute times are of this machine and this hour;
-//! ratios and CPU seconds are what to look at.
+//! ratios and CPU seconds are what to look at. With `BEFORE`, the path of another denormd, both programs do the same work in
+//! turn instead.
 
 mod bench;
 mod drain;
 mod live;
 mod neighbour;
+mod pairs;
 mod peer;
 mod scale;
 mod scan;
 mod workloads;
 
-use std::env;
+use std::{env, path::PathBuf};
 
 use bench::Bench;
 
@@ -22,6 +24,22 @@ async fn main() {
     let only = env::var("ONLY").unwrap_or_default();
     let wanted = |name: &str| only.is_empty() || only.split(',').any(|word| name.starts_with(word.trim()));
     let bench = Bench::start(rounds()).await;
+    let before = env::var_os("BEFORE").filter(|path| !path.is_empty()).map(PathBuf::from);
+    if let Some(before) = &before {
+        for workload in workloads::all().iter().filter(|workload| wanted(workload.name)) {
+            pairs::drains(&bench, before, workload).await;
+        }
+        if wanted("live") {
+            pairs::live(&bench, before).await;
+        }
+        if wanted("rules") {
+            pairs::rules(&bench, before).await;
+        }
+        if wanted("neighbour") {
+            neighbour::measure(&bench, Some(before)).await;
+        }
+        return;
+    }
     let mut drains = Vec::new();
     for workload in workloads::all().iter().filter(|workload| wanted(workload.name)) {
         drains.push(drain::measure(&bench, workload).await);
@@ -33,7 +51,7 @@ async fn main() {
         live::measure(&bench).await;
     }
     if wanted("neighbour") {
-        neighbour::measure(&bench).await;
+        neighbour::measure(&bench, None).await;
     }
     if wanted("rules") {
         scale::rules(&bench).await;

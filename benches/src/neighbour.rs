@@ -16,7 +16,7 @@ use std::{
 
 use bson::{Document, doc};
 use denormd_show::{
-    figures::{fan_out, median},
+    figures::{median, spread},
     print::{bold, dim, heading},
 };
 use futures_util::StreamExt;
@@ -74,15 +74,12 @@ struct Measured {
 }
 
 /// Measures and prints. `BACKLOGS=renames,replay` chooses some of the backlogs.
-pub async fn measure(bench: &Bench) {
+pub async fn measure(bench: &Bench, before: Option<&PathBuf>) {
     heading("Neighbour: the lag of a rule with 100 changes a second, beside the backlog of another rule");
     let database = bench.fresh().await;
     let sources = env::var("DOCUMENTS").ok().and_then(|text| text.parse().ok()).unwrap_or(SOURCES);
     load(&database, sources).await;
-    let programs: Vec<Option<PathBuf>> = match env::var_os("BEFORE").filter(|path| !path.is_empty()) {
-        Some(before) => vec![Some(before.into()), None],
-        None => vec![None],
-    };
+    let programs: Vec<Option<PathBuf>> = before.cloned().map(Some).into_iter().chain([None]).collect();
     let only = env::var("BACKLOGS").unwrap_or_default();
     let mut version = 0;
     for (name, backlog) in BACKLOGS {
@@ -315,7 +312,7 @@ fn at(lags: &[f64], percent: usize) -> f64 {
 
 fn print(name: &str, programs: &[Vec<Measured>]) {
     let of = |rounds: &[Measured], lags: fn(&Measured) -> &[f64], percent| {
-        fan_out(&rounds.iter().map(|round| at(lags(round), percent)).collect::<Vec<_>>(), 0)
+        spread(&rounds.iter().map(|round| at(lags(round), percent)).collect::<Vec<_>>(), 0)
     };
     for (nth, rounds) in programs.iter().enumerate() {
         let title = if programs.len() > 1 && nth == 0 { "before" } else { "denormd" };
@@ -326,14 +323,14 @@ fn print(name: &str, programs: &[Vec<Measured>]) {
             of(rounds, |round| &round.beside, 50),
             bold(&format!("{:<20}", of(rounds, |round| &round.beside, 99))),
             of(rounds, |round| &round.beside, 100),
-            fan_out(&rounds.iter().map(|round| round.took).collect::<Vec<_>>(), 2),
+            spread(&rounds.iter().map(|round| round.took).collect::<Vec<_>>(), 2),
         );
     }
     if let [before, now] = programs {
         let ratios: Vec<f64> = before.iter().zip(now).map(|(before, now)| before.took / now.took).collect();
         println!(
             "  {name:<10}throughput of the backlog, now / before, pair by pair: {} ({} pairs, median {:.3})",
-            bold(&fan_out(&ratios, 3)),
+            bold(&spread(&ratios, 3)),
             ratios.len(),
             median(&ratios)
         );

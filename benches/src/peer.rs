@@ -9,7 +9,7 @@ use std::{
 
 use bson::{Document, doc};
 use denormd_show::{
-    figures::fan_out,
+    figures::spread,
     host,
     print::{bold, dim, heading},
 };
@@ -83,7 +83,7 @@ pub async fn measure(bench: &Bench) {
             ratios.push(known.wall / mine.wall);
         }
     }
-    println!("  floor / peer: {}", bold(&fan_out(&ratios, 3)));
+    println!("  floor / peer: {}", bold(&spread(&ratios, 3)));
 }
 
 fn installed() -> Result<PathBuf, String> {

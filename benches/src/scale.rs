@@ -6,11 +6,15 @@ use denormd_show::{
     host,
     print::{bold, count, dim, heading},
 };
+use mongodb::Database;
 
-use crate::bench::{Bench, Cost, insert, update};
+use crate::bench::{Bench, Cost, Running, insert, update};
 
 const SOURCES: i32 = 10_000;
-const RULES: [usize; 4] = [1, 10, 100, 500];
+/// Changes in one measurement.
+pub const CHANGES: usize = 10_000;
+/// Numbers of rules.
+pub const RULES: [usize; 4] = [1, 10, 100, 500];
 
 /// The same changes of one rule's source, among more and more rules.
 pub async fn rules(bench: &Bench) {
@@ -22,19 +26,7 @@ pub async fn rules(bench: &Bench) {
     let mut first = None;
     for number in RULES {
         let database = bench.fresh().await;
-        load(&database).await;
-        let mut rules = String::new();
-        for nth in 0..number {
-            let (source, target) =
-                if nth == 0 { ("parts".into(), "products".into()) } else { (format!("s{nth}"), format!("t{nth}")) };
-            rules.push_str(&format!(
-                "  - name: rule{nth}\n    copy: {{ source: {source}, target: {target}, match: {{ part: _id }}, set: {{ name: $name }} }}\n"
-            ));
-            if nth > 0 {
-                insert(&database, &target, vec![doc! {"_id": 1, "part": 1}]).await;
-                insert(&database, &source, vec![doc! {"_id": 1, "name": "x"}]).await;
-            }
-        }
+        let rules = load_rules(&database, number).await;
         line(bench, &database, &rules, number, &count(number), &mut first).await;
     }
 }
@@ -69,34 +61,51 @@ pub async fn documents(bench: &Bench) {
     println!("{}", dim("  DOCUMENTS=10000000 goes on to ten million."));
 }
 
-async fn load(database: &mongodb::Database) {
+/// Writes the documents of so many rules, and returns these rules. Only the sources of the first one change.
+pub async fn load_rules(database: &Database, number: usize) -> String {
+    load(database).await;
+    let mut rules = String::new();
+    for nth in 0..number {
+        let (source, target) =
+            if nth == 0 { ("parts".into(), "products".into()) } else { (format!("s{nth}"), format!("t{nth}")) };
+        rules.push_str(&format!(
+            "  - name: rule{nth}\n    copy: {{ source: {source}, target: {target}, match: {{ part: _id }}, set: {{ name: $name }} }}\n"
+        ));
+        if nth > 0 {
+            insert(database, &target, vec![doc! {"_id": 1, "part": 1}]).await;
+            insert(database, &source, vec![doc! {"_id": 1, "name": "x"}]).await;
+        }
+    }
+    rules
+}
+
+async fn load(database: &Database) {
     insert(database, "parts", (0..SOURCES).map(|id| doc! {"_id": id, "name": "part"}).collect()).await;
     insert(database, "products", (0..SOURCES).map(|id| doc! {"_id": id, "part": id}).collect()).await;
 }
 
-async fn line(
-    bench: &Bench,
-    database: &mongodb::Database,
-    rules: &str,
-    number: usize,
-    name: &str,
-    first: &mut Option<f64>,
-) {
+/// Renames all sources while the daemon is held, and returns what it cost to work that off.
+pub async fn drained(bench: &Bench, database: &Database, daemon: &Running, name: &str) -> Cost {
+    let write = async {
+        let name = format!("name {name}");
+        let renames: Vec<Document> =
+            (0..SOURCES).map(|id| doc! {"q": {"_id": id}, "u": {"$set": {"name": &name}}}).collect();
+        update(database, "parts", &renames).await;
+    };
+    daemon.held(write).await;
+    let begin = bench.spent(Some(daemon));
+    daemon.applied().await;
+    bench.since(begin, Some(daemon))
+}
+
+async fn line(bench: &Bench, database: &Database, rules: &str, number: usize, name: &str, first: &mut Option<f64>) {
     let daemon = bench.daemon(rules, number).await;
     let memory = host::memory(daemon.pid()).0;
     let mut costs: Vec<Cost> = Vec::new();
     for round in 0..=bench.rounds {
-        let write = async {
-            let name = format!("name {number} {name} {round}");
-            let renames: Vec<Document> =
-                (0..SOURCES).map(|id| doc! {"q": {"_id": id}, "u": {"$set": {"name": &name}}}).collect();
-            update(database, "parts", &renames).await;
-        };
-        daemon.held(write).await;
-        let begin = bench.spent(Some(&daemon));
-        daemon.applied().await;
+        let cost = drained(bench, database, &daemon, &format!("{number} {name} {round}")).await;
         if round > 0 {
-            costs.push(bench.since(begin, Some(&daemon)));
+            costs.push(cost);
         }
     }
     daemon.stop().await;

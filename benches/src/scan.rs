@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use bson::{Document, doc};
 use denormd_show::{
-    figures::fan_out,
+    figures::spread,
     print::{bold, count, heading},
 };
 use mongodb::Database;
@@ -58,7 +58,7 @@ pub async fn measure(bench: &Bench) {
     .iter()
     .zip(&ratios)
     {
-        println!("  {name:<48}{}", bold(&fan_out(ratio, 2)));
+        println!("  {name:<48}{}", bold(&spread(ratio, 2)));
     }
     daemon.stop().await;
 }

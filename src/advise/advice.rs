@@ -3,7 +3,10 @@
 use serde_json::{Value, json};
 
 use super::draft::Draft;
-use denormd_model::distribution::{Distribution, How, ratio, whole};
+use denormd_model::{
+    distribution::{Distribution, How, ratio, whole},
+    text::plural,
+};
 
 /// The kind of a piece of advice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -165,7 +168,7 @@ pub fn count(number: u64) -> String {
 /// Formats a count with its noun: `1 document`, `2,000 documents`.
 #[must_use]
 pub fn counted(number: u64, noun: &str) -> String {
-    format!("{} {noun}{}", count(number), if number == 1 { "" } else { "s" })
+    format!("{} {noun}{}", count(number), plural(number))
 }
 
 /// Formats a size: `1.5 MB`.

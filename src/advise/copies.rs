@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashMap};
 use bson::{Bson, Document, doc};
 
 use denormd_model::{
-    field_path::{FieldPath, Segment},
+    field_path::{FieldPath, Segment, value_at},
     key::Key,
 };
 use denormd_mongo::error::Result;
@@ -153,13 +153,6 @@ fn rows(document: &Document, path: &FieldPath, each: Option<&FieldPath>) -> Vec<
 
 fn at<'a>(document: &'a Document, path: &FieldPath) -> Option<&'a Bson> {
     value_at(document, path.segments())
-}
-
-fn value_at<'a>(document: &'a Document, segments: &[Segment]) -> Option<&'a Bson> {
-    let (first, rest) = segments.split_first()?;
-    let Segment::Name(name) = first else { return None };
-    let value = document.get(name)?;
-    if rest.is_empty() { Some(value) } else { value_at(value.as_document()?, rest) }
 }
 
 #[cfg(test)]

@@ -13,11 +13,11 @@ use denormd_rules::config::Advise;
 
 use super::{
     ask::Ask,
-    inventory::{Collection, number},
+    inventory::Collection,
     relationships::{Link, as_class},
 };
 use denormd_model::{
-    distribution::{Distribution, How, Known, Unknown, ratio},
+    distribution::{Distribution, How, Known, Unknown, number, ratio},
     shape::{Class, type_name},
 };
 

@@ -10,7 +10,7 @@ use denormd_rules::config::Advise;
 
 use super::ask::Ask;
 use denormd_model::{
-    distribution::{Distribution, How, Known, Unknown},
+    distribution::{Distribution, How, Known, Unknown, number},
     shape::Shape,
 };
 
@@ -252,15 +252,4 @@ async fn indexes(ask: &Ask, namespace: &Namespace) -> Result<Vec<Index>> {
         })
     };
     Ok(batch.unwrap_or_default().iter().filter_map(Bson::as_document).filter_map(read).collect())
-}
-
-/// Reads any numeric type as a non-negative number.
-#[must_use]
-pub fn number(value: &Bson) -> u64 {
-    match value {
-        Bson::Int32(n) => u64::try_from(*n).unwrap_or_default(),
-        Bson::Int64(n) => u64::try_from(*n).unwrap_or_default(),
-        Bson::Double(n) => denormd_model::distribution::whole(*n),
-        _ => 0,
-    }
 }

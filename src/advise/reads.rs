@@ -10,15 +10,18 @@ use bson::{Bson, Document, doc};
 use secrecy::SecretString;
 use tokio::time::Instant;
 
-use denormd_model::{clock, namespace::Namespace};
+use denormd_model::{
+    clock,
+    distribution::{Unknown, number},
+    namespace::Namespace,
+    text::{counted, duration},
+};
 use denormd_mongo::{connect, error::Result};
 
 use super::{
     ask::Ask,
-    inventory::number,
     log::{Query, slow_query},
 };
-use denormd_model::distribution::{Unknown, whole};
 
 /// Counter differences between two readings, or totals since the members started.
 #[derive(Debug, Clone, Default)]
@@ -337,8 +340,8 @@ impl Reads {
     /// Describes the period and the members that the figures come from.
     #[must_use]
     pub fn basis(&self) -> String {
-        let members = if self.members == 1 { "1 member".to_owned() } else { format!("{} members", self.members) };
-        let time = super::render::duration(whole(self.seconds));
+        let members = counted(self.members as u64, "member");
+        let time = duration(self.seconds);
         if self.since_start {
             format!("in the {time} since {members} started, denormd's own among them")
         } else {

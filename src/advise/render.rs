@@ -10,21 +10,13 @@ use super::{
     report::Report,
     updates::{self, moment},
 };
-use denormd_model::distribution::{How, Unknown};
+use denormd_model::{
+    distribution::{How, Unknown},
+    text::duration,
+};
 
 /// Columns of text.
 const WIDTH: usize = 118;
-
-/// `2 days`, `3 h 20 min`, `59 s`
-#[must_use]
-pub fn duration(seconds: u64) -> String {
-    match seconds {
-        0..60 => format!("{seconds} s"),
-        60..3600 => format!("{} min {} s", seconds / 60, seconds % 60),
-        3600..172_800 => format!("{} h {} min", seconds / 3600, seconds % 3600 / 60),
-        _ => format!("{} days", seconds / 86_400),
-    }
-}
 
 /// For people.
 #[must_use]
@@ -288,13 +280,6 @@ pub fn json(report: &Report) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn durations() {
-        for (seconds, text) in [(59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"), (200_000, "2 days")] {
-            assert_eq!(duration(seconds), text);
-        }
-    }
 
     #[test]
     fn long_sentences_are_wrapped() {

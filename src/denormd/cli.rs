@@ -70,7 +70,7 @@ const GROUPS: [(&str, &[(&str, &str)]); 6] = [
             ("advise", "Advise on the schema, from the data that is there"),
             ("init", "Write a first rules file from that advice"),
             ("plan", "Check the rules, and what the cluster must have for them"),
-            ("role", "Print the least role that the rules need"),
+            ("role", "Print the minimal role that the rules need"),
             ("test", "Run the rules on documents in files"),
             ("diff", "Show what a change of the config means"),
         ],
@@ -90,7 +90,7 @@ const GROUPS: [(&str, &[(&str, &str)]); 6] = [
             ("top", "Show the same live, in the terminal"),
             ("events", "Show the timeline"),
             ("runbook", "Show what to do about an alert"),
-            ("support-bundle", "Write one file for a person who helps"),
+            ("support-bundle", "Collect diagnostics in one file, for support"),
         ],
     ),
     (
@@ -321,7 +321,7 @@ Editors complete and check a YAML config that begins with this line:
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
-    /// Prints the least role that the rules need, as createRole and createUser. Needs no server.
+    /// Prints the minimal role that the rules need, as createRole and createUser. Needs no server.
     #[command(after_help = "Examples:
   denormd role --config shop.yaml | mongosh 'mongodb://admin@db/admin'
   denormd role --name shop-denormd --with-apply           and what `plan --apply` needs
@@ -340,8 +340,8 @@ Each privilege is preceded by what it is for.")]
         #[arg(long)]
         without_oplog: bool,
     },
-    /// Examines the data and applies MongoDB's six rules of thumb to it, with the number behind each sentence. Reads
-    /// only.
+    /// Examines the data and applies MongoDB's six rules of thumb to it, with the figures behind each
+    /// recommendation. Reads only.
     #[command(after_help = "Examples:
   denormd advise --uri mongodb://localhost:27017/shop         no config file is needed
   denormd advise --config shop.yaml --observe 10m             while the application is busy
@@ -473,7 +473,7 @@ Exit status: 0 quit, 1 failed, 2 usage, or not a terminal (use `status`).")]
   denormd events --config shop.yaml --since 7d
   denormd events --config shop.yaml --since 2h --output json | jq .[].text
 
-It needs no running daemon. A few thousand events are kept; then the oldest go.")]
+It needs no running daemon. A few thousand events are kept; older ones are deleted.")]
     Events {
         /// Age of the oldest event to show: 30m, 2h, 7d.
         #[arg(long, value_name = "AGE", default_value = "1d", value_parser = age)]
@@ -521,8 +521,8 @@ Exit status: 0 applied, 1 not within the timeout or no leader answers, 2 usage."
   denormd check --rule part-names --repair                 the leader then writes the right values
   denormd check --output json | jq -r 'select(.target) | .target'
 
-A difference counts when it stays the same, look after look, each time that the daemon has applied everything that was
-committed at the look before. Kinds: missing, surplus, type (1 instead of 1.0), length and order of an array, value,
+A difference is reported only if it persists: the target is compared again once the daemon has applied everything that was
+committed at the previous comparison. Kinds: missing, surplus, type (1 instead of 1.0), length and order of an array, value,
 dangling (on_missing should have removed it). Values are shown only with --show-values.
 
 With --output json: a line for each target that differs, then one for each rule.
@@ -583,14 +583,14 @@ resumed rule is backfilled from the start. `denormd status` names the cause `pau
         subcommand,
         after_help = "Examples:
   denormd dead-letters list --config shop.yaml            which, since when, and why
-  denormd dead-letters retry --rule part-names            has the leader try them at once
-  denormd dead-letters drop --key 17                      forgets them"
+  denormd dead-letters retry --rule part-names            the leader retries them at once
+  denormd dead-letters drop --key 17                      deletes them"
     )]
     DeadLetters(DeadLetters),
     /// Succeeds if the running daemon is healthy: for the health checks of containers.
     #[command(after_help = "Examples:
   HEALTHCHECK CMD [\"denormd\", \"health\"]
-  denormd health --live --config shop.yaml             does its loop turn? Does not depend on MongoDB
+  denormd health --live --config shop.yaml             is its event loop running? Independent of MongoDB
 
 Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
     Health {

@@ -27,7 +27,9 @@ pub mod top;
 pub mod undo;
 pub mod wait;
 
-use std::{io::Write, sync::Arc};
+use std::{io::Write, path::PathBuf, sync::Arc};
+
+use bson::{Bson, oid::ObjectId};
 
 use crate::{
     cli::{Asked, Cli, Command},
@@ -80,89 +82,76 @@ impl Failure {
     }
 }
 
-/// Does what the command line says.
+/// Does what the command line says. Only the commands that need a config file load it.
 pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
-    let environment = config::process_environment();
+    let (output, environment) = (cli.output, config::process_environment());
+    let loaded = || config::load(&cli.config, &environment).map_err(|error| from_environment(&cli.config, error));
+    let daemon = |asked| daemon(cli, &environment, asked);
     match &cli.command {
-        // These need no config.
         Command::Schema { reference } => {
             about::schema(*reference);
-            return Ok(());
+            Ok(())
         }
         Command::Completions { shell } => {
             about::completions(*shell);
-            return Ok(());
+            Ok(())
         }
-        Command::Man { out } => return about::man(out.as_deref()),
-        Command::Diff { old, new, markdown } => {
-            return diff::diff(cli.output, old, new, *markdown, &environment).await;
-        }
-        Command::Advise(inspection) => return advise::advise(&cli.config, cli.output, inspection).await,
-        Command::Init { to, inspection } => return init::init(&cli.config, to.as_deref(), inspection).await,
-        Command::Health { asked, live } => {
-            return health::health(cli.output, daemon(cli, &environment, asked)?, *live).await;
-        }
-        Command::Status { asked } => {
-            return status::status(cli.output, daemon(cli, &environment, asked)?).await;
-        }
-        Command::Top { asked } => return top(cli.output, daemon(cli, &environment, asked)?).await,
+        Command::Man { out } => about::man(out.as_deref()),
+        Command::Diff { old, new, markdown } => diff::diff(output, old, new, *markdown, &environment).await,
+        Command::Advise(inspection) => advise::advise(&cli.config, output, inspection).await,
+        Command::Init { to, inspection } => init::init(&cli.config, to.as_deref(), inspection).await,
+        Command::Health { asked, live } => health::health(output, daemon(asked)?, *live).await,
+        Command::Status { asked } => status::status(output, daemon(asked)?).await,
+        Command::Top { asked } => top(output, daemon(asked)?).await,
         Command::Wait { asked, operation_time, timeout } => {
-            let daemon = daemon(cli, &environment, asked)?;
-            return wait::wait(cli.output, daemon, operation_time.as_deref(), *timeout).await;
+            wait::wait(output, daemon(asked)?, operation_time.as_deref(), *timeout).await
         }
-        Command::Runbook { alert, asked } => {
-            return runbook::runbook(cli.output, alert.as_deref(), daemon(cli, &environment, asked)?).await;
-        }
+        Command::Runbook { alert, asked } => runbook::runbook(output, alert.as_deref(), daemon(asked)?).await,
         Command::SupportBundle { to, asked } => {
-            let loaded = config::load(&cli.config, &environment);
-            let daemon = daemon(cli, &environment, asked)?;
-            return support_bundle::support_bundle(loaded, daemon, to.as_deref(), asked.address.is_some()).await;
+            let (loaded, is_other) = (loaded(), asked.address.is_some());
+            support_bundle::support_bundle(loaded, daemon(asked)?, to.as_deref(), is_other).await
         }
         Command::Run { wait_for_cluster: true } => {
-            let loaded = run::load_patiently(&cli.config, &environment).await;
-            return run::run(&cli.config, loaded, true).await;
+            run::run(&cli.config, run::load_patiently(&cli.config, &environment).await, true).await
         }
-        _ => {}
-    }
-    let loaded = config::load(&cli.config, &environment)?;
-    match &cli.command {
-        // They need no config file, see above.
-        Command::Advise(_)
-        | Command::Diff { .. }
-        | Command::Init { .. }
-        | Command::Health { .. }
-        | Command::Status { .. }
-        | Command::Top { .. }
-        | Command::Wait { .. }
-        | Command::Runbook { .. }
-        | Command::SupportBundle { .. }
-        | Command::Schema { .. }
-        | Command::Completions { .. }
-        | Command::Man { .. } => Ok(()),
-        Command::Run { wait_for_cluster } => run::run(&cli.config, loaded, *wait_for_cluster).await,
+        Command::Run { wait_for_cluster: false } => run::run(&cli.config, loaded()?, false).await,
         Command::Plan { offline, apply, sample, show_values } => {
             let options =
                 plan::Options { offline: *offline, apply: *apply, sample: *sample, show_values: *show_values };
-            plan::plan(&loaded, cli.output, options).await
+            plan::plan(&loaded()?, output, options).await
         }
         Command::Config => {
-            about::config(&loaded, cli.output);
+            about::config(&loaded()?, output);
             Ok(())
         }
         Command::Role { name, with_apply, without_oplog } => {
-            role::role(&loaded, cli.output, name, *with_apply, !without_oplog).await
+            role::role(&loaded()?, output, name, *with_apply, !without_oplog).await
         }
-        Command::Backfill { rule, no_wait } => backfill::backfill(&loaded, cli.output, rule, *no_wait).await,
-        Command::Unblock { rule } => backfill::unblock(&loaded, cli.output, rule).await,
-        Command::Prune { rule, dry_run, .. } => prune::prune(&loaded, cli.output, rule.as_deref(), *dry_run).await,
-        Command::Undo { rule, dry_run } => undo::undo(&loaded, cli.output, rule, *dry_run).await,
-        Command::Events { since } => events::events(&loaded, cli.output, *since).await,
-        Command::Check(options) => check::check(&loaded, cli.output, options).await,
-        Command::Pause { rule, time, .. } => pause::pause(&loaded, cli.output, rule.as_deref(), *time).await,
-        Command::Resume { rule, .. } => pause::resume(&loaded, cli.output, rule.as_deref()).await,
-        Command::Explain { rule, id } => explain::explain(&loaded, cli.output, rule, id).await,
-        Command::Test { files, uri } => test::test(&loaded, cli.output, files, uri.as_deref()).await,
-        Command::DeadLetters(action) => dead_letters::dead_letters(&loaded, cli.output, action).await,
+        Command::Backfill { rule, no_wait } => backfill::backfill(&loaded()?, output, rule, *no_wait).await,
+        Command::Unblock { rule } => backfill::unblock(&loaded()?, output, rule).await,
+        Command::Prune { rule, dry_run, .. } => prune::prune(&loaded()?, output, rule.as_deref(), *dry_run).await,
+        Command::Undo { rule, dry_run } => undo::undo(&loaded()?, output, rule, *dry_run).await,
+        Command::Events { since } => events::events(&loaded()?, output, *since).await,
+        Command::Check(options) => check::check(&loaded()?, output, options).await,
+        Command::Pause { rule, time, .. } => pause::pause(&loaded()?, output, rule.as_deref(), *time).await,
+        Command::Resume { rule, .. } => pause::resume(&loaded()?, output, rule.as_deref()).await,
+        Command::Explain { rule, id } => explain::explain(&loaded()?, output, rule, id).await,
+        Command::Test { files, uri } => test::test(&loaded()?, output, files, uri.as_deref()).await,
+        Command::DeadLetters(action) => dead_letters::dead_letters(&loaded()?, output, action).await,
+    }
+}
+
+/// Adds where the path of a missing config comes from, if no option gives it.
+fn from_environment(paths: &[PathBuf], error: ConfigError) -> ConfigError {
+    let named = std::env::var("DENORMD_CONFIG").unwrap_or_default();
+    match error {
+        ConfigError::Read { path, error, .. }
+            if error.kind() == std::io::ErrorKind::NotFound
+                && named.split(',').map(PathBuf::from).eq(paths.iter().cloned()) =>
+        {
+            ConfigError::Read { path, error, hint: "the path comes from DENORMD_CONFIG; --config names another" }
+        }
+        other => other,
     }
 }
 
@@ -216,7 +205,7 @@ pub fn notice(text: &str) {
 
 /// A value as one types it: relaxed Extended JSON on one line.
 #[must_use]
-pub fn shown(value: &bson::Bson) -> String {
+pub fn shown(value: &Bson) -> String {
     value.clone().into_relaxed_extjson().to_string()
 }
 
@@ -249,11 +238,27 @@ pub fn chosen<'a>(plan: &'a Plan, names: &[String]) -> Result<Vec<&'a Arc<Rule>>
     let find = |name: &String| {
         plan.rules.iter().find(|rule| rule.name == *name).ok_or_else(|| {
             let known: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
-            Error::new(Kind::Config, format!("the config has no rule `{name}`"))
-                .hint(format!("its rules are: {}", known.join(", ")))
+            unknown_rule(format!("the config has no rule `{name}`"), name, "its rules are", &known)
         })
     };
     names.iter().map(find).collect()
+}
+
+/// The error for a name that no rule has, with the most similar of the known names. `introduction` precedes them all.
+#[must_use]
+pub fn unknown_rule(message: String, name: &str, introduction: &str, known: &[&str]) -> Error {
+    let near = config::nearest(name, known).map(|near| format!("did you mean `{near}`? ")).unwrap_or_default();
+    Error::new(Kind::Config, message).hint(format!("{near}{introduction}: {}", known.join(", ")))
+}
+
+/// The values that a text on the command line may stand for: Extended JSON, a plain string, or the digits of an ObjectId.
+#[must_use]
+pub fn meanings(text: &str) -> Vec<Bson> {
+    let json = serde_json::from_str::<serde_json::Value>(text).ok().and_then(|json| Bson::try_from(json).ok());
+    let mut meant: Vec<Bson> = json.into_iter().collect();
+    meant.push(Bson::String(text.to_owned()));
+    meant.extend(ObjectId::parse_str(text).ok().map(Bson::ObjectId));
+    meant
 }
 
 /// Connects, and gathers what every stage needs.

@@ -14,12 +14,11 @@ use bson::{Bson, Document, RawDocumentBuf};
 use denormd_engine::reconcile::{
     applied::applied,
     by_target::{self, Referrer},
-    compare,
-    create::ABSENT,
+    compare::{self, created::ABSENT},
     read,
     value::{NoInput, Rows},
 };
-use denormd_model::key::Key;
+use denormd_model::key::{Key, id_of};
 use denormd_mongo::error::{Error, Result};
 use denormd_mql::{Collections, EvalError};
 use denormd_rules::plan::{Assignment, Plan, Rule, reference::Role};
@@ -54,7 +53,7 @@ pub fn run(plan: &Plan, collections: &mut Collections) -> Result<Vec<Obstacle>> 
             match apply(plan, rule, collections, target.clone()) {
                 Ok(written) => kept.extend(written),
                 Err(Stop::EvalError(error)) => {
-                    let id = target.get("_id").cloned().unwrap_or(Bson::Null);
+                    let id = id_of(&target);
                     obstacles.push(Obstacle { rule: rule.name.clone(), target: id, error });
                     // A document that would have been inserted is not.
                     kept.extend(Some(target).filter(|target| !target.contains_key(ABSENT)));

@@ -88,7 +88,7 @@ pub fn start(log: &Log, deployment: &str) -> Result<Started> {
 
 /// Message of a panic if it is a constant of the program: a formatted text may contain a document's values.
 fn reason(payload: &(dyn Any + Send)) -> &'static str {
-    payload.downcast_ref::<&'static str>().copied().unwrap_or("its message is not told, for it may hold values")
+    payload.downcast_ref::<&'static str>().copied().unwrap_or("message withheld: it may contain values")
 }
 
 #[cfg(test)]

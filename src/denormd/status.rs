@@ -5,6 +5,7 @@
 
 mod canary;
 mod causes;
+mod compose;
 mod currency;
 mod history;
 mod lag;
@@ -37,7 +38,7 @@ use denormd_engine::{
     reconcile::Context,
     snapshot::Snapshot,
 };
-use denormd_model::{clock::wall_millis, partition::Partition};
+use denormd_model::{clock::wall_millis, partition::Partition, text::duration};
 use denormd_mongo::error::{Error, Kind, Result};
 use history::History;
 pub use lag::BEHIND;
@@ -46,14 +47,14 @@ pub use leadership::Leadership;
 use leadership::{Facts, Reading};
 pub use report::{
     Backfill, CauseReport, Current, InstanceReport, Level, Oplog, Partitions, Percentiles, Problem, RetiredField, Rule,
-    Status, duration,
+    Status,
 };
 use shared::Shared;
 use timeline::Timeline;
 
 /// Interval between two checks of the board.
 const TICK: Duration = Duration::from_secs(1);
-/// Time between two ticks from which on all readings may be too old to tell an outage.
+/// Gap between two ticks after which all readings may be too old to detect an outage.
 const PAUSE: Duration = Duration::from_secs(2);
 /// Time between two ticks that is recorded as a pause of this process.
 const LONG_PAUSE: Duration = Duration::from_secs(4);
@@ -117,9 +118,8 @@ struct State {
     since: BTreeMap<Cause, i64>,
     /// The rules that each cause names in the metrics.
     named: BTreeSet<(Cause, String)>,
-    /// The time up to which the copies are current, while this process leads, and the rules that this does not cover.
+    /// The time up to which the copies are current, while this process leads.
     currency: Currency,
-    except: BTreeSet<String>,
     /// Present while this process leads.
     canary: Option<Canary>,
     timeline: Timeline,
@@ -131,8 +131,6 @@ struct State {
     ticked: Instant,
     /// The end of the last pause of this process.
     resumed: Option<Instant>,
-    /// The last time at which every pipeline ran.
-    ran: Instant,
     insecure: Vec<&'static str>,
 }
 
@@ -159,14 +157,24 @@ impl State {
             && all.all(|other| definitions(other).eq(definitions(first)))
     }
 
+    /// The rules of the newest config that do not run yet as it defines them, and those that read their copies. While a
+    /// config is put into force, the pipelines of the former one still run.
+    fn starting(&self) -> BTreeSet<String> {
+        let Some((context, _)) = &self.cluster else { return BTreeSet::new() };
+        let rules = context.plan.rules.iter();
+        let starting = rules.filter(|rule| !self.attached.values().all(|one| one.plan.runs(rule)));
+        context.plan.with_fed(starting.map(|rule| rule.name.clone()).collect())
+    }
+
     fn runs(&self) -> bool {
         !self.attached.values().any(|context| context.published.borrow().ended)
     }
 
-    /// Time since the last turn of the slowest pipeline's loop; zero without a pipeline.
+    /// Time since the last turn of the slowest pipeline's loop; zero without one that runs. After a pipeline has ended, the next
+    /// one may take a while to start, because it queries the server first.
     fn since_turn(&self) -> Duration {
-        let turns = self.attached.values().map(|context| context.published.borrow().at.elapsed());
-        turns.max().unwrap_or_default()
+        let snapshots = self.attached.values().map(|context| context.published.borrow());
+        snapshots.filter(|snapshot| !snapshot.ended).map(|snapshot| snapshot.at.elapsed()).max().unwrap_or_default()
     }
 
     /// The snapshots of all partitions, merged. None before a pipeline has started, or while other instances lead.
@@ -226,7 +234,6 @@ impl Board {
             since: BTreeMap::new(),
             named: BTreeSet::new(),
             currency: Currency::default(),
-            except: BTreeSet::new(),
             canary: None,
             timeline: Timeline::default(),
             journal: None,
@@ -234,7 +241,6 @@ impl Board {
             written: Vec::new(),
             ticked: Instant::now(),
             resumed: None,
-            ran: Instant::now(),
             insecure: Vec::new(),
         };
         Arc::new(Self {
@@ -298,7 +304,6 @@ impl Board {
             state.left.insert(partition.place(), context.published.borrow().clone());
         }
         state.currency = Currency::default();
-        state.except.clear();
     }
 
     /// Records the leases that were read.
@@ -328,6 +333,11 @@ impl Board {
     #[must_use]
     pub fn all_attached(&self) -> Vec<Arc<Context>> {
         self.state().attached.values().cloned().collect()
+    }
+
+    /// The rules of the newest config that do not run yet as it defines them.
+    pub(crate) fn starting(&self) -> BTreeSet<String> {
+        self.state().starting()
     }
 
     /// The context that this process uses outside of any pipeline, once it has reached the cluster.
@@ -465,13 +475,11 @@ impl Board {
         }
     }
 
-    /// True if the event loop and the pipelines make progress. Does not depend on the server. A pipeline that ends, for
-    /// a new config or a new leader, has time to do so.
+    /// True if the event loop and the running pipelines make progress. Does not depend on the server.
     #[must_use]
     pub fn is_live(&self) -> bool {
         let state = self.state();
-        let lives = |since: Instant| since.elapsed() < LIVE;
-        lives(state.ticked) && lives(state.ran) && (state.attached.is_empty() || state.since_turn() < LIVE)
+        state.ticked.elapsed() < LIVE && state.since_turn() < LIVE
     }
 
     /// True if every pipeline of this process runs.
@@ -507,7 +515,7 @@ impl Board {
         let mut state = self.state();
         let view = self.view(&state, now);
         self.publish(&mut state, &view, now);
-        report::status(self, &state, &view, now)
+        compose::status(self, &state, &view, now)
     }
 
     fn tick(&self) {
@@ -523,9 +531,6 @@ impl Board {
             let lasted = pause.as_secs_f64();
             let text = format!("this process did not run for {}: it was stopped, or got no CPU time", duration(lasted));
             events.push(Event::new(now - lag::millis(lasted), "did_not_run", Vec::new(), text));
-        }
-        if state.runs() {
-            state.ran = state.ticked;
         }
         let view = self.view(&state, now);
         self.publish(&mut state, &view, now);
@@ -614,6 +619,11 @@ impl Board {
         let metrics = &self.metrics;
         // A standby only passes on the leader's own figures.
         let own = !matches!(view.leadership, Leadership::Standby { .. });
+        // Streams and checkpoints advance also while no rule has a lag.
+        if own && (view.snapshot.is_some() || view.lags.overall.is_some()) {
+            metrics.checkpoint_age.set(view.lags.checkpoint);
+            metrics.stream_age.set(view.lags.stream_age);
+        }
         let Some(overall) = view.lags.overall.filter(|_| own) else {
             [&metrics.lag, &metrics.rule_lag, &metrics.rule_chain_lag].into_iter().for_each(GaugeVec::reset);
             state.behind_since.clear();
@@ -622,7 +632,7 @@ impl Board {
         metrics.lag.with_label_values::<&str>(&[]).set(overall);
         for rule in &view.lags.rules {
             metrics.rule_chain_lag.with_label_values(&[&rule.name]).set(rule.chain);
-            if rule.runs {
+            if rule.is_known {
                 metrics.rule_lag.with_label_values(&[&rule.name]).set(rule.own);
             } else {
                 // It may not exist.
@@ -635,8 +645,6 @@ impl Board {
             }
         }
         state.behind_since.retain(|name, _| view.lags.rules.iter().any(|rule| rule.name == *name));
-        metrics.checkpoint_age.set(view.lags.checkpoint);
-        metrics.stream_age.set(view.lags.stream_age);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

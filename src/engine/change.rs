@@ -50,7 +50,7 @@ impl ChangeEvent {
         let mut fields = Fields::default();
         for field in raw {
             let (name, value) = field.map_err(|_| Error::internal("a change event is not valid BSON"))?;
-            fields.take(name.as_str(), value);
+            fields.take(name.as_str(), value)?;
         }
         let document = |raw: Option<&RawDocument>| {
             let document = raw.map(Document::try_from).transpose();
@@ -81,7 +81,7 @@ impl ChangeEvent {
     }
 }
 
-/// The fields of an event, read in one pass. A field of an unexpected type counts as absent.
+/// The fields of an event, read in one pass.
 #[derive(Default)]
 struct Fields<'a> {
     operation: &'a str,
@@ -97,23 +97,31 @@ struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    fn take(&mut self, name: &str, value: RawBsonRef<'a>) {
+    /// Takes a field. Another type than expected is an error, because a change that is not understood would be lost. The server
+    /// sends null for an image that it does not have.
+    fn take(&mut self, name: &str, value: RawBsonRef<'a>) -> Result<()> {
+        let unreadable = || Error::internal(format!("`{name}` of a change event cannot be read"));
+        let document = || value.as_document().map(Some).ok_or_else(unreadable);
+        let image = || if value == RawBsonRef::Null { Ok(None) } else { document() };
         match name {
-            "operationType" => self.operation = value.as_str().unwrap_or_default(),
-            "ns" => self.namespace = value.as_document(),
-            "to" => self.to = value.as_document(),
-            "documentKey" => self.key = value.as_document(),
-            "fullDocument" => self.now = value.as_document(),
-            "fullDocumentBeforeChange" => self.before = value.as_document(),
+            "operationType" => self.operation = value.as_str().ok_or_else(unreadable)?,
+            "ns" => self.namespace = document()?,
+            "to" => self.to = document()?,
+            "documentKey" => self.key = document()?,
+            "fullDocument" => self.now = image()?,
+            "fullDocumentBeforeChange" => self.before = image()?,
             "changed" => {
-                let paths = value.as_array().into_iter().flatten().flatten();
-                self.changed = paths.filter_map(|path| path.as_str().map(ToOwned::to_owned)).collect();
+                let path = |path: RawBsonRef<'_>| path.as_str().map(ToOwned::to_owned);
+                let paths = value.as_array().ok_or_else(unreadable)?.into_iter();
+                // A name that is not UTF-8 may be a part of any path: the empty path stands for the whole document.
+                self.changed = paths.map(|one| one.ok().and_then(path).unwrap_or_default()).collect();
             }
-            "unread" => self.unread = value.as_bool().unwrap_or_default(),
-            "clusterTime" => self.cluster_time = value.as_timestamp(),
-            "wallTime" => self.wall_time = value.as_datetime(),
+            "unread" => self.unread = value.as_bool().ok_or_else(unreadable)?,
+            "clusterTime" => self.cluster_time = Some(value.as_timestamp().ok_or_else(unreadable)?),
+            "wallTime" => self.wall_time = Some(value.as_datetime().ok_or_else(unreadable)?),
             _ => {}
         }
+        Ok(())
     }
 }
 
@@ -139,5 +147,30 @@ mod tests {
         assert_eq!(decoded.change, Change::Update(vec!["name".to_owned(), "a.0.b".to_owned()]));
         assert_eq!(decoded.id, Bson::Int32(7));
         assert_eq!(decoded.cluster_time, ClusterTime { seconds: 5, increment: 2 });
+    }
+
+    /// Such an event once counted as a change of nothing.
+    #[test]
+    fn a_change_that_cannot_be_read_is_an_error() {
+        let update = doc! {"operationType": "update", "ns": {"db": "shop", "coll": "parts"}, "documentKey": {"_id": 7}};
+        let decode = |field: &str, value: Bson| {
+            let mut event = update.clone();
+            event.insert(field, value);
+            ChangeEvent::decode(&RawDocumentBuf::try_from(&event).unwrap())
+        };
+        let error = decode("changed", "name".into()).unwrap_err();
+        assert_eq!(error.message, "`changed` of a change event cannot be read");
+        for (field, value) in [
+            ("operationType", Bson::Null),
+            ("documentKey", 7.into()),
+            ("fullDocument", 7.into()),
+            ("changed", Bson::Null),
+        ] {
+            decode(field, value).unwrap_err();
+        }
+        let decoded = decode("fullDocumentBeforeChange", Bson::Null).unwrap();
+        assert_eq!(decoded.before, None);
+        let decoded = decode("changed", Bson::Array(vec!["name".into(), Bson::Null])).unwrap();
+        assert_eq!(decoded.change, Change::Update(vec!["name".to_owned(), String::new()]));
     }
 }

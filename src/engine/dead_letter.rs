@@ -4,6 +4,7 @@ use std::{collections::BTreeSet, time::Duration};
 
 use bson::{Bson, DateTime, Document, RawDocument, RawDocumentBuf, doc};
 use futures_util::TryStreamExt;
+use serde::Deserialize;
 
 use crate::request::{Request, Scope, Task};
 use denormd_model::{
@@ -13,7 +14,7 @@ use denormd_model::{
     stored_key::{loaded, loaded_value, stored, stored_value},
 };
 use denormd_mongo::{
-    Reads, Server, bounded,
+    Reads, Server, bounded, code,
     error::{Error, Result},
     text,
 };
@@ -111,7 +112,16 @@ impl DeadLetters {
         };
         let dead_letters = server.collection(&self.database, COLLECTION);
         // A record that arrives late is retried and then deleted.
-        bounded(dead_letters.update_one(doc! {"_id": id.clone()}, update).upsert(true)).await?;
+        let write = || bounded(dead_letters.update_one(doc! {"_id": id.clone()}, update.clone()).upsert(true));
+        match write().await {
+            // The former record has no number of attempts. The event must not wait until somebody drops it.
+            Err(error) if error.code == Some(code::TYPE_MISMATCH) => {
+                let unreadable = doc! {"_id": id.clone(), "attempts": {"$exists": true, "$not": {"$type": "number"}}};
+                bounded(dead_letters.delete_one(unreadable)).await?;
+                write().await?
+            }
+            written => written?,
+        };
         if let Some(nodes) = offending.tree {
             // Its former members may be written now. No document is in two circles.
             let members =
@@ -166,9 +176,11 @@ impl DeadLetters {
         server: &Server,
         after: Option<&RawDocument>,
         bytes: usize,
-    ) -> Result<Option<(Vec<DeadLetter>, RawDocumentBuf)>> {
+    ) -> Result<Option<(Vec<Entry>, RawDocumentBuf)>> {
         let now = clock::wall_millis();
-        let mut due = vec![doc! {"asked": {"$exists": true}}];
+        // Without these two, nobody knows when it is due: it is read, and reported as unreadable.
+        let has_no = |name: &str, kind: &str| doc! {name: {"$not": {"$type": kind}}};
+        let mut due = vec![doc! {"asked": {"$exists": true}}, has_no("attempts", "number"), has_no("last", "date")];
         due.extend((1..=LONGEST).map(|attempts| {
             let tried = if attempts == LONGEST {
                 doc! {"$gte": attempts}
@@ -177,7 +189,7 @@ impl DeadLetters {
             };
             doc! {"attempts": tried, "last": {"$lte": DateTime::from_millis(now - pause(attempts))}}
         }));
-        let mut filter = doc! {"$and": [self.filter(&Chosen::default()), {"$or": due}]};
+        let mut filter = doc! {"$and": [self.filter(&Chosen::default()), {"_id": {"$type": "object"}}, {"$or": due}]};
         if let Some(after) = after {
             filter.insert("_id", doc! {"$gt": Document::try_from(after)?});
         }
@@ -188,13 +200,14 @@ impl DeadLetters {
         };
         let (rows, _) = server.pages(&self.database, command, Reads::default()).await?.up_to(bytes).await?;
         let stored = rows.iter().map(|row| text::unescaped(row.clone()));
-        let dead_letters = stored.map(|row| Ok(DeadLetter::read(&Document::try_from(row.as_ref())?)));
-        let dead_letters = dead_letters.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+        let dead_letters = stored.map(|row| Ok(DeadLetter::read(Document::try_from(row.as_ref())?)));
+        let dead_letters = dead_letters.collect::<Result<Vec<_>>>()?;
         let last = rows.last().and_then(|row| row.get_document("_id").ok()).map(ToOwned::to_owned);
         Ok(last.map(|last| (dead_letters, last)))
     }
 
-    /// The dead letters of `rule` that concern one of these targets, or a value that the target references.
+    /// The dead letters of `rule` that concern one of these targets, or a value that the target references. One that
+    /// cannot be read explains no difference, and is logged.
     pub async fn concerning(
         &self,
         server: &Server,
@@ -211,18 +224,21 @@ impl DeadLetters {
         let mut cursor = server.collection(&self.database, COLLECTION).find(filter).await?;
         let mut out = Vec::new();
         while let Some(dead_letter) = cursor.try_next().await? {
-            out.extend(DeadLetter::read(&dead_letter));
+            match DeadLetter::read(dead_letter) {
+                Ok(dead_letter) => out.push(dead_letter),
+                Err(unreadable) => tracing::error!(rule = %rule.name, error = %unreadable.error().message),
+            }
         }
         Ok(out)
     }
 
     /// The chosen dead letters, newest first; at most `limit`, where 0 means no limit.
-    pub async fn find(&self, server: &Server, chosen: &Chosen, limit: i64) -> Result<Vec<DeadLetter>> {
+    pub async fn find(&self, server: &Server, chosen: &Chosen, limit: i64) -> Result<Vec<Entry>> {
         let dead_letters = server.collection(&self.database, COLLECTION);
         let mut cursor = dead_letters.find(self.filter(chosen)).sort(doc! {"last": -1}).limit(limit).await?;
         let mut out = Vec::new();
         while let Some(dead_letter) = cursor.try_next().await? {
-            out.extend(DeadLetter::read(&dead_letter));
+            out.push(DeadLetter::read(dead_letter));
         }
         Ok(out)
     }
@@ -249,9 +265,9 @@ impl DeadLetters {
         Ok(now)
     }
 
-    /// Has the dead letters of these keys, and of these targets, retried in the next round: a change has been written
-    /// there since, so that the offending document may have been corrected.
-    pub async fn hasten(&self, server: &Server, rule: &str, written: &Written) -> Result<()> {
+    /// Makes the dead letters of these keys and targets due now: a change was written there, which may have fixed the
+    /// offending document.
+    pub async fn make_due(&self, server: &Server, rule: &str, written: &Written) -> Result<()> {
         let of = |keys: &BTreeSet<Key>| keys.iter().map(stored).collect::<Vec<_>>();
         let keys = of(&written.keys);
         // In a tree, what one partition writes may end a circle of documents of another one.
@@ -282,7 +298,8 @@ impl DeadLetters {
     /// delete those of a rule that has come back since.
     pub async fn retain(&self, server: &Server, plan: &Plan) -> Result<u64> {
         let names: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
-        self.forget_of(server, doc! {"$nin": names}).await
+        // One without a name may be of a rule that is in the plan.
+        self.forget_of(server, doc! {"$type": "string", "$nin": names}).await
     }
 
     /// Deletes the dead letters of a rule whose definition has changed, in the same way: their keys and tasks are those of
@@ -301,7 +318,7 @@ impl DeadLetters {
 
     fn filter(&self, chosen: &Chosen) -> Document {
         let mut filter = doc! {"deployment": &self.deployment};
-        // Several partitions may have failed at the same look-up: each has its own dead letter and retries only that
+        // Several partitions may have failed at the same lookup: each has its own dead letter and retries only that
         // one.
         if self.partition != Partition::WHOLE {
             filter.insert("_id.deployment", self.partition.id(&self.deployment));
@@ -343,7 +360,7 @@ impl Written {
         }
     }
 
-    /// Adds those of another one.
+    /// Adds the keys and targets of `other`.
     pub fn join(&mut self, other: Self) {
         self.keys.extend(self.room(other.keys.into_iter()));
         self.targets.extend(self.room(other.targets.into_iter()));
@@ -354,7 +371,7 @@ impl Written {
         keys.take((PAGE.unsigned_abs() as usize).saturating_sub(self.keys.len() + self.targets.len())).collect()
     }
 
-    /// True without any.
+    /// True if nothing was written.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.keys.is_empty() && self.targets.is_empty()
@@ -374,6 +391,32 @@ const LONGEST: i32 = 11;
 /// Pause after this number of attempts, in milliseconds: 5 seconds, doubled each time up to an hour.
 fn pause(attempts: i32) -> i64 {
     (5_000_i64 << (attempts.clamp(1, LONGEST) - 1)).min(3_600_000)
+}
+
+/// A record of the collection: a dead letter, if it can be read.
+pub type Entry = std::result::Result<DeadLetter, Unreadable>;
+
+/// A record that cannot be read. It is not retried, and stays until somebody drops it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Unreadable {
+    /// Its `_id`.
+    pub id: Box<Bson>,
+    /// The rule's name, if that can be read.
+    pub rule: Option<String>,
+    /// The reason. It may contain a value.
+    pub why: String,
+}
+
+impl Unreadable {
+    /// The error, without the `_id` and the reason, which may contain values of documents.
+    #[must_use]
+    pub fn error(&self) -> Error {
+        let rule = self.rule.as_deref().unwrap_or("an unknown rule");
+        Error::internal(format!("a dead letter of {rule} cannot be read, and is not retried")).hint(
+            "was it written by another version, or by hand? `denormd dead-letters list` shows it. Drop it, and \
+             `denormd backfill` of its rule does its work",
+        )
+    }
 }
 
 /// One dead letter, with the fields that a retry needs.
@@ -404,30 +447,65 @@ pub struct DeadLetter {
     pub due: i64,
 }
 
+/// The stored form of a dead letter.
+#[derive(Debug, Deserialize)]
+struct Stored {
+    #[serde(rename = "_id")]
+    id: StoredId,
+    #[serde(rename = "rule")]
+    rule: String,
+    /// A retry does not read this field and the next.
+    #[serde(rename = "reason", default)]
+    reason: String,
+    #[serde(rename = "path", default)]
+    path: Option<String>,
+    #[serde(rename = "circle", default)]
+    circle: Vec<Vec<Bson>>,
+    #[serde(rename = "attempts")]
+    attempts: i32,
+    #[serde(rename = "first", default)]
+    first: Option<DateTime>,
+    #[serde(rename = "last")]
+    last: DateTime,
+    #[serde(rename = "asked", default)]
+    asked: Option<DateTime>,
+}
+
+#[derive(Debug, Deserialize)]
+struct StoredId {
+    #[serde(rename = "task")]
+    task: String,
+    #[serde(rename = "key")]
+    key: Vec<Bson>,
+    /// The `_id` of the offending target, in an array because any BSON value may be one.
+    #[serde(rename = "target")]
+    target: Vec<Bson>,
+}
+
 impl DeadLetter {
-    fn read(dead_letter: &Document) -> Option<Self> {
-        let id = dead_letter.get_document("_id").ok()?;
-        let task = Task::named(id.get_str("task").ok()?)?;
-        let attempts = dead_letter.get_i32("attempts").unwrap_or(1);
-        let last = *dead_letter.get_datetime("last").ok()?;
-        Some(Self {
+    fn read(document: Document) -> Entry {
+        let id = document.get("_id").cloned().unwrap_or(Bson::Null);
+        let rule = document.get_str("rule").ok().map(ToOwned::to_owned);
+        let read = || {
+            let stored: Stored = bson::deserialize_from_document(document).map_err(|error| error.to_string())?;
+            let task = Task::named(&stored.id.task).ok_or_else(|| format!("the task {} is unknown", stored.id.task))?;
+            Ok((stored, task, id.as_document().cloned().unwrap_or_default()))
+        };
+        let (stored, task, id) = read().map_err(|why| Unreadable { id: Box::new(id.clone()), rule, why })?;
+        let Stored { rule, reason, path, circle, attempts, first, last, asked, .. } = stored;
+        Ok(Self {
+            id,
             task,
-            key: loaded(id.get_array("key").ok()?),
-            target: id.get_array("target").ok()?.first().map(loaded_value).map(Key::one),
-            circle: dead_letter
-                .get_array("circle")
-                .into_iter()
-                .flatten()
-                .filter_map(|member| Some(loaded(member.as_array()?)))
-                .collect(),
-            rule: dead_letter.get_str("rule").unwrap_or_default().to_owned(),
-            reason: dead_letter.get_str("reason").unwrap_or_default().to_owned(),
-            first: dead_letter.get_datetime("first").copied().unwrap_or(last),
-            path: dead_letter.get_str("path").ok().map(ToOwned::to_owned),
+            key: loaded(&stored.id.key),
+            target: stored.id.target.first().map(loaded_value).map(Key::one),
+            circle: circle.iter().map(|member| loaded(member)).collect(),
+            rule,
+            reason,
+            path,
             attempts,
+            first: first.unwrap_or(last),
             last,
-            due: if dead_letter.contains_key("asked") { 0 } else { last.timestamp_millis() + pause(attempts) },
-            id: id.clone(),
+            due: if asked.is_some() { 0 } else { last.timestamp_millis() + pause(attempts) },
         })
     }
 

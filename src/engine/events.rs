@@ -1,7 +1,7 @@
 //! The timeline of a deployment: changes of leader, problems, and actions taken. It is kept in a capped collection of
 //! the state database, so it outlives every process and its size is bounded.
 
-use bson::{DateTime, Document, doc, oid::ObjectId};
+use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +20,8 @@ pub struct Event {
     /// Time of the event, in milliseconds since 1970.
     pub time: i64,
     /// Kind of event: the name of a cause, with `…_ended` when it ends; or `leader`, `leader_unknown`, `standby`,
-    /// `stopped`, `did_not_run`, `lease_lost`, `config_reloaded`, `config_refused`, `backfill_started`, `backfill_done`.
+    /// `stopped`, `did_not_run`, `lease_lost`, `config_reloaded`, `config_refused`, `backfill_started`, `backfill_done`;
+    /// or `unreadable`.
     pub what: String,
     /// The rules concerned; an empty list means all.
     pub rules: Vec<String>,
@@ -37,25 +38,45 @@ impl Event {
         Self { id: ObjectId::new().to_hex(), time, what: what.to_owned(), rules, text, instance: String::new() }
     }
 
-    fn document(&self, deployment: &str) -> Document {
-        doc! {
-            "_id": &self.id, "deployment": deployment, "time": DateTime::from_millis(self.time), "what": &self.what,
-            "rules": &self.rules, "text": &self.text, "instance": &self.instance,
-        }
+    fn document(&self, deployment: &str) -> Result<Document> {
+        let Self { id, time, what, rules, text, instance } = self.clone();
+        let (deployment, time) = (deployment.to_owned(), DateTime::from_millis(time));
+        Ok(bson::serialize_to_document(&Stored { id, deployment, time, what, rules, text, instance })?)
     }
 
-    fn read(doc: &Document) -> Option<Self> {
-        let text = |name: &str| doc.get_str(name).ok().map(ToOwned::to_owned);
-        let rules = doc.get_array("rules").map(Vec::as_slice).unwrap_or_default();
-        Some(Self {
-            id: text("_id")?,
-            time: doc.get_datetime("time").ok()?.timestamp_millis(),
-            what: text("what")?,
-            rules: rules.iter().filter_map(|rule| rule.as_str().map(ToOwned::to_owned)).collect(),
-            text: text("text")?,
-            instance: text("instance").unwrap_or_default(),
-        })
+    /// An event that cannot be read is still one: the timeline says that there was something.
+    fn read(document: &Document) -> Self {
+        match bson::deserialize_from_document(document.clone()) {
+            Ok(Stored { id, time, what, rules, text, instance, .. }) => {
+                Self { id, time: time.timestamp_millis(), what, rules, text, instance }
+            }
+            Err(error) => {
+                let id = document.get("_id").cloned().unwrap_or(Bson::Null).into_relaxed_extjson();
+                let time = document.get_datetime("time").map(|time| time.timestamp_millis()).unwrap_or_default();
+                let text = format!("the event with the `_id` {id} cannot be read: {error}");
+                Self { id: id.to_string(), ..Self::new(time, "unreadable", Vec::new(), text) }
+            }
+        }
     }
+}
+
+/// The stored form of an event.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stored {
+    #[serde(rename = "_id")]
+    id: String,
+    #[serde(rename = "deployment")]
+    deployment: String,
+    #[serde(rename = "time")]
+    time: DateTime,
+    #[serde(rename = "what")]
+    what: String,
+    #[serde(rename = "rules")]
+    rules: Vec<String>,
+    #[serde(rename = "text")]
+    text: String,
+    #[serde(rename = "instance")]
+    instance: String,
 }
 
 /// The name of this process among the instances of a deployment: its host and its process id.
@@ -103,7 +124,7 @@ impl Journal {
         let collection = self.connection.now().collection(&self.database, COLLECTION);
         for event in events {
             // A late event may be inserted out of order: readers sort by time.
-            unless(code::DUPLICATE_KEY, bounded(collection.insert_one(event.document(&self.deployment))).await)?;
+            unless(code::DUPLICATE_KEY, bounded(collection.insert_one(event.document(&self.deployment)?)).await)?;
         }
         Ok(())
     }
@@ -115,7 +136,7 @@ impl Journal {
         // Newest first, so that reading the last few events does not scan all of them.
         let found = collection.find(filter).sort(doc! {"$natural": -1}).limit(limit);
         let documents: Vec<Document> = found.await?.try_collect().await?;
-        let mut events: Vec<Event> = documents.iter().filter_map(Event::read).collect();
+        let mut events: Vec<Event> = documents.iter().map(Event::read).collect();
         events.sort_by(|a, b| (a.time, &a.id).cmp(&(b.time, &b.id)));
         Ok(events)
     }

@@ -3,6 +3,7 @@
 
 pub mod adoption;
 pub mod created;
+pub mod deployment;
 mod in_tree;
 mod lookups;
 mod sample;

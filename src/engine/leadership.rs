@@ -101,7 +101,7 @@ enum Order {
 /// Called with each pipeline that starts, and with true for the first one of a leadership.
 type Follows = dyn Fn(&Handle, bool) + Send + Sync;
 /// The partitions that this process leads or is about to lead.
-type Led = BTreeMap<Partition, watch::Sender<Order>>;
+type LedPartitions = BTreeMap<Partition, watch::Sender<Order>>;
 /// The end of the task of a partition; None if another instance had the lease.
 type Over = (Partition, Result<Option<Ended>>);
 
@@ -111,7 +111,7 @@ pub struct Share {
     /// The rules for partitions that are taken from now on.
     context: Arc<Context>,
     follows: Arc<Follows>,
-    led: Led,
+    led: LedPartitions,
     tasks: JoinSet<Over>,
     tick: Interval,
     /// Reads of the state that failed in a row.
@@ -138,7 +138,7 @@ impl Deployment {
     }
 
     /// Reads the leases. None while this instance cannot take any. Hands over to an instance with newer rules.
-    async fn look(&self, led: &Led, unfit: bool) -> Result<Option<Free>> {
+    async fn look(&self, led: &LedPartitions, unfit: bool) -> Result<Option<Free>> {
         let Some(member) = &self.member else {
             // A partition is free for a moment while daemons hand it over: a command with other rules must not take it.
             if !instances(&self.connection.now(), &self.database, &self.name, self.ttl).await?.is_empty() {
@@ -148,7 +148,7 @@ impl Deployment {
         };
         if member.is_outdated().await? {
             if hand_over_all(led) {
-                tracing::info!("an instance with newer rules is there: handing over to it");
+                tracing::info!("another instance has newer rules: handing over to it");
             }
             return Ok(None);
         }
@@ -170,7 +170,7 @@ impl Deployment {
 
     /// The partitions without a leader. Each instance starts at a random place, so that several instances do not
     /// compete for the same partition.
-    async fn free(&self, led: &Led) -> Result<Vec<Partition>> {
+    async fn free(&self, led: &LedPartitions) -> Result<Vec<Partition>> {
         let mut free: Vec<Partition> =
             Partition::all(self.partitions).filter(|partition| !led.contains_key(partition)).collect();
         if free.is_empty() {
@@ -227,7 +227,7 @@ impl Share {
             match looked {
                 Ok(Some(free)) => return Ok(Event::Free(free)),
                 Err(error) if self.failures.is_power_of_two() => {
-                    tracing::warn!(error = %error.message, "the leases cannot be read; trying again");
+                    tracing::warn!(error = %error.message, "cannot look for partitions to lead; trying again");
                 }
                 Ok(None) | Err(_) => {}
             }
@@ -254,7 +254,7 @@ impl Share {
             if let Some((partition, orders)) = self.led.last_key_value() {
                 tracing::info!(
                     partition = partition.place(),
-                    "another instance leads less: handing this partition over"
+                    "another instance leads fewer partitions: handing this one over"
                 );
                 hand_over(orders);
             }
@@ -282,7 +282,7 @@ impl Share {
                 Order::HandOver => false,
             });
             if replaced {
-                tracing::info!("replacing the rules: what is in flight is finished first");
+                tracing::info!("replacing the rules once the work in flight is finished");
             }
         }
         self.context = context;
@@ -339,7 +339,7 @@ fn hand_over(orders: &watch::Sender<Order>) -> bool {
 }
 
 /// Orders the leaders of all partitions to hand over. Returns false if they have had that order.
-fn hand_over_all(led: &Led) -> bool {
+fn hand_over_all(led: &LedPartitions) -> bool {
     led.values().filter(|orders| hand_over(orders)).count() > 0
 }
 
@@ -392,7 +392,7 @@ async fn lead(
             Err(error) => {
                 held.release().await;
                 // The privilege existed at startup, so the password is probably being changed and its file will follow.
-                return if error.kind == Kind::Privilege { Ok(Ended::Unfit(error)) } else { Err(error) };
+                return if error.lacks_privilege() { Ok(Ended::Unfit(error)) } else { Err(error) };
             }
         };
         follows(&handle, std::mem::take(&mut first));
@@ -452,7 +452,7 @@ async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
         };
         match attempt.await {
             Err(error) if error.is_transient() => {
-                tracing::warn!(error = %error.message, "following changes cannot begin yet; trying again");
+                tracing::warn!(error = %error.message, "the pipeline cannot start yet; retrying");
                 tokio::time::sleep(POLL).await;
             }
             result => return result,

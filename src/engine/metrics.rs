@@ -1,7 +1,7 @@
 //! The daemon's metrics, in a registry of its own.
 //!
-//! Labels are names of rules and collections, operations or reasons, all of them bounded by the config and by this
-//! file: never a document's id or value.
+//! Labels are rules, collections, operations, causes, outcomes and event names: all bounded by the config and by this
+//! file, and never a document's id or value.
 
 mod cause;
 mod process;
@@ -34,6 +34,9 @@ use crate::snapshot::{HeldBack, RuleFacts, Snapshot};
 const PROPAGATION_BUCKETS: [f64; 17] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0];
 
+/// The name of a key's reconciliation among the recent errors.
+pub const RECONCILE: &str = "reconcile";
+
 /// All metrics. There is one instance for each daemon, shared by every component that measures.
 #[derive(Debug)]
 pub struct Metrics {
@@ -57,7 +60,7 @@ pub struct Metrics {
     write_seconds: HistogramVec,
     writes_in_flight: IntGauge,
     retries: IntCounterVec,
-    set_aside: IntCounterVec,
+    dead_letters_recorded: IntCounterVec,
     /// Number of dead letters.
     pub dead_letters: IntGaugeVec,
     /// 1 while a rule's backfill is open.
@@ -119,7 +122,7 @@ pub enum Reconciled {
     /// Acknowledged by a majority.
     Done,
     /// Recorded as a dead letter.
-    SetAside,
+    DeadLetter,
     /// To be retried.
     Failed,
     /// Postponed: a grace period, an unconfirmed mismatch, or the removal limit.
@@ -127,12 +130,12 @@ pub enum Reconciled {
 }
 
 impl Reconciled {
-    const ALL: [Self; 4] = [Self::Done, Self::SetAside, Self::Failed, Self::Waiting];
+    const ALL: [Self; 4] = [Self::Done, Self::DeadLetter, Self::Failed, Self::Waiting];
 
     fn name(self) -> &'static str {
         match self {
             Self::Done => "done",
-            Self::SetAside => "dead_letter",
+            Self::DeadLetter => "dead_letter",
             Self::Failed => "failed",
             Self::Waiting => "waiting",
         }
@@ -157,23 +160,23 @@ impl Families {
         self.add(Gauge::with_opts(Opts::new(name, help)))
     }
 
-    fn whole(&self, name: &str, help: &str) -> Result<IntGauge> {
+    fn int_gauge(&self, name: &str, help: &str) -> Result<IntGauge> {
         self.add(IntGauge::with_opts(Opts::new(name, help)))
     }
 
-    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<GaugeVec> {
+    fn gauge_vec(&self, name: &str, help: &str, labels: &[&str]) -> Result<GaugeVec> {
         self.add(GaugeVec::new(Opts::new(name, help), labels))
     }
 
-    fn wholes(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec> {
+    fn int_gauge_vec(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec> {
         self.add(IntGaugeVec::new(Opts::new(name, help), labels))
     }
 
-    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec> {
+    fn int_counter_vec(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec> {
         self.add(IntCounterVec::new(Opts::new(name, help), labels))
     }
 
-    fn histograms(&self, name: &str, help: &str, labels: &[&str]) -> Result<HistogramVec> {
+    fn histogram_vec(&self, name: &str, help: &str, labels: &[&str]) -> Result<HistogramVec> {
         self.add(HistogramVec::new(HistogramOpts::new(name, help).buckets(PROPAGATION_BUCKETS.to_vec()), labels))
     }
 }
@@ -184,46 +187,46 @@ impl Metrics {
         let registry = Registry::new();
         let f = Families { registry: registry.clone() };
         let metrics = Self {
-            build: f.wholes("denormd_build_info", "The version and the commit it was built from, always 1.", &["version", "commit"])?,
-            rule_lag: f.gauges("denormd_rule_lag_seconds", "Seconds since the oldest change that is not applied to the rule's targets; 0 when all are.", &["rule"])?,
-            max_lag: f.gauges("denormd_rule_max_lag_seconds", "The rule's objective, `max_lag`: the lag that it should not have for long.", &["rule"])?,
-            rule_chain_lag: f.gauges("denormd_rule_chain_lag_seconds", "The largest lag of the rule and of those that feed it.", &["rule"])?,
-            lag: f.gauges("denormd_lag_seconds", "Seconds since the oldest change that is not applied to its targets; 0 when all are. Absent on a standby.", &[])?,
-            propagation: f.histograms("denormd_propagation_seconds", "From the commit of the source's change to the acknowledged write of its targets.", &["rule"])?,
-            events: f.counters("denormd_events_total", "Change events read.", &["collection", "operation"])?,
-            reconciles: f.counters("denormd_reconciles_total", "Keys reconciled, by how it ended.", &["rule", "reason"])?,
-            matched: f.counters("denormd_targets_matched_total", "Targets that write statements matched.", &["rule"])?,
-            modified: f.counters("denormd_targets_modified_total", "Targets that write statements changed.", &["rule"])?,
-            write_seconds: f.histograms("denormd_write_duration_seconds", "How long write commands took until a majority had them.", &["rule", "operation"])?,
-            writes_in_flight: f.whole("denormd_writes_in_flight", "Write commands that wait for their answer.")?,
-            retries: f.counters("denormd_retries_total", "Keys that failed for the moment and are tried again, by kind of error.", &["rule", "reason"])?,
-            set_aside: f.counters("denormd_dead_letters_recorded_total", "Times that a key or a target became a dead letter, by reason.", &["rule", "reason"])?,
-            dead_letters: f.wholes("denormd_dead_letters", "Dead letters that wait to be tried again.", &["rule"])?,
-            backfill_running: f.wholes("denormd_backfill_running", "1 while the rule's backfill is open.", &["rule"])?,
-            fan_outs: f.wholes("denormd_fan_outs", "Large fan-outs of the rule that are under way.", &["rule"])?,
-            backfill_scanned: f.wholes("denormd_backfill_scanned_targets", "Targets that the rule's last backfill has read.", &["rule"])?,
-            backfill_held_back: f.wholes("denormd_backfill_held_back", "1 while the rule's backfill waits between its pages, by the reason.", &["rule", "reason"])?,
-            backfill_total: f.wholes("denormd_backfill_expected_targets", "Targets that the rule's last backfill has to read, estimated.", &["rule"])?,
-            checkpoint_age: f.gauge("denormd_checkpoint_age_seconds", "How far back a restart would begin; 0 when the saved position is the newest.")?,
-            stream_age: f.gauge("denormd_stream_age_seconds", "Seconds since every change stream has answered, with or without events.")?,
-            oplog_headroom: f.gauges("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the saved position; absent when the oplog cannot be read.", &[])?,
-            oplog_loss: f.gauges("denormd_oplog_time_to_loss_seconds", "Seconds until changes are lost with the oplog, if it goes on as in the last minutes; +Inf while nothing falls behind.", &[])?,
-            oplog_readable: f.whole("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
-            canary_age: f.gauges("denormd_canary_age_seconds", "Seconds since the newest write of denormd's own was sent that every stream has passed and that is applied.", &[])?,
-            clock_skew: f.gauges("denormd_clock_skew_seconds", "By how much the clocks of the replica set's members differ at least; absent while none of them answers.", &[])?,
-            config_ok: f.whole("denormd_config_last_reload_successful", "0 while the config that was read last is refused and an older one is in force.")?,
-            config_reloads: f.counters("denormd_config_reloads_total", "Times that the config was read again, by what came of it.", &["reason"])?,
-            last_event: f.gauges("denormd_last_event_timestamp_seconds", "When this instance last wrote an event of this reason into the timeline, in seconds since 1970.", &["reason"])?,
-            queue_depth: f.whole("denormd_queue_depth", "Reconcile requests that wait or run, named targets counted.")?,
-            tls_unverified: f.whole("denormd_tls_unverified", "1 while the connection string switches the verification of the server's certificate off.")?,
-            leader: f.whole("denormd_leader", "1 while this process is the one that writes, and its lease is renewed.")?,
-            role: f.wholes("denormd_role", "1 for what this process is: starting, leader, standby, or unknown while the lease cannot be read or renewed.", &["role"])?,
-            partition_leader: f.wholes("denormd_partition_leader", "1 while this process is the one that writes for the partition; a deployment that is not divided has one.", &["partition"])?,
-            causes: f.wholes("denormd_cause", "1 while this keeps copies from being up to date. A cause that concerns rules has a series for each, and its series without a rule is 0.", &["reason", "rule"])?,
-            drift_found: f.counters("denormd_drift_found_total", "Targets that differed from their definition without a change that explains it.", &["rule"])?,
-            drift_repaired: f.counters("denormd_drift_repaired_total", "Of those, repaired.", &["rule"])?,
-            shadow_compared: f.counters("denormd_shadow_compared_total", "Targets that a rule in shadow has compared instead of writing.", &["rule"])?,
-            shadow_differing: f.counters("denormd_shadow_differing_total", "Of those, the ones that it would have changed.", &["rule"])?,
+            build: f.int_gauge_vec("denormd_build_info", "Always 1; the labels are the program's version and commit.", &["version", "commit"])?,
+            rule_lag: f.gauge_vec("denormd_rule_lag_seconds", "Age in seconds of the oldest change that is not yet applied to the rule's targets; 0 if there is none.", &["rule"])?,
+            max_lag: f.gauge_vec("denormd_rule_max_lag_seconds", "The rule's lag objective (`max_lag`), in seconds.", &["rule"])?,
+            rule_chain_lag: f.gauge_vec("denormd_rule_chain_lag_seconds", "The largest lag of the rule and the rules that feed it, in seconds.", &["rule"])?,
+            lag: f.gauge_vec("denormd_lag_seconds", "Age in seconds of the oldest change that is not yet applied; 0 if there is none. Absent on a standby.", &[])?,
+            propagation: f.histogram_vec("denormd_propagation_seconds", "Time from the commit of a source's change to the acknowledged write of its targets.", &["rule"])?,
+            events: f.int_counter_vec("denormd_events_total", "Change events read.", &["collection", "operation"])?,
+            reconciles: f.int_counter_vec("denormd_reconciles_total", "Reconciled keys, by outcome.", &["rule", "outcome"])?,
+            matched: f.int_counter_vec("denormd_targets_matched_total", "Targets matched by write statements.", &["rule"])?,
+            modified: f.int_counter_vec("denormd_targets_modified_total", "Targets changed by write statements.", &["rule"])?,
+            write_seconds: f.histogram_vec("denormd_write_duration_seconds", "Duration of write commands until a majority acknowledged them.", &["rule", "operation"])?,
+            writes_in_flight: f.int_gauge("denormd_writes_in_flight", "Write commands that are not acknowledged yet.")?,
+            retries: f.int_counter_vec("denormd_retries_total", "Keys that failed temporarily and are retried, by kind of error.", &["rule", "reason"])?,
+            dead_letters_recorded: f.int_counter_vec("denormd_dead_letters_recorded_total", "Dead letters recorded, by reason; each failed retry counts again.", &["rule", "reason"])?,
+            dead_letters: f.int_gauge_vec("denormd_dead_letters", "Current number of dead letters.", &["rule"])?,
+            backfill_running: f.int_gauge_vec("denormd_backfill_running", "1 while the rule's backfill is open.", &["rule"])?,
+            fan_outs: f.int_gauge_vec("denormd_fan_outs", "Fan-out jobs of the rule in progress.", &["rule"])?,
+            backfill_scanned: f.int_gauge_vec("denormd_backfill_scanned_targets", "Targets read by the rule's last backfill.", &["rule"])?,
+            backfill_held_back: f.int_gauge_vec("denormd_backfill_held_back", "1 for the reason that limits the speed of the rule's backfill.", &["rule", "reason"])?,
+            backfill_total: f.int_gauge_vec("denormd_backfill_expected_targets", "Estimated number of targets that the rule's last backfill has to read.", &["rule"])?,
+            checkpoint_age: f.gauge("denormd_checkpoint_age_seconds", "Age in seconds of the checkpoint, from which a restart resumes; 0 if it is up to date.")?,
+            stream_age: f.gauge("denormd_stream_age_seconds", "Seconds since the last answer of the slowest change stream, with or without events.")?,
+            oplog_headroom: f.gauge_vec("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the checkpoint; absent when the oplog cannot be read.", &[])?,
+            oplog_loss: f.gauge_vec("denormd_oplog_time_to_loss_seconds", "Seconds until the oplog no longer reaches back to the checkpoint, at the rate of the last minutes; +Inf while the checkpoint does not fall behind.", &[])?,
+            oplog_readable: f.int_gauge("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
+            canary_age: f.gauge_vec("denormd_canary_age_seconds", "Seconds since denormd sent the newest canary write that has passed every stream and is applied.", &[])?,
+            clock_skew: f.gauge_vec("denormd_clock_skew_seconds", "Minimum difference between the clocks of the replica set's members, in seconds; absent while none of them answers.", &[])?,
+            config_ok: f.int_gauge("denormd_config_last_reload_successful", "1 if the config that was read last is in force, 0 if it was refused.")?,
+            config_reloads: f.int_counter_vec("denormd_config_reloads_total", "Reloads of the config, by outcome.", &["outcome"])?,
+            last_event: f.gauge_vec("denormd_last_event_timestamp_seconds", "Time of this instance's last timeline event of this name, in seconds since 1970.", &["event"])?,
+            queue_depth: f.int_gauge("denormd_queue_depth", "Reconcile requests that are pending or running, counting each named target.")?,
+            tls_unverified: f.int_gauge("denormd_tls_unverified", "1 while the connection string disables verification of the server's certificate.")?,
+            leader: f.int_gauge("denormd_leader", "1 while this process holds a valid lease and may write.")?,
+            role: f.int_gauge_vec("denormd_role", "1 for the current role of this process: starting, leader, standby, or unknown (the lease cannot be read or renewed).", &["role"])?,
+            partition_leader: f.int_gauge_vec("denormd_partition_leader", "1 while this process leads the partition; an undivided deployment has one.", &["partition"])?,
+            causes: f.int_gauge_vec("denormd_cause", "1 while the cause is active. A cause that concerns rules has one series per rule; its series without a rule is 0.", &["reason", "rule"])?,
+            drift_found: f.int_counter_vec("denormd_drift_found_total", "Targets that differed from their definition although no pending change explains it.", &["rule"])?,
+            drift_repaired: f.int_counter_vec("denormd_drift_repaired_total", "Drifted targets that were repaired.", &["rule"])?,
+            shadow_compared: f.int_counter_vec("denormd_shadow_compared_total", "Targets compared by a rule in shadow mode.", &["rule"])?,
+            shadow_differing: f.int_counter_vec("denormd_shadow_differing_total", "Targets that a rule in shadow mode would have changed.", &["rule"])?,
             process: process::Process::new(&f)?,
             live: Mutex::default(),
             clock: AtomicI64::new(0),
@@ -232,8 +235,8 @@ impl Metrics {
         for cause in Cause::ALL {
             metrics.causes.with_label_values(&[cause.name(), ""]).set(0);
         }
-        for reason in ["done", "refused"] {
-            metrics.config_reloads.with_label_values(&[reason]);
+        for outcome in ["done", "refused"] {
+            metrics.config_reloads.with_label_values(&[outcome]);
         }
         metrics.divided(1);
         metrics.config_ok.set(1);
@@ -273,7 +276,7 @@ impl Metrics {
     /// Removes the gauges of rules that no longer exist.
     fn retire(&self, rules: &[RuleFacts]) {
         let gone = |name: &String| rules.iter().all(|rule| rule.name != *name);
-        for rule in gauges(&self.max_lag).filter(gone) {
+        for rule in rules_of(&self.max_lag).filter(gone) {
             for reason in HeldBack::ALL {
                 self.backfill_held_back.remove_label_values(&[rule.as_str(), reason.name()]).ok();
             }
@@ -313,14 +316,14 @@ impl Metrics {
     /// Counts a key that failed and will be retried.
     pub fn retried(&self, rule: &str, error: &Error) {
         self.retries.with_label_values(&[rule, error.kind.policy().name]).inc();
-        self.record_error(Some(rule), "reconcile", error);
+        self.record_error(Some(rule), RECONCILE, error);
     }
 
     /// Counts a key or a target that became a dead letter.
-    pub fn set_aside(&self, rule: &str, error: &Error) {
+    pub fn dead_letter(&self, rule: &str, error: &Error) {
         let reason =
             error.code.map_or_else(|| error.kind.policy().name.to_owned(), |code| format!("server_error_{code}"));
-        self.set_aside.with_label_values(&[rule, &reason]).inc();
+        self.dead_letters_recorded.with_label_values(&[rule, &reason]).inc();
         self.record_error(Some(rule), "became a dead letter", error);
     }
 
@@ -377,22 +380,24 @@ impl Metrics {
     /// Sets the gauges that follow from the state of the pipelines, and removes those of rules that no longer exist.
     pub fn show(&self, snapshot: &Snapshot) {
         self.retire(&snapshot.rules);
-        self.queue_depth.set(whole(snapshot.depth));
+        self.queue_depth.set(saturating_i64(snapshot.depth));
         for (nth, facts) in snapshot.rules.iter().enumerate() {
             let rule = &[facts.name.as_str()];
             let progress = snapshot.backfills.get(&facts.name);
             let is_backfilling = snapshot.states.get(nth).is_some_and(RuleState::is_backfilling);
             self.backfill_running.with_label_values(rule).set(i64::from(is_backfilling));
-            self.backfill_scanned.with_label_values(rule).set(progress.map_or(0, |progress| whole(progress.scanned)));
+            self.backfill_scanned
+                .with_label_values(rule)
+                .set(progress.map_or(0, |progress| saturating_i64(progress.scanned)));
             let total = progress.and_then(|progress| progress.total);
-            self.backfill_total.with_label_values(rule).set(total.map_or(0, whole));
+            self.backfill_total.with_label_values(rule).set(total.map_or(0, saturating_i64));
             let why = progress.and_then(|progress| progress.held_back);
             for reason in HeldBack::ALL.into_iter().filter(|_| progress.is_some()) {
                 let held_back = self.backfill_held_back.with_label_values(&[facts.name.as_str(), reason.name()]);
                 held_back.set(i64::from(why == Some(reason)));
             }
             self.max_lag.with_label_values(rule).set(facts.max_lag.as_secs_f64());
-            self.fan_outs.with_label_values(rule).set(snapshot.fan_outs.get(&nth).copied().map_or(0, whole));
+            self.fan_outs.with_label_values(rule).set(snapshot.fan_outs.get(&nth).copied().map_or(0, saturating_i64));
         }
     }
 
@@ -424,13 +429,13 @@ impl Metrics {
     /// The number of write commands so far, and their total duration in seconds.
     #[must_use]
     pub fn writes(&self) -> (u64, f64) {
-        histograms(&self.write_seconds).fold((0, 0.0), |(count, sum), (_, h)| (count + h.count, sum + h.sum))
+        histogram_values(&self.write_seconds).fold((0, 0.0), |(count, sum), (_, h)| (count + h.count, sum + h.sum))
     }
 
     /// Each rule's propagation times so far: counts by bucket, not cumulative; the last bucket has no upper bound.
     #[must_use]
     pub fn propagations(&self) -> Vec<(String, Vec<u64>)> {
-        histograms(&self.propagation).map(|(rule, h)| (rule, h.buckets)).collect()
+        histogram_values(&self.propagation).map(|(rule, h)| (rule, h.buckets)).collect()
     }
 
     /// The upper bounds of the propagation buckets, in seconds.
@@ -442,7 +447,7 @@ impl Metrics {
     /// Number of events read so far, and of each rule's changed targets.
     #[must_use]
     pub fn totals(&self) -> (u64, Vec<(String, u64)>) {
-        let sum = |family: &IntCounterVec| counters(family).collect::<Vec<_>>();
+        let sum = |family: &IntCounterVec| counter_values(family).collect::<Vec<_>>();
         (sum(&self.events).iter().map(|(_, n)| n).sum(), sum(&self.modified))
     }
 
@@ -450,8 +455,8 @@ impl Metrics {
     #[must_use]
     pub fn drift(&self) -> BTreeMap<String, (u64, u64)> {
         let mut drift: BTreeMap<String, (u64, u64)> =
-            counters(&self.drift_found).map(|(rule, n)| (rule, (n, 0))).collect();
-        for (rule, repaired) in counters(&self.drift_repaired) {
+            counter_values(&self.drift_found).map(|(rule, n)| (rule, (n, 0))).collect();
+        for (rule, repaired) in counter_values(&self.drift_repaired) {
             drift.entry(rule).or_default().1 = repaired;
         }
         drift
@@ -504,7 +509,7 @@ struct Counted {
     buckets: Vec<u64>,
 }
 
-fn histograms(family: &HistogramVec) -> impl Iterator<Item = (String, Counted)> {
+fn histogram_values(family: &HistogramVec) -> impl Iterator<Item = (String, Counted)> {
     family.collect().into_iter().flat_map(|family| family.get_metric().to_vec()).map(|metric| {
         let h = metric.get_histogram();
         let mut below = 0;
@@ -522,7 +527,7 @@ fn histograms(family: &HistogramVec) -> impl Iterator<Item = (String, Counted)> 
     })
 }
 
-fn counters(family: &IntCounterVec) -> impl Iterator<Item = (String, u64)> {
+fn counter_values(family: &IntCounterVec) -> impl Iterator<Item = (String, u64)> {
     family.collect().into_iter().flat_map(|family| family.get_metric().to_vec()).map(|metric| {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a counter of whole numbers")]
         let value = metric.get_counter().get_value() as u64;
@@ -530,7 +535,7 @@ fn counters(family: &IntCounterVec) -> impl Iterator<Item = (String, u64)> {
     })
 }
 
-fn gauges(family: &GaugeVec) -> impl Iterator<Item = String> {
+fn rules_of(family: &GaugeVec) -> impl Iterator<Item = String> {
     let metrics = family.collect().into_iter().flat_map(|family| family.get_metric().to_vec());
     metrics.map(|metric| rule_of(metric.get_label()))
 }
@@ -539,6 +544,6 @@ fn rule_of(labels: &[prometheus::proto::LabelPair]) -> String {
     labels.iter().find(|label| label.name() == "rule").map(|label| label.value().to_owned()).unwrap_or_default()
 }
 
-fn whole(count: impl TryInto<i64>) -> i64 {
+fn saturating_i64(count: impl TryInto<i64>) -> i64 {
     count.try_into().unwrap_or(i64::MAX)
 }

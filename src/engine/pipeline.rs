@@ -56,6 +56,8 @@ use sources::{Seen, read_sources};
 pub use streams::SAVE_POSITION;
 use streams::Streams;
 
+/// Longest interval between turns of the loop.
+const TICK: Duration = Duration::from_millis(100);
 /// Capacity of the channel of writes that dead letters are retried for.
 const WRITTEN: usize = 2;
 
@@ -73,7 +75,7 @@ impl Handle {
     pub async fn stop(self) {
         self.stop.cancel();
         if self.task.await.is_err() {
-            tracing::error!("the pipeline ended by a panic");
+            tracing::error!("the pipeline panicked");
         }
     }
 
@@ -183,8 +185,6 @@ struct Pipeline {
     waiting: Arc<AtomicUsize>,
     /// Time at which the figures of each rule were last published.
     published: Option<Instant>,
-    /// Rules whose history was lost and whose backfill has not ended since.
-    degraded: BTreeSet<RuleId>,
 }
 
 impl Drop for Pipeline {
@@ -212,7 +212,6 @@ impl Pipeline {
             pages: Vec::new(),
             waiting: Arc::default(),
             published: None,
-            degraded: BTreeSet::new(),
         }
     }
 
@@ -224,7 +223,7 @@ impl Pipeline {
     async fn run(mut self, retried: mpsc::Receiver<(RuleId, Written)>) {
         let stop = self.context.stopping.clone();
         let (mut feeders, mut inbox) = Inbox::open(&self, retried);
-        let mut tick = tokio::time::interval(Duration::from_millis(100));
+        let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         while !stop.is_cancelled() {
             self.record();
@@ -241,9 +240,9 @@ impl Pipeline {
                 Some(seen) = inbox.sources.recv() => self.take_seen(seen),
                 Some((order, recorded)) = self.rules.recorder.recorded(&stop) => self.recorded(order, recorded),
                 Some(outcome) = self.batches.running.join_next() => self.ended(outcome),
-                // Those that have nothing to do end by themselves.
+                // Feeders with nothing to do end by themselves.
                 Some(Err(error)) = feeders.join_next() => {
-                    tracing::error!(%error, "a task of the pipeline ended by a panic; stopping");
+                    tracing::error!(%error, "a pipeline task panicked; stopping");
                     stop.cancel();
                 }
                 () = sleep_until(due), if due.is_some() => {}
@@ -260,8 +259,13 @@ impl Pipeline {
 
     /// Finishes the work in flight, and saves the checkpoints.
     async fn close(&mut self) {
-        while let Some(outcome) = self.batches.running.join_next().await {
-            self.ended(outcome);
+        // A batch may take as long as a read. Meanwhile the figures are published, so the loop does not count as blocked.
+        let mut tick = tokio::time::interval(TICK);
+        while !self.batches.running.is_empty() {
+            tokio::select! {
+                Some(outcome) = self.batches.running.join_next() => self.ended(outcome),
+                _ = tick.tick() => self.publish(),
+            }
         }
         self.record();
         while let Some((order, recorded)) = self.rules.recorder.recorded(&self.context.stopping).await {
@@ -278,34 +282,29 @@ impl Pipeline {
         let batch = self.schedule.begin(delivery.stream);
         let hold = Some(Hold { stream: delivery.stream, batch });
         for event in &delivery.events {
-            let origin = self.schedule.arrive(delivery.stream, batch, event, &mut routed);
+            let origin = self.schedule.route_event(delivery.stream, batch, event, &mut routed);
             // Another collection took the name of the source (`$out`, a rename).
-            for rule in std::mem::take(&mut routed.renewed) {
-                if !self.rules.state(rule).is_stopped() {
-                    self.change(rule, Change::Block(BlockReason::SourceGone), hold);
-                }
-            }
-            for rule in std::mem::take(&mut routed.sources_gone) {
-                // The drop is older than the acceptance of the loss, but was read later: after a crash, or behind a
-                // backlog.
-                if self.rules.released.get(&rule).is_some_and(|released| event.cluster_time <= *released) {
-                    continue;
-                }
+            let mut gone = std::mem::take(&mut routed.renewed);
+            gone.retain(|rule| !self.rules.state(*rule).is_stopped());
+            gone.append(&mut routed.sources_gone);
+            // The loss may have been accepted after the event, which is read later: after a crash, or behind a backlog.
+            gone.retain(|rule| self.rules.released.get(rule).is_none_or(|released| event.cluster_time > *released));
+            for rule in gone {
                 self.change(rule, Change::Block(BlockReason::SourceGone), hold);
             }
             let (rules, plan) = (&self.rules, &self.context.plan);
             for request in routed.requests.drain(..).filter(|request| rules.may_run(plan, request.rule)) {
-                self.schedule.ask(request, origin);
+                self.schedule.enqueue(request, origin);
             }
-            self.schedule.asked(event);
+            self.schedule.event_routed(event);
         }
         let database = self.streams.delivered(delivery.stream);
         if delivery.lost {
             routed.backfills.extend(rules_of(&self.context.plan, database));
-            self.degraded.extend(&routed.backfills);
         }
         for rule in routed.backfills.into_iter().collect::<BTreeSet<_>>() {
-            self.change(rule, Change::Backfill, hold);
+            let change = if delivery.lost { Change::Lost } else { Change::Backfill };
+            self.change(rule, change, hold);
         }
         failpoint::here("routed");
         self.schedule.end(delivery.stream, batch, delivery.position, delivery.more);

@@ -220,7 +220,7 @@ async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>
         }
         // A view has no indexes.
         Err(error) => match Error::from(error) {
-            error if error.kind == Kind::Refused => Ok(Vec::new()),
+            error if error.is_refusal() => Ok(Vec::new()),
             error => Err(error),
         },
     }
@@ -319,10 +319,15 @@ fn without_prefixes(findings: Vec<Finding>) -> Vec<Finding> {
 /// The index that a finding requires: the collection with the index's collation, and the keys.
 fn index_of(finding: &Finding) -> Option<(String, Document)> {
     let fix = finding.fix.as_ref()?;
-    let index = fix.command.get_array("indexes").ok()?.first()?.as_document()?;
-    let collection = fix.command.get_str("createIndexes").ok()?;
-    let place = format!("{}.{collection} {}", fix.database, index.contains_key("collation"));
-    Some((place, index.get_document("key").ok()?.clone()))
+    let (collection, keys) = index_keys(&fix.command)?;
+    let is_collated = fix.command.get_array("indexes").ok()?.first()?.as_document()?.contains_key("collation");
+    Some((format!("{}.{collection} {is_collated}", fix.database), keys.clone()))
+}
+
+/// The collection and the keys of the index that a command creates.
+pub(crate) fn index_keys(command: &Document) -> Option<(&str, &Document)> {
+    let index = command.get_array("indexes").ok()?.first()?.as_document()?;
+    Some((command.get_str("createIndexes").ok()?, index.get_document("key").ok()?))
 }
 
 /// Index keys after the match paths. The sort order if only the first N of many are needed, so that only N are read; or
@@ -377,7 +382,7 @@ async fn misspelt(server: &Server, namespace: &Namespace) -> Result<Option<Missp
 
 /// The known name that a word probably stands for. Names that differ only in their digits (`tenant_1`, `tenant_2`) are
 /// intended.
-fn nearest(word: &str, known: &[String]) -> Option<String> {
+pub(crate) fn nearest(word: &str, known: &[String]) -> Option<String> {
     let without_digits = |name: &str| name.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
     let others = known.iter().filter(|name| without_digits(name) != without_digits(word));
     let distance = |name: &&String| strsim::damerau_levenshtein(name, word);
@@ -402,7 +407,7 @@ fn unless_misspelt(finding: Finding, near: Option<&str>) -> Finding {
     }
 }
 
-/// The paths of a rule's look-ups in one of its collections.
+/// The paths of a rule's lookups in one of its collections.
 fn looked_up(rule: &Rule, role: Role) -> Vec<String> {
     if rule.creates.is_some() && role == Role::Target {
         return vec!["_id".to_owned()];
@@ -410,7 +415,7 @@ fn looked_up(rule: &Rule, role: Role) -> Vec<String> {
     rule.reference.paths(role).map(denormd_model::field_path::FieldPath::query).collect()
 }
 
-/// A look-up in a collection that does not exist: it needs an index as soon as it does.
+/// A lookup in a collection that does not exist: it needs an index as soon as it does.
 fn absent(rule: &Rule, namespace: &Namespace, paths: &[String], seen: &mut BTreeSet<Namespace>) -> Option<Finding> {
     let answered = rule.allow_scan || paths.iter().any(|path| path == "_id");
     if answered || !seen.insert(namespace.clone()) {
@@ -429,7 +434,7 @@ fn absent(rule: &Rule, namespace: &Namespace, paths: &[String], seen: &mut BTree
     })
 }
 
-/// Requires the indexes of a rule's look-ups in one of its collections.
+/// Requires the indexes of a rule's lookups in one of its collections.
 fn missing_indexes(
     rule: &Rule,
     role: Role,
@@ -446,7 +451,7 @@ fn missing_indexes(
     findings
 }
 
-/// Requires an index that begins with one of the look-up's paths.
+/// Requires an index that begins with one of the lookup's paths.
 fn missing_index(
     rule: &Rule,
     paths: &[String],
@@ -536,7 +541,7 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
         // No document is read, so the text only quotes the rule.
         let text = server_text(&refused).map(|text| format!(": {text}")).unwrap_or_default();
         match Error::from(refused) {
-            error if error.kind == Kind::Refused => {
+            error if error.is_refusal() => {
                 let mut finding = Finding::new(
                     rule,
                     format!("the server refuses the rule's expressions or filters: {}{text}", error.message),
@@ -566,7 +571,7 @@ async fn refused_value(server: &Server, rule: &Rule) -> Result<Option<ConfigPath
         let asked = server.database(&rule.source.namespace.database).run_command(over_no_documents(command)).await;
         match asked.map_err(Error::from) {
             Ok(_) => {}
-            Err(error) if error.kind == Kind::Refused => return Ok(Some(place)),
+            Err(error) if error.is_refusal() => return Ok(Some(place)),
             Err(error) => return Err(error),
         }
     }

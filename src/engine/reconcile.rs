@@ -1,6 +1,7 @@
 //! One batch of keys: read the sources, compute what the targets should hold, write it.
 
 pub mod applied;
+pub mod batch;
 pub mod by_difference;
 pub mod by_target;
 pub mod compare;
@@ -12,6 +13,8 @@ pub mod guard;
 mod isolate;
 mod keep;
 pub mod memory;
+mod of_target;
+pub mod places;
 pub mod read;
 mod removal_limit;
 pub mod run;

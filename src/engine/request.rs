@@ -2,9 +2,10 @@
 
 use std::collections::HashSet;
 
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
 use denormd_model::{key::Key, position::ClusterTime};
+use denormd_mongo::error::{Error, Result};
 use denormd_rules::plan::RuleId;
 
 /// One thing to check again. The reason is not part of it, so that requests for different reasons are merged.
@@ -160,4 +161,33 @@ pub struct Page {
     pub after: ClusterTime,
     /// Notified when all requests are acknowledged or recorded as dead letters.
     pub done: oneshot::Sender<()>,
+}
+
+impl Page {
+    /// Sends requests to the pipeline.
+    pub async fn send(out: &mpsc::Sender<Self>, requests: Vec<Request>, after: ClusterTime) -> Result<SentPage> {
+        let (done, end) = oneshot::channel();
+        out.send(Self { requests, after, done }).await.map_err(|_| gone())?;
+        Ok(SentPage(end))
+    }
+}
+
+/// A page that the pipeline processes.
+#[derive(Debug)]
+pub struct SentPage(oneshot::Receiver<()>);
+
+impl SentPage {
+    /// Waits until all requests are done. Cancellation loses nothing.
+    pub async fn done(&mut self) -> Result<()> {
+        (&mut self.0).await.map_err(|_| gone())
+    }
+
+    /// True if all requests are done. To be asked until it is true, and not after [`Self::done`].
+    pub fn is_done(&mut self) -> bool {
+        self.0.try_recv().is_ok()
+    }
+}
+
+fn gone() -> Error {
+    Error::internal("the pipeline is gone")
 }

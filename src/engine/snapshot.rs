@@ -119,7 +119,14 @@ impl Snapshot {
         (self.fan_outs.is_empty() && self.states.get(rule.0).is_none_or(settled)).then(|| self.applied())
     }
 
-    /// True unless the rule is stopped: the lag of a stopped rule has no meaning.
+    /// True unless the rule is stopped, or its existing targets wait for `denormd backfill`: a lag of 0 would call its
+    /// targets up to date.
+    #[must_use]
+    pub fn has_lag(&self, rule: usize) -> bool {
+        self.runs(rule) && self.states.get(rule) != Some(&RuleState::AwaitingBackfill)
+    }
+
+    /// True unless the rule is stopped.
     #[must_use]
     pub fn runs(&self, rule: usize) -> bool {
         self.states.get(rule).is_none_or(|state| !state.is_stopped())

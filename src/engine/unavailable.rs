@@ -6,7 +6,7 @@
 //! affected: a person who has just written the rules, or created the user, reads the message.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
     time::Duration,
 };
@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::store::Store,
+    checkpoint::{earlier, store::Store},
     preflight::{self, Finding},
     reconcile::Context,
 };
@@ -44,10 +44,10 @@ pub struct Lacking {
 /// Separates the two kinds. `all` has the findings for all rules together.
 pub async fn sort(context: &Context, all: Vec<Finding>) -> Result<Lacking> {
     let (state, deployment) = (&context.dead_letters.database, &context.dead_letters.deployment);
-    // If the state cannot be read, every rule is treated as new.
-    let have_run = match Store::have_run(&context.server, state, deployment, &context.plan).await {
-        Err(error) if error.is_transient() => return Err(error),
-        have_run => have_run.unwrap_or_default(),
+    let have_run = match earlier::have_run(&context.server, state, deployment, &context.plan).await {
+        // Without the privilege to read the state, every rule is treated as new. The findings name it.
+        Err(error) if error.lacks_privilege() => BTreeSet::new(),
+        have_run => have_run?,
     };
     let mut lacking = Lacking::default();
     for rule in &context.plan.rules {
@@ -113,7 +113,7 @@ async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Ins
         match findings.into_iter().next() {
             None => {
                 tracing::info!(rule = %rule.name, "the cluster now has what the rule lacked: the rule runs again, by a backfill");
-                store.come_back(&context.server, &rule.name, state.generation).await?;
+                store.resume_unavailable(&context.server, &rule.name, state.generation).await?;
             }
             Some(Finding { kind, message, .. }) => {
                 context.metrics.record_error(Some(&rule.name), "unavailable", &Error::new(kind, message));

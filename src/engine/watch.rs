@@ -161,7 +161,7 @@ pub async fn nested(server: &Server, plan: &Plan) -> Result<BTreeSet<Namespace>>
             };
             match server.read(&database, command, Reads { after }).await {
                 Ok(found) if found.is_empty() => {}
-                Err(error) if error.is_transient() && error.kind != Kind::ReadTimedOut => return Err(error),
+                Err(error) if error.is_transient() && !error.is_read_timeout() => return Err(error),
                 Ok(_) | Err(_) => drop(nested.insert(namespace)),
             }
         }
@@ -332,7 +332,7 @@ impl Follower<'_> {
             Kind::HistoryLost if is_of_a_removed_shard(&error) => {
                 self.start_anew("a shard was removed with changes that were not read yet").await
             }
-            Kind::HistoryLost => self.start_anew("the oplog no longer reaches back to the saved position").await,
+            Kind::HistoryLost => self.start_anew("the oplog no longer reaches back to the checkpoint").await,
             _ => false,
         };
         (!open_again).then_some(error)

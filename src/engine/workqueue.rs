@@ -23,7 +23,7 @@
 //! - *A pause* (a grace period, a costly recompute): it ends by the clock.
 //! - *A document of a tree, behind one that it reads*: the other one is in the queue as well, and the wait has a time
 //!   limit ([`crate::reconcile::tree`]).
-//! - *Look-ups behind writes* ([`Task::Parents`]): they wait for batches that already run.
+//! - *Lookups behind writes* ([`Task::Parents`]): they wait for batches that already run.
 //! - *Work that shrinks by waiting for more events*: it waits only while the queue has room
 //!   ([`crate::pipeline::schedule`]).
 //! - *A target that the guard found to differ*: this one does wait for events, to distinguish drift from a change in
@@ -31,7 +31,7 @@
 //!   settled as unconfirmed mismatches. Otherwise at least half of a full queue is other work, which makes room as it
 //!   ends.
 //!
-//! Work that ends may request more (a look-up requests the targets that it found). It does so once, and each of these
+//! Work that ends may request more (a lookup requests the targets that it found). It does so once, and each of these
 //! is of the kinds above.
 
 mod pending;
@@ -61,7 +61,7 @@ const KNOWN_SLOW: usize = 10_000;
 
 /// Identifies a key of the queue.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Slot {
+struct QueueKey {
     lane: Lane,
     key: Key,
 }
@@ -82,14 +82,14 @@ pub struct Work {
     pub attempts: u32,
     /// Time limit of its reads, if they have taken too long. Such a key is slow: it runs alone.
     pub read_limit: Option<Duration>,
-    /// Most keys of a batch with this one, if a read for more of them took too long.
+    /// Maximum number of keys in a batch with this key, once a larger read has timed out.
     pub batch_keys: Option<usize>,
     /// Time at which its write was first restarted, because a statement for all of its targets took too long.
     pub restarted: Option<Instant>,
     /// True once the targets that lose their values by it are counted towards the removal limit.
     pub is_counted: bool,
     /// Time at which a reference was first found to dangle, for policies that remove, or a target to differ, for the
-    /// guard. It begins anew with each request.
+    /// guard. Each new request restarts this period.
     pub unconfirmed_since: Option<Instant>,
     /// Time at which the reference was first found to dangle, however many requests came after that.
     pub missing_since: Option<Instant>,
@@ -98,16 +98,16 @@ pub struct Work {
     /// Time since which it waits for other documents of its tree.
     pub waits_since: Option<Instant>,
     /// The batches that its requests come from.
-    held: Held,
+    origins: Origins,
 }
 
 /// The oldest batch of each stream from which a work comes; usually of one stream.
 #[derive(Debug, Clone, Default)]
-struct Held(Vec<(usize, u64)>);
+struct Origins(Vec<(usize, u64)>);
 
-impl Held {
+impl Origins {
     fn of(&mut self, stream: usize) -> Option<&mut u64> {
-        self.0.iter_mut().find(|held| held.0 == stream).map(|held| &mut held.1)
+        self.0.iter_mut().find(|origin| origin.0 == stream).map(|origin| &mut origin.1)
     }
 }
 
@@ -139,7 +139,7 @@ struct Entry {
     /// The next work on the key.
     pending: Option<Work>,
     /// The origins of the work that a batch currently does on the key.
-    running: Option<Held>,
+    running: Option<Origins>,
     /// True if the key is in its lane because of `pending`.
     in_lane: bool,
     /// `pending` waits until this time.
@@ -165,14 +165,14 @@ pub struct Batch {
 
 /// The limits of one batch.
 #[derive(Debug, Clone, Copy)]
-pub struct Most {
-    /// Most keys; about four times as many named targets are allowed.
+pub struct BatchLimits {
+    /// Maximum number of keys; about four times as many named targets are allowed.
     pub keys: usize,
     /// Number of batches that run at once. They share the waiting keys: one that took all of them would leave none for
     /// the others.
     pub batches: usize,
-    /// True if so many batches run: only a rule without one may start another.
-    pub are_taken: bool,
+    /// True if all batches are running: only a rule without a running batch may start another.
+    pub all_running: bool,
 }
 
 /// The result of one key's run.
@@ -197,7 +197,7 @@ pub enum Finish {
 /// The pending and running requests, by key.
 #[derive(Debug)]
 pub struct WorkQueue {
-    entries: HashMap<Slot, Entry>,
+    entries: HashMap<QueueKey, Entry>,
     lanes: BTreeMap<Lane, VecDeque<Key>>,
     slow: Slow,
     /// The lane that was served last.
@@ -225,24 +225,24 @@ pub struct WorkQueue {
 #[derive(Debug, Default)]
 struct Slow {
     /// Slow keys that are ready, of all lanes.
-    ready: VecDeque<Slot>,
+    ready: VecDeque<QueueKey>,
     /// The running batch of a slow key.
     running: Option<u64>,
     /// The last batch of a slow key.
     last: u64,
     /// Read limits of keys that were slow when they were last done, so that a key that changes often does not slow down
     /// a batch of other keys each time.
-    known: HashMap<Slot, Duration>,
+    known: HashMap<QueueKey, Duration>,
 }
 
 impl Slow {
-    fn remember(&mut self, slot: &Slot, limit: Option<Duration>) {
+    fn remember(&mut self, queue_key: &QueueKey, limit: Option<Duration>) {
         match limit {
-            Some(limit) if self.known.len() < KNOWN_SLOW && slot.key.weight() < 1024 => {
-                self.known.insert(slot.clone(), limit);
+            Some(limit) if self.known.len() < KNOWN_SLOW && queue_key.key.weight() < 1024 => {
+                self.known.insert(queue_key.clone(), limit);
             }
             // A key that is not remembered is found to be slow again.
-            _ => drop(self.known.remove(slot)),
+            _ => drop(self.known.remove(queue_key)),
         }
     }
 }
@@ -256,7 +256,7 @@ struct Oldest {
 }
 
 impl Oldest {
-    fn moved(&mut self, rule: RuleId, from: Option<i64>, to: Option<i64>) -> Option<i64> {
+    fn replace(&mut self, rule: RuleId, from: Option<i64>, to: Option<i64>) -> Option<i64> {
         if from != to {
             let counts = self.rules.entry(rule).or_default();
             if let Some(count) = from.and_then(|from| counts.get_mut(&from)) {
@@ -284,7 +284,7 @@ struct Weights {
 }
 
 impl Weights {
-    fn moved(&mut self, lane: Lane, more: usize, less: usize) {
+    fn adjust(&mut self, lane: Lane, more: usize, less: usize) {
         self.all = (self.all + more).saturating_sub(less);
         if writes(lane.1) {
             self.writing = (self.writing + more).saturating_sub(less);
@@ -299,7 +299,7 @@ fn weight(key: &Key, scope: &Scope) -> usize {
 #[derive(Debug, PartialEq, Eq)]
 struct Delayed {
     at: Instant,
-    slot: Slot,
+    queue_key: QueueKey,
 }
 
 impl PartialOrd for Delayed {
@@ -389,12 +389,12 @@ impl WorkQueue {
         if task == Task::Guard { &mut self.guarded } else { self.reconciling.entry(rule).or_default() }
     }
 
-    fn remove(&mut self, slot: &Slot) {
-        if self.entries.remove(slot).is_some() {
-            let keys = self.count(slot.lane);
+    fn remove(&mut self, queue_key: &QueueKey) {
+        if self.entries.remove(queue_key).is_some() {
+            let keys = self.count(queue_key.lane);
             *keys = keys.saturating_sub(1);
-            if self.is_recorded(slot.lane) {
-                self.pending.left(slot.lane.0, &slot.key);
+            if self.is_recorded(queue_key.lane) {
+                self.pending.left(queue_key.lane.0, &queue_key.key);
             }
         }
     }
@@ -456,7 +456,7 @@ impl WorkQueue {
     /// The requested scope of the first key of a lane.
     fn first(&self, lane: Lane) -> Option<&Scope> {
         let key = self.lanes.get(&lane)?.front()?.clone();
-        Some(&self.entries.get(&Slot { lane, key })?.pending.as_ref()?.scope)
+        Some(&self.entries.get(&QueueKey { lane, key })?.pending.as_ref()?.scope)
     }
 
     /// Takes a request; `watermark` does not pass its origin until it is done.
@@ -474,42 +474,42 @@ impl WorkQueue {
             missing_since: None,
             unconfirmed_mismatch: UnconfirmedMismatch::default(),
             waits_since: None,
-            held: Held::default(),
+            origins: Origins::default(),
         };
-        let slot = Slot { lane: (request.rule, request.task), key: request.key };
-        if !self.entries.contains_key(&slot) {
-            *self.count(slot.lane) += 1;
-            if self.is_recorded(slot.lane) {
-                self.pending.entered(slot.lane.0, &slot.key);
+        let queue_key = QueueKey { lane: (request.rule, request.task), key: request.key };
+        if !self.entries.contains_key(&queue_key) {
+            *self.count(queue_key.lane) += 1;
+            if self.is_recorded(queue_key.lane) {
+                self.pending.entered(queue_key.lane.0, &queue_key.key);
             }
         }
-        let entry = self.entries.entry(slot.clone()).or_default();
-        let before = entry.pending.as_ref().map_or(0, |work| weight(&slot.key, &work.scope));
+        let entry = self.entries.entry(queue_key.clone()).or_default();
+        let before = entry.pending.as_ref().map_or(0, |work| weight(&queue_key.key, &work.scope));
         let work = match entry.pending.take() {
-            Some(pending) => pending.joined(work),
-            None => Work { read_limit: self.slow.known.get(&slot).copied(), ..work },
+            Some(pending) => pending.merge(work),
+            None => Work { read_limit: self.slow.known.get(&queue_key).copied(), ..work },
         };
-        let work = work.holding(origin, watermark);
-        self.weights.moved(slot.lane, weight(&slot.key, &work.scope), before);
+        let work = work.with_origin(origin, watermark);
+        self.weights.adjust(queue_key.lane, weight(&queue_key.key, &work.scope), before);
         entry.pending = Some(work);
-        entry.since = self.oldest.moved(request.rule, entry.since, earliest(entry.since, origin.committed));
+        entry.since = self.oldest.replace(request.rule, entry.since, earliest(entry.since, origin.committed));
         entry.barrier = self.taken + 1;
         if entry.cooling {
             return;
         }
         entry.not_before = None;
-        self.enter(slot);
+        self.enter(queue_key);
     }
 
     /// Puts a key with pending work into its lane, unless it runs or is there already.
-    fn enter(&mut self, slot: Slot) {
-        let Some(entry) = self.entries.get_mut(&slot) else { return };
+    fn enter(&mut self, queue_key: QueueKey) {
+        let Some(entry) = self.entries.get_mut(&queue_key) else { return };
         let Some(work) = entry.pending.as_ref().filter(|_| entry.running.is_none() && !entry.in_lane) else { return };
         entry.in_lane = true;
         if work.read_limit.is_some() {
-            self.slow.ready.push_back(slot);
+            self.slow.ready.push_back(queue_key);
         } else {
-            self.lanes.entry(slot.lane).or_default().push_back(slot.key);
+            self.lanes.entry(queue_key.lane).or_default().push_back(queue_key.key);
         }
     }
 
@@ -518,12 +518,12 @@ impl WorkQueue {
     ///
     /// A slow key runs alone, and no other slow key runs at the same time. If there is only one batch at a time, slow
     /// keys and others take turns.
-    pub fn take(&mut self, most: Most, now: Instant, open: impl Fn(Lane, &Scope) -> bool) -> Option<Batch> {
+    pub fn take(&mut self, limits: BatchLimits, now: Instant, open: impl Fn(Lane, &Scope) -> bool) -> Option<Batch> {
         self.wake(now);
         let (lane, items) = if self.slow.last == self.taken {
-            self.take_ordinary(most, &open).or_else(|| self.take_slow(&open))?
+            self.take_ordinary(limits, &open).or_else(|| self.take_slow(&open))?
         } else {
-            self.take_slow(&open).or_else(|| self.take_ordinary(most, &open))?
+            self.take_slow(&open).or_else(|| self.take_ordinary(limits, &open))?
         };
         self.taken += 1;
         *self.running.entry(lane.0).or_default() += 1;
@@ -536,14 +536,18 @@ impl WorkQueue {
         Some(Batch { lane, items, number: self.taken })
     }
 
-    fn take_ordinary(&mut self, most: Most, open: &impl Fn(Lane, &Scope) -> bool) -> Option<(Lane, Vec<(Key, Work)>)> {
+    fn take_ordinary(
+        &mut self,
+        limits: BatchLimits,
+        open: &impl Fn(Lane, &Scope) -> bool,
+    ) -> Option<(Lane, Vec<(Key, Work)>)> {
         for _ in 0..self.lanes.len() {
             let lane = self.next_lane()?;
             self.turn = Some(lane);
             if self.first(lane).is_some_and(|scope| !open(lane, scope)) {
                 continue;
             }
-            let items = self.take_from(lane, most);
+            let items = self.take_from(lane, limits);
             if !items.is_empty() {
                 return Some((lane, items));
             }
@@ -556,17 +560,17 @@ impl WorkQueue {
         if self.slow.running.is_some() {
             return None;
         }
-        let slot = self.slow.ready.pop_front()?;
-        let oldest_write = self.oldest_write(slot.lane.0);
-        let entry = self.entries.get_mut(&slot)?;
-        if entry.is_barred(slot.lane.1, oldest_write)
-            || entry.pending.as_ref().is_some_and(|work| !open(slot.lane, &work.scope))
+        let queue_key = self.slow.ready.pop_front()?;
+        let oldest_write = self.oldest_write(queue_key.lane.0);
+        let entry = self.entries.get_mut(&queue_key)?;
+        if entry.is_barred(queue_key.lane.1, oldest_write)
+            || entry.pending.as_ref().is_some_and(|work| !open(queue_key.lane, &work.scope))
         {
-            self.slow.ready.push_back(slot);
+            self.slow.ready.push_back(queue_key);
             return None;
         }
         let work = entry.begin()?;
-        Some((slot.lane, vec![(slot.key, work)]))
+        Some((queue_key.lane, vec![(queue_key.key, work)]))
     }
 
     /// The oldest running batch of a rule that writes.
@@ -574,29 +578,29 @@ impl WorkQueue {
         self.writing.get(&rule).and_then(BTreeSet::first).copied().unwrap_or(u64::MAX)
     }
 
-    fn take_from(&mut self, lane: Lane, most: Most) -> Vec<(Key, Work)> {
+    fn take_from(&mut self, lane: Lane, limits: BatchLimits) -> Vec<(Key, Work)> {
         let oldest_write = self.oldest_write(lane.0);
         let mut items = Vec::new();
         let mut weight = 0;
         let Some(waiting) = self.lanes.get_mut(&lane) else { return items };
-        let mut keys = waiting.len().div_ceil(most.batches).max(SMALL).min(most.keys);
+        let mut keys = waiting.len().div_ceil(limits.batches).max(SMALL).min(limits.keys);
         while let Some(key) = waiting.pop_front() {
-            let slot = Slot { lane, key };
-            let Some(entry) = self.entries.get_mut(&slot) else { continue };
+            let queue_key = QueueKey { lane, key };
+            let Some(entry) = self.entries.get_mut(&queue_key) else { continue };
             if entry.is_barred(lane.1, oldest_write) {
-                waiting.push_front(slot.key);
+                waiting.push_front(queue_key.key);
                 break;
             }
-            let company = entry.pending.as_ref().map_or(usize::MAX, Work::company);
-            if items.len() >= company {
-                waiting.push_front(slot.key);
+            let max_keys = entry.pending.as_ref().map_or(usize::MAX, Work::max_batch_keys);
+            if items.len() >= max_keys {
+                waiting.push_front(queue_key.key);
                 break;
             }
-            keys = keys.min(company);
+            keys = keys.min(max_keys);
             let Some(work) = entry.begin() else { continue };
             weight += work.scope.weight();
-            items.push((slot.key, work));
-            if items.len() >= keys || weight >= most.keys.saturating_mul(4) {
+            items.push((queue_key.key, work));
+            if items.len() >= keys || weight >= limits.keys.saturating_mul(4) {
                 break;
             }
         }
@@ -621,13 +625,13 @@ impl WorkQueue {
     }
 
     /// Records the time limit of a key's next read, before the run of the key is finished.
-    pub fn judged(&mut self, lane: Lane, key: &Key, read_limit: Option<Duration>) {
+    pub fn set_read_limit(&mut self, lane: Lane, key: &Key, read_limit: Option<Duration>) {
         if read_limit.is_none() && self.slow.known.is_empty() {
             return;
         }
-        let slot = Slot { lane, key: key.clone() };
-        self.slow.remember(&slot, read_limit);
-        if let Some(pending) = self.entries.get_mut(&slot).and_then(|entry| entry.pending.as_mut()) {
+        let queue_key = QueueKey { lane, key: key.clone() };
+        self.slow.remember(&queue_key, read_limit);
+        if let Some(pending) = self.entries.get_mut(&queue_key).and_then(|entry| entry.pending.as_mut()) {
             pending.read_limit = read_limit;
         }
     }
@@ -653,50 +657,50 @@ impl WorkQueue {
         now: Instant,
         watermark: &mut Watermark,
     ) {
-        let slot = Slot { lane, key };
-        let Some(entry) = self.entries.get_mut(&slot) else { return };
-        let held = entry.running.take().unwrap_or_default();
+        let queue_key = QueueKey { lane, key };
+        let Some(entry) = self.entries.get_mut(&queue_key) else { return };
+        let origins = entry.running.take().unwrap_or_default();
         let waits = entry.pending.as_ref().and_then(|work| work.committed);
         let goes_on = match &finish {
             Finish::Done { .. } => waits,
             Finish::Again { work, .. } => earliest(waits, work.committed),
         };
-        entry.since = self.oldest.moved(lane.0, entry.since, goes_on);
-        self.weights.moved(lane, 0, taken + slot.key.weight() / 1024);
+        entry.since = self.oldest.replace(lane.0, entry.since, goes_on);
+        self.weights.adjust(lane, 0, taken + queue_key.key.weight() / 1024);
         match finish {
             Finish::Done { pause } => {
-                for (stream, batch) in held.0 {
+                for (stream, batch) in origins.0 {
                     watermark.release(stream, batch);
                 }
                 if let Some(at) = now.checked_add(pause).filter(|_| !pause.is_zero()) {
                     entry.not_before = Some(at);
                     entry.cooling = true;
-                    self.delayed.push(Reverse(Delayed { at, slot }));
+                    self.delayed.push(Reverse(Delayed { at, queue_key }));
                     return;
                 }
             }
             Finish::Again { delay, mut work } => {
-                work.held = held;
+                work.origins = origins;
                 // A request that arrived in the meantime ends the wait: something has changed.
                 let at = if entry.pending.is_none() { now.checked_add(delay) } else { None };
-                let before = entry.pending.as_ref().map_or(0, |work| weight(&slot.key, &work.scope));
+                let before = entry.pending.as_ref().map_or(0, |work| weight(&queue_key.key, &work.scope));
                 let work = match entry.pending.take() {
-                    Some(pending) => work.joined_held(pending, watermark),
+                    Some(pending) => work.merge_with_origins(pending, watermark),
                     None => work,
                 };
-                self.weights.moved(lane, weight(&slot.key, &work.scope), before);
+                self.weights.adjust(lane, weight(&queue_key.key, &work.scope), before);
                 entry.pending = Some(work);
                 entry.not_before = at;
                 if let Some(at) = at {
-                    self.delayed.push(Reverse(Delayed { at, slot }));
+                    self.delayed.push(Reverse(Delayed { at, queue_key }));
                     return;
                 }
             }
         }
         if entry.pending.is_none() {
-            self.remove(&slot);
+            self.remove(&queue_key);
         } else {
-            self.enter(slot);
+            self.enter(queue_key);
         }
     }
 
@@ -708,18 +712,18 @@ impl WorkQueue {
 
     fn wake(&mut self, now: Instant) {
         while self.delayed.peek().is_some_and(|Reverse(delayed)| delayed.at <= now) {
-            let Some(Reverse(Delayed { slot, .. })) = self.delayed.pop() else { return };
-            let Some(entry) = self.entries.get_mut(&slot) else { continue };
+            let Some(Reverse(Delayed { queue_key, .. })) = self.delayed.pop() else { return };
+            let Some(entry) = self.entries.get_mut(&queue_key) else { continue };
             if entry.not_before.is_none_or(|at| at > now) {
                 continue;
             }
             entry.not_before = None;
             entry.cooling = false;
             if entry.pending.is_none() && entry.running.is_none() {
-                self.remove(&slot);
+                self.remove(&queue_key);
                 continue;
             }
-            self.enter(slot);
+            self.enter(queue_key);
         }
     }
 }
@@ -738,7 +742,7 @@ impl Entry {
             return None;
         }
         let work = self.pending.take()?;
-        self.running = Some(work.held.clone());
+        self.running = Some(work.origins.clone());
         Some(work)
     }
 }
@@ -752,14 +756,14 @@ fn writes(task: Task) -> bool {
 }
 
 impl Work {
-    /// Most keys of a batch with this one.
-    fn company(&self) -> usize {
+    /// Maximum number of keys in a batch with this one.
+    fn max_batch_keys(&self) -> usize {
         // A restarted statement takes seconds, for which other keys of the batch would wait.
         if self.restarted.is_some() { 1 } else { self.batch_keys.unwrap_or(usize::MAX) }
     }
 
     /// Merges two works on one key; the newer one has no origins yet.
-    fn joined(mut self, newer: Self) -> Self {
+    fn merge(mut self, newer: Self) -> Self {
         self.scope.merge(newer.scope);
         self.after = self.after.max(newer.after);
         self.committed = earliest(self.committed, newer.committed);
@@ -775,29 +779,29 @@ impl Work {
     }
 
     /// Merges two works on one key, and their origins.
-    fn joined_held(mut self, newer: Self, watermark: &mut Watermark) -> Self {
-        for (stream, batch) in &newer.held.0 {
-            match self.held.of(*stream) {
+    fn merge_with_origins(mut self, newer: Self, watermark: &mut Watermark) -> Self {
+        for (stream, batch) in &newer.origins.0 {
+            match self.origins.of(*stream) {
                 // Of two batches the older one is enough: the low watermark cannot pass it.
                 Some(mine) if *mine <= *batch => watermark.release(*stream, *batch),
                 Some(mine) => watermark.release(*stream, std::mem::replace(mine, *batch)),
-                None => self.held.0.push((*stream, *batch)),
+                None => self.origins.0.push((*stream, *batch)),
             }
         }
-        self.joined(newer)
+        self.merge(newer)
     }
 
-    fn holding(mut self, origin: Origin, watermark: &mut Watermark) -> Self {
-        match self.held.of(origin.stream) {
-            // The result of a look-up comes from a batch that may be older than the key's current origin.
-            Some(held) if origin.batch < *held => {
+    fn with_origin(mut self, origin: Origin, watermark: &mut Watermark) -> Self {
+        match self.origins.of(origin.stream) {
+            // The result of a lookup comes from a batch that may be older than the key's current origin.
+            Some(oldest) if origin.batch < *oldest => {
                 watermark.hold(origin.stream, origin.batch);
-                watermark.release(origin.stream, std::mem::replace(held, origin.batch));
+                watermark.release(origin.stream, std::mem::replace(oldest, origin.batch));
             }
             Some(_) => {}
             None => {
                 watermark.hold(origin.stream, origin.batch);
-                self.held.0.push((origin.stream, origin.batch));
+                self.origins.0.push((origin.stream, origin.batch));
             }
         }
         self
@@ -813,7 +817,7 @@ pub fn origins<'a>(works: impl Iterator<Item = &'a Work>) -> Vec<Origin> {
     for work in works {
         after = after.max(work.after);
         committed = earliest(committed, work.committed);
-        for (stream, batch) in &work.held.0 {
+        for (stream, batch) in &work.origins.0 {
             let origin = Origin { stream: *stream, batch: *batch, after, committed };
             streams.entry(*stream).and_modify(|known| known.batch = known.batch.min(*batch)).or_insert(origin);
         }
@@ -864,7 +868,7 @@ mod tests {
         }
 
         fn take(&mut self) -> Option<Batch> {
-            self.queue.take(Most { keys: 100, batches: 1, are_taken: false }, self.now, |_, _| true)
+            self.queue.take(BatchLimits { keys: 100, batches: 1, all_running: false }, self.now, |_, _| true)
         }
 
         fn keys(&mut self) -> Vec<i32> {
@@ -878,7 +882,7 @@ mod tests {
                 let weight = work.scope.weight();
                 let finish = finish(work);
                 let limit = if let Finish::Again { work, .. } = &finish { work.read_limit } else { None };
-                self.queue.judged(batch.lane, &key, limit);
+                self.queue.set_read_limit(batch.lane, &key, limit);
                 self.queue.finish(batch.lane, key, weight, finish, self.now, &mut self.watermark);
             }
         }
@@ -985,12 +989,12 @@ mod tests {
         let limit = Some(Duration::from_secs(9));
         let done = || Finish::Done { pause: Duration::ZERO };
         let key = Key::one(Bson::Int32(1));
-        bench.queue.judged(LANE, &key, limit);
+        bench.queue.set_read_limit(LANE, &key, limit);
         bench.queue.finish(LANE, key.clone(), 1, done(), bench.now, &mut bench.watermark);
         let batch = bench.take().unwrap();
         assert_eq!(batch.items[0].1.read_limit, limit, "what was asked for while it ran");
         bench.queue.ended(LANE, batch.number);
-        bench.queue.judged(LANE, &key, limit);
+        bench.queue.set_read_limit(LANE, &key, limit);
         bench.queue.finish(LANE, key, 1, done(), bench.now, &mut bench.watermark);
         assert!(bench.queue.is_empty());
         bench.push(Task::Value, 1, Scope::All, 3);
@@ -1167,7 +1171,7 @@ mod tests {
             bench.push(Task::LocateTarget, key, Scope::All, 1);
         }
         let lanes: Vec<Task> = std::iter::from_fn(|| {
-            bench.queue.take(Most { keys: 1, batches: 1, are_taken: false }, bench.now, |_, _| true)
+            bench.queue.take(BatchLimits { keys: 1, batches: 1, all_running: false }, bench.now, |_, _| true)
         })
         .map(|batch| batch.lane.1)
         .collect();

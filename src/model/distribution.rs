@@ -2,7 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use bson::Bson;
 use serde_json::{Value, json};
+
+use crate::key::whole_number;
 
 /// The basis of a figure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,6 +90,12 @@ impl Distribution {
 #[expect(clippy::cast_precision_loss, reason = "figures for people")]
 pub fn ratio(over: u64, under: u64) -> f64 {
     if under == 0 { 0.0 } else { over as f64 / under as f64 }
+}
+
+/// The whole number that a value of any numeric type is; 0 for other values.
+#[must_use]
+pub fn number(value: &Bson) -> u64 {
+    whole_number(value).and_then(|number| u64::try_from(number).ok()).unwrap_or_default()
 }
 
 /// The integer part of a non-negative number.

@@ -32,7 +32,7 @@ mod wanted {
             && wanted == place
             && REACHED.fetch_add(1, Ordering::SeqCst) + 1 == *nth
         {
-            tracing::error!(place, nth, "dying, as DENORMD_CRASH says");
+            tracing::error!(place, nth, "aborting at the failpoint named by DENORMD_CRASH");
             std::process::abort();
         }
     }

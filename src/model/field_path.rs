@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use bson::{Bson, Document};
+
 /// One step of a [`FieldPath`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Segment {
@@ -212,6 +214,15 @@ impl fmt::Display for FieldPath {
         }
         Ok(())
     }
+}
+
+/// The value at a path. Does not look into arrays.
+#[must_use]
+pub fn value_at<'a>(document: &'a Document, path: &[Segment]) -> Option<&'a Bson> {
+    let (first, rest) = path.split_first()?;
+    let Segment::Name(name) = first else { return None };
+    let value = document.get(name)?;
+    if rest.is_empty() { Some(value) } else { value_at(value.as_document()?, rest) }
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use bson::{Bson, Decimal128};
+use bson::{Bson, Decimal128, Document};
 
 /// One or several values that a source and its targets share. Equal when the server calls them equal, whatever their types.
 /// A clone shares them: a key that waits is in the queue several times.
@@ -37,6 +37,12 @@ impl Key {
     #[must_use]
     pub fn one(value: Bson) -> Self {
         Self::new(vec![value])
+    }
+
+    /// The key of a document's `_id`.
+    #[must_use]
+    pub fn of_document(document: &Document) -> Self {
+        Self::one(id_of(document))
     }
 
     /// The values, as they were found.
@@ -154,6 +160,12 @@ fn encode(value: &Bson, out: &mut Vec<u8>) {
         Bson::MinKey => out.push(16),
         Bson::MaxKey => out.push(17),
     }
+}
+
+/// The `_id` of a document; null if it has none.
+#[must_use]
+pub fn id_of(document: &Document) -> Bson {
+    document.get("_id").cloned().unwrap_or(Bson::Null)
 }
 
 /// The whole number that a number of any BSON type equals, if it does and 64 bits hold it.

@@ -11,3 +11,4 @@ pub mod position;
 pub mod rule_state;
 pub mod shape;
 pub mod stored_key;
+pub mod text;

@@ -13,13 +13,14 @@
 //! for the keys of each partition. Two partitions may write one target: different elements, or the same field for
 //! different references. Every write requires the reference that it was computed for, as two keys of one pipeline do.
 //!
-//! A look-up does not know in advance which keys it leads to, so every partition runs it and keeps the results that it
-//! owns. Some look-ups must run after writes in flight, because such a write may still put a child into its old parent.
-//! The owner of the parent makes that write. Its own look-up waits for its own writes, so it finds the parent.
+//! A lookup does not know in advance which keys it leads to, so every partition runs it and keeps the results that it
+//! owns. Some lookups must run after writes in flight, because such a write may still put a child into its old parent.
+//! The owner of the parent makes that write. Its own lookup waits for its own writes, so it finds the parent.
 //!
 //! Operations on a whole rule (a backfill, a dropped source, a pause) are done by every partition for its own keys.
 //! Each records them in its own state before its own checkpoint passes the event that requires them.
 
+use bson::{Document, doc};
 use sha2::{Digest, Sha256};
 
 use crate::key::Key;
@@ -27,7 +28,7 @@ use crate::key::Key;
 /// Maximum number of partitions of one deployment.
 pub const MOST: u32 = 64;
 /// Separator between the deployment's name and the partition's place: no name contains it.
-pub const SEPARATOR: char = '#';
+const SEPARATOR: char = '#';
 
 /// One of a deployment's partitions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -41,7 +42,7 @@ impl Partition {
     pub const WHOLE: Self = Self { place: 0, of: 1 };
 
     /// All partitions of a deployment that is divided into `of`.
-    #[must_use = "they are made as they are asked for"]
+    #[must_use = "iterators are lazy"]
     pub fn all(of: u32) -> impl DoubleEndedIterator<Item = Self> {
         (0..of).map(move |place| Self { place, of })
     }
@@ -76,6 +77,14 @@ impl Partition {
     pub fn share(self, limit: usize) -> usize {
         usize::try_from(self.of).map_or(limit, |of| limit.div_ceil(of.max(1)))
     }
+}
+
+/// Condition on a field: it holds the id of the deployment or of one of its partitions, for any number of them.
+#[must_use]
+pub fn of_deployment(field: &str, deployment: &str) -> Document {
+    // '$' follows the separator in ASCII, so this range matches all partitions and nothing else.
+    let of_partitions = doc! {"$gt": format!("{deployment}{SEPARATOR}"), "$lt": format!("{deployment}$")};
+    doc! {"$or": [{field: deployment}, {field: of_partitions}]}
 }
 
 fn hash(rule: &str, key: &Key) -> u64 {

@@ -2,26 +2,11 @@
 
 use mongodb::error::{ErrorKind, WriteFailure};
 
-use crate::error::{Error, Kind};
-
-/// Codes with a meaning of their own, besides the one of their kind.
-pub mod code {
-    /// Unauthorized: the user lacks a privilege, while the connection is good.
-    pub const UNAUTHORIZED: i32 = 13;
-    /// NamespaceExists: the collection is there already.
-    pub const NAMESPACE_EXISTS: i32 = 48;
-    /// CappedPositionLost: the oplog was truncated up to and past the entry that was to be read next.
-    pub const CAPPED_POSITION_LOST: i32 = 136;
-    /// DuplicateKey: another instance has written the document at the same moment, or an upsert has not matched it.
-    pub const DUPLICATE_KEY: i32 = 11000;
-    /// `$range` with a step of zero, which [`crate`] computes after a deadline.
-    pub const TOO_LATE: i32 = 34449;
-    /// BSONObjectTooLarge, and the code for an even larger change event: it does not fit into a reply.
-    pub const TOO_LARGE: [i32; 2] = [10334, 13548];
-    /// ShardRemovedError, and the code of versions before it: history was lost together with a shard. The remaining
-    /// shards still have the time of the position, but the removed one's changes after it are lost.
-    pub const SHARD_REMOVED: [i32; 2] = [464, 50811];
-}
+use crate::{
+    code::{self, named},
+    error::{Error, Kind},
+    reach,
+};
 
 /// The value, or None if the operation failed with this code.
 pub fn unless<T, E: Into<Error>>(code: i32, result: Result<T, E>) -> Result<Option<T>, Error> {
@@ -61,7 +46,7 @@ pub fn kind_of_code(code: i32) -> Kind {
         286 | 280 | 260 | 62 => Kind::HistoryLost,
         code if code::SHARD_REMOVED.contains(&code) => Kind::HistoryLost,
         // Unauthorized, AuthenticationFailed, UserNotFound
-        13 | 18 | 11 => Kind::Privilege,
+        code::UNAUTHORIZED | 18 | 11 => Kind::Privilege,
         _ => Kind::Refused,
     }
 }
@@ -71,6 +56,9 @@ impl From<mongodb::error::Error> for Error {
         let retryable =
             error.contains_label("RetryableWriteError") || error.contains_label("TransientTransactionError");
         match error.kind.as_ref() {
+            ErrorKind::Command(command) if command.code == code::UNAUTHORIZED => {
+                unauthorized(&command.message, &named(command.code, &command.code_name))
+            }
             ErrorKind::Command(command) => {
                 let kind = match kind_of_code(command.code) {
                     Kind::Refused if retryable => Kind::Unavailable,
@@ -93,10 +81,10 @@ impl From<mongodb::error::Error> for Error {
                 }
                 _ => Error::new(Kind::NotReplicated, "inserted documents are not majority-committed yet"),
             },
-            ErrorKind::Io(io) => super::reach::lost(&format!("connection lost ({})", io.kind())),
-            ErrorKind::ConnectionPoolCleared { .. } => super::reach::lost("connections were closed after a failure"),
+            ErrorKind::Io(io) => reach::lost(&format!("connection lost ({})", io.kind())),
+            ErrorKind::ConnectionPoolCleared { .. } => reach::lost("connections were closed after a failure"),
             // The message contains the text of other errors; `reach` composes a better one.
-            ErrorKind::ServerSelection { .. } => super::reach::unreachable(),
+            ErrorKind::ServerSelection { .. } => reach::unreachable(),
             ErrorKind::Authentication { .. } => {
                 Error::new(Kind::Privilege, "the server refuses the user name or the password")
             }
@@ -120,23 +108,54 @@ pub fn server_text(error: &mongodb::error::Error) -> Option<&str> {
     }
 }
 
-/// The server's name of an error code. For an error within a bulk write the server sends only the code; these are the
-/// ones that refuse a document.
-#[must_use]
-pub fn named(code: i32, name: &str) -> String {
-    let name = match (name, code) {
-        ("", 2) => "BadValue",
-        ("", 9) => "FailedToParse",
-        ("", 14) => "TypeMismatch",
-        ("", 28) => "PathNotViable",
-        ("", 66) => "ImmutableField",
-        ("", 121) => "DocumentValidationFailure",
-        ("", 11000) => "DuplicateKey",
-        ("", 10334 | 17280 | 17419 | 17420) => "BSONObjectTooLarge",
-        ("", 16755 | 16804) => "GeoIndexRefusesValue",
-        (name, _) => name,
+/// The error of a command that the server does not allow. Of the server's message only the names of the command and its
+/// namespace are kept: it quotes the whole command, with its values.
+fn unauthorized(message: &str, named: &str) -> Error {
+    let (message, hint) = if message.to_lowercase().contains("requires authentication") {
+        (
+            format!("{named}: the server demands a user, and the connection has none"),
+            "name one in the connection string: mongodb://USER:PASSWORD@HOST (percent-encoded), in mongodb.uri or \
+             DENORMD__MONGODB__URI",
+        )
+    } else {
+        let what = forbidden(message).map(|what| format!(": the user may not run {what}")).unwrap_or_default();
+        (format!("{named}{what}"), "`denormd role` prints the least role that the rules of a config need")
     };
-    if name.is_empty() { format!("server error {code}") } else { format!("server error {code} ({name})") }
+    Error { code: Some(code::UNAUTHORIZED), ..Error::new(Kind::Privilege, message).hint(hint) }
+}
+
+/// `createIndexes on `shop.orders``, from `not authorized on shop to execute command { createIndexes: "orders", … }`.
+fn forbidden(message: &str) -> Option<String> {
+    // Their first value is the name of a collection.
+    const ON_COLLECTIONS: [&str; 15] = [
+        "aggregate",
+        "collMod",
+        "collStats",
+        "count",
+        "create",
+        "createIndexes",
+        "delete",
+        "distinct",
+        "drop",
+        "explain",
+        "find",
+        "findAndModify",
+        "insert",
+        "listIndexes",
+        "update",
+    ];
+    let (database, command) = message.split_once("not authorized on ")?.1.split_once(" to execute command { ")?;
+    let (name, value) = command.split_once(':')?;
+    let is_name = |text: &str| !text.is_empty() && text.chars().all(|c| c.is_alphanumeric() || "_-.$".contains(c));
+    if !is_name(database) || !is_name(name) {
+        return None;
+    }
+    let collection = value.trim_start().strip_prefix('"').and_then(|value| value.split_once('"')).map(|(text, _)| text);
+    let collection = collection.filter(|text| ON_COLLECTIONS.contains(&name) && is_name(text));
+    Some(match collection {
+        Some(collection) => format!("{name} on `{database}.{collection}`"),
+        None => format!("{name} on the database `{database}`"),
+    })
 }
 
 fn other_name(kind: &ErrorKind) -> String {
@@ -147,6 +166,35 @@ fn other_name(kind: &ErrorKind) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_command_that_is_not_allowed_is_named_without_its_values() {
+        let told = |message: &str| {
+            let error = unauthorized(message, &named(13, "Unauthorized"));
+            assert_eq!((error.kind, error.code), (Kind::Privilege, Some(13)));
+            error.to_string()
+        };
+        for none in ["command find requires authentication", "Command listCollections requires authentication"] {
+            let told = told(none);
+            assert!(told.starts_with("server error 13 (Unauthorized): the server demands a user"), "{told}");
+            assert!(told.contains("hint: name one in the connection string: mongodb://USER:PASSWORD@"), "{told}");
+        }
+        for (command, expected) in [
+            ("find: \"orders\", filter: { name: \"canary\" }, $db: \"shop\"", "find on `shop.orders`"),
+            ("createIndexes: \"o.x-1\", indexes: [ { key: { canary: 1 } } ]", "createIndexes on `shop.o.x-1`"),
+            ("aggregate: 1, pipeline: [ { $match: { v: \"canary\" } } ]", "aggregate on the database `shop`"),
+            ("getMore: 123, collection: \"canary\"", "getMore on the database `shop`"),
+            ("createUser: \"canary\", pwd: \"xxx\"", "createUser on the database `shop`"),
+            ("find: \"can \\\"ary\", filter: {}", "find on the database `shop`"),
+        ] {
+            let told = told(&format!("not authorized on shop to execute command {{ {command} }}"));
+            let (first, hint) = told.split_once('\n').unwrap();
+            assert_eq!(first, format!("server error 13 (Unauthorized): the user may not run {expected}"));
+            assert!(!told.contains("canary") && hint.contains("`denormd role`"), "{told}");
+        }
+        let other = told("not authorized for canary");
+        assert!(other.starts_with("server error 13 (Unauthorized)\n") && !other.contains("canary"), "{other}");
+    }
 
     /// A refused write becomes a dead letter: what a router reports of its way to a shard is tried again instead.
     #[test]

@@ -13,19 +13,21 @@ use bson::{
 };
 use futures_util::StreamExt;
 use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_cursor::RawBatch};
+use serde::{Deserialize, de::IgnoredAny};
 use tokio::{
     sync::{OnceCell, RwLock},
     time::Instant,
 };
 
 use crate::{
-    classify::{code, kind_of_code, named},
+    classify::kind_of_code,
+    code::{self, named},
     error::{Error, Kind, Result},
     fence::{Fence, Window},
-    primary::{self, Primary},
+    primary::{self, Primary, bounded},
     text,
 };
-use denormd_model::position::ClusterTime;
+use denormd_model::{distribution::number, namespace::Namespace, position::ClusterTime};
 
 /// Time limit for one read on the server.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
@@ -33,6 +35,8 @@ const READ_TIMEOUT: Duration = Duration::from_secs(60);
 const CLOCK_AGE: Duration = Duration::from_secs(5);
 /// Time limit for the primary's answer to `hello`.
 const HELLO: Duration = Duration::from_secs(15);
+/// Time limit for counting documents.
+const COUNTING: Duration = Duration::from_secs(2);
 /// A command document may be slightly larger than 16 MiB; statements are split well below that.
 const COMMAND_BYTES: usize = 8 << 20;
 /// Room for the fields that the driver adds to a command.
@@ -249,13 +253,16 @@ impl Server {
         let filter = doc! {"name": {"$in": names.to_vec()}, "type": "collection"};
         // All in one batch: each entry is a few hundred bytes.
         let command = doc! {"listCollections": 1, "filter": filter, "cursor": {"batchSize": i32::MAX}};
-        let reply = self.database(database).run_command(command).await?;
+        // A list that never came would hide that a source is gone.
+        let reply = bounded(self.database(database).run_command(command)).await?;
+        let unreadable = || Error::internal(format!("the list of collections of `{database}` cannot be read"));
         let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
         let uuid = |found: &Bson| {
             let found = found.as_document()?;
             Some((found.get_str("name").ok()?.to_owned(), found.get_document("info").ok()?.get("uuid")?.clone()))
         };
-        Ok(batch.map(|batch| batch.iter().filter_map(uuid).collect()).unwrap_or_default())
+        // A collection that is left out would count as dropped.
+        batch.map_err(|_| unreadable())?.iter().map(|found| uuid(found).ok_or_else(unreadable)).collect()
     }
 
     /// True if the collection has a collation of its own: its `_id`s are in that order.
@@ -273,6 +280,13 @@ impl Server {
         let reply = self.database(database).run_command(command).await?;
         let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
         Ok(batch.is_ok_and(|batch| !batch.is_empty()))
+    }
+
+    /// The number of documents that match a filter by the simple collation. A count that takes two seconds fails.
+    pub async fn count(&self, namespace: &Namespace, filter: Document) -> Result<u64> {
+        let command = doc! {"count": &namespace.collection, "query": filter, "collation": {"locale": "simple"}};
+        let reply = self.database(&namespace.database).run_command(limited(command, COUNTING)).await?;
+        Ok(reply.get("n").map_or(0, number))
     }
 
     /// The primary's reply to `hello`.
@@ -392,7 +406,7 @@ impl Server {
             let window = self.window(timeout).await?;
             let reply = self.fenced(database, verb.command(collection, chunk, window, checked)?, window).await?;
             let refused = written.refused.len();
-            take_reply(&reply, start, usize::from(checked == Checked::First), &mut written)?;
+            take_reply(reply, start, usize::from(checked == Checked::First), &mut written)?;
             // A router that has lost a shard's answer says so of each statement that it sent there: that shard may
             // still run them.
             if written.refused[refused..].iter().any(|(_, error)| error.kind == Kind::Connection) {
@@ -424,7 +438,7 @@ impl Server {
         if !self.is_router().await? {
             let window = Window { deadline: 0, ..self.window(timeout).await? };
             let late = self.fenced(database, verb.command(collection, &[], window, Checked::First)?, window).await?;
-            match take_reply(&late, 0, 1, &mut Written::default()) {
+            match take_reply(late, 0, 1, &mut Written::default()) {
                 Err(error) if error.kind == Kind::Unavailable => checked = Checked::First,
                 Err(error) => return Err(error),
                 Ok(()) => {}
@@ -580,36 +594,56 @@ fn too_late() -> Error {
     Error::new(Kind::Unavailable, "the command reached the server after its deadline")
 }
 
+/// The server's reply to a bulk write.
+#[derive(Debug, Deserialize)]
+struct Reply {
+    n: u64,
+    /// Not in the reply to deletions.
+    #[serde(rename = "nModified", default)]
+    modified: u64,
+    #[serde(default)]
+    upserted: Vec<IgnoredAny>,
+    #[serde(rename = "writeErrors", default)]
+    errors: Vec<WriteError>,
+    #[serde(rename = "writeConcernError", default)]
+    concern: Option<ConcernError>,
+}
+
+#[derive(Debug, Deserialize)]
+struct WriteError {
+    index: usize,
+    code: i32,
+    #[serde(rename = "codeName", default)]
+    name: String,
+    #[serde(rename = "keyPattern", default)]
+    keys: Document,
+}
+
+#[derive(Debug, Deserialize)]
+struct ConcernError {
+    code: i32,
+}
+
 /// Adds the results in a reply for the statements from `offset` on; the first `before` statements of the command are
-/// not counted.
-fn take_reply(reply: &Document, offset: usize, before: usize, written: &mut Written) -> Result<()> {
-    let count = |name: &str| match reply.get(name) {
-        Some(Bson::Int32(n)) => u64::try_from(*n).unwrap_or_default(),
-        Some(Bson::Int64(n)) => u64::try_from(*n).unwrap_or_default(),
-        _ => 0,
-    };
-    written.matched += count("n");
-    written.modified += count("nModified") + reply.get_array("upserted").map_or(0, |inserted| inserted.len() as u64);
-    if let Ok(errors) = reply.get_array("writeErrors") {
-        for error in errors.iter().filter_map(Bson::as_document) {
-            let index = error.get_i32("index").ok().and_then(|i| usize::try_from(i).ok()).unwrap_or_default();
-            let code = error.get_i32("code").unwrap_or_default();
-            if code == code::TOO_LATE {
-                return Err(too_late());
-            }
-            // Two insertions of one document met: the next attempt finds it.
-            let met = code == code::DUPLICATE_KEY
-                && error.get_document("keyPattern").is_ok_and(|keys| keys.contains_key("_id"));
-            let kind = if met { Kind::Unavailable } else { kind_of_code(code) };
-            let name = error.get_str("codeName").unwrap_or_default();
-            let error = Error { code: Some(code), ..Error::new(kind, named(code, name)) };
-            // An error of the first statement, which changes nothing, applies to the whole command.
-            let Some(index) = index.checked_sub(before) else { return Err(error) };
-            written.refused.push((offset + index, error));
+/// not counted. A reply of another form is an error: a refusal that is not understood would count as a write.
+fn take_reply(reply: Document, offset: usize, before: usize, written: &mut Written) -> Result<()> {
+    let reply: Reply = bson::deserialize_from_document(reply)
+        .map_err(|error| Error::from(error).context("the server's reply to a write cannot be read"))?;
+    written.matched += reply.n;
+    written.modified += reply.modified + reply.upserted.len() as u64;
+    for WriteError { index, code, name, keys } in reply.errors {
+        if code == code::TOO_LATE {
+            return Err(too_late());
         }
+        // Two insertions of one document met: the next attempt finds it.
+        let met = code == code::DUPLICATE_KEY && keys.contains_key("_id");
+        let kind = if met { Kind::Unavailable } else { kind_of_code(code) };
+        let error = Error { code: Some(code), ..Error::new(kind, named(code, &name)) };
+        // An error of the first statement, which changes nothing, applies to the whole command.
+        let Some(index) = index.checked_sub(before) else { return Err(error) };
+        written.refused.push((offset + index, error));
     }
-    if let Ok(concern) = reply.get_document("writeConcernError") {
-        let code = concern.get_i32("code").unwrap_or_default();
+    if let Some(ConcernError { code }) = reply.concern {
         return Err(Error {
             code: Some(code),
             ..Error::new(Kind::NotReplicated, format!("the write has not reached a majority (code {code})"))
@@ -620,4 +654,32 @@ fn take_reply(reply: &Document, offset: usize, before: usize, written: &mut Writ
 
 fn millis(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A refusal without its index was taken for one of the first statement, and a count of another form for 0.
+    #[test]
+    fn a_reply_that_cannot_be_read_is_an_error() {
+        let take = |reply: Document| {
+            let mut written = Written::default();
+            take_reply(reply, 10, 1, &mut written).map(|()| written)
+        };
+        let refused = doc! {"index": 3, "code": 121, "codeName": "X"};
+        let written = take(doc! {"n": 2, "nModified": 1, "writeErrors": [refused], "ok": 1.0}).unwrap();
+        assert_eq!((written.matched, written.modified, written.refused[0].0), (2, 1, 12));
+        assert_eq!(take(doc! {"n": 7_i64}).unwrap().matched, 7);
+        let unread = [
+            doc! {"nModified": 1},
+            doc! {"n": 1, "writeErrors": [{"index": 3}]},
+            doc! {"n": 1, "writeErrors": [{"code": 121}]},
+            doc! {"n": 1, "writeConcernError": {"errmsg": "secret"}},
+        ];
+        for reply in unread {
+            let error = take(reply).unwrap_err();
+            assert!(error.message.starts_with("the server's reply to a write cannot be read"), "{error}");
+        }
+    }
 }

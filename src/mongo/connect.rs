@@ -14,7 +14,10 @@ use mongodb::{
 use secrecy::{ExposeSecret, SecretString};
 
 use super::{Server, primary::is_router, product::Foreign, reach};
-use crate::error::{Error, Kind, Result};
+use crate::{
+    code,
+    error::{Error, Kind, Result},
+};
 use denormd_rules::config::{file, is_known_option};
 
 /// Time limit for finding a server. Callers retry indefinitely.
@@ -39,7 +42,7 @@ pub async fn connect(uri: &SecretString) -> Result<Client> {
     let refused = |error: Error| {
         match (error.kind, &users) {
         // The driver gives no further details, not even which server it was.
-        (Kind::Privilege, Some(users)) => error.context(&hosts.join(", ")).hint(format!(
+        (Kind::Privilege, Some(users)) if error.code != Some(code::UNAUTHORIZED) => error.context(&hosts.join(", ")).hint(format!(
             "the user is looked up in the database `{users}`; if it was created in another one, say so by authSource= in the \
              connection string"
         )),

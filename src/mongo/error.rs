@@ -23,7 +23,7 @@ pub enum Kind {
     Refused,
     /// A batch exceeds its memory limit: it is retried with fewer keys.
     TooLarge,
-    /// The config cannot work on this cluster; nothing was written.
+    /// The command line or the config is wrong, or does not suit this cluster; nothing was written.
     Config,
     /// The topology of the cluster is not supported; nothing was written.
     Topology,
@@ -87,12 +87,18 @@ impl Kind {
         };
         Policy { name, reaction, status }
     }
+
+    /// True if the server gave no answer to work with: it cannot be reached, is not available, or took too long.
+    #[must_use]
+    pub const fn means_no_answer(self) -> bool {
+        matches!(self, Self::Connection | Self::Unavailable | Self::TimedOut | Self::ReadTimedOut)
+    }
 }
 
 /// An error with its kind, the action that failed, and a hint for the reader.
 ///
 /// The text never contains values of documents. The server's own message may, so only its code and code name are kept.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Error {
     /// Kind of error, which decides the reaction.
     pub kind: Kind,
@@ -144,7 +150,38 @@ impl Error {
         matches!(self.reaction(), Reaction::Retry | Reaction::Divide | Reaction::TakeTurns)
     }
 
-    /// True if the server has given no answer that would be another one now: it refuses, or a time limit has passed.
+    /// True if the server refused this document or this value.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        self.kind == Kind::Refused
+    }
+
+    /// True if a user or a role lacks a privilege.
+    #[must_use]
+    pub fn lacks_privilege(&self) -> bool {
+        self.kind == Kind::Privilege
+    }
+
+    /// True if a read was stopped by its own time limit.
+    #[must_use]
+    pub fn is_read_timeout(&self) -> bool {
+        self.kind == Kind::ReadTimedOut
+    }
+
+    /// True if a command was stopped by its own time limit, and a part of it may have taken effect.
+    #[must_use]
+    pub fn is_command_timeout(&self) -> bool {
+        self.kind == Kind::TimedOut
+    }
+
+    /// True if a batch exceeds its memory limit.
+    #[must_use]
+    pub fn exceeds_batch(&self) -> bool {
+        self.kind == Kind::TooLarge
+    }
+
+    /// True if the server refused the command or a time limit passed: the figure stays unknown, and repeating the command now
+    /// would not help.
     #[must_use]
     pub fn leaves_unknown(&self) -> bool {
         matches!(self.kind, Kind::Refused | Kind::TimedOut | Kind::ReadTimedOut)

@@ -1,6 +1,7 @@
 //! The driver's edge: connecting, raw commands, and what the server's errors mean.
 
 pub mod classify;
+pub mod code;
 pub mod command;
 pub mod connect;
 pub mod connection;
@@ -12,7 +13,7 @@ mod reach;
 pub mod skew;
 pub mod text;
 
-pub use classify::{code, unless};
+pub use classify::unless;
 pub use command::{Batches, Pages, Reads, Server, Written};
 pub use connection::Connection;
 pub use fence::{End, Fence};

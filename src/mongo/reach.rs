@@ -4,7 +4,7 @@
 use std::{
     collections::BTreeMap,
     fmt::Write as _,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
 use bson::Document;
@@ -15,8 +15,10 @@ use mongodb::{
 };
 use tokio_rustls::rustls;
 
-use super::classify::named;
-use crate::error::{Error, Kind};
+use crate::{
+    code::named,
+    error::{Error, Kind},
+};
 
 /// A process has one cluster. A driver error does not identify its client, so the newest one that still exists is assumed:
 /// that of a refused config is dropped.
@@ -35,6 +37,8 @@ struct Reach {
 struct Heard {
     what: String,
     advice: Advice,
+    /// True if the driver no longer monitors it.
+    is_closed: bool,
 }
 
 /// Advice for the user; with several servers, the first of these counts.
@@ -108,17 +112,52 @@ const PRIMARY: &str = "the primary";
 
 impl Reach {
     fn note(&self, event: &SdamEvent) {
-        let (address, heard) = match event {
-            SdamEvent::ServerHeartbeatSucceeded(event) => (&event.server_address, self.said(&event.reply)),
-            SdamEvent::ServerHeartbeatFailed(event) => (&event.server_address, failed(&event.failure)),
-            _ => return,
-        };
-        self.servers.lock().unwrap_or_else(PoisonError::into_inner).insert(address.to_string(), heard);
+        match event {
+            SdamEvent::ServerOpening(event) => self.opened(&event.address.to_string()),
+            SdamEvent::ServerHeartbeatSucceeded(event) => {
+                self.answered(&event.server_address.to_string(), self.said(&event.reply));
+            }
+            SdamEvent::ServerHeartbeatFailed(event) => {
+                self.failed(&event.server_address.to_string(), failed(&event.failure));
+            }
+            SdamEvent::ServerClosed(event) => self.closed(&event.address.to_string()),
+            _ => {}
+        }
+    }
+
+    fn servers(&self) -> MutexGuard<'_, BTreeMap<String, Heard>> {
+        self.servers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn opened(&self, address: &str) {
+        self.servers().remove(address);
+    }
+
+    fn answered(&self, address: &str, heard: Heard) {
+        let mut servers = self.servers();
+        servers.retain(|_, heard| !heard.is_closed);
+        servers.insert(address.to_owned(), heard);
+    }
+
+    /// The driver ends the last request to a server that it has closed, and that is no news of the server.
+    fn failed(&self, address: &str, heard: Heard) {
+        let mut servers = self.servers();
+        if servers.get(address).is_none_or(|known| !known.is_closed) {
+            servers.insert(address.to_owned(), heard);
+        }
+    }
+
+    /// The server has left the set, or the set calls it by another name. Until another server answers, its last state may be
+    /// the reason of an error.
+    fn closed(&self, address: &str) {
+        if let Some(heard) = self.servers().get_mut(address) {
+            heard.is_closed = true;
+        }
     }
 
     /// The state of a server according to its `hello` reply.
     fn said(&self, hello: &Document) -> Heard {
-        let heard = |what: &str, advice| Heard { what: what.to_owned(), advice };
+        let heard = |what: &str, advice| Heard { what: what.to_owned(), advice, is_closed: false };
         let is = |name: &str| hello.get_bool(name).unwrap_or_default();
         let name = hello.get_str("setName").ok();
         match (name, &self.set) {
@@ -137,7 +176,7 @@ impl Reach {
 
     /// ` (a:1: connection refused; b:2: a secondary)`
     fn heard(&self) -> String {
-        let servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
+        let servers = self.servers();
         let mut text = String::new();
         for (nth, (address, heard)) in servers.iter().enumerate() {
             write!(text, "{}{address}: {}", if nth == 0 { " (" } else { "; " }, heard.what).ok();
@@ -150,7 +189,7 @@ impl Reach {
 
     /// The server that did not answer, if the primary is known.
     fn silence(&self) -> String {
-        let servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
+        let servers = self.servers();
         let primary = servers.iter().find(|(_, heard)| heard.what == PRIMARY).map(|(address, _)| address.clone());
         drop(servers);
         match primary {
@@ -161,7 +200,7 @@ impl Reach {
 
     fn error(&self) -> Error {
         let message = format!("{NO_PRIMARY}{}", self.heard());
-        let servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
+        let servers = self.servers();
         let advice = servers.values().map(|heard| heard.advice).min().unwrap_or(Advice::Start);
         Error::new(Kind::Unavailable, message).hint(advice.text())
     }
@@ -175,7 +214,7 @@ fn failed(error: &mongodb::error::Error) -> Heard {
         ErrorKind::Authentication { .. } => ("it refuses the user name or the password".to_owned(), Advice::Start),
         _ => ("it cannot be asked".to_owned(), Advice::Start),
     };
-    Heard { what, advice }
+    Heard { what, advice, is_closed: false }
 }
 
 fn failed_io(error: &std::io::Error) -> (String, Advice) {
@@ -225,8 +264,23 @@ mod tests {
             (doc! {"isWritablePrimary": true}, "a standalone, not a member of a replica set", Advice::Standalone),
             (doc! {"setName": "rs0", "isWritablePrimary": true}, "the primary", Advice::Wait),
         ] {
-            assert_eq!(said(hello), Heard { what: what.to_owned(), advice });
+            assert_eq!(said(hello), Heard { what: what.to_owned(), advice, is_closed: false });
         }
+        // `localhost:3` turned out to be `c:3`; the driver ended its last request to it.
+        let (primary, cancelled) = (
+            said(doc! {"setName": "rs0", "isWritablePrimary": true}),
+            Heard { what: "it cannot be asked".to_owned(), advice: Advice::Start, is_closed: false },
+        );
+        reach.answered("localhost:3", primary.clone());
+        reach.closed("localhost:3");
+        reach.failed("localhost:3", cancelled.clone());
+        assert_eq!(reach.silence(), "the primary c:3 did not answer in time");
+        assert!(reach.heard().contains("localhost:3: the primary"), "{}", reach.heard());
+        reach.answered("c:3", primary);
+        assert!(!reach.heard().contains("localhost"), "{}", reach.heard());
+        reach.opened("localhost:3");
+        reach.failed("localhost:3", cancelled);
+        assert!(reach.heard().contains("localhost:3: it cannot be asked"), "{}", reach.heard());
         let tls = std::io::Error::other(rustls::Error::InvalidCertificate(rustls::CertificateError::Expired));
         assert_eq!(failed(&tls.into()).advice, Advice::Tls);
     }

@@ -3,9 +3,19 @@
 use bson::{Bson, Document};
 
 use super::{
-    EvalError, Result, Value, array, compare, date, group, is_nullish, is_true, needs_server, number, refused, text,
-    type_name,
+    EvalError, Result, Value,
+    accumulator::Accumulator,
+    compare, is_nullish, is_true, needs_server,
+    path::{below, below_document, steps},
+    refused, type_name,
 };
+
+mod arithmetic;
+mod array;
+mod date;
+mod text;
+
+pub use array::ZERO_STEP;
 
 /// Environment of an expression: the document and the variables.
 #[derive(Debug, Clone)]
@@ -188,43 +198,21 @@ pub fn expression(expression: &Bson, document: &Document) -> Result<Value> {
     Scope::new(document).evaluate(expression)
 }
 
-pub(super) fn steps(path: &str) -> Vec<&str> {
-    path.split('.').collect()
-}
-
-/// The value at a path, which maps over arrays.
-pub(super) fn below(value: Option<&Bson>, path: &[&str]) -> Value {
-    match value {
-        value if path.is_empty() => value.cloned(),
-        Some(Bson::Document(doc)) => below_document(doc, path),
-        Some(Bson::Array(items)) => {
-            let inside = items.iter().filter_map(|item| below_document(item.as_document()?, path));
-            Some(Bson::Array(inside.collect()))
-        }
-        _ => None,
-    }
-}
-
-pub(super) fn below_document(doc: &Document, path: &[&str]) -> Value {
-    let (first, rest) = path.split_first()?;
-    below(doc.get(*first), rest)
-}
-
 type Apply = fn(&Args<'_>) -> Result<Value>;
 
 const MANY: usize = usize::MAX;
 
 /// Every supported operator: its name, its least and greatest number of arguments, and its function.
 pub(super) const TABLE: &[(&str, usize, usize, Apply)] = &[
-    ("$abs", 1, 1, number::abs),
-    ("$add", 0, MANY, number::add),
+    ("$abs", 1, 1, arithmetic::abs),
+    ("$add", 0, MANY, arithmetic::add),
     ("$and", 0, MANY, and),
     ("$anyElementTrue", 1, 1, array::any_true),
     ("$arrayElemAt", 2, 2, array::element_at),
     ("$arrayToObject", 1, 1, array::to_object),
     ("$avg", 0, MANY, accumulated),
     ("$bsonSize", 1, 1, array::bson_size),
-    ("$ceil", 1, 1, number::ceil),
+    ("$ceil", 1, 1, arithmetic::ceil),
     ("$cmp", 2, 2, ordering),
     ("$concat", 0, MANY, text::concat),
     ("$concatArrays", 0, MANY, array::concat),
@@ -235,11 +223,11 @@ pub(super) const TABLE: &[(&str, usize, usize, Apply)] = &[
     ("$dayOfMonth", 1, 1, date::part),
     ("$dayOfWeek", 1, 1, date::part),
     ("$dayOfYear", 1, 1, date::part),
-    ("$divide", 2, 2, number::divide),
+    ("$divide", 2, 2, arithmetic::divide),
     ("$eq", 2, 2, ordering),
     ("$filter", 1, 1, array::filter),
     ("$first", 1, 1, array::first),
-    ("$floor", 1, 1, number::floor),
+    ("$floor", 1, 1, arithmetic::floor),
     ("$getField", 1, 1, array::get_field),
     ("$gt", 2, 2, ordering),
     ("$gte", 2, 2, ordering),
@@ -261,9 +249,9 @@ pub(super) const TABLE: &[(&str, usize, usize, Apply)] = &[
     ("$millisecond", 1, 1, date::part),
     ("$min", 0, MANY, accumulated),
     ("$minute", 1, 1, date::part),
-    ("$mod", 2, 2, number::modulo),
+    ("$mod", 2, 2, arithmetic::modulo),
     ("$month", 1, 1, date::part),
-    ("$multiply", 0, MANY, number::multiply),
+    ("$multiply", 0, MANY, arithmetic::multiply),
     ("$ne", 2, 2, ordering),
     ("$not", 1, 1, not),
     ("$objectToArray", 1, 1, array::of_object),
@@ -281,21 +269,21 @@ pub(super) const TABLE: &[(&str, usize, usize, Apply)] = &[
     ("$slice", 2, 3, array::slice),
     ("$sortArray", 1, 1, array::sort),
     ("$split", 2, 2, text::split),
-    ("$sqrt", 1, 1, number::sqrt),
+    ("$sqrt", 1, 1, arithmetic::sqrt),
     ("$stdDevPop", 0, MANY, accumulated),
     ("$stdDevSamp", 0, MANY, accumulated),
     ("$strLenBytes", 1, 1, text::length),
     ("$strLenCP", 1, 1, text::length),
     ("$strcasecmp", 2, 2, text::compare_case),
     ("$substrCP", 3, 3, text::substring),
-    ("$subtract", 2, 2, number::subtract),
+    ("$subtract", 2, 2, arithmetic::subtract),
     ("$sum", 0, MANY, accumulated),
     ("$switch", 1, 1, switch),
     ("$toBool", 1, 1, to_bool),
     ("$toDate", 1, 1, date::to_date),
-    ("$toDouble", 1, 1, number::to_double),
-    ("$toInt", 1, 1, number::to_int),
-    ("$toLong", 1, 1, number::to_long),
+    ("$toDouble", 1, 1, arithmetic::to_double),
+    ("$toInt", 1, 1, arithmetic::to_int),
+    ("$toLong", 1, 1, arithmetic::to_long),
     ("$toLower", 1, 1, text::case),
     ("$toObjectId", 1, 1, text::to_object_id),
     ("$toString", 1, 1, text::to_string),
@@ -424,7 +412,7 @@ fn to_bool(args: &Args<'_>) -> Result<Value> {
 /// An accumulator used as an operator: over the elements of one array, or over its arguments.
 fn accumulated(args: &Args<'_>) -> Result<Value> {
     let all = |values: &mut dyn Iterator<Item = Result<Value>>| {
-        let mut accumulator = group::Accumulator::new(&args.name)?;
+        let mut accumulator = Accumulator::new(&args.name)?;
         for value in values {
             accumulator.take(value?)?;
         }

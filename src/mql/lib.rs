@@ -5,23 +5,20 @@
 //! `tests/meaning/evaluate.rs` generates expressions, filters, accumulators and documents, and compares every operator with a
 //! server.
 
-mod array;
-mod date;
-mod decimal;
+mod accumulator;
 mod expression;
 mod group;
 mod known;
 mod number;
 mod order;
+mod path;
 mod pipeline;
 mod query;
-mod text;
 
 use bson::Bson;
 
-pub use array::ZERO_STEP;
-pub use expression::expression;
-pub use group::ACCUMULATORS;
+pub use accumulator::ACCUMULATORS;
+pub use expression::{ZERO_STEP, expression};
 pub use known::{beyond_accumulator, beyond_expression, beyond_filter, operators};
 pub use order::compare;
 pub use pipeline::{Collections, aggregate, bind_expression, bind_query, bind_stage, stage};

@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 
 use bson::{Bson, Document};
 
-use super::Value;
+use super::{Result, Value, number::position, refused};
 
 /// Compares as the server sorts. Numbers compare by value, whatever their types; a missing value comes before null.
 #[must_use]
@@ -106,6 +106,16 @@ fn close(a: &Bson, b: &Bson) -> Ordering {
         value => denormd_model::key::whole_number(value).map(i128::from),
     };
     whole(a).cmp(&whole(b))
+}
+
+/// The directions of a sort.
+pub(super) fn directions(by: &Document) -> Result<Vec<i32>> {
+    let one = |way: &Bson| match position(Some(way))? {
+        Some(1) => Ok(1),
+        Some(-1) => Ok(-1),
+        _ => refused("a sort's direction is 1 or -1"),
+    };
+    by.values().map(one).collect()
 }
 
 /// Orders by several keys, each ascending or descending.

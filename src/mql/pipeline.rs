@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use bson::{Bson, Document, doc};
 
 use super::{
-    Result, Value,
-    array::directions,
-    compare,
-    expression::{Scope, below_document, steps},
+    Result,
+    expression::Scope,
     group::group,
     matches, needs_server,
-    order::by_keys,
+    number::position,
+    order::{by_keys, directions},
+    path::{below_document, sort_keys, steps},
     refused,
 };
 
@@ -51,7 +51,7 @@ pub fn stage(
         }
         ("$sort", Bson::Document(by)) => sort(rows, by),
         ("$limit", count) => {
-            let count = super::number::position(Some(count))?.and_then(|count| usize::try_from(count).ok());
+            let count = position(Some(count))?.and_then(|count| usize::try_from(count).ok());
             Ok(rows.into_iter().take(count.unwrap_or(usize::MAX)).collect())
         }
         ("$replaceWith", expression) => rows.iter().map(|row| replaced(expression, row)).collect(),
@@ -204,56 +204,4 @@ fn sort(rows: Vec<Document>, by: &Document) -> Result<Vec<Document>> {
     let mut keyed = keyed.collect::<Result<Vec<_>>>()?;
     keyed.sort_by(|(a, _), (b, _)| by_keys(&ways, a, b));
     Ok(keyed.into_iter().map(|(_, row)| row).collect())
-}
-
-/// Sort key of a document: the least value of an array, or the greatest when descending; null for a missing field.
-pub(super) fn sort_keys(document: &Document, by: &Document) -> Result<Vec<Value>> {
-    let mut arrays = 0;
-    let mut keys = Vec::new();
-    for (path, way) in by.iter().zip(directions(by)?).map(|((path, _), way)| (path, way)) {
-        let mut values = Vec::new();
-        arrays += usize::from(leaves(document, &steps(path), &mut values));
-        let order = |a: &&Bson, b: &&Bson| compare(Some(*a), Some(*b));
-        let key = if way > 0 { values.iter().min_by(order) } else { values.iter().max_by(order) };
-        keys.push(key.cloned());
-    }
-    if arrays > 1 { needs_server("sorting by two arrays") } else { Ok(keys) }
-}
-
-/// True if the value at a path is an array, or the path runs through one.
-pub(super) fn through_array(document: &Document, path: &str) -> bool {
-    leaves(document, &steps(path), &mut Vec::new())
-}
-
-/// Collects the values at a path; returns true if the path runs through an array.
-fn leaves(document: &Document, path: &[&str], out: &mut Vec<Bson>) -> bool {
-    let Some((first, rest)) = path.split_first() else { return false };
-    match (document.get(*first), rest.is_empty()) {
-        (Some(Bson::Array(items)), _) if items.is_empty() => {
-            out.push(if rest.is_empty() { Bson::Undefined } else { Bson::Null });
-            true
-        }
-        (Some(Bson::Array(items)), true) => {
-            out.extend(items.iter().cloned());
-            true
-        }
-        (Some(Bson::Array(items)), false) => {
-            for item in items {
-                match item {
-                    Bson::Document(inside) => drop(leaves(inside, rest, out)),
-                    _ => out.push(Bson::Null),
-                }
-            }
-            true
-        }
-        (Some(value), true) => {
-            out.push(value.clone());
-            false
-        }
-        (Some(Bson::Document(inside)), false) => leaves(inside, rest, out),
-        _ => {
-            out.push(Bson::Null);
-            false
-        }
-    }
 }

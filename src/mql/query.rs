@@ -135,7 +135,6 @@ fn operator(name: &str, argument: &Bson, found: &[Found<'_>]) -> Result<bool> {
         "$type" => {
             let mut any = false;
             for wanted in argument.as_array().map_or(std::slice::from_ref(argument), Vec::as_slice) {
-                let Bson::String(wanted) = wanted else { return needs_server("`$type` by number") };
                 any |= leaves(found).any(|value| value.is_some_and(|value| has_type(value, wanted)));
             }
             any
@@ -222,7 +221,14 @@ fn compares(name: &str, value: Option<&Bson>, wanted: &Bson) -> bool {
     }
 }
 
-fn has_type(value: &Bson, wanted: &str) -> bool {
+/// True if a value has this type, given by its name or its number.
+fn has_type(value: &Bson, wanted: &Bson) -> bool {
     let name = type_name(Some(value));
-    name == wanted || (wanted == "number" && matches!(name, "int" | "long" | "double" | "decimal"))
+    match wanted {
+        Bson::String(wanted) => {
+            name == wanted || (wanted == "number" && matches!(name, "int" | "long" | "double" | "decimal"))
+        }
+        // The number of MinKey is -1.
+        _ => super::number::position(Some(wanted)).ok().flatten() == Some(i64::from(value.element_type() as i8)),
+    }
 }

@@ -36,10 +36,10 @@ pub use load::{
     ChangedSetting, ConfigError, Effective, Loaded, load, load_if_any, load_str, load_text, process_environment,
     snapshot,
 };
-pub use reader::span;
+pub use reader::{nearest, span};
 pub use sections::{
     Advise, Aggregate, BackfillMode, Collect, Config, Copy, GroupForm, Guard, Http, KeyType, Lease, Limits, Log,
-    LogFormat, Mongodb, OnDrift, OnEmpty, OnMissing, Pattern, Rule, Side, State, Undo,
+    LogFormat, Mongodb, OnDrift, OnEmpty, OnMissing, Pattern, Relation, Rule, Side, State, Undo,
 };
 pub use sources::{LocatedMistake, Related};
 pub use test_file::{Documents, TestCase, TestFile};

@@ -14,6 +14,5 @@ pub mod tree;
 
 pub use bucket::Bucket;
 pub use compile::{compile, owned_paths};
-pub use create::Creates;
 pub use reference::{Pair, Reference};
-pub use rule::{Assignment, Groups, Keyed, Plan, Rule, RuleId, Side, Values};
+pub use rule::{Assignment, Creates, Groups, Keyed, Plan, Rule, RuleId, Side, Values};

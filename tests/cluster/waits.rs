@@ -23,10 +23,13 @@ use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde_json::Value;
 
-use crate::support::{
-    daemon::{Daemon, PATIENCE, until},
-    running::Running,
-    seeds::from_environment,
+use crate::{
+    engine::fan_outs::slow_writes,
+    support::{
+        daemon::{Daemon, PATIENCE, until},
+        running::Running,
+        seeds::from_environment,
+    },
 };
 
 /// The second rule copies a field that the first one writes; the third one gathers.
@@ -270,6 +273,18 @@ async fn a_wait_that_is_acknowledged_covers_every_change_by_its_time() {
     through_failovers(Some(1), Duration::ZERO, from_environment("DENORMD_SEED").unwrap_or(1)).await;
 }
 
+/// Two instances, each of which leads one of two partitions.
+async fn two_leaders(test: &TestDb, rules: &str, divided: &str) -> [Running; 2] {
+    let running = [Running::start(test, rules, divided).await, Running::start(test, rules, divided).await];
+    let leases = test.beside("state").collection::<Document>("leases");
+    until("each instance leads a partition", async || {
+        let processes = leases.distinct("process", doc! {"owner": {"$type": "string"}}).await.ok()?;
+        (processes.len() == 2).then_some(())
+    })
+    .await;
+    running
+}
+
 /// With several instances, a wait went through as many levels as a tree may have, a second or more each: it ran into its
 /// timeout.
 #[tokio::test(flavor = "multi_thread")]
@@ -282,13 +297,7 @@ async fn a_wait_over_several_instances_ends_with_the_last_level_that_is_written(
     let all = (0..LEVELS).map(|id| doc! {"_id": id, "name": "a", "parent": (id > 0).then_some(id - 1)});
     categories.insert_many(all).await.unwrap();
     let divided = "lease: { ttl_seconds: 3, partitions: 2 }\n";
-    let running = [Running::start(&test, TREE, divided).await, Running::start(&test, TREE, divided).await];
-    let leases = test.beside("state").collection::<Document>("leases");
-    until("each instance leads a partition", async || {
-        let processes = leases.distinct("process", doc! {"owner": {"$type": "string"}}).await.ok()?;
-        (processes.len() == 2).then_some(())
-    })
-    .await;
+    let running = two_leaders(&test, TREE, divided).await;
     for round in 0..4 {
         let name = format!("b{round}");
         categories.update_one(doc! {"_id": 0}, doc! {"$set": {"name": &name}}).await.unwrap();
@@ -318,6 +327,93 @@ async fn a_wait_covers_what_follows_from_a_delete() {
         sales.delete_one(doc! {"_id": round}).await.unwrap();
         assert_eq!((wait().await, shown().await), (200, None), "round {round}\n{}", running.log());
     }
+}
+
+const NOTE: &str =
+    "  - { name: note, guard: off, copy: { source: log, target: notes, match: { log: _id }, set: { text: $text } } }";
+const IP: &str =
+    "  - { name: ip, guard: off, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
+
+/// The rules of a new config begin when those of the former one have finished what is in flight. In between, a wait covered
+/// them, although the daemon had said that the config is in force.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wait_covers_the_rules_of_a_config_that_has_just_been_read() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": 1}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 1, "host": 1, "text": "a"}).await.unwrap();
+    db.collection("notes").insert_one(doc! {"_id": 1, "log": 1}).await.unwrap();
+    // For the index that the second rule needs.
+    Running::prepare(&test, &format!("{IP}\n{NOTE}"), "");
+    let running = Running::start(&test, IP, "").await;
+    slow_writes(&test, 1000).await;
+    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": 2}}).await.unwrap();
+    let text = std::fs::read_to_string(running.file()).unwrap();
+    std::fs::write(running.file(), text.replace(IP, &format!("{IP}\n{NOTE}"))).unwrap();
+    let read = "denormd_config_reloads_total{outcome=\"done\"}";
+    until("the new config is read", async || running.metric(read).await.filter(|times| *times > 0.5)).await;
+    let mut excepted = 0;
+    let covered = async |answer: client::Answer| {
+        // The former rules have ended, and the new ones do not run yet.
+        if answer.code == 503 {
+            return false;
+        }
+        assert_eq!(answer.code, 200, "{}\n{}", String::from_utf8_lossy(&answer.body), running.log());
+        let except = answer.json::<Value>().unwrap()["except"].clone();
+        except == serde_json::json!([]) || {
+            assert_eq!(except, serde_json::json!(["note"]));
+            false
+        }
+    };
+    while !covered(client::get(running.address, "/v1/wait?timeout=120", PATIENCE).await.unwrap()).await {
+        excepted += 1;
+        let current = running.until_json("it answers", |_| true).await["current"].clone();
+        let is_new = running.metric("denormd_backfill_running{rule=\"note\"}").await.is_some();
+        let is_excepted = |current: &Value| current["except"].as_array().unwrap().contains(&"note".into());
+        assert!(is_new || current.is_null() || is_excepted(&current), "{current}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(excepted > 0, "the new rule ran at once: {}", running.log());
+    let note = db.collection::<Document>("notes").find_one(doc! {}).await.unwrap().unwrap();
+    assert_eq!(note.get_str("text").ok(), Some("a"), "{}", running.log());
+}
+
+/// A standby whose config is older than the leader's names the rules that the leader runs otherwise, or not at all.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_standby_excepts_the_rules_that_its_leader_does_not_run() {
+    let test = denormd_fixture::database().await;
+    test.database().collection("hosts").insert_one(doc! {"_id": 1, "ip": 1}).await.unwrap();
+    let standby = Running::start(&test, &format!("{IP}\n{NOTE}"), LEASE).await;
+    let except = async || {
+        let answer = client::get(standby.address, "/v1/wait?timeout=60", PATIENCE).await.unwrap();
+        assert_eq!(answer.code, 200, "{}\n{}", String::from_utf8_lossy(&answer.body), standby.log());
+        answer.json::<Value>().unwrap()["except"].clone()
+    };
+    assert_eq!(except().await, serde_json::json!([]));
+    let leader = Running::start(&test, &IP.replace("ip: $ip", "ip: $name"), LEASE).await;
+    leader.until_json("it leads", |status| status["role"] == "leader").await;
+    standby.until_json("it has handed over", |status| status["role"] == "standby").await;
+    assert_eq!(except().await, serde_json::json!(["ip", "note"]), "{}\n{}", leader.log(), standby.log());
+}
+
+/// One partition may run a rule that another one has not registered yet.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_standby_excepts_a_rule_that_one_partition_does_not_run() {
+    let test = denormd_fixture::database().await;
+    test.database().collection("hosts").insert_one(doc! {"_id": 1, "ip": 1}).await.unwrap();
+    let divided = "lease: { ttl_seconds: 3, partitions: 2 }\n";
+    let _leaders = two_leaders(&test, IP, divided).await;
+    let standby = Running::start(&test, IP, divided).await;
+    let except = async || {
+        let answer = client::get(standby.address, "/v1/wait?timeout=60", PATIENCE).await.unwrap();
+        assert_eq!(answer.code, 200, "{}\n{}", String::from_utf8_lossy(&answer.body), standby.log());
+        answer.json::<Value>().unwrap()["except"].clone()
+    };
+    assert_eq!(except().await, serde_json::json!([]));
+    let rules = test.beside("state").collection::<Document>("rules");
+    rules.delete_one(doc! {"_id.rule": "ip"}).await.unwrap();
+    assert_eq!(except().await, serde_json::json!(["ip"]), "{}", standby.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]

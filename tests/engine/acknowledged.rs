@@ -194,7 +194,7 @@ async fn an_agreement_to_removals_lasts_until_the_backfill_is_done() {
     assert_eq!(store.resume(server, "r").await.unwrap(), 1);
     assert_eq!(stored().await.state, agreed);
     reset(&RuleState::Unavailable { reason: "an index is missing".to_owned() }, Agreement::Kept).await;
-    store.come_back(server, "r", stored().await.generation).await.unwrap();
+    store.resume_unavailable(server, "r", stored().await.generation).await.unwrap();
     assert_eq!(stored().await.state, agreed);
 
     // The agreement ends with the backfill, with another source and with another definition.

@@ -159,6 +159,20 @@ async fn a_large_collection_is_sampled_and_the_summary_says_so() {
     assert!(told.contains("it would remove 1 of 10 existing values"), "{told}");
 }
 
+/// A scan finds the oldest targets first. Those that an application has changed lately were lost among them: up to one in
+/// sixteen could be overwritten without anybody's agreement.
+#[tokio::test]
+async fn the_newest_targets_of_a_large_collection_count_as_much_as_the_oldest() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 12_000).await;
+    let newest = doc! {"_id": {"$gte": 11_500}};
+    let changed = doc! {"$set": {"customerName": "mine"}};
+    db.collection::<Document>("orders").update_many(newest, changed).await.unwrap();
+    let told = Program::new(&config(&test, RIGHT)).run(&["plan"]).await.out;
+    assert!(told.contains("it would overwrite"), "{told}");
+}
+
 /// Customers and their orders, each with values of the other one that the application has written.
 async fn shop(db: &mongodb::Database) {
     for name in ["customers", "orders"] {
@@ -477,6 +491,23 @@ async fn a_blocked_rule_leaves_nothing_to_prune() {
     let told = program.run(&["prune", "customer"]).await.exits(0).out;
     assert!(told.contains("nothing to prune"), "{told}");
     assert_eq!(all(&db, "orders").await, before);
+}
+
+/// `unblock` counted the effect of the rule in its own config, and agreed to that of another definition, which the leader
+/// runs.
+#[tokio::test]
+async fn a_definition_that_the_command_does_not_have_is_not_agreed_to() {
+    let test = denormd_fixture::database().await;
+    orders(&test.database(), 30).await;
+    let mistaken = RIGHT.replace("$firstName", "$lastName");
+    let daemon = Daemon::start_unadopted(&config(&test, &mistaken)).await;
+    daemon.settled().await;
+    let blocked = daemon.progress().borrow().states[0].clone();
+    assert!(blocked.is_blocked());
+    let told = Program::new(&config(&test, RIGHT)).run(&["unblock", "customer"]).await.exits(4).err;
+    assert!(told.contains("the blocked definition of `customer` is not the one in this config"), "{told}");
+    assert_eq!(daemon.progress().borrow().states[0], blocked);
+    daemon.stop().await;
 }
 
 /// A rule in shadow has written nothing either. Its paths were retired with it, and `prune` removed the application's

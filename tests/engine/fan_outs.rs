@@ -299,8 +299,15 @@ async fn a_fan_out_that_is_recorded_late_over_another_one_is_done() {
     daemon.settled().await;
     assert_eq!(with_ip(&db, ip).await, u64::try_from(LOGS).unwrap());
     assert_eq!(fan_out(&test).await, None);
-    // A record that arrives even later, when no job is in progress.
+    // A record that arrives even later, when no job is in progress; before it, one that cannot be read.
     let id = doc! {"deployment": "default", "rule": "ip", "task": "Value", "key": [1]};
+    fan_outs.insert_one(doc! {"_id": id.clone(), "after": []}).await.unwrap();
+    let metrics = daemon.shared().metrics.clone();
+    until("it is reported", async || {
+        metrics.recent_errors().iter().any(|error| error.message.contains("rule ip, task Value")).then_some(())
+    })
+    .await;
+    fan_outs.delete_many(doc! {}).await.unwrap();
     let later = doc! {"_id": id, "wish": bson::oid::ObjectId::new(), "after": [], "term": 0_i64};
     fan_outs.insert_one(later).await.unwrap();
     until("it is found and done", async || fan_out(&test).await.is_none().then_some(())).await;

@@ -11,6 +11,7 @@ use bson::{Bson, DateTime, Document, RawBson, Timestamp, doc, oid::ObjectId, spe
 use denormd::status::Status;
 use denormd_engine::{
     checkpoint::{
+        adoption::{Decision, Decisions},
         fan_out::{FanOuts, Subject},
         format,
         kept::{self, Element, Fingerprint, Keeping, Kept, Place},
@@ -21,7 +22,7 @@ use denormd_engine::{
     },
     dead_letter::{Chosen, DeadLetters, Offending},
     deployment::{
-        instances::{Member, fingerprint},
+        instances::{Member, fingerprint, instances},
         lease::{self, Lease},
     },
     events::{Event, Journal},
@@ -204,7 +205,7 @@ fn keeping() -> Keeping {
 }
 
 fn undone() -> Retired {
-    Retired { collection: "app.t01".to_owned(), path: FieldPath::parse("deep.name").unwrap() }
+    Retired { collection: "app.t01".to_owned(), path: FieldPath::parse("deep.name").unwrap(), filter: None }
 }
 
 fn dead_letters_of(state: &str) -> DeadLetters {
@@ -249,14 +250,14 @@ async fn write_work(server: &Server, state: &str, store: &Store, plan: &Plan) {
     dead_letters_of(state).ask(server, &one).await.unwrap();
     store.request(server, "done", &Work::Look(vec![Bson::Int32(1), Bson::String("b".to_owned())])).await.unwrap();
     let path = FieldPath::parse("lines.$[].name").unwrap();
-    let prune = Work::Prune(vec![Retired { collection: "app.t04".to_owned(), path }]);
+    let prune = Work::Prune(vec![Retired { collection: "app.t04".to_owned(), path, filter: None }]);
     let refused = store.request(server, "done", &prune).await.unwrap();
     let requests = server.collection(state, "requests");
     let one = requests.find_one(doc! {"together": refused}).await.unwrap().unwrap();
     store.refuse_request(server, one.get_object_id("_id").unwrap(), "a rule owns it").await.unwrap();
     store.request(server, "done", &prune).await.unwrap();
     store.request(server, "done", &Work::Undo).await.unwrap();
-    let tally = Tally { compared: 500, differing: 4, undecided: 3, refused: 2, resumed: false };
+    let tally = Tally { compared: 500, differing: 4, repaired: 1, undecided: 3, refused: 2, resumed: false };
     for (name, after, done) in [("done", Some(Bson::Int32(7)), false), ("begun", None, true)] {
         let progress = CheckProgress { after, done, tally: tally.clone() };
         store.save_check(server, rule(plan, name), &progress).await.unwrap();
@@ -408,6 +409,12 @@ async fn restore(test: &TestDb, version: &str) -> Server {
             if document.contains_key("cluster") {
                 document.insert("cluster", uuid.clone());
             }
+            // The commands still wait for their requests.
+            for time in ["asked", "heard"].into_iter().filter(|_| collection == "requests") {
+                if document.contains_key(time) {
+                    document.insert(time, bson::DateTime::now());
+                }
+            }
         }
         test.database().collection(collection).insert_many(documents).await.unwrap();
     }
@@ -464,6 +471,7 @@ fn expected(name: &str, definition: Document, state: RuleState) -> (String, Rule
         source_uuid: None,
         released: None,
         state,
+        degraded: false,
         progress: None,
         noticed: 0,
         generation: 1,
@@ -597,13 +605,17 @@ async fn positions_and_work(version: &str) {
     assert_eq!(asked.len(), if version == "1" { 2 } else { 3 }, "one is refused");
     let path = FieldPath::parse("lines.$[].name").unwrap();
     assert_eq!(asked.remove(0).work, Work::Look(vec![Bson::Int32(1), Bson::String("b".to_owned())]));
-    assert_eq!(asked.remove(0).work, Work::Prune(vec![Retired { collection: "app.t04".to_owned(), path }]));
+    assert_eq!(
+        asked.remove(0).work,
+        Work::Prune(vec![Retired { collection: "app.t04".to_owned(), path, filter: None }])
+    );
     assert!(asked.iter().all(|asked| asked.work == Work::Undo));
     let refused = golden(version, "requests").iter().find(|request| request.contains_key("refused")).cloned().unwrap();
     let answer = store.answer(&server, refused.get_object_id("together").unwrap()).await.unwrap();
     assert_eq!(answer, Answer::Refused("a rule owns it".to_owned()));
 
-    let tally = Tally { compared: 500, differing: 4, undecided: 3, refused: 2, resumed: false };
+    let repaired = u64::from(version != "1");
+    let tally = Tally { compared: 500, differing: 4, repaired, undecided: 3, refused: 2, resumed: false };
     for (name, after, done) in [("done", Some(Bson::Int32(7)), false), ("begun", None, true)] {
         let progress = store.check(&server, rule(&plan, name)).await.unwrap();
         assert_eq!(progress, Some(CheckProgress { after, done, tally: tally.clone() }));
@@ -624,6 +636,7 @@ async fn dead_letters(version: &str) {
     let plan = planned();
     let of_rule = Chosen { rule: Some("done".to_owned()), key: None };
     let found = dead_letters_of(&test.name).find(&server, &of_rule, 0).await.unwrap();
+    let found: Vec<_> = found.into_iter().map(Result::unwrap).collect();
     assert_eq!(found.len(), TASKS.len() + 1);
     for (task, name) in TASKS {
         assert_eq!((task.name().to_owned(), Task::named(name)), (name.to_owned(), Some(task)));
@@ -713,4 +726,80 @@ async fn the_timeline_is_read() {
         test.database().collection("events").insert_many(golden(version, "events")).await.unwrap();
         assert_eq!(journal.read(0, 10).await.unwrap(), std::slice::from_ref(&event));
     }
+    // One that cannot be read was left out. The others are still there.
+    let later = doc! {"_id": 7, "deployment": DEPLOYMENT, "time": DateTime::from_millis(event.time + 1), "what": 7};
+    test.database().collection("events").insert_one(later).await.unwrap();
+    let [first, second] = &journal.read(0, 10).await.unwrap()[..] else { panic!("two events") };
+    assert_eq!((first, second.what.as_str(), second.time), (&event, "unreadable", event.time + 1));
+    assert!(second.text.starts_with("the event with the `_id` 7 cannot be read: "), "{}", second.text);
+}
+
+/// A checkpoint, a decision or a format that could not be read once counted as missing.
+#[tokio::test]
+async fn state_that_cannot_be_read_is_an_error() {
+    let test = denormd_fixture::database().await;
+    let server = restore(&test, WRITTEN).await;
+    let set = async |collection: &str, field: &str, value: bson::Bson| {
+        let documents = test.database().collection::<Document>(collection);
+        documents.update_many(doc! {}, doc! {"$set": {field: value}}).await.unwrap();
+    };
+    let store = Store::open(&server, &test.name, DEPLOYMENT).await.unwrap();
+    set("positions", "time", 7.into()).await;
+    let databases = test.database().collection::<Document>("positions").distinct("_id.stream", doc! {}).await.unwrap();
+    let error = store.position(&server, databases[0].as_str().unwrap(), &[]).await.unwrap_err();
+    assert!(error.message.contains("in the state collection `positions` cannot be read"), "{}", error.message);
+
+    let decisions = Decisions { server: &server, database: &test.name, deployment: DEPLOYMENT };
+    decisions.decide("r", Decision { definition: doc! {"a": 1}, earlier: None, block: None }).await.unwrap();
+    set("adoptions", "block", "no".into()).await;
+    let error = decisions.of("r").await.unwrap_err();
+    assert!(error.message.contains("`adoptions` cannot be read: `block` is no document"), "{}", error.message);
+
+    set("rules", "term", "no".into()).await;
+    let error = highest_term(&server, &test.name, DEPLOYMENT).await.unwrap_err();
+    assert!(error.message.contains("`rules` cannot be read: its term is no number"), "{}", error.message);
+
+    set("checks", "compared", "no".into()).await;
+    let error = store.check(&server, rule(&planned(), "done")).await.unwrap_err();
+    assert!(error.message.contains("`checks` cannot be read"), "{}", error.message);
+
+    // A missing value would have this fingerprint, and `undo` would remove the field.
+    let kept = kept_of(&server, &test.name);
+    set("kept", "was", "no".into()).await;
+    let error = kept.page("done", None).await.unwrap_err();
+    assert!(
+        error.message.contains("`kept` cannot be read: a field is missing, or of another type"),
+        "{}",
+        error.message
+    );
+    set("kept", "not_kept", "no".into()).await;
+    let error = kept.count_not_kept("done").await.unwrap_err();
+    assert!(error.message.contains("`kept` cannot be read"), "{}", error.message);
+
+    let databases = databases.iter().map(|database| database.as_str().unwrap().to_owned()).collect();
+    let error = store.applied(&server, &databases).await.unwrap_err();
+    assert!(error.message.contains("`positions` cannot be read: a time is no timestamp"), "{}", error.message);
+
+    let refused =
+        test.database().collection::<Document>("requests").find_one(doc! {"refused": {"$exists": true}}).await;
+    let together = refused.unwrap().unwrap().get_object_id("together").unwrap();
+    set("requests", "refused", 7.into()).await;
+    let error = store.answer(&server, together).await.unwrap_err();
+    assert!(error.message.contains("`requests` cannot be read"), "{}", error.message);
+
+    set("leases", "until", DateTime::from_millis(DateTime::now().timestamp_millis() + 3_600_000).into()).await;
+    assert_eq!(lease::holders(&server, &test.name, DEPLOYMENT).await.unwrap()[DEPLOYMENT].instance, "host:1");
+    set("leases", "process", "no".into()).await;
+    let error = lease::holders(&server, &test.name, DEPLOYMENT).await.unwrap_err();
+    assert!(error.message.contains("`leases` cannot be read"), "{}", error.message);
+
+    set("instances", "seen", DateTime::now().into()).await;
+    assert_eq!(instances(&server, &test.name, DEPLOYMENT, Duration::from_secs(600)).await.unwrap().len(), 2);
+    set("instances", "process", "no".into()).await;
+    let error = instances(&server, &test.name, DEPLOYMENT, Duration::from_secs(600)).await.unwrap_err();
+    assert!(error.message.contains("`instances` cannot be read"), "{}", error.message);
+
+    set("formats", "version", "no".into()).await;
+    let error = format::check(&server, &test.name, DEPLOYMENT).await.unwrap_err();
+    assert!(error.message.contains("`formats` cannot be read"), "{}", error.message);
 }

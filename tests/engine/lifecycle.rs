@@ -5,15 +5,20 @@ use std::{sync::atomic::Ordering, time::Duration};
 use bson::{Document, doc};
 use denormd_engine::{
     checkpoint::store::Store,
-    dead_letter::{Chosen, DeadLetters},
+    dead_letter::{Chosen, DeadLetters, Offending},
+    request::Task,
     snapshot::{Snapshot, StreamFacts},
 };
 use denormd_fixture::{ReplicaSet, TestDb};
 use denormd_model::{
+    key::Key,
     position::ClusterTime,
     rule_state::{BlockReason, RuleState},
 };
-use denormd_mongo::Server;
+use denormd_mongo::{
+    Server,
+    error::{Error, Kind},
+};
 use futures_util::TryStreamExt;
 use mongodb::Database;
 
@@ -458,6 +463,31 @@ async fn values_that_would_be_unset_count_towards_the_removal_limit() {
     }
 }
 
+/// Whatever a target without a source gets instead, it loses nothing when it is written again: a rule with many dangling
+/// references blocked itself in each backfill after the first.
+#[tokio::test]
+async fn targets_without_a_source_lose_nothing_in_another_backfill() {
+    for instead in ["on_missing: \"null\"", "otherwise: { ip: none }"] {
+        let test = denormd_fixture::database().await;
+        let db = thirty(&test).await;
+        db.collection::<Document>("hosts").delete_many(doc! {"_id": {"$gte": 5}}).await.unwrap();
+        let rule = HOST.replace("set: { ip: $ip }", &format!("set: {{ ip: $ip }}, {instead}"));
+        let text = crate::support::daemon::config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
+        let daemon = Daemon::start_config(&text).await;
+        daemon.settled().await;
+        assert_eq!(with_values(&db).await, 30, "{instead}");
+        daemon.ask("address").await;
+        until("the second backfill", async || {
+            let state = daemon.progress().borrow().states[0].clone();
+            (state == RuleState::Live || state.is_stopped()).then_some(())
+        })
+        .await;
+        daemon.settled().await;
+        assert_eq!(daemon.progress().borrow().states[0], RuleState::Live, "{instead}");
+        daemon.stop().await;
+    }
+}
+
 /// A failed batch was once counted again with each attempt, and blocked the rule.
 #[tokio::test]
 async fn a_removal_that_is_tried_again_counts_once() {
@@ -674,7 +704,7 @@ async fn a_key_with_a_dollar_in_a_name_can_be_a_dead_letter_and_a_fan_out() {
     let context = daemon.shared();
     let chosen = Chosen { rule: None, key: Some(key.into()) };
     let found = context.dead_letters.find(&context.server, &chosen, 0).await.unwrap();
-    let [dead_letter] = found.as_slice() else { panic!("{found:?}") };
+    let [Ok(dead_letter)] = found.as_slice() else { panic!("{found:?}") };
     assert_eq!(dead_letter.target.as_ref().unwrap().values(), [5000.into()]);
     db.run_command(doc! {"collMod": "log", "validator": {}}).await.unwrap();
     assert!(daemon.retry_dead_letters("address").await);
@@ -710,6 +740,44 @@ async fn the_dead_letters_of_a_stopped_rule_wait_for_it() {
     assert_eq!(left("address").await, 1);
     store.resume(&context.server, "address").await.unwrap();
     until("it is tried", async || (left("address").await == 0).then_some(())).await;
+    daemon.stop().await;
+}
+
+/// Such records were skipped: nothing retried them, and nothing listed them.
+#[tokio::test]
+async fn a_dead_letter_that_cannot_be_read_is_reported_and_the_others_are_retried() {
+    let test = denormd_fixture::database().await;
+    host_and_log(&test).await;
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    let context = daemon.shared();
+    let dead_letters = test.beside("state").collection::<Document>("dead_letters");
+    let now = bson::DateTime::now();
+    let dead_letter = |task: &str, key: i32| {
+        let id = doc! {"deployment": "default", "rule": "address", "task": task, "key": [key], "target": []};
+        doc! {"_id": id, "deployment": "default", "rule": "address", "attempts": 1, "first": now, "last": now, "asked": now}
+    };
+    let mut without_number = dead_letter("Value", 1);
+    without_number.extend(doc! {"attempts": "one"});
+    without_number.remove("asked");
+    let records = [without_number, dead_letter("Later", 1), dead_letter("Value", 2)];
+    dead_letters.insert_many(records).await.unwrap();
+    let find = async || context.dead_letters.find(&context.server, &Chosen::default(), 0).await.unwrap();
+    // The daemon reads what a majority has, which may be later than what a count finds.
+    let left = until("the readable one is retried", async || Some(find().await).filter(|found| found.len() == 2)).await;
+    let error = context.metrics.recent_errors().into_iter().find(|error| error.doing == "read a dead letter").unwrap();
+    assert_eq!(error.rule.as_deref(), Some("address"));
+    assert_eq!(error.message, "a dead letter of address cannot be read, and is not retried");
+    let why = left.into_iter().map(|entry| entry.unwrap_err().why).collect::<Vec<_>>();
+    assert!(why.iter().any(|why| why == "the task Later is unknown"), "{why:?}");
+
+    // The document fails again: the checkpoint does not wait for it, and its record can be read from now on.
+    let (rule, key) = (context.plan.rules[0].clone(), Key::one(1.into()));
+    let offending = Offending { key: &key, target: None, path: None, tree: None, since: None };
+    let error = Error::new(Kind::Refused, "Document failed validation");
+    context.dead_letters.record(&context.server, &rule, Task::Value, &offending, &error).await.unwrap();
+    let attempts: Vec<i32> = find().await.into_iter().flatten().map(|dead_letter| dead_letter.attempts).collect();
+    assert_eq!(attempts, [1]);
     daemon.stop().await;
 }
 

@@ -22,7 +22,7 @@ use denormd_engine::{
     pipeline::schedule::{Next, Schedule},
     request::{Request, Scope, Task},
     route::{Routed, target_requests, value_request},
-    workqueue::{Batch, Lane, Most, Work},
+    workqueue::{Batch, BatchLimits, Lane, Work},
 };
 use denormd_model::{
     key::Key,
@@ -379,9 +379,12 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
     let stops = Instant::now() + Duration::from_secs(5 + sim.random(200));
     loop {
         while running.len() < 3 {
-            let Some(batch) =
-                schedule.take(Most { keys: 2, batches: 3, are_taken: false }, Instant::now(), |_| false, |_| false)
-            else {
+            let Some(batch) = schedule.take(
+                BatchLimits { keys: 2, batches: 3, all_running: false },
+                Instant::now(),
+                |_| false,
+                |_| false,
+            ) else {
                 break;
             };
             running.spawn(run(wire.clone(), held.fence(), batch));
@@ -420,9 +423,9 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
                 let batch = schedule.begin(0);
                 let mut routed = Routed::default();
                 for event in &events {
-                    let origin = schedule.arrive(0, batch, event, &mut routed);
+                    let origin = schedule.route_event(0, batch, event, &mut routed);
                     for request in routed.requests.drain(..) {
-                        schedule.ask(request, origin);
+                        schedule.enqueue(request, origin);
                     }
                 }
                 next += events.len();

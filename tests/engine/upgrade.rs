@@ -3,7 +3,8 @@
 use bson::{Document, doc};
 use denormd_engine::checkpoint::{
     format::{COLLECTION, UNDIVIDED, VERSION},
-    store::{POSITIONS, RULES, Store},
+    rule_record::RULES,
+    store::{POSITIONS, Store},
 };
 use denormd_fixture::TestDb;
 use denormd_mongo::error::Kind;

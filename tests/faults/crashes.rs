@@ -32,8 +32,9 @@ fn places() -> BTreeSet<String> {
 /// Places that a daemon passes repeatedly.
 const OFTEN: [&str; 6] = ["acknowledged", "position-saved", "position-saving", "read", "routed", "written"];
 
-/// Places that a daemon passes on request alone, or with other rules: tests/engine/undo.rs and tests/meaning/created.rs die there.
-const ASKED: [&str; 3] = ["backfill-of-sources", "put-back", "undoing"];
+/// Places that a daemon passes on request alone, or with other rules: tests/engine/undo.rs, tests/meaning/created.rs and
+/// tests/operations/check.rs die there.
+const ASKED: [&str; 4] = ["backfill-of-sources", "check-saved", "put-back", "undoing"];
 
 async fn crash(test: TestDb, place: &str, nth: u32) {
     let world = World::new(test).await;

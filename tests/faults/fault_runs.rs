@@ -9,7 +9,7 @@
 use std::{
     collections::BTreeMap,
     panic::AssertUnwindSafe,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::Command,
     time::{Duration, Instant},
 };
@@ -21,6 +21,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 
 use crate::support::{
     daemon::{PATIENCE, until},
+    script::found_by,
     seeds::from_environment,
     world::{Daemon, World},
 };
@@ -131,13 +132,6 @@ impl Fault {
         )
     }
 }
-
-/// Paths of the library on Debian, by architecture.
-const FAKETIME: [&str; 3] = [
-    "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
-    "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1",
-    "/usr/lib/faketime/libfaketime.so.1",
-];
 
 /// Number of rollbacks of a node.
 async fn rollbacks(node: &mongodb::Client) -> i32 {
@@ -464,10 +458,7 @@ impl Stage {
 
     /// Runs the leader, or the instance that takes over, with a clock that jumps an hour forward and back.
     async fn clock_strobes(&mut self, milliseconds: u64) {
-        let Some(library) = FAKETIME.iter().find(|path| Path::new(path).exists()) else {
-            println!("skipped: ClockStrobes wants libfaketime (the Debian package `libfaketime`)");
-            return;
-        };
+        let Some(library) = found_by("faketime.py") else { return };
         let folder = tempfile::tempdir().unwrap();
         let clock = folder.path().join("clock");
         std::fs::write(&clock, "+0").unwrap();
@@ -481,7 +472,7 @@ impl Stage {
         for daemon in self.daemons.drain(..) {
             daemon.terminate().await;
         }
-        let strange = self.world.daemon_by_clock(library, &clock);
+        let strange = self.world.daemon_by_clock(&library, &clock);
         self.world.term_after(term).await;
         let begun = Instant::now();
         for nth in 0.. {

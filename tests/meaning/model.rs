@@ -145,6 +145,8 @@ impl Draw {
             4 => doc! {"$exists": self.below(2) == 0}.into(),
             5 => doc! {"$type": self.pick(&["array", "object", "int", "number", "null", "date"])}.into(),
             6 => doc! {"$not": {"$type": "array"}}.into(),
+            // By number, from a double to a 64-bit integer.
+            10 => doc! {"$type": self.random.random_range(1..=18_i32)}.into(),
             7 => doc! {"$elemMatch": {"x": self.scalar()}}.into(),
             8 => doc! {"$not": {"$lt": value}}.into(),
             9 => doc! {"$eq": value, "$not": {"$type": "array"}}.into(),

@@ -777,6 +777,29 @@ async fn lost_values_count_towards_the_removal_limit() {
     }
 }
 
+/// A target whose values are replaced by those of `otherwise` has lost them as well.
+#[tokio::test]
+async fn values_that_are_replaced_for_want_of_a_source_count_towards_the_removal_limit() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("items").insert_one(doc! {"_id": 1, "price": 2, "name": "part"}).await.unwrap();
+    db.collection("orders").insert_many((0..30).map(|n| doc! {"_id": n, "item": 1, "qty": n + 1})).await.unwrap();
+    let rule = "copy: { source: items, target: orders, match: { item: _id }, \
+        set: { total: { $multiply: [$price, $$target.qty] }, name: $name }, otherwise: { total: 0 } }";
+    let text = daemon::config(&test, &format!("  - {{ name: r, {rule} }}"));
+    let daemon = Daemon::start_config(&text.replace("limits: {", "limits: { destroy_per_hour: 10,")).await;
+    daemon.settled().await;
+    db.collection::<Document>("items").delete_one(doc! {"_id": 1}).await.unwrap();
+    until("the rule is blocked", async || {
+        let blocked = RuleState::Blocked(BlockReason::RemovalLimit);
+        (daemon.progress().borrow().states[0] == blocked).then_some(())
+    })
+    .await;
+    let named = all(&db, "orders").await.iter().filter(|order| order.contains_key("name")).count();
+    assert!(named >= 20, "{named}");
+    daemon.stop().await;
+}
+
 /// A write that waits on the server while the path changes that its value was computed from matches nothing.
 #[tokio::test]
 async fn a_value_that_was_overtaken_is_never_stored() {

@@ -492,6 +492,49 @@ async fn init_never_writes_an_empty_file_silently() {
     assert!(written.contains("# no rule: no relationship was found; name one with --match"), "{written}");
 }
 
+/// The database of `--uri` comes before the config's, and a misspelt one is no empty one.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_database_of_the_uri_is_examined_and_has_to_exist() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    insert(&db, "parts", (1..=200).map(|id| doc! {"_id": id, "name": format!("Spoke {id}")})).await;
+    insert(&db, "products", (1..=500).map(|id| doc! {"_id": id, "spares": [id * 9 % 200 + 1]})).await;
+    let folder = tempfile::tempdir().unwrap();
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_denormd"));
+        command.current_dir(folder.path()).args(arguments).stdin(Stdio::null()).env_remove("DENORMD_CONFIG");
+        command.output().unwrap()
+    };
+    let told = String::from_utf8_lossy(&run(&["init"]).stderr).into_owned();
+    assert!(told.contains("hint: --uri mongodb://localhost:27017/DATABASE"), "{told}");
+
+    let other = format!("{}_other", test.name);
+    let config = format!("mongodb: {{ uri: {:?}, database: {other:?} }}\nrules: []\n", test.uri);
+    fs::write(folder.path().join("denormd.yaml"), config).unwrap();
+    let uri = |database: &str| test.uri.replacen("/?", &format!("/{database}?"), 1);
+    let init = |uri: &str| run(&["init", "--observe", "0", "--uri", uri, "--to", "first.yaml"]);
+    let file = folder.path().join("first.yaml");
+    for command in ["init", "advise"] {
+        let refused = run(&[command, "--observe", "0", "--uri", &uri("nope")]);
+        let told = String::from_utf8_lossy(&refused.stderr);
+        assert_eq!((refused.status.code(), refused.stdout.as_slice()), (Some(2), b"".as_slice()), "{told}");
+        if command == "advise" {
+            assert!(told.contains("the database `nope` does not exist, or the user may not see it"), "{told}");
+            assert!(told.contains("hint: there "), "{told}");
+        }
+    }
+    assert_eq!(init(&uri("nope")).status.code(), Some(2));
+    assert!(!file.exists());
+    let output = init(&uri(&test.name));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let written = fs::read_to_string(&file).unwrap();
+    assert!(written.contains(&format!("database: {:?}", test.name)) && !written.contains(&other), "{written}");
+    // The commands at its top use this file, and a rule that may be chance says so.
+    assert!(written.contains("#   denormd plan --apply --config first.yaml   creates"), "{written}");
+    assert!(written.contains("#   denormd run --config first.yaml\n"), "{written}");
+    assert!(written.contains("  # found by its values alone: verify it first\n"), "{written}");
+}
+
 /// People and their tasks refer to each other, and the owner's name is copied, with errors.
 #[tokio::test(flavor = "multi_thread")]
 async fn two_way_references_and_copies_that_are_there_already() {

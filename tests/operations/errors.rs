@@ -48,6 +48,23 @@ async fn a_connection_error_names_the_server_and_the_reason() {
     }
 }
 
+/// The hint of a missing file says which option or variable names it.
+#[test]
+fn a_missing_file_is_searched_for_where_it_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let nowhere = folder.path().join("nowhere.yaml");
+    let file = File::new(&config("mongodb://localhost"));
+    let output = denormd(&file.path()).arg("test").arg(&nowhere).output().unwrap();
+    let text = told(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("hint: check the path; FILE holds cases, see `denormd test --help`"), "{text}");
+    let output = denormd(&nowhere).arg("plan").output().unwrap();
+    assert!(told(&output).contains("--config names a file or a directory"), "{}", told(&output));
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_denormd"));
+    let output = command.arg("plan").env("DENORMD_CONFIG", &nowhere).output().unwrap();
+    assert!(told(&output).contains("hint: the path comes from DENORMD_CONFIG"), "{}", told(&output));
+}
+
 /// `run` keeps trying, and its status has the message that `plan` would print.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_daemon_that_cannot_connect_says_why_in_its_status() {
@@ -188,5 +205,7 @@ async fn every_command_tells_by_its_exit_status_what_is_to_blame() {
         }
     }
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), table.len(), wrong.join("\n"));
+    let (_, _, error) = running.command(&["check", "--rule", "pausd"]);
+    assert!(error.contains("the config has no rule `pausd`") && error.contains("did you mean `paused`?"), "{error}");
     assert_eq!(running.command(&["unblock", "blocked"]).0, Some(0));
 }

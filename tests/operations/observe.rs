@@ -24,6 +24,10 @@ const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: 
 /// Occurs in documents and in the password, and must never occur in any output.
 const CANARY: &str = "canary-7e57ed";
 
+/// The labels of all metrics.
+const LABELS: [&str; 11] =
+    ["rule", "collection", "operation", "reason", "outcome", "event", "version", "commit", "le", "partition", "role"];
+
 /// A daemon of this process with its server on a free port.
 struct Observed {
     daemon: Daemon,
@@ -152,11 +156,7 @@ async fn metrics_are_well_formed_and_named_by_convention() {
         let labels = series.split_once('{').map_or("", |(_, rest)| rest.trim_end_matches('}'));
         for label in labels.split("\",").filter(|label| !label.is_empty()) {
             let name = label.split('=').next().unwrap();
-            assert!(
-                ["rule", "collection", "operation", "reason", "version", "commit", "le", "partition", "role"]
-                    .contains(&name),
-                "{line}"
-            );
+            assert!(LABELS.contains(&name), "{line}");
         }
     }
     for rule in ["ip", "note"] {
@@ -391,7 +391,10 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
     let (code, _, told) = run(&["wait"]);
     assert_eq!(
         (code, told.as_str()),
-        (Some(0), "may lack changes, as they are paused, blocked, unavailable, in shadow, or have dead letters: ip\n")
+        (
+            Some(0),
+            "may lack changes, as they are paused, blocked or unavailable, wait for `denormd backfill`, have dead letters, do not run yet as this config defines them, read the copies of such rules, or are in shadow: ip, note\n"
+        )
     );
     assert_eq!(run(&["resume", "ip"]).0, Some(0));
     assert_eq!(run(&["wait"]), (Some(0), String::new(), String::new()));

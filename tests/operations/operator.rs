@@ -102,6 +102,12 @@ async fn dead_letters_are_listed_retried_and_dropped() {
     assert_eq!(checked.out.matches(" (a dead letter)\n").count(), 2, "{}", checked.out);
 
     program.run(&["dead-letters", "retry"]).await.exits(2);
+    // A misspelt name once had 0 dead letters.
+    for action in ["list", "retry", "drop"] {
+        let told = program.run(&["dead-letters", action, "--rule", "nmaes"]).await.exits(2);
+        assert!(told.err.contains("has a rule `nmaes`"), "{}", told.err);
+        assert!(told.err.contains("did you mean `names`? known are: names"), "{}", told.err);
+    }
     let tried = program.run(&["dead-letters", "retry", "--all"]).await.exits(1);
     assert!(tried.out.ends_with("2 dead letters tried, 2 left\n"), "{}", tried.out);
     // Those of a stopped rule once counted as tried, and were deleted.
@@ -125,6 +131,36 @@ async fn dead_letters_are_listed_retried_and_dropped() {
     daemon.stop().await;
 }
 
+/// The digits alone once selected nothing, although `explain` takes them.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_is_chosen_by_the_digits_of_an_objectid() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let id = bson::oid::ObjectId::new();
+    db.collection("hosts").insert_one(doc! {"_id": id, "a": 1, "b": 1}).await.unwrap();
+    db.collection("hosts").insert_one(doc! {"_id": "17", "a": 1, "b": 1}).await.unwrap();
+    db.collection("hosts").insert_one(doc! {"_id": 17, "a": 1, "b": 1}).await.unwrap();
+    let hosts = [Bson::from(id), "17".into(), 17.into()];
+    db.collection("logs").insert_many(hosts.into_iter().map(|host| doc! {"host": host})).await.unwrap();
+    let running = Running::start(&test, SHARE, "").await;
+    running.until("it is live", |status| status.rules.first().is_some_and(|rule| rule.state == "live")).await;
+    db.collection::<Document>("hosts").update_many(doc! {}, doc! {"$set": {"b": 0}}).await.unwrap();
+    running.until("they are dead letters", |status| status.dead_letters == 3).await;
+    for (key, letters) in [(id.to_hex(), 1), (format!("{{\"$oid\": \"{id}\"}}"), 1), ("18".to_owned(), 0)] {
+        let (code, told, error) = running.command(&["dead-letters", "list", "--key", &key, "--output", "json"]);
+        assert_eq!(code, Some(0), "{error}");
+        let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+        assert_eq!(told["count"], json!(letters), "{key}: {told}");
+    }
+    // Nothing is dropped on a guess.
+    let (code, told, error) = running.command(&["dead-letters", "drop", "--key", "17"]);
+    assert!(code == Some(1) && error.contains("may stand for several values"), "{code:?} {told}{error}");
+    for key in [id.to_hex().as_str(), "\"17\""] {
+        let (code, told, error) = running.command(&["dead-letters", "drop", "--key", key]);
+        assert!(code == Some(0) && told.starts_with("1 dead letter forgotten"), "{code:?} {told}{error}");
+    }
+}
+
 const SHARE: &str = "  - { name: share, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { share: { $divide: [$a, $b] } } } }";
 
 /// A target that cannot be computed once made `check` exit with 0, and `explain` print the server's error alone. Its dead
@@ -142,7 +178,7 @@ async fn a_target_that_cannot_be_computed_is_neither_right_nor_forgotten() {
         .await;
     let (code, told, error) = running.command(&["check"]);
     assert_eq!(code, Some(1), "{told}{error}");
-    assert!(error.contains("one target could not be compared") && error.contains("denormd explain RULE ID"), "{error}");
+    assert!(error.contains("1 target could not be compared") && error.contains("denormd explain RULE ID"), "{error}");
     let (code, told, error) = running.command(&["explain", "share", "7"]);
     assert_eq!(code, Some(0), "{told}{error}");
     for part in
@@ -163,6 +199,34 @@ async fn a_target_that_cannot_be_computed_is_neither_right_nor_forgotten() {
     running.until("it is no longer listed", |status| status.rules[0].dead_letters == 0).await;
     let (code, told, error) = running.command(&["check"]);
     assert_eq!(code, Some(0), "{told}{error}");
+}
+
+/// It was not listed, and `retry` waited for it without end.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_that_cannot_be_read_is_listed_until_it_is_dropped() {
+    let test = denormd_fixture::database().await;
+    test.database().collection("logs").insert_one(doc! {"_id": 7, "host": 1}).await.unwrap();
+    let running = Running::start(&test, SHARE, "").await;
+    running.until("it is live", |status| status.rules[0].state == "live").await;
+    let id = doc! {"deployment": "default", "rule": "share", "task": "Later", "key": [1], "target": []};
+    let record =
+        doc! {"_id": id, "deployment": "default", "rule": "share", "attempts": 1, "reason": "of a later version"};
+    test.beside("state").collection("dead_letters").insert_one(record).await.unwrap();
+    running.until("it is counted", |status| status.rules[0].dead_letters == 1).await;
+    let (code, told, error) = running.command(&["dead-letters", "list"]);
+    assert_eq!(code, Some(0), "{error}");
+    let line = r#"share record {"deployment":"default","rule":"share","task":"Later","key":[1],"target":[]}: it cannot be read"#;
+    assert!(told.contains(line) && told.ends_with("\n1 dead letter\n"), "{told}");
+    let (code, told, _) = running.command(&["dead-letters", "retry", "--rule", "share", "--output", "json"]);
+    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    assert_eq!((code, &told["left"][0]["id"]["task"]), (Some(1), &serde_json::json!("Later")), "{told}");
+    let (code, told, error) = running.command(&["dead-letters", "drop", "--rule", "share"]);
+    assert_eq!(
+        (code, told.as_str()),
+        (Some(0), "1 dead letter forgotten; their targets stay as they are\n"),
+        "{error}"
+    );
+    running.until("it is gone", |status| status.dead_letters == 0).await;
 }
 
 /// A backfill in which every target had failed was called a success. After the rule was removed, its dead letters stayed
@@ -343,6 +407,61 @@ async fn pause_all_stops_every_rule_and_resume_all_ends_it() {
     daemon.stop().await;
 }
 
+/// The pause of one operator ended with the shorter one of another, and a rule was resumed that was to stand still.
+#[tokio::test]
+async fn a_pause_without_an_end_is_not_given_one() {
+    let test = denormd_fixture::database().await;
+    let (program, daemon) = two_rules(&test).await;
+    program.run(&["pause", "host"]).await.exits(0);
+    let told = program.run(&["pause", "--all", "--for", "10m"]).await.exits(0);
+    let stays = "host: stays paused, without an end; resume it first to give it one\n";
+    assert!(told.out.starts_with("1 rule is paused for 10 min 0 s") && told.out.ends_with(stays), "{}", told.out);
+    let states = test.beside("state").collection::<Document>("rules");
+    let until = async |rule: &str| {
+        let record = states.find_one(doc! {"_id.rule": rule, "paused": true}).await.unwrap().unwrap();
+        record.get("until").cloned().unwrap()
+    };
+    assert_eq!(until("host").await, Bson::Null);
+    let first = until("room").await;
+    let told = program.run(&["pause", "host", "--for", "10m"]).await.exits(0);
+    assert_eq!(told.out, stays);
+    let told = program.run(&["pause", "host", "--for", "10m", "--output", "json"]).await.exits(0);
+    assert_eq!(told.json(), json!({"rule": "host", "paused": true, "seconds": null}));
+    assert_eq!(until("host").await, Bson::Null);
+    // An end may be changed, and taken away.
+    let told = program.run(&["pause", "--all", "--for", "20m", "--output", "json"]).await.exits(0);
+    let expected =
+        json!({"rules": ["room"], "paused": true, "seconds": 1200, "without_end": ["host"], "not_registered": []});
+    assert_eq!(told.json(), expected);
+    let second = until("room").await;
+    assert!(second.as_datetime() > first.as_datetime(), "{first} {second}");
+    program.run(&["pause", "room"]).await.exits(0);
+    assert_eq!(until("room").await, Bson::Null);
+    daemon.stop().await;
+}
+
+/// The emergency stop was called a success while the leader was about to start a rule of the changed config.
+#[tokio::test]
+async fn pause_all_names_the_rules_that_no_leader_has_registered() {
+    let test = denormd_fixture::database().await;
+    hosts_and_rooms(&test.database()).await;
+    let program = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let told = program.run(&["pause", "--all"]).await.exits(4);
+    assert!(told.err.contains("not paused, as no leader has registered them yet: host, room"), "{}", told.err);
+    program.write(&config(&test, HOST));
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    let newer = Program::new(&config(&test, &format!("{HOST}\n{ROOM}")));
+    let told = newer.run(&["pause", "--all"]).await.exits(4);
+    assert!(told.out.starts_with("1 rule is paused until"), "{}", told.out);
+    assert!(told.err.contains("not paused, as no leader has registered them yet: room\n"), "{}", told.err);
+    assert!(told.err.contains("run `denormd pause --all` again once `denormd status` lists them"), "{}", told.err);
+    let told = newer.run(&["pause", "--all", "--output", "json"]).await.exits(4);
+    assert_eq!((&told.json()["rules"], &told.json()["not_registered"]), (&json!(["host"]), &json!(["room"])));
+    daemon.stop().await;
+}
+
 /// The config of a command may be older or smaller than the leader's: the emergency stop stops what runs.
 #[tokio::test]
 async fn pause_all_stops_rules_that_the_command_does_not_know() {
@@ -373,15 +492,28 @@ async fn pause_all_stops_rules_that_the_command_does_not_know() {
     daemon.stop().await;
 }
 
-/// Such a rule was once called as current as any other.
+/// Such a rule was once called as current as any other, with a lag of 0.
 #[tokio::test]
 async fn a_rule_that_waits_for_its_backfill_is_in_the_headline() {
     let test = denormd_fixture::database().await;
     hosts_and_rooms(&test.database()).await;
     let manual = HOST.replace("name: host,", "name: host, backfill: manual, allow_scan: true,");
-    let running = Running::start(&test, &manual, "").await;
-    let status = running.until("the status knows it", |status| !status.causes.is_empty()).await;
-    assert_eq!(status.causes[0].cause, "awaiting_backfill");
+    let running = Running::start(&test, &format!("{manual}\n{ROOM}"), "").await;
+    let of = |status: &Status, rule: usize| (status.rules[rule].state.clone(), status.rules[rule].lag_seconds);
+    let settled = |status: &Status| {
+        let is_live = status.rules.len() == 2 && of(status, 1) == ("live".to_owned(), Some(0.0));
+        is_live && causes(status) == ["awaiting_backfill"]
+    };
+    let status = running.until("the other rule is not behind", settled).await;
+    assert_eq!(of(&status, 0), ("awaiting_backfill".to_owned(), None));
+    assert_eq!(status.summary, "Rule host is waiting for `denormd backfill`. The other rules are not behind.");
+    let (_, told, _) = running.command(&["status"]);
+    let row = told.lines().find(|line| line.contains("awaiting backfill  ")).unwrap_or_else(|| panic!("{told}"));
+    let columns: Vec<&str> = row.split_whitespace().take(4).collect();
+    assert_eq!(columns, ["host", "awaiting", "backfill", "-"], "{told}");
+    let metrics = running.text("/metrics").await;
+    assert!(metrics.contains("denormd_rule_lag_seconds{rule=\"room\"} 0"), "{metrics}");
+    assert!(!metrics.contains("denormd_rule_lag_seconds{rule=\"host\"}"), "{metrics}");
     let (_, told, _) = running.command(&["status"]);
     assert!(told.contains("Rule host is waiting for `denormd backfill`."), "{told}");
     assert!(told.contains("`denormd backfill --rule RULE` when ready"), "{told}");

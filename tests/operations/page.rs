@@ -17,7 +17,10 @@ use fantoccini::{
 use serde_json::{Value, json};
 
 use crate::support::daemon::PATIENCE;
-use crate::support::running::{Running, causes};
+use crate::support::{
+    running::{Running, causes},
+    script::found_by,
+};
 
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
   - { name: note, copy: { source: log, target: notes, match: { log: _id }, set: { ip: $ip } } }";
@@ -31,17 +34,11 @@ struct Browser {
 impl Browser {
     /// Starts a browser, if one is available.
     async fn start() -> Option<Self> {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/chromium.py");
-        let found = Command::new("python3").arg(script).output().unwrap();
-        if !found.status.success() {
-            println!("skipped: {}", String::from_utf8_lossy(&found.stderr));
-            return None;
-        }
-        let program = String::from_utf8(found.stdout).unwrap();
+        let program = found_by("chromium.py")?;
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let quiet = || Stdio::null();
         // A process group for the browsers that it starts: they do not end with it.
-        let mut driver = Command::new(program.trim());
+        let mut driver = Command::new(program);
         driver.arg(format!("--port={port}")).stdout(quiet()).stderr(quiet()).process_group(0);
         let driver = driver.spawn().unwrap();
         // In a container there is no sandbox, and little shared memory.

@@ -282,6 +282,27 @@ async fn the_role_is_enough_and_each_privilege_of_it_is_needed() {
     let program = guarded.user("nobody", &[]).await;
     let told = program.run(&["run"]).await.exits(4);
     assert!(told.err.contains("lacks changeStream, find, listCollections"), "{}", told.err);
+    let told = program.run(&["events"]).await.exits(4).err;
+    let state = guarded.test.beside("state").name().to_owned();
+    assert!(told.contains("the user may not run ") && told.contains(&format!(" on `{state}.")), "{told}");
+    assert!(told.contains("hint: `denormd role`"), "{told}");
+
+    // `--apply` needs more than the daemon.
+    root.run(&["plan"]).await.exits(0);
+    db.collection::<Document>("logs").drop_indexes().await.unwrap();
+    let program = guarded.user("daemon", privileges).await;
+    let told = program.run(&["plan", "--apply", "--sample", "0"]).await.exits(4).err;
+    let logs = format!("the user may not run createIndexes on `{}.logs`", guarded.test.name);
+    assert!(told.contains(&logs) && told.contains("hint: `denormd role --with-apply`"), "{told}");
+
+    // A connection string without a user.
+    let without = guarded.set.uri_of("", "").replace(":@", "").replace("&authSource=admin", "");
+    let program = Program::new(&config(&guarded.test, RULES).replace(&guarded.test.uri, &without));
+    for command in ["plan", "events", "check"] {
+        let told = program.run(&[command]).await.exits(4).err;
+        assert!(told.contains("the server demands a user, and the connection has none"), "{command}: {told}");
+        assert!(told.contains("mongodb://USER:PASSWORD@"), "{command}: {told}");
+    }
 }
 
 /// The message of `plan --offline` for these rules; the first of them is line 3 of the file.
@@ -399,6 +420,65 @@ async fn nothing_is_created_for_a_match_that_looks_reversed() {
     assert!(!told.contains("createIndex"), "{told}");
     let indexes = db.collection::<Document>("customers").list_index_names().await.unwrap();
     assert_eq!(indexes, ["_id_"]);
+}
+
+/// Where `plan` asks "did you mean", `--apply` does not create an index for the misspelt field.
+#[tokio::test]
+async fn nothing_is_created_for_a_field_that_looks_misspelt() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("customers").insert_many((0..20).map(|n| doc! {"_id": n, "name": "Ada"})).await.unwrap();
+    db.collection("orders").insert_many((0..20).map(|n| doc! {"_id": n, "customer": n})).await.unwrap();
+    let rule = |reference: &str| {
+        format!(
+            "  - {{ name: r, copy: {{ source: customers, target: orders, match: {{ {reference}: _id }}, set: {{ name: $name }} }} }}"
+        )
+    };
+    let program = Program::new(&config(&test, &rule("custmer")));
+    let told = program.run(&["plan", "--apply"]).await.exits(4).out;
+    assert!(
+        told.contains("`custmer` looks misspelt; did you mean `customer`? Correct it first; `--apply` does"),
+        "{told}"
+    );
+    assert!(!told.contains("createIndex"), "{told}");
+    let indexes = async || db.collection::<Document>("orders").list_index_names().await.unwrap();
+    assert_eq!(indexes().await, ["_id_"]);
+    // A field that resembles none may be still to come.
+    program.write(&config(&test, &rule("buyer")));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    assert_eq!(indexes().await, ["_id_", "buyer_1"]);
+}
+
+/// The config of a second application without a `name` would end the rules of the first.
+#[tokio::test]
+async fn plan_names_the_rules_that_stop_when_the_config_runs() {
+    let test = denormd_fixture::database().await;
+    hosts_and_logs(&test).await;
+    let rule = |name: &str| {
+        format!(
+            "  - {{ name: {name}, allow_scan: true, copy: {{ source: hosts, target: logs, match: {{ host: _id }}, set: {{ {name}: $ip }} }} }}\n"
+        )
+    };
+    let program = Program::new(&config(&test, &[rule("one"), rule("two")].concat()));
+    let told = program.run(&["plan"]).await.exits(0).out;
+    assert!(!told.contains("does not have"), "{told}");
+    let daemon = program.daemon();
+    program.backfilled(&test, 2).await;
+    daemon.stop().await;
+    let told = program.run(&["plan"]).await.exits(0).out;
+    assert!(told.ends_with("\nready\n"), "{told}");
+
+    program.write(&config(&test, &rule("two")));
+    let told = program.run(&["plan"]).await.exits(0).out;
+    assert!(told.contains("has 1 rule that this config does not have: one"), "{told}");
+    assert!(told.contains("it stops when this config runs. If it belongs to another application"), "{told}");
+    program.write(&config(&test, &rule("three")));
+    let told = program.run(&["plan", "--output", "json"]).await.exits(0).json()["warnings"].to_string();
+    assert!(told.contains("has 2 rules that this config does not have: one, two"), "{told}");
+    assert!(told.contains("they probably belong to another application"), "{told}");
+    // Under another name, they are of another deployment.
+    program.write(&format!("name: other\n{}", config(&test, &rule("three"))));
+    program.run(&["plan"]).await.exits(0).out.ends_with("\nready\n").then_some(()).unwrap();
 }
 
 /// `key_type` holds for every entry of `match`, and `touch` leaves a value of another type as it is.

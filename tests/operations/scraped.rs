@@ -10,22 +10,12 @@ use std::{
 
 use denormd::server::client;
 
-use crate::support::daemon::PATIENCE;
+use crate::support::{daemon::PATIENCE, script::found_by};
 
-/// The folder of `prometheus` and `promtool`, found by tests/prometheus.py; None, with the reason printed, if they are
-/// not available.
+/// The folder of `prometheus` and `promtool`.
 pub fn programs() -> Option<&'static Path> {
     static FOUND: OnceLock<Option<PathBuf>> = OnceLock::new();
-    let find = || {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/prometheus.py");
-        let found = Command::new("python3").arg(script).output().unwrap();
-        if found.status.success() {
-            return Some(PathBuf::from(String::from_utf8(found.stdout).unwrap().trim()));
-        }
-        println!("skipped: {}", String::from_utf8_lossy(&found.stderr));
-        None
-    };
-    FOUND.get_or_init(find).as_deref()
+    FOUND.get_or_init(|| found_by("prometheus.py")).as_deref()
 }
 
 /// A Prometheus with our rules and alerts that scrapes one daemon every second; killed when the test ends.

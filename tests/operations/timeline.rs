@@ -98,7 +98,7 @@ async fn a_refused_config_is_told_everywhere_until_it_is_mended_and_the_timeline
     let status = running.until("refused", |status| causes(status).contains(&"config_refused")).await;
     assert!(status.errors.iter().any(|error| error.message.contains("the key `source` is missing")), "{status:#?}");
     assert_eq!(running.metric("denormd_config_last_reload_successful").await, Some(0.0));
-    assert_eq!(running.metric("denormd_config_reloads_total{reason=\"refused\"}").await, Some(1.0));
+    assert_eq!(running.metric("denormd_config_reloads_total{outcome=\"refused\"}").await, Some(1.0));
     assert_eq!(running.metric("denormd_cause{reason=\"config_refused\",rule=\"\"}").await, Some(1.0));
     std::fs::write(running.file(), &good).unwrap();
     running.until("mended", |status| !causes(status).contains(&"config_refused")).await;

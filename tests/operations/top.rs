@@ -87,7 +87,7 @@ fn blocked() -> Status {
         "level": "critical", "summary": "Rule host-label is blocked. The other rules are not behind.",
         "current": {"as_of": "1795379464.7", "except": ["host-label"]}, "dead_letters": 2,
         "causes": [{"cause": "adoption", "since": NOW - 7_100, "rules": ["host-label"],
-            "meaning": "the first backfill of a rule would change existing data: it is blocked until somebody agrees",
+            "meaning": "the first backfill of a rule would change existing data: it is blocked until an operator agrees",
             "advice": "`denormd plan` says what it would change; `denormd unblock RULE` agrees, or correct the rule in the config", "severe": true}],
         "errors": [{"first": NOW - 60_000, "last": NOW - 1_200, "count": 160, "rule": "host-label", "doing": "dead letter", "reason": "refused",
             "message": "server error 121 (DocumentValidationFailure)"}],

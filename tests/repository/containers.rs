@@ -66,7 +66,12 @@ impl Cluster {
         let begun = Instant::now();
         loop {
             for peer in self.members.iter().filter(|peer| peer.inspect("{{.State.Status}}") == "running") {
-                let client = client(&peer.address()).await;
+                let address = peer.address();
+                // It may have stopped since.
+                if address.is_empty() {
+                    continue;
+                }
+                let client = client(&address).await;
                 let hello = client.database("admin").run_command(doc! {"hello": 1}).await;
                 if hello.is_ok_and(|hello| hello.get_bool("isWritablePrimary").unwrap_or(false)) {
                     return (peer, client);

@@ -23,8 +23,8 @@ impl Running {
     /// A config with these rules and a free port, after `plan --apply`; `more` is further YAML. Nothing runs yet.
     pub fn prepare(test: &TestDb, rules: &str, more: &str) -> Self {
         let running = Self::of(&format!("{}{more}", config(test, rules)));
-        let (code, _, error) = running.command(&["plan", "--apply"]);
-        assert_eq!(code, Some(0), "{error}");
+        let (code, told, error) = running.command(&["plan", "--apply"]);
+        assert_eq!(code, Some(0), "{told}\n{error}");
         running
     }
 

@@ -143,7 +143,7 @@ impl World {
     }
 
     /// Starts a daemon whose wall clock libfaketime reads from a file; elapsed time is real.
-    pub fn daemon_by_clock(&self, library: &str, clock: &Path) -> Daemon {
+    pub fn daemon_by_clock(&self, library: &Path, clock: &Path) -> Daemon {
         let mut command = self.command(&["run"], "denormd.yaml");
         command.env("LD_PRELOAD", library).env("FAKETIME_TIMESTAMP_FILE", clock);
         command.env("FAKETIME_NO_CACHE", "1").env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
@@ -183,7 +183,10 @@ impl World {
         let begun = Instant::now();
         // An election may interrupt a read.
         while !matches!(rules.find_one(follows.clone()).await, Ok(Some(_))) {
-            assert!(begun.elapsed() < PATIENCE, "the replaced source is not followed\n{}", self.logs());
+            if begun.elapsed() > PATIENCE {
+                let record = rules.find_one(doc! {"_id.rule": "address"}).await;
+                panic!("the replaced source is not followed: not {follows}, but {record:?}\n{}", self.logs());
+            }
             if agree && self.logs().contains("the rule stays blocked") {
                 self.run(&["unblock", "address"]).await;
             }
@@ -406,7 +409,7 @@ impl Daemon {
             assert!(begun.elapsed() < PATIENCE, "it does not come to `{place}`\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        assert!(self.log().contains("dying, as DENORMD_CRASH says"), "{}", self.log());
+        assert!(self.log().contains("aborting at the failpoint named by DENORMD_CRASH"), "{}", self.log());
     }
 
     /// Asks it to stop, and waits for a regular end.

@@ -5,8 +5,9 @@ use crate::{
     inventory::Collection,
 };
 use denormd_model::{
-    distribution::{Distribution, ratio, whole},
+    distribution::{Distribution, ratio},
     field_path::FieldPath,
+    text::duration,
 };
 use denormd_rules::config::Advise;
 
@@ -159,7 +160,7 @@ fn indexes(collection: &Collection, usage: &[Usage], thresholds: &Advise) -> Vec
             "no member has used the index {:?} of `{}` in {}{short}",
             index.name,
             namespace.collection,
-            crate::render::duration(whole(seconds))
+            duration(seconds)
         );
         let unused = Advice::new(Kind::IndexUnused, None, says);
         advice.push(if seconds < LONG {

@@ -6,12 +6,8 @@ use crate::{
     advice::{Advice, Kind, count, counted, figure},
     draft::{self, Draft},
     facts::{Candidate, Form, Place, Rate, Relationship},
-    render::duration,
 };
-use denormd_model::{
-    distribution::{ratio, whole},
-    field_path::FieldPath,
-};
+use denormd_model::{distribution::ratio, field_path::FieldPath, text::duration};
 use denormd_rules::config::Advise;
 
 /// Maximum number of fields that a draft copies. Names and titles come first.
@@ -69,7 +65,7 @@ pub fn verdict(reads: Option<Rate>, updates: Option<Rate>, fan_out: f64, thresho
 #[must_use]
 pub fn figures(reads: Option<Rate>, updates: Option<Rate>, reader: &str, what: &str, fan_out: Option<f64>) -> String {
     let reads = match reads {
-        Some(reads) => format!("{} of `{reader}` in {}", counted(reads.times, "read"), duration(whole(reads.seconds))),
+        Some(reads) => format!("{} of `{reader}` in {}", counted(reads.times, "read"), duration(reads.seconds)),
         None => format!("reads of `{reader}` are not known"),
     };
     let updates = match updates {
@@ -78,7 +74,7 @@ pub fn figures(reads: Option<Rate>, updates: Option<Rate>, reader: &str, what: &
                 0 => "none".to_owned(),
                 times => count(times),
             };
-            format!("{what}: {times} in {}", duration(whole(updates.seconds)))
+            format!("{what}: {times} in {}", duration(updates.seconds))
         }
         None => format!("{what}: not known"),
     };

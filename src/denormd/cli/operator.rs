@@ -11,7 +11,7 @@ pub struct CheckOptions {
     /// Check only this number of targets of each rule, drawn at random.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub sample: Option<u64>,
-    /// Have the leader rewrite the targets that differ. Without a leader, this command rewrites them.
+    /// Rewrite the targets that differ: the leader does it, or this command if there is no leader.
     #[arg(long)]
     pub repair: bool,
     /// Resume where the last check was interrupted.
@@ -40,11 +40,11 @@ pub enum DeadLetters {
         #[arg(long, value_name = "N", default_value_t = 100)]
         limit: u32,
     },
-    /// Has the leader retry them at once, and reports the outcome.
+    /// Asks the leader to retry them at once, and reports the outcome.
     #[command(after_help = "Examples:
   denormd dead-letters retry --rule part-names
   denormd dead-letters retry --key 17
-  denormd dead-letters retry --key '{\"$oid\": \"65f0c0ffee65f0c0ffee65f0\"}'
+  denormd dead-letters retry --key 65f0c0ffee65f0c0ffee65f0        an ObjectId
 
 Exit status: 0 all are gone, 1 some failed again.")]
     Retry {
@@ -75,7 +75,7 @@ pub struct Letters {
     /// Only those of this rule.
     #[arg(long)]
     pub rule: Option<String>,
-    /// Only those with this key or target: Extended JSON, or a plain string.
+    /// Only those with this key or target: Extended JSON, a plain string, or an ObjectId's digits.
     #[arg(long, value_name = "VALUE")]
     pub key: Option<String>,
 }

@@ -1,28 +1,42 @@
 //! `denormd backfill` and `denormd unblock`: requests to the leader. Without a leader, this process does the work.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
+
+use tokio::time::Instant;
 
 use crate::{
     cli::Output,
-    commands::{Failure, chosen, compile, context, leader::with_a_leader, print, progress::Progress, undo::span},
+    commands::{
+        Failure, chosen, compile, context,
+        leader::{self, with_a_leader},
+        print,
+        progress::Progress,
+    },
 };
 use denormd_engine::{
     checkpoint::{rule_record::RuleRecord, store::Store},
     dead_letter::Chosen,
     deployment::lease,
+    events::instance,
     inspection::adoption::losses,
     metrics::Metrics,
     reconcile::Context,
 };
-use denormd_model::rule_state::{BlockReason, RuleState};
+use denormd_model::{
+    rule_state::{BlockReason, RuleState},
+    text::span,
+};
 use denormd_mongo::{
     Server,
     error::{Error, Kind, Result},
 };
-use denormd_rules::config::Loaded;
+use denormd_rules::{config::Loaded, plan::Rule};
 
 /// Interval between reads of the leader's progress.
 const LOOK: Duration = Duration::from_millis(500);
+
+/// Time that a leader has to read the config of this command.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Requests a backfill of these rules, or of all.
 pub async fn backfill(
@@ -118,7 +132,7 @@ pub(super) async fn noticed(store: &Store, server: &Server, rule: &str) -> Resul
 /// Shows the reason why a rule is blocked, agrees to the effect of its backfill, and waits for the backfill.
 pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result::Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
-    chosen(&context.plan, &[rule.to_owned()])?;
+    let planned = chosen(&context.plan, &[rule.to_owned()])?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let record = state(&store, &context.server, rule).await?;
     let RuleState::Blocked(reason) = &record.state else {
@@ -131,6 +145,17 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         }
         return Ok(());
     };
+    if !planned.iter().all(|rule| rule.has_definition(&record.definition)) {
+        let message = format!(
+            "the blocked definition of `{rule}` is not the one in this config, and `unblock` would agree to the blocked one"
+        );
+        let hint = "use the daemon's config, or wait until the daemon has read this one: `denormd status` shows whether it has";
+        return Err(Error::new(Kind::State, message).hint(hint).into());
+    }
+    // An agreement is recorded at once: it must not wait for a leader that this process cannot be.
+    if !lease::is_held(&context.server, store.database(), store.ids()).await? {
+        leader::ready(loaded, &context, &[]).await?;
+    }
     if output == Output::Text {
         let objections = objections(&context, rule, reason).await;
         print(&blocked(rule, reason, &objections));
@@ -220,30 +245,92 @@ pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<
     }
 }
 
-/// Waits until the leader has done them all, and shows the progress.
+/// Waits until the leader has backfilled them all by the definitions of this config, and shows the progress. A rule that the
+/// leader registers meanwhile with `backfill: manual` is requested again: the request that it had is gone.
 pub(super) async fn wait(store: &Store, context: &Context, rules: &[String]) -> Result<Vec<Done>> {
+    let server = &context.server;
     let mut done = Vec::new();
-    for rule in rules {
-        let mut bar = Progress::new(rule);
-        let record = loop {
-            let known = store.rules(&context.server).await?.into_iter().find(|(name, _)| name == rule);
-            match known.map(|(_, record)| record) {
-                Some(record) if !record.state.is_backfilling() => break record,
-                record => {
-                    let (count, total) = record.and_then(|record| record.progress).unwrap_or_default();
+    for rule in chosen(&context.plan, rules)? {
+        let mut bar = Progress::new(&rule.name);
+        let mut unregistered = None;
+        let targets = loop {
+            match awaited(store, server, rule).await? {
+                Awaited::Done(targets) => break targets,
+                Awaited::Backfilling((count, total)) => {
+                    unregistered = None;
                     bar.set(count, total);
+                }
+                Awaited::Unrequested => {
+                    unregistered = None;
+                    store.ask(server, &rule.name).await?;
+                }
+                Awaited::Unregistered(partitions) => {
+                    let since = unregistered.get_or_insert_with(Instant::now);
+                    if since.elapsed() > PATIENCE && is_led_elsewhere(context, store, &partitions).await? {
+                        return Err(led_otherwise(&rule.name));
+                    }
                 }
             }
             tokio::time::sleep(LOOK).await;
         };
         bar.end();
-        if record.state.is_stopped() {
-            return Err(stopped(rule, &record.state));
-        }
-        let targets = record.progress.map(|(targets, _)| targets);
-        let chosen = Chosen { rule: Some(rule.clone()), key: None };
-        let dead_letters = context.dead_letters.count(&context.server, &chosen).await?;
-        done.push(Done { rule: rule.clone(), targets, dead_letters });
+        let chosen = Chosen { rule: Some(rule.name.clone()), key: None };
+        let dead_letters = context.dead_letters.count(server, &chosen).await?;
+        done.push(Done { rule: rule.name.clone(), targets, dead_letters });
     }
     Ok(done)
+}
+
+/// A rule whose backfill is waited for.
+enum Awaited {
+    /// The backfill is done in every partition, with this number of targets.
+    Done(Option<u64>),
+    /// It is open, with the targets done and the targets to do.
+    Backfilling((u64, Option<u64>)),
+    /// The rule waits for a request.
+    Unrequested,
+    /// These partitions have not registered the rule as the config defines it.
+    Unregistered(Vec<String>),
+}
+
+/// The present state of the rule in all partitions. An error for a stopped rule.
+async fn awaited(store: &Store, server: &Server, rule: &Rule) -> Result<Awaited> {
+    let records: BTreeMap<String, RuleRecord> =
+        store.of_each_partition(server, &rule.name).await?.into_iter().collect();
+    let states = records.values().map(|record| &record.state);
+    let worst = states.reduce(|worst, state| if state.outranks(worst) { state } else { worst });
+    if let Some(state) = worst.filter(|state| state.is_stopped()) {
+        return Err(stopped(&rule.name, state));
+    }
+    let is_registered =
+        |record: &RuleRecord| record.state != RuleState::Removed && rule.has_definition(&record.definition);
+    let unregistered = store.ids().iter().filter(|id| !records.get(*id).is_some_and(is_registered));
+    let unregistered: Vec<String> = unregistered.cloned().collect();
+    if !unregistered.is_empty() {
+        return Ok(Awaited::Unregistered(unregistered));
+    }
+    // Each partition scans all targets, so the slowest one determines the progress.
+    let slowest = |records: &mut dyn Iterator<Item = &RuleRecord>| {
+        records.map(|record| record.progress).min_by_key(|progress| progress.map(|(count, _)| count)).flatten()
+    };
+    let mut open = records.values().filter(|record| record.state.is_backfilling()).peekable();
+    Ok(if open.peek().is_some() {
+        Awaited::Backfilling(slowest(&mut open).unwrap_or_default())
+    } else if records.values().any(|record| record.state == RuleState::AwaitingBackfill) {
+        Awaited::Unrequested
+    } else {
+        Awaited::Done(slowest(&mut records.values()).map(|(count, _)| count))
+    })
+}
+
+/// True if another process leads one of these partitions.
+async fn is_led_elsewhere(context: &Context, store: &Store, partitions: &[String]) -> Result<bool> {
+    let holders = lease::holders(&context.server, store.database(), &context.dead_letters.deployment).await?;
+    let own = instance();
+    Ok(partitions.iter().filter_map(|id| holders.get(id)).any(|holder| holder.instance != own))
+}
+
+fn led_otherwise(rule: &str) -> Error {
+    Error::new(Kind::State, format!("the leader does not run rule `{rule}` as this config defines it"))
+        .hint("the leader may run with another config: `denormd status` shows whether it has refused a changed one")
 }

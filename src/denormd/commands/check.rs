@@ -17,6 +17,7 @@ use denormd_engine::{
     metrics::Metrics,
     reconcile::{Context, scan},
 };
+use denormd_model::text::counted;
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::{config::Loaded, plan::Rule};
 
@@ -43,12 +44,12 @@ pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> s
         Left { differing: 1, .. } => Err(Failure::Differs("one target differs from its definition".to_owned())),
         Left { differing: n @ 2.., .. } => Err(Failure::Differs(format!("{n} targets differ from their definition"))),
         Left { refused: n @ 1.., .. } => {
-            Err(Error::new(Kind::Refused, format!("{} could not be compared", counted(n)))
+            Err(Error::new(Kind::Refused, format!("{} could not be compared", counted(n, "target")))
                 .hint("`denormd dead-letters list` names them, and `denormd explain RULE ID` says why")
                 .into())
         }
         Left { undecided: n @ 1.., .. } => {
-            let changed = format!("{} changed all the while: nothing else differs", counted(n));
+            let changed = format!("{} changed all the while: nothing else differs", counted(n, "target"));
             Err(Error::new(Kind::Unavailable, changed).hint("run the command again while less is written").into())
         }
         Left { .. } => Ok(()),
@@ -77,7 +78,6 @@ struct One<'a> {
 #[derive(Default)]
 struct Counts {
     listed: u64,
-    repaired: u64,
     kinds: BTreeMap<DifferenceKind, u64>,
 }
 
@@ -103,19 +103,18 @@ impl One<'_> {
                 Vec::new()
             };
             for found in &found {
-                let repaired = self.options.repair.then(|| !left.iter().any(|left| left.target == found.target));
-                counts.repaired += u64::from(repaired == Some(true));
+                let repaired = self.options.repair.then(|| !left.contains(&found.target));
                 bar.beside(|| self.list(found, repaired, &mut counts));
             }
         }
         bar.end();
         self.sum_up(&check.tally, &counts);
-        let Tally { differing, refused, undecided, .. } = check.tally;
-        Ok(Left { differing: differing - counts.repaired, refused, undecided })
+        let Tally { differing, repaired, refused, undecided, .. } = check.tally;
+        Ok(Left { differing: differing.saturating_sub(repaired), refused, undecided })
     }
 
-    /// Has the leader reconcile these targets. Returns those that still differ.
-    async fn repair(&self, check: &mut Check<'_>, found: &[Found]) -> std::result::Result<Vec<Found>, Failure> {
+    /// Has the leader reconcile these targets. Returns those that are not right even so.
+    async fn repair(&self, check: &mut Check<'_>, found: &[Found]) -> std::result::Result<Vec<Bson>, Failure> {
         let ids: Vec<Bson> = found.iter().map(|found| found.target.clone()).collect();
         let server = &self.context.server;
         let work = async {
@@ -164,7 +163,7 @@ impl One<'_> {
             let kinds: serde_json::Map<String, serde_json::Value> =
                 counts.kinds.iter().map(|(kind, count)| (kind.name().to_owned(), (*count).into())).collect();
             let sum = serde_json::json!({
-                "rule": rule, "compared": tally.compared, "differing": tally.differing, "repaired": counts.repaired,
+                "rule": rule, "compared": tally.compared, "differing": tally.differing, "repaired": tally.repaired,
                 "undecided": tally.undecided, "refused": tally.refused, "resumed": tally.resumed, "kinds": kinds,
             });
             print(&format!("{sum}\n"));
@@ -176,15 +175,14 @@ impl One<'_> {
             print(&format!("{rule}: {unlisted} more are not listed (--limit)\n"));
         }
         let kinds: Vec<String> = counts.kinds.iter().map(|(kind, n)| format!("{n} {}", kind.name())).collect();
-        let Tally { compared, differing, .. } = tally;
-        let (targets, differ) =
-            (if *compared == 1 { "target" } else { "targets" }, if *differing == 1 { "differs" } else { "differ" });
-        let mut line = format!("{rule}: {compared} {targets} compared, {differing} {differ}");
+        let Tally { compared, differing, repaired, .. } = tally;
+        let differ = if *differing == 1 { "differs" } else { "differ" };
+        let mut line = format!("{rule}: {} compared, {differing} {differ}", counted(*compared, "target"));
         if !kinds.is_empty() {
             line.push_str(&format!(" (paths: {})", kinds.join(", ")));
         }
-        if self.options.repair {
-            line.push_str(&format!(", {} repaired", counts.repaired));
+        if self.options.repair || *repaired > 0 {
+            line.push_str(&format!(", {repaired} repaired"));
         }
         if tally.undecided > 0 {
             line.push_str(&format!(", {} changed all the while and are undecided", tally.undecided));
@@ -197,10 +195,6 @@ impl One<'_> {
         }
         print(&fitted(&format!("{line}\n")));
     }
-}
-
-fn counted(targets: u64) -> String {
-    if targets == 1 { "one target".to_owned() } else { format!("{targets} targets") }
 }
 
 fn show((expected, stored): &(Option<Bson>, Option<Bson>)) -> String {

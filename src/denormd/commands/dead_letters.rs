@@ -1,6 +1,6 @@
 //! `denormd dead-letters`: lists, retries or drops dead letters.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use bson::{Bson, DateTime};
 
@@ -11,17 +11,18 @@ use crate::{
         backfill::{state, stopped},
         compile, context,
         leader::with_a_leader,
-        print, shown,
+        meanings, print, shown,
         terminal::fitted,
+        unknown_rule,
     },
 };
 use denormd_engine::{
     checkpoint::store::Store,
-    dead_letter::{Chosen, DeadLetter},
+    dead_letter::{Chosen, DeadLetter, Entry, Unreadable},
     metrics::Metrics,
     reconcile::Context,
 };
-use denormd_model::key::Key;
+use denormd_model::{key::Key, text::counted};
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
@@ -31,29 +32,61 @@ const LOOK: Duration = Duration::from_millis(300);
 /// Lists, retries or drops dead letters.
 pub async fn dead_letters(loaded: &Loaded, output: Output, action: &Action) -> Result<(), Failure> {
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
-    match action {
-        Action::List { which, limit } => list(&context, output, &chosen(which), *limit).await,
-        Action::Retry { which, all } => retry(loaded, &context, output, &some(which, *all)?).await,
-        Action::Drop { which, all } => drop(&context, output, &some(which, *all)?).await,
-    }
-}
-
-fn chosen(which: &Letters) -> Chosen {
-    Chosen { rule: which.rule.clone(), key: which.key.as_deref().map(value) }
-}
-
-/// Requires an explicit selection, for the commands that change something.
-fn some(which: &Letters, all: bool) -> Result<Chosen, Failure> {
-    if which.rule.is_none() && which.key.is_none() && !all {
+    let (Action::List { which, .. } | Action::Retry { which, .. } | Action::Drop { which, .. }) = action;
+    // A command that changes something requires an explicit selection.
+    if let Action::Retry { all: false, .. } | Action::Drop { all: false, .. } = action
+        && which.rule.is_none()
+        && which.key.is_none()
+    {
         return Err(Error::new(Kind::Config, "give --rule, --key or --all").into());
     }
-    Ok(chosen(which))
+    let chosen = chosen(&context, which).await?;
+    match action {
+        Action::List { limit, .. } => list(&context, output, &chosen, *limit).await,
+        Action::Retry { .. } => retry(loaded, &context, output, &chosen).await,
+        Action::Drop { .. } => drop(&context, output, &chosen).await,
+    }
 }
 
-/// Parses Extended JSON; any other text is a plain string.
-fn value(text: &str) -> Bson {
-    let parsed = serde_json::from_str::<serde_json::Value>(text).ok().and_then(|json| Bson::try_from(json).ok());
-    parsed.unwrap_or_else(|| Bson::String(text.to_owned()))
+/// The selection of dead letters. An error for a rule that neither the config nor the state knows, and for a key that may
+/// stand for several values that have dead letters.
+async fn chosen(context: &Context, which: &Letters) -> Result<Chosen, Error> {
+    if let Some(rule) = &which.rule {
+        is_known(context, rule).await?;
+    }
+    let chosen = |key: Option<Bson>| Chosen { rule: which.rule.clone(), key };
+    let Some(text) = &which.key else { return Ok(chosen(None)) };
+    let meant = meanings(text);
+    let mut found = Vec::new();
+    for key in &meant {
+        let chosen = chosen(Some(key.clone()));
+        if context.dead_letters.count(&context.server, &chosen).await? > 0 {
+            found.push(chosen);
+        }
+    }
+    if found.len() > 1 {
+        return Err(Error::new(Kind::Refused, format!("`{text}` may stand for several values that have dead letters"))
+            .hint("write it as Extended JSON: '{\"$numberInt\": \"17\"}' is a number, '\"17\"' a string"));
+    }
+    Ok(found.pop().unwrap_or_else(|| chosen(meant.into_iter().next())))
+}
+
+/// An error for a rule that neither the config nor the state has.
+async fn is_known(context: &Context, rule: &str) -> Result<(), Error> {
+    if context.plan.rules.iter().any(|known| known.name == rule) {
+        return Ok(());
+    }
+    let (dead_letters, server) = (&context.dead_letters, &context.server);
+    let store = Store::open(server, &dead_letters.database, &dead_letters.deployment).await?;
+    let mut known: BTreeSet<String> = context.plan.rules.iter().map(|rule| rule.name.clone()).collect();
+    known.extend(store.rules(server).await?.into_iter().map(|(name, _)| name));
+    known.extend(dead_letters.rules(server).await?);
+    if known.contains(rule) {
+        return Ok(());
+    }
+    let known: Vec<&str> = known.iter().map(String::as_str).collect();
+    let message = format!("neither the config nor the state has a rule `{rule}`");
+    Err(unknown_rule(message, rule, "known are", &known))
 }
 
 async fn list(context: &Context, output: Output, chosen: &Chosen, limit: u32) -> Result<(), Failure> {
@@ -61,16 +94,16 @@ async fn list(context: &Context, output: Output, chosen: &Chosen, limit: u32) ->
     let count = context.dead_letters.count(&context.server, chosen).await?;
     match output {
         Output::Json => {
-            let dead_letters: Vec<serde_json::Value> = dead_letters.iter().map(json).collect();
+            let dead_letters: Vec<serde_json::Value> = dead_letters.iter().map(entry_json).collect();
             print(&format!("{:#}\n", serde_json::json!({"count": count, "dead_letters": dead_letters})));
         }
         Output::Text => {
             for dead_letter in &dead_letters {
-                print(&fitted(&text(context, dead_letter)));
+                print(&fitted(&entry_text(context, dead_letter)));
             }
             let unlisted = count.saturating_sub(dead_letters.len() as u64);
             let more = if unlisted > 0 { format!(", {unlisted} of them not listed (--limit)") } else { String::new() };
-            print(&format!("{}{more}\n", counted(count)));
+            print(&format!("{}{more}\n", counted(count, "dead letter")));
         }
     }
     Ok(())
@@ -87,9 +120,11 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
         if count == 0 {
             continue;
         }
+        let unreadable = dead_letters.find(server, &chosen, 0).await?.iter().filter(|entry| entry.is_err()).count();
         let asked = dead_letters.ask(server, &chosen).await?;
         let tried = async {
-            while dead_letters.untried(server, &chosen, asked).await? > 0 {
+            // The leader does not retry those that cannot be read.
+            while dead_letters.untried(server, &chosen, asked).await? > unreadable as u64 {
                 let record = state(&store, server, &rule.name).await?;
                 if record.state.is_stopped() {
                     return Err(stopped(&rule.name, &record.state));
@@ -104,14 +139,14 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
     }
     match output {
         Output::Json => {
-            let left: Vec<serde_json::Value> = left.iter().map(json).collect();
+            let left: Vec<serde_json::Value> = left.iter().map(entry_json).collect();
             print(&format!("{:#}\n", serde_json::json!({"tried": before, "left": left})));
         }
         Output::Text => {
             for dead_letter in &left {
-                print(&fitted(&text(context, dead_letter)));
+                print(&fitted(&entry_text(context, dead_letter)));
             }
-            print(&format!("{} tried, {} left\n", counted(before), left.len()));
+            print(&format!("{} tried, {} left\n", counted(before, "dead letter"), left.len()));
         }
     }
     if left.is_empty() {
@@ -126,13 +161,11 @@ async fn drop(context: &Context, output: Output, chosen: &Chosen) -> Result<(), 
     let dropped = context.dead_letters.drop(&context.server, chosen).await?;
     match output {
         Output::Json => print(&format!("{:#}\n", serde_json::json!({"dropped": dropped}))),
-        Output::Text => print(&format!("{} forgotten; their targets stay as they are\n", counted(dropped))),
+        Output::Text => {
+            print(&format!("{} forgotten; their targets stay as they are\n", counted(dropped, "dead letter")));
+        }
     }
     Ok(())
-}
-
-fn counted(count: u64) -> String {
-    if count == 1 { "1 dead letter".to_owned() } else { format!("{count} dead letters") }
 }
 
 /// The collection of the document that `side` means, `source` or `target`, with a space; nothing for a removed rule.
@@ -143,6 +176,16 @@ fn collection(context: &Context, dead_letter: &DeadLetter, side: &str) -> String
         "target" => format!("{} ", rule.target.namespace),
         _ => String::new(),
     })
+}
+
+fn entry_text(context: &Context, entry: &Entry) -> String {
+    match entry {
+        Ok(dead_letter) => text(context, dead_letter),
+        Err(Unreadable { id, rule, why }) => {
+            let rule = rule.as_deref().unwrap_or("unknown rule");
+            format!("{rule} record {}: it cannot be read, and is not retried: {why}\n", shown(id))
+        }
+    }
 }
 
 fn text(context: &Context, dead_letter: &DeadLetter) -> String {
@@ -174,6 +217,15 @@ fn reason(dead_letter: &DeadLetter) -> String {
 
 fn time(at: DateTime) -> String {
     at.try_to_rfc3339_string().unwrap_or_default()
+}
+
+fn entry_json(entry: &Entry) -> serde_json::Value {
+    match entry {
+        Ok(dead_letter) => json(dead_letter),
+        Err(Unreadable { id, rule, why }) => {
+            serde_json::json!({"rule": rule, "id": Bson::clone(id).into_relaxed_extjson(), "unreadable": why})
+        }
+    }
 }
 
 fn json(dead_letter: &DeadLetter) -> serde_json::Value {

@@ -2,11 +2,11 @@
 
 use std::{collections::HashMap, fmt::Write as _};
 
-use bson::{Bson, Document, doc, oid::ObjectId};
+use bson::{Bson, Document, doc};
 
 use crate::{
     cli::Output,
-    commands::{Failure, chosen, compile, context, print, shown, state_note, terminal::fitted},
+    commands::{Failure, chosen, compile, context, meanings, print, shown, state_note, terminal::fitted},
 };
 use denormd_engine::{
     checkpoint::{rule_record::RuleRecord, store::Store},
@@ -14,12 +14,14 @@ use denormd_engine::{
     reconcile::{
         Context,
         by_target::{self, Referrer},
-        compare::{Compared, Difference, compare, compare_ids, projection},
-        create::stand_ins,
+        compare::{Compared, Difference, compare, compare_ids, created::stand_ins, projection},
         read,
     },
 };
-use denormd_model::{key::Key, position::ClusterTime};
+use denormd_model::{
+    key::{Key, id_of},
+    position::ClusterTime,
+};
 use denormd_mongo::{
     Reads,
     error::{Error, Kind, Result},
@@ -78,7 +80,7 @@ pub async fn explain(loaded: &Loaded, output: Output, rule: &str, id: &str) -> s
 async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<RuleRecord>) -> Result<Explained<'a>> {
     let time = context.server.operation_time().await?;
     let (target, is_stored) = target(context, rule, id, time).await?;
-    let id = target.get("_id").cloned().unwrap_or(Bson::Null);
+    let id = id_of(&target);
     let mut takes_part = false;
     let mut take = |_| {
         takes_part = true;
@@ -134,13 +136,9 @@ async fn kept(context: &Context, rule: &Rule, target: &Document, after: ClusterT
     Ok(fields.into_iter().filter(|field| field.stored.is_some()).collect())
 }
 
-/// The target that is meant: an `_id` as Extended JSON, a plain string, or the digits of an ObjectId. False for one that
-/// is not stored, but that the rule may have to create.
+/// The target that is meant by an `_id` ([`meanings`]). False for one that is not stored, but that the rule may have to create.
 async fn target(context: &Context, rule: &Rule, id: &str, after: ClusterTime) -> Result<(Document, bool)> {
-    let json = serde_json::from_str::<serde_json::Value>(id).ok().and_then(|json| Bson::try_from(json).ok());
-    let mut meant: Vec<Bson> = json.into_iter().collect();
-    meant.push(Bson::String(id.to_owned()));
-    meant.extend(ObjectId::parse_str(id).ok().map(Bson::ObjectId));
+    let meant = meanings(id);
     let namespace = &rule.target.namespace;
     let command = doc! {
         "find": &namespace.collection, "filter": {"_id": {"$in": &meant}}, "projection": projection(rule),
@@ -220,7 +218,7 @@ async fn references(
         for row in context.server.read(&rule.source.namespace.database, command, Reads { after }).await? {
             let source = Document::try_from(row.as_ref())?;
             let keys = rule.reference.keys(Role::Source, &source).into_iter().flatten().collect();
-            sources.push((keys, source.get("_id").cloned().unwrap_or(Bson::Null)));
+            sources.push((keys, id_of(&source)));
         }
     }
     let dates: Vec<&Key> = sources.iter().flat_map(|(keys, _)| keys).collect();

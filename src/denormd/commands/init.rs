@@ -17,6 +17,7 @@ use crate::{
 use denormd_advise::{
     advice::{Advice, Kind, counted},
     draft::{self, Draft},
+    relationships::Found,
     report::Report,
 };
 use denormd_engine::preflight;
@@ -33,9 +34,9 @@ pub async fn init(paths: &[PathBuf], to: Option<&Path>, asked: &Inspection) -> R
     if !printed && target.exists() {
         return Err(exists(target).into());
     }
-    let loaded = advise::load(paths, asked)?;
+    let loaded = advise::load(paths, asked).await?;
     let (report, server) = advise::look(&loaded, asked).await?;
-    let written = file(&loaded, &report, &server).await?;
+    let written = file(&loaded, &report, &server, Some(target).filter(|_| !printed)).await?;
     let text = &written.text;
     if printed {
         print(text);
@@ -90,12 +91,12 @@ impl Written {
 
 /// Builds the file. Its rules compile together, and the cluster can run them after `plan --apply` has created what they
 /// need. The other candidates become comments, each with the reason.
-async fn file(loaded: &Loaded, report: &Report, server: &Server) -> Result<Written, Failure> {
-    let head = head(loaded, report);
+async fn file(loaded: &Loaded, report: &Report, server: &Server, target: Option<&Path>) -> Result<Written, Failure> {
+    let head = head(loaded, report, target);
     let (mut accepted, mut refused) = (String::new(), String::new());
     let (mut rules, mut left_out) = (0, 0);
     let mut names = BTreeSet::new();
-    for (about, advice) in candidates(report) {
+    for (about, found, advice) in candidates(report) {
         let reason = match &advice.draft {
             None => Some(advice.says.clone()),
             // A subset needs evidence that some page shows only the first few, so it is not a rule to start with.
@@ -106,7 +107,7 @@ async fn file(loaded: &Loaded, report: &Report, server: &Server) -> Result<Writt
                 Some(format!("another rule is named {} already", draft.name))
             }
             Some(draft) => {
-                let entry = entry(&about, advice, draft);
+                let entry = entry(&about, found, advice, draft);
                 let reason = dry_run(&format!("{head}{accepted}{entry}"), &draft.name, loaded, server).await?;
                 if reason.is_none() {
                     accepted.push_str(&entry);
@@ -142,8 +143,8 @@ async fn file(loaded: &Loaded, report: &Report, server: &Server) -> Result<Writt
 }
 
 /// The possible rules: first those that are advised, then those to measure, then those advised against.
-fn candidates(report: &Report) -> Vec<(String, &Advice)> {
-    let mut all: Vec<(String, &Advice)> = report
+fn candidates(report: &Report) -> Vec<(String, Found, &Advice)> {
+    let mut all: Vec<(String, Found, &Advice)> = report
         .relationships
         .iter()
         .flat_map(|(facts, advice)| {
@@ -153,18 +154,21 @@ fn candidates(report: &Report) -> Vec<(String, &Advice)> {
             let about = format!("{from}.{} -> {to}.{}", holder.path, held.path);
             let candidate =
                 |advice: &&Advice| advice.draft.is_some() || matches!(advice.kind, Kind::Measure | Kind::DoNotCopy);
-            advice.iter().filter(candidate).map(move |advice| (about.clone(), advice))
+            advice.iter().filter(candidate).map(move |advice| (about.clone(), facts.link.found, advice))
         })
         .collect();
-    all.sort_by_key(|(_, advice)| (advice.kind == Kind::Measure, advice.draft.is_none()));
+    all.sort_by_key(|(_, _, advice)| (advice.kind == Kind::Measure, advice.draft.is_none()));
     all
 }
 
-fn head(loaded: &Loaded, report: &Report) -> String {
+fn head(loaded: &Loaded, report: &Report, target: Option<&Path>) -> String {
     let uri = loaded.config.mongodb.uri.expose_secret();
-    let mut out = String::from(
+    // Without it, the commands would use the config of DENORMD_CONFIG, or denormd.yaml.
+    let config = target.map(|target| format!(" --config {}", target.display())).unwrap_or_default();
+    let mut out = format!(
         "# Written by `denormd init` from what `denormd advise` found. It is a beginning: read each rule, and take out what no page\n\
-         # of yours reads.\n#\n#   denormd plan --apply   creates the indexes, and enables the pre-images, that the rules need\n#   denormd run\n\nmongodb:\n",
+         # of yours reads.\n#\n#   denormd plan --apply{config}   creates the indexes, and enables the pre-images, that the rules need\n\
+         #   denormd run{config}\n\nmongodb:\n",
     );
     if uri.contains('@') {
         out.push_str(
@@ -186,8 +190,11 @@ fn head(loaded: &Loaded, report: &Report) -> String {
     out
 }
 
-fn entry(about: &str, advice: &Advice, draft: &Draft) -> String {
+fn entry(about: &str, found: Found, advice: &Advice, draft: &Draft) -> String {
     let mut out = String::new();
+    if found == Found::Values {
+        comment(&mut out, &format!("{}: verify it first", found.words()));
+    }
     let mut says = format!("{about}: {}", advice.says);
     if !draft.comment.is_empty() {
         says.push_str(&format!("; {}", draft.comment));

@@ -6,16 +6,63 @@ use tokio::time::Instant;
 
 use crate::commands::{Failure, notice, plan::refusal};
 use denormd_engine::{
-    checkpoint::format,
+    checkpoint::{format, requests::Work, store::Store},
+    deployment::lease,
     leadership::{Deployment, Ended, Event, Share},
     preflight,
     reconcile::Context,
 };
+use denormd_model::rule_state::RuleState;
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
 /// Interval between looks at the number of partitions.
 const LOOK: Duration = Duration::from_secs(5);
+
+/// Has the leader do `work` for a rule, and waits until it is done. Nothing is requested if no daemon leads and the rules
+/// cannot run here, and a request that fails is withdrawn: no later leader carries it out. `gone` are rules that the
+/// command is about, which need not be in this config.
+pub async fn request(
+    loaded: &Loaded,
+    context: &Arc<Context>,
+    store: &Store,
+    (rule, work): (&str, Work),
+    gone: &[&str],
+) -> Result<(), Failure> {
+    let server = &context.server;
+    let is_led = lease::is_held(server, store.database(), store.ids()).await?;
+    if !is_led {
+        ready(loaded, context, gone).await?;
+    }
+    let asked = store.request(server, rule, &work).await?;
+    let done = lead(loaded, context, (gone, !is_led), store.until_done(server, asked)).await;
+    if done.is_err() {
+        store.withdraw(server, asked).await.ok();
+    }
+    done
+}
+
+/// Refuses to lead with a config that lacks rules of the deployment, which would remove them, or with rules that
+/// cannot run.
+pub async fn ready(loaded: &Loaded, context: &Arc<Context>, gone: &[&str]) -> Result<(), Failure> {
+    let config = &loaded.config;
+    let store = Store::open(&context.server, &config.state.database, &config.name).await?;
+    let is_planned = |name: &str| context.plan.rules.iter().any(|rule| rule.name == name);
+    let known = store.standing(&context.server).await?.into_iter();
+    let runs = known.filter(|(_, record)| record.state != RuleState::Removed).map(|(name, _)| name);
+    let lacking: Vec<String> = runs.filter(|name| !is_planned(name) && !gone.contains(&name.as_str())).collect();
+    if !lacking.is_empty() {
+        let message = format!(
+            "no daemon leads, and this config lacks rules of the deployment `{}`: {}",
+            config.name,
+            lacking.join(", ")
+        );
+        let hint = "use the config of the daemon; if the rules are to go, start `denormd run` with this config first";
+        return Err(Error::new(Kind::State, message).hint(hint).into());
+    }
+    let findings = preflight::all(&context.server, &context.plan, &config.state.database).await?;
+    if findings.is_empty() { Ok(()) } else { Err(Failure::Refused(refusal(&findings))) }
+}
 
 /// Runs `work`, which asks the leader for something and waits until it is done. While nobody leads, this process does: it
 /// takes the lease, and follows changes as the daemon would, until the work is done. Leads whatever nobody else does, in the
@@ -23,6 +70,16 @@ const LOOK: Duration = Duration::from_secs(5);
 pub async fn with_a_leader<T>(
     loaded: &Loaded,
     context: &Arc<Context>,
+    work: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Failure> {
+    lead(loaded, context, (&[], false), work).await
+}
+
+/// The same. `checked` is true if this process was found ready to lead without the rules that are `gone`.
+async fn lead<T>(
+    loaded: &Loaded,
+    context: &Arc<Context>,
+    (gone, mut checked): (&[&str], bool),
     work: impl Future<Output = Result<T, Error>>,
 ) -> Result<T, Failure> {
     let config = &loaded.config;
@@ -40,7 +97,7 @@ pub async fn with_a_leader<T>(
             notice("no daemon leads: doing it here");
         }
     });
-    let (mut work, mut checked) = (pin!(work), false);
+    let mut work = pin!(work);
     let mut look = tokio::time::interval_at(Instant::now() + LOOK, LOOK);
     let result = loop {
         tokio::select! {
@@ -56,10 +113,7 @@ pub async fn with_a_leader<T>(
             event = share.next() => match event? {
                 Event::Free(free) => {
                     if !checked && !free.is_empty() {
-                        let findings = preflight::all(&context.server, &context.plan, &config.state.database).await?;
-                        if !findings.is_empty() {
-                            return Err(Failure::Refused(refusal(&findings)));
-                        }
+                        ready(loaded, context, gone).await?;
                         checked = true;
                     }
                     share.act(free);

@@ -1,6 +1,6 @@
 //! `denormd pause` and `denormd resume`
 
-use std::time::Duration;
+use std::{collections::BTreeSet, time::Duration};
 
 use crate::{
     cli::Output,
@@ -11,7 +11,6 @@ use crate::{
         leader::with_a_leader,
         notice, print,
     },
-    status::duration,
 };
 use denormd_engine::{
     checkpoint::{rule_record::RuleRecord, store::Store},
@@ -19,12 +18,22 @@ use denormd_engine::{
     metrics::Metrics,
     reconcile::Context,
 };
-use denormd_model::rule_state::RuleState;
-use denormd_mongo::error::Error;
+use denormd_model::{rule_state::RuleState, text::duration};
+use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
 /// Interval between checks that the leader has read the pause.
 const LOOK: Duration = Duration::from_millis(200);
+
+/// The rules by the outcome of their pause.
+#[derive(Default)]
+struct Outcome {
+    /// Paused as the command asks for.
+    paused: Vec<String>,
+    /// Still paused without an end, although the command gives one.
+    endless: Vec<String>,
+    blocked: Vec<String>,
+}
 
 /// Pauses a rule, or all of them, for a while or until they are resumed. All pauses are recorded before waiting for
 /// any, because this is the emergency stop.
@@ -32,52 +41,99 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
     let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
     let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
-    let (mut paused, mut blocked) = (Vec::new(), Vec::new());
-    for (name, record) in known(&store, &context, rule).await? {
-        // A rule that is blocked in one partition may run in the others.
-        store.pause(&context.server, &name, time).await?;
-        match record.state {
-            RuleState::Removed => {}
-            state @ RuleState::Blocked(_) if rule.is_some() => return Err(stopped(&name, &state).into()),
-            RuleState::Blocked(_) => blocked.push(name),
-            _ => paused.push(name),
+    let mut outcome = Outcome::default();
+    let mut seen = BTreeSet::new();
+    let removed: BTreeSet<String> = loop {
+        let (gone, mut there): (Vec<_>, Vec<_>) = known(&store, &context, rule)
+            .await?
+            .into_iter()
+            .partition(|(_, record)| record.state == RuleState::Removed);
+        // A leader may have registered rules since the last look.
+        there.retain(|(name, _)| seen.insert(name.clone()));
+        if there.is_empty() {
+            break gone.into_iter().map(|(name, _)| name).collect();
         }
-    }
-    for name in &paused {
-        take_effect(&context, &store, name, time).await?;
-    }
-    for name in &blocked {
+        let mut recorded = Vec::new();
+        for (name, record) in there {
+            // A rule that is blocked in one partition may run in the others.
+            store.pause(&context.server, &name, time).await?;
+            match record.state {
+                state @ RuleState::Blocked(_) if rule.is_some() => return Err(stopped(&name, &state).into()),
+                RuleState::Blocked(_) => outcome.blocked.push(name),
+                _ => recorded.push(name),
+            }
+        }
+        for name in recorded {
+            let is_endless = take_effect(&context, &store, &name, time).await?;
+            if is_endless && time.is_some() { outcome.endless.push(name) } else { outcome.paused.push(name) }
+        }
+    };
+    for name in &outcome.blocked {
         notice(&format!("{name} is blocked: it stays so, whatever is resumed"));
     }
-    print(&told(output, rule, &paused, time));
-    Ok(())
+    let names = context.plan.rules.iter().map(|rule| rule.name.clone()).filter(|_| rule.is_none());
+    let (removed, unregistered): (Vec<_>, Vec<_>) =
+        names.filter(|name| !seen.contains(name)).partition(|name| removed.contains(name));
+    for name in &removed {
+        notice(&format!("{name} was not in the config of the last leader: it does not run, and is not paused"));
+    }
+    print(&told(output, rule, &outcome, &unregistered, time));
+    if unregistered.is_empty() { Ok(()) } else { Err(not_paused(&unregistered).into()) }
 }
 
-fn told(output: Output, rule: Option<&str>, paused: &[String], time: Option<Duration>) -> String {
+/// The error for rules of the config that a leader may start at any time.
+fn not_paused(rules: &[String]) -> Error {
+    let rules = rules.join(", ");
+    Error::new(Kind::State, format!("not paused, as no leader has registered them yet: {rules}")).hint(
+        "a leader that reads this config starts them; run `denormd pause --all` again once `denormd status` lists \
+         them, or stop the daemon",
+    )
+}
+
+fn told(
+    output: Output,
+    rule: Option<&str>,
+    outcome: &Outcome,
+    unregistered: &[String],
+    time: Option<Duration>,
+) -> String {
+    let Outcome { paused, endless, .. } = outcome;
+    let seconds = time.map(|time| time.as_secs());
+    match (output, rule) {
+        (Output::Text, rule) => {
+            let stay =
+                |name: &String| format!("{name}: stays paused, without an end; resume it first to give it one\n");
+            let stay: String = endless.iter().map(stay).collect();
+            if paused.is_empty() && !endless.is_empty() { stay } else { text_of(rule, paused.len(), time) + &stay }
+        }
+        (Output::Json, Some(rule)) => {
+            let seconds = seconds.filter(|_| endless.is_empty());
+            format!("{:#}\n", serde_json::json!({"rule": rule, "paused": true, "seconds": seconds}))
+        }
+        (Output::Json, None) => {
+            let told = serde_json::json!({
+                "rules": paused, "paused": true, "seconds": seconds, "without_end": endless,
+                "not_registered": unregistered,
+            });
+            format!("{told:#}\n")
+        }
+    }
+}
+
+fn text_of(rule: Option<&str>, paused: usize, time: Option<Duration>) -> String {
     let end = time.map_or_else(
         || format!("until `denormd resume {}`", rule.unwrap_or("--all")),
         |time| format!("for {}", duration(time.as_secs_f64())),
     );
-    let seconds = time.map(|time| time.as_secs());
-    match (output, rule) {
-        (Output::Text, rule) => {
-            let (who, its) = match (rule, paused.len()) {
-                (Some(rule), _) => (format!("{rule} is"), "its fields stay as they are"),
-                (None, 1) => ("1 rule is".to_owned(), "its fields stay as they are"),
-                (None, many) => (format!("{many} rules are"), "their fields stay as they are"),
-            };
-            format!(
-                "{who} paused {end}: {its}\n\
-                 the checkpoint keeps advancing, so the oplog is not held up; a resumed rule is backfilled from the start\n"
-            )
-        }
-        (Output::Json, Some(rule)) => {
-            format!("{:#}\n", serde_json::json!({"rule": rule, "paused": true, "seconds": seconds}))
-        }
-        (Output::Json, None) => {
-            format!("{:#}\n", serde_json::json!({"rules": paused, "paused": true, "seconds": seconds}))
-        }
-    }
+    let (who, its) = match (rule, paused) {
+        (Some(rule), _) => (format!("{rule} is"), "its fields stay as they are"),
+        (None, 1) => ("1 rule is".to_owned(), "its fields stay as they are"),
+        (None, many) => (format!("{many} rules are"), "their fields stay as they are"),
+    };
+    format!(
+        "{who} paused {end}: {its}\n\
+         the checkpoint keeps advancing, so the oplog is not held up; a resumed rule is backfilled from the start\n"
+    )
 }
 
 /// The record of the given rule, or those of all rules that have run, whether or not they are in the config of this command.
@@ -87,16 +143,20 @@ async fn known(store: &Store, context: &Context, rule: Option<&str>) -> Result<V
 }
 
 /// Returns when the leader of every partition reports the pause. Until then a leader may overwrite the state, and then the
-/// pause is recorded again. A leader that registers the rule later looks at the other partitions itself.
-async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<Duration>) -> Result<(), Error> {
+/// pause is recorded again. A leader that registers the rule later looks at the other partitions itself. Returns true if the
+/// pause has no end in one of the partitions.
+async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<Duration>) -> Result<bool, Error> {
     let server = &context.server;
     loop {
         let led = lease::held(server, store.database(), store.ids()).await?;
         let records = store.of_each_partition(server, rule).await?;
-        let (mut runs, mut waits) = (false, false);
+        let (mut runs, mut waits, mut is_endless) = (false, false, false);
         for (id, record) in records {
             match record.state {
-                RuleState::Paused { .. } => waits |= record.noticed != record.generation && led.contains(&id),
+                RuleState::Paused { until } => {
+                    waits |= record.noticed != record.generation && led.contains(&id);
+                    is_endless |= until.is_none();
+                }
                 state @ RuleState::Blocked(_) => return Err(stopped(rule, &state)),
                 RuleState::Removed => {}
                 _ => runs = true,
@@ -105,7 +165,7 @@ async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<
         if runs {
             store.pause(server, rule, time).await?;
         } else if !waits {
-            return Ok(());
+            return Ok(is_endless);
         }
         tokio::time::sleep(LOOK).await;
     }

@@ -6,27 +6,27 @@ use bson::{Bson, Document};
 
 use crate::{
     cli::Output,
-    commands::{
-        Failure, compile, context, print, shown,
-        terminal::fitted,
-        undo::{span, values},
-    },
+    commands::{Failure, compile, context, print, shown, terminal::fitted},
 };
 use denormd_engine::{
     checkpoint::earlier,
     deployment::lease,
     inspection::{
-        Distribution, Inspection, PreImages, Problem, References, ShardKey, Sharded, Sizes,
+        Distribution, Inspection, PreImages, Problem, References, Sample, ShardKey, Sharded, Sizes,
         adoption::{Basis, Change, ChangeKind, Figures, Standing, owned_before},
         created::expiring,
+        deployment::rules_that_stop,
         inspection,
-        suspicion::{self, suspicions, without_a_server},
+        suspicion::{Doubts, doubts, suspicions, without_a_server},
     },
     metrics::Metrics,
     preflight::{self, Finding},
 };
-use denormd_model::key::whole_number;
-use denormd_mongo::{Server, error::Kind, skew};
+use denormd_model::{
+    key::whole_number,
+    text::{counted, span},
+};
+use denormd_mongo::{Server, code, error::Kind, skew};
 use denormd_rules::{
     config::{ConfigPath, Loaded, LocatedMistake, Mistake, Place, Undo},
     plan::{Keyed, Pair, Plan, Rule, reference::Role},
@@ -104,7 +104,10 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
                 print(&format!("{}\n", fix.shell));
             }
             live.applied.push(fix.shell.clone());
-            preflight::apply(&context.server, fix).await?;
+            preflight::apply(&context.server, fix).await.map_err(|error| match error.code {
+                Some(code::UNAUTHORIZED) => error.hint("`denormd role --with-apply` prints a role that may do this"),
+                _ => error,
+            })?;
         }
         live.findings = check(&context.server, plan).await?;
     }
@@ -139,24 +142,36 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
         }
     }
     suspected.append(&mut warnings);
+    suspected.extend(rules_that_stop(&context.server, &loaded.config.state.database, plan).await?);
     live.suspicions = loaded.located(&suspected);
     Ok(live)
 }
 
-/// Checks the requirements of the rules. What a rule would need whose `match` looks reversed is not created.
+/// Checks the requirements of the rules. What a rule would need whose `match` looks reversed is not created, nor is an index on
+/// a field whose name looks misspelt.
 async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>, Failure> {
     let mut findings = preflight::check(server, plan).await?;
-    let mut known: BTreeMap<String, bool> = BTreeMap::new();
-    for finding in findings.iter_mut().filter(|finding| finding.fix.is_some()) {
+    let mut known: BTreeMap<String, Doubts> = BTreeMap::new();
+    for finding in &mut findings {
+        let Some(fix) = &finding.fix else { continue };
         let Some(rule) = plan.rules.iter().find(|rule| rule.name == finding.rule) else { continue };
-        let is_reversed = match known.get(&rule.name) {
-            Some(is_reversed) => *is_reversed,
-            None => Box::pin(suspicion::is_reversed(server, plan, rule)).await?,
+        let doubts = match known.remove(&rule.name) {
+            Some(doubts) => doubts,
+            None => Box::pin(doubts(server, plan, rule)).await?,
         };
-        known.insert(rule.name.clone(), is_reversed);
-        if is_reversed {
-            finding.fix = None;
-            finding.hint = Some("`match` looks reversed: correct it first; `--apply` does not create this".to_owned());
+        let hint = if doubts.is_reversed {
+            Some("`match` looks reversed: correct it first; `--apply` does not create this".to_owned())
+        } else {
+            doubts.misspelt(&fix.database, &fix.command).map(|(path, meant)| {
+                format!(
+                    "`{path}` looks misspelt; did you mean `{meant}`? Correct it first; `--apply` does not create this. If the \
+                     name is right, create the index yourself"
+                )
+            })
+        };
+        known.insert(rule.name.clone(), doubts);
+        if hint.is_some() {
+            (finding.fix, finding.hint) = (None, hint);
         }
     }
     Ok(findings)
@@ -342,7 +357,8 @@ fn kept(rule: &str, figures: &Figures, undo: &Undo) -> Option<String> {
         (true, _) => format!("{they} {are} kept for {} (`denormd undo {rule}`)", span(undo.keep)),
     };
     let deletes = if figures.deletes > 0 { "; what it deletes is not kept" } else { "" };
-    (number > 0).then(|| format!("{about}{} would be overwritten or removed: {then}{deletes}", values(number)))
+    (number > 0)
+        .then(|| format!("{about}{} would be overwritten or removed: {then}{deletes}", counted(number, "value")))
 }
 
 fn changes(figures: &Figures) -> String {
@@ -429,7 +445,12 @@ fn inspected(out: &mut String, rule: &Rule, inspection: &Inspection) {
         };
         writeln!(out, "  sharding    {collection} is {by}").ok();
     }
-    let Some(sample) = &inspection.sample else { return };
+    if let Some(sample) = &inspection.sample {
+        sampled(out, rule, sample);
+    }
+}
+
+fn sampled(out: &mut String, rule: &Rule, sample: &Sample) {
     for references in &sample.references {
         let References { kind, count, resolved, .. } = references;
         let share = resolved * 100 / (*count).max(1);
@@ -499,12 +520,6 @@ pub fn refusal(findings: &[Finding]) -> String {
         steps(findings.len()),
         todo(findings).trim_end()
     )
-}
-
-/// `1 rule`, `2 rules`.
-#[must_use]
-pub fn counted(number: u64, noun: &str) -> String {
-    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 
 fn steps(count: usize) -> String {

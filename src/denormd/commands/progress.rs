@@ -8,10 +8,9 @@ use std::{
     time::Duration,
 };
 
+use denormd_model::text::duration;
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 use tokio::time::Instant;
-
-use crate::status::duration;
 
 /// Interval between plain lines.
 const EVERY: Duration = Duration::from_secs(5);

@@ -2,7 +2,7 @@
 
 use crate::{
     cli::Output,
-    commands::{Failure, compile, context, leader::with_a_leader, print},
+    commands::{Failure, compile, context, leader, print},
 };
 use denormd_engine::{
     checkpoint::{
@@ -12,6 +12,7 @@ use denormd_engine::{
     jobs::prune::{count, retired},
     metrics::Metrics,
 };
+use denormd_model::text::counted;
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
@@ -38,11 +39,9 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
             paths.push((retired.clone(), count(&context, retired).await?));
         }
         if !dry_run && !retired.is_empty() {
-            let work = async {
-                let request = store.request(&context.server, name, &Work::Prune(retired)).await?;
-                store.until_done(&context.server, request).await
-            };
-            with_a_leader(loaded, &context, work).await?;
+            // The rule that is named may have left the config while no daemon was running.
+            let gone = rule.into_iter().collect::<Vec<_>>();
+            leader::request(loaded, &context, &store, (name, Work::Prune(retired)), &gone).await?;
             store.forget(&context.server, name, state, !is_active(name)).await?;
         }
         let done = Pruned { rule: name, paths };
@@ -76,15 +75,15 @@ struct Pruned<'a> {
 impl Pruned<'_> {
     fn text(&self, dry_run: bool) -> String {
         let verb = if dry_run { "would be removed from" } else { "was removed from" };
-        let line = |(Retired { collection, path }, documents): &(Retired, u64)| {
-            let documents = if *documents == 1 { "1 document".to_owned() } else { format!("{documents} documents") };
-            format!("{}: {path} {verb} {documents} of {collection}\n", self.rule)
+        let line = |(Retired { collection, path, filter }, documents): &(Retired, u64)| {
+            let chosen = if filter.is_some() { ", among those that match its `where`" } else { "" };
+            format!("{}: {path} {verb} {} of {collection}{chosen}\n", self.rule, counted(*documents, "document"))
         };
         self.paths.iter().map(line).collect()
     }
 
     fn json(&self, dry_run: bool) -> serde_json::Value {
-        let paths = self.paths.iter().map(|(Retired { collection, path }, documents)| {
+        let paths = self.paths.iter().map(|(Retired { collection, path, .. }, documents)| {
             serde_json::json!({"collection": collection, "path": path.to_string(), "documents": documents})
         });
         serde_json::json!({"rule": self.rule, "dry_run": dry_run, "paths": paths.collect::<Vec<_>>()})

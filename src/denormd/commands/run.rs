@@ -28,7 +28,7 @@ use denormd_engine::{
     reconcile::Context,
     unavailable,
 };
-use denormd_model::partition::Partition;
+use denormd_model::{partition::Partition, text::counted};
 use denormd_mongo::{
     Connection, Server, connect,
     error::{Error, Kind},
@@ -114,7 +114,7 @@ async fn lead(paths: &[PathBuf], rules: &mut Rules, share: &mut Share, signals: 
     tracing::info!(deployment = %rules.loaded.config.name, "standing by");
     let result = follow(paths, rules, share, signals).await;
     service::stopping();
-    tracing::info!("stopping: what is in flight is finished, then the positions are saved");
+    tracing::info!("stopping: what is in flight is finished, then the checkpoints are saved");
     share.hand_over();
     loop {
         tokio::select! {
@@ -369,9 +369,9 @@ impl Rules {
                 signals.watch(files_of(&self.loaded));
                 warn_of_insecure(&self.loaded);
                 self.board.metrics.reloaded(true);
-                let count = self.loaded.config.rules.len();
-                self.board.happened("config_reloaded", &format!("the config was read again: {count} rules"));
-                tracing::info!(rules = self.loaded.config.rules.len(), "config reloaded");
+                let count = counted(self.loaded.config.rules.len() as u64, "rule");
+                // The board logs it.
+                self.board.happened("config_reloaded", &format!("config reloaded: {count}"));
                 Reload::Taken
             }
             Err(failure) => {

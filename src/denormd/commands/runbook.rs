@@ -6,9 +6,11 @@ use crate::{
     cli::Output,
     commands::{Failure, print, status},
     server::client,
-    status::{Status, duration},
+    status::Status,
 };
+use denormd_model::text::duration;
 use denormd_mongo::error::{Error, Kind};
+use denormd_rules::config::nearest;
 
 /// The only source of the runbook, published on the web and printed here.
 const RUNBOOK: &str = include_str!("../../../deploy/RUNBOOK.md");
@@ -45,18 +47,25 @@ fn sections() -> impl Iterator<Item = (&'static str, &'static str)> {
     RUNBOOK.split("\n## ").skip(1).filter_map(|section| section.split_once('\n')).map(|(n, body)| (n, body.trim()))
 }
 
-fn first(body: &str) -> &str {
-    body.lines().find(|line| !line.is_empty() && !line.starts_with("<!--")).unwrap_or_default()
+/// The first paragraph, on one line.
+fn first(body: &str) -> String {
+    let paragraph = body.split("\n\n").find(|paragraph| !paragraph.starts_with("<!--")).unwrap_or_default();
+    paragraph.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// Finds the section of an alert. Its name may omit `Denormd`, and its case does not matter.
 fn find(alert: &str) -> Result<(&'static str, &'static str), Error> {
     let plain = |name: &str| name.to_lowercase().trim_start_matches("denormd").to_owned();
     sections().find(|(name, _)| plain(name) == plain(alert)).ok_or_else(|| {
-        let close = |name: &str| strsim::jaro_winkler(&plain(name), &plain(alert));
-        let nearest = sections().max_by(|(a, _), (b, _)| close(a).total_cmp(&close(b)));
-        let hint = nearest.map(|(name, _)| format!("did you mean {name}? `denormd runbook` lists all"));
-        Error::new(Kind::Config, format!("no alert is called {alert}")).hint(hint.unwrap_or_default())
+        let known: Vec<(String, &str)> = sections().map(|(name, _)| (plain(name), name)).collect();
+        let names: Vec<&str> = known.iter().map(|(plain, _)| plain.as_str()).collect();
+        let nearest = nearest(&plain(alert), &names);
+        let meant = known.iter().find(|(plain, _)| Some(plain.as_str()) == nearest);
+        let hint = match meant {
+            Some((_, name)) => format!("did you mean {name}? `denormd runbook` lists all"),
+            None => "`denormd runbook` lists all".to_owned(),
+        };
+        Error::new(Kind::Config, format!("no alert is called {alert}")).hint(hint)
     })
 }
 
@@ -76,8 +85,10 @@ fn filled(body: &str, said: Result<&Status, &str>) -> String {
             Err(why) => writeln!(out, " Nothing is known: {why}").ok(),
             Ok(status) => {
                 rule = wanted.split_whitespace().find_map(|word| concerned(word, status));
-                writeln!(out, " {}", wanted.split_whitespace().map(|word| now(word, status)).collect::<String>().trim())
-                    .ok()
+                let now: String = wanted.split_whitespace().map(|word| now(word, status)).collect();
+                // One empty line before a table, whatever comes before it.
+                let now = now.trim_end().replace("\n\n\n", "\n\n");
+                writeln!(out, "{}{now}", if now.starts_with('\n') { "" } else { " " }).ok()
             }
         };
     }
@@ -147,7 +158,9 @@ fn now(word: &str, status: &Status) -> String {
 fn oplog(status: &Status) -> String {
     let oplog = &status.oplog;
     let size = oplog.size_megabytes.map(|size| format!(" It has {size:.0} MB.")).unwrap_or_default();
-    let lost = oplog.lost_in_seconds.map(|left| format!(" At this rate the position is lost in {}.", duration(left)));
+    let lost = oplog
+        .lost_in_seconds
+        .map(|left| format!(" At this rate the checkpoint falls off the oplog in {}.", duration(left)));
     match (oplog.headroom_seconds, &oplog.reason) {
         (Some(headroom), _) => {
             format!("The remaining oplog window is {}.{size}{}", duration(headroom), lost.unwrap_or_default())
@@ -194,6 +207,10 @@ mod tests {
         assert!(text.contains("**Now.** `removal_limit` has held for 30 s, for old-orders, x."), "{text}");
         assert!(text.contains("`denormd release old-orders`") && text.contains("window is 2 h 0 min"), "{text}");
         assert!(text.contains("size: 12000"), "1000 MB bridge six hours: {text}");
+        let table = filled("<!-- now: summary causes rules -->", Ok(&status));
+        assert!(table.contains("\n\n  RULE") && !table.contains("\n\n\n"), "{table}");
+        let table = filled("<!-- now: rules -->", Ok(&status));
+        assert!(table.starts_with("**Now.**\n\n  RULE"), "{table}");
         let text = filled(body, Err("no denormd answers"));
         assert!(text.contains("Nothing is known: no denormd answers") && text.contains("release RULE"), "{text}");
     }
@@ -224,6 +241,16 @@ mod tests {
         assert_eq!(find("DenormdBehind").unwrap().0, "DenormdBehind");
         assert_eq!(find("behind").unwrap().0, "DenormdBehind");
         let error = find("DenormdBehnid").unwrap_err();
-        assert!(error.hint.is_some_and(|hint| hint.contains("DenormdBehind")));
+        assert!(error.hint.is_some_and(|hint| hint.contains("did you mean DenormdBehind?")));
+        assert_eq!(find("Foo").unwrap_err().hint.as_deref(), Some("`denormd runbook` lists all"));
+    }
+
+    #[test]
+    fn a_summary_is_a_whole_paragraph() {
+        assert_eq!(first("<!-- now: oplog -->\n\nOne line\nand another.\n\nMore."), "One line and another.");
+        for (name, body) in sections() {
+            let first = first(body);
+            assert!(first.ends_with(['.', ')', ':']), "{name}: {first}");
+        }
     }
 }

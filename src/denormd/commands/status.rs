@@ -6,9 +6,10 @@ use crate::{
     cli::Output,
     commands::{Failure, print, terminal::fitted},
     server::client,
-    status::{Backfill, Current, Leadership, Partitions, RetiredField, Rule, Status, duration},
+    status::{Backfill, Current, Leadership, Partitions, RetiredField, Rule, Status},
 };
 use denormd_engine::snapshot::{AuditProgress, HeldBack};
+use denormd_model::text::duration;
 
 /// Time limit for the daemon's answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -41,19 +42,7 @@ fn text(status: &Status) -> String {
     for line in stale_rules(status) {
         writeln!(out, "   {line}").ok();
     }
-    for option in &status.insecure {
-        writeln!(out, "\n!! INSECURE: {option} is set: the server's certificate is not verified").ok();
-        writeln!(out, "   what to do: give tlsCAFile instead").ok();
-    }
-    for cause in &status.causes {
-        let rules = if cause.rules.is_empty() { String::new() } else { format!(" ({})", cause.rules.join(", ")) };
-        let mark = if cause.severe { "!!" } else { " *" };
-        writeln!(out, "\n{mark} {}, for {}: {}{rules}", cause.cause, since(status, cause.since), cause.meaning).ok();
-        if let Some(reason) = &cause.reason {
-            writeln!(out, "   reason: {reason}").ok();
-        }
-        writeln!(out, "   what to do: {}", cause.advice).ok();
-    }
+    problems(&mut out, status);
     if !status.rules.is_empty() {
         out.push('\n');
         out.push_str(&table(&rules(status)));
@@ -74,39 +63,55 @@ fn text(status: &Status) -> String {
     if let Some(age) = status.canary_age_seconds {
         writeln!(out, "the newest canary that was received was sent {} ago", duration(age)).ok();
     }
-    let backfills: Vec<Vec<String>> = status
-        .rules
-        .iter()
-        .filter_map(|rule| Some(vec![rule.name.clone(), share(&rule.backfill), pace(&rule.backfill)?]))
-        .collect();
-    if !backfills.is_empty() {
-        writeln!(out, "\nbackfill").ok();
-        out.push_str(&table(&backfills));
-    }
-    let reasons = status.rules.iter().flat_map(|rule| {
-        rule.dead_letter_reasons.iter().map(|(why, count)| vec![rule.name.clone(), count.to_string(), why.clone()])
-    });
-    let reasons: Vec<Vec<String>> = reasons.collect();
-    if !reasons.is_empty() {
-        writeln!(out, "\ndead letters").ok();
-        out.push_str(&table(&reasons));
-    }
-    let audits = audits(status);
-    if !audits.is_empty() {
-        writeln!(out, "\naudit").ok();
-        out.push_str(&table(&audits));
-    }
-    if !status.errors.is_empty() {
-        writeln!(out, "\nrecent errors").ok();
-        let errors = status.errors.iter().take(5).map(|error| {
-            let times = if error.count > 1 { format!("{} times", error.count) } else { String::new() };
-            let place = error.rule.as_ref().map_or(error.doing.clone(), |rule| format!("{rule}, {}", error.doing));
-            vec![format!("{} ago", since(status, error.last)), times, place, error.message.clone()]
-        });
-        out.push_str(&table(&errors.collect::<Vec<_>>()));
+    let sections = [
+        ("backfill", backfills(status)),
+        ("dead letters", dead_letters(status)),
+        ("audit", audits(status)),
+        ("recent errors", errors(status)),
+    ];
+    for (heading, rows) in sections.into_iter().filter(|(_, rows)| !rows.is_empty()) {
+        write!(out, "\n{heading}\n{}", table(&rows)).ok();
     }
     out.push_str(&left_behind(status));
     out
+}
+
+/// Writes the problems, each with advice.
+fn problems(out: &mut String, status: &Status) {
+    for option in &status.insecure {
+        writeln!(out, "\n!! INSECURE: {option} is set: the server's certificate is not verified").ok();
+        writeln!(out, "   what to do: give tlsCAFile instead").ok();
+    }
+    for cause in &status.causes {
+        let rules = if cause.rules.is_empty() { String::new() } else { format!(" ({})", cause.rules.join(", ")) };
+        let mark = if cause.severe { "!!" } else { " *" };
+        writeln!(out, "\n{mark} {}, for {}: {}{rules}", cause.cause, since(status, cause.since), cause.meaning).ok();
+        if let Some(reason) = &cause.reason {
+            writeln!(out, "   reason: {reason}").ok();
+        }
+        writeln!(out, "   what to do: {}", cause.advice).ok();
+    }
+}
+
+fn backfills(status: &Status) -> Vec<Vec<String>> {
+    let row = |rule: &Rule| Some(vec![rule.name.clone(), share(&rule.backfill), pace(&rule.backfill)?]);
+    status.rules.iter().filter_map(row).collect()
+}
+
+fn dead_letters(status: &Status) -> Vec<Vec<String>> {
+    let reasons = status.rules.iter().flat_map(|rule| {
+        rule.dead_letter_reasons.iter().map(|(why, count)| vec![rule.name.clone(), count.to_string(), why.clone()])
+    });
+    reasons.collect()
+}
+
+fn errors(status: &Status) -> Vec<Vec<String>> {
+    let errors = status.errors.iter().take(5).map(|error| {
+        let times = if error.count > 1 { format!("{} times", error.count) } else { String::new() };
+        let place = error.rule.as_ref().map_or(error.doing.clone(), |rule| format!("{rule}, {}", error.doing));
+        vec![format!("{} ago", since(status, error.last)), times, place, error.message.clone()]
+    });
+    errors.collect()
 }
 
 /// Lists the retired fields.

@@ -17,7 +17,7 @@ use crate::{
     server::client,
 };
 use denormd_engine::{
-    checkpoint::{fan_out, format, progress, requests, store},
+    checkpoint::{fan_out, format, progress, requests, rule_record, store},
     dead_letter,
     deployment::{instances, lease},
     events::Journal,
@@ -148,7 +148,7 @@ async fn gather(loaded: &Loaded, plan: Plan, bundle: &mut Json) -> Result<(), Fa
     let hidden = Hidden(RandomState::new());
     for name in [
         store::POSITIONS,
-        store::RULES,
+        rule_record::RULES,
         lease::COLLECTION,
         instances::COLLECTION,
         fan_out::COLLECTION,

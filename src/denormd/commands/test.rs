@@ -16,7 +16,7 @@ use denormd_model::{key::Key, namespace::Namespace};
 use denormd_mongo::connect;
 use denormd_mql::{Collections, EvalError};
 use denormd_rules::{
-    config::{ConfigPath, Documents, Loaded, Mistake, TestCase, TestFile},
+    config::{ConfigPath, Documents, Loaded, Mistake, TestCase, TestFile, nearest},
     plan::Plan,
 };
 
@@ -211,8 +211,7 @@ fn unknown(plan: &Plan, default: Option<&str>, name: &str, at: &ConfigPath) -> M
         if Some(ns.database.as_str()) == default { ns.collection.clone() } else { ns.to_string() }
     };
     let known: Vec<String> = plan.namespaces().iter().map(written).collect();
-    let near = known.iter().min_by_key(|known| strsim::damerau_levenshtein(known, name));
-    let hint = match near.filter(|near| strsim::damerau_levenshtein(near, name) <= 2) {
+    let hint = match nearest(name, &known.iter().map(String::as_str).collect::<Vec<_>>()) {
         Some(near) => format!("did you mean `{near}`?"),
         None => format!("the rules use: {}", known.join(", ")),
     };

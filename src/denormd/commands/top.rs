@@ -4,6 +4,7 @@
 //! is a function of the [`Model`] alone ([`view::draw`]).
 
 pub mod model;
+mod order;
 mod rule;
 mod table;
 mod text;

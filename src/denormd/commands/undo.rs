@@ -1,16 +1,18 @@
 //! `denormd undo`
 
-use std::time::Duration;
-
 use crate::{
     cli::Output,
-    commands::{Failure, compile, context, leader::with_a_leader, print},
+    commands::{Failure, compile, context, leader, print},
 };
 use denormd_engine::{
     checkpoint::{requests::Work, store::Store},
     deployment::lease,
     jobs::undo::{Tally, count, is_running},
     metrics::Metrics,
+};
+use denormd_model::{
+    rule_state::RuleState,
+    text::{counted, span},
 };
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::{Loaded, Undo};
@@ -38,14 +40,16 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
         let hint = format!("`denormd pause {rule}` first, or take the rule out of the config");
         return Err(error.hint(hint).into());
     }
+    if !dry_run && is_planned && !led && record.state == RuleState::Removed {
+        let message =
+            format!("`{rule}` is in this config, but not in that of the last leader: it would run again here");
+        let error = Error::new(Kind::State, message);
+        return Err(error.hint("take the rule out of the config that this command reads").into());
+    }
     let before = Box::pin(count(&context, rule)).await?;
     let mut after = before;
     if !dry_run && before != Tally::default() {
-        let work = async {
-            let request = store.request(&context.server, rule, &Work::Undo).await?;
-            store.until_done(&context.server, request).await
-        };
-        with_a_leader(loaded, &context, work).await?;
+        leader::request(loaded, &context, &store, (rule, Work::Undo), &[rule]).await?;
         after = Box::pin(count(&context, rule)).await?;
     }
     let summary = Summary { rule, dry_run, before, after, undo: &config.undo };
@@ -56,7 +60,7 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
     match summary.refused() {
         0 => Ok(()),
         refused => {
-            let error = Error::new(Kind::Refused, format!("{} could not be put back", values(refused)));
+            let error = Error::new(Kind::Refused, format!("{} could not be put back", counted(refused, "value")));
             Err(error.hint("the server refuses the old values, by the collection's validator for example").into())
         }
     }
@@ -87,11 +91,11 @@ impl Summary<'_> {
             return format!("{rule}: no value is kept: {}\n", self.why_none());
         }
         let would = if *dry_run { "would be " } else { "" };
-        let mut out = format!("{rule}: {} {would}put back\n", values(self.back()));
+        let mut out = format!("{rule}: {} {would}put back\n", counted(self.back(), "value"));
         if after.changed > 0 {
             out += &format!(
                 "{} changed since, by the application or by the rule itself after a change of its source: left as {}\n",
-                values(after.changed),
+                counted(after.changed, "value"),
                 if after.changed == 1 { "it is" } else { "they are" }
             );
         }
@@ -99,7 +103,7 @@ impl Summary<'_> {
             let be = if before.lost == 1 { "was" } else { "were" };
             out += &format!(
                 "about {} {be} not kept for lack of room (undo.max_bytes), and cannot be put back\n",
-                values(before.lost)
+                counted(before.lost, "value")
             );
         }
         if !dry_run && self.back() > 0 {
@@ -121,23 +125,4 @@ impl Summary<'_> {
             "not_kept": self.before.lost, "refused": self.refused(),
         })
     }
-}
-
-/// A number of values.
-#[must_use]
-pub fn values(number: u64) -> String {
-    if number == 1 { "1 value".to_owned() } else { format!("{number} values") }
-}
-
-/// A span of the config, in words.
-#[must_use]
-pub fn span(span: Duration) -> String {
-    let seconds = span.as_secs();
-    let (number, unit) = match seconds {
-        s if s % 86_400 == 0 => (s / 86_400, "day"),
-        s if s % 3600 == 0 => (s / 3600, "hour"),
-        s if s % 60 == 0 => (s / 60, "minute"),
-        s => (s, "second"),
-    };
-    if number == 1 { format!("1 {unit}") } else { format!("{number} {unit}s") }
 }

@@ -6,10 +6,11 @@ use bson::{Bson, Document, doc};
 
 use super::{Obstacle, Stop};
 use denormd_engine::reconcile::{
-    create::{ABSENT, buckets_of, stand_ins, unusable},
+    compare::created::{ABSENT, stand_ins},
+    create::{buckets_of, unusable},
     read,
 };
-use denormd_model::key::Key;
+use denormd_model::key::{Key, id_of};
 use denormd_mongo::error::Result;
 use denormd_mql::{Collections, EvalError};
 use denormd_rules::plan::{Bucket, Plan, Rule, reference::Role};
@@ -46,7 +47,7 @@ fn ids(rule: &Rule, collections: &Collections, obstacles: &mut Vec<Obstacle>) ->
         }
         if rule.reference.has_unusable_value(source) {
             let error = EvalError::Refused(unusable(&rule.reference).message);
-            let target = source.get("_id").cloned().unwrap_or(Bson::Null);
+            let target = id_of(source);
             obstacles.push(Obstacle { rule: rule.name.clone(), target, error });
         }
         keys.extend(rule.reference.keys(Role::Source, source).into_iter().flatten());

@@ -2,10 +2,10 @@
 
 use std::{cmp::Reverse, collections::HashMap};
 
-use bson::{Bson, Document};
+use bson::Document;
 
-use denormd_engine::reconcile::tree::reason;
-use denormd_model::key::Key;
+use denormd_engine::reconcile::places::reason;
+use denormd_model::key::{Key, id_of};
 use denormd_mongo::error::Result;
 use denormd_mql::{Collections, EvalError};
 use denormd_rules::plan::{
@@ -15,10 +15,6 @@ use denormd_rules::plan::{
 };
 
 use super::{Obstacle, Stop, apply};
-
-fn id(document: &Document) -> Bson {
-    document.get("_id").cloned().unwrap_or(Bson::Null)
-}
 
 /// Applies a recursive rule to the documents of its collection, each after those that it reads. Adds the documents that
 /// cannot be computed; of a circle, one.
@@ -31,7 +27,7 @@ pub(super) fn run(
     let name = rule.target.namespace.to_string();
     let documents = collections.get(&name).cloned().unwrap_or_default();
     let mut object = |document: &Document, error: EvalError| {
-        obstacles.push(Obstacle { rule: rule.name.clone(), target: id(document), error });
+        obstacles.push(Obstacle { rule: rule.name.clone(), target: id_of(document), error });
     };
     let mut parents: HashMap<Key, Option<Key>> = HashMap::new();
     for document in &documents {
@@ -47,12 +43,12 @@ pub(super) fn run(
         };
         if takes_part {
             let parent = rule.reference.keys(tree.parent, document).pop().flatten();
-            parents.insert(Key::one(id(document)), parent);
+            parents.insert(Key::of_document(document), parent);
         }
     }
     let mut levels: Vec<(usize, usize)> = Vec::new();
     for (nth, document) in documents.iter().enumerate() {
-        let key = Key::one(id(document));
+        let key = Key::of_document(document);
         if !parents.contains_key(&key) {
             continue;
         }

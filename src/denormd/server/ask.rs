@@ -62,7 +62,7 @@ async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -
         _ => store.ask(server, rule).await?,
     };
     if asked {
-        tracing::info!(rule, "a backfill was asked for over HTTP");
+        tracing::info!(rule, "a backfill was requested over HTTP");
     }
     // Its state may have changed since it was read.
     Ok(if asked { Asked::For } else { Asked::Unfit })

@@ -14,6 +14,7 @@ use crate::status::{Board, Leadership};
 use denormd_engine::{checkpoint::store::Store, reconcile::Context};
 use denormd_model::{partition::Partition, position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::error::{Error, Result};
+use denormd_rules::plan::Rule;
 
 /// The default timeout, in seconds.
 const DEFAULT_TIMEOUT: f64 = 30.0;
@@ -86,24 +87,27 @@ struct Whole {
     context: Arc<Context>,
     partitions: u32,
     attached: Vec<Arc<Context>>,
+    /// The rules that do not run yet here.
+    starting: BTreeSet<String>,
 }
 
 impl Whole {
     fn of(board: &Board) -> Result<Self, String> {
-        let attached = board.all_attached();
+        // In this order: a config that is put into force in between adds exceptions, and hides none.
+        let (context, starting, attached) = (board.context(), board.starting(), board.all_attached());
         let leadership = board.leadership();
         let stands_by = matches!(leadership, Leadership::Standby { .. });
         if !stands_by && attached.is_empty() {
             return Err(leadership.sentence().unwrap_or_default());
         }
-        let of_cluster = board.context().map(|context| (context, board.partitions()));
+        let of_cluster = context.map(|context| (context, board.partitions()));
         let known = of_cluster.or_else(|| {
             let context = attached.first()?.clone();
             let partitions = context.partition.of();
             Some((context, partitions))
         });
         let (context, partitions) = known.ok_or("the cluster has not been reached yet")?;
-        Ok(Self { context, partitions, attached })
+        Ok(Self { context, partitions, attached, starting })
     }
 
     /// Waits for `from` (or for now), then once for each further level of the longest chain of rules. Stops early at a level
@@ -168,24 +172,31 @@ impl Whole {
         Ok(store.effects_until(&server, &databases).await?.is_some_and(|until| until <= last))
     }
 
-    /// The rules whose copies may lack a change however long the request waits: those in certain states, shadow rules, and
-    /// those with dead letters.
+    /// The rules whose copies may lack a change however long the request waits: those in certain states, those that do
+    /// not run everywhere as this config defines them, those with dead letters, all that these feed, and shadow rules.
     async fn except(&self, elsewhere: Option<&Store>, in_state: fn(&RuleState) -> bool) -> Result<BTreeSet<String>> {
+        let plan = &self.context.plan;
         let held = self.attached.iter().flat_map(|context| {
             let snapshot = context.published.borrow();
             let not_live = snapshot.in_state(in_state).into_iter();
             not_live.filter_map(|rule| Some(snapshot.rules.get(rule)?.name.clone())).collect::<Vec<_>>()
         });
         let mut except: BTreeSet<String> = held.collect();
-        let rules = &self.context.plan.rules;
-        except.extend(rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone()));
         let server = self.context.server.unfenced();
         except.extend(self.context.dead_letters.rules(&server).await?);
         if let Some(store) = elsewhere {
-            let known = store.standing(&server).await?.into_iter();
-            except.extend(known.filter(|(_, record)| in_state(&record.state)).map(|(rule, _)| rule));
+            let records = store.records(&server).await?;
+            let is_run = |rule: &Rule, partition: &String| {
+                let record = records.get(&(partition.clone(), rule.name.clone()));
+                record.is_some_and(|record| rule.has_definition(&record.definition) && !in_state(&record.state))
+            };
+            let others = plan.rules.iter().filter(|rule| !store.ids().iter().all(|partition| is_run(rule, partition)));
+            except.extend(others.map(|rule| rule.name.clone()));
         }
-        except.retain(|name| rules.iter().any(|rule| rule.name == *name));
+        except.extend(self.starting.iter().cloned());
+        let mut except = plan.with_fed(except);
+        except.extend(plan.rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone()));
+        except.retain(|name| plan.rules.iter().any(|rule| rule.name == *name));
         Ok(except)
     }
 }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use denormd_engine::{
-    metrics::{Cause, Metrics, RecentError},
+    metrics::{Cause, Metrics, RECONCILE, RecentError},
     pipeline::SAVE_POSITION,
     snapshot::Snapshot,
 };
@@ -33,10 +33,10 @@ const SLOW: Duration = Duration::from_secs(5);
 const NO_MAJORITY: Duration = Duration::from_secs(10);
 /// Headroom, in seconds, below which the oplog counts as short while a rule is behind or the checkpoint is old.
 const SHORT: f64 = 3600.0;
-/// Part of the headroom, one in this number, that the lag must exceed for it. The oplog of a new server covers only the time since
-/// the server was started, and there a lag of seconds is no danger.
+/// The lag must exceed this fraction (one in …) of the headroom for the oplog to count as short. The oplog of a new server
+/// covers only the time since the server was started, and there a lag of seconds is no danger.
 const SHARE: f64 = 20.0;
-/// Time until the position falls off the oplog, in seconds, below which the oplog then counts as short.
+/// Seconds until the checkpoint falls off the oplog, below which the oplog counts as short.
 const SOON: f64 = 4.0 * 3600.0;
 
 /// Age, in seconds, from which a checkpoint counts as old: one is saved every second.
@@ -83,7 +83,7 @@ fn of_the_instance(metrics: &Metrics, state: &State, leadership: &Leadership, no
         found.insert(cause, Found { cause, rules, since });
     };
     let answered = state.probes.answered().unwrap_or(state.began).elapsed();
-    if answered >= SILENT && state.unanswered.as_ref().is_none_or(|(kind, _)| is_gone(*kind)) {
+    if answered >= SILENT && state.unanswered.as_ref().is_none_or(|(kind, _)| kind.means_no_answer()) {
         let age = i64::try_from(answered.as_millis()).unwrap_or(i64::MAX);
         say(Cause::NoPrimary, Vec::new(), Some(now - age));
     } else if let Leadership::Unknown { since } = leadership {
@@ -96,7 +96,7 @@ fn of_the_instance(metrics: &Metrics, state: &State, leadership: &Leadership, no
     if metrics.met(&[Kind::Privilege], RECENT)
         || state.unanswered.as_ref().is_some_and(|(kind, _)| *kind == Kind::Privilege)
     {
-        say(Cause::Privilege, troubled(metrics, "privilege"), None);
+        say(Cause::Privilege, rules_with_error(metrics, Kind::Privilege), None);
     }
     if !metrics.config_is_in_force() {
         say(Cause::ConfigRefused, Vec::new(), None);
@@ -126,21 +126,10 @@ fn of_the_rules(
         say(Cause::StreamInterrupted, Vec::new());
     }
     if metrics.met(&[Kind::NotReplicated], RECENT) {
-        say(Cause::NoMajority, troubled(metrics, "not_replicated"));
+        say(Cause::NoMajority, rules_with_error(metrics, Kind::NotReplicated));
     }
-    for (cause, rules) in [
-        (Cause::Degraded, seen.degraded.clone()),
-        (Cause::SourceGone, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::SourceGone))),
-        (Cause::RemovalLimit, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::RemovalLimit))),
-        (Cause::Adoption, seen.in_state(|state| matches!(state, RuleState::Blocked(BlockReason::Adoption(_))))),
-        (Cause::Unavailable, seen.in_state(|state| matches!(state, RuleState::Unavailable { .. }))),
-        (Cause::Paused, seen.in_state(|state| matches!(state, RuleState::Paused { .. }))),
-        (Cause::Backfilling, seen.in_state(RuleState::is_backfilling)),
-        (Cause::AwaitingBackfill, seen.in_state(|state| *state == RuleState::AwaitingBackfill)),
-    ] {
-        if !rules.is_empty() {
-            say(cause, names(seen, &rules));
-        }
+    for (cause, rules) in of_rule_states(seen).into_iter().filter(|(_, rules)| !rules.is_empty()) {
+        say(cause, names(seen, &rules));
     }
     let headroom = state.oplog.headroom_seconds.unwrap_or(f64::INFINITY);
     let lost_in = state.oplog.lost_in_seconds.unwrap_or(f64::INFINITY);
@@ -181,8 +170,18 @@ fn of_the_rules(
     }
 }
 
-fn is_gone(kind: Kind) -> bool {
-    matches!(kind, Kind::Connection | Kind::Unavailable | Kind::TimedOut | Kind::ReadTimedOut)
+/// Causes that are the states of rules, with these rules.
+fn of_rule_states(seen: &Snapshot) -> [(Cause, BTreeSet<usize>); 8] {
+    [
+        (Cause::Degraded, seen.degraded.clone()),
+        (Cause::SourceGone, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::SourceGone))),
+        (Cause::RemovalLimit, seen.in_state(|state| *state == RuleState::Blocked(BlockReason::RemovalLimit))),
+        (Cause::Adoption, seen.in_state(|state| matches!(state, RuleState::Blocked(BlockReason::Adoption(_))))),
+        (Cause::Unavailable, seen.in_state(|state| matches!(state, RuleState::Unavailable { .. }))),
+        (Cause::Paused, seen.in_state(|state| matches!(state, RuleState::Paused { .. }))),
+        (Cause::Backfilling, seen.in_state(RuleState::is_backfilling)),
+        (Cause::AwaitingBackfill, seen.in_state(|state| *state == RuleState::AwaitingBackfill)),
+    ]
 }
 
 fn names(seen: &Snapshot, rules: &BTreeSet<usize>) -> Vec<String> {
@@ -197,11 +196,13 @@ fn recent(metrics: &Metrics) -> impl Iterator<Item = RecentError> {
 
 /// Rules with a recent error that is being retried.
 fn failing(metrics: &Metrics) -> BTreeSet<String> {
-    recent(metrics).filter(|line| line.doing == "reconcile").filter_map(|line| line.rule).collect()
+    recent(metrics).filter(|line| line.doing == RECONCILE).filter_map(|line| line.rule).collect()
 }
 
-fn troubled(metrics: &Metrics, reason: &str) -> Vec<String> {
-    let rules = metrics.recent_errors().into_iter().filter(|line| line.reason == reason).filter_map(|line| line.rule);
+/// Rules with a recent error of this kind.
+fn rules_with_error(metrics: &Metrics, kind: Kind) -> Vec<String> {
+    let name = kind.policy().name;
+    let rules = metrics.recent_errors().into_iter().filter(|line| line.reason == name).filter_map(|line| line.rule);
     rules.collect::<BTreeSet<_>>().into_iter().collect()
 }
 

@@ -116,7 +116,7 @@ impl History {
         });
         open.lag = open.lag.max(overall);
         open.depth = open.depth.max(depth);
-        for rule in lags.rules.iter().filter(|rule| rule.runs && rule.own > 0.0) {
+        for rule in lags.rules.iter().filter(|rule| rule.is_known && rule.own > 0.0) {
             let known = open.rules.entry(rule.name.clone()).or_default();
             *known = known.max(rule.own);
         }

@@ -69,7 +69,7 @@ impl Probes {
 /// The lags at one moment, in seconds.
 #[derive(Debug, Clone, Default)]
 pub struct Lags {
-    /// The largest lag of the running rules. None if no rule runs, and while nothing is known.
+    /// The largest lag of the rules that have one. None if none has, and while nothing is known.
     pub overall: Option<f64>,
     /// The lag of each rule.
     pub rules: Vec<RuleLag>,
@@ -90,14 +90,14 @@ pub struct RuleLag {
     pub own: f64,
     /// The largest of its own lag and those of the rules that feed it.
     pub chain: f64,
-    /// True if the rule does everything that it should and its lag is known; otherwise its lag is meaningless.
-    pub runs: bool,
+    /// True if its lag is known and has a meaning: the rule is not stopped, and does not wait for `denormd backfill`.
+    pub is_known: bool,
 }
 
 impl RuleLag {
     /// True if the rule counts as behind.
     pub fn is_behind(&self) -> bool {
-        self.runs && self.own >= BEHIND
+        self.is_known && self.own >= BEHIND
     }
 }
 
@@ -119,14 +119,14 @@ impl Lags {
                 name: rule.name.clone(),
                 own: own[nth],
                 chain: fed.fold(own[nth], f64::max),
-                runs: seen.runs(nth) && known,
+                is_known: seen.has_lag(nth) && known,
             }
         });
         let rules: Vec<RuleLag> = rules.collect();
         let checkpoint = seen.streams.iter().map(|stream| checkpoint(stream, now)).max();
         let stream_age = seen.streams.iter().map(|stream| stream.delivered.elapsed().as_secs_f64());
         Self {
-            overall: rules.iter().filter(|rule| rule.runs).map(|rule| rule.own).reduce(f64::max),
+            overall: rules.iter().filter(|rule| rule.is_known).map(|rule| rule.own).reduce(f64::max),
             unread: seconds(unread.iter().copied().max().unwrap_or_default()),
             checkpoint: seconds(checkpoint.unwrap_or_default()),
             stream_age: stream_age.fold(0.0, f64::max),

@@ -5,14 +5,19 @@ use std::{
     time::Duration,
 };
 
-use bson::{Bson, Document, doc};
+use bson::{Document, doc};
 use futures_util::TryStreamExt;
 
 use denormd_engine::{
     checkpoint::store::Store, dead_letter, deployment::lease, jobs::prune::retired, reconcile::Context,
     snapshot::Snapshot,
 };
-use denormd_model::{clock::wall_millis, position::ClusterTime, rule_state::RuleState};
+use denormd_model::{
+    clock::wall_millis,
+    distribution::{number, ratio},
+    position::ClusterTime,
+    rule_state::RuleState,
+};
 use denormd_mongo::{
     Server,
     error::{Error, Kind, Result},
@@ -23,6 +28,7 @@ use denormd_mongo::{
 
 use super::{
     Board,
+    currency::Claim,
     lag::{BEHIND, Probe},
     report::{Oplog, RetiredField},
 };
@@ -147,8 +153,8 @@ impl Board {
         let (Some(seen), Ok(Ok(operation))) = (seen, operation) else { return };
         // A large fan-out is recorded as a job, and the position passes it before its last target is written.
         if state.is_whole() && !seen.streams.is_empty() && seen.fan_outs.is_empty() {
-            state.currency.applied(seen.applied(), operation, context.plan.longest_chain(), written);
-            state.except = except(context, &seen, &state.dead_letters);
+            let claim = Claim { time: seen.applied(), except: except(context, &seen, &state.dead_letters) };
+            state.currency.applied(claim, operation, context.plan.longest_chain(), written);
         }
     }
 
@@ -195,7 +201,7 @@ impl Board {
     }
 }
 
-/// The rules whose copies may lack a change, whatever is applied.
+/// The rules whose copies may lack a change, whatever is applied, and those that read these copies.
 fn except(
     context: &Context,
     seen: &Snapshot,
@@ -203,8 +209,9 @@ fn except(
 ) -> BTreeSet<String> {
     let stopped = seen.in_state(|state| *state != RuleState::Live);
     let stopped = stopped.union(&seen.degraded).filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone());
+    let incomplete = stopped.chain(dead_letters.keys().cloned()).collect();
     let shadow = context.plan.rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone());
-    stopped.chain(shadow).chain(dead_letters.keys().cloned()).collect()
+    context.plan.with_fed(incomplete).into_iter().chain(shadow).collect()
 }
 
 /// The server's last operation, the time by which its clock is ahead of ours, and the lag of the majority.
@@ -241,8 +248,6 @@ async fn dead_letters(context: &Context) -> Result<Vec<(String, String, u64)>> {
     let pipeline = [
         doc! {"$match": {"deployment": &dead_letters.deployment}},
         doc! {"$group": {"_id": {"rule": "$rule", "reason": "$reason"}, "count": {"$sum": 1_i64}}},
-        doc! {"$sort": {"count": -1}},
-        doc! {"$limit": 1000},
     ];
     let found: Vec<Document> = context
         .server
@@ -259,7 +264,7 @@ async fn dead_letters(context: &Context) -> Result<Vec<(String, String, u64)>> {
     Ok(found.iter().filter_map(read).collect())
 }
 
-/// The oplog window, as seen from the saved position.
+/// The oplog window, as seen from the checkpoint.
 async fn oplog(server: &Server, saved: Option<ClusterTime>) -> Result<Oplog> {
     if server.is_router().await? {
         return Err(no_oplog());
@@ -282,7 +287,7 @@ async fn oplog(server: &Server, saved: Option<ClusterTime>) -> Result<Oplog> {
         reason: None,
         window_seconds: Some(window),
         headroom_seconds: saved.map(|saved| f64::from(saved.seconds) - f64::from(first.seconds) + unused),
-        size_megabytes: number(&stats, "maxSize").map(|bytes| bytes / f64::from(1 << 20)),
+        size_megabytes: stats.get("maxSize").map(|bytes| ratio(number(bytes), 1 << 20)),
         bridged_seconds: Some(window + unused).filter(|bridged| *bridged > 0.0),
         lost_in_seconds: None,
     })
@@ -290,16 +295,6 @@ async fn oplog(server: &Server, saved: Option<ClusterTime>) -> Result<Oplog> {
 
 /// The used part of the oplog's size, at most 1.
 fn fill(stats: &Document) -> Option<f64> {
-    let (size, most) = (number(stats, "size")?, number(stats, "maxSize")?);
-    (most > 0.0).then(|| (size / most).min(1.0))
-}
-
-fn number(stats: &Document, name: &str) -> Option<f64> {
-    match stats.get(name)? {
-        Bson::Int32(n) => Some(f64::from(*n)),
-        #[expect(clippy::cast_precision_loss, reason = "a size in bytes, for a share")]
-        Bson::Int64(n) => Some(*n as f64),
-        Bson::Double(n) => Some(*n),
-        _ => None,
-    }
+    let (size, most) = (number(stats.get("size")?), number(stats.get("maxSize")?));
+    (most > 0).then(|| ratio(size, most).min(1.0))
 }

@@ -5,8 +5,9 @@ use denormd_engine::metrics::Cause;
 use super::{
     lag::{BEHIND, seconds},
     leadership::Leadership,
-    report::{CauseReport, Rule, Status, duration},
+    report::{CauseReport, Rule, Status},
 };
+use denormd_model::text::duration;
 
 /// Rules named in a sentence.
 const NAMED: usize = 3;
@@ -98,7 +99,7 @@ fn named(rules: &[String]) -> String {
     if more == 0 { named } else { format!("{named} and {more} more") }
 }
 
-/// The lag of the running rules; None if no rule runs, or nothing is known.
+/// The lag of the rules that have one; None if none has, or nothing is known.
 fn lag(status: &Status) -> Option<String> {
     let overall = status.lag_seconds?;
     let own = |rule: &Rule| rule.lag_seconds.unwrap_or_default();
@@ -116,7 +117,7 @@ fn lag(status: &Status) -> Option<String> {
             "Changes are applied as they come; existing data is being brought up to date.".to_owned()
         } else if has(Cause::DeadLetters) {
             "Not behind. Some documents could not be written and became dead letters.".to_owned()
-        } else if overall > 0.0 {
+        } else if overall > 0.0 || status.rules.iter().any(|rule| rule.late_keys > 0) {
             "Not behind: changes are applied within seconds.".to_owned()
         } else if stands_still {
             "The other rules are not behind.".to_owned()
@@ -201,6 +202,21 @@ mod tests {
         status.leadership = Leadership::Standby { leaders: Vec::new() };
         status.heard_seconds = None;
         assert_eq!(summary(&status), "Standing by: no instance leads at the moment.");
+    }
+
+    /// After a failover to a server whose clock is behind, the lag of a change that is not applied yet is 0.
+    #[test]
+    fn a_change_that_is_not_applied_is_not_called_applied() {
+        let mut status = status();
+        status.leadership = Leadership::Leader { term: 1 };
+        status.causes.clear();
+        status.lag_seconds = Some(0.0);
+        for rule in &mut status.rules {
+            (rule.lag_seconds, rule.late_keys) = (Some(0.0), 0);
+        }
+        assert_eq!(summary(&status), "Not behind: every change is applied.");
+        status.rules[0].late_keys = 1;
+        assert_eq!(summary(&status), "Not behind: changes are applied within seconds.");
     }
 
     /// Beside "No primary of the replica set has answered for 4.0 s" stood "Not behind".

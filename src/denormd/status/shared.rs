@@ -72,7 +72,7 @@ impl Shared {
             name: rule.name.clone(),
             own: rule.lag_seconds.unwrap_or_default() + since,
             chain: rule.chain_lag_seconds + since,
-            runs: rule.lag_seconds.is_some(),
+            is_known: rule.lag_seconds.is_some(),
         });
         Lags {
             overall: status.lag_seconds.map(|lag| lag + since),
@@ -91,8 +91,10 @@ impl Board {
         let dead_letters = &context.dead_letters;
         if round.is_multiple_of(SELDOM) {
             let there = instances::instances(&context.server, &dead_letters.database, &dead_letters.deployment, ttl);
-            if let Ok(Ok(instances)) = tokio::time::timeout(PATIENCE, there).await {
-                self.state().shared.instances = instances;
+            match tokio::time::timeout(PATIENCE, there).await {
+                Ok(Ok(instances)) => self.state().shared.instances = instances,
+                Ok(Err(error)) => self.metrics.record_error(None, "read the instances", &error),
+                Err(_) => {}
             }
         }
         let alone = self.state().shared.instances.len() < 2;

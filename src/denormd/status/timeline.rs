@@ -9,7 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use denormd_engine::{events::Event, metrics::Cause, snapshot::BackfillProgress};
 use tokio::time::Instant;
 
-use super::{causes::Found, lag::seconds, report::duration};
+use super::{causes::Found, lag::seconds};
+use denormd_model::text::duration;
 
 /// Milliseconds that a cause must hold before it is reported; a severe one is reported at once.
 const SETTLED: i64 = 5_000;

@@ -5,6 +5,7 @@
 
 use bson::{Bson, Document, doc};
 
+use super::unreadable;
 use denormd_model::{clock, rule_state::Adoption};
 use denormd_mongo::{
     Server, bounded, code,
@@ -22,7 +23,7 @@ pub struct Decision {
     pub definition: Document,
     /// The definition that wrote before; None if the rule had written nothing.
     pub earlier: Option<Document>,
-    /// The reason to block the rule until somebody agrees; None if the rule may write.
+    /// The reason to block the rule until an operator agrees; None if the rule may write.
     pub block: Option<Adoption>,
 }
 
@@ -50,10 +51,15 @@ impl Decisions<'_> {
     pub async fn of(&self, rule: &str) -> Result<Option<Decision>> {
         let found = bounded(self.collection().find_one(doc! {"_id": self.id(rule)})).await?;
         let Some(found) = found else { return Ok(None) };
-        let document = |name: &str| found.get_document(name).ok().cloned();
-        let Some(definition) = document("definition") else { return Ok(None) };
-        let block = document("block").map(bson::deserialize_from_document).transpose()?;
-        Ok(Some(Decision { definition, earlier: document("earlier"), block }))
+        // A block that is not understood must not allow the rule to write.
+        let document = |name: &str| match found.get(name) {
+            None | Some(Bson::Null) => Ok(None),
+            Some(Bson::Document(document)) => Ok(Some(document.clone())),
+            Some(_) => Err(unreadable(COLLECTION, &found, &format!("`{name}` is no document"))),
+        };
+        let Some(definition) = document("definition")? else { return Ok(None) };
+        let block = document("block")?.map(bson::deserialize_from_document).transpose()?;
+        Ok(Some(Decision { definition, earlier: document("earlier")?, block }))
     }
 
     /// Records a decision, unless one exists for this definition. Returns the recorded one.

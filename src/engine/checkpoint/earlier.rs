@@ -1,37 +1,54 @@
-//! The definitions of rules that have run, read without opening the state, for commands that write nothing.
+//! The records of rules that have run, read without opening the state: for commands that write nothing, and before a leader
+//! knows the number of partitions.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bson::{Document, doc};
 use futures_util::TryStreamExt;
 
-use denormd_model::partition::SEPARATOR;
-use denormd_mongo::{
-    Server, bounded,
-    error::{Kind, Result},
+use denormd_model::{
+    partition::of_deployment,
+    rule_state::{BlockReason, RuleState},
 };
+use denormd_mongo::{Server, bounded, error::Result};
+use denormd_rules::plan::{Plan, RuleId};
 
-use super::store::RULES;
+use super::rule_record::{RULES, RuleRecord, is_in_config, read};
 
 /// The definition of each rule that has run in this deployment, by its name. None can be read without the privilege to.
 pub async fn definitions(server: &Server, database: &str, deployment: &str) -> Result<BTreeMap<String, Document>> {
-    // The deployment's own, and those of its partitions, whose number need not be known here: they are between these two.
-    let (first, last) = (format!("{deployment}{SEPARATOR}"), format!("{deployment}{SEPARATOR}~"));
-    let mine = vec![doc! {"_id.deployment": deployment}, doc! {"_id.deployment": {"$gte": first, "$lt": last}}];
-    // A definition that is blocked for its effect on existing data has written nothing.
-    let ran = doc! {"$or": mine, "block.kind": {"$ne": "adoption"}};
-    let found = bounded(server.collection(database, RULES).find(ran)).await;
-    let mut cursor = match found {
-        Err(error) if error.kind == Kind::Privilege => return Ok(BTreeMap::new()),
-        found => found?,
+    let records = match records(server, database, deployment, Document::new()).await {
+        Err(error) if error.lacks_privilege() => return Ok(BTreeMap::new()),
+        records => records?,
     };
-    let mut definitions = BTreeMap::new();
-    while let Some(doc) = bounded(cursor.try_next()).await? {
-        if let (Ok(id), Ok(definition)) = (doc.get_document("_id"), doc.get_document("definition"))
-            && let Ok(rule) = id.get_str("rule")
-        {
-            definitions.insert(rule.to_owned(), definition.clone());
-        }
+    // A definition that is blocked for its effect on existing data has written nothing.
+    let ran =
+        records.into_iter().filter(|(_, record)| !matches!(record.state, RuleState::Blocked(BlockReason::Adoption(_))));
+    Ok(ran.map(|(rule, record)| (rule, record.definition)).collect())
+}
+
+/// The rules of the plan that have already run with their current definition.
+pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &Plan) -> Result<BTreeSet<RuleId>> {
+    let records = records(server, database, deployment, is_in_config()).await?;
+    let same = |(name, record): &(String, RuleRecord)| {
+        plan.rules.iter().find(|rule| rule.name == *name && rule.definition == record.definition)
+    };
+    Ok(records.iter().filter_map(same).map(|rule| rule.id).collect())
+}
+
+/// The records of all rules, of each partition.
+async fn records(
+    server: &Server,
+    database: &str,
+    deployment: &str,
+    which: Document,
+) -> Result<Vec<(String, RuleRecord)>> {
+    let filter = doc! {"$and": [of_deployment("_id.deployment", deployment), which]};
+    let mut cursor = bounded(server.collection(database, RULES).find(filter)).await?;
+    let mut records = Vec::new();
+    while let Some(document) = bounded(cursor.try_next()).await? {
+        let (id, record) = read(&document)?;
+        records.push((id.rule, record));
     }
-    Ok(definitions)
+    Ok(records)
 }

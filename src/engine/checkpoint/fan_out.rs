@@ -3,6 +3,7 @@
 
 use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
+use serde::Deserialize;
 
 use crate::request::Task;
 use denormd_model::{
@@ -81,8 +82,8 @@ impl FanOuts {
                 return Err(refused_upsert(server, &fan_outs, id, error).await);
             }
         };
-        let committed = saved.and_then(|doc| Some(doc.get_datetime("committed").ok()?.timestamp_millis()));
-        Ok(FanOut { subject, request, after: None, in_parts: false, committed })
+        let saved = saved.ok_or_else(|| Error::internal("the record of a fan-out job was not returned"))?;
+        progress(&saved, subject).ok_or_else(|| unreadable(&saved))
     }
 
     /// Saves the job's position. Returns false if the job has been requested again.
@@ -149,6 +150,20 @@ impl FanOuts {
     }
 }
 
+/// The stored form of a job, without its `_id`.
+#[derive(Debug, Deserialize)]
+struct Stored {
+    #[serde(rename = "wish")]
+    request: ObjectId,
+    /// In an array because any BSON value may be an `_id`.
+    #[serde(rename = "after")]
+    after: Vec<Bson>,
+    #[serde(rename = "in_parts", default)]
+    in_parts: bool,
+    #[serde(rename = "committed", default)]
+    committed: Option<DateTime>,
+}
+
 fn read(doc: &Document, rule: RuleId) -> Option<FanOut> {
     let id = doc.get_document("_id").ok()?;
     let subject =
@@ -157,7 +172,7 @@ fn read(doc: &Document, rule: RuleId) -> Option<FanOut> {
 }
 
 /// A job that is not read would count as done. Its `_id` contains a value of a document, so only a part of it is named.
-fn unreadable(doc: &Document) -> Error {
+pub(crate) fn unreadable(doc: &Document) -> Error {
     let part = |name| doc.get_document("_id").and_then(|id| id.get_str(name)).unwrap_or("unknown");
     let (deployment, rule, task) = (part("deployment"), part("rule"), part("task"));
     Error::internal(format!("the record of a fan-out job cannot be read: {deployment}, rule {rule}, task {task}")).hint(
@@ -168,13 +183,9 @@ fn unreadable(doc: &Document) -> Error {
 }
 
 fn progress(doc: &Document, subject: Subject) -> Option<FanOut> {
-    Some(FanOut {
-        subject,
-        request: doc.get_object_id("wish").ok()?,
-        after: doc.get_array("after").ok()?.first().cloned(),
-        in_parts: doc.get_bool("in_parts").unwrap_or_default(),
-        committed: doc.get_datetime("committed").ok().map(|at| at.timestamp_millis()),
-    })
+    let Stored { request, after, in_parts, committed } = bson::deserialize_from_document(doc.clone()).ok()?;
+    let committed = committed.map(DateTime::timestamp_millis);
+    Some(FanOut { subject, request, after: after.into_iter().next(), in_parts, committed })
 }
 
 #[cfg(test)]
@@ -186,6 +197,8 @@ mod tests {
         let id = doc! {"deployment": "shop", "rule": "names", "task": "Value", "key": ["secret"]};
         let job = doc! {"_id": id.clone(), "wish": ObjectId::new(), "after": []};
         assert!(read(&job, RuleId(0)).is_some());
+        let without_time = doc! {"_id": id.clone(), "wish": ObjectId::new(), "after": [], "committed": "secret"};
+        assert!(read(&without_time, RuleId(0)).is_none());
         let damaged = doc! {"_id": id, "after": []};
         assert!(read(&damaged, RuleId(0)).is_none());
         let error = unreadable(&damaged).to_string();

@@ -1,6 +1,8 @@
 //! The version of the state's format, which determines the programs that may use the state.
 
 use bson::{Bson, doc};
+
+use super::unreadable;
 use denormd_model::clock;
 
 use denormd_mongo::{
@@ -26,11 +28,14 @@ pub const UNDIVIDED: i32 = 1;
 /// Returns the number of partitions of the deployment.
 pub async fn check(server: &Server, database: &str, deployment: &str) -> Result<u32> {
     let formats = server.collection(database, COLLECTION);
-    let found = bounded(formats.find_one(doc! {"_id": deployment})).await?;
-    let version = found.as_ref().and_then(|found| found.get_i32("version").ok());
+    let found = bounded(formats.find_one(doc! {"_id": deployment})).await?.unwrap_or_default();
+    let no_number = |what: &str| unreadable(COLLECTION, &found, &format!("its {what} is no number"));
+    let version =
+        found.get("version").map(|version| version.as_i32().ok_or_else(|| no_number("version"))).transpose()?;
     match version {
-        Some(version) if version > VERSION => Err(newer(version, found.and_then(|found| written_by(&found)))),
-        Some(VERSION | UNDIVIDED) => Ok(found.and_then(|found| partitions(&found)).unwrap_or(1)),
+        Some(version) if version > VERSION => Err(newer(version, written_by(&found))),
+        Some(VERSION) => partitions(&found).ok_or_else(|| no_number("number of partitions")),
+        Some(UNDIVIDED) => Ok(1),
         _ => {
             let state = doc! {"version": UNDIVIDED, "program": env!("CARGO_PKG_VERSION"), "since": clock::now()};
             // The filter excludes a document that a newer program has marked meanwhile, and the upsert then fails with

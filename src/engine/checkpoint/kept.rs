@@ -11,6 +11,7 @@ use denormd_model::clock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::unreadable;
 use denormd_mongo::{
     Reads, Server, bounded,
     error::{Error, Result},
@@ -237,11 +238,14 @@ impl Kept<'_> {
             ],
         };
         let rows = self.server.read(self.database, command, Reads::default()).await?;
+        // A place that is left out would not be put back.
         let one = |row: &RawDocumentBuf| {
-            let id = row.get_document("_id").ok()?;
-            Some((id.get_str("collection").ok()?.to_owned(), id.get_str("path").ok()?.to_owned()))
+            let row = Document::try_from(row.as_ref())?;
+            let text = |name| row.get_document("_id").and_then(|id| id.get_str(name)).map(ToOwned::to_owned);
+            let place = text("collection").and_then(|collection| Ok((collection, text("path")?)));
+            place.map_err(|error| unreadable(COLLECTION, &row, &error))
         };
-        Ok(rows.iter().filter_map(one).collect())
+        rows.iter().map(one).collect()
     }
 
     /// Adds to the number of values of a rule that were not kept, because `undo.max_bytes` was reached.
@@ -257,8 +261,9 @@ impl Kept<'_> {
     pub async fn count_not_kept(&self, rule: &str) -> Result<u64> {
         let kept = self.server.collection(self.database, COLLECTION);
         let found = bounded(kept.find_one(doc! {"_id": self.of_rule(rule)})).await?;
-        let values = found.and_then(|found| found.get_i64("not_kept").ok()).unwrap_or_default();
-        Ok(u64::try_from(values).unwrap_or_default())
+        let Some(found) = found else { return Ok(0) };
+        let values = found.get_i64("not_kept").ok().and_then(|values| u64::try_from(values).ok());
+        values.ok_or_else(|| unreadable(COLLECTION, &found, "`not_kept` is no number"))
     }
 
     /// Forgets that values of a rule were not kept: its next backfill keeps values again.
@@ -282,8 +287,9 @@ impl Kept<'_> {
     }
 }
 
+/// Not by serde: a value may be a document with names such as `$oid`, which serde reads as another type. The `_id` has a
+/// fingerprint of the target, and an error may name it.
 fn read(row: &RawDocumentBuf) -> Result<KeptValue> {
-    let unreadable = || Error::internal("a kept value cannot be read: was it written by another version, or by hand?");
     let mut head = Document::new();
     for field in row {
         let (name, value) = field?;
@@ -291,29 +297,39 @@ fn read(row: &RawDocumentBuf) -> Result<KeptValue> {
             head.insert(name.as_str(), Bson::try_from(value)?);
         }
     }
-    let id = head.get_document("_id").map_err(|_| unreadable())?.clone();
-    let text = |name: &str| id.get_str(name).map(ToOwned::to_owned).map_err(|_| unreadable());
-    let fingerprint = |name: &str| match head.get(name) {
-        Some(Bson::Binary(binary)) => Some(binary.bytes.clone()),
+    let read = read_head(&head).ok_or_else(|| unreadable(COLLECTION, &head, "a field is missing, or of another type"));
+    let (id, place, [was, new]) = read?;
+    Ok(KeptValue { id, place, old: row.get("old")?.map(RawBson::from), was, new })
+}
+
+fn read_head(head: &Document) -> Option<(Document, Place, [Fingerprint; 2])> {
+    let text = |doc: &Document, name: &str| doc.get_str(name).ok().map(ToOwned::to_owned);
+    // A value that was missing has the fingerprint null, and `undo` removes it.
+    let fingerprint = |name: &str| match head.get(name)? {
+        Bson::Null => Some(None),
+        Bson::Binary(binary) => Some(Some(binary.bytes.clone())),
         _ => None,
     };
-    let element = match head.get_array("by") {
-        Ok(by) => {
+    let id = head.get_document("_id").ok()?;
+    let element = match head.get("by") {
+        Some(by) => {
             let pair = |pair: &Bson| {
                 let pair = pair.as_document()?;
-                Some((pair.get_str("path").ok()?.to_owned(), pair.get("value").cloned()))
+                Some((text(pair, "path")?, pair.get("value").cloned()))
             };
-            let by = by.iter().map(pair).collect::<Option<Vec<_>>>().ok_or_else(unreadable)?;
-            let own = head.get_array("own").map(Vec::as_slice).unwrap_or_default();
-            let own = own.iter().filter_map(|path| path.as_str().map(ToOwned::to_owned)).collect();
-            Some(Element { at: text("at")?, by, rest: fingerprint("rest"), own })
+            let by = by.as_array()?.iter().map(pair).collect::<Option<_>>()?;
+            let (mut rest, mut own) = (None, Vec::new());
+            if head.contains_key("rest") {
+                let paths = head.get_array("own").ok()?.iter().map(|path| path.as_str().map(ToOwned::to_owned));
+                (rest, own) = (fingerprint("rest")?, paths.collect::<Option<_>>()?);
+            }
+            Some(Element { at: text(id, "at")?, by, rest, own })
         }
-        Err(_) => None,
+        None => None,
     };
-    let target = head.get_array("target").ok().and_then(|target| target.first()).cloned().ok_or_else(unreadable)?;
-    let place = Place { collection: text("collection")?, target, path: text("path")?, element };
-    let old = row.get("old")?.map(RawBson::from);
-    Ok(KeptValue { id, place, old, was: fingerprint("was"), new: fingerprint("new") })
+    let target = head.get_array("target").ok()?.first()?.clone();
+    let place = Place { collection: text(id, "collection")?, target, path: text(id, "path")?, element };
+    Some((id.clone(), place, [fingerprint("was")?, fingerprint("new")?]))
 }
 
 impl Element {

@@ -2,13 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use bson::{Bson, Document, Timestamp, doc};
+use bson::{Bson, DateTime, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
+use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{
     fan_out,
     rule_record::RuleRecord,
     store::{POSITIONS, Store},
+    unreadable,
 };
 use denormd_model::{clock, position::ClusterTime};
 use denormd_mongo::{Server, error::Result};
@@ -24,6 +26,8 @@ pub struct Tally {
     pub compared: u64,
     /// Number of targets that differ.
     pub differing: u64,
+    /// Number of those that were repaired.
+    pub repaired: u64,
     /// Number of targets whose sources kept changing.
     pub undecided: u64,
     /// Number of targets whose definition cannot be computed, because the server rejects an expression.
@@ -43,39 +47,54 @@ pub struct CheckProgress {
     pub tally: Tally,
 }
 
+/// The stored form of the progress.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stored {
+    #[serde(rename = "definition")]
+    definition: Document,
+    /// In an array because any BSON value may be an `_id`.
+    #[serde(rename = "after")]
+    after: Vec<Bson>,
+    #[serde(rename = "done")]
+    done: bool,
+    #[serde(rename = "compared")]
+    compared: u64,
+    #[serde(rename = "differing")]
+    differing: u64,
+    #[serde(rename = "undecided")]
+    undecided: u64,
+    #[serde(rename = "refused")]
+    refused: u64,
+    /// Earlier versions do not save it, and leave the number of a check before theirs as it is.
+    #[serde(rename = "repaired", default)]
+    repaired: u64,
+    #[serde(rename = "saved")]
+    saved: DateTime,
+}
+
 impl Store {
     /// The progress of the rule's last check. None if the rule's definition has changed since.
     pub async fn check(&self, server: &Server, rule: &Rule) -> Result<Option<CheckProgress>> {
         let checks = server.collection(self.database(), CHECKS);
         let found = checks.find_one(doc! {"_id": self.id("rule", &rule.name)}).await?;
-        Ok(found.filter(|found| found.get_document("definition").ok() == Some(&rule.definition)).map(|found| {
-            let count = |name| found.get_i64(name).ok().and_then(|n| u64::try_from(n).ok()).unwrap_or_default();
-            let tally = Tally {
-                compared: count("compared"),
-                differing: count("differing"),
-                undecided: count("undecided"),
-                refused: count("refused"),
-                resumed: false,
-            };
-            let after = found.get_array("after").ok().and_then(|after| after.first().cloned());
-            CheckProgress { after, done: found.get_bool("done").unwrap_or_default(), tally }
-        }))
+        let Some(found) = found else { return Ok(None) };
+        let stored: Result<Stored> = super::read(CHECKS, &found);
+        let stored = stored.map_err(|error| error.hint("`denormd check` without `--resume` replaces it"))?;
+        let Stored { definition, after, done, compared, differing, undecided, refused, repaired, .. } = stored;
+        let repaired = repaired.min(differing);
+        let tally = Tally { compared, differing, repaired, undecided, refused, resumed: false };
+        let progress = CheckProgress { after: after.into_iter().next(), done, tally };
+        Ok((definition == rule.definition).then_some(progress))
     }
 
     /// Saves the progress of the rule's check.
     pub async fn save_check(&self, server: &Server, rule: &Rule, progress: &CheckProgress) -> Result<()> {
         let CheckProgress { after, done, tally } = progress;
-        let count = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
-        let state = doc! {
-            "definition": rule.definition.clone(),
-            "after": after.iter().cloned().collect::<Vec<Bson>>(),
-            "done": done,
-            "compared": count(tally.compared),
-            "differing": count(tally.differing),
-            "undecided": count(tally.undecided),
-            "refused": count(tally.refused),
-            "saved": clock::now(),
-        };
+        let Tally { compared, differing, repaired, undecided, refused, .. } = *tally;
+        let (definition, after) = (rule.definition.clone(), after.iter().cloned().collect());
+        let saved = clock::now();
+        let state = Stored { definition, after, done: *done, compared, differing, undecided, refused, repaired, saved };
+        let state = bson::serialize_to_document(&state)?;
         let checks = server.collection(self.database(), CHECKS);
         checks.update_one(doc! {"_id": self.id("rule", &rule.name)}, doc! {"$set": state}).upsert(true).await?;
         Ok(())
@@ -92,16 +111,17 @@ impl Store {
     /// The time up to which everything committed is applied: the minimum of the saved positions of all streams and
     /// partitions. None until all of them have a position.
     pub async fn applied(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
-        let time = |position: &Document| position.get_timestamp("time").ok();
+        let time = |position: &Document| timestamp(position, position.get("time"));
         Ok(self.times(server, databases, time).await?.and_then(|times| times.into_iter().min()))
     }
 
     /// The latest time of an effect before these positions ([`Store::save_position`]). None if any position lacks it.
     pub async fn effects_until(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
         let until = |position: &Document| {
-            let effects = position.get_document("effects").ok()?;
+            // An older program does not save it.
+            let Ok(effects) = position.get_document("effects") else { return Ok(None) };
             let is_of_position = effects.get("at") == position.get("time");
-            effects.get_timestamp("until").ok().filter(|_| is_of_position)
+            timestamp(position, effects.get("until").filter(|_| is_of_position))
         };
         Ok(self.times(server, databases, until).await?.and_then(|times| times.into_iter().max()))
     }
@@ -111,13 +131,14 @@ impl Store {
         &self,
         server: &Server,
         databases: &BTreeSet<String>,
-        time: impl Fn(&Document) -> Option<Timestamp>,
+        time: impl Fn(&Document) -> Result<Option<Timestamp>>,
     ) -> Result<Option<Vec<ClusterTime>>> {
         let of = |id| databases.iter().map(move |database| doc! {"deployment": id, "stream": database});
         let ids: Vec<Document> = self.ids().iter().flat_map(of).collect();
         let positions = server.collection(self.database(), POSITIONS);
         let found: Vec<Document> = positions.find(doc! {"_id": {"$in": &ids}}).await?.try_collect().await?;
-        let times: Vec<ClusterTime> = found.iter().filter_map(time).map(ClusterTime::from).collect();
+        let times = found.iter().map(time).collect::<Result<Vec<_>>>()?;
+        let times: Vec<ClusterTime> = times.into_iter().flatten().map(ClusterTime::from).collect();
         Ok((times.len() == ids.len()).then_some(times))
     }
 
@@ -134,5 +155,14 @@ impl Store {
         let mut filter = doc! {"_id.deployment": {"$in": self.ids().to_vec()}};
         filter.extend(rule.map(|rule| doc! {"_id.rule": rule}).unwrap_or_default());
         Ok(server.collection(self.database(), fan_out::COLLECTION).find_one(filter).await?.is_some())
+    }
+}
+
+/// A time of a position, if the position has it.
+fn timestamp(position: &Document, time: Option<&Bson>) -> Result<Option<Timestamp>> {
+    match time {
+        None => Ok(None),
+        Some(Bson::Timestamp(time)) => Ok(Some(*time)),
+        Some(_) => Err(unreadable(POSITIONS, position, "a time is no timestamp")),
     }
 }

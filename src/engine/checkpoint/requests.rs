@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
-use bson::{Bson, Document, doc, oid::ObjectId};
+use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
 
 use crate::checkpoint::store::Store;
 use denormd_model::{clock, field_path::FieldPath};
@@ -19,6 +21,14 @@ pub const REQUESTS: &str = "requests";
 const SOME: i64 = 10;
 /// Interval between reads of the answer.
 const LOOK: Duration = Duration::from_millis(300);
+/// Interval between two signs of life of a command that waits.
+const HEARTBEAT: Duration = Duration::from_secs(10);
+/// A request is refused when its command has given no sign of life for this long, in milliseconds: nobody expects the
+/// effect of a command that has failed or was interrupted.
+const ABANDONED: i64 = 60_000;
+/// Time that a request without any sign of life gets in addition, in milliseconds: commands of an earlier version give
+/// none, and the clock of their machine may be ten minutes slow.
+const WITHOUT_HEARTBEAT: i64 = 15 * 60_000;
 
 /// A request about one rule.
 #[derive(Debug, Clone, PartialEq)]
@@ -43,12 +53,15 @@ pub enum Work {
 }
 
 /// A path of a collection that a rule used to own.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "StoredRetired", into = "StoredRetired")]
 pub struct Retired {
     /// The full name of the collection, with its database.
     pub collection: String,
     /// The path of the field.
     pub path: FieldPath,
+    /// The condition on the rule's targets (`where`): it has written nothing in other documents.
+    pub filter: Option<Document>,
 }
 
 impl Retired {
@@ -57,37 +70,92 @@ impl Retired {
     pub fn namespace(&self) -> (&str, &str) {
         self.collection.split_once('.').unwrap_or_default()
     }
+}
 
-    pub(super) fn written(&self) -> Bson {
-        Bson::Document(doc! {"collection": &self.collection, "path": self.path.to_string()})
-    }
+#[derive(Debug, Serialize, Deserialize)]
+struct StoredRetired {
+    #[serde(rename = "collection")]
+    collection: String,
+    #[serde(rename = "path")]
+    path: String,
+    #[serde(rename = "where", default, skip_serializing_if = "Option::is_none")]
+    filter: Option<Document>,
+}
 
-    pub(super) fn read(value: &Bson) -> Option<Self> {
-        let doc = value.as_document()?;
-        let path = FieldPath::parse(doc.get_str("path").ok()?).ok()?;
-        Some(Self { collection: doc.get_str("collection").ok()?.to_owned(), path })
+impl TryFrom<StoredRetired> for Retired {
+    type Error = String;
+
+    fn try_from(StoredRetired { collection, path, filter }: StoredRetired) -> std::result::Result<Self, String> {
+        let path = FieldPath::parse(&path).map_err(|error| error.to_string())?;
+        Ok(Self { collection, path, filter })
     }
 }
 
-impl Work {
-    fn written(&self) -> Document {
-        match self {
-            Self::Look(targets) => doc! {"targets": targets.clone()},
-            Self::Prune(paths) => {
-                doc! {"prune": paths.iter().map(Retired::written).collect::<Vec<_>>()}
+impl From<Retired> for StoredRetired {
+    fn from(Retired { collection, path, filter }: Retired) -> Self {
+        Self { collection, path: path.to_string(), filter }
+    }
+}
+
+/// The stored form of a request: one document for each partition.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stored {
+    #[serde(rename = "_id")]
+    id: ObjectId,
+    /// The id of the request, which the documents of all partitions share.
+    #[serde(rename = "together")]
+    together: ObjectId,
+    #[serde(rename = "deployment")]
+    deployment: String,
+    #[serde(rename = "rule")]
+    rule: String,
+    #[serde(rename = "asked")]
+    asked: DateTime,
+    #[serde(rename = "targets", default, skip_serializing_if = "Option::is_none")]
+    targets: Option<Vec<Bson>>,
+    #[serde(rename = "prune", default, skip_serializing_if = "Option::is_none")]
+    prune: Option<Vec<Retired>>,
+    /// The same with conditions. An earlier version would ignore them, so it must not find the list under its own name.
+    #[serde(rename = "prune_where", default, skip_serializing_if = "Option::is_none")]
+    prune_where: Option<Vec<Retired>>,
+    #[serde(rename = "undo", default, skip_serializing_if = "Option::is_none")]
+    undo: Option<bool>,
+    /// The reason why the leader refuses it.
+    #[serde(rename = "refused", default, skip_serializing_if = "Option::is_none")]
+    refused: Option<String>,
+}
+
+impl Stored {
+    fn of(together: ObjectId, deployment: &str, rule: &str, work: &Work) -> Self {
+        let mut stored = Self {
+            id: ObjectId::new(),
+            together,
+            deployment: deployment.to_owned(),
+            rule: rule.to_owned(),
+            asked: clock::now(),
+            targets: None,
+            prune: None,
+            prune_where: None,
+            undo: None,
+            refused: None,
+        };
+        match work {
+            Work::Look(targets) => stored.targets = Some(targets.clone()),
+            Work::Prune(paths) if paths.iter().any(|path| path.filter.is_some()) => {
+                stored.prune_where = Some(paths.clone());
             }
-            Self::Undo => doc! {"undo": true},
+            Work::Prune(paths) => stored.prune = Some(paths.clone()),
+            Work::Undo => stored.undo = Some(true),
         }
+        stored
     }
 
-    fn read(doc: &Document) -> Option<Self> {
-        if let Ok(targets) = doc.get_array("targets") {
-            return Some(Self::Look(targets.clone()));
+    fn work(self) -> Option<Work> {
+        match self {
+            Self { targets: Some(targets), .. } => Some(Work::Look(targets)),
+            Self { undo: Some(true), .. } => Some(Work::Undo),
+            Self { prune, prune_where, .. } => prune_where.or(prune).map(Work::Prune),
         }
-        if doc.get_bool("undo").unwrap_or_default() {
-            return Some(Self::Undo);
-        }
-        doc.get_array("prune").ok()?.iter().map(Retired::read).collect::<Option<_>>().map(Self::Prune)
     }
 }
 
@@ -117,15 +185,37 @@ impl Store {
     /// Records a request for the current or next leader of every partition.
     pub async fn request(&self, server: &Server, rule: &str, work: &Work) -> Result<ObjectId> {
         let asked = ObjectId::new();
-        let requests = self.ids().iter().map(|id| {
-            let mut request = doc! {
-                "_id": ObjectId::new(), "together": asked, "deployment": id, "rule": rule, "asked": clock::now(),
-            };
-            request.extend(work.written());
-            request
-        });
+        let requests = self
+            .ids()
+            .iter()
+            .map(|id| bson::serialize_to_document(&Stored::of(asked, id, rule, work)).map_err(Error::from));
+        let requests = requests.collect::<Result<Vec<_>>>()?;
         server.collection(self.database(), REQUESTS).insert_many(requests).await?;
+        self.still_waits(server, asked).await?;
         Ok(asked)
+    }
+
+    /// Gives the leader a sign that the command still waits for its request: `heard`, by the server's clock, which only
+    /// the server compares.
+    async fn still_waits(&self, server: &Server, asked: ObjectId) -> Result<()> {
+        let requests = server.collection(self.database(), REQUESTS);
+        bounded(requests.update_many(doc! {"together": asked}, vec![doc! {"$set": {"heard": "$$NOW"}}])).await?;
+        Ok(())
+    }
+
+    /// Withdraws a request that no leader has carried out yet.
+    pub async fn withdraw(&self, server: &Server, asked: ObjectId) -> Result<()> {
+        bounded(server.collection(self.database(), REQUESTS).delete_many(doc! {"together": asked})).await?;
+        Ok(())
+    }
+
+    /// Refuses requests whose commands do not wait for them any more.
+    async fn refuse_abandoned(&self, server: &Server, mut open: Document) -> Result<bool> {
+        let heard = doc! {"$ifNull": ["$heard", {"$add": ["$asked", WITHOUT_HEARTBEAT]}]};
+        open.insert("$expr", doc! {"$lt": [heard, {"$subtract": ["$$NOW", ABANDONED]}]});
+        let refused = doc! {"$set": {"refused": "the command that requested it has ended, or was interrupted"}};
+        let abandoned = bounded(server.collection(self.database(), REQUESTS).update_many(open, refused)).await?;
+        Ok(abandoned.modified_count > 0)
     }
 
     /// The oldest open requests. Refuses those that cannot be read, which would otherwise stay in front of the others.
@@ -134,13 +224,21 @@ impl Store {
             "deployment": {"$in": self.ids().to_vec()}, "refused": {"$exists": false}, "_id": {"$type": "objectId"},
         };
         let requests = server.collection(self.database(), REQUESTS);
-        let found: Vec<Document> = requests.find(open).sort(doc! {"_id": 1}).limit(SOME).await?.try_collect().await?;
-        let read =
-            |id, doc: &Document| Some(Asked { id, rule: doc.get_str("rule").ok()?.to_owned(), work: Work::read(doc)? });
+        let oldest = async || -> Result<Vec<Document>> {
+            Ok(requests.find(open.clone()).sort(doc! {"_id": 1}).limit(SOME).await?.try_collect().await?)
+        };
+        let mut found = oldest().await?;
+        if !found.is_empty() && self.refuse_abandoned(server, open.clone()).await? {
+            found = oldest().await?;
+        }
+        let read = |doc: &Document| {
+            let stored: Stored = super::read(REQUESTS, doc).ok()?;
+            Some(Asked { id: stored.id, rule: stored.rule.clone(), work: stored.work()? })
+        };
         let mut requests = Vec::new();
         for doc in found {
             let Ok(id) = doc.get_object_id("_id") else { continue };
-            match read(id, &doc) {
+            match read(&doc) {
                 Some(asked) => requests.push(asked),
                 None => self.refuse_request(server, id, "this version cannot read the request").await?,
             }
@@ -175,7 +273,12 @@ impl Store {
 
     /// Waits until a request is done. Returns an error if the request is refused.
     pub async fn until_done(&self, server: &Server, asked: ObjectId) -> Result<()> {
+        let mut heard = Instant::now();
         loop {
+            if heard.elapsed() >= HEARTBEAT {
+                self.still_waits(server, asked).await?;
+                heard = Instant::now();
+            }
             match self.answer(server, asked).await? {
                 Answer::Done => return Ok(()),
                 Answer::Waiting => tokio::time::sleep(LOOK).await,
@@ -192,10 +295,12 @@ impl Store {
         let requests = server.collection(self.database(), REQUESTS);
         let together = doc! {"together": asked};
         let open: Vec<Document> = requests.find(together.clone()).await?.try_collect().await?;
-        let Some(why) = open.iter().find_map(|request| request.get_str("refused").ok()) else {
-            return Ok(if open.is_empty() { Answer::Done } else { Answer::Waiting });
+        let open = open.iter().map(|request| super::read(REQUESTS, request)).collect::<Result<Vec<Stored>>>()?;
+        let is_done = open.is_empty();
+        let Some(why) = open.into_iter().find_map(|request| request.refused) else {
+            return Ok(if is_done { Answer::Done } else { Answer::Waiting });
         };
         requests.delete_many(together).await?;
-        Ok(Answer::Refused(why.to_owned()))
+        Ok(Answer::Refused(why))
     }
 }

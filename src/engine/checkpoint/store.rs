@@ -4,7 +4,7 @@
 //! term. From then on, delayed writes of a former leader change nothing.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeMap, HashMap},
     mem,
     sync::Arc,
     time::Duration,
@@ -16,7 +16,7 @@ use mongodb::Collection;
 
 use denormd_model::{
     clock,
-    partition::{Partition, SEPARATOR},
+    partition::Partition,
     position::{ClusterTime, Position},
     rule_state::{BlockReason, RuleState},
 };
@@ -25,21 +25,22 @@ use denormd_mongo::{
     error::{Error, Kind, Result},
     unless,
 };
-use denormd_rules::plan::{Plan, Rule, RuleId};
+use denormd_rules::plan::{Plan, Rule};
 
 use super::{
     adoption::Decisions,
     fan_out,
     kept::Keeping,
     requests::Retired,
-    rule_record::{self, Agreement, RuleRecord, progress_field, state_fields},
+    rule_record::{
+        self, Agreement, RULES, RuleRecord, backfill_from_the_start, changed, is_paused, is_unavailable, may_be_paused,
+        progress_field, same_generation, state_fields,
+    },
+    unreadable,
 };
 
 /// The collection of positions: one document per deployment and stream.
 pub const POSITIONS: &str = "positions";
-/// The collection of rule states: one document per deployment and rule.
-pub const RULES: &str = "rules";
-
 /// The collection of terms: one document per deployment, with the latest claimed term.
 const TERMS: &str = "terms";
 
@@ -66,7 +67,12 @@ pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> 
             .sort(doc! {"term": -1})
             .await?;
         // State without a term comes from a daemon without a lease.
-        highest = highest.max(last.map_or(0, |doc| doc.get_i64("term").unwrap_or(1).max(1)));
+        let Some(last) = last else { continue };
+        highest = highest.max(match last.get("term") {
+            None | Some(Bson::Null) => 1,
+            Some(Bson::Int64(term)) => (*term).max(1),
+            Some(_) => return Err(unreadable(name, &last, "its term is no number")),
+        });
     }
     Ok(highest)
 }
@@ -162,16 +168,16 @@ impl Store {
         let positions = server.collection(&self.database, POSITIONS);
         let found = bounded(positions.find_one(doc! {"_id": self.id("stream", database)})).await?;
         let now = server.operation_time().await?;
-        Ok(found.and_then(|doc| {
-            let time = ClusterTime::from(doc.get_timestamp("time").ok()?);
-            if doc.get("cluster") != Some(&*self.cluster) || time > now {
-                tracing::error!(database, "the saved position is of another cluster and is not used");
-                return None;
-            }
-            let same = doc.get_array("pipeline").ok()?.iter().filter_map(Bson::as_document).eq(pipeline.iter());
-            let token = doc.get_document("token").ok().filter(|_| same).cloned();
-            Some(Position { time, token })
-        }))
+        let Some(doc) = found.filter(|doc| doc.contains_key("time")) else { return Ok(None) };
+        let unreadable = |error| unreadable(POSITIONS, &doc, &format!("{error}"));
+        let time = ClusterTime::from(doc.get_timestamp("time").map_err(unreadable)?);
+        if doc.get("cluster") != Some(&*self.cluster) || time > now {
+            tracing::error!(database, "the checkpoint is of another cluster and is not used");
+            return Ok(None);
+        }
+        let same = doc.get_array("pipeline").map_err(unreadable)?.iter().filter_map(Bson::as_document).eq(pipeline);
+        let token = doc.get_document("token").ok().filter(|_| same).cloned();
+        Ok(Some(Position { time, token }))
     }
 
     /// Saves the position of the stream of `database`, unless another leader has opened the state. `known` is the time of
@@ -227,13 +233,26 @@ impl Store {
         self.found(server, doc! {"definition": 0, "retired": 0, "agreed": 0}).await
     }
 
-    async fn found(&self, server: &Server, projection: Document) -> Result<Vec<(String, RuleRecord)>> {
+    /// The records by the id of the partition and the name of the rule.
+    pub async fn records(&self, server: &Server) -> Result<BTreeMap<(String, String), RuleRecord>> {
+        let records = self.of_partitions(server, doc! {}).await?.into_iter();
+        Ok(records.map(|(id, record)| ((id.deployment, id.rule), record)).collect())
+    }
+
+    async fn of_partitions(&self, server: &Server, projection: Document) -> Result<Vec<(rule_record::Id, RuleRecord)>> {
         let mine = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
         let mut cursor = server.collection(&self.database, RULES).find(mine).projection(projection).await?;
+        let mut records = Vec::new();
+        while let Some(document) = cursor.try_next().await? {
+            records.push(rule_record::read(&document)?);
+        }
+        Ok(records)
+    }
+
+    async fn found(&self, server: &Server, projection: Document) -> Result<Vec<(String, RuleRecord)>> {
         let mut out: Vec<(String, RuleRecord)> = Vec::new();
         let mut places: HashMap<String, usize> = HashMap::new();
-        while let Some(document) = cursor.try_next().await? {
-            let (name, record) = rule_record::read(&document)?;
+        for (rule_record::Id { rule: name, .. }, record) in self.of_partitions(server, projection).await? {
             match places.get(&name) {
                 Some(place) => out[*place].1.join(record),
                 None => {
@@ -252,8 +271,8 @@ impl Store {
         let found: Vec<Document> =
             bounded(async { rules.find(self.of_rule(rule)).sort(doc! {"_id": 1}).await?.try_collect().await }).await?;
         for document in found {
-            let id = document.get_document("_id").ok().and_then(|id| id.get_str("deployment").ok());
-            records.push((id.unwrap_or_default().to_owned(), rule_record::read(&document)?.1));
+            let (id, record) = rule_record::read(&document)?;
+            records.push((id.deployment, record));
         }
         Ok(records)
     }
@@ -270,7 +289,18 @@ impl Store {
         self.reset(server, rule, (state, agreement), Document::new()).await
     }
 
-    /// The same for a rule that is new, changed, or returns to the config, with the values that its first backfill
+    /// Records that a rule is backfilled because changes were lost: its record says so until a backfill has ended.
+    pub async fn lose_history(&self, server: &Server, rule: &Rule) -> Result<(RuleState, i64)> {
+        self.reset(server, rule, (&RuleState::BACKFILL, Agreement::Kept), doc! {"degraded": true}).await
+    }
+
+    /// Records that a rule is backfilled from its source, which is there again with this UUID.
+    pub async fn source_back(&self, server: &Server, rule: &Rule, uuid: &Bson) -> Result<(RuleState, i64)> {
+        let source = doc! {"source_seen": true, "source_uuid": uuid.clone()};
+        self.reset(server, rule, (&RuleState::BACKFILL, Agreement::Ended), source).await
+    }
+
+    /// Records the definition and state of a rule that is new, changed, or returns to the config, with the values that its first backfill
     /// keeps.
     pub async fn register_rule(
         &self,
@@ -405,20 +435,14 @@ impl Store {
         Ok(asked)
     }
 
-    /// Pauses a rule that is in the config and not blocked. The rule stops once the leader has read this. The state
+    /// Pauses a rule that is in the config and not blocked, for this time or until it is resumed. A rule that is paused
+    /// without an end stays so. The rule stops once the leader has read this. The state
     /// records that a backfill must cover all changes missed meanwhile.
     pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
-        let mut state = state_fields(&RuleState::Paused { until: None })?;
-        let until = time.map(|time| i64::try_from(time.as_millis()).unwrap_or(i64::MAX));
-        // The server's clock is used because the end is checked against it too.
-        let until = until.map_or(Bson::Null, |millis| doc! {"$add": ["$$NOW", millis]}.into());
-        state.insert("until", until);
         let mut free = self.of_rule(rule);
-        // An unavailable rule may be paused because it would resume by itself; a blocked one stays blocked.
-        let runs = doc! {"backfill": {"$nin": ["held", "absent"]}};
-        free.insert("$or", vec![runs, doc! {"paused": true}, doc! {"suspended": true}]);
+        free.extend(may_be_paused(time));
         let rules = server.collection(&self.database, RULES);
-        rules.update_many(free, changed(state)).await?;
+        rules.update_many(free, changed(rule_record::paused_for(time)?)).await?;
         Ok(())
     }
 
@@ -438,60 +462,46 @@ impl Store {
     /// Resumes those rules of the plan whose pause has ended, with a full backfill.
     pub async fn resume_ended(&self, server: &Server, plan: &Plan) -> Result<()> {
         let rules: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
-        let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
-        let has_ended = doc! {"$expr": {"$and": [is_date, {"$lte": ["$until", "$$NOW"]}]}};
-        self.resume_those(server, doc! {"$and": [{"_id.rule": {"$in": rules}}, has_ended]}).await?;
+        let ended = doc! {"$and": [{"_id.rule": {"$in": rules}}, rule_record::has_ended()]};
+        self.resume_those(server, ended).await?;
         Ok(())
     }
 
     async fn resume_those(&self, server: &Server, which: Document) -> Result<u64> {
-        let mut paused = doc! {"_id.deployment": {"$in": self.ids.to_vec()}, "backfill": "held", "paused": true};
+        let mut paused = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
+        paused.extend(is_paused());
         paused.extend(which);
         let update = changed(backfill_from_the_start()?);
         Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
     }
 
     /// Resumes an unavailable rule with a full backfill, unless its state has changed since.
-    pub async fn come_back(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
+    pub async fn resume_unavailable(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
         let mut unavailable = mine(server, self.id("rule", rule));
-        unavailable.extend(doc! {"backfill": "held", "suspended": true, "generation": generation});
+        unavailable.extend(is_unavailable());
+        unavailable.insert("generation", generation);
         let update = changed(backfill_from_the_start()?);
         bounded(server.collection(&self.database, RULES).update_one(unavailable, update)).await?;
         Ok(())
     }
 
-    /// The rules of the plan that have already run with their current definition. Reads only.
-    pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &Plan) -> Result<BTreeSet<RuleId>> {
-        // The ids of the deployment and of its partitions, whose number is not needed: they sort between these two.
-        let (first, last) = (format!("{deployment}{SEPARATOR}"), format!("{deployment}{SEPARATOR}~"));
-        let mine = vec![doc! {"_id.deployment": deployment}, doc! {"_id.deployment": {"$gte": first, "$lt": last}}];
-        let filter = doc! {"$or": mine, "backfill": {"$ne": "absent"}};
-        let mut cursor = bounded(server.collection(database, RULES).find(filter)).await?;
-        let mut found = BTreeSet::new();
-        while let Some(doc) = bounded(cursor.try_next()).await? {
-            let (Ok(id), Ok(definition)) = (doc.get_document("_id"), doc.get_document("definition")) else { continue };
-            let same = |rule: &&Arc<Rule>| {
-                id.get_str("rule").ok() == Some(rule.name.as_str()) && rule.definition == *definition
-            };
-            found.extend(plan.rules.iter().find(same).map(|rule| rule.id));
-        }
-        Ok(found)
-    }
-
     /// Records that the source collection of a rule exists, with its UUID. If the rule was unblocked meanwhile, so that
-    /// a missing source counts as empty, a delayed write finds another generation and changes nothing.
-    pub async fn source_seen(&self, server: &Server, rule: &str, generation: i64, uuid: &Bson) -> Result<()> {
+    /// a missing source counts as empty, a delayed write finds another generation, changes nothing and returns false.
+    pub async fn source_seen(&self, server: &Server, rule: &str, generation: i64, uuid: &Bson) -> Result<bool> {
         let mut filter = mine(server, self.id("rule", rule));
         filter.insert("generation", same_generation(generation));
         let update = doc! {"$set": {"source_seen": true, "source_uuid": uuid.clone()}};
-        bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
-        Ok(())
+        let seen = bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
+        Ok(seen.matched_count > 0)
     }
 
     /// Records that a rule is not in the config, so that it is backfilled if it returns. With a generation of its own: a
     /// former leader's backfill, saved late, does not bring the rule back.
     pub async fn remove(&self, server: &Server, rule: &str) -> Result<()> {
-        let removed = changed(state_fields(&RuleState::Removed)?);
+        let mut removed = state_fields(&RuleState::Removed)?;
+        // If it returns, its backfill is an ordinary one.
+        removed.insert("degraded", "$$REMOVE");
+        let removed = changed(removed);
         let rules = server.collection(&self.database, RULES);
         bounded(rules.update_one(mine(server, self.id("rule", rule)), removed)).await?;
         Ok(())
@@ -540,7 +550,7 @@ impl Store {
     /// Records that values are put back: these fields are the application's, and the next backfill of the rule keeps
     /// their values again.
     pub async fn undoing(&self, server: &Server, rule: &str, keeping: &Keeping, undone: &[Retired]) -> Result<()> {
-        let undone: Vec<Bson> = undone.iter().map(Retired::written).collect();
+        let undone = undone.iter().map(bson::serialize_to_bson).collect::<std::result::Result<Vec<_>, _>>()?;
         let keeping = bson::serialize_to_document(keeping)?;
         let update = doc! {"$set": {"keeping": keeping}, "$addToSet": {"undone": {"$each": undone}}};
         let rules = server.collection(&self.database, RULES);
@@ -562,20 +572,24 @@ impl Store {
         let mut filter = mine(server, self.id("rule", &rule.name));
         filter.insert("generation", generation);
         let rules = server.collection(&self.database, RULES);
+        let mut ended = doc! {"undone": ""};
+        if *state == RuleState::Live {
+            ended.insert("degraded", "");
+        }
         let mut state = state_fields(state)?;
         state.insert("progress", progress_field(progress));
         if let Some(passed) = passed {
             let (mut keeps, mut both) = (filter.clone(), state.clone());
             keeps.insert("keeping", doc! {"$type": "object"});
             both.insert("keeping.passed", vec![passed.clone()]);
-            let update = doc! {"$set": both, "$unset": {"undone": ""}};
+            let update = doc! {"$set": both, "$unset": ended.clone()};
             if bounded(rules.update_one(keeps, update)).await?.matched_count > 0 {
                 return Ok(true);
             }
             // The record keeps nothing any more: the answer to `end_keeping` was lost.
         }
         // A delayed write moves the progress back.
-        let update = doc! {"$set": state, "$unset": {"undone": ""}};
+        let update = doc! {"$set": state, "$unset": ended};
         let done = bounded(rules.update_one(filter, update)).await?;
         Ok(done.matched_count > 0)
     }
@@ -616,28 +630,4 @@ async fn create_collections(server: &Server, database: &str) -> Result<()> {
         unless(code::NAMESPACE_EXISTS, server.database(database).create_collection(name).await)?;
     }
     Ok(())
-}
-
-/// State from before generations existed has no such field.
-fn same_generation(generation: i64) -> Bson {
-    if generation == 0 { doc! {"$in": [Bson::Null, 0_i64]}.into() } else { generation.into() }
-}
-
-/// The update that puts rules into a state, given by its fields as expressions, with the next generation. An agreement
-/// to the removals of an unfinished backfill remains valid ([`Agreement::Kept`]).
-fn changed(mut fields: Document) -> Vec<Document> {
-    let generation = doc! {"$ifNull": ["$generation", 0_i64]};
-    let next = doc! {"$add": [generation.clone(), 1_i64]};
-    let is_open = doc! {"$or": [
-        {"$in": ["$backfill", ["pending", "manual"]]},
-        {"$and": [{"$eq": ["$backfill", "held"]}, {"$or": [{"$eq": ["$paused", true]}, {"$eq": ["$suspended", true]}]}]},
-    ]};
-    let kept = doc! {"$and": [{"$eq": ["$removals_agreed", generation]}, is_open]};
-    fields.insert("removals_agreed", doc! {"$cond": [kept, next.clone(), "$removals_agreed"]});
-    fields.insert("generation", next);
-    vec![doc! {"$set": fields}]
-}
-
-fn backfill_from_the_start() -> Result<Document> {
-    state_fields(&RuleState::BACKFILL)
 }

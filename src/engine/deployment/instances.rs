@@ -17,7 +17,10 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 
-use crate::events::{host, instance_name};
+use crate::{
+    checkpoint::read,
+    events::{host, instance_name},
+};
 use denormd_mongo::{Connection, Server, bounded, error::Result};
 use denormd_rules::plan::Plan;
 
@@ -90,17 +93,37 @@ pub async fn instances(server: &Server, database: &str, deployment: &str, ttl: D
     let instances = server.collection(database, COLLECTION);
     let found = instances.find(there).sort(doc! {"started": 1, "_id": 1});
     let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
-    let read = |doc: &Document| {
-        // An older version announces fewer fields.
-        let text = |name: &str| doc.get_str(name).unwrap_or("unknown");
-        Some(Instance {
-            name: instance_name(text("host"), doc.get_i64("process").ok()?),
-            version: text("program").to_owned(),
-            plan: doc.get_str("plan").ok()?.to_owned(),
-            started: doc.get_datetime("started").ok()?.timestamp_millis(),
-        })
-    };
-    Ok(found.iter().filter_map(read).collect())
+    found.iter().map(|instance| read(COLLECTION, instance).map(|stored: Stored| stored.into())).collect()
+}
+
+/// The fields of an instance that are read, a part of those that [`Place::beat`] writes.
+#[derive(Debug, Deserialize)]
+struct Stored {
+    /// The first version does not announce this field and the next.
+    #[serde(rename = "host", default = "unknown")]
+    host: String,
+    #[serde(rename = "program", default = "unknown")]
+    program: String,
+    #[serde(rename = "process")]
+    process: i64,
+    #[serde(rename = "plan")]
+    plan: String,
+    #[serde(rename = "started")]
+    started: DateTime,
+    /// Number of partitions that it leads; none if it takes no partitions.
+    #[serde(rename = "leads", default)]
+    leads: Option<usize>,
+}
+
+fn unknown() -> String {
+    "unknown".to_owned()
+}
+
+impl From<Stored> for Instance {
+    fn from(stored: Stored) -> Self {
+        let Stored { host, program, process, plan, started, .. } = stored;
+        Self { name: instance_name(&host, process), version: program, plan, started: started.timestamp_millis() }
+    }
 }
 
 fn alive(ttl: Duration) -> Document {
@@ -273,10 +296,11 @@ impl Place {
             "leads": {"$exists": true}, "$expr": alive(self.ttl),
         };
         let instances = self.collection(COLLECTION);
-        let mut cursor = bounded(instances.find(others).projection(doc! {"leads": 1})).await?;
+        let mut cursor = bounded(instances.find(others)).await?;
         let mut leads = Vec::new();
         while let Some(other) = bounded(cursor.try_next()).await? {
-            leads.push(other.get_i64("leads").ok().and_then(|leads| usize::try_from(leads).ok()).unwrap_or_default());
+            let other: Stored = read(COLLECTION, &other)?;
+            leads.extend(other.leads);
         }
         Ok(leads)
     }

@@ -1,7 +1,7 @@
 //! The lease of the leader: a document in the state database, valid by the server's clock alone.
 //!
 //! The instance named in the document may write until `until`, and every write of it has ended by then
-//! ([`denormd_mongo::fence`]). Another instance may take the lease shortly after that, or at once if it was given back,
+//! ([`denormd_mongo::fence`]). Another instance may take the lease shortly after that, or at once if it was released,
 //! and the term grows with every take-over. Local time is only used to measure the time since a request was sent.
 //!
 //! An expired lease is not lost yet. Nothing is written under it ([`denormd_mongo::fence`]), but it is still renewed,
@@ -25,10 +25,14 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::store::{claim_term, highest_term},
+    checkpoint::{
+        read,
+        store::{claim_term, highest_term},
+        unreadable,
+    },
     events::{host, instance_name},
 };
-use denormd_model::{failpoint, partition::SEPARATOR};
+use denormd_model::{failpoint, partition::of_deployment};
 use denormd_mongo::{
     Connection, End, Fence, Server, bounded, code,
     error::{Error, Result},
@@ -95,7 +99,7 @@ pub struct LeaseDocument {
     ttl: Duration,
 }
 
-/// A held lease. It is renewed until it is given back, lost, or dropped.
+/// A held lease. It is renewed until it is released, lost, or dropped.
 #[derive(Debug)]
 pub struct Held<R: Registry = LeaseDocument> {
     registry: R,
@@ -196,7 +200,7 @@ impl<R: Registry> Lease<R> {
         let why = loop {
             tokio::time::sleep(pause).await;
             if fence.is_superseded() {
-                // The lease is not given back: writes may be in progress until it expires.
+                // The lease is not released: writes may be in progress until it expires.
                 break "the state has the mark of a later leader";
             }
             let sent = Instant::now();
@@ -251,7 +255,8 @@ impl Registry for LeaseDocument {
     async fn take(&self, owner: &str) -> Result<Option<Grant>> {
         let id = doc! {"_id": &self.deployment};
         let seen = self.collection().find_one(id.clone()).projection(doc! {"free": is_free(), "term": 1}).await?;
-        if seen.as_ref().is_some_and(|doc| !doc.get_bool("free").unwrap_or_default()) {
+        let taken: Option<Taken> = seen.as_ref().map(|lease| read(COLLECTION, lease)).transpose()?;
+        if taken.is_some_and(|lease| !lease.free) {
             return Ok(None);
         }
         let before = highest_term(&self.connection.now(), &self.database, &self.deployment).await?;
@@ -270,7 +275,7 @@ impl Registry for LeaseDocument {
         // Recorded a second time, in a place that is not deleted along with the lease. The lease may have been deleted
         // since it was read, and taken by another instance in the same term: then both leases are left to expire.
         if !claim_term(&self.connection.now(), &self.database, &self.deployment, term).await? {
-            tracing::warn!(term, "the lease was deleted while it was being taken: it is left to run out");
+            tracing::warn!(term, "the lease was deleted while it was being taken: it is left to expire");
             return Ok(None);
         }
         let known = seen.as_ref().and_then(|seen| seen.get_i64("term").ok()).unwrap_or_default();
@@ -317,11 +322,11 @@ impl<R: Registry> Held<R> {
         self.renewal.abort();
         let term = self.term();
         match tokio::time::timeout(RELEASE, self.registry.give_back(&self.owner)).await {
-            Ok(Ok(())) => tracing::info!(term, "the lease was given back"),
+            Ok(Ok(())) => tracing::info!(term, "the lease was released"),
             Ok(Err(error)) => {
-                tracing::warn!(term, error = %error.message, "the lease could not be given back and runs out");
+                tracing::warn!(term, error = %error.message, "the lease could not be released and will expire");
             }
-            Err(_) => tracing::warn!(term, "the lease could not be given back in time and runs out"),
+            Err(_) => tracing::warn!(term, "the lease could not be released in time and will expire"),
         }
     }
 }
@@ -343,8 +348,32 @@ pub async fn held(server: &Server, database: &str, ids: &[String]) -> Result<Vec
     let leases = server.collection(database, COLLECTION);
     let found = leases.find(filter).projection(doc! {"free": is_free()});
     let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
-    let held = found.iter().filter(|lease| !lease.get_bool("free").unwrap_or_default());
-    Ok(held.filter_map(|lease| Some(lease.get_str("_id").ok()?.to_owned())).collect())
+    let leases = found.iter().map(|lease| read(COLLECTION, lease)).collect::<Result<Vec<Taken>>>()?;
+    Ok(leases.into_iter().filter(|lease| !lease.free).map(|lease| lease.id).collect())
+}
+
+/// The `_id` of a lease, and whether the lease is free, which the server computes ([`is_free`]).
+#[derive(Debug, Deserialize)]
+struct Taken {
+    #[serde(rename = "_id")]
+    id: String,
+    #[serde(rename = "free")]
+    free: bool,
+}
+
+/// The holder in a lease, as [`LeaseDocument`] writes it.
+#[derive(Debug, Deserialize)]
+struct Named {
+    #[serde(rename = "host")]
+    host: String,
+    #[serde(rename = "process")]
+    process: i64,
+    #[serde(rename = "term")]
+    term: i64,
+    #[serde(rename = "taken")]
+    taken: DateTime,
+    #[serde(rename = "until")]
+    until: DateTime,
 }
 
 /// The leader, as its lease names it.
@@ -363,20 +392,22 @@ pub struct Holder {
 
 /// Holders of all leases of a deployment by the lease's id, for any number of partitions.
 pub async fn holders(server: &Server, database: &str, deployment: &str) -> Result<BTreeMap<String, Holder>> {
-    // '$' follows the separator in ASCII, so this range matches all partitions and nothing else.
-    let of_partitions = doc! {"$gt": format!("{deployment}{SEPARATOR}"), "$lt": format!("{deployment}$")};
-    let filter = doc! {"$or": [{"_id": deployment}, {"_id": of_partitions}]};
     let fields = doc! {"free": is_free(), "host": 1, "process": 1, "term": 1, "taken": 1, "until": 1};
     let leases = server.collection(database, COLLECTION);
-    let found = leases.find(filter).projection(fields);
+    let found = leases.find(of_deployment("_id", deployment)).projection(fields);
     let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
-    let read = |lease: &Document| {
-        let time = |name| lease.get_datetime(name).map(|time| time.timestamp_millis()).unwrap_or_default();
-        let instance = instance_name(lease.get_str("host").ok()?, lease.get_i64("process").ok()?);
-        let holder = Holder { instance, term: lease.get_i64("term").ok()?, since: time("taken"), until: time("until") };
-        Some((lease.get_str("_id").ok()?.to_owned(), holder))
-    };
-    Ok(found.iter().filter(|lease| !lease.get_bool("free").unwrap_or_default()).filter_map(read).collect())
+    let mut holders = BTreeMap::new();
+    for lease in &found {
+        let Taken { id, free } = read(COLLECTION, lease)?;
+        // A change of the number of partitions marks leases whose leaders it does not know, without a host.
+        if free || !lease.contains_key("host") {
+            continue;
+        }
+        let Named { host, process, term, taken, until } = read(COLLECTION, lease)?;
+        let (since, until) = (taken.timestamp_millis(), until.timestamp_millis());
+        holders.insert(id, Holder { instance: instance_name(&host, process), term, since, until });
+    }
+    Ok(holders)
 }
 
 /// Condition for a free lease: it has expired, and the grace period for the writes under it is over; or it was given
@@ -400,13 +431,19 @@ fn latest() -> Document {
     doc! {"$max": ["$$NOW", {"$toDate": "$$CLUSTER_TIME"}]}
 }
 
-fn term_of(doc: &Document) -> Result<i64> {
-    doc.get_i64("term").map_err(|_| Error::internal("a lease without a term"))
+pub(super) fn term_of(lease: &Document) -> Result<i64> {
+    lease.get_i64("term").map_err(|error| unreadable(COLLECTION, lease, &format!("its term: {error}")))
 }
 
 fn until_of(doc: &Document) -> Result<End> {
-    let server = doc.get_datetime("until").map_err(|_| Error::internal("a lease without an end"))?.timestamp_millis();
-    Ok(End { server, cluster: doc.get_datetime("cluster_until").map_or(i64::MAX, |end| end.timestamp_millis()) })
+    let unreadable = |error| unreadable(COLLECTION, doc, &error);
+    let server = doc.get_datetime("until").map_err(unreadable)?.timestamp_millis();
+    let cluster = match doc.get("cluster_until") {
+        // The cluster time is too far ahead.
+        None | Some(Bson::Null) => i64::MAX,
+        _ => doc.get_datetime("cluster_until").map_err(unreadable)?.timestamp_millis(),
+    };
+    Ok(End { server, cluster })
 }
 
 fn millis(duration: Duration) -> i64 {

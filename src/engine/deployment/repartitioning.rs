@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
 use mongodb::{
     ClientSession, Collection,
@@ -21,15 +21,16 @@ use mongodb::{
 use crate::{
     checkpoint::{
         fan_out, format,
-        kept::Keeping,
         requests::REQUESTS,
-        store::{POSITIONS, RULES, highest_term},
+        rule_record::{self, Id, RULES, RuleRecord},
+        store::{POSITIONS, highest_term},
+        unreadable,
     },
     dead_letter,
     deployment::lease,
     request::Task,
 };
-use denormd_model::{clock, key::Key, partition::Partition, stored_key::loaded};
+use denormd_model::{key::Key, partition::Partition, stored_key::loaded};
 use denormd_mongo::{
     Server, code,
     error::{Error, Result},
@@ -142,18 +143,20 @@ impl Repartitioning<'_> {
         let refused = doc! {"$set": {"refused": "the number of partitions has changed meanwhile: ask again"}};
         let asked = doc! {"deployment": {"$in": &self.old}};
         self.collection(REQUESTS).update_many(asked, refused).session(&mut *session).await?;
-        let rules = self.rules(&kept);
-        let positions = positions(&kept.positions, self.old.len());
+        let rules = self.rules(&kept)?;
+        let positions = positions(&kept.positions, self.old.len())?;
         for partition in &self.new {
             let id = partition.id(self.deployment);
             let term = self.free_lease(session, &id).await?;
-            let of_rules = rules.iter().map(|rule| renamed(rule, &id, term)).collect();
-            self.insert(session, RULES, of_rules).await?;
+            let of_rules = rules.iter().map(|(rule, record)| {
+                rule_record::document(Id { deployment: id.clone(), rule: rule.clone() }, record, term)
+            });
+            self.insert(session, RULES, of_rules.collect::<Result<_>>()?).await?;
             let of_positions = positions.iter().map(|position| renamed(position, &id, term)).collect();
             self.insert(session, POSITIONS, of_positions).await?;
             if kept.dead_letters.len() <= DEAD_LETTERS {
                 let dead_letters = kept.dead_letters.iter().filter(|dead_letter| concerns(*partition, dead_letter));
-                // Dead letters have no term. Two old partitions may each have one of the same look-up, or of the same circle.
+                // Dead letters have no term. Two old partitions may each have one of the same lookup, or of the same circle.
                 let dead_letters: BTreeMap<_, Document> = dead_letters
                     .map(|dead_letter| moved(dead_letter, &id))
                     .map(|dead_letter| (identity(&dead_letter), dead_letter))
@@ -191,7 +194,7 @@ impl Repartitioning<'_> {
         let leases = self.collection(lease::COLLECTION);
         let lease = leases.find_one_and_update(doc! {"_id": id}, vec![given_back()]).upsert(true);
         let lease = lease.return_document(ReturnDocument::After).session(&mut *session).await?;
-        Ok(lease.and_then(|lease| lease.get_i64("term").ok()).unwrap_or(1))
+        lease.as_ref().map_or(Ok(1), lease::term_of)
     }
 
     async fn read(&self, session: &mut ClientSession) -> Result<Kept> {
@@ -218,8 +221,9 @@ impl Repartitioning<'_> {
         Ok(())
     }
 
-    fn rules(&self, kept: &Kept) -> Vec<Document> {
-        let mut unfinished: BTreeSet<&str> = kept.fan_outs.iter().filter_map(|job| part(job, "rule")).collect();
+    fn rules(&self, kept: &Kept) -> Result<BTreeMap<String, RuleRecord>> {
+        let of_job = |job| part(job, "rule").ok_or_else(|| fan_out::unreadable(job));
+        let mut unfinished = kept.fan_outs.iter().map(of_job).collect::<Result<BTreeSet<&str>>>()?;
         if kept.dead_letters.len() > DEAD_LETTERS {
             unfinished.extend(kept.rules.iter().filter_map(|rule| part(rule, "rule")));
         }
@@ -241,104 +245,39 @@ fn given_back() -> Document {
     doc! {"$set": {"owner": Bson::Null, "until": "$$NOW", "term": term}}
 }
 
-/// The rule states of `old` partitions merged into one for each rule. A rule that is not complete in all of them, or is
-/// in `unfinished`, restarts.
-fn joined(states: &[Document], old: usize, unfinished: &BTreeSet<&str>) -> Vec<Document> {
-    let mut by_rule: BTreeMap<&str, Vec<&Document>> = BTreeMap::new();
-    for state in states {
-        by_rule.entry(part(state, "rule").unwrap_or_default()).or_default().push(state);
+/// The records of `old` partitions merged into one for each rule. A rule that is not complete in all of them, or is in
+/// `unfinished`, restarts.
+fn joined(documents: &[Document], old: usize, unfinished: &BTreeSet<&str>) -> Result<BTreeMap<String, RuleRecord>> {
+    let mut by_rule: BTreeMap<String, Vec<RuleRecord>> = BTreeMap::new();
+    for document in documents {
+        let (id, record) = rule_record::read(document)?;
+        by_rule.entry(id.rule).or_default().push(record);
     }
-    by_rule.into_iter().map(|(rule, states)| one(&states, states.len() == old && !unfinished.contains(rule))).collect()
-}
-
-fn one(states: &[&Document], whole: bool) -> Document {
-    let is = |state: &Document, what: &str| state.get_str("backfill").is_ok_and(|backfill| backfill == what);
-    let rests = |state: &Document| ["paused", "suspended"].iter().any(|what| state.get_bool(what).unwrap_or_default());
-    let held = states.iter().find(|state| is(state, "held") && !rests(state));
-    let stopped = held.or_else(|| states.iter().find(|state| is(state, "held")));
-    let mut out = (*stopped.or(states.first()).unwrap_or(&&Document::new())).clone();
-    let same = states.iter().all(|state| state.get("definition") == out.get("definition"));
-    let number = |name| states.iter().filter_map(|state| state.get_i64(name).ok()).max().unwrap_or_default();
-    let seen = states.iter().any(|state| state.get_bool("source_seen").unwrap_or_default());
-    let all_of = |name| {
-        let mut all: Vec<Bson> = Vec::new();
-        for value in states.iter().filter_map(|state| state.get_array(name).ok()).flatten() {
-            if !all.contains(value) {
-                all.push(value.clone());
-            }
-        }
-        all
-    };
-    let (mut retired, undone) = (all_of("retired"), all_of("undone"));
-    // Values that a partition has written by another definition are left to `denormd prune`. A rule that is blocked for its
-    // effect on existing data has written none.
-    let for_adoption = |state: &Document| {
-        state.get_document("block").is_ok_and(|block| block.get_str("kind").is_ok_and(|kind| kind == "adoption"))
-    };
-    let has_written = |state: &&&Document| !is(state, "held") || rests(state) || !for_adoption(state);
-    for definition in states.iter().filter(has_written).filter_map(|state| state.get("definition")) {
-        if out.get("definition") != Some(definition) && !retired.contains(definition) {
-            retired.push(definition.clone());
-        }
-    }
-    let keeping: Vec<Option<Keeping>> =
-        states.iter().map(|state| bson::deserialize_from_bson(state.get("keeping")?.clone()).ok()).collect();
-    let keeping = Keeping::joined(keeping.iter().map(Option::as_ref));
-    if let Some(released) = states.iter().filter_map(|state| state.get_timestamp("released").ok()).max() {
-        out.insert("released", released);
-    }
-    // Each partition has to have an agreement to the removals of a backfill that is not done.
-    let is_agreed = |state: &&Document| {
-        let of_this = |generation| state.get_i64("generation").is_ok_and(|now| now == generation);
-        !is(state, "done") && state.get_i64("removals_agreed").is_ok_and(of_this)
-    };
-    let agreed = states.iter().all(is_agreed).then(|| number("generation"));
-    out.insert("removals_agreed", agreed);
-    out.insert("generation", number("generation"));
-    out.insert("source_seen", seen);
-    if !retired.is_empty() {
-        out.insert("retired", retired);
-    }
-    if !undone.is_empty() {
-        out.insert("undone", undone);
-    }
-    if let Some(keeping) = keeping.and_then(|keeping| bson::serialize_to_document(&keeping).ok()) {
-        out.insert("keeping", keeping);
-    }
-    if stopped.is_none() {
-        let all =
-            |wanted: &[&str]| whole && same && states.iter().all(|state| wanted.iter().any(|what| is(state, what)));
-        let backfill = if all(&["done"]) {
-            "done"
-        } else if all(&["absent"]) {
-            "absent"
-        } else if all(&["done", "manual"]) {
-            "manual"
-        } else {
-            "pending"
-        };
-        out.extend(doc! {"backfill": backfill, "after": [], "progress": Bson::Null, "saved": clock::now()});
-        // A former backfill of created targets has ended among the sources; the next one begins with the targets.
-        out.remove("in_sources");
-    }
-    out
+    let joined = by_rule.into_iter().filter_map(|(rule, records)| {
+        let is_whole = records.len() == old && !unfinished.contains(rule.as_str());
+        Some((rule, RuleRecord::of_new_partitions(records, is_whole)?))
+    });
+    Ok(joined.collect())
 }
 
 /// For each stream that all `old` partitions have followed in this cluster: the earliest checkpoint. Given as a time,
 /// because a resume token belongs to one stream.
-fn positions(positions: &[Document], old: usize) -> Vec<Document> {
-    let mut by_stream: BTreeMap<&str, Vec<&Document>> = BTreeMap::new();
-    for position in positions {
-        by_stream.entry(part(position, "stream").unwrap_or_default()).or_default().push(position);
+fn positions(positions: &[Document], old: usize) -> Result<Vec<Document>> {
+    let mut by_stream: BTreeMap<&str, Vec<(Timestamp, &Document)>> = BTreeMap::new();
+    for position in positions.iter().filter(|position| position.contains_key("time")) {
+        let unreadable = |why: String| unreadable(POSITIONS, position, &why);
+        let stream = part(position, "stream").ok_or_else(|| unreadable("it names no stream".to_owned()))?;
+        let time = position.get_timestamp("time").map_err(|error| unreadable(error.to_string()))?;
+        by_stream.entry(stream).or_default().push((time, position));
     }
-    let last = |positions: Vec<&Document>| {
-        let cluster = positions.first()?.get("cluster");
-        let whole = positions.len() == old && positions.iter().all(|position| position.get("cluster") == cluster);
-        let mut last = (*positions.iter().min_by_key(|position| position.get_timestamp("time").ok())?).clone();
+    let last = |positions: Vec<(Timestamp, &Document)>| {
+        let cluster = positions.first()?.1.get("cluster");
+        let whole = positions.len() == old && positions.iter().all(|(_, position)| position.get("cluster") == cluster);
+        let mut last = positions.iter().min_by_key(|(time, _)| *time)?.1.clone();
         last.extend(doc! {"token": Bson::Null, "pipeline": []});
         whole.then_some(last)
     };
-    by_stream.into_values().filter_map(last).collect()
+    Ok(by_stream.into_values().filter_map(last).collect())
 }
 
 /// The same document for another partition, under that partition's term.
@@ -359,9 +298,10 @@ fn moved(doc: &Document, id: &str) -> Document {
 /// Rule, task, key and target of a dead letter. Keys are equal as the server's index on `_id` sees them: 1 and 1.0 are.
 fn identity(dead_letter: &Document) -> (String, String, Key, Key) {
     let text = |name| part(dead_letter, name).unwrap_or_default().to_owned();
-    let key = |name| {
-        let id = dead_letter.get_document("_id").ok();
-        Key::new(id.and_then(|id| id.get_array(name).ok()).cloned().unwrap_or_default())
+    // One that cannot be read is carried over, too.
+    let key = |name| match dead_letter.get_document("_id").ok().and_then(|id| id.get(name)) {
+        Some(Bson::Array(values)) => Key::new(values.clone()),
+        other => Key::new(other.cloned().into_iter().collect()),
     };
     (text("rule"), text("task"), key("key"), key("target"))
 }
@@ -378,12 +318,19 @@ fn concerns(partition: Partition, dead_letter: &Document) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use bson::Timestamp;
-
     use super::*;
 
     fn state(place: usize, backfill: &str) -> Document {
         doc! {"_id": {"deployment": format!("d#{place}/2"), "rule": "r"}, "definition": {"a": 1}, "backfill": backfill, "generation": 3_i64, "after": [7]}
+    }
+
+    /// The document of each rule in a new partition.
+    fn joined(states: &[Document], old: usize, unfinished: &BTreeSet<&str>) -> Vec<Document> {
+        let rules = super::joined(states, old, unfinished).unwrap();
+        let document = |(rule, record): (String, RuleRecord)| {
+            rule_record::document(Id { deployment: "d".to_owned(), rule }, &record, 1).unwrap()
+        };
+        rules.into_iter().map(document).collect()
     }
 
     fn backfill(states: &[Document], old: usize, unfinished: &[&str]) -> String {
@@ -407,9 +354,24 @@ mod tests {
         let both = [state(0, "done"), state(1, "done")];
         assert_eq!(backfill(&both, 3, &[]), "pending", "the third one has never run");
         assert_eq!(backfill(&both, 2, &["r"]), "pending", "a fan-out was open");
+        let error = super::joined(&[state(0, "done"), state(1, "unknown")], 2, &BTreeSet::new()).unwrap_err().message;
+        assert!(error.contains("`rules` cannot be read"), "{error}");
         let mut other = state(1, "done");
         other.insert("definition", doc! {"a": 2});
         assert_eq!(backfill(&[state(0, "done"), other], 2, &[]), "pending", "they have done different rules");
+    }
+
+    /// The backfill that repairs a loss of changes has ended in one partition, and not in the other.
+    #[test]
+    fn a_loss_in_one_partition_is_one_of_the_rule() {
+        let degraded = |place, backfill| {
+            let mut state = state(place, backfill);
+            state.insert("degraded", true);
+            state
+        };
+        let is_degraded = |states: &[Document]| joined(states, 2, &BTreeSet::new())[0].get_bool("degraded").ok();
+        assert_eq!(is_degraded(&[state(0, "done"), degraded(1, "pending")]), Some(true));
+        assert_eq!(is_degraded(&[state(0, "pending"), state(1, "pending")]), None);
     }
 
     /// Members of a circle may be owned by different partitions, which see the shared dead letter's key by their own
@@ -434,7 +396,7 @@ mod tests {
         let (mut first, second) = (state(0, "done"), state(1, "pending"));
         first.insert("in_sources", true);
         let rule = &joined(&[first, second], 2, &BTreeSet::new())[0];
-        assert_eq!((rule.get_str("backfill").unwrap(), rule.get("in_sources")), ("pending", None));
+        assert_eq!((rule.get_str("backfill").unwrap(), rule.get_bool("in_sources").unwrap()), ("pending", false));
     }
 
     #[test]
@@ -455,20 +417,47 @@ mod tests {
         }
     }
 
+    /// An unavailable rule resumes by itself, which would end the pause.
+    #[test]
+    fn a_pause_in_one_partition_is_one_of_the_rule() {
+        let with = |place, what: &str| {
+            let mut state = state(place, "held");
+            state.insert(what, true);
+            state
+        };
+        for (first, second) in [("paused", "suspended"), ("suspended", "paused")] {
+            let rule = &joined(&[with(0, first), with(1, second)], 2, &BTreeSet::new())[0];
+            assert_eq!(
+                (rule.get_bool("paused").ok(), rule.get_bool("suspended").ok()),
+                (Some(true), Some(false)),
+                "{rule}"
+            );
+        }
+    }
+
     #[test]
     fn what_any_partition_keeps_or_has_put_back_is_carried_over() {
+        let undone = |path: &str| doc! {"collection": "d.c", "path": path};
         let (mut first, mut second) = (state(0, "pending"), state(1, "pending"));
-        first.extend(doc! {"keeping": {"paths": ["a"], "passed": [9]}, "undone": [1]});
-        let mut blocked = state(1, "held");
-        for (kind, retired) in [("adoption", vec![]), ("removal_limit", vec![Bson::from(doc! {"a": 2})])] {
-            blocked.extend(doc! {"block": {"kind": kind}, "definition": {"a": 2}});
-            let rule = &joined(&[state(0, "held"), blocked.clone()], 2, &BTreeSet::new())[0];
-            assert_eq!(rule.get_array("retired").cloned().unwrap_or_default(), retired, "{kind}");
+        first.extend(doc! {"keeping": {"paths": ["a"], "passed": [9]}, "undone": [undone("a")]});
+        let blocked = |place, kind, definition: i32| {
+            let mut state = state(place, "held");
+            state.extend(doc! {"block": {"kind": kind}, "definition": {"a": definition}});
+            state
+        };
+        // One that is blocked for its effect on existing data has written nothing.
+        for (first, second, retired) in [
+            ("removal_limit", "removal_limit", vec![Bson::from(doc! {"a": 2})]),
+            ("removal_limit", "adoption", vec![doc! {"a": 1}.into()]),
+            ("adoption", "adoption", vec![]),
+        ] {
+            let rule = &joined(&[blocked(0, first, 1), blocked(1, second, 2)], 2, &BTreeSet::new())[0];
+            assert_eq!(rule.get_array("retired").unwrap(), &retired, "{first}, {second}");
         }
-        second.extend(doc! {"keeping": {"paths": ["a", "b"], "passed": [4]}, "undone": [2, 1], "definition": {"a": 2}});
+        second.extend(doc! {"keeping": {"paths": ["a", "b"], "passed": [4]}, "undone": [undone("b"), undone("a")], "definition": {"a": 2}});
         let rule = &joined(&[first.clone(), second], 2, &BTreeSet::new())[0];
         assert_eq!(rule.get_document("keeping").unwrap(), &doc! {"paths": ["a", "b"], "passed": []});
-        assert_eq!(rule.get_array("undone").unwrap(), &[1.into(), 2.into()]);
+        assert_eq!(rule.get_array("undone").unwrap(), &[undone("a"), undone("b")].map(Bson::from));
         assert_eq!(rule.get_array("retired").unwrap(), &[doc! {"a": 2}.into()], "what it has written is not forgotten");
         let rule = &joined(&[state(1, "done"), first.clone()], 2, &BTreeSet::new())[0];
         assert_eq!(rule.get_document("keeping").unwrap(), &doc! {"paths": ["a"], "passed": []});
@@ -494,9 +483,13 @@ mod tests {
                 "token": {"_data": "x"}, "pipeline": [{}], "cluster": 1,
             }
         };
-        let both = positions(&[at(0, 9), at(1, 5)], 2);
+        let both = positions(&[at(0, 9), at(1, 5)], 2).unwrap();
         assert_eq!(both[0].get_timestamp("time").unwrap().time, 5);
         assert_eq!(both[0].get("token"), Some(&Bson::Null));
-        assert_eq!(positions(&[at(0, 9)], 2), Vec::<Document>::new(), "one of them has none");
+        assert_eq!(positions(&[at(0, 9)], 2).unwrap(), Vec::<Document>::new(), "one of them has none");
+        let mut unreadable = at(1, 5);
+        unreadable.insert("time", 5);
+        let error = positions(&[at(0, 9), unreadable], 2).unwrap_err().message;
+        assert!(error.contains("`positions` cannot be read"), "{error}");
     }
 }

@@ -19,7 +19,7 @@ use crate::reconcile::{
     read,
     value::size_of,
 };
-use denormd_model::{field_path::FieldPath, key::Key, position::ClusterTime};
+use denormd_model::{field_path::FieldPath, key::Key, position::ClusterTime, text::counted};
 use denormd_mongo::{
     Reads,
     error::{Error, Kind, Result},
@@ -38,6 +38,10 @@ const WHOLE: u64 = 10_000;
 const HOLDING: i64 = 5000;
 /// Targets drawn at random that are compared in addition.
 const DRAWN: i64 = 1000;
+/// Most documents to draw where few of them are targets with a value.
+const MOST_DRAWN: u64 = 50_000;
+/// One in so many documents may be drawn: the server reads the whole collection to draw more than a twentieth.
+const SHARE: u64 = 25;
 /// Targets in one comparison.
 const PAGE: i32 = 200;
 /// Targets in the one comparison that reads the sources without an index.
@@ -83,6 +87,10 @@ pub struct Figures {
     pub holding: u64,
     /// Of these, targets that would lose a value.
     pub losing: u64,
+    /// The targets of a large collection that were drawn at random: the others are those that a scan finds first, the
+    /// oldest ones, and a rule may have another effect on the newest.
+    #[serde(skip)]
+    pub drawn: Drawn,
     /// True if the source collection exists.
     pub source_exists: bool,
     /// References that were looked up.
@@ -104,6 +112,17 @@ pub struct Foreign {
     pub kept: u64,
     /// Approximate size of these values in the state database, in bytes.
     pub kept_bytes: u64,
+}
+
+/// Figures of targets that were drawn at random.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Drawn {
+    /// The effect on values that may have been written by others.
+    pub foreign: Foreign,
+    /// Targets that hold a value.
+    pub holding: u64,
+    /// Of these, targets that would lose a value.
+    pub losing: u64,
 }
 
 /// The part of the targets that was compared.
@@ -191,11 +210,14 @@ impl Figures {
         if removes > 0 {
             reasons.push(format!("it would remove {}", some(removes, values, "existing value")));
         }
-        if overwrites * 100 > values {
-            reasons.push(format!("it would overwrite {}", some(overwrites, values, "existing value")));
+        let drawn = self.drawn.foreign;
+        let (overwrites, most) = larger((overwrites, values), (drawn.overwrites, drawn.values));
+        if overwrites * 100 > most {
+            reasons.push(format!("it would overwrite {}", some(overwrites, most, "existing value")));
         }
-        if standing == Standing::Changed && self.losing * 100 > self.holding {
-            reasons.push(format!("{} would lose their value", some(self.losing, self.holding, "target")));
+        let (losing, holding) = self.losses();
+        if standing == Standing::Changed && losing * 100 > holding {
+            reasons.push(format!("{} would lose their value", some(losing, holding, "target")));
         }
         // Data without values needs no agreement.
         if values > 0 {
@@ -206,6 +228,12 @@ impl Figures {
             }
         }
         reasons
+    }
+
+    /// The targets that would lose a value, and those that hold one: of all compared targets, or of those drawn at random,
+    /// whichever lose more.
+    fn losses(&self) -> (u64, u64) {
+        larger((self.losing, self.holding), (self.drawn.losing, self.drawn.holding))
     }
 
     /// True if more than one percent of the existing values would be replaced.
@@ -252,12 +280,13 @@ impl Figures {
     }
 }
 
-fn some(part: u64, whole: u64, noun: &str) -> String {
-    format!("{part} of {}", counted(whole, noun))
+/// The larger of two ratios, each a part and its whole.
+fn larger(one: (u64, u64), other: (u64, u64)) -> (u64, u64) {
+    if other.0.saturating_mul(one.1) > one.0.saturating_mul(other.1) { other } else { one }
 }
 
-fn counted(number: u64, noun: &str) -> String {
-    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
+fn some(part: u64, whole: u64, noun: &str) -> String {
+    format!("{part} of {}", counted(whole, noun))
 }
 
 /// Counts the changes that `rule` would make. `before` has the paths that it already owned; `at_once` reads sources in
@@ -270,7 +299,7 @@ pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, 
     let mut counting =
         Counting { context, rule, before, at_once, after, begun, seen: BTreeSet::new(), out: Count::default() };
     counting.out.figures.source_exists = context.server.has_collection(&source.database, &source.collection).await?;
-    let total = u64::try_from(count(context, rule, Role::Target).await?).unwrap_or_default();
+    let total = count(context, rule, Role::Target).await?;
     counting.out.figures.targets = total;
     let page = counting.page();
     let find = |filter: Document, limit: i64| {
@@ -291,16 +320,23 @@ pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, 
             counting.out.figures.basis = Basis::All;
         }
     } else {
-        let holding = doc! {"$and": [mine, holds_a_value(rule)]};
-        let all = counting.take(find(holding, HOLDING), HOLDING.unsigned_abs()).await?;
-        let drawn = doc! {
-            "aggregate": &target.collection, "cursor": {"batchSize": page}, "maxTimeMS": READ, "allowDiskUse": true,
-            "pipeline": [
-                {"$sample": {"size": DRAWN}}, {"$match": rule.target.filter.clone().unwrap_or_default()},
-                {"$project": projection(rule)},
-            ],
+        let holding = doc! {"$and": [mine.clone(), holds_a_value(rule)]};
+        let draw = |size: i64, filter: Document| {
+            doc! {
+                "aggregate": &target.collection, "cursor": {"batchSize": page}, "maxTimeMS": READ, "allowDiskUse": true,
+                "pipeline": [
+                    {"$sample": {"size": size}}, {"$match": filter}, {"$limit": DRAWN}, {"$project": projection(rule)},
+                ],
+            }
         };
-        let drawn = counting.take(drawn, u64::MAX).await?;
+        let drawn = counting.take(draw(DRAWN, mine), u64::MAX).await?;
+        let more = i64::try_from((total / SHARE).min(MOST_DRAWN)).unwrap_or(DRAWN);
+        if counting.out.figures.holding < ENOUGH && more > DRAWN {
+            counting.take(draw(more, holding.clone()), u64::MAX).await?;
+        }
+        let Figures { foreign, holding: holds, losing, .. } = counting.out.figures;
+        counting.out.figures.drawn = Drawn { foreign, holding: holds, losing };
+        let all = counting.take(find(holding, HOLDING), HOLDING.unsigned_abs()).await?;
         // A target without a value can be deleted as well: only a comparison of all targets would tell.
         if all
             && drawn
@@ -350,7 +386,8 @@ pub async fn losses(context: &Context, rule: &Rule) -> Result<Losses> {
         return Ok(Losses { holding: 0, losing: 0, counted: true });
     }
     let own = owned_before(rule, Some(&rule.definition));
-    let Figures { holding, losing, compared, basis, .. } = Box::pin(figures(context, rule, &own, false)).await?.figures;
+    let figures = Box::pin(figures(context, rule, &own, false)).await?.figures;
+    let ((losing, holding), Figures { compared, basis, .. }) = (figures.losses(), figures);
     Ok(Losses { holding, losing, counted: compared > 0 || basis != Basis::Some })
 }
 
@@ -445,8 +482,8 @@ impl Counting<'_> {
 
     /// Compares one page of targets. False when it took too long.
     async fn compare(&mut self, targets: Vec<Document>) -> Result<bool> {
-        let id = |target: &Document| Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
-        let fresh: Vec<Document> = targets.into_iter().filter(|target| self.seen.insert(id(target))).collect();
+        let is_new = |target: &Document| self.seen.insert(Key::of_document(target));
+        let fresh: Vec<Document> = targets.into_iter().filter(is_new).collect();
         let (rule, at_once) = (self.rule, self.at_once);
         let sources = |keys: &[&Key]| {
             let mut command = if at_once { read::sources_at_once(rule, keys) } else { read::sources(rule, keys) };
@@ -454,7 +491,7 @@ impl Counting<'_> {
             command
         };
         let (context, after) = (self.context, self.after);
-        let of_id: HashMap<Key, &Document> = fresh.iter().map(|target| (id(target), target)).collect();
+        let of_id: HashMap<Key, &Document> = fresh.iter().map(|target| (Key::of_document(target), target)).collect();
         let is_refused = |compared: &Compared| {
             let target = of_id.get(&Key::one(compared.target.clone()));
             target.is_some_and(|target| compared.in_the_way(rule, target).is_some())

@@ -14,11 +14,15 @@ use crate::reconcile::{
     applied::applied,
     by_target::{self, Referrer},
     compare::{Compared, one, projection},
+    places::reason,
     read::simple_collation,
-    tree::reason,
     value::Rows,
 };
-use denormd_model::{field_path::FieldPath, key::Key, position::ClusterTime};
+use denormd_model::{
+    field_path::FieldPath,
+    key::{Key, id_of},
+    position::ClusterTime,
+};
 use denormd_mongo::{
     Reads,
     command::limited,
@@ -58,7 +62,7 @@ pub(super) async fn compare(
 ) -> Result<Option<Compare>> {
     let documents = match documents(context, rule, tree, after).await {
         Ok(documents) => documents,
-        Err(error) if error.kind == Kind::ReadTimedOut => return Ok(None),
+        Err(error) if error.is_read_timeout() => return Ok(None),
         Err(error) => return Err(error),
     };
     let mut levels = Levels::of(rule, tree, documents);
@@ -76,13 +80,13 @@ pub(super) async fn compare(
                         levels.settle(rule, compared, &mut out)?;
                     }
                 }
-                Err(error) if error.kind == Kind::ReadTimedOut => return Ok(None),
-                Err(error) if matches!(error.kind, Kind::Refused | Kind::TooLarge) && page.len() > 1 => {
+                Err(error) if error.is_read_timeout() => return Ok(None),
+                Err(error) if (error.is_refusal() || error.exceeds_batch()) && page.len() > 1 => {
                     let (front, back) = page.split_at(page.len() / 2);
                     stack.extend([back, front]);
                 }
                 // It becomes a dead letter, and keeps its values.
-                Err(error) if matches!(error.kind, Kind::Refused | Kind::TooLarge) => out.failing += 1,
+                Err(error) if error.is_refusal() || error.exceeds_batch() => out.failing += 1,
                 Err(error) => return Err(error),
             }
         }
@@ -102,10 +106,6 @@ async fn documents(context: &Context, rule: &Rule, tree: Tree, after: ClusterTim
     rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect()
 }
 
-fn id(document: &Document) -> Bson {
-    document.get("_id").cloned().unwrap_or(Bson::Null)
-}
-
 /// The documents of a tree, each level after those that it reads.
 struct Levels {
     /// The documents as a backfill leaves them, as far as it has come.
@@ -121,7 +121,7 @@ struct Levels {
 impl Levels {
     fn of(rule: &Rule, tree: Tree, documents: Vec<Document>) -> Self {
         let documents: HashMap<Key, Document> =
-            documents.into_iter().map(|document| (Key::one(id(&document)), document)).collect();
+            documents.into_iter().map(|document| (Key::of_document(&document), document)).collect();
         let parent = |document: &Document| rule.reference.keys(tree.parent, document).pop().flatten();
         let parents: HashMap<Key, Option<Key>> =
             documents.iter().map(|(key, document)| (key.clone(), parent(document))).collect();
@@ -141,7 +141,7 @@ impl Levels {
                 Place::Node(ancestors) if reason(tree, &place).is_none() => {
                     by_depth.push((ancestors.len(), key.clone()));
                 }
-                _ => kept.push(Compared { target: id(document), fields: Vec::new(), references: Vec::new() }),
+                _ => kept.push(Compared { target: id_of(document), fields: Vec::new(), references: Vec::new() }),
             }
         }
         match tree.parent {
@@ -203,7 +203,7 @@ impl Levels {
         };
         sources
             .filter_map(|source| self.documents.get(source))
-            .map(|document| doc! {"k": id(document), "v": written(document)})
+            .map(|document| doc! {"k": id_of(document), "v": written(document)})
             .collect()
     }
 

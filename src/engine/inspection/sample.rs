@@ -18,14 +18,18 @@ use crate::{
     reconcile::{
         Context,
         applied::applied,
-        compare::{Compared, compare_by, compare_each, projection, value_at},
+        compare::{Compared, compare_by, compare_each, projection},
         read,
     },
 };
-use denormd_model::{field_path::Segment, key::Key};
+use denormd_model::{
+    distribution::number,
+    field_path::{Segment, value_at},
+    key::{Key, id_of, whole_number},
+};
 use denormd_mongo::{
     Reads,
-    error::{Error, Kind, Result},
+    error::{Error, Result},
 };
 use denormd_rules::plan::{Rule, Side, Values, reference::Role};
 
@@ -33,8 +37,6 @@ use denormd_rules::plan::{Rule, Side, Values, reference::Role};
 pub(super) const LARGEST: u64 = 16 << 20;
 /// Sources that are drawn for fan-outs, and targets for fan-ins.
 const SOURCES: i32 = 100;
-/// Time limit for counting the documents of one of them, in milliseconds.
-const COUNTING: i64 = 2000;
 /// Keys that are counted in addition, because many sampled references name them.
 const FREQUENT: usize = 5;
 /// Keys in one read.
@@ -42,7 +44,7 @@ const KEYS: usize = 200;
 /// Documents that are read for them; where there are more, fewer keys are requested at once.
 const FOUND: i64 = 20_000;
 /// Largest collection, in documents, that may be scanned for each request.
-const FEW: i64 = 10_000;
+const FEW: u64 = 10_000;
 /// Time limit of the one pass over a larger collection, in milliseconds.
 const PASS: i64 = 10_000;
 /// Different references that such a pass may find.
@@ -210,10 +212,21 @@ impl Drawn {
             None => sample.not_estimated.push("changes"),
         }
         // Each source has its document, and a document any number of sources.
-        if rule.creates.is_some() {
-            sample.refused = refused(context, rule, compared.as_deref().unwrap_or_default()).await?;
-            return Ok(sample);
+        if rule.creates.is_none() {
+            self.count_references(context, rule, (slow_sources, slow_targets), &mut sample).await?;
         }
+        sample.refused = refused(context, rule, compared.as_deref().unwrap_or_default()).await?;
+        Ok(sample)
+    }
+
+    /// Finds how many references resolve, and how many documents one of the other side has.
+    async fn count_references(
+        &self,
+        context: &Context,
+        rule: &Rule,
+        (slow_sources, slow_targets): (bool, bool),
+        sample: &mut Sample,
+    ) -> Result<()> {
         let some_targets = &self.by_target[..self.by_target.len().min(100)];
         let (held, other) = self.held(rule);
         let frequent = frequent(rule, held);
@@ -254,8 +267,7 @@ impl Drawn {
                 distribution.worst = counts.into_iter().fold(distribution.worst, u64::max);
             }
         }
-        sample.refused = refused(context, rule, compared.as_deref().unwrap_or_default()).await?;
-        Ok(sample)
+        Ok(())
     }
 
     /// Mean number of targets of a source, from the share of the sampled references that resolve. None where a filter
@@ -281,13 +293,12 @@ impl Drawn {
     ) -> Result<Option<Vec<Compared>>> {
         let time = context.server.operation_time().await?;
         if let Some(tree) = rule.tree {
-            if at_once || count(context, rule, Role::Target).await? > i64::try_from(in_tree::MOST).unwrap_or(i64::MAX) {
+            if at_once || count(context, rule, Role::Target).await? > in_tree::MOST {
                 return Ok(None);
             }
             let deadline = Instant::now() + Duration::from_millis(PASS.unsigned_abs());
             let Some(whole) = in_tree::compare(context, rule, tree, time, deadline).await? else { return Ok(None) };
-            let id = |document: &Document| Key::one(document.get("_id").cloned().unwrap_or(Bson::Null));
-            let drawn: BTreeSet<Key> = self.targets.iter().map(id).collect();
+            let drawn: BTreeSet<Key> = self.targets.iter().map(Key::of_document).collect();
             let mut compared = whole.compared;
             compared.retain(|compared| drawn.contains(&Key::one(compared.target.clone())));
             sample.failing = whole.failing.min((drawn.len() - compared.len().min(drawn.len())) as u64);
@@ -359,22 +370,14 @@ async fn has_many(context: &Context, rule: &Rule, role: Role) -> Result<bool> {
 }
 
 /// Number of documents in a side's collection.
-pub(super) async fn count(context: &Context, rule: &Rule, role: Role) -> Result<i64> {
+pub(super) async fn count(context: &Context, rule: &Rule, role: Role) -> Result<u64> {
     let namespace = match role {
         Role::Source => &rule.source.namespace,
         Role::Target => &rule.target.namespace,
     };
     // Without a filter the server knows the number and does not count.
     let reply = context.server.database(&namespace.database).run_command(doc! {"count": &namespace.collection}).await?;
-    Ok(number(reply.get("n")))
-}
-
-fn number(value: Option<&Bson>) -> i64 {
-    match value {
-        Some(Bson::Int32(n)) => i64::from(*n),
-        Some(Bson::Int64(n)) => *n,
-        _ => 0,
-    }
+    Ok(reply.get("n").map_or(0, number))
 }
 
 /// The way to find the documents of a side that have certain keys.
@@ -472,7 +475,7 @@ impl Pass {
             for key in self::keys(rule, role, document) {
                 groups_of.entry(key).or_default().push(groups.len());
             }
-            groups.push(u64::try_from(number(row.get("n"))).unwrap_or_default());
+            groups.push(row.get("n").map_or(0, number));
         }
         Ok(Some(Self { groups, groups_of }))
     }
@@ -520,8 +523,7 @@ fn documents(rows: &[RawDocumentBuf]) -> Result<Vec<Document>> {
 
 /// Removes the targets that the server would refuse to write. Returns the places because of which it would.
 fn unwritable(rule: &Rule, targets: &[Document], compared: &mut Vec<Compared>) -> Vec<Unwritable> {
-    let of_id: BTreeMap<Key, &Document> =
-        targets.iter().map(|target| (Key::one(target.get("_id").cloned().unwrap_or(Bson::Null)), target)).collect();
+    let of_id: BTreeMap<Key, &Document> = targets.iter().map(|target| (Key::of_document(target), target)).collect();
     let mut places: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     compared.retain(|compared| {
         let target = of_id.get(&Key::one(compared.target.clone()));
@@ -530,7 +532,7 @@ fn unwritable(rule: &Rule, targets: &[Document], compared: &mut Vec<Compared>) -
         let (count, arrays) = places.entry(place.clone()).or_default();
         *count += 1;
         let path: Vec<Segment> = place.split('.').map(|name| Segment::Name(name.to_owned())).collect();
-        *arrays += u64::from(matches!(value_at(Some(target), &path), Some(Bson::Array(_))));
+        *arrays += u64::from(matches!(value_at(target, &path), Some(Bson::Array(_))));
         false
     });
     places.into_iter().map(|(place, (targets, arrays))| Unwritable { place, targets, arrays }).collect()
@@ -540,7 +542,7 @@ fn unwritable(rule: &Rule, targets: &[Document], compared: &mut Vec<Compared>) -
 fn changes(sample: &mut Sample, targets: &[Document], compared: &[Compared]) -> Result<()> {
     let sizes: BTreeMap<Key, i64> = targets
         .iter()
-        .map(|target| (Key::one(target.get("_id").cloned().unwrap_or(Bson::Null)), number(target.get(SIZE))))
+        .map(|target| (Key::of_document(target), target.get(SIZE).and_then(whole_number).unwrap_or_default()))
         .collect();
     let mut growth = 0_i64;
     for compared in compared {
@@ -642,13 +644,9 @@ async fn counts(context: &Context, rule: &Rule, sample: &[Vec<Key>], other: Role
         }
         let (side, command) = lookup(rule, other, &keys);
         let filter = command.get_document("filter").cloned().unwrap_or_default();
-        let count = doc! {
-            "count": &side.namespace.collection, "query": filter, "maxTimeMS": COUNTING,
-            "collation": read::simple_collation(),
-        };
-        match context.server.database(&side.namespace.database).run_command(count).await.map_err(Error::from) {
-            Ok(reply) => out.push(u64::try_from(number(reply.get("n"))).unwrap_or_default()),
-            Err(error) if error.kind == Kind::TimedOut => {}
+        match context.server.count(&side.namespace, filter).await {
+            Ok(count) => out.push(count),
+            Err(error) if error.is_command_timeout() => {}
             Err(error) => return Err(error),
         }
     }
@@ -683,7 +681,7 @@ async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Resul
         doc! {"find": &namespace.collection, "filter": {"_id": {"$in": ids}}, "collation": read::simple_collation()};
     let mut targets = documents(&context.server.read(&namespace.database, command, Reads::default()).await?)?;
     for target in &mut targets {
-        let id = target.get("_id").cloned().unwrap_or(Bson::Null);
+        let id = id_of(target);
         if let Some(compared) = changing.iter().find(|compared| compared.target == id) {
             // A target that the rule deletes is not refused.
             *target = applied(rule, target.clone(), compared)?.unwrap_or_else(|| target.clone());

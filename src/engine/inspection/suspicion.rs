@@ -9,6 +9,7 @@ mod places;
 
 use bson::{Document, doc};
 
+use crate::preflight;
 use denormd_model::{
     field_path::{FieldPath, Segment},
     namespace::Namespace,
@@ -64,11 +65,39 @@ pub async fn suspicions(server: &Server, plan: &Plan, rule: &Rule) -> Result<Vec
     Ok(suspicions_of(rule, &source, &target))
 }
 
-/// True if the paths of `match` look reversed. The indexes and pre-images that it needs are then not those of the rule
-/// that was meant.
-pub async fn is_reversed(server: &Server, plan: &Plan, rule: &Rule) -> Result<bool> {
+/// Reasons to doubt that a rule needs the indexes and pre-images that it asks for.
+#[derive(Debug)]
+pub struct Doubts {
+    /// The paths of `match` look reversed: the needs are then not those of the rule that was meant.
+    pub is_reversed: bool,
+    sides: [(Namespace, Seen); 2],
+}
+
+/// Looks for reasons not to create what a rule asks for. Reads only.
+pub async fn doubts(server: &Server, plan: &Plan, rule: &Rule) -> Result<Doubts> {
     let (source, target) = see(server, plan, rule).await?;
-    Ok(!reversed(rule, &source, &target, &Places::of(rule)).is_empty())
+    let is_reversed = !reversed(rule, &source, &target, &Places::of(rule)).is_empty();
+    let sides = [(rule.source.namespace.clone(), source), (rule.target.namespace.clone(), target)];
+    Ok(Doubts { is_reversed, sides })
+}
+
+impl Doubts {
+    /// A field that no sampled document has, among those of an index of a rule's collection, and the existing field that
+    /// was probably meant. Less similar names are only a warning: the field may be still to come.
+    #[must_use]
+    pub fn misspelt(&self, database: &str, index: &Document) -> Option<(String, String)> {
+        let (collection, keys) = preflight::index_keys(index)?;
+        let is_meant = |ns: &Namespace| ns.database == database && ns.collection == collection;
+        let sides = self.sides.iter().filter(|(namespace, _)| is_meant(namespace));
+        sides.map(|(_, seen)| seen).find_map(|seen| {
+            let known: Vec<String> =
+                seen.shape.iter().flat_map(|shape| &shape.fields).map(|f| f.path.query()).collect();
+            keys.keys().find_map(|key| {
+                let path = FieldPath::parse(key).ok().filter(|path| has(seen, path) == Some(false))?;
+                Some((key.clone(), preflight::nearest(&path.query(), &known)?))
+            })
+        })
+    }
 }
 
 async fn see(server: &Server, plan: &Plan, rule: &Rule) -> Result<(Seen, Seen)> {

@@ -6,10 +6,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use bson::{Bson, Document};
 use futures_util::{StreamExt, stream};
-use tokio::{
-    sync::{mpsc, oneshot},
-    time::Instant,
-};
+use tokio::{sync::mpsc, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -24,7 +21,7 @@ use crate::{
     snapshot::AuditProgress,
 };
 use denormd_model::{key::Key, position::ClusterTime};
-use denormd_mongo::error::{Error, Result};
+use denormd_mongo::error::Result;
 use denormd_rules::{
     config::{Guard, OnDrift},
     plan::{Rule, RuleId},
@@ -238,10 +235,7 @@ impl Audit<'_> {
             return Ok(true);
         }
         let requests = drift.into_iter().flat_map(|m| reference_requests(self.rule, &Key::one(m.target), m.references));
-        let (done, acknowledged) = oneshot::channel();
-        let page = Requested { requests: requests.collect(), after: time, done };
-        self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
-        acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+        Requested::send(self.out, requests.collect(), time).await?.done().await?;
         Ok(true)
     }
 }

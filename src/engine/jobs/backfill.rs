@@ -10,26 +10,20 @@
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use bson::{Bson, Document, doc};
-use tokio::{
-    sync::{mpsc, oneshot},
-    time::Instant,
-};
+use tokio::{sync::mpsc, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::store::Store,
     dead_letter::Chosen,
     jobs::{Report, mailbox::Mailbox},
-    reconcile::{Context, read, scan},
-    request::{Page, Request, Scope, Task},
+    reconcile::{Context, scan},
+    request::{Page, Request, Scope, SentPage, Task},
     route::{target_request, target_requests},
     snapshot::BackfillProgress,
 };
 use denormd_model::{failpoint, key::Key, position::ClusterTime, rule_state::RuleState};
-use denormd_mongo::{
-    code,
-    error::{Error, Result},
-};
+use denormd_mongo::{code, error::Result};
 use denormd_rules::plan::{Rule, RuleId, Side, reference::Role};
 
 mod levels;
@@ -41,8 +35,6 @@ use pace::Pace;
 const PAGE: i32 = 1000;
 /// Number of pages in the queue at once: one is written while the next one is read.
 const IN_FLIGHT: usize = 3;
-/// Time limit for counting the targets, in milliseconds.
-const COUNTING: i64 = 2000;
 /// Pause after a failed page.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -90,7 +82,7 @@ pub async fn run(
             Ok(false) => continue,
             Err(error) => error,
         };
-        tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted and goes on");
+        tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted; retrying");
         context.metrics.record_error(Some(&one.rule.name), "backfill", &error);
         if error.code == Some(code::UNAUTHORIZED) {
             if reports.send(Report::Refused(request.rule, error.message)).await.is_err() {
@@ -145,7 +137,7 @@ struct Pending {
     /// The last `_id` in the page.
     last: Bson,
     documents: u64,
-    acknowledged: oneshot::Receiver<()>,
+    sent: SentPage,
 }
 
 /// A page that was read.
@@ -215,13 +207,18 @@ impl One<'_> {
             after = last;
             pace.keep(usize::try_from(page.documents).unwrap_or_default()).await?;
         }
-        failpoint::here("backfill-ending");
-        let dead_letters = self.dead_letters().await?;
         if self.rule.creates.is_some() {
             // Those that it has created as well.
             targets = self.count(&self.rule.target, None).await.unwrap_or(targets);
         }
-        let progress = (targets, expected);
+        self.finish(request, (targets, expected)).await
+    }
+
+    /// Records the end of a backfill. False if it was requested again meanwhile.
+    async fn finish(&self, request: &BackfillRequest, progress: (u64, Option<u64>)) -> Result<bool> {
+        failpoint::here("backfill-ending");
+        let (server, published, targets) = (&self.context.server, &self.context.published, progress.0);
+        let dead_letters = self.dead_letters().await?;
         let state = (&RuleState::Live, None);
         let done = self.store.save_backfill(server, self.rule, request.generation, state, progress).await?;
         if done {
@@ -234,7 +231,7 @@ impl One<'_> {
                 _ => tracing::warn!(rule = %self.rule.name, targets, dead_letters, "backfill done, with dead letters"),
             }
         } else {
-            tracing::info!(rule = %self.rule.name, targets, "backfill asked for again meanwhile: starting over");
+            tracing::info!(rule = %self.rule.name, targets, "a new backfill was requested meanwhile: starting over");
         }
         Ok(done)
     }
@@ -276,17 +273,7 @@ impl One<'_> {
         if let Some(after) = after {
             filter = doc! {"$and": [{"_id": {"$gt": after.clone()}}, filter]};
         }
-        let command = doc! {
-            "count": &side.namespace.collection, "query": filter, "maxTimeMS": COUNTING,
-            "collation": read::simple_collation(),
-        };
-        let database = self.context.server.database(&side.namespace.database);
-        let reply = database.run_command(command).await.ok()?;
-        match reply.get("n")? {
-            Bson::Int32(n) => u64::try_from(*n).ok(),
-            Bson::Int64(n) => u64::try_from(*n).ok(),
-            _ => None,
-        }
+        self.context.server.count(&side.namespace, filter).await.ok()
     }
 
     /// Reads a page of targets, or of sources, and the requests that it leads to.
@@ -316,10 +303,8 @@ impl One<'_> {
         after: ClusterTime,
         pending: &mut VecDeque<Pending>,
     ) -> Result<()> {
-        let (done, acknowledged) = oneshot::channel();
-        let page = Page { requests, after, done };
-        self.out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
-        pending.push_back(Pending { last: last.clone(), documents, acknowledged });
+        let sent = Page::send(self.out, requests, after).await?;
+        pending.push_back(Pending { last: last.clone(), documents, sent });
         Ok(())
     }
 
@@ -353,15 +338,15 @@ impl One<'_> {
 /// The requests of these targets.
 fn requests_of(rule: &Rule, targets: &[Document]) -> Vec<Request> {
     let requests = targets.iter().flat_map(|target| {
-        let id = Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
+        let id = Key::of_document(target);
         target_requests(rule, &id, target)
     });
     requests.collect()
 }
 
 /// Waits for a page; returns the last `_id` in it.
-async fn acknowledged(page: Pending) -> Result<Bson> {
-    page.acknowledged.await.map_err(|_| Error::internal("the pipeline is gone"))?;
+async fn acknowledged(mut page: Pending) -> Result<Bson> {
+    page.sent.done().await?;
     Ok(page.last)
 }
 

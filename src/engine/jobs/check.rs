@@ -28,7 +28,7 @@ use crate::{
         read, scan,
     },
 };
-use denormd_model::{key::Key, position::ClusterTime};
+use denormd_model::{failpoint, key::Key, position::ClusterTime};
 use denormd_mongo::{
     Pages, Reads,
     error::{Error, Kind, Result},
@@ -151,7 +151,7 @@ impl<'a> Check<'a> {
                     break;
                 }
             }
-            let found = self.judge().await?;
+            let found = self.judge(&mut Vec::new()).await?;
             self.tally.differing += found.len() as u64;
             if !found.is_empty() || !self.is_read() {
                 return Ok(Some(found));
@@ -159,14 +159,20 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// Compares these targets again, after a repair, and returns those that still differ.
-    pub async fn again(&mut self, ids: &[Bson]) -> Result<Vec<Found>> {
+    /// Compares these targets again, after a repair, and counts those that are right now. Returns the others: those that
+    /// still differ, and those whose definition cannot be computed any more.
+    pub async fn again(&mut self, ids: &[Bson]) -> Result<Vec<Bson>> {
         let time = self.context.server.operation_time().await?;
+        let mut refused = Vec::new();
         for ids in ids.chunks(PAGE) {
             let mut take = |compared: Compared| self.suspects.add(&compared);
-            compare_ids_each(self.context, self.rule, ids, time, &mut take).await?;
+            refused.extend(refused_of(self.context, self.rule, ids, time, &mut take).await?);
         }
-        self.judge().await
+        self.tally.refused += refused.len() as u64;
+        let found = self.judge(&mut refused).await?;
+        let left: Vec<Bson> = found.into_iter().map(|found| found.target).chain(refused).collect();
+        self.tally.repaired += ids.len().saturating_sub(left.len()) as u64;
+        Ok(left)
     }
 
     fn is_read(&self) -> bool {
@@ -215,8 +221,9 @@ impl<'a> Check<'a> {
         Ok(())
     }
 
-    /// Compares the suspects until each is cleared, confirmed or left undecided.
-    async fn judge(&mut self) -> Result<Vec<Found>> {
+    /// Compares the suspects until each is cleared, confirmed or left undecided. Those whose definition cannot be computed go
+    /// to `refused`.
+    async fn judge(&mut self, refused: &mut Vec<Bson>) -> Result<Vec<Found>> {
         let mut found: Vec<Result<(Found, Vec<Option<Key>>)>> = Vec::new();
         for look in 0.. {
             if self.suspects.is_empty() || look == MOST_LOOKS {
@@ -232,7 +239,9 @@ impl<'a> Check<'a> {
                         found.push(found_of(&compared, self.values));
                     }
                 };
-                self.tally.refused += compare_ids_each(self.context, self.rule, &ids, time, &mut take).await?;
+                let failing = refused_of(self.context, self.rule, &ids, time, &mut take).await?;
+                self.tally.refused += failing.len() as u64;
+                refused.extend(failing);
                 self.suspects.forget_all_but(&ids, &seen);
             }
         }
@@ -291,10 +300,32 @@ impl<'a> Check<'a> {
         {
             let progress = CheckProgress { after: after.clone(), done: *done, tally: self.tally.clone() };
             self.store.save_check(&self.context.server, self.rule, &progress).await?;
+            failpoint::here("check-saved");
         }
         self.saved = true;
         Ok(())
     }
+}
+
+/// Compares these targets, and returns those whose definition cannot be computed.
+async fn refused_of(
+    context: &Context,
+    rule: &Rule,
+    ids: &[Bson],
+    time: ClusterTime,
+    take: &mut (dyn FnMut(Compared) + Send),
+) -> Result<Vec<Bson>> {
+    if compare_ids_each(context, rule, ids, time, take).await? == 0 {
+        return Ok(Vec::new());
+    }
+    // Only their number is known. They are few, and each is compared alone.
+    let mut refused = Vec::new();
+    for id in ids {
+        if compare_ids_each(context, rule, std::slice::from_ref(id), time, &mut |_| {}).await? > 0 {
+            refused.push(id.clone());
+        }
+    }
+    Ok(refused)
 }
 
 async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {

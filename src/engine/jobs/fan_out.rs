@@ -18,10 +18,7 @@ use std::{
 };
 
 use bson::{Bson, RawDocumentBuf, oid::ObjectId};
-use tokio::{
-    sync::{mpsc, oneshot},
-    task::JoinSet,
-};
+use tokio::{sync::mpsc, task::JoinSet};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -95,8 +92,14 @@ pub async fn run(
                 }
             }
             _ = look.tick() => {
-                // If the state cannot be read now, the next tick reads it.
-                let recorded = context.fan_outs.all(&context.server, &context.plan).await.unwrap_or_default();
+                let recorded = match context.fan_outs.all(&context.server, &context.plan).await {
+                    Ok(recorded) => recorded,
+                    Err(error) => {
+                        tracing::warn!(error = %error.message, "the fan-out jobs cannot be read; trying again");
+                        context.metrics.record_error(None, "read the fan-out jobs", &error);
+                        continue;
+                    }
+                };
                 let known = |job: &FanOut| {
                     running.contains_key(&job.subject) || waiting.iter().any(|other| other.subject == job.subject)
                 };
@@ -166,21 +169,20 @@ impl Pass<'_> {
     /// no longer exists.
     async fn page(&mut self, job: &mut FanOut, rows: &[RawDocumentBuf], reached: Option<Bson>) -> Result<bool> {
         let One { context, rule, out } = self.one;
-        let (done, acknowledged) = oneshot::channel();
         let Subject { task, key, .. } = &job.subject;
-        let page = Page { requests: self.one.requests(*task, key, rows)?, after: self.time, done };
-        let named = page.requests.iter().find_map(|request| match &request.scope {
+        let requests = self.one.requests(*task, key, rows)?;
+        let named = requests.iter().find_map(|request| match &request.scope {
             Scope::Named(ids) if *task == Task::Value => Some(ids.clone()),
             _ => None,
         });
         context.memory.fan_outs.asks_page(&job.subject, named);
-        out.send(page).await.map_err(|_| Error::internal("the pipeline is gone"))?;
+        let mut page = Page::send(out, requests, self.time).await?;
         // The progress is recorded while the next page is written: a page that is written twice does no harm.
         let moved = job.after != self.begun;
         let recorded =
             async { if moved { context.fan_outs.advance(&context.server, rule, job).await } else { Ok(true) } };
-        let (acknowledged, recorded) = tokio::join!(acknowledged, recorded);
-        acknowledged.map_err(|_| Error::internal("the pipeline is gone"))?;
+        let (done, recorded) = tokio::join!(page.done(), recorded);
+        done?;
         context.memory.fan_outs.asks_page(&job.subject, None);
         failpoint::here("fan-out-page-done");
         self.targets += rows.len();
@@ -217,7 +219,7 @@ async fn patiently(
             Ok(done) => return Some(Ended { asked, done }),
             Err(error) => error,
         };
-        tracing::warn!(rule = %rule.name, error = %error.message, "the fan-out was interrupted and goes on");
+        tracing::warn!(rule = %rule.name, error = %error.message, "the fan-out was interrupted; retrying");
         context.metrics.record_error(Some(&rule.name), "fan-out", &error);
         if error.code == Some(code::UNAUTHORIZED) {
             // If the pipeline has ended, nobody needs the report.
@@ -262,7 +264,7 @@ impl One<'_> {
         if self.pass(job).await? || self.recorded_anew(job).await?.is_none() {
             return Ok(Some(job.request));
         }
-        tracing::info!(rule = %self.rule.name, "the fan-out was asked for again: another pass follows");
+        tracing::info!(rule = %self.rule.name, "the fan-out was requested again: another pass follows");
         Ok(None)
     }
 
@@ -290,8 +292,8 @@ impl One<'_> {
             pass.in_parts(job).await?
         } else {
             match pass.in_one_read(job).await {
-                Err(error) if error.kind == Kind::ReadTimedOut && job.after == pass.begun => {
-                    tracing::info!(rule = %self.rule.name, "the fan-out goes through the collection a part at a time");
+                Err(error) if error.is_read_timeout() && job.after == pass.begun => {
+                    tracing::info!(rule = %self.rule.name, "one read for all targets takes too long: reading the collection in parts");
                     // The order may differ: it restarts with the first part, and stays with parts from then on.
                     (job.in_parts, job.after, pass.begun) = (true, None, None);
                     pass.in_parts(job).await?

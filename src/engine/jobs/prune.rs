@@ -1,8 +1,6 @@
 //! Removes the retired fields: those of rules that are no longer in the config, and those that a changed rule no longer
 //! owns.
 
-use std::collections::BTreeSet;
-
 use bson::{Bson, Document, doc, oid::ObjectId};
 use tokio_util::sync::CancellationToken;
 
@@ -13,18 +11,20 @@ use crate::{
         store::Store,
     },
     reconcile::{
-        Context, read,
+        Context,
+        scan::{self, Page, Wanted},
         statement::{self, Statement},
     },
 };
-use denormd_model::rule_state::{BlockReason, RuleState};
-use denormd_mongo::{
-    Pages, Reads,
-    error::{Kind, Result},
+use denormd_model::{
+    namespace::Namespace,
+    position::ClusterTime,
+    rule_state::{BlockReason, RuleState},
 };
+use denormd_mongo::error::{Kind, Result};
 use denormd_rules::plan::{Plan, Rule, owned_paths};
 
-/// Documents in one write.
+/// Documents in one page, and in one write.
 const PAGE: usize = 1000;
 
 /// The retired fields of a rule: paths that it once owned and no rule owns now. `active` means that the config still
@@ -35,14 +35,20 @@ pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
     let wrote = !matches!(state.state, RuleState::Blocked(BlockReason::Adoption(_)));
     let current = (!active && wrote).then_some(&state.definition);
     let definitions = state.retired.iter().chain(current);
-    let mut found: BTreeSet<Retired> = definitions.flat_map(|definition| left_by(plan, definition)).collect();
+    let mut found: Vec<Retired> = Vec::new();
+    for left in definitions.flat_map(|definition| left_by(plan, definition)) {
+        if !found.contains(&left) {
+            found.push(left);
+        }
+    }
+    found.sort_by(|one, other| (&one.collection, &one.path).cmp(&(&other.collection, &other.path)));
     // `undo` has put back the application's values.
     let is_undone = |retired: &Retired| {
         let is_same = |undone: &&Retired| undone.collection == retired.collection;
         state.undone.iter().filter(is_same).any(|undone| undone.path.overlaps_loosely(&retired.path))
     };
     found.retain(|retired| !is_undone(retired));
-    found.into_iter().collect()
+    found
 }
 
 /// The fields that a rule with this definition leaves behind: no rule of the plan owns them.
@@ -52,10 +58,18 @@ pub fn left_by(plan: &Plan, definition: &Document) -> Vec<Retired> {
     if definition.get_bool("shadow").unwrap_or_default() {
         return Vec::new();
     }
-    let Ok(collection) = definition.get_document("target").and_then(|target| target.get_str("collection")) else {
+    // A `once` rule leaves its values to the application: they cannot be distinguished from the application's own.
+    if definition.get_document("values").is_ok_and(|values| values.get_bool("once").unwrap_or_default()) {
         return Vec::new();
-    };
-    let paths = owned_paths(definition).into_iter().map(|path| Retired { collection: collection.to_owned(), path });
+    }
+    let Ok(target) = definition.get_document("target") else { return Vec::new() };
+    let Ok(collection) = target.get_str("collection") else { return Vec::new() };
+    let filter = target.get_document("where").ok();
+    let paths = owned_paths(definition).into_iter().map(|path| Retired {
+        collection: collection.to_owned(),
+        path,
+        filter: filter.cloned(),
+    });
     paths.filter(|retired| !is_owned(plan, retired)).collect()
 }
 
@@ -72,9 +86,9 @@ pub(super) fn owns(rule: &Rule, retired: &Retired) -> bool {
 
 /// Number of documents with the retired field.
 pub async fn count(context: &Context, retired: &Retired) -> Result<u64> {
-    let mut pages = holders(context, retired).await?;
+    let mut pages = Holders::of(retired);
     let mut documents = 0;
-    while let Some(page) = pages.next().await? {
+    while let Some(page) = pages.next(context).await? {
         documents += page.len() as u64;
     }
     Ok(documents)
@@ -113,17 +127,14 @@ pub async fn carry_out(
 /// Removes one retired field. Returns false if it was stopped.
 async fn take_away(context: &Context, retired: &Retired, stop: &CancellationToken) -> Result<bool> {
     let (database, collection) = retired.namespace();
-    let Some(pages) = stop.run_until_cancelled(holders(context, retired)).await else { return Ok(false) };
-    let mut pages = pages?;
+    let mut pages = Holders::of(retired);
     loop {
-        let Some(page) = stop.run_until_cancelled(pages.next()).await else { return Ok(false) };
-        let Some(page) = page? else { return Ok(true) };
-        let ids = page.iter().map(|row| Ok(row.get("_id")?.map(Bson::try_from).transpose()?.unwrap_or(Bson::Null)));
-        let ids = ids.collect::<Result<Vec<Bson>>>()?;
+        let Some(page) = stop.run_until_cancelled(pages.next(context)).await else { return Ok(false) };
+        let Some(ids) = page? else { return Ok(true) };
         if ids.is_empty() {
             continue;
         }
-        let Statement::Update(statement) = statement::unset(&retired.path, ids)? else { continue };
+        let Statement::Update(statement) = statement::unset(&retired.path, ids, &pages.filter)? else { continue };
         let written = context.server.update(database, collection, &[statement], context.limits.write_timeout).await?;
         if let Some((_, error)) = written.refused.into_iter().next() {
             return Err(error);
@@ -131,12 +142,39 @@ async fn take_away(context: &Context, retired: &Retired, stop: &CancellationToke
     }
 }
 
-/// The `_id`s of the documents with the field.
-async fn holders(context: &Context, retired: &Retired) -> Result<Pages> {
-    let (database, collection) = retired.namespace();
-    let command = doc! {
-        "find": collection, "filter": {retired.path.query(): {"$exists": true}}, "projection": {"_id": 1},
-        "batchSize": i64::try_from(PAGE).unwrap_or(1000), "collation": read::simple_collation(),
-    };
-    context.server.pages(database, command, Reads::default()).await
+/// The documents with a retired field that may come from the rule, in the order of their `_id`s. Each page has a time
+/// limit of its own, however large the collection is.
+struct Holders {
+    namespace: Namespace,
+    filter: Document,
+    /// The `_id` that the next page follows.
+    after: Option<Bson>,
+    window: Option<i64>,
+    is_over: bool,
+}
+
+impl Holders {
+    fn of(retired: &Retired) -> Self {
+        let (database, collection) = retired.namespace();
+        let namespace = Namespace { database: database.to_owned(), collection: collection.to_owned() };
+        let holds = doc! {retired.path.query(): {"$exists": true}};
+        let filter = match &retired.filter {
+            Some(filter) => doc! {"$and": [filter.clone(), holds]},
+            None => holds,
+        };
+        Self { namespace, filter, after: None, window: None, is_over: false }
+    }
+
+    /// The `_id`s of the next page, which may have none; None after the last page.
+    async fn next(&mut self, context: &Context) -> Result<Option<Vec<Bson>>> {
+        if self.is_over {
+            return Ok(None);
+        }
+        let wanted = Wanted { filter: &self.filter, projection: &doc! {"_id": 1}, limit: PAGE };
+        let (after, time) = (self.after.as_ref(), ClusterTime::default());
+        let page = scan::page_of_collection(context, &self.namespace, wanted, after, time, &mut self.window).await?;
+        let Page { targets, last } = page;
+        (self.is_over, self.after) = (last.is_none(), last);
+        Ok(Some(targets.into_iter().filter_map(|mut target| target.remove("_id")).collect()))
+    }
 }

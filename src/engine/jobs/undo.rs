@@ -134,7 +134,7 @@ pub async fn carry_out(context: &Context, store: &Store, asked: &Asked, stop: &C
 }
 
 fn retired((collection, path): (String, String)) -> Option<Retired> {
-    Some(Retired { collection, path: FieldPath::parse(&path).ok()? })
+    Some(Retired { collection, path: FieldPath::parse(&path).ok()?, filter: None })
 }
 
 async fn put_back(context: &Context, rule: &str, stop: &CancellationToken) -> Result<Carried> {
@@ -218,7 +218,7 @@ async fn judged<'a>(context: &Context, page: &'a [KeptValue]) -> Result<Vec<(&'a
         while let Some(rows) = pages.next().await? {
             for row in rows {
                 let target = Document::try_from(row.as_ref())?;
-                let id = Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
+                let id = Key::of_document(&target);
                 for value in verdicts.remove(&id).unwrap_or_default() {
                     out.push((value, judge(value, &target)?));
                 }

@@ -144,7 +144,7 @@ impl Cause {
                 "more targets would have lost their values than the removal limit allows: the rule is blocked"
             }
             Self::Adoption => {
-                "the first backfill of a rule would change existing data: it is blocked until somebody agrees"
+                "the first backfill of a rule would change existing data: it is blocked until an operator agrees"
             }
             Self::Retrying => "reads or writes fail for the moment and are tried again",
             Self::ServerSlow => "the server takes long to acknowledge writes",
@@ -162,7 +162,7 @@ impl Cause {
             }
             Self::OplogUnreadable => "the remaining oplog window cannot be read",
             Self::Stalled => "the daemon's event loop is blocked",
-            Self::Unavailable => "the cluster lacks something that a rule needs: it does nothing, and the others go on",
+            Self::Unavailable => "the cluster lacks something that a rule needs: that rule is stopped, the others run",
             Self::Paused => "an operator has paused it: its fields stay as they are",
             Self::CanaryLate => {
                 "a write of denormd's own has not come through for a minute, though no rule seems behind"
@@ -179,10 +179,10 @@ impl Cause {
             Self::LeaseUnreadable => {
                 "see the errors below: the state database must be readable and writable, with a majority of the members up"
             }
-            Self::Privilege => "grant what the errors below name; it is tried again by itself",
+            Self::Privilege => "grant the privileges named in the errors below; denormd retries by itself",
             Self::NoMajority => "look at rs.status(): a majority of data-bearing members must be up and not far behind",
             Self::StreamInterrupted => "see the errors below; it is opened again by itself",
-            Self::Degraded => "nothing: the backfill runs. Enlarge the oplog so that it does not happen again",
+            Self::Degraded => "none: the backfill is running. Enlarge the oplog to prevent a recurrence",
             Self::SourceGone => {
                 "restore the collection: the rule resumes by itself if it would remove at most a tenth of its values; `denormd unblock RULE` agrees to the loss"
             }
@@ -194,12 +194,12 @@ impl Cause {
                 "see the errors below; nothing is lost meanwhile, and it resumes by itself when they pass"
             }
             Self::ServerSlow => "look at the server's load and replication lag (rs.printSecondaryReplicationInfo())",
-            Self::HotKey => "wait; if it is often so, copy a field that changes less",
+            Self::HotKey => "wait; if this happens often, copy a field that changes less often",
             Self::Throttled => "look at the causes beside this one; raise `limits.pending` if memory allows",
             Self::CatchingUp => "wait: the lag falls. If it does not, look at the server's load",
             Self::Backfilling => "wait, see its progress",
             Self::AwaitingBackfill => "`denormd backfill --rule RULE` when ready",
-            Self::DeadLetters => "`denormd dead-letters list` says which and why; they are tried again by themselves",
+            Self::DeadLetters => "`denormd dead-letters list` shows which and why; they are retried automatically",
             Self::OplogShort => {
                 "remove the cause of the lag, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})"
             }
@@ -211,13 +211,13 @@ impl Cause {
             }
             Self::Stalled => "restart the daemon, and report its log",
             Self::Unavailable => {
-                "`denormd plan` says what is missing, see also the errors below; the rule comes back by itself, by a backfill"
+                "`denormd plan` says what is missing, see also the errors below; the rule resumes by itself, with a backfill"
             }
             Self::Paused => "`denormd resume RULE` when ready, which backfills it",
             Self::CanaryLate => {
                 "see the errors below and rs.status(); if neither gives the reason, restart the daemon and report its log"
             }
-            Self::ConfigRefused => "`denormd plan` says what is wrong with it; it is tried again by itself",
+            Self::ConfigRefused => "`denormd plan` shows what is wrong; denormd retries by itself",
         }
     }
 

@@ -39,12 +39,12 @@ impl Process {
     pub(super) fn new(families: &Families) -> Result<Self> {
         let process = Self {
             cpu: families.add(Counter::new("process_cpu_seconds_total", "User and system CPU time."))?,
-            resident: families.whole("process_resident_memory_bytes", "Resident memory.")?,
-            virtual_bytes: families.whole("process_virtual_memory_bytes", "Virtual memory.")?,
-            open: families.whole("process_open_fds", "Open file descriptors.")?,
-            most: families.whole("process_max_fds", "The most file descriptors that may be open.")?,
+            resident: families.int_gauge("process_resident_memory_bytes", "Resident memory.")?,
+            virtual_bytes: families.int_gauge("process_virtual_memory_bytes", "Virtual memory.")?,
+            open: families.int_gauge("process_open_fds", "Open file descriptors.")?,
+            most: families.int_gauge("process_max_fds", "Maximum number of open file descriptors.")?,
             started: families
-                .gauge("process_start_time_seconds", "When the process started, in seconds since 1970.")?,
+                .gauge("process_start_time_seconds", "Start time of the process, in seconds since 1970.")?,
         };
         process.refresh();
         Ok(process)

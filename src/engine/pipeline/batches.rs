@@ -17,10 +17,10 @@ use crate::{
     pace::{self, spacing},
     reconcile::{
         self, Outcome,
-        run::{End, Ended},
+        batch::{End, Ended},
     },
     request::{Scope, Task},
-    workqueue::{Batch, Lane, Most, Work},
+    workqueue::{Batch, BatchLimits, Lane, Work},
 };
 use denormd_model::{failpoint, rule_state::BlockReason};
 use denormd_mongo::code;
@@ -82,11 +82,11 @@ impl Pipeline {
         let silent = self.streams.iter().map(|stream| stream.delivered.elapsed());
         let batches = pace::batches(all, self.schedule.has_room(), self.schedule.has_more(), silent);
         while self.batches.running.len() <= all {
-            let most = Most { keys, batches, are_taken: self.batches.running.len() >= batches };
+            let limits = BatchLimits { keys, batches, all_running: self.batches.running.len() >= batches };
             let now = Instant::now();
             let crowded = |rule| self.context.memory.traits.is_crowded(rule);
             let stopping = |rule| self.rules.recorder.is_stopping(rule);
-            let Some(mut batch) = self.schedule.take(most, now, crowded, stopping) else { return };
+            let Some(mut batch) = self.schedule.take(limits, now, crowded, stopping) else { return };
             if !self.rules.may_run(&self.context.plan, batch.lane.0) {
                 self.skip(batch);
                 continue;
@@ -118,7 +118,7 @@ impl Pipeline {
             Ok(outcome) => self.finish(outcome),
             Err(error) => {
                 // The keys stay in the queue: the checkpoint does not pass them, and a restart processes them again.
-                tracing::error!(%error, "a reconcile ended by a panic; stopping");
+                tracing::error!(%error, "a reconcile task panicked; stopping");
                 self.context.stopping.cancel();
             }
         }
@@ -143,7 +143,7 @@ impl Pipeline {
             let mut work = ended.work;
             let next = match ended.end {
                 // The last two have blocked the rule.
-                End::Done | End::SetAside | End::RemovalLimit | End::SourceGone => Next::Done { pause },
+                End::Done | End::DeadLetter | End::RemovalLimit | End::SourceGone => Next::Done { pause },
                 // The next backfill of a stopped rule does the remaining work.
                 End::Later(_) | End::Failed(_) if self.rules.state(outcome.lane.0).is_stopped() => Next::Done { pause },
                 End::FanOut(fan_out) => {
@@ -153,7 +153,7 @@ impl Pipeline {
                 End::Later(delay) => Next::Again { delay },
                 End::Failed(error) => {
                     self.context.counts.retries.fetch_add(1, Ordering::Relaxed);
-                    let delay = reconcile::run::backoff(work.attempts);
+                    let delay = reconcile::batch::backoff(work.attempts);
                     let (keys, attempts) = failed.entry(error.message).or_default();
                     (*keys, *attempts) = (*keys + 1, work.attempts.max(*attempts));
                     work.attempts += 1;

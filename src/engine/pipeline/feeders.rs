@@ -23,7 +23,7 @@ use crate::{
     dead_letter::{self, DeadLetter, Written},
     jobs::{Report, audit, backfill, fan_out, prune, undo},
     reconcile::Context,
-    request::Page,
+    request::{Page, SentPage},
     route::target_request,
     unavailable,
     watch::{Delivery, follow},
@@ -44,11 +44,11 @@ const RARELY: u32 = 20;
 /// A page of dead letters that takes longer than this continues in the background: a slow key in it may take many
 /// minutes.
 const LONG: Duration = Duration::from_secs(5);
-/// Maximum number of pages in the background.
+/// With this number of pages in the background, a rule that has dead letters in one of them gets no further page.
 const LATE: usize = 3;
 
-/// Dead letters that are being retried, and the notification of their end.
-type Tried = (Vec<DeadLetter>, oneshot::Receiver<()>);
+/// Dead letters that are being retried, and their requests.
+type Retried = (Vec<DeadLetter>, SentPage);
 
 /// Retries dead letters, a page at a time, each when its own pause is over, or after a change that was written at its key.
 async fn retry(
@@ -58,7 +58,7 @@ async fn retry(
     stop: CancellationToken,
 ) {
     let mut pause = dead_letter::ROUND;
-    let mut late: Vec<Tried> = Vec::new();
+    let mut late: Vec<Retried> = Vec::new();
     loop {
         let mut changed: BTreeMap<RuleId, Written> = BTreeMap::new();
         let mut over = std::pin::pin!(tokio::time::sleep(pause));
@@ -71,7 +71,7 @@ async fn retry(
         }
         let round = async {
             for (rule, written) in &changed {
-                context.dead_letters.hasten(&context.server, &context.plan.rule(*rule).name, written).await?;
+                context.dead_letters.make_due(&context.server, &context.plan.rule(*rule).name, written).await?;
             }
             retry_due(&context, &out, &mut late).await
         };
@@ -87,7 +87,7 @@ async fn retry(
 }
 
 /// Retries the dead letters that are due; returns the time spent on finding them.
-async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<Tried>) -> Result<Duration> {
+async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<Retried>) -> Result<Duration> {
     let Context { server, dead_letters, plan, limits, .. } = context;
     let mut reading = Duration::ZERO;
     let mut last: Option<RawDocumentBuf> = None;
@@ -100,17 +100,32 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<T
         if tried.is_empty() { Ok(()) } else { dead_letters.clear(server, &tried).await }
     };
     loop {
-        while let Some(done) = late.iter_mut().position(|(_, acknowledged)| acknowledged.try_recv().is_ok()) {
+        while let Some(done) = late.iter_mut().position(|(_, page)| page.is_done()) {
             let (due, _) = late.swap_remove(done);
             clear(due).await?;
         }
         let begun = Instant::now();
         let found = dead_letters.due(server, last.as_deref(), limits.batch_bytes).await?;
         reading += begun.elapsed();
-        let Some((mut due, id)) = found else { return Ok(reading) };
+        let Some((found, id)) = found else { return Ok(reading) };
         last = Some(id);
-        let is_tried =
-            |dead_letter: &DeadLetter| late.iter().flat_map(|(page, _)| page).any(|tried| tried.is_same(dead_letter));
+        let mut due = Vec::with_capacity(found.len());
+        for entry in found {
+            match entry {
+                Ok(dead_letter) => due.push(dead_letter),
+                Err(unreadable) => {
+                    let (rule, error) = (unreadable.rule.as_deref(), unreadable.error());
+                    tracing::error!(rule, error = %error.message, "a dead letter is left as it is");
+                    context.metrics.record_error(rule, "read a dead letter", &error);
+                }
+            }
+        }
+        let is_full = late.len() >= LATE;
+        let is_tried = |dead_letter: &DeadLetter| {
+            let is_waited_for =
+                |tried: &DeadLetter| tried.is_same(dead_letter) || is_full && tried.rule == dead_letter.rule;
+            late.iter().flat_map(|(page, _)| page).any(is_waited_for)
+        };
         due.retain(|dead_letter| runs(dead_letter) && !is_tried(dead_letter));
         if due.is_empty() {
             continue;
@@ -119,15 +134,11 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<T
             |dead_letter: &DeadLetter| rule(dead_letter).map(|rule| dead_letter.requests(rule).collect::<Vec<_>>());
         let requests = due.iter().filter_map(of).flatten().collect();
         let after = server.operation_time().await?;
-        let (done, mut acknowledged) = oneshot::channel();
-        if out.send(Page { requests, after, done }).await.is_err() {
-            return Ok(reading);
-        }
-        let patience = if late.len() < LATE { LONG } else { Duration::MAX };
-        match tokio::time::timeout(patience, &mut acknowledged).await {
+        let Ok(mut page) = Page::send(out, requests, after).await else { return Ok(reading) };
+        match tokio::time::timeout(LONG, page.done()).await {
             Ok(Ok(())) => clear(due).await?,
             Ok(Err(_)) => return Ok(reading),
-            Err(_) => late.push((due, acknowledged)),
+            Err(_) => late.push((due, page)),
         }
     }
 }
@@ -147,8 +158,8 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
             };
             let requests = targets.into_iter().map(|id| target_request(rule, Key::one(id))).collect();
             let after = context.server.operation_time().await?;
-            let (done, acknowledged) = oneshot::channel();
-            if out.send(Page { requests, after, done }).await.is_err() || acknowledged.await.is_err() {
+            let Ok(mut page) = Page::send(&out, requests, after).await else { return Ok(None) };
+            if page.done().await.is_err() {
                 return Ok(None);
             }
             store.request_done(&context.server, asked.id).await?;

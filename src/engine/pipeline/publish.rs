@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use crate::{
     change::Change,
     metrics::Reconciled,
-    reconcile::{Outcome, run::End},
+    reconcile::{Outcome, batch::End},
     request::Task,
     snapshot::Snapshot,
     watch::Delivery,
@@ -47,7 +47,7 @@ impl Pipeline {
         for ended in &outcome.keys {
             let (place, outcome) = match &ended.end {
                 End::Done | End::FanOut(_) => (0, Reconciled::Done),
-                End::SetAside => (1, Reconciled::SetAside),
+                End::DeadLetter => (1, Reconciled::DeadLetter),
                 End::Failed(error) => {
                     metrics.retried(rule, error);
                     (2, Reconciled::Failed)
@@ -61,7 +61,7 @@ impl Pipeline {
             }
         }
         for (outcome, count) in
-            [Reconciled::Done, Reconciled::SetAside, Reconciled::Failed, Reconciled::Waiting].into_iter().zip(counts)
+            [Reconciled::Done, Reconciled::DeadLetter, Reconciled::Failed, Reconciled::Waiting].into_iter().zip(counts)
         {
             metrics.reconciled(rule, outcome, count);
         }
@@ -85,9 +85,8 @@ impl Pipeline {
         let due = self.published.is_none_or(|last| now - last >= EVERY);
         if due {
             self.published = Some(now);
-            let rules = &self.rules;
-            self.degraded.retain(|rule| rules.state(*rule).is_backfilling() || rules.recorder.is_backfilling(*rule));
         }
+        let published = self.rules.published();
         let streams = self.streams.facts(&self.schedule);
         self.context.published.update(|snapshot| {
             let facts = |snapshot: &Snapshot| {
@@ -102,9 +101,9 @@ impl Pipeline {
             if due || snapshot.fan_outs.is_empty() == self.jobs.has_fan_outs() {
                 snapshot.fan_outs = self.jobs.count_fan_outs();
             }
-            let states = *snapshot.states != **self.rules.states();
+            let states = snapshot.states != published;
             if states {
-                snapshot.states = self.rules.states().clone();
+                snapshot.states = published;
             }
             if due {
                 self.publish_rules(snapshot);
@@ -120,7 +119,7 @@ impl Pipeline {
         snapshot.capacity = self.context.limits.pending;
         snapshot.keys = self.schedule.keys();
         snapshot.running = self.schedule.running().map(|rule| rule.0).collect();
-        snapshot.degraded = self.degraded.iter().map(|rule| rule.0).collect();
+        snapshot.degraded = self.rules.degraded().map(|rule| rule.0).collect();
     }
 }
 

@@ -35,6 +35,8 @@ pub(super) enum Change {
     Unavailable(String),
     /// The backfill of the rule is restarted.
     Backfill,
+    /// The same because changes were lost: until the backfill ends, the rule is degraded.
+    Lost,
     /// The rule is unblocked and backfilled from its source, which is there again with this UUID.
     SourceBack(Bson),
     /// The source of the rule has this UUID.
@@ -53,7 +55,7 @@ impl Change {
             Self::Block(_) => !state.is_blocked(),
             Self::Unavailable(_) => !state.is_stopped(),
             // A backfill that waits for its command covers what a lost position may have lost.
-            Self::Backfill => !state.is_stopped() && *state != RuleState::AwaitingBackfill,
+            Self::Backfill | Self::Lost => !state.is_stopped() && *state != RuleState::AwaitingBackfill,
             Self::SourceBack(_) => *state == RuleState::Blocked(BlockReason::SourceGone),
             Self::SourceSeen(_) => true,
         }
@@ -65,38 +67,46 @@ impl Change {
             Self::Block(_) => other.stops(),
             Self::Unavailable(_) => matches!(other, Self::Unavailable(_)),
             Self::Backfill => matches!(other, Self::Backfill),
+            Self::Lost => matches!(other, Self::Backfill | Self::Lost),
             Self::SourceBack(_) => matches!(other, Self::SourceBack(_)),
             Self::SourceSeen(_) => matches!(other, Self::SourceSeen(_)),
         }
     }
 
-    /// Records the change; returns the new state of the rule, with its generation, if that changes.
-    pub async fn record(
-        &self,
-        context: &Context,
-        store: &Store,
-        rule: &Rule,
-        generation: i64,
-    ) -> Result<Option<(RuleState, i64)>> {
+    /// Records the change.
+    pub async fn record(&self, context: &Context, store: &Store, rule: &Rule, generation: i64) -> Result<Recorded> {
         let server = &context.server;
         let (state, agreement) = match self {
             Self::Block(reason) => (RuleState::Blocked(reason.clone()), Agreement::Ended),
             Self::Unavailable(reason) => (RuleState::Unavailable { reason: reason.clone() }, Agreement::Kept),
-            Self::Backfill => (RuleState::BACKFILL, Agreement::Kept),
+            Self::Backfill | Self::Lost => (RuleState::BACKFILL, Agreement::Kept),
             Self::SourceBack(_) => (RuleState::BACKFILL, Agreement::Ended),
             Self::SourceSeen(uuid) => {
-                store.source_seen(server, &rule.name, generation, uuid).await?;
-                return Ok(None);
+                let is_recorded = store.source_seen(server, &rule.name, generation, uuid).await?;
+                return Ok(if is_recorded { Recorded::Source } else { Recorded::Nothing });
             }
         };
-        let recorded = store.reset_rule(server, rule, &state, agreement).await?;
-        match self {
-            Self::Unavailable(_) => context.fan_outs.forget(server, &rule.name).await?,
-            Self::SourceBack(uuid) => store.source_seen(server, &rule.name, recorded.1, uuid).await?,
-            Self::Block(_) | Self::Backfill | Self::SourceSeen(_) => {}
+        let recorded = match self {
+            Self::Lost => store.lose_history(server, rule).await?,
+            Self::SourceBack(uuid) => store.source_back(server, rule, uuid).await?,
+            _ => store.reset_rule(server, rule, &state, agreement).await?,
+        };
+        if matches!(self, Self::Unavailable(_)) {
+            context.fan_outs.forget(server, &rule.name).await?;
         }
-        Ok(Some(recorded))
+        Ok(Recorded::State(recorded.0, recorded.1))
     }
+}
+
+/// The effect of a change on the record of its rule.
+#[derive(Debug)]
+pub(super) enum Recorded {
+    /// The rule has this state, with this generation.
+    State(RuleState, i64),
+    /// The record names the source.
+    Source,
+    /// Nothing: a command has changed the record, and the leader has not read that yet.
+    Nothing,
 }
 
 /// A change to record.
@@ -115,8 +125,6 @@ pub(super) struct Recorder {
     /// The recording of the first order, if it has begun.
     recording: JoinSet<Option<Recorded>>,
 }
-
-type Recorded = Option<(RuleState, i64)>;
 
 impl Recorder {
     /// Adds a change, unless it is covered by one that is not recorded yet. Returns the hold if an older one is enough.
@@ -140,9 +148,9 @@ impl Recorder {
         self.orders.iter().any(|order| order.rule == rule && order.change.stops())
     }
 
-    /// True if a backfill of the rule is not recorded yet.
-    pub fn is_backfilling(&self, rule: RuleId) -> bool {
-        self.orders.iter().any(|order| order.rule == rule && order.change == Change::Backfill)
+    /// The changes that are not recorded yet.
+    pub fn open(&self) -> impl Iterator<Item = (RuleId, &Change)> {
+        self.orders.iter().map(|order| (order.rule, &order.change))
     }
 
     /// The first change, unless one is being recorded.
@@ -169,7 +177,7 @@ impl Recorder {
             Ok(Some(recorded)) => return Some((self.pop()?, recorded)),
             Ok(None) => {}
             Err(error) => {
-                tracing::error!(%error, "the recording of a rule's state ended by a panic; stopping");
+                tracing::error!(%error, "recording a rule's state panicked; stopping");
                 stop.cancel();
             }
         }
@@ -193,7 +201,9 @@ async fn until_recorded(
             Ok(recorded) => return Some(recorded),
             Err(error) => error,
         };
-        tracing::warn!(error = %error.message, "the state of a rule cannot be recorded; trying again");
+        let name = &context.plan.rule(rule).name;
+        context.metrics.record_error(Some(name), "record the state of the rule", &error);
+        tracing::warn!(rule = %name, error = %error.message, "the state of the rule cannot be recorded; trying again");
         attempts += 1;
         context.stopping.run_until_cancelled(tokio::time::sleep(PAUSE * attempts.min(LONGEST))).await?;
     }
@@ -225,6 +235,8 @@ mod tests {
         assert_eq!(recorder.add(RULE, Change::Backfill, Some(Hold { stream: 1, batch: 6 })), None);
         assert_eq!(recorder.add(RuleId(1), Change::Backfill, None), None);
         assert_eq!(recorder.add(RULE, Change::Backfill, None), None);
+        assert_eq!(recorder.add(RuleId(2), Change::Lost, None), None);
+        assert_eq!(recorder.add(RuleId(2), Change::Backfill, None), None);
         let batches = |order: &Order| order.holds.iter().map(|hold| hold.batch).collect::<Vec<_>>();
         let orders = recorder.orders.iter().map(|order| (order.rule, order.change.clone(), batches(order)));
         let expected = [
@@ -232,6 +244,7 @@ mod tests {
             (RULE, unavailable("one"), vec![2]),
             (RULE, block(), vec![4]),
             (RuleId(1), Change::Backfill, vec![]),
+            (RuleId(2), Change::Lost, vec![]),
         ];
         assert_eq!(orders.collect::<Vec<_>>(), expected);
         assert!(recorder.is_stopping(RULE) && !recorder.is_stopping(RuleId(1)));

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     checkpoint::{
+        adoption::Decision,
         rule_record::{Agreement, RuleRecord},
         store::Store,
     },
@@ -29,51 +30,74 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
     let others = of_other_partitions(context).await?;
     for (rule, decision) in context.plan.rules.iter().zip(decisions) {
         let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
-        match (before, decision) {
+        let (state, generation) = match (before, decision) {
             (Some(record), None) => {
                 log_stopped(&rule.name, &record.state);
                 keep::resume(context, rule, record.keeping.clone()).await?;
-                rules.set(rule.id, record.state.clone(), record.generation);
+                (record.state.clone(), record.generation)
             }
-            (before, decision) => {
-                let keeping = keep::of(context, rule, before, decision.as_ref());
-                let blocked = decision.and_then(|decision| decision.block);
-                let state = match blocked {
-                    Some(adoption) => RuleState::Blocked(BlockReason::Adoption(adoption)),
-                    None => first_state(rule, before),
-                };
-                log_stopped(&rule.name, &state);
-                let change = match before {
-                    None => "new rule",
-                    Some(record) if rule.has_definition(&record.definition) => "the rule is back in the config",
-                    Some(_) => "changed rule",
-                };
-                tracing::info!(rule = %rule.name, state = state.name(), "{change}");
-                // A definition that was blocked has written nothing, so there is nothing to prune.
-                let changed = |record: &&RuleRecord| !rule.has_definition(&record.definition) && !is_blocked(record);
-                if let Some(record) = before.filter(changed) {
-                    store.retire(&context.server, &rule.name, &record.definition).await?;
-                }
-                // Before the definition is recorded: after a crash in between, the new one would retry them.
-                context.dead_letters.forget(&context.server, &rule.name).await?;
-                // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
-                let agreement = if rule.adopt && !state.is_blocked() { Agreement::Given } else { Agreement::Ended };
-                let registered = store.register_rule(&context.server, rule, (&state, agreement), keeping.as_ref());
-                let (mut state, mut generation) = registered.await?;
-                if before.is_none()
-                    && !state.is_stopped()
-                    && let Some(others) = &others
-                    && let Some(paused) = paused_elsewhere(context, others, rule).await?
-                {
-                    (state, generation) = store.reset_rule(&context.server, rule, &paused, Agreement::Kept).await?;
-                }
-                failpoint::here("rule-reset");
-                keep::begin(context, rule, keeping).await?;
-                context.fan_outs.forget(&context.server, &rule.name).await?;
-                rules.set(rule.id, state, generation);
-            }
-        }
+            (before, decision) => register(context, store, others.as_ref(), rule, before, decision).await?,
+        };
+        rules.set(rule.id, state, generation);
     }
+    remove_absent(context, store, &known).await?;
+    for (name, record) in store.standing(&context.server).await? {
+        let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == name) else { continue };
+        if record.degraded {
+            rules.lose(rule.id);
+        }
+        rules.released.extend(record.released.map(|until| (rule.id, until)));
+        rules.sources.extend(record.source_seen.then_some((rule.id, record.source_uuid)));
+    }
+    Ok(rules)
+}
+
+/// Records a new or changed rule. Returns its state and generation.
+async fn register(
+    context: &Context,
+    store: &Store,
+    others: Option<&Store>,
+    rule: &Rule,
+    before: Option<&RuleRecord>,
+    decision: Option<Decision>,
+) -> Result<(RuleState, i64)> {
+    let keeping = keep::of(context, rule, before, decision.as_ref());
+    let state = match decision.and_then(|decision| decision.block) {
+        Some(adoption) => RuleState::Blocked(BlockReason::Adoption(adoption)),
+        None => first_state(rule, before),
+    };
+    log_stopped(&rule.name, &state);
+    let change = match before {
+        None => "new rule",
+        Some(record) if rule.has_definition(&record.definition) => "the rule is back in the config",
+        Some(_) => "changed rule",
+    };
+    tracing::info!(rule = %rule.name, state = state.name(), "{change}");
+    // A definition that was blocked has written nothing, so there is nothing to prune.
+    let changed = |record: &&RuleRecord| !rule.has_definition(&record.definition) && !is_blocked(record);
+    if let Some(record) = before.filter(changed) {
+        store.retire(&context.server, &rule.name, &record.definition).await?;
+    }
+    // Before the definition is recorded: after a crash in between, the new one would retry them.
+    context.dead_letters.forget(&context.server, &rule.name).await?;
+    // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
+    let agreement = if rule.adopt && !state.is_blocked() { Agreement::Given } else { Agreement::Ended };
+    let mut registered = store.register_rule(&context.server, rule, (&state, agreement), keeping.as_ref()).await?;
+    if before.is_none()
+        && !registered.0.is_stopped()
+        && let Some(others) = others
+        && let Some(paused) = paused_elsewhere(context, others, rule).await?
+    {
+        registered = store.reset_rule(&context.server, rule, &paused, Agreement::Kept).await?;
+    }
+    failpoint::here("rule-reset");
+    keep::begin(context, rule, keeping).await?;
+    context.fan_outs.forget(&context.server, &rule.name).await?;
+    Ok(registered)
+}
+
+/// Ends the work of recorded rules that are not in the config.
+async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleRecord)]) -> Result<()> {
     for (name, record) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
         // A rule that is blocked before its first write has written nothing, and stays blocked when it returns.
         if record.state != RuleState::Removed && !is_blocked(record) {
@@ -95,12 +119,7 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
             "dead letters of rules that are no longer in the config cannot be deleted; the next start tries again"
         ),
     }
-    for (name, record) in store.standing(&context.server).await? {
-        let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == name) else { continue };
-        rules.released.extend(record.released.map(|until| (rule.id, until)));
-        rules.sources.extend(record.source_seen.then_some((rule.id, record.source_uuid)));
-    }
-    Ok(rules)
+    Ok(())
 }
 
 /// The state of a deployment that has other partitions than this one.

@@ -1,7 +1,7 @@
 //! The registry of the rules, and the changes of their states while the pipeline runs.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, atomic::Ordering},
 };
 
@@ -10,7 +10,7 @@ use bson::Bson;
 use super::{
     Pipeline,
     feeders::Changed,
-    record::{Change, Order, Recorder},
+    record::{Change, Order, Recorded, Recorder},
     schedule::Hold,
 };
 use crate::jobs::backfill::BackfillRequest;
@@ -35,6 +35,8 @@ pub(super) struct Rules {
     /// The recorded UUIDs of the rules' source collections; None for a source that a version without this field has
     /// seen.
     pub sources: BTreeMap<RuleId, Option<Bson>>,
+    /// Rules whose changes were lost, and whose backfill has not ended since.
+    degraded: BTreeSet<RuleId>,
     /// Changes that are not recorded yet.
     pub recorder: Recorder,
 }
@@ -46,6 +48,7 @@ impl Rules {
             generations: vec![0; plan.rules.len()],
             released: BTreeMap::new(),
             sources: BTreeMap::new(),
+            degraded: BTreeSet::new(),
             recorder: Recorder::default(),
         }
     }
@@ -58,11 +61,6 @@ impl Rules {
     /// The generation that the state of a rule is recorded under.
     pub fn generation(&self, rule: RuleId) -> i64 {
         self.generations[rule.0]
-    }
-
-    /// The states of all rules, in the config's order.
-    pub fn states(&self) -> &Arc<Vec<RuleState>> {
-        &self.states
     }
 
     /// Sets the state of a rule.
@@ -85,7 +83,33 @@ impl Rules {
     pub fn backfilled(&mut self, rule: RuleId, generation: i64) {
         if self.state(rule).is_backfilling() && self.generation(rule) <= generation {
             self.set(rule, RuleState::Live, generation);
+            self.degraded.remove(&rule);
         }
+    }
+
+    /// Marks a rule whose changes were lost, as its record says. A rule that is live has been backfilled since: the answer to
+    /// the write of the record may arrive after that.
+    pub fn lose(&mut self, rule: RuleId) {
+        if *self.state(rule) != RuleState::Live {
+            self.degraded.insert(rule);
+        }
+    }
+
+    /// The rules that are backfilled because changes were lost.
+    pub fn degraded(&self) -> impl Iterator<Item = RuleId> {
+        let recorded = self.degraded.iter().copied().filter(|rule| self.state(*rule).is_backfilling());
+        recorded.chain(self.recorder.open().filter(|(_, change)| **change == Change::Lost).map(|(rule, _)| rule))
+    }
+
+    /// The state of each rule as it is published: a backfill that is not recorded yet counts as open.
+    pub fn published(&self) -> Arc<Vec<RuleState>> {
+        let mut states = self.states.clone();
+        for (rule, change) in self.recorder.open() {
+            if *self.state(rule) == RuleState::Live && matches!(change, Change::Backfill | Change::Lost) {
+                Arc::make_mut(&mut states)[rule.0] = RuleState::BACKFILL;
+            }
+        }
+        states
     }
 
     /// True if requests of a rule may run. A rule whose source is gone still runs if it only copies, because copying
@@ -141,7 +165,7 @@ impl Pipeline {
     }
 
     /// Applies a change that is recorded.
-    pub(super) fn recorded(&mut self, order: Order, recorded: Option<(RuleState, i64)>) {
+    pub(super) fn recorded(&mut self, order: Order, recorded: Recorded) {
         let context = self.context.clone();
         let rule = context.plan.rule(order.rule);
         match &order.change {
@@ -153,7 +177,9 @@ impl Pipeline {
             Change::Unavailable(reason) => {
                 tracing::error!(rule = %rule.name, reason, "the rule is unavailable until the cluster has what it needs; the others go on");
             }
-            Change::Backfill => {}
+            Change::Backfill | Change::Lost => {}
+            // The next look at the sources records it.
+            Change::SourceSeen(_) if matches!(recorded, Recorded::Nothing) => {}
             Change::SourceBack(uuid) | Change::SourceSeen(uuid) => {
                 self.rules.sources.insert(rule.id, Some(uuid.clone()));
             }
@@ -162,10 +188,13 @@ impl Pipeline {
             tracing::info!(rule = %rule.name, "the source collection is there again: the rule is backfilled from it");
             context.memory.sources.saw(&rule.source.namespace, Some(uuid.clone()));
         }
-        if let Some((state, generation)) = recorded
+        if let Recorded::State(state, generation) = recorded
             && self.rules.take(rule.id, state, generation)
         {
             self.act_on_state(rule.id);
+        }
+        if order.change == Change::Lost {
+            self.rules.lose(rule.id);
         }
         self.settle(order);
     }
@@ -306,5 +335,27 @@ mod tests {
         rules.backfilled(RULE, 6);
         assert!(!rules.take(RULE, RuleState::BACKFILL, 6));
         assert_eq!(rules.state(RULE), &RuleState::Live);
+        rules.lose(RULE);
+        assert!(rules.take(RULE, RuleState::BACKFILL, 7));
+        assert_eq!(rules.degraded().count(), 0);
+    }
+
+    /// The status said that a backfill runs, of a rule that was blocked or paused during it.
+    #[test]
+    fn a_rule_is_degraded_while_its_backfill_is_open() {
+        let mut rules = one_rule();
+        let degraded = |rules: &Rules| rules.degraded().count();
+        assert_eq!(rules.recorder.add(RULE, Change::Lost, None), None);
+        assert_eq!((degraded(&rules), rules.published()[0].clone()), (1, RuleState::BACKFILL));
+        rules.recorder.pop();
+        assert!(rules.take(RULE, RuleState::BACKFILL, 1));
+        rules.lose(RULE);
+        assert_eq!(degraded(&rules), 1);
+        assert!(rules.take(RULE, BLOCKED, 2));
+        assert_eq!(degraded(&rules), 0);
+        assert!(rules.take(RULE, RuleState::BACKFILL, 3));
+        assert_eq!(degraded(&rules), 1, "it is unblocked by a backfill");
+        rules.backfilled(RULE, 3);
+        assert_eq!((degraded(&rules), rules.published()[0].clone()), (0, RuleState::Live));
     }
 }

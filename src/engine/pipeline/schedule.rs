@@ -1,7 +1,7 @@
 //! Decides which work runs next, and which is done. Contains all decisions of the pipeline about work, without I/O and
 //! without a clock of its own.
 //!
-//! Every place where a change could get lost is here: routing, coalescing, the origins of look-up results, the low
+//! Every place where a change could get lost is here: routing, coalescing, the origins of lookup results, the low
 //! watermark. `tests/engine/simulation.rs` runs it through crashes, slow writes and former leaders in virtual time.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
@@ -15,7 +15,7 @@ use crate::{
     reconcile::group::SHARED_BELOW,
     request::{Origin, Request, Scope, Task},
     route::{Routed, Router},
-    workqueue::{Batch, Finish, Lane, Most, Pending, Verdict, Work, WorkQueue, origins},
+    workqueue::{Batch, BatchLimits, Finish, Lane, Pending, Verdict, Work, WorkQueue, origins},
 };
 use denormd_model::{
     key::Key,
@@ -124,7 +124,7 @@ impl Schedule {
     }
 
     /// Routes an event of the batch: adds its requests to `routed`. Returns their origin.
-    pub fn arrive(&mut self, stream: usize, batch: u64, event: &ChangeEvent, routed: &mut Routed) -> Origin {
+    pub fn route_event(&mut self, stream: usize, batch: u64, event: &ChangeEvent, routed: &mut Routed) -> Origin {
         self.newest = self.newest.max(event.cluster_time);
         self.router.route(event, routed);
         let committed = event.wall_time.map(bson::DateTime::timestamp_millis);
@@ -132,15 +132,15 @@ impl Schedule {
     }
 
     /// Adds a request. The checkpoint does not pass its origin before it is done.
-    pub fn ask(&mut self, request: Request, origin: Origin) {
-        if !self.is_mine(&request) {
+    pub fn enqueue(&mut self, request: Request, origin: Origin) {
+        if !self.runs_here(&request) {
             return;
         }
         self.queue.push(request, origin, &mut self.watermark);
     }
 
     /// Records that all requests of an event have been added.
-    pub fn asked(&self, event: &ChangeEvent) {
+    pub fn event_routed(&self, event: &ChangeEvent) {
         if self.queue.has_trees() {
             self.queue.routed(self.router.writers(&event.namespace), &Key::one(event.id.clone()));
         }
@@ -156,9 +156,9 @@ impl Schedule {
         self.watermark.release(hold.stream, hold.batch);
     }
 
-    /// True if this partition runs the request. Writes belong to the owner of their key. A look-up leads to keys of any
+    /// True if this partition runs the request. Writes belong to the owner of their key. A lookup leads to keys of any
     /// owner, so every partition runs it and keeps the results that it owns.
-    fn is_mine(&self, request: &Request) -> bool {
+    fn runs_here(&self, request: &Request) -> bool {
         let rule = self.router.rule(request.rule);
         match (request.task, rule.keyed) {
             (Task::Value | Task::Target, _) | (Task::Guard, Keyed::Target) => {
@@ -184,7 +184,7 @@ impl Schedule {
         self.pages += 1;
         let origin = Origin { stream: page, batch: 1, after, committed: None };
         for request in requests {
-            self.ask(request, origin);
+            self.enqueue(request, origin);
         }
         page
     }
@@ -204,27 +204,28 @@ impl Schedule {
     /// server would repeat the conflicting writes. No key of a rule that is `stopping` runs.
     pub fn take(
         &mut self,
-        most: Most,
+        limits: BatchLimits,
         now: Instant,
         crowded: impl Fn(RuleId) -> bool,
         stopping: impl Fn(RuleId) -> bool,
     ) -> Option<Batch> {
-        let busy: Vec<RuleId> = if most.are_taken { self.queue.running().collect() } else { Vec::new() };
+        let busy: Vec<RuleId> = if limits.all_running { self.queue.running().collect() } else { Vec::new() };
         let more = self.queue.has_room() && self.has_more();
-        let waits = || self.queue.waits(|lane, scope| gets_less(&self.router, lane, scope));
+        let waits = || self.queue.waits(|lane, scope| shrinks_by_waiting(&self.router, lane, scope));
         let defers = self.deferral.defers(now, more, !self.waited.is_empty(), waits);
-        // Results of look-ups are accepted even if there is no room, so the next look-up waits for room. Writes never
-        // wait for a look-up.
+        // Results of lookups are accepted even if there is no room, so the next lookup waits for room. Writes never
+        // wait for a lookup.
         let full = self.queue.is_full_of_writes();
         let writing: Vec<RuleId> = self.queue.writing().filter(|rule| crowded(*rule)).collect();
-        let mut batch = self.queue.take(most, now, |lane, scope| {
-            let waits = defers && gets_less(&self.router, lane, scope);
+        let mut batch = self.queue.take(limits, now, |lane, scope| {
+            let waits = defers && shrinks_by_waiting(&self.router, lane, scope);
             let conflicts = matches!(lane.1, Task::Value | Task::Target) && writing.contains(&lane.0);
             let is_closed = waits || conflicts || stopping(lane.0) || busy.contains(&lane.0);
             !(is_closed || full && lane.1.looks_up())
         })?;
         // A slow key already runs in parallel with others.
-        let waited = |work: &Work| work.read_limit.is_none() && gets_less(&self.router, batch.lane, &work.scope);
+        let waited =
+            |work: &Work| work.read_limit.is_none() && shrinks_by_waiting(&self.router, batch.lane, &work.scope);
         if batch.items.iter().any(|(_, work)| waited(work)) {
             self.waited.insert((batch.lane, batch.number));
         }
@@ -260,7 +261,7 @@ impl Schedule {
         }
     }
 
-    /// Ends a batch: its keys, and the requests that its look-ups produced, whose origins are those of the whole batch.
+    /// Ends a batch: its keys, and the requests that its lookups produced, whose origins are those of the whole batch.
     pub fn finish(
         &mut self,
         lane: Lane,
@@ -273,12 +274,12 @@ impl Schedule {
         self.waited.remove(&(lane, number));
         for origin in origins(keys.iter().map(|(_, work, _)| work)) {
             for request in follow_ups {
-                self.ask(request.clone(), origin);
+                self.enqueue(request.clone(), origin);
             }
         }
         for (key, work, next) in keys {
             let weight = work.scope.weight();
-            self.queue.judged(lane, &key, work.read_limit);
+            self.queue.set_read_limit(lane, &key, work.read_limit);
             let finish = match next {
                 Next::Done { pause } => Finish::Done { pause },
                 Next::Again { delay } => Finish::Again { delay, work },
@@ -365,7 +366,7 @@ impl Schedule {
 
 /// True if such work shrinks by waiting: a value with many sources is computed once for all their changes, and targets
 /// of one key are written by one statement.
-fn gets_less(router: &Router, (rule, task): Lane, scope: &Scope) -> bool {
+fn shrinks_by_waiting(router: &Router, (rule, task): Lane, scope: &Scope) -> bool {
     let gathered = match scope {
         Scope::All => router.rule(rule).gathers(),
         Scope::Named(targets) => targets.len() < SHARED_BELOW as usize,
@@ -408,7 +409,7 @@ mod tests {
             let batch = self.schedule.begin(0);
             let origin = Origin { stream: 0, batch, after: ClusterTime::default(), committed: None };
             let request = Request { rule: RuleId(0), task: Task::Value, key: Key::one(Bson::Int32(key)), scope };
-            self.schedule.ask(request, origin);
+            self.schedule.enqueue(request, origin);
             self.schedule.end(0, batch, Position { time: ClusterTime::default(), token: None }, more);
         }
 
@@ -420,7 +421,7 @@ mod tests {
 
         fn take(&mut self, millis: u64) -> Option<Batch> {
             self.schedule.take(
-                Most { keys: self.keys, batches: 1, are_taken: false },
+                BatchLimits { keys: self.keys, batches: 1, all_running: false },
                 self.start + Duration::from_millis(millis),
                 |_| false,
                 |_| false,
@@ -513,7 +514,7 @@ mod tests {
             let origin = Origin { stream: 0, batch, after: ClusterTime::default(), committed: None };
             let request =
                 Request { rule: RuleId(0), task: Task::Guard, key: Key::one(Bson::Int32(-1)), scope: Scope::All };
-            bench.schedule.ask(request, origin);
+            bench.schedule.enqueue(request, origin);
             let mut batch = bench.take(0).unwrap();
             batch.items.iter_mut().for_each(|(_, work)| work.unconfirmed_mismatch.seen = seen);
             bench.schedule.postpone_verdicts(&mut batch, false, bench.start);
@@ -524,7 +525,7 @@ mod tests {
             let origin = Origin { stream: 0, batch: 1, after: ClusterTime::default(), committed: None };
             let request =
                 Request { rule: RuleId(0), task: Task::Guard, key: Key::one(Bson::Int32(key)), scope: Scope::All };
-            bench.schedule.ask(request, origin);
+            bench.schedule.enqueue(request, origin);
         }
         assert!(!bench.schedule.has_room());
         assert_eq!(verdicts(&mut bench), HashSet::from([Verdict::Unconfirmed]));
@@ -543,11 +544,11 @@ mod tests {
             let batch = schedule.begin(0);
             let origin = Origin { stream: 0, batch, after: ClusterTime::default(), committed: None };
             let key = Key::one(Bson::Int32(key));
-            schedule.ask(Request { rule: RuleId(rule), task: Task::Value, key, scope: Scope::All }, origin);
+            schedule.enqueue(Request { rule: RuleId(rule), task: Task::Value, key, scope: Scope::All }, origin);
             schedule.end(0, batch, Position { time: ClusterTime::default(), token: None }, false);
         };
-        let take = |schedule: &mut Schedule, are_taken| {
-            schedule.take(Most { keys: 1, batches: 1, are_taken }, now, |_| false, |_| false)
+        let take = |schedule: &mut Schedule, all_running| {
+            schedule.take(BatchLimits { keys: 1, batches: 1, all_running }, now, |_| false, |_| false)
         };
         (0..3).for_each(|key| ask(&mut schedule, 0, key));
         let first = take(&mut schedule, false).unwrap();
@@ -567,14 +568,14 @@ mod tests {
         bench.keys = 1;
         bench.deliver(1, Scope::All, false);
         bench.deliver(2, Scope::All, false);
-        let most = Most { keys: 1, batches: 3, are_taken: false };
-        let first = bench.schedule.take(most, bench.start, |_| true, |_| false).unwrap();
-        assert!(bench.schedule.take(most, bench.start, |_| true, |_| false).is_none());
+        let limits = BatchLimits { keys: 1, batches: 3, all_running: false };
+        let first = bench.schedule.take(limits, bench.start, |_| true, |_| false).unwrap();
+        assert!(bench.schedule.take(limits, bench.start, |_| true, |_| false).is_none());
         bench.finish(first, 0);
-        let second = bench.schedule.take(most, bench.start, |_| true, |_| false).unwrap();
+        let second = bench.schedule.take(limits, bench.start, |_| true, |_| false).unwrap();
         bench.deliver(3, Scope::All, false);
         assert!(
-            bench.schedule.take(most, bench.start, |_| false, |_| false).is_some(),
+            bench.schedule.take(limits, bench.start, |_| false, |_| false).is_some(),
             "another rule's, or not crowded any more"
         );
         bench.finish(second, 0);
@@ -589,9 +590,9 @@ mod tests {
         bench.schedule.hold(hold);
         bench.schedule.end(0, hold.batch, position(1), false);
         bench.deliver(1, Scope::All, false);
-        let most = Most { keys: 1, batches: 1, are_taken: false };
-        assert!(bench.schedule.take(most, bench.start, |_| false, |_| true).is_none());
-        let batch = bench.schedule.take(most, bench.start, |_| false, |_| false).unwrap();
+        let limits = BatchLimits { keys: 1, batches: 1, all_running: false };
+        assert!(bench.schedule.take(limits, bench.start, |_| false, |_| true).is_none());
+        let batch = bench.schedule.take(limits, bench.start, |_| false, |_| false).unwrap();
         bench.finish(batch, 0);
         assert_eq!(bench.schedule.frontier(0), None);
         assert_eq!(bench.schedule.applied(0), ClusterTime::default());

@@ -18,7 +18,7 @@ use denormd_model::{
     namespace::Namespace,
     rule_state::{BlockReason, RuleState},
 };
-use denormd_mongo::error::{Kind, Result};
+use denormd_mongo::error::Result;
 use denormd_rules::plan::{Rule, RuleId};
 
 /// Interval between reads of the list of existing source collections.
@@ -50,7 +50,7 @@ pub(super) async fn look_at_intervals(context: Arc<Context>, out: mpsc::Sender<S
                 }
             }
             Some(Err(error)) => {
-                tracing::debug!(error = %error.message, "source collections cannot be listed; trying again");
+                tracing::warn!(error = %error.message, "source collections cannot be listed; retrying");
             }
             None => return,
         }
@@ -90,7 +90,7 @@ pub(super) async fn returns(context: Arc<Context>, out: mpsc::Sender<Seen>, stop
                 }
                 Ok(None) => {}
                 Err(error) => {
-                    tracing::debug!(rule = %rule.name, error = %error.message, "the source cannot be compared; trying again");
+                    tracing::warn!(rule = %rule.name, error = %error.message, "the source cannot be compared; retrying");
                 }
             }
         }
@@ -137,7 +137,7 @@ pub(super) async fn read_sources(context: &Context) -> Result<Vec<(Namespace, Op
     let mut found = Vec::new();
     for (database, names) in names {
         let mut uuids = match context.server.collection_uuids(database, &names).await {
-            Err(error) if error.kind == Kind::Privilege => continue,
+            Err(error) if error.lacks_privilege() => continue,
             uuids => uuids?,
         };
         let of_one =

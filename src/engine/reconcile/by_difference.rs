@@ -11,12 +11,13 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use bson::{Bson, Document, RawBson, RawDocumentBuf, cstr, doc};
 
 use crate::reconcile::{
-    by_target::{Read, Referrer},
+    batch::{End, Item, Run, backoff, newest, source_gone},
+    by_target::Referrer,
     compare::{self, Difference},
     context::Load,
     keep::places_of,
+    of_target::Read,
     read,
-    run::{End, Item, Run, backoff, newest, source_gone},
     statement::{Operators, Statement, unchanged, update},
     value::Rows,
 };

@@ -1,4 +1,4 @@
-//! Reads and writes of rules whose values depend on the target: `$$target` and `$$targetElement`.
+//! Reads for rules whose values depend on the target: `$$target` and `$$targetElement`.
 //!
 //! The key of such a rule is the target's. One command reads the sources of many targets. It contains what the values
 //! depend on, as it was read from the targets, and looks up the sources of each. Where the target does not affect which
@@ -6,21 +6,18 @@
 //! and only targets without a source are looked up. The write demands that what was read of the target is unchanged;
 //! the event of a change requests the target again.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::reconcile::{
-    compare::differs,
     context::{Context, Load},
-    read::{self, id_of},
-    run::{End, Item, Run, newest},
-    statement,
-    value::{Desired, Field, Rows},
+    read,
+    value::{Rows, index, target_key, target_key_without_source},
 };
 use denormd_model::{
     field_path::{FieldPath, Segment},
-    key::Key,
+    key::{Key, id_of},
     position::ClusterTime,
 };
 use denormd_mongo::error::{Error, Kind, Result};
@@ -44,29 +41,13 @@ impl Referrer<'_> {
     /// Its `_id`.
     #[must_use]
     pub fn id(&self) -> Bson {
-        self.target.get("_id").cloned().unwrap_or(Bson::Null)
+        id_of(self.target)
     }
 
     /// The key of a target that has one reference, if a source can match it.
     fn only_key(&self, rule: &Rule) -> Option<&Key> {
         self.references.first()?.as_ref().filter(|key| rule.reference.can_resolve(key))
     }
-}
-
-/// The key in [`Rows`] of a target's values, or of those of its `nth` reference.
-#[must_use]
-pub fn key(id: &Bson, nth: usize) -> Key {
-    Key::new(vec![id.clone(), index(nth)])
-}
-
-/// The key of the values where no source matches.
-#[must_use]
-pub fn key_without_source(id: &Bson, nth: usize) -> Key {
-    Key::new(vec![id.clone(), index(nth), Bson::Null])
-}
-
-fn index(nth: usize) -> Bson {
-    Bson::Int64(i64::try_from(nth).unwrap_or(i64::MAX))
 }
 
 /// One lookup of a target: its sources together, or those of one reference.
@@ -100,7 +81,7 @@ fn keys_of_rows(rule: &Rule, targets: &[Referrer<'_>]) -> Vec<Key> {
     for target in targets {
         let id = target.id();
         for slot in slots(rule, target.references) {
-            keys.extend([key(&id, slot.nth), key_without_source(&id, slot.nth)]);
+            keys.extend([target_key(&id, slot.nth), target_key_without_source(&id, slot.nth)]);
         }
     }
     keys
@@ -156,7 +137,7 @@ pub fn sources_at_once(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Se
 /// The targets that still have to be looked up: those without a row.
 #[must_use]
 pub fn without_rows<'a>(targets: &[Referrer<'a>], rows: &Rows) -> Vec<Referrer<'a>> {
-    targets.iter().filter(|target| !rows.answer(&key(&target.id(), 0))).copied().collect()
+    targets.iter().filter(|target| !rows.answer(&target_key(&target.id(), 0))).copied().collect()
 }
 
 fn sources_of(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Document {
@@ -207,7 +188,7 @@ fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Documen
     // Inside `$literal`, no value is taken for an expression.
     let asked: Vec<Document> = asked.into_iter().map(|asked| doc! {"d": {"$literal": asked}}).collect();
     let path = rule.reference.paths(Role::Source).next().map(FieldPath::query).unwrap_or_default();
-    // The look-up by the first path finds the index; `keys` decides.
+    // The lookup by the first path finds the index; `keys` decides.
     let mut variables = doc! {"keys": "$r.k", "target": "$t", "targetElement": "$r.e", "settled": "$settled"};
     for nth in 1..rule.reference.pairs.len() {
         let value = doc! {"$arrayElemAt": [{"$arrayElemAt": ["$r.k", 0]}, i32::try_from(nth).unwrap_or(i32::MAX)]};
@@ -224,7 +205,7 @@ fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Documen
     stages
 }
 
-/// The look-ups: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for each slot of each target.
+/// The lookups: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for each slot of each target.
 /// `f` finds sources, and `k` has the keys.
 fn asked(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
     let mut out = Vec::new();
@@ -327,183 +308,5 @@ impl Context {
         let keys = if load.items > 1 { Vec::new() } else { keys_of_rows(rule, targets) };
         let load = Load { sources: Some(&sources), ..load };
         self.rows_of_keys(rule, &keys.iter().collect::<Vec<_>>(), after, load).await
-    }
-}
-
-/// A target that was read to be written.
-pub(super) struct Read {
-    pub(super) target: Document,
-    pub(super) references: Vec<Option<Key>>,
-    pub(super) guard: RawDocumentBuf,
-}
-
-/// The content of a target: of the whole, or of its elements.
-enum Content {
-    Whole(Desired),
-    Elements(Vec<(usize, Vec<Field>)>),
-}
-
-impl Run<'_> {
-    /// Writes targets whose values depend on them.
-    pub(super) async fn values_of_targets(&self, items: &mut [Item]) -> Result<()> {
-        let after = newest(items);
-        let ids: Vec<&Key> = items.iter().map(|item| &item.key).collect();
-        let mut targets = self.read_targets(read::targets(self.rule, &ids), after, items.len()).await?;
-        if let Some(tree) = self.rule.tree {
-            Box::pin(self.hold_back(tree, items, &mut targets, after)).await?;
-        }
-        let asked: Vec<Referrer> = targets.values().map(Read::referrer).collect();
-        let load = Load { task: self.task, items: items.len(), limit: self.limit, bytes: &self.bytes, sources: None };
-        let rows = self.context.rows_of_targets(self.rule, &asked, after, load).await?;
-        let dangling: HashMap<&Key, Vec<usize>> =
-            targets.iter().map(|(id, target)| (id, self.dangling(target, &rows))).collect();
-        let missing = dangling.values().any(|missing| !missing.is_empty());
-        if self.is_source_gone_now(missing, !rows.is_empty()).await? {
-            for item in items {
-                item.end = Some(End::SourceGone);
-            }
-            return Ok(());
-        }
-        let mut wanted = Vec::new();
-        for (nth, item) in items.iter().enumerate() {
-            let Some(target) = targets.get(&item.key) else { continue };
-            let dangling = &dangling[&item.key];
-            let whole = !self.rule.by_element();
-            if self.detached && whole && !dangling.is_empty() {
-                continue;
-            }
-            wanted.push((nth, target, self.content(target, &rows, dangling)?));
-        }
-        if self.rule.tree.is_some() {
-            self.record_changes(items, &wanted)?;
-        }
-        let within_limit = self.may_lose_by_targets(&wanted, &dangling, items, after).await?;
-        let (mut whole, mut by_element, mut over_limit) = (Vec::new(), Vec::new(), Vec::new());
-        for (nth, target, content) in &wanted {
-            let key = &items[*nth].key;
-            match content {
-                _ if !within_limit && !dangling[key].is_empty() => over_limit.push(*nth),
-                Content::Whole(desired) => whole.push((*nth, &target.guard, desired)),
-                Content::Elements(elements) => {
-                    let statement = statement::of_elements(self.rule, key, &target.guard, elements)?;
-                    by_element.extend(statement.map(|statement| (vec![*nth], statement)));
-                }
-            }
-        }
-        for nth in over_limit {
-            items[nth].end = Some(End::RemovalLimit);
-        }
-        self.keep(items, &rows).await?;
-        self.write_targets(items, &whole, by_element, &rows).await
-    }
-
-    /// Records the documents of a tree that are about to change. Statements go to the others as well: only the server
-    /// knows what they hold when it writes.
-    fn record_changes(&self, items: &[Item], wanted: &[(usize, &Read, Content)]) -> Result<()> {
-        let mut changed = Vec::new();
-        for (nth, target, content) in wanted {
-            if let Content::Whole(desired) = content
-                && differs(self.rule, &target.target, desired)?
-            {
-                changed.push(&items[*nth].key);
-            }
-        }
-        self.context.memory.pending.writes(self.rule.id, changed.into_iter());
-        Ok(())
-    }
-
-    /// Reads targets for this number of items, by a command whose rows have a guard.
-    pub(super) async fn read_targets(
-        &self,
-        command: Document,
-        after: ClusterTime,
-        items: usize,
-    ) -> Result<HashMap<Key, Read>> {
-        let mut targets = HashMap::new();
-        for row in self.read_within(Role::Target, command, after, items).await? {
-            let mut target = Document::try_from(row.as_ref())?;
-            let guard = row.get_document(read::GUARD).map_err(|_| Error::internal("a target without its guard"))?;
-            target.remove(read::GUARD);
-            let references = self.rule.reference.keys(Role::Target, &target);
-            targets.insert(id_of(&row)?, Read { target, references, guard: guard.to_owned() });
-        }
-        Ok(targets)
-    }
-
-    /// The indexes of the references that no source matches; 0 for a target that has its sources together.
-    pub(super) fn dangling(&self, target: &Read, rows: &Rows) -> Vec<usize> {
-        let id = target.referrer().id();
-        let answered = |nth| rows.answer(&key(&id, nth));
-        if !self.rule.by_reference() {
-            return if target.references.iter().any(Option::is_some) && !answered(0) { vec![0] } else { Vec::new() };
-        }
-        let references = target.references.iter().enumerate().filter(|(_, reference)| reference.is_some());
-        references.map(|(nth, _)| nth).filter(|nth| !answered(*nth)).collect()
-    }
-
-    fn content(&self, target: &Read, rows: &Rows, dangling: &[usize]) -> Result<Content> {
-        let (rule, id) = (self.rule, target.referrer().id());
-        if !rule.by_element() {
-            let has_array = rule.reference.has_array(&target.target);
-            return Ok(Content::Whole(rows.desired_of_referrer(rule, &id, &target.references, has_array)?));
-        }
-        let mut elements = Vec::new();
-        for (nth, element) in rule.reference.elements(Role::Target, &target.target).into_iter().enumerate() {
-            // A value that is not a subdocument has no fields for copies.
-            let keeps = self.detached && dangling.contains(&nth);
-            if element.as_document().is_none() || keeps {
-                continue;
-            }
-            let refers = target.references.get(nth).is_some_and(Option::is_some);
-            if let Desired::Fields(fields) = rows.desired_of_pair(rule, &id, nth, refers)? {
-                elements.push((nth, fields));
-            }
-        }
-        Ok(Content::Elements(elements))
-    }
-
-    /// Counts the targets that lose values because no source matches; false if they are too many.
-    async fn may_lose_by_targets(
-        &self,
-        wanted: &[(usize, &Read, Content)],
-        dangling: &HashMap<&Key, Vec<usize>>,
-        items: &[Item],
-        after: ClusterTime,
-    ) -> Result<bool> {
-        if !matches!(self.rule.values, Values::Set { .. } | Values::Into { .. }) || self.detached {
-            return Ok(true);
-        }
-        let is_nothing = |field: &Field| matches!(field, None | Some(bson::RawBson::Null));
-        let mut whole: Vec<(&Key, &Desired)> = Vec::new();
-        let mut clauses = Vec::new();
-        for (nth, target, content) in wanted {
-            let id = &items[*nth].key;
-            let missing = &dangling[id];
-            if missing.is_empty() {
-                continue;
-            }
-            match content {
-                Content::Whole(desired) => whole.push((id, desired)),
-                Content::Elements(elements) => {
-                    let losing =
-                        elements.iter().filter(|(nth, fields)| missing.contains(nth) && fields.iter().all(is_nothing));
-                    let keys: Vec<&Key> = losing.filter_map(|(nth, _)| target.references.get(*nth)?.as_ref()).collect();
-                    if !keys.is_empty() {
-                        let id = id.values().first().cloned().unwrap_or(Bson::Null);
-                        clauses.push(doc! {"$and": [{"_id": {"$eq": id}}, read::has_values(self.rule, &keys)]});
-                    }
-                }
-            }
-        }
-        if !clauses.is_empty() {
-            return self.may_lose(doc! {"$or": clauses}, after).await;
-        }
-        self.may_lose_of_targets(&whole, after).await
-    }
-}
-
-impl Read {
-    pub(super) fn referrer(&self) -> Referrer<'_> {
-        Referrer { target: &self.target, references: &self.references }
     }
 }

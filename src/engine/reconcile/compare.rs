@@ -13,14 +13,14 @@ use crate::{
     reconcile::{
         by_target::Referrer,
         context::{Context, Load, ReadsSources},
-        create, read, shape,
+        places, read, shape,
         value::{Desired, Field, Rows},
     },
     request::Task,
 };
 use denormd_model::{
-    field_path::{FieldPath, Segment},
-    key::Key,
+    field_path::{FieldPath, value_at},
+    key::{Key, id_of},
     position::ClusterTime,
 };
 use denormd_mongo::{
@@ -28,6 +28,8 @@ use denormd_mongo::{
     error::{Error, Kind, Result},
 };
 use denormd_rules::plan::{Keyed, Rule, Values, expression::OfTarget, reference::Role};
+
+pub mod created;
 
 /// Expected and stored value of one owned path of one target.
 #[derive(Debug, Clone, PartialEq)]
@@ -118,7 +120,7 @@ pub fn projection(rule: &Rule) -> Document {
     let mut roots = Document::new();
     // A document that the rule creates is compared as a whole: fields of others decide if it stays.
     if rule.creates.is_some() {
-        roots.insert(create::ABSENT, 0);
+        roots.insert(created::ABSENT, 0);
         return roots;
     }
     let read = rule.of_target.iter().flat_map(OfTarget::all);
@@ -163,7 +165,7 @@ pub async fn compare_by(
         let limit = context.limits.read_timeout;
         match compare_at_once(context, rule, part, after, (limit, sources), take).await {
             Ok(()) => {}
-            Err(error) if error.kind == Kind::TooLarge && part.len() > 1 => {
+            Err(error) if error.exceeds_batch() && part.len() > 1 => {
                 let (front, back) = part.split_at(part.len() / 2);
                 stack.extend([back, front]);
             }
@@ -225,17 +227,16 @@ async fn keep_in_tree(
     take: Take<'_>,
 ) -> Result<()> {
     let Some(tree) = rule.tree else { return Ok(()) };
-    let id = |target: &Document| target.get("_id").cloned().unwrap_or(Bson::Null);
-    let ids: Vec<Key> = mine.iter().map(|(target, _)| Key::one(id(target))).collect();
+    let ids: Vec<Key> = mine.iter().map(|(target, _)| Key::of_document(target)).collect();
     let asked: Vec<&Key> = ids.iter().collect();
     let references = mine.iter().map(|(_, references)| references.as_slice());
     let known = tree.known_parents(ids.iter().cloned().zip(references));
     let places = Box::pin(context.places(rule, tree, &asked, known, (after, limit))).await?;
     let keeps = |target: &Document| {
-        places.get(&Key::one(id(target))).is_some_and(|place| super::tree::reason(tree, place).is_some())
+        places.get(&Key::of_document(target)).is_some_and(|place| places::reason(tree, place).is_some())
     };
     for (target, references) in mine.extract_if(.., |(target, _)| keeps(target)) {
-        take(Ok(Compared { target: id(target), fields: Vec::new(), references }))?;
+        take(Ok(Compared { target: id_of(target), fields: Vec::new(), references }))?;
     }
     Ok(())
 }
@@ -244,7 +245,7 @@ async fn keep_in_tree(
 fn owns_some(context: &Context, rule: &Rule, target: &Document, references: &[Option<Key>]) -> bool {
     match (rule.keyed, &rule.reference.target_each) {
         _ if context.partition.of() == 1 => true,
-        (Keyed::Target, _) => context.owns(rule, &Key::one(target.get("_id").cloned().unwrap_or(Bson::Null))),
+        (Keyed::Target, _) => context.owns(rule, &Key::of_document(target)),
         (Keyed::Value, None) => context.owns(rule, &key_of(references.first())),
         (Keyed::Value, Some(_)) => references.iter().any(|key| context.owns(rule, &key_of(Some(key)))),
     }
@@ -271,7 +272,7 @@ pub async fn compare_each(
         let mut compared = |compared: Result<Compared>| {
             match compared {
                 Ok(compared) => take(compared),
-                Err(error) if error.kind == Kind::Refused => failing += 1,
+                Err(error) if error.is_refusal() => failing += 1,
                 Err(error) => return Err(error),
             }
             Ok(())
@@ -279,7 +280,7 @@ pub async fn compare_each(
         let reads = (context.limits.read_timeout, None);
         match compare_at_once(context, rule, part, after, reads, &mut compared).await {
             Ok(()) => {}
-            Err(error) if !matches!(error.kind, Kind::Refused | Kind::ReadTimedOut | Kind::TooLarge) => {
+            Err(error) if !(error.is_refusal() || error.is_read_timeout() || error.exceeds_batch()) => {
                 return Err(error);
             }
             Err(_) if part.len() > 1 => {
@@ -301,7 +302,7 @@ pub fn one(
     references: Vec<Option<Key>>,
     owns: &dyn Fn(&Key) -> bool,
 ) -> Result<Compared> {
-    let id = target.get("_id").cloned().unwrap_or(Bson::Null);
+    let id = id_of(target);
     let mut fields = Vec::new();
     let inside = |path: &&FieldPath| path.has_each();
     if let Some(each) = rule.reference.target_each.as_ref().filter(|_| rule.owned().iter().any(inside)) {
@@ -316,12 +317,12 @@ pub fn one(
                 Some(_) => rows.desired_of_pair(rule, &id, nth, !key.values().is_empty())?,
                 None => rows.desired(rule, &key)?,
             };
-            let stored = |path: &FieldPath| value_at(Some(element), path.below(each).unwrap_or_default());
+            let stored = |path: &FieldPath| value_at(element, path.below(each).unwrap_or_default()).cloned();
             push(rule, (&id, Some(nth)), &desired, &stored, &mut fields)?;
         }
     }
     if rule.creates.is_some() {
-        create::compare(rule, rows, target, references.first().and_then(Option::as_ref), &mut fields)?;
+        created::compare(rule, rows, target, references.first().and_then(Option::as_ref), &mut fields)?;
     } else if !rule.owned().iter().all(inside) {
         let has_array = rule.reference.has_array(target);
         let desired = match rule.of_target {
@@ -329,13 +330,13 @@ pub fn one(
             None if rule.by_key => rows.desired(rule, &key_of(references.first()))?,
             None => rows.desired_of_target(rule, &references, has_array)?,
         };
-        push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), &mut fields)?;
+        push(rule, (&id, None), &desired, &|path| value_at(target, path.segments()).cloned(), &mut fields)?;
     }
     Ok(Compared { target: id, fields, references })
 }
 
 /// Adds the owned paths of one target that lie beside its array, or those of one element.
-pub(super) fn push(
+fn push(
     rule: &Rule,
     (id, element): (&Bson, Option<usize>),
     desired: &Desired,
@@ -366,25 +367,12 @@ pub(super) fn push(
 pub(super) fn differs(rule: &Rule, document: &Document, desired: &Desired) -> Result<bool> {
     let Desired::Fields(fields) = desired else { return Ok(true) };
     for (path, expected) in rule.owned().into_iter().zip(fields) {
-        let stored = value_at(Some(document), path.segments()).map(RawBson::try_from).transpose()?;
+        let stored = value_at(document, path.segments()).cloned().map(RawBson::try_from).transpose()?;
         if !identical(expected.as_ref(), stored.as_ref()) {
             return Ok(true);
         }
     }
     Ok(false)
-}
-
-/// The value at a path. Does not look into arrays.
-#[must_use]
-pub fn value_at(doc: Option<&Document>, path: &[Segment]) -> Option<Bson> {
-    let (last, parents) = path.split_last()?;
-    let mut at = doc?;
-    for segment in parents {
-        let Segment::Name(name) = segment else { return None };
-        at = at.get_document(name).ok()?;
-    }
-    let Segment::Name(name) = last else { return None };
-    at.get(name).cloned()
 }
 
 /// Equal in every bit: 1 is not 1.0, NaN is NaN, missing is not null.
@@ -478,7 +466,7 @@ async fn by_ids<'a>(
     let targets = rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
     let mut targets = targets.collect::<Result<Vec<_>>>()?;
     if rule.creates.is_some() {
-        targets.extend(create::stand_ins(&targets, ids));
+        targets.extend(created::stand_ins(&targets, ids));
     }
     Ok(Some(targets))
 }

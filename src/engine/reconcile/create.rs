@@ -21,16 +21,16 @@
 
 use std::{collections::HashSet, time::Duration};
 
-use bson::{Bson, Document, RawBson, RawDocumentBuf, cstr, doc, rawdoc};
+use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::{
     reconcile::{
-        compare::{Difference, push, value_at},
+        batch::{End, Item, Run, newest},
+        compare::created::stand_ins,
         context::Context,
         read::{self, one_of, simple_collation},
-        run::{End, Item, Run, newest},
         scan,
-        statement::{Statement, operators, raw},
+        statement::created::nothing_else,
         value::{Desired, Rows},
     },
     request::Request,
@@ -43,75 +43,9 @@ use denormd_mongo::{
     error::{Error, Kind, Result},
 };
 use denormd_rules::plan::{
-    Creates, Rule,
-    create::below,
+    Rule,
     reference::{Reference, Role},
 };
-
-/// Marks a stand-in for a document that does not exist. No document has a field of this name.
-pub const ABSENT: &str = "__denormd_absent";
-
-/// The statements for the document of a key.
-pub(super) fn statements(rule: &Rule, key: &Key, desired: &Desired) -> Result<Vec<Statement>> {
-    let id = rule.reference.id_of(key);
-    let (fields, upsert) = match desired {
-        Desired::Fields(fields) => (fields, true),
-        Desired::Emptied { fields, .. } => (fields, false),
-        Desired::Keep | Desired::Remove | Desired::Delete => {
-            return Err(Error::internal("a document that is created has no such policy"));
-        }
-    };
-    let mut statements = Vec::new();
-    if let (Desired::Emptied { deletes: true, .. }, Some(creates)) = (desired, &rule.creates) {
-        let query = doc! {"_id": {"$eq": id.clone()}, "$expr": nothing_else(creates)};
-        let delete = rawdoc! {"q": raw(&query)?, "limit": 1, "collation": raw(&simple_collation())?};
-        statements.push(Statement::Delete(delete));
-    }
-    let mut update = rawdoc! {
-        "q": raw(&doc! {"_id": {"$eq": id}})?, "u": operators(rule, "", fields)?, "collation": raw(&simple_collation())?,
-    };
-    if upsert {
-        update.append(cstr!("upsert"), true);
-    }
-    statements.push(Statement::Update(update));
-    Ok(statements)
-}
-
-/// An expression that is true for a document without a path other than `_id` and those that rules own.
-fn nothing_else(creates: &Creates) -> Bson {
-    only(&creates.plain(), "$$ROOT", "", &["_id"])
-}
-
-fn only(paths: &[Vec<&str>], document: &str, prefix: &str, others: &[&str]) -> Bson {
-    let mut names: Vec<&str> = others.to_vec();
-    for name in paths.iter().filter_map(|path| path.first()) {
-        if !names.contains(name) {
-            names.push(name);
-        }
-    }
-    let stored = doc! {"$map": {"input": {"$objectToArray": document}, "in": "$$this.k"}};
-    let mut all = vec![Bson::from(doc! {"$setIsSubset": [stored, {"$literal": names.clone()}]})];
-    for name in names {
-        let below = below(paths, name);
-        if below.is_empty() || paths.iter().any(|path| path.as_slice() == [name]) {
-            continue;
-        }
-        let field = format!("{prefix}{name}");
-        let path = format!("${field}");
-        let inside = only(&below, &path, &format!("{field}."), &[]);
-        all.push(
-            doc! {"$switch": {
-                "branches": [
-                    {"case": {"$eq": [{"$type": &path}, "missing"]}, "then": true},
-                    {"case": {"$eq": [{"$type": &path}, "object"]}, "then": inside},
-                ],
-                "default": false,
-            }}
-            .into(),
-        );
-    }
-    doc! {"$and": all}.into()
-}
 
 impl Run<'_> {
     /// Counts the documents that are deleted because their keys have no sources. If they exceed the removal limit, these
@@ -249,7 +183,7 @@ impl Context {
         let mut keys: Vec<Key> = Vec::new();
         for source in sources {
             if rule.reference.has_unusable_value(source) {
-                out.unusable.push(Key::one(source.get("_id").cloned().unwrap_or(Bson::Null)));
+                out.unusable.push(Key::of_document(source));
             }
             keys.extend(rule.reference.keys(Role::Source, source).into_iter().flatten());
         }
@@ -310,41 +244,4 @@ impl Context {
         }
         Ok(held)
     }
-}
-
-/// Compares a document, or a stand-in for one, with what the rows of its key demand.
-pub(super) fn compare(
-    rule: &Rule,
-    rows: &Rows,
-    target: &Document,
-    key: Option<&Key>,
-    out: &mut Vec<Difference>,
-) -> Result<()> {
-    // A document of another form is none of the rule's.
-    let (Some(key), Some(creates)) = (key, &rule.creates) else { return Ok(()) };
-    let id = target.get("_id").cloned().unwrap_or(Bson::Null);
-    let mut desired = rows.desired(rule, key)?;
-    if target.contains_key(ABSENT) {
-        if matches!(desired, Desired::Fields(_)) {
-            let expected = Some(RawBson::try_from(id.clone())?);
-            out.push(Difference { target: id, path: "_id".to_owned(), element: None, expected, stored: None });
-        }
-        return Ok(());
-    }
-    if let Desired::Emptied { deletes, .. } = &mut desired {
-        *deletes &= creates.has_nothing_else(target);
-    }
-    push(rule, (&id, None), &desired, &|path| value_at(Some(target), path.segments()), out)
-}
-
-/// Stand-ins for those of these `_id`s that no document has.
-pub fn stand_ins(documents: &[Document], ids: &[Bson]) -> Vec<Document> {
-    let id_of = |document: &Document| document.get("_id").cloned().map(Key::one);
-    let mut known: HashSet<Key> = documents.iter().filter_map(id_of).collect();
-    ids.iter().filter(|id| known.insert(Key::one((*id).clone()))).map(stand_in).collect()
-}
-
-/// A stand-in for the document with this `_id`.
-fn stand_in(id: &Bson) -> Document {
-    doc! {"_id": id.clone(), ABSENT: true}
 }

@@ -7,10 +7,10 @@ use bson::{Document, RawDocumentBuf};
 use crate::{
     checkpoint::fan_out::Subject,
     reconcile::{
+        batch::{End, Item, MANY, Run, newest},
         context::Context,
         create,
         read::{self, id_of},
-        run::{End, Item, MANY, Run, newest},
     },
     request::{Request, Scope, Task},
     route::{source_request, target_requests},
@@ -47,7 +47,7 @@ impl Run<'_> {
         let unusable = self.unusable(&unusable, after).await?;
         let error = create::unusable(&self.rule.reference);
         for item in items.iter_mut().filter(|item| unusable.contains(&item.key)) {
-            item.end = Some(self.set_aside(&item.key, None, &error).await);
+            item.end = Some(self.dead_letter(&item.key, None, &error).await);
         }
         Ok(())
     }
@@ -58,7 +58,7 @@ impl Run<'_> {
             (Ok(Some(mut requests)), _) => follow_ups.append(&mut requests),
             (Ok(None), [item]) => item.end = Some(self.fan_out(item).await),
             // A fan-out job reads a part of the collection at a time.
-            (Err(error), [item]) if error.kind == Kind::ReadTimedOut => item.end = Some(self.fan_out(item).await),
+            (Err(error), [item]) if error.is_read_timeout() => item.end = Some(self.fan_out(item).await),
             (Err(error), _) => return Err(error),
             (Ok(None), _) => return Err(Error::new(Kind::TooLarge, "these keys have too many targets")),
         }
@@ -110,7 +110,7 @@ impl Run<'_> {
     }
 }
 
-/// Requests for a target that a look-up has found.
+/// Requests for a target that a lookup has found.
 pub fn request_of_found(rule: &Rule, task: Task, row: &RawDocumentBuf) -> Result<Vec<Request>> {
     let id = id_of(row)?;
     Ok(match task {

@@ -12,11 +12,11 @@ use tokio::time::Instant;
 
 use crate::{
     reconcile::{
+        batch::{End, Item, Run, newest},
         compare::{self, Compared, Mismatch},
         context::Context,
         isolate::STEP,
         read::{self, id_of},
-        run::{End, Item, Run, newest},
     },
     request::{Request, Scope, Task},
     route::reference_requests,
@@ -25,6 +25,7 @@ use crate::{
 use denormd_model::{key::Key, position::ClusterTime};
 use denormd_mongo::{Reads, command::limited, error::Result};
 use denormd_rules::{config::OnDrift, plan::Rule};
+
 /// Delay before the guard reports a difference as drift.
 const SECOND_LOOK: Duration = Duration::from_millis(200);
 

@@ -8,8 +8,8 @@ use bson::{Bson, Document, doc};
 use crate::{
     dead_letter::Offending,
     reconcile::{
+        batch::{End, Ended, Item, Run},
         context::Context,
-        run::{End, Ended, Item, Run},
         shape,
         statement::{self, Statement},
         value::{Desired, Rows},
@@ -17,8 +17,9 @@ use crate::{
     request::{Request, Scope, Task},
 };
 use denormd_model::{failpoint, field_path::FieldPath, key::Key, position::ClusterTime};
-use denormd_mongo::error::{Error, Kind, Reaction, Result};
+use denormd_mongo::error::{Error, Reaction, Result};
 use denormd_rules::plan::reference::Role;
+
 /// Targets written by one statement while the offending document is searched for.
 pub(super) const STEP: usize = 1000;
 /// Number of attempts after which a target becomes a dead letter, if it is alone in its statement and cannot be written
@@ -45,15 +46,15 @@ impl Run<'_> {
         }
         for item in &mut items {
             item.end = Some(if reaction == Reaction::Isolate {
-                self.set_aside(&item.key, None, &error).await
+                self.dead_letter(&item.key, None, &error).await
             } else {
-                End::Failed(copy(&error))
+                End::Failed(error.clone())
             });
         }
         items.into_iter().map(Item::ended).collect()
     }
 
-    pub(super) async fn set_aside(&self, key: &Key, target: Option<&Key>, error: &Error) -> End {
+    pub(super) async fn dead_letter(&self, key: &Key, target: Option<&Key>, error: &Error) -> End {
         let path = match target.or((self.task == Task::Target).then_some(key)) {
             Some(target) => self.in_the_way(target).await,
             None => None,
@@ -69,9 +70,9 @@ impl Run<'_> {
                 failpoint::here("set-aside");
                 self.context.memory.kept.learn(self.rule.id, |kept| kept.aside = true);
                 counts.dead_letters.fetch_add(1, Ordering::Relaxed);
-                self.context.metrics.set_aside(&self.rule.name, error);
+                self.context.metrics.dead_letter(&self.rule.name, error);
                 tracing::warn!(rule = %self.rule.name, error = %error.message, "became a dead letter");
-                End::SetAside
+                End::DeadLetter
             }
             Err(error) => End::Failed(error),
         }
@@ -92,12 +93,12 @@ impl Run<'_> {
     /// All targets of a key would be too many to hold: they become a fan-out job.
     pub(super) async fn in_steps(&self, item: &Item, rows: &Rows, cause: Error) -> Result<End> {
         if self.task == Task::Target {
-            return Ok(self.set_aside(&item.key, None, &cause).await);
+            return Ok(self.dead_letter(&item.key, None, &cause).await);
         }
         // The key has one document.
         if self.rule.creates.is_some() {
-            let is_patient = cause.kind != Kind::TimedOut || item.work.attempts >= PATIENT;
-            return if is_patient { Ok(self.set_aside(&item.key, None, &cause).await) } else { Err(cause) };
+            let is_patient = !cause.is_command_timeout() || item.work.attempts >= PATIENT;
+            return if is_patient { Ok(self.dead_letter(&item.key, None, &cause).await) } else { Err(cause) };
         }
         let Scope::Named(ids) = &item.work.scope else { return Ok(self.fan_out(item).await) };
         let desired = rows.desired(self.rule, &item.key)?;
@@ -110,7 +111,7 @@ impl Run<'_> {
     }
 
     async fn step(&self, item: &Item, ids: &[Key], desired: &Desired, end: &mut End) -> Result<()> {
-        let is_too_slow = |error: &Error| error.kind == Kind::TimedOut && item.work.attempts >= PATIENT;
+        let is_too_slow = |error: &Error| error.is_command_timeout() && item.work.attempts >= PATIENT;
         let key = &item.key;
         let mut stack = vec![ids];
         while let Some(ids) = stack.pop() {
@@ -127,7 +128,7 @@ impl Run<'_> {
                 error = error.or(match sent {
                     Ok(mut written) => written.refused.pop().map(|(_, error)| error),
                     // Fewer targets take less time.
-                    Err(error) if error.kind == Kind::TimedOut => Some(error),
+                    Err(error) if error.is_command_timeout() => Some(error),
                     Err(error) => return Err(error),
                 });
             }
@@ -138,16 +139,12 @@ impl Run<'_> {
                     stack.extend([front, back]);
                 }
                 Some(error) if error.is_transient() && !is_too_slow(&error) => return Err(error),
-                Some(error) => match self.set_aside(key, ids.first(), &error).await {
+                Some(error) => match self.dead_letter(key, ids.first(), &error).await {
                     End::Failed(error) => return Err(error),
-                    aside => *end = aside,
+                    dead_letter => *end = dead_letter,
                 },
             }
         }
         Ok(())
     }
-}
-
-pub(super) fn copy(error: &Error) -> Error {
-    Error { kind: error.kind, message: error.message.clone(), hint: error.hint.clone(), code: error.code }
 }

@@ -1,7 +1,7 @@
 //! Keeps the values that a rule's first backfill overwrites or removes, before the statements are sent.
 //!
 //! The targets of a batch are compared as the guard would: only values that differ from the definition are kept, and a
-//! target without a value costs nothing but the look-up. Between this read and the write, the application may change a
+//! target without a value costs nothing but the lookup. Between this read and the write, the application may change a
 //! value once more; that change is overwritten like any later one, and is not kept.
 
 use std::collections::HashSet;
@@ -11,23 +11,23 @@ use bson::{Bson, Document, RawBson, doc};
 use crate::{
     checkpoint::kept::{Element, Fingerprint, Place, fingerprint},
     reconcile::{
-        compare::{self, Difference, key_of, projection, value_at},
+        batch::{Item, Run, newest},
+        compare::{self, Difference, key_of, projection},
         memory::{Kept, is_behind},
         read::{holders_filter, one_of, simple_collation},
-        run::{Item, Run, newest},
         value::Rows,
     },
     request::{Scope, Task},
 };
 use denormd_model::{
     failpoint,
-    field_path::{FieldPath, Segment},
+    field_path::{FieldPath, Segment, value_at},
     key::Key,
 };
 use denormd_mongo::{
     Reads,
     command::limited,
-    error::{Error, Kind, Result},
+    error::{Error, Result},
 };
 use denormd_rules::plan::{Keyed, reference::Role};
 
@@ -149,7 +149,7 @@ impl Run<'_> {
         let compared = match compare::one(self.rule, rows, doc, references, &owns) {
             Ok(compared) => compared,
             // It is not written either.
-            Err(error) if error.kind == Kind::Refused => return Ok(Vec::new()),
+            Err(error) if error.is_refusal() => return Ok(Vec::new()),
             Err(error) => return Err(error),
         };
         let mut places = None;
@@ -185,7 +185,11 @@ impl Run<'_> {
         let (at, value) = places.get(nth).ok_or_else(|| Error::internal("an element without a place"))?;
         let element = value.as_document();
         let by = self.rule.reference.paths(Role::Target).filter_map(|path| Some((path, path.below(each)?)));
-        let by = by.map(|(path, below)| (below_text(each, path), value_at(element, below))).collect();
+        let by = by
+            .map(|(path, below)| {
+                (below_text(each, path), element.and_then(|element| value_at(element, below)).cloned())
+            })
+            .collect();
         let same = references.iter().filter(|reference| references.get(nth) == Some(*reference)).count();
         let (mut rest, mut own) = (None, Vec::new());
         if same > 1 {

@@ -23,14 +23,14 @@ pub fn simple_collation() -> Document {
 }
 
 /// Reads the sources of `keys`: rows `{ k: [match values], v: { v0: …, v1: … } }`, the winner of each key first; for
-/// `collect` and `aggregate` one row a key, `{ k, v }` with `v.e` the elements or `v.v0…` the accumulated values.
+/// `collect` and `aggregate` one row per key, `{ k, v }` with `v.e` the elements or `v.v0…` the accumulated values.
 #[must_use]
 pub fn sources(rule: &Rule, keys: &[&Key]) -> Document {
     let first = first_of_each(rule, keys).filter(|_| !reads_in_reverse(rule));
     first.unwrap_or_else(|| sources_at_once(rule, keys))
 }
 
-/// The same by one pass, whatever the rule: for where there is no index yet.
+/// Like [`sources`], but in one pass for any rule: used while there is no index yet.
 #[must_use]
 pub fn sources_at_once(rule: &Rule, keys: &[&Key]) -> Document {
     command(&rule.source.namespace.collection, stages(rule, keys, Order::OfTheRule))
@@ -131,7 +131,7 @@ pub(super) fn sources_of_pair(rule: &Rule) -> Vec<Document> {
         let parents = rule.reference.paths(Role::Source).filter_map(dbref_parent);
         clauses.extend(parents.map(|parent| names_target(rule, &parent)));
         match rule.reference.pairs.as_slice() {
-            // The look-up itself compares one value, but it also looks into arrays. Comparing the key once more takes
+            // The lookup itself compares one value, but it also looks into arrays. Comparing the key once more takes
             // longer.
             [pair] => {
                 clauses.extend(no_arrays(&pair.source.query()));
@@ -604,7 +604,7 @@ fn collect(rule: &Rule, key: Vec<Bson>, element: Bson, slice: Option<i64>) -> Ve
     stages
 }
 
-/// Reads the first (or last) N sources of each key by one limited look-up a key: with an index on match, sort and `_id` it
+/// Reads the first (or last) N sources of each key by one limited lookup per key: with an index on match, sort and `_id` it
 /// reads N documents where a `$group` reads all of the key's. None where the form of the rule or of a key does not allow it.
 fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     let (Values::Collect { element, slice: Some(slice), .. }, [pair], None) =
@@ -645,7 +645,7 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     let stages = vec![
         doc! {"$documents": wanted},
         doc! {"$lookup": {"from": &rule.source.namespace.collection, "localField": "k", "foreignField": path, "pipeline": inner, "as": "e"}},
-        // A look-up also returns a row for a key without sources.
+        // A lookup also returns a row for a key without sources.
         doc! {"$match": {"e": {"$ne": []}}},
         doc! {"$replaceWith": row},
     ];
@@ -654,7 +654,7 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     Some(command)
 }
 
-/// The elements that a look-up has found, in the rule's order.
+/// The elements that a lookup has found, in the rule's order.
 fn elements_of(slice: i64) -> Bson {
     if slice < 0 { doc! {"$reverseArray": "$e"}.into() } else { "$e".into() }
 }
@@ -668,8 +668,8 @@ fn may_be_missing(rule: &Rule) -> bool {
     }
 }
 
-/// True if an element is computed whose expression may fail for a source that `where` excludes: the server joins the
-/// conditions of consecutive stages, and moves comparisons in a `$expr` behind other ones. It moves none across a limit.
+/// True if computing an element may fail for a source that `where` excludes. The server merges consecutive conditions and
+/// may evaluate a `$expr` comparison last, but it moves no condition across a `$limit`.
 fn must_not_see_excluded(rule: &Rule) -> bool {
     fn has_expression(filter: &Document) -> bool {
         filter.iter().any(|(name, value)| match value {
@@ -1010,8 +1010,7 @@ pub fn found(rule: &Rule, task: Task, keys: &[&Key]) -> Option<Document> {
     if task == Task::Parents { parents(rule, keys) } else { Some(holders(rule, keys)) }
 }
 
-/// The same for one key in the order of `_id`, from the target after `after` on. One pass sorts all their `_id`s on the
-/// server.
+/// Like [`found`] for one key, in the order of `_id`, starting after `after`. The server sorts all `_id`s in one pass.
 #[must_use]
 pub fn found_in_order(rule: &Rule, task: Task, key: &Key, after: Option<&Bson>) -> Option<Document> {
     let mut command = found(rule, task, &[key])?;
@@ -1043,8 +1042,16 @@ pub fn has_values(rule: &Rule, keys: &[&Key]) -> Document {
     let owned = rule.owned();
     let each = rule.reference.target_each.as_ref().filter(|each| each.to_string().matches("$[]").count() == 1);
     let (Some(each), [pair]) = (each, rule.reference.pairs.as_slice()) else {
-        // In nested arrays, a path without a condition of its own may match another element.
-        return doc! {"$or": owned.into_iter().map(|path| doc! {path.query(): {"$exists": true}}).collect::<Vec<_>>()};
+        let has_value = |path: &FieldPath| {
+            let query = path.query();
+            if path.has_each() {
+                // In nested arrays, a path without a condition of its own may match another element.
+                return doc! {query: {"$exists": true}};
+            }
+            // An array may have null among its elements.
+            doc! {"$or": [{&query: {"$exists": true, "$ne": null}}, {query: {"$type": "array"}}]}
+        };
+        return doc! {"$or": owned.into_iter().map(has_value).collect::<Vec<_>>()};
     };
     let prefix = each.query();
     let below = |path: String| path.strip_prefix(&format!("{prefix}.")).map(ToOwned::to_owned);

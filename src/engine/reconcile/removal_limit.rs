@@ -13,8 +13,8 @@ use tracing::Instrument;
 
 use crate::{
     reconcile::{
-        read,
-        run::{End, Item, Run, newest},
+        batch::{End, Item, Run, newest},
+        read, statement,
         value::{Desired, Rows},
     },
     request::Scope,
@@ -37,8 +37,6 @@ const PART: usize = 10;
 /// Each new target begins the grace period of its key again, but not beyond this multiple of it: otherwise it would not end
 /// while new targets arrive.
 const LONGEST: u32 = 6;
-/// Time limit for counting the targets, in milliseconds.
-const COUNTING: i64 = 2000;
 
 impl Run<'_> {
     /// The reason why a dangling reference does not remove anything yet: the grace period, or the removal limit.
@@ -90,7 +88,11 @@ impl Run<'_> {
             return Ok(());
         }
         let keys: Vec<&Key> = all.iter().chain(&named).map(|item| &item.key).collect();
-        let losing = doc! {"$and": [{"$or": clauses}, read::has_values(self.rule, &keys)]};
+        // Targets that already hold what a target without a source gets (`otherwise`) lose nothing.
+        let without_source = keys.first().and_then(|key| rows.desired(self.rule, key).ok());
+        let conditions = [doc! {"$or": clauses}, read::has_values(self.rule, &keys)].into_iter();
+        let unfinished = without_source.and_then(|desired| statement::unfinished(self.rule, &desired));
+        let losing = doc! {"$and": conditions.chain(unfinished).collect::<Vec<_>>()};
         let may_lose = self.may_lose(losing, newest(items)).await?;
         for item in items.iter_mut().filter(|item| missing(&&**item)) {
             if may_lose {
@@ -118,6 +120,9 @@ impl Run<'_> {
                 }
                 (None, fields) if fields.iter().all(|field| matches!(field, None | Some(bson::RawBson::Null))) => {
                     read::has_values(self.rule, &[])
+                }
+                (None, _) if matches!(self.rule.values, Values::Set { otherwise: Some(_), .. }) => {
+                    doc! {"$and": [read::has_values(self.rule, &[]), statement::unfinished(self.rule, desired)?]}
                 }
                 _ => return None,
             };
@@ -181,16 +186,8 @@ impl Run<'_> {
     /// This partition's share of a tenth of the rule's targets, at least of 1,000; of 1,000 if they cannot be counted.
     async fn default_limit(&self) -> usize {
         let target = &self.rule.target;
-        let command = doc! {
-            "count": &target.namespace.collection, "query": target.filter.clone().unwrap_or_default(),
-            "maxTimeMS": COUNTING, "collation": read::simple_collation(),
-        };
-        let reply = self.context.server.database(&target.namespace.database).run_command(command).await;
-        let targets = reply.ok().and_then(|reply| match reply.get("n")? {
-            Bson::Int32(n) => usize::try_from(*n).ok(),
-            Bson::Int64(n) => usize::try_from(*n).ok(),
-            _ => None,
-        });
-        self.context.partition.share((targets.unwrap_or_default() / PART).max(LEAST))
+        let counted = self.context.server.count(&target.namespace, target.filter.clone().unwrap_or_default()).await;
+        let targets = counted.ok().and_then(|targets| usize::try_from(targets).ok()).unwrap_or_default();
+        self.context.partition.share((targets / PART).max(LEAST))
     }
 }

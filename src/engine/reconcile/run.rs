@@ -11,37 +11,32 @@ use std::{
 };
 use tokio::time::Instant;
 
-use bson::{Document, RawDocumentBuf};
-use tracing::{Instrument, Span};
+use bson::Document;
+use tracing::Instrument;
 
 use crate::{
-    checkpoint::fan_out::FanOut,
     reconcile::{
         STAGES,
-        context::{Context, Load},
-        group::{self, Member, Shape, Size},
+        batch::{End, Ended, Item, MANY, Run, newest, source_gone},
+        context::Context,
+        group::{self, Shape, Size},
         read::{self, id_of},
         share::Shares,
         statement,
-        value::{Desired, Field, Rows},
+        value::Desired,
     },
     request::{Request, Scope, Task},
     workqueue::{Batch, Lane, Work},
 };
-use denormd_model::{key::Key, namespace::Namespace, position::ClusterTime};
-use denormd_mongo::{
-    Reads,
-    command::limited,
-    error::{Error, Kind, Result},
-};
-use denormd_rules::plan::{Keyed, Rule, reference::Role};
+use denormd_model::{key::Key, position::ClusterTime};
+use denormd_mongo::error::{Error, Result};
+use denormd_rules::plan::{Keyed, reference::Role};
 
-/// Half of the number of targets of one key from which on two commands write them concurrently.
+/// Half the number of targets from which a key is written by two concurrent commands.
 const HALF: usize = 1000;
-/// Divisor of `limits.write_timeout` for the first statement: only if it times out are the targets known to be many.
+/// The first statement for a key gets this fraction (one in …) of `limits.write_timeout`: only its timeout shows that the key
+/// has many targets.
 const FIRST: u32 = 10;
-/// Most targets, or requests, that a look-up may lead to. A key with more becomes a fan-out job of its own.
-pub(super) const MANY: usize = 10_000;
 
 /// The result of a batch.
 #[derive(Debug)]
@@ -50,44 +45,12 @@ pub struct Outcome {
     pub lane: Lane,
     /// Each key's end.
     pub keys: Vec<Ended>,
-    /// Requests found by look-ups, from all keys of the batch together.
+    /// Requests found by lookups, from all keys of the batch together.
     pub follow_ups: Vec<Request>,
     /// The batch's number.
     pub number: u64,
     /// Duration of the run.
     pub took: Duration,
-}
-
-/// The result of one key.
-#[derive(Debug)]
-pub struct Ended {
-    /// The key.
-    pub key: Key,
-    /// The work that was requested of it.
-    pub work: Work,
-    /// The kind of result.
-    pub end: End,
-}
-
-/// The kinds of result of one key.
-#[derive(Debug)]
-pub enum End {
-    /// Acknowledged by a majority.
-    Done,
-    /// Recorded as one or more dead letters, acknowledged by a majority.
-    SetAside,
-    /// Recorded as a fan-out job, acknowledged by a majority: its targets are written a page at a time.
-    FanOut(FanOut),
-    /// Failed for now.
-    Failed(Error),
-    /// More targets would lose their values than the removal limit allows: the rule is to be blocked.
-    RemovalLimit,
-    /// The rule's source collection is gone: the rule is to be blocked. The event that reports it may be unread, so
-    /// nothing waits for it.
-    SourceGone,
-    /// To be checked again after this time: a dangling reference under a policy that removes, or a target that differs
-    /// and may be about to be written.
-    Later(Duration),
 }
 
 /// Runs one batch to its end. Never fails as a whole: each key has its own result. With `detached`, the source is gone
@@ -113,36 +76,6 @@ pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome
 /// Age of the oldest change that these items come from, in milliseconds.
 fn batch_age(items: &[Item], now: i64) -> Option<i64> {
     items.iter().filter_map(|item| item.work.committed).min().map(|committed| (now - committed).max(0))
-}
-
-/// A batch that runs: one task of one rule.
-pub(super) struct Run<'a> {
-    pub(super) context: &'a Context,
-    pub(super) rule: &'a Rule,
-    pub(super) task: Task,
-    pub(super) detached: bool,
-    /// Time limit of a read.
-    pub(super) limit: Duration,
-    pub(super) started: Instant,
-    /// Bytes read for the current keys.
-    pub(super) bytes: AtomicUsize,
-}
-
-pub(super) struct Item {
-    pub(super) key: Key,
-    pub(super) work: Work,
-    pub(super) end: Option<End>,
-}
-
-impl Item {
-    pub(super) fn member<'a>(&'a self, fields: &'a [Field]) -> Member<'a> {
-        Member { key: &self.key, scope: &self.work.scope, fields }
-    }
-
-    pub(super) fn ended(self) -> Ended {
-        let end = self.end.unwrap_or(End::Done);
-        Ended { key: self.key, work: self.work, end }
-    }
 }
 
 impl Run<'_> {
@@ -186,7 +119,7 @@ impl Run<'_> {
             self.context.memory.traits.cost(self.rule.id, self.task, items.len(), bytes);
         }
         if let Err(error) = result {
-            if error.kind == Kind::TooLarge {
+            if error.exceeds_batch() {
                 // Only a part of them was read: half of the keys may fit.
                 self.context.memory.traits.cost(self.rule.id, self.task, items.len().div_ceil(2), bytes);
             }
@@ -195,81 +128,6 @@ impl Run<'_> {
         self.context.counts.reconciled.fetch_add(items.len() as u64, Ordering::Relaxed);
         self.judge_speed(&mut items);
         items.into_iter().map(Item::ended).collect()
-    }
-
-    pub(super) async fn read(&self, role: Role, command: Document, after: ClusterTime) -> Result<Vec<RawDocumentBuf>> {
-        let (database, command) = (&self.namespace(role).database, limited(command, self.limit));
-        self.context.server.read(database, command, Reads { after }).instrument(self.reading(role)).await
-    }
-
-    /// The same for this number of items. Several of them read at most `limits.batch_bytes`.
-    pub(super) async fn read_within(
-        &self,
-        role: Role,
-        command: Document,
-        after: ClusterTime,
-        items: usize,
-    ) -> Result<Vec<RawDocumentBuf>> {
-        let most = if items > 1 { self.context.limits.batch_bytes } else { usize::MAX };
-        let read = async {
-            let (database, command) = (&self.namespace(role).database, limited(command, self.limit));
-            self.context.server.pages(database, command, Reads { after }).await?.up_to(most).await
-        };
-        let (rows, all) = read.instrument(self.reading(role)).await?;
-        self.bytes.fetch_add(rows.iter().map(|row| row.as_bytes().len()).sum(), Ordering::Relaxed);
-        if all { Ok(rows) } else { Err(too_large()) }
-    }
-
-    pub(super) fn namespace(&self, role: Role) -> &Namespace {
-        match role {
-            Role::Source => &self.rule.source.namespace,
-            Role::Target => &self.rule.target.namespace,
-        }
-    }
-
-    pub(super) fn reading(&self, role: Role) -> Span {
-        tracing::info_span!(target: STAGES, "read", collection = %self.namespace(role))
-    }
-
-    /// The sources of `keys`, for this number of items; None when their collection is gone, and the targets keep their
-    /// values.
-    pub(super) async fn rows(&self, keys: &[&Key], after: ClusterTime, items: usize) -> Result<Option<Rows>> {
-        let mut rows = Rows::within(0);
-        let keys: Vec<&Key> = keys.iter().copied().filter(|key| self.rule.reference.can_resolve(key)).collect();
-        if !keys.is_empty() || read::no_input(self.rule).is_some() {
-            let load = Load { task: self.task, items, limit: self.limit, bytes: &self.bytes, sources: None };
-            rows = self.context.rows(self.rule, &keys, after, load).instrument(self.reading(Role::Source)).await?;
-            let missing = keys.iter().any(|key| !rows.answer(key));
-            if self.is_source_gone_now(missing, !rows.is_empty()).await? {
-                return Ok(None);
-            }
-        }
-        Ok(Some(rows))
-    }
-
-    /// True if the source collection is gone, and that explains why sources are `missing`. Checked when sources are
-    /// missing, and when some were `found` for the first time.
-    pub(super) async fn is_source_gone_now(&self, missing: bool, found: bool) -> Result<bool> {
-        let unknown = found && self.context.memory.sources.uuid(&self.rule.source.namespace).is_none();
-        Ok(!self.detached && (missing || unknown) && self.is_source_gone(found).await?)
-    }
-
-    /// True if a source collection that is known to have existed is gone, or another one has its name. Checked after
-    /// the read: a UUID is never reused, so the rows came from the known collection. A collection in which sources were
-    /// `found` for the first time is remembered.
-    async fn is_source_gone(&self, found: bool) -> Result<bool> {
-        let (memory, source) = (&self.context.memory, &self.rule.source.namespace);
-        let known = memory.sources.uuid(source);
-        if known.is_none() && !found {
-            return Ok(false);
-        }
-        let names = [source.collection.as_str()];
-        let now = self.context.server.collection_uuids(&source.database, &names).await?.remove(&source.collection);
-        if known.is_none() && now.is_some() {
-            memory.sources.saw(source, now);
-            return Ok(false);
-        }
-        Ok(now.is_none() || now != known)
     }
 
     /// Writes the targets of the keys.
@@ -293,7 +151,7 @@ impl Run<'_> {
         for nth in fan_outs_running {
             let item = &mut items[nth];
             item.work.scope = Scope::All;
-            if result.is_ok() && matches!(item.end, None | Some(End::Done | End::SetAside)) {
+            if result.is_ok() && matches!(item.end, None | Some(End::Done | End::DeadLetter)) {
                 item.end = Some(self.fan_out(item).await);
             }
         }
@@ -323,8 +181,8 @@ impl Run<'_> {
             }
             let desired = match rows.desired(self.rule, &item.key) {
                 Ok(desired) => desired,
-                Err(error) if error.kind == Kind::Refused => {
-                    item.end = Some(self.set_aside(&item.key, None, &error).await);
+                Err(error) if error.is_refusal() => {
+                    item.end = Some(self.dead_letter(&item.key, None, &error).await);
                     continue;
                 }
                 Err(error) => return Err(error),
@@ -456,27 +314,4 @@ fn halves<'a>(scope: &'a Scope, desired: &Desired) -> (Cow<'a, Scope>, Option<Co
         }
         scope => (Cow::Borrowed(scope), None),
     }
-}
-
-#[expect(clippy::unnecessary_wraps, reason = "the result of a batch")]
-pub(super) fn source_gone(items: &mut [Item]) -> Result<()> {
-    for item in items {
-        item.end = Some(End::SourceGone);
-    }
-    Ok(())
-}
-
-fn too_large() -> Error {
-    Error::new(Kind::TooLarge, "these keys have more than a batch may hold")
-}
-
-pub(super) fn newest(items: &[Item]) -> ClusterTime {
-    items.iter().map(|item| item.work.after).max().unwrap_or_default()
-}
-
-/// Pause before the next attempt: doubles from 50 ms to 10 s. A write whose answer was lost is waited for before its
-/// error gets here.
-#[must_use]
-pub fn backoff(attempts: u32) -> Duration {
-    Duration::from_millis(50).saturating_mul(1 << attempts.min(8)).min(Duration::from_secs(10))
 }

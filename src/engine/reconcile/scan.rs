@@ -8,15 +8,9 @@ use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::reconcile::{context::Context, read::simple_collation};
 use denormd_model::{namespace::Namespace, position::ClusterTime};
-use denormd_mongo::{
-    Reads,
-    command::limited,
-    error::{Kind, Result},
-};
+use denormd_mongo::{Reads, command::limited, error::Result};
 use denormd_rules::plan::{Rule, Side, reference::Role};
 
-/// Time limit for counting the targets, in milliseconds.
-const COUNTING: i64 = 2000;
 /// A page ends early with this many bytes.
 const BYTES: usize = 8 << 20;
 /// Most documents that a page covers if few of them match the filter and reading a full page takes too long. Each
@@ -86,35 +80,46 @@ pub async fn page_of_side(
     after: Option<&Bson>,
     time: ClusterTime,
 ) -> Result<Page> {
+    // The known density of targets says nothing about the sources.
+    if role == Role::Source {
+        return page_of_collection(context, &rule.source.namespace, wanted, after, time, &mut None).await;
+    }
+    let traits = &context.memory.traits;
+    let mut window = traits.window(rule.id);
+    let page = page_of_collection(context, &rule.target.namespace, wanted, after, time, &mut window).await;
+    traits.learn_window(rule.id, window);
+    page
+}
+
+/// The same for documents of any collection. `window` is the number of documents that the page covers, or
+/// None for all; it is adapted for the next page.
+pub async fn page_of_collection(
+    context: &Context,
+    namespace: &Namespace,
+    wanted: Wanted<'_>,
+    after: Option<&Bson>,
+    time: ClusterTime,
+    window: &mut Option<i64>,
+) -> Result<Page> {
     if after == Some(&Bson::MaxKey) {
         return Ok(Page::default());
     }
     let limit = i64::try_from(wanted.limit).unwrap_or(i64::MAX - 1);
     let (timeout, sorted) = (context.limits.read_timeout, context.server.is_router().await?);
-    let namespace = if role == Role::Target { &rule.target.namespace } else { &rule.source.namespace };
-    // The known density of targets says nothing about the sources.
-    let learns = role == Role::Target;
-    let mut window = context.memory.traits.window(rule.id).filter(|_| learns);
     loop {
         // A single document gets the whole timeout.
-        let time_limit = if window == Some(1) { timeout } else { timeout / PART };
+        let time_limit = if *window == Some(1) { timeout } else { timeout / PART };
         let scan = Scan { context, namespace, wanted, after, time, time_limit, sorted };
         let begun = Instant::now();
-        match scan.covering(window, limit).await {
-            Err(error) if error.kind == Kind::ReadTimedOut && window != Some(1) => {
-                window = Some(window.map_or(WINDOW, |window| window / 8).max(1));
-                if learns {
-                    context.memory.traits.learn_window(rule.id, window);
-                }
+        match scan.covering(*window, limit).await {
+            Err(error) if error.is_read_timeout() && *window != Some(1) => {
+                *window = Some(window.map_or(WINDOW, |window| window / 8).max(1));
             }
             page => {
                 let page = page?;
                 let is_full = page.targets.len() >= wanted.limit;
                 let quick = begun.elapsed() < time_limit / 4;
-                if learns {
-                    let next = window.map(|window| next_window(window, quick, is_full));
-                    context.memory.traits.learn_window(rule.id, next);
-                }
+                *window = window.map(|window| next_window(window, quick, is_full));
                 return Ok(page);
             }
         }
@@ -155,7 +160,7 @@ impl Scan<'_> {
             None => None,
         };
         let mut page = match self.matching(bound.as_ref(), limit).await {
-            Err(error) if error.kind == Kind::Refused && (is_text(self.after) || is_text(bound.as_ref())) => {
+            Err(error) if error.is_refusal() && (is_text(self.after) || is_text(bound.as_ref())) => {
                 self.in_its_own_order(limit.min(window.unwrap_or(limit))).await?
             }
             page => self.with_bound(page?, bound).await?,
@@ -303,16 +308,7 @@ pub async fn count(context: &Context, rule: &Rule) -> Option<u64> {
 }
 
 async fn count_side(context: &Context, side: &Side) -> Option<u64> {
-    let command = doc! {
-        "count": &side.namespace.collection, "query": side.filter.clone().unwrap_or_default(),
-        "collation": simple_collation(), "maxTimeMS": COUNTING,
-    };
-    let reply = context.server.database(&side.namespace.database).run_command(command).await.ok()?;
-    match reply.get("n")? {
-        Bson::Int32(n) => u64::try_from(*n).ok(),
-        Bson::Int64(n) => u64::try_from(*n).ok(),
-        _ => None,
-    }
+    context.server.count(&side.namespace, side.filter.clone().unwrap_or_default()).await.ok()
 }
 
 #[cfg(test)]

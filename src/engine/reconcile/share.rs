@@ -7,9 +7,9 @@ use bson::{Document, RawDocumentBuf};
 
 use crate::{
     reconcile::{
+        batch::{Item, Run, newest},
         group::{self, Guarded, Member, Shape},
         read,
-        run::{Item, Run, newest},
         statement::{self, Statement},
         value::{Desired, Field, Rows},
     },

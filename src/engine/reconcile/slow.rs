@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::reconcile::run::{End, Ended, Item, Run};
+use crate::reconcile::batch::{End, Ended, Item, Run};
 use denormd_mongo::error::Error;
 
 /// Smallest batch that is divided. With fewer keys, each is tried alone. A larger batch may take too long only because
@@ -41,7 +41,7 @@ impl Run<'_> {
         let (keys, timeout) = (items.len(), self.context.limits.read_timeout);
         let error = error.context(&format!("a read took longer than {:?}", self.limit));
         let at_once = fewer(keys).unwrap_or(1);
-        tracing::warn!(rule = %self.rule.name, keys, at_once, error = %error.message, "reading takes too long; fewer keys are done at once");
+        tracing::warn!(rule = %self.rule.name, keys, at_once, error = %error.message, "reads take too long; batches are made smaller");
         self.context.metrics.record_error(Some(&self.rule.name), "read", &error);
         if at_once > 1 {
             for item in &mut items {
@@ -56,7 +56,7 @@ impl Run<'_> {
                     item.work.read_limit = Some(limit);
                     End::Later(Duration::ZERO)
                 }
-                None => self.set_aside(&item.key, None, &error).await,
+                None => self.dead_letter(&item.key, None, &error).await,
             });
         }
         items.into_iter().map(Item::ended).collect()
@@ -65,7 +65,7 @@ impl Run<'_> {
     /// Removes the limit of keys that were read quickly, even if their result is a dead letter.
     pub(super) fn judge_speed(&self, items: &mut [Item]) {
         if self.started.elapsed() < self.context.limits.read_timeout / PART {
-            for item in items.iter_mut().filter(|item| matches!(item.end, None | Some(End::Done | End::SetAside))) {
+            for item in items.iter_mut().filter(|item| matches!(item.end, None | Some(End::Done | End::DeadLetter))) {
                 item.work.read_limit = None;
             }
         }

@@ -10,7 +10,6 @@ use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, rawd
 
 use crate::{
     reconcile::{
-        create,
         read::{guard_expression, simple_collation},
         value::{Desired, Field},
     },
@@ -25,6 +24,8 @@ use denormd_rules::plan::{
     Rule, Values,
     reference::{Role, dbref_parent},
 };
+
+pub(super) mod created;
 
 /// A statement for one of the two write commands.
 #[derive(Debug, Clone, PartialEq)]
@@ -126,7 +127,7 @@ fn those_of_value(
     and: Vec<Document>,
 ) -> Result<Vec<Statement>> {
     if rule.creates.is_some() {
-        return create::statements(rule, key, desired);
+        return created::statements(rule, key, desired);
     }
     let named = named(scope);
     if key.values().is_empty() {
@@ -227,18 +228,19 @@ pub(super) fn unchanged(rule: &Rule, id: &Key, guard: &RawDocumentBuf) -> Result
     Ok(vec![doc! {"_id": id}, doc! {"$expr": {"$eq": [guard_expression(rule), {"$literal": guard}]}}])
 }
 
-/// The statement that removes `path` from the targets with these `_id`s.
-pub fn unset(path: &FieldPath, ids: Vec<Bson>) -> Result<Statement> {
-    let mut query = doc! {"$and": [{"_id": {"$in": ids.clone()}}]};
+/// The statement that removes `path` from those documents with these `_id`s that match `filter`.
+pub fn unset(path: &FieldPath, ids: Vec<Bson>, filter: &Document) -> Result<Statement> {
+    let mut clauses = vec![doc! {"_id": {"$in": ids}}, filter.clone()];
     let mut name = path.to_string();
     let mut filters = Vec::new();
     if let Some(each) = path.array_prefix() {
-        query.insert("$and", [vec![doc! {"_id": {"$in": ids}}], array_guards(&each)].concat());
+        clauses.extend(array_guards(&each));
         let (outer, elements) = outer_filters(&each);
         filters = outer;
         filters.push(doc! {"e": {"$type": "object"}});
         name = format!("{elements}{}", name.strip_prefix(&each.to_string()).unwrap_or_default());
     }
+    let query = doc! {"$and": clauses};
     let statement = doc! {"q": query, "u": {"$unset": {name: ""}}, "multi": true, "arrayFilters": filters};
     Ok(Statement::Update(raw(&statement)?))
 }
@@ -420,7 +422,7 @@ pub(super) fn query(rule: &Rule, mut conditions: Vec<Document>) -> Document {
 
 /// Builds `$set` and `$unset`. In an update document, unlike in a pipeline, a value is data: a string such as "$name"
 /// stays one.
-pub(super) fn operators(rule: &Rule, elements: &str, fields: &[Field]) -> Result<RawDocumentBuf> {
+fn operators(rule: &Rule, elements: &str, fields: &[Field]) -> Result<RawDocumentBuf> {
     let mut operators = Operators::default();
     operators.add(rule, elements, fields)?;
     Ok(operators.document())

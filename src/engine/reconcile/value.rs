@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use bson::{Bson, RawArrayBuf, RawBson, RawBsonRef, RawDocument, RawDocumentBuf};
 use tokio::sync::OwnedSemaphorePermit;
 
-use crate::reconcile::{by_target, read};
+use crate::reconcile::read;
 use denormd_model::key::Key;
 use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::{
@@ -67,6 +67,23 @@ const LARGE: usize = 1 << 20;
 const DOCUMENT: usize = 16 << 20;
 /// Approximate memory of a row in addition to its values, in bytes.
 const ROW: usize = 128;
+
+/// The key in [`Rows`] of a target's values, or of those of its `nth` reference.
+#[must_use]
+pub fn target_key(id: &Bson, nth: usize) -> Key {
+    Key::new(vec![id.clone(), index(nth)])
+}
+
+/// The key of the values where no source matches.
+#[must_use]
+pub fn target_key_without_source(id: &Bson, nth: usize) -> Key {
+    Key::new(vec![id.clone(), index(nth), Bson::Null])
+}
+
+/// The index of a reference as a value.
+pub(super) fn index(nth: usize) -> Bson {
+    Bson::Int64(i64::try_from(nth).unwrap_or(i64::MAX))
+}
 
 /// The rows of [`super::read::sources`], by key. Of several rows with one key the first counts: they come sorted.
 #[derive(Debug)]
@@ -208,8 +225,8 @@ impl Rows {
     /// The desired content of one target, or of its `nth` element, for rules whose values depend on the target.
     /// `refers` tells that it has a reference.
     pub fn desired_of_pair(&self, rule: &Rule, id: &Bson, nth: usize, refers: bool) -> Result<Desired> {
-        let without = self.row(&by_target::key_without_source(id, nth)).map(Ok);
-        computed(rule, refers, self.row(&by_target::key(id, nth)), without)
+        let without = self.row(&target_key_without_source(id, nth)).map(Ok);
+        computed(rule, refers, self.row(&target_key(id, nth)), without)
     }
 
     fn row(&self, key: &Key) -> Option<&RawDocument> {
@@ -254,7 +271,7 @@ impl Rows {
     ) -> Result<Desired> {
         match &rule.values {
             Values::Into { .. } if !has_array => Ok(Desired::Fields(vec![None])),
-            Values::Into { .. } => Self::array(rule, references, |nth, _| self.row(&by_target::key(id, nth))),
+            Values::Into { .. } => Self::array(rule, references, |nth, _| self.row(&target_key(id, nth))),
             _ => {
                 // An array without a key is an empty set of keys, which has a value.
                 let refers = references.iter().any(Option::is_some) || (rule.gathers() && has_array);

@@ -14,9 +14,9 @@ use tracing::{Instrument, field::Empty};
 use crate::{
     reconcile::{
         STAGES,
+        batch::{End, Item, Run},
         context::Context,
         read::{self, id_of},
-        run::{End, Item, Run},
         statement::{self, Part, Statement},
         value::{Desired, Rows},
     },
@@ -28,6 +28,7 @@ use denormd_mongo::{
     error::{Error, Kind, Reaction, Result},
 };
 use denormd_rules::plan::reference::Role;
+
 /// A statement that takes too long for all targets of a key is restarted for up to this multiple of
 /// `limits.write_timeout`: targets that are written already are skipped quickly, and statements are twice as fast as
 /// the pages of a fan-out job. Other work for the key waits as long.
@@ -138,7 +139,7 @@ impl Run<'_> {
                     refused.extend(written.refused.into_iter().map(owned));
                 }
                 // A single key whose targets take too long is written in steps.
-                Err(error) if error.kind == Kind::TimedOut && items.len() == 1 => refused.push((vec![0], error)),
+                Err(error) if error.is_command_timeout() && items.len() == 1 => refused.push((vec![0], error)),
                 Err(error) => return Err(error),
             }
         }

@@ -14,9 +14,9 @@ use denormd_model::key::Key;
 use denormd_rules::plan::RuleId;
 use tokio::time::Instant;
 
-/// Longest time for which the event of a write is expected. A write that matched nothing has none.
+/// Maximum time to wait for the change event of a write. A write that matched nothing causes none.
 const ECHO: Duration = Duration::from_secs(1);
-/// Number of writes from which on those without an event are forgotten.
+/// Number of recorded writes above which those older than [`ECHO`] are forgotten.
 const MANY: usize = 10_000;
 
 /// The documents of each recursive rule that are about to change.
@@ -25,9 +25,9 @@ pub struct Pending(Mutex<HashMap<RuleId, Documents>>);
 
 #[derive(Debug, Default)]
 struct Documents {
-    /// Those with work in the queue, and in how many lanes.
+    /// Documents with queued work, and the number of lanes they are in.
     lanes: HashMap<Key, usize>,
-    /// Those that were written, and when.
+    /// Written documents, with the time of the write.
     written: HashMap<Key, Instant>,
 }
 

@@ -327,11 +327,7 @@ fn check(
     let rules = rules(&mut reader, &sources);
     match settings {
         Some(settings) if reader.mistakes.is_empty() && faults.is_empty() => {
-            let super::settings::Settings { name, mongodb, http, state, log, limits, lease, undo, advise } = settings;
-            Ok(Loaded {
-                config: Config { name, mongodb, rules, http, state, log, limits, lease, undo, advise },
-                sources,
-            })
+            Ok(Loaded { config: Config { rules, ..settings }, sources })
         }
         _ => Err(located(&sources, &reader.mistakes, faults)),
     }

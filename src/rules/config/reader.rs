@@ -225,7 +225,9 @@ pub(super) fn suggestion(word: &str, known: &[&str]) -> String {
         .map_or_else(|| format!("known keys: {}", list(known)), |near| format!("did you mean `{near}`?"))
 }
 
-pub(super) fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
+/// The known name that a word probably stands for, if one is similar enough.
+#[must_use]
+pub fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
     let word = word.to_ascii_lowercase();
     let distance = |name: &str| strsim::damerau_levenshtein(&word, &name.to_ascii_lowercase());
     let (near, distance) = known.iter().map(|name| (*name, distance(name))).min_by_key(|(_, distance)| *distance)?;

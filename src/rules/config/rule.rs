@@ -8,8 +8,8 @@ use super::{
     literal::{to_bson, to_document},
     reader::{Field, Fields, Reader, list},
     sections::{
-        Aggregate, BackfillMode, Collect, Copy, GroupForm, Guard, KeyType, OnDrift, OnEmpty, OnMissing, Pattern, Rule,
-        Side,
+        Aggregate, BackfillMode, Collect, Copy, GroupForm, Guard, KeyType, OnDrift, OnEmpty, OnMissing, Pattern,
+        Relation, Rule, Side,
     },
     tree::{Node, Value},
 };
@@ -54,9 +54,11 @@ impl Reader {
         let max_lag = fields.get("max_lag").and_then(|field| self.span(&field));
         let shadow = fields.get("shadow").and_then(|field| self.flag(&field));
         let adopt = fields.get("adopt").and_then(|field| self.flag(&field));
+        let (relation, pattern) = pattern?;
         Some(Rule {
             name: name?,
-            pattern: pattern?,
+            relation,
+            pattern,
             backfill: backfill.unwrap_or_default(),
             guard: guard.unwrap_or_default(),
             on_drift: on_drift.unwrap_or_default(),
@@ -75,7 +77,7 @@ impl Reader {
         self.choice(field, &[("watch", Guard::Watch), ("audit", Guard::Audit), ("off", Guard::Off)])
     }
 
-    fn pattern(&mut self, rule: &Fields<'_>) -> Option<Pattern> {
+    fn pattern(&mut self, rule: &Fields<'_>) -> Option<(Relation, Pattern)> {
         let given: Vec<_> = KINDS.into_iter().filter(|kind| rule.raw(kind).is_some()).collect();
         match given.as_slice() {
             [] => {
@@ -92,22 +94,41 @@ impl Reader {
         let mut patterns = Vec::new();
         for kind in &given {
             let Some(field) = self.required(rule, kind, "it holds `source`, `target` and `match`") else { continue };
-            patterns.push(match *kind {
-                "copy" => self.copy(&field).map(Pattern::Copy),
-                "collect" => self.collect(&field).map(Pattern::Collect),
-                _ => self.aggregate(&field).map(Pattern::Aggregate),
-            });
+            let keys = match *kind {
+                "copy" => keys::COPY,
+                "collect" => keys::COLLECT,
+                _ => keys::AGGREGATE,
+            };
+            let Some(fields) = self.fields(&field, &keys::names(keys), belongs) else { continue };
+            let relation = self.relation(&fields, *kind == "aggregate");
+            let pattern = match *kind {
+                "copy" => Some(Pattern::Copy(self.copy(&fields))),
+                "collect" => self.collect(&fields).map(Pattern::Collect),
+                _ => self.aggregate(&fields).map(Pattern::Aggregate),
+            };
+            patterns.push(relation.zip(pattern));
         }
         patterns.into_iter().next()?
     }
 
-    fn copy(&mut self, field: &Field<'_>) -> Option<Copy> {
-        let fields = self.fields(field, &keys::names(keys::COPY), belongs)?;
-        let source = self.side(&fields, "source");
-        let target = self.side(&fields, "target");
-        let on = self.matches(&fields);
-        let sort = self.sort(&fields);
-        self.set_or_into(&fields);
+    fn relation(&mut self, fields: &Fields<'_>, has_buckets: bool) -> Option<Relation> {
+        let source = self.side(fields, "source");
+        let target = self.side(fields, "target");
+        let keyed = if has_buckets {
+            self.matches_with_buckets(fields)
+        } else {
+            self.matches(fields).map(|on| (on, Vec::new()))
+        };
+        let sort = self.sort(fields);
+        let key_type = self.key_type(fields);
+        let tree = self.tree(fields);
+        let touch = fields.get("touch").and_then(|field| self.text(&field));
+        let (on, buckets) = keyed?;
+        Some(Relation { source: source?, target: target?, on, buckets, sort, key_type, tree, touch })
+    }
+
+    fn copy(&mut self, fields: &Fields<'_>) -> Copy {
+        self.set_or_into(fields);
         let set = fields.get("set").and_then(|field| self.set(&field));
         let into = fields.get("into").and_then(|field| self.text(&field));
         let element = fields.get("element").map(|field| self.value(&field));
@@ -120,30 +141,20 @@ impl Reader {
                 self.mistake(Mistake::new(fields.at.key(other), message).on_key().hint(hint));
             }
         }
-        let key_type = self.key_type(&fields);
         let once = fields.get("once").and_then(|field| self.flag(&field));
-        let tree = self.tree(&fields);
         if fields.get("into").is_some() && once == Some(true) {
             let hint = "leave `once` out: the array of `into` follows the references";
             let message = "`once` fills the paths of `set`, and this copy has `into`";
             self.mistake(Mistake::new(fields.at.key("once"), message).on_key().hint(hint));
         }
-        let touch = fields.get("touch").and_then(|field| self.text(&field));
-        Some(Copy {
-            source: source?,
-            target: target?,
-            on: on?,
-            sort,
+        Copy {
             set: set.unwrap_or_default(),
             into,
             element,
             on_missing: on_missing.unwrap_or_default(),
             otherwise: otherwise.unwrap_or_default(),
-            key_type,
             once: once.unwrap_or_default(),
-            tree,
-            touch,
-        })
+        }
     }
 
     /// Checks that a copy writes either named paths (`set`) or an array of its own (`into`, with an `element` for each
@@ -172,77 +183,32 @@ impl Reader {
         }
     }
 
-    fn collect(&mut self, field: &Field<'_>) -> Option<Collect> {
-        let fields = self.fields(field, &keys::names(keys::COLLECT), belongs)?;
-        let source = self.side(&fields, "source");
-        let target = self.side(&fields, "target");
-        let on = self.matches(&fields);
-        let into = self.required(&fields, "into", "`into` names the target's array").and_then(|f| self.text(&f));
+    fn collect(&mut self, fields: &Fields<'_>) -> Option<Collect> {
+        let into = self.required(fields, "into", "`into` names the target's array").and_then(|f| self.text(&f));
         let element = self
-            .required(&fields, "element", "`element` is what is put into the array: element: $_id")
+            .required(fields, "element", "`element` is what is put into the array: element: $_id")
             .map(|field| self.value(&field));
-        let sort = self.sort(&fields);
         let slice = fields.get("slice").and_then(|field| self.slice(&field));
-        let on_empty = self.on_empty(&fields);
+        let on_empty = self.on_empty(fields);
         let max_elements = fields.get("max_elements").and_then(|field| self.count(&field));
         let max_bytes = fields.get("max_bytes").and_then(|field| self.count(&field));
-        let key_type = self.key_type(&fields);
-        let touch = fields.get("touch").and_then(|field| self.text(&field));
-        Some(Collect {
-            source: source?,
-            target: target?,
-            on: on?,
-            into: into?,
-            element: element?,
-            sort,
-            slice,
-            on_empty,
-            max_elements,
-            max_bytes,
-            key_type,
-            touch,
-        })
+        Some(Collect { into: into?, element: element?, slice, on_empty, max_elements, max_bytes })
     }
 
-    fn aggregate(&mut self, field: &Field<'_>) -> Option<Aggregate> {
-        let fields = self.fields(field, &keys::names(keys::AGGREGATE), belongs)?;
-        let source = self.side(&fields, "source");
-        let target = self.side(&fields, "target");
-        let keyed = self.matches_with_buckets(&fields);
+    fn aggregate(&mut self, fields: &Fields<'_>) -> Option<Aggregate> {
         let variables = fields.get("let").and_then(|field| self.variables(&field)).unwrap_or_default();
         let by = fields.get("by").and_then(|field| self.filled(&field, "write by: { emoji: $emoji }"));
         let by = by.unwrap_or_default().into_iter().map(|(name, entry)| (name, self.value(&entry))).collect();
-        self.groups(&fields);
+        self.groups(fields);
         let into = fields.get("into").and_then(|field| self.text(&field));
         let forms = [("array", GroupForm::Array), ("object", GroupForm::Object)];
         let form = fields.get("as").and_then(|field| self.choice(&field, &forms));
         let set = self
-            .required(&fields, "set", "`set` names the target's paths: set: { count: { $sum: 1 } }")
+            .required(fields, "set", "`set` names the target's paths: set: { count: { $sum: 1 } }")
             .and_then(|field| self.set(&field));
-        let sort = self.sort(&fields);
         let slice = fields.get("slice").and_then(|field| self.slice(&field));
-        let on_empty = self.on_empty(&fields);
-        let key_type = self.key_type(&fields);
-        let tree = self.tree(&fields);
-        let (on, buckets) = keyed?;
-        let touch = fields.get("touch").and_then(|field| self.text(&field));
-        Some(Aggregate {
-            source: source?,
-            target: target?,
-            on,
-            buckets,
-            variables,
-            by,
-            into,
-            form: form.unwrap_or_default(),
-            set: set?,
-            sort,
-            slice,
-            on_empty,
-            key_type,
-            tree,
-            touch,
-        })
+        let on_empty = self.on_empty(fields);
+        Some(Aggregate { variables, by, into, form: form.unwrap_or_default(), set: set?, slice, on_empty })
     }
 
     /// Reads `recursive` and `max_depth`: the greatest number of ancestors, if the rule is recursive.

@@ -104,7 +104,9 @@ pub enum LogFormat {
 pub struct Rule {
     /// The name, unique over all files: `[A-Za-z0-9][A-Za-z0-9_.-]*`.
     pub name: String,
-    /// The kind of rule, with its definition.
+    /// The documents of both sides, and what relates them.
+    pub relation: Relation,
+    /// The kind of rule, with the keys that only this kind has.
     pub pattern: Pattern,
     /// The trigger of the backfill for a new or changed rule.
     pub backfill: BackfillMode,
@@ -142,6 +144,18 @@ pub enum Pattern {
     Aggregate(Aggregate),
 }
 
+impl Pattern {
+    /// The key in the rule.
+    #[must_use]
+    pub fn key(&self) -> &'static str {
+        match self {
+            Self::Copy(_) => "copy",
+            Self::Collect(_) => "collect",
+            Self::Aggregate(_) => "aggregate",
+        }
+    }
+}
+
 /// One side of a rule, written as a collection's name or as `{ collection, where }`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Side {
@@ -153,17 +167,32 @@ pub struct Side {
     pub create: bool,
 }
 
-/// `copy`: a rule that copies the values of one source document.
+/// The keys that `copy`, `collect` and `aggregate` have in common, with the defaults of those that one of them lacks.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Copy {
-    /// The documents to copy from.
+pub struct Relation {
+    /// The documents to read.
     pub source: Side,
-    /// The documents to copy to.
+    /// The documents that receive the values.
     pub target: Side,
     /// `(target path, source path)` pairs, in order (`match`).
     pub on: Vec<(String, String)>,
-    /// `(source path, 1 or -1)`: the order that determines the source if several match.
+    /// `(target path, arguments of $dateTrunc without date)` pairs: entries of `match` by the interval that a date of the
+    /// source falls into.
+    pub buckets: Vec<(String, Document)>,
+    /// `(source path, 1 or -1)`, with ties broken by ascending `_id`. The order of the sources: the first one of a `copy`,
+    /// the elements of a `collect`, the input of accumulators. With `by`, the order of the groups by their own fields.
     pub sort: Vec<(String, i32)>,
+    /// The type that the target's value is converted to before matching.
+    pub key_type: Option<KeyType>,
+    /// The greatest number of ancestors in a tree, if the rule reads its own output (`recursive`, `max_depth`).
+    pub tree: Option<usize>,
+    /// The target's path that gets the server's time with each change of the target (`touch`).
+    pub touch: Option<String>,
+}
+
+/// `copy`: a rule that copies the values of one source document.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Copy {
     /// `(target path, expression)` pairs, in order. Empty if `into` is given.
     pub set: Vec<(String, Bson)>,
     /// The target's array that receives one `element` per reference.
@@ -174,31 +203,17 @@ pub struct Copy {
     pub on_missing: OnMissing,
     /// `(target path, expression)` pairs: values of paths in `set` for a target, or an element, without a source.
     pub otherwise: Vec<(String, Bson)>,
-    /// The type that the target's value is converted to before matching.
-    pub key_type: Option<KeyType>,
     /// True to fill only targets without a value, and never change it again.
     pub once: bool,
-    /// The greatest number of ancestors in a tree, if the rule reads its own output (`recursive`, `max_depth`).
-    pub tree: Option<usize>,
-    /// The target's path that gets the server's time with each change of the target (`touch`).
-    pub touch: Option<String>,
 }
 
 /// `collect`: a rule that collects source documents into an array.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Collect {
-    /// The documents that become elements.
-    pub source: Side,
-    /// The documents that contain the array.
-    pub target: Side,
-    /// `(target path, source path)` pairs, in order (`match`).
-    pub on: Vec<(String, String)>,
     /// The target's array.
     pub into: String,
     /// The expression of one element.
     pub element: Bson,
-    /// `(source path, 1 or -1)`: the order of the elements, with ties broken by ascending `_id`.
-    pub sort: Vec<(String, i32)>,
     /// A limit as in `$push`: the first N elements, or the last N if negative.
     pub slice: Option<i64>,
     /// The value of a target without sources, or in `collect` without elements.
@@ -207,24 +222,11 @@ pub struct Collect {
     pub max_elements: Option<u64>,
     /// Maximum size of the array in bytes of BSON.
     pub max_bytes: Option<u64>,
-    /// The type that the target's value is converted to before matching.
-    pub key_type: Option<KeyType>,
-    /// The target's path that gets the server's time with each change of the target (`touch`).
-    pub touch: Option<String>,
 }
 
 /// `aggregate`: a rule that accumulates the values of source documents.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Aggregate {
-    /// The documents to accumulate.
-    pub source: Side,
-    /// The documents that receive the results.
-    pub target: Side,
-    /// `(target path, source path)` pairs, in order (`match`).
-    pub on: Vec<(String, String)>,
-    /// `(target path, arguments of $dateTrunc without date)` pairs: entries of `match` by the interval that a date of the
-    /// source falls into.
-    pub buckets: Vec<(String, Document)>,
     /// `(name, { $accumulator: expression })` pairs, in order: variables for the expressions of `set` (`let`).
     pub variables: Vec<(String, Bson)>,
     /// `(name, expression)` pairs, in order: source documents with equal values form a group of their own (`by`).
@@ -236,19 +238,10 @@ pub struct Aggregate {
     /// `(target path, value)` pairs, in order; with `by`, `(field of a group, value)`. A value is
     /// `{ $accumulator: expression }`, or an expression over the variables of `let`.
     pub set: Vec<(String, Bson)>,
-    /// The order in which accumulators read their input, ascending `_id` by default; with `by`, the order of the groups
-    /// by their own fields.
-    pub sort: Vec<(String, i32)>,
     /// With `by`, a limit as in `$push`: the first N groups, or the last N if negative.
     pub slice: Option<i64>,
     /// The value of a target without sources.
     pub on_empty: OnEmpty,
-    /// The type that the target's value is converted to before matching.
-    pub key_type: Option<KeyType>,
-    /// The greatest number of ancestors in a tree, if the rule reads its own output (`recursive`, `max_depth`).
-    pub tree: Option<usize>,
-    /// The target's path that gets the server's time with each change of the target (`touch`).
-    pub touch: Option<String>,
 }
 
 /// `as`: the form of the groups of an `aggregate` in its target.

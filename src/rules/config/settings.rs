@@ -14,7 +14,7 @@ use super::{
     key::Key,
     keys,
     reader::{Field, Fields, Reader},
-    sections::{Advise, Http, Lease, Limits, Log, LogFormat, Mongodb, State, Undo},
+    sections::{Advise, Config, Http, Lease, Limits, Log, LogFormat, Mongodb, State, Undo},
     sources::Sources,
     tree::Node,
     uri,
@@ -28,21 +28,9 @@ const DEFAULT_FILTER: &str = "info";
 const URI_HINT: &str = "give `mongodb.uri` or `mongodb.uri_file` in a file, or DENORMD__MONGODB__URI or \
                         DENORMD__MONGODB__URI_FILE in the environment";
 
-/// All settings.
-pub(super) struct Settings {
-    pub name: String,
-    pub mongodb: Mongodb,
-    pub http: Http,
-    pub state: State,
-    pub log: Log,
-    pub limits: Limits,
-    pub lease: Lease,
-    pub undo: Undo,
-    pub advise: Advise,
-}
-
 impl Reader {
-    pub fn settings(&mut self, root: &Node, sources: &Sources) -> Option<Settings> {
+    /// The config without its rules.
+    pub fn settings(&mut self, root: &Node, sources: &Sources) -> Option<Config> {
         let root = self.fields(&Field { at: ConfigPath::default(), node: root }, &keys::sections(), |_| None)?;
         let name = root.get("name").and_then(|field| self.name(&field));
         let mongodb = self.mongodb(&root, sources);
@@ -53,9 +41,10 @@ impl Reader {
         let lease = self.declared(&root, "lease", keys::LEASE, Lease::read);
         let undo = self.declared(&root, "undo", keys::UNDO, Undo::read);
         let advise = self.declared(&root, "advise", keys::ADVISE, Advise::read);
-        Some(Settings {
+        Some(Config {
             name: name.unwrap_or_else(|| DEFAULT_NAME.to_owned()),
             mongodb: mongodb?,
+            rules: Vec::new(),
             http,
             state,
             log,

@@ -1,6 +1,6 @@
 //! A file for `denormd test`: cases of documents before, and the documents expected afterwards.
 
-use std::{collections::BTreeSet, path::Path};
+use std::{collections::BTreeSet, io, path::Path};
 
 use bson::{Bson, Document};
 
@@ -55,7 +55,13 @@ const KEYS: [&str; 4] = ["name", "given", "expect", "gone"];
 impl TestFile {
     /// Reads a file; the extension decides the format.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        let (name, format, text) = read(path)?;
+        let (name, format, text) = read(path).map_err(|error| match error {
+            ConfigError::Read { path, error, .. } if error.kind() == io::ErrorKind::NotFound => {
+                let hint = "check the path; FILE holds cases, see `denormd test --help`";
+                ConfigError::Read { path, error, hint }
+            }
+            other => other,
+        })?;
         Self::parse(&name, &text, format)
     }
 

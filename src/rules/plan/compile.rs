@@ -8,16 +8,21 @@ use crate::{
     config::{self, Config, ConfigPath, GroupForm, KeyType, Mistake, OnEmpty, OnMissing, Pattern},
     plan::{
         bucket::Bucket,
-        create::{self, Creates},
+        create,
         expression::{self, Found, OfTarget, Reads, Refusal, Variables},
         graph,
         reference::{self, Pair, Reference, Role},
-        rule::{Assignment, Groups, Keyed, Plan, Rule, RuleId, Side, Values},
+        rule::{Assignment, Creates, Groups, Keyed, Plan, Rule, RuleId, Side, Values},
         touch,
-        tree::{self, Tree},
+        tree::Tree,
     },
 };
-use denormd_model::{field_path::FieldPath, namespace::Namespace};
+use denormd_model::{
+    field_path::{FieldPath, Segment},
+    namespace::Namespace,
+};
+
+mod recursion;
 
 /// Compiles every rule and checks them against each other.
 ///
@@ -56,66 +61,6 @@ struct Compiler<'a> {
     of_target: OfTarget,
 }
 
-/// Properties that the three kinds of rule share.
-struct Common<'a> {
-    kind: &'a str,
-    source: &'a config::Side,
-    target: &'a config::Side,
-    on: &'a [(String, String)],
-    sort: &'a [(String, i32)],
-    key_type: Option<config::KeyType>,
-    tree: Option<Tree>,
-    /// Entries of `on` that are intervals of time.
-    buckets: &'a [(String, Document)],
-    /// True for `on_empty: keep`.
-    keeps: bool,
-    touch: Option<&'a String>,
-}
-
-impl<'a> Common<'a> {
-    fn of(pattern: &'a Pattern) -> Self {
-        match pattern {
-            Pattern::Copy(c) => Common {
-                kind: "copy",
-                source: &c.source,
-                target: &c.target,
-                on: &c.on,
-                sort: &c.sort,
-                key_type: c.key_type,
-                tree: c.tree.map(|max_depth| Tree { parent: Role::Target, max_depth }),
-                buckets: &[],
-                keeps: false,
-                touch: c.touch.as_ref(),
-            },
-            Pattern::Collect(c) => Common {
-                kind: "collect",
-                source: &c.source,
-                target: &c.target,
-                on: &c.on,
-                sort: &c.sort,
-                key_type: c.key_type,
-                tree: None,
-                buckets: &[],
-                keeps: c.on_empty == OnEmpty::Keep,
-                touch: c.touch.as_ref(),
-            },
-            Pattern::Aggregate(c) => Common {
-                kind: "aggregate",
-                source: &c.source,
-                target: &c.target,
-                on: &c.on,
-                // With `by`, `sort` orders the groups, and accumulators read in the order of `_id`.
-                sort: if c.by.is_empty() { &c.sort } else { &[] },
-                key_type: c.key_type,
-                tree: c.tree.map(|max_depth| Tree { parent: Role::Source, max_depth }),
-                buckets: &c.buckets,
-                keeps: c.on_empty == OnEmpty::Keep,
-                touch: c.touch.as_ref(),
-            },
-        }
-    }
-}
-
 /// Adds the paths of both sides that a rule's reference reads.
 fn reference_reads(reference: &Reference, tree: Option<Tree>, source_reads: &mut Reads, target_reads: &mut Reads) {
     for pair in &reference.pairs {
@@ -136,42 +81,37 @@ fn reference_reads(reference: &Reference, tree: Option<Tree>, source_reads: &mut
 
 impl Compiler<'_> {
     fn rule(&mut self, id: RuleId, rule: &config::Rule) -> Option<Rule> {
-        let common = Common::of(&rule.pattern);
-        let at = self.at.key(common.kind);
-        self.created(&at, &common);
-        let source = self.side(&at.key("source"), common.source);
-        let target = self.side(&at.key("target"), common.target);
-        let is_same =
-            source.as_ref().zip(target.as_ref()).is_some_and(|(source, target)| source.namespace == target.namespace);
-        if common.target.create && common.kind == "aggregate" && is_same {
-            let message = "the rule would create documents in its own source collection";
-            self.mistake(at.key("target").key("create"), message, "create them in another collection");
-        }
-        let reference = self.reference(&at, &common, source.as_ref(), target.as_ref());
+        let relation = &rule.relation;
+        let at = self.at.key(rule.pattern.key());
+        let mut source = self.side(&at.key("source"), &relation.source);
+        let target = self.side(&at.key("target"), &relation.target);
+        self.created(&at, rule, source.as_ref(), target.as_ref());
+        let reference = self.reference(&at, relation, source.as_ref(), target.as_ref());
+        // With `by`, `sort` orders the groups, and accumulators read in the order of `_id`.
+        let sort = match &rule.pattern {
+            Pattern::Aggregate(aggregate) if !aggregate.by.is_empty() => &[],
+            _ => relation.sort.as_slice(),
+        };
+        let parent = if matches!(rule.pattern, Pattern::Copy(_)) { Role::Target } else { Role::Source };
+        let tree = relation.tree.map(|max_depth| Tree { parent, max_depth });
         let variables = reference.as_ref().map(Reference::variables).unwrap_or_default();
-        let mut source = source;
         let (mut source_reads, mut target_reads) = (Reads::default(), Reads::default());
         let here = at.key("source").key("where");
         let filter = source.as_mut().and_then(|side| side.filter.as_mut());
         let [row_filter, pair_filter] =
             filter.map(|filter| self.conditions(&here, filter, variables, &mut source_reads)).unwrap_or_default();
-        for (side, at, reads) in
-            [(&source, at.key("source"), &mut source_reads), (&target, at.key("target"), &mut target_reads)]
-        {
-            if let Some(filter) = side.as_ref().and_then(|side| side.filter.as_ref()) {
-                let read = expression::filter(filter).map(|source| Found { source, ..Found::default() });
-                self.take(&at.key("where"), read, reads);
-            }
-        }
-        self.sort_paths(&at, common.sort, &mut source_reads);
+        self.filter_paths(&here, source.as_ref(), &mut source_reads);
+        self.filter_paths(&at.key("target").key("where"), target.as_ref(), &mut target_reads);
+        self.sort_paths(&at, sort, &mut source_reads);
         let reference = reference?;
-        let values = self.values(&at, &rule.pattern, &reference, &mut source_reads)?;
-        let mut keyed = self.keyed(&at, &reference, &values)?;
+        let values = self.values(&at, rule, &reference, &mut source_reads)?;
+        let keyed = keyed(&at, &reference, &values).map_err(|mistake| self.mistakes.push(mistake));
+        let mut keyed = keyed.ok()?;
         let of_target = std::mem::take(&mut self.of_target);
         // The documents of a tree are reconciled one by one, and several keys of one target are looked up together.
-        let together = common.tree.is_some() || (keyed == Keyed::Target && values.gathers());
+        let together = tree.is_some() || (keyed == Keyed::Target && values.gathers());
         let of_target = Some(of_target).filter(|of_target| !of_target.is_empty() || together);
-        let touch = common.touch.and_then(|path| self.path(&at.key("touch"), path));
+        let touch = relation.touch.as_ref().and_then(|path| self.path(&at.key("touch"), path));
         let by_key = keyed == Keyed::Value && of_target.is_none();
         if touch.is_some() {
             keyed = Keyed::Target;
@@ -181,11 +121,7 @@ impl Compiler<'_> {
             of_target.all().for_each(|path| target_reads.add(path.clone()));
             self.of_target(&at, &reference, &values, of_target);
         }
-        reference_reads(&reference, common.tree, &mut source_reads, &mut target_reads);
-        let on_missing = match &rule.pattern {
-            Pattern::Copy(copy) => copy.on_missing,
-            _ => OnMissing::Unset,
-        };
+        reference_reads(&reference, tree, &mut source_reads, &mut target_reads);
         let creates = Creates { keeps: values.keeps_when_empty(), ..Creates::default() };
         let mut compiled = Rule {
             id,
@@ -196,13 +132,16 @@ impl Compiler<'_> {
             keyed,
             by_key,
             values,
-            sort: common.sort.to_vec(),
+            sort: sort.to_vec(),
             row_filter,
             pair_filter,
             of_target,
-            tree: common.tree,
-            on_missing,
-            creates: common.target.create.then_some(creates),
+            tree,
+            on_missing: match &rule.pattern {
+                Pattern::Copy(copy) => copy.on_missing,
+                Pattern::Collect(_) | Pattern::Aggregate(_) => OnMissing::Unset,
+            },
+            creates: relation.target.create.then_some(creates),
             touch,
             source_reads,
             target_reads,
@@ -216,14 +155,27 @@ impl Compiler<'_> {
             definition: Document::new(),
         };
         compiled.definition = definition(&compiled);
-        self.owned(&at, &compiled);
-        for objection in compiled.tree.map(|tree| tree::objections(&compiled, tree)).unwrap_or_default() {
+        self.check(&at, &compiled);
+        Some(compiled)
+    }
+
+    /// Refuses combinations without a meaning in a compiled rule.
+    fn check(&mut self, at: &ConfigPath, rule: &Rule) {
+        self.owned(at, rule);
+        for objection in rule.tree.map(|tree| recursion::objections(rule, tree)).unwrap_or_default() {
             self.mistake(at.key(objection.key), objection.message, objection.hint);
         }
-        for (key, message, hint) in touch::refusals(&compiled) {
+        for (key, message, hint) in touch::refusals(rule) {
             self.mistake(at.key(key), message, hint);
         }
-        Some(compiled)
+    }
+
+    /// Adds the paths that the filter of a side reads.
+    fn filter_paths(&mut self, at: &ConfigPath, side: Option<&Side>, reads: &mut Reads) {
+        if let Some(filter) = side.and_then(|side| side.filter.as_ref()) {
+            let read = expression::filter(filter).map(|source| Found { source, ..Found::default() });
+            self.take(at, read, reads);
+        }
     }
 
     /// Adds the paths that a rule sorts its sources by.
@@ -248,35 +200,47 @@ impl Compiler<'_> {
     }
 
     /// Refuses combinations of `create` and of intervals without a meaning.
-    fn created(&mut self, at: &ConfigPath, common: &Common<'_>) {
+    fn created(&mut self, at: &ConfigPath, rule: &config::Rule, source: Option<&Side>, target: Option<&Side>) {
+        let config::Rule { relation, pattern, .. } = rule;
+        let is_aggregate = matches!(pattern, Pattern::Aggregate(_));
         let here = at.key("target").key("create");
-        if common.source.create {
+        let is_same = source.zip(target).is_some_and(|(source, target)| source.namespace == target.namespace);
+        if relation.target.create && is_aggregate && is_same {
+            let message = "the rule would create documents in its own source collection";
+            self.mistake(here.clone(), message, "create them in another collection");
+        }
+        if relation.source.create {
             let message = "a rule creates its targets, never its sources";
             self.mistake(at.key("source").key("create"), message, "write `create: true` in `target`");
         }
         let on_empty = at.key("on_empty");
-        if !common.target.create {
-            if let Some((path, _)) = common.buckets.first() {
+        if !relation.target.create {
+            if let Some((path, _)) = relation.buckets.first() {
                 let hint = "write target: { collection: …, create: true }";
                 let message = "an interval of time needs `create: true`: it is a part of the `_id` of a document";
                 self.mistake(at.key("match").key(path), message, hint);
             }
-            if common.keeps {
+            let keeps = match pattern {
+                Pattern::Copy(_) => false,
+                Pattern::Collect(collect) => collect.on_empty == OnEmpty::Keep,
+                Pattern::Aggregate(aggregate) => aggregate.on_empty == OnEmpty::Keep,
+            };
+            if keeps {
                 let message = "`on_empty: keep` needs `create: true`: no other rule deletes a target";
                 self.mistake(on_empty, message, "use value or unset");
             }
             return;
         }
-        if common.kind != "aggregate" {
+        if !is_aggregate {
             let hint = "an aggregate has one document for each key: aggregate: { …, set: { n: { $sum: 1 } } }";
-            self.mistake(here, format!("`create` belongs to `aggregate`, not to `{}`", common.kind), hint);
+            self.mistake(here, format!("`create` belongs to `aggregate`, not to `{}`", pattern.key()), hint);
             return;
         }
-        if common.target.filter.is_some() {
+        if relation.target.filter.is_some() {
             let message = "`where` cannot choose among documents that the rule creates";
             self.mistake(at.key("target").key("where"), message, "filter the sources: source: { collection, where }");
         }
-        if common.key_type.is_some() {
+        if relation.key_type.is_some() {
             let message = "`key_type` converts the target's values, and here they come from the source";
             self.mistake(at.key("key_type"), message, "leave it out: the `_id` has the type of the source's value");
         }
@@ -353,27 +317,27 @@ impl Compiler<'_> {
     fn reference(
         &mut self,
         at: &ConfigPath,
-        common: &Common<'_>,
+        relation: &config::Relation,
         source: Option<&Side>,
         target: Option<&Side>,
     ) -> Option<Reference> {
         let at = at.key("match");
         let mut pairs = Vec::new();
-        for (target, source) in common.on {
+        for (target, source) in &relation.on {
             let here = at.key(target);
             let target = self.path_of_key(&at, target);
             let source = self.path(&here, source);
             if let (Some(target), Some(source)) = (target, source) {
                 let text = target.to_string();
-                let arguments = common.buckets.iter().find(|(path, _)| *path == text).map(|(_, arguments)| arguments);
+                let arguments = relation.buckets.iter().find(|(path, _)| *path == text).map(|(_, arguments)| arguments);
                 let bucket = arguments.map(|arguments| Bucket { arguments: arguments.clone() });
                 pairs.push(Pair { target, source, bucket });
             }
         }
-        if pairs.len() < common.on.len() || pairs.is_empty() {
+        if pairs.len() < relation.on.len() || pairs.is_empty() {
             return None;
         }
-        if common.target.create
+        if relation.target.create
             && let Some((entry, message, hint)) = create::mistake_in_match(&pairs)
         {
             self.mistake(at.key(&entry), message, hint);
@@ -386,10 +350,10 @@ impl Compiler<'_> {
             pairs,
             target_each,
             source_each,
-            key_type: common.key_type,
+            key_type: relation.key_type,
             source_name: name(source?),
             target_name: name(target?),
-            creates: common.target.create,
+            creates: relation.target.create,
         })
     }
 
@@ -413,12 +377,12 @@ impl Compiler<'_> {
     fn values(
         &mut self,
         at: &ConfigPath,
-        pattern: &Pattern,
+        rule: &config::Rule,
         reference: &Reference,
         reads: &mut Reads,
     ) -> Option<Values> {
         let each = reference.variables();
-        match pattern {
+        match &rule.pattern {
             Pattern::Copy(copy) => match (&copy.into, &copy.element) {
                 (Some(into), Some(element)) => {
                     self.take(&at.key("element"), expression::expression(element, each), reads);
@@ -447,7 +411,7 @@ impl Compiler<'_> {
                 })
             }
             Pattern::Aggregate(aggregate) if !aggregate.by.is_empty() => {
-                self.groups(at, aggregate, each, reads).map(Values::Groups)
+                self.groups(at, aggregate, &rule.relation.sort, each, reads).map(Values::Groups)
             }
             Pattern::Aggregate(aggregate) => Some(Values::Aggregate {
                 assignments: self.accumulated(at, aggregate, each, reads)?,
@@ -497,6 +461,7 @@ impl Compiler<'_> {
         &mut self,
         at: &ConfigPath,
         aggregate: &config::Aggregate,
+        sort: &[(String, i32)],
         each: Variables<'_>,
         reads: &mut Reads,
     ) -> Option<Groups> {
@@ -518,7 +483,7 @@ impl Compiler<'_> {
                 known.push(name);
             }
         }
-        for (path, _) in &aggregate.sort {
+        for (path, _) in sort {
             let root = path.split('.').next().unwrap_or_default();
             if !known.iter().any(|name| name == root) {
                 let hint = format!("the groups have {}", known.join(", "));
@@ -535,7 +500,7 @@ impl Compiler<'_> {
             path,
             by: aggregate.by.clone(),
             fields,
-            sort: aggregate.sort.clone(),
+            sort: sort.to_vec(),
             slice: aggregate.slice,
             form: aggregate.form,
             on_empty: aggregate.on_empty,
@@ -607,87 +572,6 @@ impl Compiler<'_> {
         (out.len() == set.len()).then_some(out)
     }
 
-    /// The kind of key of a reconcile; refuses combinations without a meaning.
-    fn keyed(&mut self, at: &ConfigPath, reference: &Reference, values: &Values) -> Option<Keyed> {
-        let each = reference.target_each.as_ref();
-        let paths: Vec<&FieldPath> = match values {
-            Values::Set { assignments, .. } | Values::Aggregate { assignments, .. } => {
-                assignments.iter().map(|a| &a.path).collect()
-            }
-            Values::Collect { path, .. } | Values::Groups(Groups { path, .. }) => vec![path],
-            Values::Into { .. } if each.is_none() => {
-                let hint =
-                    "write match: { \"parts.$[]\": _id }; to gather documents that refer to the target, use collect";
-                self.mistake(
-                    at.key("into"),
-                    "`into` makes one element for each reference, and `match` names no array of the target",
-                    hint,
-                );
-                return None;
-            }
-            Values::Into { .. } => return Some(Keyed::Target),
-        };
-        let inside = paths.iter().filter(|path| path.has_each()).count();
-        let Some(each) = each else {
-            if let Some(path) = paths.iter().find(|path| path.has_each()) {
-                let message = format!("`{path}` runs through an array that `match` does not bind");
-                let hint = "`$[]` in a set path needs the same prefix in `match`";
-                self.mistakes.push(Mistake { message, ..values.written_at(at, path) }.hint(hint));
-                return None;
-            }
-            return Some(Keyed::Value);
-        };
-        if let Some(path) = paths.iter().find(|path| {
-            path.has_each()
-                && path.below(each).is_none_or(|rest| rest.contains(&denormd_model::field_path::Segment::Each))
-        }) {
-            let message = format!("`{path}` does not lie in `{each}`, the array that `match` binds");
-            self.mistakes.push(Mistake { message, ..values.written_at(at, path) });
-            return None;
-        }
-        if inside > 0 && reference.pairs.iter().any(|pair| pair.target == *each) {
-            let hint = "the elements are the ids themselves: use `into` and `element`, or make them subdocuments";
-            self.mistake(at.key("match"), format!("the elements of `{each}` have no fields to set"), hint);
-            return None;
-        }
-        if inside == paths.len() {
-            return Some(Keyed::Value);
-        }
-        if inside > 0 && matches!(values, Values::Aggregate { .. }) {
-            self.mistake(
-                at.key("set"),
-                "some paths lie in the matched element, and those beside the array would belong to all its elements",
-                "make two rules",
-            );
-            return None;
-        }
-        match values {
-            Values::Set { once: false, .. } => Some(Keyed::Target),
-            // The target's array is a set of keys, and the rows are the elements of the source's.
-            Values::Collect { .. } | Values::Aggregate { .. } | Values::Groups(_)
-                if reference.source_each.is_some() =>
-            {
-                Some(Keyed::Target)
-            }
-            Values::Set { .. } => {
-                self.mistake(
-                    at.key("once"),
-                    "`once` needs paths in the matched element, or a reference that is no array",
-                    "leave `once` out, or set paths of the element",
-                );
-                None
-            }
-            _ => {
-                self.mistake(
-                    at.key("match"),
-                    format!("`{each}` holds several references, and the result would belong to all of them"),
-                    "match on one field of the target",
-                );
-                None
-            }
-        }
-    }
-
     /// Takes the conditions on `$$element` and on `$$target` out of the source's `where`: the first applies to
     /// elements, the second to a source and a target, and neither to a source alone.
     fn conditions(
@@ -731,14 +615,7 @@ impl Compiler<'_> {
             );
         }
         let Some(each) = &reference.target_each else { return };
-        let owned: Vec<&FieldPath> = match values {
-            Values::Set { assignments, .. } | Values::Aggregate { assignments, .. } => {
-                assignments.iter().map(|one| &one.path).collect()
-            }
-            Values::Into { path, .. } | Values::Collect { path, .. } | Values::Groups(Groups { path, .. }) => {
-                vec![path]
-            }
-        };
+        let owned = values.paths();
         let inside = owned.iter().any(|path| path.has_each());
         if inside && !owned.iter().all(|path| path.has_each()) {
             let message = format!(
@@ -808,6 +685,71 @@ impl Compiler<'_> {
     }
 }
 
+/// The kind of key of a reconcile. The error is a combination without a meaning.
+fn keyed(at: &ConfigPath, reference: &Reference, values: &Values) -> Result<Keyed, Mistake> {
+    let paths = values.paths();
+    let inside = paths.iter().filter(|path| path.has_each()).count();
+    let Some(each) = &reference.target_each else {
+        if matches!(values, Values::Into { .. }) {
+            let message = "`into` makes one element for each reference, and `match` names no array of the target";
+            let hint = "write match: { \"parts.$[]\": _id }; to gather documents that refer to the target, use collect";
+            return Err(Mistake::new(at.key("into"), message).hint(hint));
+        }
+        if let Some(path) = paths.iter().find(|path| path.has_each()) {
+            let message = format!("`{path}` runs through an array that `match` does not bind");
+            let mistake = Mistake { message, ..values.written_at(at, path) };
+            return Err(mistake.hint("`$[]` in a set path needs the same prefix in `match`"));
+        }
+        return Ok(Keyed::Value);
+    };
+    if matches!(values, Values::Into { .. }) {
+        return Ok(Keyed::Target);
+    }
+    let is_elsewhere =
+        |path: &FieldPath| path.has_each() && path.below(each).is_none_or(|rest| rest.contains(&Segment::Each));
+    if let Some(path) = paths.iter().find(|path| is_elsewhere(path)) {
+        let message = format!("`{path}` does not lie in `{each}`, the array that `match` binds");
+        return Err(Mistake { message, ..values.written_at(at, path) });
+    }
+    if inside > 0 && reference.pairs.iter().any(|pair| pair.target == *each) {
+        let hint = "the elements are the ids themselves: use `into` and `element`, or make them subdocuments";
+        return Err(Mistake::new(at.key("match"), format!("the elements of `{each}` have no fields to set")).hint(hint));
+    }
+    if inside == paths.len() {
+        return Ok(Keyed::Value);
+    }
+    beside_the_array(at, reference, values, each, inside > 0)
+}
+
+/// The kind of key of a rule with paths beside the array that holds its references. `has_inside` is true if other paths
+/// lie in the array.
+fn beside_the_array(
+    at: &ConfigPath,
+    reference: &Reference,
+    values: &Values,
+    each: &FieldPath,
+    has_inside: bool,
+) -> Result<Keyed, Mistake> {
+    match values {
+        Values::Aggregate { .. } if has_inside => {
+            let message =
+                "some paths lie in the matched element, and those beside the array would belong to all its elements";
+            Err(Mistake::new(at.key("set"), message).hint("make two rules"))
+        }
+        Values::Set { once: false, .. } => Ok(Keyed::Target),
+        Values::Set { .. } => {
+            let message = "`once` needs paths in the matched element, or a reference that is no array";
+            Err(Mistake::new(at.key("once"), message).hint("leave `once` out, or set paths of the element"))
+        }
+        // The target's array is a set of keys, and the rows are the elements of the source's.
+        _ if reference.source_each.is_some() => Ok(Keyed::Target),
+        _ => {
+            let message = format!("`{each}` holds several references, and the result would belong to all of them");
+            Err(Mistake::new(at.key("match"), message).hint("match on one field of the target"))
+        }
+    }
+}
+
 /// True if an expression can bind a variable of this name, and the daemon binds none of that name itself
 /// (<https://www.mongodb.com/docs/v6.0/reference/aggregation-variables/#user-variables>).
 fn is_variable(name: &str) -> bool {
@@ -851,44 +793,10 @@ impl Rule {
 /// All properties of a rule that affect the written values, as one document.
 fn definition(rule: &Rule) -> Document {
     let side = |side: &Side| doc! {"collection": side.namespace.to_string(), "where": side.filter.clone()};
-    let set = |assignments: &[Assignment]| {
-        assignments.iter().map(|a| (a.path.to_string(), a.expression.clone())).collect::<Document>()
-    };
     let entry = |pair: &Pair| {
         let mut entry = doc! {"target": pair.target.to_string(), "source": pair.source.to_string()};
         entry.extend(pair.bucket.iter().map(|bucket| ("bucket".to_owned(), bucket.arguments.clone().into())));
         entry
-    };
-    let sorted = |sort: &[(String, i32)]| {
-        sort.iter().map(|(path, direction)| doc! {"path": path, "direction": *direction}).collect::<Vec<_>>()
-    };
-    let empty = |on_empty: OnEmpty| match on_empty {
-        OnEmpty::Value => "value",
-        OnEmpty::Unset => "unset",
-        OnEmpty::Keep => "keep",
-    };
-    let values = match &rule.values {
-        Values::Set { assignments, once, otherwise } => {
-            let mut values = doc! {"set": literal(set(assignments)), "once": *once};
-            values.extend(otherwise.as_ref().map(|values| ("otherwise".to_owned(), values.clone().into())));
-            values
-        }
-        Values::Into { path, element } => doc! {"into": path.to_string(), "element": element.clone()},
-        Values::Collect { path, element, slice, on_empty, .. } => doc! {
-            "collect": path.to_string(), "element": element.clone(), "slice": *slice, "on_empty": empty(*on_empty),
-        },
-        Values::Aggregate { assignments, on_empty } => {
-            doc! {"aggregate": literal(set(assignments)), "on_empty": empty(*on_empty)}
-        }
-        Values::Groups(groups) => doc! {
-            "groups": groups.path.to_string(),
-            "by": literal(groups.by.iter().cloned().collect()),
-            "set": literal(set(&groups.fields)),
-            "sort": sorted(&groups.sort),
-            "slice": groups.slice,
-            "as": if groups.form == GroupForm::Object { "object" } else { "array" },
-            "on_empty": empty(groups.on_empty),
-        },
     };
     let mut definition = doc! {
         "source": side(&rule.source),
@@ -897,7 +805,7 @@ fn definition(rule: &Rule) -> Document {
         "key_type": rule.reference.key_type.map(KeyType::stored),
         "sort": sorted(&rule.sort),
         "on_missing": rule.on_missing.stored(),
-        "values": values,
+        "values": definition_of_values(&rule.values),
     };
     if rule.creates.is_some() {
         definition.insert("create", true);
@@ -924,6 +832,45 @@ fn definition(rule: &Rule) -> Document {
         definition.insert("shadow", true);
     }
     definition
+}
+
+/// The part of the definition that says what a rule writes.
+fn definition_of_values(values: &Values) -> Document {
+    let set = |assignments: &[Assignment]| {
+        literal(assignments.iter().map(|a| (a.path.to_string(), a.expression.clone())).collect())
+    };
+    let empty = |on_empty: OnEmpty| match on_empty {
+        OnEmpty::Value => "value",
+        OnEmpty::Unset => "unset",
+        OnEmpty::Keep => "keep",
+    };
+    match values {
+        Values::Set { assignments, once, otherwise } => {
+            let mut values = doc! {"set": set(assignments), "once": *once};
+            values.extend(otherwise.as_ref().map(|values| ("otherwise".to_owned(), values.clone().into())));
+            values
+        }
+        Values::Into { path, element } => doc! {"into": path.to_string(), "element": element.clone()},
+        Values::Collect { path, element, slice, on_empty, .. } => doc! {
+            "collect": path.to_string(), "element": element.clone(), "slice": *slice, "on_empty": empty(*on_empty),
+        },
+        Values::Aggregate { assignments, on_empty } => {
+            doc! {"aggregate": set(assignments), "on_empty": empty(*on_empty)}
+        }
+        Values::Groups(groups) => doc! {
+            "groups": groups.path.to_string(),
+            "by": literal(groups.by.iter().cloned().collect()),
+            "set": set(&groups.fields),
+            "sort": sorted(&groups.sort),
+            "slice": groups.slice,
+            "as": if groups.form == GroupForm::Object { "object" } else { "array" },
+            "on_empty": empty(groups.on_empty),
+        },
+    }
+}
+
+fn sorted(sort: &[(String, i32)]) -> Vec<Document> {
+    sort.iter().map(|(path, direction)| doc! {"path": path, "direction": *direction}).collect()
 }
 
 /// The owned paths of a definition, which may have been recorded by another version.

@@ -12,24 +12,13 @@ use crate::{
     plan::{
         Values,
         reference::{Pair, Reference},
-        rule::{Groups, Rule, RuleId},
+        rule::{Creates, Groups, Rule},
     },
 };
 use denormd_model::{
     field_path::{FieldPath, Segment},
     key::Key,
 };
-
-/// The properties of a rule that inserts and deletes its targets.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Creates {
-    /// True if a document stays when its last source is gone.
-    pub keeps: bool,
-    /// The paths that rules own in the target collection. A document with any other path is not deleted.
-    pub owned: Vec<FieldPath>,
-    /// The other rules that create documents in the same collection.
-    pub others: Vec<RuleId>,
-}
 
 impl Pair {
     /// The name of the target's field in its `_id`; None for the `_id` itself.

@@ -7,7 +7,7 @@ use crate::{
     plan::{bucket::Bucket, expression::Variables},
 };
 use denormd_model::{
-    field_path::{FieldPath, Segment, touches},
+    field_path::{FieldPath, Segment, touches, value_at},
     key::{Key, whole_number},
 };
 
@@ -215,18 +215,9 @@ impl Reference {
     /// The value at `path`. Does not look into arrays.
     fn value_at<'a>(&self, role: Role, doc: &'a Document, path: &[Segment]) -> Option<&'a Bson> {
         let (last, parents) = path.split_last()?;
-        let mut at = doc;
-        for segment in parents {
-            at = match segment {
-                Segment::Name(name) => at.get_document(name).ok()?,
-                Segment::Each => return None,
-            };
-        }
-        let Segment::Name(name) = last else { return None };
-        if name == "$id" && !self.names(role, at) {
-            return None;
-        }
-        at.get(name)
+        let parent = if parents.is_empty() { doc } else { value_at(doc, parents)?.as_document()? };
+        let names_another = matches!(last, Segment::Name(name) if name == "$id") && !self.names(role, parent);
+        value_at(parent, std::slice::from_ref(last)).filter(|_| !names_another)
     }
 
     /// True if the DBRef `at`, in a document of `role`, names the other side.

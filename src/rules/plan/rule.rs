@@ -7,7 +7,6 @@ use bson::{Bson, Document};
 use crate::{
     config::{BackfillMode, ConfigPath, GroupForm, Guard, Mistake, OnDrift, OnEmpty, OnMissing},
     plan::{
-        create::Creates,
         expression::{OfTarget, Reads},
         reference::{Reference, Role},
         tree::Tree,
@@ -18,6 +17,17 @@ use denormd_model::{field_path::FieldPath, namespace::Namespace};
 /// Index of a rule in its plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RuleId(pub usize);
+
+/// The properties of a rule that inserts and deletes its targets.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Creates {
+    /// True if a document stays when its last source is gone.
+    pub keeps: bool,
+    /// The paths that rules own in the target collection. A document with any other path is not deleted.
+    pub owned: Vec<FieldPath>,
+    /// The other rules that create documents in the same collection.
+    pub others: Vec<RuleId>,
+}
 
 /// All compiled rules of one config.
 #[derive(Debug, Clone)]
@@ -62,6 +72,25 @@ impl Plan {
             length[rule.0] = 1 + levels + beyond.unwrap_or_default();
         }
         length.into_iter().max().unwrap_or_default()
+    }
+
+    /// The rules of these names, and all that they feed, directly or through other rules.
+    #[must_use]
+    pub fn with_fed(&self, names: BTreeSet<String>) -> BTreeSet<String> {
+        let mut all = names;
+        // In this order, each rule comes before those that it feeds.
+        for rule in &self.order {
+            if all.contains(&self.rule(*rule).name) {
+                all.extend(self.feeds[rule.0].iter().map(|fed| self.rule(*fed).name.clone()));
+            }
+        }
+        all
+    }
+
+    /// True if this plan has the rule, by this definition.
+    #[must_use]
+    pub fn runs(&self, rule: &Rule) -> bool {
+        self.rules.iter().any(|own| own.name == rule.name && own.has_definition(&rule.definition))
     }
 
     /// Every database with a watched collection.
@@ -183,6 +212,17 @@ pub enum Values {
 }
 
 impl Values {
+    /// The target's paths that the rule writes.
+    #[must_use]
+    pub fn paths(&self) -> Vec<&FieldPath> {
+        match self {
+            Self::Set { assignments, .. } | Self::Aggregate { assignments, .. } => {
+                assignments.iter().map(|assignment| &assignment.path).collect()
+            }
+            Self::Into { path, .. } | Self::Collect { path, .. } | Self::Groups(Groups { path, .. }) => vec![path],
+        }
+    }
+
     /// True if a value is computed from all the sources of a key.
     #[must_use]
     pub fn gathers(&self) -> bool {
@@ -280,7 +320,7 @@ pub struct Rule {
     pub guard: Guard,
     /// Reaction to drift.
     pub on_drift: OnDrift,
-    /// True if look-ups without an index are accepted.
+    /// True if lookups without an index are accepted.
     pub allow_scan: bool,
     /// Lag objective of the rule.
     pub max_lag: Duration,
@@ -356,14 +396,7 @@ impl Rule {
     /// The target's paths that the rule writes.
     #[must_use]
     pub fn owned(&self) -> Vec<&FieldPath> {
-        match &self.values {
-            Values::Set { assignments, .. } | Values::Aggregate { assignments, .. } => {
-                assignments.iter().map(|a| &a.path).collect()
-            }
-            Values::Into { path, .. } | Values::Collect { path, .. } | Values::Groups(Groups { path, .. }) => {
-                vec![path]
-            }
-        }
+        self.values.paths()
     }
 
     /// True if a value is computed from all the sources of a key.

@@ -10,8 +10,8 @@ use std::{
 use bson::doc;
 use rand::Rng;
 
-use super::{FAKETIME, Stage, pause};
-use crate::support::{daemon::PATIENCE, world::Daemon};
+use super::{Stage, pause};
+use crate::support::{daemon::PATIENCE, script::found_by, world::Daemon};
 
 /// Collections of the state database that daemons write. `failCommand` takes one at a time.
 const WRITTEN: [&str; 8] = ["positions", "rules", "leases", "terms", "instances", "events", "reports", "dead_letters"];
@@ -21,16 +21,14 @@ const SKEW: i32 = 20;
 /// One more rule, for a config that is read again.
 const ONE_MORE: &str = "  - { name: shout, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { shout: { $concat: [\"!\", { $toString: $ip }] } } } }\n";
 
-/// The variables by which libfaketime moves the clock of a process by seconds; elapsed time is real. None without the
-/// library.
-fn faketime(seconds: i32) -> Option<BTreeMap<String, String>> {
-    let library = FAKETIME.iter().find(|path| Path::new(path).exists())?;
+/// The variables by which libfaketime moves the clock of a process by seconds; elapsed time is real.
+fn faketime(library: &Path, seconds: i32) -> BTreeMap<String, String> {
     let variables = [
-        ("LD_PRELOAD", (*library).to_owned()),
+        ("LD_PRELOAD", library.display().to_string()),
         ("FAKETIME", format!("{seconds:+}s")),
         ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),
     ];
-    Some(variables.into_iter().map(|(name, value)| (name.to_owned(), value)).collect())
+    variables.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
 impl Stage {
@@ -69,10 +67,8 @@ impl Stage {
     /// Makes a member with a wrong clock the primary, for a time.
     pub(super) async fn skew_member(&mut self, milliseconds: u64) {
         let seconds = if milliseconds.is_multiple_of(2) { SKEW } else { -SKEW };
-        let Some(variables) = faketime(seconds) else {
-            println!("skipped: MemberClockSkewed wants libfaketime (the Debian package `libfaketime`)");
-            return;
-        };
+        let Some(library) = found_by("faketime.py") else { return };
+        let variables = faketime(&library, seconds);
         let place = (self.set.primary().await + 1) % 3;
         let member = self.set.node(place);
         for variables in [variables, BTreeMap::new()] {

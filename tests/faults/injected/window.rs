@@ -15,6 +15,7 @@ const LEASE: &str = "lease: { ttl_seconds: 120 }\n";
 /// At the slow pace they take half an hour: an end is not what the test waits for.
 const TARGETS: i32 = 3600;
 const SLOW: &str = "limits: { backfill_per_second: 2, ";
+const SLOWER: &str = "limits: { backfill_per_second: 3, ";
 const FAST: &str = "limits: { backfill_per_second: 100000, ";
 
 async fn prepared() -> (ReplicaSet, TestDb, Running) {
@@ -105,6 +106,16 @@ async fn a_position_that_is_lost_during_it_is_told_until_it_ends() {
         assert!(!claims && !status.summary.contains("every change is applied"), "{status:#?}");
         let waited = running.command(&["wait", "--timeout", "1"]);
         assert_ne!(waited.0, Some(0), "{waited:?}");
+        // Each new pipeline once forgot the loss: after a reload, a hand-over or a restart.
+        replace(&running, SLOW, SLOWER);
+        running.signal("HUP");
+        let reloads = || running.log().matches("config reloaded").count();
+        until("the config is reloaded", async || (reloads() == noticed).then_some(())).await;
+        running.until("the rule is degraded after a reload", lost).await;
+        running.stop();
+        running.run().await;
+        running.until("the rule is degraded after a restart", lost).await;
+        replace(&running, SLOWER, SLOW);
     }
     ends(&test, &running).await;
     let waited = running.command(&["wait", "--timeout", "120"]);

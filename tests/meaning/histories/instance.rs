@@ -1,7 +1,7 @@
 //! A whole daemon in the process of a simulation, with its lease, its HTTP server and everything else that it starts.
 
 use std::{
-    net::{IpAddr, SocketAddr},
+    net::{Ipv4Addr, SocketAddr},
     path::PathBuf,
     time::Duration,
 };
@@ -37,8 +37,9 @@ pub struct Instance {
 
 impl Instance {
     /// A complete config, whose address is replaced. Nothing runs yet.
-    pub fn new(config: &str, nth: u16, address: IpAddr, model: Model) -> Self {
-        let (address, folder) = (SocketAddr::new(address, PORT + nth), tempfile::tempdir().unwrap());
+    pub fn new(config: &str, nth: u16, model: Model) -> Self {
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, PORT + nth));
+        let folder = tempfile::tempdir().unwrap();
         Self { address, model, folder, config: config.to_owned(), nth, starts: 0, asked: None, running: None }
     }
 
@@ -116,7 +117,8 @@ impl Instance {
     pub async fn reloads(&self) -> Option<f64> {
         let metrics = client::get(self.address, "/metrics", Duration::from_secs(5)).await.ok()?;
         let text = String::from_utf8(metrics.body).unwrap();
-        let line = text.lines().find_map(|line| line.strip_prefix("denormd_config_reloads_total{reason=\"done\"} "))?;
+        let line =
+            text.lines().find_map(|line| line.strip_prefix("denormd_config_reloads_total{outcome=\"done\"} "))?;
         line.parse().ok()
     }
 }

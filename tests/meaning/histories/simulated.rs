@@ -116,7 +116,7 @@ impl Cluster {
 
     async fn run(self) {
         let Self { first, count, partitions, reloads } = self;
-        let server = Server::start_set(Model::new(first), first, 1).await.unwrap();
+        let server = Server::start_set(Model::new(first), 1).await.unwrap();
         let test = TestDb::named(server.uri(), "app").await;
         Run { partitions, reloads, ..Run::new(everything) }.histories_on(&test, first, count).await;
         let unknown = server.model.unknown();

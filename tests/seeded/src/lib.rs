@@ -1,10 +1,13 @@
 //! Simulations in virtual time, in which everything random follows from a seed.
 //!
 //! One thread runs everything, and its clock advances as soon as every task waits. Hash maps, `tokio::select!` and generators
-//! seed themselves by `getrandom`, which returns numbers drawn from the simulation's seed in that thread, on Linux.
+//! seed themselves by `getrandom`, which returns numbers drawn from the simulation's seed in that thread, on Linux. What is
+//! sent over TCP has arrived when `send` returns, there as well.
 //! `tokio::select!` also depends on the number of runtimes that the process has created: an exact replay needs a process of its
 //! own.
 
+#[cfg(target_os = "linux")]
+mod network;
 #[cfg(target_os = "linux")]
 mod random;
 
@@ -43,6 +46,11 @@ mod tests {
     use std::{collections::HashSet, time::Duration};
 
     use denormd_model::clock::wall_millis;
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::{TcpListener, TcpStream},
+        time::Instant,
+    };
 
     use super::{BEGINNING, simulate};
 
@@ -65,5 +73,24 @@ mod tests {
             wall_millis()
         });
         assert_eq!(u128::try_from(slept - BEGINNING).ok(), Some(day.as_millis()));
+    }
+
+    #[test]
+    fn no_time_passes_while_a_message_is_on_its_way() {
+        let sent = || async {
+            let start = Instant::now();
+            let listener = TcpListener::bind("127.0.0.1:27017").await.unwrap();
+            assert_eq!(listener.local_addr().unwrap().to_string(), "127.0.0.1:27017");
+            let later = tokio::spawn(tokio::time::sleep(Duration::from_millis(1)));
+            let mut client = TcpStream::connect("127.0.0.1:27017").await.unwrap();
+            let (mut server, _) = listener.accept().await.unwrap();
+            for _ in 0..1000 {
+                client.write_all(b"a message").await.unwrap();
+                server.read_exact(&mut [0; 9]).await.unwrap();
+            }
+            (start.elapsed(), later.is_finished())
+        };
+        assert_eq!(simulate(1, sent), (Duration::ZERO, false));
+        assert!(simulate(1, || async { TcpStream::connect("127.0.0.1:27017").await.is_err() }));
     }
 }

@@ -11,6 +11,11 @@ pub fn seed(seed: u64) {
     STATE.set(Some(seed));
 }
 
+/// True in a thread that has a seed.
+pub fn is_seeded() -> bool {
+    STATE.get().is_some()
+}
+
 /// The next state and number of `SplitMix64`.
 fn next(state: u64) -> (u64, u64) {
     let state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);

@@ -49,19 +49,11 @@ impl Server {
         Self::listen(model, &[(Ipv4Addr::LOCALHOST, port)]).await
     }
 
-    /// Listens as a set of so many members, the first of which is the primary. Their addresses follow from the seed, so that
-    /// they are the same in a replay. If another simulation of this seed uses them, the set takes others.
-    pub async fn start_set(model: Model, seed: u64, members: u16) -> io::Result<Self> {
-        let mut seed = seed;
-        loop {
-            let [.., first, second, third] = seed.to_be_bytes();
-            let address = Ipv4Addr::new(127, first | 1, second, third);
-            let addresses: Vec<_> = (0..members).map(|member| (address, PORT + member)).collect();
-            match Self::listen(model.clone(), &addresses).await {
-                Err(error) if error.kind() == io::ErrorKind::AddrInUse => seed = seed.rotate_left(8) ^ 1,
-                started => return started,
-            }
-        }
+    /// Listens as a set of so many members, the first of which is the primary. Outside of a simulation, a machine has
+    /// room for one.
+    pub async fn start_set(model: Model, members: u16) -> io::Result<Self> {
+        let addresses: Vec<_> = (0..members).map(|member| (Ipv4Addr::LOCALHOST, PORT + member)).collect();
+        Self::listen(model, &addresses).await
     }
 
     async fn listen(model: Model, addresses: &[(Ipv4Addr, u16)]) -> io::Result<Self> {

@@ -1,9 +1,9 @@
 //! The difference as text and as Markdown: the same lines, with other marks before them.
 
-use crate::commands::plan::counted;
 use denormd_rules::config::ChangedSetting;
 
 use super::{Backfill, Change, Difference, Fate, Gain, KeyChange, Loss, Need, RuleChange};
+use denormd_model::text::counted;
 
 /// A line, or several that belong together.
 enum Line {
@@ -201,8 +201,9 @@ fn notes(difference: &Difference) -> impl Iterator<Item = &'static str> {
         (renamed, "A pause, a block and the dead letters of a renamed rule stay with its old name."),
         (
             writes,
-            "Before its first write the daemon compares each of these rules with existing data, and blocks it if values that it did \
-             not write are at stake. `denormd plan` with a server says what the rules would do.",
+            "Before the first write of each of these rules, the daemon compares it with existing data. It blocks a rule that would \
+             remove a value that denormd did not write, overwrite more than 1% of such values, or remove a value from more than 1% \
+             of the targets that hold one. `denormd plan` with a server says what the rules would do.",
         ),
     ]
     .into_iter()

@@ -12,9 +12,9 @@ use denormd_engine::{
     deployment::lease::Lease,
     metrics::Metrics,
     pipeline,
-    reconcile::{Context, applied::put, compare::value_at},
+    reconcile::{Context, applied::put},
 };
-use denormd_model::{clock::wall_millis, partition::Partition};
+use denormd_model::{clock::wall_millis, field_path::value_at, partition::Partition};
 use denormd_mongo::{
     Reads, Server, connect,
     error::{Error, Kind, Result},
@@ -117,7 +117,8 @@ impl Scratch {
         }
         untouch(plan, given, &mut after);
         let dead_letters = context.dead_letters.find(&self.server, &Chosen::default(), 1000).await?;
-        let problems = dead_letters.into_iter().map(|dead_letter| Problem::Obstacle {
+        let dead_letters = dead_letters.into_iter().map(|entry| entry.map_err(|unreadable| unreadable.error()));
+        let problems = dead_letters.collect::<Result<Vec<_>>>()?.into_iter().map(|dead_letter| Problem::Obstacle {
             target: dead_letter.target.as_ref().and_then(|key| key.values().first()).cloned(),
             why: match &dead_letter.path {
                 Some(path) => format!("it became a dead letter: {} (`{path}`)", dead_letter.reason),
@@ -157,7 +158,7 @@ fn untouch(plan: &Plan, given: &Collections, after: &mut Collections) {
         let before = given.get(&name).map(Vec::as_slice).unwrap_or_default();
         for target in after.get_mut(&name).into_iter().flatten() {
             let given = before.iter().find(|document| document.get("_id") == target.get("_id"));
-            let value = value_at(given, path.segments());
+            let value = given.and_then(|given| value_at(given, path.segments())).cloned();
             let mut whole = Bson::Document(std::mem::take(target));
             put(path.segments(), &mut whole, value);
             if let Bson::Document(whole) = whole {

@@ -4,9 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use crossterm::event::{Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
-pub use super::rule::Sort;
-use super::rule::details;
-use super::theme::Theme;
+pub use super::order::Sort;
+use super::{rule, theme::Theme};
 use crate::status::{BEHIND, Rule, Status};
 use denormd_mongo::error::{Error, Result};
 
@@ -186,15 +185,18 @@ impl Model {
         }
     }
 
+    /// The details of a rule as lines.
+    pub(super) fn details(&self, status: &Status, rule: &Rule, columns: usize) -> Vec<String> {
+        rule::details(status, rule, self.unknown().is_some(), self.rate(&rule.name), columns)
+    }
+
     /// Scrolls the details, or selects a rule further away.
     fn page_by(&mut self, to: impl Fn(usize, usize) -> usize) {
         match self.page {
             Page::Details(from) => {
                 let rules = self.rules();
-                let lines = self
-                    .status()
-                    .zip(rules.get(self.selected()))
-                    .map(|(status, rule)| details(self, status, rule, WIDTH).len());
+                let selected = self.status().zip(rules.get(self.selected()));
+                let lines = selected.map(|(status, rule)| self.details(status, rule, WIDTH).len());
                 self.page = Page::Details(to(from, lines.unwrap_or_default()));
             }
             Page::Rules | Page::Help => self.step(to),

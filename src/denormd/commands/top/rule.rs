@@ -1,94 +1,11 @@
-//! The order of rules, and the details of one. Pure.
+//! The details of a rule. Pure.
 
-use std::cmp::Reverse;
-
-use super::{model::Model, text::lines};
+use super::text::lines;
 use crate::{
     commands::status::{pace, share, short, since, stale},
-    status::{BEHIND, Backfill, CauseReport, Problem, Rule, Status, duration},
+    status::{Backfill, CauseReport, Problem, Rule, Status},
 };
-
-/// Reasons why a rule needs attention, the most urgent first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Concern {
-    /// It is blocked, unavailable or paused, or its copies may be wrong.
-    Stopped,
-    /// It is behind.
-    Late,
-    /// It has dead letters.
-    DeadLetters,
-    /// It is backfilled, or waits for that.
-    Backfill,
-    /// Nothing.
-    None,
-}
-
-impl Concern {
-    pub fn of(rule: &Rule) -> Self {
-        match rule.state.as_str() {
-            "blocked" | "unavailable" | "paused" | "degraded" => Self::Stopped,
-            _ if rule.degraded => Self::Stopped,
-            _ if rule.lag_seconds.is_some_and(|lag| lag >= BEHIND) => Self::Late,
-            _ if rule.dead_letters > 0 => Self::DeadLetters,
-            "backfilling" | "awaiting_backfill" => Self::Backfill,
-            _ => Self::None,
-        }
-    }
-}
-
-/// The order of the rules.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sort {
-    /// Rules that need attention first.
-    Attention,
-    /// The largest lag first.
-    Lag,
-    /// By name.
-    Name,
-    /// As in the config.
-    Config,
-}
-
-impl Sort {
-    /// The next order.
-    #[must_use]
-    pub fn next(self) -> Self {
-        match self {
-            Self::Attention => Self::Lag,
-            Self::Lag => Self::Name,
-            Self::Name => Self::Config,
-            Self::Config => Self::Attention,
-        }
-    }
-
-    /// Its name in the footer.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Attention => "problems first",
-            Self::Lag => "largest lag first",
-            Self::Name => "by name",
-            Self::Config => "as in the config",
-        }
-    }
-
-    /// The rules in this order; equal ones stay in the config's.
-    pub(super) fn apply(self, rules: &[Rule]) -> Vec<&Rule> {
-        let mut sorted: Vec<&Rule> = rules.iter().collect();
-        match self {
-            Self::Attention => sorted.sort_by_key(|rule| Concern::of(rule)),
-            Self::Lag => sorted.sort_by_key(|rule| Reverse(micros(rule.lag_seconds))),
-            Self::Name => sorted.sort_by(|a, b| a.name.cmp(&b.name)),
-            Self::Config => {}
-        }
-        sorted
-    }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "positive, and no age of the universe")]
-fn micros(seconds: Option<f64>) -> Option<i64> {
-    seconds.map(|seconds| (seconds * 1e6) as i64)
-}
+use denormd_model::text::duration;
 
 /// The causes as lines, each with the reason and the advice. Causes that concern one rule name it in the advice.
 pub(super) fn cause(status: &Status, cause: &CauseReport, rule: Option<&str>, columns: usize) -> Vec<String> {
@@ -112,10 +29,10 @@ pub(super) fn problem(status: &Status, problem: &Problem) -> String {
     format!("   {} ago{times}: {place}{}: {}", since(status, problem.last), problem.doing, problem.message)
 }
 
-/// The details of a rule as lines.
-pub(super) fn details(model: &Model, status: &Status, rule: &Rule, columns: usize) -> Vec<String> {
+/// The details of a rule as lines: of the `last` known status if it is unknown now, with the rate of its writes.
+pub(super) fn details(status: &Status, rule: &Rule, last: bool, rate: Option<f64>, columns: usize) -> Vec<String> {
     let mut text = format!("   {:<14}{} -> {}\n", "copies", rule.source, rule.target);
-    for (label, value) in figures(model, status, rule) {
+    for (label, value) in figures(status, rule, last, rate) {
         text.push_str(&format!("   {label:<14}{value}\n"));
     }
     let mut out = lines(&text, columns);
@@ -142,19 +59,23 @@ pub(super) fn details(model: &Model, status: &Status, rule: &Rule, columns: usiz
 }
 
 /// The figures of a rule with their labels.
-fn figures(model: &Model, status: &Status, rule: &Rule) -> Vec<(&'static str, String)> {
+fn figures(status: &Status, rule: &Rule, last: bool, rate: Option<f64>) -> Vec<(&'static str, String)> {
     let time = |seconds: f64| if seconds > 0.0 { short(seconds) } else { "0".to_owned() };
-    let lag = rule.lag_seconds.map_or_else(|| "none: the rule does not run".to_owned(), time);
+    let why_none = match rule.state.as_str() {
+        "awaiting_backfill" => "none: existing data waits for a backfill",
+        _ => "none: the rule does not run",
+    };
+    let lag = rule.lag_seconds.map_or_else(|| why_none.to_owned(), time);
     let chain = if rule.chain_lag_seconds > rule.lag_seconds.unwrap_or_default() {
         format!("; with the rules that feed it {}", time(rule.chain_lag_seconds))
     } else {
         String::new()
     };
-    let was = if model.unknown().is_some() { "was " } else { "" };
+    let was = if last { "was " } else { "" };
     let mut out = vec![
         ("state", format!("{was}{}", rule.state.replace('_', " "))),
         ("lag", format!("{was}{lag} (objective {}){chain}", duration(rule.max_lag_seconds))),
-        ("written", written(model, rule)),
+        ("written", written(rule, rate)),
     ];
     if let (Some(p50), Some(p99)) = (rule.propagation.p50, rule.propagation.p99) {
         let value = format!("{} at the median, p99 {}, of {}", short(p50), short(p99), rule.propagation.count);
@@ -184,7 +105,7 @@ fn figures(model: &Model, status: &Status, rule: &Rule) -> Vec<(&'static str, St
     out
 }
 
-fn written(model: &Model, rule: &Rule) -> String {
-    let rate = model.rate(&rule.name).map_or_else(String::new, |rate| format!("{rate:.1} targets/s, "));
+fn written(rule: &Rule, rate: Option<f64>) -> String {
+    let rate = rate.map_or_else(String::new, |rate| format!("{rate:.1} targets/s, "));
     format!("{rate}{} targets since the start", rule.targets_changed)
 }

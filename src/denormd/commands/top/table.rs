@@ -4,14 +4,15 @@ use ratatui::text::Line;
 
 use super::{
     model::Model,
-    rule::Concern,
+    order::Concern,
     text::{cell, width},
     theme::Theme,
 };
 use crate::{
     commands::status::{share, short, since},
-    status::{Backfill, Rule, Status, duration},
+    status::{Backfill, Rule, Status},
 };
+use denormd_model::text::duration;
 
 /// Columns between two cells.
 const GAP: usize = 2;

@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 
 use ratatui::style::{Color, Modifier, Style};
 
-use super::rule::Concern;
+use super::order::Concern;
 use crate::{commands::terminal::has_colour, status::Level};
 
 /// The styles of a terminal.

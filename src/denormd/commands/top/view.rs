@@ -10,15 +10,16 @@ use ratatui::{
 
 use super::{
     model::{Model, Page, Unknown, is_old},
-    rule::{cause, details, problem},
+    rule::{cause, problem},
     table::table,
     text::{cell, cut, lines, width},
     theme::Theme,
 };
 use crate::{
     commands::status::{as_of, led, role, short, since, unknown},
-    status::{InstanceReport, Status, duration},
+    status::{InstanceReport, Status},
 };
+use denormd_model::text::duration;
 
 /// Width of a figure with its label.
 const FIGURE: usize = 26;
@@ -235,7 +236,7 @@ fn selected(model: &Model, status: &Status, columns: usize, (from, room): (usize
     let known = if model.unknown().is_some() { " (last known)" } else { "" };
     let heading = format!("rule {}{known}, {} of {}", rule.name, model.selected() + 1, rules.len());
     let mut out = vec![Line::default(), Line::styled(cut(&heading, columns), Theme::heading())];
-    let text = details(model, status, rule, columns);
+    let text = model.details(status, rule, columns);
     let room = room.saturating_sub(out.len());
     let from = from.min(text.len().saturating_sub(room));
     let below = text.len().saturating_sub(from + room);

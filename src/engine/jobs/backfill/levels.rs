@@ -11,7 +11,7 @@
 
 use std::collections::VecDeque;
 
-use bson::{Bson, Document};
+use bson::Bson;
 
 use crate::reconcile::scan;
 use denormd_model::{key::Key, position::ClusterTime};
@@ -54,8 +54,7 @@ impl One<'_> {
         loop {
             let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);
             let page = scan::page(self.context, self.rule, &fields, after.as_ref(), most, time).await?;
-            let id_of = |target: &Document| Key::one(target.get("_id").cloned().unwrap_or(Bson::Null));
-            let read = |target| (id_of(target), self.rule.reference.keys(Role::Target, target));
+            let read = |target| (Key::of_document(target), self.rule.reference.keys(Role::Target, target));
             let read: Vec<(Key, Vec<Option<Key>>)> = page.targets.iter().map(read).collect();
             let asked: Vec<&Key> = read.iter().map(|(id, _)| id).collect();
             let known = tree.known_parents(read.iter().map(|(id, references)| (id.clone(), references.as_slice())));
@@ -63,7 +62,7 @@ impl One<'_> {
             let places = self.context.places(self.rule, tree, &asked, known, (time, limit)).await?;
             let mut wanted = Vec::new();
             for target in page.targets {
-                let Some(Place::Node(ancestors)) = places.get(&id_of(&target)) else { continue };
+                let Some(Place::Node(ancestors)) = places.get(&Key::of_document(&target)) else { continue };
                 deepest = deepest.max(ancestors.len());
                 if Some(ancestors.len()) == level {
                     wanted.push(target);

@@ -29,7 +29,7 @@ pub(in crate::reconcile) struct Kept {
     /// True once a value was not kept because of `undo.max_bytes`: from then on, no further value is kept. A later one
     /// in the same place could be denormd's own.
     pub is_full: bool,
-    /// True if the `_id`s of the targets are in the order of the simple collation; none until it was asked for.
+    /// True if the `_id`s of the targets are in the order of the simple collation. None until the server was asked.
     pub simple: Option<bool>,
 }
 
@@ -45,7 +45,7 @@ impl KeptValues {
         locked(&self.rules).insert(rule, kept);
     }
 
-    /// Ends that: values that a rule overwrites from now on are its own.
+    /// Stops keeping values: from now on the rule overwrites only its own.
     pub fn end(&self, rule: RuleId) {
         locked(&self.rules).remove(&rule);
     }

@@ -90,7 +90,7 @@ impl Removals {
         locked(&self.rules).get(&rule).is_some_and(|rule| rule.is_agreed)
     }
 
-    /// Records if an operator has agreed to the removals of a rule's backfill.
+    /// Records whether an operator has agreed to the removals of a rule's backfill.
     pub fn agree(&self, rule: RuleId, is_agreed: bool) {
         locked(&self.rules).entry(rule).or_default().is_agreed = is_agreed;
     }

@@ -6,7 +6,7 @@ use secrecy::ExposeSecret;
 
 use super::*;
 use crate::config::{
-    BackfillMode, Copy, Guard, Http, LogFormat, OnDrift, OnEmpty, OnMissing, Pattern, Side, diagnose::Step,
+    BackfillMode, Copy, Guard, Http, LogFormat, OnDrift, OnEmpty, OnMissing, Pattern, Relation, Side, diagnose::Step,
 };
 
 mod messages;
@@ -128,11 +128,17 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
     let strings = |given: &[(&str, &str)]| -> Vec<(String, String)> {
         given.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
     };
-    let copy = Copy {
+    let of_copy = Relation {
         source: side("parts"),
         target: side("products"),
         on: strings(&[("parts.$[].id", "_id"), ("Parts.$[].Z", "a.b"), ("host", "H")]),
+        buckets: Vec::new(),
         sort: pairs(&[("zeta", 1), ("Alpha", -1), ("mid.dle", 1)]),
+        key_type: None,
+        tree: None,
+        touch: None,
+    };
+    let copy = Copy {
         set: pairs(&[
             ("ipaddr", bson!("$ipaddr")),
             ("parts.$[].Name", bson!({ "$cond": { "if": "$z", "then": 1_i32, "else": 1.0 } })),
@@ -143,12 +149,9 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
         element: None,
         on_missing: OnMissing::Null,
         otherwise: Vec::new(),
-        key_type: None,
         once: false,
-        tree: None,
-        touch: None,
     };
-    let collect = crate::config::Collect {
+    let of_collect = Relation {
         source: Side {
             collection: "reviews".to_owned(),
             filter: Some(doc! {
@@ -159,19 +162,24 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
         },
         target: side("products"),
         on: strings(&[("_id", "product_id")]),
+        buckets: Vec::new(),
+        sort: pairs(&[("at", -1)]),
+        key_type: Some(crate::config::KeyType::ObjectId),
+        tree: None,
+        touch: None,
+    };
+    let collect = crate::config::Collect {
         into: "reviews".to_owned(),
         element: bson!("$_id"),
-        sort: pairs(&[("at", -1)]),
         slice: Some(-10),
         on_empty: OnEmpty::Unset,
         max_elements: Some(5),
         max_bytes: Some(6),
-        key_type: Some(crate::config::KeyType::ObjectId),
-        touch: None,
     };
     vec![
         Rule {
             name: "part-names".to_owned(),
+            relation: of_copy,
             pattern: Pattern::Copy(copy),
             backfill: BackfillMode::Auto,
             guard: Guard::Off,
@@ -183,6 +191,7 @@ fn expected_rules(a: Bson) -> Vec<Rule> {
         },
         Rule {
             name: "latest".to_owned(),
+            relation: of_collect,
             pattern: Pattern::Collect(collect),
             backfill: BackfillMode::Manual,
             guard: Guard::Audit,
@@ -243,15 +252,7 @@ rules:
 #[test]
 fn every_pattern_loads() {
     let config = load_str(include_str!("tests/patterns.yaml"), Format::Yaml).unwrap().config;
-    let kinds: Vec<_> = config
-        .rules
-        .iter()
-        .map(|rule| match &rule.pattern {
-            Pattern::Copy(_) => (rule.name.as_str(), "copy"),
-            Pattern::Collect(_) => (rule.name.as_str(), "collect"),
-            Pattern::Aggregate(_) => (rule.name.as_str(), "aggregate"),
-        })
-        .collect();
+    let kinds: Vec<_> = config.rules.iter().map(|rule| (rule.name.as_str(), rule.pattern.key())).collect();
     assert_eq!(
         kinds,
         [

@@ -7,7 +7,7 @@ use bson::{Document, doc};
 use denormd_fixture::ReplicaSet;
 use denormd_show::{
     daemon::Daemon,
-    figures::fan_out,
+    figures::spread,
     host,
     print::{bold, count, dim, heading},
     progress::Progress,
@@ -186,7 +186,7 @@ fn print(costs: &[[Cost; 3]], changes: f64) {
     println!("  {:<10}{:>26}{:>26}{:>26}", "guard", "server", "daemon", "seconds in all");
     for guard in GUARDS {
         let of = |what: &dyn Fn(&Cost) -> f64| {
-            fan_out(&costs.iter().map(|round| what(&round[guard as usize])).collect::<Vec<_>>(), 3)
+            spread(&costs.iter().map(|round| what(&round[guard as usize])).collect::<Vec<_>>(), 3)
         };
         let each = |seconds: f64| seconds / changes * 1000.0;
         let cells = [of(&|cost| each(cost.server)), of(&|cost| each(cost.daemon)), of(&|cost| cost.wall.as_secs_f64())];
@@ -195,7 +195,7 @@ fn print(costs: &[[Cost; 3]], changes: f64) {
     }
     let ratio = |what: &dyn Fn(&Cost) -> f64| {
         let ratios = costs.iter().map(|[_, audit, watch]| what(watch) / what(audit));
-        bold(&fan_out(&ratios.collect::<Vec<_>>(), 2))
+        bold(&spread(&ratios.collect::<Vec<_>>(), 2))
     };
     println!("\n  watch / audit, round by round");
     println!("    wall time to drain      {}", ratio(&|cost| cost.wall.as_secs_f64()));

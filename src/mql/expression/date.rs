@@ -2,7 +2,7 @@
 
 use bson::Bson;
 
-use super::{Result, Value, expression::Args, is_nullish, needs_server, refused};
+use super::{Args, Result, Value, is_nullish, needs_server, refused};
 
 const DAY: i64 = 86_400_000;
 /// Distance from 1970, in milliseconds, from which on dates are left to the server: three million years.

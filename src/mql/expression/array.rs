@@ -2,9 +2,10 @@
 
 use bson::{Bson, Document};
 
-use super::{
-    EvalError, Result, Value, compare, expression::Args, is_nullish, is_true, needs_server, number::position,
-    order::by_keys, refused,
+use super::{Args, EvalError, Result, Value, compare, is_nullish, is_true, needs_server, refused};
+use crate::{
+    number::position,
+    order::{by_keys, directions},
 };
 
 /// An operand that is an array; none where it is nothing, which makes the result null.
@@ -333,16 +334,6 @@ fn plain(document: Option<&Document>, path: &str) -> Value {
         None => document?.get(path).cloned(),
         Some((first, rest)) => plain(document?.get(first)?.as_document(), rest),
     }
-}
-
-/// The directions of a sort.
-pub(super) fn directions(by: &Document) -> Result<Vec<i32>> {
-    let one = |way: &Bson| match position(Some(way))? {
-        Some(1) => Ok(1),
-        Some(-1) => Ok(-1),
-        _ => refused("a sort's direction is 1 or -1"),
-    };
-    by.values().map(one).collect()
 }
 
 pub(super) fn bson_size(args: &Args<'_>) -> Result<Value> {

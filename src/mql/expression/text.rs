@@ -2,7 +2,8 @@
 
 use bson::{Bson, oid::ObjectId};
 
-use super::{Result, Value, date, expression::Args, is_nullish, needs_server, number::position, refused};
+use super::{Args, Result, Value, date, is_nullish, needs_server, refused};
+use crate::number::position;
 
 /// Text of a value, for operators that convert any type to text.
 fn coerced(args: &Args<'_>, nth: usize) -> Result<String> {

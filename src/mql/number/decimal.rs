@@ -6,7 +6,8 @@ use std::num::NonZeroU64;
 use bigdecimal::{BigDecimal, RoundingMode, Zero, num_bigint::Sign};
 use bson::{Bson, Decimal128};
 
-use super::{Result, needs_server, number::Number};
+use super::Number;
+use crate::{Result, needs_server};
 
 /// The most digits before or after the point, so that nothing overflows on the way.
 const FAR: i64 = 1000;
@@ -15,7 +16,7 @@ const DIGITS: NonZeroU64 = NonZeroU64::new(34).expect("not zero");
 
 /// A number as a decimal. Infinities, NaN and the negative zero are the server's, and so is a double among decimals: 6.0 takes its
 /// exact value, and 7.0 its first fifteen digits.
-pub(super) fn of(number: Number) -> Result<BigDecimal> {
+pub fn of(number: Number) -> Result<BigDecimal> {
     match (number, number.integer()) {
         (_, Some(whole)) => Ok(BigDecimal::from(whole)),
         (Number::Decimal(decimal), _) => {
@@ -41,18 +42,18 @@ fn rounded(value: BigDecimal) -> BigDecimal {
 }
 
 /// The sum, with the digits after the point of both. The library's own drops those of a zero.
-pub(super) fn sum(left: &BigDecimal, right: &BigDecimal) -> BigDecimal {
+pub fn sum(left: &BigDecimal, right: &BigDecimal) -> BigDecimal {
     let scale = left.fractional_digit_count().max(right.fractional_digit_count());
     let digits = |value: &BigDecimal| value.with_scale(scale).into_bigint_and_exponent().0;
     rounded(BigDecimal::new(digits(left) + digits(right), scale))
 }
 
-pub(super) fn difference(left: &BigDecimal, right: &BigDecimal) -> BigDecimal {
+pub fn difference(left: &BigDecimal, right: &BigDecimal) -> BigDecimal {
     sum(left, &-right)
 }
 
 /// The product, with as many digits after the point as both together. A zero takes the sign of both, which is not kept here.
-pub(super) fn product(left: &BigDecimal, right: &BigDecimal) -> Result<BigDecimal> {
+pub fn product(left: &BigDecimal, right: &BigDecimal) -> Result<BigDecimal> {
     let ((left_digits, left_scale), (right_digits, right_scale)) =
         (left.as_bigint_and_exponent(), right.as_bigint_and_exponent());
     let product = BigDecimal::new(left_digits * right_digits, left_scale + right_scale);
@@ -64,7 +65,7 @@ pub(super) fn product(left: &BigDecimal, right: &BigDecimal) -> Result<BigDecima
 }
 
 /// The quotient, with as many digits after the point as the dividend has, or as many more as it needs.
-pub(super) fn quotient(left: &BigDecimal, right: &BigDecimal) -> Result<BigDecimal> {
+pub fn quotient(left: &BigDecimal, right: &BigDecimal) -> Result<BigDecimal> {
     if left.is_zero() {
         return needs_server("a zero divided as a decimal");
     }
@@ -75,7 +76,7 @@ pub(super) fn quotient(left: &BigDecimal, right: &BigDecimal) -> Result<BigDecim
 }
 
 /// The value as the server stores it.
-pub(super) fn value(decimal: &BigDecimal) -> Result<Bson> {
+pub fn value(decimal: &BigDecimal) -> Result<Bson> {
     let (digits, scale) = decimal.as_bigint_and_exponent();
     match format!("{digits}E{}", -scale).parse::<Decimal128>() {
         Ok(decimal) => Ok(Bson::Decimal128(decimal)),

@@ -1,0 +1,120 @@
+//! `BEFORE=PROGRAM`: another build of denormd and this one do the same work in turn, each on a fresh database, and the figures
+//! of each pair are compared. Which of the two is first alternates.
+
+use std::path::{Path, PathBuf};
+
+use denormd_show::{
+    figures::{interval, median},
+    print::{bold, dim, heading},
+};
+
+use crate::{
+    bench::{Bench, Cost},
+    drain::{self, drained},
+    live, scale,
+    workloads::Workload,
+};
+
+/// The two programs of a pair: the one named by `BEFORE`, and this one.
+const PROGRAMS: usize = 2;
+
+/// The figures of one program in one round; less is better in each.
+pub struct Figures {
+    /// CPU of server and daemon together, in microseconds for each change.
+    cpu: f64,
+    /// Seconds for a backlog, or milliseconds of latency at the 99th percentile.
+    time: f64,
+}
+
+impl Figures {
+    /// Those of a backlog.
+    fn of_drain(cost: Cost, changes: usize) -> Self {
+        Self { cpu: cost.each(changes), time: cost.wall }
+    }
+}
+
+/// Measures the workloads that are drained.
+pub async fn drains(bench: &Bench, before: &Path, workload: &Workload) {
+    measure(bench, before, workload.name, "seconds", async |program| {
+        let database = bench.fresh().await;
+        drain::load(&database, workload).await;
+        let rules = workload.rules;
+        let daemon = bench.daemon_of(program, rules, rules.matches("- name:").count()).await;
+        // The first drain warms caches.
+        drained(bench, &database, workload, 1, &daemon).await;
+        let cost = drained(bench, &database, workload, 2, &daemon).await;
+        daemon.stop().await;
+        Figures::of_drain(cost, workload.changes)
+    })
+    .await;
+}
+
+/// Measures the latency of live changes at each rate.
+pub async fn live(bench: &Bench, before: &Path) {
+    for rate in live::RATES {
+        measure(bench, before, &format!("live, {rate}/s"), "p99 in ms", async |program| {
+            let database = bench.fresh().await;
+            live::load(&database).await;
+            let daemon = bench.daemon_of(program, live::RULES, 1).await;
+            let (cost, high) = live::denormd(bench, &database, rate, &daemon).await;
+            daemon.stop().await;
+            Figures { cpu: cost.each(live::changes(rate)), time: high }
+        })
+        .await;
+    }
+}
+
+/// Measures one rule's changes among more and more rules.
+pub async fn rules(bench: &Bench, before: &Path) {
+    for number in scale::RULES {
+        measure(bench, before, &format!("{number} rules"), "seconds", async |program| {
+            let database = bench.fresh().await;
+            let rules = scale::load_rules(&database, number).await;
+            let daemon = bench.daemon_of(program, &rules, number).await;
+            scale::drained(bench, &database, &daemon, "first").await;
+            let cost = scale::drained(bench, &database, &daemon, "second").await;
+            daemon.stop().await;
+            Figures::of_drain(cost, scale::CHANGES)
+        })
+        .await;
+    }
+}
+
+async fn measure(
+    bench: &Bench,
+    before: &Path,
+    name: &str,
+    time: &str,
+    mut run: impl AsyncFnMut(Option<PathBuf>) -> Figures,
+) {
+    heading(&format!("{name}: the program in BEFORE, and this one, {} pairs", bench.rounds));
+    let mut pairs: Vec<[Figures; PROGRAMS]> = Vec::new();
+    for round in 0..bench.rounds {
+        let pair = if round % 2 == 0 {
+            let first = run(Some(before.to_owned())).await;
+            [first, run(None).await]
+        } else {
+            let second = run(None).await;
+            [run(Some(before.to_owned())).await, second]
+        };
+        let [before, now] = &pair;
+        println!(
+            "{}",
+            dim(&format!(
+                "  {:>9.1} {:>9.1} µs a change {:>11.3} {:>9.3} {time}",
+                before.cpu, now.cpu, before.time, now.time
+            ))
+        );
+        pairs.push(pair);
+    }
+    let ratios = |what: fn(&Figures) -> f64| -> Vec<f64> {
+        pairs.iter().map(|[before, now]| what(before) / what(now)).collect()
+    };
+    // Too few pairs give no interval, but their range.
+    let between = if pairs.len() < 6 { "from" } else { "with 95% certainty from" };
+    for (figure, ratios) in [("CPU a change", ratios(|figures| figures.cpu)), (time, ratios(|figures| figures.time))] {
+        let (least, greatest) = interval(&ratios);
+        let median = bold(&format!("{:.3}", median(&ratios)));
+        println!("  {name:<14}{figure:<14}before / now: median {median}, {between} {least:.3} to {greatest:.3}");
+    }
+}

@@ -1,0 +1,132 @@
+//! `denormd prune` leaves the application's values alone, and no leader carries out a request whose command has ended.
+
+use bson::{Document, doc};
+use denormd_engine::checkpoint::{
+    requests::{Answer, Work},
+    store::Store,
+};
+use denormd_fixture::TestDb;
+use denormd_mongo::Server;
+
+use crate::support::{
+    daemon::{Daemon, all, config},
+    process::Program,
+};
+
+const OTHER: &str =
+    "  - { name: other, copy: { source: hosts, target: logs, match: { host: _id }, set: { other: $name } } }";
+
+/// Three logs with an application's label, of which one is of the kind that the rules here choose. The second label is
+/// missing.
+async fn logs(test: &TestDb) {
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "name": "host"}).await.unwrap();
+    let logs = [
+        doc! {"_id": 1, "kind": "post", "host": 1, "label": "host"},
+        doc! {"_id": 2, "kind": "post", "host": 1},
+        doc! {"_id": 3, "kind": "page", "host": 1, "label": "mine"},
+    ];
+    db.collection("logs").insert_many(logs).await.unwrap();
+    let keys = doc! {"createIndexes": "logs", "indexes": [{"key": {"host": 1}, "name": "host_1"}]};
+    db.run_command(keys).await.unwrap();
+}
+
+const LABEL: &str =
+    "  - { name: label, copy: { source: hosts, target: logs, match: { host: _id }, set: { label: $name } } }";
+
+/// Runs a daemon until everything is written.
+async fn have_run(test: &TestDb, rules: &str) {
+    let daemon = Daemon::start(test, rules).await;
+    daemon.settled().await;
+    daemon.stop().await;
+}
+
+async fn labels(test: &TestDb) -> Vec<Option<String>> {
+    let logs = all(&test.database(), "logs").await;
+    logs.iter().map(|log| log.get_str("label").ok().map(ToOwned::to_owned)).collect()
+}
+
+async fn requests(test: &TestDb) -> Vec<Document> {
+    all(&test.beside("state"), "requests").await
+}
+
+/// Documents outside of the rule's `where`, and those that a `once` rule did not fill, have values that the rule never
+/// wrote: `prune` removed them.
+#[tokio::test]
+async fn values_that_the_rule_cannot_have_written_are_left_alone() {
+    let chosen = "target: { collection: logs, where: { kind: post } }, match: { host: _id }, set: { label: $name }";
+    let once = "target: logs, match: { host: _id }, set: { label: $name }, once: true";
+    let removed = "was removed from 2 documents of ";
+    for (rule, told, left) in [
+        (chosen, removed, [None, None, Some("mine")]),
+        (once, "`label` has no retired fields: nothing to prune", [Some("host"), Some("host"), Some("mine")]),
+    ] {
+        let test = denormd_fixture::database().await;
+        logs(&test).await;
+        let rule = format!("  - {{ name: label, copy: {{ source: hosts, {rule} }} }}");
+        have_run(&test, &rule).await;
+        assert_eq!(labels(&test).await[1].as_deref(), Some("host"));
+        let out = Program::new(&config(&test, OTHER)).run(&["prune", "label"]).await.exits(0).out;
+        assert!(out.contains(told), "{out}");
+        assert_eq!(out.contains("among those that match its `where`"), told == removed, "{out}");
+        assert_eq!(labels(&test).await, left.map(|label| label.map(ToOwned::to_owned)), "{rule}");
+    }
+}
+
+/// Without a daemon, a command leads with its own config. One with some of the rules took the others out of force: their
+/// pauses and dead letters were forgotten, and `prune --all` removed their fields.
+#[tokio::test]
+async fn a_config_without_all_rules_of_the_deployment_does_not_lead() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, &format!("{OTHER}\n{LABEL}")).await;
+    let (before, states) = (labels(&test).await, all(&test.beside("state"), "rules").await);
+    let program = Program::new(&config(&test, OTHER));
+    let told = program.run(&["prune", "--all"]).await.exits(4).err;
+    assert!(told.contains("no daemon leads, and this config lacks rules of the deployment `default`: label"), "{told}");
+    assert_eq!(labels(&test).await, before);
+    assert_eq!(all(&test.beside("state"), "rules").await, states);
+    assert_eq!(requests(&test).await, []);
+    // The rule that a command names may be gone.
+    program.run(&["prune", "label"]).await.exits(0);
+    assert_eq!(labels(&test).await, [None, None, None]);
+}
+
+/// The request stayed, and the next leader carried it out, perhaps weeks later.
+#[tokio::test]
+async fn a_command_that_fails_leaves_no_request() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, LABEL).await;
+    test.database().collection::<Document>("logs").drop_index("host_1").await.unwrap();
+    let before = labels(&test).await;
+    let told = Program::new(&config(&test, OTHER)).run(&["prune", "label"]).await.exits(4).err;
+    assert!(told.contains("nothing was written"), "{told}");
+    assert_eq!((requests(&test).await, labels(&test).await), (Vec::new(), before));
+}
+
+/// A command that is killed cannot withdraw its request.
+#[tokio::test]
+async fn a_request_is_refused_when_its_command_is_gone() {
+    let test = denormd_fixture::database().await;
+    let (server, state) = (Server::new(test.client.clone()), test.beside("state"));
+    let store = Store::open(&server, state.name(), "default").await.unwrap();
+    let collection = state.collection::<Document>("requests");
+    let gone = store.request(&server, "label", &Work::Undo).await.unwrap();
+    let waits = store.request(&server, "label", &Work::Undo).await.unwrap();
+    // One of an earlier version, which gives no sign of life.
+    let earlier = store.request(&server, "label", &Work::Undo).await.unwrap();
+    let two_minutes_ago = vec![doc! {"$set": {"heard": {"$subtract": ["$$NOW", 120_000]}}}];
+    collection.update_one(doc! {"together": gone}, two_minutes_ago).await.unwrap();
+    collection.update_one(doc! {"together": earlier}, doc! {"$unset": {"heard": 1}}).await.unwrap();
+    assert_eq!(store.requests(&server).await.unwrap().len(), 2);
+    let answer = store.answer(&server, gone).await.unwrap();
+    assert_eq!(answer, Answer::Refused("the command that requested it has ended, or was interrupted".to_owned()));
+    for open in [waits, earlier] {
+        assert_eq!(store.answer(&server, open).await.unwrap(), Answer::Waiting);
+    }
+    store.withdraw(&server, waits).await.unwrap();
+    let an_hour_ago = vec![doc! {"$set": {"asked": {"$subtract": ["$$NOW", 3_600_000]}}}];
+    collection.update_one(doc! {"together": earlier}, an_hour_ago).await.unwrap();
+    assert_eq!(store.requests(&server).await.unwrap(), []);
+}
