@@ -7,6 +7,10 @@
     reason = "a test that fails panics, and helpers of tests are tests"
 )]
 
+/// The allocator of the daemon, for its speed in long simulations.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 mod cluster;
 mod engine;
 mod faults;

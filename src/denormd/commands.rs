@@ -36,7 +36,10 @@ use crate::{
     server::client::{Daemon, Trust},
 };
 use denormd_engine::{
-    checkpoint::rule_record::RuleRecord, dead_letter::DeadLetters, metrics::Metrics, reconcile::Context,
+    checkpoint::{rule_record::RuleRecord, store::Store},
+    dead_letter::DeadLetters,
+    metrics::Metrics,
+    reconcile::Context,
 };
 use denormd_model::{partition::Partition, rule_state::RuleState};
 use denormd_mongo::{
@@ -197,6 +200,11 @@ pub fn print(text: &str) {
     std::io::stdout().write_all(text.as_bytes()).ok();
 }
 
+/// Writes JSON to standard output.
+pub fn print_json(value: &impl serde::Serialize) {
+    print(&format!("{:#}\n", serde_json::json!(value)));
+}
+
 /// Tells the user something beside the results: on standard error, so that standard output keeps what programs read.
 pub fn notice(text: &str) {
     // Standard error may be closed.
@@ -249,6 +257,24 @@ pub fn chosen<'a>(plan: &'a Plan, names: &[String]) -> Result<Vec<&'a Arc<Rule>>
 pub fn unknown_rule(message: String, name: &str, introduction: &str, known: &[&str]) -> Error {
     let near = config::nearest(name, known).map(|near| format!("did you mean `{near}`? ")).unwrap_or_default();
     Error::new(Kind::Config, message).hint(format!("{near}{introduction}: {}", known.join(", ")))
+}
+
+/// Compiles the rules, connects to the cluster, and opens the state of the deployment.
+pub async fn connected(loaded: &Loaded) -> Result<(Arc<Context>, Store), Failure> {
+    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
+    Ok((context, store))
+}
+
+/// The error for a rule of which the state of the deployment has no record.
+#[must_use]
+pub fn without_record(context: &Context, known: &[(String, RuleRecord)], rule: &str) -> Error {
+    let deployment = &context.dead_letters.deployment;
+    let message = format!("the deployment `{deployment}` knows no rule `{rule}`: it has never run, or is pruned");
+    let names: Vec<&str> = known.iter().map(|(name, _)| name.as_str()).collect();
+    let is_planned = context.plan.rules.iter().any(|planned| planned.name == rule);
+    let kind = if is_planned { Kind::State } else { Kind::Config };
+    Error { kind, ..unknown_rule(message, rule, "known are", &names) }
 }
 
 /// The values that a text on the command line may stand for: Extended JSON, a plain string, or the digits of an ObjectId.

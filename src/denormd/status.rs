@@ -166,6 +166,12 @@ impl State {
         context.plan.with_fed(starting.map(|rule| rule.name.clone()).collect())
     }
 
+    /// The names of the rules of the newest config.
+    fn rules(&self) -> Vec<String> {
+        let plan = self.cluster.iter().flat_map(|(context, _)| &context.plan.rules);
+        plan.map(|rule| rule.name.clone()).collect()
+    }
+
     fn runs(&self) -> bool {
         !self.attached.values().any(|context| context.published.borrow().ended)
     }

@@ -103,6 +103,24 @@ async fn a_standby_names_the_leader_and_serves_read_your_writes() {
     standby.until_json("told", |status| status["summary"].as_str().unwrap().contains("Rule note is paused.")).await;
 }
 
+/// The status of a standby said of rules that only its own config has that every change is applied.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_standby_does_not_vouch_for_rules_that_the_leader_lacks() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test).await;
+    let (first, _) = RULES.split_once('\n').unwrap();
+    let leader = Running::start(&test, first, LEASE).await;
+    leader.until_json("it leads", |status| status["role"] == "leader").await;
+    let standby = Running::start(&test, RULES, LEASE).await;
+    let is_told = |status: &Value| {
+        let summary = status["summary"].as_str().unwrap();
+        let is_summed_up = summary.contains("The leader runs other rules than this instance's config has.");
+        is_summed_up && status["level"] == "notice" && status["current"]["except"] == serde_json::json!(["note"])
+    };
+    let status = standby.until_json("the rule is excepted", is_told).await;
+    assert_eq!(status["rules"].as_array().map(Vec::len), Some(1), "{status:#}");
+}
+
 /// A daemon that was killed and started again said that its dead predecessor leads.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lease_whose_holder_is_not_heard_is_waited_for() {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::{
     cli::{Cli, Output},
-    commands::{Failure, print},
+    commands::{Failure, print, print_json},
 };
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::{Loaded, schema};
@@ -14,7 +14,7 @@ pub fn schema(reference: bool) {
     if reference {
         print(&schema::reference());
     } else {
-        print(&format!("{:#}\n", schema::schema()));
+        print_json(&schema::schema());
     }
 }
 
@@ -26,7 +26,7 @@ pub fn config(loaded: &Loaded, output: Output) {
             let settings = effective
                 .iter()
                 .map(|it| serde_json::json!({"setting": it.setting, "value": it.value, "from": it.from}));
-            print(&format!("{:#}\n", serde_json::Value::Array(settings.collect())));
+            print_json(&serde_json::Value::Array(settings.collect()));
         }
         Output::Text => {
             let width = |text: fn(&denormd_rules::config::Effective) -> &str| {

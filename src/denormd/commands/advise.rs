@@ -7,7 +7,7 @@ use secrecy::SecretString;
 
 use crate::{
     cli::{Inspection, Output},
-    commands::{Failure, compile, print},
+    commands::{Failure, compile, print, print_json},
 };
 use denormd_advise::{
     render,
@@ -28,7 +28,7 @@ pub async fn advise(paths: &[PathBuf], output: Output, asked: &Inspection) -> Re
     let (report, _) = look(&loaded, asked).await?;
     match output {
         Output::Text => print(&render::text(&report)),
-        Output::Json => print(&format!("{:#}\n", render::json(&report))),
+        Output::Json => print_json(&render::json(&report)),
     }
     Ok(())
 }

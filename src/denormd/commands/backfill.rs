@@ -7,9 +7,9 @@ use tokio::time::Instant;
 use crate::{
     cli::Output,
     commands::{
-        Failure, chosen, compile, context,
+        Failure, chosen, connected,
         leader::{self, with_a_leader},
-        print,
+        print, print_json,
         progress::Progress,
     },
 };
@@ -19,7 +19,6 @@ use denormd_engine::{
     deployment::lease,
     events::instance,
     inspection::adoption::losses,
-    metrics::Metrics,
     reconcile::Context,
 };
 use denormd_model::{
@@ -45,8 +44,7 @@ pub async fn backfill(
     rules: &[String],
     no_wait: bool,
 ) -> std::result::Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
-    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
+    let (context, store) = connected(loaded).await?;
     let all: Vec<String> = context.plan.rules.iter().map(|rule| rule.name.clone()).collect();
     let rules = if rules.is_empty() { &all } else { rules };
     // Without a leader, this process will lead, and then it backfills a rule that has never run.
@@ -77,14 +75,14 @@ pub async fn backfill(
         }
         if output == Output::Json {
             let asked = known.iter().map(|rule| serde_json::json!({"rule": rule, "done": false}));
-            print(&format!("{:#}\n", serde_json::Value::Array(asked.collect())));
+            print_json(&serde_json::Value::Array(asked.collect()));
         }
         return Ok(());
     }
     let done = with_a_leader(loaded, &context, wait(&store, &context, rules)).await?;
     match output {
         Output::Text => print(&text(&done)),
-        Output::Json => print(&format!("{:#}\n", serde_json::Value::Array(done.iter().map(Done::json).collect()))),
+        Output::Json => print_json(&serde_json::Value::Array(done.iter().map(Done::json).collect())),
     }
     Ok(())
 }
@@ -131,9 +129,8 @@ pub(super) async fn noticed(store: &Store, server: &Server, rule: &str) -> Resul
 
 /// Shows the reason why a rule is blocked, agrees to the effect of its backfill, and waits for the backfill.
 pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result::Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    let (context, store) = connected(loaded).await?;
     let planned = chosen(&context.plan, &[rule.to_owned()])?;
-    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let record = state(&store, &context.server, rule).await?;
     let RuleState::Blocked(reason) = &record.state else {
         if record.state.is_stopped() {
@@ -141,7 +138,7 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         }
         match output {
             Output::Text => print(&format!("{rule} is not blocked\n")),
-            Output::Json => print(&format!("{:#}\n", serde_json::json!({"rule": rule, "unblocked": false}))),
+            Output::Json => print_json(&serde_json::json!({"rule": rule, "unblocked": false})),
         }
         return Ok(());
     };
@@ -180,7 +177,7 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
             let told = serde_json::json!({
                 "rule": rule, "unblocked": true, "reason": reason.to_string(), "block": reason, "targets": targets,
             });
-            print(&format!("{told:#}\n"));
+            print_json(&told);
         }
     }
     Ok(())

@@ -7,14 +7,13 @@ use bson::Bson;
 use crate::{
     cli::{CheckOptions, Output},
     commands::{
-        Failure, chosen, compile, context, leader::with_a_leader, notice, print, progress::Progress, shown, state_note,
+        Failure, chosen, connected, leader::with_a_leader, notice, print, progress::Progress, shown, state_note,
         terminal::fitted,
     },
 };
 use denormd_engine::{
     checkpoint::{progress::Tally, requests::Work, rule_record::RuleRecord, store::Store},
     jobs::check::{Check, DifferenceKind, Differing, Found, Scope},
-    metrics::Metrics,
     reconcile::{Context, scan},
 };
 use denormd_model::text::counted;
@@ -26,8 +25,7 @@ const REQUEST: usize = 1000;
 
 /// Compares the targets of the chosen rules with their definition.
 pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> std::result::Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
-    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
+    let (context, store) = connected(loaded).await?;
     let states: BTreeMap<String, RuleRecord> = store.rules(&context.server).await?.into_iter().collect();
     let mut left = Left::default();
     for rule in chosen(&context.plan, &options.rule)? {

@@ -11,7 +11,7 @@ use crate::{
         backfill::{state, stopped},
         compile, context,
         leader::with_a_leader,
-        meanings, print, shown,
+        meanings, print, print_json, shown,
         terminal::fitted,
         unknown_rule,
     },
@@ -95,7 +95,7 @@ async fn list(context: &Context, output: Output, chosen: &Chosen, limit: u32) ->
     match output {
         Output::Json => {
             let dead_letters: Vec<serde_json::Value> = dead_letters.iter().map(entry_json).collect();
-            print(&format!("{:#}\n", serde_json::json!({"count": count, "dead_letters": dead_letters})));
+            print_json(&serde_json::json!({"count": count, "dead_letters": dead_letters}));
         }
         Output::Text => {
             for dead_letter in &dead_letters {
@@ -140,7 +140,7 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
     match output {
         Output::Json => {
             let left: Vec<serde_json::Value> = left.iter().map(entry_json).collect();
-            print(&format!("{:#}\n", serde_json::json!({"tried": before, "left": left})));
+            print_json(&serde_json::json!({"tried": before, "left": left}));
         }
         Output::Text => {
             for dead_letter in &left {
@@ -160,7 +160,7 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
 async fn drop(context: &Context, output: Output, chosen: &Chosen) -> Result<(), Failure> {
     let dropped = context.dead_letters.drop(&context.server, chosen).await?;
     match output {
-        Output::Json => print(&format!("{:#}\n", serde_json::json!({"dropped": dropped}))),
+        Output::Json => print_json(&serde_json::json!({"dropped": dropped})),
         Output::Text => {
             print(&format!("{} forgotten; their targets stay as they are\n", counted(dropped, "dead letter")));
         }

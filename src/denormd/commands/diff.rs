@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::{
     cli::{Layers, Output},
-    commands::{Failure, compile, notice, print, run::demands_restart, terminal::fitted},
+    commands::{Failure, compile, notice, print, print_json, run::demands_restart, terminal::fitted},
 };
 use denormd_engine::{jobs::prune, preflight};
 use denormd_model::field_path::FieldPath;
@@ -179,7 +179,7 @@ pub async fn diff(
     match output {
         _ if markdown => print(&render::text(&difference, true)),
         Output::Text => print(&fitted(&render::text(&difference, false))),
-        Output::Json => print(&format!("{:#}\n", serde_json::json!(difference))),
+        Output::Json => print_json(&difference),
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::{
     cli::Output,
-    commands::{Failure, print, terminal::fitted},
+    commands::{Failure, print, print_json, terminal::fitted},
 };
 use denormd_engine::events::{Event, Journal};
 use denormd_model::clock::wall_millis;
@@ -24,7 +24,7 @@ pub async fn events(loaded: &Loaded, output: Output, since: Duration) -> Result<
     match output {
         Output::Text if events.is_empty() => print("nothing has happened in this time; --since looks further back\n"),
         Output::Text => events.iter().for_each(|event| print(&fitted(&line(event)))),
-        Output::Json => print(&format!("{:#}\n", serde_json::json!(events))),
+        Output::Json => print_json(&events),
     }
     Ok(())
 }

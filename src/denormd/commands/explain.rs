@@ -6,11 +6,10 @@ use bson::{Bson, Document, doc};
 
 use crate::{
     cli::Output,
-    commands::{Failure, chosen, compile, context, meanings, print, shown, state_note, terminal::fitted},
+    commands::{Failure, chosen, connected, meanings, print, print_json, shown, state_note, terminal::fitted},
 };
 use denormd_engine::{
-    checkpoint::{rule_record::RuleRecord, store::Store},
-    metrics::Metrics,
+    checkpoint::rule_record::RuleRecord,
     reconcile::{
         Context,
         by_target::{self, Referrer},
@@ -65,14 +64,13 @@ struct Answered {
 
 /// Says of one target what each owned path should hold, where that comes from, and what is stored.
 pub async fn explain(loaded: &Loaded, output: Output, rule: &str, id: &str) -> std::result::Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    let (context, store) = connected(loaded).await?;
     let rule = chosen(&context.plan, &[rule.to_owned()])?.remove(0).clone();
-    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let state = store.rules(&context.server).await?.into_iter().find(|(name, _)| *name == rule.name);
     let explained = look(&context, &rule, id, state.map(|(_, state)| state)).await?;
     match output {
         Output::Text => print(&fitted(&text(&explained))),
-        Output::Json => print(&format!("{:#}\n", json(&explained))),
+        Output::Json => print_json(&json(&explained)),
     }
     Ok(())
 }

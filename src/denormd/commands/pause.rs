@@ -7,15 +7,14 @@ use crate::{
     commands::{
         Failure,
         backfill::{noticed, state, stopped, text, wait},
-        chosen, compile, context,
+        chosen, connected,
         leader::with_a_leader,
-        notice, print,
+        notice, print, print_json,
     },
 };
 use denormd_engine::{
     checkpoint::{rule_record::RuleRecord, store::Store},
     deployment::lease,
-    metrics::Metrics,
     reconcile::Context,
 };
 use denormd_model::{rule_state::RuleState, text::duration};
@@ -38,9 +37,8 @@ struct Outcome {
 /// Pauses a rule, or all of them, for a while or until they are resumed. All pauses are recorded before waiting for
 /// any, because this is the emergency stop.
 pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Option<Duration>) -> Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    let (context, store) = connected(loaded).await?;
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
-    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let mut outcome = Outcome::default();
     let mut seen = BTreeSet::new();
     let removed: BTreeSet<String> = loop {
@@ -173,9 +171,8 @@ async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<
 
 /// Resumes a paused rule, or all paused rules, with a backfill.
 pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
+    let (context, store) = connected(loaded).await?;
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
-    let store = Store::open(&context.server, &loaded.config.state.database, &loaded.config.name).await?;
     let (mut resumed, mut unled) = (Vec::new(), Vec::new());
     for (name, record) in known(&store, &context, rule).await? {
         match record.state {
@@ -207,9 +204,9 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
         (Output::Text, None) if resumed.is_empty() => print("no rule is paused\n"),
         (Output::Text, _) => {}
         (Output::Json, Some(rule)) => {
-            print(&format!("{:#}\n", serde_json::json!({"rule": rule, "resumed": !resumed.is_empty()})));
+            print_json(&serde_json::json!({"rule": rule, "resumed": !resumed.is_empty()}));
         }
-        (Output::Json, None) => print(&format!("{:#}\n", serde_json::json!({"rules": resumed, "resumed": true}))),
+        (Output::Json, None) => print_json(&serde_json::json!({"rules": resumed, "resumed": true})),
     }
     if !unled.is_empty() {
         let done = with_a_leader(loaded, &context, wait(&store, &context, &unled)).await?;

@@ -2,34 +2,23 @@
 
 use crate::{
     cli::Output,
-    commands::{Failure, compile, context, leader, print},
+    commands::{Failure, connected, leader, print, print_json, without_record},
 };
 use denormd_engine::{
-    checkpoint::{
-        requests::{Retired, Work},
-        store::Store,
-    },
+    checkpoint::requests::{Retired, Work},
     jobs::prune::{count, retired},
-    metrics::Metrics,
 };
 use denormd_model::text::counted;
-use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
 /// Has the leader remove the retired fields of a rule, or of all rules that the state knows; takes the lease where nobody
 /// leads.
 pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run: bool) -> Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
-    let config = &loaded.config;
-    let store = Store::open(&context.server, &config.state.database, &config.name).await?;
+    let (context, store) = connected(loaded).await?;
     let known = store.rules(&context.server).await?;
     let is_active = |rule: &str| context.plan.rules.iter().any(|active| active.name == rule);
     if let Some(rule) = rule.filter(|rule| known.iter().all(|(name, _)| name != rule)) {
-        let names: Vec<&str> = known.iter().map(|(name, _)| name.as_str()).collect();
-        let kind = if is_active(rule) { Kind::State } else { Kind::Config };
-        let message =
-            format!("the deployment `{}` knows no rule `{rule}`: it has never run, or is pruned", config.name);
-        return Err(Error::new(kind, message).hint(format!("known are: {}", names.join(", "))).into());
+        return Err(without_record(&context, &known, rule).into());
     }
     let mut pruned = Vec::new();
     for (name, state) in known.iter().filter(|(name, _)| rule.is_none_or(|rule| rule == name)) {
@@ -51,11 +40,11 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
         pruned.push(done);
     }
     match (output, rule, pruned.as_slice()) {
-        (Output::Json, Some(_), [done]) => print(&format!("{:#}\n", done.json(dry_run))),
+        (Output::Json, Some(_), [done]) => print_json(&done.json(dry_run)),
         (Output::Json, ..) => {
             let rules: Vec<_> =
                 pruned.iter().filter(|done| !done.paths.is_empty()).map(|done| done.json(dry_run)).collect();
-            print(&format!("{:#}\n", serde_json::json!({"rules": rules, "dry_run": dry_run})));
+            print_json(&serde_json::json!({"rules": rules, "dry_run": dry_run}));
         }
         (Output::Text, rule, done) if done.iter().all(|done| done.paths.is_empty()) => {
             let which = rule.map_or_else(|| "no rule has".to_owned(), |rule| format!("`{rule}` has no"));

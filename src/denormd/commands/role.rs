@@ -4,7 +4,7 @@ use bson::{Bson, Document, doc};
 
 use crate::{
     cli::Output,
-    commands::{Failure, compile, print},
+    commands::{Failure, compile, print, print_json},
 };
 use denormd_rules::{
     config::Loaded,
@@ -25,7 +25,7 @@ pub async fn role(loaded: &Loaded, output: Output, name: &str, apply: bool, oplo
     }
     match output {
         Output::Text => print(&text(name, &privileges)),
-        Output::Json => print(&format!("{:#}\n", Bson::Document(command(name, &privileges)).into_relaxed_extjson())),
+        Output::Json => print_json(&Bson::Document(command(name, &privileges)).into_relaxed_extjson()),
     }
     Ok(())
 }

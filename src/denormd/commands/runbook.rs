@@ -4,7 +4,7 @@ use std::{fmt::Write as _, time::Duration};
 
 use crate::{
     cli::Output,
-    commands::{Failure, print, status},
+    commands::{Failure, print, print_json, status},
     server::client,
     status::Status,
 };
@@ -25,7 +25,7 @@ pub async fn runbook(output: Output, alert: Option<&str>, daemon: client::Daemon
         match output {
             Output::Text => sections().for_each(|(name, body)| print(&format!("{name:<32}{}\n", first(body)))),
             Output::Json => {
-                print(&format!("{:#}\n", serde_json::json!(sections().map(|(n, _)| n).collect::<Vec<_>>())));
+                print_json(&serde_json::json!(sections().map(|(n, _)| n).collect::<Vec<_>>()));
             }
         }
         return Ok(());
@@ -36,7 +36,7 @@ pub async fn runbook(output: Output, alert: Option<&str>, daemon: client::Daemon
     match output {
         Output::Text => print(&format!("{name}\n\n{text}\n")),
         Output::Json => {
-            print(&format!("{:#}\n", serde_json::json!({"alert": name, "text": text, "live": said.is_ok()})));
+            print_json(&serde_json::json!({"alert": name, "text": text, "live": said.is_ok()}));
         }
     }
     Ok(())

@@ -4,7 +4,7 @@ use std::{fmt::Write as _, time::Duration};
 
 use crate::{
     cli::Output,
-    commands::{Failure, print, terminal::fitted},
+    commands::{Failure, print, print_json, terminal::fitted},
     server::client,
     status::{Backfill, Current, Leadership, Partitions, RetiredField, Rule, Status},
 };
@@ -22,7 +22,7 @@ pub async fn status(output: Output, daemon: client::Daemon) -> Result<(), Failur
     let answer = client::get(daemon, "/v1/status", PATIENCE).await?;
     match output {
         Output::Text => print(&fitted(&text(&answer.json()?))),
-        Output::Json => print(&format!("{:#}\n", answer.json::<serde_json::Value>()?)),
+        Output::Json => print_json(&answer.json::<serde_json::Value>()?),
     }
     Ok(())
 }

@@ -2,13 +2,12 @@
 
 use crate::{
     cli::Output,
-    commands::{Failure, compile, context, leader, print},
+    commands::{Failure, connected, leader, print, print_json, without_record},
 };
 use denormd_engine::{
-    checkpoint::{requests::Work, store::Store},
+    checkpoint::requests::Work,
     deployment::lease,
     jobs::undo::{Tally, count, is_running},
-    metrics::Metrics,
 };
 use denormd_model::{
     rule_state::RuleState,
@@ -20,18 +19,10 @@ use denormd_rules::config::{Loaded, Undo};
 /// Has the leader put back what the first backfill of `rule` has overwritten or removed; takes the lease where nobody
 /// leads.
 pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) -> Result<(), Failure> {
-    let context = context(loaded, compile(loaded).await?, Metrics::new()?).await?;
-    let config = &loaded.config;
-    let store = Store::open(&context.server, &config.state.database, &config.name).await?;
+    let (context, store) = connected(loaded).await?;
     let known = store.rules(&context.server).await?;
     let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else {
-        let names: Vec<&str> = known.iter().map(|(name, _)| name.as_str()).collect();
-        let is_planned = context.plan.rules.iter().any(|planned| planned.name == rule);
-        let error = Error::new(
-            if is_planned { Kind::State } else { Kind::Config },
-            format!("the deployment `{}` knows no rule `{rule}`: it has never run, or is pruned", config.name),
-        );
-        return Err(error.hint(format!("known are: {}", names.join(", "))).into());
+        return Err(without_record(&context, &known, rule).into());
     };
     let is_planned = context.plan.rules.iter().any(|planned| planned.name == rule);
     let led = lease::is_held(&context.server, store.database(), store.ids()).await?;
@@ -52,11 +43,11 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
         leader::request(loaded, &context, &store, (rule, Work::Undo), &[rule]).await?;
         after = Box::pin(count(&context, rule)).await?;
     }
-    let summary = Summary { rule, dry_run, before, after, undo: &config.undo };
-    print(&match output {
-        Output::Text => summary.text(),
-        Output::Json => format!("{:#}\n", summary.json()),
-    });
+    let summary = Summary { rule, dry_run, before, after, undo: &loaded.config.undo };
+    match output {
+        Output::Text => print(&summary.text()),
+        Output::Json => print_json(&summary.json()),
+    }
     match summary.refused() {
         0 => Ok(()),
         refused => {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::{
     cli::Output,
-    commands::{Failure, notice, print},
+    commands::{Failure, notice, print_json},
     server::client,
 };
 use denormd_mongo::error::{Error, Kind};
@@ -28,7 +28,7 @@ pub async fn wait(
     let answer = client::get(daemon, &format!("/v1/wait?timeout={timeout}{from}"), patience).await?;
     let body: serde_json::Value = answer.json()?;
     if output == Output::Json {
-        print(&format!("{body:#}\n"));
+        print_json(&body);
     }
     if answer.ok {
         let except = body.get("except").and_then(serde_json::Value::as_array).map(Vec::as_slice).unwrap_or_default();

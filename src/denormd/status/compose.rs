@@ -26,7 +26,7 @@ const THIN: f64 = 4.0 * 3600.0;
 pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Status {
     let own = own(board, state, view, now);
     let status = match &state.shared.report {
-        Some(report) if view.snapshot.is_none() => passed_on(own, report, view, now),
+        Some(report) if view.snapshot.is_none() => passed_on(own, report, view, state.rules(), now),
         _ => own,
     };
     let level = level(&status);
@@ -92,8 +92,9 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
     }
 }
 
-/// The leader's status on a standby: the figures of its last report, with lags that have grown since.
-fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
+/// The leader's status on a standby: the figures of its last report, with lags that have grown since. The leader may lack
+/// some of the rules `of_config`, those of this instance's config.
+fn passed_on(own: Status, report: &Report, view: &View, of_config: Vec<String>, now: i64) -> Status {
     let told = (*report.status).clone();
     let mut causes = own.causes;
     causes.extend(
@@ -115,6 +116,11 @@ fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
     };
     let rules: Vec<Rule> = told.rules.into_iter().map(grown).collect();
     let silence = seconds(report.silence(now));
+    let runs = |name: &String| rules.iter().any(|rule| rule.name == *name);
+    let current = told.current.map(|mut current| {
+        current.except.extend(of_config.into_iter().filter(|name| !runs(name)));
+        current
+    });
     Status {
         name: own.name,
         version: own.version,
@@ -129,6 +135,7 @@ fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
         now,
         lag_seconds: view.lags.overall,
         behind_since: rules.iter().filter_map(|rule| rule.behind_since).min(),
+        current,
         causes,
         rules,
         errors: own.errors.into_iter().chain(told.errors).collect(),
@@ -258,7 +265,11 @@ fn level(status: &Status) -> Level {
         Level::Critical
     } else if status.lag_seconds.is_some_and(|lag| lag >= BEHIND) {
         Level::Behind
-    } else if !status.causes.is_empty() || status.lag_seconds.is_none() || status.leadership == Leadership::Starting {
+    } else if !status.causes.is_empty()
+        || status.lag_seconds.is_none()
+        || status.leadership == Leadership::Starting
+        || status.follows_other_rules()
+    {
         Level::Notice
     } else {
         Level::Ok

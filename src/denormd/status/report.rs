@@ -332,6 +332,13 @@ impl Percentiles {
 }
 
 impl Status {
+    /// True on a standby whose leader has other rules: the leader's figures do not cover this instance's config.
+    #[must_use]
+    pub fn follows_other_rules(&self) -> bool {
+        let leads = |instance: &InstanceReport| instance.role == "leader" && instance.other_rules;
+        matches!(self.leadership, Leadership::Standby { .. }) && self.instances.iter().any(leads)
+    }
+
     /// Joins the statuses of leaders of several partitions: the later or worse figure counts.
     #[must_use]
     pub fn joined(self, other: Self) -> Self {

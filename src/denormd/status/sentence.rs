@@ -28,6 +28,9 @@ pub fn summary(status: &Status) -> String {
     {
         sentences.push(format!("Its figures are {} old.", duration(heard)));
     }
+    if status.follows_other_rules() {
+        sentences.push("The leader runs other rules than this instance's config has.".to_owned());
+    }
     if cause(status, Cause::ConfigRefused).is_some() {
         sentences.push("The changed config is refused; the old rules stay in force.".to_owned());
     }
