@@ -109,6 +109,8 @@ struct State {
     /// Retired fields, which earlier rules have left behind.
     retired: Vec<RetiredField>,
     oplog: Oplog,
+    /// Time of the last read of the oplog window.
+    oplog_read: Option<Instant>,
     /// The difference between the members' clocks, in seconds.
     clock_skew: Option<f64>,
     /// Dead letters by rule and reason.
@@ -233,6 +235,7 @@ impl Board {
             majority_lag: Duration::ZERO,
             retired: Vec::new(),
             oplog: Oplog::default(),
+            oplog_read: None,
             clock_skew: None,
             dead_letters: BTreeMap::new(),
             history: History::default(),
@@ -637,12 +640,13 @@ impl Board {
         };
         metrics.lag.with_label_values::<&str>(&[]).set(overall);
         for rule in &view.lags.rules {
-            metrics.rule_chain_lag.with_label_values(&[&rule.name]).set(rule.chain);
-            if rule.is_known {
-                metrics.rule_lag.with_label_values(&[&rule.name]).set(rule.own);
-            } else {
-                // It may not exist.
-                metrics.rule_lag.remove_label_values(&[&rule.name]).ok();
+            let own = rule.is_known.then_some(rule.own);
+            for (gauge, lag) in [(&metrics.rule_lag, own), (&metrics.rule_chain_lag, rule.chain)] {
+                match lag {
+                    Some(lag) => gauge.with_label_values(&[&rule.name]).set(lag),
+                    // It may not exist.
+                    None => drop(gauge.remove_label_values(&[&rule.name])),
+                }
             }
             if rule.is_behind() {
                 state.behind_since.entry(rule.name.clone()).or_insert(now - lag::millis(rule.own));

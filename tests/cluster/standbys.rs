@@ -108,10 +108,12 @@ async fn a_standby_names_the_leader_and_serves_read_your_writes() {
 async fn a_standby_does_not_vouch_for_rules_that_the_leader_lacks() {
     let test = denormd_fixture::database().await;
     hosts_and_log(&test).await;
-    let (first, _) = RULES.split_once('\n').unwrap();
-    let leader = Running::start(&test, first, LEASE).await;
-    leader.until_json("it leads", |status| status["role"] == "leader").await;
+    let (one, _) = RULES.split_once('\n').unwrap();
     let standby = Running::start(&test, RULES, LEASE).await;
+    standby.until_json("it leads", |status| status["role"] == "leader").await;
+    // The newest config takes over.
+    let leader = Running::start(&test, one, LEASE).await;
+    leader.until_json("it leads", |status| status["role"] == "leader").await;
     let is_told = |status: &Value| {
         let summary = status["summary"].as_str().unwrap();
         let is_summed_up = summary.contains("The leader runs other rules than this instance's config has.");

@@ -857,6 +857,84 @@ fn values() -> Vec<(&'static str, Bson)> {
     ]
 }
 
+/// References in a field of the `_id`. Reads once left out the other fields of the `_id`, so that it named another document.
+fn parts_of_an_id() -> Vec<Case> {
+    let of_tenant = |tenant: &str, n: i32| doc! {"tenant": tenant, "n": n};
+    let customer = |id: i32, code: i32, name: &str| doc! {"_id": id, "tenant": "t", "code": code, "name": name};
+    let items = [doc! {"_id": 7, "name": "bolt", "price": 3}, doc! {"_id": 8, "name": "nut", "price": 5}];
+    let day = |item: i32, day: i32, n: i32| doc! {"_id": {"item": item, "day": day}, "n": n};
+    vec![
+        Case::new("beside another field", "copy: { source: '@customers', target: '@orders', match: { _id.tenant: tenant, customer: code }, set: { name: $name } }")
+            .has("customers", [customer(1, 1, "Ada"), customer(2, 2, "Bob")])
+            .has("orders", (0..3).map(|n| doc! {"_id": of_tenant("t", n), "customer": 1}))
+            .writes([update("orders", of_tenant("t", 1), doc! {"$set": {"customer": 2}}), update("customers", 1, doc! {"$set": {"name": "Eve"}})])
+            .expect("orders", [
+                doc! {"_id": of_tenant("t", 0), "customer": 1, "name": "Eve"},
+                doc! {"_id": of_tenant("t", 1), "customer": 2, "name": "Bob"},
+                doc! {"_id": of_tenant("t", 2), "customer": 1, "name": "Eve"},
+            ]),
+        Case::new("with a field of the target", "copy: { source: '@items', target: '@days', match: { _id.item: _id }, set: { value: { $multiply: [$price, $$target.n] } } }")
+            .has("items", items.clone())
+            .has("days", [day(7, 1, 2), day(7, 2, 3), day(8, 1, 1)])
+            .writes([update("items", 7, doc! {"$set": {"price": 4}}), update("days", doc! {"item": 8, "day": 1}, doc! {"$set": {"n": 6}})])
+            .expect("days", [
+                doc! {"_id": {"item": 7, "day": 1}, "n": 2, "value": 8},
+                doc! {"_id": {"item": 7, "day": 2}, "n": 3, "value": 12},
+                doc! {"_id": {"item": 8, "day": 1}, "n": 6, "value": 30},
+            ]),
+        Case::new("a field of the target's `_id` as a value", "copy: { source: '@items', target: '@days', match: { ref: _id }, set: { text: { $concat: [$name, ' ', $$target._id.unit] } } }")
+            .has("items", items.clone())
+            .has("days", [doc! {"_id": {"unit": "kg", "n": 1}, "ref": 7}])
+            .writes([update("items", 7, doc! {"$set": {"name": "screw"}})])
+            .expect("days", [doc! {"_id": {"unit": "kg", "n": 1}, "ref": 7, "text": "screw kg"}]),
+        Case::new("an array in the `_id` refers to nothing", "copy: { source: '@items', target: '@days', match: { _id.item: _id }, set: { name: $name } }")
+            .has("items", items.clone())
+            .has("days", [doc! {"_id": {"item": [7, 8]}}, doc! {"_id": {"item": 8}}])
+            .writes([update("items", 7, doc! {"$set": {"name": "screw"}}), update("items", 8, doc! {"$set": {"name": "washer"}})])
+            .expect("days", [doc! {"_id": {"item": 8}, "name": "washer"}, doc! {"_id": {"item": [7, 8]}}]),
+        Case::new("a field of the source's `_id`", "aggregate: { source: '@days', target: '@items', match: { _id: _id.item }, set: { n: { $sum: $n } } }")
+            .has("items", items)
+            .has("days", [day(7, 1, 2), day(7, 2, 3), day(8, 1, 1)])
+            .writes([update("days", doc! {"item": 7, "day": 2}, doc! {"$set": {"n": 10}}), delete("days", doc! {"item": 8, "day": 1})])
+            .expect("items", [
+                doc! {"_id": 7, "name": "bolt", "price": 3, "n": 12},
+                doc! {"_id": 8, "name": "nut", "price": 5, "n": 0},
+            ]),
+        Case::new("an array around the source's array", "aggregate: { source: '@orders', target: '@items', match: { _id: 'cart.lines.$[].item' }, set: { n: { $sum: 1 } } }")
+            .has("items", [doc! {"_id": 5}])
+            .has("orders", [doc! {"_id": 1, "cart": [{"lines": {"item": 5}}]}])
+            .writes([insert("orders", doc! {"_id": 2, "cart": {"lines": [{"item": 5}]}}), delete("orders", 1)])
+            .expect("items", [doc! {"_id": 5, "n": 1}]),
+    ]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_part_of_the_id_may_refer() {
+    every_way(&parts_of_an_id()).await;
+}
+
+/// Pages once began after a part of the last `_id`, which sorts before or after all of a page.
+#[tokio::test(flavor = "multi_thread")]
+async fn pages_go_on_after_the_whole_id() {
+    let many = |n: i32| doc! {"_id": {"item": n % 3, "day": DateTime::from_millis(i64::from(n) * 86_400_000)}, "n": 1};
+    let by_day = |n: i32| doc! {"_id": DateTime::from_millis(i64::from(n) * 86_400_000), "n": 1};
+    let named = |n: i32| {
+        let mut day = many(n);
+        day.extend(doc! {"name": format!("item {}", n % 3)});
+        day
+    };
+    let cases = [
+        Case::new("of targets", "copy: { source: '@items', target: '@days', match: { _id.item: _id }, set: { name: $name } }")
+            .has("items", (0..3).map(|id| doc! {"_id": id, "name": format!("item {id}")}))
+            .has("days", (0..3000).map(many))
+            .expect("days", (0..3).flat_map(|item| (item..3000).step_by(3)).map(named)),
+        Case::new("of sources", "aggregate: { source: '@days', target: { collection: '@by_day', create: true }, match: { _id: _id.day }, set: { n: { $sum: $n } } }")
+            .has("days", (0..3000).map(many))
+            .expect("by_day", (0..3000).map(by_day)),
+    ];
+    run(&cases, Way::Backfill).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_known_peer_gets_wrong() {
     every_way(&known_failures()).await;

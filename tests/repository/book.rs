@@ -455,7 +455,11 @@ fn found_by(script: &str) -> Option<String> {
 fn snippets(language: &str, running: &Running) -> [String; 2] {
     let text = fs::read_to_string(page("read-your-writes.md")).unwrap();
     let blocks = blocks(&text).into_iter().filter(|block| block.language == language);
-    let text = |block: Block| block.text.replace("127.0.0.1:9464", &running.address.to_string());
+    // A busy machine may take longer than a page should.
+    let text = |block: Block| {
+        let text = block.text.replace("127.0.0.1:9464", &running.address.to_string());
+        text.replace("timeout=5", "timeout=120").replace("timeout = 5", "timeout = 120")
+    };
     blocks.map(text).collect::<Vec<_>>().try_into().unwrap()
 }
 
@@ -464,7 +468,13 @@ async fn customers(test: &TestDb) -> Running {
     db.collection("customers").insert_one(doc! {"_id": 1, "name": "Ada"}).await.unwrap();
     db.collection("orders").insert_one(doc! {"_id": 10, "customer": 1}).await.unwrap();
     let rule = "  - { name: customer-name, copy: { source: customers, target: orders, match: { customer: _id }, set: { customer_name: $name } } }";
-    Running::start(test, rule, "").await
+    let running = Running::start(test, rule, "").await;
+    running
+        .until("the rule is live", |status| {
+            status.rules.iter().all(|rule| rule.state == "live") && !status.rules.is_empty()
+        })
+        .await;
+    running
 }
 
 fn succeeds(command: &mut Command) {

@@ -107,6 +107,11 @@ fn concerned(word: &str, status: &Status) -> Option<String> {
     status.causes.iter().find(|found| found.cause == cause)?.rules.first().cloned()
 }
 
+/// What to say in place of a figure of the rules.
+fn not_known(status: &Status) -> String {
+    format!("Not known to this instance. {}\n", status.summary)
+}
+
 /// The current value for one word of `<!-- now: … -->`.
 fn now(word: &str, status: &Status) -> String {
     let list = |lines: Vec<String>, none: &str| match lines.len() {
@@ -115,6 +120,7 @@ fn now(word: &str, status: &Status) -> String {
     };
     match word.split_once('=').unwrap_or((word, "")) {
         ("cause", name) => match status.causes.iter().find(|found| found.cause == name) {
+            None if !status.knows_the_rules() => not_known(status),
             None => format!("The cause `{name}` does not hold any more.\n"),
             Some(found) => {
                 let rules = if found.rules.is_empty() { "every rule".to_owned() } else { found.rules.join(", ") };
@@ -129,7 +135,7 @@ fn now(word: &str, status: &Status) -> String {
                 .iter()
                 .map(|found| format!("`{}`: {}. {}.", found.cause, found.meaning, found.advice))
                 .collect(),
-            "No cause holds.",
+            if status.knows_the_rules() { "No cause holds." } else { "It is not known whether one holds." },
         ),
         ("rules", _) => format!("\n\n{}", status::rules_table(status)),
         ("oplog", _) => format!("{}\n", oplog(status)),
@@ -137,6 +143,7 @@ fn now(word: &str, status: &Status) -> String {
             Some(age) => format!("The newest canary that was received was sent {} ago.\n", duration(age)),
             None => "This instance does not lead and sends none.\n".to_owned(),
         },
+        ("dead-letters", _) if status.rules.is_empty() && !status.knows_the_rules() => not_known(status),
         ("dead-letters", _) => {
             let dead_letters = status.rules.iter().flat_map(|rule| {
                 rule.dead_letter_reasons.iter().map(|(why, count)| format!("{}: {count} times {why}", rule.name))

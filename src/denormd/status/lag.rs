@@ -5,7 +5,7 @@
 //! operation at a certain time. A stream that has passed a probe's operation has read everything that was committed by
 //! then.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, iter};
 
 use tokio::time::Instant;
 
@@ -88,8 +88,8 @@ pub struct RuleLag {
     pub name: String,
     /// The lag of its own changes.
     pub own: f64,
-    /// The largest of its own lag and those of the rules that feed it.
-    pub chain: f64,
+    /// The largest of its own lag and those of the rules that feed it. None unless all of them are known.
+    pub chain: Option<f64>,
     /// True if its lag is known and has a meaning: the rule is not stopped, and does not wait for `denormd backfill`.
     pub is_known: bool,
 }
@@ -114,12 +114,13 @@ impl Lags {
         // Before the server's first answer, an idle stream cannot be distinguished from one that is behind.
         let known = !probes.ring.is_empty();
         let rules = seen.rules.iter().enumerate().map(|(nth, rule)| {
-            let fed = rule.fed_by.iter().map(|from| own[*from]);
+            let chain = iter::once(nth).chain(rule.fed_by.iter().copied());
+            let has_lag = |rule: usize| seen.has_lag(rule) && known;
             RuleLag {
                 name: rule.name.clone(),
                 own: own[nth],
-                chain: fed.fold(own[nth], f64::max),
-                is_known: seen.has_lag(nth) && known,
+                chain: chain.map(|rule| has_lag(rule).then_some(own[rule])).collect::<Option<Vec<_>>>().map(greatest),
+                is_known: has_lag(nth),
             }
         });
         let rules: Vec<RuleLag> = rules.collect();
@@ -133,6 +134,10 @@ impl Lags {
             rules,
         }
     }
+}
+
+fn greatest(lags: Vec<f64>) -> f64 {
+    lags.into_iter().fold(0.0, f64::max)
 }
 
 fn checkpoint(stream: &StreamFacts, now: i64) -> i64 {

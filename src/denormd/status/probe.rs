@@ -8,6 +8,8 @@ use std::{
 use bson::{Document, doc};
 use futures_util::TryStreamExt;
 
+use tokio::time::Instant;
+
 use denormd_engine::{
     checkpoint::store::Store, dead_letter, deployment::lease, jobs::prune::retired, reconcile::Context,
     snapshot::Snapshot,
@@ -42,6 +44,9 @@ const OFTEN: u64 = 2;
 /// Rounds between checks of the oplog.
 const SELDOM: u64 = 5;
 
+/// Age of the oplog window above which it counts as unknown: under many writes the server may take long to read it, and then
+/// it shrinks.
+const KNOWN: Duration = Duration::from_secs(60);
 /// Rounds between comparisons of the clocks of all members.
 const CLOCKS: u64 = 30;
 /// Rounds between reads of the retired fields.
@@ -118,7 +123,10 @@ impl Board {
             Ok(oplog) => self.take_oplog(oplog),
             Err(error) => {
                 let mut state = self.state();
-                if error.kind == Kind::Connection || error.kind == Kind::Unavailable {
+                let is_known = state.oplog_read.is_some_and(|read| read.elapsed() < KNOWN);
+                let has_no_answer = error.kind == Kind::Connection || error.kind == Kind::Unavailable;
+                // During an outage, the status says how old its figures are.
+                if has_no_answer && (is_known || state.unanswered.is_some()) {
                     return;
                 }
                 state.oplog = Oplog { readable: Some(false), reason: Some(error.message), ..Oplog::default() };
@@ -137,7 +145,11 @@ impl Board {
             let state = self.state();
             (state.snapshot(), state.written())
         };
-        let Ok(Ok(dead_letters)) = tokio::time::timeout(PATIENCE, dead_letters(context)).await else { return };
+        let counted = tokio::time::timeout(PATIENCE, dead_letters(context)).await;
+        let dead_letters = match counted.unwrap_or_else(|_| Err(silent())) {
+            Ok(dead_letters) => dead_letters,
+            Err(error) => return self.metrics.record_error(None, "count the dead letters", &error),
+        };
         let operation = tokio::time::timeout(PATIENCE, context.server.operation_time()).await;
         let mut state = self.state();
         state.dead_letters.clear();
@@ -191,6 +203,7 @@ impl Board {
         let mut state = self.state();
         let behind = self.view(&state, self.metrics.now()).lags.overall.is_some_and(|lag| lag >= BEHIND);
         self.metrics.oplog_readable.set(1);
+        state.oplog_read = Some(Instant::now());
         if let Some(headroom) = oplog.headroom_seconds {
             self.metrics.oplog_headroom.with_label_values::<&str>(&[]).set(headroom);
             state.history.headroom(self.metrics.now(), headroom);

@@ -10,7 +10,7 @@ use denormd_engine::{
 };
 use denormd_model::rule_state::rank;
 
-use super::leadership::Leadership;
+use super::{lag::BEHIND, leadership::Leadership};
 
 /// The overall state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -186,8 +186,9 @@ pub struct Rule {
     /// Its objective: the lag that it should not exceed for long.
     #[serde(default)]
     pub max_lag_seconds: f64,
-    /// The largest of its own lag and those of the rules that feed it.
-    pub chain_lag_seconds: f64,
+    /// The largest of its own lag and those of the rules that feed it. None unless all of them are known.
+    #[serde(default)]
+    pub chain_lag_seconds: Option<f64>,
     /// Time since which it is behind.
     pub behind_since: Option<i64>,
     /// Number of keys that wait or run because of a change.
@@ -339,6 +340,16 @@ impl Status {
         matches!(self.leadership, Leadership::Standby { .. }) && self.instances.iter().any(leads)
     }
 
+    /// True if it tells the present state of the rules: on a leader, and on a standby that hears its leader.
+    #[must_use]
+    pub fn knows_the_rules(&self) -> bool {
+        match self.leadership {
+            Leadership::Leader { .. } => true,
+            Leadership::Standby { .. } => self.heard_seconds.is_some_and(|silence| silence < BEHIND),
+            Leadership::Starting | Leadership::Unknown { .. } => false,
+        }
+    }
+
     /// Joins the statuses of leaders of several partitions: the later or worse figure counts.
     #[must_use]
     pub fn joined(self, other: Self) -> Self {
@@ -350,7 +361,7 @@ impl Status {
                 *rule = Rule {
                     state: worse.state.clone(),
                     lag_seconds: later(rule.lag_seconds, same.lag_seconds),
-                    chain_lag_seconds: rule.chain_lag_seconds.max(same.chain_lag_seconds),
+                    chain_lag_seconds: later(rule.chain_lag_seconds, same.chain_lag_seconds),
                     behind_since: rule.behind_since.into_iter().chain(same.behind_since).min(),
                     late_keys: rule.late_keys + same.late_keys,
                     targets_changed: rule.targets_changed + same.targets_changed,

@@ -111,7 +111,12 @@ fn lag(status: &Status) -> Option<String> {
     let Some(worst) = late.first() else {
         let has = |found| cause(status, found).is_some();
         let stands_still = status.rules.iter().any(|rule| rule.lag_seconds.is_none());
-        let is_known = !has(Cause::NoPrimary) && !matches!(status.leadership, Leadership::Unknown { .. });
+        let is_led = match &status.leadership {
+            Leadership::Unknown { .. } => false,
+            Leadership::Standby { leaders } => !leaders.is_empty(),
+            Leadership::Starting | Leadership::Leader { .. } => true,
+        };
+        let is_known = !has(Cause::NoPrimary) && is_led;
         return Some(if has(Cause::Degraded) {
             "Changes were lost; copies may be wrong until the backfill ends.".to_owned()
         } else if !is_known {

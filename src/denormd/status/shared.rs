@@ -71,7 +71,7 @@ impl Shared {
         let rules = status.rules.iter().map(|rule| RuleLag {
             name: rule.name.clone(),
             own: rule.lag_seconds.unwrap_or_default() + since,
-            chain: rule.chain_lag_seconds + since,
+            chain: rule.chain_lag_seconds.map(|lag| lag + since),
             is_known: rule.lag_seconds.is_some(),
         });
         Lags {

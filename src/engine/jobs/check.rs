@@ -160,17 +160,17 @@ impl<'a> Check<'a> {
     }
 
     /// Compares these targets again, after a repair, and counts those that are right now. Returns the others: those that
-    /// still differ, and those whose definition cannot be computed any more.
+    /// still differ or change all the time, and those whose definition cannot be computed any more.
     pub async fn again(&mut self, ids: &[Bson]) -> Result<Vec<Bson>> {
         let time = self.context.server.operation_time().await?;
-        let mut refused = Vec::new();
+        let mut others = Vec::new();
         for ids in ids.chunks(PAGE) {
             let mut take = |compared: Compared| self.suspects.add(&compared);
-            refused.extend(refused_of(self.context, self.rule, ids, time, &mut take).await?);
+            others.extend(refused_of(self.context, self.rule, ids, time, &mut take).await?);
         }
-        self.tally.refused += refused.len() as u64;
-        let found = self.judge(&mut refused).await?;
-        let left: Vec<Bson> = found.into_iter().map(|found| found.target).chain(refused).collect();
+        self.tally.refused += others.len() as u64;
+        let found = self.judge(&mut others).await?;
+        let left: Vec<Bson> = found.into_iter().map(|found| found.target).chain(others).collect();
         self.tally.repaired += ids.len().saturating_sub(left.len()) as u64;
         Ok(left)
     }
@@ -221,9 +221,9 @@ impl<'a> Check<'a> {
         Ok(())
     }
 
-    /// Compares the suspects until each is cleared, confirmed or left undecided. Those whose definition cannot be computed go
-    /// to `refused`.
-    async fn judge(&mut self, refused: &mut Vec<Bson>) -> Result<Vec<Found>> {
+    /// Compares the suspects until each is cleared, confirmed or left undecided. The undecided ones, and those whose definition
+    /// cannot be computed, go to `others`.
+    async fn judge(&mut self, others: &mut Vec<Bson>) -> Result<Vec<Found>> {
         let mut found: Vec<Result<(Found, Vec<Option<Key>>)>> = Vec::new();
         for look in 0.. {
             if self.suspects.is_empty() || look == MOST_LOOKS {
@@ -241,11 +241,12 @@ impl<'a> Check<'a> {
                 };
                 let failing = refused_of(self.context, self.rule, &ids, time, &mut take).await?;
                 self.tally.refused += failing.len() as u64;
-                refused.extend(failing);
+                others.extend(failing);
                 self.suspects.forget_all_but(&ids, &seen);
             }
         }
         self.tally.undecided += self.suspects.len() as u64;
+        others.extend(self.suspects.ids(PAGE).into_iter().flatten());
         self.suspects.clear();
         let mut found = found.into_iter().collect::<Result<Vec<_>>>()?;
         if !found.is_empty() {

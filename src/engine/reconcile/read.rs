@@ -1,6 +1,6 @@
 //! The reads of a reconcile as commands. Pure: what is sent is decided here, sending is done in [`super::run`].
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, iter};
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 
@@ -409,8 +409,10 @@ fn unwind(rule: &Rule, each: &FieldPath, mut wanted: Vec<Document>) -> Vec<Docum
     let mut indexes = indexes(each);
     for part in text.split(".$[]").filter(|part| !part.is_empty()) {
         let path = if from.is_empty() { format!("${part}") } else { format!("${ELEMENT}{part}") };
-        // A non-array where an array is expected holds no reference.
-        stages.push(doc! {"$set": {ELEMENT: {"$cond": [{"$isArray": &path}, &path, []]}}});
+        // A non-array where an array is expected holds no reference, nor does an array around it.
+        let parents = path.match_indices('.').map(|(end, _)| doc! {"$not": [{"$isArray": &path[..end]}]});
+        let is_array: Vec<Document> = iter::once(doc! {"$isArray": &path}).chain(parents).collect();
+        stages.push(doc! {"$set": {ELEMENT: {"$cond": [{"$and": is_array}, &path, []]}}});
         let path = format!("${ELEMENT}");
         stages.push(match indexes.next().filter(|_| orders_elements(rule)) {
             Some(index) => doc! {"$unwind": {"path": path, "includeArrayIndex": index}},
@@ -937,7 +939,9 @@ fn fields_of_target(rule: &Rule) -> Document {
     let paths: Vec<String> = references.keys().cloned().chain(read).chain(whole).chain(owned).collect();
     let inside = |path: &&String| paths.iter().any(|outer| path.starts_with(&format!("{outer}.")));
     let outermost = paths.iter().filter(|path| !inside(path));
-    let mut projection: Document = outermost.map(|path| (path.clone(), Bson::Int32(1))).collect();
+    // A part of the `_id` would name another document.
+    let whole_id = |path: &String| if path.starts_with("_id.") { "_id".to_owned() } else { path.clone() };
+    let mut projection: Document = outermost.map(|path| (whole_id(path), Bson::Int32(1))).collect();
     projection.insert(GUARD, 1);
     projection
 }

@@ -343,8 +343,8 @@ fn field_conditions(
     let at = |count: usize| format!("{prefix}{}", names[..count].join("."));
     let mut out = Vec::new();
     let mut condition = condition.clone();
-    // An `_id` cannot be an array, and a bare equality is what the server looks up fastest.
-    if whole.root() != "_id" {
+    // An `_id` cannot be an array, and a bare equality is what the server looks up fastest. A field of it can be one.
+    if !matches!(whole.segments(), [Segment::Name(name)] if name == "_id") {
         condition.insert("$not", doc! {"$type": "array"});
     }
     out.push(doc! {at(names.len()): condition});

@@ -92,24 +92,20 @@ impl Reference {
         })
     }
 
-    /// A projection that keeps the fields for [`Reference::keys`].
+    /// A projection that keeps the fields for [`Reference::keys`], and the whole `_id`: a part of it would name another
+    /// document.
     #[must_use]
     pub fn projection(&self, role: Role) -> Document {
         let mut out = Document::new();
-        // The form of the whole `_id` counts.
-        if self.creates && role == Role::Target {
-            out.insert("_id", 1);
-            return out;
-        }
-        let mut paths: Vec<String> = Vec::new();
         for path in self.paths(role) {
-            paths.push(path.query());
-            if let Some(parent) = dbref_parent(path) {
-                paths.extend([format!("{parent}$ref"), format!("{parent}$db")]);
+            if path.root() == "_id" {
+                out.insert("_id", 1);
+                continue;
             }
-        }
-        for path in paths {
-            out.insert(path, 1);
+            out.insert(path.query(), 1);
+            if let Some(parent) = dbref_parent(path) {
+                out.extend(["$ref", "$db"].map(|name| (format!("{parent}{name}"), Bson::from(1))));
+            }
         }
         out
     }

@@ -66,11 +66,12 @@ fn figures(status: &Status, rule: &Rule, last: bool, rate: Option<f64>) -> Vec<(
         _ => "none: the rule does not run",
     };
     let lag = rule.lag_seconds.map_or_else(|| why_none.to_owned(), time);
-    let chain = if rule.chain_lag_seconds > rule.lag_seconds.unwrap_or_default() {
-        format!("; with the rules that feed it {}", time(rule.chain_lag_seconds))
-    } else {
-        String::new()
-    };
+    let chain =
+        if let Some(chain) = rule.chain_lag_seconds.filter(|chain| *chain > rule.lag_seconds.unwrap_or_default()) {
+            format!("; with the rules that feed it {}", time(chain))
+        } else {
+            String::new()
+        };
     let was = if last { "was " } else { "" };
     let mut out = vec![
         ("state", format!("{was}{}", rule.state.replace('_', " "))),

@@ -5,10 +5,11 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use bson::Bson;
+use bson::{Binary, Bson};
 
 use super::locked;
 use crate::checkpoint::kept::Keeping;
+use denormd_model::key::whole_number;
 use denormd_rules::plan::RuleId;
 
 /// The rules in their first backfill, which keep the values that they overwrite.
@@ -87,8 +88,13 @@ pub(in crate::reconcile) fn is_behind(id: &Bson, passed: &Bson) -> bool {
     match (id, passed) {
         (Bson::ObjectId(id), Bson::ObjectId(passed)) => id <= passed,
         (Bson::String(id), Bson::String(passed)) => id.is_ascii() && passed.is_ascii() && id <= passed,
-        (Bson::Int32(id), Bson::Int32(passed)) => id <= passed,
-        (Bson::Int64(id), Bson::Int64(passed)) => id <= passed,
-        _ => false,
+        (Bson::DateTime(id), Bson::DateTime(passed)) => id <= passed,
+        (Bson::Double(id), Bson::Double(passed)) => id <= passed,
+        // The server compares lengths first (<https://www.mongodb.com/docs/manual/reference/bson-type-comparison-order/>).
+        (Bson::Binary(id), Bson::Binary(passed)) => {
+            let order = |binary: &Binary| (binary.bytes.len(), u8::from(binary.subtype), binary.bytes.clone());
+            order(id) <= order(passed)
+        }
+        _ => whole_number(id).zip(whole_number(passed)).is_some_and(|(id, passed)| id <= passed),
     }
 }
