@@ -266,7 +266,7 @@ pub async fn connected(loaded: &Loaded) -> Result<(Arc<Context>, Store), Failure
     Ok((context, store))
 }
 
-/// The error for a rule of which the state of the deployment has no record.
+/// The error for a rule that the state of the deployment does not contain.
 #[must_use]
 pub fn without_record(context: &Context, known: &[(String, RuleRecord)], rule: &str) -> Error {
     let deployment = &context.dead_letters.deployment;

@@ -109,8 +109,8 @@ struct State {
     /// Retired fields, which earlier rules have left behind.
     retired: Vec<RetiredField>,
     oplog: Oplog,
-    /// Time of the last read of the oplog window.
-    oplog_read: Option<Instant>,
+    /// Time of the last successful read of the oplog window, or of the beginning of this leadership.
+    oplog_read: Instant,
     /// The difference between the members' clocks, in seconds.
     clock_skew: Option<f64>,
     /// Dead letters by rule and reason.
@@ -166,12 +166,6 @@ impl State {
         let rules = context.plan.rules.iter();
         let starting = rules.filter(|rule| !self.attached.values().all(|one| one.plan.runs(rule)));
         context.plan.with_fed(starting.map(|rule| rule.name.clone()).collect())
-    }
-
-    /// The names of the rules of the newest config.
-    fn rules(&self) -> Vec<String> {
-        let plan = self.cluster.iter().flat_map(|(context, _)| &context.plan.rules);
-        plan.map(|rule| rule.name.clone()).collect()
     }
 
     fn runs(&self) -> bool {
@@ -235,7 +229,7 @@ impl Board {
             majority_lag: Duration::ZERO,
             retired: Vec::new(),
             oplog: Oplog::default(),
-            oplog_read: None,
+            oplog_read: Instant::now(),
             clock_skew: None,
             dead_letters: BTreeMap::new(),
             history: History::default(),
@@ -301,6 +295,7 @@ impl Board {
         state.attached.insert(place, context);
         // With several partitions, the first one sends the canary, which arrives when all partitions have applied it.
         if state.attached.len() == 1 || state.canary.is_none() {
+            state.oplog_read = Instant::now();
             state.canary = Some(Canary::new(self.metrics.now()));
         }
     }
@@ -553,7 +548,8 @@ impl Board {
         }
         events.extend(state.timeline.causes(now, &view.causes, resumed));
         if let Some(snapshot) = &view.snapshot {
-            events.extend(state.timeline.backfills(now, &snapshot.backfills));
+            let in_shadow = |name: &str| snapshot.rules.iter().any(|rule| rule.shadow && rule.name == name);
+            events.extend(state.timeline.backfills(now, &snapshot.backfills, in_shadow));
         }
         self.tell(&mut state, events);
     }

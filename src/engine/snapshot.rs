@@ -202,6 +202,8 @@ pub struct RuleFacts {
     /// True if its keys are targets. Otherwise they are values that sources and targets match on, each with many
     /// targets.
     pub keyed_by_target: bool,
+    /// True if it compares, and writes nothing.
+    pub shadow: bool,
     /// The configured lag objective.
     pub max_lag: Duration,
     /// Indexes of the rules that it reads from, directly or through other rules.
@@ -229,6 +231,7 @@ fn facts(plan: &Plan) -> Arc<[RuleFacts]> {
             source: rule.source.namespace.to_string(),
             target: rule.target.namespace.to_string(),
             keyed_by_target: rule.keyed == Keyed::Target,
+            shadow: rule.shadow,
             max_lag: rule.max_lag,
             fed_by: fed_by.into_iter().filter(|from| *from != rule.id.0).collect(),
             streams: databases.iter().enumerate().filter(touched).map(|(nth, _)| nth).collect(),

@@ -161,8 +161,18 @@ impl RuleState {
 /// Rank of a state by its name. Of the states of a rule in several partitions, the highest is reported.
 #[must_use]
 pub fn rank(name: &str) -> Option<usize> {
-    // `degraded` is a backfill after a loss of changes.
-    let names = ["live", "awaiting_backfill", "removed", "backfilling", "degraded", "paused", "unavailable", "blocked"];
+    // A live rule may be in shadow; `degraded` is a backfill after a loss of changes.
+    let names = [
+        "live",
+        "shadow",
+        "awaiting_backfill",
+        "removed",
+        "backfilling",
+        "degraded",
+        "paused",
+        "unavailable",
+        "blocked",
+    ];
     names.iter().position(|known| *known == name)
 }
 

@@ -109,7 +109,7 @@ fn concerned(word: &str, status: &Status) -> Option<String> {
 
 /// What to say in place of a figure of the rules.
 fn not_known(status: &Status) -> String {
-    format!("Not known to this instance. {}\n", status.summary)
+    format!("This instance does not know. {}\n", status.summary)
 }
 
 /// The current value for one word of `<!-- now: … -->`.
@@ -121,7 +121,7 @@ fn now(word: &str, status: &Status) -> String {
     match word.split_once('=').unwrap_or((word, "")) {
         ("cause", name) => match status.causes.iter().find(|found| found.cause == name) {
             None if !status.knows_the_rules() => not_known(status),
-            None => format!("The cause `{name}` does not hold any more.\n"),
+            None => format!("The cause `{name}` no longer holds.\n"),
             Some(found) => {
                 let rules = if found.rules.is_empty() { "every rule".to_owned() } else { found.rules.join(", ") };
                 let since = duration(age(status, found.since));
@@ -135,7 +135,7 @@ fn now(word: &str, status: &Status) -> String {
                 .iter()
                 .map(|found| format!("`{}`: {}. {}.", found.cause, found.meaning, found.advice))
                 .collect(),
-            if status.knows_the_rules() { "No cause holds." } else { "It is not known whether one holds." },
+            if status.knows_the_rules() { "No cause holds." } else { "It is not known whether a cause holds." },
         ),
         ("rules", _) => format!("\n\n{}", status::rules_table(status)),
         ("oplog", _) => format!("{}\n", oplog(status)),

@@ -66,6 +66,7 @@ fn text(status: &Status) -> String {
     let sections = [
         ("backfill", backfills(status)),
         ("dead letters", dead_letters(status)),
+        ("drift since the leader was started", drift(status)),
         ("audit", audits(status)),
         ("recent errors", errors(status)),
     ];
@@ -103,6 +104,13 @@ fn dead_letters(status: &Status) -> Vec<Vec<String>> {
         rule.dead_letter_reasons.iter().map(|(why, count)| vec![rule.name.clone(), count.to_string(), why.clone()])
     });
     reasons.collect()
+}
+
+/// The targets that differed from their definition though no change explains it.
+fn drift(status: &Status) -> Vec<Vec<String>> {
+    let row =
+        |rule: &Rule| vec![rule.name.clone(), format!("{} found, {} repaired", rule.drift_found, rule.drift_repaired)];
+    status.rules.iter().filter(|rule| rule.drift_found > 0).map(row).collect()
 }
 
 fn errors(status: &Status) -> Vec<Vec<String>> {
@@ -346,6 +354,15 @@ mod tests {
             "{lines:?}"
         );
         assert!(lines[1].ends_with(" UTC, 8.0 s ago"), "{lines:?}");
+    }
+
+    #[test]
+    fn drift_that_was_left_is_told() {
+        let mut status = status();
+        (status.rules[0].drift_found, status.rules[0].drift_repaired) = (3, 1);
+        let text = text(&status);
+        assert!(text.contains("\ndrift since the leader was started\n"), "{text}");
+        assert!(text.contains("3 found, 1 repaired\n"), "{text}");
     }
 
     #[test]

@@ -15,7 +15,9 @@ use super::{
     currency::Claim,
     lag::{BEHIND, millis, seconds},
     leadership::Leadership,
-    report::{Backfill, CauseReport, Current, InstanceReport, Level, Partitions, Problem, Rule, Status, Stream},
+    report::{
+        Backfill, CauseReport, Current, InstanceReport, Level, Partitions, Problem, Rule, SHADOW, Status, Stream,
+    },
     sentence,
     shared::Report,
 };
@@ -26,7 +28,7 @@ const THIN: f64 = 4.0 * 3600.0;
 pub(super) fn status(board: &Board, state: &State, view: &View, now: i64) -> Status {
     let own = own(board, state, view, now);
     let status = match &state.shared.report {
-        Some(report) if view.snapshot.is_none() => passed_on(own, report, view, state.rules(), now),
+        Some(report) if view.snapshot.is_none() => passed_on(own, report, view, now),
         _ => own,
     };
     let level = level(&status);
@@ -92,10 +94,11 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
     }
 }
 
-/// The leader's status on a standby: the figures of its last report, with lags that have grown since. The leader may lack
-/// some of the rules `of_config`, those of this instance's config.
-fn passed_on(own: Status, report: &Report, view: &View, of_config: Vec<String>, now: i64) -> Status {
+/// The leader's status on a standby: the figures of its last report, with lags that have grown since.
+fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
     let told = (*report.status).clone();
+    // The leader's claim is about its own rules.
+    let has_same_rules = !own.follows_other_rules();
     let mut causes = own.causes;
     causes.extend(
         told.causes
@@ -116,11 +119,6 @@ fn passed_on(own: Status, report: &Report, view: &View, of_config: Vec<String>, 
     };
     let rules: Vec<Rule> = told.rules.into_iter().map(grown).collect();
     let silence = seconds(report.silence(now));
-    let runs = |name: &String| rules.iter().any(|rule| rule.name == *name);
-    let current = told.current.map(|mut current| {
-        current.except.extend(of_config.into_iter().filter(|name| !runs(name)));
-        current
-    });
     Status {
         name: own.name,
         version: own.version,
@@ -135,7 +133,7 @@ fn passed_on(own: Status, report: &Report, view: &View, of_config: Vec<String>, 
         now,
         lag_seconds: view.lags.overall,
         behind_since: rules.iter().filter_map(|rule| rule.behind_since).min(),
-        current,
+        current: told.current.filter(|_| has_same_rules),
         causes,
         rules,
         errors: own.errors.into_iter().chain(told.errors).collect(),
@@ -237,6 +235,7 @@ fn rules(metrics: &Metrics, state: &State, view: &View) -> Vec<Rule> {
 fn state_of(seen: &Snapshot, rule: usize) -> &'static str {
     match seen.states.get(rule) {
         Some(state) if state.is_backfilling() && seen.degraded.contains(&rule) => "degraded",
+        None | Some(RuleState::Live) if seen.rules.get(rule).is_some_and(|facts| facts.shadow) => SHADOW,
         state => state.unwrap_or(&RuleState::Live).name(),
     }
 }

@@ -88,7 +88,7 @@ pub struct RuleLag {
     pub name: String,
     /// The lag of its own changes.
     pub own: f64,
-    /// The largest of its own lag and those of the rules that feed it. None unless all of them are known.
+    /// The largest of its own lag and those of the rules that feed it. None if one of them is not known.
     pub chain: Option<f64>,
     /// True if its lag is known and has a meaning: the rule is not stopped, and does not wait for `denormd backfill`.
     pub is_known: bool,
@@ -119,7 +119,7 @@ impl Lags {
             RuleLag {
                 name: rule.name.clone(),
                 own: own[nth],
-                chain: chain.map(|rule| has_lag(rule).then_some(own[rule])).collect::<Option<Vec<_>>>().map(greatest),
+                chain: chain.clone().all(has_lag).then(|| chain.map(|rule| own[rule]).fold(0.0, f64::max)),
                 is_known: has_lag(nth),
             }
         });
@@ -134,10 +134,6 @@ impl Lags {
             rules,
         }
     }
-}
-
-fn greatest(lags: Vec<f64>) -> f64 {
-    lags.into_iter().fold(0.0, f64::max)
 }
 
 fn checkpoint(stream: &StreamFacts, now: i64) -> i64 {

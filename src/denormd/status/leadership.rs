@@ -92,6 +92,16 @@ impl Leadership {
     /// The names of all states.
     pub const NAMES: [&'static str; 4] = ["starting", "leader", "standby", "unknown"];
 
+    /// True if an instance leads, as far as this one knows.
+    #[must_use]
+    pub fn has_leader(&self) -> bool {
+        match self {
+            Self::Leader { .. } => true,
+            Self::Standby { leaders } => !leaders.is_empty(),
+            Self::Starting | Self::Unknown { .. } => false,
+        }
+    }
+
     /// True if this instance certainly leads.
     #[must_use]
     pub fn leads(&self) -> bool {

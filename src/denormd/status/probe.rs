@@ -7,7 +7,6 @@ use std::{
 
 use bson::{Document, doc};
 use futures_util::TryStreamExt;
-
 use tokio::time::Instant;
 
 use denormd_engine::{
@@ -44,9 +43,10 @@ const OFTEN: u64 = 2;
 /// Rounds between checks of the oplog.
 const SELDOM: u64 = 5;
 
-/// Age of the oplog window above which it counts as unknown: under many writes the server may take long to read it, and then
-/// it shrinks.
+/// Maximum age of the last reading of the oplog window; after that, the window counts as unknown. Under heavy writes a read may
+/// time out, and that is when the window shrinks.
 const KNOWN: Duration = Duration::from_secs(60);
+
 /// Rounds between comparisons of the clocks of all members.
 const CLOCKS: u64 = 30;
 /// Rounds between reads of the retired fields.
@@ -123,9 +123,9 @@ impl Board {
             Ok(oplog) => self.take_oplog(oplog),
             Err(error) => {
                 let mut state = self.state();
-                let is_known = state.oplog_read.is_some_and(|read| read.elapsed() < KNOWN);
+                let is_known = state.oplog_read.elapsed() < KNOWN;
                 let has_no_answer = error.kind == Kind::Connection || error.kind == Kind::Unavailable;
-                // During an outage, the status says how old its figures are.
+                // During an outage, the status says that the window is the last known one.
                 if has_no_answer && (is_known || state.unanswered.is_some()) {
                     return;
                 }
@@ -148,6 +148,8 @@ impl Board {
         let counted = tokio::time::timeout(PATIENCE, dead_letters(context)).await;
         let dead_letters = match counted.unwrap_or_else(|_| Err(silent())) {
             Ok(dead_letters) => dead_letters,
+            // An outage has a cause of its own.
+            Err(_) if self.state().unanswered.is_some() => return,
             Err(error) => return self.metrics.record_error(None, "count the dead letters", &error),
         };
         let operation = tokio::time::timeout(PATIENCE, context.server.operation_time()).await;
@@ -203,7 +205,7 @@ impl Board {
         let mut state = self.state();
         let behind = self.view(&state, self.metrics.now()).lags.overall.is_some_and(|lag| lag >= BEHIND);
         self.metrics.oplog_readable.set(1);
-        state.oplog_read = Some(Instant::now());
+        state.oplog_read = Instant::now();
         if let Some(headroom) = oplog.headroom_seconds {
             self.metrics.oplog_headroom.with_label_values::<&str>(&[]).set(headroom);
             state.history.headroom(self.metrics.now(), headroom);

@@ -12,6 +12,9 @@ use denormd_model::rule_state::rank;
 
 use super::{lag::BEHIND, leadership::Leadership};
 
+/// The state of a live rule that writes nothing.
+pub const SHADOW: &str = "shadow";
+
 /// The overall state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -174,7 +177,7 @@ pub struct CauseReport {
 pub struct Rule {
     /// Its name.
     pub name: String,
-    /// Its state, as named by [`RuleState::name`]; `degraded` during a backfill after a loss of changes.
+    /// Its state, as named by [`RuleState::name`]; `degraded` during a backfill after a loss of changes, and [`SHADOW`].
     #[serde(default)]
     pub state: String,
     /// The source collection.
@@ -186,7 +189,7 @@ pub struct Rule {
     /// Its objective: the lag that it should not exceed for long.
     #[serde(default)]
     pub max_lag_seconds: f64,
-    /// The largest of its own lag and those of the rules that feed it. None unless all of them are known.
+    /// The largest of its own lag and those of the rules that feed it. None if one of them is not known.
     #[serde(default)]
     pub chain_lag_seconds: Option<f64>,
     /// Time since which it is behind.
@@ -343,11 +346,8 @@ impl Status {
     /// True if it tells the present state of the rules: on a leader, and on a standby that hears its leader.
     #[must_use]
     pub fn knows_the_rules(&self) -> bool {
-        match self.leadership {
-            Leadership::Leader { .. } => true,
-            Leadership::Standby { .. } => self.heard_seconds.is_some_and(|silence| silence < BEHIND),
-            Leadership::Starting | Leadership::Unknown { .. } => false,
-        }
+        let is_heard = || self.heard_seconds.is_some_and(|silence| silence < BEHIND);
+        self.leadership.leads() || self.leadership.has_leader() && is_heard()
     }
 
     /// Joins the statuses of leaders of several partitions: the later or worse figure counts.

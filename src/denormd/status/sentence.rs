@@ -5,7 +5,7 @@ use denormd_engine::metrics::Cause;
 use super::{
     lag::{BEHIND, seconds},
     leadership::Leadership,
-    report::{CauseReport, Rule, Status},
+    report::{CauseReport, Rule, SHADOW, Status},
 };
 use denormd_model::text::duration;
 
@@ -29,12 +29,13 @@ pub fn summary(status: &Status) -> String {
         sentences.push(format!("Its figures are {} old.", duration(heard)));
     }
     if status.follows_other_rules() {
-        sentences.push("The leader runs other rules than this instance's config has.".to_owned());
+        sentences.push("The leader's rules differ from those in this instance's config.".to_owned());
     }
     if cause(status, Cause::ConfigRefused).is_some() {
         sentences.push("The changed config is refused; the old rules stay in force.".to_owned());
     }
     sentences.extend(standing_still(status));
+    sentences.extend(in_shadow(status));
     let lag = lag(status);
     let partly = of_partitions(status).filter(|_| lag.is_some());
     sentences.extend(lag.into_iter().chain(partly));
@@ -96,6 +97,20 @@ fn standing_still(status: &Status) -> Vec<String> {
     states.into_iter().filter_map(sentence).collect()
 }
 
+/// The rules that write nothing.
+fn in_shadow(status: &Status) -> Option<String> {
+    let rules: Vec<String> =
+        status.rules.iter().filter(|rule| rule.state == SHADOW).map(|rule| rule.name.clone()).collect();
+    match rules.len() {
+        0 => None,
+        all if all == status.rules.len() => Some("Every rule is in shadow: nothing is written.".to_owned()),
+        1 => Some(format!("Rule {} is in shadow: it writes nothing.", rules[0])),
+        many => {
+            Some(format!("{many} of {} rules are in shadow and write nothing: {}.", status.rules.len(), named(&rules)))
+        }
+    }
+}
+
 fn named(rules: &[String]) -> String {
     let more = rules.len().saturating_sub(NAMED);
     let named = rules.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
@@ -110,13 +125,12 @@ fn lag(status: &Status) -> Option<String> {
     late.sort_by(|a, b| own(b).total_cmp(&own(a)));
     let Some(worst) = late.first() else {
         let has = |found| cause(status, found).is_some();
-        let stands_still = status.rules.iter().any(|rule| rule.lag_seconds.is_none());
-        let is_led = match &status.leadership {
-            Leadership::Unknown { .. } => false,
-            Leadership::Standby { leaders } => !leaders.is_empty(),
-            Leadership::Starting | Leadership::Leader { .. } => true,
-        };
-        let is_known = !has(Cause::NoPrimary) && is_led;
+        let stands_still = status.rules.iter().any(|rule| rule.lag_seconds.is_none() || rule.state == SHADOW);
+        if stands_still && !status.rules.iter().any(|rule| rule.lag_seconds.is_some() && rule.state != SHADOW) {
+            return None;
+        }
+        let is_gone = matches!(&status.leadership, Leadership::Standby { leaders } if leaders.is_empty());
+        let is_known = !has(Cause::NoPrimary) && !is_gone && !matches!(status.leadership, Leadership::Unknown { .. });
         return Some(if has(Cause::Degraded) {
             "Changes were lost; copies may be wrong until the backfill ends.".to_owned()
         } else if !is_known {
@@ -225,6 +239,41 @@ mod tests {
         assert_eq!(summary(&status), "Not behind: every change is applied.");
         status.rules[0].late_keys = 1;
         assert_eq!(summary(&status), "Not behind: changes are applied within seconds.");
+    }
+
+    /// Rules that write nothing were called live, and every change applied.
+    #[test]
+    fn rules_in_shadow_are_named() {
+        let mut status = status();
+        status.leadership = Leadership::Leader { term: 1 };
+        status.causes.clear();
+        status.lag_seconds = Some(0.0);
+        for rule in &mut status.rules {
+            (rule.lag_seconds, rule.late_keys, rule.state) = (Some(0.0), 0, "live".to_owned());
+        }
+        status.rules[0].state = SHADOW.to_owned();
+        let name = &status.rules[0].name;
+        assert_eq!(
+            summary(&status),
+            format!("Rule {name} is in shadow: it writes nothing. The other rules are not behind.")
+        );
+        for rule in &mut status.rules[1..] {
+            (rule.lag_seconds, rule.state) = (None, "paused".to_owned());
+        }
+        assert_eq!(summary(&status), format!("Rule {} is in shadow: it writes nothing.", status.rules[0].name));
+        status.rules.truncate(1);
+        assert_eq!(summary(&status), "Every rule is in shadow: nothing is written.");
+    }
+
+    /// A standby whose leader is gone said that every change is applied.
+    #[test]
+    fn nothing_is_claimed_while_nobody_leads() {
+        let mut status = status();
+        status.causes.clear();
+        (status.heard_seconds, status.lag_seconds) = (Some(1.0), Some(0.0));
+        status.leadership = Leadership::Standby { leaders: Vec::new() };
+        assert_eq!(summary(&status), "Standing by: no instance leads at the moment.");
+        assert!(!status.knows_the_rules());
     }
 
     /// Beside "No primary of the replica set has answered for 4.0 s" stood "Not behind".

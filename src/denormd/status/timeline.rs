@@ -87,7 +87,12 @@ impl Timeline {
     }
 
     /// Takes the last backfill of each rule; returns the events to report at `now`.
-    pub fn backfills(&mut self, now: i64, all: &BTreeMap<String, BackfillProgress>) -> Vec<Event> {
+    pub fn backfills(
+        &mut self,
+        now: i64,
+        all: &BTreeMap<String, BackfillProgress>,
+        in_shadow: impl Fn(&str) -> bool,
+    ) -> Vec<Event> {
         let (mut started, mut done) = (Vec::new(), Vec::new());
         for (rule, progress) in all {
             let (known, over) = self.backfills.get(rule).copied().unzip();
@@ -98,6 +103,7 @@ impl Timeline {
                 let took = duration(ended.duration_since(progress.started).as_secs_f64());
                 let targets = format!("{} targets in {took}", progress.scanned);
                 let text = match progress.dead_letters {
+                    _ if in_shadow(rule) => format!("existing data was compared, nothing was written: {targets}"),
                     0 => format!("existing data is up to date: {targets}"),
                     1 => format!("not all existing data is up to date: {targets}, 1 dead letter"),
                     some => format!("not all existing data is up to date: {targets}, {some} dead letters"),
@@ -220,13 +226,16 @@ mod tests {
             (rule.to_owned(), BackfillProgress { started, scanned: 50, ended, ..BackfillProgress::started(None) })
         };
         let mut timeline = Timeline::default();
-        let started = timeline.backfills(0, &[run("a", began, None), run("b", began, None)].into());
+        let started = timeline.backfills(0, &[run("a", began, None), run("b", began, None)].into(), |_| false);
         assert_eq!((names(&started), started[0].rules.len()), (vec![(0, "backfill_started")], 2));
-        let done = timeline.backfills(1000, &[run("a", began, Some(2)), run("b", began, None)].into());
+        let done = timeline.backfills(1000, &[run("a", began, Some(2)), run("b", began, None)].into(), |_| false);
         assert_eq!(names(&done), [(1000, "backfill_done")]);
-        assert_eq!(names(&timeline.backfills(2000, &[run("a", began, Some(2)), run("b", began, None)].into())), []);
+        assert_eq!(
+            names(&timeline.backfills(2000, &[run("a", began, Some(2)), run("b", began, None)].into(), |_| false)),
+            []
+        );
         // A backfill that starts and ends between two ticks.
-        let quick = timeline.backfills(3000, &[run("a", again, Some(1))].into());
+        let quick = timeline.backfills(3000, &[run("a", again, Some(1))].into(), |_| false);
         assert_eq!(names(&quick), [(3000, "backfill_started"), (3000, "backfill_done")]);
         assert!(quick.is_sorted_by_key(|event| (event.time, event.id.clone())), "as readers sort them: {quick:?}");
     }
@@ -234,17 +243,18 @@ mod tests {
     /// Every target had failed, and the timeline called the data up to date.
     #[test]
     fn a_backfill_with_dead_letters_does_not_leave_the_data_up_to_date() {
-        let ended = |dead_letters: u64| {
+        let ended = |rule: &str, dead_letters: u64| {
             let progress = BackfillProgress { scanned: 50, dead_letters, ..BackfillProgress::started(None) };
             let ended = Some(progress.started + Duration::from_secs(2));
             Timeline::default()
-                .backfills(0, &[("r".to_owned(), BackfillProgress { ended, ..progress })].into())
+                .backfills(0, &[(rule.to_owned(), BackfillProgress { ended, ..progress })].into(), |name| name == "s")
                 .remove(1)
                 .text
         };
-        assert_eq!(ended(0), "existing data is up to date: 50 targets in 2.0 s (r)");
-        assert_eq!(ended(1), "not all existing data is up to date: 50 targets in 2.0 s, 1 dead letter (r)");
-        assert_eq!(ended(50), "not all existing data is up to date: 50 targets in 2.0 s, 50 dead letters (r)");
+        assert_eq!(ended("r", 0), "existing data is up to date: 50 targets in 2.0 s (r)");
+        assert_eq!(ended("r", 1), "not all existing data is up to date: 50 targets in 2.0 s, 1 dead letter (r)");
+        assert_eq!(ended("r", 50), "not all existing data is up to date: 50 targets in 2.0 s, 50 dead letters (r)");
+        assert_eq!(ended("s", 0), "existing data was compared, nothing was written: 50 targets in 2.0 s (s)");
     }
 
     #[test]

@@ -207,7 +207,7 @@ impl Cause {
                 "see the errors below: the state database must be writable. Once the oplog no longer reaches back to the checkpoint, a restart backfills every rule"
             }
             Self::OplogUnreadable => {
-                "grant `find` on local.oplog.rs, or watch the remaining oplog window by other means; a router has no oplog, so watch each shard's"
+                "grant `find` on local.oplog.rs, or watch the remaining oplog window by other means; if the read takes too long, the server is overloaded; a router has no oplog, so watch each shard's"
             }
             Self::Stalled => "restart the daemon, and report its log",
             Self::Unavailable => {

@@ -939,7 +939,7 @@ fn fields_of_target(rule: &Rule) -> Document {
     let paths: Vec<String> = references.keys().cloned().chain(read).chain(whole).chain(owned).collect();
     let inside = |path: &&String| paths.iter().any(|outer| path.starts_with(&format!("{outer}.")));
     let outermost = paths.iter().filter(|path| !inside(path));
-    // A part of the `_id` would name another document.
+    // A part of the `_id` does not identify the document.
     let whole_id = |path: &String| if path.starts_with("_id.") { "_id".to_owned() } else { path.clone() };
     let mut projection: Document = outermost.map(|path| (whole_id(path), Bson::Int32(1))).collect();
     projection.insert(GUARD, 1);

@@ -92,8 +92,8 @@ impl Reference {
         })
     }
 
-    /// A projection that keeps the fields for [`Reference::keys`], and the whole `_id`: a part of it would name another
-    /// document.
+    /// A projection that keeps the fields for [`Reference::keys`], and the whole `_id`: a part of it does not
+    /// identify the document.
     #[must_use]
     pub fn projection(&self, role: Role) -> Document {
         let mut out = Document::new();

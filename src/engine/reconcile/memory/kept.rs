@@ -83,7 +83,8 @@ impl KeptValues {
 }
 
 /// True if a document with this `_id` comes before or at `passed` in the order of the simple collation. False where
-/// that is not certain: for `_id`s of different types, or of other types.
+/// the order is not certain: for `_id`s of different types but for whole numbers, strings that are not ASCII, and types that
+/// are not listed here, such as documents.
 pub(in crate::reconcile) fn is_behind(id: &Bson, passed: &Bson) -> bool {
     match (id, passed) {
         (Bson::ObjectId(id), Bson::ObjectId(passed)) => id <= passed,
@@ -92,8 +93,8 @@ pub(in crate::reconcile) fn is_behind(id: &Bson, passed: &Bson) -> bool {
         (Bson::Double(id), Bson::Double(passed)) => id <= passed,
         // The server compares lengths first (<https://www.mongodb.com/docs/manual/reference/bson-type-comparison-order/>).
         (Bson::Binary(id), Bson::Binary(passed)) => {
-            let order = |binary: &Binary| (binary.bytes.len(), u8::from(binary.subtype), binary.bytes.clone());
-            order(id) <= order(passed)
+            let order = |one: &Binary| (one.bytes.len(), u8::from(one.subtype));
+            (order(id), &id.bytes) <= (order(passed), &passed.bytes)
         }
         _ => whole_number(id).zip(whole_number(passed)).is_some_and(|(id, passed)| id <= passed),
     }
