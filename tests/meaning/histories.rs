@@ -434,12 +434,20 @@ fn odd() -> Vec<Odd> {
 }
 
 fn everything(prefix: String) -> Options {
-    Options { mixed_composite: true, odd: odd(), shared: reload::is_on(), ..Options::everything(prefix) }
+    Options {
+        mixed_composite: true,
+        id_parts: true,
+        odd: odd(),
+        shared: reload::is_on(),
+        ..Options::everything(prefix)
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn copy_rules_converge_whatever_happens() {
-    Run::new(|prefix| Options { mixed_composite: true, odd: odd(), ..Options::new(prefix) }).many(100).await;
+    Run::new(|prefix| Options { mixed_composite: true, id_parts: true, odd: odd(), ..Options::new(prefix) })
+        .many(100)
+        .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

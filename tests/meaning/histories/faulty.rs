@@ -52,7 +52,7 @@ const UNKNOWN: &str = "the model does not know";
 const QUIET: Duration = Duration::from_millis(300);
 
 fn everything(prefix: String) -> Options {
-    Options { mixed_composite: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
+    Options { mixed_composite: true, id_parts: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
 }
 
 /// True for a world in which the application writes the copies as well, by its seed.

@@ -37,7 +37,7 @@ const WORLDS: u64 = 20;
 const ENOUGH: u64 = 200;
 
 fn everything(prefix: String) -> Options {
-    Options { mixed_composite: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
+    Options { mixed_composite: true, id_parts: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
 }
 
 /// Runs the ignored test `name` of this file with the description of a cluster, in a process of its own, so that it can be

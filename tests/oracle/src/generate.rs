@@ -4,6 +4,7 @@ mod beside;
 mod created;
 mod draw;
 mod odd;
+mod parts;
 mod shape;
 mod target;
 mod tree;
@@ -54,6 +55,8 @@ pub struct Options {
     pub shared: bool,
     /// Users write owned paths; the rules get `guard: watch` or `audit`.
     pub write_owned: bool,
+    /// In some worlds, `_id`s are documents, and rules match by a field of them.
+    pub id_parts: bool,
     /// Additional kinds of a world.
     pub odd: Vec<Odd>,
 }
@@ -79,6 +82,7 @@ impl Options {
             trees: false,
             shared: false,
             write_owned: false,
+            id_parts: false,
             odd: Vec::new(),
         }
     }
@@ -143,6 +147,8 @@ pub struct Generator {
     /// Deleted ids, to be inserted again.
     deleted: Vec<(String, Bson)>,
     odd: BTreeSet<Odd>,
+    /// Collections whose `_id`s are documents.
+    parts: BTreeSet<String>,
     /// Collections with a default collation, by their places.
     collated: BTreeSet<usize>,
     /// The state from which a collection is restored.
@@ -220,6 +226,7 @@ impl Generator {
             model: World::new(),
             deleted: Vec::new(),
             odd: BTreeSet::new(),
+            parts: BTreeSet::new(),
             collated: BTreeSet::new(),
             backup: World::new(),
             large_left: 4,
@@ -240,6 +247,7 @@ impl Generator {
         }
         generator.draw_tree();
         generator.draw_created();
+        generator.draw_parts(&mut StdRng::seed_from_u64(seed ^ 0x7061_7274));
         generator
     }
 
@@ -723,28 +731,31 @@ impl Generator {
             self.record(op);
         }
         self.back_up();
-        ops
+        ops.into_iter().map(|op| self.stored(op)).collect()
     }
 
     /// The next operation of the history.
     pub fn op(&mut self) -> Op {
+        let op = self.draw_op();
+        self.record(&op);
+        self.stored(op)
+    }
+
+    fn draw_op(&mut self) -> Op {
         if let Some(op) = self.draw_tree_op() {
-            self.record(&op);
             return op;
         }
         if let Some(op) = self.draw_meddling() {
-            self.record(&op);
             return op;
         }
         let collections = self.used();
         let coll = collections.choose(&mut self.rng).cloned().unwrap_or_default();
         let filter = doc! {"_id": self.draw_known_id(&coll)};
         if let Some(op) = self.draw_odd(&coll) {
-            self.record(&op);
             return op;
         }
         let again = self.deleted.iter().position(|(gone, _)| *gone == coll);
-        let op = match self.rng.random_range(0..100) {
+        match self.rng.random_range(0..100) {
             0..=9 => Op::Insert { doc: self.draw_document(&coll, None), coll },
             10..=17 if again.is_some() => {
                 let id = again.map(|position| self.deleted.remove(position).1);
@@ -757,9 +768,7 @@ impl Generator {
                 Op::Replace { coll, filter, doc }
             }
             _ => Op::Update { update: self.draw_update(&coll, &filter), coll, filter },
-        };
-        self.record(&op);
-        op
+        }
     }
 
     /// Applies it to the users' model of the world; an operation that the server would refuse changes nothing.

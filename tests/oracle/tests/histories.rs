@@ -8,7 +8,7 @@ fn every_kind(seed: u64) -> Options {
     match seed % 5 {
         0 => Options::new(format!("w{seed}_")),
         1 => all,
-        2 => Options { destroy: true, mixed_composite: true, write_owned: true, ..all },
+        2 => Options { destroy: true, mixed_composite: true, write_owned: true, id_parts: true, ..all },
         3 => Options { failing: true, chains: false, ..all },
         // Large values are tested on a server.
         _ => Options { odd: Odd::ALL.into_iter().filter(|odd| *odd != Odd::Large).collect(), ..all },
