@@ -118,7 +118,9 @@ pub fn project(spec: &Document, rows: Vec<Document>) -> Result<Vec<Document>> {
     let excludes = all.iter().all(|(path, entry)| matches!(entry, Entry::Exclude) || path == "_id")
         && all.iter().any(|(path, entry)| matches!(entry, Entry::Exclude) && (path != "_id" || all.len() == 1));
     let mut tree = Tree::default();
-    let keeps_id = !all.iter().any(|(path, entry)| path == "_id" && matches!(entry, Entry::Exclude));
+    // A projection of a field of the `_id` leaves out the others.
+    let names_id = |path: &str| path == "_id" || path.starts_with("_id.");
+    let keeps_id = !all.iter().any(|(path, entry)| names_id(path) && !matches!(entry, Entry::Computed(_)));
     if !excludes && keeps_id {
         tree.insert("_id");
     }
@@ -204,5 +206,20 @@ fn put_in(inside: &mut Bson, path: &str, value: &Value) {
             put(&mut document, path, value.clone());
             *other = document.into();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::doc;
+
+    use super::*;
+
+    #[test]
+    fn a_field_of_the_id_leaves_out_the_others() {
+        let row = doc! {"_id": {"k": 1, "more": 2}, "n": 3};
+        let projected = |spec: Document| project(&spec, vec![row.clone()]).ok();
+        assert_eq!(projected(doc! {"_id.k": 1}), Some(vec![doc! {"_id": {"k": 1}}]));
+        assert_eq!(projected(doc! {"n": 1}), Some(vec![row.clone()]));
     }
 }
