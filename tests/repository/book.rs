@@ -21,6 +21,7 @@ use crate::support::{
     daemon::PATIENCE,
     process::Program,
     running::{Running, Started},
+    script::found_by,
 };
 
 /// A fenced block of a page.
@@ -438,17 +439,6 @@ async fn operations_go_as_their_page_says() {
     insert("logmsg", (1..=200).map(|id| doc! {"_id": id, "host": id % 4}).collect()).await;
     let reader = reader.has("config/shop.yaml", "config/shop.yaml");
     reader.has("config/tests/shop.yaml", "config/tests/shop.yaml").follow().await;
-}
-
-/// The result of a script of `tests/`, or nothing where it is not available.
-fn found_by(script: &str) -> Option<String> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(script);
-    let found = Command::new("python3").arg(script).output().unwrap();
-    if !found.status.success() {
-        println!("skipped: {}", String::from_utf8_lossy(&found.stderr));
-        return None;
-    }
-    Some(String::from_utf8(found.stdout).unwrap().trim().to_owned())
 }
 
 /// The two blocks of a language in "Read your writes": the definition, and its use.

@@ -404,7 +404,7 @@ fn json(explained: &Explained<'_>) -> serde_json::Value {
         "kept": kept.collect::<Vec<_>>(),
         "reads": read.iter().map(|(path, read)| serde_json::json!({"path": path, "value": read.as_ref().map(value)})).collect::<Vec<_>>(),
         "notes": notes, "failure": failure.as_ref().map(|failure| &failure.message),
-        // What cannot be computed cannot be compared.
+        // Without a computed value there is nothing to compare with.
         "differs": failure.is_none().then(|| compared.differences().next().is_some()),
     })
 }

@@ -107,7 +107,7 @@ fn concerned(word: &str, status: &Status) -> Option<String> {
     status.causes.iter().find(|found| found.cause == cause)?.rules.first().cloned()
 }
 
-/// What to say in place of a figure of the rules.
+/// The text in place of a figure that this instance does not know.
 fn not_known(status: &Status) -> String {
     format!("This instance does not know. {}\n", status.summary)
 }

@@ -125,12 +125,11 @@ fn lag(status: &Status) -> Option<String> {
     late.sort_by(|a, b| own(b).total_cmp(&own(a)));
     let Some(worst) = late.first() else {
         let has = |found| cause(status, found).is_some();
-        let stands_still = status.rules.iter().any(|rule| rule.lag_seconds.is_none() || rule.state == SHADOW);
-        if stands_still && !status.rules.iter().any(|rule| rule.lag_seconds.is_some() && rule.state != SHADOW) {
+        let is_copied = |rule: &Rule| rule.lag_seconds.is_some() && rule.state != SHADOW;
+        if !status.rules.is_empty() && !status.rules.iter().any(is_copied) {
             return None;
         }
-        let is_gone = matches!(&status.leadership, Leadership::Standby { leaders } if leaders.is_empty());
-        let is_known = !has(Cause::NoPrimary) && !is_gone && !matches!(status.leadership, Leadership::Unknown { .. });
+        let is_known = !has(Cause::NoPrimary) && status.leadership.has_leader();
         return Some(if has(Cause::Degraded) {
             "Changes were lost; copies may be wrong until the backfill ends.".to_owned()
         } else if !is_known {
@@ -141,7 +140,7 @@ fn lag(status: &Status) -> Option<String> {
             "Not behind. Some documents could not be written and became dead letters.".to_owned()
         } else if overall > 0.0 || status.rules.iter().any(|rule| rule.late_keys > 0) {
             "Not behind: changes are applied within seconds.".to_owned()
-        } else if stands_still {
+        } else if !status.rules.iter().all(is_copied) {
             "The other rules are not behind.".to_owned()
         } else {
             "Not behind: every change is applied.".to_owned()
@@ -171,6 +170,16 @@ mod tests {
             serde_json::from_str(include_str!("../../../tests/golden/2/reports.json")).unwrap();
         let status = bson::Bson::try_from(reports[0]["status"].clone()).unwrap();
         Status { partitions: None, ..serde_json::from_value(status.into_relaxed_extjson()).unwrap() }
+    }
+
+    /// The status of a leader whose rules are all live and up to date.
+    fn all_live() -> Status {
+        let mut status = Status { leadership: Leadership::Leader { term: 1 }, lag_seconds: Some(0.0), ..status() };
+        status.causes.clear();
+        for rule in &mut status.rules {
+            (rule.lag_seconds, rule.late_keys, rule.state) = (Some(0.0), 0, "live".to_owned());
+        }
+        status
     }
 
     #[test]
@@ -229,13 +238,7 @@ mod tests {
     /// After a failover to a server whose clock is behind, the lag of a change that is not applied yet is 0.
     #[test]
     fn a_change_that_is_not_applied_is_not_called_applied() {
-        let mut status = status();
-        status.leadership = Leadership::Leader { term: 1 };
-        status.causes.clear();
-        status.lag_seconds = Some(0.0);
-        for rule in &mut status.rules {
-            (rule.lag_seconds, rule.late_keys) = (Some(0.0), 0);
-        }
+        let mut status = all_live();
         assert_eq!(summary(&status), "Not behind: every change is applied.");
         status.rules[0].late_keys = 1;
         assert_eq!(summary(&status), "Not behind: changes are applied within seconds.");
@@ -244,13 +247,7 @@ mod tests {
     /// Rules that write nothing were called live, and every change applied.
     #[test]
     fn rules_in_shadow_are_named() {
-        let mut status = status();
-        status.leadership = Leadership::Leader { term: 1 };
-        status.causes.clear();
-        status.lag_seconds = Some(0.0);
-        for rule in &mut status.rules {
-            (rule.lag_seconds, rule.late_keys, rule.state) = (Some(0.0), 0, "live".to_owned());
-        }
+        let mut status = all_live();
         status.rules[0].state = SHADOW.to_owned();
         let name = &status.rules[0].name;
         assert_eq!(
