@@ -114,14 +114,16 @@ async fn a_standby_does_not_vouch_for_rules_that_the_leader_lacks() {
     // The newest config takes over.
     let leader = Running::start(&test, one, LEASE).await;
     leader.until_json("it leads", |status| status["role"] == "leader").await;
-    // From the leader's first report on, while the report itself makes a claim.
-    leader.until_json("it makes a claim", |status| !status["current"].is_null()).await;
+    let claim = leader.until_json("it makes a claim", |status| !status["current"].is_null()).await;
     let is_told = |status: &Value| {
+        // The leader makes its claim in every report that it writes from now on.
+        let reported = status["heard_seconds"].as_f64().map(|age| status["now"].as_f64().unwrap() - age * 1000.0);
         let summary = status["summary"].as_str().unwrap();
-        let is_summed_up = summary.contains("The leader's rules differ from those in this instance's config.");
-        is_summed_up && status["rules"].as_array().is_some_and(|rules| rules.len() == 1)
+        reported > claim["now"].as_f64()
+            && summary.contains("The leader's rules differ from those in this instance's config.")
     };
     let status = standby.until_json("it hears the leader", is_told).await;
+    assert_eq!(status["rules"].as_array().map(Vec::len), Some(1), "{status:#}");
     assert!(status["level"] == "notice" && status["current"].is_null(), "{status:#}");
 }
 
