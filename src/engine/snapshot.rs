@@ -139,19 +139,49 @@ impl Snapshot {
         self.audits = audits.into_iter().chain(std::mem::take(&mut self.audits)).collect();
     }
 
-    /// Merges the snapshots of two partitions: each rule is as late as in the later one.
+    /// The figures of this snapshot for the rules and streams of another one. What this one lacks is as it is there, but applied
+    /// no further than everything here.
+    fn aligned(mut self, with: &Self) -> Self {
+        let nth_here: Vec<Option<usize>> =
+            with.rules.iter().map(|rule| self.rules.iter().position(|own| own.name == rule.name)).collect();
+        let of_rules = |old: &BTreeSet<usize>| -> BTreeSet<usize> {
+            (0..nth_here.len()).filter(|nth| nth_here[*nth].is_some_and(|here| old.contains(&here))).collect()
+        };
+        let applied = self.applied();
+        let stream = |there: &StreamFacts| match self.streams.iter().find(|own| own.database == there.database) {
+            Some(own) => own.clone(),
+            None => StreamFacts { applied: there.applied.min(applied), ..there.clone() },
+        };
+        let state = |(nth, there): (usize, &RuleState)| {
+            nth_here[nth].and_then(|here| self.states.get(here)).unwrap_or(there).clone()
+        };
+        self.streams = with.streams.iter().map(stream).collect();
+        self.states = Arc::new(with.states.iter().enumerate().map(state).collect());
+        self.running = of_rules(&self.running);
+        self.degraded = of_rules(&self.degraded);
+        self.fan_outs = nth_here
+            .iter()
+            .enumerate()
+            .filter_map(|(nth, here)| Some((nth, *self.fan_outs.get(&(*here)?)?)))
+            .collect();
+        self.oldest = nth_here.iter().map(|here| self.oldest[(*here)?]).collect();
+        self.late = nth_here.iter().map(|here| here.map_or(0, |here| self.late[here])).collect();
+        self.rules = with.rules.clone();
+        self
+    }
+
+    /// Merges the snapshots of two partitions: each rule is as late as in the later one. During a reload, two pipelines may
+    /// briefly have different rules: then those of the newer snapshot count, if that pipeline has started.
     #[must_use]
     pub fn joined(self, other: Self) -> Self {
-        // During a reload, two pipelines may briefly have different rules: then the newer snapshot counts, as far as the
-        // other one has got too.
-        let same = self.rules.iter().map(|rule| &rule.name).eq(other.rules.iter().map(|rule| &rule.name));
-        if !same || self.streams.len() != other.streams.len() {
-            let (mut newer, older) = if self.at > other.at { (self, other) } else { (other, self) };
-            for stream in &mut newer.streams {
-                stream.applied = stream.applied.min(older.applied());
-            }
-            return newer;
-        }
+        let age = |snapshot: &Self| (!snapshot.streams.is_empty(), snapshot.at);
+        let (newer, older) = if age(&other) > age(&self) { (other, self) } else { (self, other) };
+        let older = older.aligned(&newer);
+        newer.merged(older)
+    }
+
+    /// Merges the snapshot of another partition with the same rules and streams.
+    fn merged(self, other: Self) -> Self {
         let earliest = |(a, b): (Option<i64>, Option<i64>)| a.into_iter().chain(b).min();
         let worse = |(a, b)| if RuleState::outranks(b, a) { b } else { a };
         let mut fan_outs = self.fan_outs;
@@ -320,33 +350,47 @@ impl Published {
 
 #[cfg(test)]
 mod tests {
+    use std::fmt::Write as _;
+
     use super::*;
     use denormd_rules::{
         config::{Format, load_str},
         plan::compile,
     };
 
+    /// A pipeline of these rules that has applied everything up to this second.
+    fn snapshot(names: &[&str], seconds: u32) -> Snapshot {
+        let mut text = "mongodb: { uri: mongodb://localhost, database: d }\nrules:\n".to_owned();
+        for name in names {
+            let copy = format!("{{ source: s, target: t, match: {{ ref: _id }}, set: {{ {name}: $n }} }}");
+            writeln!(text, "  - {{ name: {name}, copy: {copy} }}").unwrap();
+        }
+        let plan = compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap();
+        let applied = ClusterTime { seconds, increment: 1 };
+        let (database, delivered) = ("d".to_owned(), Instant::now());
+        let stream = StreamFacts { database, reached: applied, applied, saved: None, delivered };
+        Snapshot { streams: vec![stream], ..Snapshot::new(&plan) }
+    }
+
     /// A reload reaches the partitions one after the other.
     #[test]
     fn a_partition_with_other_rules_still_counts() {
-        let plan = |name: &str| {
-            let rule = format!(
-                "{{ name: {name}, copy: {{ source: s, target: t, match: {{ ref: _id }}, set: {{ n: $n }} }} }}"
-            );
-            let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {rule}\n");
-            compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap()
-        };
-        let snapshot = |name: &str, seconds: u32| {
-            let applied = ClusterTime { seconds, increment: 1 };
-            let (database, delivered) = ("d".to_owned(), Instant::now());
-            let stream = StreamFacts { database, reached: applied, applied, saved: None, delivered };
-            Snapshot { streams: vec![stream], ..Snapshot::new(&plan(name)) }
-        };
-        let (old, new) = (snapshot("old", 5), snapshot("new", 9));
+        let (old, new) = (snapshot(&["old"], 5), snapshot(&["new"], 9));
         assert_eq!(old.clone().joined(new.clone()).applied().seconds, 5);
         assert_eq!(new.clone().joined(old).applied().seconds, 5);
-        let starting = Snapshot { streams: Vec::new(), ..snapshot("old", 0) };
-        assert_eq!(new.joined(starting).applied(), ClusterTime::default());
+        let starting = Snapshot { streams: Vec::new(), ..snapshot(&["old"], 0) };
+        assert_eq!(new.clone().joined(starting.clone()).applied(), ClusterTime::default());
+        assert_eq!(starting.joined(new).applied(), ClusterTime::default());
+    }
+
+    /// Its lag vanished from the status for as long as the other partition took to put another rule into force.
+    #[test]
+    fn a_rule_is_as_late_as_in_the_partition_that_has_fewer_rules() {
+        let late = Snapshot { oldest: vec![Some(7)], late: vec![3], ..snapshot(&["kept"], 5) };
+        let newer = snapshot(&["added", "kept"], 9);
+        for joined in [late.clone().joined(newer.clone()), newer.clone().joined(late.clone())] {
+            assert_eq!((joined.oldest, joined.late), (vec![None, Some(7)], vec![0, 3]));
+        }
     }
 
     #[test]

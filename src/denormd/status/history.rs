@@ -38,8 +38,8 @@ struct Point {
     at: i64,
     /// The largest lag within it.
     lag: f64,
-    /// The lags of the rules that had one.
-    rules: BTreeMap<String, f64>,
+    /// The largest lag of each rule that was late; None if its lag was not known.
+    rules: BTreeMap<String, Option<f64>>,
     depth: usize,
     events_rate: f64,
     targets_rate: f64,
@@ -116,9 +116,11 @@ impl History {
         });
         open.lag = open.lag.max(overall);
         open.depth = open.depth.max(depth);
-        for rule in lags.rules.iter().filter(|rule| rule.is_known && rule.own > 0.0) {
-            let known = open.rules.entry(rule.name.clone()).or_default();
-            *known = known.max(rule.own);
+        for rule in lags.rules.iter().filter(|rule| !rule.is_known || rule.own > 0.0) {
+            let largest = open.rules.entry(rule.name.clone()).or_default();
+            if rule.is_known {
+                *largest = Some(largest.unwrap_or_default().max(rule.own));
+            }
         }
         let names = || lags.rules.iter().map(|rule| &rule.name);
         if !names().eq(&self.rules) {
@@ -184,17 +186,15 @@ impl History {
         (to - from >= 15_000 && rate > 0.1).then(|| (after / rate).max(0.0))
     }
 
-    /// The points since `since`, for the page.
+    /// The points since `since`, for the page. A lag or a percentile that is not known is null.
     pub fn json(&self, since: i64) -> serde_json::Value {
         let points: Vec<&Point> = self.points.iter().filter(|point| point.at > since).collect();
         let of = |value: fn(&Point) -> f64| points.iter().map(|point| rounded(value(point))).collect::<Vec<_>>();
-        let mut rules: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
-        for name in points.iter().flat_map(|point| point.rules.keys()).chain(&self.rules) {
-            rules.entry(name).or_default();
-        }
-        for (name, values) in &mut rules {
-            values.extend(points.iter().map(|point| rounded(point.rules.get(*name).copied().unwrap_or_default())));
-        }
+        let names = points.iter().flat_map(|point| point.rules.keys()).chain(&self.rules);
+        let lags = |name: &String| -> Vec<Option<f64>> {
+            points.iter().map(|point| point.rules.get(name).copied().unwrap_or(Some(0.0)).map(rounded)).collect()
+        };
+        let rules: BTreeMap<&str, Vec<Option<f64>>> = names.map(|name| (name.as_str(), lags(name))).collect();
         serde_json::json!({
             "step_seconds": STEP / 1000,
             "times": points.iter().map(|point| point.at).collect::<Vec<_>>(),
@@ -202,8 +202,8 @@ impl History {
             "rules": rules,
             "events_per_second": of(|p| p.events_rate),
             "targets_per_second": of(|p| p.targets_rate),
-            "p50": of(|p| p.propagation.p50.unwrap_or_default()),
-            "p99": of(|p| p.propagation.p99.unwrap_or_default()),
+            "p50": points.iter().map(|point| point.propagation.p50).collect::<Vec<_>>(),
+            "p99": points.iter().map(|point| point.propagation.p99).collect::<Vec<_>>(),
         })
     }
 }
@@ -241,7 +241,7 @@ fn percentiles(counts: &[u64]) -> Percentiles {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::lag::RuleLag, *};
 
     #[test]
     fn percentiles_lie_within_their_bucket() {
@@ -266,6 +266,19 @@ mod tests {
         let mut falling = History::default();
         (0..300).for_each(|second| falling.headroom(i64::from(second) * 1000, 20.0 * hour - f64::from(second) * 24.0));
         assert!(falling.lost_in().is_some_and(|left| left < hour));
+    }
+
+    /// The page drew a paused rule as one that is not behind.
+    #[test]
+    fn an_unknown_lag_is_null() {
+        let rule = |name: &str, own, is_known| RuleLag { name: name.to_owned(), own, chain: None, is_known };
+        let rules = vec![rule("idle", 0.0, true), rule("late", 7.0, true), rule("paused", 0.0, false)];
+        let lags = Lags { overall: Some(7.0), rules, ..Lags::default() };
+        let (metrics, mut history) = (Metrics::new().unwrap(), History::default());
+        [0, STEP].into_iter().for_each(|now| history.sample(&metrics, &lags, 0, now));
+        let json = history.json(-1);
+        assert_eq!(json["rules"], serde_json::json!({"idle": [0.0], "late": [7.0], "paused": [null]}));
+        assert_eq!(json["p99"], serde_json::json!([null]));
     }
 
     #[test]
