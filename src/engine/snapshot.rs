@@ -159,11 +159,8 @@ impl Snapshot {
         self.states = Arc::new(with.states.iter().enumerate().map(state).collect());
         self.running = of_rules(&self.running);
         self.degraded = of_rules(&self.degraded);
-        self.fan_outs = nth_here
-            .iter()
-            .enumerate()
-            .filter_map(|(nth, here)| Some((nth, *self.fan_outs.get(&(*here)?)?)))
-            .collect();
+        self.fan_outs =
+            nth_here.iter().enumerate().filter_map(|(nth, here)| Some((nth, *self.fan_outs.get(&(*here)?)?))).collect();
         self.oldest = nth_here.iter().map(|here| self.oldest[(*here)?]).collect();
         self.late = nth_here.iter().map(|here| here.map_or(0, |here| self.late[here])).collect();
         self.rules = with.rules.clone();
