@@ -241,6 +241,8 @@ impl Stage {
                 self.struck += 1;
             }
             Fault::SourceRenamedOver => {
+                // Release 0.1 does not record which collection a rule follows.
+                self.finish_upgrade().await;
                 data::rename_over(&self.world, "hosts").await;
                 self.world.follows_replaced_hosts(true).await;
             }

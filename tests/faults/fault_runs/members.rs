@@ -122,6 +122,15 @@ impl Stage {
         self.daemons.push(self.started(if is_previous { None } else { Some(previous) }));
     }
 
+    /// Replaces every daemon of the previous release by one of this release.
+    pub(super) async fn finish_upgrade(&mut self) {
+        let is_previous = |daemon: &Daemon| Some(&daemon.program) == self.previous.as_ref();
+        while let Some(nth) = self.daemons.iter().position(is_previous) {
+            self.daemons.remove(nth).terminate().await;
+            self.daemons.push(self.started(None));
+        }
+    }
+
     fn started(&self, program: Option<PathBuf>) -> Daemon {
         match program {
             Some(program) => self.world.daemon_of(&program),
