@@ -275,7 +275,9 @@ mod tests {
         let rules = vec![rule("idle", 0.0, true), rule("late", 7.0, true), rule("paused", 0.0, false)];
         let lags = Lags { overall: Some(7.0), rules, ..Lags::default() };
         let (metrics, mut history) = (Metrics::new().unwrap(), History::default());
-        [0, STEP].into_iter().for_each(|now| history.sample(&metrics, &lags, 0, now));
+        for now in [0, STEP] {
+            history.sample(&metrics, &lags, 0, now);
+        }
         let json = history.json(-1);
         assert_eq!(json["rules"], serde_json::json!({"idle": [0.0], "late": [7.0], "paused": [null]}));
         assert_eq!(json["p99"], serde_json::json!([null]));
