@@ -4,7 +4,7 @@
 mod progress;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
     time::Duration,
 };
@@ -139,11 +139,13 @@ impl Snapshot {
         self.audits = audits.into_iter().chain(std::mem::take(&mut self.audits)).collect();
     }
 
-    /// The figures of this snapshot for the rules and streams of another one. What this one lacks is as it is there, but applied
-    /// no further than everything here.
+    /// This snapshot with the rules and streams of another one. A rule that this one lacks has the other one's state, and a stream
+    /// its position there, but is applied no further than the last of the streams here.
     fn aligned(mut self, with: &Self) -> Self {
+        let by_name: HashMap<&str, usize> =
+            self.rules.iter().enumerate().map(|(nth, rule)| (rule.name.as_str(), nth)).collect();
         let nth_here: Vec<Option<usize>> =
-            with.rules.iter().map(|rule| self.rules.iter().position(|own| own.name == rule.name)).collect();
+            with.rules.iter().map(|rule| by_name.get(rule.name.as_str()).copied()).collect();
         let of_rules = |old: &BTreeSet<usize>| -> BTreeSet<usize> {
             (0..nth_here.len()).filter(|nth| nth_here[*nth].is_some_and(|here| old.contains(&here))).collect()
         };

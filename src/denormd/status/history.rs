@@ -38,7 +38,7 @@ struct Point {
     at: i64,
     /// The largest lag within it.
     lag: f64,
-    /// The largest lag of each rule that was late; None if its lag was not known.
+    /// The largest lag of each rule that was late, and None for each rule whose lag was not known.
     rules: BTreeMap<String, Option<f64>>,
     depth: usize,
     events_rate: f64,

@@ -11,7 +11,7 @@ use bson::doc;
 use rand::Rng;
 
 use super::{Stage, pause};
-use crate::support::{daemon::PATIENCE, script::found_by, world::Daemon};
+use crate::support::{daemon::PATIENCE, script::found_by};
 
 /// Collections of the state database that daemons write. `failCommand` takes one at a time.
 const WRITTEN: [&str; 8] = ["positions", "rules", "leases", "terms", "instances", "events", "reports", "dead_letters"];
@@ -116,25 +116,24 @@ impl Stage {
             return;
         };
         let nth = self.daemons.iter().position(|daemon| Some(daemon.pid()) != self.veteran).unwrap();
-        let old = self.daemons.remove(nth);
-        let is_previous = old.program == previous;
-        old.terminate().await;
-        self.daemons.push(self.started(if is_previous { None } else { Some(previous) }));
+        let is_previous = self.daemons[nth].program == previous;
+        self.replace(nth, (!is_previous).then_some(previous)).await;
     }
 
     /// Replaces every daemon of the previous release by one of this release.
     pub(super) async fn finish_upgrade(&mut self) {
-        let is_previous = |daemon: &Daemon| Some(&daemon.program) == self.previous.as_ref();
-        while let Some(nth) = self.daemons.iter().position(is_previous) {
-            self.daemons.remove(nth).terminate().await;
-            self.daemons.push(self.started(None));
+        let Some(previous) = self.previous.clone() else { return };
+        while let Some(nth) = self.daemons.iter().position(|daemon| daemon.program == previous) {
+            self.replace(nth, None).await;
         }
     }
 
-    fn started(&self, program: Option<PathBuf>) -> Daemon {
-        match program {
+    /// Stops a daemon, and starts one of this program, or else of this release.
+    async fn replace(&mut self, nth: usize, program: Option<PathBuf>) {
+        self.daemons.remove(nth).terminate().await;
+        self.daemons.push(match program {
             Some(program) => self.world.daemon_of(&program),
             None => self.world.daemon(),
-        }
+        });
     }
 }
