@@ -37,6 +37,9 @@ pub enum RuleState {
     Paused {
         /// Time at which the pause ends by itself.
         until: Option<DateTime>,
+        /// The source collection was dropped, renamed or replaced during the pause, or before it: the end of the pause blocks the
+        /// rule ([`BlockReason::SourceGone`]), because a backfill would take the absent source for an empty one.
+        source_gone: bool,
     },
     /// The cluster lacks a privilege or an index that the rule needs. The leader sets it, and ends it with a backfill
     /// once the privilege is granted or the index exists.
@@ -90,6 +93,18 @@ impl RuleState {
     /// A backfill of all targets, without an agreement to its removals.
     pub const BACKFILL: Self = Self::Backfilling { after: None, in_sources: false, agreed: false };
 
+    /// A pause without an end.
+    pub const PAUSED: Self = Self::Paused { until: None, source_gone: false };
+
+    /// The state of a rule in this state once its source is gone: a paused rule stays paused.
+    #[must_use]
+    pub fn without_source(&self) -> Self {
+        match self {
+            Self::Paused { until, .. } => Self::Paused { until: *until, source_gone: true },
+            _ => Self::Blocked(BlockReason::SourceGone),
+        }
+    }
+
     /// The same state; a backfill gets this agreement to its removals.
     #[must_use]
     pub fn with_removals(mut self, are_agreed: bool) -> Self {
@@ -136,7 +151,10 @@ impl RuleState {
     pub fn reason(&self) -> Option<String> {
         match self {
             Self::Blocked(reason) => Some(reason.to_string()),
-            Self::Paused { .. } => Some("paused by an operator".to_owned()),
+            Self::Paused { source_gone: false, .. } => Some("paused by an operator".to_owned()),
+            Self::Paused { source_gone: true, .. } => {
+                Some(format!("paused by an operator; {}", BlockReason::SourceGone))
+            }
             Self::Unavailable { reason } => Some(reason.clone()),
             Self::Backfilling { .. } | Self::AwaitingBackfill | Self::Live | Self::Removed => None,
         }
@@ -151,7 +169,7 @@ impl RuleState {
     fn rank(&self) -> (Option<usize>, u8) {
         let of_reason = match self {
             Self::Blocked(BlockReason::Adoption(_)) => 2,
-            Self::Blocked(BlockReason::SourceGone) => 1,
+            Self::Blocked(BlockReason::SourceGone) | Self::Paused { source_gone: true, .. } => 1,
             _ => 0,
         };
         (rank(self.name()), of_reason)
@@ -225,7 +243,8 @@ mod tests {
             RuleState::AwaitingBackfill,
             RuleState::Removed,
             RuleState::BACKFILL,
-            RuleState::Paused { until: None },
+            RuleState::PAUSED,
+            RuleState::PAUSED.without_source(),
             RuleState::Unavailable { reason: String::new() },
             RuleState::Blocked(BlockReason::RemovalLimit),
             RuleState::Blocked(BlockReason::SourceGone),

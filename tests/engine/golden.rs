@@ -508,8 +508,11 @@ async fn rule_states(version: &str) {
         of("changed", RuleState::Live),
         of("done", RuleState::Live),
         of("manual", RuleState::AwaitingBackfill),
-        of("paused", RuleState::Paused { until: None }),
-        of("paused-for-a-while", RuleState::Paused { until: Some(DateTime::from_millis(1_790_000_000_000)) }),
+        of("paused", RuleState::PAUSED),
+        of(
+            "paused-for-a-while",
+            RuleState::Paused { until: Some(DateTime::from_millis(1_790_000_000_000)), source_gone: false },
+        ),
         of("pending", RuleState::BACKFILL),
         of("released", RuleState::Backfilling { after: None, in_sources: false, agreed: version != "1" }),
         of("suspended", unavailable()),

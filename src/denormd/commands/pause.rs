@@ -17,7 +17,10 @@ use denormd_engine::{
     deployment::lease,
     reconcile::Context,
 };
-use denormd_model::{rule_state::RuleState, text::duration};
+use denormd_model::{
+    rule_state::{BlockReason, RuleState},
+    text::duration,
+};
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
@@ -32,6 +35,8 @@ struct Outcome {
     /// Still paused without an end, although the command gives one.
     endless: Vec<String>,
     blocked: Vec<String>,
+    /// Not paused: no leader has registered them yet.
+    unregistered: Vec<String>,
 }
 
 /// Pauses a rule, or all of them, for a while or until they are resumed. All pauses are recorded before waiting for
@@ -56,6 +61,8 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
             // A rule that is blocked in one partition may run in the others.
             store.pause(&context.server, &name, time).await?;
             match record.state {
+                // It would run again by itself once the source is there.
+                RuleState::Blocked(BlockReason::SourceGone) => recorded.push(name),
                 state @ RuleState::Blocked(_) if rule.is_some() => return Err(stopped(&name, &state).into()),
                 RuleState::Blocked(_) => outcome.blocked.push(name),
                 _ => recorded.push(name),
@@ -75,8 +82,12 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
     for name in &removed {
         notice(&format!("{name} was not in the config of the last leader: it does not run, and is not paused"));
     }
-    print(&told(output, rule, &outcome, &unregistered, time));
-    if unregistered.is_empty() { Ok(()) } else { Err(not_paused(&unregistered).into()) }
+    outcome.unregistered = unregistered;
+    match output {
+        Output::Text => print(&outcome.text(rule, time)),
+        Output::Json => print_json(&outcome.json(rule, time)),
+    }
+    if outcome.unregistered.is_empty() { Ok(()) } else { Err(not_paused(&outcome.unregistered).into()) }
 }
 
 /// The error for rules of the config that a leader may start at any time.
@@ -88,32 +99,26 @@ fn not_paused(rules: &[String]) -> Error {
     )
 }
 
-fn told(
-    output: Output,
-    rule: Option<&str>,
-    outcome: &Outcome,
-    unregistered: &[String],
-    time: Option<Duration>,
-) -> String {
-    let Outcome { paused, endless, .. } = outcome;
-    let seconds = time.map(|time| time.as_secs());
-    match (output, rule) {
-        (Output::Text, rule) => {
-            let stay =
-                |name: &String| format!("{name}: stays paused, without an end; resume it first to give it one\n");
-            let stay: String = endless.iter().map(stay).collect();
-            if paused.is_empty() && !endless.is_empty() { stay } else { text_of(rule, paused.len(), time) + &stay }
-        }
-        (Output::Json, Some(rule)) => {
-            let seconds = seconds.filter(|_| endless.is_empty());
-            format!("{:#}\n", serde_json::json!({"rule": rule, "paused": true, "seconds": seconds}))
-        }
-        (Output::Json, None) => {
-            let told = serde_json::json!({
+impl Outcome {
+    fn text(&self, rule: Option<&str>, time: Option<Duration>) -> String {
+        let stay = |name: &String| format!("{name}: stays paused, without an end; resume it first to give it one\n");
+        let stay: String = self.endless.iter().map(stay).collect();
+        let has_paused = !self.paused.is_empty() || self.endless.is_empty();
+        if has_paused { text_of(rule, self.paused.len(), time) + &stay } else { stay }
+    }
+
+    fn json(&self, rule: Option<&str>, time: Option<Duration>) -> serde_json::Value {
+        let Self { paused, endless, unregistered, .. } = self;
+        let seconds = time.map(|time| time.as_secs());
+        match rule {
+            Some(rule) => {
+                let seconds = seconds.filter(|_| endless.is_empty());
+                serde_json::json!({"rule": rule, "paused": true, "seconds": seconds})
+            }
+            None => serde_json::json!({
                 "rules": paused, "paused": true, "seconds": seconds, "without_end": endless,
                 "not_registered": unregistered,
-            });
-            format!("{told:#}\n")
+            }),
         }
     }
 }
@@ -151,10 +156,11 @@ async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<
         let (mut runs, mut waits, mut is_endless) = (false, false, false);
         for (id, record) in records {
             match record.state {
-                RuleState::Paused { until } => {
+                RuleState::Paused { until, .. } => {
                     waits |= record.noticed != record.generation && led.contains(&id);
                     is_endless |= until.is_none();
                 }
+                RuleState::Blocked(BlockReason::SourceGone) => runs = true,
                 state @ RuleState::Blocked(_) => return Err(stopped(rule, &state)),
                 RuleState::Removed => {}
                 _ => runs = true,
@@ -169,21 +175,18 @@ async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<
     }
 }
 
-/// Resumes a paused rule, or all paused rules, with a backfill.
+/// Resumes a paused rule, or all paused rules, with a backfill. A rule whose source is gone is blocked instead.
 pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Result<(), Failure> {
     let (context, store) = connected(loaded).await?;
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
-    let (mut resumed, mut unled) = (Vec::new(), Vec::new());
-    for (name, record) in known(&store, &context, rule).await? {
-        match record.state {
-            RuleState::Paused { .. } => {
-                let modified = store.resume(&context.server, &name).await?;
-                resumed.extend((modified > 0).then_some(name));
-            }
-            state if state.is_stopped() && rule.is_some() => return Err(stopped(&name, &state).into()),
-            _ => {}
+    let (resumed, blocked) = end_pauses(&store, &context, rule).await?;
+    for name in &blocked {
+        if rule.is_some() {
+            return Err(stopped(name, &RuleState::Blocked(BlockReason::SourceGone)).into());
         }
+        notice(&format!("{name} is not paused any more, but blocked: {}", BlockReason::SourceGone));
     }
+    let mut unled = Vec::new();
     for name in &resumed {
         let led = noticed(&store, &context.server, name).await?;
         let is_planned = context.plan.rules.iter().any(|rule| rule.name == *name);
@@ -201,12 +204,14 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
     }
     match (output, rule) {
         (Output::Text, Some(rule)) if resumed.is_empty() => print(&format!("{rule} is not paused\n")),
-        (Output::Text, None) if resumed.is_empty() => print("no rule is paused\n"),
+        (Output::Text, None) if resumed.is_empty() && blocked.is_empty() => print("no rule is paused\n"),
         (Output::Text, _) => {}
         (Output::Json, Some(rule)) => {
             print_json(&serde_json::json!({"rule": rule, "resumed": !resumed.is_empty()}));
         }
-        (Output::Json, None) => print_json(&serde_json::json!({"rules": resumed, "resumed": true})),
+        (Output::Json, None) => {
+            print_json(&serde_json::json!({"rules": resumed, "resumed": true, "blocked": blocked}));
+        }
     }
     if !unled.is_empty() {
         let done = with_a_leader(loaded, &context, wait(&store, &context, &unled)).await?;
@@ -215,4 +220,20 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
         }
     }
     Ok(())
+}
+
+/// Ends the pauses of the rules. Returns those that run again, and those that are blocked because their source is gone.
+async fn end_pauses(store: &Store, context: &Context, rule: Option<&str>) -> Result<(Vec<String>, Vec<String>), Error> {
+    let (mut resumed, mut blocked) = (Vec::new(), Vec::new());
+    for (name, record) in known(store, context, rule).await? {
+        match record.state {
+            RuleState::Paused { source_gone, .. } => {
+                let ended = if source_gone { &mut blocked } else { &mut resumed };
+                ended.extend((store.resume(&context.server, &name).await? > 0).then_some(name));
+            }
+            state if state.is_stopped() && rule.is_some() => return Err(stopped(&name, &state)),
+            _ => {}
+        }
+    }
+    Ok((resumed, blocked))
 }

@@ -277,8 +277,9 @@ impl Store {
         Ok(records)
     }
 
-    /// Records the definition and state of a rule, regardless of the previous state. Returns the stored state and the
-    /// generation of this change, which invalidates requests of earlier generations.
+    /// Records the definition and state of a rule, regardless of the previous state; but a paused rule whose source is gone
+    /// stays paused ([`RuleState::without_source`]). Returns the stored state and the generation of this change, which
+    /// invalidates requests of earlier generations.
     pub async fn reset_rule(
         &self,
         server: &Server,
@@ -320,10 +321,6 @@ impl Store {
         (state, agreement): (&RuleState, Agreement),
         more: Document,
     ) -> Result<(RuleState, i64)> {
-        let mut fields = state_fields(state)?;
-        fields.extend(more);
-        fields.insert("definition", rule.definition.clone());
-        fields.insert("term", server.term());
         let rules = server.collection(&self.database, RULES);
         loop {
             let id = self.id("rule", &rule.name);
@@ -333,7 +330,16 @@ impl Store {
             if before.as_ref().is_some_and(|before| before.get_i64("term").is_ok_and(|term| term > server.term())) {
                 return Err(superseded(server));
             }
-            fields.insert("generation", generation + 1);
+            let state = match (&seen, state) {
+                (Some(seen), RuleState::Blocked(BlockReason::SourceGone)) => seen.state.without_source(),
+                _ => state.clone(),
+            };
+            let mut fields = state_fields(&state)?;
+            fields.extend(more.clone());
+            let changed = doc! {
+                "definition": rule.definition.clone(), "term": server.term(), "generation": generation + 1,
+            };
+            fields.extend(changed);
             let kept = || seen.is_some_and(|seen| seen.removals_agreed && seen.definition == rule.definition);
             let agreed = agreement == Agreement::Given || agreement == Agreement::Kept && kept();
             // Without an agreement, an existing number belongs to an earlier generation and has no effect.
@@ -343,10 +349,10 @@ impl Store {
             // A delayed write finds another generation, and cannot undo later changes.
             let mut unchanged = mine(server, id);
             unchanged.insert("generation", same_generation(generation));
-            let reset = rules.update_one(unchanged, doc! {"$set": fields.clone()}).upsert(before.is_none());
+            let reset = rules.update_one(unchanged, doc! {"$set": fields}).upsert(before.is_none());
             let done = unless(code::DUPLICATE_KEY, bounded(reset).await)?;
             if done.is_some_and(|done| done.matched_count > 0 || done.upserted_id.is_some()) {
-                return Ok((state.clone().with_removals(agreed), generation + 1));
+                return Ok((state.with_removals(agreed), generation + 1));
             }
         }
     }
@@ -435,9 +441,9 @@ impl Store {
         Ok(asked)
     }
 
-    /// Pauses a rule that is in the config and not blocked, for this time or until it is resumed. A rule that is paused
-    /// without an end stays so. The rule stops once the leader has read this. The state
-    /// records that a backfill must cover all changes missed meanwhile.
+    /// Pauses a rule that is in the config, for this time or until it is resumed, unless it is blocked until somebody agrees. A
+    /// rule that is paused without an end stays so. The rule stops once the leader has read this. The state records that a
+    /// backfill must cover all changes missed meanwhile.
     pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
         let mut free = self.of_rule(rule);
         free.extend(may_be_paused(time));
@@ -454,12 +460,13 @@ impl Store {
         Ok(())
     }
 
-    /// Resumes a paused rule with a full backfill. Returns the number of records that were paused.
+    /// Resumes a paused rule with a full backfill, or blocks it if its source is gone. Returns the number of records that were
+    /// paused.
     pub async fn resume(&self, server: &Server, rule: &str) -> Result<u64> {
         self.resume_those(server, doc! {"_id.rule": rule}).await
     }
 
-    /// Resumes those rules of the plan whose pause has ended, with a full backfill.
+    /// Resumes those rules of the plan whose pause has ended, in the same way.
     pub async fn resume_ended(&self, server: &Server, plan: &Plan) -> Result<()> {
         let rules: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
         let ended = doc! {"$and": [{"_id.rule": {"$in": rules}}, rule_record::has_ended()]};
@@ -471,8 +478,14 @@ impl Store {
         let mut paused = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
         paused.extend(is_paused());
         paused.extend(which);
-        let update = changed(backfill_from_the_start()?);
-        Ok(server.collection(&self.database, RULES).update_many(paused, update).await?.modified_count)
+        let rules = server.collection(&self.database, RULES);
+        let mut resumed = 0;
+        for (is_gone, state) in [(false, RuleState::BACKFILL), (true, RuleState::Blocked(BlockReason::SourceGone))] {
+            let mut paused = paused.clone();
+            paused.insert("detached", if is_gone { Bson::from(true) } else { doc! {"$ne": true}.into() });
+            resumed += rules.update_many(paused, changed(state_fields(&state)?)).await?.modified_count;
+        }
+        Ok(resumed)
     }
 
     /// Resumes an unavailable rule with a full backfill, unless its state has changed since.

@@ -28,7 +28,7 @@ const LONGEST: u32 = 50;
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Change {
     /// The rule is blocked until an operator agrees to its further effects: its fields stay as they are. Paused and
-    /// unavailable rules are blocked as well: once resumed, they would treat an absent source as an empty one.
+    /// unavailable rules are blocked as well; a paused one whose source is gone stays paused, and is blocked once resumed.
     Block(BlockReason),
     /// The rule is stopped until the cluster meets this requirement. Its fan-out jobs are deleted: the backfill on its
     /// return covers them.
@@ -52,6 +52,7 @@ impl Change {
     /// True if a rule in this state can change so.
     pub fn applies_to(&self, state: &RuleState) -> bool {
         match self {
+            Self::Block(BlockReason::SourceGone) => !state.is_blocked() && *state != state.without_source(),
             Self::Block(_) => !state.is_blocked(),
             Self::Unavailable(_) => !state.is_stopped(),
             // A backfill that waits for its command covers what a lost position may have lost.
@@ -252,8 +253,9 @@ mod tests {
 
     #[test]
     fn a_block_applies_to_a_stopped_rule_and_nothing_else_does() {
-        let paused = RuleState::Paused { until: None };
+        let paused = RuleState::PAUSED;
         assert!(block().applies_to(&paused) && block().applies_to(&RuleState::Live));
+        assert!(!block().applies_to(&paused.without_source()));
         assert!(!unavailable("").applies_to(&paused) && !Change::Backfill.applies_to(&paused));
         assert!(
             !Change::Backfill.applies_to(&RuleState::AwaitingBackfill) && Change::Backfill.applies_to(&RuleState::Live)

@@ -143,7 +143,7 @@ async fn paused_elsewhere(context: &Context, others: &Store, rule: &Rule) -> Res
 fn first_state(rule: &Rule, before: Option<&RuleRecord>) -> RuleState {
     match before.map(|record| &record.state) {
         // A pause survives a change of the rule.
-        Some(RuleState::Paused { until }) => RuleState::Paused { until: *until },
+        Some(paused @ RuleState::Paused { .. }) => paused.clone(),
         _ if rule.backfill == BackfillMode::Auto => RuleState::BACKFILL,
         _ => RuleState::AwaitingBackfill,
     }

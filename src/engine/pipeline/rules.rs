@@ -171,8 +171,12 @@ impl Pipeline {
         match &order.change {
             Change::Block(reason) => {
                 failpoint::here("held");
-                let end = reason.end(&rule.name);
-                tracing::error!(rule = %rule.name, %reason, "the rule is blocked: its fields stay as they are until {end}");
+                if let Recorded::State(RuleState::Paused { .. }, _) = recorded {
+                    tracing::error!(rule = %rule.name, %reason, "the rule stays paused; once resumed, it is blocked");
+                } else {
+                    let end = reason.end(&rule.name);
+                    tracing::error!(rule = %rule.name, %reason, "the rule is blocked: its fields stay as they are until {end}");
+                }
             }
             Change::Unavailable(reason) => {
                 tracing::error!(rule = %rule.name, reason, "the rule is unavailable until the cluster has what it needs; the others go on");

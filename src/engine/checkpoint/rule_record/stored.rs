@@ -133,7 +133,9 @@ impl Stored {
             Backfill::Manual => RuleState::AwaitingBackfill,
             Backfill::Done => RuleState::Live,
             Backfill::Absent => RuleState::Removed,
-            Backfill::Held if is(self.paused) => RuleState::Paused { until: self.until },
+            Backfill::Held if is(self.paused) => {
+                RuleState::Paused { until: self.until, source_gone: is(self.detached) }
+            }
             Backfill::Held if is(self.suspended) => {
                 RuleState::Unavailable { reason: self.reason.unwrap_or_else(|| "something is missing".to_owned()) }
             }
@@ -167,14 +169,14 @@ impl Stored {
             RuleState::AwaitingBackfill => stored.backfill = Backfill::Manual,
             RuleState::Live => stored.backfill = Backfill::Done,
             RuleState::Removed => stored.backfill = Backfill::Absent,
-            RuleState::Paused { until } => stored.until = *until,
+            RuleState::Paused { until, .. } => stored.until = *until,
             RuleState::Blocked(reason) => {
                 (stored.block, stored.block_reason) = (Some(reason.clone()), stored.reason.clone());
             }
             RuleState::Unavailable { .. } => {}
         }
         if stored.backfill == Backfill::Held {
-            stored.detached = Some(*state == RuleState::Blocked(BlockReason::SourceGone));
+            stored.detached = Some(*state == state.without_source());
             stored.paused = Some(matches!(state, RuleState::Paused { .. }));
             stored.suspended = Some(matches!(state, RuleState::Unavailable { .. }));
         }
@@ -238,14 +240,14 @@ pub(crate) fn is_unavailable() -> Document {
     doc! {"backfill": "held", "suspended": true}
 }
 
-/// A filter for rules that can be paused. An unavailable rule may be paused because it would resume by itself; a blocked
-/// one stays blocked. A pause without an end is not replaced by one with an end, which another operator may not expect.
+/// A filter for rules that can be paused: also those that would run again by themselves, once what they lack or their source
+/// is there. The others that are blocked stay blocked. A pause without an end is not replaced by one with an end, which another operator may not expect.
 pub(crate) fn may_be_paused(time: Option<Duration>) -> Document {
     let mut paused = doc! {"paused": true};
     if time.is_some() {
         paused.insert("until", doc! {"$type": "date"});
     }
-    doc! {"$or": [{"backfill": {"$nin": ["held", "absent"]}}, paused, {"suspended": true}]}
+    doc! {"$or": [{"backfill": {"$nin": ["held", "absent"]}}, paused, {"suspended": true}, {"detached": true}]}
 }
 
 /// A filter for rules that are in the config.
@@ -254,9 +256,10 @@ pub(crate) fn is_in_config() -> Document {
 }
 
 /// The fields of a rule that is paused for this time, as expressions: the server's clock is used because the end is
-/// checked against it too.
+/// checked against it too. A rule without its source keeps that mark.
 pub(crate) fn paused_for(time: Option<Duration>) -> Result<Document> {
-    let mut state = state_fields(&RuleState::Paused { until: None })?;
+    let mut state = state_fields(&RuleState::PAUSED)?;
+    state.insert("detached", doc! {"$and": [{"$eq": ["$backfill", "held"]}, {"$eq": ["$detached", true]}]});
     let until = time.map(|time| i64::try_from(time.as_millis()).unwrap_or(i64::MAX));
     state.insert("until", until.map_or(Bson::Null, |millis| doc! {"$add": ["$$NOW", millis]}.into()));
     Ok(state)
